@@ -1,0 +1,316 @@
+"""
+Settings from Python files and --flags, checked against dataclasses.
+
+    model_config, config, given, files = configure(GPTConfig, TrainConfig)
+
+    $ python train.py config/quickstart.py --batch_size=32 --compile=False
+
+A setting is a dataclass field: its default is the only default, its annotation the check, its trailing comment the
+help, and a comment `# --- name` opens a section. Files are plain Python, run in order in a namespace that holds the
+current values; flags come last and win. Whatever is misspelt or of the wrong type, in a file as much as in a flag, is
+an error that names the place and the nearest real setting, and all errors of one command are reported together.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import math
+import numbers
+import os
+import re
+import sys
+import types
+import typing
+
+
+class SettingsError(ValueError):
+    """One or more settings that cannot be used; the message holds a line for each."""
+
+
+# -----------------------------------------------------------------------------
+# values: what an annotation allows, from Python and from text
+
+def alternatives(kind):
+    """The plain types and choices that an annotation allows: int | None -> (int, NoneType)."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return typing.get_args(kind)
+    return (kind,)
+
+
+def expected(kind):
+    """An annotation in words: Literal['a', 'b'] | None -> a, b or None."""
+    names = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text', type(None): 'None'}
+    words = []
+    for k in alternatives(kind):
+        words += [str(c) for c in typing.get_args(k)] if typing.get_origin(k) is typing.Literal else [names[k]]
+    return ' or '.join([', '.join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def is_finite(number):
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # a whole number beyond what a float can hold
+        return False
+
+
+def accept(value, kind):
+    """The value as the annotation has it (3 where a float is asked becomes 3.0); ValueError where it does not fit."""
+    for k in alternatives(kind):
+        is_bool = isinstance(value, bool)
+        if typing.get_origin(k) is typing.Literal:
+            if isinstance(value, str) and value in typing.get_args(k):
+                return value
+        elif k is type(None):
+            if value is None:
+                return None
+        elif k is bool:
+            if is_bool:
+                return value
+        elif k is int:
+            if isinstance(value, numbers.Real) and not is_bool and is_finite(value) and value == int(value):
+                return int(value)  # 1e5 in a file is meant as a count
+        elif k is float:
+            if isinstance(value, numbers.Real) and not is_bool and is_finite(value):
+                return float(value)
+        elif isinstance(value, k):
+            return value
+    raise ValueError(f'expected {expected(kind)}, not {value!r}')
+
+
+def parse(text, kind):
+    """The text of a flag as a value of the annotation; text is never evaluated."""
+    words = {'true': True, 'false': False, 'none': None}
+    candidates = [words[text.lower()]] if text.lower() in words else []
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            candidates.append(number(text))
+    for value in [*candidates, text]:
+        try:
+            return accept(value, kind)
+        except ValueError:
+            pass
+    raise ValueError(f'expected {expected(kind)}, not {text!r}')
+
+
+# -----------------------------------------------------------------------------
+# one place of settings after another
+
+def fields_of(classes):
+    """{name: (annotation, default)} over all dataclasses, whose field names must not meet."""
+    fields = {}
+    for cls in classes:
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            assert field.name not in fields, f'{field.name} is a field of two settings classes'
+            fields[field.name] = (hints[field.name], field.default)
+    return fields
+
+
+def unknown(name, fields):
+    near = difflib.get_close_matches(name, fields, n=1)
+    return f'unknown setting {name!r}' + (f'; did you mean {near[0]!r}?' if near else '')
+
+
+class TopLevelNames(ast.NodeVisitor):
+    """Collects {name: line} of what a file assigns or imports at its top level, functions and classes left out."""
+
+    def __init__(self):
+        self.assigned, self.imported = {}, set()
+
+    def visit_Name(self, node):
+        if isinstance(node.ctx, ast.Store):
+            self.assigned[node.id] = node.lineno
+
+    def visit_alias(self, node):
+        self.imported.add((node.asname or node.name).split('.')[0])
+
+    def leave_out(self, node):
+        pass
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = leave_out
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = leave_out
+
+
+def read_file(path, values, fields):
+    """
+    Runs one config file over the current values. Returns ({name: (value, place)}, problems).
+
+    Modules, functions and names that start with an underscore are the file's own affair; every other name it leaves
+    behind must be a setting. This executes the file: config files are code, and the user's own.
+    """
+    try:
+        with open(path, encoding='utf-8') as f:
+            source = f.read()
+        tree = ast.parse(source, path)
+    except (OSError, UnicodeDecodeError) as e:
+        return {}, [f'{path}: {getattr(e, "strerror", None) or e}']
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        return {}, [f'{path}, line {getattr(e, "lineno", None) or 1}: {getattr(e, "msg", e)}']
+    names = TopLevelNames()
+    names.visit(tree)
+    namespace = {**values, '__name__': 'config', '__file__': path}
+    before = set(namespace)
+    try:
+        exec(compile(tree, path, 'exec'), namespace)
+    except Exception as e:  # whatever the user's file raises is the user's to read, with its line
+        lines = [frame.tb_lineno for frame in tracebacks(e) if frame.tb_frame.f_code.co_filename == path]
+        return {}, [f'{path}, line {lines[-1] if lines else 1}: {type(e).__name__}: {e}']
+    found, problems = {}, []
+    for name, value in namespace.items():
+        line = names.assigned.get(name)
+        place = f'{path}, line {line}' if line else path
+        if name in fields:
+            if line or value is not values[name]:
+                try:
+                    found[name] = (accept(value, fields[name][0]), place)
+                except ValueError as e:
+                    problems.append(f'{place}: {name}: {e}')
+        elif not (name in before or name.startswith('_') or isinstance(value, types.ModuleType) or callable(value)
+                  or name in names.imported):
+            problems.append(f'{place}: {unknown(name, fields)} (a helper of your own starts with an underscore)')
+    return found, problems
+
+
+def tracebacks(error):
+    frame = error.__traceback__
+    while frame is not None:
+        yield frame
+        frame = frame.tb_next
+
+
+def read_argv(argv, fields):
+    """Splits a command line into words and flags. Returns (words, {name: (value, place)}, problems)."""
+    words, found, problems = [], {}, []
+    rest = list(argv)
+    while rest:
+        arg = rest.pop(0)
+        if not arg.startswith('--'):
+            words.append(arg)
+            continue
+        key, equals, text = arg[2:].partition('=')
+        name = key.replace('-', '_')
+        if name not in fields:
+            problems.append(f'--{key}: {unknown(name, fields)}')
+            if not equals and rest and not rest[0].startswith('--'):
+                rest.pop(0)  # most likely the value of the misspelt flag
+            continue
+        kind = fields[name][0]
+        if not equals:
+            takes_true = bool in alternatives(kind)
+            if rest and not rest[0].startswith('--') and (not takes_true or fits(rest[0], kind)):
+                text = rest.pop(0)
+            elif takes_true:
+                text = 'True'
+            else:
+                problems.append(f'--{key}: a value is missing; write --{name}=VALUE')
+                continue
+        try:
+            found[name] = (parse(text, kind), f'--{name}')
+        except ValueError as e:
+            problems.append(f'--{key}: {e}')
+    return words, found, problems
+
+
+def fits(text, kind):
+    try:
+        parse(text, kind)
+    except ValueError:
+        return False
+    return True
+
+
+def configure(*classes, argv=None, files=True, about=''):
+    """
+    Reads the command line into settings.
+
+    classes: dataclasses with disjoint field names; one that has a method problems() -> [sentence] is asked for it.
+    argv:    the arguments without the program's name (default: sys.argv[1:])
+    files:   whether positional words are config files to run; otherwise they are handed back untouched
+    about:   the text above the settings in --help, which prints and exits
+    Returns one instance a class, then {name: place} of what was given explicitly, then the positional words.
+    Raises SettingsError, a ValueError, with a line for each problem.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if '--help' in argv or '-h' in argv:
+        print(help_text(classes, about))
+        sys.exit(0)
+    fields = fields_of(classes)
+    values = {name: default for name, (_, default) in fields.items()}
+    given = {}
+    words, flags, problems = read_argv(argv, fields)
+    for path in words if files else []:
+        found, wrong = read_file(path, values, fields)
+        problems += wrong
+        values |= {name: value for name, (value, _) in found.items()}
+        given |= {name: place for name, (_, place) in found.items()}
+    values |= {name: value for name, (value, _) in flags.items()}
+    given |= {name: place for name, (_, place) in flags.items()}
+    objects = [cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for cls in classes]
+    if not problems:
+        problems = [problem for o in objects if hasattr(o, 'problems') for problem in o.problems()]
+    if problems:
+        raise SettingsError('\n'.join(problems))
+    return *objects, given, words
+
+
+# -----------------------------------------------------------------------------
+# settings in words
+
+def comments_of(cls):
+    """Yields (section, field name, trailing comment) in the order of the class body."""
+    section = cls.__name__
+    names = {f.name for f in dataclasses.fields(cls)}
+    for line in inspect.getsource(cls).splitlines():
+        if heading := re.match(r'\s+# --- (.*)', line):
+            section = heading[1]
+        elif (field := re.match(r'\s+(\w+):[^#]*(?:#\s*(.*))?', line)) and field[1] in names:
+            yield section, field[1], field[2] or ''
+
+
+def help_text(classes, about=''):
+    """Every setting with its default and its comment, by section."""
+    lines, last = [about.strip(), '', 'settings, as --name=value or as name = value in a config file:'], None
+    for cls in classes:
+        defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+        for section, name, comment in comments_of(cls):
+            if section != last:
+                lines += ['', section]
+                last = section
+            lines.append(f'  {f"--{name}={defaults[name]}":<36}  {comment}')
+    return '\n'.join(lines)
+
+
+def differences(objects, given):
+    """One line for each setting that is not at its default: name, value, where it comes from."""
+    lines = []
+    for o in objects:
+        for f in dataclasses.fields(o):
+            value = getattr(o, f.name)
+            if value != f.default:
+                lines.append(f'  {f.name} = {value!r}  ({given.get(f.name, "derived")})')
+    return '\n'.join(lines)
+
+
+def as_file(objects, title):
+    """All settings as the text of a config file."""
+    lines = [f'# {title}', '']
+    for o in objects:
+        lines += [f'{f.name} = {getattr(o, f.name)!r}' for f in dataclasses.fields(o)]
+    return '\n'.join(lines) + '\n'
+
+
+def call_main(main):
+    """
+    Calls main() as a script's entry point: a ValueError that our own files raise is a sentence for the user and ends
+    the program with status 1; one from anywhere deeper is a defect and keeps its traceback.
+    """
+    try:
+        sys.exit(main())
+    except ValueError as e:
+        where = list(tracebacks(e))[-1].tb_frame.f_code.co_filename
+        if os.path.dirname(os.path.abspath(where)) != os.path.dirname(os.path.abspath(__file__)):
+            raise
+        print(f'error: {e}', file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,445 @@
+"""
+Text into token bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin + meta.json.
+
+    $ python prepare.py                                   # the embedded corpus: this Python's own standard library
+    $ python prepare.py book.txt --tokenizer=gpt2         # a file
+    $ python prepare.py notes/ --name=notes               # every text file of a folder, a document each
+
+A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 when the vocabulary needs it), no header. meta.json
+beside the bins holds the tokenizer itself and what the numbers mean. A dataset is written into NAME.partial and
+renamed when it is complete, so whatever stands under its name is whole.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import sysconfig
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from configurator import call_main, configure
+
+FORMAT = 1  # of meta.json
+
+
+@dataclass
+class PrepareConfig:
+    # --- dataset
+    name: str | None = None  # folder under data_dir; None: the source's own name
+    data_dir: str = 'data'  # where datasets live
+    tokenizer: str = 'byte'  # byte, char (the characters that occur) or gpt2 (BPE, by tiktoken)
+    val_fraction: float | None = None  # held out for validation; None: 0.1, and 0.05 of the embedded corpus
+    seed: int = 1337  # chooses which documents are held out
+
+    def problems(self):
+        wrong = []
+        if self.tokenizer not in TOKENIZERS:
+            wrong.append(f'tokenizer={self.tokenizer!r} is unknown; there are {", ".join(TOKENIZERS)}')
+        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
+            wrong.append(f'val_fraction={self.val_fraction} must lie between 0 and 1')
+        return wrong
+
+
+# -----------------------------------------------------------------------------
+# tokenizers: encode a document, decode to bytes, and rebuild from what spec() puts into meta.json
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8 and an end-of-text id. Needs nothing, reads everything."""
+    n_vocab, eot = 257, 256
+
+    def encode(self, text):
+        return np.frombuffer(text.encode('utf-8', 'surrogatepass'), dtype=np.uint8)
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i < 256)
+
+    def spec(self):
+        return {'kind': 'byte'}
+
+
+class CharTokenizer:
+    """One id a character, in order of code point, then an end-of-text id if there is more than one document."""
+
+    def __init__(self, chars, eot=False):
+        self.chars = chars
+        self.n_vocab = len(chars) + bool(eot)
+        self.eot = len(chars) if eot else None
+        points = np.array([ord(c) for c in chars], dtype=np.int64)
+        self.table = np.full(int(points.max(initial=0)) + 1, -1, dtype=np.int64)  # code point -> id
+        self.table[points] = np.arange(len(chars))
+
+    def encode(self, text):
+        points = np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype=np.uint32)
+        known = points < len(self.table)
+        ids = np.where(known, self.table[np.where(known, points, 0)], -1)
+        if (ids < 0).any():
+            strange = sorted({chr(p) for p in points[ids < 0]})
+            raise ValueError(f'the characters {"".join(strange[:20])!r} do not occur in the data that this char '
+                             f'tokenizer was made from ({len(self.chars)} characters)')
+        return ids
+
+    def decode(self, ids):
+        return ''.join(self.chars[i] for i in ids if i < len(self.chars)).encode('utf-8', 'surrogatepass')
+
+    def spec(self):
+        return {'kind': 'char', 'chars': self.chars, 'eot': self.eot is not None}
+
+
+class TiktokenTokenizer:
+    """A byte-pair encoding of OpenAI's, by tiktoken, which keeps a copy of what it downloads."""
+
+    def __init__(self, name):
+        import tiktoken
+        self.name = name
+        try:
+            self.encoding = tiktoken.get_encoding(name)
+        except Exception as e:  # requests, urllib3 and the file system each fail in a way of their own here
+            raise ValueError(f'the tokenizer {name!r} could not be loaded ({type(e).__name__}); without a network, '
+                             'set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken\'s cache of it') from e
+        self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
+
+    def encode(self, text):
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def decode(self, ids):
+        return self.encoding.decode_bytes([i for i in ids if i != self.eot and i < self.n_vocab])
+
+    def spec(self):
+        return {'kind': 'tiktoken', 'name': self.name}
+
+
+TOKENIZERS = {
+    'byte': lambda texts, several: ByteTokenizer(),
+    'char': lambda texts, several: CharTokenizer(''.join(sorted(set().union(*map(set, texts())))), eot=several),
+    'gpt2': lambda texts, several: TiktokenTokenizer('gpt2'),
+}
+
+
+def tokenizer_from(spec):
+    """The tokenizer that a spec() describes. ValueError where it describes none."""
+    try:
+        if spec['kind'] == 'byte':
+            return ByteTokenizer()
+        if spec['kind'] == 'char' and isinstance(spec['chars'], str) and len(set(spec['chars'])) == len(spec['chars']):
+            return CharTokenizer(spec['chars'], bool(spec.get('eot')))
+        if spec['kind'] == 'tiktoken':
+            return TiktokenTokenizer(str(spec['name']))
+    except (KeyError, TypeError):
+        pass
+    raise ValueError(f'{str(spec)[:80]} describes no tokenizer that this version knows')
+
+
+def encode_prompt(tokenizer, text):
+    """Token ids of a prompt, in which <|endoftext|> stands for the end-of-text id."""
+    parts, ids = text.split('<|endoftext|>') if tokenizer.eot is not None else [text], []
+    for i, part in enumerate(parts):
+        ids += [tokenizer.eot] if i else []
+        ids += tokenizer.encode(part).tolist()
+    return ids
+
+
+def token_bytes(tokenizer):
+    """UTF-8 bytes of each id, (n_vocab,) int64; the end-of-text id has none. What bits per byte are counted with."""
+    return np.array([len(tokenizer.decode([i])) for i in range(tokenizer.n_vocab)], dtype=np.int64)
+
+
+# -----------------------------------------------------------------------------
+# sources: the documents of a file, a folder, or the embedded corpus, as (name, path) in a fixed order
+
+TEXT_SUFFIXES = ('.txt', '.md', '.rst', '.py', '.c', '.h', '.cpp', '.js', '.ts', '.java', '.go', '.rs', '.html',
+                 '.css', '.json', '.toml', '.yaml', '.yml', '.tex', '.org', '.csv', '.sh')
+
+
+def files_under(folder, suffixes, left_out=()):
+    """[(relative path, path)] of the files below a folder, sorted, hidden ones and the folders left_out not entered."""
+    found = []
+    for here, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if f not in left_out and not f.startswith('.')]
+        for name in names:
+            path = os.path.join(here, name)
+            if name.endswith(suffixes) and not name.startswith('.') and os.path.isfile(path):
+                found.append((os.path.relpath(path, folder).replace(os.sep, '/'), path))
+    return sorted(found)
+
+
+def stdlib_files():
+    """
+    The source of the Python that runs, some 10 MB of real language on every machine. Left out: test suites, packages
+    installed beside it, and what programs wrote (codec tables, the topics of help(), the build's configuration).
+    """
+    left_out = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages', 'encodings',
+                'pydoc_data', 'turtledemo', 'ensurepip')
+    files = files_under(sysconfig.get_path('stdlib'), ('.py',), left_out)
+    return [(name, path) for name, path in files if not os.path.basename(name).startswith('_sysconfigdata')]
+
+
+def documents_of(source):
+    """(documents, default name, default val_fraction) of a source as the command line names it."""
+    if source == 'stdlib':
+        return stdlib_files(), 'stdlib', 0.05
+    name = os.path.splitext(os.path.basename(os.path.normpath(source)))[0]
+    if os.path.isdir(source):
+        return files_under(source, TEXT_SUFFIXES), name, 0.1
+    if os.path.isfile(source):
+        return [(os.path.basename(source), source)], name, 0.1
+    raise ValueError(f'{source} is no file or folder, and the only corpus with a name is stdlib')
+
+
+def read_text(path):
+    """A document's text, line ends as they are, less a byte-order mark. ValueError for bytes that are not UTF-8."""
+    with open(path, 'rb') as f:
+        raw = f.read()
+    try:
+        return raw.decode('utf-8-sig')
+    except UnicodeDecodeError as e:
+        raise ValueError(f'{path} is not UTF-8 text: byte {raw[e.start]:#04x} at {e.start}') from None
+
+
+def hold_out(documents, fraction, seed):
+    """
+    The names held out for validation: whole documents in the order of a seeded hash of their names, until they make up
+    the fraction of all bytes. A pure function of names, sizes and seed; at least one document stays on either side.
+    """
+    size = {name: os.path.getsize(path) for name, path in documents}
+    order = sorted(size, key=lambda name: hashlib.sha256(f'{seed} {name}'.encode()).digest())
+    held, total = set(), sum(size.values())
+    for name in order[:-1]:
+        if held and sum(size[n] for n in held) >= fraction * total:
+            break
+        held.add(name)
+    return held
+
+
+# -----------------------------------------------------------------------------
+# bins
+
+class Progress:
+    """A line with share, rate and time left, once the work has taken two seconds."""
+
+    def __init__(self, total):
+        self.total, self.done, self.start, self.shown = max(total, 1), 0, time.time(), 0.0
+
+    def add(self, num_bytes):
+        self.done += num_bytes
+        now = time.time()
+        if now - self.start > 2 and now - self.shown > 0.5:
+            rate = self.done / (now - self.start)
+            left = (self.total - self.done) / rate
+            print(f'\r{self.done / self.total:4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left ', end='', flush=True)
+            self.shown = now
+
+    def close(self):
+        if self.shown:
+            print(f'\r100%  {self.done / 1e6:.1f} MB in {time.time() - self.start:.0f} s        ')
+
+
+class BinWriter:
+    """Appends documents to one bin and counts what went in."""
+
+    def __init__(self, path, tokenizer, dtype):
+        self.file = open(path, 'wb')  # noqa: SIM115
+        self.tokenizer, self.dtype = tokenizer, dtype
+        self.hash = hashlib.sha256()
+        self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
+
+    def add(self, text, end):
+        ids = np.asarray(self.tokenizer.encode(text))
+        if end:
+            ids = np.append(ids, self.tokenizer.eot)
+        assert ids.max(initial=0) < self.tokenizer.n_vocab, 'a tokenizer gave an id beyond its vocabulary'
+        raw = ids.astype(self.dtype).tobytes()
+        self.file.write(raw)
+        self.hash.update(raw)
+        self.counts['tokens'] += len(ids)
+        self.counts['bytes'] += len(text.encode('utf-8', 'surrogatepass'))
+        self.counts['documents'] += 1
+
+    def close(self):
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        return {**self.counts, 'sha256': self.hash.hexdigest()}
+
+
+def write_dataset(folder, documents, tokenizer_name, fraction, seed, source):
+    """
+    Writes documents as a dataset and returns its meta. One document is cut in two at a character; of several, whole
+    ones are held out, and each ends with the end-of-text id. Whatever stood under the name is replaced at the end.
+    """
+    several = len(documents) > 1
+    tokenizer = TOKENIZERS[tokenizer_name](lambda: (read_text(path) for _, path in documents), several)
+    dtype = '<u2' if tokenizer.n_vocab <= 2**16 else '<u4'
+    held = hold_out(documents, fraction, seed) if several else ()
+    partial = folder + '.partial'
+    shutil.rmtree(partial, ignore_errors=True)
+    os.makedirs(partial)
+    splits = {s: BinWriter(os.path.join(partial, f'{s}.bin'), tokenizer, dtype) for s in ('train', 'val')}
+    progress = Progress(sum(os.path.getsize(path) for _, path in documents))
+    for name, path in documents:
+        text = read_text(path)
+        if several:
+            splits['val' if name in held else 'train'].add(text, end=True)
+        else:
+            cut = int(len(text) * (1 - fraction))
+            splits['train'].add(text[:cut], end=False)
+            splits['val'].add(text[cut:], end=False)
+        progress.add(os.path.getsize(path))
+    progress.close()
+    meta = {'format': FORMAT, 'dtype': 'uint16' if dtype == '<u2' else 'uint32', 'vocab_size': tokenizer.n_vocab,
+            'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
+            'splits': {s: writer.close() for s, writer in splits.items()}, 'source': source}
+    with open(os.path.join(partial, 'meta.json'), 'w', encoding='utf-8') as f:
+        json.dump(meta, f, indent=1)
+        f.flush()
+        os.fsync(f.fileno())
+    old = folder + '.old'
+    shutil.rmtree(old, ignore_errors=True)
+    if os.path.exists(folder):
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
+    return meta
+
+
+# -----------------------------------------------------------------------------
+# what train.py and sample.py ask of a dataset
+
+class PlainUnpickler(pickle.Unpickler):
+    """Containers, text and numbers only: a pickle that names anything importable is refused."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f'{module}.{name}')
+
+
+def dataset_folder(data_dir, dataset):
+    """The folder of a dataset by name; a name that leads out of data_dir is refused."""
+    if not dataset or os.path.isabs(dataset) or '..' in dataset.replace('\\', '/').split('/') or '\0' in dataset:
+        raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}; for another place set '
+                         '--data_dir')
+    return os.path.join(data_dir, dataset)
+
+
+def read_meta(folder):
+    """
+    What is known of a dataset: meta.json, or as much as nanoGPT's meta.pkl says, or as nanoGPT would assume without
+    either: uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, splits ({} when foreign), foreign.
+    """
+    path = os.path.join(folder, 'meta.json')
+    if os.path.exists(path):
+        try:
+            with open(path, encoding='utf-8') as f:
+                meta = json.load(f)
+            sizes = {s: int(meta['splits'][s]['tokens']) for s in ('train', 'val')}
+            if meta['format'] > FORMAT or meta['dtype'] not in ('uint16', 'uint32') or min(sizes.values()) < 0 or \
+                    not isinstance(meta['vocab_size'], int):
+                raise KeyError('format')
+            tokenizer_from({'kind': 'byte'} if meta['tokenizer']['kind'] == 'tiktoken' else meta['tokenizer'])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+            raise ValueError(f'{path} is damaged or of a later version ({e}); prepare the dataset again') from None
+        return {**meta, 'foreign': False}
+    path = os.path.join(folder, 'meta.pkl')
+    if not os.path.exists(path):
+        return {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': {'kind': 'tiktoken', 'name': 'gpt2'},
+                'splits': {}, 'foreign': True}
+    try:
+        with open(path, 'rb') as f:
+            meta = PlainUnpickler(f).load()
+        itos = meta['itos']
+        chars = ''.join(itos[i] for i in range(len(itos)))
+        if len(chars) != len(itos) or len(set(chars)) != len(chars):
+            raise ValueError('itos is not one character an id')
+        return {'dtype': 'uint16', 'vocab_size': int(meta['vocab_size']), 'splits': {}, 'foreign': True,
+                'tokenizer': {'kind': 'char', 'chars': chars, 'eot': False}}
+    except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
+        raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e})") from None
+
+
+def how_to_make(dataset):
+    """The command that makes a dataset, for messages that miss it."""
+    if dataset == 'stdlib':
+        return 'python prepare.py stdlib'
+    return f'python prepare.py FILE_OR_FOLDER --name={dataset} --tokenizer=gpt2'
+
+
+# -----------------------------------------------------------------------------
+# pretrained weights by name
+
+def fetch_gpt2(name, data_dir):
+    """
+    The folder with OpenAI's weights as Hugging Face serves them ('gpt2', 'gpt2-medium', ...): downloaded once, each
+    file checked by length and hash and renamed when whole. HF_ENDPOINT, HF_TOKEN and proxies are honoured.
+    """
+    folder = os.path.join(data_dir, 'pretrained', name)
+    os.makedirs(folder, exist_ok=True)
+    base = f'{os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")}/openai-community/{name}/resolve/main'
+    for file in ('config.json', 'model.safetensors'):
+        path = os.path.join(folder, file)
+        if not os.path.exists(path):
+            download(f'{base}/{file}', path)
+    return folder
+
+
+def download(url, path):
+    """One file, checked by the server's length and by its ETag where that is a hash. ValueError says what is wrong."""
+    import requests
+    token = os.environ.get('HF_TOKEN')
+    headers = {'Accept-Encoding': 'identity', **({'Authorization': f'Bearer {token}'} if token else {})}
+    partial, sha256 = path + '.partial', hashlib.sha256()
+    try:
+        with requests.get(url, headers=headers, stream=True, timeout=30) as answer:
+            if answer.status_code != 200:
+                raise ValueError(f'{url} answered {answer.status_code} {answer.reason}')
+            # the hub tells length and hash on its first answer and redirects to where the bytes are
+            told = {k: v for a in [*answer.history, answer] for k, v in a.headers.items()}
+            length = int(answer.headers.get('Content-Length') or told.get('X-Linked-Size') or -1)
+            etag = (told.get('X-Linked-ETag') or told.get('ETag') or '').removeprefix('W/').strip('"')
+            blob = hashlib.sha1(f'blob {length}\0'.encode(), usedforsecurity=False)
+            progress = Progress(length)
+            with open(partial, 'wb') as f:
+                for chunk in answer.iter_content(1 << 20):
+                    f.write(chunk)
+                    sha256.update(chunk)
+                    blob.update(chunk)
+                    progress.add(len(chunk))
+                f.flush()
+                os.fsync(f.fileno())
+            progress.close()
+    except (requests.RequestException, OSError) as e:
+        raise ValueError(f'{url} could not be downloaded: {type(e).__name__}: {e}') from None
+    found = {64: sha256.hexdigest(), 40: blob.hexdigest()}.get(len(etag), etag)
+    if length >= 0 and os.path.getsize(partial) != length:
+        raise ValueError(f'{url}: {os.path.getsize(partial):,} bytes came, not {length:,}; run it again')
+    if found != etag:
+        os.remove(partial)
+        raise ValueError(f'{url}: the hash of what came is {found}, not {etag}; run it again')
+    os.replace(partial, path)
+
+
+# -----------------------------------------------------------------------------
+
+def main(argv=None):
+    cfg, _, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
+    source = sources[0] if sources else 'stdlib'
+    if len(sources) > 1:
+        raise ValueError(f'one source at a time: {" ".join(sources)}')
+    documents, name, fraction = documents_of(source)
+    if not documents:
+        raise ValueError(f'{source} holds no text files ({" ".join(TEXT_SUFFIXES)})')
+    folder = dataset_folder(cfg.data_dir, cfg.name or name)
+    if os.path.isdir(folder) and os.listdir(folder) and not os.path.exists(os.path.join(folder, 'meta.json')):
+        raise ValueError(f'{folder} exists and was not made by this program; choose another --name')
+    total = sum(os.path.getsize(path) for _, path in documents)
+    print(f'{source}: {len(documents):,} documents, {total / 1e6:.1f} MB -> {folder}, tokenizer {cfg.tokenizer}')
+    meta = write_dataset(folder, documents, cfg.tokenizer, cfg.val_fraction or fraction, cfg.seed, source)
+    for split, counts in meta['splits'].items():
+        print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, '
+              f'{counts["documents"]:,} documents, {counts["bytes"] / max(counts["tokens"], 1):.2f} bytes a token')
+    print(f'train on it with: python train.py --dataset={cfg.name or name}')
+
+
+if __name__ == '__main__':
+    call_main(main)

@@ -1,0 +1,1321 @@
+"""
+The training loop, all of it: machine, data order, optimizers, evaluation, checkpoints, logging.
+
+    $ python train.py                                          # a recipe chosen by what the machine has
+    $ python train.py config/shakespeare_char.py --device=cpu  # a recipe card, then flags
+    $ python train.py --init_from=resume                       # go on with the run in out_dir
+    $ torchrun --standalone --nproc_per_node=8 train.py        # all GPUs of a node
+
+A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, whatever the number of
+processes. Everything random (the order of the data, dropout) is a function of the seed, the step and the micro-batch,
+so a run that was killed goes on bit for bit, and nothing but tensors and counters has to be saved.
+"""
+
+import dataclasses
+import functools
+import glob
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal, get_type_hints
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from configurator import accept, as_file, call_main, configure, differences
+from model import (
+    GPT,
+    GPTConfig,
+    choose_device,
+    choose_dtype,
+    config_from,
+    load_checkpoint,
+    load_gpt2,
+    load_weights,
+    model_from,
+    save_checkpoint,
+)
+from prepare import dataset_folder, fetch_gpt2, how_to_make, read_meta, token_bytes, tokenizer_from
+
+try:
+    import fcntl  # Linux and macOS; elsewhere out_dir cannot be locked, and start-up says so
+except ImportError:
+    fcntl = None
+
+MAX_BAD_STEPS = 20  # non-finite steps in a row after which a run stops; fp16 halves its scale at each
+
+
+@dataclass
+class TrainConfig:
+    # --- run
+    out_dir: str = 'out'  # checkpoints, log and config of the run; one that is in use is moved aside
+    init_from: str = 'scratch'  # scratch, resume, gpt2 (-medium, -large, -xl), or the path of a checkpoint or folder
+    eval_only: bool = False  # evaluate once and exit; nothing is written
+    seed: int = 1337  # initial weights, order of the data, dropout
+    max_iters: int = 600000  # steps, counted from scratch
+    max_epochs: float | None = None  # passes over the data instead; converted to steps
+    max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
+    # --- data
+    dataset: str = 'openwebtext'  # folder under data_dir, made by prepare.py or by nanoGPT
+    data_dir: str = 'data'  # where datasets live
+    batch_size: int = 12  # sequences of a micro-batch, at most
+    gradient_accumulation_steps: int = 5 * 8  # micro-batches of a step over all processes
+    # --- optimizer
+    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: matrices inside blocks by Muon, everything else by AdamW
+    learning_rate: float = 6e-4  # peak, of AdamW
+    muon_lr: float = 0.02  # peak, of Muon
+    embed_lr: float | None = None  # peak, of the token embedding under muon; None: learning_rate
+    weight_decay: float = 1e-1  # on matrices only
+    beta1: float = 0.9  # of AdamW
+    beta2: float = 0.95  # of AdamW
+    muon_momentum: float = 0.95  # of Muon
+    grad_clip: float = 1.0  # largest norm of all gradients together; 0: off
+    # --- schedule
+    decay_lr: bool = True  # False: constant after the warm-up
+    lr_schedule: Literal['cosine', 'linear'] = 'cosine'  # linear: constant, then down over the last decay_fraction
+    warmup_iters: int = 2000  # steps from 0 to the peak
+    lr_decay_iters: int | None = None  # step at which the decay ends; None: max_iters
+    min_lr: float = 6e-5  # where the decay of learning_rate ends; others end in proportion
+    decay_fraction: float = 0.5  # share of the run that lr_schedule='linear' decays over
+    # --- evaluation and logging
+    eval_interval: int = 2000  # steps between evaluations; there is always one at the end
+    eval_tokens: int | None = 2**20  # most tokens of a split that one evaluation reads; None: all
+    eval_iters: int | None = None  # batches of each split instead, nanoGPT's meaning
+    log_interval: int = 1  # steps between lines
+    wandb_log: bool = False  # log to Weights & Biases too
+    wandb_project: str = 'hotloop'  # its project
+    wandb_run_name: str | None = None  # its run; None: out_dir
+    # --- checkpoints
+    always_save_checkpoint: bool = True  # save after each evaluation; False: only after those that improve
+    save_interval: int | None = None  # save every so many steps besides; None: by save_minutes alone
+    save_minutes: float = 15.0  # save at least this often
+    keep_last: int = 2  # checkpoints kept, the latest among them
+    # --- machine
+    device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first of them that is there
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the computation; weights stay in float32
+    compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a small trial works
+    compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # of torch.compile
+    threads: int | None = None  # CPU threads of a process; None: the machine's cores, shared out
+    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # of torch.distributed
+
+    def problems(self):
+        """What is wrong with the settings, a sentence each."""
+        wrong = []
+        for name in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval', 'eval_tokens',
+                     'eval_iters', 'save_interval', 'threads'):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                wrong.append(f'{name}={getattr(self, name)} must be at least 1')
+        for name in ('max_iters', 'max_epochs', 'max_minutes', 'learning_rate', 'muon_lr', 'embed_lr', 'min_lr',
+                     'weight_decay', 'grad_clip', 'warmup_iters', 'lr_decay_iters', 'save_minutes', 'seed'):
+            if getattr(self, name) is not None and getattr(self, name) < 0:
+                wrong.append(f'{name}={getattr(self, name)} must not be negative')
+        for name in ('beta1', 'beta2', 'muon_momentum'):
+            if not 0 <= getattr(self, name) < 1:
+                wrong.append(f'{name}={getattr(self, name)} must be at least 0 and below 1')
+        if not 0 < self.decay_fraction <= 1:
+            wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
+        if self.keep_last < 2:
+            wrong.append(f'keep_last={self.keep_last} must be at least 2: one file is no insurance against damage')
+        if self.embed_lr is not None and self.optimizer != 'muon':
+            wrong.append("embed_lr acts under optimizer='muon' only")
+        if self.wandb_log and importlib.util.find_spec('wandb') is None:
+            wrong.append('wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False')
+        return wrong
+
+
+# -----------------------------------------------------------------------------
+# the machine: device, dtype, compile, processes, each with the reason it was chosen
+
+@dataclass
+class Machine:
+    rank: int = 0
+    world: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device('cpu'))
+    dtype: torch.dtype = torch.float32
+    compile: bool = False
+    threads: int = 1
+    reasons: dict = field(default_factory=dict)
+
+    def say(self, text, **kwargs):
+        """Prints once for all processes."""
+        if self.rank == 0:
+            print(text, flush=True, **kwargs)
+
+    def sum(self, values):
+        """Sums a float64 array over all processes."""
+        if self.world == 1:
+            return values
+        t = torch.from_numpy(np.asarray(values, dtype=np.float64)).to(self.device)
+        dist.all_reduce(t)
+        return t.cpu().numpy()
+
+
+def try_compile(device):
+    """None when torch.compile works here, otherwise what it said, in one line."""
+    if device.type == 'mps':
+        return 'not tried on Apple GPUs'
+    try:
+        torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)(torch.ones(8, device=device))
+    except Exception as e:  # inductor wraps what a missing compiler raises in types of its own
+        lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
+        return lines[0][:100]
+    finally:
+        torch._dynamo.reset()
+    return None
+
+
+def open_machine(cfg):
+    """Chooses and prepares device, dtype, compile and the process group; ValueError where cfg asks for too much."""
+    rank, world, local_rank, local_world = (int(os.environ.get(name, default)) for name, default in (
+        ('RANK', '0'), ('WORLD_SIZE', '1'), ('LOCAL_RANK', '0'), ('LOCAL_WORLD_SIZE', '1')))
+    device, why_device = choose_device(cfg.device, local_rank)
+    dtype, why_dtype = choose_dtype(cfg.dtype, device)
+    threads = cfg.threads or max(1, len(cpus()) // local_world)
+    torch.set_num_threads(threads)
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'
+    if world > 1:
+        open_process_group(cfg.backend, device, rank, world)
+    compiling, why_compile = bool(cfg.compile), 'asked for'
+    if cfg.compile is True and (failure := try_compile(device)):
+        raise ValueError(f'compile=True was asked for, but torch.compile fails here: {failure}; use --compile=False')
+    if cfg.compile == 'auto':
+        failure = try_compile(device)
+        compiling, why_compile = failure is None, failure or 'a trial worked'
+    reasons = {'device': why_device, 'dtype': why_dtype, 'compile': why_compile}
+    return Machine(rank, world, device, dtype, compiling, threads, reasons)
+
+
+def cpus():
+    return os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count() or 1)
+
+
+def open_process_group(backend, device, rank, world):
+    if backend == 'auto':
+        backend = 'nccl' if device.type == 'cuda' else 'gloo'
+    if backend == 'nccl' and device.type != 'cuda':
+        raise ValueError(f'backend=nccl works between GPUs, and the device is {device.type}; use --backend=gloo')
+    options = {}
+    if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
+        # the agent keeps one store over all restarts; without a prefix for each, 9 of 14 restarts went wrong
+        # (pytorch#135712)
+        store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), world, is_master=False)
+        options = {'store': dist.PrefixStore(f'try{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}', store),
+                   'rank': rank, 'world_size': world}
+    dist.init_process_group(backend, timeout=timedelta(minutes=10), **options)
+
+
+def attention_kernel(model, batch, machine):
+    """The name of the kernel that scaled_dot_product_attention takes for this shape, or 'unknown'."""
+    c = model.config
+    try:
+        q = torch.empty(batch, c.n_head, c.block_size, c.n_embd // c.n_head, device=machine.device,
+                        dtype=machine.dtype, requires_grad=True)
+        kinds = torch.nn.attention.SDPBackend.__members__.items()
+        return {int(v): k.lower() for k, v in kinds}[torch._fused_sdp_choice(q, q, q, is_causal=True)]
+    except (AttributeError, KeyError, RuntimeError):
+        return 'unknown'
+
+
+# dense bf16 peak in FLOP/s (fp16 where there is no bf16) by the device's name, from the makers' data sheets
+PEAK_FLOPS = {'H200': 989e12, 'GH200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12, 'H800': 989e12,
+              'B200': 2250e12, 'A100': 312e12, 'A800': 312e12, 'A10G': 70e12, 'A10': 125e12, 'A40': 150e12,
+              'A6000': 155e12, 'L40S': 362e12, 'L4': 121e12, 'V100': 125e12, 'T4': 65e12, 'RTX 3090': 71e12,
+              'RTX 4090': 165e12, 'RTX 5090': 210e12, 'MI300X': 1307e12}
+
+
+def peak_flops(device, dtype):
+    """Peak of one device in the dtype, or None when it is not known: no figure is better than a wrong one."""
+    if device.type != 'cuda' or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = [key for key in PEAK_FLOPS if key in name]
+    return PEAK_FLOPS[max(found, key=len)] if found else None
+
+
+# -----------------------------------------------------------------------------
+# data: which tokens a step sees, as a pure function of the seed and the step
+
+class Split:
+    """One bin of a dataset, mapped; windows of T tokens and their targets, which are one further."""
+
+    def __init__(self, folder, name, meta, T):
+        path = os.path.join(folder, f'{name}.bin')
+        if not os.path.exists(path):
+            raise ValueError(f'{path} does not exist; make it with: {how_to_make(os.path.basename(folder))}')
+        dtype = np.dtype(meta['dtype']).newbyteorder('<')
+        size = os.path.getsize(path)
+        told = meta['splits'].get(name, {}).get('tokens', size // dtype.itemsize)
+        if size % dtype.itemsize or size != told * dtype.itemsize:
+            raise ValueError(f'{path} has {size:,} bytes, which is not {told:,} tokens of {meta["dtype"]}; '
+                             'prepare it again')
+        self.path, self.T = path, T
+        self.num_tokens = size // dtype.itemsize
+        self.num_windows = (self.num_tokens - 1) // T
+        if self.num_windows < 1:
+            raise ValueError(f'{path} has {self.num_tokens:,} tokens, too few for one window of block_size={T} and '
+                             f'its target; use more text or --block_size={max(self.num_tokens - 1, 1)} at most')
+        self.tokens = np.memmap(path, dtype=dtype, mode='r')
+        mask = os.path.join(folder, f'{name}.mask.bin')
+        self.mask = None  # 1 where a token counts in the loss
+        if os.path.exists(mask):
+            if os.path.getsize(mask) != self.num_tokens:
+                raise ValueError(f'{mask} has {os.path.getsize(mask):,} bytes for {self.num_tokens:,} tokens')
+            self.mask = np.memmap(mask, dtype=np.uint8, mode='r')
+
+    def check_ids(self, vocab_size):
+        """One pass over the bin: an id beyond the vocabulary would end in a CUDA assert without a name."""
+        for start in range(0, self.num_tokens, 1 << 24):
+            block = self.tokens[start:start + (1 << 24)]
+            if block.max() >= vocab_size:
+                at = start + int(np.argmax(block >= vocab_size))
+                raise ValueError(f'{self.path} has token id {self.tokens[at]} at position {at:,}, but the vocabulary '
+                                 f'has {vocab_size} ids; the data was made with another tokenizer')
+
+    def fingerprint(self):
+        """A hash of the size and of 64 blocks over the whole bin: tells datasets apart without reading them."""
+        h = hashlib.sha256(str(self.num_tokens).encode())
+        for start in np.linspace(0, max(self.num_tokens - 4096, 0), 64).astype(np.int64):
+            h.update(self.tokens[start:start + 4096].tobytes())
+        return h.hexdigest()[:16]
+
+    def gather(self, starts):
+        """Inputs and targets of the windows at these positions: two (B, T) int64 arrays; -1 is not counted."""
+        places = np.asarray(starts)[:, None] + np.arange(self.T + 1)
+        tokens = self.tokens[places].astype(np.int64)
+        x, y = tokens[:, :-1], tokens[:, 1:].copy()
+        if self.mask is not None:
+            y[self.mask[places[:, 1:]] == 0] = -1
+        return np.ascontiguousarray(x), y
+
+    def num_targets(self, starts):
+        """How many targets of these windows count."""
+        if self.mask is None:
+            return len(starts) * self.T
+        return sum(int(self.mask[s + 1:s + 1 + self.T].sum()) for s in starts)
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(seed, num_tokens, T, epoch):
+    """
+    Where the windows of an epoch start, in the order in which they are seen. Each epoch is cut at another offset and
+    shuffled anew; a window less than would fit leaves room for the offset.
+    """
+    rng = np.random.default_rng((seed, epoch))
+    windows = windows_per_epoch(num_tokens, T)
+    offset = rng.integers(num_tokens - windows * T)
+    return offset + T * rng.permutation(windows)
+
+
+def windows_per_epoch(num_tokens, T):
+    return max((num_tokens - 1) // T - 1, 1)
+
+
+def step_starts(seed, num_tokens, T, step, global_batch):
+    """Where the windows of a step start, (global_batch,): the same ones whatever the number of processes."""
+    per_epoch = windows_per_epoch(num_tokens, T)
+    index = np.arange(step * global_batch, (step + 1) * global_batch)
+    epochs, places = index // per_epoch, index % per_epoch
+    return np.array([epoch_order(seed, num_tokens, T, int(e))[p] for e, p in zip(epochs, places, strict=True)])
+
+
+def share_batch(batch_size, accumulation, world):
+    """
+    (micro-batch, accumulation on one process) for a global batch of batch_size x accumulation sequences: the largest
+    micro-batch up to batch_size that shares it out equally. ValueError names the nearest global batches that would do.
+    """
+    total = batch_size * accumulation
+    if total % world:
+        low, high = total // world * world, -(-total // world) * world
+        nearest = ' or '.join(str(n) for n in (low, high) if n)
+        raise ValueError(f'a global batch of batch_size={batch_size} x gradient_accumulation_steps={accumulation} = '
+                         f'{total} sequences cannot be shared equally by {world} processes; {nearest} could')
+    mine = total // world
+    steps = next(n for n in range(-(-mine // batch_size), mine + 1) if mine % n == 0)
+    return mine // steps, steps
+
+
+class Batches:
+    """The micro-batches of this process, step by step."""
+
+    def __init__(self, split, cfg, machine):
+        self.split, self.cfg, self.machine = split, cfg, machine
+        self.global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
+        self.micro_batch, self.accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps,
+                                                          machine.world)
+        self.waited = 0.0  # seconds spent on data
+
+    def step(self, step):
+        """(how many targets of the global batch count, [a function that loads (x, y, seed)] for each micro-batch)."""
+        starts = step_starts(self.cfg.seed, self.split.num_tokens, self.split.T, step, self.global_batch)
+        first = self.machine.rank * self.accumulation
+        loads = [functools.partial(self.load, starts, step, first + i) for i in range(self.accumulation)]
+        return self.split.num_targets(starts), loads
+
+    def load(self, starts, step, micro):
+        began = time.perf_counter()
+        x, y = self.split.gather(starts[micro * self.micro_batch:(micro + 1) * self.micro_batch])
+        x, y = to_device(x, self.machine.device), to_device(y, self.machine.device)
+        self.waited += time.perf_counter() - began
+        return x, y, micro_seed(self.cfg.seed, step, micro)
+
+
+def to_device(array, device):
+    t = torch.from_numpy(array)
+    return t.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else t.to(device)
+
+
+def micro_seed(seed, step, micro):
+    """Dropout's seed: the same for the same micro-batch of the same step on whatever process it runs."""
+    return int(np.random.SeedSequence((seed, step, micro)).generate_state(1, np.uint64)[0] >> 1)
+
+
+# -----------------------------------------------------------------------------
+# optimizers
+
+# Newton-Schulz iterations that push all singular values towards 1 (Keller Jordan, https://kellerjordan.github.io/posts/muon)
+NS_STEPS, NS_A, NS_B, NS_C = 5, 3.4445, -4.7750, 2.0315
+
+
+def orthogonalize(G, dtype):
+    """The nearest semi-orthogonal matrix, roughly: singular values between 0.7 and 1.2. G: (N, m, n) with m <= n."""
+    X = G.to(dtype)
+    X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(NS_STEPS):
+        A = X @ X.mT  # (N, m, m)
+        B = torch.baddbmm(A, A, A, beta=NS_B, alpha=NS_C)
+        X = torch.baddbmm(X, B, X, beta=NS_A)
+    return X.to(G.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    Momentum, orthogonalised: every matrix moves by an update whose singular values are all near 1.
+
+    Matrices of one shape are stacked and iterated together; torch.optim.Muon takes them one by one, which costs more
+    than a small model's whole step. `rows` says how a parameter falls into independent matrices: queries, keys and
+    values share a parameter but not an update. found_inf, when set to 1, makes a step change nothing at all.
+    """
+
+    def __init__(self, params, rows, lr, momentum, weight_decay, dtype, world=1, rank=0, compiled=False):
+        super().__init__(params, {'lr': lr, 'momentum': momentum, 'weight_decay': weight_decay})
+        self.rows, self.dtype, self.world, self.rank = rows, dtype, world, rank
+        self.found_inf = None
+        self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            lr, momentum, decay = group['lr'], group['momentum'], group['weight_decay']
+            params = group['params']
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]['momentum_buffer'] = torch.zeros_like(p)
+            grads = [p.grad for p in params]
+            buffers = [self.state[p]['momentum_buffer'] for p in params]
+            keep = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+            if self.found_inf is not None:
+                grads = [torch.where(self.found_inf > 0, 0.0, g) for g in grads]
+            weight = torch.as_tensor((1 - momentum) * keep, dtype=torch.float32, device=params[0].device)
+            for g, b in zip(grads, buffers, strict=True):
+                b.lerp_(g, weight)
+            nesterov = torch._foreach_lerp(grads, buffers, momentum)
+            torch._foreach_mul_(params, 1 - lr * decay * keep)
+            self.update(params, nesterov, -lr * keep)
+
+    def update(self, params, directions, scale):
+        """Adds scale x the orthogonalised directions, all matrices of a shape at a time."""
+        shapes = {}
+        for p, d in zip(params, directions, strict=True):
+            for part, piece in zip(p.split(self.rows[p]), d.split(self.rows[p]), strict=True):
+                wide = piece if piece.size(0) <= piece.size(1) else piece.T
+                shapes.setdefault(wide.shape, []).append((part, wide, piece.size(0) > piece.size(1)))
+        for matrices in shapes.values():
+            stack = torch.stack([wide for _, wide, _ in matrices])  # (N, m, n)
+            for (part, _, tall), u in zip(matrices, self.shared(stack), strict=True):
+                # a tall matrix has fewer singular values than rows, so each row of an update would be too small
+                size = max(1.0, part.size(0) / part.size(1)) ** 0.5
+                part.add_((u.T if tall else u) * (scale * size))
+
+    def shared(self, stack):
+        """Each process orthogonalises its share of the stack, and all get the whole."""
+        if self.world == 1:
+            return self.orthogonalize(stack, self.dtype)
+        N, each = stack.size(0), -(-stack.size(0) // self.world)
+        padded = torch.zeros(each * self.world, *stack.shape[1:], device=stack.device, dtype=stack.dtype)
+        padded[:N] = stack
+        mine = padded[self.rank * each:(self.rank + 1) * each]
+        whole = torch.empty_like(padded)
+        dist.all_gather_into_tensor(whole, self.orthogonalize(mine, self.dtype).contiguous())
+        return whole[:N]
+
+
+def build_optimizers(model, cfg, machine):
+    """
+    [AdamW] or [AdamW, Muon]. Each group carries 'peak', its learning rate at the top of the schedule. Weight decay is
+    for matrices and embeddings; vectors and scalars go without, in two groups as nanoGPT has them.
+    """
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    by_muon = [p for n, p in named if cfg.optimizer == 'muon' and '.h.' in n and p.dim() == 2]
+    ids = {id(p) for p in by_muon}
+    rest = [(n, p) for n, p in named if id(p) not in ids]
+    decayed = [p for n, p in rest if p.dim() >= 2]
+    groups = [{'params': decayed, 'weight_decay': cfg.weight_decay, 'peak': cfg.learning_rate},
+              {'params': [p for n, p in rest if p.dim() < 2], 'weight_decay': 0.0, 'peak': cfg.learning_rate}]
+    if cfg.embed_lr is not None:
+        wte = model.transformer.wte.weight
+        groups[0]['params'] = [p for p in decayed if p is not wte]
+        groups.append({'params': [wte], 'weight_decay': cfg.weight_decay, 'peak': cfg.embed_lr})
+    # fused: one kernel a group, and it honours found_inf on the device, so a bad step is skipped without a sync
+    adamw = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
+    if not by_muon:
+        return [adamw]
+    c = model.config
+    D = c.n_embd // c.n_head
+    qkv = [c.n_embd, c.n_kv_head * D, c.n_kv_head * D]
+    rows = {p: [p.size(0)] for p in by_muon}
+    for block in model.transformer.h:
+        rows[block.attn.c_attn.weight] = qkv
+        if c.mlp == 'swiglu':
+            rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]
+    dtype = torch.float32 if machine.device.type == 'cpu' else torch.bfloat16  # bf16 matmuls are emulated on most CPUs
+    muon = Muon(by_muon, rows, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, dtype, machine.world, machine.rank,
+                machine.compile)
+    muon.param_groups[0]['peak'] = cfg.muon_lr
+    return [adamw, muon]
+
+
+def learning_rate(step, cfg):
+    """The learning rate of a step, from 0: warm-up, then cosine to min_lr, or constant and linear to min_lr."""
+    end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
+    if step < cfg.warmup_iters:
+        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+    if not cfg.decay_lr:
+        return cfg.learning_rate
+    if step >= end:
+        return cfg.min_lr
+    if cfg.lr_schedule == 'cosine':
+        progress = (step - cfg.warmup_iters) / (end - cfg.warmup_iters)
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+    else:
+        share = min(1.0, (end - step) / (cfg.decay_fraction * end))
+    return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
+
+
+def set_learning_rate(optimizers, lr, peak):
+    """Every group follows the schedule in proportion to its own peak."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group['lr'] = group['peak'] * (lr / peak if peak else 0.0)
+
+
+# -----------------------------------------------------------------------------
+# the step
+
+class Gradients:
+    """
+    The gradients of all parameters as one flat buffer, of which each p.grad is a view: zeroed, reduced over the
+    processes, measured, clipped and checked in one operation each. Three more numbers ride along, so that the summed
+    loss and a wish to stop reach every process without a collective of their own.
+    """
+
+    def __init__(self, model):
+        params = [p for p in model.parameters() if p.requires_grad]
+        total = sum(p.numel() for p in params)
+        self.buffer = torch.zeros(total + 2, device=params[0].device, dtype=torch.float32)
+        self.all, self.loss, self.stop = self.buffer[:total], self.buffer[total], self.buffer[total + 1]
+        at = 0
+        for p in params:
+            p.grad = self.all[at:at + p.numel()].view_as(p)
+            at += p.numel()
+
+
+def train_step(model, loads, num_targets, optimizers, gradients, scaler, clip, world=1, stop=False, dropout=0.0):
+    """
+    One optimizer update over the micro-batches that `loads` load. num_targets: how many targets count over the global
+    batch, of all processes; the loss is their mean, however unevenly masks fall on micro-batches and processes.
+    Returns the summed loss, the gradient's norm before clipping and found_inf, 1 if the update was skipped because
+    something was not finite: 0-d tensors that nobody has waited for.
+    """
+    gradients.buffer.zero_()
+    gradients.stop.fill_(float(stop))
+    for load in loads:
+        x, y, seed = load()
+        if dropout:
+            torch.manual_seed(seed)
+        loss = model(x, y).sum()
+        scaler.scale(loss / max(num_targets, 1)).backward()
+        gradients.loss.add_(loss.detach())
+    if world > 1:
+        dist.all_reduce(gradients.buffer)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = torch.linalg.vector_norm(gradients.all)
+    found_inf = (~torch.isfinite(norm + gradients.loss)).float()
+    if clip:
+        gradients.all.mul_((clip / (norm + 1e-6)).clamp(max=1.0))
+    for optimizer in optimizers:
+        optimizer.found_inf = found_inf
+        optimizer.step()
+    scaler.update()
+    return gradients.loss.clone(), norm, found_inf
+
+
+# -----------------------------------------------------------------------------
+# evaluation
+
+@torch.no_grad()
+def evaluate(model, split, num_windows, batch, machine, byte_counts=None):
+    """
+    The loss on fixed windows of a split, the same ones whatever the batch or the number of processes: all of it, the
+    tail included, or num_windows spread evenly. Label smoothing and dropout do not act.
+    Returns {'loss': nats a token, 'stderr': its standard error over windows, 'perplexity', 'tokens', 'bpb': bits per
+    byte of the very tokens evaluated, None without byte_counts}.
+    """
+    T, N = split.T, split.num_tokens
+    total = -(-(N - 1) // T)
+    windows = np.arange(total) if num_windows is None or num_windows >= total else \
+        np.linspace(0, (N - 1) // T - 1, num_windows).round().astype(np.int64)
+    sums = np.zeros((3, len(windows)))  # loss, targets, bytes of each window
+    mine = np.arange(machine.rank, len(windows), machine.world)
+    losses = []
+    was_training = model.training
+    model.eval()
+    for at in range(0, len(mine), batch):
+        chosen = mine[at:at + batch]
+        x, y = eval_batch(split, windows[chosen], batch)
+        losses.append(model(to_device(x, machine.device), to_device(y, machine.device))[:len(chosen)])
+        y = y[:len(chosen)]
+        sums[1, chosen] = (y >= 0).sum(1)
+        if byte_counts is not None:
+            sums[2, chosen] = np.where(y >= 0, byte_counts[np.maximum(y, 0)], 0).sum(1)
+    model.train(was_training)
+    if losses:
+        sums[0, mine] = torch.cat(losses).double().cpu().numpy() if machine.device.type != 'mps' else \
+            torch.cat(losses).cpu().double().numpy()
+    loss, targets, num_bytes = machine.sum(sums)
+    counted = targets > 0
+    if not counted.any():
+        raise ValueError(f'{split.path} has no target that counts in the windows evaluated: its mask is 0 everywhere')
+    mean = loss.sum() / targets.sum()
+    spread = (loss - mean * targets)[counted]  # of a ratio of sums, windows being the sample
+    n = int(counted.sum())
+    stderr = float(np.sqrt((spread**2).sum() * n / max(n - 1, 1)) / targets.sum()) if n > 1 else float('nan')
+    return {'loss': float(mean), 'stderr': stderr, 'perplexity': float(np.exp(min(mean, 700))),
+            'tokens': int(targets.sum()),
+            'bpb': float(loss.sum() / math.log(2) / num_bytes.sum()) if num_bytes.sum() > 0 else None}
+
+
+def eval_batch(split, windows, batch):
+    """Windows by index as (batch, T) arrays: rows and the end of the last window that are not there count as -1."""
+    T, N = split.T, split.num_tokens
+    x, y = np.zeros((batch, T), dtype=np.int64), np.full((batch, T), -1, dtype=np.int64)
+    starts = windows * T
+    full = starts + T + 1 <= N
+    if full.any():
+        x[:len(windows)][full], y[:len(windows)][full] = split.gather(starts[full])
+    for row in np.flatnonzero(~full):  # the last window of a split is shorter than T
+        tail = split.tokens[starts[row]:].astype(np.int64)
+        x[row, :len(tail) - 1], y[row, :len(tail) - 1] = tail[:-1], tail[1:]
+        if split.mask is not None:
+            y[row, :len(tail) - 1][split.mask[starts[row] + 1:] == 0] = -1
+    return x, y
+
+
+def eval_windows(cfg, T):
+    """How many windows of the validation and of the training split an evaluation reads; None: all."""
+    if cfg.eval_iters is not None:
+        return cfg.eval_iters * cfg.batch_size, cfg.eval_iters * cfg.batch_size
+    val = None if cfg.eval_tokens is None else max(cfg.eval_tokens // T, 1)
+    # the training split is there to see over-fitting, for which a quarter is enough
+    return val, max((2**18 if val is None else cfg.eval_tokens // 4) // T, 1)
+
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+class OutDir:
+    """The folder of a run, owned by one process: its lock, its checkpoints, its log."""
+
+    def __init__(self, path):
+        self.path, self.lock, self.saved_step = path, None, None
+
+    def __truediv__(self, name):
+        return os.path.join(self.path, name)
+
+    def checkpoints(self):
+        """Checkpoint files, the newest first."""
+        older = glob.glob(glob.escape(self / 'ckpt-') + '*.pt')
+        return [p for p in [self / 'ckpt.pt', *sorted(older, reverse=True)] if os.path.exists(p)]
+
+    def open(self, fresh):
+        """Takes the folder, moving the run that is in it aside if this one is fresh. Returns what to tell the user."""
+        said = []
+        if fresh and (self.checkpoints() or os.path.exists(self / 'log.jsonl')):
+            self.take_lock()
+            aside = next(f'{self.path.rstrip(os.sep)}.{n}' for n in range(1, 10**6)
+                         if not os.path.exists(f'{self.path.rstrip(os.sep)}.{n}'))
+            os.rename(self.path, aside)
+            self.lock.close()
+            self.lock = None
+            said.append(f'{self.path} held a run: moved to {aside}')
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            self.take_lock()
+        except OSError as e:
+            raise ValueError(f'out_dir={self.path!r} cannot be written: {e.strerror or e}') from None
+        for left in glob.glob(glob.escape(self.path) + '/*.tmp'):
+            os.remove(left)  # of a save that was killed; the lock says that nobody is writing it
+        if fcntl is None:
+            said.append('out_dir is not locked on this system: start no second run in it')
+        return said
+
+    def take_lock(self):
+        """Held until the process ends, however it ends. ValueError where another process holds it."""
+        if self.lock or fcntl is None:
+            return
+        self.lock = open(self / '.lock', 'a+')  # noqa: SIM115
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            raise ValueError(f'{self.path} is in use by process {self.lock.read().strip() or "unknown"}; choose '
+                             'another --out_dir') from None
+        self.lock.truncate(0)
+        self.lock.write(str(os.getpid()))
+        self.lock.flush()
+
+    def save(self, checkpoint, keep):
+        """
+        Makes this the latest checkpoint. Before that moment the one before it is, and is kept under its step's number;
+        at no moment is there none. Files beyond `keep` are removed.
+        """
+        latest = self / 'ckpt.pt'
+        save_checkpoint(latest, checkpoint, keep_old=self / f'ckpt-{self.saved_step:09d}.pt'
+                         if self.saved_step not in (None, checkpoint['iter_num']) else None)
+        self.saved_step = checkpoint['iter_num']
+        for old in self.checkpoints()[keep:]:
+            os.remove(old)
+
+    def adopt(self, resumed):
+        """Makes the checkpoint a run resumes from its latest, and sets damaged ones aside, out of anybody's way."""
+        for path in resumed.damaged:
+            os.replace(path, path + '.damaged')
+        if resumed.path != self / 'ckpt.pt':
+            os.replace(resumed.path, self / 'ckpt.pt')
+        self.saved_step = resumed.checkpoint['iter_num']
+
+
+@dataclass
+class Resumed:
+    """A checkpoint to go on from, where it was, and the newer ones that turned out damaged: {path: what is wrong}."""
+    checkpoint: dict
+    path: str
+    damaged: dict
+
+
+def find_latest(out_dir):
+    """
+    The newest checkpoint that is whole. ValueError when there is none, or when none is whole, with the reason for
+    each: never a silent fresh start.
+    """
+    damaged = {}
+    for path in out_dir.checkpoints():
+        try:
+            return Resumed(load_checkpoint(path), path, damaged)
+        except ValueError as e:
+            damaged[path] = str(e)
+    if not damaged:
+        raise ValueError(f'init_from=resume, but {out_dir.path} holds no checkpoint; start with --init_from=scratch')
+    raise ValueError('\n  '.join([f'no checkpoint in {out_dir.path} is whole:', *damaged.values()])
+                     + '\nto start anew: --init_from=scratch')
+
+
+@dataclass
+class RunState:
+    """What the loop knows beside weights and optimizer; saved as it is."""
+    iter_num: int = 0  # updates done
+    best_val_loss: float = math.inf
+    tokens_seen: int = 0
+    logged: list = field(default_factory=list)  # [summed loss, targets, skipped, steps] since the last line
+    bad_in_a_row: int = 0
+
+
+def checkpoint_of(model, optimizers, scaler, state, settings, context):
+    """
+    Everything needed to go on, under nanoGPT's names where it has them. The wte of a tied model is the head's tensor,
+    and torch.save keeps it so. Plain values only: it must load with weights_only=True.
+    """
+    return {'model': model.state_dict(), 'optimizer': optimizers[0].state_dict(),
+            **({'muon': optimizers[1].state_dict()} if optimizers[1:] else {}),
+            'scaler': scaler.state_dict(), 'model_args': model.config.model_args(), 'iter_num': state.iter_num,
+            'best_val_loss': state.best_val_loss, 'config': settings, 'state': dataclasses.asdict(state), **context}
+
+
+def restore(checkpoint, model, optimizers, scaler):
+    """Puts a checkpoint's weights, optimizers and scaler back. Returns the RunState. ValueError where they differ."""
+    load_weights(model, checkpoint['model'])
+    saved = [checkpoint.get('optimizer'), *([checkpoint['muon']] if 'muon' in checkpoint else [])]
+    if len(saved) != len(optimizers) or saved[0] is None:
+        raise ValueError(f'the checkpoint holds the state of {len(saved)} optimizers, and the settings make '
+                         f'{len(optimizers)}: optimizer cannot change on resume')
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        peaks = [group['peak'] for group in optimizer.param_groups]
+        fixed = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
+        try:
+            optimizer.load_state_dict(state)
+        except (ValueError, KeyError) as e:
+            raise ValueError(f'the optimizer state of the checkpoint does not fit: {e}') from None
+        # what was set stands: momenta come from the checkpoint, rates and decay from the settings
+        for group, own, peak in zip(optimizer.param_groups, fixed, peaks, strict=True):
+            group.update(own, peak=peak)
+    if scaler.is_enabled() and checkpoint.get('scaler'):
+        scaler.load_state_dict(checkpoint['scaler'])
+    if 'state' in checkpoint:
+        return RunState(**checkpoint['state'])
+    return RunState(iter_num=int(checkpoint['iter_num']), best_val_loss=float(checkpoint['best_val_loss']))
+
+
+# -----------------------------------------------------------------------------
+# settings: flags, files, the machine's card, and on resume the checkpoint
+
+MACHINE_CARDS = (  # the recipe when none is named: the first whose need of GPU memory, in GB, is met
+    (20, 'config/gpt2_124m_fast.py'),
+    (0, 'config/quickstart.py'),
+)
+# a resumed run keeps these, and being told otherwise is an error
+BOUND = ('preset', 'vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_ff', 'bias', 'block_size', 'position',
+         'norm', 'mlp', 'qk_norm', 'tie', 'zero_init', 'softcap', 'x0_mix', 'dataset', 'optimizer')
+# may be changed; the change is printed
+ANNOUNCED = ('batch_size', 'gradient_accumulation_steps', 'learning_rate', 'muon_lr', 'embed_lr', 'min_lr', 'seed',
+             'weight_decay', 'beta1', 'beta2', 'muon_momentum', 'grad_clip', 'dtype', 'threads', 'compile')
+# belong to this command and this machine, never to the checkpoint
+OWN = ('out_dir', 'init_from', 'eval_only', 'device', 'backend')
+
+
+def card_for_machine():
+    """The recipe card for what this machine has, with the reason."""
+    memory = torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else 0
+    card = next(card for need, card in MACHINE_CARDS if memory >= need)
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), card), \
+        f'{memory:.0f} GB of GPU memory' if memory else 'no GPU'
+
+
+def read_settings(argv):
+    """(model settings, training settings, {name: place} of what was given, Resumed or None, what to say)."""
+    settings = functools.partial(configure, GPTConfig, TrainConfig, about=__doc__)
+    model_cfg, cfg, given, files = settings(argv=argv)
+    said = []
+    if not files and 'dataset' not in given and cfg.init_from == 'scratch':
+        card, why = card_for_machine()
+        model_cfg, cfg, given, files = settings(argv=[card, *argv])
+        said.append(f'card: {os.path.relpath(card)} ({why}; name one to choose another)')
+    elif files:
+        said.append(f'card: {" ".join(files)}')
+    if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) and OutDir(cfg.out_dir).checkpoints():
+        cfg.init_from = 'resume'
+        said.append('torchrun restarted this run: resuming')
+    if cfg.init_from != 'resume':
+        return model_cfg, cfg, given, None, said
+    resumed = find_latest(OutDir(cfg.out_dir))
+    resume_settings(model_cfg, cfg, given, resumed.checkpoint, said)
+    return model_cfg, cfg, given, resumed, said
+
+
+def resume_settings(model_cfg, cfg, given, checkpoint, said):
+    """Takes the checkpoint's settings into model_cfg and cfg, but for what was given and is allowed to change."""
+    foreign = 'state' not in checkpoint  # nanoGPT's, whose dtype and compile speak of another machine
+    own = (*OWN, 'dtype', 'compile') if foreign else OWN
+    shape = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
+    resolved = dataclasses.asdict(config_from(checkpoint['model_args']).resolved())
+    was = {**checkpoint['model_args'], **checkpoint.get('config', {}), **{name: resolved[name] for name in shape}}
+    wrong = []
+    for settings in (model_cfg, cfg):
+        hints = get_type_hints(type(settings))
+        for f in dataclasses.fields(settings):
+            name, now = f.name, getattr(settings, f.name)
+            if name not in was or name in own:
+                continue
+            if name not in given or (now is None and name in shape):
+                try:
+                    setattr(settings, name, accept(was[name], hints[name]))
+                except ValueError as e:
+                    wrong.append(f'the checkpoint has {name}={was[name]!r}: {e}; give --{name}')
+            elif now != was[name]:
+                if name in BOUND:
+                    wrong.append(f'{given[name]}: {name}={now!r}, but the checkpoint has {was[name]!r}; it cannot '
+                                 'change on resume (to start a new run from these weights: --init_from=PATH)')
+                elif name in ANNOUNCED:
+                    said.append(f'{name}: {was[name]!r} before, {now!r} from here on')
+    wrong = wrong or model_cfg.problems() + cfg.problems()
+    if wrong:
+        raise ValueError('\n'.join(wrong))
+
+
+# -----------------------------------------------------------------------------
+# data and model, opened together because the one must fit the other
+
+def open_dataset(cfg):
+    """(folder, meta) of cfg.dataset. ValueError names the command that makes what is missing."""
+    folder = dataset_folder(cfg.data_dir, cfg.dataset)
+    for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
+        if not os.path.exists(path):
+            raise ValueError(f'{path} does not exist; make it with: {how_to_make(cfg.dataset)}')
+    return folder, read_meta(folder)
+
+
+def vocab_for(meta):
+    """
+    The rows of embedding and head. nanoGPT's own datasets get nanoGPT's number; for ours a large vocabulary is rounded
+    up to a multiple of 64, which GPUs multiply faster, and a small one is left alone, where it would cost a share.
+    """
+    size = meta['vocab_size']
+    return size if meta['foreign'] or size < 4096 else -(-size // 64) * 64
+
+
+def source_of(cfg):
+    """Loads what init_from names: (function that builds the model, tokenizer spec or None), or None for scratch."""
+    if cfg.init_from.startswith('gpt2') and not os.path.exists(cfg.init_from):
+        names = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+        if cfg.init_from not in names:
+            raise ValueError(f'init_from={cfg.init_from!r} is not one of {", ".join(names)}, and no file or folder')
+        folder = fetch_gpt2(cfg.init_from, cfg.data_dir)
+        return functools.partial(load_gpt2, folder), {'kind': 'tiktoken', 'name': 'gpt2'}
+    path = cfg.init_from
+    if os.path.isdir(path) and os.path.exists(os.path.join(path, 'config.json')):
+        return functools.partial(load_gpt2, path), {'kind': 'tiktoken', 'name': 'gpt2'}
+    if os.path.isdir(path):
+        found = [p for p in (os.path.join(path, 'best.pt'), *OutDir(path).checkpoints()) if os.path.exists(p)]
+        if not found:
+            raise ValueError(f'init_from={path!r} holds neither a checkpoint nor a Hugging Face config.json')
+        path = found[0]
+    if not os.path.exists(path):
+        raise ValueError(f'init_from={path!r} is not scratch, resume or gpt2*, and no such file or folder exists')
+    checkpoint = load_checkpoint(path)
+    return functools.partial(model_from, checkpoint['model_args'], checkpoint['model']), checkpoint.get('tokenizer')
+
+
+def build_model(model_cfg, cfg, given, meta, checkpoint):
+    """The model on the CPU, from scratch, a checkpoint or pretrained weights. ValueError where settings contradict."""
+    if cfg.init_from == 'scratch':
+        config = dataclasses.replace(model_cfg, vocab_size=model_cfg.vocab_size or vocab_for(meta))
+        if config.vocab_size < meta['vocab_size'] and not meta['foreign']:
+            raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids of the '
+                             f'tokenizer of {cfg.dataset}')
+        torch.manual_seed(cfg.seed)
+        return GPT(config)
+    if checkpoint is not None:
+        check_tokenizer(checkpoint.get('tokenizer'), meta)
+        return model_from(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
+                          label_smoothing=model_cfg.label_smoothing)
+    build, tokenizer = source_of(cfg)
+    check_tokenizer(tokenizer, meta)
+    model = build(**{k: getattr(model_cfg, k) for k in ('dropout', 'label_smoothing') if k in given})
+    has = model.config
+    for f in dataclasses.fields(GPTConfig):
+        asked = getattr(model_cfg, f.name)
+        if f.name in given and f.name != 'block_size' and asked is not None and asked != getattr(has, f.name):
+            raise ValueError(f'{given[f.name]}: {f.name}={asked!r}, but {cfg.init_from} has '
+                             f'{getattr(has, f.name)!r}; leave it out')
+    if 'block_size' in given and model_cfg.block_size > has.block_size:
+        raise ValueError(f'{given["block_size"]}: block_size={model_cfg.block_size} is longer than the '
+                         f'{has.block_size} positions of {cfg.init_from}')
+    if 'block_size' in given:
+        model.crop_block_size(model_cfg.block_size)
+    return model
+
+
+def check_tokenizer(tokenizer, meta):
+    """ValueError where a checkpoint's tokenizer (None: unknown) is not the dataset's."""
+    if tokenizer and tokenizer != meta['tokenizer']:
+        a, b = (f'{t.get("name") or t.get("kind")}' + (f' ({len(t["chars"])} characters)' if 'chars' in t else '')
+                for t in (tokenizer, meta['tokenizer']))
+        raise ValueError(f'the checkpoint was trained with the tokenizer {a}, the dataset was made with {b}: the same '
+                         'ids would mean other text; prepare the data with the tokenizer of the checkpoint')
+
+
+def byte_table(meta, vocab_size, machine):
+    """Bytes of every id the model knows, (vocab_size,), or None where the tokenizer cannot be had."""
+    try:
+        table = token_bytes(tokenizer_from(meta['tokenizer']))
+    except ValueError as e:
+        machine.say(f'bits per byte: not reported, {e}')
+        return None
+    return np.pad(table, (0, max(vocab_size - len(table), 0)))[:max(vocab_size, len(table))]
+
+
+# -----------------------------------------------------------------------------
+# the run
+
+class StopRequest:
+    """SIGTERM, SIGINT or the end of max_minutes: asks for a save at the next step. A second SIGINT ends at once."""
+
+    def __init__(self, max_minutes):
+        self.signal = None
+        self.deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.receive)
+
+    def receive(self, number, frame):
+        self.signal = number
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def __bool__(self):
+        return self.signal is not None or time.monotonic() >= self.deadline
+
+    def exit_code(self):
+        """128 + the signal's number, as shells have it: 143 and 130; 0 after max_minutes."""
+        return 128 + self.signal if self.signal else 0
+
+
+def read_later(flag):
+    """
+    Starts copying a number from the device to the host; calling the result waits for that copy alone. Reading it a
+    step late keeps the device busy meanwhile.
+    """
+    if flag.device.type != 'cuda':
+        return flag.item
+    host = torch.empty((), pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return lambda: (copied.synchronize(), host.item())[1]
+
+
+class Log:
+    """The same numbers as a line for people, a line of log.jsonl for programs, and to wandb when asked."""
+
+    def __init__(self, out, cfg, settings, machine, resumed_step):
+        self.machine, self.file, self.wandb = machine, None, None
+        if machine.rank:
+            return
+        path = out / 'log.jsonl'
+        lines = []
+        if resumed_step is not None and os.path.exists(path):  # what came after the checkpoint will come again
+            with open(path, encoding='utf-8') as f:
+                lines = [line for line in f if line.endswith('\n') and json.loads(line)['step'] <= resumed_step]
+        self.file = open(path, 'w', encoding='utf-8', buffering=1)  # noqa: SIM115
+        self.file.writelines(lines)
+        if cfg.wandb_log:
+            import wandb
+            wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings)
+            self.wandb = wandb
+
+    def write(self, text, **numbers):
+        self.machine.say(text)
+        if self.file:
+            self.file.write(json.dumps({k: v for k, v in numbers.items() if v is not None}) + '\n')
+        if self.wandb:
+            self.wandb.log(numbers, step=numbers['step'])
+
+    def close(self):
+        if self.file:
+            self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def duration(seconds):
+    """90 -> 1m30s."""
+    m, s = divmod(int(seconds), 60)
+    h, m = divmod(m, 60)
+    return f'{h}h{m:02d}m' if h else f'{m}m{s:02d}s' if m else f'{s}s'
+
+
+def peak_memory(device):
+    """Most bytes in use so far: the allocator's on a GPU, the process's elsewhere; None where neither is told."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == 'darwin' else peak * 1024
+
+
+@dataclass
+class Run:
+    """What the loop works with, put together by main."""
+    cfg: TrainConfig
+    settings: dict  # all of them, flat, as the checkpoint keeps them
+    machine: Machine
+    model: GPT
+    forward: torch.nn.Module  # the model, compiled where that was chosen
+    batches: Batches
+    val: Split
+    byte_counts: np.ndarray | None
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    gradients: Gradients
+    state: RunState
+    out: OutDir
+    log: Log
+    context: dict  # what a checkpoint tells of tokenizer, data and machine
+    failed_saves: int = 0
+
+
+def evaluate_both(run):
+    """Validation and training loss. Returns (line for people, numbers)."""
+    cfg, machine = run.cfg, run.machine
+    num_val, num_train = eval_windows(cfg, run.val.T)
+    began = time.perf_counter()
+    evaluation = functools.partial(evaluate, run.forward, batch=run.batches.micro_batch, machine=machine)
+    val = evaluation(run.val, num_val, byte_counts=run.byte_counts)
+    train = evaluation(run.batches.split, num_train)
+    took = time.perf_counter() - began
+    bpb = '' if val['bpb'] is None else f', {val["bpb"]:.4f} bits per byte'
+    text = (f'step {run.state.iter_num}: val loss {val["loss"]:.4f} +- {val["stderr"]:.4f}, perplexity '
+            f'{val["perplexity"]:.2f}{bpb} ({val["tokens"]:,} tokens); train loss {train["loss"]:.4f}; {took:.1f} s')
+    return text, {'step': run.state.iter_num, 'val_loss': val['loss'], 'val_stderr': val['stderr'],
+                  'val_perplexity': val['perplexity'], 'val_bpb': val['bpb'], 'val_tokens': val['tokens'],
+                  'train_loss': train['loss'], 'eval_seconds': took}
+
+
+def save(run):
+    """
+    Saves the latest checkpoint. A disk that is full for a while does not end the run: it goes on to the next save, and
+    gives up after three in a row.
+    """
+    if run.machine.rank:
+        return
+    checkpoint = checkpoint_of(run.model, run.optimizers, run.scaler, run.state, run.settings, run.context)
+    try:
+        run.out.save(checkpoint, run.cfg.keep_last)
+    except ValueError as e:
+        run.failed_saves += 1
+        if run.failed_saves == 3 or run.state.iter_num >= run.cfg.max_iters:
+            raise
+        run.machine.say(f'{e}; training goes on')
+    else:
+        run.failed_saves = 0
+
+
+def save_best(run):
+    """Weights, shape and tokenizer of the best evaluation: what sampling needs, a third of a full checkpoint."""
+    if run.machine.rank == 0:
+        best = {'model': run.model.state_dict(), 'model_args': run.model.config.model_args(),
+                'iter_num': run.state.iter_num, 'best_val_loss': run.state.best_val_loss, 'config': run.settings,
+                **run.context}
+        save_checkpoint(run.out / 'best.pt', best)
+
+
+def settle(run, pending):
+    """
+    Waits for the steps in `pending` and books them: a step that was skipped never enters the average. ValueError after
+    too many in a row, which no learning rate schedule repairs.
+    """
+    state = run.state
+    loss_sum, targets, skipped, steps = state.logged or (0.0, 0, 0, 0)
+    for loss, bad, num_targets in pending:
+        steps += 1
+        if bad.item():
+            skipped += 1
+            state.bad_in_a_row += 1
+        else:
+            state.bad_in_a_row = 0
+            loss_sum, targets = loss_sum + loss.item(), targets + num_targets
+    pending.clear()
+    state.logged = [loss_sum, targets, skipped, steps]
+    if state.bad_in_a_row >= MAX_BAD_STEPS:
+        raise ValueError(f'step {state.iter_num}: loss or gradient was not finite for {state.bad_in_a_row} steps in a '
+                         f'row; the weights were left as they were before. Lower the learning rate, and with '
+                         f'dtype=float16 try bfloat16 or float32; go on with --init_from=resume')
+
+
+def log_step(run, lr, norm, seconds, steps, waited):
+    """One line on the steps since the last one. seconds and waited: wall-clock of those steps, and their data's."""
+    state, cfg, machine = run.state, run.cfg, run.machine
+    loss_sum, targets, skipped, _ = state.logged
+    state.logged = []
+    loss = loss_sum / targets if targets else None
+    tokens = steps * run.batches.global_batch * run.val.T
+    flops = tokens * run.model.flops_per_token(run.val.T) / seconds / machine.world
+    peak = peak_flops(machine.device, machine.dtype)
+    mfu = flops / peak if peak else None
+    memory = peak_memory(machine.device)
+    left = (cfg.max_iters - state.iter_num) * seconds / steps
+    text = (f'step {state.iter_num}/{cfg.max_iters}: loss {"n/a" if loss is None else f"{loss:.4f}"}, lr {lr:.2e}, '
+            f'norm {norm:.2f}, {seconds / steps * 1000:.1f} ms, {tokens / seconds:,.0f} tok/s, '
+            f'mfu {f"{mfu:.1%}" if mfu else "n/a"}, data {waited / seconds:.1%}, {duration(left)} left'
+            + (f'; {skipped} steps skipped, not finite' if skipped else ''))
+    run.log.write(text, step=state.iter_num, loss=loss, lr=lr, grad_norm=norm if math.isfinite(norm) else None,
+                  ms=seconds / steps * 1000, tokens_per_s=tokens / seconds, mfu=mfu, data_share=waited / seconds,
+                  tokens_seen=state.tokens_seen, skipped=skipped or None,
+                  peak_memory_mb=memory and memory / 1e6)
+
+
+def train(run):
+    """The loop. Returns the exit code: 0, or 128 + the signal that ended it."""
+    cfg, machine, state, batches = run.cfg, run.machine, run.state, run.batches
+    stop = StopRequest(cfg.max_minutes)
+    lagging = machine.world > 1 and machine.device.type == 'cuda'
+    pending, stop_flag, saved_at = [], lambda: 0.0, time.monotonic()
+    mark, mark_step, mark_waited = time.perf_counter(), state.iter_num, 0.0
+    first = state.iter_num + 1
+
+    while state.iter_num < cfg.max_iters:
+        lr = learning_rate(state.iter_num, cfg)
+        set_learning_rate(run.optimizers, lr, cfg.learning_rate)
+        num_targets, loads = batches.step(state.iter_num)
+        loss, norm, bad = train_step(run.forward, loads, num_targets, run.optimizers, run.gradients, run.scaler,
+                                     cfg.grad_clip, machine.world, bool(stop), run.model.config.dropout)
+        pending.append((loss, bad, num_targets))
+        state.iter_num += 1
+        state.tokens_seen += batches.global_batch * run.val.T
+        last_flag, stop_flag = stop_flag, read_later(run.gradients.stop) if machine.world > 1 else stop.__bool__
+        stopping = (last_flag if lagging else stop_flag)()
+
+        step, last = state.iter_num, state.iter_num == cfg.max_iters
+        log_due = step == first or step % cfg.log_interval == 0 or last
+        eval_due = last or step % cfg.eval_interval == 0
+        save_due = (stopping or time.monotonic() - saved_at > 60 * cfg.save_minutes
+                    or (cfg.save_interval is not None and step % cfg.save_interval == 0))
+        if log_due or eval_due or save_due or len(pending) == 50:
+            settle(run, pending)  # waits for the device
+        if log_due:
+            now = time.perf_counter()
+            log_step(run, lr, norm.item(), now - mark, step - mark_step, batches.waited - mark_waited)
+            mark, mark_step, mark_waited = now, step, batches.waited
+
+        if eval_due and not (stopping and not last):
+            text, numbers = evaluate_both(run)
+            run.log.write(text, **numbers)
+            improved = numbers['val_loss'] < state.best_val_loss
+            if improved:
+                state.best_val_loss = numbers['val_loss']
+                save_best(run)
+            save_due = save_due or improved or last or cfg.always_save_checkpoint
+        if save_due:
+            save(run)
+            saved_at = time.monotonic()
+        if eval_due or save_due:
+            mark += time.perf_counter() - now if log_due else 0.0
+        if stopping and not last:
+            machine.say(f'stopped at step {step} and saved; go on with: python train.py --init_from=resume '
+                        f'--out_dir={cfg.out_dir}')
+            return stop.exit_code()
+    machine.say(f'done: best val loss {state.best_val_loss:.4f}; see what it writes: python sample.py '
+                f'--out_dir={cfg.out_dir}')
+    return 0
+
+
+def announce(run, model_cfg, given, said, meta, resumed):
+    """What this run is, once, with the reasons."""
+    cfg, machine, model, batches, say = run.cfg, run.machine, run.model, run.batches, run.machine.say
+    for line in said:
+        say(line)
+    say(f'settings that differ from the defaults:\n{differences([model_cfg, cfg], given)}')
+    more = torch.cuda.device_count() if machine.device.type == 'cuda' and machine.world == 1 else 1
+    say(f'device: {machine.device} ({machine.reasons["device"]}), {machine.world} processes of {machine.threads} '
+        'threads' + (f'; {more} GPUs are here, torchrun --standalone --nproc_per_node={more} train.py uses all'
+                     if more > 1 else ''))
+    say(f'dtype: {str(machine.dtype).removeprefix("torch.")} ({machine.reasons["dtype"]})')
+    say(f'compile: {"on" if machine.compile else "off"} ({machine.reasons["compile"]})')
+    say(f'attention: scaled_dot_product_attention, {attention_kernel(model, batches.micro_batch, machine)} kernel')
+    kind = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
+    say(f'data: {cfg.dataset}, {batches.split.num_tokens:,} training and {run.val.num_tokens:,} validation tokens, '
+        f'{kind} tokenizer' + (' (no meta.json: read as nanoGPT would)' if meta['foreign'] else ''))
+    c = model.config
+    say(f'model: {c.preset}, {c.n_layer} layers x {c.n_embd} channels x {c.n_head} heads, context {c.block_size}, '
+        f'vocabulary {c.vocab_size}: {model.num_params():,} parameters, '
+        f'{model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP a token')
+    say(f'batch: {batches.micro_batch} sequences x {batches.accumulation} micro-batches x {machine.world} processes = '
+        f'{batches.global_batch * c.block_size:,} tokens a step')
+    epochs = cfg.max_iters * batches.global_batch / windows_per_epoch(batches.split.num_tokens, c.block_size)
+    say(f'run: {cfg.max_iters:,} steps, {cfg.max_iters * batches.global_batch * c.block_size:,} tokens, {epochs:.2f} '
+        f'epochs, into {cfg.out_dir}' + (f'; resuming at step {run.state.iter_num:,}' if resumed else ''))
+    if cfg.warmup_iters >= cfg.max_iters:
+        say(f'note: the warm-up of {cfg.warmup_iters} steps is longer than the run')
+
+
+def main(argv=None):
+    model_cfg, cfg, given, resumed, said = read_settings(argv)
+    folder, meta = open_dataset(cfg)
+    machine = open_machine(cfg)
+    try:
+        checkpoint = resumed.checkpoint if resumed else None
+        model = build_model(model_cfg, cfg, given, meta, checkpoint)
+        T = model.config.block_size
+        splits = {name: Split(folder, name, meta, T) for name in ('train', 'val')}
+        if machine.rank == 0:
+            for split in splits.values():
+                split.check_ids(model.config.vocab_size)
+        context = {'tokenizer': meta['tokenizer'], 'data': {n: s.fingerprint() for n, s in splits.items()},
+                   'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
+                   'machine': {'device': machine.device.type, 'dtype': str(machine.dtype), 'world': machine.world,
+                               'threads': machine.threads, 'compile': machine.compile}}
+        if checkpoint is not None:
+            said += compare_context(checkpoint, context)
+        batches = Batches(splits['train'], cfg, machine)
+        if cfg.max_epochs is not None:
+            per_epoch = windows_per_epoch(splits['train'].num_tokens, T)
+            cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)
+            said.append(f'max_epochs={cfg.max_epochs:g}: {cfg.max_iters:,} steps')
+
+        model.to(machine.device)
+        model.compute_dtype = machine.dtype
+        optimizers = build_optimizers(model, cfg, machine)
+        scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
+        state = restore(checkpoint, model, optimizers, scaler) if resumed else RunState()
+        forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if machine.compile else model
+        settings = {**dataclasses.asdict(model_cfg), **dataclasses.asdict(cfg)}
+        if resumed:  # where the weights first came from
+            settings['init_from'] = str(checkpoint.get('config', {}).get('init_from', 'scratch'))
+        run = Run(cfg, settings, machine, model, forward, batches, splits['val'],
+                  byte_table(meta, model.config.vocab_size, machine), optimizers, scaler, Gradients(model), state,
+                  OutDir(cfg.out_dir), None, context)
+        announce(run, model_cfg, given, said, meta, resumed)
+        if cfg.eval_only:
+            machine.say(evaluate_both(run)[0])
+            return 0
+        if state.iter_num >= cfg.max_iters:
+            machine.say(f'nothing to do: the checkpoint is at step {state.iter_num:,} of {cfg.max_iters:,}')
+            return 0
+        if machine.rank == 0:
+            for line in run.out.open(fresh=resumed is None):
+                machine.say(line)
+            if resumed:
+                run.out.adopt(resumed)
+            write_config(run.out, settings)
+        run.log = Log(run.out, cfg, settings, machine, state.iter_num if resumed else None)
+        code = train(run)
+        run.log.close()
+        return code
+    finally:
+        if machine.world > 1:
+            dist.destroy_process_group()
+
+
+def write_config(out, settings):
+    """out_dir/config.py, which repeats the run: python train.py OUT_DIR/config.py."""
+    objects = [cls(**{f.name: settings[f.name] for f in dataclasses.fields(cls)}) for cls in (GPTConfig, TrainConfig)]
+    with open(out / 'config.py', 'w', encoding='utf-8') as f:
+        f.write(as_file(objects, 'all settings of the run in this folder; as a config file it repeats the run'))
+
+
+def compare_context(checkpoint, context):
+    """ValueError if the data is not what the run was trained on; a line for each other difference."""
+    said = []
+    if 'data' in checkpoint and checkpoint['data'] != context['data']:
+        raise ValueError(f'the dataset is not the one this run was trained on: fingerprints {checkpoint["data"]} '
+                         f'before, {context["data"]} now; restore it, or start a new run with --init_from=PATH')
+    for part in ('versions', 'machine'):
+        for name, now in context[part].items():
+            was = checkpoint.get(part, {}).get(name, now)
+            if was != now:
+                said.append(f'{name}: {was} before, {now} from here on; the bits of an unbroken run need the same')
+    return said
+
+
+if __name__ == '__main__':
+    call_main(main)
