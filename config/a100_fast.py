@@ -1,0 +1,28 @@
+# quick experiments on one A100: GPT-2's smallest shape with half its context
+#
+#   python prepare.py WIKITEXT_FOLDER --name=wikitext103 --tokenizer=gpt2
+#   python train.py config/a100_fast.py
+#
+# hardware: one A100. time and score: not measured
+# the same steps on 1, 2, 4 and 8 GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_fast.py
+
+dataset = 'wikitext103'
+
+preset = 'gpt2'
+n_layer = 12
+n_head = 12
+n_embd = 768  # 123,980,544 parameters
+block_size = 512
+
+batch_size = 32
+gradient_accumulation_steps = 1  # 16,384 tokens a step
+max_iters = 3000
+
+learning_rate = 3e-4
+min_lr = 3e-5  # cosine down to a tenth
+beta1, beta2 = 0.9, 0.95
+weight_decay = 0.1
+warmup_iters = 150
+
+eval_interval = 500
+log_interval = 10

@@ -1,0 +1,28 @@
+# GPT-2 medium's shape on one A100
+#
+#   python prepare.py WIKITEXT_FOLDER --name=wikitext103 --tokenizer=gpt2
+#   python train.py config/a100_max.py
+#
+# hardware: one A100. time and score: not measured
+# the same steps on 1, 2, 4 and 8 GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_max.py
+
+dataset = 'wikitext103'
+
+preset = 'gpt2'
+n_layer = 24
+n_head = 16
+n_embd = 1024  # 354,075,648 parameters
+block_size = 512
+
+batch_size = 16
+gradient_accumulation_steps = 4  # 32,768 tokens a step
+max_iters = 20000
+
+learning_rate = 3e-4
+min_lr = 3e-5  # cosine down to a tenth
+beta1, beta2 = 0.9, 0.95
+weight_decay = 0.1
+warmup_iters = 1000
+
+eval_interval = 2000
+log_interval = 10

@@ -1,0 +1,28 @@
+# GPT-2 large's shape on one A100
+#
+#   python prepare.py WIKITEXT_FOLDER --name=wikitext103 --tokenizer=gpt2
+#   python train.py config/a100_mega.py
+#
+# hardware: one A100. time and score: not measured
+# the same steps on 1, 2, 4 and 8 GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_mega.py
+
+dataset = 'wikitext103'
+
+preset = 'gpt2'
+n_layer = 36
+n_head = 20
+n_embd = 1280  # 772,926,720 parameters
+block_size = 512
+
+batch_size = 8
+gradient_accumulation_steps = 8  # 32,768 tokens a step
+max_iters = 30000
+
+learning_rate = 3e-4
+min_lr = 3e-5  # cosine down to a tenth
+beta1, beta2 = 0.9, 0.95
+weight_decay = 0.1
+warmup_iters = 1500
+
+eval_interval = 3000
+log_interval = 10

@@ -1,0 +1,28 @@
+# a wider GPT for one A100, the size to settle on
+#
+#   python prepare.py WIKITEXT_FOLDER --name=wikitext103 --tokenizer=gpt2
+#   python train.py config/a100_production.py
+#
+# hardware: one A100. time and score: not measured
+# the same steps on 1, 2, 4 and 8 GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_production.py
+
+dataset = 'wikitext103'
+
+preset = 'gpt2'
+n_layer = 12
+n_head = 16
+n_embd = 1024  # 203,056,128 parameters
+block_size = 512
+
+batch_size = 20
+gradient_accumulation_steps = 2  # 20,480 tokens a step
+max_iters = 10000
+
+learning_rate = 3e-4
+min_lr = 3e-5  # cosine down to a tenth
+beta1, beta2 = 0.9, 0.95
+weight_decay = 0.1
+warmup_iters = 500
+
+eval_interval = 1000
+log_interval = 10

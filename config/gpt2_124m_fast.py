@@ -1,0 +1,29 @@
+# a modern GPT of GPT-2 124M's width and depth: rotary positions, QK-norm, ReLU^2, Muon; what a large GPU starts with
+#
+#   python prepare.py FILE_OR_FOLDER --name=openwebtext --tokenizer=gpt2
+#   python train.py config/gpt2_124m_fast.py
+#   torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m_fast.py
+#
+# hardware: one GPU of 20 GB or more, or a node of them. time and score: not measured
+
+dataset = 'openwebtext'
+
+preset = 'modern'
+n_layer = 12
+n_head = 6  # heads of 128 channels
+n_embd = 768  # 162,201,624 parameters, 38,633,472 of them in a head of its own
+block_size = 1024
+
+batch_size = 32
+gradient_accumulation_steps = 16  # 512 sequences, 524,288 tokens a step
+max_iters = 5000
+
+optimizer = 'muon'
+muon_lr = 0.02
+learning_rate = 2e-3
+lr_schedule = 'linear'
+warmup_iters = 100
+min_lr = 0.0
+
+eval_interval = 500
+log_interval = 10
