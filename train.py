@@ -660,15 +660,14 @@ class OutDir:
     def open(self, fresh):
         """Takes the folder, moving the run that is in it aside if this one is fresh. Returns what to tell the user."""
         said = []
-        if fresh and (self.checkpoints() or os.path.exists(self / 'log.jsonl')):
-            self.take_lock()
-            aside = next(f'{self.path.rstrip(os.sep)}.{n}' for n in range(1, 10**6)
-                         if not os.path.exists(f'{self.path.rstrip(os.sep)}.{n}'))
-            os.rename(self.path, aside)
-            self.lock.close()
-            self.lock = None
-            said.append(f'{self.path} held a run: moved to {aside}')
         try:
+            if fresh and (self.checkpoints() or os.path.exists(self / 'log.jsonl')):
+                self.take_lock()
+                path = self.path.rstrip('/' + os.sep)
+                aside = next(f'{path}.{n}' for n in range(1, 10**6) if not os.path.exists(f'{path}.{n}'))
+                os.rename(self.path, aside)
+                self.lock = self.lock and self.lock.close()  # None: the new folder has a lock of its own
+                said.append(f'{self.path} held a run: moved to {aside}')
             os.makedirs(self.path, exist_ok=True)
             self.take_lock()
         except OSError as e:
@@ -1081,15 +1080,19 @@ def evaluate_both(run):
                   'train_loss': train['loss'], 'eval_seconds': took}
 
 
-def save(run):
+def save(run, best=False):
     """
-    Saves the latest checkpoint. A disk that is full for a while does not end the run: it goes on to the next save, and
-    gives up after three in a row.
+    Saves the latest checkpoint and, if this evaluation was the best, best.pt: weights, shape and tokenizer, which is
+    what sampling needs and a third of the size. A disk that is full for a while does not end the run: it goes on to
+    the next save, and gives up after three in a row.
     """
     if run.machine.rank:
         return
     checkpoint = checkpoint_of(run.model, run.optimizers, run.scaler, run.state, run.settings, run.context)
     try:
+        if best:
+            without = ('optimizer', 'muon', 'scaler', 'state')
+            save_checkpoint(run.out / 'best.pt', {k: v for k, v in checkpoint.items() if k not in without})
         run.out.save(checkpoint, run.cfg.keep_last)
     except ValueError as e:
         run.failed_saves += 1
@@ -1098,15 +1101,6 @@ def save(run):
         run.machine.say(f'{e}; training goes on')
     else:
         run.failed_saves = 0
-
-
-def save_best(run):
-    """Weights, shape and tokenizer of the best evaluation: what sampling needs, a third of a full checkpoint."""
-    if run.machine.rank == 0:
-        best = {'model': run.model.state_dict(), 'model_args': run.model.config.model_args(),
-                'iter_num': run.state.iter_num, 'best_val_loss': run.state.best_val_loss, 'config': run.settings,
-                **run.context}
-        save_checkpoint(run.out / 'best.pt', best)
 
 
 def settle(run, pending):
@@ -1182,24 +1176,22 @@ def train(run):
                     or (cfg.save_interval is not None and step % cfg.save_interval == 0))
         if log_due or eval_due or save_due or len(pending) == 50:
             settle(run, pending)  # waits for the device
+        now = time.perf_counter()
         if log_due:
-            now = time.perf_counter()
             log_step(run, lr, norm.item(), now - mark, step - mark_step, batches.waited - mark_waited)
             mark, mark_step, mark_waited = now, step, batches.waited
 
+        best = False
         if eval_due and not (stopping and not last):
             text, numbers = evaluate_both(run)
             run.log.write(text, **numbers)
-            improved = numbers['val_loss'] < state.best_val_loss
-            if improved:
-                state.best_val_loss = numbers['val_loss']
-                save_best(run)
-            save_due = save_due or improved or last or cfg.always_save_checkpoint
+            best = numbers['val_loss'] < state.best_val_loss
+            state.best_val_loss = min(numbers['val_loss'], state.best_val_loss)
+            save_due = save_due or best or last or cfg.always_save_checkpoint
         if save_due:
-            save(run)
+            save(run, best)
             saved_at = time.monotonic()
-        if eval_due or save_due:
-            mark += time.perf_counter() - now if log_due else 0.0
+        mark += time.perf_counter() - now  # speed is of the steps alone
         if stopping and not last:
             machine.say(f'stopped at step {step} and saved; go on with: python train.py --init_from=resume '
                         f'--out_dir={cfg.out_dir}')
