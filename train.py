@@ -165,8 +165,7 @@ def try_compile(device):
     try:
         torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)(torch.ones(8, device=device))
     except Exception as e:  # inductor wraps what a missing compiler raises in types of its own
-        lines = [line for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
-        return lines[0][:100]
+        return str(getattr(e, 'inner_exception', e)).strip().split('\n')[0][:120] or type(e).__name__
     finally:
         torch._dynamo.reset()
     return None
@@ -489,7 +488,7 @@ def build_optimizers(model, cfg, machine):
             rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]
     dtype = torch.float32 if machine.device.type == 'cpu' else torch.bfloat16  # bf16 matmuls are emulated on most CPUs
     muon = Muon(by_muon, rows, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, dtype, machine.world, machine.rank,
-                machine.compile)
+                machine.compile and machine.device.type == 'cuda')  # on CPUs it is all matmul: nothing to fuse
     muon.param_groups[0]['peak'] = cfg.muon_lr
     return [adamw, muon]
 
@@ -600,8 +599,7 @@ def evaluate(model, split, num_windows, batch, machine, byte_counts=None):
             sums[2, chosen] = np.where(y >= 0, byte_counts[np.maximum(y, 0)], 0).sum(1)
     model.train(was_training)
     if losses:
-        sums[0, mine] = torch.cat(losses).double().cpu().numpy() if machine.device.type != 'mps' else \
-            torch.cat(losses).cpu().double().numpy()
+        sums[0, mine] = torch.cat(losses).cpu().double().numpy()
     loss, targets, num_bytes = machine.sum(sums)
     counted = targets > 0
     if not counted.any():
@@ -768,15 +766,13 @@ def restore(checkpoint, model, optimizers, scaler):
         raise ValueError(f'the checkpoint holds the state of {len(saved)} optimizers, and the settings make '
                          f'{len(optimizers)}: optimizer cannot change on resume')
     for optimizer, state in zip(optimizers, saved, strict=True):
-        peaks = [group['peak'] for group in optimizer.param_groups]
-        fixed = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
+        # momenta come from the checkpoint; rates, decay and the kernel are as the settings made them
+        options = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
         try:
-            optimizer.load_state_dict(state)
-        except (ValueError, KeyError) as e:
+            groups = [{**was, **own} for was, own in zip(state['param_groups'], options, strict=True)]
+            optimizer.load_state_dict({'state': state['state'], 'param_groups': groups})
+        except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f'the optimizer state of the checkpoint does not fit: {e}') from None
-        # what was set stands: momenta come from the checkpoint, rates and decay from the settings
-        for group, own, peak in zip(optimizer.param_groups, fixed, peaks, strict=True):
-            group.update(own, peak=peak)
     if scaler.is_enabled() and checkpoint.get('scaler'):
         scaler.load_state_dict(checkpoint['scaler'])
     if 'state' in checkpoint:
@@ -1126,8 +1122,11 @@ def settle(run, pending):
                          f'dtype=float16 try bfloat16 or float32; go on with --init_from=resume')
 
 
-def log_step(run, lr, norm, seconds, steps, waited):
-    """One line on the steps since the last one. seconds and waited: wall-clock of those steps, and their data's."""
+def log_step(run, lr, norm, seconds, steps, waited, first):
+    """
+    One line on the steps since the last one. seconds and waited: wall-clock of those steps, and their data's. The
+    first step of a process says nothing about speed.
+    """
     state, cfg, machine = run.state, run.cfg, run.machine
     loss_sum, targets, skipped, _ = state.logged
     state.logged = []
@@ -1138,9 +1137,10 @@ def log_step(run, lr, norm, seconds, steps, waited):
     mfu = flops / peak if peak else None
     memory = peak_memory(machine.device)
     left = (cfg.max_iters - state.iter_num) * seconds / steps
+    speed = (f'{seconds / steps * 1000:.1f} ms, {tokens / seconds:,.0f} tok/s, mfu {f"{mfu:.1%}" if mfu else "n/a"}, '
+             f'data {waited / seconds:.1%}, {duration(left)} left')
     text = (f'step {state.iter_num}/{cfg.max_iters}: loss {"n/a" if loss is None else f"{loss:.4f}"}, lr {lr:.2e}, '
-            f'norm {norm:.2f}, {seconds / steps * 1000:.1f} ms, {tokens / seconds:,.0f} tok/s, '
-            f'mfu {f"{mfu:.1%}" if mfu else "n/a"}, data {waited / seconds:.1%}, {duration(left)} left'
+            f'norm {norm:.2f}, {f"{seconds:.1f} s, compilation and warm-up included" if first else speed}'
             + (f'; {skipped} steps skipped, not finite' if skipped else ''))
     run.log.write(text, step=state.iter_num, loss=loss, lr=lr, grad_norm=norm if math.isfinite(norm) else None,
                   ms=seconds / steps * 1000, tokens_per_s=tokens / seconds, mfu=mfu, data_share=waited / seconds,
@@ -1178,7 +1178,8 @@ def train(run):
             settle(run, pending)  # waits for the device
         now = time.perf_counter()
         if log_due:
-            log_step(run, lr, norm.item(), now - mark, step - mark_step, batches.waited - mark_waited)
+            log_step(run, lr, norm.item(), now - mark, step - mark_step, batches.waited - mark_waited,
+                     step == first)
             mark, mark_step, mark_waited = now, step, batches.waited
 
         best = False

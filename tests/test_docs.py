@@ -1,0 +1,98 @@
+"""What README and the recipe cards say is so: their commands parse, their files exist, their counts are exact."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from configurator import configure
+from model import GPT, GPTConfig
+from prepare import PrepareConfig
+from sample import SampleConfig
+from train import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / 'README.md').read_text(encoding='utf-8')
+CARDS = sorted((ROOT / 'config').glob('*.py'))
+SETTINGS = {'train.py': (GPTConfig, TrainConfig), 'sample.py': (SampleConfig,), 'prepare.py': (PrepareConfig,)}
+ELSEWHERE = ('config/train_shakespeare_char.py', 'out/config.py')  # nanoGPT's, and what a run writes
+
+
+def commands(text):
+    """Every (script, arguments) that a text tells its reader to run, comments cut off."""
+    for line in text.splitlines():
+        line = line.strip().removeprefix('#').strip()
+        for command in line.split('&&'):
+            found = re.match(r'\s*(?:python|torchrun)\b.*?\b(train|sample|prepare)\.py(?=\s|$)(.*)', command)
+            if found:
+                yield f'{found[1]}.py', shlex.split(found[2], comments=True)
+
+
+@pytest.mark.parametrize('path', [ROOT / 'README.md', *CARDS, *(ROOT / s for s in SETTINGS)], ids=lambda p: p.name)
+def test_every_command_parses(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = list(commands(path.read_text(encoding='utf-8')))
+    assert found or path.suffix == '.py'
+    for script, argv in found:
+        argv = [a for a in argv if a not in ELSEWHERE]
+        configure(*SETTINGS[script], argv=argv, files=script != 'prepare.py')
+
+
+def test_the_two_commands_stand_in_readme_and_ci_runs_the_second():
+    fenced = re.findall(r'```sh\n(.*?)```', README, re.S)
+    first, second = fenced[0].strip(), fenced[1].strip()
+    for part in ('-c constraints.txt -r requirements.txt', 'prepare.py', 'config/quickstart.py', 'sample.py'):
+        assert part in first
+    assert '\n' not in first and '\n' not in second
+    assert second in (ROOT / '.ci/run').read_text(encoding='utf-8').splitlines()
+
+
+def test_readme_names_every_file_and_every_card():
+    for path in ROOT.glob('*.py'):
+        assert re.search(rf'^{path.name} ', README, re.M), path.name
+    for card in CARDS:
+        assert card.stem in README, card.name
+
+
+def test_parameter_counts_in_cards_and_readme_are_exact():
+    counted = 0
+    vocabulary = {'stdlib': 257, 'shakespeare_char': 65}  # of the data each card names; GPT-2's, padded, otherwise
+    for card in CARDS:
+        text = card.read_text(encoding='utf-8')
+        told = re.search(r'# ([\d,]+) parameters', text)
+        if not told:
+            continue
+        config, cfg, *_ = configure(GPTConfig, TrainConfig, argv=[str(card)])
+        config.vocab_size = vocabulary.get(cfg.dataset, 50304)
+        with torch.device('meta'):
+            params = GPT(config).num_params()
+        assert f'{params:,}' == told[1], card.name
+        counted += 1
+    assert counted >= 7
+
+
+def test_tokens_a_step_in_cards_are_exact():
+    told = {c.name: int(m[1].replace(',', '')) for c in CARDS
+            if (m := re.search(r'([\d,]+) tokens a step', c.read_text(encoding='utf-8')))}
+    assert len(told) >= 6
+    for name, tokens in told.items():
+        config, cfg, *_ = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / name)])
+        assert tokens == cfg.batch_size * cfg.gradient_accumulation_steps * config.block_size, name
+
+
+@pytest.mark.parametrize('card', CARDS, ids=lambda c: c.stem)
+def test_a_card_says_what_how_on_what_and_how_good(card):
+    head = card.read_text(encoding='utf-8').split('\n\n')[0].lower()
+    assert 'python train.py' in head or 'torchrun' in head
+    assert 'hardware:' in head and 'measured' in head
+
+
+def test_pins_satisfy_the_requirements():
+    pins = dict(line.split('==') for line in (ROOT / 'constraints.txt').read_text().split() if '==' in line)
+    for file in ('requirements.txt', 'requirements-dev.txt'):
+        for line in (ROOT / file).read_text().splitlines():
+            if line and not line.startswith('#'):
+                name, floor = line.split('>=')
+                assert [int(n) for n in pins[name].split('.')] >= [int(n) for n in floor.split('.')], name
