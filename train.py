@@ -1197,8 +1197,9 @@ def train(run):
             machine.say(f'stopped at step {step} and saved; go on with: python train.py --init_from=resume '
                         f'--out_dir={cfg.out_dir}')
             return stop.exit_code()
-    machine.say(f'done: best val loss {state.best_val_loss:.4f}; see what it writes: python sample.py '
-                f'--out_dir={cfg.out_dir}')
+    memory = peak_memory(machine.device)
+    machine.say(f'done: best val loss {state.best_val_loss:.4f}' + (f', peak memory {memory / 1e6:,.0f} MB' if memory
+                else '') + f'; see what it writes: python sample.py --out_dir={cfg.out_dir}')
     return 0
 
 

@@ -16,7 +16,7 @@ block_size = 256
 
 batch_size = 8  # small steps and many: the shortest way down when time is short
 gradient_accumulation_steps = 1
-max_iters = 1300
+max_iters = 1200
 
 optimizer = 'muon'
 muon_lr = 0.015
@@ -25,5 +25,5 @@ lr_schedule = 'linear'
 warmup_iters = 10
 min_lr = 0.0
 
-eval_interval = 650
+eval_interval = 600
 log_interval = 50
