@@ -144,16 +144,17 @@ def read_file(path, values, fields):
         with open(path, encoding='utf-8') as f:
             source = f.read()
         tree = ast.parse(source, path)
+        code = compile(tree, path, 'exec')
+        names = TopLevelNames()
+        names.visit(tree)
     except (OSError, UnicodeDecodeError) as e:
         return {}, [f'{path}: {getattr(e, "strerror", None) or e}']
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         return {}, [f'{path}, line {getattr(e, "lineno", None) or 1}: {getattr(e, "msg", e)}']
-    names = TopLevelNames()
-    names.visit(tree)
     namespace = {**values, '__name__': 'config', '__file__': path}
     before = set(namespace)
     try:
-        exec(compile(tree, path, 'exec'), namespace)
+        exec(code, namespace)
     except Exception as e:  # whatever the user's file raises is the user's to read, with its line
         lines = [frame.tb_lineno for frame in tracebacks(e) if frame.tb_frame.f_code.co_filename == path]
         return {}, [f'{path}, line {lines[-1] if lines else 1}: {type(e).__name__}: {e}']
@@ -278,7 +279,8 @@ def help_text(classes, about=''):
             if section != last:
                 lines += ['', section]
                 last = section
-            lines.append(f'  {f"--{name}={defaults[name]}":<36}  {comment}')
+            default = str(defaults[name]) if str(defaults[name]).isprintable() else repr(defaults[name])
+            lines.append(f'  {f"--{name}={default}":<36}  {comment}')
     return '\n'.join(lines)
 
 
@@ -310,7 +312,8 @@ def call_main(main):
         sys.exit(main())
     except ValueError as e:
         where = list(tracebacks(e))[-1].tb_frame.f_code.co_filename
-        if os.path.dirname(os.path.abspath(where)) != os.path.dirname(os.path.abspath(__file__)):
+        ours = os.path.dirname(os.path.abspath(__file__))
+        if not os.path.isfile(where) or os.path.dirname(os.path.abspath(where)) != ours:
             raise
         print(f'error: {e}', file=sys.stderr)
         sys.exit(1)

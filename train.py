@@ -741,6 +741,7 @@ def find_latest(out_dir):
 class RunState:
     """What the loop knows beside weights and optimizer; saved as it is."""
     iter_num: int = 0  # updates done
+    evaluation_left: bool = False  # a stop came when one was due
     best_val_loss: float = math.inf
     tokens_seen: int = 0
     logged: list = field(default_factory=list)  # [summed loss, targets, skipped, steps] since the last line
@@ -819,10 +820,13 @@ def read_settings(argv):
     if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) and OutDir(cfg.out_dir).checkpoints():
         cfg.init_from = 'resume'
         said.append('torchrun restarted this run: resuming')
-    if cfg.init_from != 'resume':
-        return model_cfg, cfg, given, None, said
-    resumed = find_latest(OutDir(cfg.out_dir))
-    resume_settings(model_cfg, cfg, given, resumed.checkpoint, said)
+    resumed = None
+    if cfg.init_from == 'resume':
+        resumed = find_latest(OutDir(cfg.out_dir))
+        said += [f'{why}; falling back to {resumed.path}' for why in resumed.damaged.values()]
+        resume_settings(model_cfg, cfg, given, resumed.checkpoint, said)
+    if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
+        cfg.max_epochs = None  # of a card or a checkpoint: the flag is later, and means the same thing
     return model_cfg, cfg, given, resumed, said
 
 
@@ -1007,8 +1011,9 @@ class Log:
 
     def write(self, text, **numbers):
         self.machine.say(text)
-        if self.file:
-            self.file.write(json.dumps({k: v for k, v in numbers.items() if v is not None}) + '\n')
+        if self.file:  # JSON knows neither NaN nor infinity
+            told = {k: v for k, v in numbers.items() if v is not None and math.isfinite(v)}
+            self.file.write(json.dumps(told) + '\n')
         if self.wandb:
             self.wandb.log(numbers, step=numbers['step'])
 
@@ -1074,6 +1079,17 @@ def evaluate_both(run):
     return text, {'step': run.state.iter_num, 'val_loss': val['loss'], 'val_stderr': val['stderr'],
                   'val_perplexity': val['perplexity'], 'val_bpb': val['bpb'], 'val_tokens': val['tokens'],
                   'train_loss': train['loss'], 'eval_seconds': took}
+
+
+def book_evaluation(run):
+    """Evaluates, logs and remembers it. Returns whether it is the best so far; a loss that is NaN never is."""
+    text, numbers = evaluate_both(run)
+    run.log.write(text, **numbers)
+    run.state.evaluation_left = False
+    best = numbers['val_loss'] < run.state.best_val_loss
+    if best:
+        run.state.best_val_loss = numbers['val_loss']
+    return best
 
 
 def save(run, best=False):
@@ -1157,6 +1173,8 @@ def train(run):
     mark, mark_step, mark_waited = time.perf_counter(), state.iter_num, 0.0
     first = state.iter_num + 1
 
+    if state.evaluation_left and book_evaluation(run):
+        save(run, best=True)
     while state.iter_num < cfg.max_iters:
         lr = learning_rate(state.iter_num, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
@@ -1167,7 +1185,7 @@ def train(run):
         state.iter_num += 1
         state.tokens_seen += batches.global_batch * run.val.T
         last_flag, stop_flag = stop_flag, read_later(run.gradients.stop) if machine.world > 1 else stop.__bool__
-        stopping = (last_flag if lagging else stop_flag)()
+        stopping = bool((last_flag if lagging else stop_flag)())
 
         step, last = state.iter_num, state.iter_num == cfg.max_iters
         log_due = step == first or step % cfg.log_interval == 0 or last
@@ -1182,12 +1200,9 @@ def train(run):
                      step == first)
             mark, mark_step, mark_waited = now, step, batches.waited
 
-        best = False
-        if eval_due and not (stopping and not last):
-            text, numbers = evaluate_both(run)
-            run.log.write(text, **numbers)
-            best = numbers['val_loss'] < state.best_val_loss
-            state.best_val_loss = min(numbers['val_loss'], state.best_val_loss)
+        best, state.evaluation_left = False, eval_due and stopping and not last
+        if eval_due and not state.evaluation_left:
+            best = book_evaluation(run)
             save_due = save_due or best or last or cfg.always_save_checkpoint
         if save_due:
             save(run, best)
@@ -1262,7 +1277,7 @@ def main(argv=None):
         scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
         state = restore(checkpoint, model, optimizers, scaler) if resumed else RunState()
         forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if machine.compile else model
-        settings = {**dataclasses.asdict(model_cfg), **dataclasses.asdict(cfg)}
+        settings = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
         if resumed:  # where the weights first came from
             settings['init_from'] = str(checkpoint.get('config', {}).get('init_from', 'scratch'))
         run = Run(cfg, settings, machine, model, forward, batches, splits['val'],

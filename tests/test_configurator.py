@@ -287,7 +287,8 @@ bias = True
     assert (model_cfg.n_layer, model_cfg.block_size, model_cfg.dropout, model_cfg.bias) == (6, 256, 0.2, True)
     assert (cfg.max_iters, cfg.eval_iters, cfg.compile, cfg.init_from) == (5000, 200, False, 'gpt2-xl')
     assert cfg.grad_clip == 1.0 and isinstance(cfg.grad_clip, float)
-    assert len(given) == 23 + 11  # wandb_run_name is in both
+    assert len(given) == 22 + 11 - 1  # wandb_run_name is in both
+    assert given['wandb_run_name'] == f'{tune}, line 2'
 
 
 def test_a_misspelt_name_in_a_file_is_an_error_with_file_line_and_nearest_name(card):
@@ -466,8 +467,7 @@ def test_help_lists_every_setting_with_default_comment_and_section(capsys):
         with pytest.raises(SystemExit) as e:
             conf(*flag, about='Trains things.\n')
         assert e.value.code == 0
-        out = capsys.readouterr().out
-        lines = out.splitlines()
+        lines = capsys.readouterr().out.splitlines()
         assert lines[0] == 'Trains things.'
         at = [lines.index(s) for s in ('shape', 'run', 'optimizer', 'machine')]
         assert at == sorted(at)
@@ -476,7 +476,8 @@ def test_help_lists_every_setting_with_default_comment_and_section(capsys):
             assert list(comments) == [f.name for f in dataclasses.fields(cls)]
             for f in dataclasses.fields(cls):
                 assert comments[f.name], f.name
-                assert re.search(rf'^  --{f.name}={re.escape(str(f.default))} +{re.escape(comments[f.name])}$', out, re.M)
+                line = rf'  --{f.name}={re.escape(str(f.default))} +{re.escape(comments[f.name])}'
+                assert sum(bool(re.fullmatch(line, got)) for got in lines) == 1, f.name
         assert '--n_layer=12' in lines[at[0] + 1] and lines[at[0] + 1].endswith('number of blocks')
 
 
@@ -504,7 +505,8 @@ awkward = st.text(st.characters(), max_size=20) | st.sampled_from(['', "it's", '
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(n_layer=st.integers(-10**30, 10**30), rate=finite, clip=finite | st.none(), out=awkward,
        name=awkward | st.none(), compile=st.sampled_from([True, False, 'auto']), tf32=st.sampled_from([True, None]))
 def test_as_file_read_back_gives_the_same_settings(tmp_path, n_layer, rate, clip, out, name, compile, tf32):
@@ -522,7 +524,7 @@ def test_as_file_read_back_gives_the_same_settings(tmp_path, n_layer, rate, clip
 # -----------------------------------------------------------------------------
 # fuzzing: whatever comes in, a setting or an error, never a crash
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(['--n_layer', '--n_layer=', '--eval_only', '--compile', '--out_dir', '--dtype=', '3',
                                  '--grad-clip', '--help=x', '--nope', 'None', '-1', '1e9', 'auto', '--'])
                 | st.text(max_size=8).map(lambda t: '--' + t) | st.text(max_size=8), max_size=6))
@@ -551,10 +553,12 @@ snippets = st.sampled_from([
     'class C: ', 'yield', 'break', 'n_layer.real', '[i for i in (1, 2)]', 'with', 'global n_layer', '1e999', '-', '\t'])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(snippets, max_size=12).map(''.join) | st.text('n_layer =1\n()[]\'"#:,.+-\\éx\0\r', max_size=30))
 @example('del n_layer\n')
 @example('n_layer = 1 if 0 else')
+@pytest.mark.filterwarnings('ignore::SyntaxWarning')
 def test_any_file_gives_settings_or_a_settings_error(tmp_path, text):
     path = tmp_path / 'fuzz.py'
     path.write_text(text, encoding='utf-8', newline='')
@@ -567,7 +571,7 @@ def test_any_file_gives_settings_or_a_settings_error(tmp_path, text):
     assert type(shape.n_layer) is int and math.isfinite(loop.learning_rate) and isinstance(loop.out_dir, str)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(finite | st.integers(-10**12, 10**12))
 def test_a_number_survives_its_own_spelling(value):
     assert parse(repr(value), float) == float(value)
@@ -610,7 +614,7 @@ def test_code_without_a_file_is_not_ours_wherever_the_program_runs(monkeypatch, 
     namespace = {}
     exec(compile("def fail():\n    raise ValueError('deep')\n", filename, 'exec'), namespace)
     with pytest.raises(ValueError, match='deep'):
-        call_main(lambda: namespace['fail']())
+        call_main(namespace['fail'])
 
 
 def test_a_script_run_from_elsewhere_ends_with_one_line(tmp_path):
