@@ -656,8 +656,13 @@ def read_safetensors(path):
             raise ValueError(f'{path} is no safetensors file, or cut short: {size} bytes, header of {length}')
         try:
             header = json.loads(f.read(length))
-            entries = [(name, SAFETENSORS_DTYPES[e['dtype']], [int(n) for n in e['shape']], *e['data_offsets'])
-                       for name, e in header.items() if name != '__metadata__']
+            entries = []
+            for name, e in header.items():
+                if name != '__metadata__':
+                    a, b = e['data_offsets']
+                    if not all(type(n) is int for n in (a, b, *e['shape'])):
+                        raise ValueError(f'{name} has a shape or place that is not whole numbers')
+                    entries.append((name, SAFETENSORS_DTYPES[e['dtype']], e['shape'], a, b))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f'{path} has a header that cannot be read: {e!r}') from None
         data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -181,7 +181,7 @@ def documents_of(source):
     """(documents, default name, default val_fraction) of a source as the command line names it."""
     if source == 'stdlib':
         return stdlib_files(), 'stdlib', 0.05
-    name = os.path.splitext(os.path.basename(os.path.normpath(source)))[0]
+    name = os.path.splitext(os.path.basename(os.path.abspath(source)))[0]
     if os.path.isdir(source):
         return files_under(source, TEXT_SUFFIXES), name, 0.1
     if os.path.isfile(source):
@@ -205,7 +205,7 @@ def hold_out(documents, fraction, seed):
     the fraction of all bytes. A pure function of names, sizes and seed; at least one document stays on either side.
     """
     size = {name: os.path.getsize(path) for name, path in documents}
-    order = sorted(size, key=lambda name: hashlib.sha256(f'{seed} {name}'.encode()).digest())
+    order = sorted(size, key=lambda name: hashlib.sha256(f'{seed} {name}'.encode('utf-8', 'surrogateescape')).digest())
     held, total = set(), sum(size.values())
     for name in order[:-1]:
         if held and sum(size[n] for n in held) >= fraction * total:
@@ -250,7 +250,7 @@ class BinWriter:
         ids = np.asarray(self.tokenizer.encode(text))
         if end:
             ids = np.append(ids, self.tokenizer.eot)
-        assert ids.max(initial=0) < self.tokenizer.n_vocab, 'a tokenizer gave an id beyond its vocabulary'
+        assert not ids.size or ids.max() < self.tokenizer.n_vocab, 'a tokenizer gave an id beyond its vocabulary'
         raw = ids.astype(self.dtype).tobytes()
         self.file.write(raw)
         self.hash.update(raw)
@@ -289,6 +289,8 @@ def write_dataset(folder, documents, tokenizer_name, fraction, seed, source):
             splits['val'].add(text[cut:], end=False)
         progress.add(os.path.getsize(path))
     progress.close()
+    if not any(writer.counts['bytes'] for writer in splits.values()):
+        raise ValueError(f'{source} holds no text')
     meta = {'format': FORMAT, 'dtype': 'uint16' if dtype == '<u2' else 'uint32', 'vocab_size': tokenizer.n_vocab,
             'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
             'splits': {s: writer.close() for s, writer in splits.items()}, 'source': source}
@@ -296,8 +298,7 @@ def write_dataset(folder, documents, tokenizer_name, fraction, seed, source):
         json.dump(meta, f, indent=1)
         f.flush()
         os.fsync(f.fileno())
-    old = folder + '.old'
-    shutil.rmtree(old, ignore_errors=True)
+    old = f'{partial}.{os.getpid()}'  # a name that nobody gives a dataset
     if os.path.exists(folder):
         os.rename(folder, old)
     os.rename(partial, folder)
@@ -317,10 +318,11 @@ class PlainUnpickler(pickle.Unpickler):
 
 def dataset_folder(data_dir, dataset):
     """The folder of a dataset by name; a name that leads out of data_dir is refused."""
-    if not dataset or os.path.isabs(dataset) or '..' in dataset.replace('\\', '/').split('/') or '\0' in dataset:
+    parts = dataset.replace('\\', '/').rstrip('/').split('/')
+    if os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or '\0' in dataset:
         raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}; for another place set '
                          '--data_dir')
-    return os.path.join(data_dir, dataset)
+    return os.path.join(data_dir, *parts)
 
 
 def read_meta(folder):
@@ -333,9 +335,9 @@ def read_meta(folder):
         try:
             with open(path, encoding='utf-8') as f:
                 meta = json.load(f)
-            sizes = {s: int(meta['splits'][s]['tokens']) for s in ('train', 'val')}
-            if meta['format'] > FORMAT or meta['dtype'] not in ('uint16', 'uint32') or min(sizes.values()) < 0 or \
-                    not isinstance(meta['vocab_size'], int):
+            numbers = [meta['format'], meta['vocab_size'], *(meta['splits'][s]['tokens'] for s in ('train', 'val'))]
+            if meta['format'] > FORMAT or meta['dtype'] not in ('uint16', 'uint32') or \
+                    not all(type(n) is int and n >= 0 for n in numbers):
                 raise KeyError('format')
             tokenizer_from({'kind': 'byte'} if meta['tokenizer']['kind'] == 'tiktoken' else meta['tokenizer'])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
@@ -388,35 +390,43 @@ def download(url, path):
     import requests
     token = os.environ.get('HF_TOKEN')
     headers = {'Accept-Encoding': 'identity', **({'Authorization': f'Bearer {token}'} if token else {})}
-    partial, sha256 = path + '.partial', hashlib.sha256()
+    partial = path + '.partial'
     try:
         with requests.get(url, headers=headers, stream=True, timeout=30) as answer:
             if answer.status_code != 200:
                 raise ValueError(f'{url} answered {answer.status_code} {answer.reason}')
             # the hub tells length and hash on its first answer and redirects to where the bytes are
-            told = {k: v for a in [*answer.history, answer] for k, v in a.headers.items()}
-            length = int(answer.headers.get('Content-Length') or told.get('X-Linked-Size') or -1)
-            etag = (told.get('X-Linked-ETag') or told.get('ETag') or '').removeprefix('W/').strip('"')
-            blob = hashlib.sha1(f'blob {length}\0'.encode(), usedforsecurity=False)
+            told = {k.lower(): v for a in [*answer.history, answer] for k, v in a.headers.items()}
+            length = int(answer.headers.get('Content-Length') or told.get('x-linked-size') or -1)
+            etag = (told.get('x-linked-etag') or told.get('etag') or '').removeprefix('W/').strip('"')
             progress = Progress(length)
             with open(partial, 'wb') as f:
                 for chunk in answer.iter_content(1 << 20):
                     f.write(chunk)
-                    sha256.update(chunk)
-                    blob.update(chunk)
                     progress.add(len(chunk))
                 f.flush()
                 os.fsync(f.fileno())
             progress.close()
     except (requests.RequestException, OSError) as e:
         raise ValueError(f'{url} could not be downloaded: {type(e).__name__}: {e}') from None
-    found = {64: sha256.hexdigest(), 40: blob.hexdigest()}.get(len(etag), etag)
+    found = hash_like(etag, partial)
     if length >= 0 and os.path.getsize(partial) != length:
         raise ValueError(f'{url}: {os.path.getsize(partial):,} bytes came, not {length:,}; run it again')
     if found != etag:
         os.remove(partial)
         raise ValueError(f'{url}: the hash of what came is {found}, not {etag}; run it again')
     os.replace(partial, path)
+
+
+def hash_like(etag, path):
+    """The file's hash of the kind that the hub's ETag is: SHA-256, or SHA-1 of a git blob; any other is given back."""
+    if len(etag) not in (64, 40):
+        return etag
+    h = hashlib.sha256() if len(etag) == 64 else hashlib.sha1(f'blob {os.path.getsize(path)}\0'.encode())
+    with open(path, 'rb') as f:
+        while chunk := f.read(1 << 20):
+            h.update(chunk)
+    return h.hexdigest()
 
 
 # -----------------------------------------------------------------------------
@@ -430,11 +440,15 @@ def main(argv=None):
     if not documents:
         raise ValueError(f'{source} holds no text files ({" ".join(TEXT_SUFFIXES)})')
     folder = dataset_folder(cfg.data_dir, cfg.name or name)
-    if os.path.isdir(folder) and os.listdir(folder) and not os.path.exists(os.path.join(folder, 'meta.json')):
+    empty = os.path.isdir(folder) and not os.listdir(folder)
+    if os.path.lexists(folder) and not empty and not os.path.exists(os.path.join(folder, 'meta.json')):
         raise ValueError(f'{folder} exists and was not made by this program; choose another --name')
     total = sum(os.path.getsize(path) for _, path in documents)
     print(f'{source}: {len(documents):,} documents, {total / 1e6:.1f} MB -> {folder}, tokenizer {cfg.tokenizer}')
-    meta = write_dataset(folder, documents, cfg.tokenizer, cfg.val_fraction or fraction, cfg.seed, source)
+    try:
+        meta = write_dataset(folder, documents, cfg.tokenizer, cfg.val_fraction or fraction, cfg.seed, source)
+    except OSError as e:
+        raise ValueError(f'{folder} could not be written: {e.strerror or e}') from e
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, '
               f'{counts["documents"]:,} documents, {counts["bytes"] / max(counts["tokens"], 1):.2f} bytes a token')

@@ -17,11 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 CARDS = sorted((ROOT / 'config').glob('*.py'))
 SETTINGS = {'train.py': (GPTConfig, TrainConfig), 'sample.py': (SampleConfig,), 'prepare.py': (PrepareConfig,)}
-ELSEWHERE = ('config/train_shakespeare_char.py', 'out/config.py')  # nanoGPT's, and what a run writes
+ELSEWHERE = ('config/train_shakespeare_char.py', '../nanoGPT/config/train_shakespeare_char.py')  # nanoGPT's own
 
 
 def commands(text):
-    """Every (script, arguments) that a text tells its reader to run, comments cut off."""
+    """Every (script, arguments) that a text tells its reader to run, variables filled in, comments cut off."""
+    for name, value, word in re.findall(r'\b([A-Z]+)=(?:"(.*?)"|(\S+))', text):
+        text = text.replace(f'${name}', value or word)
     for line in text.splitlines():
         line = line.strip().removeprefix('#').strip()
         for command in line.split('&&'):

@@ -202,11 +202,11 @@ def test_help_tells_every_setting(program, classes, capsys):
     assert not end.value.code
     text = capsys.readouterr().out
     lines = text.splitlines()
-    told = [line.split()[0] for line in lines if line.startswith('  --')]
-    assert told == [f'--{f.name}={f.default}'.split()[0] for cls in classes for f in dataclasses.fields(cls)]
-    for line in lines:
-        if line.startswith('  --'):
-            assert re.fullmatch(r'  --\w+=.*?\s{2,}\S.*', line), f'no comment: {line}'
+    told = [line for line in lines if line.startswith('  --')]
+    fields = [f for cls in classes for f in dataclasses.fields(cls)]
+    for line, f in zip(told, fields, strict=True):
+        assert line.startswith((f'  --{f.name}={f.default}  ', f'  --{f.name}={f.default!r}  ')), line
+        assert re.fullmatch(r'  --\w+=.*?\s{2,}\S.*', line), f'no comment: {line}'
     source = Path(program.__file__).read_text()
     if program is train:
         source = (ROOT / 'model.py').read_text() + source

@@ -1225,6 +1225,41 @@ def test_torchrun_trains_as_one_process_does(train_tiny, tmp_path, data_dir, pro
 
 
 @pytest.mark.slow
+def test_a_compiled_run_is_the_same_run(train_tiny, tmp_path, monkeypatch):
+    """Within rounding of an eager one; it resumes to its own bits, and its checkpoints carry no compiler's names."""
+    if sentence := train.try_compile(torch.device('cpu')):
+        pytest.skip(sentence)
+    recipe = dict(max_iters=8)
+    train_tiny('eager', **recipe)
+    train_tiny('whole', compile=True, **recipe)
+    interrupted(train_tiny, monkeypatch, 'parts', 5, compile=True, **recipe)
+    train_tiny('parts', init_from='resume', compile=True)
+    assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
+    for name, weight in load(tmp_path / 'eager' / 'ckpt.pt')['model'].items():
+        assert torch.allclose(load(tmp_path / 'whole' / 'ckpt.pt')['model'][name], weight, atol=1e-3), name
+
+
+@pytest.mark.slow
+def test_torchrun_stops_and_resumes(tmp_path, data_dir):
+    """SIGTERM to the launcher reaches both processes: they save at one step, and the resumed run has the same bits."""
+    recipe = dict(max_iters=400, eval_interval=1000, dropout=0.1, learning_rate=1e-3, min_lr=1e-4)
+    torchrun(2, *command_line(tmp_path, data_dir, 'whole', **recipe))
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'}
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+               *map(str, command_line(tmp_path, data_dir, 'parts', **recipe))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env) as process:
+        for line in process.stdout:
+            if line.startswith('step 20/'):
+                process.send_signal(signal.SIGTERM)
+                break
+        process.stdout.read()
+    assert process.returncode != 0
+    assert 20 <= load(tmp_path / 'parts' / 'ckpt.pt')['iter_num'] < 400
+    torchrun(2, *command_line(tmp_path, data_dir, 'parts', init_from='resume', **recipe))
+    assert same(final(tmp_path / 'parts')['model'], final(tmp_path / 'whole')['model'])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('number, code', [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_exit_codes_of_the_program(tmp_path, data_dir, number, code):
     """A real process, stopped in the middle, has saved and says how to go on."""
