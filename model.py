@@ -81,6 +81,10 @@ class GPTConfig:
         for name in ('dropout', 'label_smoothing'):
             if not 0 <= getattr(c, name) < 1:
                 wrong.append(f'{name}={getattr(c, name)} must be at least 0 and below 1')
+        choices = {'position': ('learned', 'rope'), 'norm': ('layernorm', 'rmsnorm'), 'mlp': ACTIVATIONS}
+        for name, known in choices.items():
+            if getattr(c, name) not in known:
+                wrong.append(f'{name}={getattr(c, name)!r} is not one of {", ".join(known)}')
         if c.softcap < 0:
             wrong.append(f'softcap={c.softcap} must not be negative; 0 turns it off')
         return wrong
@@ -533,7 +537,7 @@ def load_checkpoint(path):
     except UnpicklingError:  # torch's own text for this advises the unsafe way
         raise ValueError(f'{path} holds more than tensors and plain values; loading it could run code, so it is '
                          'refused') from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, KeyError, struct.error) as e:
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, KeyError, UnicodeError, struct.error) as e:
         raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}') from None
     if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get('model'), dict)
             and isinstance(checkpoint.get('model_args'), dict)):
@@ -611,7 +615,16 @@ def config_from(args):
     """The GPTConfig that a checkpoint's model_args describe."""
     if odd := set(args) - {f.name for f in dataclasses.fields(GPTConfig)}:
         raise ValueError(f'model_args has {", ".join(sorted(map(str, odd)))}, which this version does not know')
-    return GPTConfig(**args)
+    config = GPTConfig(**args)
+    try:
+        wrong = config.problems()
+    except (TypeError, KeyError) as e:
+        wrong = [repr(e)]
+    if config.vocab_size is None:
+        wrong.append('vocab_size is missing')
+    if wrong:
+        raise ValueError(f'model_args cannot be used: {"; ".join(wrong)}')
+    return config
 
 
 def model_from(args, state_dict, **override):

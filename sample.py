@@ -42,6 +42,8 @@ class SampleConfig:
         for name, least in (('num_samples', 1), ('max_new_tokens', 0), ('temperature', 0), ('top_k', 1), ('seed', 0)):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 wrong.append(f'{name}={getattr(self, name)} must be at least {least}')
+        if self.seed >= 2**63:
+            wrong.append(f'seed={self.seed} must be below 2**63')
         if self.top_p is not None and not 0 < self.top_p <= 1:
             wrong.append(f'top_p={self.top_p} must be above 0 and at most 1')
         return wrong
@@ -69,7 +71,7 @@ def tokenizer_for(checkpoint, vocab_size, data_dir):
     folder = dataset_folder(data_dir, dataset) if dataset else data_dir
     if os.path.exists(os.path.join(folder, 'meta.json')) or os.path.exists(os.path.join(folder, 'meta.pkl')):
         tokenizer = tokenizer_from(read_meta(folder)['tokenizer'])
-        if tokenizer.n_vocab <= vocab_size:
+        if vocab_size in (tokenizer.n_vocab, -(-tokenizer.n_vocab // 64) * 64):  # as it is, or padded
             return tokenizer, f'from {folder}'
     if vocab_size in (50257, 50304):
         return TiktokenTokenizer('gpt2'), "GPT-2's, by the size of the vocabulary"

@@ -122,6 +122,8 @@ class TrainConfig:
                 wrong.append(f'{name}={getattr(self, name)} must be at least 0 and below 1')
         if not 0 < self.decay_fraction <= 1:
             wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
+        if self.seed >= 2**63:
+            wrong.append(f'seed={self.seed} must be below 2**63')
         if self.keep_last < 2:
             wrong.append(f'keep_last={self.keep_last} must be at least 2: one file is no insurance against damage')
         if self.embed_lr is not None and self.optimizer != 'muon':

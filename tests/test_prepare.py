@@ -121,7 +121,8 @@ def test_char_names_unknown_characters_in_and_beyond_its_range():
     assert CharTokenizer('acz').encode('zac').tolist() == [2, 0, 1]
 
 
-@pytest.mark.parametrize('text', ['', 'Hello, world!', 'é€😀', 'def f(x):\n\treturn  x\r\n', '<|endoftext|>', 'a' * 3000])
+@pytest.mark.parametrize('text', ['', 'Hello, world!', 'é€😀', 'def f(x):\n\treturn  x\r\n', '<|endoftext|>',
+                                  'a' * 3000])
 def test_gpt2_round_trips_and_never_reads_text_as_its_special_token(gpt2, text):
     encoded = gpt2.encode(text)
     assert gpt2.decode(encoded.tolist()).decode() == text
@@ -348,6 +349,26 @@ def test_an_interruption_before_meta_json_leaves_the_name_free(notes, data, monk
     run(data, notes)
 
 
+def test_an_interruption_between_the_renames_loses_neither_dataset(notes, data, monkeypatch):
+    run(data, notes, name='n')
+    old, new = contents(data / 'n'), contents(run(data, notes, name='m', tokenizer='char')[0])
+    real, calls = os.rename, []
+
+    def rename(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*args)
+
+    with monkeypatch.context() as m:
+        m.setattr(prepare.os, 'rename', rename)
+        with pytest.raises(KeyboardInterrupt):
+            run(data, notes, name='n', tokenizer='char')
+    whole = [contents(folder) for folder in data.iterdir()]
+    assert old in whole and whole.count(new) == 2 and not (data / 'n').exists()
+    assert contents(run(data, notes, name='n', tokenizer='char')[0]) == new
+
+
 def test_a_dataset_is_replaced_whole(notes, tmp_path, data):
     run(data, notes, name='x')
     (data / 'x' / 'train.mask.bin').write_bytes(b'of the old one')
@@ -481,7 +502,8 @@ def test_the_standard_library_comes_without_test_suites_in_a_fixed_order():
     assert {'argparse.py', 'json/decoder.py', 'unittest/case.py'} <= set(names)
     parts = {part for name in names for part in name.split('/')}
     assert not parts & {'test', 'tests', 'idle_test', 'site-packages', '__pycache__', 'encodings', 'pydoc_data'}
-    assert not [n for n in names if os.path.basename(n).startswith(('test_', '_sysconfigdata')) or not n.endswith('.py')]
+    assert not [n for n in names if os.path.basename(n).startswith(('test_', '_sysconfigdata'))]
+    assert all(n.endswith('.py') for n in names)
     assert 5e6 < sum(os.path.getsize(path) for _, path in files) < 5e7
     for _, path in files:
         prepare.read_text(path)  # all of it is UTF-8
@@ -602,9 +624,9 @@ def test_a_meta_pkl_cannot_run_code(tmp_path, protocol):
 
 @pytest.mark.parametrize('raw', [
     b'', b'not a pickle', pickle.dumps(3), pickle.dumps({}), pickle.dumps(nanogpt_meta('abc'))[:-5],
-    pickle.dumps({'vocab_size': 2, 'itos': {0: 'ab', 1: 'c'}}), pickle.dumps({'vocab_size': 2, 'itos': {0: 'a', 1: 'a'}}),
-    pickle.dumps({'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}), pickle.dumps({'vocab_size': 'x', 'itos': {0: 'a'}}),
-    pickle.dumps({'itos': {0: 'a'}})])
+    *map(pickle.dumps, [{'vocab_size': 2, 'itos': {0: 'ab', 1: 'c'}}, {'vocab_size': 2, 'itos': {0: 'a', 1: 'a'}},
+                        {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 'x', 'itos': {0: 'a'}},
+                        {'itos': {0: 'a'}}])])
 def test_a_damaged_meta_pkl_is_one_sentence(tmp_path, raw):
     (tmp_path / 'meta.pkl').write_bytes(raw)
     with pytest.raises(ValueError, match=r"meta\.pkl is not nanoGPT's meta\.pkl of a character dataset \("):
@@ -748,6 +770,6 @@ def test_a_download_that_fails_leaves_no_file_under_the_name(hub, tmp_path, head
 def test_no_server_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv('HF_ENDPOINT', 'http://127.0.0.1:9')  # the discard port, where nobody listens
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
-    with pytest.raises(ValueError, match=r'127\.0\.0\.1:9/openai-community/gpt2/.* could not be downloaded: ConnectionE'):
+    with pytest.raises(ValueError, match=r'127\.0\.0\.1:9/openai-community/gpt2/.* could not be downloaded'):
         fetch_gpt2('gpt2', str(tmp_path))
     assert contents(tmp_path) == {}

@@ -16,11 +16,11 @@ from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
 from prepare import ByteTokenizer, CharTokenizer
 
 REPO = os.path.dirname(os.path.abspath(sample.__file__))
-CHARS = '\n abcdefgh'
+CHARS = '\n abcdefgh'  # ten
 END = '\n---------------\n'
 
 
-def gpt(vocab_size=len(CHARS), seed=0, **settings):
+def gpt(vocab_size=10, seed=0, **settings):
     """A model with opinions: at their usual size random weights give nearly uniform text."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(**{**dict(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=vocab_size), **settings}))
@@ -178,19 +178,21 @@ def test_temperature_0_is_the_likeliest_token_each_time(draw, out):
     assert draw(temperature=1.0) != [expected]
 
 
-@pytest.mark.parametrize('flags, most', [({'top_k': 2}, 2), ({'top_k': 'None'}, 9), ({'top_p': 0.5}, 5)])
-def test_top_k_and_top_p_leave_the_likeliest(draw, out, flags, most):
+@pytest.mark.parametrize('flags', [{'top_k': 2}, {'top_k': 'None'}, {'top_k': 99}, {'top_p': 0.5}, {'top_p': 1}])
+def test_top_k_and_top_p_leave_the_likeliest(draw, flags):
     """The first token after the prompt, over many seeds, stays inside the set and fills it."""
     with torch.no_grad():
-        probs = gpt().eval()(torch.tensor([[2, 3]]))[0].div(2.0).softmax(-1)
+        probs = gpt().eval()(torch.tensor([[2, 3]]))[0].div(8.0).softmax(-1)  # from 0.26 down to 0.02
     order = probs.argsort(descending=True).tolist()
-    if 'top_p' in flags:
-        most = next(n for n in range(1, 10) if probs[order[:n]].sum() >= flags['top_p'])
-        assert 1 < most < 9, 'or the test shows nothing'
-    allowed = {CHARS[i] for i in order[:most]}
-    seen = {text[2:] for text in draw(num_samples=150, max_new_tokens=1, temperature=2.0, **flags)}
-    assert seen <= allowed
-    assert seen == allowed or most == 9 and len(seen) > 5
+    if flags.get('top_k') == 2:
+        most = 2
+    elif flags.get('top_p') == 0.5:
+        most = next(n for n in range(1, 10) if probs[order[:n]].sum() >= 0.5)
+        assert 2 < most < 9, 'or the test shows nothing'
+    else:
+        most = len(CHARS)
+    texts = draw(num_samples=300, max_new_tokens=1, temperature=8.0, **flags)
+    assert {text[2:] for text in texts} == {CHARS[i] for i in order[:most]}
 
 
 def test_padding_of_the_vocabulary_is_never_drawn(draw, out):
@@ -334,7 +336,7 @@ def test_the_script_from_another_folder_prints_text_on_stdout_and_one_line_of_er
 @pytest.fixture
 def nanogpt(tmp_path):
     """ckpt.pt as nanoGPT's train.py writes it from a compiled model, with its dataset's meta.pkl under data/."""
-    def make(vocab_size=len(CHARS), chars=CHARS, dataset='shakespeare_char'):
+    def make(vocab_size=10, chars=CHARS, dataset='shakespeare_char'):
         model = gpt(vocab_size)
         args = dict(n_layer=2, n_head=2, n_embd=16, block_size=8, bias=False, vocab_size=vocab_size, dropout=0.0)
         (tmp_path / 'theirs').mkdir(exist_ok=True)
@@ -344,8 +346,8 @@ def nanogpt(tmp_path):
         if chars:
             folder = tmp_path / 'data' / dataset
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / 'meta.pkl').write_bytes(pickle.dumps(
-                {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': {c: i for i, c in enumerate(chars)}}))
+            meta = {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': {c: i for i, c in enumerate(chars)}}
+            (folder / 'meta.pkl').write_bytes(pickle.dumps(meta))
         return {'out_dir': tmp_path / 'theirs', 'data_dir': tmp_path / 'data'}
     return make
 
@@ -461,7 +463,7 @@ def test_a_checkpoint_cannot_run_code(out, tmp_path, form):
 @pytest.mark.parametrize('content, words', [
     (3, 'is no checkpoint of ours'),
     ({'model': {}}, 'is no checkpoint of ours'),
-    ({'model': {}, 'model_args': {'n_layer': 1}}, ''),
+    ({'model': {}, 'model_args': {'n_layer': 1}}, 'vocab_size'),
     ({'model': {}, 'model_args': dict(n_layer=1, n_head=1, n_embd=4, block_size=8, vocab_size=8)}, 'claims a larger'),
     ({'model': {}, 'model_args': {'n_leyer': 1}}, 'n_leyer'),
 ])
