@@ -11,19 +11,23 @@ renamed when it is complete, so whatever stands under its name is whole.
 """
 
 import hashlib
+import heapq
 import json
 import os
 import pickle
 import shutil
 import sysconfig
 import time
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from configurator import call_main, configure
 
 FORMAT = 1  # of meta.json
+TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
 
 
 @dataclass
@@ -31,14 +35,19 @@ class PrepareConfig:
     # --- dataset
     name: str | None = None  # folder under data_dir; None: the source's own name
     data_dir: str = 'data'  # where datasets live
-    tokenizer: str = 'byte'  # byte, char (the characters that occur) or gpt2 (BPE, by tiktoken)
+    tokenizer: str = 'byte'  # byte, char (those that occur), bpe:SIZE (learned here), gpt2 or tiktoken's others
     val_fraction: float | None = None  # held out for validation; None: 0.1, and 0.05 of the embedded corpus
     seed: int = 1337  # chooses which documents are held out
 
     def problems(self):
         wrong = []
-        if self.tokenizer not in TOKENIZERS:
-            wrong.append(f'tokenizer={self.tokenizer!r} is unknown; there are {", ".join(TOKENIZERS)}')
+        kind, _, size = self.tokenizer.partition(':')
+        if self.tokenizer not in ('byte', 'char', *TIKTOKEN_NAMES) and kind != 'bpe':
+            wrong.append(f'tokenizer={self.tokenizer!r} is unknown; there are byte, char, bpe:SIZE, '
+                         f'{", ".join(TIKTOKEN_NAMES)}')
+        if kind == 'bpe' and not (size.isascii() and size.isdigit() and 257 <= int(size) <= 2**20):
+            wrong.append(f'tokenizer={self.tokenizer!r}: write bpe:SIZE with a vocabulary of 257 (the bytes and the '
+                         f'end of text) to {2**20:,}, such as bpe:8192')
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             wrong.append(f'val_fraction={self.val_fraction} must lie between 0 and 1')
         return wrong
@@ -112,11 +121,102 @@ class TiktokenTokenizer:
         return {'kind': 'tiktoken', 'name': self.name}
 
 
-TOKENIZERS = {
-    'byte': lambda texts, several: ByteTokenizer(),
-    'char': lambda texts, several: CharTokenizer(''.join(sorted(set().union(*map(set, texts())))), eot=several),
-    'gpt2': lambda texts, several: TiktokenTokenizer('gpt2'),
-}
+# how text falls into words, within which pairs are merged: GPT-2's rule (https://github.com/openai/tiktoken)
+GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+class BPETokenizer(TiktokenTokenizer):
+    """A byte-pair encoding of our own: its tokens are bytes in order of rank, the end-of-text id comes last."""
+
+    def __init__(self, tokens):
+        import tiktoken
+        ranks = {token: rank for rank, token in enumerate(tokens)}
+        if len(ranks) != len(tokens) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
+            raise KeyError('tokens')
+        self.tokens = tokens
+        self.encoding = tiktoken.Encoding('own', pat_str=GPT2_SPLIT, mergeable_ranks=ranks,
+                                          special_tokens={'<|endoftext|>': len(tokens)})
+        self.n_vocab, self.eot = len(tokens) + 1, len(tokens)
+
+    def spec(self):
+        return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
+
+
+def train_bpe(texts, num_tokens):
+    """
+    The tokens, in order of rank, of a byte-level BPE with num_tokens of them (256 bytes and the merges), or as many as
+    the texts give. Each merge takes the most frequent pair within words; of equally frequent ones the pair whose ranks
+    are smallest, bytes being ranked as GPT-2 ranks them. These are the merges of Hugging Face's tokenizers.
+    Source: arXiv 1508.07909. Words are counted once, and a merge visits only the words that hold its pair.
+    """
+    import regex  # tiktoken needs it too
+    split = regex.compile(GPT2_SPLIT)
+    counts = Counter()
+    for text in texts:
+        counts.update(split.findall(text))
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    tokens = [bytes([b]) for b in [*printable, *(b for b in range(256) if b not in printable)]]
+    rank = {token: i for i, token in enumerate(tokens)}
+    words = [[rank[bytes([b])] for b in word.encode('utf-8', 'surrogatepass')] for word in counts]
+    times = list(counts.values())
+    pairs, holders = Counter(), defaultdict(set)  # how often a pair occurs, and in which words
+    for i, word in enumerate(words):
+        for pair in pairwise(word):
+            pairs[pair] += times[i]
+            holders[pair].add(i)
+    heap = [(-count, pair) for pair, count in pairs.items()]
+    heapq.heapify(heap)
+    while heap and len(tokens) < num_tokens:
+        count, pair = heapq.heappop(heap)
+        if -count != pairs[pair]:  # merges since then have used some of them up
+            if pairs[pair] > 0:
+                heapq.heappush(heap, (-pairs[pair], pair))
+            continue
+        merged = tokens[pair[0]] + tokens[pair[1]]
+        new = rank.setdefault(merged, len(tokens))
+        if new == len(tokens):
+            tokens.append(merged)
+        change = Counter()
+        for i in holders.pop(pair):
+            change.update({p: -n * times[i] for p, n in Counter(pairwise(words[i])).items()})
+            words[i] = merge(words[i], pair, new)
+            for p in pairwise(words[i]):
+                change[p] += times[i]
+                if new in p:
+                    holders[p].add(i)
+        for p, difference in change.items():
+            pairs[p] += difference
+            if difference > 0:
+                heapq.heappush(heap, (-pairs[p], p))
+    return tokens
+
+
+def merge(word, pair, new):
+    """The word with every occurrence of the pair, from the left, as one token."""
+    out, i = [], 0
+    while i < len(word):
+        if word[i] == pair[0] and i + 1 < len(word) and word[i + 1] == pair[1]:
+            out.append(new)
+            i += 2
+        else:
+            out.append(word[i])
+            i += 1
+    return out
+
+
+def make_tokenizer(name, texts, training_texts, several):
+    """
+    The tokenizer that a setting names. texts() and training_texts() go through the documents: characters are
+    collected from all of them, merges learned from those that are not held out.
+    """
+    kind, _, size = name.partition(':')
+    if kind == 'byte':
+        return ByteTokenizer()
+    if kind == 'char':
+        return CharTokenizer(''.join(sorted(set().union(*map(set, texts())))), eot=several)
+    if kind == 'bpe':
+        return BPETokenizer(train_bpe(training_texts(), int(size) - 1))
+    return TiktokenTokenizer(name)
 
 
 def tokenizer_from(spec):
@@ -126,9 +226,11 @@ def tokenizer_from(spec):
             return ByteTokenizer()
         if spec['kind'] == 'char' and isinstance(spec['chars'], str) and len(set(spec['chars'])) == len(spec['chars']):
             return CharTokenizer(spec['chars'], bool(spec.get('eot')))
+        if spec['kind'] == 'bpe':
+            return BPETokenizer([token.encode('latin-1') for token in spec['tokens']])
         if spec['kind'] == 'tiktoken':
             return TiktokenTokenizer(str(spec['name']))
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError, UnicodeEncodeError):
         pass
     raise ValueError(f'{str(spec)[:80]} describes no tokenizer that this version knows')
 
@@ -271,9 +373,17 @@ def write_dataset(folder, documents, tokenizer_name, fraction, seed, source):
     ones are held out, and each ends with the end-of-text id. Whatever stood under the name is replaced at the end.
     """
     several = len(documents) > 1
-    tokenizer = TOKENIZERS[tokenizer_name](lambda: (read_text(path) for _, path in documents), several)
-    dtype = '<u2' if tokenizer.n_vocab <= 2**16 else '<u4'
     held = hold_out(documents, fraction, seed) if several else ()
+
+    def texts():
+        return (read_text(path) for _, path in documents)
+
+    def training_texts():
+        if several:
+            return (read_text(path) for name, path in documents if name not in held)
+        return (text[:int(len(text) * (1 - fraction))] for text in texts())
+    tokenizer = make_tokenizer(tokenizer_name, texts, training_texts, several)
+    dtype = '<u2' if tokenizer.n_vocab <= 2**16 else '<u4'
     partial = folder + '.partial'
     shutil.rmtree(partial, ignore_errors=True)
     os.makedirs(partial)

@@ -479,7 +479,7 @@ def test_a_data_dir_that_is_a_file_says_so(notes, tmp_path):
 
 
 @pytest.mark.parametrize('flag, words', [
-    ('--tokenizer=gpt9', "tokenizer='gpt9' is unknown; there are byte, char, gpt2"),
+    ('--tokenizer=gpt9', "tokenizer='gpt9' is unknown; there are byte, char, bpe:SIZE, gpt2"),
     ('--val_fraction=0', 'val_fraction=0.0 must lie between 0 and 1'),
     ('--val_fraction=1', 'val_fraction=1.0 must lie between 0 and 1'),
     ('--val_fraction=-0.1', 'val_fraction=-0.1 must lie between 0 and 1'),
