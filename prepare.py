@@ -308,11 +308,12 @@ def hold_out(documents, fraction, seed):
     """
     size = {name: os.path.getsize(path) for name, path in documents}
     order = sorted(size, key=lambda name: hashlib.sha256(f'{seed} {name}'.encode('utf-8', 'surrogateescape')).digest())
-    held, total = set(), sum(size.values())
+    held, held_bytes, total = set(), 0, sum(size.values())
     for name in order[:-1]:
-        if held and sum(size[n] for n in held) >= fraction * total:
+        if held and held_bytes >= fraction * total:
             break
         held.add(name)
+        held_bytes += size[name]
     return held
 
 

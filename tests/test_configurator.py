@@ -501,7 +501,7 @@ def test_differences_name_value_and_place(card):
     assert differences(configure(Shape, argv=[])[:1], {}) == ''
 
 
-awkward = st.text(st.characters(), max_size=20) | st.sampled_from(['', "it's", '"', '\\', '\n', 'é€😀', '\ud800', '#'])
+awkward = st.text(st.characters(exclude_categories=()), max_size=20) | st.sampled_from(['', "it's", '"', '\\', '\n', 'é€😀', '\ud800', '#'])
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 

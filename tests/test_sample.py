@@ -346,7 +346,8 @@ def nanogpt(tmp_path):
         if chars:
             folder = tmp_path / 'data' / dataset
             folder.mkdir(parents=True, exist_ok=True)
-            meta = {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': {c: i for i, c in enumerate(chars)}}
+            itos = dict(enumerate(chars))
+            meta = {'vocab_size': len(chars), 'itos': itos, 'stoi': {c: i for i, c in itos.items()}}
             (folder / 'meta.pkl').write_bytes(pickle.dumps(meta))
         return {'out_dir': tmp_path / 'theirs', 'data_dir': tmp_path / 'data'}
     return make

@@ -246,7 +246,7 @@ def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
     """Neither weights nor optimizer state, and found_inf says so."""
     split = Split(masked, 'train', read_meta(masked), 16)
     cfg = TrainConfig(optimizer=recipe['optimizer'])
-    model = tiny_gpt(preset=recipe.get('preset', 'gpt2'))
+    model = tiny_gpt(preset=recipe.get('preset', 'gpt2'), zero_init=False)  # or all that Muon has would be zero
     optimizers, gradients = train.build_optimizers(model, cfg, Machine()), Gradients(model)
     broken = []
 
@@ -936,6 +936,24 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(train_tiny, tmp_path,
     assert log(tmp_path / 'out') == log(halves / 'whole')
     assert 'resuming at step 5' in out
     assert re.search(r'ckpt\.pt is (damaged|not a whole)', out), 'the damaged file is not named'
+    assert (tmp_path / 'out' / 'ckpt.pt.damaged').exists()
+
+
+def test_the_checkpoint_resumed_from_is_the_latest_at_once(train_tiny, tmp_path, monkeypatch):
+    """A run that fell back and is killed before its first save falls back to the same place."""
+    interrupted(train_tiny, monkeypatch, 'out', 7, save_interval=5)
+    damage(tmp_path / 'out' / 'ckpt.pt', 'truncated')
+    monkeypatch.setattr(train, 'train', lambda run: 137)
+    assert train_tiny(init_from='resume') == 137
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 5
+    assert sorted(p.name for p in (tmp_path / 'out').glob('ckpt*')) == ['ckpt.pt', 'ckpt.pt.damaged']
+
+
+def test_the_checkpoint_resumed_from_is_kept_beside_the_next(train_tiny, tmp_path, halves):
+    """keep_last counts over the lives of a run."""
+    shutil.copytree(halves / 'stopped', tmp_path / 'out')
+    train_tiny(init_from='resume', eval_interval=100, save_interval=100)
+    assert sorted(p.name for p in (tmp_path / 'out').glob('ckpt*')) == ['ckpt-000000005.pt', 'ckpt.pt']
 
 
 def test_when_every_checkpoint_is_damaged_the_run_stops(train_tiny, tmp_path, monkeypatch):
@@ -995,11 +1013,11 @@ def full_disk(monkeypatch, fails):
 
 def test_training_outlives_a_save_that_fails(train_tiny, tmp_path, monkeypatch, capsys):
     """The checkpoint before it stays, and the message tells free and needed space."""
-    full_disk(monkeypatch, lambda number, _: number in (2, 3))
-    assert train_tiny(save_interval=1, eval_interval=100, max_iters=6) == 0
+    full_disk(monkeypatch, lambda number, _: number in (2, 3, 5, 6))
+    assert train_tiny(save_interval=1, eval_interval=100, max_iters=9) == 0
     assert len(re.findall(r'could not be written.* MB are free, .* MB are needed; training goes on',
-                          capsys.readouterr().out)) == 2
-    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 6 and not list((tmp_path / 'out').glob('*.tmp'))
+                          capsys.readouterr().out)) == 4
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 9 and not list((tmp_path / 'out').glob('*.tmp'))
 
 
 def test_training_stops_after_three_failed_saves(train_tiny, tmp_path, monkeypatch):
@@ -1233,7 +1251,7 @@ def test_a_compiled_run_is_the_same_run(train_tiny, tmp_path, monkeypatch):
     train_tiny('eager', **recipe)
     train_tiny('whole', compile=True, **recipe)
     interrupted(train_tiny, monkeypatch, 'parts', 5, compile=True, **recipe)
-    train_tiny('parts', init_from='resume', compile=True)
+    train_tiny('parts', init_from='resume', compile=True, **recipe)
     assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
     for name, weight in load(tmp_path / 'eager' / 'ckpt.pt')['model'].items():
         assert torch.allclose(load(tmp_path / 'whole' / 'ckpt.pt')['model'][name], weight, atol=1e-3), name
