@@ -10,7 +10,7 @@ import torch
 from model import GPT, GPTConfig, load_checkpoint, model_from, save_checkpoint
 
 CLONE = os.environ.get('NANOGPT', '')
-pytestmark = pytest.mark.skipif(not os.path.exists(os.path.join(CLONE, 'model.py')),
+pytestmark = pytest.mark.skipif(not (CLONE and os.path.exists(os.path.join(CLONE, 'model.py'))),
                                 reason='NANOGPT does not name a clone of karpathy/nanoGPT')
 SHAPE = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32, dropout=0.0)
 
