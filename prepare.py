@@ -4,6 +4,7 @@ Text into token bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin + 
     $ python prepare.py                                   # the embedded corpus: this Python's own standard library
     $ python prepare.py book.txt --tokenizer=gpt2         # a file
     $ python prepare.py notes/ --name=notes               # every text file of a folder, a document each
+    $ python prepare.py --inspect notes                   # what is in a dataset
 
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 when the vocabulary needs it), no header. meta.json
 beside the bins holds the tokenizer itself and what the numbers mean. A dataset is written into NAME.partial and
@@ -20,7 +21,7 @@ import sysconfig
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -38,6 +39,7 @@ class PrepareConfig:
     tokenizer: str = 'byte'  # byte, char (those that occur), bpe:SIZE (learned here), gpt2 or tiktoken's others
     val_fraction: float | None = None  # held out for validation; None: 0.1, and 0.05 of the embedded corpus
     seed: int = 1337  # chooses which documents are held out
+    inspect: bool = False  # instead: show what is in the datasets that are named, ours or nanoGPT's
 
     def problems(self):
         wrong = []
@@ -471,6 +473,63 @@ def read_meta(folder):
         raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e})") from None
 
 
+def inspect_dataset(folder):
+    """
+    The lines that --inspect prints: tokenizer, counts of each split, the most frequent tokens, and a window from the
+    middle of the training split, its document ends marked and what does not count in the loss in brackets.
+    """
+    meta = read_meta(folder)
+    tokenizer = tokenizer_from(meta['tokenizer'])
+    lines = [f'{folder}: {meta["tokenizer"].get("name") or meta["tokenizer"]["kind"]} tokenizer of '
+             f'{tokenizer.n_vocab:,} ids, {meta["dtype"]}, '
+             + ("nanoGPT's: no meta.json" if meta['foreign'] else f'from {meta["source"]}')]
+    for split in ('train', 'val'):
+        tokens = open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
+        counts = count_ids(tokens)
+        sizes = np.pad(token_bytes(tokenizer), (0, max(len(counts) - tokenizer.n_vocab, 0)))[:len(counts)]
+        ends = 0 if tokenizer.eot is None else int(counts[tokenizer.eot:tokenizer.eot + 1].sum())
+        lines.append(f'{split:>5}: {len(tokens):,} tokens, {(counts * sizes).sum() / max(len(tokens), 1):.2f} bytes a '
+                     f'token, {ends:,} document ends, {np.count_nonzero(counts):,} different ids')
+        if split == 'train':
+            common = [i for i in np.argsort(-counts, kind='stable')[:10].tolist() if counts[i]]
+            shares = [f'"{show(tokenizer, [i])}" {counts[i] / len(tokens):.1%}' for i in common]
+            middle = len(tokens) // 2
+            window = tokens[middle:middle + 200].tolist()
+            counted = np.ones(len(window), dtype=np.uint8)
+            if os.path.exists(os.path.join(folder, 'train.mask.bin')):
+                counted = open_bin(os.path.join(folder, 'train.mask.bin'), 'uint8')[middle:middle + 200]
+            runs = [(bool(c), [i for i, _ in run]) for c, run in
+                    groupby(zip(window, counted, strict=True), key=lambda pair: pair[1])]
+            text = ''.join(show(tokenizer, ids) if c else f'[{show(tokenizer, ids)}]' for c, ids in runs)
+    return [*lines, f'most frequent: {", ".join(shares)}', f'training tokens from {middle:,} on: {text}']
+
+
+def open_bin(path, dtype):
+    """A bin as a mapped array of ids; one that is missing or empty has none."""
+    if not os.path.exists(path) or not os.path.getsize(path):
+        return np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=np.dtype(dtype).newbyteorder('<'), mode='r')
+
+
+def count_ids(tokens):
+    """How often each id occurs, up to the largest that does; block by block, for a bin may be larger than memory."""
+    counts = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(tokens), 1 << 24):
+        block = np.bincount(tokens[start:start + (1 << 24)], minlength=len(counts))
+        block[:len(counts)] += counts
+        counts = block
+    return counts
+
+
+def show(tokenizer, ids):
+    """Ids as text on one line, ends of documents marked."""
+    text = ''
+    for end, run in groupby(ids, key=lambda i: i == tokenizer.eot):
+        run = list(run)
+        text += '<|endoftext|>' * len(run) if end else tokenizer.decode(run).decode('utf-8', 'replace')
+    return text.translate({10: '\\n', 13: '\\r', 9: '\\t'})
+
+
 def how_to_make(dataset):
     """The command that makes a dataset, for messages that miss it."""
     if dataset == 'stdlib':
@@ -544,6 +603,13 @@ def hash_like(etag, path):
 
 def main(argv=None):
     cfg, _, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
+    if cfg.inspect:
+        for name in sources or [cfg.name or 'stdlib']:
+            folder = dataset_folder(cfg.data_dir, name)
+            if not os.path.isdir(folder):
+                raise ValueError(f'{folder} does not exist; make it with: {how_to_make(name)}')
+            print('\n'.join(inspect_dataset(folder)))
+        return
     source = sources[0] if sources else 'stdlib'
     if len(sources) > 1:
         raise ValueError(f'one source at a time: {" ".join(sources)}')
