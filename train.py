@@ -326,7 +326,8 @@ def step_starts(seed, num_tokens, T, step, global_batch):
     per_epoch = windows_per_epoch(num_tokens, T)
     index = np.arange(step * global_batch, (step + 1) * global_batch)
     epochs, places = index // per_epoch, index % per_epoch
-    return np.array([epoch_order(seed, num_tokens, T, int(e))[p] for e, p in zip(epochs, places, strict=True)])
+    return np.concatenate([epoch_order(seed, num_tokens, T, e)[places[epochs == e]]
+                           for e in range(epochs[0], epochs[-1] + 1)])
 
 
 def share_batch(batch_size, accumulation, world):
