@@ -18,6 +18,7 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 import struct
 import zipfile
@@ -59,7 +60,7 @@ class GPTConfig:
     zero_init: bool | None = None  # blocks start as the identity, the head as uniform
     softcap: float | None = None  # logits -> c * tanh(logits / c); 0: off
     x0_mix: bool | None = None  # each block sees a learned mix of the residual stream and the embedding
-    label_smoothing: float = 0.0  # acts in training only, never in an evaluation
+    label_smoothing: float = 0.0  # over all vocab_size ids; acts in training only, never in an evaluation
 
     def problems(self):
         """What is wrong with the settings, a sentence each."""
@@ -125,7 +126,7 @@ def choose_device(name, local_rank=0):
         reason = {'cuda': 'there is one', 'mps': 'no CUDA, Apple GPU', 'cpu': 'no GPU found'}[kind]
     else:
         kind, reason = name.split(':')[0], 'asked for'
-    if kind not in ('cuda', 'mps', 'cpu'):
+    if name != 'auto' and not re.fullmatch(r'cpu|mps|cuda(:[0-9]+)?', name):
         raise ValueError(f'device={name!r} is not one of auto, cuda, cuda:N, mps, cpu')
     if kind == 'cuda' and not cuda:
         built = 'this PyTorch was built without CUDA' if torch.version.cuda is None else 'no usable GPU was found'
@@ -133,9 +134,10 @@ def choose_device(name, local_rank=0):
     if kind == 'mps' and not mps:
         raise ValueError(f'device={name!r} was asked for, but there is no Apple GPU; use --device=cpu')
     if kind == 'cuda':
-        index = int(name.split(':')[1]) if ':' in name and name.split(':')[1].isdigit() else local_rank
+        index = int(name.split(':')[1]) if ':' in name else local_rank
         if index >= torch.cuda.device_count():
-            raise ValueError(f'device cuda:{index} was asked for, but there are {torch.cuda.device_count()} GPUs')
+            raise ValueError(f'there is no device cuda:{index} among {torch.cuda.device_count()} GPUs; under torchrun '
+                             'start as many processes as there are (--nproc_per_node)')
         return torch.device('cuda', index), f'{torch.cuda.get_device_name(index)}, {reason}'
     return torch.device(kind), reason
 
@@ -497,7 +499,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     """Draws one id a row from (B, V) logits. ValueError when they are not finite."""
     if not torch.isfinite(logits).all():
         raise ValueError('the model returned logits that are not finite: its weights are damaged or it diverged')
-    if temperature == 0:
+    if temperature < 1e-6:  # greedy; dividing by less would overflow
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k is not None:
@@ -508,7 +510,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
         sorted_probs, order = probs.sort(dim=-1, descending=True)
         before = sorted_probs.cumsum(dim=-1) - sorted_probs  # probability of everything likelier; 0 for the first
         probs = probs.scatter(-1, order, sorted_probs.masked_fill(before >= top_p, 0.0))
-    # argmax of p / Exp(1) is a draw from p, and unlike multinomial it never waits for the device
+    # argmax of p / Exp(1) is a draw from p, in operations that need no word from the host
     noise = torch.empty_like(probs).exponential_(generator=generator).clamp_min(1e-30)
     return (probs / noise).argmax(dim=-1)
 
@@ -527,17 +529,20 @@ def load_checkpoint(path):
     try:
         with zipfile.ZipFile(path) as z:
             damaged = z.testzip()
-        if damaged:
-            raise ValueError(f'{path} is damaged: the checksum of its record {damaged} does not match')
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except FileNotFoundError:
         raise ValueError(f'{path} does not exist') from None
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error) as e:
+        raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}') from None
+    if damaged:
+        raise ValueError(f'{path} is damaged: the checksum of its record {damaged} does not match')
+    try:
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except UnpicklingError:  # torch's own text for this advises the unsafe way
         raise ValueError(f'{path} holds more than tensors and plain values; loading it could run code, so it is '
                          'refused') from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, KeyError, UnicodeError, struct.error) as e:
+    except (OSError, EOFError, RuntimeError, KeyError, ValueError, struct.error) as e:
         raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}') from None
     if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get('model'), dict)
             and isinstance(checkpoint.get('model_args'), dict)):

@@ -560,7 +560,7 @@ def download(url, path):
     import requests
     token = os.environ.get('HF_TOKEN')
     headers = {'Accept-Encoding': 'identity', **({'Authorization': f'Bearer {token}'} if token else {})}
-    partial = path + '.partial'
+    partial = f'{path}.{os.getpid()}.partial'
     try:
         with requests.get(url, headers=headers, stream=True, timeout=30) as answer:
             if answer.status_code != 200:

@@ -57,6 +57,8 @@ def find_checkpoint(cfg):
     for name in ('best.pt', 'ckpt.pt'):
         if os.path.exists(os.path.join(folder, name)):
             return os.path.join(folder, name)
+    if cfg.init_from != 'resume':
+        raise ValueError(f'init_from={folder!r} is no file, no folder with a checkpoint, and no gpt2 model')
     raise ValueError(f'there is no checkpoint in {folder!r}; train one with: python train.py --out_dir={folder}')
 
 

@@ -19,6 +19,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -181,6 +182,11 @@ def open_machine(cfg):
     dtype, why_dtype = choose_dtype(cfg.dtype, device)
     threads = cfg.threads or max(1, len(cpus()) // local_world)
     torch.set_num_threads(threads)
+    if cfg.backend == 'nccl' and device.type != 'cuda':
+        raise ValueError(f'backend=nccl works between GPUs, and the device is {device.type}; use --backend=gloo')
+    if world > 1 and (device.type == 'mps' or ':' in cfg.device):
+        raise ValueError(f'{world} processes cannot share device={cfg.device!r}; '
+                         + ('use --device=cpu' if device.type == 'mps' else 'leave out the number'))
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'
@@ -203,8 +209,6 @@ def cpus():
 def open_process_group(backend, device, rank, world):
     if backend == 'auto':
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
-    if backend == 'nccl' and device.type != 'cuda':
-        raise ValueError(f'backend=nccl works between GPUs, and the device is {device.type}; use --backend=gloo')
     options = {}
     if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
         # the agent keeps one store over all restarts; without a prefix for each, 9 of 14 restarts went wrong
@@ -219,19 +223,19 @@ def attention_kernel(model, batch, machine):
     """The name of the kernel that scaled_dot_product_attention takes for this shape, or 'unknown'."""
     c = model.config
     try:
-        q = torch.empty(batch, c.n_head, c.block_size, c.n_embd // c.n_head, device=machine.device,
-                        dtype=machine.dtype, requires_grad=True)
-        kinds = torch.nn.attention.SDPBackend.__members__.items()
-        return {int(v): k.lower() for k, v in kinds}[torch._fused_sdp_choice(q, q, q, is_causal=True)]
+        q, k = (torch.empty(batch, heads, c.block_size, c.n_embd // c.n_head, device=machine.device,
+                            dtype=machine.dtype, requires_grad=True) for heads in (c.n_head, c.n_kv_head))
+        choice = torch._fused_sdp_choice(q, k, k, dropout_p=c.dropout, is_causal=True,
+                                         enable_gqa=c.n_kv_head < c.n_head)
+        return {int(v): name.lower() for name, v in torch.nn.attention.SDPBackend.__members__.items()}[choice]
     except (AttributeError, KeyError, RuntimeError):
         return 'unknown'
 
 
 # dense bf16 peak in FLOP/s (fp16 where there is no bf16) by the device's name, from the makers' data sheets
-PEAK_FLOPS = {'H200': 989e12, 'GH200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12, 'H800': 989e12,
-              'B200': 2250e12, 'A100': 312e12, 'A800': 312e12, 'A10G': 70e12, 'A10': 125e12, 'A40': 150e12,
-              'A6000': 155e12, 'L40S': 362e12, 'L4': 121e12, 'V100': 125e12, 'T4': 65e12, 'RTX 3090': 71e12,
-              'RTX 4090': 165e12, 'RTX 5090': 210e12, 'MI300X': 1307e12}
+PEAK_FLOPS = {'H200': 989e12, 'GH200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12, 'B200': 2250e12,
+              'A100': 312e12, 'A10G': 70e12, 'A10': 125e12, 'A40': 150e12, 'L40S': 362e12, 'L4': 121e12, 'V100': 125e12,
+              'T4': 65e12, 'RTX 3090': 71e12, 'RTX 4090': 165e12, 'RTX 5090': 210e12, 'MI300X': 1307e12}
 
 
 def peak_flops(device, dtype):
@@ -239,7 +243,7 @@ def peak_flops(device, dtype):
     if device.type != 'cuda' or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    found = [key for key in PEAK_FLOPS if key in name]
+    found = [key for key in PEAK_FLOPS if re.search(rf'\b{key}(-|\b)', name) and 'Laptop' not in name]
     return PEAK_FLOPS[max(found, key=len)] if found else None
 
 
@@ -260,6 +264,7 @@ class Split:
             raise ValueError(f'{path} has {size:,} bytes, which is not {told:,} tokens of {meta["dtype"]}; '
                              'prepare it again')
         self.path, self.T = path, T
+        self.known_vocab = math.inf if meta['foreign'] else meta['vocab_size']
         self.num_tokens = size // dtype.itemsize
         self.num_windows = (self.num_tokens - 1) // T
         if self.num_windows < 1:
@@ -274,7 +279,10 @@ class Split:
             self.mask = np.memmap(mask, dtype=np.uint8, mode='r')
 
     def check_ids(self, vocab_size):
-        """One pass over the bin: an id beyond the vocabulary would end in a CUDA assert without a name."""
+        """One pass over the bin: an id beyond the vocabulary would end in a CUDA assert without a name. Above a
+        gigabyte, where a pass takes minutes, prepare.py's word is taken for its own bins."""
+        if self.tokens.nbytes > 1e9 and self.known_vocab <= vocab_size:
+            return
         for start in range(0, self.num_tokens, 1 << 24):
             block = self.tokens[start:start + (1 << 24)]
             if block.max() >= vocab_size:
@@ -287,6 +295,8 @@ class Split:
         h = hashlib.sha256(str(self.num_tokens).encode())
         for start in np.linspace(0, max(self.num_tokens - 4096, 0), 64).astype(np.int64):
             h.update(self.tokens[start:start + 4096].tobytes())
+            if self.mask is not None:
+                h.update(self.mask[start:start + 4096].tobytes())
         return h.hexdigest()[:16]
 
     def gather(self, starts):
@@ -302,7 +312,7 @@ class Split:
         """How many targets of these windows count."""
         if self.mask is None:
             return len(starts) * self.T
-        return sum(int(self.mask[s + 1:s + 1 + self.T].sum()) for s in starts)
+        return sum(int(np.count_nonzero(self.mask[s + 1:s + 1 + self.T])) for s in starts)
 
 
 @functools.lru_cache(maxsize=2)
@@ -489,7 +499,8 @@ def build_optimizers(model, cfg, machine):
         rows[block.attn.c_attn.weight] = qkv
         if c.mlp == 'swiglu':
             rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]
-    dtype = torch.float32 if machine.device.type == 'cpu' else torch.bfloat16  # bf16 matmuls are emulated on most CPUs
+    # bf16 only where the run computes in it, and not on CPUs, most of which emulate it
+    dtype = torch.bfloat16 if machine.device.type == 'cuda' and machine.dtype == torch.bfloat16 else torch.float32
     muon = Muon(by_muon, rows, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, dtype, machine.world, machine.rank,
                 machine.compile and machine.device.type == 'cuda')  # on CPUs it is all matmul: nothing to fuse
     muon.param_groups[0]['peak'] = cfg.muon_lr
@@ -526,7 +537,7 @@ def set_learning_rate(optimizers, lr, peak):
 class Gradients:
     """
     The gradients of all parameters as one flat buffer, of which each p.grad is a view: zeroed, reduced over the
-    processes, measured, clipped and checked in one operation each. Three more numbers ride along, so that the summed
+    processes, measured, clipped and checked in one operation each. Two more numbers ride along, so that the summed
     loss and a wish to stop reach every process without a collective of their own.
     """
 
@@ -565,7 +576,9 @@ def train_step(model, loads, num_targets, optimizers, gradients, scaler, clip, w
     found_inf = (~torch.isfinite(norm + gradients.loss)).float()
     if clip:
         gradients.all.mul_((clip / (norm + 1e-6)).clamp(max=1.0))
-    for optimizer in optimizers:
+    # on Apple GPUs the fused kernel overlooks found_inf (seen in PyTorch's source, not run): there the host decides
+    skip = gradients.buffer.device.type == 'mps' and bool(found_inf)
+    for optimizer in () if skip else optimizers:
         optimizer.found_inf = found_inf
         optimizer.step()
     scaler.update()
@@ -788,7 +801,7 @@ def restore(checkpoint, model, optimizers, scaler):
 # settings: flags, files, the machine's card, and on resume the checkpoint
 
 MACHINE_CARDS = (  # the recipe when none is named: the first whose need of GPU memory, in GB, is met
-    (20, 'config/gpt2_124m_fast.py'),
+    (40, 'config/gpt2_124m_fast.py'),
     (0, 'config/quickstart.py'),
 )
 # a resumed run keeps these, and being told otherwise is an error
@@ -796,17 +809,19 @@ BOUND = ('preset', 'vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_
          'norm', 'mlp', 'qk_norm', 'tie', 'zero_init', 'softcap', 'x0_mix', 'dataset', 'optimizer')
 # may be changed; the change is printed
 ANNOUNCED = ('batch_size', 'gradient_accumulation_steps', 'learning_rate', 'muon_lr', 'embed_lr', 'min_lr', 'seed',
-             'weight_decay', 'beta1', 'beta2', 'muon_momentum', 'grad_clip', 'dtype', 'threads', 'compile')
+             'weight_decay', 'beta1', 'beta2', 'muon_momentum', 'grad_clip', 'decay_lr', 'lr_schedule', 'warmup_iters',
+             'lr_decay_iters', 'decay_fraction', 'dtype', 'threads', 'compile')
 # belong to this command and this machine, never to the checkpoint
 OWN = ('out_dir', 'init_from', 'eval_only', 'device', 'backend')
 
 
-def card_for_machine():
-    """The recipe card for what this machine has, with the reason."""
-    memory = torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else 0
+def card_for_machine(device):
+    """(card, reason): the recipe card for what the machine, or the device that was asked for, has."""
+    memory = 0
+    if torch.cuda.is_available() and device.startswith(('auto', 'cuda')):
+        memory = torch.cuda.get_device_properties(choose_device(device)[0]).total_memory / 1e9
     card = next(card for need, card in MACHINE_CARDS if memory >= need)
-    return os.path.join(os.path.dirname(os.path.abspath(__file__)), card), \
-        f'{memory:.0f} GB of GPU memory' if memory else 'no GPU'
+    return card, f'{memory:.0f} GB of GPU memory' if memory else 'no GPU'
 
 
 def read_settings(argv):
@@ -815,17 +830,21 @@ def read_settings(argv):
     model_cfg, cfg, given, files = settings(argv=argv)
     said = []
     if not files and 'dataset' not in given and cfg.init_from == 'scratch':
-        card, why = card_for_machine()
-        model_cfg, cfg, given, files = settings(argv=[card, *argv])
-        said.append(f'card: {os.path.relpath(card)} ({why}; name one to choose another)')
+        card, why = card_for_machine(cfg.device)
+        here = os.path.dirname(os.path.abspath(__file__))
+        model_cfg, cfg, given, files = settings(argv=[os.path.join(here, card), *argv])
+        said.append(f'card: {card} ({why}; name one to choose another)')
     elif files:
         said.append(f'card: {" ".join(files)}')
-    if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) and OutDir(cfg.out_dir).checkpoints():
-        cfg.init_from = 'resume'
-        said.append('torchrun restarted this run: resuming')
-    resumed = None
+    out, resumed = OutDir(cfg.out_dir), None
+    if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) and cfg.init_from != 'resume' and out.checkpoints():
+        resumed = find_latest(out)
+        if resumed.checkpoint.get('run_id', 'none') in ('none', os.environ.get('TORCHELASTIC_RUN_ID')) and \
+                resumed.checkpoint.get('run_id', 'none') != 'none':
+            cfg.init_from = 'resume'  # torchrun restarted this very run, not one that was here before it
+            said.append('torchrun restarted this run: resuming')
     if cfg.init_from == 'resume':
-        resumed = find_latest(OutDir(cfg.out_dir))
+        resumed = find_latest(out)
         said += [f'{why}; falling back to {resumed.path}' for why in resumed.damaged.values()]
         resume_settings(model_cfg, cfg, given, resumed.checkpoint, said)
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
@@ -1001,12 +1020,9 @@ class Log:
         if machine.rank:
             return
         path = out / 'log.jsonl'
-        lines = []
-        if resumed_step is not None and os.path.exists(path):  # what came after the checkpoint will come again
-            with open(path, encoding='utf-8') as f:
-                lines = [line for line in f if line.endswith('\n') and json.loads(line)['step'] <= resumed_step]
-        self.file = open(path, 'w', encoding='utf-8', buffering=1)  # noqa: SIM115
-        self.file.writelines(lines)
+        if resumed_step is not None and os.path.exists(path):
+            keep_lines(path, resumed_step)
+        self.file = open(path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
         if cfg.wandb_log:
             import wandb
             wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings)
@@ -1025,6 +1041,18 @@ class Log:
             self.file.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def keep_lines(path, last_step):
+    """Drops the lines of a log that come after a step, for they will come again, and those that a crash left torn."""
+    def belongs(line):
+        try:
+            return json.loads(line)['step'] <= last_step
+        except (ValueError, KeyError, TypeError):
+            return False
+    with open(path, encoding='utf-8', errors='replace') as f, open(f'{path}.tmp', 'w', encoding='utf-8') as kept:
+        kept.writelines(line for line in f if line.endswith('\n') and belongs(line))
+    os.replace(f'{path}.tmp', path)
 
 
 def duration(seconds):
@@ -1095,11 +1123,11 @@ def book_evaluation(run):
     return best
 
 
-def save(run, best=False):
+def save(run, best=False, final=False):
     """
     Saves the latest checkpoint and, if this evaluation was the best, best.pt: weights, shape and tokenizer, which is
     what sampling needs and a third of the size. A disk that is full for a while does not end the run: it goes on to
-    the next save, and gives up after three in a row.
+    the next save, and gives up after three in a row. The final save of a process must succeed.
     """
     if run.machine.rank:
         return
@@ -1111,7 +1139,9 @@ def save(run, best=False):
         run.out.save(checkpoint, run.cfg.keep_last)
     except ValueError as e:
         run.failed_saves += 1
-        if run.failed_saves == 3 or run.state.iter_num >= run.cfg.max_iters:
+        if best:
+            run.state.best_val_loss = math.inf  # so that the next evaluation writes best.pt
+        if run.failed_saves == 3 or final:
             raise
         run.machine.say(f'{e}; training goes on')
     else:
@@ -1161,10 +1191,10 @@ def log_step(run, lr, norm, seconds, steps, waited, first):
     text = (f'step {state.iter_num}/{cfg.max_iters}: loss {"n/a" if loss is None else f"{loss:.4f}"}, lr {lr:.2e}, '
             f'norm {norm:.2f}, {f"{seconds:.1f} s, compilation and warm-up included" if first else speed}'
             + (f'; {skipped} steps skipped, not finite' if skipped else ''))
-    run.log.write(text, step=state.iter_num, loss=loss, lr=lr, grad_norm=norm if math.isfinite(norm) else None,
-                  ms=seconds / steps * 1000, tokens_per_s=tokens / seconds, mfu=mfu, data_share=waited / seconds,
-                  tokens_seen=state.tokens_seen, skipped=skipped or None,
-                  peak_memory_mb=memory and memory / 1e6)
+    speeds = {} if first else {'ms': seconds / steps * 1000, 'tokens_per_s': tokens / seconds, 'mfu': mfu,
+                               'data_share': waited / seconds}
+    run.log.write(text, step=state.iter_num, loss=loss, lr=lr, grad_norm=norm, tokens_seen=state.tokens_seen,
+                  skipped=skipped or None, peak_memory_mb=memory and memory / 1e6, **speeds)
 
 
 def train(run):
@@ -1173,11 +1203,11 @@ def train(run):
     stop = StopRequest(cfg.max_minutes)
     lagging = machine.world > 1 and machine.device.type == 'cuda'
     pending, stop_flag, saved_at = [], lambda: 0.0, time.monotonic()
-    mark, mark_step, mark_waited = time.perf_counter(), state.iter_num, 0.0
     first = state.iter_num + 1
 
     if state.evaluation_left and book_evaluation(run):
         save(run, best=True)
+    mark, mark_step, mark_waited = time.perf_counter(), state.iter_num, 0.0
     while state.iter_num < cfg.max_iters:
         lr = learning_rate(state.iter_num, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
@@ -1208,7 +1238,7 @@ def train(run):
             best = book_evaluation(run)
             save_due = save_due or best or last or cfg.always_save_checkpoint
         if save_due:
-            save(run, best)
+            save(run, best, final=stopping or last)
             saved_at = time.monotonic()
         mark += time.perf_counter() - now  # speed is of the steps alone
         if stopping and not last:
@@ -1229,8 +1259,8 @@ def announce(run, model_cfg, given, said, meta, resumed):
     say(f'settings that differ from the defaults:\n{differences([model_cfg, cfg], given)}')
     more = torch.cuda.device_count() if machine.device.type == 'cuda' and machine.world == 1 else 1
     say(f'device: {machine.device} ({machine.reasons["device"]}), {machine.world} processes of {machine.threads} '
-        'threads' + (f'; {more} GPUs are here, torchrun --standalone --nproc_per_node={more} train.py uses all'
-                     if more > 1 else ''))
+        'threads' + (f'; {more} GPUs are here: "torchrun --standalone --nproc_per_node={more}" in place of "python" '
+                     'uses all' if more > 1 else ''))
     say(f'dtype: {str(machine.dtype).removeprefix("torch.")} ({machine.reasons["dtype"]})')
     say(f'compile: {"on" if machine.compile else "off"} ({machine.reasons["compile"]})')
     say(f'attention: scaled_dot_product_attention, {attention_kernel(model, batches.micro_batch, machine)} kernel')
@@ -1246,6 +1276,13 @@ def announce(run, model_cfg, given, said, meta, resumed):
     epochs = cfg.max_iters * batches.global_batch / windows_per_epoch(batches.split.num_tokens, c.block_size)
     say(f'run: {cfg.max_iters:,} steps, {cfg.max_iters * batches.global_batch * c.block_size:,} tokens, {epochs:.2f} '
         f'epochs, into {cfg.out_dir}' + (f'; resuming at step {run.state.iter_num:,}' if resumed else ''))
+    if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
+        say(f'note: min_lr={cfg.min_lr:g} is above learning_rate={cfg.learning_rate:g}: the rate will rise')
+    idle = {'muon_lr': cfg.optimizer == 'muon', 'muon_momentum': cfg.optimizer == 'muon', 'lr_schedule': cfg.decay_lr,
+            'min_lr': cfg.decay_lr, 'lr_decay_iters': cfg.decay_lr, 'compile_mode': machine.compile,
+            'decay_fraction': cfg.decay_lr and cfg.lr_schedule == 'linear', 'eval_tokens': cfg.eval_iters is None}
+    for name in (name for name, acts in idle.items() if name in given and not acts):
+        say(f'note: {name} does nothing under the other settings')
     if cfg.warmup_iters >= cfg.max_iters:
         say(f'note: the warm-up of {cfg.warmup_iters} steps is longer than the run')
 
@@ -1256,13 +1293,18 @@ def main(argv=None):
     machine = open_machine(cfg)
     try:
         checkpoint = resumed.checkpoint if resumed else None
+        if cfg.init_from.startswith('gpt2') and machine.world > 1 and machine.rank:
+            dist.barrier()  # rank 0 downloads for all
         model = build_model(model_cfg, cfg, given, meta, checkpoint)
+        if cfg.init_from.startswith('gpt2') and machine.world > 1 and not machine.rank:
+            dist.barrier()
         T = model.config.block_size
         splits = {name: Split(folder, name, meta, T) for name in ('train', 'val')}
         if machine.rank == 0:
             for split in splits.values():
                 split.check_ids(model.config.vocab_size)
-        context = {'tokenizer': meta['tokenizer'], 'data': {n: s.fingerprint() for n, s in splits.items()},
+        context = {'tokenizer': meta['tokenizer'], 'run_id': os.environ.get('TORCHELASTIC_RUN_ID', 'none'),
+                   'data': {n: s.fingerprint() for n, s in splits.items()},
                    'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
                    'machine': {'device': machine.device.type, 'dtype': str(machine.dtype), 'world': machine.world,
                                'threads': machine.threads, 'compile': machine.compile}}
@@ -1276,22 +1318,24 @@ def main(argv=None):
 
         model.to(machine.device)
         model.compute_dtype = machine.dtype
-        optimizers = build_optimizers(model, cfg, machine)
+        optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, machine)
         scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
-        state = restore(checkpoint, model, optimizers, scaler) if resumed else RunState()
+        state = restore(checkpoint, model, optimizers, scaler) if resumed and not cfg.eval_only else RunState()
+        check_agreement(model, state, machine)
         forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if machine.compile else model
         settings = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
         if resumed:  # where the weights first came from
             settings['init_from'] = str(checkpoint.get('config', {}).get('init_from', 'scratch'))
         run = Run(cfg, settings, machine, model, forward, batches, splits['val'],
-                  byte_table(meta, model.config.vocab_size, machine), optimizers, scaler, Gradients(model), state,
+                  byte_table(meta, model.config.vocab_size, machine), optimizers, scaler,
+                  None if cfg.eval_only else Gradients(model), state,
                   OutDir(cfg.out_dir), None, context)
         announce(run, model_cfg, given, said, meta, resumed)
         if cfg.eval_only:
             machine.say(evaluate_both(run)[0])
             return 0
         if state.iter_num >= cfg.max_iters:
-            machine.say(f'nothing to do: the checkpoint is at step {state.iter_num:,} of {cfg.max_iters:,}')
+            machine.say(f'nothing to do: the run is at step {state.iter_num:,} of {cfg.max_iters:,}')
             return 0
         if machine.rank == 0:
             for line in run.out.open(fresh=resumed is None):
@@ -1306,6 +1350,22 @@ def main(argv=None):
     finally:
         if machine.world > 1:
             dist.destroy_process_group()
+
+
+def check_agreement(model, state, machine):
+    """
+    ValueError unless all processes start from the same step and weights. Where nodes share no disk, one of them may
+    have found another checkpoint, or none, and averaging its gradients in would be noticed by nobody. Also the point
+    after which nobody reads out_dir any more, and rank 0 may move it.
+    """
+    weights = sum(p.detach().double().sum().item() if machine.device.type != 'mps' else p.sum().item()
+                  for p in model.parameters())
+    mine = np.array([state.iter_num, weights])
+    total, squares = machine.sum(mine), machine.sum(mine**2)
+    if not np.allclose(squares * machine.world, total**2, rtol=1e-9, atol=1e-9):
+        raise ValueError(f'the processes do not start from the same weights: this one is at step {state.iter_num:,}, '
+                         f'all {machine.world} on average at {total[0] / machine.world:g}; out_dir must be a folder '
+                         'that all of them share')
 
 
 def write_config(out, settings):

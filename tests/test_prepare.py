@@ -30,7 +30,8 @@ REPO = os.path.dirname(os.path.abspath(prepare.__file__))
 SHARED = os.path.join(os.path.dirname(REPO), 'shared', 'data')
 SHAKESPEARE = os.path.join(SHARED, 'tinyshakespeare.txt')
 
-any_text = st.text(st.characters(exclude_categories=()), max_size=40)  # all of Unicode, lone surrogates included
+# lone surrogates apart: text() leaves them out however it is asked
+any_text = st.lists(st.characters() | st.integers(0xd800, 0xdfff).map(chr), max_size=40).map(''.join)
 
 
 @pytest.fixture
@@ -188,12 +189,12 @@ def test_a_gpt2_prompt_may_hold_the_end_of_text(gpt2):
 
 def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, data, capsys):
     """As nanoGPT's shakespeare_char/prepare.py: data[:int(n * 0.9)], uint16, little-endian, no header."""
-    text = 'Ünïcode, not bytes, is cut. €' * 37 + 'end'
+    text = 'Ünïcode, not bytes, is cut. €' * 37
     (tmp_path / 'book.txt').write_text(text, encoding='utf-8', newline='')
     folder, meta = run(data, tmp_path / 'book.txt', tokenizer='char')
     chars = sorted(set(text))
     n = int(len(text) * (1 - 0.1))
-    assert len(text) % 10, 'the cut must round'
+    assert n != round(len(text) * 0.9), 'the cut must round down'
     for split, part in (('train', text[:n]), ('val', text[n:])):
         raw = np.array([chars.index(c) for c in part], dtype='<u2').tobytes()
         assert (folder / f'{split}.bin').read_bytes() == raw

@@ -287,7 +287,7 @@ def test_without_a_checkpoint_it_says_how_to_make_one(tmp_path):
     for folder in (tmp_path / 'nothing', tmp_path):
         assert refusal(out_dir=folder) == (f'there is no checkpoint in {str(folder)!r}; train one with: '
                                            f'python train.py --out_dir={folder}')
-    assert 'there is no checkpoint in' in refusal(init_from=tmp_path / 'nothing.pt')
+    assert 'is no file, no folder with a checkpoint' in refusal(init_from=tmp_path / 'nothing.pt')
 
 
 @pytest.mark.parametrize('preset', ['gpt2', 'modern'])
@@ -424,6 +424,20 @@ def test_a_flipped_byte_anywhere_changes_nothing_or_is_one_sentence(out):
         assert all(torch.equal(found['model'][k], v) for k, v in whole['model'].items())
         assert {k: v for k, v in found.items() if k != 'model'} == {k: v for k, v in whole.items() if k != 'model'}
     assert refused > 60
+
+
+def test_damage_to_the_files_own_table_is_one_sentence(out):
+    """zipfile has errors of many kinds for it, a plain ValueError without the file's name among them."""
+    path = out / 'best.pt'
+    raw, refused = path.read_bytes(), 0
+    for i in range(1, 99):  # the end records: 56 + 20 + 22 bytes
+        path.write_bytes(raw[:-i] + b'\xff' + raw[len(raw) - i + 1:])
+        try:
+            load_checkpoint(str(path))
+        except ValueError as e:
+            assert str(path) in str(e) and '\n' not in str(e), f'byte {-i}'
+            refused += 1
+    assert refused > 20
 
 
 @pytest.mark.parametrize('share', [0, 0.001, 0.3, 0.9, 0.999])

@@ -697,7 +697,7 @@ def test_resuming_a_finished_run_touches_nothing(train_tiny, tmp_path, capsys):
     before = snapshot(tmp_path)
     assert train_tiny(init_from='resume') == 0
     assert snapshot(tmp_path) == before
-    assert 'nothing to do: the checkpoint is at step 10 of 10' in capsys.readouterr().out
+    assert 'nothing to do: the run is at step 10 of 10' in capsys.readouterr().out
 
 
 def test_config_of_the_run_repeats_it(train_tiny, tmp_path, data_dir):
@@ -910,8 +910,8 @@ def test_best_is_written_when_it_improves(train_tiny, tmp_path, monkeypatch):
 def test_which_evaluations_save(train_tiny, tmp_path, monkeypatch, always, steps):
     """always_save_checkpoint=False saves those that improve, and the end."""
     saved, original = [], train.save
-    monkeypatch.setattr(train, 'save', lambda run, *best: (saved.append(run.state.iter_num),
-                                                         original(run, *best)))
+    monkeypatch.setattr(train, 'save', lambda run, *best, **final: (saved.append(run.state.iter_num),
+                                                                  original(run, *best, **final)))
     scripted_losses(monkeypatch, [5.0, 3.0, 4.0, 4.0, 4.0])
     train_tiny(eval_interval=2, always_save_checkpoint=always)
     assert saved == steps
