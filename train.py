@@ -837,12 +837,9 @@ def read_settings(argv):
     elif files:
         said.append(f'card: {" ".join(files)}')
     out, resumed = OutDir(cfg.out_dir), None
-    if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')) and cfg.init_from != 'resume' and out.checkpoints():
-        resumed = find_latest(out)
-        if resumed.checkpoint.get('run_id', 'none') in ('none', os.environ.get('TORCHELASTIC_RUN_ID')) and \
-                resumed.checkpoint.get('run_id', 'none') != 'none':
-            cfg.init_from = 'resume'  # torchrun restarted this very run, not one that was here before it
-            said.append('torchrun restarted this run: resuming')
+    if restarted_by_torchrun(out):
+        cfg.init_from = 'resume'
+        said.append('torchrun restarted this run: resuming')
     if cfg.init_from == 'resume':
         resumed = find_latest(out)
         said += [f'{why}; falling back to {resumed.path}' for why in resumed.damaged.values()]
@@ -850,6 +847,14 @@ def read_settings(argv):
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
         cfg.max_epochs = None  # of a card or a checkpoint: the flag is later, and means the same thing
     return model_cfg, cfg, given, resumed, said
+
+
+def restarted_by_torchrun(out):
+    """Whether this process is a later try at the very run whose checkpoint is here, not at one that was here before."""
+    run_id = os.environ.get('TORCHELASTIC_RUN_ID', 'none')
+    if os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0' or run_id == 'none' or not out.checkpoints():
+        return False
+    return find_latest(out).checkpoint.get('run_id') == run_id
 
 
 def resume_settings(model_cfg, cfg, given, checkpoint, said):
@@ -1361,11 +1366,11 @@ def check_agreement(model, state, machine):
     weights = sum(p.detach().double().sum().item() if machine.device.type != 'mps' else p.sum().item()
                   for p in model.parameters())
     mine = np.array([state.iter_num, weights])
-    total, squares = machine.sum(mine), machine.sum(mine**2)
-    if not np.allclose(squares * machine.world, total**2, rtol=1e-9, atol=1e-9):
+    mean = machine.sum(mine) / machine.world
+    if not np.allclose(mine, mean, rtol=1e-9, atol=1e-9):
         raise ValueError(f'the processes do not start from the same weights: this one is at step {state.iter_num:,}, '
-                         f'all {machine.world} on average at {total[0] / machine.world:g}; out_dir must be a folder '
-                         'that all of them share')
+                         f'all {machine.world} on average at {mean[0]:g}; out_dir must be a folder that all of them '
+                         'share')
 
 
 def write_config(out, settings):

@@ -4,7 +4,7 @@
 #   python train.py config/gpt2_124m_fast.py
 #   torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m_fast.py
 #
-# hardware: one GPU of 20 GB or more, or a node of them. time and score: not measured
+# hardware: one GPU of 40 GB or more, or a node of them. time and score: not measured
 
 dataset = 'openwebtext'
 
