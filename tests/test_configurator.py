@@ -501,7 +501,7 @@ def test_differences_name_value_and_place(card):
     assert differences(configure(Shape, argv=[])[:1], {}) == ''
 
 
-awkward = (st.lists(st.characters() | st.integers(0xd800, 0xdfff).map(chr), max_size=20).map(''.join)  # lone surrogates too
+awkward = (st.lists(st.characters() | st.integers(0xd800, 0xdfff).map(chr), max_size=20).map(''.join)
            | st.sampled_from(['', "it's", '"', '\\', '\n', 'é€😀', '#']))
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
