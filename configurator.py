@@ -141,7 +141,7 @@ def read_file(path, values, fields):
     behind must be a setting. This executes the file: config files are code, and the user's own.
     """
     try:
-        with open(path, encoding='utf-8') as f:
+        with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
             source = f.read()
         tree = ast.parse(source, path)
         code = compile(tree, path, 'exec')

@@ -11,6 +11,7 @@ beside the bins holds the tokenizer itself and what the numbers mean. A dataset 
 renamed when it is complete, so whatever stands under its name is whole.
 """
 
+import glob
 import hashlib
 import heapq
 import json
@@ -285,11 +286,11 @@ def documents_of(source):
     """(documents, default name, default val_fraction) of a source as the command line names it."""
     if source == 'stdlib':
         return stdlib_files(), 'stdlib', 0.05
-    name = os.path.splitext(os.path.basename(os.path.abspath(source)))[0]
+    name = os.path.basename(os.path.abspath(source))
     if os.path.isdir(source):
         return files_under(source, TEXT_SUFFIXES), name, 0.1
     if os.path.isfile(source):
-        return [(os.path.basename(source), source)], name, 0.1
+        return [(name, source)], os.path.splitext(name)[0], 0.1
     raise ValueError(f'{source} is no file or folder, and the only corpus with a name is stdlib')
 
 
@@ -415,7 +416,8 @@ def write_dataset(folder, documents, tokenizer_name, fraction, seed, source):
     if os.path.exists(folder):
         os.rename(folder, old)
     os.rename(partial, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    for left in glob.glob(glob.escape(partial) + '.*'):  # this one, and any that a kill left here
+        shutil.rmtree(left, ignore_errors=True)
     return meta
 
 

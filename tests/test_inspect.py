@@ -1,4 +1,4 @@
-"""prepare.py --inspect: what it says of a dataset is what is in it."""
+"""prepare.py from outside: --inspect tells what is in a dataset; names and leftovers."""
 
 import numpy as np
 import pytest
@@ -48,3 +48,12 @@ def test_blocks_add_up():
     tokens = np.random.default_rng(0).integers(0, 9, (1 << 24) + 77).astype(np.uint16)
     tokens[-1] = 300
     assert prepare.count_ids(tokens).tolist() == np.bincount(tokens).tolist()
+
+
+def test_a_folder_with_a_dot_keeps_its_name_and_leftovers_go(tmp_path):
+    (tmp_path / 'notes.v2').mkdir()
+    for i in range(3):
+        (tmp_path / 'notes.v2' / f'{i}.txt').write_text('text ' * 9)
+    (tmp_path / 'data' / 'notes.v2.partial.123').mkdir(parents=True)  # of a kill between two renames
+    prepare.main([str(tmp_path / 'notes.v2'), f'--data_dir={tmp_path}/data'])
+    assert [p.name for p in (tmp_path / 'data').iterdir()] == ['notes.v2']
