@@ -156,7 +156,7 @@ class Machine:
         """Sums a float64 array over all processes."""
         if self.world == 1:
             return values
-        t = torch.from_numpy(np.asarray(values, dtype=np.float64)).to(self.device)
+        t = torch.tensor(values, dtype=torch.float64, device=self.device)  # a copy: the reduction is in place
         dist.all_reduce(t)
         return t.cpu().numpy()
 
@@ -255,8 +255,6 @@ class Split:
 
     def __init__(self, folder, name, meta, T):
         path = os.path.join(folder, f'{name}.bin')
-        if not os.path.exists(path):
-            raise ValueError(f'{path} does not exist; make it with: {how_to_make(os.path.basename(folder))}')
         dtype = np.dtype(meta['dtype']).newbyteorder('<')
         size = os.path.getsize(path)
         told = meta['splits'].get(name, {}).get('tokens', size // dtype.itemsize)
@@ -764,15 +762,16 @@ class RunState:
     bad_in_a_row: int = 0
 
 
-def checkpoint_of(model, optimizers, scaler, state, settings, context):
+def checkpoint_of(run):
     """
     Everything needed to go on, under nanoGPT's names where it has them. The wte of a tied model is the head's tensor,
     and torch.save keeps it so. Plain values only: it must load with weights_only=True.
     """
-    return {'model': model.state_dict(), 'optimizer': optimizers[0].state_dict(),
-            **({'muon': optimizers[1].state_dict()} if optimizers[1:] else {}),
-            'scaler': scaler.state_dict(), 'model_args': model.config.model_args(), 'iter_num': state.iter_num,
-            'best_val_loss': state.best_val_loss, 'config': settings, 'state': dataclasses.asdict(state), **context}
+    optimizers = dict(zip(('optimizer', 'muon'), run.optimizers, strict=False))
+    return {'model': run.model.state_dict(), **{name: o.state_dict() for name, o in optimizers.items()},
+            'scaler': run.scaler.state_dict(), 'model_args': run.model.config.model_args(),
+            'iter_num': run.state.iter_num, 'best_val_loss': run.state.best_val_loss, 'config': run.settings,
+            'state': dataclasses.asdict(run.state), **run.context}
 
 
 def restore(checkpoint, model, optimizers, scaler):
@@ -1136,7 +1135,7 @@ def save(run, best=False, final=False):
     """
     if run.machine.rank:
         return
-    checkpoint = checkpoint_of(run.model, run.optimizers, run.scaler, run.state, run.settings, run.context)
+    checkpoint = checkpoint_of(run)
     try:
         if best:
             without = ('optimizer', 'muon', 'scaler', 'state')

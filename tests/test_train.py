@@ -199,6 +199,14 @@ def test_two_processes_compute_what_one_does(masked, tmp_path):
         assert torch.allclose(two['weights'][name], weight, atol=1e-4), name
 
 
+def test_a_sum_over_processes_leaves_its_argument_alone(monkeypatch):
+    """On CPUs torch.from_numpy shares memory, and all_reduce writes into what it is given."""
+    monkeypatch.setattr(train.dist, 'all_reduce', lambda t: t.mul_(2))
+    mine = np.array([3.0, 0.25])
+    assert Machine(0, 2).sum(mine).tolist() == [6.0, 0.5]
+    assert mine.tolist() == [3.0, 0.25]
+
+
 def test_gradients_are_clipped_to_the_norm_that_is_reported(masked):
     """The reported norm is the one before clipping; a gradient shorter than grad_clip stays as it is."""
     split, model = Split(masked, 'train', read_meta(masked), 16), tiny_gpt()
