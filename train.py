@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import glob
 import hashlib
+import importlib
 import importlib.util
 import json
 import math
@@ -216,6 +217,9 @@ def open_process_group(backend, device, rank, world):
         store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), world, is_master=False)
         options = {'store': dist.PrefixStore(f'try{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}', store),
                    'rank': rank, 'world_size': world}
+    # the optimizers import this at their first step, and its default arguments take the group that is there then:
+    # gloo's threads outlived destroy_process_group and aborted 4 of 128 finished runs. Before there is a group, none is
+    importlib.import_module('torch.distributed.nn.functional')
     dist.init_process_group(backend, timeout=timedelta(minutes=10), **options)
 
 
@@ -1177,8 +1181,8 @@ def settle(run, pending):
 
 def log_step(run, lr, norm, seconds, steps, waited, first):
     """
-    One line on the steps since the last one. seconds and waited: wall-clock of those steps, and their data's. The
-    first step of a process says nothing about speed.
+    One line on the steps since the last one. seconds and waited: wall-clock of those steps, and their data's. first:
+    the first line of a process, whose seconds hold the compilation and say nothing about speed.
     """
     state, cfg, machine = run.state, run.cfg, run.machine
     loss_sum, targets, skipped, _ = state.logged
@@ -1207,7 +1211,7 @@ def train(run):
     stop = StopRequest(cfg.max_minutes)
     lagging = machine.world > 1 and machine.device.type == 'cuda'
     pending, stop_flag, saved_at = [], lambda: 0.0, time.monotonic()
-    first = state.iter_num + 1
+    first_step = state.iter_num
 
     if state.evaluation_left and book_evaluation(run):
         save(run, best=True)
@@ -1225,7 +1229,7 @@ def train(run):
         stopping = bool((last_flag if lagging else stop_flag)())
 
         step, last = state.iter_num, state.iter_num == cfg.max_iters
-        log_due = step == first or step % cfg.log_interval == 0 or last
+        log_due = step == 1 or step % cfg.log_interval == 0 or last
         eval_due = last or step % cfg.eval_interval == 0
         save_due = (stopping or time.monotonic() - saved_at > 60 * cfg.save_minutes
                     or (cfg.save_interval is not None and step % cfg.save_interval == 0))
@@ -1234,7 +1238,7 @@ def train(run):
         now = time.perf_counter()
         if log_due:
             log_step(run, lr, norm.item(), now - mark, step - mark_step, batches.waited - mark_waited,
-                     step == first)
+                     first=mark_step == first_step)
             mark, mark_step, mark_waited = now, step, batches.waited
 
         best, state.evaluation_left = False, eval_due and stopping and not last
