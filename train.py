@@ -829,6 +829,7 @@ def card_for_machine(device):
 
 def read_settings(argv):
     """(model settings, training settings, {name: place} of what was given, Resumed or None, what to say)."""
+    argv = sys.argv[1:] if argv is None else argv
     settings = functools.partial(configure, GPTConfig, TrainConfig, about=__doc__)
     model_cfg, cfg, given, files = settings(argv=argv)
     said = []
@@ -1197,7 +1198,7 @@ def log_step(run, lr, norm, seconds, steps, waited, first):
     speed = (f'{seconds / steps * 1000:.1f} ms, {tokens / seconds:,.0f} tok/s, mfu {f"{mfu:.1%}" if mfu else "n/a"}, '
              f'data {waited / seconds:.1%}, {duration(left)} left')
     text = (f'step {state.iter_num}/{cfg.max_iters}: loss {"n/a" if loss is None else f"{loss:.4f}"}, lr {lr:.2e}, '
-            f'norm {norm:.2f}, {f"{seconds:.1f} s, compilation and warm-up included" if first else speed}'
+            f'norm {norm:.2f}, {f"{seconds:.1f} s, start-up included" if first else speed}'
             + (f'; {skipped} steps skipped, not finite' if skipped else ''))
     speeds = {} if first else {'ms': seconds / steps * 1000, 'tokens_per_s': tokens / seconds, 'mfu': mfu,
                                'data_share': waited / seconds}

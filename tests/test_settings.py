@@ -303,3 +303,11 @@ def test_configs_of_nanogpt_mean_what_they_meant(monkeypatch, name):
     free = ('device', 'dtype', 'compile', 'backend', 'eval_iters', 'lr_decay_iters', 'wandb_project', 'wandb_run_name')
     defaults = {k: v for k, v in nanogpt_defaults().items() if k not in given and k not in free}
     assert {k: ours[k] for k in defaults} == defaults and 'learning_rate' in {**defaults, **theirs}
+
+
+def test_the_command_line_is_read_without_a_card_too(monkeypatch, tmp_path):
+    """As python train.py runs it: nothing is handed to main, and the machine's card comes first."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr('sys.argv', ['train.py', f'--data_dir={tmp_path}', '--max_iters=3'])
+    with pytest.raises(ValueError, match='stdlib does not exist; make it with: python prepare.py stdlib'):
+        train.main()
