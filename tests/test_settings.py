@@ -309,5 +309,5 @@ def test_the_command_line_is_read_without_a_card_too(monkeypatch, tmp_path):
     """As python train.py runs it: nothing is handed to main, and the machine's card comes first."""
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr('sys.argv', ['train.py', f'--data_dir={tmp_path}', '--max_iters=3'])
-    with pytest.raises(ValueError, match='stdlib does not exist; make it with: python prepare.py stdlib'):
+    with pytest.raises(ValueError, match=r'stdlib does not exist; make it with: python prepare.py stdlib'):
         train.main()
