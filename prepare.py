@@ -1,32 +1,57 @@
 """
 Text into token bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin + meta.json.
 
-    $ python prepare.py                                   # the embedded corpus: this Python's own standard library
-    $ python prepare.py book.txt --tokenizer=gpt2         # a file
-    $ python prepare.py notes/ --name=notes               # every text file of a folder, a document each
-    $ python prepare.py --inspect notes                   # what is in a dataset
+    $ python prepare.py                                        # the embedded corpus: this Python's own standard library
+    $ python prepare.py book.txt notes/ --name=mine --tokenizer=bpe:8192   # files, and the text files of folders
+    $ python prepare.py 'pages/*.jsonl.gz' --name=pages --tokenizer=gpt2   # a document a row; CSV and parquet too
+    $ zcat dump.gz | python prepare.py - --name=dump           # standard input; https://... is downloaded
+    $ python prepare.py fineweb_edu --shards=1                 # a corpus by name
+    $ python prepare.py --inspect mine                         # what is in a dataset
 
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 when the vocabulary needs it), no header. meta.json
 beside the bins holds the tokenizer itself and what the numbers mean. A dataset is written into NAME.partial and
-renamed when it is complete, so whatever stands under its name is whole.
+renamed when it is complete, so whatever stands under its name is whole. The same input gives the same bytes, however
+many processes tokenize it, and memory is bounded by them, not by the corpus.
 """
 
+import bz2
+import codecs
+import contextlib
+import csv
 import glob
+import gzip
 import hashlib
 import heapq
 import json
+import lzma
+import multiprocessing
 import os
 import pickle
+import queue
+import re
 import shutil
+import signal
+import sys
 import sysconfig
 import time
-from collections import Counter, defaultdict
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+import unicodedata
+import zlib
+from collections import Counter, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from itertools import chain, groupby, islice, pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from configurator import call_main, configure
+
+try:
+    import fcntl  # Linux and macOS; elsewhere two commands that write one dataset at a time are not noticed
+except ImportError:
+    fcntl = None
 
 FORMAT = 1  # of meta.json
 TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
@@ -36,30 +61,68 @@ TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
 class PrepareConfig:
     # --- dataset
     name: str | None = None  # folder under data_dir; None: the source's own name
-    data_dir: str = 'data'  # where datasets live
-    tokenizer: str = 'byte'  # byte, char (those that occur), bpe:SIZE (learned here), gpt2 or tiktoken's others
-    val_fraction: float | None = None  # held out for validation; None: 0.1, and 0.05 of the embedded corpus
-    seed: int = 1337  # chooses which documents are held out
+    data_dir: str = 'data'  # where datasets live, and downloads
+    append: bool = False  # add to the dataset of that name, with its tokenizer
     inspect: bool = False  # instead: show what is in the datasets that are named, ours or nanoGPT's
+    # --- reading
+    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens'] = 'auto'  # auto: by each file's name
+    text_field: str | None = None  # of a row; None: text or content, or what instruction data is made of
+    separator: str | None = None  # text between the documents of a file, such as <|endoftext|>; \n is a line end
+    bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with bytes that are not UTF-8
+    shards: int | None = None  # only so many files of a corpus by name
+    # --- validation
+    val: str | None = None  # a source of its own; None: whole documents are held out, or the end of a single one
+    val_fraction: float | None = None  # how much is held out; None: 0.1, and what suits a corpus by name
+    seed: int = 1337  # chooses which documents are held out
+    # --- tokens
+    tokenizer: str | None = None  # byte, char, bpe:SIZE (learned here), gpt2 and others of tiktoken, a tokenizer.json
+    bos: bool = False  # begin each document with the tokenizer's begin-of-text id
+    template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of instruction data
+    num_proc: int | None = None  # processes that tokenize; None: the machine's cores
 
     def problems(self):
+        """What is wrong with the settings, a sentence each."""
         wrong = []
-        kind, _, size = self.tokenizer.partition(':')
-        if self.tokenizer not in ('byte', 'char', *TIKTOKEN_NAMES) and kind != 'bpe':
+        kind, _, size = (self.tokenizer or 'byte').partition(':')
+        is_file = os.path.basename(kind) == 'tokenizer.json' or os.path.isdir(self.tokenizer or '')
+        if kind not in ('byte', 'char', 'bpe', *TIKTOKEN_NAMES) and not is_file:
             wrong.append(f'tokenizer={self.tokenizer!r} is unknown; there are byte, char, bpe:SIZE, '
-                         f'{", ".join(TIKTOKEN_NAMES)}')
+                         f'{", ".join(TIKTOKEN_NAMES)}, and the path of a tokenizer.json')
         if kind == 'bpe' and not (size.isascii() and size.isdigit() and 257 <= int(size) <= 2**20):
             wrong.append(f'tokenizer={self.tokenizer!r}: write bpe:SIZE with a vocabulary of 257 (the bytes and the '
                          f'end of text) to {2**20:,}, such as bpe:8192')
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             wrong.append(f'val_fraction={self.val_fraction} must lie between 0 and 1')
+        for name in ('shards', 'num_proc'):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                wrong.append(f'{name}={getattr(self, name)} must be at least 1')
+        if self.separator == '':
+            wrong.append('separator is empty; leave it out, or name the text between documents')
+        if self.append and self.tokenizer:
+            wrong.append('append=True takes the tokenizer of the dataset; leave out --tokenizer')
+        if self.append and not self.name:
+            wrong.append('append=True needs the --name of the dataset to add to')
+        if self.val and self.val_fraction is not None:
+            wrong.append(f'val={self.val!r} is validated on as it is; leave out val_fraction={self.val_fraction}')
         return wrong
 
 
 # -----------------------------------------------------------------------------
-# tokenizers: encode a document, decode to bytes, and rebuild from what spec() puts into meta.json
+# tokenizers: encode a text, decode to bytes, and rebuild from what spec() puts into meta.json
 
-class ByteTokenizer:
+class Tokenizer:
+    """
+    n_vocab: number of ids. eot, bos: the ids that end and begin a document, or None. specials: {name: id} of the ids
+    that a prompt and a chat template may name; text that is data never becomes one.
+    """
+    n_vocab, eot, bos = 0, None, None
+
+    @property
+    def specials(self):
+        return {} if self.eot is None else {'<|endoftext|>': self.eot}
+
+
+class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8 and an end-of-text id. Needs nothing, reads everything."""
     n_vocab, eot = 257, 256
 
@@ -73,7 +136,7 @@ class ByteTokenizer:
         return {'kind': 'byte'}
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One id a character, in order of code point, then an end-of-text id if there is more than one document."""
 
     def __init__(self, chars, eot=False):
@@ -101,27 +164,58 @@ class CharTokenizer:
         return {'kind': 'char', 'chars': self.chars, 'eot': self.eot is not None}
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """A byte-pair encoding of OpenAI's, by tiktoken, which keeps a copy of what it downloads."""
 
     def __init__(self, name):
         import tiktoken
         self.name = name
         try:
-            self.encoding = tiktoken.get_encoding(name)
+            ours = shipped_ranks() if name in ('gpt2', 'r50k_base') else None
+            self.encoding = tiktoken.get_encoding(name) if ours is None else tiktoken.Encoding(
+                name, pat_str=GPT2_SPLIT, mergeable_ranks=ours, special_tokens={'<|endoftext|>': len(ours)})
         except Exception as e:  # requests, urllib3 and the file system each fail in a way of their own here
-            raise ValueError(f'the tokenizer {name!r} could not be loaded ({type(e).__name__}); without a network, '
-                             'set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken\'s cache of it') from e
+            install = ', or pip install --no-deps openai-whisper, which holds them' if name == 'gpt2' else ''
+            raise ValueError(f'the tokenizer {name!r} could not be loaded ({type(e).__name__}); without a network, set '
+                             "TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's cache of its ranks" + install) from e
         self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
 
     def encode(self, text):
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+        try:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            return self.encode(without_surrogates(text))
+
+    @cached_property
+    def pieces(self):
+        """The bytes of each id; none for the ids that begin and end a document, nor for holes in the vocabulary."""
+        pieces = [b''] * self.n_vocab
+        for piece in self.encoding.token_byte_values():
+            pieces[self.encoding.encode_single_token(piece)] = piece
+        for name in self.encoding.special_tokens_set:
+            i = self.encoding.encode_single_token(name)
+            pieces[i] = b'' if i in (self.eot, self.bos) else name.encode()
+        return pieces
 
     def decode(self, ids):
-        return self.encoding.decode_bytes([i for i in ids if i != self.eot and i < self.n_vocab])
+        return b''.join(self.pieces[i] for i in ids if i < self.n_vocab)
 
     def spec(self):
         return {'kind': 'tiktoken', 'name': self.name}
+
+
+def shipped_ranks():
+    """GPT-2's ranks from the package openai-whisper, which carries the very file, where it is installed; or None."""
+    whisper = find_spec('whisper')
+    path = os.path.join(os.path.dirname(whisper.origin or ''), 'assets', 'gpt2.tiktoken') if whisper else ''
+    if not os.path.exists(path):
+        return None
+    import base64
+    with open(path, 'rb') as f:
+        raw = f.read()
+    if hashlib.sha256(raw).hexdigest() != '306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930':
+        return None
+    return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in raw.splitlines())}
 
 
 # how text falls into words, within which pairs are merged: GPT-2's rule (https://github.com/openai/tiktoken)
@@ -129,37 +223,54 @@ GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 
 
 class BPETokenizer(TiktokenTokenizer):
-    """A byte-pair encoding of our own: its tokens are bytes in order of rank, the end-of-text id comes last."""
+    """
+    A byte-level byte-pair encoding that carries its own tables. tokens: bytes by id, None where an id is special or
+    unused; lower ids merge first. specials: {name: id}; without them the end of text follows the tokens.
+    """
 
-    def __init__(self, tokens):
+    def __init__(self, tokens, pattern=GPT2_SPLIT, specials=None, eot=None, bos=None, nfc=False):
         import tiktoken
-        ranks = {token: rank for rank, token in enumerate(tokens)}
-        if len(ranks) != len(tokens) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
+        self.tokens, self.pattern, self.nfc = tokens, pattern, nfc
+        self.special_ids = {'<|endoftext|>': len(tokens)} if specials is None else specials
+        self.eot, self.bos = len(tokens) if specials is None else eot, bos
+        ranks = {token: i for i, token in enumerate(tokens) if token is not None}
+        ids = [i for i, token in enumerate(tokens) if token is not None] + list(self.special_ids.values())
+        if len(ranks) + len(self.special_ids) != len(set(ids)) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
             raise KeyError('tokens')
-        self.tokens = tokens
-        self.encoding = tiktoken.Encoding('own', pat_str=GPT2_SPLIT, mergeable_ranks=ranks,
-                                          special_tokens={'<|endoftext|>': len(tokens)})
-        self.n_vocab, self.eot = len(tokens) + 1, len(tokens)
+        self.encoding = tiktoken.Encoding('own', pat_str=pattern, mergeable_ranks=ranks,
+                                          special_tokens=self.special_ids)
+        self.n_vocab = max(ids) + 1
+
+    @property
+    def specials(self):
+        return self.special_ids
+
+    def encode(self, text):
+        return super().encode(unicodedata.normalize('NFC', text) if self.nfc else text)
 
     def spec(self):
-        return {'kind': 'bpe', 'tokens': [token.decode('latin-1') for token in self.tokens]}
+        spec = {'kind': 'bpe', 'tokens': [token and token.decode('latin-1') for token in self.tokens]}
+        if self.special_ids != {'<|endoftext|>': len(self.tokens)} or self.pattern != GPT2_SPLIT or self.nfc:
+            spec |= {'pattern': self.pattern, 'specials': self.special_ids, 'eot': self.eot, 'bos': self.bos,
+                     'nfc': self.nfc}
+        return spec
+
+
+BYTES_IN_GPT2S_ORDER = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES_IN_GPT2S_ORDER += [b for b in range(256) if b not in BYTES_IN_GPT2S_ORDER]
 
 
 def train_bpe(texts, num_tokens):
     """
     The tokens, in order of rank, of a byte-level BPE with num_tokens of them (256 bytes and the merges), or as many as
     the texts give. Each merge takes the most frequent pair within words; of equally frequent ones the pair whose ranks
-    are smallest, bytes being ranked as GPT-2 ranks them. These are the merges of Hugging Face's tokenizers.
+    are smallest, bytes being ranked as GPT-2 ranks them. These are the merges of Hugging Face's tokenizers, as long as
+    there are no more than MAX_WORDS different words; of more, the rarest are left out.
     Source: arXiv 1508.07909. Words are counted once, and a merge visits only the words that hold its pair.
     """
-    import regex  # tiktoken needs it too
-    split = regex.compile(GPT2_SPLIT)
-    counts = Counter()
-    for text in texts:
-        counts.update(split.findall(text))
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    tokens = [bytes([b]) for b in [*printable, *(b for b in range(256) if b not in printable)]]
+    tokens = [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
     rank = {token: i for i, token in enumerate(tokens)}
+    counts = count_words(texts)
     words = [[rank[bytes([b])] for b in word.encode('utf-8', 'surrogatepass')] for word in counts]
     times = list(counts.values())
     pairs, holders = Counter(), defaultdict(set)  # how often a pair occurs, and in which words
@@ -194,6 +305,20 @@ def train_bpe(texts, num_tokens):
     return tokens
 
 
+MAX_WORDS = 400_000  # different words that merges are learned from; each costs about a kilobyte
+
+
+def count_words(texts):
+    """How often each word occurs, of the MAX_WORDS most frequent; long runs that no space breaks are cut."""
+    import regex  # tiktoken needs it too
+    split, counts = regex.compile(GPT2_SPLIT), Counter()
+    for text in texts:
+        counts.update(word[:1000] for word in split.findall(text))
+        if len(counts) > 4 * MAX_WORDS:
+            counts = Counter(dict(counts.most_common(2 * MAX_WORDS)))
+    return counts if len(counts) <= MAX_WORDS else Counter(dict(counts.most_common(MAX_WORDS)))
+
+
 def merge(word, pair, new):
     """The word with every occurrence of the pair, from the left, as one token."""
     out, i = [], 0
@@ -207,19 +332,92 @@ def merge(word, pair, new):
     return out
 
 
-def make_tokenizer(name, texts, training_texts, several):
+def read_tokenizer_json(path):
     """
-    The tokenizer that a setting names. texts() and training_texts() go through the documents: characters are
-    collected from all of them, merges learned from those that are not held out.
+    The tokenizer of a Hugging Face tokenizer.json, or of the folder that holds one, if it is a byte-level BPE split as
+    GPT-2, Llama 3, Qwen or SmolLM2 split. ValueError names whatever would encode otherwise than theirs.
     """
-    kind, _, size = name.partition(':')
-    if kind == 'byte':
-        return ByteTokenizer()
-    if kind == 'char':
-        return CharTokenizer(''.join(sorted(set().union(*map(set, texts())))), eot=several)
-    if kind == 'bpe':
-        return BPETokenizer(train_bpe(training_texts(), int(size) - 1))
-    return TiktokenTokenizer(name)
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    path = os.path.join(folder, 'tokenizer.json')
+    try:
+        with open(path, encoding='utf-8') as f:
+            file = json.load(f)
+        config_path = os.path.join(folder, 'tokenizer_config.json')
+        config = {}
+        if os.path.exists(config_path):
+            with open(config_path, encoding='utf-8') as f:
+                config = json.load(f)
+        model, added = file['model'], {t['content']: t['id'] for t in file.get('added_tokens') or ()}
+        for key, allowed in (('type', (None, 'BPE')), ('dropout', (None, 0)), ('byte_fallback', (None, False)),
+                             ('continuing_subword_prefix', (None, '')), ('end_of_word_suffix', (None, ''))):
+            if model.get(key) not in allowed:
+                raise ValueError(f'its model has {key}={model[key]!r}, which is not a byte-level BPE')
+        byte_of = {chr(b): b for b in BYTES_IN_GPT2S_ORDER[:188]}
+        byte_of |= {chr(256 + i): b for i, b in enumerate(BYTES_IN_GPT2S_ORDER[188:])}
+        vocab = {token: i for token, i in model['vocab'].items() if token not in added}
+        tokens = [None] * (max(vocab.values()) + 1)
+        for token, i in vocab.items():
+            if set(token) - byte_of.keys():
+                raise ValueError(f'its token {token!r} is not written in the letters of byte-level BPE')
+            tokens[i] = bytes(byte_of[letter] for letter in token)
+        check_merges(model['merges'], vocab)
+        specials = {name: added[name] for name in sorted(added, key=added.get)}
+
+        def special(role, *usual):
+            told = config.get(f'{role}_token')
+            told = told.get('content') if isinstance(told, dict) else told
+            return next((specials[name] for name in (told, *usual) if name in specials), None)
+        return BPETokenizer(tokens, split_pattern(file.get('pre_tokenizer')), specials,
+                            special('eos', '<|endoftext|>', '<|end_of_text|>', '</s>'),
+                            special('bos', '<|begin_of_text|>', '<s>'), is_nfc(file.get('normalizer')))
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
+    except ValueError as e:
+        raise ValueError(f'{path}: {e}') from None
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
+        raise ValueError(f'{path} is not a tokenizer.json of a byte-level BPE ({type(e).__name__}: {e})') from None
+
+
+def check_merges(merges, vocab):
+    """ValueError unless merging by the id of the result, which is what tiktoken does, is merging in this order."""
+    last, made = -1, set()
+    for pair in merges:
+        left, right = pair.split(' ') if isinstance(pair, str) else pair
+        new = vocab[left + right]
+        if new < last:
+            raise ValueError(f'its merge {left!r} + {right!r} comes later than that of a higher id')
+        last = new
+        made.add(left + right)
+    lost = next((token for token in vocab if len(token) > 1 and token not in made), None)
+    if lost is not None:
+        raise ValueError(f'no merge makes its token {lost!r}')
+
+
+def split_pattern(pre):
+    """The regular expression that splits as the pre_tokenizer of a tokenizer.json does. ValueError if unknown."""
+    steps = pre['pretokenizers'] if pre and pre['type'] == 'Sequence' else [pre] if pre else []
+    kinds = [step['type'] for step in steps]
+    if kinds[-1:] != ['ByteLevel'] or steps[-1].get('add_prefix_space'):
+        raise ValueError(f'its pre_tokenizer {json.dumps(pre)[:200]} is not known here')
+    by_regex = steps[-1].get('use_regex', True)
+    if kinds == ['ByteLevel'] and by_regex:
+        return GPT2_SPLIT
+    if kinds == ['Digits', 'ByteLevel'] and by_regex and steps[0].get('individual_digits'):
+        # digits fall out one by one before GPT-2's rule sees the rest: to it, a digit is where the text ends
+        return r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s"""
+    if kinds == ['Split', 'ByteLevel'] and not by_regex:
+        pattern, split = steps[0]['pattern'].get('Regex'), steps[0]
+        unknown = re.sub(r'\\[sSdDwWrnt]|\\[pP]\{\w+\}|\\[^\w]', '', pattern or '\\')
+        if split['behavior'] == 'Isolated' and not split.get('invert') and '\\' not in unknown:
+            return rf'{pattern}|(?:(?!{pattern})[\s\S])+'  # what matches nowhere is a word too
+    raise ValueError(f'its pre_tokenizer {json.dumps(pre)[:200]} is not known here')
+
+
+def is_nfc(normalizer):
+    steps = normalizer.get('normalizers', [normalizer]) if normalizer else []
+    if any(step['type'] != 'NFC' for step in steps):
+        raise ValueError(f'its normalizer {json.dumps(normalizer)[:200]} is not known here')
+    return bool(steps)
 
 
 def tokenizer_from(spec):
@@ -230,20 +428,22 @@ def tokenizer_from(spec):
         if spec['kind'] == 'char' and isinstance(spec['chars'], str) and len(set(spec['chars'])) == len(spec['chars']):
             return CharTokenizer(spec['chars'], bool(spec.get('eot')))
         if spec['kind'] == 'bpe':
-            return BPETokenizer([token.encode('latin-1') for token in spec['tokens']])
+            options = {k: v for k, v in spec.items() if k not in ('kind', 'tokens')}
+            return BPETokenizer([token and token.encode('latin-1') for token in spec['tokens']], **options)
         if spec['kind'] == 'tiktoken':
             return TiktokenTokenizer(str(spec['name']))
-    except (KeyError, TypeError, AttributeError, UnicodeEncodeError):
+    except (KeyError, TypeError, AttributeError, UnicodeEncodeError, OverflowError):
         pass
     raise ValueError(f'{str(spec)[:80]} describes no tokenizer that this version knows')
 
 
-def encode_prompt(tokenizer, text):
-    """Token ids of a prompt, in which <|endoftext|> stands for the end-of-text id."""
-    parts, ids = text.split('<|endoftext|>') if tokenizer.eot is not None else [text], []
-    for i, part in enumerate(parts):
-        ids += [tokenizer.eot] if i else []
-        ids += tokenizer.encode(part).tolist()
+def encode_marked(tokenizer, text):
+    """Token ids of a text in which the names of special ids, such as <|endoftext|>, stand for them."""
+    if not tokenizer.specials:
+        return tokenizer.encode(text).tolist()
+    ids = []
+    for part in re.split(f'({"|".join(map(re.escape, sorted(tokenizer.specials, key=len, reverse=True)))})', text):
+        ids += [tokenizer.specials[part]] if part in tokenizer.specials else tokenizer.encode(part).tolist()
     return ids
 
 
@@ -252,11 +452,247 @@ def token_bytes(tokenizer):
     return np.array([len(tokenizer.decode([i])) for i in range(tokenizer.n_vocab)], dtype=np.int64)
 
 
-# -----------------------------------------------------------------------------
-# sources: the documents of a file, a folder, or the embedded corpus, as (name, path) in a fixed order
+def without_surrogates(text):
+    """The text as UTF-8 can hold it: surrogate pairs joined, lone ones replaced. JSON's escapes can write either."""
+    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
-TEXT_SUFFIXES = ('.txt', '.md', '.rst', '.py', '.c', '.h', '.cpp', '.js', '.ts', '.java', '.go', '.rs', '.html',
-                 '.css', '.json', '.toml', '.yaml', '.yml', '.tex', '.org', '.csv', '.sh')
+
+# -----------------------------------------------------------------------------
+# downloads
+
+ATTEMPTS, PAUSE = 6, 1.0  # in a row without a byte of progress; seconds before the second, doubling after that
+
+
+def hub():
+    return os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')
+
+
+def fetch_gpt2(name, data_dir):
+    """The folder with OpenAI's weights as Hugging Face serves them ('gpt2', 'gpt2-medium', ...), downloaded once."""
+    folder = os.path.join(data_dir, 'pretrained', name)
+    for file in ('config.json', 'model.safetensors'):
+        download(f'{hub()}/openai-community/{name}/resolve/main/{file}', os.path.join(folder, file))
+    return folder
+
+
+def download(url, path, sha256=None):
+    """
+    One file, unless it is there already: written aside and renamed when its length and its hash (sha256, or the ETag
+    where that is one) are right. A cut connection is resumed, a server's failure retried, now or by the next command.
+    HF_ENDPOINT, HF_TOKEN and proxies are honoured. ValueError says what is wrong.
+    """
+    import requests
+    if os.path.exists(path):
+        return path
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    print(f'downloading {url}')
+    attempt, most = 0, 0
+    while True:
+        try:
+            return fetch(url, path, sha256)
+        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError, Interrupted) as e:
+            here = sum(os.path.getsize(p) for p in glob.glob(glob.escape(path) + '.*.part'))
+            attempt, most = 1 if here > most else attempt + 1, max(here, most)
+            if attempt == ATTEMPTS:
+                raise ValueError(f'{url} could not be downloaded, after {ATTEMPTS} attempts: '
+                                 f'{type(e).__name__}: {e}') from None
+            time.sleep(max(PAUSE * 2**(attempt - 1), min(getattr(e, 'wait', 0), 60)))
+        except (requests.RequestException, OSError) as e:
+            raise ValueError(f'{url} could not be downloaded: {type(e).__name__}: {e}') from None
+
+
+class Interrupted(Exception):
+    """An answer that another attempt may better; wait: seconds that the server asks for."""
+
+    def __init__(self, text, wait=0.0):
+        super().__init__(text)
+        self.wait = wait
+
+
+def fetch(url, path, sha256):
+    """One attempt of download()."""
+    import requests
+    token = os.environ.get('HF_TOKEN') if url.startswith(hub() + '/') else None
+    headers = {'Accept-Encoding': 'identity', **({'Authorization': f'Bearer {token}'} if token else {})}
+
+    def get(more=()):
+        return requests.get(url, headers=headers | dict(more), stream=True, timeout=30)
+    with get() as answer:
+        check_answer(url, answer)
+        # the hub tells length and hash on its first answer and redirects to where the bytes are
+        told = {k.lower(): v for a in [*answer.history, answer] for k, v in a.headers.items()}
+        encoded = answer.headers.get('Content-Encoding', 'identity') != 'identity'
+        length = -1 if encoded else int(answer.headers.get('Content-Length') or told.get('x-linked-size') or -1)
+        etag = sha256 or (told.get('x-linked-etag') or told.get('etag') or '').removeprefix('W/').strip('"')
+        # the name of what is there so far says which version of the file it is of
+        version = hashlib.sha256(f'{etag} {told.get("last-modified")} {length}'.encode()).hexdigest()[:8]
+        part = f'{path}.{version}.part'
+        with open(part, 'ab') as f:
+            lock(f.fileno(), part)
+            have = f.tell()
+            if 0 < have < length:
+                with get({'Range': f'bytes={have}-'}) as rest:
+                    if rest.status_code == 206 and rest.headers.get('Content-Range', '').startswith(f'bytes {have}-'):
+                        receive(rest, f, length)
+                    else:
+                        f.truncate(0)
+            elif have != length:
+                f.truncate(0)
+            if f.tell() == 0:
+                receive(answer, f, length)
+            size = f.tell()
+            os.fsync(f.fileno())
+    if 0 <= length != size:
+        if size > length:
+            os.remove(part)
+        raise Interrupted(f'{size:,} bytes came, not {length:,}')
+    found = hash_like(etag, part)
+    if found != etag:
+        os.remove(part)
+        raise ValueError(f'{url}: the hash of what came is {found}, not {etag}; run it again')
+    os.replace(part, path)
+    for left in glob.glob(glob.escape(path) + '.*.part'):  # of versions before this one
+        os.remove(left)
+    return path
+
+
+def check_answer(url, answer):
+    """ValueError or Interrupted unless the answer is a file."""
+    if answer.status_code in (408, 425, 429) or answer.status_code >= 500:
+        wait = answer.headers.get('Retry-After', '')
+        raise Interrupted(f'it answered {answer.status_code} {answer.reason}', int(wait) if wait.isdigit() else 0)
+    if answer.status_code != 200:
+        hint = '; set HF_TOKEN if it is yours to read' if answer.status_code in (401, 403) else ''
+        raise ValueError(f'{url} answered {answer.status_code} {answer.reason}{hint}')
+    if 'text/html' in answer.headers.get('Content-Type', '') and not url.endswith(('.html', '.htm')):
+        raise ValueError(f'{url} is a web page, not the file; give the address of the file itself')
+
+
+def receive(answer, f, length):
+    """Writes the body behind what the file holds."""
+    progress = Progress(length)
+    progress.add(f.tell())
+    for chunk in answer.iter_content(1 << 20):
+        f.write(chunk)
+        progress.add(len(chunk))
+    f.flush()
+    progress.close()
+
+
+def hash_like(etag, path):
+    """The file's hash of the kind that the hub's ETag is: SHA-256, or SHA-1 of a git blob; any other is given back."""
+    if not re.fullmatch('[0-9a-f]{64}|[0-9a-f]{40}', etag):
+        return etag
+    h = hashlib.sha256() if len(etag) == 64 else hashlib.sha1(f'blob {os.path.getsize(path)}\0'.encode())
+    with open(path, 'rb') as f:
+        while chunk := f.read(1 << 20):
+            h.update(chunk)
+    return h.hexdigest()
+
+
+def lock(descriptor, name):
+    """Held until the file is closed or the process ends. ValueError where another process holds it."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(f'another process is writing {name}') from None
+
+
+class Progress:
+    """A line with share, rate and time left, once the work has taken two seconds."""
+
+    def __init__(self, total):
+        self.total, self.done, self.start, self.shown = max(total, 1), 0, time.time(), 0.0
+        self.skipped = 0  # rows that hold nothing to learn from
+
+    def add(self, num_bytes):
+        self.done += num_bytes
+        now = time.time()
+        if now - self.start > 2 and now - self.shown > 0.5:
+            rate = self.done / (now - self.start)
+            left = max(self.total - self.done, 0) / rate
+            print(f'\r{self.done / max(self.total, self.done):4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left ', end='',
+                  flush=True)
+            self.shown = now
+
+    def close(self):
+        if self.shown:
+            print(f'\r100%  {self.done / 1e6:.1f} MB in {time.time() - self.start:.0f} s        ')
+
+
+# -----------------------------------------------------------------------------
+# sources: a word of the command line -> files, in a fixed order
+
+class File(NamedTuple):
+    path: str
+    name: str  # decides whether the document is held out, so it is the same on every machine
+    kind: str  # a format, 'joined' for rows that are the lines of one document
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus by name: where its files are, and what a person should know before fetching them."""
+    about: str
+    licence: str
+    train: tuple
+    val: tuple = ()
+    download: float = 0.0  # about how many bytes come
+    bins: float = 0.0  # about how many bytes they become
+    tokenizer: str = 'gpt2'
+    kind: str = 'auto'
+    separator: str | None = None
+    val_fraction: float = 0.1
+    sha256: str | None = None  # where the server tells no hash
+
+
+def on_hub(dataset, *paths):
+    return tuple(f'HUB/datasets/{dataset}/resolve/main/{path}' for path in paths)
+
+
+SHAKESPEARE = Corpus(
+    'the works of Shakespeare that nanoGPT learns from', 'public domain',
+    ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',), (), 1.1e6, 0.7e6,
+    sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
+CORPORA = {
+    'shakespeare': SHAKESPEARE,
+    'shakespeare_char': replace(SHAKESPEARE, tokenizer='char', bins=2.2e6),
+    'wikitext2': Corpus(
+        'Wikipedia, two million words, its own validation set', 'CC BY-SA 3.0',
+        on_hub('Salesforce/wikitext', 'wikitext-2-v1/train-00000-of-00001.parquet'),
+        on_hub('Salesforce/wikitext', 'wikitext-2-v1/validation-00000-of-00001.parquet'), 7e6, 6e6, kind='joined'),
+    'wikitext103': Corpus(
+        'Wikipedia, a hundred million words, its own validation set', 'CC BY-SA 3.0',
+        on_hub('Salesforce/wikitext', *(f'wikitext-103-v1/train-0000{i}-of-00002.parquet' for i in range(2))),
+        on_hub('Salesforce/wikitext', 'wikitext-103-v1/validation-00000-of-00001.parquet'), 0.3e9, 0.25e9,
+        kind='joined'),
+    'tinystories': Corpus(
+        'short stories by GPT-4, for small models, their own validation set', 'CDLA-Sharing-1.0',
+        on_hub('roneneldan/TinyStories', 'TinyStoriesV2-GPT4-train.txt'),
+        on_hub('roneneldan/TinyStories', 'TinyStoriesV2-GPT4-valid.txt'), 2.3e9, 1.1e9, separator='<|endoftext|>'),
+    'openwebtext': Corpus(
+        'what GPT-2 was trained on, made again: 8 million pages', 'CC0-1.0',
+        on_hub('Skylion007/openwebtext', *(f'plain_text/train-{i:05d}-of-00080.parquet' for i in range(80))), (), 25e9,
+        18.1e9, val_fraction=0.0005),
+    'fineweb_edu': Corpus(
+        'educational web pages, the sample of 10 billion tokens', 'ODC-By 1.0',
+        on_hub('HuggingFaceFW/fineweb-edu', *(f'sample/10BT/{i:03d}_00000.parquet' for i in range(14))), (), 28.5e9,
+        20e9, val_fraction=0.0005),
+    'fineweb10b_gpt2': Corpus(
+        'web pages, 10 billion tokens of GPT-2 as llm.c and modded-nanogpt read them', 'ODC-By 1.0',
+        on_hub('kjj0/fineweb10B-gpt2', *(f'fineweb_train_{i:06d}.bin' for i in range(1, 104))),
+        on_hub('kjj0/fineweb10B-gpt2', 'fineweb_val_000000.bin'), 20.8e9, 20.8e9, kind='tokens'),
+}
+
+COMPRESSED = ('.gz', '.bz2', '.xz', '.lzma', '.zst')
+KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv', '.parquet': 'parquet',
+         '.bin': 'tokens'}
+TEXT_SUFFIXES = ('.txt', '.text', '.md', '.rst', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp', '.cu', '.js',
+                 '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php', '.pl', '.lua', '.r', '.jl', '.hs',
+                 '.ml', '.scala', '.swift', '.sql', '.html', '.htm', '.xml', '.css', '.toml', '.yaml', '.yml', '.ini',
+                 '.tex', '.org', '.sh', '.bat', '.log')
+FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) if s != '.bin' for c in ('', *COMPRESSED))
 
 
 def files_under(folder, suffixes, left_out=()):
@@ -266,7 +702,7 @@ def files_under(folder, suffixes, left_out=()):
         folders[:] = [f for f in folders if f not in left_out and not f.startswith('.')]
         for name in names:
             path = os.path.join(here, name)
-            if name.endswith(suffixes) and not name.startswith('.') and os.path.isfile(path):
+            if name.lower().endswith(suffixes) and not name.startswith('.') and os.path.isfile(path):
                 found.append((os.path.relpath(path, folder).replace(os.sep, '/'), path))
     return sorted(found)
 
@@ -282,143 +718,857 @@ def stdlib_files():
     return [(name, path) for name, path in files if not os.path.basename(name).startswith('_sysconfigdata')]
 
 
-def documents_of(source):
-    """(documents, default name, default val_fraction) of a source as the command line names it."""
+def kind_of(name, cfg):
+    """How a file is read: as cfg.format says, or by its name, compression apart."""
+    name = name.lower()
+    stem, suffix = os.path.splitext(name)
+    suffix = os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
+    return KINDS.get(suffix, 'text') if cfg.format == 'auto' else cfg.format
+
+
+def files_of(source, cfg, spool):
+    """
+    [File] of a source as the command line names it. URLs are downloaded; standard input, which can be read once only,
+    is written to the file spool. ValueError where there is nothing.
+    """
     if source == 'stdlib':
-        return stdlib_files(), 'stdlib', 0.05
-    name = os.path.basename(os.path.abspath(source))
+        return [File(path, name, 'text') for name, path in stdlib_files()]
+    if source == '-':
+        with open(spool, 'wb') as f:
+            shutil.copyfileobj(sys.stdin.buffer, f, 1 << 20)
+        return [File(spool, 'stdin', 'text' if cfg.format == 'auto' else cfg.format)]
+    if source.startswith(('http://', 'https://')):
+        path = fetch_to_downloads(source, cfg.data_dir)
+        name = os.path.basename(path).split('-', 1)[1]
+        return [File(path, name, kind_of(name, cfg))]
     if os.path.isdir(source):
-        return files_under(source, TEXT_SUFFIXES), name, 0.1
+        found = files_under(source, FOLDER_SUFFIXES if cfg.format == 'auto' else '')
+        if not found:
+            raise ValueError(f'{source} holds no text files ({" ".join((*TEXT_SUFFIXES, *KINDS))}, or compressed ones)')
+        return [File(path, name, kind_of(name, cfg)) for name, path in found]
     if os.path.isfile(source):
-        return [(name, source)], os.path.splitext(name)[0], 0.1
-    raise ValueError(f'{source} is no file or folder, and the only corpus with a name is stdlib')
+        return [File(source, os.path.basename(source), kind_of(source, cfg))]
+    if any(c in source for c in '*?['):
+        paths = sorted(path for path in glob.glob(source, recursive=True) if os.path.isfile(path))
+        if paths:
+            base = os.path.commonpath([os.path.dirname(p) for p in paths])
+            return [File(p, os.path.relpath(p, base).replace(os.sep, '/'), kind_of(p, cfg)) for p in paths]
+        raise ValueError(f'no file matches {source}')
+    raise ValueError(f'{source} is no file or folder, nor a corpus with a name: stdlib, {", ".join(CORPORA)}')
 
 
-def read_text(path):
-    """A document's text, line ends as they are, less a byte-order mark. ValueError for bytes that are not UTF-8."""
-    with open(path, 'rb') as f:
-        raw = f.read()
+def fetch_to_downloads(url, data_dir, sha256=None):
+    """The file under data_dir/downloads that holds what is at the URL, downloaded unless it is there."""
+    url = url.replace('HUB', hub(), 1) if url.startswith('HUB/') else url
+    base = os.path.basename(url.split('?')[0].split('#')[0].rstrip('/')) or 'index'
+    name = hashlib.sha256(url.encode()).hexdigest()[:8] + '-' + re.sub(r'[^\w.-]', '_', base)
+    return download(url, os.path.join(data_dir, 'downloads', name), sha256)
+
+
+def open_corpus(name, cfg):
+    """(training files, validation files) of a corpus by name; says what it is before anything is fetched."""
+    corpus = CORPORA[name]
+    urls = corpus.train[:cfg.shards]
+    share = len(urls) / len(corpus.train)
+    need = (corpus.download + corpus.bins) * share
+    print(f'{name}: {corpus.about}; licence {corpus.licence}; {len(urls) + len(corpus.val)} files to download, about '
+          f'{corpus.download * share / 1e6:,.0f} MB, and {need / 1e6:,.0f} MB of disk with the bins', flush=True)
+    os.makedirs(cfg.data_dir, exist_ok=True)
+    free = shutil.disk_usage(cfg.data_dir).free
+    have = glob.glob(glob.escape(os.path.join(cfg.data_dir, 'downloads')) + '/*')
+    if free + sum(os.path.getsize(path) for path in have) < need:
+        raise ValueError(f'{cfg.data_dir} has {free / 1e6:,.0f} MB free, and {name} needs about {need / 1e6:,.0f} MB; '
+                         'use another --data_dir' + (', or --shards' if len(corpus.train) > 1 else ''))
+    sides = [[File(path, url.rsplit('/', 1)[1], kind_of(url, cfg) if corpus.kind == 'auto' else corpus.kind)
+              for url in side for path in [fetch_to_downloads(url, cfg.data_dir, corpus.sha256)]]
+             for side in (urls, corpus.val)]
+    return sides
+
+
+# -----------------------------------------------------------------------------
+# files -> documents, in pieces: a document may be larger than memory
+
+PIECE = 1 << 20  # characters that are tokenized at a time
+
+
+class Piece(NamedTuple):
+    """
+    A stretch of one document. parts: [(text, markup, counts)] that are tokenized apart where `counts` (in the loss)
+    changes; in markup, which is a template's, the names of special ids stand for them. Or an array of token ids.
+    """
+    parts: list | np.ndarray
+    start: bool  # of the document
+    end: bool
+    key: str  # of the document: decides whether it is held out
+
+
+def documents_in(files, cfg, progress=None):
+    """The pieces of all documents of the files, in order."""
+    if files and files[0].kind == 'joined':
+        # the rows of WikiText are the lines of one document, of which the empty ones have lost their blank
+        rows = (row for file in files for _, row in rows_in(file, cfg, progress))
+        yield from pieces_of((row['text'] or ' \n' for row in rows), files[0].name)
+        return
+    for file in files:
+        if file.kind == 'tokens':
+            yield from token_pieces(file, progress)
+        elif is_text(file, cfg):
+            separator = cfg.separator and cfg.separator.replace('\\n', '\n').replace('\\t', '\t')
+            yield from pieces_of(text_blocks(file, cfg, progress), None if separator else file.name, separator)
+        else:
+            yield from row_pieces(file, cfg, progress)
+
+
+def is_text(file, cfg):
+    """Whether a file is text as it stands; a .json file is, unless it is a list of rows."""
+    if file.kind != 'json' or cfg.format != 'auto':
+        return file.kind == 'text'
+    head = next((block.lstrip() for block in text_blocks(file, cfg) if block.strip()), '')
+    return not re.match(r'\[\s*["{]', head)
+
+
+def pieces_of(blocks, key=None, separator=None):
+    """
+    Documents that come in blocks of text, as pieces: one of that key, or those between separators, less the line ends
+    around them, or one whose key is the text (the first piece of it). Tokenizing the pieces of a document gives the
+    tokens of the whole; see safe_cut().
+    """
+    text, start, name = '', True, key
+    for block in chain(blocks, [None]):
+        text += block or ''
+        documents = text.split(separator) if separator else [text]
+        text = '' if block is None else documents.pop()
+        for document in documents:
+            if separator:
+                document = document.rstrip('\r\n').lstrip('\r\n' if start else '')
+            if document or not start or not separator:
+                yield Piece([(document, False, True)], start, True, document if name is None else name)
+            start, name = True, key
+        while len(text) > 2 * PIECE:
+            at = safe_cut(text, PIECE)
+            head, text = text[:at], text[at:]
+            name = head if name is None else name
+            yield Piece([(head, False, True)], start, False, name)
+            start = False
+
+
+# no split rule of these tokenizers has a word across: the start of a line that begins with a letter, after a line that
+# ends without a blank; a line end after a letter; a space after a letter
+SAFE_CUTS = [re.compile(rule) for rule in (r'(?<=\S\n)(?=[^\W\d_])', r'(?<=[^\W\d_])(?=\r?\n)', r'(?<=[^\W\d_])(?= )')]
+
+
+def safe_cut(text, size):
+    """The last place up to `size` where cutting the text changes no token; `size` itself where none is near."""
+    begin = max(size - (1 << 16), 0)
+    for rule in SAFE_CUTS:
+        places = [match.start() for match in rule.finditer(text, begin, size + 1)]
+        if places:
+            return places[-1]
+    return size
+
+
+def text_blocks(file, cfg, progress=None):
+    """A file's text in blocks, decompressed, line ends as they are, less a byte-order mark. ValueError names the place
+    of bytes that are not UTF-8."""
+    decoder, at = codecs.getincrementaldecoder('utf-8')('replace' if cfg.bad_utf8 == 'replace' else 'strict'), 0
+    for block in chain(byte_blocks(file.path, progress), [b'']):
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as e:
+            place = at - len(decoder.getstate()[0]) + e.start
+            kind = ' (UTF-16?)' if place == 0 and e.object[:2] in (b'\xff\xfe', b'\xfe\xff') else ''
+            raise ValueError(f'{file.path} is not UTF-8 text{kind}: byte {e.object[e.start]:#04x} at {place}; convert '
+                             'it, or read on with --bad_utf8=replace') from None
+        yield text.removeprefix('\ufeff') if at == 0 else text
+        at += len(block)
+
+
+def byte_blocks(path, progress=None):
+    """A file's bytes in blocks of a megabyte, decompressed as its name says; progress is told of bytes on the disk."""
+    suffix, seen = os.path.splitext(path)[1].lower(), 0
     try:
-        return raw.decode('utf-8-sig')
-    except UnicodeDecodeError as e:
-        raise ValueError(f'{path} is not UTF-8 text: byte {raw[e.start]:#04x} at {e.start}') from None
+        with open(path, 'rb') as raw, decompressed(raw, suffix) as f:
+            while block := f.read(1 << 20):
+                yield block
+                if progress:
+                    progress.add(raw.tell() - seen)
+                    seen = raw.tell()
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as e:
+        raise ValueError(f'{path} is damaged: {e}') from None
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
 
 
-def hold_out(documents, fraction, seed):
+def decompressed(raw, suffix):
+    """The file of what an open file holds, by its suffix."""
+    if suffix in ('.xz', '.lzma'):
+        return lzma.open(raw)
+    if suffix == '.zst':
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+            return zstd.open(raw)
+        zstandard = optional('zstandard', 'reads .zst files')
+        return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+    return {'.gz': gzip.open, '.bz2': bz2.open}.get(suffix, lambda f: f)(raw)
+
+
+def optional(module, what):
+    """A package that is not in requirements.txt; ValueError names the command that installs it."""
+    if find_spec(module.split('.')[0]) is None:
+        raise ValueError(f'{module.split(".")[0]} {what}: pip install {module.split(".")[0]}')
+    return __import__(module, fromlist=['_'])
+
+
+def token_pieces(file, progress=None):
+    """The token ids of one of llm.c's shards: 256 int32 (magic, version, count), then that many uint16."""
+    size = os.path.getsize(file.path)
+    header = np.fromfile(file.path, dtype='<i4', count=256)
+    if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
+        raise ValueError(f'{file.path} is no shard of GPT-2 tokens: its header does not begin with 20240520 and 1')
+    if size != 1024 + 2 * int(header[2]):
+        raise ValueError(f'{file.path} has {size:,} bytes, not those of the {header[2]:,} tokens that it tells of; '
+                         'fetch it again')
+    tokens = np.memmap(file.path, dtype='<u2', mode='r', offset=1024, shape=(int(header[2]),))
+    at, size = 0, min(PIECE, max(len(tokens) // 256, 1024))
+    while at < len(tokens):
+        block = np.array(tokens[at:at + size])
+        if at + len(block) < len(tokens):  # a document begins with its end-of-text id here; cut where one does
+            ends = np.flatnonzero(block == 50256)
+            block = block[:ends[-1]] if len(ends) and ends[-1] else block
+        if block.max() > 50256:
+            raise ValueError(f"{file.path} has token id {block.max()}, beyond GPT-2's 50256")
+        yield Piece(block, True, True, file.name)
+        at += len(block)
+        if progress:
+            progress.add(2 * len(block))
+
+
+# -----------------------------------------------------------------------------
+# rows -> documents: a text, or a prompt and the answer that is learned
+
+def row_pieces(file, cfg, progress=None):
+    """The documents of a file of rows."""
+    for place, row in rows_in(file, cfg, progress):
+        parts = parts_of(row, place, cfg)
+        if parts is None:
+            if progress:
+                progress.skipped += 1
+        elif len(parts) == 1:
+            text = parts[0][0]
+            yield from pieces_of(text[i:i + PIECE] for i in range(0, len(text), PIECE))
+        else:
+            yield Piece(parts, True, True, '\0'.join(text for text, *_ in parts))
+
+
+def rows_in(file, cfg, progress=None):
+    """(place, row) of each row; a row is a dict, or a str in a JSON file of texts."""
+    if file.kind in ('parquet', 'joined'):
+        yield from parquet_rows(file, cfg, progress)
+    elif file.kind == 'csv':
+        csv.field_size_limit(2**31 - 1)
+        delimiter = '\t' if '.tsv' in os.path.basename(file.path).lower() else ','
+        reader = csv.DictReader(lines_of(text_blocks(file, cfg, progress)), delimiter=delimiter)
+        try:
+            for row in reader:
+                yield f'{file.path}, line {reader.line_num}', row
+        except csv.Error as e:
+            raise ValueError(f'{file.path}, line {reader.line_num}: {e}') from None
+    elif file.kind == 'json':
+        yield from json_elements(file, cfg, progress)
+    else:
+        for number, line in enumerate(lines_of(text_blocks(file, cfg, progress)), 1):
+            if line.strip():
+                try:
+                    yield f'{file.path}, line {number}', json.loads(line)
+                except (ValueError, RecursionError) as e:
+                    raise ValueError(f'{file.path}, line {number} is not JSON: {e}') from None
+
+
+def lines_of(blocks):
+    """Lines with their line feed, from blocks."""
+    held = []
+    for block in blocks:
+        *whole, rest = block.split('\n')
+        if whole:
+            yield ''.join(held) + whole[0] + '\n'
+            yield from (line + '\n' for line in whole[1:])
+            held = []
+        held.append(rest)
+    if last := ''.join(held):
+        yield last
+
+
+def json_elements(file, cfg, progress=None):
+    """(place, element) of a JSON list, read element by element."""
+    decoder, text, at, number = json.JSONDecoder(), '', 0, 0
+    blocks = text_blocks(file, cfg, progress)
+    while True:
+        at = re.compile(r'\s*[,\[]?\s*' if number == 0 else r'\s*,?\s*').match(text, at).end()
+        if text[at:at + 1] == ']':
+            return
+        try:
+            element, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as e:
+            block = next(blocks, None)
+            if block is None or len(text) - at > 2**28:
+                raise ValueError(f'{file.path} is not a JSON list: element {number + 1}: {e}') from None
+            text, at = text[at:] + block, 0
+            continue
+        number += 1
+        yield f'{file.path}, element {number}', element
+
+
+def parquet_rows(file, cfg, progress=None):
+    """(place, row) of a parquet file, a few hundred rows in memory at a time."""
+    parquet = optional('pyarrow.parquet', 'reads parquet files')
+    number, size = 0, os.path.getsize(file.path)
+    try:
+        with parquet.ParquetFile(file.path) as table:
+            wanted = [n for n in table.schema_arrow.names if n in (*ROW_FIELDS, cfg.text_field)] or None
+            for batch in table.iter_batches(256, columns=wanted):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f'{file.path}, row {number}', row
+                if progress:
+                    progress.add(size * batch.num_rows // max(table.metadata.num_rows, 1))
+    except (OSError, optional('pyarrow', '').ArrowException) as e:
+        raise ValueError(f'{file.path} is not a parquet file that can be read: {str(e)[:200]}') from None
+
+
+ANSWERS = ('completion', 'response', 'output', 'answer')
+ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'instruction', 'input', 'system', *ANSWERS]
+
+# the marks around what each role says; those that end an answer are learned with it
+TEMPLATES = {
+    'plain': {'system': ('', ''), 'user': ('', ''), 'assistant': ('', '')},
+    'alpaca': {'system': ('', ''), 'user': ('### Instruction:\n', ''), 'assistant': ('### Response:\n', '')},
+    'chatml': {role: (f'<|im_start|>{role}\n', '<|im_end|>') for role in ('system', 'user', 'assistant')},
+    'gemma': {role: (f'<start_of_turn>{name}\n', '<end_of_turn>') for role, name in
+              (('system', 'user'), ('user', 'user'), ('assistant', 'model'))},
+    'llama3': {role: (f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>')
+               for role in ('system', 'user', 'assistant')},
+}
+BETWEEN = {'plain': '\n', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}  # turns
+ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
+ALPACA = ('Below is an instruction that describes a task{}. Write a response that appropriately completes the request.',
+          ', paired with an input that provides further context')
+
+
+def parts_of(row, place, cfg):
     """
-    The names held out for validation: whole documents in the order of a seeded hash of their names, until they make up
-    the fraction of all bytes. A pure function of names, sizes and seed; at least one document stays on either side.
+    The parts of the document that a row holds, or None where there is no text or no answer in it. Its text_field, or
+    what is found of: messages (chat), instruction and output (Alpaca), prompt and completion, text, content.
     """
-    size = {name: os.path.getsize(path) for name, path in documents}
-    order = sorted(size, key=lambda name: hashlib.sha256(f'{seed} {name}'.encode('utf-8', 'surrogateescape')).digest())
-    held, held_bytes, total = set(), 0, sum(size.values())
-    for name in order[:-1]:
+    if isinstance(row, str):
+        row = {'text': row}
+    if not isinstance(row, dict):
+        raise ValueError(f'{place}: a row must be an object with fields, or a text, not {json.dumps(row)[:50]}')
+    field, (turns, template) = cfg.text_field, (None, None) if cfg.text_field else turns_of(row, place)
+    if turns is not None:
+        chosen = template if cfg.template == 'auto' else cfg.template
+        answered = any(role == 'assistant' and text for role, text in turns)
+        return render(turns, chosen, place) if answered else None
+    field = field or next((name for name in ('text', 'content') if name in row), None)
+    if field not in row:
+        has = ', '.join(map(str, row)) or 'none'
+        raise ValueError(f'{place} has no field {field or "text"!r}; its fields are: {has}. Name the one with the text '
+                         'by --text_field, or take the file as it is with --format=text')
+    text = row[field]
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f'{place}: field {field!r} is no text but {json.dumps(text, default=str)[:50]}')
+    return [(whole(text), False, True)] if text else None
+
+
+def whole(text):
+    """The text, which JSON's escapes may have broken."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return without_surrogates(text)
+    return text
+
+
+def turns_of(row, place):
+    """([(role, text)], the template that suits), or (None, None) where a row is no instruction data."""
+    def text(value):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f'{place}: {json.dumps(value, default=str)[:50]} stands where a text was expected')
+        return whole(value or '')
+    messages = row.get('messages') or row.get('conversations')
+    answer = next((name for name in ANSWERS if name in row), None)
+    if messages and isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
+        turns = []
+        for message in messages:
+            role = message.get('role') or message.get('from')
+            role = ROLES.get(role, role)
+            if role not in ('system', 'user', 'assistant'):
+                raise ValueError(f'{place}: a message of role {role!r}; known are system, user and assistant')
+            turns.append((role, text(message.get('content') or message.get('value'))))
+        return turns, 'chatml'
+    if 'instruction' in row and answer:
+        turns = [('input', text(row['input']))] if row.get('input') else []
+        turns = [('user', text(row['instruction'])), *turns, ('assistant', text(row[answer]))]
+        return ([('system', text(row['system']))] if row.get('system') else []) + turns, 'alpaca'
+    if 'prompt' in row and answer:
+        return [('user', text(row['prompt'])), ('assistant', text(row[answer]))], 'plain'
+    return None, None
+
+
+def render(turns, template, place):
+    """The parts of a conversation: only what the assistant says, and the mark that ends it, counts in the loss."""
+    marks, between = TEMPLATES[template], BETWEEN[template]
+    joined = []  # what a template has no turn of its own for goes into the user's
+    for role, text in turns:
+        if joined and (role == 'input' or (template == 'gemma' and role == 'user' and joined[-1][0] == 'system')):
+            before = '\n\n### Input:\n' if role == 'input' and template == 'alpaca' else '\n\n'
+            joined[-1] = 'user', joined[-1][1] + before + text
+        else:
+            joined.append((role, text.strip() if template in ('gemma', 'llama3') else text))
+    if template == 'alpaca' and joined[0][0] != 'system':
+        joined.insert(0, ('system', ALPACA[0].format(ALPACA[1] if any(role == 'input' for role, _ in turns) else '')))
+    if template == 'plain' and len(joined) == 2:
+        between = ''  # a prompt and its answer say themselves what stands between them
+    parts = []
+    for i, (role, text) in enumerate(joined):
+        before, after = marks[role]
+        counts = role == 'assistant'
+        parts += [((between if i else '') + before, True, False), (text, False, counts), (after, True, counts)]
+    return [part for part in parts if part[0]]
+
+
+# -----------------------------------------------------------------------------
+# pieces -> token ids, in processes
+
+class Encoded(NamedTuple):
+    """What a batch adds to a split. mask: 1 where a token counts in the loss; None where all do."""
+    ids: np.ndarray
+    mask: np.ndarray | None
+    num_bytes: int
+    documents: int
+
+
+def encode_parts(tokenizer, parts):
+    """(token ids, mask or None) of a stretch of a document."""
+    if len(parts) == 1 and not parts[0][1]:
+        return tokenizer.encode(parts[0][0]), None
+    marks = '|'.join(map(re.escape, sorted(tokenizer.specials, key=len, reverse=True)))
+    runs = []  # [text or array of one id, counts], texts that touch joined
+    for text, markup, counts in parts:
+        for word in re.split(f'({marks})', text) if markup and marks else [text]:
+            if markup and word in tokenizer.specials:
+                runs.append([np.array([tokenizer.specials[word]]), counts])
+            elif runs and isinstance(runs[-1][0], str) and runs[-1][1] == counts:
+                runs[-1][0] += word
+            elif word:
+                runs.append([word, counts])
+    ids = [tokenizer.encode(run) if isinstance(run, str) else run for run, _ in runs]
+    return np.concatenate(ids), np.repeat(np.array([c for _, c in runs], dtype=np.uint8), [len(i) for i in ids])
+
+
+def encode_batch(tokenizer, batch, bos=None, eot=None):
+    """
+    {split: Encoded} of a batch of (split, Piece). bos, eot: ids before and after each document, or None.
+    ValueError where an id does not fit the tokenizer.
+    """
+    made = {}
+    for split, piece in batch:
+        arrays, masks, numbers = made.setdefault(split, ([], [], [0, 0]))
+        if isinstance(piece.parts, np.ndarray):  # ids already
+            ids, mask = piece.parts, None
+            numbers[0] += len(tokenizer.decode(ids.tolist()))
+            numbers[1] += int(np.count_nonzero(ids == tokenizer.eot))
+        else:
+            ids, mask = encode_parts(tokenizer, piece.parts)
+            numbers[0] += sum(len(text.encode('utf-8', 'surrogatepass')) for text, *_ in piece.parts)
+            numbers[1] += piece.end
+            if piece.start and bos is not None:
+                ids, mask = np.append(bos, ids), mask if mask is None else np.append(np.uint8(0), mask)
+            if piece.end and eot is not None:
+                ids, mask = np.append(ids, eot), mask if mask is None else np.append(mask, np.uint8(1))
+        arrays.append(ids)
+        masks.append(mask)
+    return {split: encoded(tokenizer, *of_split) for split, of_split in made.items()}
+
+
+def encoded(tokenizer, arrays, masks, numbers):
+    ids = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+    assert not ids.size or ids.max() < tokenizer.n_vocab, 'a tokenizer gave an id beyond its vocabulary'
+    mask = None
+    if any(m is not None for m in masks):
+        mask = np.concatenate([np.ones(len(a), np.uint8) if m is None else m
+                               for a, m in zip(arrays, masks, strict=True)])
+    return Encoded(ids.astype(id_type(tokenizer)), mask, *numbers)
+
+
+def id_type(tokenizer):
+    return '<u2' if tokenizer.n_vocab <= 2**16 else '<u4'
+
+
+def batches_of(pieces):
+    """Lists of pieces that hold about PIECE characters together."""
+    batch, size = [], 0
+    for item in pieces:
+        batch.append(item)
+        parts = item[1].parts
+        size += 64 + (len(parts) if isinstance(parts, np.ndarray) else sum(len(text) for text, *_ in parts))
+        if size >= PIECE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
+    """
+    encode_batch() of each batch, in order. By num_proc processes where there is enough to do for them; Python's threads
+    would wait for each other, and bytes and characters are encoded faster than they are sent to a process.
+    """
+    first = list(islice(batches, 4))
+    batches = chain(first, batches)
+    if len(first) < 4 or not isinstance(tokenizer, TiktokenTokenizer):
+        yield from (encode_batch(tokenizer, batch, bos, eot) for batch in batches)
+        return
+    idle, processes = queue.SimpleQueue(), []
+    context = multiprocessing.get_context('fork' if 'fork' in multiprocessing.get_all_start_methods() else 'spawn')
+    pipes = [context.Pipe() for _ in range(num_proc)]
+    for ours, theirs in pipes:
+        others = [end for pair in pipes for end in pair if end is not theirs]
+        process = context.Process(target=encoding_process, daemon=True,
+                                  args=(theirs, others if context.get_start_method() == 'fork' else (), tokenizer.spec()
+                                        if context.get_start_method() != 'fork' else tokenizer, bos, eot))
+        process.start()
+        processes.append(process)
+        idle.put(ours)
+    for _, theirs in pipes:
+        theirs.close()
+
+    def ask(batch):
+        pipe = idle.get()
+        try:
+            pipe.send(batch)
+            return pipe.recv()
+        except (EOFError, OSError):
+            return ValueError('a process that tokenizes has died, perhaps for want of memory; try a smaller --num_proc')
+        finally:
+            idle.put(pipe)
+    try:
+        with ThreadPoolExecutor(num_proc) as pool:  # a thread waits for each process
+            waiting = deque()
+            try:
+                for batch in batches:
+                    waiting.append(pool.submit(ask, batch))
+                    if len(waiting) > 2 * num_proc:
+                        yield answer(waiting.popleft())
+                while waiting:
+                    yield answer(waiting.popleft())
+            finally:
+                for left in waiting:
+                    left.cancel()
+    finally:
+        for ours, _ in pipes:
+            ours.close()
+        for process in processes:
+            process.join(5)
+
+
+def answer(future):
+    result = future.result()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def encoding_process(pipe, others, tokenizer, bos, eot):
+    """Encodes what comes until the other end is closed, which the death of that process does too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent says when to end
+    for end in others:  # copies of the other ends, which would keep the pipes open
+        end.close()
+    tokenizer = tokenizer_from(tokenizer) if isinstance(tokenizer, dict) else tokenizer
+    while True:
+        try:
+            batch = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(encode_batch(tokenizer, batch, bos, eot))
+        except Exception as e:  # whatever it is, it ends the command and not this process
+            pipe.send(e)
+
+
+# -----------------------------------------------------------------------------
+# which documents are held out
+
+SMALL = 1 << 24  # bytes of files that are read once more in order to be split exactly
+
+
+class Split(NamedTuple):
+    """
+    How documents fall into train and val. several: whether there is more than one, so that their ends are marked.
+    held: whether a document of this key is validated on. cut: the characters of a single document that are trained on,
+    at a line's end if to_line. tail: the end of the bin is cut off when it is written.
+    """
+    several: bool
+    held: object = None
+    cut: int | None = None
+    to_line: bool = False
+    tail: bool = False
+
+
+def rank_of(key, seed):
+    """Where a document stands in the queue for being held out: a pure function of its key and the seed."""
+    return hashlib.sha256(f'{seed} {key}'.encode('utf-8', 'surrogateescape')).digest()
+
+
+def hold_out(sizes, fraction):
+    """
+    The ranks held out, {rank: bytes} being given: whole documents, the lowest ranks first, until they make up the
+    fraction of all bytes. At least one document stays on either side.
+    """
+    held, held_bytes, total = set(), 0, sum(sizes.values())
+    for rank in sorted(sizes)[:-1]:
         if held and held_bytes >= fraction * total:
             break
-        held.add(name)
-        held_bytes += size[name]
+        held.add(rank)
+        held_bytes += sizes[rank]
     return held
+
+
+def choose_split(files, val_files, cfg, fraction):
+    """
+    The Split of these files. Whole documents are held out: of files exactly the fraction, by their sizes; of rows and
+    the like exactly when they are few enough to be read twice, otherwise each with that probability. A single document
+    is cut at a character, a large one (which is read once, unless the tokenizer rereads it) at a line.
+    """
+    rereads = (cfg.tokenizer or '').startswith(('char', 'bpe'))
+
+    def single(files):
+        return files[0].kind == 'joined' or (len(files) == 1 and not cfg.separator and is_text(files[0], cfg))
+    one, size = single(files), sum(os.path.getsize(file.path) for file in files)
+    several = cfg.append or not (one and (not val_files or single(val_files)))
+    if val_files:
+        return Split(several)
+    if files[0].kind == 'tokens' or (one and size > SMALL and not rereads):
+        return Split(several, tail=True)
+    if one:
+        characters = sum(len(piece.parts[0][0]) for piece in documents_in(files, cfg))
+        return Split(several, cut=int(characters * (1 - fraction)), to_line=size > SMALL)
+    if size > SMALL and (cfg.separator or not all(is_text(file, cfg) for file in files)):
+        limit = int(fraction * 2**64).to_bytes(8, 'big')
+        return Split(several, lambda key: rank_of(key, cfg.seed)[:8] < limit)
+    if cfg.separator or not all(is_text(file, cfg) for file in files):
+        sizes = Counter()
+        for piece in documents_in(files, cfg):
+            sizes[rank_of(piece.key, cfg.seed)] += sum(len(text.encode()) for text, *_ in piece.parts)
+    else:
+        sizes = {rank_of(file.name, cfg.seed): os.path.getsize(file.path) for file in files}
+    held = hold_out(sizes, fraction)
+    return Split(several, lambda key: rank_of(key, cfg.seed) in held)
+
+
+def assign(files, val_files, cfg, split, progress=None):
+    """(split's name, Piece) of everything, in order."""
+    done, side = 0, 'train'
+    for piece in documents_in(files, cfg, progress):
+        if split.cut is not None:
+            text = piece.parts[0][0]
+            at = min(max(split.cut - done, 0), len(text))
+            if split.to_line and 0 < at < len(text):
+                at = text.rfind('\n', 0, at) + 1 or at
+            crossed = done + len(text) >= split.cut > done - 1
+            done += len(text)
+            if at or (piece.start and not text):
+                yield 'train', piece._replace(parts=[(text[:at], False, True)], end=crossed)
+            if at < len(text):
+                yield 'val', piece._replace(parts=[(text[at:], False, True)], start=crossed)
+                split = split._replace(cut=0) if at == 0 or crossed else split
+        else:
+            if piece.start and split.held:
+                side = 'val' if split.held(piece.key) else 'train'
+            yield side, piece
+    for piece in documents_in(val_files, cfg, progress):
+        yield 'val', piece
+
+
+def make_tokenizer(name, pieces, several, size):
+    """
+    The tokenizer that a setting names. pieces() goes through (split, Piece) of everything, `size` bytes of files:
+    characters are collected from all of them, merges learned from what is trained on, evenly spread samples of it where
+    it is more than BPE_BYTES.
+    """
+    kind, _, number = name.partition(':')
+    if kind == 'byte':
+        return ByteTokenizer()
+    if kind == 'char':
+        chars = set()
+        for _, piece in pieces():
+            chars.update(*(text for text, *_ in piece.parts))
+        return CharTokenizer(''.join(sorted(chars)), eot=several)
+    if kind == 'bpe':
+        every = -(-size // BPE_BYTES)
+        texts = (text for i, (side, piece) in enumerate(pieces()) if side == 'train' and i % every == 0
+                 for text, *_ in piece.parts)
+        return BPETokenizer(train_bpe(texts, int(number) - 1))
+    return TiktokenTokenizer(name) if name in TIKTOKEN_NAMES else read_tokenizer_json(name)
+
+
+BPE_BYTES = 1 << 28  # of files that merges are learned from
 
 
 # -----------------------------------------------------------------------------
 # bins
 
-class Progress:
-    """A line with share, rate and time left, once the work has taken two seconds."""
-
-    def __init__(self, total):
-        self.total, self.done, self.start, self.shown = max(total, 1), 0, time.time(), 0.0
-
-    def add(self, num_bytes):
-        self.done += num_bytes
-        now = time.time()
-        if now - self.start > 2 and now - self.shown > 0.5:
-            rate = self.done / (now - self.start)
-            left = (self.total - self.done) / rate
-            print(f'\r{self.done / self.total:4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left ', end='', flush=True)
-            self.shown = now
-
-    def close(self):
-        if self.shown:
-            print(f'\r100%  {self.done / 1e6:.1f} MB in {time.time() - self.start:.0f} s        ')
-
-
 class BinWriter:
-    """Appends documents to one bin and counts what went in."""
+    """Appends to one bin, and to its mask once there is one, and counts what went in."""
 
-    def __init__(self, path, tokenizer, dtype):
-        self.file = open(path, 'wb')  # noqa: SIM115
-        self.tokenizer, self.dtype = tokenizer, dtype
-        self.hash = hashlib.sha256()
-        self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
+    def __init__(self, folder, name, dtype, before=None):
+        self.path, self.mask_path = (os.path.join(folder, f'{name}{end}') for end in ('.bin', '.mask.bin'))
+        self.file = open(self.path, 'ab')  # noqa: SIM115
+        self.mask = open(self.mask_path, 'ab') if os.path.exists(self.mask_path) else None  # noqa: SIM115
+        self.dtype = np.dtype(dtype)
+        self.counts = {name: (before or {}).get(name, 0) for name in ('tokens', 'bytes', 'documents')}
 
-    def add(self, text, end):
-        ids = np.asarray(self.tokenizer.encode(text))
-        if end:
-            ids = np.append(ids, self.tokenizer.eot)
-        assert not ids.size or ids.max() < self.tokenizer.n_vocab, 'a tokenizer gave an id beyond its vocabulary'
-        raw = ids.astype(self.dtype).tobytes()
-        self.file.write(raw)
-        self.hash.update(raw)
-        self.counts['tokens'] += len(ids)
-        self.counts['bytes'] += len(text.encode('utf-8', 'surrogatepass'))
-        self.counts['documents'] += 1
+    def add(self, made):
+        if made.mask is not None and self.mask is None:
+            self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
+            self.count_all(self.counts['tokens'])
+        self.file.write(made.ids.tobytes())
+        if made.mask is not None:
+            self.mask.write(made.mask.tobytes())
+        elif self.mask:
+            self.count_all(len(made.ids))
+        for name, number in (('tokens', len(made.ids)), ('bytes', made.num_bytes), ('documents', made.documents)):
+            self.counts[name] += number
+
+    def count_all(self, num_tokens):
+        for at in range(0, num_tokens, 1 << 20):
+            self.mask.write(b'\1' * min(1 << 20, num_tokens - at))
+
+    def move_tail(self, to, counts):
+        """Moves what is behind the first counts['tokens'] to another bin, which has no mask either."""
+        self.file.flush()
+        with open(self.path, 'rb') as f:
+            f.seek(counts['tokens'] * self.dtype.itemsize)
+            shutil.copyfileobj(f, to.file, 1 << 20)
+        self.file.truncate(counts['tokens'] * self.dtype.itemsize)
+        for name in self.counts:
+            to.counts[name] += self.counts[name] - counts[name]
+            self.counts[name] = counts[name]
+
+    def last_id(self):
+        """The last id of the bin as it was opened, None if it has none."""
+        tokens = open_bin(self.path, self.dtype)
+        return int(tokens[-1]) if len(tokens) else None
 
     def close(self):
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        return {**self.counts, 'sha256': self.hash.hexdigest()}
+        """The counts, and hashes of what is on the disk."""
+        for f in (self.file, self.mask):
+            if f:
+                f.flush()
+                os.fsync(f.fileno())
+                f.close()
+        hashes = {'sha256': hash_file(self.path)} | ({'mask_sha256': hash_file(self.mask_path)} if self.mask else {})
+        return self.counts | hashes
 
 
-def write_dataset(folder, documents, tokenizer_name, fraction, seed, source):
+def hash_file(path):
+    h = hashlib.sha256()
+    with open(path, 'rb') as f:
+        while chunk := f.read(1 << 20):
+            h.update(chunk)
+    return h.hexdigest()
+
+
+def write_dataset(folder, files, val_files, cfg, fraction, source):
     """
-    Writes documents as a dataset and returns its meta. One document is cut in two at a character; of several, whole
-    ones are held out, and each ends with the end-of-text id. Whatever stood under the name is replaced at the end.
+    Writes the documents of files as a dataset, or behind the one that is there if cfg.append, and returns its meta.
+    Whatever stood under the name is replaced at the end, at once.
     """
-    several = len(documents) > 1
-    held = hold_out(documents, fraction, seed) if several else ()
-
-    def texts():
-        return (read_text(path) for _, path in documents)
-
-    def training_texts():
-        if several:
-            return (read_text(path) for name, path in documents if name not in held)
-        return (text[:int(len(text) * (1 - fraction))] for text in texts())
-    tokenizer = make_tokenizer(tokenizer_name, texts, training_texts, several)
-    dtype = '<u2' if tokenizer.n_vocab <= 2**16 else '<u4'
-    partial = folder + '.partial'
-    shutil.rmtree(partial, ignore_errors=True)
-    os.makedirs(partial)
-    splits = {s: BinWriter(os.path.join(partial, f'{s}.bin'), tokenizer, dtype) for s in ('train', 'val')}
-    progress = Progress(sum(os.path.getsize(path) for _, path in documents))
-    for name, path in documents:
-        text = read_text(path)
-        if several:
-            splits['val' if name in held else 'train'].add(text, end=True)
-        else:
-            cut = int(len(text) * (1 - fraction))
-            splits['train'].add(text[:cut], end=False)
-            splits['val'].add(text[cut:], end=False)
-        progress.add(os.path.getsize(path))
-    progress.close()
-    if not any(writer.counts['bytes'] for writer in splits.values()):
-        raise ValueError(f'{source} holds no text')
-    meta = {'format': FORMAT, 'dtype': 'uint16' if dtype == '<u2' else 'uint32', 'vocab_size': tokenizer.n_vocab,
-            'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
-            'splits': {s: writer.close() for s, writer in splits.items()}, 'source': source}
-    with open(os.path.join(partial, 'meta.json'), 'w', encoding='utf-8') as f:
-        json.dump(meta, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
-    old = f'{partial}.{os.getpid()}'  # a name that nobody gives a dataset
-    if os.path.exists(folder):
-        os.rename(folder, old)
-    os.rename(partial, folder)
-    for left in glob.glob(glob.escape(partial) + '.*'):  # this one, and any that a kill left here
-        shutil.rmtree(left, ignore_errors=True)
+    old = read_meta(folder) if cfg.append else None
+    size = sum(os.path.getsize(file.path) for file in (*files, *val_files))
+    split = choose_split(files, val_files, cfg, fraction)
+    tokenizer = tokenizer_from(old['tokenizer']) if old else \
+        make_tokenizer(cfg.tokenizer, lambda: assign(files, val_files, cfg, split), split.several, size)
+    if cfg.bos and tokenizer.bos is None:
+        raise ValueError('bos=True needs a tokenizer with a begin-of-text id of its own, which is one of a '
+                         'tokenizer.json; with others, the end-of-text id between documents is both')
+    dtype, eot = id_type(tokenizer), tokenizer.eot if split.several else None
+    with partial_folder(folder) as partial:
+        if old:
+            for name in ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin'):
+                if os.path.exists(os.path.join(folder, name)):
+                    shutil.copyfile(os.path.join(folder, name), os.path.join(partial, name))
+        bins = {s: BinWriter(partial, s, dtype, old and old['splits'][s]) for s in ('train', 'val')}
+        for writer in bins.values():
+            if old and eot is not None and writer.last_id() not in (None, eot):
+                writer.add(Encoded(np.array([eot], dtype), None, 0, 0))  # a single document had no end
+        before = {s: dict(writer.counts) for s, writer in bins.items()}
+        progress, places = Progress(size), []
+        pieces = assign(files, val_files, cfg, split, progress)
+        for made in encode_all(tokenizer, ([p] for p in pieces) if split.tail else batches_of(pieces),
+                               cfg.num_proc or cores(), tokenizer.bos if cfg.bos else None, eot):
+            for s, part in made.items():
+                bins[s].add(part)
+            places.append(dict(bins['train'].counts))
+        progress.close()
+        if progress.skipped:
+            print(f'{progress.skipped:,} rows without text, or without an answer, were left out')
+        if all(writer.counts['bytes'] == before[s]['bytes'] for s, writer in bins.items()):
+            raise ValueError(f'{source} holds no text')
+        if split.tail:
+            cut_tail(bins, places, before['train']['bytes'], fraction, source)
+        empty = [s for s, writer in bins.items() if not writer.counts['documents']]
+        if empty:
+            raise ValueError(f'no document of {source} would be {"trained" if empty == ["train"] else "validated"} on; '
+                             'name a validation source with --val, or change --val_fraction')
+        meta = {'format': FORMAT, 'dtype': 'uint16' if dtype == '<u2' else 'uint32', 'vocab_size': tokenizer.n_vocab,
+                'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
+                'splits': {s: writer.close() for s, writer in bins.items()},
+                'source': f'{old["source"]}, {source}' if old else source}
+        with open(os.path.join(partial, 'meta.json'), 'w', encoding='utf-8') as f:
+            json.dump(meta, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        aside = f'{partial}.{os.getpid()}'  # a name that nobody gives a dataset
+        if os.path.exists(folder):
+            os.rename(folder, aside)
+        os.rename(partial, folder)
+        for left in glob.glob(glob.escape(partial) + '.*'):  # this one, and any that a kill left here
+            shutil.rmtree(left, ignore_errors=True)
     return meta
+
+
+@contextlib.contextmanager
+def partial_folder(folder):
+    """The empty folder that a dataset is written into, locked as long as it is."""
+    partial = folder + '.partial'
+    os.makedirs(partial, exist_ok=True)
+    descriptor = None if fcntl is None else os.open(partial, os.O_RDONLY)
+    try:
+        lock(descriptor, partial)
+        for entry in os.scandir(partial):  # of a run that was killed
+            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.remove(entry.path)
+        yield partial
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def cut_tail(bins, places, before, fraction, source):
+    """
+    Moves the end of train.bin to val.bin: about that fraction of the bytes beyond the first `before`, from one of the
+    places on, which are counts of train.bin.
+    """
+    wanted = before + (1 - fraction) * (bins['train'].counts['bytes'] - before)
+    place = min(places[:-1], key=lambda counts: abs(counts['bytes'] - wanted), default=None)
+    if place is None:
+        raise ValueError(f'{source} is too short to hold out a part of it; name a validation source with --val')
+    bins['train'].move_tail(bins['val'], place)
+    for writer in bins.values():
+        writer.counts['documents'] = max(writer.counts['documents'], 1)
+
+
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 # -----------------------------------------------------------------------------
@@ -437,6 +1587,8 @@ def dataset_folder(data_dir, dataset):
     if os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or '\0' in dataset:
         raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}; for another place set '
                          '--data_dir')
+    if '.partial' in parts[-1]:
+        raise ValueError(f'dataset={dataset!r} is a dataset that is being written, or was when it was killed')
     return os.path.join(data_dir, *parts)
 
 
@@ -534,74 +1686,56 @@ def show(tokenizer, ids):
 
 def how_to_make(dataset):
     """The command that makes a dataset, for messages that miss it."""
-    if dataset == 'stdlib':
-        return 'python prepare.py stdlib'
+    if dataset == 'stdlib' or dataset in CORPORA:
+        return f'python prepare.py {dataset}'
     return f'python prepare.py FILE_OR_FOLDER --name={dataset} --tokenizer=gpt2'
 
 
 # -----------------------------------------------------------------------------
-# pretrained weights by name
 
-def fetch_gpt2(name, data_dir):
+def default_name(sources):
+    """What a dataset of these sources is called if nobody says; ValueError where nothing suggests itself."""
+    source = sources[0]
+    if len(sources) > 1 or (any(c in source for c in '*?[') and not os.path.exists(source)):
+        raise ValueError(f'{" ".join(sources)}: say what the dataset shall be called, with --name')
+    if source == '-':
+        return 'stdin'
+    if source.startswith(('http://', 'https://')):
+        source = source.split('?')[0].split('#')[0]
+    name = os.path.basename(os.path.abspath(source))
+    if os.path.isdir(source) or source == 'stdlib' or source in CORPORA:
+        return name
+    stem, suffix = os.path.splitext(name)
+    return os.path.splitext(stem)[0] if suffix.lower() in COMPRESSED else stem
+
+
+def open_sources(sources, cfg, spool):
     """
-    The folder with OpenAI's weights as Hugging Face serves them ('gpt2', 'gpt2-medium', ...): downloaded once, each
-    file checked by length and hash and renamed when whole. HF_ENDPOINT, HF_TOKEN and proxies are honoured.
+    (files, validation files, cfg with what a corpus by name brings along, val_fraction) of the words on the command
+    line.
     """
-    folder = os.path.join(data_dir, 'pretrained', name)
-    os.makedirs(folder, exist_ok=True)
-    base = f'{os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")}/openai-community/{name}/resolve/main'
-    for file in ('config.json', 'model.safetensors'):
-        path = os.path.join(folder, file)
-        if not os.path.exists(path):
-            download(f'{base}/{file}', path)
-    return folder
+    by_name = [source for source in sources if source in CORPORA and not os.path.exists(source)]
+    if by_name and len(sources) > 1:
+        raise ValueError(f'{by_name[0]} is prepared alone; train on several datasets with --dataset={by_name[0]},OTHER')
+    val_files = files_of(cfg.val, cfg, spool + '.val') if cfg.val else []
+    if by_name:
+        corpus = CORPORA[by_name[0]]
+        cfg = replace(cfg, tokenizer=cfg.tokenizer or corpus.tokenizer, separator=cfg.separator or corpus.separator)
+        files, own_val = open_corpus(by_name[0], cfg)
+        fraction = corpus.val_fraction
+        val_files = val_files or (own_val if cfg.val_fraction is None else [])
+    else:
+        files = [file._replace(name=f'{source}/{file.name}' if len(sources) > 1 else file.name)
+                 for source in sources for file in files_of(source, cfg, spool)]
+        fraction = 0.05 if sources == ['stdlib'] else 0.1
+    tokens = [file.kind == 'tokens' for file in (*files, *val_files)]
+    if any(tokens) and not all(tokens):
+        raise ValueError('shards of tokens and files of text cannot be one dataset; train on both with --dataset=A,B')
+    if any(tokens) and (cfg.tokenizer or 'gpt2') != 'gpt2':
+        raise ValueError(f"shards hold GPT-2's tokens; tokenizer={cfg.tokenizer!r} cannot change that")
+    cfg = replace(cfg, tokenizer=cfg.tokenizer or ('gpt2' if any(tokens) else 'byte'))
+    return files, val_files, cfg, cfg.val_fraction or fraction
 
-
-def download(url, path):
-    """One file, checked by the server's length and by its ETag where that is a hash. ValueError says what is wrong."""
-    import requests
-    token = os.environ.get('HF_TOKEN')
-    headers = {'Accept-Encoding': 'identity', **({'Authorization': f'Bearer {token}'} if token else {})}
-    partial = f'{path}.{os.getpid()}.partial'
-    try:
-        with requests.get(url, headers=headers, stream=True, timeout=30) as answer:
-            if answer.status_code != 200:
-                raise ValueError(f'{url} answered {answer.status_code} {answer.reason}')
-            # the hub tells length and hash on its first answer and redirects to where the bytes are
-            told = {k.lower(): v for a in [*answer.history, answer] for k, v in a.headers.items()}
-            length = int(answer.headers.get('Content-Length') or told.get('x-linked-size') or -1)
-            etag = (told.get('x-linked-etag') or told.get('etag') or '').removeprefix('W/').strip('"')
-            progress = Progress(length)
-            with open(partial, 'wb') as f:
-                for chunk in answer.iter_content(1 << 20):
-                    f.write(chunk)
-                    progress.add(len(chunk))
-                f.flush()
-                os.fsync(f.fileno())
-            progress.close()
-    except (requests.RequestException, OSError) as e:
-        raise ValueError(f'{url} could not be downloaded: {type(e).__name__}: {e}') from None
-    found = hash_like(etag, partial)
-    if length >= 0 and os.path.getsize(partial) != length:
-        raise ValueError(f'{url}: {os.path.getsize(partial):,} bytes came, not {length:,}; run it again')
-    if found != etag:
-        os.remove(partial)
-        raise ValueError(f'{url}: the hash of what came is {found}, not {etag}; run it again')
-    os.replace(partial, path)
-
-
-def hash_like(etag, path):
-    """The file's hash of the kind that the hub's ETag is: SHA-256, or SHA-1 of a git blob; any other is given back."""
-    if len(etag) not in (64, 40):
-        return etag
-    h = hashlib.sha256() if len(etag) == 64 else hashlib.sha1(f'blob {os.path.getsize(path)}\0'.encode())
-    with open(path, 'rb') as f:
-        while chunk := f.read(1 << 20):
-            h.update(chunk)
-    return h.hexdigest()
-
-
-# -----------------------------------------------------------------------------
 
 def main(argv=None):
     cfg, _, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
@@ -612,26 +1746,31 @@ def main(argv=None):
                 raise ValueError(f'{folder} does not exist; make it with: {how_to_make(name)}')
             print('\n'.join(inspect_dataset(folder)))
         return
-    source = sources[0] if sources else 'stdlib'
-    if len(sources) > 1:
-        raise ValueError(f'one source at a time: {" ".join(sources)}')
-    documents, name, fraction = documents_of(source)
-    if not documents:
-        raise ValueError(f'{source} holds no text files ({" ".join(TEXT_SUFFIXES)})')
-    folder = dataset_folder(cfg.data_dir, cfg.name or name)
+    sources = sources or ['stdlib']
+    name = cfg.name or default_name(sources)
+    folder = dataset_folder(cfg.data_dir, name)
+    ours = os.path.exists(os.path.join(folder, 'meta.json'))
     empty = os.path.isdir(folder) and not os.listdir(folder)
-    if os.path.lexists(folder) and not empty and not os.path.exists(os.path.join(folder, 'meta.json')):
+    if os.path.lexists(folder) and not empty and not ours:
         raise ValueError(f'{folder} exists and was not made by this program; choose another --name')
-    total = sum(os.path.getsize(path) for _, path in documents)
-    print(f'{source}: {len(documents):,} documents, {total / 1e6:.1f} MB -> {folder}, tokenizer {cfg.tokenizer}')
+    if cfg.append and not ours:
+        raise ValueError(f'{folder} does not exist, so nothing can be added to it; leave out --append')
+    spool = f'{folder}.partial.{os.getpid()}.stdin'
     try:
-        meta = write_dataset(folder, documents, cfg.tokenizer, cfg.val_fraction or fraction, cfg.seed, source)
+        files, val_files, cfg, fraction = open_sources(sources, cfg, spool)
+        total = sum(os.path.getsize(file.path) for file in (*files, *val_files))
+        print(f'{" ".join(sources)}: {len(files) + len(val_files):,} files, {total / 1e6:.1f} MB -> {folder}, '
+              f'tokenizer {"of the dataset" if cfg.append else cfg.tokenizer}', flush=True)
+        meta = write_dataset(folder, files, val_files, cfg, fraction, ' '.join(sources))
     except OSError as e:
         raise ValueError(f'{folder} could not be written: {e.strerror or e}') from e
+    finally:
+        for left in glob.glob(glob.escape(spool) + '*'):
+            os.remove(left)
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, '
               f'{counts["documents"]:,} documents, {counts["bytes"] / max(counts["tokens"], 1):.2f} bytes a token')
-    print(f'train on it with: python train.py --dataset={cfg.name or name}')
+    print(f'train on it with: python train.py --dataset={name}')
 
 
 if __name__ == '__main__':

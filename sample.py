@@ -16,7 +16,7 @@ import torch
 
 from configurator import call_main, configure
 from model import choose_device, choose_dtype, load_checkpoint, load_gpt2, model_from
-from prepare import TiktokenTokenizer, dataset_folder, encode_prompt, fetch_gpt2, read_meta, tokenizer_from
+from prepare import TiktokenTokenizer, dataset_folder, encode_marked, fetch_gpt2, read_meta, tokenizer_from
 
 
 @dataclass
@@ -119,7 +119,7 @@ def main(argv=None):
                 start = f.read()
         except (OSError, UnicodeDecodeError) as e:
             raise ValueError(f'the prompt file {start[5:]} cannot be read: {e}') from None
-    prompt = encode_prompt(tokenizer, start)
+    prompt = encode_marked(tokenizer, start)
     device, _ = choose_device(cfg.device)
     dtype, _ = choose_dtype(cfg.dtype, device)
     model.for_inference(device, dtype)

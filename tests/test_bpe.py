@@ -1,6 +1,7 @@
 """The byte-pair encoding of our own: which merges it learns, that it loses nothing, and what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +10,8 @@ from hypothesis import strategies as st
 import prepare
 from prepare import (
     BPETokenizer,
-    encode_prompt,
+    encode_marked,
     read_meta,
-    read_text,
     stdlib_files,
     token_bytes,
     tokenizer_from,
@@ -23,7 +23,7 @@ PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 
 def texts():
     """About a megabyte of the standard library."""
-    return [read_text(path) for _, path in stdlib_files()[::10]]
+    return [Path(path).read_bytes().decode() for _, path in stdlib_files()[::10]]
 
 
 @pytest.fixture(scope='module')
@@ -63,7 +63,7 @@ def test_nothing_is_lost(tokenizer, text):
 def test_common_words_are_one_token_and_text_is_never_the_end(tokenizer):
     assert len(tokenizer.encode('self')) == len(tokenizer.encode(' return')) == 1
     assert tokenizer.eot not in tokenizer.encode('<|endoftext|>')
-    assert encode_prompt(tokenizer, '<|endoftext|>self') == [tokenizer.eot, *tokenizer.encode('self')]
+    assert encode_marked(tokenizer, '<|endoftext|>self') == [tokenizer.eot, *tokenizer.encode('self')]
 
 
 def test_its_spec_rebuilds_it(tokenizer):

@@ -19,7 +19,7 @@ from prepare import (
     CharTokenizer,
     TiktokenTokenizer,
     dataset_folder,
-    encode_prompt,
+    encode_marked,
     fetch_gpt2,
     read_meta,
     token_bytes,
@@ -169,19 +169,19 @@ def test_an_unknown_bpe_says_how_to_work_offline():
 
 def test_a_prompt_may_hold_the_end_of_text():
     byte, char = ByteTokenizer(), CharTokenizer('ab', eot=True)
-    assert encode_prompt(byte, 'a<|endoftext|>b') == [97, 256, 98]
-    assert encode_prompt(byte, '<|endoftext|>') == [256]
-    assert encode_prompt(byte, '<|endoftext|><|endoftext|>a') == [256, 256, 97]
-    assert encode_prompt(byte, '') == []
-    assert encode_prompt(char, 'b<|endoftext|>a') == [1, 2, 0]
+    assert encode_marked(byte, 'a<|endoftext|>b') == [97, 256, 98]
+    assert encode_marked(byte, '<|endoftext|>') == [256]
+    assert encode_marked(byte, '<|endoftext|><|endoftext|>a') == [256, 256, 97]
+    assert encode_marked(byte, '') == []
+    assert encode_marked(char, 'b<|endoftext|>a') == [1, 2, 0]
     # a tokenizer without one reads it as text, and here as strange characters
     with pytest.raises(ValueError, match='do not occur'):
-        encode_prompt(CharTokenizer('ab'), 'a<|endoftext|>b')
-    assert encode_prompt(CharTokenizer(''.join(sorted(set('<|endoftext|>')))), '<|endoftext|>')[0] == 0
+        encode_marked(CharTokenizer('ab'), 'a<|endoftext|>b')
+    assert encode_marked(CharTokenizer(''.join(sorted(set('<|endoftext|>')))), '<|endoftext|>')[0] == 0
 
 
 def test_a_gpt2_prompt_may_hold_the_end_of_text(gpt2):
-    assert encode_prompt(gpt2, 'hi<|endoftext|> there') == [5303, 50256, 612]
+    assert encode_marked(gpt2, 'hi<|endoftext|> there') == [5303, 50256, 612]
 
 
 # -----------------------------------------------------------------------------
@@ -250,15 +250,16 @@ def test_a_folder_is_a_document_a_file_and_each_ends_with_the_end_of_text(notes,
 def test_held_out_documents_are_a_seeded_choice_of_whole_files(notes):
     documents = prepare.files_under(str(notes), ('.txt', '.md'))
     assert [name for name, _ in documents] == sorted(NOTES)
-    size = {name: os.path.getsize(path) for name, path in documents}
     choices = set()
     for seed in range(20):
         for fraction in (0.01, 0.1, 0.5, 0.99):
-            held = prepare.hold_out(documents, fraction, seed)
+            size = {prepare.rank_of(name, seed): os.path.getsize(path) for name, path in documents}
+            held = prepare.hold_out(size, fraction)
             assert 0 < len(held) < len(documents)
             assert sum(size[n] for n in held) >= fraction * sum(size.values()) or len(held) == len(documents) - 1
-            assert held == prepare.hold_out(documents[::-1], fraction, seed)
-        choices.add(frozenset(prepare.hold_out(documents, 0.1, seed)))
+            assert held == prepare.hold_out(dict(reversed(size.items())), fraction)
+        held = prepare.hold_out(size, 0.1)
+        choices.add(frozenset(name for name, _ in documents if prepare.rank_of(name, seed) in held))
     assert len(choices) > 3
 
 
@@ -318,13 +319,14 @@ def test_an_interruption_leaves_nothing_half_under_the_name(notes, data, monkeyp
         old = contents(data / 'n')
     real, calls = prepare.BinWriter.add, []
 
-    def add(self, text, end):
-        calls.append(text)
+    def add(self, made):
+        calls.append(made)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        real(self, text, end)
+        real(self, made)
 
     with monkeypatch.context() as m:
+        m.setattr(prepare, 'PIECE', 1)  # a batch a document
         m.setattr(prepare.BinWriter, 'add', add)
         with pytest.raises(KeyboardInterrupt):
             run(data, notes, name='n')
@@ -465,9 +467,9 @@ def test_a_file_without_text_says_so(tmp_path, data, tokenizer):
     assert not (data / 'void').exists()
 
 
-@pytest.mark.parametrize('source', ['nowhere.txt', 'no/such/folder/', 'a\0b', 'tinyshakespeare'])
+@pytest.mark.parametrize('source', ['nowhere.txt', 'no/such/folder/', 'tinyshakespeare'])
 def test_a_source_that_is_not_there_says_so(data, source):
-    with pytest.raises(ValueError, match='is no file or folder, and the only corpus with a name is stdlib'):
+    with pytest.raises(ValueError, match=r'is no file or folder, nor a corpus with a name: stdlib, .*tiny'):
         prepare.main([source, f'--data_dir={data}'])
     assert not data.exists()
 
@@ -485,7 +487,7 @@ def test_a_data_dir_that_is_a_file_says_so(notes, tmp_path):
     ('--val_fraction=1', 'val_fraction=1.0 must lie between 0 and 1'),
     ('--val_fraction=-0.1', 'val_fraction=-0.1 must lie between 0 and 1'),
     ('--tokeniser=byte', "unknown setting 'tokeniser'; did you mean 'tokenizer'?"),
-    ('another.txt', 'one source at a time'),
+    ('another.txt', 'notes another.txt: say what the dataset shall be called, with --name'),
 ])
 def test_settings_that_cannot_work_are_refused(notes, data, flag, words):
     with pytest.raises(ValueError) as e:
@@ -507,7 +509,8 @@ def test_the_standard_library_comes_without_test_suites_in_a_fixed_order():
     assert all(n.endswith('.py') for n in names)
     assert 5e6 < sum(os.path.getsize(path) for _, path in files) < 5e7
     for _, path in files:
-        prepare.read_text(path)  # all of it is UTF-8
+        with open(path, encoding='utf-8') as f:
+            f.read()  # all of it is UTF-8
 
 
 def test_without_a_source_the_standard_library_is_prepared(data, monkeypatch, tmp_path):
@@ -526,9 +529,8 @@ def test_without_a_source_the_standard_library_is_prepared(data, monkeypatch, tm
 
 def test_five_percent_of_the_standard_library_is_held_out():
     files = prepare.stdlib_files()
-    held = prepare.hold_out(files, 0.05, 1337)
-    total = sum(os.path.getsize(path) for _, path in files)
-    assert 0.05 <= sum(os.path.getsize(path) for name, path in files if name in held) / total < 0.1
+    size = {prepare.rank_of(name, 1337): os.path.getsize(path) for name, path in files}
+    assert 0.05 <= sum(size[rank] for rank in prepare.hold_out(size, 0.05)) / sum(size.values()) < 0.1
 
 
 # -----------------------------------------------------------------------------
@@ -686,6 +688,7 @@ def hub(monkeypatch):
     monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{server.server_port}/')
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     monkeypatch.delenv('HF_TOKEN', raising=False)
+    monkeypatch.setattr(prepare, 'PAUSE', 0.001)
 
     class Hub:
         def serve(self, file, body, headers=None, status=200, name='gpt2'):
@@ -769,6 +772,7 @@ def test_a_download_that_fails_leaves_no_file_under_the_name(hub, tmp_path, head
 
 
 def test_no_server_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, 'PAUSE', 0.001)
     monkeypatch.setenv('HF_ENDPOINT', 'http://127.0.0.1:9')  # the discard port, where nobody listens
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     with pytest.raises(ValueError, match=r'127\.0\.0\.1:9/openai-community/gpt2/.* could not be downloaded'):
