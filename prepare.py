@@ -840,10 +840,11 @@ def pieces_of(blocks, key=None, separator=None):
         text = '' if block is None else documents.pop()
         for document in documents:
             if separator:
-                document = document.rstrip('\r\n').lstrip('\r\n' if start else '')
+                document = document.strip('\r\n') if start else document.rstrip('\r\n')
             if document or not start or not separator:
                 yield Piece([(document, False, True)], start, True, document if name is None else name)
             start, name = True, key
+        text = text.lstrip('\r\n') if separator and start else text
         while len(text) > 2 * PIECE:
             at = safe_cut(text, PIECE)
             head, text = text[:at], text[at:]
@@ -859,11 +860,11 @@ SAFE_CUTS = [re.compile(rule) for rule in (r'(?<=\S\n)(?=[^\W\d_])', r'(?<=[^\W\
 
 def safe_cut(text, size):
     """The last place up to `size` where cutting the text changes no token; `size` itself where none is near."""
-    begin = max(size - (1 << 16), 0)
     for rule in SAFE_CUTS:
-        places = [match.start() for match in rule.finditer(text, begin, size + 1)]
-        if places:
-            return places[-1]
+        for near in (1 << 10, 1 << 16):
+            places = [match.start() for match in rule.finditer(text, max(size - near, 1), size + 1)]
+            if places:
+                return places[-1]
     return size
 
 
@@ -1024,7 +1025,8 @@ def parquet_rows(file, cfg, progress=None):
     number, size = 0, os.path.getsize(file.path)
     try:
         with parquet.ParquetFile(file.path) as table:
-            wanted = [n for n in table.schema_arrow.names if n in (*ROW_FIELDS, cfg.text_field)] or None
+            known = (cfg.text_field,) if cfg.text_field else ROW_FIELDS
+            wanted = [name for name in table.schema_arrow.names if name in known] or None
             for batch in table.iter_batches(256, columns=wanted):
                 for row in batch.to_pylist():
                     number += 1
@@ -1336,8 +1338,8 @@ def hold_out(sizes, fraction):
 def choose_split(files, val_files, cfg, fraction):
     """
     The Split of these files. Whole documents are held out: of files exactly the fraction, by their sizes; of rows and
-    the like exactly when they are few enough to be read twice, otherwise each with that probability. A single document
-    is cut at a character, a large one (which is read once, unless the tokenizer rereads it) at a line.
+    the like exactly when they are few or small enough to be read twice, otherwise each with that probability. A single
+    document is cut at a character, a large one (which is read once, unless the tokenizer rereads it) at a line.
     """
     rereads = (cfg.tokenizer or '').startswith(('char', 'bpe'))
 
@@ -1352,13 +1354,13 @@ def choose_split(files, val_files, cfg, fraction):
     if one:
         characters = sum(len(piece.parts[0][0]) for piece in documents_in(files, cfg))
         return Split(several, cut=int(characters * (1 - fraction)), to_line=size > SMALL)
-    if size > SMALL and (cfg.separator or not all(is_text(file, cfg) for file in files)):
-        limit = int(fraction * 2**64).to_bytes(8, 'big')
-        return Split(several, lambda key: rank_of(key, cfg.seed)[:8] < limit)
     if cfg.separator or not all(is_text(file, cfg) for file in files):
         sizes = Counter()
         for piece in documents_in(files, cfg):
             sizes[rank_of(piece.key, cfg.seed)] += sum(len(text.encode()) for text, *_ in piece.parts)
+            if size > SMALL and len(sizes) * fraction > 50:
+                limit = int(fraction * 2**64).to_bytes(8, 'big')
+                return Split(several, lambda key: rank_of(key, cfg.seed)[:8] < limit)
     else:
         sizes = {rank_of(file.name, cfg.seed): os.path.getsize(file.path) for file in files}
     held = hold_out(sizes, fraction)
@@ -1696,12 +1698,12 @@ def how_to_make(dataset):
 def default_name(sources):
     """What a dataset of these sources is called if nobody says; ValueError where nothing suggests itself."""
     source = sources[0]
+    if source.startswith(('http://', 'https://')):
+        source = source.split('?')[0].split('#')[0]
     if len(sources) > 1 or (any(c in source for c in '*?[') and not os.path.exists(source)):
         raise ValueError(f'{" ".join(sources)}: say what the dataset shall be called, with --name')
     if source == '-':
         return 'stdin'
-    if source.startswith(('http://', 'https://')):
-        source = source.split('?')[0].split('#')[0]
     name = os.path.basename(os.path.abspath(source))
     if os.path.isdir(source) or source == 'stdlib' or source in CORPORA:
         return name
@@ -1762,6 +1764,8 @@ def main(argv=None):
         print(f'{" ".join(sources)}: {len(files) + len(val_files):,} files, {total / 1e6:.1f} MB -> {folder}, '
               f'tokenizer {"of the dataset" if cfg.append else cfg.tokenizer}', flush=True)
         meta = write_dataset(folder, files, val_files, cfg, fraction, ' '.join(sources))
+    except BrokenPipeError:  # whoever read our output has gone
+        raise
     except OSError as e:
         raise ValueError(f'{folder} could not be written: {e.strerror or e}') from e
     finally:

@@ -1,14 +1,20 @@
-"""Shared by the tests: a tiny dataset, and training runs in this process."""
+"""Shared by the tests: a tiny dataset, training runs in this process, GPT-2's ranks, a hub of our own."""
 
+import contextlib
+import http.server
 import json
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
 import torch
 
+import prepare
 import train
+
+SHARED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__))), 'shared', 'data')
 
 # two layers, a third of a second for ten steps, with a warm-up, a decay and three evaluations
 TINY = dict(dataset='tiny', device='cpu', compile=False, threads=1, n_layer=2, n_head=2, n_embd=32, block_size=16,
@@ -64,3 +70,61 @@ def as_it_was():
     for number, handler in handlers.items():
         signal.signal(number, handler)
     torch.set_num_threads(threads)
+
+
+def contents(folder):
+    """{relative path: bytes} of everything below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    cache = os.path.join(SHARED, 'tiktoken_cache')
+    if not os.path.isdir(cache):
+        pytest.skip(f"{cache} with tiktoken's copy of GPT-2's BPE is not there, and tests stay offline")
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', cache)
+    return prepare.TiktokenTokenizer('gpt2')
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """serve(path, body, ...) -> a hub on 127.0.0.1 in a thread, under HF_ENDPOINT; hub.requests are (path, headers)."""
+    answers, requests = {}, []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = 'HTTP/1.1'
+
+        def do_GET(self):
+            requests.append((self.path, self.headers))
+            status, headers, body = answers.get(self.path, (404, {}, b'Entry not found'))
+            headers = {'Content-Length': len(body), 'Connection': 'close', **headers}
+            self.send_response(status)
+            for key, value in headers.items():
+                if value is not None:
+                    self.send_header(key, str(value))
+            self.end_headers()
+            if headers.get('Transfer-Encoding') == 'chunked':
+                body = b'%x\r\n%s\r\n0\r\n\r\n' % (len(body), body)
+            with contextlib.suppress(OSError):
+                self.wfile.write(body)
+            self.close_connection = True
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{server.server_port}/')
+    monkeypatch.setenv('NO_PROXY', '127.0.0.1')
+    monkeypatch.delenv('HF_TOKEN', raising=False)
+    monkeypatch.setattr(prepare, 'PAUSE', 0.001)
+
+    class Hub:
+        def serve(self, file, body, headers=None, status=200, name='gpt2'):
+            answers[f'/openai-community/{name}/resolve/main/{file}'] = (status, headers or {}, body)
+    Hub.requests, Hub.answers = requests, answers
+    yield Hub()
+    server.shutdown()
+    server.server_close()
+    thread.join()

@@ -1,15 +1,13 @@
 """Datasets: tokenizers, what lies in the bins and beside them, and what is refused before anything is written."""
 
-import contextlib
 import hashlib
-import http.server
 import json
 import os
 import pickle
-import threading
 
 import numpy as np
 import pytest
+from conftest import SHARED, contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +15,6 @@ import prepare
 from prepare import (
     ByteTokenizer,
     CharTokenizer,
-    TiktokenTokenizer,
     dataset_folder,
     encode_marked,
     fetch_gpt2,
@@ -26,21 +23,10 @@ from prepare import (
     tokenizer_from,
 )
 
-REPO = os.path.dirname(os.path.abspath(prepare.__file__))
-SHARED = os.path.join(os.path.dirname(REPO), 'shared', 'data')
 SHAKESPEARE = os.path.join(SHARED, 'tinyshakespeare.txt')
 
 # lone surrogates apart: text() leaves them out however it is asked
 any_text = st.lists(st.characters() | st.integers(0xd800, 0xdfff).map(chr), max_size=40).map(''.join)
-
-
-@pytest.fixture
-def gpt2(monkeypatch):
-    cache = os.path.join(SHARED, 'tiktoken_cache')
-    if not os.path.isdir(cache):
-        pytest.skip(f"{cache} with tiktoken's copy of GPT-2's BPE is not there, and tests stay offline")
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', cache)
-    return TiktokenTokenizer('gpt2')
 
 
 @pytest.fixture
@@ -76,11 +62,6 @@ def run(data, source, **flags):
 
 def ids(folder, split, dtype='<u2'):
     return np.frombuffer((folder / f'{split}.bin').read_bytes(), dtype=dtype).tolist()
-
-
-def contents(folder):
-    """{relative path: bytes} of everything below a folder."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
 
 
 # -----------------------------------------------------------------------------
@@ -654,50 +635,6 @@ CONFIG = b'{"model_type": "gpt2"}'
 
 def blob_sha1(body):
     return hashlib.sha1(b'blob %d\0' % len(body) + body).hexdigest()
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """serve(path, body, ...) -> a hub on 127.0.0.1 in a thread, under HF_ENDPOINT; hub.requests are (path, headers)."""
-    answers, requests = {}, []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = 'HTTP/1.1'
-
-        def do_GET(self):
-            requests.append((self.path, self.headers))
-            status, headers, body = answers.get(self.path, (404, {}, b'Entry not found'))
-            headers = {'Content-Length': len(body), 'Connection': 'close', **headers}
-            self.send_response(status)
-            for key, value in headers.items():
-                if value is not None:
-                    self.send_header(key, str(value))
-            self.end_headers()
-            if headers.get('Transfer-Encoding') == 'chunked':
-                body = b'%x\r\n%s\r\n0\r\n\r\n' % (len(body), body)
-            with contextlib.suppress(OSError):
-                self.wfile.write(body)
-            self.close_connection = True
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{server.server_port}/')
-    monkeypatch.setenv('NO_PROXY', '127.0.0.1')
-    monkeypatch.delenv('HF_TOKEN', raising=False)
-    monkeypatch.setattr(prepare, 'PAUSE', 0.001)
-
-    class Hub:
-        def serve(self, file, body, headers=None, status=200, name='gpt2'):
-            answers[f'/openai-community/{name}/resolve/main/{file}'] = (status, headers or {}, body)
-    Hub.requests, Hub.answers = requests, answers
-    yield Hub()
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 def good(hub):

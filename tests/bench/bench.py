@@ -1,0 +1,80 @@
+"""What the benches share: the machine in a line, sides measured in turn, the memory of a process tree, tables."""
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+SHARED = os.path.join(os.path.dirname(ROOT), 'shared', 'data')
+
+
+def machine():
+    """Processor, cores and versions: what a figure is of."""
+    name = platform.processor() or platform.machine()
+    if os.path.exists('/proc/cpuinfo'):
+        with open('/proc/cpuinfo') as f:
+            name = next((line.split(':')[1].strip() for line in f if line.startswith('model name')), name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    return f'{name}, {cores} cores, Python {platform.python_version()}, {date.today()}'
+
+
+def alternate(sides, rounds):
+    """{name: [what each of `rounds` calls returned]} of {name: function}, the sides taking turns."""
+    results = {name: [] for name in sides}
+    for i in range(rounds):
+        for name, side in sides.items():
+            results[name].append(side())
+            print(f'  round {i + 1}/{rounds}: {name}: {results[name][-1]}', file=sys.stderr, flush=True)
+    return results
+
+
+def median(values):
+    return statistics.median(values)
+
+
+def run(command, cwd=ROOT, env=None):
+    """
+    (seconds, peak megabytes) of a command: wall-clock of the whole process, memory of it and all its children, pages
+    that several of them share counted once (Linux; elsewhere 0). RuntimeError with its output when it fails.
+    """
+    start, peak = time.perf_counter(), 0
+    with subprocess.Popen(command, cwd=cwd, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True) as process:
+        while process.poll() is None:
+            peak = max(peak, sum(map(proportional_memory, family(process.pid))))
+            time.sleep(0.2)  # looking costs the process time
+        seconds, output = time.perf_counter() - start, process.stdout.read()
+    if process.returncode:
+        raise RuntimeError(f'{" ".join(command)} ended with {process.returncode}:\n{output[-2000:]}')
+    return seconds, peak / 1e6
+
+
+def family(pid):
+    """A process and all its descendants."""
+    members = [pid]
+    try:
+        for task in os.listdir(f'/proc/{pid}/task'):
+            with open(f'/proc/{pid}/task/{task}/children') as f:
+                members += [p for child in f.read().split() for p in family(int(child))]
+    except OSError:
+        pass  # it has ended since, or this is not Linux
+    return members
+
+
+def proportional_memory(pid):
+    """Bytes of a process, a page that n processes share counted as a nth."""
+    try:
+        with open(f'/proc/{pid}/smaps_rollup') as f:
+            return next((1024 * int(line.split()[1]) for line in f if line.startswith('Pss:')), 0)
+    except OSError:
+        return 0
+
+
+def table(head, rows):
+    """A Markdown table."""
+    lines = [head, ['---'] * len(head), *rows]
+    return '\n'.join('| ' + ' | '.join(map(str, line)) + ' |' for line in lines)

@@ -1,0 +1,179 @@
+"""
+How fast prepare.py is, end to end, against tiktoken alone and against datasets.map, and how much memory it takes.
+
+    $ python tests/bench/prepare_speed.py                      # the embedded corpus and, where it is, the novels
+    $ python tests/bench/prepare_speed.py --text=book.txt      # another text, plain or compressed
+    $ python tests/bench/prepare_speed.py --gigabyte           # a text of 1 GB too, for the memory
+    $ python tests/bench/prepare_speed.py --bpe                # merges learned here, against the package tokenizers
+
+tiktoken alone is encode_ordinary over the same text, in memory already, on one core, start-up not counted. prepare.py
+is the whole command, from the start of Python to the renamed folder. Needs GPT-2's ranks: TIKTOKEN_CACHE_DIR or a
+network.
+"""
+
+import argparse
+import glob
+import lzma
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from bench import ROOT, SHARED, alternate, machine, median, run, table
+
+import prepare
+
+RAW = """
+import sys, time, tiktoken
+sys.path.insert(0, {root!r})
+import prepare
+cfg = prepare.PrepareConfig()
+files = prepare.files_of({source!r}, cfg, '')
+texts = [piece.parts[0][0] for piece in prepare.documents_in(files, cfg)]
+encoding = tiktoken.get_encoding('gpt2')
+start = time.perf_counter()
+for text in texts:
+    encoding.encode_ordinary(text)
+print(time.perf_counter() - start)
+"""
+
+# the way of nanoGPT's preparation of OpenWebText: map over a dataset of documents, then one bin from the result
+MAP = """
+import sys
+sys.path.insert(0, {root!r})
+import numpy as np, tiktoken, datasets
+import prepare
+datasets.disable_progress_bars()
+cfg = prepare.PrepareConfig()
+files = prepare.files_of({source!r}, cfg, '')
+
+def documents():
+    for piece in prepare.documents_in(files, cfg):
+        yield {{'text': piece.parts[0][0]}}
+
+def tokenize(row):
+    return {{'ids': [*encoding.encode_ordinary(row['text']), encoding.eot_token]}}
+
+encoding = tiktoken.get_encoding('gpt2')
+rows = datasets.Dataset.from_generator(documents, cache_dir={folder!r})
+rows = rows.map(tokenize, remove_columns='text', num_proc={num_proc}).with_format('numpy')
+with open({folder!r} + '/train.bin', 'wb') as f:
+    for batch in rows.iter(100):
+        f.write(np.concatenate(list(batch['ids'])).astype(np.uint16).tobytes())
+"""
+
+
+def raw_seconds(source):
+    command = [sys.executable, '-c', RAW.format(root=ROOT, source=source)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def speed(source, size, folder, rounds):
+    """Rows of MB/s, share of raw tiktoken per process, peak memory."""
+    def ours(num_proc):
+        return run([sys.executable, 'prepare.py', source, '--tokenizer=gpt2', f'--num_proc={num_proc}', '--name=bench',
+                    f'--data_dir={folder}'])
+
+    def mapped(num_proc):
+        with tempfile.TemporaryDirectory(dir=folder) as cache:
+            return run([sys.executable, '-c', MAP.format(root=ROOT, source=source, folder=cache, num_proc=num_proc)])
+    sides = {'tiktoken alone': lambda: (raw_seconds(source), 0.0)}
+    for n in (1, 2):
+        sides[f'prepare.py, {n} process{"es"[:2 * n - 2]}'] = lambda n=n: ours(n)
+        if find_spec('datasets'):
+            sides[f'datasets.map, {n} process{"es"[:2 * n - 2]}'] = lambda n=n: mapped(n)
+    results = alternate(sides, rounds)
+    rates = {name: size / 1e6 / median([seconds for seconds, _ in pairs]) for name, pairs in results.items()}
+    rows = []
+    for name, pairs in results.items():
+        each = rates[name] / rates['tiktoken alone'] / (2 if ' 2 ' in name else 1)
+        memory = median([memory for _, memory in pairs])
+        rows.append([os.path.basename(source), name, f'{rates[name]:.1f}', f'{each:.2f}',
+                     f'{memory:,.0f}' if memory else ''])
+    return rows
+
+
+def text_size(source):
+    cfg = prepare.PrepareConfig()
+    pieces = prepare.documents_in(prepare.files_of(source, cfg, ''), cfg)
+    return sum(len(piece.parts[0][0].encode()) for piece in pieces)
+
+
+def write_gigabyte(path):
+    """A text of 1 GB: the largest corpus at hand over and over, a word of it changed each time."""
+    novels = os.path.join(SHARED, 'novels.txt.xz')
+    if os.path.exists(novels):
+        with lzma.open(novels) as f:
+            text = f.read()
+    else:
+        text = b'\n\n'.join(Path(file).read_bytes() for _, file in prepare.stdlib_files())
+    with open(path, 'wb') as f:
+        i = 0
+        while f.tell() < 1e9:
+            f.write(text.replace(b' the ', b' the%d ' % i))
+            i += 1
+
+
+def learned_bpe(size):
+    """Rows on bpe:SIZE from the embedded corpus: seconds to learn on one core, bytes a token, the merges compared."""
+    texts = [Path(path).read_bytes().decode() for _, path in prepare.stdlib_files()]
+    start = time.perf_counter()
+    tokens = prepare.train_bpe(texts, size)
+    seconds = time.perf_counter() - start
+    sample = '\n'.join(texts[::7])
+    rows = []
+    for name, tokenizer in {f'bpe:{size}': prepare.BPETokenizer(tokens),
+                            'gpt2': prepare.TiktokenTokenizer('gpt2')}.items():
+        each = len(sample.encode()) / len(tokenizer.encode(sample))
+        rows.append([name, f'{seconds:.1f}' if name != 'gpt2' else '', f'{each:.2f}', ''])
+    if find_spec('tokenizers'):
+        import tokenizers
+        theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+        theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        start = time.perf_counter()
+        theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        seconds = time.perf_counter() - start
+        letters = {b: chr(b) if i < 188 else chr(68 + i) for i, b in enumerate(prepare.BYTES_IN_GPT2S_ORDER)}
+        ours = [''.join(letters[b] for b in token) for token in tokens]
+        same = ours == sorted(theirs.get_vocab(), key=theirs.get_vocab().get)
+        rows.append(['tokenizers (Rust, all cores)', f'{seconds:.1f}', '', 'same merges' if same else 'OTHER MERGES'])
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--text', action='append', help='a text to tokenize, or stdlib')
+    parser.add_argument('--rounds', type=int, default=3)
+    parser.add_argument('--gigabyte', action='store_true')
+    parser.add_argument('--bpe', action='store_true')
+    args = parser.parse_args()
+    if os.path.isdir(os.path.join(SHARED, 'tiktoken_cache')):
+        os.environ.setdefault('TIKTOKEN_CACHE_DIR', os.path.join(SHARED, 'tiktoken_cache'))
+    print(machine())
+    if args.bpe:
+        print(table(['tokenizer', 'seconds to learn', 'bytes a token', ''], learned_bpe(8192)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        sources = args.text or ['stdlib', *glob.glob(os.path.join(SHARED, 'novels.txt.xz'))]
+        for source in list(sources):
+            if source.endswith('.xz') and not args.text:  # without the price of decompression, too
+                plain = os.path.join(folder, os.path.basename(source)[:-3])
+                with lzma.open(source) as f, open(plain, 'wb') as g:
+                    g.write(f.read())
+                sources.append(plain)
+        rows = [row for source in sources for row in speed(source, text_size(source), folder, args.rounds)]
+        if args.gigabyte:
+            path = os.path.join(folder, 'gigabyte.txt')
+            write_gigabyte(path)
+            rows += speed(path, os.path.getsize(path), folder, 1)
+    print(table(['text', 'by', 'MB/s', 'of tiktoken alone, a process', 'peak MB'], rows))
+
+
+if __name__ == '__main__':
+    main()
