@@ -1355,11 +1355,10 @@ def choose_split(files, val_files, cfg, fraction):
         characters = sum(len(piece.parts[0][0]) for piece in documents_in(files, cfg))
         return Split(several, cut=int(characters * (1 - fraction)), to_line=size > SMALL)
     if cfg.separator or not all(is_text(file, cfg) for file in files):
-        sizes = Counter()
+        sizes, limit = Counter(), int(fraction * 2**64).to_bytes(8, 'big')
         for piece in documents_in(files, cfg):
             sizes[rank_of(piece.key, cfg.seed)] += sum(len(text.encode()) for text, *_ in piece.parts)
             if size > SMALL and len(sizes) * fraction > 50:
-                limit = int(fraction * 2**64).to_bytes(8, 'big')
                 return Split(several, lambda key: rank_of(key, cfg.seed)[:8] < limit)
     else:
         sizes = {rank_of(file.name, cfg.seed): os.path.getsize(file.path) for file in files}
