@@ -66,7 +66,7 @@ class TrainConfig:
     max_epochs: float | None = None  # passes over the data instead; converted to steps
     max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
     # --- data
-    dataset: str = 'openwebtext'  # folder under data_dir, made by prepare.py or by nanoGPT
+    dataset: str = 'openwebtext'  # folder under data_dir, made by prepare.py or by nanoGPT; a:0.7,b:0.3 mixes
     data_dir: str = 'data'  # where datasets live
     batch_size: int = 12  # sequences of a micro-batch, at most
     gradient_accumulation_steps: int = 5 * 8  # micro-batches of a step over all processes
@@ -266,6 +266,7 @@ class Split:
             raise ValueError(f'{path} has {size:,} bytes, which is not {told:,} tokens of {meta["dtype"]}; '
                              'prepare it again')
         self.path, self.T = path, T
+        self.order = functools.lru_cache(maxsize=2)(epoch_order)
         self.known_vocab = math.inf if meta['foreign'] else meta['vocab_size']
         self.num_tokens = size // dtype.itemsize
         self.num_windows = (self.num_tokens - 1) // T
@@ -316,8 +317,75 @@ class Split:
             return len(starts) * self.T
         return sum(int(np.count_nonzero(self.mask[s + 1:s + 1 + self.T])) for s in starts)
 
+    def starts(self, seed, index):
+        """Where the windows of these numbers start, counted over all epochs; any shape of index."""
+        per_epoch = windows_per_epoch(self.num_tokens, self.T)
+        epochs, places, starts = index // per_epoch, index % per_epoch, np.empty_like(index)
+        for epoch in np.unique(epochs).tolist():
+            starts[epochs == epoch] = self.order(seed, self.num_tokens, self.T, epoch)[places[epochs == epoch]]
+        return starts
 
-@functools.lru_cache(maxsize=2)
+
+class Mixture:
+    """
+    Several splits as one, in which a window is of each by its weight. Positions go on from one split to the next.
+
+    Of every MIXTURE windows each split has its share, to a window, in an order that the seed shuffles; so which window
+    comes at which place is a function of the seed, and each split goes through epochs of its own.
+    """
+    MIXTURE = 10_000
+
+    def __init__(self, names, splits, weights):
+        self.names, self.splits, self.T = names, splits, splits[0].T
+        self.weights = [w / sum(weights) for w in weights]
+        self.bases = np.cumsum([0, *(split.num_tokens for split in splits)])
+        self.num_tokens = int(self.bases[-1])
+        ends = np.round(np.cumsum(self.weights) * self.MIXTURE).astype(np.int64)
+        self.shares = np.diff(ends, prepend=0)
+        self.block = functools.lru_cache(maxsize=2)(self.block)
+
+    def check_ids(self, vocab_size):
+        for split in self.splits:
+            split.check_ids(vocab_size)
+
+    def fingerprint(self):
+        return ' '.join(split.fingerprint() for split in self.splits)
+
+    def block(self, seed, number):
+        """(which split, its how many-th window of the block) of each place in a block of MIXTURE windows."""
+        which = np.random.default_rng((seed, number)).permutation(np.repeat(np.arange(len(self.splits)), self.shares))
+        order = np.empty(self.MIXTURE, dtype=np.int64)
+        for k in range(len(self.splits)):
+            order[which == k] = np.arange(self.shares[k])
+        return which, order
+
+    def starts(self, seed, index):
+        blocks, places, starts = index // self.MIXTURE, index % self.MIXTURE, np.empty_like(index)
+        for number in np.unique(blocks).tolist():
+            which, order = self.block(seed, number)
+            for k, split in enumerate(self.splits):
+                mine = (blocks == number) & (which[places] == k)
+                starts[mine] = self.bases[k] + split.starts(seed + k, number * self.shares[k] + order[places[mine]])
+        return starts
+
+    def gather(self, starts):
+        starts = np.asarray(starts)
+        x, y = (np.empty((len(starts), self.T), dtype=np.int64) for _ in range(2))
+        for mine, split, base in self.by_split(starts):
+            x[mine], y[mine] = split.gather(starts[mine] - base)
+        return x, y
+
+    def num_targets(self, starts):
+        starts = np.asarray(starts)
+        return sum(split.num_targets(starts[mine] - base) for mine, split, base in self.by_split(starts))
+
+    def by_split(self, starts):
+        for k, split in enumerate(self.splits):
+            mine = (starts >= self.bases[k]) & (starts < self.bases[k + 1])
+            if mine.any():
+                yield mine, split, self.bases[k]
+
+
 def epoch_order(seed, num_tokens, T, epoch):
     """
     Where the windows of an epoch start, in the order in which they are seen. Each epoch is cut at another offset and
@@ -331,15 +399,6 @@ def epoch_order(seed, num_tokens, T, epoch):
 
 def windows_per_epoch(num_tokens, T):
     return max((num_tokens - 1) // T - 1, 1)
-
-
-def step_starts(seed, num_tokens, T, step, global_batch):
-    """Where the windows of a step start, (global_batch,): the same ones whatever the number of processes."""
-    per_epoch = windows_per_epoch(num_tokens, T)
-    index = np.arange(step * global_batch, (step + 1) * global_batch)
-    epochs, places = index // per_epoch, index % per_epoch
-    return np.concatenate([epoch_order(seed, num_tokens, T, e)[places[epochs == e]]
-                           for e in range(epochs[0], epochs[-1] + 1)])
 
 
 def share_batch(batch_size, accumulation, world):
@@ -370,7 +429,7 @@ class Batches:
 
     def step(self, step):
         """(how many targets of the global batch count, [a function that loads (x, y, seed)] for each micro-batch)."""
-        starts = step_starts(self.cfg.seed, self.split.num_tokens, self.split.T, step, self.global_batch)
+        starts = self.split.starts(self.cfg.seed, np.arange(step * self.global_batch, (step + 1) * self.global_batch))
         first = self.machine.rank * self.accumulation
         loads = [functools.partial(self.load, starts, step, first + i) for i in range(self.accumulation)]
         return self.split.num_targets(starts), loads
@@ -629,6 +688,27 @@ def evaluate(model, split, num_windows, batch, machine, byte_counts=None):
     return {'loss': float(mean), 'stderr': stderr, 'perplexity': float(np.exp(min(mean, 700))),
             'tokens': int(targets.sum()),
             'bpb': float(loss.sum() / math.log(2) / num_bytes.sum()) if num_bytes.sum() > 0 else None}
+
+
+def evaluate_any(model, split, num_windows, batch, machine, byte_counts=None):
+    """
+    evaluate(), of a Mixture too: each of its splits on its share of the windows, and their mean by weight, as if the
+    windows had been drawn as in training. 'losses' holds those of each.
+    """
+    if isinstance(split, Split):
+        return evaluate(model, split, num_windows, batch, machine, byte_counts)
+    shares = [num_windows and max(round(num_windows * weight), 1) for weight in split.weights]
+    each = [evaluate(model, s, n, batch, machine, byte_counts) for s, n in zip(split.splits, shares, strict=True)]
+
+    def mean(values):
+        return float(np.dot(split.weights, list(values)))
+    loss = mean(e['loss'] for e in each)
+    bits = None
+    if all(e['bpb'] for e in each):  # bits a token over bytes a token, both of the mixture
+        bits = loss / math.log(2) / mean(e['loss'] / math.log(2) / e['bpb'] for e in each)
+    return {'loss': loss, 'stderr': float(np.linalg.norm(np.multiply(split.weights, [e['stderr'] for e in each]))),
+            'perplexity': float(np.exp(min(loss, 700))), 'tokens': sum(e['tokens'] for e in each), 'bpb': bits,
+            'losses': {name: e['loss'] for name, e in zip(split.names, each, strict=True)}}
 
 
 def eval_batch(split, windows, batch):
@@ -894,13 +974,37 @@ def resume_settings(model_cfg, cfg, given, checkpoint, said):
 # -----------------------------------------------------------------------------
 # data and model, opened together because the one must fit the other
 
-def open_dataset(cfg):
-    """(folder, meta) of cfg.dataset. ValueError names the command that makes what is missing."""
-    folder = dataset_folder(cfg.data_dir, cfg.dataset)
-    for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
-        if not os.path.exists(path):
-            raise ValueError(f'{path} does not exist; make it with: {how_to_make(cfg.dataset)}')
-    return folder, read_meta(folder)
+def open_datasets(cfg):
+    """
+    [(name, folder, meta, weight)] of cfg.dataset: one, or several with commas between, their weights after colons or by
+    their size. ValueError names the command that makes what is missing, or what does not go together.
+    """
+    datasets = []
+    for word in cfg.dataset.split(','):
+        name, _, weight = word.partition(':')
+        folder = dataset_folder(cfg.data_dir, name)
+        for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
+            if not os.path.exists(path):
+                raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
+        meta = read_meta(folder)
+        if datasets and meta['tokenizer'] != datasets[0][2]['tokenizer']:
+            raise ValueError(f'the tokenizers of {datasets[0][0]} and {name} differ, so the same ids mean other text; '
+                             'prepare one of them with the tokenizer of the other')
+        datasets.append((name, folder, meta, weight))
+    weights = [float(w) if re.fullmatch(r'\d+\.?\d*|\.\d+', w) else 0.0 for *_, w in datasets]
+    if not any(w for *_, w in datasets):
+        weights = [float(os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize)
+                   for _, folder, meta, _ in datasets]
+    if not all(weights) and len(datasets) > 1:
+        raise ValueError(f'dataset={cfg.dataset!r}: give all of them a weight above 0, as in a:0.7,b:0.3, or none')
+    return [(name, folder, meta, weight) for (name, folder, meta, _), weight in zip(datasets, weights, strict=True)]
+
+
+def open_split(datasets, name, T):
+    """The Split of that name of one dataset, the Mixture of several."""
+    splits = [Split(folder, name, meta, T) for _, folder, meta, _ in datasets]
+    return splits[0] if len(splits) == 1 else Mixture([d[0] for d in datasets], splits,
+                                                           [d[3] for d in datasets])
 
 
 def vocab_for(meta):
@@ -1092,7 +1196,7 @@ class Run:
     model: GPT
     forward: torch.nn.Module  # the model, compiled where that was chosen
     batches: Batches
-    val: Split
+    val: Split | Mixture
     byte_counts: np.ndarray | None
     optimizers: list
     scaler: torch.amp.GradScaler
@@ -1109,16 +1213,19 @@ def evaluate_both(run):
     cfg, machine = run.cfg, run.machine
     num_val, num_train = eval_windows(cfg, run.val.T)
     began = time.perf_counter()
-    evaluation = functools.partial(evaluate, run.forward, batch=run.batches.micro_batch, machine=machine)
+    evaluation = functools.partial(evaluate_any, run.forward, batch=run.batches.micro_batch, machine=machine)
     val = evaluation(run.val, num_val, byte_counts=run.byte_counts)
     train = evaluation(run.batches.split, num_train)
     took = time.perf_counter() - began
     bpb = '' if val['bpb'] is None else f', {val["bpb"]:.4f} bits per byte'
     text = (f'step {run.state.iter_num}: val loss {val["loss"]:.4f} +- {val["stderr"]:.4f}, perplexity '
             f'{val["perplexity"]:.2f}{bpb} ({val["tokens"]:,} tokens); train loss {train["loss"]:.4f}; {took:.1f} s')
+    losses = val.get('losses', {})
+    text += ''.join(f', {name} {loss:.4f}' for name, loss in losses.items())
     return text, {'step': run.state.iter_num, 'val_loss': val['loss'], 'val_stderr': val['stderr'],
                   'val_perplexity': val['perplexity'], 'val_bpb': val['bpb'], 'val_tokens': val['tokens'],
-                  'train_loss': train['loss'], 'eval_seconds': took}
+                  'train_loss': train['loss'], 'eval_seconds': took,
+                  **{f'val_loss_{name}': loss for name, loss in losses.items()}}
 
 
 def book_evaluation(run):
@@ -1274,8 +1381,9 @@ def announce(run, model_cfg, given, said, meta, resumed):
     say(f'compile: {"on" if machine.compile else "off"} ({machine.reasons["compile"]})')
     say(f'attention: scaled_dot_product_attention, {attention_kernel(model, batches.micro_batch, machine)} kernel')
     kind = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
-    say(f'data: {cfg.dataset}, {batches.split.num_tokens:,} training and {run.val.num_tokens:,} validation tokens, '
-        f'{kind} tokenizer' + (' (no meta.json: read as nanoGPT would)' if meta['foreign'] else ''))
+    shares = f' ({", ".join(f"{w:.1%}" for w in run.val.weights)})' if isinstance(run.val, Mixture) else ''
+    say(f'data: {cfg.dataset}{shares}, {batches.split.num_tokens:,} training and {run.val.num_tokens:,} validation '
+        f'tokens, {kind} tokenizer' + (' (no meta.json: read as nanoGPT would)' if meta['foreign'] else ''))
     c = model.config
     say(f'model: {c.preset}, {c.n_layer} layers x {c.n_embd} channels x {c.n_head} heads, context {c.block_size}, '
         f'vocabulary {c.vocab_size}: {model.num_params():,} parameters, '
@@ -1298,7 +1406,8 @@ def announce(run, model_cfg, given, said, meta, resumed):
 
 def main(argv=None):
     model_cfg, cfg, given, resumed, said = read_settings(argv)
-    folder, meta = open_dataset(cfg)
+    datasets = open_datasets(cfg)
+    meta = datasets[0][2]
     machine = open_machine(cfg)
     try:
         checkpoint = resumed.checkpoint if resumed else None
@@ -1308,7 +1417,7 @@ def main(argv=None):
         if cfg.init_from.startswith('gpt2') and machine.world > 1 and not machine.rank:
             dist.barrier()
         T = model.config.block_size
-        splits = {name: Split(folder, name, meta, T) for name in ('train', 'val')}
+        splits = {name: open_split(datasets, name, T) for name in ('train', 'val')}
         if machine.rank == 0:
             for split in splits.values():
                 split.check_ids(model.config.vocab_size)

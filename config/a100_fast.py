@@ -1,6 +1,6 @@
 # quick experiments on one A100: GPT-2's smallest shape with half its context
 #
-#   python prepare.py WIKITEXT_FOLDER --name=wikitext103 --tokenizer=gpt2
+#   python prepare.py wikitext103
 #   python train.py config/a100_fast.py
 #
 # hardware: one A100. time and score: not measured

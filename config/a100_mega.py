@@ -1,6 +1,6 @@
 # GPT-2 large's shape on one A100
 #
-#   python prepare.py WIKITEXT_FOLDER --name=wikitext103 --tokenizer=gpt2
+#   python prepare.py wikitext103
 #   python train.py config/a100_mega.py
 #
 # hardware: one A100. time and score: not measured

@@ -1,6 +1,6 @@
 # a wider GPT for one A100, the size to settle on
 #
-#   python prepare.py WIKITEXT_FOLDER --name=wikitext103 --tokenizer=gpt2
+#   python prepare.py wikitext103
 #   python train.py config/a100_production.py
 #
 # hardware: one A100. time and score: not measured

@@ -1,6 +1,6 @@
 # GPT-2 124M, nanoGPT's recipe: OpenAI's shape, AdamW, half a million tokens a step
 #
-#   python prepare.py FILE_OR_FOLDER --name=openwebtext --tokenizer=gpt2
+#   python prepare.py openwebtext
 #   torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py
 #
 # hardware: a node of 8 A100. time and score: not measured here (nanoGPT reports 4 days on 8 A100 40GB, loss 2.85)

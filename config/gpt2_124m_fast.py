@@ -1,6 +1,6 @@
 # a modern GPT of GPT-2 124M's width and depth: rotary positions, QK-norm, ReLU^2, Muon; what a large GPU starts with
 #
-#   python prepare.py FILE_OR_FOLDER --name=openwebtext --tokenizer=gpt2
+#   python prepare.py openwebtext
 #   python train.py config/gpt2_124m_fast.py
 #   torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m_fast.py
 #

@@ -1,6 +1,6 @@
 # a character-level GPT on the works of Shakespeare, nanoGPT's recipe: good for learning and for playing
 #
-#   python prepare.py shakespeare.txt --name=shakespeare_char --tokenizer=char
+#   python prepare.py shakespeare_char
 #   python train.py config/shakespeare_char.py
 #   python sample.py --start="ROMEO:"
 #
