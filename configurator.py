@@ -308,6 +308,8 @@ def call_main(main):
     Calls main() as a script's entry point: a ValueError that our own files raise is a sentence for the user and ends
     the program with status 1; one from anywhere deeper is a defect and keeps its traceback.
     """
+    if hasattr(sys.stdout, 'reconfigure'):
+        sys.stdout.reconfigure(errors='backslashreplace')  # a terminal that cannot show a character ends no run
     try:
         sys.exit(main())
     except ValueError as e:

@@ -39,7 +39,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from itertools import chain, groupby, islice, pairwise
 from typing import Literal, NamedTuple
@@ -82,10 +82,10 @@ class PrepareConfig:
 
     def problems(self):
         """What is wrong with the settings, a sentence each."""
-        wrong = []
-        kind, _, size = (self.tokenizer or 'byte').partition(':')
-        is_file = os.path.basename(kind) == 'tokenizer.json' or os.path.isdir(self.tokenizer or '')
-        if kind not in ('byte', 'char', 'bpe', *TIKTOKEN_NAMES) and not is_file:
+        wrong, name = [], self.tokenizer or 'byte'
+        kind, _, size = name.partition(':')
+        is_file = os.path.basename(name) == 'tokenizer.json' or os.path.isdir(name)
+        if name not in ('byte', 'char', *TIKTOKEN_NAMES) and kind != 'bpe' and not is_file:
             wrong.append(f'tokenizer={self.tokenizer!r} is unknown; there are byte, char, bpe:SIZE, '
                          f'{", ".join(TIKTOKEN_NAMES)}, and the path of a tokenizer.json')
         if kind == 'bpe' and not (size.isascii() and size.isdigit() and 257 <= int(size) <= 2**20):
@@ -98,6 +98,9 @@ class PrepareConfig:
                 wrong.append(f'{name}={getattr(self, name)} must be at least 1')
         if self.separator == '':
             wrong.append('separator is empty; leave it out, or name the text between documents')
+        if self.template != 'auto' and self.text_field:
+            wrong.append(f'template={self.template!r} is for instruction data, and text_field={self.text_field!r} asks '
+                         'for one text of a row; leave out one of them')
         if self.append and self.tokenizer:
             wrong.append('append=True takes the tokenizer of the dataset; leave out --tokenizer')
         if self.append and not self.name:
@@ -116,6 +119,10 @@ class Tokenizer:
     that a prompt and a chat template may name; text that is data never becomes one.
     """
     n_vocab, eot, bos = 0, None, None
+
+    @cached_property
+    def sizes(self):
+        return token_bytes(self)
 
     @property
     def specials(self):
@@ -250,7 +257,9 @@ class BPETokenizer(TiktokenTokenizer):
 
     def spec(self):
         spec = {'kind': 'bpe', 'tokens': [token and token.decode('latin-1') for token in self.tokens]}
-        if self.special_ids != {'<|endoftext|>': len(self.tokens)} or self.pattern != GPT2_SPLIT or self.nfc:
+        ours = BPETokenizer.__init__.__defaults__  # those of a tokenizer learned here are left out
+        if (self.pattern, self.bos, self.nfc) != (ours[0], ours[3], ours[4]) or \
+                (self.special_ids, self.eot) != ({'<|endoftext|>': len(self.tokens)}, len(self.tokens)):
             spec |= {'pattern': self.pattern, 'specials': self.special_ids, 'eot': self.eot, 'bos': self.bos,
                      'nfc': self.nfc}
         return spec
@@ -379,18 +388,31 @@ def read_tokenizer_json(path):
 
 
 def check_merges(merges, vocab):
-    """ValueError unless merging by the id of the result, which is what tiktoken does, is merging in this order."""
-    last, made = -1, set()
+    """
+    ValueError unless tiktoken, which merges whatever makes the token of the lowest id, and takes a word that is a token
+    as it is, merges as this list does: in order of ids, and every token from its own letters.
+    """
+    rank, last = {}, -1
     for pair in merges:
         left, right = pair.split(' ') if isinstance(pair, str) else pair
         new = vocab[left + right]
         if new < last:
             raise ValueError(f'its merge {left!r} + {right!r} comes later than that of a higher id')
         last = new
-        made.add(left + right)
-    lost = next((token for token in vocab if len(token) > 1 and token not in made), None)
-    if lost is not None:
-        raise ValueError(f'no merge makes its token {lost!r}')
+        rank.setdefault((left, right), len(rank))
+    for token in vocab:
+        word = list(token)
+        while len(word) > 1:
+            best = min(pairwise(word), key=lambda pair: rank.get(pair, len(rank)))
+            if best not in rank:
+                raise ValueError(f'its merges leave its token {token!r} in pieces: {" ".join(word)!r}')
+            word = merge(word, best, ''.join(best))
+
+
+# Llama 3's rule, Qwen's, which takes digits one by one, and GPT-2's as a plain expression
+KNOWN_SPLITS = [r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits +
+                r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+' for digits in (r'\p{N}{1,3}', r'\p{N}')]
+KNOWN_SPLITS.append(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
 
 def split_pattern(pre):
@@ -407,9 +429,8 @@ def split_pattern(pre):
         return r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s"""
     if kinds == ['Split', 'ByteLevel'] and not by_regex:
         pattern, split = steps[0]['pattern'].get('Regex'), steps[0]
-        unknown = re.sub(r'\\[sSdDwWrnt]|\\[pP]\{\w+\}|\\[^\w]', '', pattern or '\\')
-        if split['behavior'] == 'Isolated' and not split.get('invert') and '\\' not in unknown:
-            return rf'{pattern}|(?:(?!{pattern})[\s\S])+'  # what matches nowhere is a word too
+        if split['behavior'] == 'Isolated' and not split.get('invert') and pattern in KNOWN_SPLITS:
+            return pattern
     raise ValueError(f'its pre_tokenizer {json.dumps(pre)[:200]} is not known here')
 
 
@@ -696,10 +717,19 @@ FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) if s != '.bi
 
 
 def files_under(folder, suffixes, left_out=()):
-    """[(relative path, path)] of the files below a folder, sorted, hidden ones and the folders left_out not entered."""
-    found = []
-    for here, folders, names in os.walk(folder):
+    """
+    [(relative path, path)] of the files below a folder, sorted; hidden ones, datasets and the folders left_out are not
+    entered, links are followed once.
+    """
+    def fail(error):
+        raise ValueError(f'{error.filename} cannot be read: {error.strerror}') from None
+    found, seen = [], set()
+    for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         folders[:] = [f for f in folders if f not in left_out and not f.startswith('.')]
+        if os.path.realpath(here) in seen or {'meta.json', 'train.bin'} <= set(names):
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(here))
         for name in names:
             path = os.path.join(here, name)
             if name.lower().endswith(suffixes) and not name.startswith('.') and os.path.isfile(path):
@@ -721,6 +751,8 @@ def stdlib_files():
 def kind_of(name, cfg):
     """How a file is read: as cfg.format says, or by its name, compression apart."""
     name = name.lower()
+    if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar)$', name):
+        raise ValueError(f'{name} is an archive; unpack it, and name the folder')
     stem, suffix = os.path.splitext(name)
     suffix = os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
     return KINDS.get(suffix, 'text') if cfg.format == 'auto' else cfg.format
@@ -728,23 +760,31 @@ def kind_of(name, cfg):
 
 def files_of(source, cfg, spool):
     """
-    [File] of a source as the command line names it. URLs are downloaded; standard input, which can be read once only,
-    is written to the file spool. ValueError where there is nothing.
+    [File] of a source as the command line names it. URLs are downloaded; standard input and pipes, which can be read
+    once only, are written to the file spool. ValueError where there is nothing.
     """
     if source == 'stdlib':
         return [File(path, name, 'text') for name, path in stdlib_files()]
-    if source == '-':
-        with open(spool, 'wb') as f:
-            shutil.copyfileobj(sys.stdin.buffer, f, 1 << 20)
+    if source in CORPORA and not os.path.exists(source):
+        raise ValueError(f'{source} is a corpus by name, which is prepared alone; train on several datasets with '
+                         f'--dataset={source},OTHER')
+    is_pipe = os.path.exists(source) and not os.path.isdir(source) and not os.path.isfile(source)
+    if source == '-' or is_pipe:
+        os.makedirs(os.path.dirname(spool), exist_ok=True)
+        stdin = contextlib.nullcontext(sys.stdin.buffer)
+        with open(spool, 'wb') as f, open(source, 'rb') if is_pipe else stdin as g:
+            shutil.copyfileobj(g, f, 1 << 20)
         return [File(spool, 'stdin', 'text' if cfg.format == 'auto' else cfg.format)]
     if source.startswith(('http://', 'https://')):
         path = fetch_to_downloads(source, cfg.data_dir)
         name = os.path.basename(path).split('-', 1)[1]
         return [File(path, name, kind_of(name, cfg))]
     if os.path.isdir(source):
+        if os.path.exists(os.path.join(source, 'meta.json')) and os.path.exists(os.path.join(source, 'train.bin')):
+            raise ValueError(f'{source} is a dataset, made already; train on it, or prepare what it was made of')
         found = files_under(source, FOLDER_SUFFIXES if cfg.format == 'auto' else '')
         if not found:
-            raise ValueError(f'{source} holds no text files ({" ".join((*TEXT_SUFFIXES, *KINDS))}, or compressed ones)')
+            raise ValueError(f'{source} holds no text files ({" ".join((*TEXT_SUFFIXES, *KINDS))})')
         return [File(path, name, kind_of(name, cfg)) for name, path in found]
     if os.path.isfile(source):
         return [File(source, os.path.basename(source), kind_of(source, cfg))]
@@ -823,8 +863,21 @@ def is_text(file, cfg):
     """Whether a file is text as it stands; a .json file is, unless it is a list of rows."""
     if file.kind != 'json' or cfg.format != 'auto':
         return file.kind == 'text'
-    head = next((block.lstrip() for block in text_blocks(file, cfg) if block.strip()), '')
-    return not re.match(r'\[\s*["{]', head)
+    return not re.match(r'\[\s*["{]', head_of(file, cfg)) and not is_jsonl(file, cfg)
+
+
+def head_of(file, cfg):
+    """The first block of a file that is not blank."""
+    return next((block.lstrip() for block in text_blocks(file, cfg) if block.strip()), '')
+
+
+def is_jsonl(file, cfg):
+    """Whether a .json file is rows, one a line: its first line is a whole object, and another begins behind it."""
+    first, _, rest = head_of(file, cfg).partition('\n')
+    try:
+        return isinstance(json.loads(first), dict) and rest.lstrip()[:1] == '{'
+    except (ValueError, RecursionError):
+        return False
 
 
 def pieces_of(blocks, key=None, separator=None):
@@ -844,8 +897,8 @@ def pieces_of(blocks, key=None, separator=None):
             if document or not start or not separator:
                 yield Piece([(document, False, True)], start, True, document if name is None else name)
             start, name = True, key
-        text = text.lstrip('\r\n') if separator and start else text
         while len(text) > 2 * PIECE:
+            text = text.lstrip('\r\n') if separator and start else text
             at = safe_cut(text, PIECE)
             head, text = text[:at], text[at:]
             name = head if name is None else name
@@ -888,8 +941,8 @@ def byte_blocks(path, progress=None):
     """A file's bytes in blocks of a megabyte, decompressed as its name says; progress is told of bytes on the disk."""
     suffix, seen = os.path.splitext(path)[1].lower(), 0
     try:
-        with open(path, 'rb') as raw, decompressed(raw, suffix) as f:
-            while block := f.read(1 << 20):
+        with open(path, 'rb') as raw:
+            for block in decompressed(raw, suffix):
                 yield block
                 if progress:
                     progress.add(raw.tell() - seen)
@@ -901,16 +954,33 @@ def byte_blocks(path, progress=None):
 
 
 def decompressed(raw, suffix):
-    """The file of what an open file holds, by its suffix."""
-    if suffix in ('.xz', '.lzma'):
-        return lzma.open(raw)
+    """The blocks of what an open file holds, by its suffix."""
+    if suffix == '.zst' and sys.version_info < (3, 14):
+        yield from zstandard_blocks(raw)
+        return
     if suffix == '.zst':
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-            return zstd.open(raw)
-        zstandard = optional('zstandard', 'reads .zst files')
-        return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
-    return {'.gz': gzip.open, '.bz2': bz2.open}.get(suffix, lambda f: f)(raw)
+        from compression import zstd
+        f = zstd.open(raw)
+    else:
+        f = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open}.get(suffix, lambda f: f)(raw)
+    while block := f.read(1 << 20):
+        yield block
+
+
+def zstandard_blocks(raw):
+    """What a .zst file holds, frame by frame; the package's own reader takes a file that was cut for a whole one."""
+    zstandard = optional('zstandard', 'reads .zst files')
+    try:
+        frame, data = None, raw.read(1 << 14)
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(data)
+            data = frame.unused_data or raw.read(1 << 14)
+            frame = None if frame.eof else frame
+    except zstandard.ZstdError as e:
+        raise EOFError(e) from None
+    if frame:
+        raise EOFError('it ends in the middle')
 
 
 def optional(module, what):
@@ -923,7 +993,10 @@ def optional(module, what):
 def token_pieces(file, progress=None):
     """The token ids of one of llm.c's shards: 256 int32 (magic, version, count), then that many uint16."""
     size = os.path.getsize(file.path)
-    header = np.fromfile(file.path, dtype='<i4', count=256)
+    try:
+        header = np.fromfile(file.path, dtype='<i4', count=256)
+    except OSError as e:
+        raise ValueError(f'{file.path} cannot be read: {e.strerror or e}') from None
     if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
         raise ValueError(f'{file.path} is no shard of GPT-2 tokens: its header does not begin with 20240520 and 1')
     if size != 1024 + 2 * int(header[2]):
@@ -968,13 +1041,15 @@ def rows_in(file, cfg, progress=None):
     elif file.kind == 'csv':
         csv.field_size_limit(2**31 - 1)
         delimiter = '\t' if '.tsv' in os.path.basename(file.path).lower() else ','
-        reader = csv.DictReader(lines_of(text_blocks(file, cfg, progress)), delimiter=delimiter)
+        reader = csv.DictReader(lines_of(text_blocks(file, cfg, progress)), delimiter=delimiter, strict=True)
         try:
             for row in reader:
+                if None in row:
+                    raise csv.Error(f'{len(row[None])} values more than the head has fields: {str(row[None])[:50]}')
                 yield f'{file.path}, line {reader.line_num}', row
         except csv.Error as e:
             raise ValueError(f'{file.path}, line {reader.line_num}: {e}') from None
-    elif file.kind == 'json':
+    elif file.kind == 'json' and not is_jsonl(file, cfg):
         yield from json_elements(file, cfg, progress)
     else:
         for number, line in enumerate(lines_of(text_blocks(file, cfg, progress)), 1):
@@ -1006,6 +1081,8 @@ def json_elements(file, cfg, progress=None):
     while True:
         at = re.compile(r'\s*[,\[]?\s*' if number == 0 else r'\s*,?\s*').match(text, at).end()
         if text[at:at + 1] == ']':
+            if text[at + 1:].strip() or any(block.strip() for block in blocks):
+                raise ValueError(f'{file.path} goes on behind the end of its list, after element {number}')
             return
         try:
             element, at = decoder.raw_decode(text, at)
@@ -1069,7 +1146,7 @@ def parts_of(row, place, cfg):
     if turns is not None:
         chosen = template if cfg.template == 'auto' else cfg.template
         answered = any(role == 'assistant' and text for role, text in turns)
-        return render(turns, chosen, place) if answered else None
+        return render(turns, chosen, template) if answered else None
     field = field or next((name for name in ('text', 'content') if name in row), None)
     if field not in row:
         has = ', '.join(map(str, row)) or 'none'
@@ -1096,13 +1173,13 @@ def turns_of(row, place):
         if value is not None and not isinstance(value, str):
             raise ValueError(f'{place}: {json.dumps(value, default=str)[:50]} stands where a text was expected')
         return whole(value or '')
-    messages = row.get('messages') or row.get('conversations')
+    messages = row.get('messages', row.get('conversations'))
     answer = next((name for name in ANSWERS if name in row), None)
-    if messages and isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
+    if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
         turns = []
         for message in messages:
             role = message.get('role') or message.get('from')
-            role = ROLES.get(role, role)
+            role = ROLES.get(role, role) if isinstance(role, str) else role
             if role not in ('system', 'user', 'assistant'):
                 raise ValueError(f'{place}: a message of role {role!r}; known are system, user and assistant')
             turns.append((role, text(message.get('content') or message.get('value'))))
@@ -1116,8 +1193,11 @@ def turns_of(row, place):
     return None, None
 
 
-def render(turns, template, place):
-    """The parts of a conversation: only what the assistant says, and the mark that ends it, counts in the loss."""
+def render(turns, template, suited):
+    """
+    The parts of a conversation: only what the assistant says, and the mark that ends it, counts in the loss. `suited`
+    is the template that the row calls for: a prompt and its completion are joined as they are by plain.
+    """
     marks, between = TEMPLATES[template], BETWEEN[template]
     joined = []  # what a template has no turn of its own for goes into the user's
     for role, text in turns:
@@ -1128,8 +1208,8 @@ def render(turns, template, place):
             joined.append((role, text.strip() if template in ('gemma', 'llama3') else text))
     if template == 'alpaca' and joined[0][0] != 'system':
         joined.insert(0, ('system', ALPACA[0].format(ALPACA[1] if any(role == 'input' for role, _ in turns) else '')))
-    if template == 'plain' and len(joined) == 2:
-        between = ''  # a prompt and its answer say themselves what stands between them
+    if template == suited == 'plain':
+        between = ''  # they say themselves what stands between them
     parts = []
     for i, (role, text) in enumerate(joined):
         before, after = marks[role]
@@ -1177,15 +1257,13 @@ def encode_batch(tokenizer, batch, bos=None, eot=None):
         arrays, masks, numbers = made.setdefault(split, ([], [], [0, 0]))
         if isinstance(piece.parts, np.ndarray):  # ids already
             ids, mask = piece.parts, None
-            numbers[0] += len(tokenizer.decode(ids.tolist()))
             numbers[1] += int(np.count_nonzero(ids == tokenizer.eot))
         else:
             ids, mask = encode_parts(tokenizer, piece.parts)
-            numbers[0] += sum(len(text.encode('utf-8', 'surrogatepass')) for text, *_ in piece.parts)
             numbers[1] += piece.end
             if piece.start and bos is not None:
                 ids, mask = np.append(bos, ids), mask if mask is None else np.append(np.uint8(0), mask)
-            if piece.end and eot is not None:
+            if piece.end and eot is not None and not (mask is not None and ids[-1] == eot):  # as a template's end
                 ids, mask = np.append(ids, eot), mask if mask is None else np.append(mask, np.uint8(1))
         arrays.append(ids)
         masks.append(mask)
@@ -1195,6 +1273,7 @@ def encode_batch(tokenizer, batch, bos=None, eot=None):
 def encoded(tokenizer, arrays, masks, numbers):
     ids = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
     assert not ids.size or ids.max() < tokenizer.n_vocab, 'a tokenizer gave an id beyond its vocabulary'
+    numbers[0] = int(tokenizer.sizes[ids].sum())
     mask = None
     if any(m is not None for m in masks):
         mask = np.concatenate([np.ones(len(a), np.uint8) if m is None else m
@@ -1231,7 +1310,8 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
         yield from (encode_batch(tokenizer, batch, bos, eot) for batch in batches)
         return
     idle, processes = queue.SimpleQueue(), []
-    context = multiprocessing.get_context('fork' if 'fork' in multiprocessing.get_all_start_methods() else 'spawn')
+    assert len(tokenizer.sizes) == tokenizer.n_vocab  # made before the fork, once for all
+    context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS forks badly
     pipes = [context.Pipe() for _ in range(num_proc)]
     for ours, theirs in pipes:
         others = [end for pair in pipes for end in pair if end is not theirs]
@@ -1324,10 +1404,10 @@ def rank_of(key, seed):
 def hold_out(sizes, fraction):
     """
     The ranks held out, {rank: bytes} being given: whole documents, the lowest ranks first, until they make up the
-    fraction of all bytes. At least one document stays on either side.
+    fraction of all bytes. At least one document stays on either side, and one that is more than half of all is trained.
     """
     held, held_bytes, total = set(), 0, sum(sizes.values())
-    for rank in sorted(sizes)[:-1]:
+    for rank in sorted(rank for rank in sizes if 2 * sizes[rank] <= total or len(sizes) == 1)[:len(sizes) - 1]:
         if held and held_bytes >= fraction * total:
             break
         held.add(rank)
@@ -1358,7 +1438,7 @@ def choose_split(files, val_files, cfg, fraction):
         sizes, limit = Counter(), int(fraction * 2**64).to_bytes(8, 'big')
         for piece in documents_in(files, cfg):
             sizes[rank_of(piece.key, cfg.seed)] += sum(len(text.encode()) for text, *_ in piece.parts)
-            if size > SMALL and len(sizes) * fraction > 50:
+            if size > SMALL and len(sizes) > min(50 / fraction, 1e6):
                 return Split(several, lambda key: rank_of(key, cfg.seed)[:8] < limit)
     else:
         sizes = {rank_of(file.name, cfg.seed): os.path.getsize(file.path) for file in files}
@@ -1390,6 +1470,16 @@ def assign(files, val_files, cfg, split, progress=None):
         yield 'val', piece
 
 
+@lru_cache(maxsize=1)
+def load_tokenizer(name):
+    """A tokenizer that is there already; None for one that is made from the text."""
+    if name == 'char' or name.startswith('bpe:'):
+        return None
+    if name == 'byte':
+        return ByteTokenizer()
+    return TiktokenTokenizer(name) if name in TIKTOKEN_NAMES else read_tokenizer_json(name)
+
+
 def make_tokenizer(name, pieces, several, size):
     """
     The tokenizer that a setting names. pieces() goes through (split, Piece) of everything, `size` bytes of files:
@@ -1397,8 +1487,6 @@ def make_tokenizer(name, pieces, several, size):
     it is more than BPE_BYTES.
     """
     kind, _, number = name.partition(':')
-    if kind == 'byte':
-        return ByteTokenizer()
     if kind == 'char':
         chars = set()
         for _, piece in pieces():
@@ -1409,7 +1497,7 @@ def make_tokenizer(name, pieces, several, size):
         texts = (text for i, (side, piece) in enumerate(pieces()) if side == 'train' and i % every == 0
                  for text, *_ in piece.parts)
         return BPETokenizer(train_bpe(texts, int(number) - 1))
-    return TiktokenTokenizer(name) if name in TIKTOKEN_NAMES else read_tokenizer_json(name)
+    return load_tokenizer(name)
 
 
 BPE_BYTES = 1 << 28  # of files that merges are learned from
@@ -1484,20 +1572,18 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
     Writes the documents of files as a dataset, or behind the one that is there if cfg.append, and returns its meta.
     Whatever stood under the name is replaced at the end, at once.
     """
-    old = read_meta(folder) if cfg.append else None
     size = sum(os.path.getsize(file.path) for file in (*files, *val_files))
     split = choose_split(files, val_files, cfg, fraction)
-    tokenizer = tokenizer_from(old['tokenizer']) if old else \
-        make_tokenizer(cfg.tokenizer, lambda: assign(files, val_files, cfg, split), split.several, size)
-    if cfg.bos and tokenizer.bos is None:
-        raise ValueError('bos=True needs a tokenizer with a begin-of-text id of its own, which is one of a '
-                         'tokenizer.json; with others, the end-of-text id between documents is both')
-    dtype, eot = id_type(tokenizer), tokenizer.eot if split.several else None
     with partial_folder(folder) as partial:
-        if old:
-            for name in ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin'):
-                if os.path.exists(os.path.join(folder, name)):
-                    shutil.copyfile(os.path.join(folder, name), os.path.join(partial, name))
+        old = copy_dataset(folder, partial) if cfg.append else None
+        tokenizer = tokenizer_from(old['tokenizer']) if old else \
+            make_tokenizer(cfg.tokenizer, lambda: assign(files, val_files, cfg, split), split.several, size)
+        if cfg.bos and tokenizer.bos is None:
+            raise ValueError('bos=True needs a tokenizer with a begin-of-text id of its own, which is one of a '
+                             'tokenizer.json; with others, the end-of-text id between documents is both')
+        if files[0].kind == 'tokens' and tokenizer.spec() != {'kind': 'tiktoken', 'name': 'gpt2'}:
+            raise ValueError(f"shards hold GPT-2's tokens, and {folder} has another tokenizer")
+        dtype, eot = id_type(tokenizer), tokenizer.eot if split.several else None
         bins = {s: BinWriter(partial, s, dtype, old and old['splits'][s]) for s in ('train', 'val')}
         for writer in bins.values():
             if old and eot is not None and writer.last_id() not in (None, eot):
@@ -1517,14 +1603,15 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
             raise ValueError(f'{source} holds no text')
         if split.tail:
             cut_tail(bins, places, before['train']['bytes'], fraction, source)
-        empty = [s for s, writer in bins.items() if not writer.counts['documents']]
+        empty = [s for s, writer in bins.items() if not writer.counts['bytes']]
         if empty:
-            raise ValueError(f'no document of {source} would be {"trained" if empty == ["train"] else "validated"} on; '
-                             'name a validation source with --val, or change --val_fraction')
+            hint = f' (or does {cfg.separator!r} not occur in it?)' if cfg.separator else ''
+            raise ValueError(f'no text of {source} would be {"trained" if empty == ["train"] else "validated"} on{hint}'
+                             '; name a validation source with --val, or change --val_fraction')
         meta = {'format': FORMAT, 'dtype': 'uint16' if dtype == '<u2' else 'uint32', 'vocab_size': tokenizer.n_vocab,
                 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
                 'splits': {s: writer.close() for s, writer in bins.items()},
-                'source': f'{old["source"]}, {source}' if old else source}
+                'source': f'{old.get("source", "unknown")}, {source}' if old else source}
         with open(os.path.join(partial, 'meta.json'), 'w', encoding='utf-8') as f:
             json.dump(meta, f, indent=1)
             f.flush()
@@ -1532,10 +1619,36 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
         aside = f'{partial}.{os.getpid()}'  # a name that nobody gives a dataset
         if os.path.exists(folder):
             os.rename(folder, aside)
-        os.rename(partial, folder)
+        try:
+            os.rename(partial, folder)
+        except BaseException:
+            if os.path.exists(aside):
+                os.rename(aside, folder)
+            raise
         for left in glob.glob(glob.escape(partial) + '.*'):  # this one, and any that a kill left here
-            shutil.rmtree(left, ignore_errors=True)
+            remove(left)
     return meta
+
+
+OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'meta.json')
+
+
+def copy_dataset(folder, partial):
+    """Copies the bins of a dataset, proves them whole, and returns its meta."""
+    meta = read_meta(folder)
+    for s in ('train', 'val'):
+        for name, key in ((f'{s}.bin', 'sha256'), (f'{s}.mask.bin', 'mask_sha256')):
+            path = os.path.join(partial, name)
+            if os.path.exists(os.path.join(folder, name)):
+                shutil.copyfile(os.path.join(folder, name), path)
+                if hash_file(path) != meta['splits'][s].get(key):
+                    raise ValueError(f'{os.path.join(folder, name)} is not what meta.json says of it; prepare it again')
+    return meta
+
+
+def remove(path):
+    """A file, or a folder with all that is in it."""
+    shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) and not os.path.islink(path) else os.remove(path)
 
 
 @contextlib.contextmanager
@@ -1547,8 +1660,12 @@ def partial_folder(folder):
     try:
         lock(descriptor, partial)
         for entry in os.scandir(partial):  # of a run that was killed
-            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.remove(entry.path)
-        yield partial
+            remove(entry.path)
+        try:
+            yield partial
+        except BaseException:
+            remove(partial)
+            raise
     finally:
         if descriptor is not None:
             os.close(descriptor)
@@ -1585,10 +1702,10 @@ class PlainUnpickler(pickle.Unpickler):
 def dataset_folder(data_dir, dataset):
     """The folder of a dataset by name; a name that leads out of data_dir is refused."""
     parts = dataset.replace('\\', '/').rstrip('/').split('/')
-    if os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or '\0' in dataset:
+    if os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or '\0' in dataset or ':' in dataset:
         raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}; for another place set '
                          '--data_dir')
-    if '.partial' in parts[-1]:
+    if re.search(r'\.partial(\.\d+)?$', parts[-1]):
         raise ValueError(f'dataset={dataset!r} is a dataset that is being written, or was when it was killed')
     return os.path.join(data_dir, *parts)
 
@@ -1605,7 +1722,7 @@ def read_meta(folder):
                 meta = json.load(f)
             numbers = [meta['format'], meta['vocab_size'], *(meta['splits'][s]['tokens'] for s in ('train', 'val'))]
             if meta['format'] > FORMAT or meta['dtype'] not in ('uint16', 'uint32') or \
-                    not all(type(n) is int and n >= 0 for n in numbers):
+                    not all(type(n) is int and n >= 0 for n in numbers) or not isinstance(meta.get('eot'), int | None):
                 raise KeyError('format')
             tokenizer_from({'kind': 'byte'} if meta['tokenizer']['kind'] == 'tiktoken' else meta['tokenizer'])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
@@ -1635,9 +1752,11 @@ def inspect_dataset(folder):
     """
     meta = read_meta(folder)
     tokenizer = tokenizer_from(meta['tokenizer'])
+    if not any(os.path.exists(os.path.join(folder, f'{split}.bin')) for split in ('train', 'val')):
+        raise ValueError(f'{folder} holds neither train.bin nor val.bin')
     lines = [f'{folder}: {meta["tokenizer"].get("name") or meta["tokenizer"]["kind"]} tokenizer of '
              f'{tokenizer.n_vocab:,} ids, {meta["dtype"]}, '
-             + ("nanoGPT's: no meta.json" if meta['foreign'] else f'from {meta["source"]}')]
+             + ("nanoGPT's: no meta.json" if meta['foreign'] else f'from {meta.get("source", "unknown")}')]
     for split in ('train', 'val'):
         tokens = open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
         counts = count_ids(tokens)
@@ -1652,7 +1771,10 @@ def inspect_dataset(folder):
             window = tokens[middle:middle + 200].tolist()
             counted = np.ones(len(window), dtype=np.uint8)
             if os.path.exists(os.path.join(folder, 'train.mask.bin')):
-                counted = open_bin(os.path.join(folder, 'train.mask.bin'), 'uint8')[middle:middle + 200]
+                counted = open_bin(os.path.join(folder, 'train.mask.bin'), 'uint8')
+                if len(counted) != len(tokens):
+                    raise ValueError(f'{folder}/train.mask.bin has {len(counted):,} bytes for {len(tokens):,} tokens')
+                counted = counted[middle:middle + 200]
             runs = [(bool(c), [i for i, _ in run]) for c, run in
                     groupby(zip(window, counted, strict=True), key=lambda pair: pair[1])]
             text = ''.join(show(tokenizer, ids) if c else f'[{show(tokenizer, ids)}]' for c, ids in runs)
@@ -1663,6 +1785,8 @@ def open_bin(path, dtype):
     """A bin as a mapped array of ids; one that is missing or empty has none."""
     if not os.path.exists(path) or not os.path.getsize(path):
         return np.zeros(0, dtype=dtype)
+    if os.path.getsize(path) % np.dtype(dtype).itemsize:
+        raise ValueError(f'{path} has {os.path.getsize(path):,} bytes, which is no number of {dtype}')
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder('<'), mode='r')
 
 
@@ -1682,7 +1806,8 @@ def show(tokenizer, ids):
     for end, run in groupby(ids, key=lambda i: i == tokenizer.eot):
         run = list(run)
         text += '<|endoftext|>' * len(run) if end else tokenizer.decode(run).decode('utf-8', 'replace')
-    return text.translate({10: '\\n', 13: '\\r', 9: '\\t'})
+    names = {10: '\\n', 13: '\\r', 9: '\\t'}
+    return ''.join(c if c.isprintable() else names.get(ord(c), f'\\x{ord(c):02x}') for c in text)
 
 
 def how_to_make(dataset):
@@ -1715,20 +1840,30 @@ def open_sources(sources, cfg, spool):
     (files, validation files, cfg with what a corpus by name brings along, val_fraction) of the words on the command
     line.
     """
-    by_name = [source for source in sources if source in CORPORA and not os.path.exists(source)]
-    if by_name and len(sources) > 1:
-        raise ValueError(f'{by_name[0]} is prepared alone; train on several datasets with --dataset={by_name[0]},OTHER')
+    if [*sources, cfg.val].count('-') > 1:
+        raise ValueError('standard input can be read once only, and is named twice')
+    corpus = CORPORA.get(sources[0]) if len(sources) == 1 and not os.path.exists(sources[0]) else None
+    if cfg.shards and not corpus:
+        raise ValueError(f'shards={cfg.shards} is for a corpus by name: {", ".join(CORPORA)}')
     val_files = files_of(cfg.val, cfg, spool + '.val') if cfg.val else []
-    if by_name:
-        corpus = CORPORA[by_name[0]]
+    if corpus:
         cfg = replace(cfg, tokenizer=cfg.tokenizer or corpus.tokenizer, separator=cfg.separator or corpus.separator)
-        files, own_val = open_corpus(by_name[0], cfg)
+        load_tokenizer(cfg.tokenizer)  # before the download, should it be missing
+        files, own_val = open_corpus(sources[0], cfg)
         fraction = corpus.val_fraction
         val_files = val_files or (own_val if cfg.val_fraction is None else [])
     else:
-        files = [file._replace(name=f'{source}/{file.name}' if len(sources) > 1 else file.name)
-                 for source in sources for file in files_of(source, cfg, spool)]
+        places = [os.path.basename(os.path.abspath(source)) + '/' if len(sources) > 1 else '' for source in sources]
+        files = [file._replace(name=place + file.name) for source, place in zip(sources, places, strict=True)
+                 for file in files_of(source, cfg, f'{spool}.{sources.index(source)}')]
         fraction = 0.05 if sources == ['stdlib'] else 0.1
+    files = without_repeats(files, val_files)
+    rows = [file for file in (*files, *val_files) if not is_text(file, cfg) and file.kind != 'tokens']
+    for name, acts in (('text_field', rows), ('template', rows),
+                       ('separator', any(is_text(file, cfg) for file in (*files, *val_files)))):
+        if getattr(cfg, name) not in (None, 'auto') and not acts:
+            raise ValueError(f'{name}={getattr(cfg, name)!r} acts on {"text" if name == "separator" else "rows"}, and '
+                             f'there is none in {" ".join(sources)}')
     tokens = [file.kind == 'tokens' for file in (*files, *val_files)]
     if any(tokens) and not all(tokens):
         raise ValueError('shards of tokens and files of text cannot be one dataset; train on both with --dataset=A,B')
@@ -1738,9 +1873,25 @@ def open_sources(sources, cfg, spool):
     return files, val_files, cfg, cfg.val_fraction or fraction
 
 
+def without_repeats(files, val_files):
+    """The files to train on, each once, without those to validate on; says how many it leaves out."""
+    seen, left = {os.path.realpath(file.path) for file in val_files}, []
+    for file in files:
+        if os.path.realpath(file.path) not in seen:
+            seen.add(os.path.realpath(file.path))
+            left.append(file)
+    if len(left) < len(files):
+        print(f'{len(files) - len(left):,} files are named twice, or are validated on, and are left out')
+    if not left:
+        raise ValueError('nothing is left to train on: all files are validated on')
+    return left
+
+
 def main(argv=None):
-    cfg, _, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
+    cfg, given, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
     if cfg.inspect:
+        if idle := given.keys() - {'inspect', 'name', 'data_dir'}:
+            raise ValueError(f'--inspect looks at a dataset as it is; leave out {", ".join(sorted(idle))}')
         for name in sources or [cfg.name or 'stdlib']:
             folder = dataset_folder(cfg.data_dir, name)
             if not os.path.isdir(folder):
@@ -1750,10 +1901,15 @@ def main(argv=None):
     sources = sources or ['stdlib']
     name = cfg.name or default_name(sources)
     folder = dataset_folder(cfg.data_dir, name)
+    if ',' in name or name.split('/')[0] in ('downloads', 'pretrained'):
+        raise ValueError(f'a dataset cannot be called {name!r}: commas stand between the datasets of a mixture, and '
+                         'downloads and pretrained are folders of their own; choose another --name')
+    folder = os.path.realpath(folder) if os.path.islink(folder) else folder
     ours = os.path.exists(os.path.join(folder, 'meta.json'))
-    empty = os.path.isdir(folder) and not os.listdir(folder)
-    if os.path.lexists(folder) and not empty and not ours:
-        raise ValueError(f'{folder} exists and was not made by this program; choose another --name')
+    foreign = sorted(set(os.listdir(folder)) - set(OWN_FILES if ours else ())) if os.path.isdir(folder) else []
+    if foreign or (os.path.lexists(folder) and not os.path.isdir(folder)):
+        raise ValueError(f'{folder} exists and was not made by this program{"".join(f": {f}" for f in foreign[:1])}; '
+                         'choose another --name')
     if cfg.append and not ours:
         raise ValueError(f'{folder} does not exist, so nothing can be added to it; leave out --append')
     spool = f'{folder}.partial.{os.getpid()}.stdin'
@@ -1770,6 +1926,11 @@ def main(argv=None):
     finally:
         for left in glob.glob(glob.escape(spool) + '*'):
             os.remove(left)
+    asked, _, size = (cfg.tokenizer or '').partition(':')
+    if asked == 'bpe' and meta['vocab_size'] < int(size):
+        print(f'the text gives no more than {meta["vocab_size"]:,} ids, fewer than the {int(size):,} asked for')
+    if 'seed' in given and (meta['splits']['train']['documents'] == 1 or cfg.val):
+        print('note: seed does nothing where no documents are chosen to be held out')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, '
               f'{counts["documents"]:,} documents, {counts["bytes"] / max(counts["tokens"], 1):.2f} bytes a token')

@@ -24,6 +24,7 @@ import re
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, get_type_hints
@@ -61,6 +62,7 @@ class TrainConfig:
     out_dir: str = 'out'  # checkpoints, log and config of the run; one that is in use is moved aside
     init_from: str = 'scratch'  # scratch, resume, gpt2 (-medium, -large, -xl), or the path of a checkpoint or folder
     eval_only: bool = False  # evaluate once and exit; nothing is written
+    profile: bool = False  # instead of training: tell where the time of a few warm steps goes, and write a trace
     seed: int = 1337  # initial weights, order of the data, dropout
     max_iters: int = 600000  # steps, counted from scratch
     max_epochs: float | None = None  # passes over the data instead; converted to steps
@@ -68,6 +70,7 @@ class TrainConfig:
     # --- data
     dataset: str = 'openwebtext'  # folder under data_dir, made by prepare.py or by nanoGPT; a:0.7,b:0.3 mixes
     data_dir: str = 'data'  # where datasets live
+    data_on_device: bool | Literal['auto'] = 'auto'  # training split in the GPU's memory; auto: up to a tenth of it
     batch_size: int = 12  # sequences of a micro-batch, at most
     gradient_accumulation_steps: int = 5 * 8  # micro-batches of a step over all processes
     # --- optimizer
@@ -302,6 +305,14 @@ class Split:
                 h.update(self.mask[start:start + 4096].tobytes())
         return h.hexdigest()[:16]
 
+    def num_bytes(self):
+        return self.tokens.nbytes + (0 if self.mask is None else self.mask.nbytes)
+
+    def arrays(self, dtype=None):
+        """(tokens, mask or None) in memory: ids of two bytes as int16, which torch can index, others as int32."""
+        tokens = np.array(self.tokens, dtype=dtype or self.tokens.dtype)
+        return tokens.view(f'i{tokens.itemsize}'), None if self.mask is None else np.array(self.mask)
+
     def gather(self, starts):
         """Inputs and targets of the windows at these positions: two (B, T) int64 arrays; -1 is not counted."""
         places = np.asarray(starts)[:, None] + np.arange(self.T + 1)
@@ -350,6 +361,17 @@ class Mixture:
 
     def fingerprint(self):
         return ' '.join(split.fingerprint() for split in self.splits)
+
+    def num_bytes(self):
+        return sum(split.num_bytes() for split in self.splits)
+
+    def arrays(self):
+        dtype = max((split.tokens.dtype for split in self.splits), key=lambda dtype: dtype.itemsize)
+        tokens, masks = zip(*(split.arrays(dtype) for split in self.splits), strict=True)
+        if all(mask is None for mask in masks):
+            return np.concatenate(tokens), None
+        masks = [np.ones(len(t), np.uint8) if m is None else m for t, m in zip(tokens, masks, strict=True)]
+        return np.concatenate(tokens), np.concatenate(masks)
 
     def block(self, seed, number):
         """(which split, its how many-th window of the block) of each place in a block of MIXTURE windows."""
@@ -418,7 +440,10 @@ def share_batch(batch_size, accumulation, world):
 
 
 class Batches:
-    """The micro-batches of this process, step by step."""
+    """
+    The micro-batches of this process, step by step. On a GPU the split is kept in its memory and gathered there, or,
+    where it is too large, a thread reads the next micro-batch into pinned memory while this one is computed.
+    """
 
     def __init__(self, split, cfg, machine):
         self.split, self.cfg, self.machine = split, cfg, machine
@@ -426,20 +451,55 @@ class Batches:
         self.micro_batch, self.accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps,
                                                           machine.world)
         self.waited = 0.0  # seconds spent on data
+        self.tokens = self.mask = None  # the split, where it is kept on the device
+        if cfg.data_on_device is True or (cfg.data_on_device == 'auto' and machine.device.type == 'cuda' and
+                                          split.num_bytes() <= 0.1 * torch.cuda.mem_get_info(machine.device)[0]):
+            self.tokens, self.mask = (None if a is None else torch.from_numpy(a).to(machine.device)
+                                      for a in split.arrays())
+        reads_ahead = machine.device.type == 'cuda' and self.tokens is None
+        self.reader, self.ahead = ThreadPoolExecutor(1) if reads_ahead else None, {}
 
     def step(self, step):
         """(how many targets of the global batch count, [a function that loads (x, y, seed)] for each micro-batch)."""
-        starts = self.split.starts(self.cfg.seed, np.arange(step * self.global_batch, (step + 1) * self.global_batch))
-        first = self.machine.rank * self.accumulation
-        loads = [functools.partial(self.load, starts, step, first + i) for i in range(self.accumulation)]
+        starts = self.starts(step)
+        loads = [functools.partial(self.load, starts, step, i) for i in range(self.accumulation)]
         return self.split.num_targets(starts), loads
 
-    def load(self, starts, step, micro):
+    def starts(self, step):
+        return self.split.starts(self.cfg.seed, np.arange(step * self.global_batch, (step + 1) * self.global_batch))
+
+    def load(self, starts, step, i):
         began = time.perf_counter()
-        x, y = self.split.gather(starts[micro * self.micro_batch:(micro + 1) * self.micro_batch])
-        x, y = to_device(x, self.machine.device), to_device(y, self.machine.device)
+        micro = self.machine.rank * self.accumulation + i
+        mine = starts[micro * self.micro_batch:(micro + 1) * self.micro_batch]
+        if self.tokens is not None:
+            x, y = self.gather(torch.from_numpy(mine).to(self.machine.device))
+        elif self.reader is None:
+            x, y = (to_device(a, self.machine.device) for a in self.split.gather(mine))
+        else:
+            following = (step, i + 1) if i + 1 < self.accumulation else (step + 1, 0)
+            ready = self.ahead.pop((step, i), None) or self.reader.submit(self.read, step, i)
+            self.ahead = {following: self.reader.submit(self.read, *following)}
+            x, y = (a.to(self.machine.device, non_blocking=True) for a in ready.result())
         self.waited += time.perf_counter() - began
         return x, y, micro_seed(self.cfg.seed, step, micro)
+
+    def read(self, step, i):
+        """A micro-batch in pinned memory, from which copies do not wait; torch keeps it until its copy is done."""
+        micro = self.machine.rank * self.accumulation + i
+        mine = self.starts(step)[micro * self.micro_batch:(micro + 1) * self.micro_batch]
+        return [torch.from_numpy(a).pin_memory() for a in self.split.gather(mine)]
+
+    def gather(self, starts):
+        """What Split.gather() does, on the device."""
+        places = starts[:, None] + torch.arange(self.split.T + 1, device=starts.device)  # (B, T + 1)
+        tokens = self.tokens[places].long()
+        if self.tokens.dtype == torch.int16:
+            tokens &= 0xffff  # two bytes without a sign, which few operations know
+        x, y = tokens[:, :-1], tokens[:, 1:]
+        if self.mask is not None:
+            y = torch.where(self.mask[places[:, 1:]] == 0, -1, y)
+        return x.contiguous(), y.contiguous()
 
 
 def to_device(array, device):
@@ -604,13 +664,12 @@ class Gradients:
 
     def __init__(self, model):
         params = [p for p in model.parameters() if p.requires_grad]
-        total = sum(p.numel() for p in params)
+        ends = np.cumsum([0] + [-(-p.numel() // 64) * 64 for p in params])  # each begins where kernels like it
+        total = int(ends[-1])
         self.buffer = torch.zeros(total + 2, device=params[0].device, dtype=torch.float32)
         self.all, self.loss, self.stop = self.buffer[:total], self.buffer[total], self.buffer[total + 1]
-        at = 0
-        for p in params:
+        for p, at in zip(params, ends.tolist(), strict=False):
             p.grad = self.all[at:at + p.numel()].view_as(p)
-            at += p.numel()
 
 
 def train_step(model, loads, num_targets, optimizers, gradients, scaler, clip, world=1, stop=False, dropout=0.0):
@@ -1367,6 +1426,37 @@ def train(run):
     return 0
 
 
+def profile_steps(run, warm=5, timed=20):
+    """Prints where the time of a few warm steps goes, and writes out_dir/trace.json for chrome://tracing."""
+    from torch.profiler import ProfilerActivity, profile
+    cfg, machine, batches = run.cfg, run.machine, run.batches
+    on_gpu = machine.device.type == 'cuda'
+
+    def steps(first, number):
+        began = time.perf_counter()
+        for step in range(first, first + number):
+            num_targets, loads = batches.step(step)
+            set_learning_rate(run.optimizers, learning_rate(step, cfg), cfg.learning_rate)
+            loss, *_ = train_step(run.forward, loads, num_targets, run.optimizers, run.gradients, run.scaler,
+                                  cfg.grad_clip, machine.world, dropout=run.model.config.dropout)
+        loss.item()  # waits for the device
+        return (time.perf_counter() - began) / number
+    steps(0, warm)
+    seconds, waited = steps(warm, timed), batches.waited
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
+        steps(warm + timed, 3)
+    if machine.rank:
+        return
+    tokens = batches.global_batch * run.val.T
+    print(profiler.key_averages().table(sort_by='self_cuda_time_total' if on_gpu else 'self_cpu_time_total',
+                                        row_limit=25, max_name_column_width=70))
+    os.makedirs(cfg.out_dir, exist_ok=True)
+    profiler.export_chrome_trace(os.path.join(cfg.out_dir, 'trace.json'))
+    print(f'{seconds * 1000:.1f} ms a step without the profiler, {tokens / seconds:,.0f} tok/s, data '
+          f'{waited / (seconds * (warm + timed)):.1%}; the table is of 3 steps, and {cfg.out_dir}/trace.json is for '
+          'chrome://tracing or perfetto')
+
+
 def announce(run, model_cfg, given, said, meta, resumed):
     """What this run is, once, with the reasons."""
     cfg, machine, model, batches, say = run.cfg, run.machine, run.model, run.batches, run.machine.say
@@ -1383,7 +1473,8 @@ def announce(run, model_cfg, given, said, meta, resumed):
     kind = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
     shares = f' ({", ".join(f"{w:.1%}" for w in run.val.weights)})' if isinstance(run.val, Mixture) else ''
     say(f'data: {cfg.dataset}{shares}, {batches.split.num_tokens:,} training and {run.val.num_tokens:,} validation '
-        f'tokens, {kind} tokenizer' + (' (no meta.json: read as nanoGPT would)' if meta['foreign'] else ''))
+        f'tokens, {kind} tokenizer' + (' (no meta.json: read as nanoGPT would)' if meta['foreign'] else '')
+        + (', kept on the device' if batches.tokens is not None else ''))
     c = model.config
     say(f'model: {c.preset}, {c.n_layer} layers x {c.n_embd} channels x {c.n_head} heads, context {c.block_size}, '
         f'vocabulary {c.vocab_size}: {model.num_params():,} parameters, '
@@ -1451,6 +1542,9 @@ def main(argv=None):
         announce(run, model_cfg, given, said, meta, resumed)
         if cfg.eval_only:
             machine.say(evaluate_both(run)[0])
+            return 0
+        if cfg.profile:
+            profile_steps(run)
             return 0
         if state.iter_num >= cfg.max_iters:
             machine.say(f'nothing to do: the run is at step {state.iter_num:,} of {cfg.max_iters:,}')

@@ -24,7 +24,7 @@ def test_counts_window_and_ends(inspect, tmp_path):
     assert 'byte tokenizer of 257 ids, uint16, from by hand' in out
     assert 'train: 16 tokens, 0.81 bytes a token, 3 document ends, 7 different ids' in out
     assert out.endswith('from 8 on: ab\\n<|endoftext|>[cd]<|endoftext|><|endoftext|>\n')
-    assert 'most frequent: "\0" 50.0%, "<|endoftext|>" 18.8%' in out
+    assert 'most frequent: "\\x00" 50.0%, "<|endoftext|>" 18.8%' in out
 
 
 def test_nanogpts_characters(inspect, tmp_path):

@@ -49,6 +49,7 @@ LLAMA3 = ('[<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_head
     (SHARE_GPT, 'auto', '[<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n]Four.<|im_end|>'),
     (CHAT, 'gemma', GEMMA),
     ({'messages': [{'role': 'user', 'content': ' hi \n'}, TELL]}, 'llama3', LLAMA3),
+    (ALPACA, 'plain', '[Add.\n\n2 and 2\n]4'),
     (CHAT, 'plain', '[Be brief.\nTwo and two?\n]Four.[\nAnd one?\n]Five.'),
     (PAIR, 'alpaca', f'[{TASK}{WRITE}Q: 2+2?\nA:\n\n### Response:\n] 4'),
 ])
@@ -103,7 +104,8 @@ def test_prompt_and_answer_are_tokenized_apart_and_the_end_counts(tmp_path, toke
 def test_text_that_becomes_instruction_data_keeps_counting(tmp_path):
     """A mask begins with the first prompt; all tokens before it count, and all text after it."""
     rows = [{'text': 'x' * 50}] * 5 + [PAIR] + [{'text': 'y' * 30}] * 5
-    _, splits, _ = write(tmp_path, rows, f'--val={tmp_path}/a.jsonl')
+    (tmp_path / 'val.jsonl').write_text(json.dumps(PAIR))
+    _, splits, _ = write(tmp_path, rows, f'--val={tmp_path}/val.jsonl')
     ids, mask = splits['train']
     start = 5 * 51
     assert mask[:start].all() and not mask[start:start + 10].any() and mask[start + 10:].all()

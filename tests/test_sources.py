@@ -419,9 +419,10 @@ def test_shards_of_gpt2_tokens_lose_their_header(tmp_path, make, gpt2, own_val):
     (shard([1, 2, 3], count=4), 'has 1,030 bytes, not those of the 4 tokens'), (shard([1, 60000]), 'token id 60000'),
     (shard([1, 2], version=2), 'no shard')])
 def test_a_damaged_shard_is_refused(tmp_path, make, gpt2, raw, words):
-    (tmp_path / 'a.bin').write_bytes(raw)
+    for name in ('a.bin', 'b.bin'):
+        (tmp_path / name).write_bytes(raw)
     with pytest.raises(ValueError, match=words):
-        make(tmp_path / 'a.bin', val=tmp_path / 'a.bin')
+        make(tmp_path / 'a.bin', val=tmp_path / 'b.bin')
 
 
 def test_shards_and_text_do_not_mix(tmp_path, make):
@@ -612,3 +613,178 @@ def test_a_corpus_that_does_not_fit_the_disk_is_not_begun(make, monkeypatch, hub
     assert not hub.requests
     with pytest.raises(ValueError, match='is prepared alone'):
         make('openwebtext', 'stdlib', name='o')
+
+
+# -----------------------------------------------------------------------------
+# what a reviewer's hands found
+
+def test_a_folder_that_holds_more_than_a_dataset_is_left_alone(tmp_path, make):
+    """Preparing again replaces the folder, which must not cost a dataset below it, or the text it was made from."""
+    (tmp_path / 'a.txt').write_text('text ' * 9)
+    make(tmp_path / 'a.txt')
+    make(tmp_path / 'a.txt', name='x/y')
+    with pytest.raises(ValueError, match=r'x exists and was not made by this program: y; choose another --name'):
+        make(tmp_path / 'a.txt')
+    assert (tmp_path / 'data' / 'x' / 'y' / 'meta.json').exists()
+
+
+def test_datasets_are_not_text(tmp_path, make, monkeypatch):
+    (tmp_path / 'a.txt').write_text('text ' * 9)
+    (tmp_path / 'b.txt').write_text('more ' * 9)
+    make(tmp_path, name='all')
+    assert sum(s['documents'] for s in make(tmp_path, name='all')[1]['splits'].values()) == 2
+    with pytest.raises(ValueError, match='is a dataset, made already'):
+        make(tmp_path / 'data' / 'all')
+
+
+def test_folders_that_are_links_are_entered_once(tmp_path, make):
+    (tmp_path / 'notes' / 'sub').mkdir(parents=True)
+    (tmp_path / 'other').mkdir()
+    for name in ('notes/a.txt', 'notes/sub/b.txt', 'other/c.txt'):
+        (tmp_path / name).write_text(name)
+    os.symlink(tmp_path / 'other', tmp_path / 'notes' / 'linked')
+    os.symlink(tmp_path / 'notes', tmp_path / 'notes' / 'sub' / 'loop')
+    assert every(make(tmp_path / 'notes')[0]) == ['notes/a.txt', 'notes/sub/b.txt', 'other/c.txt']
+
+
+def test_a_file_is_read_once_however_often_it_is_named(tmp_path, make, capsys):
+    for name in 'abcd':
+        (tmp_path / f'{name}.txt').write_text(name)
+    found, _ = make(tmp_path, f'{tmp_path}/*.txt', tmp_path / 'a.txt', val=tmp_path / 'b.txt')
+    assert found['val'] == ['b'] and sorted(found['train']) == ['a', 'c', 'd']
+    assert '6 files are named twice, or are validated on, and are left out' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='nothing is left to train on'):
+        make(tmp_path / 'b.txt', val=tmp_path / 'b.txt')
+
+
+def test_the_way_a_folder_is_written_does_not_choose_what_is_held_out(tmp_path, make, monkeypatch):
+    for folder in ('one', 'two'):
+        (tmp_path / folder).mkdir()
+        for i in range(9):
+            (tmp_path / folder / f'{i}.txt').write_text(f'{folder} {i}')
+    monkeypatch.chdir(tmp_path)
+    first, _ = make('one', 'two')
+    assert make('one/', tmp_path / 'two', name='y')[0] == first
+
+
+def test_most_of_the_text_is_never_held_out(tmp_path, make):
+    (tmp_path / 'large.txt').write_text('large ' * 2000)
+    (tmp_path / 'small.txt').write_text('small')
+    for seed in range(6):
+        found, _ = make(tmp_path, seed=seed)
+        assert found['val'] == ['small']
+    (tmp_path / 'small.txt').write_text('')
+    with pytest.raises(ValueError, match=r'no text of .* would be validated on; name a validation source'):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize('size', [1, 200, -1])
+def test_a_zst_file_that_was_cut_is_damaged(tmp_path, make, size):
+    zstandard = pytest.importorskip('zstandard')
+    (tmp_path / 'a.txt.zst').write_bytes(zstandard.compress(os.urandom(300_000).hex().encode())[:size])
+    with pytest.raises(ValueError, match=r'a\.txt\.zst is damaged'):
+        make(tmp_path / 'a.txt.zst')
+
+
+@pytest.mark.parametrize('raw, words', [
+    (b'text,label\nHello, world,1\n', r'a\.csv, line 2: 1 values more than the head has fields'),
+    (b'text,label\n"Hello,1\nsecond,2\n', r'a\.csv, line \d: unexpected end of data')])
+def test_a_csv_that_would_lose_text_is_refused(tmp_path, make, raw, words):
+    (tmp_path / 'a.csv').write_bytes(raw)
+    with pytest.raises(ValueError, match=words):
+        make(tmp_path / 'a.csv')
+
+
+def test_json_files_that_are_not_what_they_seem(tmp_path, make):
+    (tmp_path / 'a.json').write_bytes(as_jsonl([{'text': t} for t in ROWS]))  # rows in lines, by another name
+    assert every(make(tmp_path / 'a.json')[0]) == sorted(ROWS)
+    (tmp_path / 'b.json').write_text('["a", "b", "c"]["d"] junk')
+    with pytest.raises(ValueError, match='goes on behind the end of its list, after element 3'):
+        make(tmp_path / 'b.json')
+
+
+def test_standard_input_into_a_place_that_is_not_there_yet(tmp_path):
+    command = [sys.executable, 'prepare.py', '-', '--name=deep/x', f'--data_dir={tmp_path}/new']
+    subprocess.run(command, input=b'words ' * 50, cwd=ROOT, check=True, capture_output=True)
+    assert os.listdir(tmp_path / 'new' / 'deep') == ['x']
+    done = subprocess.run([*command, '-'], input=b'', cwd=ROOT, check=False, capture_output=True)
+    assert b'standard input can be read once only' in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, 'mkfifo'), reason='has no pipes with names')
+def test_a_pipe_is_read_like_standard_input(tmp_path):
+    command = f'{sys.executable} prepare.py <(printf "words %.0s" 1 2 3 4) --name=x --data_dir={tmp_path}'
+    subprocess.run(['bash', '-c', command], cwd=ROOT, check=True, capture_output=True)
+    assert sum(s['bytes'] for s in read_meta(str(tmp_path / 'x'))['splits'].values()) == 24
+
+
+def test_appending_proves_what_is_there(tmp_path, make, gpt2):
+    (tmp_path / 'a.txt').write_text('some text ' * 40)
+    make(tmp_path / 'a.txt')
+    (tmp_path / 's.bin').write_bytes(shard([50256, 100, 101] * 999))
+    with pytest.raises(ValueError, match=r"shards hold GPT-2's tokens, and .*x has another tokenizer"):
+        make(tmp_path / 's.bin', append=True)
+    with open(tmp_path / 'data' / 'x' / 'train.bin', 'r+b') as f:
+        f.truncate(100)
+    with pytest.raises(ValueError, match=r'train\.bin is not what meta\.json says of it'):
+        make(tmp_path / 'a.txt', append=True)
+
+
+@pytest.mark.parametrize('settings, words', [
+    (dict(shards=1), 'is for a corpus by name'), (dict(text_field='a'), "text_field='a' acts on rows, and there"),
+    (dict(template='chatml'), "template='chatml' acts on rows"), (dict(name='a,b'), 'cannot be called'),
+    (dict(name='downloads'), 'cannot be called'), (dict(name='C:x'), 'must be a name below'),
+    (dict(tokenizer='gpt2:x'), 'is unknown'), (dict(tokenizer='byte:5'), 'is unknown'),
+    (dict(val='shakespeare'), 'is a corpus by name, which is prepared alone'),
+    (dict(separator='===='), "does '====' not occur in it"), (dict(inspect=True, seed=3), 'leave out seed'),
+    (dict(template='plain', text_field='x'), 'leave out one of them')])
+def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, settings, words):
+    (tmp_path / 'a.txt').write_text('text ' * 9)
+    with pytest.raises(ValueError, match=words):
+        make(tmp_path / 'a.txt', **settings)
+    assert not (tmp_path / 'data').exists() or os.listdir(tmp_path / 'data') == []
+
+
+def test_separator_acts_on_text_alone(tmp_path, make):
+    (tmp_path / 'a.jsonl').write_bytes(as_jsonl([{'text': t} for t in ROWS]))
+    with pytest.raises(ValueError, match="separator='x' acts on text, and there is none"):
+        make(tmp_path / 'a.jsonl', separator='x')
+
+
+def test_archives_are_named(tmp_path, make):
+    (tmp_path / 'a.tar.gz').write_bytes(gzip.compress(b'text'))
+    with pytest.raises(ValueError, match=r'a\.tar\.gz is an archive; unpack it'):
+        make(tmp_path / 'a.tar.gz')
+
+
+def test_fewer_ids_than_asked_for_are_told(tmp_path, make, capsys):
+    (tmp_path / 'a.txt').write_text('abcabd ' * 20)
+    _, meta = make(tmp_path / 'a.txt', tokenizer='bpe:1000')
+    assert f'gives no more than {meta["vocab_size"]} ids, fewer than the 1,000 asked for' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('separator', ['\n---\n', '\n\n'])
+@pytest.mark.parametrize('size', [1, 2, 3, 7])
+def test_a_separator_may_lie_across_blocks_and_hold_line_ends(separator, size):
+    text = separator.join(['one\ntwo', '', 'three', 'four'])
+    pieces = prepare.pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, separator)
+    assert [piece.parts[0][0] for piece in pieces] == ['one\ntwo', 'three', 'four']
+
+
+def test_inspecting_what_is_damaged(tmp_path, make):
+    (tmp_path / 'a.txt').write_text('text ' * 9)
+    make(tmp_path / 'a.txt')
+    folder = tmp_path / 'data' / 'x'
+
+    def inspect():
+        prepare.main(['--inspect', 'x', f'--data_dir={tmp_path}/data'])
+    (folder / 'train.mask.bin').write_bytes(b'1')
+    with pytest.raises(ValueError, match='has 1 bytes for 40 tokens'):
+        inspect()
+    (folder / 'train.bin').write_bytes(b'123')
+    with pytest.raises(ValueError, match='has 3 bytes, which is no number of uint16'):
+        inspect()
+    for name in ('train.bin', 'val.bin'):
+        os.remove(folder / name)
+    with pytest.raises(ValueError, match='holds neither'):
+        inspect()

@@ -146,6 +146,11 @@ SPLIT = {'type': 'Split', 'pattern': {'Regex': LLAMA3}, 'behavior': 'Isolated', 
 BYTES = {'type': 'ByteLevel', 'add_prefix_space': False, 'use_regex': False}
 
 
+def letters(*tokens):
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    return {token: i for i, token in enumerate([*alphabet, *tokens])}
+
+
 def sequence(*steps):
     return replaced(pre_tokenizer={'type': 'Sequence', 'pretokenizers': list(steps)})
 
@@ -166,7 +171,10 @@ def sequence(*steps):
     (replaced(byte_fallback=True), 'byte_fallback'), (replaced(dropout=0.1), 'dropout'),
     (replaced(end_of_word_suffix='</w>'), 'end_of_word_suffix'),
     (lambda file: file['model']['merges'].reverse(), 'comes later than that of a higher id'),
-    (lambda file: file['model']['merges'].pop(500), 'no merge makes its token'),
+    (lambda file: file['model']['merges'].pop(500), 'its merges leave its token .* in pieces'),
+    (lambda file: file['model'].update(merges=['b c', 'a b', 'ab c'], vocab=letters('bc', 'ab', 'abc')),
+     "its merges leave its token 'abc' in pieces: 'a bc'"),
+    (sequence({**SPLIT, 'pattern': {'Regex': '[a-z]+ ?|.'}}, BYTES), 'pre_tokenizer'),
     (lambda file: file['model']['vocab'].update({'▁the': 9999}), "its token '▁the' is not written"),
     (lambda file: file['model']['vocab'].pop('a'), 'tokenizer.json'),
     (lambda file: file.pop('model'), 'is not a tokenizer.json'), (lambda file: file.update(model=[]), 'tokenizer.json'),
