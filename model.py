@@ -142,8 +142,11 @@ def choose_device(name, local_rank=0):
     return torch.device(kind), reason
 
 
-def choose_dtype(name, device):
-    """(dtype, reason). bf16 where the hardware computes in it, fp16 on older GPUs, float32 elsewhere."""
+def choose_dtype(name, device, training=False):
+    """
+    (dtype, reason). bf16 where the hardware computes in it, fp16 on older GPUs, float32 elsewhere; on CPUs bf16 only to
+    train, where it is up to 1.4 times as fast and the master weights are float32.
+    """
     if name != 'auto':
         if name == 'bfloat16' and device.type == 'cuda' and torch.cuda.get_device_capability(device) < (8, 0):
             raise ValueError(f'dtype=bfloat16 was asked for, but {torch.cuda.get_device_name(device)} computes in it '
@@ -153,7 +156,15 @@ def choose_dtype(name, device):
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return torch.bfloat16, 'this GPU computes in it'
         return torch.float16, 'this GPU has no bf16 units; losses are scaled'
+    if device.type == 'cpu' and training and cpu_has_bf16():
+        return torch.bfloat16, 'this CPU has bf16 units'
     return torch.float32, f'on {device.type} the safe choice'
+
+
+def cpu_has_bf16():
+    """Whether this CPU multiplies bf16 itself (AVX512-BF16 or AMX); emulated, it is slower than float32."""
+    tests = (getattr(torch.cpu, name, None) for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'))
+    return torch.backends.mkldnn.is_available() and any(test is not None and test() for test in tests)
 
 
 # -----------------------------------------------------------------------------
@@ -288,7 +299,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
         if T > 1 and x.device.type == 'cpu':
-            # the CPU's bf16 kernel takes 3.6 times as long in its backward as the float32 one
+            # the CPU's kernel takes 3.6 times as long for its backward in bf16 (12 x 4 x 64 x 32, EPYC, torch 2.13)
             q, k, v = q.float(), k.float(), v.float()
         # is_causal and never a mask: masks cost the fast kernels, and gave NaN gradients on Hopper (pytorch#196678).
         # one new position may see everything before it, so decoding needs no mask either

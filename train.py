@@ -183,7 +183,7 @@ def open_machine(cfg):
     rank, world, local_rank, local_world = (int(os.environ.get(name, default)) for name, default in (
         ('RANK', '0'), ('WORLD_SIZE', '1'), ('LOCAL_RANK', '0'), ('LOCAL_WORLD_SIZE', '1')))
     device, why_device = choose_device(cfg.device, local_rank)
-    dtype, why_dtype = choose_dtype(cfg.dtype, device)
+    dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     threads = cfg.threads or max(1, len(cpus()) // local_world)
     torch.set_num_threads(threads)
     if cfg.backend == 'nccl' and device.type != 'cuda':
@@ -620,8 +620,8 @@ def build_optimizers(model, cfg, machine):
         rows[block.attn.c_attn.weight] = qkv
         if c.mlp == 'swiglu':
             rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]
-    # bf16 only where the run computes in it, and not on CPUs, most of which emulate it
-    dtype = torch.bfloat16 if machine.device.type == 'cuda' and machine.dtype == torch.bfloat16 else torch.float32
+    # bf16 where the run computes in it: half the time, and the iterations forgive its rounding
+    dtype = torch.bfloat16 if machine.dtype == torch.bfloat16 else torch.float32
     muon = Muon(by_muon, rows, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, dtype, machine.world, machine.rank,
                 machine.compile and machine.device.type == 'cuda')  # on CPUs it is all matmul: nothing to fuse
     muon.param_groups[0]['peak'] = cfg.muon_lr

@@ -167,7 +167,7 @@ GLOO = """
 import sys
 import torch
 import test_train, train
-machine = train.open_machine(train.TrainConfig(device='cpu', compile=False, threads=1))
+machine = train.open_machine(train.TrainConfig(device='cpu', dtype='float32', compile=False, threads=1))
 assert machine.world == 2
 found = test_train.one_step(sys.argv[1], 4, 4, machine)
 if machine.rank == 0:
@@ -869,7 +869,7 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     nanogpt_checkpoint(tmp_path / 'out', gpt, adamw)
     for n in (3, 4):
         step(n)
-    train.main(['--init_from=resume', f'--out_dir={tmp_path / "out"}', f'--data_dir={tmp_path / "data"}',
+    train.main(['--init_from=resume', '--dtype=float32', f'--out_dir={tmp_path}/out', f'--data_dir={tmp_path}/data',
                 '--device=cpu', '--compile=False', '--threads=1'])
     ours = load(tmp_path / 'out' / 'ckpt.pt')
     assert ours['iter_num'] == 5 and ours['config']['beta2'] == 0.99

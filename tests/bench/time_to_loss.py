@@ -1,0 +1,227 @@
+"""
+Wall-clock to a loss: nanoGPT's training script and ours on the same bins, every checkpoint judged by one evaluator.
+
+    $ python tests/bench/time_to_loss.py --peer=../nanoGPT                       # nanoGPT's README run for CPUs
+    $ python tests/bench/time_to_loss.py --peer=../nanoGPT --seeds=3 --sweep     # and nanoGPT's best of a small sweep
+    $ python tests/bench/time_to_loss.py --peer=../nanoGPT --ours='config/quickstart.py --max_iters=300'
+
+Time is that of the whole process, from the start of Python on, compilation included, evaluations and saves taken
+out. The loss to reach is nanoGPT's own at the end of its README run; where it is crossed is interpolated between
+checkpoints. The sides take turns. Needs data/shakespeare_char of nanoGPT, which its prepare.py makes, or --data_dir.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+
+import numpy as np
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from bench import ROOT, machine, median, table
+
+# nanoGPT's README: "I only have a macbook"
+README = ('config/train_shakespeare_char.py --device=cpu --eval_iters=1 --log_interval=500 --block_size=64 '
+          '--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0')
+SWEEP = [f'--learning_rate={lr} --min_lr={lr / 10} --max_iters={steps} --lr_decay_iters={steps}'
+         for lr in (2e-3, 4e-3) for steps in (700, 1200)]
+OURS = 'config/shakespeare_cpu.py'
+
+# runs a training script in this process: the clock stands still while it evaluates and saves, and weights go to a file
+THEIRS = """
+import json, os, sys, time
+began, out, stopped = time.perf_counter(), sys.argv[1], [0.0, None]
+script, argv = sys.argv[2], sys.argv[3:]
+import torch
+def stop():
+    if torch.cuda.is_available(): torch.cuda.synchronize()
+    stopped[1] = time.perf_counter()
+def go(): stopped[0] += time.perf_counter() - stopped[1]; stopped[1] = None
+evaluate, train, save = torch.nn.Module.eval, torch.nn.Module.train, torch.save
+def eval_and_stop(self):
+    if stopped[1] is None: stop()
+    return evaluate(self)
+def train_and_go(self, mode=True):
+    if mode and stopped[1] is not None: go()
+    return train(self, mode)
+def keep(checkpoint, path):
+    stop()
+    now = stopped[1] - began - stopped[0]
+    save({'model': checkpoint['model'], 'model_args': checkpoint['model_args'], 'seconds': now,
+          'step': checkpoint['iter_num']}, f'{out}/{checkpoint["iter_num"]:06d}.pt')
+    go()
+torch.nn.Module.eval, torch.nn.Module.train, torch.save = eval_and_stop, train_and_go, keep
+sys.argv, sys.path[0] = [script, *argv], os.path.dirname(script)
+os.chdir(os.path.dirname(script))
+import runpy
+runpy.run_path(script, run_name='__main__')
+"""
+
+OURS_RUN = """
+import sys, time
+began, out, stopped = time.perf_counter(), sys.argv[1], [0.0]
+argv = sys.argv[2:]
+sys.path.insert(0, {root!r})
+import torch, train
+def out_of_the_clock(function):
+    def call(run, *args, **kwargs):
+        start = time.perf_counter()
+        if function.__name__ == 'book_evaluation':
+            torch.save({{'model': {{k: v.clone() for k, v in run.model.state_dict().items()}},
+                        'model_args': run.model.config.model_args(), 'seconds': start - began - stopped[0],
+                        'step': run.state.iter_num}}, f'{{out}}/{{run.state.iter_num:06d}}.pt')
+            result = False
+        else:
+            result = function(run, *args, **kwargs)
+        stopped[0] += time.perf_counter() - start
+        return result
+    return call
+train.book_evaluation, train.save = out_of_the_clock(train.book_evaluation), out_of_the_clock(train.save)
+train.main(argv)
+"""
+
+
+def run(code, argv, threads, cwd):
+    """[(seconds, step, path of the weights)] of a run."""
+    folder = tempfile.mkdtemp()
+    env = {**os.environ, 'OMP_NUM_THREADS': str(threads)}
+    done = subprocess.run([sys.executable, '-c', code, folder, *argv], env=env, cwd=cwd, capture_output=True, text=True,
+                          check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
+
+
+def judge(paths, data_folder, threads):
+    """
+    [(seconds, step, validation loss)] of checkpoints by our evaluator: over the whole split in float32 on a CPU, over
+    512 windows in bf16 on a GPU.
+    """
+    import torch
+
+    import train
+    torch.set_num_threads(threads)
+    cuda = torch.cuda.is_available()
+    here = train.Machine(device=torch.device('cuda' if cuda else 'cpu'))
+    curve = []
+    for path in paths:
+        checkpoint = torch.load(path, weights_only=True, map_location='cpu')
+        weights = {name.removeprefix('_orig_mod.'): w for name, w in checkpoint['model'].items()}
+        model = train.model_from(checkpoint['model_args'], weights).to(here.device)
+        model.compute_dtype = torch.bfloat16 if cuda else torch.float32
+        split = train.Split(data_folder, 'val', train.read_meta(data_folder), model.config.block_size)
+        loss = train.evaluate(model, split, 512 if cuda else None, 32, here)['loss']
+        curve.append((checkpoint['seconds'], checkpoint['step'], loss))
+        os.remove(path)
+    return curve
+
+
+def crossing(curve, target):
+    """Seconds at which a curve first reaches the target, between checkpoints by a straight line; None if never."""
+    for (t0, _, a), (t1, _, b) in pairwise(curve):
+        if a > target >= b:
+            return t0 + (t1 - t0) * (a - target) / (a - b)
+    return None
+
+
+def picture(curves, target, path):
+    """The curves as an SVG, which needs nothing."""
+    width, height, pad = 720, 400, 50
+    end = max(t for curve in curves.values() for t, *_ in curve)
+    losses = [loss for curve in curves.values() for *_, loss in curve if loss < 3]
+    low, high = min(losses) - 0.05, max(losses)
+
+    def x(t):
+        return pad + t / end * (width - 2 * pad)
+
+    def y(loss):
+        return pad + (high - min(loss, high)) / (high - low) * (height - 2 * pad)
+    colours = ('#1b6ca8', '#d1495b', '#66a182', '#edae49', '#8d6a9f')
+    shapes = [f'<rect width="{width}" height="{height}" fill="white"/>',
+              f'<path d="M{pad} {y(target):.1f}H{width - pad}" stroke="#999" stroke-dasharray="4"/>',
+              f'<text x="{width - pad}" y="{height - 15}" text-anchor="end">{end:.0f} s</text>',
+              f'<text x="5" y="{y(target):.1f}">{target:.3f}</text>']
+    for i, ((name, curve), colour) in enumerate(zip(curves.items(), colours * 9, strict=False)):
+        points = ' '.join(f'{x(t):.1f},{y(loss):.1f}' for t, _, loss in curve)
+        shapes += [f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>',
+                   f'<text x="{width - pad}" y="{20 + 16 * i}" text-anchor="end" fill="{colour}">{name}</text>']
+    with open(path, 'w') as f:
+        f.write(f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+                f'font-size="12">{"".join(shapes)}</svg>\n')
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--peer', required=True, help='a clone of karpathy/nanoGPT')
+    parser.add_argument('--data_dir', help="default: the peer's data")
+    parser.add_argument('--dataset', default='shakespeare_char')
+    parser.add_argument('--ours', default=OURS, help='card and flags of our run')
+    parser.add_argument('--theirs', default=README, help='card and flags of its run')
+    parser.add_argument('--sweep', action='store_true', help="nanoGPT's recipe, other rates and horizons")
+    parser.add_argument('--seeds', type=int, default=1)
+    parser.add_argument('--points', type=int, default=8, help='checkpoints of a run')
+    parser.add_argument('--threads', type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument('--svg', help='writes the curves of the first seed')
+    args = parser.parse_args()
+    peer = os.path.abspath(args.peer)
+    data_dir = os.path.abspath(args.data_dir or os.path.join(peer, 'data'))
+
+    def theirs(more, seed):
+        words = [*args.theirs.split(), *more.split(), f'--dataset={args.dataset}']
+        steps = int([w for w in words if w.startswith('--max_iters=')][-1].split('=')[1])
+        with open(os.path.join(peer, 'train.py')) as f:  # it has no setting for the seed
+            script = f.read().replace('1337', str(1337 + seed))
+        with tempfile.NamedTemporaryFile('w', suffix='.py', dir=peer) as f:
+            f.write(script)
+            f.flush()
+            with tempfile.TemporaryDirectory() as out:
+                words += [f'--eval_interval={steps // args.points}', '--always_save_checkpoint=True',
+                          f'--out_dir={out}']
+                return judge(run(THEIRS, [f.name, *words], args.threads, peer), os.path.join(data_dir, args.dataset),
+                             args.threads)
+
+    def ours(seed):
+        import train
+        from configurator import configure
+        words = [os.path.join(ROOT, w) if w.endswith('.py') else w for w in args.ours.split()]
+        words += [f'--data_dir={data_dir}', f'--dataset={args.dataset}', f'--seed={1337 + seed}']
+        _, cfg, *_ = configure(train.GPTConfig, train.TrainConfig, argv=words)
+        with tempfile.TemporaryDirectory() as out:
+            words += [f'--out_dir={out}', f'--eval_interval={max(cfg.max_iters // args.points, 1)}']
+            return judge(run(OURS_RUN.format(root=ROOT), words, args.threads, ROOT),
+                         os.path.join(data_dir, args.dataset), args.threads)
+    sides = {"nanoGPT, its README's recipe": lambda seed: theirs('', seed), f'ours, {args.ours}': ours}
+    if args.sweep:
+        sides |= {f'nanoGPT, {more}': lambda seed, more=more: theirs(more, seed) for more in SWEEP}
+    curves = {name: [] for name in sides}
+    for seed in range(args.seeds):
+        for name, side in sides.items():
+            curves[name].append(side(seed))
+            print(f'  seed {seed}: {name}: ' + ', '.join(f'{loss:.3f} at {t:.0f} s' for t, _, loss in curves[name][-1]),
+                  file=sys.stderr, flush=True)
+    reference = curves["nanoGPT, its README's recipe"]
+    target = median([curve[-1][2] for curve in reference])
+    base = median([curve[-1][0] for curve in reference])
+    rows = []
+    for name, of_seeds in curves.items():
+        times = [crossing(curve, target) for curve in of_seeds]
+        reached = [t for t in times if t is not None]
+        if name.startswith("nanoGPT, its README"):
+            reached = [curve[-1][0] for curve in of_seeds]
+        seconds = median(reached) if len(reached) > len(times) / 2 else None
+        rows.append([name, f'{median([c[-1][2] for c in of_seeds]):.4f}', f'{median([c[-1][0] for c in of_seeds]):.1f}',
+                     'never' if seconds is None else f'{seconds:.1f}',
+                     '' if seconds is None else f'1/{base / seconds:.1f}', len(of_seeds)])
+    print(f'{machine()}, {args.threads} threads; loss to reach: {target:.4f}')
+    print(table(['run', 'final loss', 'seconds in all', 'seconds to that loss', "of nanoGPT's", 'seeds'], rows))
+    if args.svg:
+        picture({name: np.array(of_seeds[0]).tolist() for name, of_seeds in curves.items()}, target, args.svg)
+    print(json.dumps(curves), file=sys.stderr)
+
+
+if __name__ == '__main__':
+    main()
