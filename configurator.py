@@ -271,16 +271,19 @@ def comments_of(cls):
 
 
 def help_text(classes, about=''):
-    """Every setting with its default and its comment, by section."""
+    """Every setting with its default, its comment and what may be chosen, by section."""
     lines, last = [about.strip(), '', 'settings, as --name=value or as name = value in a config file:'], None
     for cls in classes:
-        defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+        defaults, hints = {f.name: f.default for f in dataclasses.fields(cls)}, typing.get_type_hints(cls)
         for section, name, comment in comments_of(cls):
             if section != last:
                 lines += ['', section]
                 last = section
             default = str(defaults[name]) if str(defaults[name]).isprintable() else repr(defaults[name])
-            lines.append(f'  {f"--{name}={default}":<36}  {comment}')
+            choices = [str(c) for k in alternatives(hints[name]) if typing.get_origin(k) is typing.Literal
+                       for c in typing.get_args(k)]
+            choices = f' [{", ".join(choices)}]' if len(choices) > 1 else ''
+            lines.append(f'  {f"--{name}={default}":<36}  {comment}{choices}')
     return '\n'.join(lines)
 
 

@@ -65,7 +65,7 @@ class PrepareConfig:
     append: bool = False  # add to the dataset of that name, with its tokenizer
     inspect: bool = False  # instead: show what is in the datasets that are named, ours or nanoGPT's
     # --- reading
-    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens'] = 'auto'  # auto: by each file's name
+    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens'] = 'auto'  # of all; auto: by their names
     text_field: str | None = None  # of a row; None: text or content, or what instruction data is made of
     separator: str | None = None  # text between the documents of a file, such as <|endoftext|>; \n is a line end
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with bytes that are not UTF-8
@@ -77,7 +77,7 @@ class PrepareConfig:
     # --- tokens
     tokenizer: str | None = None  # byte, char, bpe:SIZE (learned here), gpt2 and others of tiktoken, a tokenizer.json
     bos: bool = False  # begin each document with the tokenizer's begin-of-text id
-    template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of instruction data
+    template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of chats; auto: by row
     num_proc: int | None = None  # processes that tokenize; None: the machine's cores
 
     def problems(self):

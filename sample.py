@@ -26,7 +26,7 @@ class SampleConfig:
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
     data_dir: str = 'data'  # where weights by name are kept, and where nanoGPT's checkpoints find their tokenizer
     # --- text
-    start: str = '\n'  # the prompt, or FILE:path; <|endoftext|> in it is the end-of-text id
+    start: str = '\n'  # the prompt, or FILE:path; <|endoftext|> and other names of special ids stand for them
     num_samples: int = 3  # texts to draw
     max_new_tokens: int = 500  # tokens of each
     temperature: float = 0.8  # below 1 plays safe, 0 takes the likeliest

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import typing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -473,10 +474,13 @@ def test_help_lists_every_setting_with_default_comment_and_section(capsys):
         assert at == sorted(at)
         for cls in (Shape, Loop):
             comments = {name: comment for _, name, comment in configurator.comments_of(cls)}
+            hints = typing.get_type_hints(cls)
             assert list(comments) == [f.name for f in dataclasses.fields(cls)]
             for f in dataclasses.fields(cls):
                 assert comments[f.name], f.name
-                line = rf'  --{f.name}={re.escape(str(f.default))} +{re.escape(comments[f.name])}'
+                choices = typing.get_args(hints[f.name]) if typing.get_origin(hints[f.name]) is typing.Literal else ()
+                told = re.escape(f' [{", ".join(choices)}]') if choices else ''
+                line = rf'  --{f.name}={re.escape(str(f.default))} +{re.escape(comments[f.name])}{told}'
                 assert sum(bool(re.fullmatch(line, got)) for got in lines) == 1, f.name
         assert '--n_layer=12' in lines[at[0] + 1] and lines[at[0] + 1].endswith('number of blocks')
 
