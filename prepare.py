@@ -65,7 +65,7 @@ class PrepareConfig:
     append: bool = False  # add to the dataset of that name, with its tokenizer
     inspect: bool = False  # instead: show what is in the datasets that are named, ours or nanoGPT's
     # --- reading
-    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens'] = 'auto'  # of all; auto: by their names
+    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens'] = 'auto'  # auto: by their names
     text_field: str | None = None  # of a row; None: text or content, or what instruction data is made of
     separator: str | None = None  # text between the documents of a file, such as <|endoftext|>; \n is a line end
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with bytes that are not UTF-8

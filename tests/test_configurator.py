@@ -478,7 +478,8 @@ def test_help_lists_every_setting_with_default_comment_and_section(capsys):
             assert list(comments) == [f.name for f in dataclasses.fields(cls)]
             for f in dataclasses.fields(cls):
                 assert comments[f.name], f.name
-                choices = typing.get_args(hints[f.name]) if typing.get_origin(hints[f.name]) is typing.Literal else ()
+                kinds = [hints[f.name], *typing.get_args(hints[f.name])]  # a choice, or a choice or None
+                choices = next((typing.get_args(k) for k in kinds if typing.get_origin(k) is typing.Literal), ())
                 told = re.escape(f' [{", ".join(choices)}]') if choices else ''
                 line = rf'  --{f.name}={re.escape(str(f.default))} +{re.escape(comments[f.name])}{told}'
                 assert sum(bool(re.fullmatch(line, got)) for got in lines) == 1, f.name
