@@ -480,7 +480,7 @@ def test_help_lists_every_setting_with_default_comment_and_section(capsys):
                 assert comments[f.name], f.name
                 kinds = [hints[f.name], *typing.get_args(hints[f.name])]  # a choice, or a choice or None
                 choices = next((typing.get_args(k) for k in kinds if typing.get_origin(k) is typing.Literal), ())
-                told = re.escape(f' [{", ".join(choices)}]') if choices else ''
+                told = re.escape(f' [{", ".join(choices)}]') if len(choices) > 1 else ''
                 line = rf'  --{f.name}={re.escape(str(f.default))} +{re.escape(comments[f.name])}{told}'
                 assert sum(bool(re.fullmatch(line, got)) for got in lines) == 1, f.name
         assert '--n_layer=12' in lines[at[0] + 1] and lines[at[0] + 1].endswith('number of blocks')
