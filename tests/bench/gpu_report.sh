@@ -35,5 +35,5 @@ else
     theirs="config/train_gpt2.py --wandb_log=False --eval_iters=1 --batch_size=32 --gradient_accumulation_steps=2 --max_iters=920 --lr_decay_iters=920 --warmup_iters=50"
     ours="config/gpt2_124m_fast.py --batch_size=64 --gradient_accumulation_steps=1 --max_iters=460 --warmup_iters=20"
 fi
-python tests/bench/time_to_loss.py --peer="$peer" --data_dir="$data" --dataset="$dataset" --theirs="$theirs" --ours="$ours" \
-    2> >(grep seed >&2)
+python tests/bench/time_to_loss.py --peer="$peer" --data_dir="$data" --dataset="$dataset" --theirs="$theirs" \
+    --ours="$ours" --windows=$([ "$shape" = small ] && echo 16 || echo 512) 2> >(grep seed >&2)

@@ -96,10 +96,10 @@ def run(code, argv, threads, cwd):
     return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
 
 
-def judge(paths, data_folder, threads):
+def judge(paths, data_folder, threads, windows=None):
     """
-    [(seconds, step, validation loss)] of checkpoints by our evaluator: over the whole split in float32 on a CPU, over
-    512 windows in bf16 on a GPU.
+    [(seconds, step, validation loss)] of checkpoints by our evaluator, over so many windows of the split or all of it:
+    in float32 on a CPU, in bf16 on a GPU.
     """
     import torch
 
@@ -114,7 +114,7 @@ def judge(paths, data_folder, threads):
         model = train.model_from(checkpoint['model_args'], weights).to(here.device)
         model.compute_dtype = torch.bfloat16 if cuda else torch.float32
         split = train.Split(data_folder, 'val', train.read_meta(data_folder), model.config.block_size)
-        loss = train.evaluate(model, split, 512 if cuda else None, 32, here)['loss']
+        loss = train.evaluate(model, split, windows, 32, here)['loss']
         curve.append((checkpoint['seconds'], checkpoint['step'], loss))
         os.remove(path)
     return curve
@@ -164,6 +164,7 @@ def main():
     parser.add_argument('--sweep', action='store_true', help="nanoGPT's recipe, other rates and horizons")
     parser.add_argument('--seeds', type=int, default=1)
     parser.add_argument('--points', type=int, default=8, help='checkpoints of a run')
+    parser.add_argument('--windows', type=int, help='of the validation split, evenly spaced; default: all of it')
     parser.add_argument('--threads', type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument('--svg', help='writes the curves of the first seed')
     args = parser.parse_args()
@@ -182,7 +183,7 @@ def main():
                 words += [f'--eval_interval={steps // args.points}', '--always_save_checkpoint=True',
                           f'--out_dir={out}']
                 return judge(run(THEIRS, [f.name, *words], args.threads, peer), os.path.join(data_dir, args.dataset),
-                             args.threads)
+                             args.threads, args.windows)
 
     def ours(seed):
         import train
@@ -193,7 +194,7 @@ def main():
         with tempfile.TemporaryDirectory() as out:
             words += [f'--out_dir={out}', f'--eval_interval={max(cfg.max_iters // args.points, 1)}']
             return judge(run(OURS_RUN.format(root=ROOT), words, args.threads, ROOT),
-                         os.path.join(data_dir, args.dataset), args.threads)
+                         os.path.join(data_dir, args.dataset), args.threads, args.windows)
     sides = {"nanoGPT, its README's recipe": lambda seed: theirs('', seed), f'ours, {args.ours}': ours}
     if args.sweep:
         sides |= {f'nanoGPT, {more}': lambda seed, more=more: theirs(more, seed) for more in SWEEP}
