@@ -437,7 +437,7 @@ def test_shards_and_text_do_not_mix(tmp_path, make):
 # -----------------------------------------------------------------------------
 # processes
 
-def test_the_bytes_do_not_depend_on_the_processes(tmp_path, make, monkeypatch, gpt2):
+def test_the_bytes_do_not_depend_on_the_processes(tmp_path, make, monkeypatch):
     monkeypatch.setattr(prepare, 'PIECE', 3000)
     rng = random.Random(1)
     words = ['one', 'two', 'γάμμα', 'd\n']
@@ -445,28 +445,28 @@ def test_the_bytes_do_not_depend_on_the_processes(tmp_path, make, monkeypatch, g
     (tmp_path / 'a.jsonl').write_bytes(as_jsonl(rows))
     made = []
     for num_proc in (1, 2, 5):
-        make(tmp_path / 'a.jsonl', tokenizer='gpt2', num_proc=num_proc)
+        make(tmp_path / 'a.jsonl', tokenizer='bpe:300', num_proc=num_proc)
         made.append(contents(tmp_path / 'data' / 'x'))
     assert made[0] == made[1] == made[2] and len(made[0]['train.bin']) > 10_000
 
 
-def test_a_process_that_dies_is_noticed(tmp_path, make, monkeypatch, gpt2):
+def test_a_process_that_dies_is_noticed(tmp_path, make, monkeypatch):
     monkeypatch.setattr(prepare, 'PIECE', 1000)
     monkeypatch.setattr(prepare, 'encode_batch', lambda *args: os.kill(os.getpid(), signal.SIGKILL))
     (tmp_path / 'a.txt').write_text('words of a text\n' * 2000)
     with pytest.raises(ValueError, match='a process that tokenizes has died'):
-        make(tmp_path / 'a.txt', tokenizer='gpt2', num_proc=2)
+        make(tmp_path / 'a.txt', tokenizer='bpe:300', num_proc=2)
     assert not (tmp_path / 'data' / 'x').exists()
 
 
-def test_an_error_in_a_process_is_the_users_error(tmp_path, make, monkeypatch, gpt2):
+def test_an_error_in_a_process_is_the_users_error(tmp_path, make, monkeypatch):
     def fail(*args):
         raise ValueError('what went wrong there')
     monkeypatch.setattr(prepare, 'PIECE', 1000)
     monkeypatch.setattr(prepare, 'encode_batch', fail)
     (tmp_path / 'a.txt').write_text('words of a text\n' * 2000)
     with pytest.raises(ValueError, match='what went wrong there'):
-        make(tmp_path / 'a.txt', tokenizer='gpt2', num_proc=2)
+        make(tmp_path / 'a.txt', tokenizer='bpe:300', num_proc=2)
 
 
 def children_of(pid):
@@ -476,12 +476,12 @@ def children_of(pid):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/task'), reason='looks for processes in /proc')
-def test_killed_at_any_of_twenty_moments_it_leaves_nothing_that_training_accepts(tmp_path, gpt2):
+def test_killed_at_any_of_twenty_moments_it_leaves_nothing_that_training_accepts(tmp_path):
     """Nor processes; and the next attempt gives the bytes of an undisturbed one."""
     import train
     text = ''.join(Path(path).read_bytes().decode() for _, path in prepare.stdlib_files())
     (tmp_path / 'a.txt').write_text(text, encoding='utf-8', newline='')
-    command = [sys.executable, 'prepare.py', str(tmp_path / 'a.txt'), '--tokenizer=gpt2', '--num_proc=2']
+    command = [sys.executable, 'prepare.py', str(tmp_path / 'a.txt'), '--tokenizer=bpe:300', '--num_proc=2']
 
     def start(folder):
         return subprocess.Popen([*command, f'--data_dir={folder}'], cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -609,7 +609,7 @@ def test_every_corpus_says_what_it_is_and_its_cards_can_be_made():
 def test_a_corpus_that_does_not_fit_the_disk_is_not_begun(make, monkeypatch, hub):
     monkeypatch.setattr(prepare.shutil, 'disk_usage', lambda path: SimpleNamespace(free=10**9))
     with pytest.raises(ValueError, match=r'1,000 MB free, and openwebtext needs about 43,100 MB; .* or --shards'):
-        make('openwebtext', name='o')
+        make('openwebtext', name='o', tokenizer='byte')
     assert not hub.requests
     with pytest.raises(ValueError, match='is prepared alone'):
         make('openwebtext', 'stdlib', name='o')
