@@ -36,18 +36,21 @@ def median(values):
     return statistics.median(values)
 
 
-def run(command, cwd=ROOT, env=None):
+def run(command, cwd=ROOT, env=None, watch=False):
     """
     (seconds, peak megabytes) of a command: wall-clock of the whole process, memory of it and all its children, pages
-    that several of them share counted once (Linux; elsewhere 0). RuntimeError with its output when it fails.
+    that several of them share counted once (Linux; elsewhere 0), if it is to be watched, which costs it time.
+    RuntimeError with its output when it fails.
     """
     start, peak = time.perf_counter(), 0
     with subprocess.Popen(command, cwd=cwd, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True) as process:
-        while process.poll() is None:
+        while watch and process.poll() is None:
             peak = max(peak, sum(map(proportional_memory, family(process.pid))))
-            time.sleep(0.2)  # looking costs the process time
-        seconds, output = time.perf_counter() - start, process.stdout.read()
+            time.sleep(0.1)
+        output = process.stdout.read()
+        process.wait()
+        seconds = time.perf_counter() - start
     if process.returncode:
         raise RuntimeError(f'{" ".join(command)} ended with {process.returncode}:\n{output[-2000:]}')
     return seconds, peak / 1e6

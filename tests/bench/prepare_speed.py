@@ -73,26 +73,27 @@ def raw_seconds(source):
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def speed(source, size, folder, rounds):
-    """Rows of MB/s, share of raw tiktoken per process, peak memory."""
-    def ours(num_proc):
+def speed(source, size, folder, rounds, with_datasets):
+    """Rows of MB/s, share of raw tiktoken per process, peak memory, which one more run of each tells."""
+    def ours(num_proc, watch=False):
         return run([sys.executable, 'prepare.py', source, '--tokenizer=gpt2', f'--num_proc={num_proc}', '--name=bench',
-                    f'--data_dir={folder}'])
+                    f'--data_dir={folder}'], watch=watch)
 
-    def mapped(num_proc):
+    def mapped(num_proc, watch=False):
         with tempfile.TemporaryDirectory(dir=folder) as cache:
-            return run([sys.executable, '-c', MAP.format(root=ROOT, source=source, folder=cache, num_proc=num_proc)])
-    sides = {'tiktoken alone': lambda: (raw_seconds(source), 0.0)}
+            return run([sys.executable, '-c', MAP.format(root=ROOT, source=source, folder=cache, num_proc=num_proc)],
+                       watch=watch)
+    sides = {'tiktoken alone': lambda watch=False: (0.0 if watch else raw_seconds(source), 0.0)}
     for n in (1, 2):
-        sides[f'prepare.py, {n} process{"es"[:2 * n - 2]}'] = lambda n=n: ours(n)
-        if find_spec('datasets'):
-            sides[f'datasets.map, {n} process{"es"[:2 * n - 2]}'] = lambda n=n: mapped(n)
+        sides[f'prepare.py, {n} process{"es"[:2 * n - 2]}'] = lambda watch=False, n=n: ours(n, watch)
+        if find_spec('datasets') and with_datasets:
+            sides[f'datasets.map, {n} process{"es"[:2 * n - 2]}'] = lambda watch=False, n=n: mapped(n, watch)
     results = alternate(sides, rounds)
     rates = {name: size / 1e6 / median([seconds for seconds, _ in pairs]) for name, pairs in results.items()}
     rows = []
-    for name, pairs in results.items():
+    for name in results:
         each = rates[name] / rates['tiktoken alone'] / (2 if ' 2 ' in name else 1)
-        memory = median([memory for _, memory in pairs])
+        memory = sides[name](watch=True)[1]
         rows.append([os.path.basename(source), name, f'{rates[name]:.1f}', f'{each:.2f}',
                      f'{memory:,.0f}' if memory else ''])
     return rows
@@ -151,6 +152,7 @@ def main():
     parser.add_argument('--text', action='append', help='a text to tokenize, or stdlib')
     parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--gigabyte', action='store_true')
+    parser.add_argument('--alone', action='store_true', help='without datasets.map')
     parser.add_argument('--bpe', action='store_true')
     args = parser.parse_args()
     if os.path.isdir(os.path.join(SHARED, 'tiktoken_cache')):
@@ -167,11 +169,12 @@ def main():
                 with lzma.open(source) as f, open(plain, 'wb') as g:
                     g.write(f.read())
                 sources.append(plain)
-        rows = [row for source in sources for row in speed(source, text_size(source), folder, args.rounds)]
+        rows = [row for source in sources
+                for row in speed(source, text_size(source), folder, args.rounds, not args.alone)]
         if args.gigabyte:
             path = os.path.join(folder, 'gigabyte.txt')
             write_gigabyte(path)
-            rows += speed(path, os.path.getsize(path), folder, 1)
+            rows += speed(path, os.path.getsize(path), folder, 1, not args.alone)
     print(table(['text', 'by', 'MB/s', 'of tiktoken alone, a process', 'peak MB'], rows))
 
 
