@@ -128,6 +128,11 @@ class Tokenizer:
     def specials(self):
         return {} if self.eot is None else {'<|endoftext|>': self.eot}
 
+    @cached_property
+    def special_names(self):
+        """An expression that finds the names of special ids, the longest first; nothing, where there are none."""
+        return re.compile(f'({"|".join(map(re.escape, sorted(self.specials, key=len, reverse=True))) or "(?!)"})')
+
 
 class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8 and an end-of-text id. Needs nothing, reads everything."""
@@ -460,10 +465,8 @@ def tokenizer_from(spec):
 
 def encode_marked(tokenizer, text):
     """Token ids of a text in which the names of special ids, such as <|endoftext|>, stand for them."""
-    if not tokenizer.specials:
-        return tokenizer.encode(text).tolist()
     ids = []
-    for part in re.split(f'({"|".join(map(re.escape, sorted(tokenizer.specials, key=len, reverse=True)))})', text):
+    for part in tokenizer.special_names.split(text):
         ids += [tokenizer.specials[part]] if part in tokenizer.specials else tokenizer.encode(part).tolist()
     return ids
 
@@ -604,7 +607,13 @@ def hash_like(etag, path):
     """The file's hash of the kind that the hub's ETag is: SHA-256, or SHA-1 of a git blob; any other is given back."""
     if not re.fullmatch('[0-9a-f]{64}|[0-9a-f]{40}', etag):
         return etag
-    h = hashlib.sha256() if len(etag) == 64 else hashlib.sha1(f'blob {os.path.getsize(path)}\0'.encode())
+    return hash_file(path) if len(etag) == 64 else \
+        hash_file(path, hashlib.sha1(f'blob {os.path.getsize(path)}\0'.encode()))
+
+
+def hash_file(path, h=None):
+    """The file's SHA-256, or what a hash that has begun becomes with it."""
+    h = h or hashlib.sha256()
     with open(path, 'rb') as f:
         while chunk := f.read(1 << 20):
             h.update(chunk)
@@ -758,6 +767,23 @@ def kind_of(name, cfg):
     return KINDS.get(suffix, 'text') if cfg.format == 'auto' else cfg.format
 
 
+def open_file(path, name, kind, cfg):
+    """
+    The File of a path. What is called JSON may be rows, one a line (the first line is an object, and another begins
+    behind it), or, unless it was asked for, a document that is no list of rows.
+    """
+    file = File(path, name, kind)
+    if kind != 'json':
+        return file
+    head = next((block.lstrip() for block in text_blocks(file, cfg) if block.strip()), '')
+    first, _, rest = head.partition('\n')
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(json.loads(first), dict) and rest.lstrip()[:1] == '{':
+            return file._replace(kind='jsonl')
+    is_list = re.match(r'\[\s*["{]', head) or cfg.format == 'json'
+    return file if is_list else file._replace(kind='text')
+
+
 def files_of(source, cfg, spool):
     """
     [File] of a source as the command line names it. URLs are downloaded; standard input and pipes, which can be read
@@ -774,25 +800,25 @@ def files_of(source, cfg, spool):
         stdin = contextlib.nullcontext(sys.stdin.buffer)
         with open(spool, 'wb') as f, open(source, 'rb') if is_pipe else stdin as g:
             shutil.copyfileobj(g, f, 1 << 20)
-        return [File(spool, 'stdin', 'text' if cfg.format == 'auto' else cfg.format)]
+        return [open_file(spool, 'stdin', 'text' if cfg.format == 'auto' else cfg.format, cfg)]
     if source.startswith(('http://', 'https://')):
         path = fetch_to_downloads(source, cfg.data_dir)
         name = os.path.basename(path).split('-', 1)[1]
-        return [File(path, name, kind_of(name, cfg))]
+        return [open_file(path, name, kind_of(name, cfg), cfg)]
     if os.path.isdir(source):
         if os.path.exists(os.path.join(source, 'meta.json')) and os.path.exists(os.path.join(source, 'train.bin')):
             raise ValueError(f'{source} is a dataset, made already; train on it, or prepare what it was made of')
         found = files_under(source, FOLDER_SUFFIXES if cfg.format == 'auto' else '')
         if not found:
             raise ValueError(f'{source} holds no text files ({" ".join((*TEXT_SUFFIXES, *KINDS))})')
-        return [File(path, name, kind_of(name, cfg)) for name, path in found]
+        return [open_file(path, name, kind_of(name, cfg), cfg) for name, path in found]
     if os.path.isfile(source):
-        return [File(source, os.path.basename(source), kind_of(source, cfg))]
+        return [open_file(source, os.path.basename(source), kind_of(source, cfg), cfg)]
     if any(c in source for c in '*?['):
         paths = sorted(path for path in glob.glob(source, recursive=True) if os.path.isfile(path))
         if paths:
             base = os.path.commonpath([os.path.dirname(p) for p in paths])
-            return [File(p, os.path.relpath(p, base).replace(os.sep, '/'), kind_of(p, cfg)) for p in paths]
+            return [open_file(p, os.path.relpath(p, base).replace(os.sep, '/'), kind_of(p, cfg), cfg) for p in paths]
         raise ValueError(f'no file matches {source}')
     raise ValueError(f'{source} is no file or folder, nor a corpus with a name: stdlib, {", ".join(CORPORA)}')
 
@@ -819,10 +845,9 @@ def open_corpus(name, cfg):
     if free + sum(os.path.getsize(path) for path in have) < need:
         raise ValueError(f'{cfg.data_dir} has {free / 1e6:,.0f} MB free, and {name} needs about {need / 1e6:,.0f} MB; '
                          'use another --data_dir' + (', or --shards' if len(corpus.train) > 1 else ''))
-    sides = [[File(path, url.rsplit('/', 1)[1], kind_of(url, cfg) if corpus.kind == 'auto' else corpus.kind)
-              for url in side for path in [fetch_to_downloads(url, cfg.data_dir, corpus.sha256)]]
-             for side in (urls, corpus.val)]
-    return sides
+    return [[File(path, url.rsplit('/', 1)[1], kind_of(url, cfg) if corpus.kind == 'auto' else corpus.kind)
+             for url in side for path in [fetch_to_downloads(url, cfg.data_dir, corpus.sha256)]]
+            for side in (urls, corpus.val)]
 
 
 # -----------------------------------------------------------------------------
@@ -852,32 +877,11 @@ def documents_in(files, cfg, progress=None):
     for file in files:
         if file.kind == 'tokens':
             yield from token_pieces(file, progress)
-        elif is_text(file, cfg):
+        elif file.kind == 'text':
             separator = cfg.separator and cfg.separator.replace('\\n', '\n').replace('\\t', '\t')
             yield from pieces_of(text_blocks(file, cfg, progress), None if separator else file.name, separator)
         else:
             yield from row_pieces(file, cfg, progress)
-
-
-def is_text(file, cfg):
-    """Whether a file is text as it stands; a .json file is, unless it is a list of rows."""
-    if file.kind != 'json' or cfg.format != 'auto':
-        return file.kind == 'text'
-    return not re.match(r'\[\s*["{]', head_of(file, cfg)) and not is_jsonl(file, cfg)
-
-
-def head_of(file, cfg):
-    """The first block of a file that is not blank."""
-    return next((block.lstrip() for block in text_blocks(file, cfg) if block.strip()), '')
-
-
-def is_jsonl(file, cfg):
-    """Whether a .json file is rows, one a line: its first line is a whole object, and another begins behind it."""
-    first, _, rest = head_of(file, cfg).partition('\n')
-    try:
-        return isinstance(json.loads(first), dict) and rest.lstrip()[:1] == '{'
-    except (ValueError, RecursionError):
-        return False
 
 
 def pieces_of(blocks, key=None, separator=None):
@@ -1049,7 +1053,7 @@ def rows_in(file, cfg, progress=None):
                 yield f'{file.path}, line {reader.line_num}', row
         except csv.Error as e:
             raise ValueError(f'{file.path}, line {reader.line_num}: {e}') from None
-    elif file.kind == 'json' and not is_jsonl(file, cfg):
+    elif file.kind == 'json':
         yield from json_elements(file, cfg, progress)
     else:
         for number, line in enumerate(lines_of(text_blocks(file, cfg, progress)), 1):
@@ -1233,10 +1237,9 @@ def encode_parts(tokenizer, parts):
     """(token ids, mask or None) of a stretch of a document."""
     if len(parts) == 1 and not parts[0][1]:
         return tokenizer.encode(parts[0][0]), None
-    marks = '|'.join(map(re.escape, sorted(tokenizer.specials, key=len, reverse=True)))
     runs = []  # [text or array of one id, counts], texts that touch joined
     for text, markup, counts in parts:
-        for word in re.split(f'({marks})', text) if markup and marks else [text]:
+        for word in tokenizer.special_names.split(text) if markup else [text]:
             if markup and word in tokenizer.specials:
                 runs.append([np.array([tokenizer.specials[word]]), counts])
             elif runs and isinstance(runs[-1][0], str) and runs[-1][1] == counts:
@@ -1250,17 +1253,16 @@ def encode_parts(tokenizer, parts):
 def encode_batch(tokenizer, batch, bos=None, eot=None):
     """
     {split: Encoded} of a batch of (split, Piece). bos, eot: ids before and after each document, or None.
-    ValueError where an id does not fit the tokenizer.
     """
     made = {}
     for split, piece in batch:
-        arrays, masks, numbers = made.setdefault(split, ([], [], [0, 0]))
+        arrays, masks, documents = made.setdefault(split, ([], [], []))
         if isinstance(piece.parts, np.ndarray):  # ids already
             ids, mask = piece.parts, None
-            numbers[1] += int(np.count_nonzero(ids == tokenizer.eot))
+            documents.append(np.count_nonzero(ids == tokenizer.eot))
         else:
             ids, mask = encode_parts(tokenizer, piece.parts)
-            numbers[1] += piece.end
+            documents.append(piece.end)
             if piece.start and bos is not None:
                 ids, mask = np.append(bos, ids), mask if mask is None else np.append(np.uint8(0), mask)
             if piece.end and eot is not None and not (mask is not None and ids[-1] == eot):  # as a template's end
@@ -1270,15 +1272,14 @@ def encode_batch(tokenizer, batch, bos=None, eot=None):
     return {split: encoded(tokenizer, *of_split) for split, of_split in made.items()}
 
 
-def encoded(tokenizer, arrays, masks, numbers):
+def encoded(tokenizer, arrays, masks, documents):
     ids = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
     assert not ids.size or ids.max() < tokenizer.n_vocab, 'a tokenizer gave an id beyond its vocabulary'
-    numbers[0] = int(tokenizer.sizes[ids].sum())
     mask = None
     if any(m is not None for m in masks):
         mask = np.concatenate([np.ones(len(a), np.uint8) if m is None else m
                                for a, m in zip(arrays, masks, strict=True)])
-    return Encoded(ids.astype(id_type(tokenizer)), mask, *numbers)
+    return Encoded(ids.astype(id_type(tokenizer)), mask, int(tokenizer.sizes[ids].sum()), int(sum(documents)))
 
 
 def id_type(tokenizer):
@@ -1311,13 +1312,13 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
         return
     idle, processes = queue.SimpleQueue(), []
     assert len(tokenizer.sizes) == tokenizer.n_vocab  # made before the fork, once for all
-    context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS forks badly
+    fork = sys.platform == 'linux'  # macOS forks badly
+    context = multiprocessing.get_context('fork' if fork else 'spawn')
     pipes = [context.Pipe() for _ in range(num_proc)]
     for ours, theirs in pipes:
-        others = [end for pair in pipes for end in pair if end is not theirs]
+        others = [end for pair in pipes for end in pair if end is not theirs] if fork else ()
         process = context.Process(target=encoding_process, daemon=True,
-                                  args=(theirs, others if context.get_start_method() == 'fork' else (), tokenizer.spec()
-                                        if context.get_start_method() != 'fork' else tokenizer, bos, eot))
+                                  args=(theirs, others, tokenizer if fork else tokenizer.spec(), bos, eot))
         process.start()
         processes.append(process)
         idle.put(ours)
@@ -1424,7 +1425,7 @@ def choose_split(files, val_files, cfg, fraction):
     rereads = (cfg.tokenizer or '').startswith(('char', 'bpe'))
 
     def single(files):
-        return files[0].kind == 'joined' or (len(files) == 1 and not cfg.separator and is_text(files[0], cfg))
+        return files[0].kind == 'joined' or (len(files) == 1 and not cfg.separator and files[0].kind == 'text')
     one, size = single(files), sum(os.path.getsize(file.path) for file in files)
     several = cfg.append or not (one and (not val_files or single(val_files)))
     if val_files:
@@ -1434,7 +1435,7 @@ def choose_split(files, val_files, cfg, fraction):
     if one:
         characters = sum(len(piece.parts[0][0]) for piece in documents_in(files, cfg))
         return Split(several, cut=int(characters * (1 - fraction)), to_line=size > SMALL)
-    if cfg.separator or not all(is_text(file, cfg) for file in files):
+    if cfg.separator or not all(file.kind == 'text' for file in files):
         sizes, limit = Counter(), int(fraction * 2**64).to_bytes(8, 'big')
         for piece in documents_in(files, cfg):
             sizes[rank_of(piece.key, cfg.seed)] += sum(len(text.encode()) for text, *_ in piece.parts)
@@ -1557,14 +1558,6 @@ class BinWriter:
                 f.close()
         hashes = {'sha256': hash_file(self.path)} | ({'mask_sha256': hash_file(self.mask_path)} if self.mask else {})
         return self.counts | hashes
-
-
-def hash_file(path):
-    h = hashlib.sha256()
-    with open(path, 'rb') as f:
-        while chunk := f.read(1 << 20):
-            h.update(chunk)
-    return h.hexdigest()
 
 
 def write_dataset(folder, files, val_files, cfg, fraction, source):
@@ -1858,18 +1851,18 @@ def open_sources(sources, cfg, spool):
                  for file in files_of(source, cfg, f'{spool}.{sources.index(source)}')]
         fraction = 0.05 if sources == ['stdlib'] else 0.1
     files = without_repeats(files, val_files)
-    rows = [file for file in (*files, *val_files) if not is_text(file, cfg) and file.kind != 'tokens']
-    for name, acts in (('text_field', rows), ('template', rows),
-                       ('separator', any(is_text(file, cfg) for file in (*files, *val_files)))):
+    kinds = {file.kind for file in (*files, *val_files)}
+    rows = kinds - {'text', 'tokens'}
+    for name, acts in (('text_field', rows), ('template', rows), ('separator', 'text' in kinds)):
         if getattr(cfg, name) not in (None, 'auto') and not acts:
             raise ValueError(f'{name}={getattr(cfg, name)!r} acts on {"text" if name == "separator" else "rows"}, and '
                              f'there is none in {" ".join(sources)}')
-    tokens = [file.kind == 'tokens' for file in (*files, *val_files)]
-    if any(tokens) and not all(tokens):
+    tokens = 'tokens' in kinds
+    if tokens and len(kinds) > 1:
         raise ValueError('shards of tokens and files of text cannot be one dataset; train on both with --dataset=A,B')
-    if any(tokens) and (cfg.tokenizer or 'gpt2') != 'gpt2':
+    if tokens and (cfg.tokenizer or 'gpt2') != 'gpt2':
         raise ValueError(f"shards hold GPT-2's tokens; tokenizer={cfg.tokenizer!r} cannot change that")
-    cfg = replace(cfg, tokenizer=cfg.tokenizer or ('gpt2' if any(tokens) else 'byte'))
+    cfg = replace(cfg, tokenizer=cfg.tokenizer or ('gpt2' if tokens else 'byte'))
     return files, val_files, cfg, cfg.val_fraction or fraction
 
 

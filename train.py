@@ -46,7 +46,7 @@ from model import (
     model_from,
     save_checkpoint,
 )
-from prepare import dataset_folder, fetch_gpt2, how_to_make, read_meta, token_bytes, tokenizer_from
+from prepare import cores, dataset_folder, fetch_gpt2, how_to_make, read_meta, token_bytes, tokenizer_from
 
 try:
     import fcntl  # Linux and macOS; elsewhere out_dir cannot be locked, and start-up says so
@@ -184,7 +184,7 @@ def open_machine(cfg):
         ('RANK', '0'), ('WORLD_SIZE', '1'), ('LOCAL_RANK', '0'), ('LOCAL_WORLD_SIZE', '1')))
     device, why_device = choose_device(cfg.device, local_rank)
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
-    threads = cfg.threads or max(1, len(cpus()) // local_world)
+    threads = cfg.threads or max(1, cores() // local_world)
     torch.set_num_threads(threads)
     if cfg.backend == 'nccl' and device.type != 'cuda':
         raise ValueError(f'backend=nccl works between GPUs, and the device is {device.type}; use --backend=gloo')
@@ -204,10 +204,6 @@ def open_machine(cfg):
         compiling, why_compile = failure is None, failure or 'a trial worked'
     reasons = {'device': why_device, 'dtype': why_dtype, 'compile': why_compile}
     return Machine(rank, world, device, dtype, compiling, threads, reasons)
-
-
-def cpus():
-    return os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count() or 1)
 
 
 def open_process_group(backend, device, rank, world):
@@ -470,25 +466,26 @@ class Batches:
 
     def load(self, starts, step, i):
         began = time.perf_counter()
-        micro = self.machine.rank * self.accumulation + i
-        mine = starts[micro * self.micro_batch:(micro + 1) * self.micro_batch]
         if self.tokens is not None:
-            x, y = self.gather(torch.from_numpy(mine).to(self.machine.device))
+            x, y = self.gather(torch.from_numpy(starts[self.rows(i)]).to(self.machine.device))
         elif self.reader is None:
-            x, y = (to_device(a, self.machine.device) for a in self.split.gather(mine))
+            x, y = (to_device(a, self.machine.device) for a in self.split.gather(starts[self.rows(i)]))
         else:
             following = (step, i + 1) if i + 1 < self.accumulation else (step + 1, 0)
             ready = self.ahead.pop((step, i), None) or self.reader.submit(self.read, step, i)
             self.ahead = {following: self.reader.submit(self.read, *following)}
             x, y = (a.to(self.machine.device, non_blocking=True) for a in ready.result())
         self.waited += time.perf_counter() - began
-        return x, y, micro_seed(self.cfg.seed, step, micro)
+        return x, y, micro_seed(self.cfg.seed, step, self.machine.rank * self.accumulation + i)
+
+    def rows(self, i):
+        """Which windows of a step are those of this process's micro-batch i."""
+        first = (self.machine.rank * self.accumulation + i) * self.micro_batch
+        return slice(first, first + self.micro_batch)
 
     def read(self, step, i):
         """A micro-batch in pinned memory, from which copies do not wait; torch keeps it until its copy is done."""
-        micro = self.machine.rank * self.accumulation + i
-        mine = self.starts(step)[micro * self.micro_batch:(micro + 1) * self.micro_batch]
-        return [torch.from_numpy(a).pin_memory() for a in self.split.gather(mine)]
+        return [torch.from_numpy(a).pin_memory() for a in self.split.gather(self.starts(step)[self.rows(i)])]
 
     def gather(self, starts):
         """What Split.gather() does, on the device."""

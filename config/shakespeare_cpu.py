@@ -4,7 +4,7 @@
 #   python train.py config/shakespeare_cpu.py
 #   python sample.py --start="ROMEO:"
 #
-# hardware: 2 CPU cores. measured there: 12 s from the start of Python, validation loss 1.88 over the whole split, where
+# hardware: 2 CPU cores. measured there: 10 s from the start of Python, validation loss 1.88 over the whole split, where
 # nanoGPT's run ends at 1.90; see README for both in one table
 
 dataset = 'shakespeare_char'
