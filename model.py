@@ -355,6 +355,57 @@ class Block(nn.Module):
 
 
 # -----------------------------------------------------------------------------
+# the loss
+
+def head_gradients(x, w, targets, cap, smoothing):
+    """
+    The summed cross-entropy behind a head, and what its gradient is at the inputs and at the weights: (1,), (N, C),
+    (V, C), from x (N, C), w (V, C), targets (N).
+    """
+    logits = (x @ w.T).float()  # (N, V)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum', label_smoothing=smoothing)
+    V = w.size(0)
+    d = logits.softmax(1) - smoothing / V
+    d = d - (torch.arange(V, device=x.device) == targets[:, None]) * (1 - smoothing)
+    if cap:
+        d = d * (1 - (logits / cap).square())
+    d = (d * (targets >= 0)[:, None]).to(x.dtype)
+    return loss.view(1), d @ w, d.T @ x
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """
+    The summed cross-entropy behind a head, (1,), of which the logits never stand in memory all at once.
+
+    What backward needs is computed while a chunk's logits are there, so nothing is computed twice; that is possible
+    because a sum gives every row the same gradient, known before backward but for a factor.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, cap, smoothing, chunks, compiled):
+        gradients = torch.compile(head_gradients, dynamic=False) if compiled else head_gradients
+        w, total, dx, dw = weight.to(x.dtype), 0.0, [], torch.zeros_like(weight)
+        for part, target in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
+            loss, d_part, d_weight = gradients(part, w, target, cap, smoothing)
+            total = total + loss
+            dx.append(d_part)
+            dw += d_weight
+        ctx.save_for_backward(torch.cat(dx), dw)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        return (dx.float() * grad).to(dx.dtype), dw * grad, None, None, None, None, None
+
+
+# compiled as one with the rest, the chunks would be fused again; so each is compiled alone
+chunked_loss = torch.compiler.disable(ChunkedLoss.apply)
+
+
+# -----------------------------------------------------------------------------
 # the whole
 
 class GPT(nn.Module):
@@ -367,6 +418,7 @@ class GPT(nn.Module):
         assert config.vocab_size is not None, 'vocab_size comes from the data; see train.py'
         self.config = c = config.resolved()
         self.compute_dtype = torch.float32  # train.py and sample.py set it to what the machine is fast at
+        self.loss_chunks = 1  # parts in which head and loss are computed; train.py sets more where memory is short
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(c.vocab_size, c.n_embd),
             wpe=nn.Embedding(c.block_size, c.n_embd) if c.position == 'learned' else NoPosition(),
@@ -411,7 +463,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None):
         """
         idx: (B, T) token ids. With targets, (B, T) ids or -1 where a token does not count: the summed cross-entropy
-        of each sequence, (B,), float32, in nats. Without: logits of the last position, (B, V), float32.
+        of each sequence, (B,), float32, in nats; with gradients and loss_chunks above 1 that of all together, (1,).
+        Without: logits of the last position, (B, V), float32.
         With a cache, idx continues what the cache holds: any length into an empty one, one token at a time after.
         """
         B, T = idx.shape
@@ -429,12 +482,24 @@ class GPT(nn.Module):
             cache.length = start + T
         if targets is None:
             return self.softcap(self.lm_head(x[:, -1]).float())
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        if self.loss_chunks > 1:
+            return self.loss_in_chunks(x.view(B * T, -1), targets.reshape(B * T), smoothing, B)
         # float32 from here on; compiled, the cast, cap and cross-entropy are one pass over the bf16 logits
         logits = self.softcap(self.lm_head(x).float())  # (B, T, V)
-        smoothing = self.config.label_smoothing if self.training else 0.0
         loss = F.cross_entropy(logits.view(B * T, -1), targets.reshape(B * T), ignore_index=-1, reduction='none',
                                label_smoothing=smoothing)
         return loss.view(B, T).sum(1)
+
+    def loss_in_chunks(self, x, targets, smoothing, B):
+        """What forward returns, from x (B * T, C) and targets (B * T), with the logits of a chunk at a time."""
+        if torch.is_grad_enabled():
+            return chunked_loss(x, self.lm_head.weight, targets, self.config.softcap, smoothing, self.loss_chunks,
+                                torch.compiler.is_compiling())
+        losses = [F.cross_entropy(self.softcap(self.lm_head(part).float()), t, ignore_index=-1, reduction='none',
+                                  label_smoothing=smoothing)
+                  for part, t in zip(x.chunk(self.loss_chunks), targets.chunk(self.loss_chunks), strict=True)]
+        return torch.cat(losses).view(B, -1).sum(1)
 
     # counts
 
