@@ -254,7 +254,8 @@ class BPETokenizer(TiktokenTokenizer):
         if len(ranks) + len(self.special_ids) != len(set(ids)) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
             raise KeyError('tokens')
         # whatever else there is would come to tiktoken's core, which panics, or take a table as long as an id is large
-        if not all(type(i) is int and 0 <= i < MAX_VOCAB for i in ids) or not {self.eot, bos} <= {None, *ids} or \
+        ends = {self.eot, bos} - {None}
+        if not all(type(i) is int and 0 <= i < MAX_VOCAB for i in (*ids, *ends)) or not ends <= set(ids) or \
                 pattern not in (GPT2_SPLIT, DIGITS_SPLIT, *KNOWN_SPLITS) or type(nfc) is not bool:
             raise KeyError('specials')
         self.encoding = tiktoken.Encoding('own', pat_str=pattern, mergeable_ranks=ranks,
@@ -1750,8 +1751,10 @@ def read_meta(folder):
         if not all(isinstance(itos[i], str) and len(itos[i]) == 1 for i in range(len(itos))) or \
                 len({itos[i] for i in range(len(itos))}) != len(itos):
             raise ValueError('itos is not one character an id')
-        chars = ''.join(itos[i] for i in range(len(itos)))
-        return {'dtype': 'uint16', 'vocab_size': int(meta['vocab_size']), 'splits': {}, 'foreign': True,
+        chars, size = ''.join(itos[i] for i in range(len(itos))), int(meta['vocab_size'])
+        if not len(chars) <= size <= MAX_VOCAB:
+            raise ValueError(f'vocab_size={size} for {len(chars)} characters')
+        return {'dtype': 'uint16', 'vocab_size': size, 'splits': {}, 'foreign': True,
                 'tokenizer': {'kind': 'char', 'chars': chars, 'eot': False}}
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
         raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e})") from None

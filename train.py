@@ -967,11 +967,12 @@ def state_from(checkpoint):
         numbers = [checkpoint['iter_num'], *state.logged]
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
         raise ValueError(f'the checkpoint does not say where the run was: {type(e).__name__}: {e}') from None
-    for f in dataclasses.fields(RunState):
-        if type(getattr(state, f.name)) is not type(getattr(RunState(), f.name)):
-            raise ValueError(f'the checkpoint has {f.name}={getattr(state, f.name)!r}, which cannot be')
+    for name, kind in get_type_hints(RunState).items():
+        if not isinstance(getattr(state, name), kind):
+            raise ValueError(f'the checkpoint has {name}={getattr(state, name)!r}, which cannot be')
     numbers += [state.iter_num, state.tokens_seen, state.bad_in_a_row]
-    if len(state.logged) not in (0, 4) or not all(isinstance(n, int | float) and n >= 0 for n in numbers):
+    if len(state.logged) not in (0, 4) or type(numbers[0]) is not int or \
+            not all(isinstance(n, int | float) and n >= 0 for n in numbers):
         raise ValueError(f'the checkpoint has {numbers} for its step and counts, which cannot be')
     return state
 
