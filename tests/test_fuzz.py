@@ -549,6 +549,24 @@ def safetensors_bytes(header, data):
 
 
 @inputs
+def test_any_safetensors_file_is_tensors_or_a_sentence(count, tmp_path, gpt2_folder):
+    header, data = gpt2_folder['model.safetensors']
+    path = tmp_path / 'x.safetensors'
+
+    def make(rng):
+        if rng.random() < 0.5:
+            return damaged(rng, safetensors_bytes(header, data))
+        return safetensors_bytes(with_one_odd_value(rng, header), data)
+
+    def read(raw):
+        path.write_bytes(raw)
+        for tensor in read_safetensors(str(path)).values():
+            tensor.float().sum()
+    wrong, right = each(count, make, read)
+    assert wrong > 0.05 * count and right > 0.05 * count
+
+
+@inputs
 def test_any_hugging_face_folder_is_a_model_or_a_sentence(count, tmp_path, gpt2_folder):
     header, data = gpt2_folder['model.safetensors']
     whole = {**gpt2_folder, 'model.safetensors': safetensors_bytes(header, data)}
