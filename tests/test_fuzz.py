@@ -25,11 +25,13 @@ import torch
 from conftest import write_bins
 
 import configurator
+import sample
 from configurator import as_file, configure, differences, tracebacks
 from model import GPT, GPTConfig, load_gpt2, read_safetensors
 from prepare import (
     BPETokenizer,
     PrepareConfig,
+    Tokenizer,
     dataset_folder,
     encode_marked,
     inspect_dataset,
@@ -38,7 +40,7 @@ from prepare import (
     tokenizer_from,
     train_bpe,
 )
-from sample import SampleConfig, load, stream
+from sample import SampleConfig
 from train import (
     Machine,
     OutDir,
@@ -311,10 +313,9 @@ class Run:
         """As sample.py does."""
         with open(self.path, 'wb') as f:
             f.write(data)
-        cfg = SampleConfig(out_dir=self.folder, max_new_tokens=1)
-        with contextlib.redirect_stderr(io.StringIO()):
-            model, tokenizer = load(cfg)
-        return [''.join(stream(model, tokenizer, encode_marked(tokenizer, 'a'), cfg, 0))]
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return sample.main([f'--out_dir={self.folder}', '--start=a', '--max_new_tokens=1', '--num_samples=1',
+                                '--device=cpu'])
 
 
 @pytest.fixture(scope='module', params=['adamw', 'muon'])
@@ -398,15 +399,15 @@ def tokenizers():
             {'kind': 'tiktoken', 'name': 'gpt2'}]
 
 
-def used(spec):
-    """All that the programs ask of a tokenizer."""
-    tokenizer = tokenizer_from(spec)
+def used(tokenizer):
+    """All that the programs ask of a tokenizer, or of the spec of one."""
+    tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer_from(tokenizer)
     for text in ('Hello wr\n', 'aé\U0001f600<|endoftext|></s> ' * 9, '\ud800', ''):
         with contextlib.suppress(ValueError):  # characters that a char tokenizer has not seen
             tokenizer.decode(encode_marked(tokenizer, text)).decode('utf-8', 'replace')
     assert len(tokenizer.sizes) == tokenizer.n_vocab
     assert tokenizer.eot is None or 0 <= tokenizer.eot < tokenizer.n_vocab
-    tokenizer_from(json.loads(json.dumps(tokenizer.spec())))
+    json.dumps(tokenizer.spec())
 
 
 @pytest.fixture(scope='module')
@@ -515,7 +516,7 @@ def test_any_tokenizer_json_is_a_tokenizer_or_a_sentence(count, tmp_path, tokeni
     def read(files):
         for name, value in files.items():
             write(tmp_path / name, value)
-        used(read_tokenizer_json(str(tmp_path)).spec())
+        used(read_tokenizer_json(str(tmp_path)))
     assert not isinstance(outcome(read, {'tokenizer.json': tokenizer_json, 'tokenizer_config.json': config}), str)
     wrong, right = each(count, make, read)
     assert wrong > 0.05 * count and right > 0.05 * count
