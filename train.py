@@ -949,15 +949,56 @@ def restore(checkpoint, model, optimizers, scaler):
         # momenta come from the checkpoint; rates, decay and the kernel are as the settings made them
         options = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
         try:
-            groups = [{**was, **own} for was, own in zip(state['param_groups'], options, strict=True)]
+            groups = [{'params': was['params'], **own} for was, own in zip(state['param_groups'], options, strict=True)]
+            check_moments(optimizer, groups, state['state'])
             optimizer.load_state_dict({'state': state['state'], 'param_groups': groups})
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, LookupError, TypeError) as e:
             raise ValueError(f'the optimizer state of the checkpoint does not fit: {e}') from None
     if scaler.is_enabled() and checkpoint.get('scaler'):
+        if scaler.state_dict().keys() != checkpoint['scaler'].keys() or \
+                not all(isinstance(v, int | float) and 0 <= v < math.inf for v in checkpoint['scaler'].values()):
+            raise ValueError(f'the scaler of the checkpoint does not fit: {checkpoint["scaler"]}')
         scaler.load_state_dict(checkpoint['scaler'])
-    if 'state' in checkpoint:
-        return RunState(**checkpoint['state'])
-    return RunState(iter_num=int(checkpoint['iter_num']), best_val_loss=float(checkpoint['best_val_loss']))
+    return state_from(checkpoint)
+
+
+def check_moments(optimizer, groups, saved):
+    """
+    ValueError unless each parameter has all tensors of its optimizer, in its own shape, or, before the first step, no
+    parameter has any. torch does not look: AdamW's fused kernel wrote beyond the end of a shorter one.
+    """
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    ids = [i for group in groups for i in group['params']]
+    names = {'momentum_buffer'} if isinstance(optimizer, Muon) else {'step', 'exp_avg', 'exp_avg_sq'}
+    if not isinstance(saved, dict) or not all(isinstance(moments, dict) for moments in saved.values()):
+        raise ValueError('its state is no dict of dicts')
+    if len(set(ids)) != len(params) or (saved and saved.keys() != set(ids)):
+        raise ValueError(f'it has {len(saved)} states of {len(ids)} parameters, and the model has {len(params)}')
+    for i, p in zip(ids, params, strict=True) if saved else ():
+        shapes = {name: () if name == 'step' else tuple(p.shape) for name in names}
+        found = {name: tuple(v.shape) for name, v in saved[i].items()
+                 if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        if found != shapes or len(saved[i]) != len(shapes):
+            raise ValueError(f'parameter {i} has {found}, not {shapes}')
+
+
+def state_from(checkpoint):
+    """The RunState of a checkpoint, ours or nanoGPT's. ValueError where it is none."""
+    try:
+        was = checkpoint.get('state') or {'iter_num': checkpoint['iter_num'],
+                                          'best_val_loss': float(checkpoint['best_val_loss'])}
+        state = RunState(**was)
+        numbers = [checkpoint['iter_num'], *state.logged]
+    except (KeyError, TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(f'the checkpoint does not say where the run was: {type(e).__name__}: {e}') from None
+    for name, kind in get_type_hints(RunState).items():
+        if not isinstance(getattr(state, name), kind):
+            raise ValueError(f'the checkpoint has {name}={getattr(state, name)!r}, which cannot be')
+    numbers += [state.iter_num, state.tokens_seen, state.bad_in_a_row]
+    if len(state.logged) not in (0, 4) or type(numbers[0]) is not int or \
+            not all(isinstance(n, int | float) and n >= 0 for n in numbers):
+        raise ValueError(f'the checkpoint has {numbers} for its step and counts, which cannot be')
+    return state
 
 
 # -----------------------------------------------------------------------------
