@@ -22,8 +22,10 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ from typing import Literal, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.elastic.multiprocessing.errors
 
 from configurator import accept, as_file, call_main, configure, differences
 from model import (
@@ -54,7 +57,13 @@ try:
 except ImportError:
     fcntl = None
 
-MAX_BAD_STEPS = 20  # non-finite steps in a row after which a run stops; fp16 halves its scale at each
+MAX_BAD_STEPS = 20  # bad steps in a row after which a run has diverged; fp16 halves its scale at each
+MAX_ROLLBACKS = 3  # to one and the same checkpoint; after that other data does not help
+SPIKE, SPIKE_WINDOW = 6.0, 128  # standard deviations above the mean of so many losses
+
+
+def same_place(a, b):
+    return os.path.realpath(a) == os.path.realpath(b)
 
 
 @dataclass
@@ -72,7 +81,7 @@ class TrainConfig:
     dataset: str = 'openwebtext'  # folder under data_dir, made by prepare.py or by nanoGPT; a:0.7,b:0.3 mixes
     data_dir: str = 'data'  # where datasets live
     data_on_device: bool | Literal['auto'] = 'auto'  # training split in the GPU's memory; auto: up to a tenth of it
-    batch_size: int = 12  # sequences of a micro-batch, at most
+    batch_size: int | Literal['auto'] = 12  # sequences of a micro-batch, at most; auto: as many as fit, same step
     gradient_accumulation_steps: int = 5 * 8  # micro-batches of a step over all processes
     # --- optimizer
     optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: matrices inside blocks by Muon, everything else by AdamW
@@ -96,6 +105,7 @@ class TrainConfig:
     eval_tokens: int | None = 2**20  # most tokens of a split that one evaluation reads; None: all
     eval_iters: int | None = None  # batches of each split instead, nanoGPT's meaning
     log_interval: int = 1  # steps between lines
+    on_divergence: Literal['stop', 'rollback'] = 'stop'  # rollback: to the last checkpoint, then past that data
     wandb_log: bool = False  # log to Weights & Biases too
     wandb_project: str = 'hotloop'  # its project
     wandb_run_name: str | None = None  # its run; None: out_dir
@@ -104,6 +114,7 @@ class TrainConfig:
     save_interval: int | None = None  # save every so many steps besides; None: by save_minutes alone
     save_minutes: float = 15.0  # save at least this often
     keep_last: int = 2  # checkpoints kept, the latest among them
+    mirror_dir: str | None = None  # a second place, such as a mounted drive, to which finished checkpoints are copied
     # --- machine
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first of them that is there
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the computation; weights stay in float32
@@ -111,7 +122,9 @@ class TrainConfig:
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # of torch.compile
     loss_chunks: int | Literal['auto'] = 'auto'  # parts of head and loss: less memory, slower; auto: 1 while that fits
     threads: int | None = None  # CPU threads of a process; None: the machine's cores, shared out
+    deterministic: bool = False  # compiled code gives the same bits at every run, at a price in speed
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # of torch.distributed
+    timeout_minutes: float = 10.0  # how long a process waits for the others before it gives up
 
     def problems(self):
         """What is wrong with the settings, a sentence each."""
@@ -127,6 +140,10 @@ class TrainConfig:
         for name in ('beta1', 'beta2', 'muon_momentum'):
             if not 0 <= getattr(self, name) < 1:
                 wrong.append(f'{name}={getattr(self, name)} must be at least 0 and below 1')
+        if self.timeout_minutes <= 0:
+            wrong.append(f'timeout_minutes={self.timeout_minutes} must be above 0')
+        if self.mirror_dir is not None and same_place(self.mirror_dir, self.out_dir):
+            wrong.append(f'mirror_dir={self.mirror_dir!r} is out_dir itself; a mirror wants another disk')
         if not 0 < self.decay_fraction <= 1:
             wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
         if self.seed >= 2**63:
@@ -186,6 +203,12 @@ def open_machine(cfg):
         ('RANK', '0'), ('WORLD_SIZE', '1'), ('LOCAL_RANK', '0'), ('LOCAL_WORLD_SIZE', '1')))
     device, why_device = choose_device(cfg.device, local_rank)
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
+    if world > 1:
+        end_with_parent()
+    if cfg.deterministic:
+        os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
     threads = cfg.threads or max(1, cores() // local_world)
     torch.set_num_threads(threads)
     if cfg.backend == 'nccl' and device.type != 'cuda':
@@ -197,7 +220,7 @@ def open_machine(cfg):
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'
     if world > 1:
-        open_process_group(cfg.backend, device, rank, world)
+        open_process_group(cfg.backend, device, rank, world, cfg.timeout_minutes)
     compiling, why_compile = bool(cfg.compile), 'asked for'
     if cfg.compile is True and (failure := try_compile(device)):
         raise ValueError(f'compile=True was asked for, but torch.compile fails here: {failure}; use --compile=False')
@@ -208,7 +231,22 @@ def open_machine(cfg):
     return Machine(rank, world, device, dtype, compiling, threads, reasons)
 
 
-def open_process_group(backend, device, rank, world):
+def end_with_parent():
+    """
+    Has Linux send this process SIGTERM when torchrun dies. Killed with -9, it would leave its processes training, and
+    writing into an out_dir that looks abandoned.
+    """
+    if sys.platform != 'linux':
+        return
+    import ctypes
+    PR_SET_PDEATHSIG = 1
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died just before
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def open_process_group(backend, device, rank, world, timeout_minutes):
     if backend == 'auto':
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
     options = {}
@@ -221,7 +259,7 @@ def open_process_group(backend, device, rank, world):
     # the optimizers import this at their first step, and its default arguments take the group that is there then:
     # gloo's threads outlived destroy_process_group and aborted 4 of 128 finished runs. Before there is a group, none is
     importlib.import_module('torch.distributed.nn.functional')
-    dist.init_process_group(backend, timeout=timedelta(minutes=10), **options)
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **options)
 
 
 def device_memory(device):
@@ -470,10 +508,10 @@ class Batches:
         self.global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
         self.micro_batch, self.accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps,
                                                           machine.world)
+        self.skips = []  # [step, number]: from this step on the data of so many steps is left out
         self.waited = 0.0  # seconds spent on data
         self.tokens = self.mask = None  # the split, where it is kept on the device
-        if cfg.data_on_device is True or (cfg.data_on_device == 'auto' and machine.device.type == 'cuda' and
-                                          split.num_bytes() <= 0.1 * torch.cuda.mem_get_info(machine.device)[0]):
+        if kept_on_device(split, cfg, machine):
             self.tokens, self.mask = (None if a is None else torch.from_numpy(a).to(machine.device)
                                       for a in split.arrays())
         reads_ahead = machine.device.type == 'cuda' and self.tokens is None
@@ -486,7 +524,12 @@ class Batches:
         return self.split.num_targets(starts), loads
 
     def starts(self, step):
-        return self.split.starts(self.cfg.seed, np.arange(step * self.global_batch, (step + 1) * self.global_batch))
+        place = step + sum(number for at, number in self.skips if step >= at)
+        return self.split.starts(self.cfg.seed, np.arange(place * self.global_batch, (place + 1) * self.global_batch))
+
+    def skip(self, skips):
+        """Leaves out what a divergence may have come from; what was read ahead is forgotten."""
+        self.skips, self.ahead = skips, {}
 
     def load(self, starts, step, i):
         began = time.perf_counter()
@@ -523,9 +566,73 @@ class Batches:
         return x.contiguous(), y.contiguous()
 
 
+def kept_on_device(split, cfg, machine):
+    """Whether the training split goes into the memory of the device."""
+    return cfg.data_on_device is True or (cfg.data_on_device == 'auto' and machine.device.type == 'cuda' and
+                                          split.num_bytes() <= 0.1 * torch.cuda.mem_get_info(machine.device)[0])
+
+
 def to_device(array, device):
     t = torch.from_numpy(array)
     return t.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else t.to(device)
+
+
+def out_of_memory(error):
+    """Whether an exception says that memory was asked for and not there; on CPUs torch has no type for that."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or \
+        (isinstance(error, RuntimeError) and re.search("(allocate|out of) memory", str(error)) is not None)
+
+
+def fits(forward, model, batch, machine, cfg, reserve):
+    """
+    Whether forward and backward of so many sequences fit the memory, beside `reserve` bytes that come later. Gradients
+    are left at zero. All processes answer alike.
+    """
+    c, failed = model.config, 0.0
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size,
+                                           device_memory(machine.device))
+    try:
+        held = torch.empty(reserve, dtype=torch.uint8, device=machine.device)
+        ids = torch.zeros(batch, c.block_size, dtype=torch.int64, device=machine.device)
+        forward(ids, ids).sum().backward()
+        if machine.device.type == 'cuda':
+            torch.cuda.synchronize(machine.device)
+        del held
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
+        failed = 1.0
+    model.zero_grad(set_to_none=False)
+    if machine.device.type == 'cuda':
+        torch.cuda.empty_cache()
+    return not machine.sum(np.array([failed])).any()
+
+
+def largest_batch(forward, model, sequences, split, machine, cfg, most=None):
+    """
+    The largest micro-batch that fits and divides `sequences`, one process's share of a step; None where not one fits.
+    At most `most`, or 131,072 tokens, from where on nothing gets faster. What the optimizers and the data on the
+    device will take is set aside.
+    """
+    reserve = 8 * model.num_params() + (split.num_bytes() if kept_on_device(split, cfg, machine) else 0)
+    most = most or max(2**17 // model.config.block_size, 1)
+    sizes = [n for n in range(min(sequences, most), 0, -1) if sequences % n == 0]
+    return next((n for n in sizes if fits(forward, model, n, machine, cfg, reserve)), None)
+
+
+def memory_advice(run):
+    """What to say of a batch_size that does not fit, with one that does."""
+    cfg, alone, total = run.cfg, dataclasses.replace(run.machine, world=1), run.batches.global_batch
+    run.batches.tokens = run.batches.mask = None  # of the device's memory, as much as they took is set aside again
+    mine = run.batches.micro_batch * run.batches.accumulation
+    found = run.batches.micro_batch > 1 and largest_batch(run.model, run.model, mine, run.batches.split, alone, cfg,
+                                                          run.batches.micro_batch - 1)
+    said = (f'a micro-batch of {run.batches.micro_batch} sequences of {run.val.T} tokens does not fit the memory of '
+            f'{run.machine.device}; ')
+    if not found:
+        return f'{said}neither does a smaller one: the model or block_size must be smaller, or try --loss_chunks=16'
+    return (f'{said}--batch_size={found} --gradient_accumulation_steps={total // found} does and is the same step, '
+            'as --batch_size=auto finds by itself')
 
 
 def micro_seed(seed, step, micro):
@@ -730,10 +837,11 @@ def train_step(model, loads, num_targets, optimizers, gradients, scaler, clip, w
 # evaluation
 
 @torch.no_grad()
-def evaluate(model, split, num_windows, batch, machine, byte_counts=None):
+def evaluate(model, split, num_windows, batch, machine, byte_counts=None, stop=bool):
     """
     The loss on fixed windows of a split, the same ones whatever the batch or the number of processes: all of it, the
-    tail included, or num_windows spread evenly. Label smoothing and dropout do not act.
+    tail included, or num_windows spread evenly. Label smoothing and dropout do not act. stop: asked before each batch;
+    None is returned when it said True on any process.
     Returns {'loss': nats a token, 'stderr': its standard error over windows, 'perplexity', 'tokens', 'bpb': bits per
     byte of the very tokens evaluated, None without byte_counts}.
     """
@@ -743,10 +851,12 @@ def evaluate(model, split, num_windows, batch, machine, byte_counts=None):
         np.linspace(0, (N - 1) // T - 1, num_windows).round().astype(np.int64)
     sums = np.zeros((3, len(windows)))  # loss, targets, bytes of each window
     mine = np.arange(machine.rank, len(windows), machine.world)
-    losses = []
+    losses, stopped = [], False
     was_training = model.training
     model.eval()
     for at in range(0, len(mine), batch):
+        if stopped := stop():
+            break
         chosen = mine[at:at + batch]
         x, y = eval_batch(split, windows[chosen], batch)
         losses.append(model(to_device(x, machine.device), to_device(y, machine.device))[:len(chosen)])
@@ -755,9 +865,12 @@ def evaluate(model, split, num_windows, batch, machine, byte_counts=None):
         if byte_counts is not None:
             sums[2, chosen] = np.where(y >= 0, byte_counts[np.maximum(y, 0)], 0).sum(1)
     model.train(was_training)
-    if losses:
+    if losses and not stopped:
         sums[0, mine] = torch.cat(losses).cpu().double().numpy()
-    loss, targets, num_bytes = machine.sum(sums)
+    *sums, stops = machine.sum(np.append(sums.ravel(), float(stopped)))
+    if stops:
+        return None
+    loss, targets, num_bytes = np.reshape(sums, (3, -1))
     counted = targets > 0
     if not counted.any():
         raise ValueError(f'{split.path} has no target that counts in the windows evaluated: its mask is 0 everywhere')
@@ -770,15 +883,18 @@ def evaluate(model, split, num_windows, batch, machine, byte_counts=None):
             'bpb': float(loss.sum() / math.log(2) / num_bytes.sum()) if num_bytes.sum() > 0 else None}
 
 
-def evaluate_any(model, split, num_windows, batch, machine, byte_counts=None):
+def evaluate_any(model, split, num_windows, batch, machine, byte_counts=None, stop=bool):
     """
     evaluate(), of a Mixture too: each of its splits on its share of the windows, and their mean by weight, as if the
     windows had been drawn as in training. 'losses' holds those of each.
     """
     if isinstance(split, Split):
-        return evaluate(model, split, num_windows, batch, machine, byte_counts)
+        return evaluate(model, split, num_windows, batch, machine, byte_counts, stop)
     shares = [num_windows and max(round(num_windows * weight), 1) for weight in split.weights]
-    each = [evaluate(model, s, n, batch, machine, byte_counts) for s, n in zip(split.splits, shares, strict=True)]
+    each = [evaluate(model, s, n, batch, machine, byte_counts, stop)
+            for s, n in zip(split.splits, shares, strict=True)]
+    if None in each:
+        return None
 
     def mean(values):
         return float(np.dot(split.weights, list(values)))
@@ -882,9 +998,14 @@ class OutDir:
             os.remove(old)
 
     def adopt(self, resumed):
-        """Makes the checkpoint a run resumes from its latest, and sets damaged ones aside, out of anybody's way."""
+        """
+        Makes the checkpoint a run goes on from its latest. Damaged ones are set aside, out of anybody's way, and later
+        ones, of steps that a rollback takes back, removed.
+        """
         for path in resumed.damaged:
             os.replace(path, path + '.damaged')
+        for path in resumed.later:
+            os.remove(path)
         if resumed.path != self / 'ckpt.pt':
             os.replace(resumed.path, self / 'ckpt.pt')
         self.saved_step = resumed.checkpoint['iter_num']
@@ -892,23 +1013,30 @@ class OutDir:
 
 @dataclass
 class Resumed:
-    """A checkpoint to go on from, where it was, and the newer ones that turned out damaged: {path: what is wrong}."""
+    """A checkpoint to go on from, where it was, the newer ones that are damaged ({path: why}) or not wanted."""
     checkpoint: dict
     path: str
     damaged: dict
+    later: list
 
 
-def find_latest(out_dir):
+def find_latest(out_dir, wanted=lambda checkpoint: True):
     """
-    The newest checkpoint that is whole. ValueError when there is none, or when none is whole, with the reason for
-    each: never a silent fresh start.
+    The newest checkpoint that is whole, and wanted; None when none of those is wanted. ValueError when there is no
+    checkpoint, or none is whole, with the reason for each: never a silent fresh start.
     """
-    damaged = {}
+    damaged, later = {}, []
     for path in out_dir.checkpoints():
         try:
-            return Resumed(load_checkpoint(path), path, damaged)
+            checkpoint = load_checkpoint(path)
         except ValueError as e:
             damaged[path] = str(e)
+        else:
+            if wanted(checkpoint):
+                return Resumed(checkpoint, path, damaged, later)
+            later.append(path)
+    if later:
+        return None
     if not damaged:
         raise ValueError(f'init_from=resume, but {out_dir.path} holds no checkpoint; start with --init_from=scratch')
     raise ValueError('\n  '.join([f'no checkpoint in {out_dir.path} is whole:', *damaged.values()])
@@ -923,7 +1051,10 @@ class RunState:
     best_val_loss: float = math.inf
     tokens_seen: int = 0
     logged: list = field(default_factory=list)  # [summed loss, targets, skipped, steps] since the last line
-    bad_in_a_row: int = 0
+    bad_in_a_row: int = 0  # steps that were not finite, or spikes
+    spikes_in_a_row: int = 0  # of them, spikes
+    recent: list = field(default_factory=list)  # losses of the last steps that were neither
+    skips: list = field(default_factory=list)  # [step, number]: data left out after a divergence
 
 
 def checkpoint_of(run):
@@ -994,7 +1125,11 @@ def state_from(checkpoint):
     for name, kind in get_type_hints(RunState).items():
         if not isinstance(getattr(state, name), kind):
             raise ValueError(f'the checkpoint has {name}={getattr(state, name)!r}, which cannot be')
-    numbers += [state.iter_num, state.tokens_seen, state.bad_in_a_row]
+    numbers += [state.iter_num, state.tokens_seen, state.bad_in_a_row, state.spikes_in_a_row]
+    pairs = [pair for pair in state.skips if isinstance(pair, list) and len(pair) == 2]
+    if len(pairs) < len(state.skips) or not all(type(n) is int and n >= 0 for pair in pairs for n in pair) or \
+            not all(isinstance(loss, float) for loss in state.recent):
+        raise ValueError('the checkpoint has losses or steps left out that cannot be')
     if len(state.logged) not in (0, 4) or type(numbers[0]) is not int or \
             not all(isinstance(n, int | float) and n >= 0 for n in numbers):
         raise ValueError(f'the checkpoint has {numbers} for its step and counts, which cannot be')
@@ -1037,7 +1172,8 @@ def read_settings(argv):
     if not files and 'dataset' not in given and cfg.init_from == 'scratch':
         card, why = card_for_machine(cfg.device)
         here = os.path.dirname(os.path.abspath(__file__))
-        model_cfg, cfg, given, files = settings(argv=[os.path.join(here, card), *argv])
+        argv = [os.path.join(here, card), *argv]
+        model_cfg, cfg, given, files = settings(argv=argv)
         said.append(f'card: {card} ({why}; name one to choose another)')
     elif files:
         said.append(f'card: {" ".join(files)}')
@@ -1049,9 +1185,29 @@ def read_settings(argv):
         resumed = find_latest(out)
         said += [f'{why}; falling back to {resumed.path}' for why in resumed.damaged.values()]
         resume_settings(model_cfg, cfg, given, resumed.checkpoint, said)
+    if cfg.batch_size == 'auto':
+        asked = resumed.checkpoint.get('config', {}).get('batch_size') if resumed else \
+            settings(argv=without(argv, 'batch_size'))[1].batch_size
+        asked = TrainConfig.batch_size if asked in (None, 'auto') else asked
+        if cfg.eval_only:
+            cfg.batch_size = asked
+        else:  # the sequences of a step, which stay as many; main() tries what fits
+            cfg.gradient_accumulation_steps *= asked
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
         cfg.max_epochs = None  # of a card or a checkpoint: the flag is later, and means the same thing
     return model_cfg, cfg, given, resumed, said
+
+
+def without(argv, name):
+    """A command line without one of its flags."""
+    kept, value_follows = [], False
+    for word in argv:
+        flag, equals, _ = word.removeprefix('--').replace('-', '_').partition('=')
+        is_it = word.startswith('--') and flag == name
+        if not is_it and not value_follows:
+            kept.append(word)
+        value_follows = is_it and not equals
+    return kept
 
 
 def restarted_by_torchrun(out):
@@ -1087,6 +1243,9 @@ def resume_settings(model_cfg, cfg, given, checkpoint, said):
                                  'change on resume (to start a new run from these weights: --init_from=PATH)')
                 elif name in ANNOUNCED:
                     said.append(f'{name}: {was[name]!r} before, {now!r} from here on')
+    if 'mirror_dir' not in given and cfg.mirror_dir and same_place(cfg.mirror_dir, cfg.out_dir):
+        cfg.mirror_dir = None
+        said.append('mirror_dir: none, for this is the mirror of another run')
     wrong = wrong or model_cfg.problems() + cfg.problems()
     if wrong:
         raise ValueError('\n'.join(wrong))
@@ -1224,8 +1383,11 @@ class StopRequest:
         self.signal = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def __bool__(self):
-        return self.signal is not None or time.monotonic() >= self.deadline
+    def __call__(self):
+        return self.by_signal() or time.monotonic() >= self.deadline
+
+    def by_signal(self):
+        return self.signal is not None
 
     def exit_code(self):
         """128 + the signal's number, as shells have it: 143 and 130; 0 after max_minutes."""
@@ -1244,6 +1406,63 @@ def read_later(flag):
     copied = torch.cuda.Event()
     copied.record()
     return lambda: (copied.synchronize(), host.item())[1]
+
+
+class Mirror:
+    """
+    A second place for what is finished in out_dir. A thread copies it, so that the run never waits for a slow disk, and
+    what goes wrong there is said and harms nothing: it is tried again with the next checkpoint.
+    """
+    NAMES = ('config.py', 'log.jsonl', 'best.pt', 'ckpt.pt')
+
+    def __init__(self, out, path):
+        self.out, self.path, self.thread, self.copied, self.again = out, path, None, {}, False
+        try:
+            os.makedirs(path, exist_ok=True)
+            with open(os.path.join(path, '.hotloop'), 'w'):
+                pass
+            os.remove(os.path.join(path, '.hotloop'))
+        except OSError as e:
+            raise ValueError(f'mirror_dir={path!r} cannot be written: {e.strerror or e}') from None
+
+    def update(self):
+        """Starts copying what is new; a copy under way is let finish, and followed by another."""
+        self.again = True
+        if self.thread is None or not self.thread.is_alive():
+            self.thread = threading.Thread(target=self.copy_all, daemon=True)
+            self.thread.start()
+
+    def copy_all(self):
+        while self.again:
+            self.again = False
+            for name in self.NAMES:
+                try:
+                    self.copy(self.out / name, os.path.join(self.path, name))
+                except FileNotFoundError:
+                    pass  # there is no best.pt yet
+                except OSError as e:
+                    print(f'mirror_dir: {name} could not be copied to {self.path}: {e.strerror or e}; training goes on',
+                          flush=True)
+
+    def copy(self, source, target):
+        with open(source, 'rb') as f:  # a file that is replaced meanwhile stays as it was opened
+            about = os.fstat(f.fileno())
+            version = about.st_ino, about.st_mtime_ns, about.st_size
+            if self.copied.get(target) == version:
+                return
+            with open(f'{target}.tmp', 'wb') as g:
+                shutil.copyfileobj(f, g, 2**20)
+                g.flush()
+                os.fsync(g.fileno())
+        os.replace(f'{target}.tmp', target)
+        self.copied[target] = version
+
+    def close(self, seconds):
+        """Waits for the last copy, but not for ever."""
+        if self.thread is not None:
+            self.thread.join(seconds)
+            if self.thread.is_alive():
+                print(f'mirror_dir: {self.path} did not take the last checkpoint within {seconds} s', flush=True)
 
 
 class Log:
@@ -1326,17 +1545,22 @@ class Run:
     out: OutDir
     log: Log
     context: dict  # what a checkpoint tells of tokenizer, data and machine
+    stop: StopRequest | None = None
+    mirror: Mirror | None = None
     failed_saves: int = 0
 
 
-def evaluate_both(run):
-    """Validation and training loss. Returns (line for people, numbers)."""
+def evaluate_both(run, stop=bool):
+    """Validation and training loss: (line for people, numbers), or None where stop() became true meanwhile."""
     cfg, machine = run.cfg, run.machine
     num_val, num_train = eval_windows(cfg, run.val.T)
     began = time.perf_counter()
-    evaluation = functools.partial(evaluate_any, run.forward, batch=run.batches.micro_batch, machine=machine)
+    evaluation = functools.partial(evaluate_any, run.forward, batch=run.batches.micro_batch, machine=machine,
+                                   stop=stop)
     val = evaluation(run.val, num_val, byte_counts=run.byte_counts)
-    train = evaluation(run.batches.split, num_train)
+    train = val and evaluation(run.batches.split, num_train)
+    if train is None:
+        return None
     took = time.perf_counter() - began
     bpb = '' if val['bpb'] is None else f', {val["bpb"]:.4f} bits per byte'
     text = (f'step {run.state.iter_num}: val loss {val["loss"]:.4f} +- {val["stderr"]:.4f}, perplexity '
@@ -1349,11 +1573,17 @@ def evaluate_both(run):
                   **{f'val_loss_{name}': loss for name, loss in losses.items()}}
 
 
-def book_evaluation(run):
-    """Evaluates, logs and remembers it. Returns whether it is the best so far; a loss that is NaN never is."""
-    text, numbers = evaluate_both(run)
+def book_evaluation(run, may_stop=True):
+    """
+    Evaluates, logs and remembers it. Returns whether it is the best so far; a loss that is NaN never is. A signal
+    cuts it short if it may, and leaves it for the next process.
+    """
+    found = evaluate_both(run, run.stop.by_signal if may_stop else bool)
+    run.state.evaluation_left = found is None
+    if found is None:
+        return False
+    text, numbers = found
     run.log.write(text, **numbers)
-    run.state.evaluation_left = False
     best = numbers['val_loss'] < run.state.best_val_loss
     if best:
         run.state.best_val_loss = numbers['val_loss']
@@ -1368,6 +1598,9 @@ def save(run, best=False, final=False):
     """
     if run.machine.rank:
         return
+    if not all(torch.isfinite(p).all() for p in run.model.parameters()):  # as after a fault of the machine
+        raise ValueError(f'step {run.state.iter_num}: the weights are not finite, and are not saved; go on from the '
+                         'checkpoint before with --init_from=resume')
     checkpoint = checkpoint_of(run)
     try:
         if best:
@@ -1383,29 +1616,82 @@ def save(run, best=False, final=False):
         run.machine.say(f'{e}; training goes on')
     else:
         run.failed_saves = 0
+        if run.mirror:
+            run.mirror.update()
 
 
 def settle(run, pending):
     """
-    Waits for the steps in `pending` and books them: a step that was skipped never enters the average. ValueError after
-    too many in a row, which no learning rate schedule repairs.
+    Waits for the steps in `pending` and books them: a step that was skipped never enters an average. Returns whether
+    the run has diverged: MAX_BAD_STEPS in a row were not finite, or, where that is a reason to roll back, spikes.
     """
-    state = run.state
+    state, rolls_back = run.state, run.cfg.on_divergence == 'rollback'
     loss_sum, targets, skipped, steps = state.logged or (0.0, 0, 0, 0)
+    step = state.iter_num - len(pending)
     for loss, bad, num_targets in pending:
-        steps += 1
+        step, steps = step + 1, steps + 1
         if bad.item():
             skipped += 1
             state.bad_in_a_row += 1
+            continue
+        loss_sum, targets = loss_sum + loss.item(), targets + num_targets
+        mean = loss.item() / max(num_targets, 1)
+        if spikes(mean, state.recent):
+            if not state.spikes_in_a_row:
+                run.log.write(f'step {step}: loss {mean:.4f} is a spike: the {len(state.recent)} steps before had '
+                              f'{np.mean(state.recent):.4f} +- {np.std(state.recent):.4f}', step=step, spike=mean)
+            state.bad_in_a_row, state.spikes_in_a_row = state.bad_in_a_row + 1, state.spikes_in_a_row + 1
         else:
-            state.bad_in_a_row = 0
-            loss_sum, targets = loss_sum + loss.item(), targets + num_targets
+            state.bad_in_a_row = state.spikes_in_a_row = 0
+            state.recent = [*state.recent, mean][-SPIKE_WINDOW:]
     pending.clear()
     state.logged = [loss_sum, targets, skipped, steps]
-    if state.bad_in_a_row >= MAX_BAD_STEPS:
-        raise ValueError(f'step {state.iter_num}: loss or gradient was not finite for {state.bad_in_a_row} steps in a '
-                         f'row; the weights were left as they were before. Lower the learning rate, and with '
-                         f'dtype=float16 try bfloat16 or float32; go on with --init_from=resume')
+    if not rolls_back and state.spikes_in_a_row >= MAX_BAD_STEPS:  # no spike any more but the new level
+        state.bad_in_a_row, state.spikes_in_a_row, state.recent = 0, 0, []
+    return state.bad_in_a_row - (0 if rolls_back else state.spikes_in_a_row) >= MAX_BAD_STEPS
+
+
+def spikes(loss, recent):
+    return len(recent) >= SPIKE_WINDOW // 4 and loss > np.mean(recent) + SPIKE * max(np.std(recent), 1e-3)
+
+
+def give_up_or_roll_back(run):
+    """
+    After a divergence: ValueError, or back to the last good checkpoint, from where the data of the steps in between is
+    left out. One that save_interval or an evaluation asked for comes first: a run that was stopped and resumed in
+    between, and has others, goes back to the same one and stays exact.
+    """
+    cfg, state, here = run.cfg, run.state, run.state.iter_num
+    spiked = f' or a spike ({state.spikes_in_a_row})' if state.spikes_in_a_row else ''
+    what = f'step {here}: loss or gradient was not finite{spiked} for {state.bad_in_a_row} steps in a row'
+    if cfg.on_divergence == 'stop':
+        raise ValueError(f'{what}; the weights were left as they were before. Lower the learning rate, and '
+                         'with dtype=float16 try bfloat16 or float32; go on with --init_from=resume, or let it go '
+                         'back by itself with --on_divergence=rollback')
+
+    def good(checkpoint):
+        return not checkpoint.get('state', {}).get('bad_in_a_row')
+
+    def planned(checkpoint):
+        return good(checkpoint) and any(n and checkpoint['iter_num'] % n == 0
+                                        for n in (cfg.save_interval, cfg.eval_interval))
+    resumed = run.out.checkpoints() and (find_latest(run.out, planned) or find_latest(run.out, good))
+    if not resumed:
+        raise ValueError(f'{what}, and there is no checkpoint yet to go back to; lower the learning rate, or save '
+                         'earlier with --save_interval')
+    back = restore(resumed.checkpoint, run.model, run.optimizers, run.scaler)
+    if sum(at == back.iter_num for at, _ in state.skips) >= MAX_ROLLBACKS:
+        raise ValueError(f'{what}, {MAX_ROLLBACKS + 1} times after step {back.iter_num}, each time with other data; '
+                         'lower the learning rate and go on with --init_from=resume')
+    back.skips = [*state.skips, [back.iter_num, here - back.iter_num]]
+    for f in dataclasses.fields(RunState):
+        setattr(state, f.name, getattr(back, f.name))
+    run.batches.skip(state.skips)
+    run.machine.sum(np.zeros(1))  # all have read it before it is renamed
+    if run.machine.rank == 0:
+        run.out.adopt(resumed)
+    run.log.write(f'{what}: back to step {back.iter_num}, leaving out the data of {here - back.iter_num} steps',
+                  step=here, rolled_back_to=back.iter_num)
 
 
 def log_step(run, lr, norm, seconds, steps, waited, first):
@@ -1436,14 +1722,16 @@ def log_step(run, lr, norm, seconds, steps, waited, first):
 
 def train(run):
     """The loop. Returns the exit code: 0, or 128 + the signal that ended it."""
-    cfg, machine, state, batches = run.cfg, run.machine, run.state, run.batches
-    stop = StopRequest(cfg.max_minutes)
+    cfg, machine, state, batches, stop = run.cfg, run.machine, run.state, run.batches, run.stop
     lagging = machine.world > 1 and machine.device.type == 'cuda'
     pending, stop_flag, saved_at = [], lambda: 0.0, time.monotonic()
     first_step = state.iter_num
 
-    if state.evaluation_left and book_evaluation(run):
-        save(run, best=True)
+    if machine.sum(np.array([float(stop.by_signal())])).any():  # while the run was starting: there is nothing to save
+        machine.say(f'stopped before step {state.iter_num + 1}')
+        return stop.exit_code()
+    if state.evaluation_left:
+        save(run, best=book_evaluation(run, may_stop=False))
     gc.collect()
     gc.freeze()  # what there is by now stays; nanochat saw pauses of half a second while it was looked through
     mark, mark_step, mark_waited = time.perf_counter(), state.iter_num, 0.0
@@ -1452,11 +1740,11 @@ def train(run):
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
         num_targets, loads = batches.step(state.iter_num)
         loss, norm, bad = train_step(run.forward, loads, num_targets, run.optimizers, run.gradients, run.scaler,
-                                     cfg.grad_clip, machine.world, bool(stop), run.model.config.dropout)
+                                     cfg.grad_clip, machine.world, stop(), run.model.config.dropout)
         pending.append((loss, bad, num_targets))
         state.iter_num += 1
         state.tokens_seen += batches.global_batch * run.val.T
-        last_flag, stop_flag = stop_flag, read_later(run.gradients.stop) if machine.world > 1 else stop.__bool__
+        last_flag, stop_flag = stop_flag, read_later(run.gradients.stop) if machine.world > 1 else stop
         stopping = bool((last_flag if lagging else stop_flag)())
 
         step, last = state.iter_num, state.iter_num == cfg.max_iters
@@ -1464,18 +1752,23 @@ def train(run):
         eval_due = last or step % cfg.eval_interval == 0
         save_due = (stopping or time.monotonic() - saved_at > 60 * cfg.save_minutes
                     or (cfg.save_interval is not None and step % cfg.save_interval == 0))
-        if log_due or eval_due or save_due or len(pending) == 50:
-            settle(run, pending)  # waits for the device
+        if (log_due or eval_due or save_due or len(pending) == 50) and settle(run, pending):  # waits for the device
+            give_up_or_roll_back(run)
+            mark, mark_step = time.perf_counter(), state.iter_num
+            continue
         now = time.perf_counter()
         if log_due:
             log_step(run, lr, norm.item(), now - mark, step - mark_step, batches.waited - mark_waited,
                      first=mark_step == first_step)
             mark, mark_step, mark_waited = now, step, batches.waited
 
-        best, state.evaluation_left = False, eval_due and stopping and not last
-        if eval_due and not state.evaluation_left:
-            best = book_evaluation(run)
-            save_due = save_due or best or last or cfg.always_save_checkpoint
+        best, state.evaluation_left = False, eval_due and (stopping or last)
+        if last:
+            save(run)  # the evaluation may take longer than whoever stops us waits
+        if eval_due and (last or not stopping):
+            best = book_evaluation(run, may_stop=not last)
+            stopping = stopping or state.evaluation_left
+            save_due = save_due or best or last or stopping or cfg.always_save_checkpoint
         if save_due:
             save(run, best, final=stopping or last)
             saved_at = time.monotonic()
@@ -1531,6 +1824,9 @@ def announce(run, model_cfg, given, said, meta, resumed):
     say(f'device: {machine.device} ({machine.reasons["device"]}), {machine.world} processes of {machine.threads} '
         'threads' + (f'; {more} GPUs are here: "torchrun --standalone --nproc_per_node={more}" in place of "python" '
                      'uses all' if more > 1 else ''))
+    if machine.world > 1:
+        say(f'processes: one that hears nothing of the others for {cfg.timeout_minutes:g} minutes gives up '
+            '(timeout_minutes)')
     say(f'dtype: {str(machine.dtype).removeprefix("torch.")} ({machine.reasons["dtype"]})')
     say(f'compile: {"on" if machine.compile else "off"} ({machine.reasons["compile"]})')
     say(f'attention: scaled_dot_product_attention, {attention_kernel(model, batches.micro_batch, machine)} kernel')
@@ -1585,28 +1881,32 @@ def main(argv=None):
                                'threads': machine.threads, 'compile': machine.compile}}
         if checkpoint is not None:
             said += compare_context(checkpoint, context)
+        stop = None if cfg.eval_only or cfg.profile else StopRequest(cfg.max_minutes)
+        model.to(machine.device)
+        model.compute_dtype = machine.dtype
+        forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if machine.compile else model
+        gradients = None if cfg.eval_only else Gradients(model)
+        if cfg.batch_size == 'auto':
+            said.append(choose_batch_size(forward, model, splits['train'], machine, cfg))
         batches = Batches(splits['train'], cfg, machine)
+        model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, model.config.vocab_size,
+                                               device_memory(machine.device))
         if cfg.max_epochs is not None:
             per_epoch = windows_per_epoch(splits['train'].num_tokens, T)
             cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)
             said.append(f'max_epochs={cfg.max_epochs:g}: {cfg.max_iters:,} steps')
 
-        model.to(machine.device)
-        model.compute_dtype = machine.dtype
-        model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, model.config.vocab_size,
-                                               device_memory(machine.device))
         optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, machine)
         scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
         state = restore(checkpoint, model, optimizers, scaler) if resumed and not cfg.eval_only else RunState()
+        batches.skip(state.skips)
         check_agreement(model, state, machine)
-        forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if machine.compile else model
         settings = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
         if resumed:  # where the weights first came from
             settings['init_from'] = str(checkpoint.get('config', {}).get('init_from', 'scratch'))
         run = Run(cfg, settings, machine, model, forward, batches, splits['val'],
                   byte_table(meta, model.config.vocab_size, machine), optimizers, scaler,
-                  None if cfg.eval_only else Gradients(model), state,
-                  OutDir(cfg.out_dir), None, context)
+                  gradients, state, OutDir(cfg.out_dir), None, context, stop)
         announce(run, model_cfg, given, said, meta, resumed)
         if cfg.eval_only:
             machine.say(evaluate_both(run)[0])
@@ -1614,7 +1914,7 @@ def main(argv=None):
         if cfg.profile:
             profile_steps(run)
             return 0
-        if state.iter_num >= cfg.max_iters:
+        if state.iter_num >= cfg.max_iters and not state.evaluation_left:
             machine.say(f'nothing to do: the run is at step {state.iter_num:,} of {cfg.max_iters:,}')
             return 0
         if machine.rank == 0:
@@ -1623,14 +1923,38 @@ def main(argv=None):
             if resumed:
                 run.out.adopt(resumed)
             write_config(run.out, settings)
+            run.mirror = cfg.mirror_dir and Mirror(run.out, cfg.mirror_dir)
         run.log = Log(run.out, cfg, settings, machine, state.iter_num if resumed else None)
-        code = train(run)
-        run.log.close()
-        return code
+        too_large = False
+        try:
+            return train(run)
+        except (RuntimeError, MemoryError) as e:
+            too_large = out_of_memory(e)
+            if not too_large:
+                raise
+        finally:
+            run.log.close()
+            if run.mirror:  # torchrun kills 30 seconds after a signal
+                run.mirror.close(20 if stop.by_signal() else 300)
+        raise ValueError(memory_advice(run))  # out here, where the failed step's tensors are gone
     finally:
         gc.unfreeze()
         if machine.world > 1:
             dist.destroy_process_group()
+
+
+def choose_batch_size(forward, model, split, machine, cfg):
+    """Puts the largest micro-batch that fits in place of batch_size='auto', for the same step. Returns what to say."""
+    total = cfg.gradient_accumulation_steps  # read_settings() left it so
+    found = largest_batch(forward, model, max(total // machine.world, 1), split, machine, cfg)
+    if found is None:
+        raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits the memory of '
+                         f'{machine.device}; the model or block_size must be smaller, or try --loss_chunks=16')
+    if total % (found * machine.world) == 0:
+        cfg.batch_size, cfg.gradient_accumulation_steps = found, total // found
+    else:
+        cfg.batch_size, cfg.gradient_accumulation_steps = 1, total  # which cannot be shared out, and says so
+    return f'batch_size=auto: {cfg.batch_size}, gradient_accumulation_steps={cfg.gradient_accumulation_steps}'
 
 
 def check_agreement(model, state, machine):
@@ -1671,4 +1995,5 @@ def compare_context(checkpoint, context):
 
 
 if __name__ == '__main__':
-    call_main(main)
+    # under torchrun the traceback of the process that failed first is what its summary shows
+    call_main(dist.elastic.multiprocessing.errors.record(main) if 'TORCHELASTIC_RUN_ID' in os.environ else main)

@@ -70,6 +70,7 @@ def as_it_was():
     for number, handler in handlers.items():
         signal.signal(number, handler)
     torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
 
 
 def contents(folder):

@@ -91,7 +91,8 @@ def test_a_best_that_could_not_be_written_is_written_at_the_next_evaluation(trai
         original(path, *args, **kwargs)
     monkeypatch.setattr(train, 'save_checkpoint', once)
     found = iter([3.0, 4.0, 5.0])
-    monkeypatch.setattr(train, 'evaluate_both', lambda run: ('', {'step': run.state.iter_num, 'val_loss': next(found)}))
+    monkeypatch.setattr(train, 'evaluate_both',
+                        lambda run, stop: ('', {'step': run.state.iter_num, 'val_loss': next(found)}))
     train_tiny(max_iters=6, eval_interval=2)
     assert torch.load(tmp_path / 'out' / 'best.pt')['iter_num'] == 4
 

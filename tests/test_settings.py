@@ -59,6 +59,26 @@ def fake_wandb(m):
     m.setitem(sys.modules, 'wandb', wandb)
 
 
+def always_bad(m):
+    """The second step is always one too many, as if nothing that it computed were finite."""
+    settle = train.settle
+    m.setattr(train, 'settle', lambda run, pending: settle(run, pending) or run.state.iter_num == 2)
+
+
+def told_deterministic(m):
+    m.setattr(torch, 'use_deterministic_algorithms', lambda on: print('deterministic:', on))
+
+
+def told_timeout(m):
+    """Two processes, which never meet: the error is the timeout that they were to have."""
+    m.setenv('WORLD_SIZE', '2')
+    m.setattr(train, 'end_with_parent', lambda: None)
+
+    def never(backend, device, rank, world, timeout_minutes):
+        raise ValueError(f'waits {timeout_minutes} minutes')
+    m.setattr(train, 'open_process_group', never)
+
+
 MUON = dict(optimizer='muon')
 # name: (what must change, the changed value, settings of both runs, a patch around both)
 TABLE = {
@@ -113,6 +133,7 @@ TABLE = {
     'eval_tokens': ('lines', 64),
     'eval_iters': ('lines', 1),
     'log_interval': ('lines', 3),
+    'on_divergence': ('lines', 'rollback', dict(save_interval=1), always_bad),
     'wandb_log': ('lines', True, {}, fake_wandb),
     'wandb_project': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
     'wandb_run_name': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
@@ -121,13 +142,16 @@ TABLE = {
     'save_interval': ('files', 1),
     'save_minutes': ('files', 0),
     'keep_last': ('files', 3, dict(save_interval=1)),
+    'mirror_dir': ('error', '/dev/null/mirror'),
     'device': ('error', 'cuda:99'),
     'dtype': ('weights', 'bfloat16'),
     'compile': ('lines', True, {}, fake_compile),
     'compile_mode': ('lines', 'max-autotune-no-cudagraphs', dict(compile=True), fake_compile),
     'loss_chunks': ('lines', 4),
     'threads': ('lines', 2),
+    'deterministic': ('lines', True, {}, told_deterministic),
     'backend': ('error', 'nccl', {}, two_processes),
+    'timeout_minutes': ('error', 3, {}, told_timeout),
 }
 
 
@@ -182,7 +206,7 @@ def test_every_setting_acts(observe, name):
     where, value, both, patch = (*TABLE[name], *({}, None)[len(TABLE[name]) - 2:])
     base, changed = observe(patch, **both), observe(patch, **{**both, name: value})
     assert base[where] != changed[where], f'{name}={value} changes nothing'
-    if where != 'error':
+    if where != 'error' and patch is not always_bad:
         assert base['error'] is None and changed['error'] is None
 
 

@@ -909,7 +909,7 @@ def scripted_losses(monkeypatch, losses):
     """Evaluations that find these validation losses, one after another."""
     losses = iter(losses)
 
-    def fake(run):
+    def fake(run, stop):
         step = run.state.iter_num
         return f'step {step}: scripted', {'step': step, 'val_loss': next(losses)}
     monkeypatch.setattr(train, 'evaluate_both', fake)
@@ -924,9 +924,9 @@ def test_best_is_written_when_it_improves(train_tiny, tmp_path, monkeypatch):
     assert best['iter_num'] == 4 and best['best_val_loss'] == last['best_val_loss'] == 3.0
 
 
-@pytest.mark.parametrize('always, steps', [(True, [2, 4, 6, 8, 10]), (False, [2, 4, 10])])
+@pytest.mark.parametrize('always, steps', [(True, [2, 4, 6, 8, 10, 10]), (False, [2, 4, 10, 10])])
 def test_which_evaluations_save(train_tiny, tmp_path, monkeypatch, always, steps):
-    """always_save_checkpoint=False saves those that improve, and the end."""
+    """always_save_checkpoint=False saves those that improve, and the end, before and after its evaluation."""
     saved, original = [], train.save
     monkeypatch.setattr(train, 'save', lambda run, *best, **final: (saved.append(run.state.iter_num),
                                                                   original(run, *best, **final)))

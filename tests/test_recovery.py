@@ -1,0 +1,330 @@
+"""What a run does about itself: divergence, memory that is short, a second place for checkpoints, a signal any time."""
+
+import json
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, contents, noise, write_bins
+
+import train
+from model import GPT, GPTConfig
+from train import RunState, TrainConfig
+
+POISON = 200  # a token that no other text here has
+
+
+def state_of(out):
+    return torch.load(out / 'ckpt.pt', weights_only=True)
+
+
+def lines_of(out):
+    return [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
+
+
+def weights_equal(a, b):
+    return all(torch.equal(a['model'][name], b['model'][name]) for name in a['model'])
+
+
+@pytest.fixture
+def poisoned(tmp_path, monkeypatch):
+    """poisoned(steps) -> a data_dir whose dataset makes the loss NaN at these steps; batches of 8 windows of 16."""
+    original = GPT.forward
+
+    def forward(self, idx, targets=None, cache=None):
+        out = original(self, idx, targets, cache)
+        return out * float('nan') if self.training and (idx == POISON).any() else out
+    monkeypatch.setattr(GPT, 'forward', forward)
+    monkeypatch.setattr(train, 'MAX_BAD_STEPS', 3)
+
+    def write(steps):
+        tokens = noise(4001)
+        order = train.epoch_order(1337, len(tokens), TINY['block_size'], 0)
+        for step in steps:
+            tokens[order[8 * step] + 2] = POISON
+        write_bins(tmp_path / 'data' / 'tiny', tokens, noise(487, seed=1))
+        return str(tmp_path / 'data')
+    return write
+
+
+# -----------------------------------------------------------------------------
+# divergence
+
+def test_a_rollback_goes_past_the_data_and_stays_exact(poisoned, train_tiny, tmp_path):
+    """Three bad steps in a row: back to the checkpoint before, then on with other data, as a resume does too."""
+    settings = dict(data_dir=poisoned(range(5, 9)), on_divergence='rollback', save_interval=4, eval_interval=100,
+                    max_iters=12, lr_decay_iters=12, keep_last=3, dropout=0.1)
+    assert train_tiny(**settings) == 0
+    whole, lines = state_of(tmp_path / 'out'), lines_of(tmp_path / 'out')
+    assert [line['rolled_back_to'] for line in lines if 'rolled_back_to' in line] == [4]
+    assert whole['state']['skips'] == [[4, 4]]  # 5 to 8: the data of steps 4 to 7, of which the last three were bad
+    assert whole['iter_num'] == 12 and whole['state']['tokens_seen'] == 12 * 8 * 16
+    for stop in (5, 6, 10):
+        train_tiny(f'cut{stop}', **{**settings, 'max_iters': stop})
+        train_tiny(f'cut{stop}', '--init_from=resume', **settings)
+        assert weights_equal(whole, state_of(tmp_path / f'cut{stop}')), stop
+
+
+def test_data_that_is_left_out_is_not_seen(data_dir):
+    split = train.open_split(train.open_datasets(TrainConfig(dataset='tiny', data_dir=data_dir)), 'train', 16)
+    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2)
+    plain, skipping = (train.Batches(split, cfg, train.Machine()) for _ in range(2))
+    skipping.skip([[3, 2], [3, 1], [6, 4]])
+    for step, place in [(0, 0), (2, 2), (3, 6), (5, 8), (6, 13), (7, 14)]:
+        np.testing.assert_array_equal(skipping.starts(step), plain.starts(place))
+
+
+def test_a_run_that_diverges_again_and_again_stops(poisoned, train_tiny):
+    with pytest.raises(ValueError, match='4 times after step 4, each time with other data'):
+        train_tiny(data_dir=poisoned(range(5, 31)), on_divergence='rollback', save_interval=4, eval_interval=100,
+                   max_iters=30)
+
+
+def test_nothing_to_roll_back_to_is_said(poisoned, train_tiny):
+    with pytest.raises(ValueError, match='there is no checkpoint yet to go back to'):
+        train_tiny(data_dir=poisoned(range(1, 9)), on_divergence='rollback', eval_interval=100, max_iters=12)
+
+
+class Told:
+    def __init__(self):
+        self.lines = []
+
+    def write(self, text, **numbers):
+        self.lines.append(text)
+
+
+def book(losses, **settings):
+    """settle() over these losses of one target each, step by step: (lines, state, steps at which it had diverged)."""
+    run = train.Run(TrainConfig(**settings), *[None] * 10, RunState(), None, Told(), {})
+    diverged = []
+    for step, loss in enumerate(losses, 1):
+        run.state.iter_num = step
+        bad = torch.tensor(float(not np.isfinite(loss)))
+        if train.settle(run, [(torch.tensor(float(loss)), bad, 1)]):
+            diverged.append(step)
+    return run.log.lines, run.state, diverged
+
+
+def steady(n, seed=0):
+    return list(3 + 0.1 * np.random.default_rng(seed).standard_normal(n))
+
+
+def test_a_spike_is_told_once_and_no_other_step():
+    lines, state, diverged = book([*steady(200), 5.0, 5.1, *steady(50), float('nan'), *steady(50)])
+    assert len(lines) == 1 and lines[0].startswith('step 201: loss 5.0000 is a spike: the 128 steps before had 2.99')
+    assert not diverged and len(state.recent) == 128 and np.isfinite(state.recent).all() and max(state.recent) < 4
+
+
+def test_a_new_level_of_loss_is_no_spike_for_ever():
+    lines, _, diverged = book([*steady(100), *[5.0] * 200])
+    assert len(lines) == 1 and not diverged
+
+
+def test_spikes_in_a_row_are_a_divergence_only_where_it_rolls_back():
+    losses = [*steady(100), *[5.0] * 15, float('nan'), *[6.0] * 10]
+    assert book(losses, on_divergence='rollback')[2][0] == 120
+    assert not book(losses)[2]
+
+
+def test_weights_that_are_not_finite_are_never_saved(train_tiny, tmp_path, monkeypatch):
+    original = train.train_step
+
+    def damaging(model, loads, *rest, **kwargs):
+        out = original(model, loads, *rest, **kwargs)
+        if load_count.append(0) or len(load_count) == 6:
+            next(iter(model.parameters())).data[0, 0] = float('inf')
+        return out
+    load_count = []
+    monkeypatch.setattr(train, 'train_step', damaging)
+    with pytest.raises(ValueError, match='step 6: the weights are not finite'):
+        train_tiny(save_interval=1, eval_interval=100)
+    assert state_of(tmp_path / 'out')['iter_num'] == 5
+
+
+# -----------------------------------------------------------------------------
+# memory
+
+def short_of_memory(monkeypatch, most, error=None):
+    """A machine on which a training forward of more than `most` sequences asks for more memory than there is."""
+    original, seen = GPT.forward, []
+
+    def forward(self, idx, targets=None, cache=None):
+        if targets is not None and torch.is_grad_enabled():
+            seen.append(len(idx))
+            if len(idx) > most:
+                raise error or RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+        return original(self, idx, targets, cache)
+    monkeypatch.setattr(GPT, 'forward', forward)
+    return seen
+
+
+@pytest.mark.parametrize('error', [None, torch.OutOfMemoryError('CUDA out of memory. Tried to allocate'),
+                                   MemoryError()])
+def test_the_largest_micro_batch_that_fits_is_found_for_the_same_step(train_tiny, tmp_path, monkeypatch, error, capsys):
+    """24 sequences a step; 24, 12 and 8 do not fit, 6 does."""
+    seen = short_of_memory(monkeypatch, 7, error)
+    train_tiny(batch_size='auto', gradient_accumulation_steps=2, max_iters=2)  # the default is 12
+    assert 'batch_size=auto: 6, gradient_accumulation_steps=4' in capsys.readouterr().out
+    assert seen[:4] == [24, 12, 8, 6] and set(seen[4:]) == {6}
+    config = state_of(tmp_path / 'out')['config']
+    assert (config['batch_size'], config['gradient_accumulation_steps']) == (6, 4)
+
+
+def test_auto_keeps_the_step_of_a_card_and_of_a_resumed_run(train_tiny, tmp_path, monkeypatch, capsys):
+    card = tmp_path / 'card.py'
+    card.write_text('batch_size = 10\ngradient_accumulation_steps = 3\n')
+    short_of_memory(monkeypatch, 5)
+    flags = {k: v for k, v in TINY.items() if k not in ('batch_size', 'gradient_accumulation_steps')}
+    def run(*words):
+        return train.main([*map(str, words), *(f'--{k}={v}' for k, v in flags.items()), f'--out_dir={tmp_path}/out',
+                           f'--data_dir={data}'])
+    write_bins(tmp_path / 'data' / 'tiny', noise(4001), noise(487, seed=1))
+    data = tmp_path / 'data'
+    run(card, '--batch_size=auto', '--max_iters=2')
+    assert 'batch_size=auto: 5, gradient_accumulation_steps=6' in capsys.readouterr().out
+    short_of_memory(monkeypatch, 3)
+    run('--init_from=resume', '--batch_size', 'auto', '--max_iters=3')
+    assert 'batch_size=auto: 3, gradient_accumulation_steps=10' in capsys.readouterr().out
+
+
+def test_gradients_of_the_trial_do_not_enter_the_run(train_tiny, tmp_path):
+    train_tiny('auto', batch_size='auto', gradient_accumulation_steps=1)
+    train_tiny('plain', batch_size=12, gradient_accumulation_steps=1)
+    assert weights_equal(state_of(tmp_path / 'auto'), state_of(tmp_path / 'plain'))
+
+
+def test_not_even_one_sequence_fits(train_tiny, monkeypatch):
+    short_of_memory(monkeypatch, 0)
+    with pytest.raises(ValueError, match='not even one sequence of 16 tokens fits the memory of cpu'):
+        train_tiny(batch_size='auto')
+    with pytest.raises(ValueError, match='micro-batch of 4 sequences .* neither does a smaller one'):
+        train_tiny()
+
+
+def test_a_batch_that_does_not_fit_ends_with_one_that_would(train_tiny, monkeypatch):
+    short_of_memory(monkeypatch, 3)
+    with pytest.raises(ValueError, match='a micro-batch of 8 sequences of 16 tokens does not fit the memory of cpu; '
+                                         '--batch_size=2 --gradient_accumulation_steps=8 does and is the same step'):
+        train_tiny(batch_size=8)
+
+
+def test_another_error_of_the_machine_keeps_its_traceback(train_tiny, monkeypatch):
+    short_of_memory(monkeypatch, 0, RuntimeError('CUDA error: an illegal memory access was encountered'))
+    for batch in ('auto', 4):
+        with pytest.raises(RuntimeError, match='illegal memory access'):
+            train_tiny(batch_size=batch)
+
+
+# -----------------------------------------------------------------------------
+# a second place
+
+def test_a_mirror_holds_what_out_dir_holds_and_can_be_resumed(train_tiny, tmp_path):
+    train_tiny(mirror_dir=tmp_path / 'drive', max_iters=6, lr_decay_iters=10)
+    out, drive = contents(tmp_path / 'out'), contents(tmp_path / 'drive')
+    assert set(drive) == {'ckpt.pt', 'best.pt', 'config.py', 'log.jsonl'}
+    assert all(drive[name] == out[name] for name in ('ckpt.pt', 'best.pt', 'config.py'))
+    train_tiny('drive', init_from='resume', max_iters=10)
+    train_tiny('whole')
+    assert weights_equal(state_of(tmp_path / 'drive'), state_of(tmp_path / 'whole'))
+
+
+def test_a_mirror_that_fails_harms_nothing(train_tiny, tmp_path, monkeypatch, capsys):
+    """It is full for one copy, and takes the next."""
+    original, left = train.shutil.copyfileobj, [OSError(28, 'No space left on device')]
+
+    def full(*args):
+        if left:
+            raise left.pop()
+        original(*args)
+    monkeypatch.setattr(train.shutil, 'copyfileobj', full)
+    assert train_tiny(mirror_dir=tmp_path / 'drive') == 0
+    assert 'No space left on device; training goes on' in capsys.readouterr().out
+    assert contents(tmp_path / 'drive')['ckpt.pt'] == contents(tmp_path / 'out')['ckpt.pt']
+
+
+def test_a_mirror_that_hangs_does_not_hold_the_run(train_tiny, tmp_path, monkeypatch, capsys):
+    released = threading.Event()
+    monkeypatch.setattr(train.shutil, 'copyfileobj', lambda *args: released.wait(60))
+    monkeypatch.setattr(train.Mirror, 'close', lambda self, seconds, close=train.Mirror.close: close(self, 0.01))
+    assert train_tiny(mirror_dir=tmp_path / 'drive') == 0
+    released.set()
+    assert 'did not take the last checkpoint' in capsys.readouterr().out
+    assert state_of(tmp_path / 'out')['iter_num'] == 10
+
+
+@pytest.mark.parametrize('place, sentence', [('out', 'is out_dir itself'), ('file/below', 'cannot be written')])
+def test_a_mirror_that_cannot_be_is_told_before_the_first_step(train_tiny, tmp_path, place, sentence):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(ValueError, match=sentence):
+        train_tiny(mirror_dir=tmp_path / place)
+    assert not (tmp_path / 'out' / 'ckpt.pt').exists()
+
+
+# -----------------------------------------------------------------------------
+# signals
+
+def test_a_signal_cuts_an_evaluation_short_and_the_next_process_does_it(train_tiny, tmp_path, monkeypatch):
+    original, calls = train.eval_batch, []
+
+    def signalling(*args):
+        calls.append(0)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+    monkeypatch.setattr(train, 'eval_batch', signalling)
+    assert train_tiny() == 143
+    assert len(calls) == 2 and state_of(tmp_path / 'out')['iter_num'] == 4
+    assert not any('val_loss' in line for line in lines_of(tmp_path / 'out'))
+    assert train_tiny('out', '--init_from=resume') == 0
+    train_tiny('whole')
+    assert weights_equal(state_of(tmp_path / 'out'), state_of(tmp_path / 'whole'))
+    found, whole = ([(line['step'], line['val_loss']) for line in lines_of(tmp_path / out) if 'val_loss' in line]
+                    for out in ('out', 'whole'))
+    assert found == whole
+
+
+def test_a_kill_during_the_last_evaluation_loses_neither_steps_nor_the_evaluation(train_tiny, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(run, stop):
+        raise Killed
+    with monkeypatch.context() as m, pytest.raises(Killed):
+        m.setattr(train, 'evaluate_both', kill)
+        train_tiny(eval_interval=100)
+    assert state_of(tmp_path / 'out')['iter_num'] == 10
+    train_tiny('out', '--init_from=resume', eval_interval=100)
+    assert [line['step'] for line in lines_of(tmp_path / 'out') if 'val_loss' in line] == [10]
+    assert (tmp_path / 'out' / 'best.pt').exists()
+
+
+def test_a_signal_before_the_first_step_ends_the_start(train_tiny, tmp_path, monkeypatch, capsys):
+    original = train.build_optimizers
+
+    def signalled(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+    monkeypatch.setattr(train, 'build_optimizers', signalled)
+    assert train_tiny() == 143
+    assert 'stopped before step 1' in capsys.readouterr().out and not (tmp_path / 'out' / 'ckpt.pt').exists()
+
+
+@pytest.mark.slow
+def test_deterministic_compiled_runs_repeat_to_the_bit(tmp_path, monkeypatch):
+    """Without it Inductor adds up the gradient of the embedding by atomic operations, in whatever order they come."""
+    write_bins(tmp_path / 'tiny', noise(40001), noise(487, seed=1))
+    flags = {**TINY, 'compile': True, 'threads': 2, 'batch_size': 32, 'block_size': 64, 'n_embd': 64,
+             'data_dir': tmp_path}
+    for out in 'ab':
+        torch._dynamo.reset()
+        train.main([f'--{k}={v}' for k, v in flags.items()] + [f'--out_dir={tmp_path}/{out}', '--deterministic'])
+    assert weights_equal(state_of(tmp_path / 'a'), state_of(tmp_path / 'b'))
+
+
+def test_a_small_model_with_an_exact_batch_needs_no_parts():
+    model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8))
+    assert train.fits(model, model, 4, train.Machine(), TrainConfig(), 100) and model.loss_chunks == 1
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
