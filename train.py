@@ -35,7 +35,6 @@ from typing import Literal, get_type_hints
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.elastic.multiprocessing.errors
 
 from configurator import accept, as_file, call_main, configure, differences
 from model import (
@@ -1995,5 +1994,7 @@ def compare_context(checkpoint, context):
 
 
 if __name__ == '__main__':
-    # under torchrun the traceback of the process that failed first is what its summary shows
-    call_main(dist.elastic.multiprocessing.errors.record(main) if 'TORCHELASTIC_RUN_ID' in os.environ else main)
+    if 'TORCHELASTIC_RUN_ID' in os.environ:  # torchrun's summary shows the traceback of the process that failed first
+        from torch.distributed.elastic.multiprocessing.errors import record
+        main = record(main)
+    call_main(main)

@@ -200,7 +200,7 @@ def test_not_even_one_sequence_fits(train_tiny, monkeypatch):
     short_of_memory(monkeypatch, 0)
     with pytest.raises(ValueError, match='not even one sequence of 16 tokens fits the memory of cpu'):
         train_tiny(batch_size='auto')
-    with pytest.raises(ValueError, match='micro-batch of 4 sequences .* neither does a smaller one'):
+    with pytest.raises(ValueError, match=r'micro-batch of 4 sequences .* neither does a smaller one'):
         train_tiny()
 
 
