@@ -169,6 +169,19 @@ def cpu_has_bf16():
     return torch.backends.mkldnn.is_available() and any(test is not None and test() for test in tests)
 
 
+def try_compile(device):
+    """None when torch.compile works here, otherwise what it said, in one line."""
+    if device.type == 'mps':
+        return 'not tried on Apple GPUs'
+    try:
+        torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)(torch.ones(8, device=device))
+    except Exception as e:  # inductor wraps what a missing compiler raises in types of its own
+        return str(getattr(e, 'inner_exception', e)).strip().split('\n')[0][:120] or type(e).__name__
+    finally:
+        torch._dynamo.reset()
+    return None
+
+
 # -----------------------------------------------------------------------------
 # the parts, small ones first
 
@@ -377,12 +390,13 @@ class Attention(nn.Module):
         q, k, v = qkv.split((H, K, K), dim=1)
         q = self.rotate(self.qk_norm(q), cos, sin)
         k = self.rotate(self.qk_norm(k), cos, sin)
+        if x.device.type == 'cpu':
+            # the CPU's kernel in bf16 takes 3.6 times as long backward (12 x 4 x 64 x 32, EPYC, torch 2.13) and 7 times
+            # as long for one query (12 heads, 700 keys of 64)
+            q, k, v = q.float(), k.float(), v.float()
         mask = None
         if cache is not None:
             k, v, mask = cache.update(self.layer, k, v)
-        if T > 1 and x.device.type == 'cpu':
-            # the CPU's kernel takes 3.6 times as long for its backward in bf16 (12 x 4 x 64 x 32, EPYC, torch 2.13)
-            q, k, v = q.float(), k.float(), v.float()
         # is_causal and no mask: masks cost the fast kernels, and gave NaN gradients on Hopper (pytorch#196678). one new
         # position may see everything before it, so only a cache whose rows differ in length has one
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.attn_dropout if self.training else 0.0,
@@ -618,17 +632,17 @@ class GPT(nn.Module):
         if full:
             cache.put(full, self.prefill([contexts[sequences[row]][:-1] for row in full])[0])
 
-    def for_inference(self, device, dtype, quantize='none'):
+    def for_inference(self, device, dtype, quantize='none', pack=True):
         """
-        Moves the model to a device with its matrices in dtype: there is no optimizer that would need more. On CPUs they
-        are packed as oneDNN reads them fastest; with quantize='int8' all but embeddings are rounded to 8 bits.
+        Moves the model to a device with its matrices in dtype: there is no optimizer that would need more. pack: on
+        CPUs, as oneDNN reads them fastest. With quantize='int8' all but embeddings are rounded to 8 bits.
         """
         self.to(device)
         for p in self.parameters():
             if p.dim() > 1:
                 p.data = p.data.to(dtype)
         self.compute_dtype = dtype
-        replace = Int8Linear if quantize == 'int8' else PackedLinear if can_pack(device, dtype) else None
+        replace = Int8Linear if quantize == 'int8' else PackedLinear if pack and can_pack(device, dtype) else None
         for module in list(self.modules()):
             for name, child in module.named_children():
                 if replace and type(child) is Linear:
@@ -636,7 +650,8 @@ class GPT(nn.Module):
         return self.eval()
 
     def new_cache(self, batch, num_positions):
-        return KVCache(self.config, batch, num_positions, self.cos.device, self.compute_dtype)
+        dtype = torch.float32 if self.cos.device.type == 'cpu' else self.compute_dtype  # see Attention
+        return KVCache(self.config, batch, num_positions, self.cos.device, dtype)
 
     def crop_block_size(self, block_size):
         """Shortens the context, as when a GPT-2 of 1024 positions is tuned on shorter text."""

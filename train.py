@@ -44,9 +44,21 @@ from model import (
     load_gpt2,
     load_weights,
     model_from,
+    read_later,
     save_checkpoint,
+    try_compile,
 )
-from prepare import cores, dataset_folder, fetch_gpt2, how_to_make, read_meta, token_bytes, tokenizer_from
+from prepare import (
+    Tokenizer,
+    cores,
+    dataset_folder,
+    encode_marked,
+    fetch_gpt2,
+    how_to_make,
+    read_meta,
+    token_bytes,
+    tokenizer_from,
+)
 
 try:
     import fcntl  # Linux and macOS; elsewhere out_dir cannot be locked, and start-up says so
@@ -95,6 +107,9 @@ class TrainConfig:
     eval_tokens: int | None = 2**20  # most tokens of a split that one evaluation reads; None: all
     eval_iters: int | None = None  # batches of each split instead, nanoGPT's meaning
     log_interval: int = 1  # steps between lines
+    sample_interval: int | None = None  # steps between texts that the model writes, into the log; None: none
+    sample_prompt: str = '\n'  # what they continue
+    sample_tokens: int = 100  # their length
     wandb_log: bool = False  # log to Weights & Biases too
     wandb_project: str = 'hotloop'  # its project
     wandb_run_name: str | None = None  # its run; None: out_dir
@@ -115,7 +130,7 @@ class TrainConfig:
         """What is wrong with the settings, a sentence each."""
         wrong = []
         for name in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval', 'eval_tokens',
-                     'eval_iters', 'save_interval', 'threads'):
+                     'eval_iters', 'save_interval', 'threads', 'sample_interval', 'sample_tokens'):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 wrong.append(f'{name}={getattr(self, name)} must be at least 1')
         for name in ('max_iters', 'max_epochs', 'max_minutes', 'learning_rate', 'muon_lr', 'embed_lr', 'min_lr',
@@ -163,19 +178,6 @@ class Machine:
         t = torch.tensor(values, dtype=torch.float64, device=self.device)  # a copy: the reduction is in place
         dist.all_reduce(t)
         return t.cpu().numpy()
-
-
-def try_compile(device):
-    """None when torch.compile works here, otherwise what it said, in one line."""
-    if device.type == 'mps':
-        return 'not tried on Apple GPUs'
-    try:
-        torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)(torch.ones(8, device=device))
-    except Exception as e:  # inductor wraps what a missing compiler raises in types of its own
-        return str(getattr(e, 'inner_exception', e)).strip().split('\n')[0][:120] or type(e).__name__
-    finally:
-        torch._dynamo.reset()
-    return None
 
 
 def open_machine(cfg):
@@ -1167,20 +1169,6 @@ class StopRequest:
         return 128 + self.signal if self.signal else 0
 
 
-def read_later(flag):
-    """
-    Starts copying a number from the device to the host; calling the result waits for that copy alone. Reading it a
-    step late keeps the device busy meanwhile.
-    """
-    if flag.device.type != 'cuda':
-        return flag.item
-    host = torch.empty((), pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return lambda: (copied.synchronize(), host.item())[1]
-
-
 class Log:
     """The same numbers as a line for people, a line of log.jsonl for programs, and to wandb when asked."""
 
@@ -1200,7 +1188,7 @@ class Log:
     def write(self, text, **numbers):
         self.machine.say(text)
         if self.file:  # JSON knows neither NaN nor infinity
-            told = {k: v for k, v in numbers.items() if v is not None and math.isfinite(v)}
+            told = {k: v for k, v in numbers.items() if v is not None and (isinstance(v, str) or math.isfinite(v))}
             self.file.write(json.dumps(told) + '\n')
         if self.wandb:
             self.wandb.log(numbers, step=numbers['step'])
@@ -1261,6 +1249,7 @@ class Run:
     out: OutDir
     log: Log
     context: dict  # what a checkpoint tells of tokenizer, data and machine
+    tokenizer: Tokenizer | None = None  # where samples are asked for
     failed_saves: int = 0
 
 
@@ -1293,6 +1282,26 @@ def book_evaluation(run):
     if best:
         run.state.best_val_loss = numbers['val_loss']
     return best
+
+
+def write_sample(run):
+    """
+    What the model writes by now, into the log. The seed is of this step, and of nobody else: neither dropout nor the
+    order of the data notices. On one process; the others wait for it at the next reduction.
+    """
+    if run.machine.rank:
+        return
+    cfg, tokenizer, was_training = run.cfg, run.tokenizer, run.model.training
+    eot = tokenizer.eot
+    prompt = encode_marked(tokenizer, cfg.sample_prompt) or [eot if eot is not None else 0]
+    run.model.eval()
+    ids = [token for told in run.model.generate([prompt], cfg.sample_tokens, stop={eot}, temperature=0.8, top_k=200,
+                                                seeds=[micro_seed(cfg.seed, run.state.iter_num, 0)],
+                                                vocab=tokenizer.n_vocab)
+           for _, token, _ in told if token != eot]
+    run.model.train(was_training)
+    text = cfg.sample_prompt + tokenizer.decode(ids).decode('utf-8', 'replace')
+    run.log.write(f'--- step {run.state.iter_num} writes:\n{text}\n---', step=run.state.iter_num, sample=text)
 
 
 def save(run, best=False, final=False):
@@ -1409,6 +1418,8 @@ def train(run):
         if eval_due and not state.evaluation_left:
             best = book_evaluation(run)
             save_due = save_due or best or last or cfg.always_save_checkpoint
+        if cfg.sample_interval and step % cfg.sample_interval == 0:
+            write_sample(run)
         if save_due:
             save(run, best, final=stopping or last)
             saved_at = time.monotonic()
@@ -1514,8 +1525,14 @@ def main(argv=None):
                    'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
                    'machine': {'device': machine.device.type, 'dtype': str(machine.dtype), 'world': machine.world,
                                'threads': machine.threads, 'compile': machine.compile}}
+        templates = {d[2].get('template') for d in datasets}
+        if len(templates) == 1 and None not in templates:
+            context['template'] = templates.pop()  # what sample.py --chat talks in
         if checkpoint is not None:
             said += compare_context(checkpoint, context)
+        tokenizer = tokenizer_from(meta['tokenizer']) if cfg.sample_interval else None
+        if tokenizer:
+            encode_marked(tokenizer, cfg.sample_prompt)  # what it cannot read is said now, not in the middle of the run
         batches = Batches(splits['train'], cfg, machine)
         if cfg.max_epochs is not None:
             per_epoch = windows_per_epoch(splits['train'].num_tokens, T)
@@ -1535,7 +1552,7 @@ def main(argv=None):
         run = Run(cfg, settings, machine, model, forward, batches, splits['val'],
                   byte_table(meta, model.config.vocab_size, machine), optimizers, scaler,
                   None if cfg.eval_only else Gradients(model), state,
-                  OutDir(cfg.out_dir), None, context)
+                  OutDir(cfg.out_dir), None, context, tokenizer)
         announce(run, model_cfg, given, said, meta, resumed)
         if cfg.eval_only:
             machine.say(evaluate_both(run)[0])
