@@ -642,11 +642,13 @@ class GPT(nn.Module):
             if p.dim() > 1:
                 p.data = p.data.to(dtype)
         self.compute_dtype = dtype
-        replace = Int8Linear if quantize == 'int8' else PackedLinear if pack and can_pack(device, dtype) else None
+        packing = pack and can_pack(device, dtype)
         for module in list(self.modules()):
             for name, child in module.named_children():
-                if replace and type(child) is Linear:
-                    setattr(module, name, replace(child))
+                if type(child) is Linear and quantize == 'int8':
+                    setattr(module, name, Int8Linear(child))
+                elif type(child) is Linear and packing and child.weight.numel() >= PACK_FROM:
+                    setattr(module, name, PackedLinear(child))
         return self.eval()
 
     def new_cache(self, batch, num_positions):
@@ -812,6 +814,9 @@ def fixed_step(model, cache, draws, decode):
 
 # -----------------------------------------------------------------------------
 # Linears for inference
+
+PACK_FROM = 2**18  # numbers in a matrix; a smaller one stays in the CPU's cache, and the call costs more than it gains
+
 
 class PackedLinear(nn.Module):
     """

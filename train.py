@@ -1496,7 +1496,8 @@ def announce(run, model_cfg, given, said, meta, resumed):
         say(f'note: min_lr={cfg.min_lr:g} is above learning_rate={cfg.learning_rate:g}: the rate will rise')
     idle = {'muon_lr': cfg.optimizer == 'muon', 'muon_momentum': cfg.optimizer == 'muon', 'lr_schedule': cfg.decay_lr,
             'min_lr': cfg.decay_lr, 'lr_decay_iters': cfg.decay_lr, 'compile_mode': machine.compile,
-            'decay_fraction': cfg.decay_lr and cfg.lr_schedule == 'linear', 'eval_tokens': cfg.eval_iters is None}
+            'decay_fraction': cfg.decay_lr and cfg.lr_schedule == 'linear', 'eval_tokens': cfg.eval_iters is None,
+            'sample_prompt': cfg.sample_interval, 'sample_tokens': cfg.sample_interval}
     for name in (name for name, acts in idle.items() if name in given and not acts):
         say(f'note: {name} does nothing under the other settings')
     if cfg.warmup_iters >= cfg.max_iters:
