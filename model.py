@@ -13,7 +13,6 @@ References:
 """
 
 import contextlib
-import copy
 import dataclasses
 import json
 import math
@@ -324,21 +323,14 @@ class KVCache:
         self.length.copy_(torch.tensor(self.lengths))
         return x[torch.arange(x.size(0), device=x.device), self.length - 1]
 
-    def put(self, rows, other):
-        """Fills these rows anew with what all rows of another cache hold."""
+    def put(self, rows, other, sources):
+        """Fills these rows anew with what those rows of another cache hold; a source may repeat."""
         end = max(other.lengths)
         for mine, theirs in zip(self.k + self.v, other.k + other.v, strict=True):
-            mine[rows, :, :end] = theirs[:, :, :end]
-        self.length[rows] = other.length
-        for row, n in zip(rows, other.lengths, strict=True):
-            self.lengths[row] = n
-
-    def take(self, rows):
-        """A cache of these rows, which may repeat."""
-        other = copy.copy(self)
-        other.k, other.v = ([cached[rows] for cached in caches] for caches in (self.k, self.v))
-        other.lengths, other.length = [self.lengths[row] for row in rows], self.length[rows]
-        return other
+            mine[rows, :, :end] = theirs[sources, :, :end]
+        self.length[rows] = other.length[sources]
+        for row, source in zip(rows, sources, strict=True):
+            self.lengths[row] = other.lengths[source]
 
     def keep(self, order):
         """Row i becomes what row order[i] was; order[i] >= i, so that a row which stays costs nothing."""
@@ -579,7 +571,7 @@ class GPT(nn.Module):
         prefilled, logits = self.prefill(contexts[::num_samples])
         sources = torch.arange(len(prompts)).repeat_interleave(num_samples).tolist()
         cache, sequences = self.new_cache(len(contexts), room), list(range(len(contexts)))
-        cache.put(sequences, prefilled.take(sources))
+        cache.put(sequences, prefilled, sources)
         draws = Draws(contexts, seeds, max_new_tokens, sampling, self.config.vocab_size, self.cos.device)
         draws.draw(logits[sources])
         del prefilled, logits
@@ -587,7 +579,7 @@ class GPT(nn.Module):
         for left in reversed(range(max_new_tokens)):
             waiting.append((sequences, read_later(draws.told)))
             full = [s for s, length in zip(sequences, cache.lengths, strict=True) if length == size]
-            while len(waiting) > (self.cos.is_cuda and left and not full):
+            while len(waiting) > (self.cos.device.type in READ_LATE and left and not full):
                 if told := tell(waiting.popleft(), contexts, stop, stopped):
                     yield told
             if full and past_context == 'stop':
@@ -630,7 +622,8 @@ class GPT(nn.Module):
             cache.lengths[row] = cache.length[row] = 0
         full = [row for row in full if sequences[row] not in stopped and size > 1]
         if full:
-            cache.put(full, self.prefill([contexts[sequences[row]][:-1] for row in full])[0])
+            anew, _ = self.prefill([contexts[sequences[row]][:-1] for row in full])
+            cache.put(full, anew, range(len(full)))
 
     def for_inference(self, device, dtype, quantize='none', pack=True):
         """
@@ -770,6 +763,9 @@ def tell(drawn, contexts, stop, stopped):
     return told
 
 
+READ_LATE = ('cuda',)  # devices on which the host sees a token only after it has started the next step
+
+
 def read_later(values):
     """
     Starts copying a tensor to the host; calling the result waits for that copy alone. Reading it a step late keeps the
@@ -838,7 +834,9 @@ def can_pack(device, dtype):
     """Whether PackedLinear works here in this dtype, by trying it."""
     if device.type != 'cpu' or not torch.backends.mkldnn.is_available():
         return False
-    linear, x = nn.Linear(64, 32).to(dtype), torch.ones(2, 64, dtype=dtype)
+    linear, x = nn.utils.skip_init(nn.Linear, 64, 32, dtype=dtype), torch.ones(2, 64, dtype=dtype)
+    for p in linear.parameters():
+        p.data = torch.linspace(0, 1, p.numel(), dtype=dtype).view(p.shape)
     try:
         y = PackedLinear(linear)(x)
     except (RuntimeError, AttributeError, NotImplementedError):  # another CPU, or another build

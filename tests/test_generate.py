@@ -104,6 +104,24 @@ def test_a_ragged_batch_is_its_rows_alone(shape, decode):
     assert len(set(map(len, single))) > 2, 'or nothing ends on the way'
 
 
+@pytest.mark.parametrize('decode', ['eager', 'graph'])
+def test_reading_tokens_a_step_late_changes_none(monkeypatch, decode):
+    """As on CUDA, where a sequence that is finished has drawn once more before the host knows."""
+    model, seeds, how = make(), list(range(10)), dict(num_samples=2, top_k=20, stop=set(range(4)))
+    expected = {policy: run(model, PROMPTS, 40, seeds=seeds, past_context=policy, **how)
+                for policy in ('slide', 'stop')}
+
+    def read_later(values):
+        kept = values.clone()
+        return lambda: kept
+    monkeypatch.setattr(model_file, 'READ_LATE', ('cpu',))
+    monkeypatch.setattr(model_file, 'read_later', read_later)
+    for policy, texts in expected.items():
+        assert run(model, PROMPTS, 40, seeds=seeds, past_context=policy, decode=decode, **how) == texts
+    for n in (1, 2):
+        assert [len(text) for text in run(model, PROMPTS, n)] == [n] * 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('shape', ['gpt2', 'swiglu, grouped'])
 def test_compiled_equals_eager(shape):
