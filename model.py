@@ -623,7 +623,7 @@ class GPT(nn.Module):
         full = [row for row in full if sequences[row] not in stopped and size > 1]
         if full:
             anew, _ = self.prefill([contexts[sequences[row]][:-1] for row in full])
-            cache.put(full, anew, range(len(full)))
+            cache.put(full, anew, list(range(len(full))))
 
     def for_inference(self, device, dtype, quantize='none', pack=True):
         """

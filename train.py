@@ -1295,12 +1295,14 @@ def write_sample(run):
     eot = tokenizer.eot
     prompt = encode_marked(tokenizer, cfg.sample_prompt) or [eot if eot is not None else 0]
     run.model.eval()
-    ids = [token for told in run.model.generate([prompt], cfg.sample_tokens, stop={eot}, temperature=0.8, top_k=200,
-                                                seeds=[micro_seed(cfg.seed, run.state.iter_num, 0)],
-                                                vocab=tokenizer.n_vocab)
-           for _, token, _ in told if token != eot]
+    drawn = run.model.generate([prompt], cfg.sample_tokens, stop={eot}, temperature=0.8, top_k=200,
+                               seeds=[micro_seed(cfg.seed, run.state.iter_num, 0)], vocab=tokenizer.n_vocab)
+    try:
+        ids = [token for told in drawn for _, token, _ in told if token != eot]
+        text = cfg.sample_prompt + tokenizer.decode(ids).decode('utf-8', 'replace')
+    except ValueError as e:  # logits that are not finite: what becomes of such a run is for its losses to decide
+        text = f'nothing: {e}'
     run.model.train(was_training)
-    text = cfg.sample_prompt + tokenizer.decode(ids).decode('utf-8', 'replace')
     run.log.write(f'--- step {run.state.iter_num} writes:\n{text}\n---', step=run.state.iter_num, sample=text)
 
 

@@ -588,6 +588,15 @@ def test_samples_do_not_disturb_training(train_tiny, tmp_path, recipe, capsys):
     assert all(json.loads(line)['sample'].startswith('ab') for line in every)
 
 
+def test_a_sample_that_cannot_be_drawn_does_not_end_the_run(train_tiny, tmp_path, monkeypatch):
+    def generate(*args, **kwargs):
+        raise ValueError('the model returned logits that are not finite')
+        yield
+    monkeypatch.setattr(GPT, 'generate', generate)
+    assert train_tiny(max_iters=2, sample_interval=1) == 0
+    assert 'nothing: the model returned logits' in log(tmp_path / 'out', 'sample')[0]
+
+
 def test_a_sample_prompt_that_cannot_be_read_is_refused_at_the_start(train_tiny, tmp_path):
     write_bins(tmp_path / 'chars', noise(4001, low=0, high=3), noise(487, low=0, high=3), vocab_size=3,
                tokenizer={'kind': 'char', 'chars': 'abc', 'eot': False})
