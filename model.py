@@ -18,6 +18,7 @@ import json
 import math
 import mmap
 import os
+import pickletools
 import re
 import shutil
 import struct
@@ -25,7 +26,7 @@ import zipfile
 from collections import deque
 from dataclasses import dataclass
 from pickle import UnpicklingError
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -74,10 +75,14 @@ class GPTConfig:
         if wrong:
             return wrong
         if c.n_embd % c.n_head:
-            near = max(1, round(c.n_embd / c.n_head)) * c.n_head
+            near = max(1, (2 * c.n_embd + c.n_head) // (2 * c.n_head)) * c.n_head
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; n_embd={near} would do')
         elif c.position == 'rope' and c.n_embd // c.n_head % 2:
             wrong.append(f'rotary positions turn pairs of channels: n_embd / n_head = {c.n_embd // c.n_head} is odd')
+        elif c.position == 'rope' and c.n_embd // c.n_head * c.block_size > 2**27:
+            wrong.append(f'the angles of block_size={c.block_size} rotary positions would take '
+                         f'{c.n_embd // c.n_head * c.block_size * 4 / 1e9:,.1f} GB; at most '
+                         f'{2**27 // (c.n_embd // c.n_head):,} positions fit heads of {c.n_embd // c.n_head} channels')
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
         for name in ('dropout', 'label_smoothing'):
@@ -87,8 +92,8 @@ class GPTConfig:
         for name, known in choices.items():
             if getattr(c, name) not in known:
                 wrong.append(f'{name}={getattr(c, name)!r} is not one of {", ".join(known)}')
-        if c.softcap < 0:
-            wrong.append(f'softcap={c.softcap} must not be negative; 0 turns it off')
+        if not 0 <= c.softcap <= 1e6:
+            wrong.append(f'softcap={c.softcap} must not be negative, nor above a million; 0 turns it off')
         return wrong
 
     def resolved(self):
@@ -443,6 +448,57 @@ class Block(nn.Module):
 
 
 # -----------------------------------------------------------------------------
+# the loss
+
+def head_gradients(x, w, targets, cap, smoothing):
+    """
+    The summed cross-entropy behind a head, and what its gradient is at the inputs and at the weights: (1,), (N, C),
+    (V, C), from x (N, C), w (V, C), targets (N).
+    """
+    logits = (x @ w.T).float()  # (N, V)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum', label_smoothing=smoothing)
+    V = w.size(0)
+    d = logits.softmax(1) - smoothing / V
+    d = d - (torch.arange(V, device=x.device) == targets[:, None]) * (1 - smoothing)
+    if cap:
+        d = d * (1 - (logits / cap).square())
+    d = (d * (targets >= 0)[:, None]).to(x.dtype)
+    return loss.view(1), d @ w, d.T @ x
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """
+    The summed cross-entropy behind a head, (1,), of which the logits never stand in memory all at once.
+
+    What backward needs is computed while a chunk's logits are there, so nothing is computed twice; that is possible
+    because a sum gives every row the same gradient, known before backward but for a factor.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, cap, smoothing, chunks, compiled):
+        gradients = torch.compile(head_gradients, dynamic=False) if compiled else head_gradients
+        w, total, dx, dw = weight.to(x.dtype), 0.0, [], torch.zeros_like(weight)
+        for part, target in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
+            loss, d_part, d_weight = gradients(part, w, target, cap, smoothing)
+            total = total + loss
+            dx.append(d_part)
+            dw += d_weight
+        ctx.save_for_backward(torch.cat(dx), dw)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        return (dx.float() * grad).to(dx.dtype), dw * grad, None, None, None, None, None
+
+
+# compiled as one with the rest, the chunks would be fused again; so each is compiled alone
+chunked_loss = torch.compiler.disable(ChunkedLoss.apply)
+
+
+# -----------------------------------------------------------------------------
 # the whole
 
 class GPT(nn.Module):
@@ -455,6 +511,7 @@ class GPT(nn.Module):
         assert config.vocab_size is not None, 'vocab_size comes from the data; see train.py'
         self.config = c = config.resolved()
         self.compute_dtype = torch.float32  # train.py and sample.py set it to what the machine is fast at
+        self.loss_chunks = 1  # parts in which head and loss are computed; train.py sets more where memory is short
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(c.vocab_size, c.n_embd),
             wpe=nn.Embedding(c.block_size, c.n_embd) if c.position == 'learned' else NoPosition(),
@@ -499,7 +556,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None):
         """
         idx: (B, T) token ids. With targets, (B, T) ids or -1 where a token does not count: the summed cross-entropy
-        of each sequence, (B,), float32, in nats. Without: logits of the last position, (B, V), float32.
+        of each sequence, (B,), float32, in nats; with gradients and loss_chunks above 1 that of all together, (1,).
+        Without: logits of the last position, (B, V), float32.
         With a cache, idx continues what the cache holds: any length into an empty one, one token at a time after.
         """
         B, T = idx.shape
@@ -517,12 +575,24 @@ class GPT(nn.Module):
             x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
             return self.softcap(self.lm_head(self.transformer.ln_f(x)).float())
         x = self.transformer.ln_f(x)
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        if self.loss_chunks > 1:
+            return self.loss_in_chunks(x.view(B * T, -1), targets.reshape(B * T), smoothing, B)
         # float32 from here on; compiled, the cast, cap and cross-entropy are one pass over the bf16 logits
         logits = self.softcap(self.lm_head(x).float())  # (B, T, V)
-        smoothing = self.config.label_smoothing if self.training else 0.0
         loss = F.cross_entropy(logits.view(B * T, -1), targets.reshape(B * T), ignore_index=-1, reduction='none',
                                label_smoothing=smoothing)
         return loss.view(B, T).sum(1)
+
+    def loss_in_chunks(self, x, targets, smoothing, B):
+        """What forward returns, from x (B * T, C) and targets (B * T), with the logits of a chunk at a time."""
+        if torch.is_grad_enabled():
+            return chunked_loss(x, self.lm_head.weight, targets, self.config.softcap, smoothing, self.loss_chunks,
+                                torch.compiler.is_compiling())
+        losses = [F.cross_entropy(self.softcap(self.lm_head(part).float()), t, ignore_index=-1, reduction='none',
+                                  label_smoothing=smoothing)
+                  for part, t in zip(x.chunk(self.loss_chunks), targets.chunk(self.loss_chunks), strict=True)]
+        return torch.cat(losses).view(B, -1).sum(1)
 
     # counts
 
@@ -882,28 +952,75 @@ def load_checkpoint(path):
     ValueError says what is wrong with the file.
     """
     try:
-        with zipfile.ZipFile(path) as z:
-            damaged = z.testzip()
+        damaged, strange = check_records(path)
+        if not (damaged or strange):
+            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except FileNotFoundError:
         raise ValueError(f'{path} does not exist') from None
+    except UnpicklingError:  # torch's own text for this advises the unsafe way
+        strange = 'an instruction that is not followed'
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error) as e:
+    except (zipfile.BadZipFile, struct.error, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError,
+            RuntimeError, TypeError, ValueError) as e:  # what unpickling of any bytes has been seen to raise
         raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}') from None
     if damaged:
         raise ValueError(f'{path} is damaged: the checksum of its record {damaged} does not match')
-    try:
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    except UnpicklingError:  # torch's own text for this advises the unsafe way
-        raise ValueError(f'{path} holds more than tensors and plain values; loading it could run code, so it is '
-                         'refused') from None
-    except (OSError, EOFError, RuntimeError, KeyError, ValueError, struct.error) as e:
-        raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}') from None
-    if not (isinstance(checkpoint, dict) and isinstance(checkpoint.get('model'), dict)
-            and isinstance(checkpoint.get('model_args'), dict)):
-        raise ValueError(f"{path} is no checkpoint of ours or nanoGPT's: 'model' and 'model_args' are missing")
+    if strange:
+        raise ValueError(f'{path} holds more than tensors and plain values ({strange}); loading it could run code, so '
+                         'it is refused')
+    if wrong := wrong_with(checkpoint):
+        raise ValueError(f"{path} is no checkpoint of ours or nanoGPT's: {wrong}")
     checkpoint['model'] = {plain_name(k): v for k, v in checkpoint['model'].items()}
     return checkpoint
+
+
+# torch allows more, some of which takes any amount of memory: bytearray(10**12), an instruction of 30 bytes
+CHECKPOINT_NAMES = re.compile(r'collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)'
+                              r'|torch (Float|Double|Half|BFloat16|Long|Int|Short|Char|Byte|Bool)Storage')
+
+
+def check_records(path):
+    """
+    (the first record that its checksum does not match, the first name in the pickle that no checkpoint needs), None
+    where there is none. ValueError where the file is no list of records, each as long as it says.
+    """
+    with open(path, 'rb') as f, zipfile.ZipFile(f) as z:
+        f.seek(0)
+        names = z.namelist()
+        # of two records of a name torch reads the first and zipfile the last; what has others before it, as no zip file
+        if f.read(4) != b'PK\3\4' or len(set(names)) < len(names) or [n[-8:] for n in names].count('data.pkl') != 1:
+            raise ValueError('it does not begin with records of different names, one of them data.pkl')
+        if any(r.compress_type for r in z.infolist()) or sum(r.file_size for r in z.infolist()) > os.path.getsize(path):
+            raise ValueError('its records claim more bytes than it has')
+        if damaged := z.testzip():
+            return damaged, None
+        pickled = z.read(next(name for name in names if name.endswith('data.pkl')))
+    names = [arg for op, arg, _ in pickletools.genops(pickled) if op.name in ('GLOBAL', 'STACK_GLOBAL', 'INST')]
+    return None, next((name for name in names if not CHECKPOINT_NAMES.fullmatch(str(name))), None)
+
+
+def wrong_with(checkpoint):
+    """What is wrong with the containers of a checkpoint, or None: what is read from them later relies on it."""
+    if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= checkpoint.keys():
+        return "'model' and 'model_args' are missing"
+    flat = ('model_args', 'config', 'data', 'versions', 'machine')
+    for name in ('model', 'optimizer', 'muon', 'scaler', 'state', 'tokenizer', *flat):
+        part = checkpoint.get(name, {})
+        if not isinstance(part, dict) or not all(isinstance(key, str) for key in part):
+            return f'{name!r} is no dict of names'
+        if name in flat and not all(isinstance(value, str | int | float | None) for value in part.values()):
+            return f'{name!r} holds more than numbers and text'
+    if next(tensors_in(checkpoint.get('tokenizer')), None) is not None:
+        return "'tokenizer' holds a tensor"
+    for t in tensors_in(checkpoint):
+        # an expanded tensor shows more numbers than it has, and a copy of it would need the memory
+        if t.numel() * t.element_size() > t.untyped_storage().nbytes():
+            return f'a tensor of {tuple(t.shape)} lies in {t.untyped_storage().nbytes()} bytes'
+    for name, weight in checkpoint['model'].items():
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+            return f'the weight {name!r} is no tensor of floating-point numbers'
+    return None
 
 
 def save_checkpoint(path, checkpoint, keep_old=None):
@@ -953,11 +1070,15 @@ def sync_folder(folder):
 
 
 def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for v in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(v)
+    """Every tensor in nested containers; looks into each container once, for a file can make one hold itself."""
+    left, seen = [value], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
 
 
 def first_line(error):
@@ -975,24 +1096,36 @@ def config_from(args):
     """The GPTConfig that a checkpoint's model_args describe."""
     if odd := set(args) - {f.name for f in dataclasses.fields(GPTConfig)}:
         raise ValueError(f'model_args has {", ".join(sorted(map(str, odd)))}, which this version does not know')
-    config = GPTConfig(**args)
-    try:
-        wrong = config.problems()
-    except (TypeError, KeyError) as e:
-        wrong = [repr(e)]
-    if config.vocab_size is None:
+    hints = get_type_hints(GPTConfig)
+    wrong = [f'{name}={value!r} is of the wrong type' for name, value in args.items()
+             if not of_kind(value, hints[name])]
+    if args.get('vocab_size') is None:
         wrong.append('vocab_size is missing')
+    config = GPTConfig(**args)
+    wrong = wrong or config.problems()
     if wrong:
         raise ValueError(f'model_args cannot be used: {"; ".join(wrong)}')
     return config
 
 
+def of_kind(value, kind):
+    """Whether an annotation of GPTConfig allows the value; a whole number does where a number is asked."""
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if alternatives := get_args(kind):
+        return any(of_kind(value, k) for k in alternatives)
+    return isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+
+
 def model_from(args, state_dict, **override):
     """Builds a GPT from a checkpoint's model_args and weights. ValueError where they do not belong together."""
     config = dataclasses.replace(config_from(args), **override)
-    largest = max((v.numel() for v in state_dict.values()), default=0)
-    if config.vocab_size * config.n_embd > largest or config.n_layer > len(state_dict):
-        raise ValueError('model_args claims a larger model than the weights beside it')
+    # before anything is allocated: the matrices that every shape has
+    c, total = config.resolved(), sum(v.numel() for v in state_dict.values())
+    rows = c.vocab_size + (c.block_size if c.position == 'learned' else 0) + c.n_layer * (c.n_embd + c.n_ff)
+    if rows * c.n_embd > total or c.n_layer > len(state_dict):
+        raise ValueError(f'model_args claims a larger model than the weights beside it: {rows * c.n_embd:,} numbers or '
+                         f'more in {c.n_layer} layers, not {total:,} in {len(state_dict)} tensors')
     model = GPT(config)
     load_weights(model, state_dict)
     return model
@@ -1033,7 +1166,7 @@ def read_safetensors(path):
             for name, e in header.items():
                 if name != '__metadata__':
                     a, b = e['data_offsets']
-                    if not all(type(n) is int for n in (a, b, *e['shape'])):
+                    if not isinstance(e['shape'], list) or not all(type(n) is int for n in (a, b, *e['shape'])):
                         raise ValueError(f'{name} has a shape or place that is not whole numbers')
                     entries.append((name, SAFETENSORS_DTYPES[e['dtype']], e['shape'], a, b))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -1043,11 +1176,23 @@ def read_safetensors(path):
     for name, dtype, shape, a, b in sorted(entries, key=lambda entry: entry[3]):
         count = math.prod(shape)
         fits = min(shape, default=0) >= 0 and a == end and b - a == count * dtype.itemsize
-        if not fits or 8 + length + b > size:
+        if not fits or 8 + length + b > size or math.prod(n or 1 for n in shape) >= 2**62 or len(shape) > 64:
             raise ValueError(f'{path}: {name} of shape {shape} does not fit its place {a}..{b} in {size} bytes')
         whole = torch.frombuffer(data, dtype=dtype, count=count, offset=8 + length + a) if count else torch.empty(0)
         tensors[name], end = whole.to(dtype).view(shape), b
     return tensors
+
+
+def read_json(path):
+    """The object in a JSON file; ValueError where there is none."""
+    try:
+        with open(path, encoding='utf-8') as f:
+            value = json.load(f)
+    except (OSError, ValueError, RecursionError) as e:
+        raise ValueError(f'{path} cannot be read: {e}') from None
+    if not isinstance(value, dict):
+        raise ValueError(f'{path} holds no object of names and values')
+    return value
 
 
 def load_gpt2(folder, **override):
@@ -1056,13 +1201,9 @@ def load_gpt2(folder, **override):
     shards that model.safetensors.index.json lists. ValueError where it is another family or does not fit.
     """
     path = os.path.join(folder, 'config.json')
-    try:
-        with open(path, encoding='utf-8') as f:
-            hf = json.load(f)
-    except (OSError, ValueError) as e:
-        raise ValueError(f'{path} cannot be read: {e}') from None
+    hf = read_json(path)
     activation = {'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'gelu_pytorch_tanh': 'gelu_tanh'}
-    if hf.get('model_type') != 'gpt2' or hf.get('activation_function', 'gelu_new') not in activation:
+    if hf.get('model_type') != 'gpt2' or str(hf.get('activation_function', 'gelu_new')) not in activation:
         raise ValueError(f'{path}: model_type={hf.get("model_type")!r} with activation_function='
                          f'{hf.get("activation_function", "gelu_new")!r} is not a GPT-2 that this version reads')
     for name, usual in (('layer_norm_epsilon', 1e-5), ('scale_attn_weights', True),
@@ -1079,11 +1220,13 @@ def load_gpt2(folder, **override):
     index = os.path.join(folder, 'model.safetensors.index.json')
     files = ['model.safetensors']
     if os.path.exists(index):
-        with open(index, encoding='utf-8') as f:
-            files = sorted({os.path.basename(name) for name in json.load(f)['weight_map'].values()})
+        places = read_json(index).get('weight_map')
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise ValueError(f'{index} does not say which file holds which weight')
+        files = sorted({os.path.basename(name) for name in places.values()})
     state_dict = {}
     for name in files:
-        if not os.path.exists(os.path.join(folder, name)):
+        if not os.path.isfile(os.path.join(folder, name)):
             raise ValueError(f'{os.path.join(folder, name)} does not exist; weights must be in safetensors files')
         for key, tensor in read_safetensors(os.path.join(folder, name)).items():
             key = key if key.startswith(('transformer.', 'lm_head.')) else f'transformer.{key}'

@@ -22,13 +22,16 @@ import glob
 import gzip
 import hashlib
 import heapq
+import io
 import json
 import lzma
 import multiprocessing
 import os
 import pickle
+import pickletools
 import queue
 import re
+import reprlib
 import shutil
 import signal
 import sys
@@ -54,6 +57,7 @@ except ImportError:
     fcntl = None
 
 FORMAT = 1  # of meta.json
+MAX_VOCAB = 2**20  # ids of a tokenizer
 TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
 
 
@@ -88,9 +92,9 @@ class PrepareConfig:
         if name not in ('byte', 'char', *TIKTOKEN_NAMES) and kind != 'bpe' and not is_file:
             wrong.append(f'tokenizer={self.tokenizer!r} is unknown; there are byte, char, bpe:SIZE, '
                          f'{", ".join(TIKTOKEN_NAMES)}, and the path of a tokenizer.json')
-        if kind == 'bpe' and not (size.isascii() and size.isdigit() and 257 <= int(size) <= 2**20):
+        if kind == 'bpe' and not (size.isascii() and size.isdigit() and 257 <= int(size) <= MAX_VOCAB):
             wrong.append(f'tokenizer={self.tokenizer!r}: write bpe:SIZE with a vocabulary of 257 (the bytes and the '
-                         f'end of text) to {2**20:,}, such as bpe:8192')
+                         f'end of text) to {MAX_VOCAB:,}, such as bpe:8192')
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             wrong.append(f'val_fraction={self.val_fraction} must lie between 0 and 1')
         for name in ('shards', 'num_proc'):
@@ -249,6 +253,11 @@ class BPETokenizer(TiktokenTokenizer):
         ids = [i for i, token in enumerate(tokens) if token is not None] + list(self.special_ids.values())
         if len(ranks) + len(self.special_ids) != len(set(ids)) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
             raise KeyError('tokens')
+        # whatever else there is would come to tiktoken's core, which panics, or take a table as long as an id is large
+        ends = {self.eot, bos} - {None}
+        if not all(type(i) is int and 0 <= i < MAX_VOCAB for i in (*ids, *ends)) or not ends <= set(ids) or \
+                pattern not in (GPT2_SPLIT, DIGITS_SPLIT, *KNOWN_SPLITS) or type(nfc) is not bool:
+            raise KeyError('specials')
         self.encoding = tiktoken.Encoding('own', pat_str=pattern, mergeable_ranks=ranks,
                                           special_tokens=self.special_ids)
         self.n_vocab = max(ids) + 1
@@ -369,6 +378,8 @@ def read_tokenizer_json(path):
         byte_of = {chr(b): b for b in BYTES_IN_GPT2S_ORDER[:188]}
         byte_of |= {chr(256 + i): b for i, b in enumerate(BYTES_IN_GPT2S_ORDER[188:])}
         vocab = {token: i for token, i in model['vocab'].items() if token not in added}
+        if not all(type(i) is int and 0 <= i < MAX_VOCAB for i in vocab.values()):
+            raise ValueError(f'an id of its vocabulary is no whole number from 0 to {MAX_VOCAB - 1:,}')
         tokens = [None] * (max(vocab.values()) + 1)
         for token, i in vocab.items():
             if set(token) - byte_of.keys():
@@ -418,6 +429,8 @@ def check_merges(merges, vocab):
 KNOWN_SPLITS = [r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits +
                 r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+' for digits in (r'\p{N}{1,3}', r'\p{N}')]
 KNOWN_SPLITS.append(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+# digits fall out one by one before GPT-2's rule sees the rest: to it, a digit is where the text ends
+DIGITS_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s"""
 
 
 def split_pattern(pre):
@@ -430,8 +443,7 @@ def split_pattern(pre):
     if kinds == ['ByteLevel'] and by_regex:
         return GPT2_SPLIT
     if kinds == ['Digits', 'ByteLevel'] and by_regex and steps[0].get('individual_digits'):
-        # digits fall out one by one before GPT-2's rule sees the rest: to it, a digit is where the text ends
-        return r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s"""
+        return DIGITS_SPLIT
     if kinds == ['Split', 'ByteLevel'] and not by_regex:
         pattern, split = steps[0]['pattern'].get('Regex'), steps[0]
         if split['behavior'] == 'Isolated' and not split.get('invert') and pattern in KNOWN_SPLITS:
@@ -460,7 +472,7 @@ def tokenizer_from(spec):
             return TiktokenTokenizer(str(spec['name']))
     except (KeyError, TypeError, AttributeError, UnicodeEncodeError, OverflowError):
         pass
-    raise ValueError(f'{str(spec)[:80]} describes no tokenizer that this version knows')
+    raise ValueError(f'{reprlib.repr(spec)} describes no tokenizer that this version knows')
 
 
 def encode_marked(tokenizer, text):
@@ -1720,12 +1732,15 @@ def read_meta(folder):
         try:
             with open(path, encoding='utf-8') as f:
                 meta = json.load(f)
-            numbers = [meta['format'], meta['vocab_size'], *(meta['splits'][s]['tokens'] for s in ('train', 'val'))]
+            numbers = [meta['format'], meta['vocab_size'], *(meta['splits'][s]['tokens'] for s in ('train', 'val')),
+                       *(meta['splits'][s].get(key, 0) for s in ('train', 'val') for key in ('bytes', 'documents'))]
             if meta['format'] > FORMAT or meta['dtype'] not in ('uint16', 'uint32') or \
                     not all(type(n) is int and n >= 0 for n in numbers) or not isinstance(meta.get('eot'), int | None):
                 raise KeyError('format')
-            tokenizer_from({'kind': 'byte'} if meta['tokenizer']['kind'] == 'tiktoken' else meta['tokenizer'])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+            made = tokenizer_from({'kind': 'byte'} if meta['tokenizer']['kind'] == 'tiktoken' else meta['tokenizer'])
+            if not made.n_vocab <= meta['vocab_size'] <= MAX_VOCAB:
+                raise KeyError('vocab_size')
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f'{path} is damaged or of a later version ({e}); prepare the dataset again') from None
         return {**meta, 'foreign': False}
     path = os.path.join(folder, 'meta.pkl')
@@ -1734,12 +1749,19 @@ def read_meta(folder):
                 'splits': {}, 'foreign': True}
     try:
         with open(path, 'rb') as f:
-            meta = PlainUnpickler(f).load()
+            pickled = f.read()
+        # a number in a pickle of 7 bytes can ask for a table of 16 GB
+        if any(op.name.endswith('PUT') and arg > len(pickled) for op, arg, _ in pickletools.genops(pickled)):
+            raise ValueError('it numbers more values than it holds')
+        meta = PlainUnpickler(io.BytesIO(pickled)).load()
         itos = meta['itos']
-        chars = ''.join(itos[i] for i in range(len(itos)))
-        if len(chars) != len(itos) or len(set(chars)) != len(chars):
+        if not all(isinstance(itos[i], str) and len(itos[i]) == 1 for i in range(len(itos))) or \
+                len({itos[i] for i in range(len(itos))}) != len(itos):
             raise ValueError('itos is not one character an id')
-        return {'dtype': 'uint16', 'vocab_size': int(meta['vocab_size']), 'splits': {}, 'foreign': True,
+        chars, size = ''.join(itos[i] for i in range(len(itos))), int(meta['vocab_size'])
+        if not len(chars) <= size <= MAX_VOCAB:
+            raise ValueError(f'vocab_size={size} for {len(chars)} characters')
+        return {'dtype': 'uint16', 'vocab_size': size, 'splits': {}, 'foreign': True,
                 'tokenizer': {'kind': 'char', 'chars': chars, 'eot': False}}
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
         raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e})") from None

@@ -13,6 +13,7 @@ so a run that was killed goes on bit for bit, and nothing but tensors and counte
 
 import dataclasses
 import functools
+import gc
 import glob
 import hashlib
 import importlib
@@ -123,6 +124,7 @@ class TrainConfig:
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the computation; weights stay in float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a small trial works
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # of torch.compile
+    loss_chunks: int | Literal['auto'] = 'auto'  # parts of head and loss: less memory, slower; auto: 1 while that fits
     threads: int | None = None  # CPU threads of a process; None: the machine's cores, shared out
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # of torch.distributed
 
@@ -130,8 +132,8 @@ class TrainConfig:
         """What is wrong with the settings, a sentence each."""
         wrong = []
         for name in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval', 'eval_tokens',
-                     'eval_iters', 'save_interval', 'threads', 'sample_interval', 'sample_tokens'):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
+                     'eval_iters', 'save_interval', 'threads', 'loss_chunks', 'sample_interval', 'sample_tokens'):
+            if getattr(self, name) not in (None, 'auto') and getattr(self, name) < 1:
                 wrong.append(f'{name}={getattr(self, name)} must be at least 1')
         for name in ('max_iters', 'max_epochs', 'max_minutes', 'learning_rate', 'muon_lr', 'embed_lr', 'min_lr',
                      'weight_decay', 'grad_clip', 'warmup_iters', 'lr_decay_iters', 'save_minutes', 'seed'):
@@ -222,6 +224,28 @@ def open_process_group(backend, device, rank, world):
     # gloo's threads outlived destroy_process_group and aborted 4 of 128 finished runs. Before there is a group, none is
     importlib.import_module('torch.distributed.nn.functional')
     dist.init_process_group(backend, timeout=timedelta(minutes=10), **options)
+
+
+def device_memory(device):
+    """Bytes of memory that the device has."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    except (AttributeError, ValueError):  # Windows has no sysconf; 16 GB is a guess
+        return 16 * 2**30
+
+
+def choose_loss_chunks(asked, num_tokens, vocab_size, memory):
+    """
+    The parts in which a micro-batch's head and loss are computed. One is fastest. The logits, their gradients and
+    float32 copies of both are about 12 bytes a token and id; where that is over a quarter of the memory, as many parts
+    as make it a sixteenth.
+    """
+    need = 12 * num_tokens * vocab_size
+    if asked != 'auto':
+        return min(asked, num_tokens)
+    return 1 if need <= memory / 4 else min(math.ceil(16 * need / memory), num_tokens)
 
 
 def attention_kernel(model, batch, machine):
@@ -927,15 +951,56 @@ def restore(checkpoint, model, optimizers, scaler):
         # momenta come from the checkpoint; rates, decay and the kernel are as the settings made them
         options = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
         try:
-            groups = [{**was, **own} for was, own in zip(state['param_groups'], options, strict=True)]
+            groups = [{'params': was['params'], **own} for was, own in zip(state['param_groups'], options, strict=True)]
+            check_moments(optimizer, groups, state['state'])
             optimizer.load_state_dict({'state': state['state'], 'param_groups': groups})
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, LookupError, TypeError) as e:
             raise ValueError(f'the optimizer state of the checkpoint does not fit: {e}') from None
     if scaler.is_enabled() and checkpoint.get('scaler'):
+        if scaler.state_dict().keys() != checkpoint['scaler'].keys() or \
+                not all(isinstance(v, int | float) and 0 <= v < math.inf for v in checkpoint['scaler'].values()):
+            raise ValueError(f'the scaler of the checkpoint does not fit: {checkpoint["scaler"]}')
         scaler.load_state_dict(checkpoint['scaler'])
-    if 'state' in checkpoint:
-        return RunState(**checkpoint['state'])
-    return RunState(iter_num=int(checkpoint['iter_num']), best_val_loss=float(checkpoint['best_val_loss']))
+    return state_from(checkpoint)
+
+
+def check_moments(optimizer, groups, saved):
+    """
+    ValueError unless each parameter has all tensors of its optimizer, in its own shape, or, before the first step, no
+    parameter has any. torch does not look: AdamW's fused kernel wrote beyond the end of a shorter one.
+    """
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    ids = [i for group in groups for i in group['params']]
+    names = {'momentum_buffer'} if isinstance(optimizer, Muon) else {'step', 'exp_avg', 'exp_avg_sq'}
+    if not isinstance(saved, dict) or not all(isinstance(moments, dict) for moments in saved.values()):
+        raise ValueError('its state is no dict of dicts')
+    if len(set(ids)) != len(params) or (saved and saved.keys() != set(ids)):
+        raise ValueError(f'it has {len(saved)} states of {len(ids)} parameters, and the model has {len(params)}')
+    for i, p in zip(ids, params, strict=True) if saved else ():
+        shapes = {name: () if name == 'step' else tuple(p.shape) for name in names}
+        found = {name: tuple(v.shape) for name, v in saved[i].items()
+                 if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        if found != shapes or len(saved[i]) != len(shapes):
+            raise ValueError(f'parameter {i} has {found}, not {shapes}')
+
+
+def state_from(checkpoint):
+    """The RunState of a checkpoint, ours or nanoGPT's. ValueError where it is none."""
+    try:
+        was = checkpoint.get('state') or {'iter_num': checkpoint['iter_num'],
+                                          'best_val_loss': float(checkpoint['best_val_loss'])}
+        state = RunState(**was)
+        numbers = [checkpoint['iter_num'], *state.logged]
+    except (KeyError, TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(f'the checkpoint does not say where the run was: {type(e).__name__}: {e}') from None
+    for name, kind in get_type_hints(RunState).items():
+        if not isinstance(getattr(state, name), kind):
+            raise ValueError(f'the checkpoint has {name}={getattr(state, name)!r}, which cannot be')
+    numbers += [state.iter_num, state.tokens_seen, state.bad_in_a_row]
+    if len(state.logged) not in (0, 4) or type(numbers[0]) is not int or \
+            not all(isinstance(n, int | float) and n >= 0 for n in numbers):
+        raise ValueError(f'the checkpoint has {numbers} for its step and counts, which cannot be')
+    return state
 
 
 # -----------------------------------------------------------------------------
@@ -1390,6 +1455,8 @@ def train(run):
 
     if state.evaluation_left and book_evaluation(run):
         save(run, best=True)
+    gc.collect()
+    gc.freeze()  # what there is by now stays; nanochat saw pauses of half a second while it was looked through
     mark, mark_step, mark_waited = time.perf_counter(), state.iter_num, 0.0
     while state.iter_num < cfg.max_iters:
         lr = learning_rate(state.iter_num, cfg)
@@ -1494,6 +1561,8 @@ def announce(run, model_cfg, given, said, meta, resumed):
     epochs = cfg.max_iters * batches.global_batch / windows_per_epoch(batches.split.num_tokens, c.block_size)
     say(f'run: {cfg.max_iters:,} steps, {cfg.max_iters * batches.global_batch * c.block_size:,} tokens, {epochs:.2f} '
         f'epochs, into {cfg.out_dir}' + (f'; resuming at step {run.state.iter_num:,}' if resumed else ''))
+    if model.loss_chunks > 1:
+        say(f'loss: in {model.loss_chunks} parts, for memory')
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
         say(f'note: min_lr={cfg.min_lr:g} is above learning_rate={cfg.learning_rate:g}: the rate will rise')
     idle = {'muon_lr': cfg.optimizer == 'muon', 'muon_momentum': cfg.optimizer == 'muon', 'lr_schedule': cfg.decay_lr,
@@ -1544,6 +1613,8 @@ def main(argv=None):
 
         model.to(machine.device)
         model.compute_dtype = machine.dtype
+        model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, model.config.vocab_size,
+                                               device_memory(machine.device))
         optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, machine)
         scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
         state = restore(checkpoint, model, optimizers, scaler) if resumed and not cfg.eval_only else RunState()
@@ -1577,6 +1648,7 @@ def main(argv=None):
         run.log.close()
         return code
     finally:
+        gc.unfreeze()
         if machine.world > 1:
             dist.destroy_process_group()
 

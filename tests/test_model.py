@@ -421,3 +421,26 @@ def test_a_skipped_step_of_muon_changes_not_a_bit():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert momenta and all(torch.equal(a, s['momentum_buffer'])
                            for a, s in zip(momenta, muon.state.values(), strict=True))
+
+
+@pytest.mark.parametrize('settings', [{}, {'preset': 'modern'}, {'preset': 'modern', 'label_smoothing': 0.1}])
+@pytest.mark.parametrize('chunks', [3, 48])
+def test_a_loss_in_chunks_is_the_loss_and_has_its_gradients(settings, chunks):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=67, n_layer=2, n_embd=16, n_head=2, block_size=16, **settings))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    idx, targets = torch.randint(0, 67, (3, 16)), torch.randint(-1, 67, (3, 16))
+    targets[0, 3:9] = -1
+    found = []
+    for model.loss_chunks in (1, chunks):
+        model.zero_grad()
+        loss = model(idx, targets).sum() * 0.01
+        loss.backward()
+        with torch.no_grad():
+            found.append((loss.detach(), model(idx, targets), [p.grad.clone() for p in model.parameters()]))
+    (loss, each, gradients), (loss2, each2, gradients2) = found
+    torch.testing.assert_close(loss2, loss)
+    torch.testing.assert_close(each2, each)  # of each sequence, where no gradients are asked for
+    for a, b in zip(gradients, gradients2, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)

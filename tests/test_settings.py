@@ -128,6 +128,7 @@ TABLE = {
     'dtype': ('weights', 'bfloat16'),
     'compile': ('lines', True, {}, fake_compile),
     'compile_mode': ('lines', 'max-autotune-no-cudagraphs', dict(compile=True), fake_compile),
+    'loss_chunks': ('lines', 4),
     'threads': ('lines', 2),
     'backend': ('error', 'nccl', {}, two_processes),
 }

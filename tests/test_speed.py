@@ -116,3 +116,12 @@ def test_every_gradient_begins_where_kernels_like_it():
     assert all(p.grad.data_ptr() % 256 == gradients.buffer.data_ptr() % 256 for p in gpt.parameters())
     gpt(torch.zeros(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)).sum().backward()
     assert gradients.all.norm() == pytest.approx(torch.cat([p.grad.flatten() for p in gpt.parameters()]).norm().item())
+
+
+def test_the_loss_is_taken_in_parts_where_its_logits_would_fill_the_memory():
+    gb = 2**30
+    assert train.choose_loss_chunks('auto', 12 * 1024, 50304, 80 * gb) == 1
+    parts = train.choose_loss_chunks('auto', 32768, 262144, 80 * gb)
+    assert 12 * 32768 * 262144 / parts <= 80 * gb / 16 < 12 * 32768 * 262144
+    assert train.choose_loss_chunks(4, 12 * 1024, 50304, 80 * gb) == 4
+    assert train.choose_loss_chunks(99, 10, 50304, 80 * gb) == 10

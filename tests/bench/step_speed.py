@@ -4,6 +4,7 @@ Tokens per second and peak memory of one training step: forward, loss, backward,
     $ python tests/bench/step_speed.py --peer=../nanoGPT         # the shape of nanoGPT's README on a CPU, both sides
     $ python tests/bench/step_speed.py --peer=../nanoGPT --shape=124m --batch=2 --steps=2 --rounds=3
     $ python tests/bench/step_speed.py --table                   # each of our optimizations switched off in turn
+    $ python tests/bench/step_speed.py --loop                    # train.py's whole loop against its step alone
 
 The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each side is a process
 that stays and waits for its turn, compiles before the first one, and has the machine to itself while it is measured.
@@ -87,6 +88,16 @@ def our_step(a, folder, device):
         num_targets, loads = batches.step(n)
         train.set_learning_rate(optimizers, 1e-3, cfg.learning_rate)
         return train.train_step(forward, loads, num_targets, optimizers, gradients, scaler, 1.0)[0]
+    if a.get('data') == 'fixed':
+        num_targets, loads = batches.step(0)
+        fixed = [load() for load in loads]
+
+        def fixed_step(n):
+            return train.train_step(forward, [lambda batch=batch: batch for batch in fixed], num_targets, optimizers,
+                                    gradients, scaler, 1.0)[0]
+        return fixed_step, here
+    if a.get('loop'):
+        return the_loop(train, cfg, here, gpt, forward, batches, optimizers, scaler, gradients), here
     if a.get('attention') == 'math':
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -95,6 +106,25 @@ def our_step(a, folder, device):
                 return step(n)
         return math_step, here
     return step, here
+
+
+def the_loop(train, cfg, *parts):
+    """train.train() itself, a line of log at each step, without its evaluations and saves: (step, number of steps)."""
+    here, gpt, forward, batches, optimizers, scaler, gradients = parts
+
+    class Lines:
+        def write(self, text, **numbers):
+            self.last = numbers
+    train.book_evaluation, train.save = (lambda run: False), (lambda *args, **kwargs: None)
+    run = train.Run(cfg, {}, here, gpt, forward, batches, batches.split, None, optimizers, scaler, gradients,
+                    train.RunState(), None, Lines(), {})
+
+    def steps(n, number=1):
+        cfg.max_iters = n + number
+        train.train(run)
+        return gradients.loss
+    steps.takes_many = True
+    return steps
 
 
 def peers_step(a, folder, device):
@@ -157,9 +187,13 @@ def work(a):
                       'compile': bool(here.compile)}), flush=True)
     for line in sys.stdin:
         began = time.perf_counter()
-        for _ in range(int(line)):
-            step(n)
-            n += 1
+        if hasattr(step, 'takes_many'):
+            step(n, int(line))
+            n += int(line)
+        else:
+            for _ in range(int(line)):
+                step(n)
+                n += 1
         sync()
         peak = torch.cuda.max_memory_allocated() if device == 'cuda' else memory_now('VmHWM') - idle
         print(json.dumps({'seconds': time.perf_counter() - began, 'peak': peak}), flush=True)
@@ -217,6 +251,7 @@ def main():
     parser.add_argument('--dtype', default='auto')
     parser.add_argument('--compile', default='auto', choices=['auto', 'on', 'off'])
     parser.add_argument('--table', action='store_true', help='our step with each optimization switched off in turn')
+    parser.add_argument('--loop', action='store_true', help="the step alone on one batch, and train.py's whole loop")
     args = parser.parse_args()
     if args.work:
         return work(json.loads(args.work))
@@ -230,10 +265,13 @@ def main():
         if args.peer:
             theirs = {**common, 'peer': os.path.abspath(args.peer), 'compile': args.compile != 'off'}
             sides += [Side('nanoGPT', batch=b, **theirs) for b in [args.batch, *args.peer_batches]]
-        sides += [Side('ours', batch=b, **ours) for b in [args.batch, *args.batches]]
+        sides += [Side('ours', batch=b, **ours) for b in [args.batch, *args.batches] if not args.loop]
         if args.table:
             sides += [Side(name, batch=args.batch, **{**ours, **change}) for name, change in WITHOUT.items() if change
                       and not (args.shape == 'small' and 'vocab_size' in change)]
+        if args.loop:
+            sides += [Side('the step alone', batch=args.batch, **ours, data='fixed'),
+                     Side("train.py's loop", batch=args.batch, **ours, loop=True)]
         for _ in range(args.rounds):
             for side in sides:
                 side.measure(args.steps)
