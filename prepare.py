@@ -1621,7 +1621,7 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
                 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
                 'splits': {s: writer.close() for s, writer in bins.items()},
                 'source': f'{old.get("source", "unknown")}, {source}' if old else source}
-        templates = progress.templates | ({old['template']} if old and 'template' in old else set())
+        templates = progress.templates | ({str(old['template'])} if old and 'template' in old else set())
         if len(templates) == 1:  # of several none can be called the one to talk to the model in
             meta['template'] = templates.pop()
         with open(os.path.join(partial, 'meta.json'), 'w', encoding='utf-8') as f:

@@ -141,16 +141,16 @@ def tokenizer_for(checkpoint, vocab_size, data_dir):
 
 
 def load(cfg):
-    """(model, tokenizer, template of its data or None) as the settings ask, on the CPU."""
+    """(model, tokenizer, name of the template of its data) as the settings ask, on the CPU."""
     if cfg.init_from.startswith('gpt2') and not os.path.exists(cfg.init_from):
         print(f'weights: {cfg.init_from}, OpenAI', file=sys.stderr)
-        return load_gpt2(fetch_gpt2(cfg.init_from, cfg.data_dir)), TiktokenTokenizer('gpt2'), None
+        return load_gpt2(fetch_gpt2(cfg.init_from, cfg.data_dir)), TiktokenTokenizer('gpt2'), 'none'
     path = find_checkpoint(cfg)
     checkpoint = load_checkpoint(path)
     model = model_from(checkpoint['model_args'], checkpoint['model'])
     tokenizer, source = tokenizer_for(checkpoint, model.config.vocab_size, cfg.data_dir)
     print(f'weights: {path}, step {checkpoint.get("iter_num", "unknown")}; tokenizer: {source}', file=sys.stderr)
-    return model, tokenizer, checkpoint.get('template')
+    return model, tokenizer, str(checkpoint.get('template', 'none'))
 
 
 def place(model, cfg):
@@ -328,7 +328,7 @@ def chat_ids(tokenizer, turns, template):
 def chat(model, tokenizer, template, cfg, decode):
     """Asks and answers until an empty line, 'exit' or the end of the input."""
     if cfg.template == 'auto' and template not in TEMPLATES:
-        raise ValueError(f'the checkpoint does not say in which template it was tuned ({template}); name it with '
+        raise ValueError(f'the checkpoint names no template that it was tuned in (but {template}); name one with '
                          f'--template: {", ".join(TEMPLATES)}')
     template = template if cfg.template == 'auto' else cfg.template
     stops = stops_of(tokenizer, [*cfg.stops(), *filter(None, [TEMPLATES[template]['assistant'][1]])])

@@ -1597,8 +1597,8 @@ def main(argv=None):
                    'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
                    'machine': {'device': machine.device.type, 'dtype': str(machine.dtype), 'world': machine.world,
                                'threads': machine.threads, 'compile': machine.compile}}
-        templates = {d[2].get('template') for d in datasets}
-        if len(templates) == 1 and None not in templates:
+        templates = {str(d[2].get('template', '')) for d in datasets}
+        if len(templates) == 1 and '' not in templates:
             context['template'] = templates.pop()  # what sample.py --chat talks in
         if checkpoint is not None:
             said += compare_context(checkpoint, context)

@@ -479,8 +479,9 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full(talk):
 
 
 def test_a_chat_without_a_known_template_names_the_setting(out):
-    sentence = refusal_of(out, '--chat')
-    assert '--template: plain, alpaca, chatml' in sentence
+    assert '--template: plain, alpaca, chatml' in refusal_of(out, '--chat')
+    write(out / 'best.pt', template=['chatml'])
+    assert "but ['chatml']" in refusal_of(out, '--chat')
 
 
 def refusal_of(out, *flags):
