@@ -647,7 +647,7 @@ class Progress:
 
     def __init__(self, total):
         self.total, self.done, self.start, self.shown = max(total, 1), 0, time.time(), 0.0
-        self.skipped = 0  # rows that hold nothing to learn from
+        self.skipped, self.templates = 0, set()  # rows that hold nothing to learn from; what the others were put into
 
     def add(self, num_bytes):
         self.done += num_bytes
@@ -1039,7 +1039,7 @@ def token_pieces(file, progress=None):
 def row_pieces(file, cfg, progress=None):
     """The documents of a file of rows."""
     for place, row in rows_in(file, cfg, progress):
-        parts = parts_of(row, place, cfg)
+        parts = parts_of(row, place, cfg, progress and progress.templates)
         if parts is None:
             if progress:
                 progress.skipped += 1
@@ -1149,10 +1149,11 @@ ALPACA = ('Below is an instruction that describes a task{}. Write a response tha
           ', paired with an input that provides further context')
 
 
-def parts_of(row, place, cfg):
+def parts_of(row, place, cfg, templates=None):
     """
     The parts of the document that a row holds, or None where there is no text or no answer in it. Its text_field, or
     what is found of: messages (chat), instruction and output (Alpaca), prompt and completion, text, content.
+    templates: a set that gets the name of the one that is used.
     """
     if isinstance(row, str):
         row = {'text': row}
@@ -1161,8 +1162,11 @@ def parts_of(row, place, cfg):
     field, (turns, template) = cfg.text_field, (None, None) if cfg.text_field else turns_of(row, place)
     if turns is not None:
         chosen = template if cfg.template == 'auto' else cfg.template
-        answered = any(role == 'assistant' and text for role, text in turns)
-        return render(turns, chosen, template) if answered else None
+        if not any(role == 'assistant' and text for role, text in turns):
+            return None
+        if templates is not None:
+            templates.add(chosen)
+        return render(turns, chosen, template)
     field = field or next((name for name in ('text', 'content') if name in row), None)
     if field not in row:
         has = ', '.join(map(str, row)) or 'none'
@@ -1617,6 +1621,9 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
                 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
                 'splits': {s: writer.close() for s, writer in bins.items()},
                 'source': f'{old.get("source", "unknown")}, {source}' if old else source}
+        templates = progress.templates | ({str(old['template'])} if old and 'template' in old else set())
+        if len(templates) == 1:  # of several none can be called the one to talk to the model in
+            meta['template'] = templates.pop()
         with open(os.path.join(partial, 'meta.json'), 'w', encoding='utf-8') as f:
             json.dump(meta, f, indent=1)
             f.flush()

@@ -4,19 +4,41 @@ Text from a checkpoint, which carries its shape and its tokenizer, so that nothi
     $ python sample.py --start="The history of"                    # from the best checkpoint in out/
     $ python sample.py --out_dir=out.1 --start=FILE:prompt.txt     # a prompt from a file
     $ python sample.py --init_from=gpt2 --temperature=0            # OpenAI's weights, greedy
+    $ python sample.py --start=FILE:prompts.jsonl --output=jsonl   # many prompts, of any lengths, at once
+    $ python sample.py --chat                                      # in the template of the data it was tuned on
+    $ python sample.py --score=book.txt                            # loss and bits per byte of each document
 """
 
 import codecs
+import json
+import math
+import mmap
 import os
 import sys
+import tempfile
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from configurator import call_main, configure
-from model import choose_device, choose_dtype, load_checkpoint, load_gpt2, model_from
-from prepare import TiktokenTokenizer, dataset_folder, encode_marked, fetch_gpt2, read_meta, tokenizer_from
+from model import choose_device, choose_dtype, load_checkpoint, load_gpt2, model_from, try_compile
+from prepare import (
+    TEMPLATES,
+    PrepareConfig,
+    TiktokenTokenizer,
+    dataset_folder,
+    documents_in,
+    encode_marked,
+    encode_parts,
+    fetch_gpt2,
+    files_of,
+    read_meta,
+    render,
+    show,
+    tokenizer_from,
+)
 
 
 @dataclass
@@ -25,28 +47,65 @@ class SampleConfig:
     init_from: str = 'resume'  # resume (from out_dir), the path of a checkpoint, or gpt2 (-medium, -large, -xl)
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
     data_dir: str = 'data'  # where weights by name are kept, and where nanoGPT's checkpoints find their tokenizer
+    quantize: Literal['none', 'int8'] = 'none'  # int8: weights in 8 bits, but for embeddings
+    # --- what to do
+    start: str = '\n'  # the prompt, FILE:path (of a .jsonl file: one a line), or - for standard input
+    chat: bool = False  # talk instead, until an empty line
+    template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of a chat; auto: its data's
+    score: str | None = None  # tell the loss on the documents of this file or folder instead
     # --- text
-    start: str = '\n'  # the prompt, or FILE:path; <|endoftext|> and other names of special ids stand for them
-    num_samples: int = 3  # texts to draw
-    max_new_tokens: int = 500  # tokens of each
+    num_samples: int = 3  # texts to draw from each prompt
+    max_new_tokens: int = 500  # tokens of each, at most
     temperature: float = 0.8  # below 1 plays safe, 0 takes the likeliest
     top_k: int | None = 200  # draw among the k likeliest only; None: all
     top_p: float | None = None  # draw among the likeliest that together have this probability; None: all
-    seed: int = 1337  # of the draw; each sample has its own
+    min_p: float | None = None  # draw among those of this share of the likeliest one's probability; None: all
+    repetition_penalty: float = 1.0  # above 1 makes what occurred less likely (CTRL, arXiv 1909.05858)
+    stop: str | None = None  # text, or name of a special id, that ends a sample; several with ||| between; \n: line end
+    past_context: Literal['slide', 'stop'] = 'slide'  # when the context is full: forget its oldest eighth, or stop
+    seed: int = 1337  # of the first sample of a prompt; each has its own, and depends on nothing else
+    # --- output
+    output: Literal['text', 'jsonl'] = 'text'  # jsonl: an object a line, with what ended it
+    logprobs: bool = False  # in the jsonl: ids and the model's log-probability of each
     # --- machine
+    batch_size: int = 64  # texts drawn at once
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first of them that is there
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 on GPUs that compute in it
+    compile: bool | Literal['auto'] = 'auto'  # True: torch.compile; auto: CUDA graphs without it, nothing on CPUs
 
     def problems(self):
         wrong = []
-        for name, least in (('num_samples', 1), ('max_new_tokens', 0), ('temperature', 0), ('top_k', 1), ('seed', 0)):
+        for name, least in (('num_samples', 1), ('max_new_tokens', 0), ('temperature', 0), ('top_k', 1), ('seed', 0),
+                            ('batch_size', 1)):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 wrong.append(f'{name}={getattr(self, name)} must be at least {least}')
-        if self.seed >= 2**63:
+        if self.seed >= 2**63 - self.num_samples:
             wrong.append(f'seed={self.seed} must be below 2**63')
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            wrong.append(f'top_p={self.top_p} must be above 0 and at most 1')
+        for name in ('top_p', 'min_p'):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) <= 1:
+                wrong.append(f'{name}={getattr(self, name)} must be above 0 and at most 1')
+        if self.repetition_penalty <= 0:
+            wrong.append(f'repetition_penalty={self.repetition_penalty} must be above 0; 1 turns it off')
+        if self.stop is not None and not all(self.stop.split('|||')):
+            wrong.append(f'stop={self.stop!r} has an empty text, which is everywhere; ||| stands between texts')
+        if self.logprobs and self.output != 'jsonl':
+            wrong.append('logprobs=True needs output=jsonl to tell them')
+        if self.chat and self.score is not None:
+            wrong.append('chat and score are two things to do; leave out one of them')
         return wrong
+
+    def stops(self):
+        """The texts of stop."""
+        return self.stop.replace('\\n', '\n').split('|||') if self.stop else []
+
+    def idle(self):
+        """Names of settings that do nothing in what is to be done."""
+        drawing = {'temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty', 'stop', 'past_context', 'seed',
+                   'max_new_tokens', 'compile'}
+        several = {'start', 'num_samples', 'logprobs'}
+        if self.score is not None:
+            return drawing | several | {'template'}
+        return several | {'output', 'batch_size'} if self.chat else {'template'}
 
 
 def find_checkpoint(cfg):
@@ -82,52 +141,329 @@ def tokenizer_for(checkpoint, vocab_size, data_dir):
 
 
 def load(cfg):
-    """(model, tokenizer) as the settings ask, on the CPU."""
+    """(model, tokenizer, name of the template of its data) as the settings ask, on the CPU."""
     if cfg.init_from.startswith('gpt2') and not os.path.exists(cfg.init_from):
         print(f'weights: {cfg.init_from}, OpenAI', file=sys.stderr)
-        return load_gpt2(fetch_gpt2(cfg.init_from, cfg.data_dir)), TiktokenTokenizer('gpt2')
+        return load_gpt2(fetch_gpt2(cfg.init_from, cfg.data_dir)), TiktokenTokenizer('gpt2'), 'none'
     path = find_checkpoint(cfg)
     checkpoint = load_checkpoint(path)
     model = model_from(checkpoint['model_args'], checkpoint['model'])
     tokenizer, source = tokenizer_for(checkpoint, model.config.vocab_size, cfg.data_dir)
     print(f'weights: {path}, step {checkpoint.get("iter_num", "unknown")}; tokenizer: {source}', file=sys.stderr)
-    return model, tokenizer
+    return model, tokenizer, str(checkpoint.get('template', 'none'))
 
 
-def stream(model, tokenizer, prompt, cfg, seed):
-    """
-    Yields the text that continues the prompt, piece by piece. A character whose bytes are spread over several tokens
-    comes when it is complete; bytes that never become a character come as the replacement sign.
-    """
-    if not prompt:
-        prompt = [tokenizer.eot if tokenizer.eot is not None else 0]  # nothing before it: the start of a document
-    idx = torch.tensor([prompt], device=model.cos.device)
-    decoder = codecs.getincrementaldecoder('utf-8')('replace')
-    for token in model.generate(idx, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, stop=tokenizer.eot,
-                                vocab=tokenizer.n_vocab, seed=seed):
-        yield decoder.decode(tokenizer.decode(token.tolist()))
-    yield decoder.decode(b'', final=True)
-
-
-def main(argv=None):
-    cfg, *_ = configure(SampleConfig, argv=argv, about=__doc__)
-    model, tokenizer = load(cfg)
-    start = cfg.start
-    if start.startswith('FILE:'):
-        try:
-            with open(start[5:], encoding='utf-8', newline='') as f:
-                start = f.read()
-        except (OSError, UnicodeDecodeError) as e:
-            raise ValueError(f'the prompt file {start[5:]} cannot be read: {e}') from None
-    prompt = encode_marked(tokenizer, start)
+def place(model, cfg):
+    """Moves the model to where it computes; returns how it decodes, for GPT.generate."""
     device, _ = choose_device(cfg.device)
     dtype, _ = choose_dtype(cfg.dtype, device)
-    model.for_inference(device, dtype)
-    for i in range(cfg.num_samples):
-        print(start, end='', flush=True)
-        for text in stream(model, tokenizer, prompt, cfg, cfg.seed + i):
-            print(text, end='', flush=True)
-        print('\n---------------', flush=True)
+    model.for_inference(device, dtype, cfg.quantize, pack=cfg.compile is not True)
+    if cfg.compile is True:
+        if failure := try_compile(device):
+            raise ValueError(f'compile=True was asked for, but torch.compile fails here: {failure}; leave it out')
+        return 'compiled'
+    # a graph of plain kernels is ready in a moment, where compilation takes longer than most texts
+    return 'graph' if cfg.compile == 'auto' and device.type == 'cuda' and cfg.max_new_tokens > 32 else 'eager'
+
+
+# -----------------------------------------------------------------------------
+# prompts in, texts out
+
+def read_prompts(start):
+    """The prompts that the setting start means: one, or those of a .jsonl file."""
+    if start != '-' and not start.startswith('FILE:'):
+        return [start]
+    name = 'standard input' if start == '-' else start[5:]
+    try:
+        if start == '-':
+            text = sys.stdin.buffer.read().decode()
+        else:
+            with open(name, encoding='utf-8', newline='') as f:
+                text = f.read()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f'the prompt file {name} cannot be read: {e}') from None
+    if not name.endswith('.jsonl'):
+        return [text]
+    prompts = []
+    for number, line in enumerate(text.split('\n'), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise ValueError(f'{name}, line {number}: {e}') from None
+            prompts.append(row.get('prompt') if isinstance(row, dict) else row)
+            if not isinstance(prompts[-1], str):
+                raise ValueError(f'{name}, line {number}: a prompt is a text, or an object with the field prompt')
+    if not prompts:
+        raise ValueError(f'{name} holds no prompt')
+    return prompts
+
+
+def prompt_ids(tokenizer, text, block_size):
+    """Ids of a prompt, of which the end counts where it is longer than the context."""
+    # with nothing before it: the start of a document
+    ids = encode_marked(tokenizer, text) or [tokenizer.eot if tokenizer.eot is not None else 0]
+    if len(ids) > block_size:
+        print(f'note: the prompt has {len(ids):,} tokens, and the context holds {block_size:,}: its end is taken',
+              file=sys.stderr)
+    return ids
+
+
+class Text:
+    """What one sequence says, as its tokens come: up to a stop text or a stop id, which are not part of it."""
+
+    def __init__(self, tokenizer, stop_texts, stop_ids):
+        self.tokenizer, self.stop_texts, self.stop_ids = tokenizer, stop_texts, stop_ids
+        self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
+        self.text, self.held, self.finish, self.tokens, self.logprobs = '', '', None, [], []
+
+    def add(self, token, logprob):
+        """
+        The text that is certain now and was not before. A character whose bytes are spread over several tokens comes
+        when it is complete, and what may be the beginning of a stop text when it turns out to be none.
+        """
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.stop_ids:
+            return self.end('stop')
+        self.held += self.decoder.decode(self.tokenizer.decode([token]))
+        found = [at for stop in self.stop_texts if (at := self.held.find(stop)) >= 0]
+        if found:
+            self.held, self.finish = self.held[:min(found)], 'stop'
+            return self.release(len(self.held))
+        beginning = max((n for stop in self.stop_texts for n in range(1, len(stop)) if self.held.endswith(stop[:n])),
+                        default=0)
+        return self.release(len(self.held) - beginning)
+
+    def end(self, why):
+        """The rest. Bytes that never became a character are the replacement sign."""
+        self.finish = why
+        self.held += self.decoder.decode(b'', final=True)
+        return self.release(len(self.held))
+
+    def release(self, n):
+        piece, self.held = self.held[:n], self.held[n:]
+        self.text += piece
+        return piece
+
+
+def stops_of(tokenizer, texts):
+    """(stop texts, stop ids): the end of text always, and names of special ids among the texts."""
+    ids = {tokenizer.specials[text] for text in texts if text in tokenizer.specials}
+    return [t for t in texts if t not in tokenizer.specials], ids | ({tokenizer.eot} - {None})
+
+
+def write(model, tokenizer, prompts, cfg, decode, seeds, stops):
+    """
+    Continues prompts, lists of ids, with each of the seeds, in one batch. Yields (number of the text, new piece of it,
+    Text) as they come, for the last time with text.finish set.
+    """
+    texts, stopped = [Text(tokenizer, *stops) for _ in prompts for _ in seeds], set()
+    for told in model.generate(prompts, cfg.max_new_tokens, num_samples=len(seeds), seeds=seeds * len(prompts),
+                               stop=stops[1], stopped=stopped, past_context=cfg.past_context, decode=decode,
+                               vocab=tokenizer.n_vocab, logprobs=cfg.logprobs, temperature=cfg.temperature,
+                               top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
+                               repetition_penalty=cfg.repetition_penalty):
+        for i, token, logprob in told:
+            yield i, texts[i].add(token, logprob), texts[i]
+            if texts[i].finish:
+                stopped.add(i)
+    for i, text in enumerate(texts):
+        if not text.finish:
+            yield i, text.end('length' if len(text.tokens) == cfg.max_new_tokens else 'context'), text
+
+
+def in_order(pieces, beginnings):
+    """Prints texts one after another, the one whose turn it is as it comes."""
+    waiting, turn = dict(enumerate(beginnings)), 0
+    print(waiting.pop(0, ''), end='', flush=True)
+    finished = set()
+    for i, piece, text in pieces:
+        if text.finish:
+            finished.add(i)
+        if i == turn:
+            print(piece, end='', flush=True)
+        else:
+            waiting[i] += piece
+        while turn in finished:
+            turn += 1
+            print('\n---------------', flush=True)
+            print(waiting.pop(turn, ''), end='', flush=True)
+
+
+def sample(model, tokenizer, cfg, decode):
+    """Draws num_samples texts from each prompt, batch_size of them at once."""
+    starts = read_prompts(cfg.start)
+    prompts = [prompt_ids(tokenizer, start, model.config.block_size) for start in starts]
+    stops = stops_of(tokenizer, cfg.stops())
+    at_once = max(cfg.batch_size // cfg.num_samples, 1)
+    for first in range(0, len(prompts), at_once):
+        for number in range(0, cfg.num_samples, cfg.batch_size):
+            seeds = [cfg.seed + j for j in range(number, min(number + cfg.batch_size, cfg.num_samples))]
+            batch = range(first, min(first + at_once, len(prompts)))
+            pieces = write(model, tokenizer, [prompts[i] for i in batch], cfg, decode, seeds, stops)
+            of_text = [(starts[i], seed) for i in batch for seed in seeds]
+            if cfg.output == 'text':
+                in_order(pieces, [start for start, _ in of_text])
+                continue
+            texts = {i: text for i, _, text in pieces}
+            for i, (start, seed) in enumerate(of_text):
+                line = {'prompt': start, 'seed': seed, 'text': texts[i].text, 'finish': texts[i].finish}
+                if cfg.logprobs:
+                    line |= {'tokens': texts[i].tokens, 'logprobs': texts[i].logprobs}
+                print(json.dumps(line, ensure_ascii=False), flush=True)
+
+
+# -----------------------------------------------------------------------------
+# talking
+
+def chat_ids(tokenizer, turns, template):
+    """Ids of a conversation, [(role, text)], up to where the assistant's next words begin."""
+    parts = render([*turns, ('assistant', '')], template, None)
+    if TEMPLATES[template]['assistant'][1]:
+        parts.pop()  # the mark that ends them
+    return encode_parts(tokenizer, parts)[0].tolist()
+
+
+def chat(model, tokenizer, template, cfg, decode):
+    """Asks and answers until an empty line, 'exit' or the end of the input."""
+    if cfg.template == 'auto' and template not in TEMPLATES:
+        raise ValueError(f'the checkpoint names no template that it was tuned in (but {template}); name one with '
+                         f'--template: {", ".join(TEMPLATES)}')
+    template = template if cfg.template == 'auto' else cfg.template
+    stops = stops_of(tokenizer, [*cfg.stops(), *filter(None, [TEMPLATES[template]['assistant'][1]])])
+    size, turns, answered = model.config.block_size, [], 0
+    room = min(cfg.max_new_tokens, size // 4)  # for the answer, at least
+    while (said := ask()) not in ('', 'exit'):
+        turns.append(('user', said))
+        ids, kept = chat_ids(tokenizer, turns, template), len(turns)
+        while len(ids) + room > size and len(turns) > 1:
+            turns = turns[2:]
+            ids = chat_ids(tokenizer, turns, template)
+        if len(turns) < kept:
+            print(f'note: the context of {size:,} tokens is full; the oldest {kept - len(turns)} turns are forgotten',
+                  file=sys.stderr)
+        if len(ids) + room > size:
+            print(f'note: that was {len(ids):,} tokens, too much for a context of {size:,} with an answer in it',
+                  file=sys.stderr)
+            turns.pop()
+            continue
+        answer = ''
+        for _, piece, _ in write(model, tokenizer, [ids], cfg, decode, [cfg.seed + answered], stops):
+            print(piece, end='', flush=True)
+            answer += piece
+        print()
+        turns.append(('assistant', answer))
+        answered += 1
+
+
+def ask():
+    """The next line of the user; empty at the end of the input."""
+    try:
+        return input('> ').strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return ''
+
+
+# -----------------------------------------------------------------------------
+# the loss on a text
+
+def documents(source, tokenizer, data_dir):
+    """(ids, mask of what counts) of each document of a source: its files, their parts between <|endoftext|>, rows."""
+    with tempfile.TemporaryDirectory() as folder:  # where standard input is put
+        files = files_of(source, PrepareConfig(data_dir=data_dir), os.path.join(folder, 'spool'))
+        for file in files:
+            yield from documents_of(file, tokenizer)
+
+
+def documents_of(file, tokenizer):
+    marked = False
+    if file.kind == 'text' and os.path.getsize(file.path):
+        with open(file.path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+            marked = raw.find(b'<|endoftext|>') >= 0
+    ids, masks = [], []
+    for piece in documents_in([file], PrepareConfig(separator='<|endoftext|>' if marked else None)):
+        is_ids = isinstance(piece.parts, np.ndarray)
+        new, mask = (piece.parts, None) if is_ids else encode_parts(tokenizer, piece.parts)
+        ids.append(np.asarray(new, dtype=np.int64))
+        masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
+        if piece.end:
+            yield np.concatenate(ids), np.concatenate(masks)
+            ids, masks = [], []
+
+
+def windows(ids, mask, T, eot):
+    """
+    (inputs, targets) of up to T tokens that cover a document; each target counts once, in the first window that has
+    it, so that all but the first T see at least half a context. The first token is predicted from the end of text.
+    """
+    if eot is not None:
+        ids, mask = np.append(eot, ids), np.append(np.uint8(0), mask)
+    targets, done, start = np.where(mask[1:], ids[1:], -1), 0, 0
+    while done < len(targets):
+        end = min(start + T, len(targets))
+        yield ids[start:end], np.append(np.full(done - start, -1), targets[done:end])
+        done, start = end, start + max(T // 2, 1)
+
+
+@torch.no_grad()
+def score(model, tokenizer, cfg):
+    """Prints tokens, bytes, loss in nats a token, perplexity and bits per byte of each document and of all."""
+    c, rows, waiting = model.config, [], []
+
+    def flush():
+        x, y = (torch.full((len(waiting), max(len(x) for _, x, _ in waiting)), fill) for fill in (0, -1))
+        for row, (_, inputs, targets) in enumerate(waiting):
+            x[row, :len(inputs)], y[row, :len(inputs)] = torch.from_numpy(inputs), torch.from_numpy(targets)
+        losses = model(x.to(model.cos.device), y.to(model.cos.device)).tolist()
+        for (row, *_), loss in zip(waiting, losses, strict=True):
+            row['nats'] += loss
+        waiting.clear()
+    for ids, mask in documents(cfg.score, tokenizer, cfg.data_dir):
+        counted = ids[mask > 0] if tokenizer.eot is not None else ids[1:][mask[1:] > 0]
+        rows.append({'begins': show(tokenizer, ids[:20].tolist())[:24], 'tokens': len(counted),
+                     'bytes': int(tokenizer.sizes[counted].sum()), 'nats': 0.0})
+        for x, y in windows(ids, mask, c.block_size, tokenizer.eot):
+            waiting.append((rows[-1], x, y))
+            # as many logits as fit into 256 MB
+            if len(waiting) >= min(cfg.batch_size, max(2**26 // (c.block_size * c.vocab_size), 1)):
+                flush()
+    if waiting:
+        flush()
+    if not sum(row['tokens'] for row in rows):
+        raise ValueError(f'{cfg.score} holds no token to score')
+    total = {'begins': 'all', **{key: sum(row[key] for row in rows) for key in ('tokens', 'bytes', 'nats')}}
+    if cfg.output == 'text':
+        print(f'{"document":>8}  {"begins":<24}  {"tokens":>10}  {"bytes":>11}  {"loss":>7}  {"perplexity":>10}  '
+              'bits per byte')
+    for number, row in [*enumerate(rows, 1), ('all', total)]:
+        loss = row['nats'] / row['tokens'] if row['tokens'] else math.nan
+        numbers = {'tokens': row['tokens'], 'bytes': row['bytes'], 'loss': loss, 'perplexity': math.exp(min(loss, 700)),
+                   'bpb': row['nats'] / math.log(2) / row['bytes'] if row['bytes'] else math.nan}
+        if cfg.output == 'jsonl':
+            told = {k: v if math.isfinite(v) else None for k, v in numbers.items()}  # JSON knows no NaN
+            print(json.dumps({'document': number, **told}))
+        else:
+            print(f'{number:>8}  {row["begins"] if number != "all" else "":<24}  {row["tokens"]:>10,}  '
+                  f'{row["bytes"]:>11,}  {loss:>7.4f}  {numbers["perplexity"]:>10.2f}  {numbers["bpb"]:.4f}')
+
+
+# -----------------------------------------------------------------------------
+
+def main(argv=None):
+    cfg, given, _ = configure(SampleConfig, argv=argv, about=__doc__)
+    if idle := cfg.idle() & given.keys():
+        what = 'in a chat' if cfg.chat else 'where a text is scored' if cfg.score is not None else 'without --chat'
+        raise ValueError(f'{", ".join(sorted(idle))} would do nothing {what}; leave it out')
+    model, tokenizer, template = load(cfg)
+    decode = place(model, cfg)
+    if cfg.score is not None:
+        score(model, tokenizer, cfg)
+    elif cfg.chat:
+        chat(model, tokenizer, template, cfg, decode)
+    else:
+        sample(model, tokenizer, cfg, decode)
     return 0
 
 

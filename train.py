@@ -47,9 +47,21 @@ from model import (
     load_gpt2,
     load_weights,
     model_from,
+    read_later,
     save_checkpoint,
+    try_compile,
 )
-from prepare import cores, dataset_folder, fetch_gpt2, how_to_make, read_meta, token_bytes, tokenizer_from
+from prepare import (
+    Tokenizer,
+    cores,
+    dataset_folder,
+    encode_marked,
+    fetch_gpt2,
+    how_to_make,
+    read_meta,
+    token_bytes,
+    tokenizer_from,
+)
 
 try:
     import fcntl  # Linux and macOS; elsewhere out_dir cannot be locked, and start-up says so
@@ -105,6 +117,9 @@ class TrainConfig:
     eval_iters: int | None = None  # batches of each split instead, nanoGPT's meaning
     log_interval: int = 1  # steps between lines
     on_divergence: Literal['stop', 'rollback'] = 'stop'  # rollback: to the last checkpoint, then past that data
+    sample_interval: int | None = None  # steps between texts that the model writes, into the log; None: none
+    sample_prompt: str = '\n'  # what they continue
+    sample_tokens: int = 100  # their length
     wandb_log: bool = False  # log to Weights & Biases too
     wandb_project: str = 'hotloop'  # its project
     wandb_run_name: str | None = None  # its run; None: out_dir
@@ -129,7 +144,7 @@ class TrainConfig:
         """What is wrong with the settings, a sentence each."""
         wrong = []
         for name in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval', 'eval_tokens',
-                     'eval_iters', 'save_interval', 'threads', 'loss_chunks'):
+                     'eval_iters', 'save_interval', 'threads', 'loss_chunks', 'sample_interval', 'sample_tokens'):
             if getattr(self, name) not in (None, 'auto') and getattr(self, name) < 1:
                 wrong.append(f'{name}={getattr(self, name)} must be at least 1')
         for name in ('max_iters', 'max_epochs', 'max_minutes', 'learning_rate', 'muon_lr', 'embed_lr', 'min_lr',
@@ -181,19 +196,6 @@ class Machine:
         t = torch.tensor(values, dtype=torch.float64, device=self.device)  # a copy: the reduction is in place
         dist.all_reduce(t)
         return t.cpu().numpy()
-
-
-def try_compile(device):
-    """None when torch.compile works here, otherwise what it said, in one line."""
-    if device.type == 'mps':
-        return 'not tried on Apple GPUs'
-    try:
-        torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)(torch.ones(8, device=device))
-    except Exception as e:  # inductor wraps what a missing compiler raises in types of its own
-        return str(getattr(e, 'inner_exception', e)).strip().split('\n')[0][:120] or type(e).__name__
-    finally:
-        torch._dynamo.reset()
-    return None
 
 
 def open_machine(cfg):
@@ -1393,20 +1395,6 @@ class StopRequest:
         return 128 + self.signal if self.signal else 0
 
 
-def read_later(flag):
-    """
-    Starts copying a number from the device to the host; calling the result waits for that copy alone. Reading it a
-    step late keeps the device busy meanwhile.
-    """
-    if flag.device.type != 'cuda':
-        return flag.item
-    host = torch.empty((), pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return lambda: (copied.synchronize(), host.item())[1]
-
-
 class Mirror:
     """
     A second place for what is finished in out_dir. A thread copies it, so that the run never waits for a slow disk, and
@@ -1460,6 +1448,9 @@ class Mirror:
         """Waits for the last copy, but not for ever."""
         if self.thread is not None:
             self.thread.join(seconds)
+            if self.again and not self.thread.is_alive():  # asked for just as it ended
+                self.update()
+                self.thread.join(seconds)
             if self.thread.is_alive():
                 print(f'mirror_dir: {self.path} did not take the last checkpoint within {seconds} s', flush=True)
 
@@ -1483,7 +1474,7 @@ class Log:
     def write(self, text, **numbers):
         self.machine.say(text)
         if self.file:  # JSON knows neither NaN nor infinity
-            told = {k: v for k, v in numbers.items() if v is not None and math.isfinite(v)}
+            told = {k: v for k, v in numbers.items() if v is not None and (isinstance(v, str) or math.isfinite(v))}
             self.file.write(json.dumps(told) + '\n')
         if self.wandb:
             self.wandb.log(numbers, step=numbers['step'])
@@ -1546,6 +1537,7 @@ class Run:
     context: dict  # what a checkpoint tells of tokenizer, data and machine
     stop: StopRequest | None = None
     mirror: Mirror | None = None
+    tokenizer: Tokenizer | None = None  # where samples are asked for
     failed_saves: int = 0
 
 
@@ -1587,6 +1579,28 @@ def book_evaluation(run, may_stop=True):
     if best:
         run.state.best_val_loss = numbers['val_loss']
     return best
+
+
+def write_sample(run):
+    """
+    What the model writes by now, into the log. The seed is of this step, and of nobody else: neither dropout nor the
+    order of the data notices. On one process; the others wait for it at the next reduction.
+    """
+    if run.machine.rank:
+        return
+    cfg, tokenizer, was_training = run.cfg, run.tokenizer, run.model.training
+    eot = tokenizer.eot
+    prompt = encode_marked(tokenizer, cfg.sample_prompt) or [eot if eot is not None else 0]
+    run.model.eval()
+    drawn = run.model.generate([prompt], cfg.sample_tokens, stop={eot}, temperature=0.8, top_k=200,
+                               seeds=[micro_seed(cfg.seed, run.state.iter_num, 0)], vocab=tokenizer.n_vocab)
+    try:
+        ids = [token for told in drawn for _, token, _ in told if token != eot]
+        text = cfg.sample_prompt + tokenizer.decode(ids).decode('utf-8', 'replace')
+    except ValueError as e:  # logits that are not finite: what becomes of such a run is for its losses to decide
+        text = f'nothing: {e}'
+    run.model.train(was_training)
+    run.log.write(f'--- step {run.state.iter_num} writes:\n{text}\n---', step=run.state.iter_num, sample=text)
 
 
 def save(run, best=False, final=False):
@@ -1768,6 +1782,8 @@ def train(run):
             best = book_evaluation(run, may_stop=not last)
             stopping = stopping or state.evaluation_left
             save_due = save_due or best or last or stopping or cfg.always_save_checkpoint
+        if cfg.sample_interval and step % cfg.sample_interval == 0:
+            write_sample(run)
         if save_due:
             save(run, best, final=stopping or last)
             saved_at = time.monotonic()
@@ -1849,7 +1865,8 @@ def announce(run, model_cfg, given, said, meta, resumed):
         say(f'note: min_lr={cfg.min_lr:g} is above learning_rate={cfg.learning_rate:g}: the rate will rise')
     idle = {'muon_lr': cfg.optimizer == 'muon', 'muon_momentum': cfg.optimizer == 'muon', 'lr_schedule': cfg.decay_lr,
             'min_lr': cfg.decay_lr, 'lr_decay_iters': cfg.decay_lr, 'compile_mode': machine.compile,
-            'decay_fraction': cfg.decay_lr and cfg.lr_schedule == 'linear', 'eval_tokens': cfg.eval_iters is None}
+            'decay_fraction': cfg.decay_lr and cfg.lr_schedule == 'linear', 'eval_tokens': cfg.eval_iters is None,
+            'sample_prompt': cfg.sample_interval, 'sample_tokens': cfg.sample_interval}
     for name in (name for name, acts in idle.items() if name in given and not acts):
         say(f'note: {name} does nothing under the other settings')
     if cfg.warmup_iters >= cfg.max_iters:
@@ -1878,6 +1895,9 @@ def main(argv=None):
                    'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
                    'machine': {'device': machine.device.type, 'dtype': str(machine.dtype), 'world': machine.world,
                                'threads': machine.threads, 'compile': machine.compile}}
+        templates = {str(d[2].get('template', '')) for d in datasets}
+        if len(templates) == 1 and '' not in templates:
+            context['template'] = templates.pop()  # what sample.py --chat talks in
         if checkpoint is not None:
             said += compare_context(checkpoint, context)
         stop = None if cfg.eval_only or cfg.profile else StopRequest(cfg.max_minutes)
@@ -1887,6 +1907,9 @@ def main(argv=None):
         gradients = None if cfg.eval_only else Gradients(model)
         if cfg.batch_size == 'auto':
             said.append(choose_batch_size(forward, model, splits['train'], machine, cfg))
+        tokenizer = tokenizer_from(meta['tokenizer']) if cfg.sample_interval else None
+        if tokenizer:
+            encode_marked(tokenizer, cfg.sample_prompt)  # what it cannot read is said now, not in the middle of the run
         batches = Batches(splits['train'], cfg, machine)
         model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, model.config.vocab_size,
                                                device_memory(machine.device))
@@ -1905,7 +1928,7 @@ def main(argv=None):
             settings['init_from'] = str(checkpoint.get('config', {}).get('init_from', 'scratch'))
         run = Run(cfg, settings, machine, model, forward, batches, splits['val'],
                   byte_table(meta, model.config.vocab_size, machine), optimizers, scaler,
-                  gradients, state, OutDir(cfg.out_dir), None, context, stop)
+                  gradients, state, OutDir(cfg.out_dir), None, context, stop, tokenizer=tokenizer)
         announce(run, model_cfg, given, said, meta, resumed)
         if cfg.eval_only:
             machine.say(evaluate_both(run)[0])

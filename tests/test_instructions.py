@@ -9,6 +9,7 @@ from conftest import SHARED, TINY
 
 import prepare
 import train
+from model import load_checkpoint
 from prepare import PrepareConfig, encode_parts, parts_of, read_meta, tokenizer_from
 
 ASK, TELL = {'role': 'user', 'content': 'Two and two?'}, {'role': 'assistant', 'content': 'Four.'}
@@ -145,6 +146,24 @@ def test_training_learns_answers_alone(tmp_path):
     lines = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
     told = [line for line in lines if 'val_loss' in line][-1]
     assert told['val_tokens'] == int(splits['val'][1][1:].sum()) == sum(splits['val'][1])
+
+
+def test_the_template_is_kept_with_the_dataset_and_the_checkpoint(tmp_path):
+    """For sample.py --chat; where rows of several were mixed, none can be named."""
+    chats = [{'messages': [{**ASK, 'content': f'{i}?'}, TELL]} for i in range(40)]
+    pairs = [{**PAIR, 'prompt': f'{i}?'} for i in range(40)]
+
+    def template(rows, *flags):
+        return write(tmp_path, rows, '--val_fraction=0.3', *flags)[2].get('template')
+    assert template(pairs) == 'plain' and template(chats + pairs, '--template=gemma') == 'gemma'
+    assert template(chats + pairs) is None
+    assert template(chats) == 'chatml'
+    assert template(chats, '--append') == 'chatml'
+    out = tmp_path / 'out'
+    flags = {**TINY, 'data_dir': tmp_path / 'data', 'dataset': 'x', 'out_dir': out, 'max_iters': 1}
+    assert train.main([f'--{k}={v}' for k, v in flags.items()]) == 0
+    for name in ('ckpt.pt', 'best.pt'):
+        assert load_checkpoint(str(out / name))['template'] == 'chatml'
 
 
 def test_masks_are_shown(tmp_path, capsys):

@@ -46,14 +46,15 @@ def their_file(theirs, tmp_path):
 
 
 def test_their_checkpoint_computes_and_writes_the_same(theirs, their_file):
-    """Logits to 1e-5; greedy text token for token, past the context too."""
+    """Logits to 1e-5; greedy text token for token, as far as the context reaches: there it slides in larger steps."""
     checkpoint = load_checkpoint(their_file)
     ours = model_from(checkpoint['model_args'], checkpoint['model']).eval()
     idx = torch.randint(65, (2, 16), generator=torch.Generator().manual_seed(0))
     expected = theirs(idx)[0][:, -1]
     assert (ours(idx) - expected).abs().max() < 1e-5 * expected.abs().max()
-    text = theirs.generate(idx[:, :3], 30, top_k=1)[:, 3:]
-    assert torch.equal(torch.stack(list(ours.generate(idx[:, :3], 30, temperature=0)), 1), text)
+    text = theirs.generate(idx[:, :3], 14, top_k=1)[:, 3:]
+    assert [[told[row][1] for told in ours.generate(idx[:, :3].tolist(), 14, temperature=0)] for row in (0, 1)] == \
+        text.tolist()
 
 
 def test_losses_are_the_same(theirs, their_file):

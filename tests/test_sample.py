@@ -1,11 +1,14 @@
 """Sampling: a checkpoint in, text out; whose tokenizer it is, and what is refused."""
 
 import io
+import json
+import math
 import os
 import pickle
 import random
 import subprocess
 import sys
+import types
 import zipfile
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 
 import sample
 from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
-from prepare import ByteTokenizer, CharTokenizer
+from prepare import ByteTokenizer, CharTokenizer, render
 
 REPO = os.path.dirname(os.path.abspath(sample.__file__))
 CHARS = '\n abcdefgh'  # ten
@@ -69,13 +72,13 @@ def refusal(**flags):
 
 
 def play(monkeypatch, *tokens):
-    """Has GPT.generate yield these tokens, whatever the weights; returns the list of its calls."""
+    """Has GPT.generate yield these tokens to each sequence, whatever the weights; returns the list of its calls."""
     calls = []
 
-    def generate(self, idx, max_new_tokens, *args, **kwargs):
-        calls.append((idx.tolist(), max_new_tokens, args, kwargs))
+    def generate(self, prompts, max_new_tokens, num_samples=1, stop=(), stopped=None, **kwargs):
+        calls.append((prompts, max_new_tokens, {'stop': stop, **kwargs}))
         for token in tokens:
-            yield torch.tensor([token])
+            yield [(i, token, -0.5) for i in range(len(prompts) * num_samples) if i not in stopped]
 
     monkeypatch.setattr(GPT, 'generate', generate)
     return calls
@@ -175,7 +178,7 @@ def test_temperature_0_is_the_likeliest_token_each_time(draw, out):
     assert draw(temperature=0, seed=1, num_samples=2) == [expected, expected]
     assert draw(temperature=1.0, top_k=1) == [expected]
     assert draw(temperature=1.0, top_p=1e-6) == [expected]
-    assert draw(temperature=1.0) != [expected]
+    assert draw(temperature=8.0) != [expected]
 
 
 @pytest.mark.parametrize('flags', [{'top_k': 2}, {'top_k': 'None'}, {'top_k': 99}, {'top_p': 0.5}, {'top_p': 1}])
@@ -211,8 +214,8 @@ def test_the_end_of_text_ends_the_text_and_is_not_printed(draw, out, monkeypatch
     write(out / 'best.pt', gpt(257), ByteTokenizer())
     calls = play(monkeypatch, 104, 105, 256)
     assert draw() == ['abhi']
-    (_, _, _, kwargs), = calls
-    assert kwargs['stop'] == 256 and kwargs['vocab'] == 257
+    (_, _, kwargs), = calls
+    assert kwargs['stop'] == {256} and kwargs['vocab'] == 257
 
 
 def test_generation_stops_at_the_end_of_text(draw, out):
@@ -230,7 +233,8 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_complete(draw, out,
     write(out / 'best.pt', gpt(257), ByteTokenizer())
     play(monkeypatch, *'é€😀'.encode())
     assert draw(start='<') == ['<é€😀']
-    pieces = list(sample.stream(gpt(257), ByteTokenizer(), [60], sample.SampleConfig(), 1))
+    text = sample.Text(ByteTokenizer(), [], {256})
+    pieces = [text.add(token, 0.0) for token in 'é€😀'.encode()]
     assert [piece for piece in pieces if piece] == ['é', '€', '😀']
     assert pieces[0] == '' and pieces[1] == 'é'  # not one token late
 
@@ -256,15 +260,314 @@ def test_text_is_flushed_piece_by_piece(out, monkeypatch):
 
     screen = Screen()
 
-    def generate(self, idx, *args, **kwargs):
+    def generate(self, prompts, *args, **kwargs):
         for token in b'xyz':
             seen.append(screen.shown)
-            yield torch.tensor([token])
+            yield [(0, token, 0.0)]
 
     monkeypatch.setattr(GPT, 'generate', generate)
     monkeypatch.setattr(sys, 'stdout', screen)
     sample.main([f'--out_dir={out}', '--start=<', '--num_samples=1', '--device=cpu'])
     assert seen == ['<', '<x', '<xy']
+
+
+# -----------------------------------------------------------------------------
+# where a text ends
+
+@pytest.mark.parametrize('stop, written, expected', [
+    ('lo', 'hello', 'hel'), ('l|||e', 'hello', 'h'), ('ell', 'heelal', 'heelal'), ('xy', 'axaxyb', 'axa'),
+    (r'\n', 'ab\ncd', 'ab'), ('€', 'a€b', 'a'), ('aab', 'aaab', 'a'), ('h', 'hello', ''), ('lo', 'hel', 'hel')])
+def test_a_stop_text_ends_the_sample_and_is_not_printed(draw, out, monkeypatch, stop, written, expected):
+    """Here each byte is a token: every stop text lies across several."""
+    write(out / 'best.pt', gpt(257), ByteTokenizer())
+    play(monkeypatch, *written.encode())
+    assert draw(start='<', stop=stop) == [f'<{expected}']
+
+
+def test_what_may_become_a_stop_text_waits_and_no_more():
+    text = sample.Text(ByteTokenizer(), ['lo!'], set())
+    assert [text.add(token, 0.0) for token in b'hello lo!x'[:9]] == ['h', 'e', '', 'l', '', 'lo ', '', '', '']
+    assert text.finish == 'stop' and text.text == 'hello ' and len(text.tokens) == 9
+
+
+def test_the_name_of_a_special_id_stops_and_so_does_the_end_of_text(draw, out, monkeypatch):
+    write(out / 'best.pt', gpt(257), ByteTokenizer())
+    calls = play(monkeypatch, 97)
+    draw(stop='<|endoftext|>|||zz')
+    assert calls[0][2]['stop'] == {256} and sample.stops_of(ByteTokenizer(), ['<|endoftext|>', 'zz']) == (['zz'], {256})
+
+
+def test_a_stopped_sequence_is_not_computed_on(draw, out, monkeypatch):
+    """The stop text is found here, and generation hears of it."""
+    write(out / 'best.pt', gpt(257), ByteTokenizer())
+    seen = []
+
+    def generate(self, prompts, max_new_tokens, num_samples=1, stopped=None, **kwargs):
+        for token in b'xyz':
+            seen.append(set(stopped))
+            yield [(i, token, 0.0) for i in range(2) if i not in stopped]
+    monkeypatch.setattr(GPT, 'generate', generate)
+    assert draw(num_samples=2, stop='y') == ['abx', 'abx'] and seen == [set(), set(), {0, 1}]
+
+
+def test_a_full_context_slides_or_stops(draw):
+    assert len(draw(past_context='stop')[0]) == 2 + 7  # block_size is 8: six more are fed, and a seventh drawn
+    assert len(draw(past_context='slide')[0]) == 22
+
+
+# -----------------------------------------------------------------------------
+# several prompts, and output for programs
+
+def lines(draw, **flags):
+    """The objects of --output=jsonl."""
+    flags = {'output': 'jsonl', **flags}
+    with pytest.raises(AssertionError):
+        draw(**flags)  # it expects text
+    return [json.loads(line) for line in draw.out.splitlines()]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / 'prompts.jsonl'
+    path.write_text('{"prompt": "ab", "id": 1}\n"cde"\n\n{"prompt": ""}\n{"prompt": "habcdefgh"}\n')
+    return f'FILE:{path}'
+
+
+@pytest.mark.parametrize('batch_size', [1, 3, 64])
+def test_prompts_of_a_file_are_drawn_together_as_each_alone(draw, prompts, batch_size):
+    """Streamed text = batch text, whatever is drawn at once."""
+    alone = [text for start in ('ab', 'cde', '', 'habcdefgh') for text in draw(start=start, num_samples=2)]
+    assert draw(start=prompts, num_samples=2, batch_size=batch_size) == alone
+    told = lines(draw, start=prompts, num_samples=2, batch_size=batch_size)
+    assert [line['prompt'] + line['text'] for line in told] == alone
+    assert [line['seed'] for line in told] == [1337, 1338] * 4
+    assert {line['finish'] for line in told} == {'length'} and set(told[0]) == {'prompt', 'seed', 'text', 'finish'}
+    assert 'the prompt has 9 tokens, and the context holds 8: its end is taken' in draw.err
+
+
+def test_jsonl_says_what_ended_a_text(draw, out, monkeypatch):
+    assert [line['finish'] for line in lines(draw, past_context='stop')] == ['context']
+    assert [(line['finish'], line['text']) for line in lines(draw, max_new_tokens=0)] == [('length', '')]
+    write(out / 'best.pt', gpt(257), ByteTokenizer())
+    play(monkeypatch, 97, 256)
+    assert [(line['finish'], line['text']) for line in lines(draw)] == [('stop', 'a')]
+
+
+def test_log_probabilities_in_jsonl(draw):
+    (line,) = lines(draw, logprobs=True, max_new_tokens=6)
+    model, context = gpt().eval(), [2, 3]
+    assert ''.join(CHARS[i] for i in line['tokens']) == line['text']
+    for token, logprob in zip(line['tokens'], line['logprobs'], strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([context]))[0].log_softmax(-1)[token].item()
+        assert logprob == pytest.approx(expected, abs=1e-4)
+        context.append(token)
+
+
+def test_the_prompt_may_come_from_standard_input(draw, monkeypatch):
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'cab\n')))
+    (text,) = draw(start='-')
+    assert text.startswith('cab\n') and draw(start='cab\n') == [text]
+
+
+@pytest.mark.parametrize('content, words', [
+    ('{"prompt": "a"}\n{"text": "b"}\n', 'line 2: a prompt is a text, or an object with the field prompt'),
+    ('{"prompt": 3}', 'line 1: a prompt is'), ('7', 'line 1: a prompt is'), ('{"prompt"', 'line 1: Expecting'),
+    ('\n', 'holds no prompt')])
+def test_prompt_files_that_hold_something_else(out, tmp_path, content, words):
+    (tmp_path / 'p.jsonl').write_text(content)
+    assert words in refusal(out_dir=out, start=f'FILE:{tmp_path / "p.jsonl"}')
+
+
+def test_samples_are_printed_in_order_and_the_first_as_it_comes(capsys):
+    """Sequence 1 is finished first, and waits."""
+    def pieces():
+        for i, piece, finish in [(0, 'a', None), (1, 'b', 'stop'), (0, 'c', None), (2, 'd', None), (0, '', 'stop'),
+                                 (2, 'e', 'length')]:
+            seen.append(capsys.readouterr().out)
+            yield i, piece, types.SimpleNamespace(finish=finish)
+    seen = []
+    sample.in_order(pieces(), ['<', '(', '['])
+    assert seen == ['<', 'a', '', 'c', '', END + '(b' + END + '[d']
+    assert capsys.readouterr().out == 'e' + END
+
+
+# -----------------------------------------------------------------------------
+# settings of the draw that only change how it is computed
+
+def test_int8_packed_and_compiled_are_asked_for_by_name(draw, out, monkeypatch):
+    kinds, place = [], sample.place
+    monkeypatch.setattr(sample, 'try_compile', lambda device: None)
+
+    def placed(model, cfg):
+        decode = place(model, cfg)
+        kinds.append((type(model.lm_head).__name__, decode))
+        return 'eager'
+    monkeypatch.setattr(sample, 'place', placed)
+    assert draw(compile=True) == draw(compile=False)
+    assert len(draw(quantize='int8')[0]) == 22
+    assert kinds == [('Linear', 'compiled'), ('Linear', 'eager'), ('Int8Linear', 'eager')]
+    monkeypatch.setattr(sample, 'try_compile', lambda device: 'no compiler')
+    assert 'torch.compile fails here: no compiler' in refusal(out_dir=out, compile=True)
+
+
+def test_a_penalty_and_min_p_act(draw):
+    plain = draw(temperature=0)
+    assert draw(temperature=0, repetition_penalty=50.0) != plain
+    assert draw(temperature=5.0, min_p=1) == plain != draw(temperature=5.0)
+
+
+# -----------------------------------------------------------------------------
+# talking
+
+@pytest.fixture
+def talk(capsys, monkeypatch, out):
+    """talk(lines, answers, **flags): a chat in which the model answers so; the prompts it was given, as text."""
+    def run(said, answers, tokenizer=None, model=None, **flags):
+        tokenizer, given = tokenizer or ByteTokenizer(), []
+        write(out / 'best.pt', model or gpt(257, block_size=200), tokenizer, template='chatml')
+        said, answers = iter(said), iter(answers)
+
+        def listen(prompt):
+            try:
+                return next(said)
+            except StopIteration:
+                raise EOFError from None
+
+        def generate(self, prompts, *args, stop=(), stopped=None, **kwargs):
+            given.append(tokenizer.decode(prompts[0]).decode())
+            for token in next(answers).encode():
+                if not stopped:
+                    yield [(0, token, 0.0)]
+        monkeypatch.setattr('builtins.input', listen)
+        monkeypatch.setattr(GPT, 'generate', generate)
+        flags = {'out_dir': out, 'device': 'cpu', 'chat': True, **flags}
+        assert sample.main([f'--{k}={v}' for k, v in flags.items()]) == 0
+        run.out, run.err = capsys.readouterr()
+        return given
+    return run
+
+
+def test_a_chat_is_the_template_that_training_saw(talk):
+    given = talk(['Two and two?', 'And one?'], ['Four.<|im_end|>x', 'Five.<|im_end|>'])
+    rows = [('user', 'Two and two?'), ('assistant', 'Four.'), ('user', 'And one?'), ('assistant', 'Five.')]
+    whole = ''.join(text for text, *_ in render(rows, 'chatml', 'chatml'))
+    assert whole.startswith(given[1]) and whole[len(given[1]):] == 'Five.<|im_end|>'
+    assert given[1].startswith(given[0]) and given[0].endswith('<|im_start|>assistant\n')
+    assert talk.out == 'Four.\nFive.\n\n'  # the mark is not printed, and the end of the input is an end
+
+
+@pytest.mark.parametrize('end', ['', 'exit', '  '])
+def test_an_empty_line_or_exit_ends_the_chat(talk, end):
+    assert len(talk(['a', end, 'b'], ['x', 'y'])) == 1
+
+
+@pytest.mark.parametrize('template, prompt', [
+    ('plain', 'hi\n'), ('gemma', '<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n'),
+    ('llama3', '<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>'
+     '\n\n')])
+def test_a_template_by_name(talk, template, prompt):
+    assert talk(['hi'], ['x'], template=template) == [prompt]
+
+
+def test_the_oldest_turns_are_forgotten_when_the_context_is_full(talk):
+    given = talk(['one ' * 10, 'two ' * 10, 'three'], ['first', 'second', 'third'], max_new_tokens=20)
+    assert 'one' not in given[2] and 'two' in given[2] and given[2].startswith('<|im_start|>user\ntwo')
+    assert 'the context of 200 tokens is full; the oldest 2 turns are forgotten' in talk.err
+    given = talk(['x' * 300, 'short'], ['first'], max_new_tokens=20)
+    assert 'too much for a context of 200' in talk.err and len(given) == 1 and 'xxx' not in given[0]
+
+
+def test_a_chat_without_a_known_template_names_the_setting(out):
+    assert '--template: plain, alpaca, chatml' in refusal_of(out, '--chat')
+    write(out / 'best.pt', template=['chatml'])
+    assert "but ['chatml']" in refusal_of(out, '--chat')
+
+
+def refusal_of(out, *flags):
+    with pytest.raises(ValueError) as e:
+        sample.main([f'--out_dir={out}', '--device=cpu', *flags])
+    return str(e.value)
+
+
+@pytest.mark.parametrize('flags, words', [
+    (['--chat', '--num_samples=2'], 'num_samples would do nothing in a chat'),
+    (['--template=gemma'], 'template would do nothing without --chat'),
+    (['--score=a.txt', '--top_k=5', '--seed=1'], 'seed, top_k would do nothing where a text is scored'),
+    (['--score=a.txt', '--chat'], 'chat and score are two things'),
+    (['--logprobs'], 'logprobs=True needs output=jsonl'),
+    (['--stop=a|||'], 'has an empty text'),
+    (['--repetition_penalty=0'], 'repetition_penalty=0.0 must be above 0'),
+    (['--min_p=0'], 'min_p=0.0 must be above 0'), (['--batch_size=0'], 'batch_size=0 must be at least 1'),
+    (['--past_context=forget'], 'expected slide or stop'), (['--quantize=int4'], 'expected none or int8')])
+def test_settings_of_what_is_to_be_done(out, flags, words):
+    assert words in refusal_of(out, *flags)
+
+
+# -----------------------------------------------------------------------------
+# the loss on a text
+
+def scored(capsys, out, source, *flags):
+    assert sample.main([f'--out_dir={out}', '--device=cpu', f'--score={source}', '--output=jsonl', *flags]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def by_hand(model, ids, T):
+    """Each token after as much of the context as the windows give it: at least half, from the second one on."""
+    nats = 0.0
+    for i in range(1, len(ids)):
+        start = max(-(-(i - T) // (T // 2)), 0) * (T // 2)
+        with torch.no_grad():
+            nats -= model(torch.tensor([ids[start:i]]))[0].log_softmax(-1)[ids[i]].item()
+    return nats
+
+
+@pytest.mark.parametrize('eot', [False, True])
+def test_scores_are_the_models_log_probabilities(capsys, out, tmp_path, eot):
+    model = gpt(len(CHARS) + eot).eval()
+    write(out / 'best.pt', model, CharTokenizer(CHARS, eot=eot))
+    text = 'habcd efgh\nfed cab' * 3
+    (tmp_path / 'a.txt').write_text(text)
+    first, total = scored(capsys, out, tmp_path / 'a.txt')
+    ids = [len(CHARS)] * eot + [CHARS.index(c) for c in text]
+    expected = by_hand(model, ids, 8)
+    assert first['tokens'] == len(ids) - 1 and first['bytes'] == len(ids) - 1  # each character is a byte
+    assert first['loss'] == pytest.approx(expected / (len(ids) - 1), rel=1e-5)
+    assert first['bpb'] == pytest.approx(expected / math.log(2) / (len(ids) - 1), rel=1e-5)
+    assert first['perplexity'] == pytest.approx(math.exp(first['loss']))
+    assert {**first, 'document': 'all'} == total
+
+
+def test_documents_are_scored_apart_and_summed(capsys, out, tmp_path):
+    """Between <|endoftext|>, of several files, and rows whose answers alone count."""
+    write(out / 'best.pt', gpt(257, block_size=64), ByteTokenizer())
+    folder = tmp_path / 'texts'
+    folder.mkdir()
+    (folder / 'a.txt').write_text('one\n<|endoftext|>\ntwo two\n')
+    (folder / 'b.txt').write_text('three\n')
+    told = scored(capsys, out, folder)
+    assert [(line['document'], line['tokens']) for line in told] == [(1, 3), (2, 7), (3, 6), ('all', 16)]
+    assert told[-1]['loss'] * 16 == pytest.approx(sum(line['loss'] * line['tokens'] for line in told[:-1]))
+    (tmp_path / 'rows.jsonl').write_text('{"prompt": "Q: 2+2?", "completion": " 4"}\n{"text": "plain"}\n')
+    assert [line['tokens'] for line in scored(capsys, out, tmp_path / 'rows.jsonl')] == [2, 5, 7]
+    for size in (1, 2):
+        assert [line['loss'] for line in scored(capsys, out, folder, f'--batch_size={size}')] == \
+            pytest.approx([line['loss'] for line in told], rel=1e-5)
+
+
+def test_scores_as_a_table(capsys, out, tmp_path):
+    (tmp_path / 'a.txt').write_text('habcd efgh')
+    assert sample.main([f'--out_dir={out}', '--device=cpu', f'--score={tmp_path / "a.txt"}']) == 0
+    head, first, total = capsys.readouterr().out.splitlines()
+    assert head.split() == ['document', 'begins', 'tokens', 'bytes', 'loss', 'perplexity', 'bits', 'per', 'byte']
+    assert first.split()[:3] == ['1', 'habcd', 'efgh'] and total.split()[:3] == ['all', '9', '9']
+    assert len({len(line.rsplit('  ', 1)[0]) for line in (head, first, total)}) == 1  # columns stand below each other
+
+
+def test_a_score_of_nothing_says_so(out, tmp_path):
+    (tmp_path / 'empty.txt').write_text('')
+    assert 'holds no token to score' in refusal_of(out, f'--score={tmp_path / "empty.txt"}')
+    assert 'no-such is no file or folder' in refusal_of(out, '--score=no-such')
 
 
 # -----------------------------------------------------------------------------

@@ -573,6 +573,38 @@ def test_evaluations_do_not_disturb_training(train_tiny, tmp_path, recipe):
     assert same(a['model'], b['model']) and same(a['optimizer'], b['optimizer'])
 
 
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_samples_do_not_disturb_training(train_tiny, tmp_path, recipe, capsys):
+    """Drawn at every second step or never: the same weights to the bit, dropout on; a step always writes the same."""
+    for out, more in (('with', dict(sample_interval=2)), ('again', dict(sample_interval=1)), ('without', {})):
+        train_tiny(out, dropout=0.1, max_iters=6, sample_prompt='ab', sample_tokens=20, **recipe, **more)
+    a, b = (load(tmp_path / out / 'ckpt.pt') for out in ('with', 'without'))
+    assert same(a['model'], b['model']) and same(a['optimizer'], b['optimizer'])
+    said = capsys.readouterr().out
+    assert said.count('--- step 4 writes:\nab') == 2 and 'note: sample_prompt does nothing' in said
+    few, every = (log(tmp_path / out, 'step', 'sample') for out in ('with', 'again'))
+    assert [json.loads(line)['step'] for line in few] == [2, 4, 6] and set(few) < set(every) and len(every) == 6
+    assert len({json.loads(line)['sample'] for line in every}) == 6
+    assert all(json.loads(line)['sample'].startswith('ab') for line in every)
+
+
+def test_a_sample_that_cannot_be_drawn_does_not_end_the_run(train_tiny, tmp_path, monkeypatch):
+    def generate(*args, **kwargs):
+        raise ValueError('the model returned logits that are not finite')
+        yield
+    monkeypatch.setattr(GPT, 'generate', generate)
+    assert train_tiny(max_iters=2, sample_interval=1) == 0
+    assert 'nothing: the model returned logits' in log(tmp_path / 'out', 'sample')[0]
+
+
+def test_a_sample_prompt_that_cannot_be_read_is_refused_at_the_start(train_tiny, tmp_path):
+    write_bins(tmp_path / 'chars', noise(4001, low=0, high=3), noise(487, low=0, high=3), vocab_size=3,
+               tokenizer={'kind': 'char', 'chars': 'abc', 'eot': False})
+    flags = dict(data_dir=tmp_path, dataset='chars', sample_interval=5)
+    assert "the characters '\\n' do not occur" in error_of(train_tiny, **flags)
+    train_tiny(**flags, sample_prompt='ab', max_iters=5)
+
+
 # -----------------------------------------------------------------------------
 # schedules
 

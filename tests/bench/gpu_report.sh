@@ -19,6 +19,10 @@ echo
 echo "## each optimization switched off in turn, batch $batch"
 python tests/bench/step_speed.py --table --shape="$shape" --batch="$batch" --steps="$steps" --rounds=3
 echo
+echo "## generation, $shape"
+python tests/bench/generate_speed.py --peer="$peer" --shape="$shape" --rounds=3 --batches 1 8 64 \
+    $([ "$shape" = small ] && echo "--prompt=16 --new=40" || true) 2> >(grep "not installed" >&2)
+echo
 echo "## where the time of a step goes"
 out=$(mktemp -d)
 small=$([ "$shape" = small ] && echo "--n_layer=4 --n_head=4 --n_embd=128 --block_size=64" || true)

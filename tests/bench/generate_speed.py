@@ -1,0 +1,205 @@
+"""
+Time a token: nanoGPT's sampler, transformers.generate and ours, on the same shape of random weights, taking turns.
+
+    $ python tests/bench/generate_speed.py --peer=../nanoGPT              # GPT-2 124M, 512 new tokens after 512
+    $ python tests/bench/generate_speed.py --peer=../nanoGPT --shape=small --prompt=16 --new=48    # tried in seconds
+
+A turn draws all new tokens with temperature 0.8 among the 200 likeliest; the first token holds the prefill and has a
+column of its own. nanoGPT computes the whole context for each token, so of it only --peer_tokens are drawn, at the
+mean context. The bound is the bytes of all matrices that multiply over the rate at which torch.mv reads a large float32
+matrix in the same run; "of the fastest" takes the fastest of several ways to multiply it with one vector instead, which
+on CPUs is not torch.mv. Attention, norms and the draw come on top. Medians of the rounds.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+import torch
+from bench import alternate, machine, median, table
+from step_speed import SHAPES
+from torch.nn import functional as F
+
+from model import GPT, GPTConfig, Int8Linear, Linear, PackedLinear, can_pack
+
+SAMPLING = dict(temperature=0.8, top_k=200)
+BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1}
+
+
+def sync(device):
+    if device == 'cuda':
+        torch.cuda.synchronize()
+
+
+def prompts(args, batch, length):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(min(SHAPES[args.shape]['vocab_size'], 50257), (batch, length), generator=generator)
+
+
+def our_model(args, kind):
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(**SHAPES[args.shape]))
+    dtype = torch.float32 if kind == 'float32' or (kind == 'int8' and args.device == 'cpu') else torch.bfloat16
+    return gpt.for_inference(torch.device(args.device), dtype, 'int8' if kind == 'int8' else 'none')
+
+
+def our_side(args, gpt, batch, decode):
+    """A turn: (seconds to the first token, seconds a token after it)."""
+    ids = prompts(args, batch, args.prompt).tolist()
+
+    def turn(new=None):
+        began, times = time.perf_counter(), []
+        for _ in gpt.generate(ids, new or args.new, seeds=range(batch), decode=decode, **SAMPLING):
+            times.append(time.perf_counter())  # the tokens have been read, so the device has done its work
+        return times[0] - began, (times[-1] - times[0]) / max(len(times) - 1, 1)
+    turn(3)  # compiles, and captures
+    return turn
+
+
+def transformers_side(args, batch):
+    from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteriaList
+    s = SHAPES[args.shape]
+    config = GPT2Config(vocab_size=s['vocab_size'], n_positions=s['block_size'], n_embd=s['n_embd'],
+                        n_layer=s['n_layer'], n_head=s['n_head'], eos_token_id=None, bos_token_id=None, use_cache=True)
+    torch.manual_seed(0)
+    gpt = GPT2LMHeadModel(config).to(args.device, torch.float32 if args.device == 'cpu' else torch.bfloat16).eval()
+    ids = prompts(args, batch, args.prompt).to(args.device)
+
+    def turn(new=None):
+        times = []
+
+        def tick(ids, scores, **_):
+            if not times or len(times) == (new or args.new) - 1:
+                sync(args.device)
+            times.append(time.perf_counter())
+            return torch.zeros(batch, dtype=torch.bool, device=ids.device)
+        began = time.perf_counter()
+        with torch.inference_mode():
+            gpt.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new or args.new, do_sample=True,
+                         pad_token_id=0, stopping_criteria=StoppingCriteriaList([tick]), **SAMPLING)
+        return times[0] - began, (times[-1] - times[0]) / max(len(times) - 1, 1)
+    turn(3)
+    return turn
+
+
+def nanogpt_side(args, batch):
+    spec = importlib.util.spec_from_file_location('nanogpt_model', os.path.join(args.peer, 'model.py'))
+    theirs = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = theirs
+    spec.loader.exec_module(theirs)
+    torch.manual_seed(0)
+    gpt = theirs.GPT(theirs.GPTConfig(dropout=0.0, bias=False, **SHAPES[args.shape])).to(args.device).eval()
+    ids = prompts(args, batch, args.prompt + args.new // 2).to(args.device)
+
+    def turn():
+        began = time.perf_counter()
+        with torch.autocast(args.device, torch.bfloat16, enabled=args.device == 'cuda'):
+            gpt.generate(ids, args.peer_tokens, **SAMPLING)
+        sync(args.device)
+        return None, (time.perf_counter() - began) / args.peer_tokens
+    if args.device == 'cuda':
+        turn()
+    return turn
+
+
+def reading_side(args, kind, only_mv=False):
+    """A turn: bytes a second of a product of one matrix, larger than any cache, with one vector."""
+    dtype = torch.float32 if kind == 'float32' else torch.bfloat16
+    linear = Linear(1024, 2**18 if args.device == 'cuda' else 2**16, bias=False).to(args.device)
+    linear.weight.data = linear.weight.data.to(dtype)
+    weight, x = linear.weight.detach(), torch.ones(1, 1024, device=args.device, dtype=dtype)
+    ways = [lambda: torch.mv(weight, x[0])]
+    if kind == 'int8':
+        quantized = Int8Linear(linear)
+        ways = [lambda: quantized(x)]
+    elif not only_mv:
+        ways.append(lambda: F.linear(x, weight))
+        if can_pack(torch.device(args.device), dtype):
+            packed = PackedLinear(linear)
+            ways.append(lambda: packed(x))
+
+    @torch.no_grad()
+    def turn():
+        best = float('inf')
+        for way in ways:
+            for _ in range(10):
+                sync(args.device)
+                began = time.perf_counter()
+                for _ in range(4):
+                    way()
+                sync(args.device)
+                best = min(best, (time.perf_counter() - began) / 4)
+        return weight.numel() * BYTES[kind] / best
+    return turn
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--peer', help='a clone of karpathy/nanoGPT')
+    parser.add_argument('--shape', choices=SHAPES, default='124m')
+    parser.add_argument('--prompt', type=int, default=512)
+    parser.add_argument('--new', type=int, default=512)
+    parser.add_argument('--batches', type=int, nargs='*', default=[1, 8], help='sequences at once')
+    parser.add_argument('--peer_tokens', type=int, help='of nanoGPT in each turn; default: 3 on a CPU, 50 on a GPU')
+    parser.add_argument('--rounds', type=int, default=3)
+    parser.add_argument('--kinds', nargs='*', default=['float32', 'bfloat16', 'int8'], choices=BYTES)
+    parser.add_argument('--compiled', action='store_true', help='our compiled step too; always on a GPU')
+    parser.add_argument('--threads', type=int, default=torch.get_num_threads(), help='on a CPU')
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    args = parser.parse_args()
+    on_gpu = args.device == 'cuda'
+    args.peer_tokens = args.peer_tokens or (50 if on_gpu else 3)
+    if args.prompt + args.new > SHAPES[args.shape]['block_size'] or min(args.prompt, args.new) < 2:
+        parser.error(f'{args.prompt} + {args.new} tokens, at least 2 each, must fit the context of {args.shape}')
+    torch.set_num_threads(args.threads)
+
+    sides, about = {}, {}
+
+    def add(name, batch, kind, turn):
+        sides[f'{name}, {kind}, {batch}'], about[f'{name}, {kind}, {batch}'] = turn, (name, batch, kind)
+    for kind in args.kinds:
+        sides[f'reading {kind}'] = reading_side(args, kind)
+    sides['reading by mv'] = reading_side(args, 'float32', only_mv=True)
+    theirs = 'bfloat16' if on_gpu else 'float32'
+    if args.peer:
+        add('nanoGPT', 1, theirs, nanogpt_side(args, 1))
+    for batch in args.batches:
+        if importlib.util.find_spec('transformers'):
+            add('transformers', batch, theirs, transformers_side(args, batch))
+    decodes = ['eager'] + ['graph'] * on_gpu + ['compiled'] * (on_gpu or args.compiled)
+    models = {kind: our_model(args, kind) for kind in args.kinds}
+    for kind, gpt in models.items():
+        for batch in args.batches:
+            for decode in decodes:
+                add(f'ours, {decode}', batch, kind, our_side(args, gpt, batch, decode))
+    if not importlib.util.find_spec('transformers'):
+        print('transformers is not installed and not measured: pip install transformers', file=sys.stderr)
+
+    found = alternate(sides, args.rounds)
+    # what the memory gives, it gives all kinds alike
+    rates = {kind: median(found[f'reading {kind}']) for kind in args.kinds}
+    matrices = sum(m.weight.numel() for m in GPT(GPTConfig(**SHAPES[args.shape])).modules() if isinstance(m, Linear))
+    rates['float32 by torch.mv'] = by_mv = median(found['reading by mv'])
+    print(f'{torch.cuda.get_device_name() if on_gpu else machine()}, torch {torch.__version__}, {args.threads} threads')
+    print(f'{args.shape}, {args.new} new tokens after {args.prompt}; reads '
+          + ', '.join(f'{rate / 1e9:,.1f} GB/s in {kind}' for kind, rate in rates.items()) + '; bounds: '
+          + ', '.join(f'{matrices * BYTES[kind] / by_mv * 1000:.2f} ms in {kind}' for kind in args.kinds))
+    seconds = {name: median(step for _, step in found[name]) for name in about}
+    base = next((seconds[name] for name in about if name.startswith('nanoGPT')), None)
+    rows = []
+    for name, (side, batch, kind) in about.items():
+        first, step = [first for first, _ in found[name]], seconds[name]
+        rows.append([side, kind, batch, '' if first[0] is None else f'{median(first) * 1000:.0f}',
+                     f'{step * 1000:.2f}', f'{batch / step:,.1f}', f'{base * batch / step:.1f}' if base else '',
+                     *(f'{matrices * BYTES[kind] / rate / step:.0%}' if batch == 1 else ''
+                       for rate in (by_mv, max(rates.values())))])
+    print(table(['', 'dtype', 'batch', 'first token, ms', 'ms a step', 'tokens/s', "of nanoGPT's", 'of the bound',
+                 'of the fastest'], rows))
+
+
+if __name__ == '__main__':
+    main()
