@@ -25,7 +25,7 @@ from conftest import TINY
 import train
 from configurator import call_main
 
-HANGS = 120  # seconds after which a forked run that hangs is ended
+HANGS = 300  # seconds after which a forked run that hangs is ended
 
 
 # -----------------------------------------------------------------------------
