@@ -437,7 +437,8 @@ def alive(pid):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/task'), reason='looks for processes in /proc')
-@pytest.mark.skipif(not re.search('prctl|DEATHSIG', Path(train.__file__).read_text()), reason='a process outlives its launcher')
+@pytest.mark.skipif(not re.search('prctl|DEATHSIG', Path(train.__file__).read_text()),
+                    reason='processes outlive their launcher')
 def test_processes_end_with_the_launcher_that_was_killed(torchrun, tmp_path):
     """They went on writing into out_dir, which the next start then found locked."""
     agent = torchrun('out', max_iters=10**6, eval_interval=10**6)
