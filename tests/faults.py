@@ -78,6 +78,17 @@ def small_files(first, last, size):
     during_step(last, functools.partial(limit, resource.RLIM_INFINITY))
 
 
+def terminated_in(name, times):
+    """SIGTERM while train's function of this name is entered for the times-th time."""
+    original, count = getattr(train, name), itertools.count(1)
+
+    def wrapped(*args, **kwargs):
+        if next(count) == times:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+    setattr(train, name, wrapped)
+
+
 def dies_before(number):
     """kill -9 before the number-th time that a file of weights is opened, linked, renamed or removed."""
     count = itertools.count(1)
@@ -88,7 +99,8 @@ def dies_before(number):
     sys.addaudithook(hook)
 
 
-FAULTS = {'naive saves': naive_saves, 'small files': small_files, 'dies before': dies_before}
+FAULTS = {'naive saves': naive_saves, 'small files': small_files, 'terminated in': terminated_in,
+          'dies before': dies_before}
 
 
 def happen(name, *args):
