@@ -49,8 +49,10 @@ def run(server, tmp_path):
 
 
 def digest(out):
-    """SHA-256 of all that the run in this folder has learnt: weights, optimizers, scaler, counters."""
-    h = hashlib.sha256()
+    """SHA-256 of all that the run in this folder has learnt: weights, optimizer states, scaler, counters."""
+    h, learnt = hashlib.sha256(), final(out)
+    for name in ('optimizer', 'muon'):  # rates are set anew before each step
+        learnt[name] = learnt[name] and learnt[name]['state']
 
     def feed(x):
         if isinstance(x, dict | list | tuple):
@@ -59,7 +61,7 @@ def digest(out):
                 feed(item)
         else:
             h.update(x.numpy().tobytes() if isinstance(x, torch.Tensor) else repr(x).encode())
-    feed(final(out))
+    feed(learnt)
     return h.hexdigest()
 
 
@@ -265,11 +267,11 @@ def test_another_torch_or_number_of_threads_is_said_on_resume(two_checkpoints, t
 
 @pytest.mark.parametrize('place, times', [('evaluate', 1), ('evaluate', 2), ('save', 1), ('save_checkpoint', 2)])
 def test_a_signal_during_an_evaluation_or_a_save_loses_neither(run, tmp_path, place, times):
-    """It ends with 143 one step later, and resumed the log and the bits are those of an undisturbed run."""
+    """It ends with 143 within a step, and resumed the log and the bits are those of an undisturbed run."""
     settings = dict(RECIPE, max_iters=12, eval_interval=4)
     assert run('whole', **settings) == 0
     assert run('out', 'terminated in', place, times, **settings) == 143
-    assert load_checkpoint(str(tmp_path / 'out' / 'ckpt.pt'))['iter_num'] == 5 and leftovers(tmp_path / 'out') == 0
+    assert load_checkpoint(str(tmp_path / 'out' / 'ckpt.pt'))['iter_num'] in (4, 5) and leftovers(tmp_path / 'out') == 0
     assert run('out', init_from='resume', **settings) == 0
     assert digest(tmp_path / 'out') == digest(tmp_path / 'whole') and log(tmp_path / 'out') == log(tmp_path / 'whole')
 
