@@ -951,6 +951,8 @@ def load_checkpoint(path):
     without a word, so every record is checked before anything is used. Only plain values and tensors are unpickled.
     ValueError says what is wrong with the file.
     """
+    if torch.__version__ < (2, 10):  # what weights_only=True lets through there runs code
+        raise ValueError(f'torch {torch.__version__} loads no file safely (CVE-2026-24747): pip install "torch>=2.11"')
     try:
         damaged, strange = check_records(path)
         if not (damaged or strange):
