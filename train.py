@@ -1458,13 +1458,13 @@ class Mirror:
 class Log:
     """The same numbers as a line for people, a line of log.jsonl for programs, and to wandb when asked."""
 
-    def __init__(self, out, cfg, settings, machine, resumed_step):
+    def __init__(self, out, cfg, settings, machine, resumed):
         self.machine, self.file, self.wandb = machine, None, None
         if machine.rank:
             return
         path = out / 'log.jsonl'
-        if resumed_step is not None and os.path.exists(path):
-            keep_lines(path, resumed_step)
+        if resumed is not None and os.path.exists(path):
+            keep_lines(path, resumed.iter_num, resumed.evaluation_left)
         self.file = open(path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
         if cfg.wandb_log:
             import wandb
@@ -1486,12 +1486,16 @@ class Log:
             self.wandb.finish()
 
 
-def keep_lines(path, last_step):
-    """Drops the lines of a log that come after a step, for they will come again, and those that a crash left torn."""
+def keep_lines(path, last_step, evaluation_left):
+    """
+    Drops the lines of a log that will come again, those after a step and, where it is left, its evaluation, and those
+    that a crash left torn.
+    """
     def belongs(line):
         try:
-            return json.loads(line)['step'] <= last_step
-        except (ValueError, KeyError, TypeError):
+            told = json.loads(line)
+            return told['step'] <= last_step - (evaluation_left and 'val_loss' in told)
+        except (ValueError, KeyError, TypeError, RecursionError):
             return False
     with open(path, encoding='utf-8', errors='replace') as f, open(f'{path}.tmp', 'w', encoding='utf-8') as kept:
         kept.writelines(line for line in f if line.endswith('\n') and belongs(line))
@@ -1899,7 +1903,8 @@ def main(argv=None):
         if len(templates) == 1 and '' not in templates:
             context['template'] = templates.pop()  # what sample.py --chat talks in
         if checkpoint is not None:
-            said += compare_context(checkpoint, context)
+            told = {line.split(':')[0] for line in said}
+            said += [line for line in compare_context(checkpoint, context) if line.split(':')[0] not in told]
         stop = None if cfg.eval_only or cfg.profile else StopRequest(cfg.max_minutes)
         model.to(machine.device)
         model.compute_dtype = machine.dtype
@@ -1946,13 +1951,11 @@ def main(argv=None):
                 run.out.adopt(resumed)
             write_config(run.out, settings)
             run.mirror = cfg.mirror_dir and Mirror(run.out, cfg.mirror_dir)
-        run.log = Log(run.out, cfg, settings, machine, state.iter_num if resumed else None)
-        too_large = False
+        run.log = Log(run.out, cfg, settings, machine, state if resumed else None)
         try:
             return train(run)
         except (RuntimeError, MemoryError) as e:
-            too_large = out_of_memory(e)
-            if not too_large:
+            if not out_of_memory(e):
                 raise
         finally:
             run.log.close()
@@ -1963,6 +1966,8 @@ def main(argv=None):
         gc.unfreeze()
         if machine.world > 1:
             dist.destroy_process_group()
+            # torchrun ends all when one has ended; to a Python that is shutting down that would be a death by signal
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def choose_batch_size(forward, model, split, machine, cfg):

@@ -35,7 +35,8 @@ SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_si
 WITHOUT = {'as it is': {}, 'without compile': dict(compile=False), 'float32': dict(dtype='float32'),
            'unfused AdamW': dict(fused=False), 'vocabulary not padded': dict(vocab_size=50257),
            'no flash attention': dict(attention='math'), 'data not resident': dict(data_on_device=False),
-           'with a mask of ones': dict(mask=True), 'modern, Muon': dict(preset='modern', optimizer='muon')}
+           'with a mask of ones': dict(mask=True), 'deterministic': dict(deterministic=True),
+           'loss in 4 chunks': dict(loss_chunks=4), 'modern, Muon': dict(preset='modern', optimizer='muon')}
 
 
 def write_data(folder, vocab_size, num_tokens):
@@ -43,8 +44,8 @@ def write_data(folder, vocab_size, num_tokens):
     rng = np.random.default_rng(0)
     for name, n in (('train', num_tokens), ('val', max(num_tokens // 10, 2048))):
         rng.integers(0, min(vocab_size, 50257), n).astype('<u2').tofile(os.path.join(folder, f'{name}.bin'))
-    meta = {'format': 1, 'dtype': 'uint16', 'vocab_size': min(vocab_size, 50257), 'tokenizer': {'kind': 'byte'},
-            'eot': None, 'splits': {name: {'tokens': n} for name, n in
+    meta = {'format': 1, 'dtype': 'uint16', 'vocab_size': max(min(vocab_size, 50257), 257), 'eot': None,
+            'tokenizer': {'kind': 'byte'}, 'splits': {name: {'tokens': n} for name, n in
                                     (('train', num_tokens), ('val', max(num_tokens // 10, 2048)))}, 'source': 'random'}
     with open(os.path.join(folder, 'meta.json'), 'w') as f:
         json.dump(meta, f)
@@ -67,11 +68,12 @@ def our_step(a, folder, device):
     shape = {**SHAPES[a['shape']], **({'vocab_size': a['vocab_size']} if a.get('vocab_size') else {})}
     cfg = train.TrainConfig(batch_size=a['batch'], gradient_accumulation_steps=1, device=device, dtype=a['dtype'],
                             compile=a['compile'], optimizer=a.get('optimizer', 'adamw'), learning_rate=1e-3,
-                            **({'data_on_device': a['data_on_device']} if 'data_on_device' in a else {}))
+                            **{k: a[k] for k in ('data_on_device', 'deterministic') if k in a})
     here = train.open_machine(cfg)
     torch.manual_seed(0)
     gpt = model.GPT(model.GPTConfig(preset=a.get('preset', 'gpt2'), **shape)).to(here.device)
     gpt.compute_dtype = here.dtype
+    gpt.loss_chunks = a.get('loss_chunks', 1)
     optimizers = train.build_optimizers(gpt, cfg, here)
     if not a.get('fused', True):
         optimizers = [torch.optim.AdamW([dict(g) for g in o.param_groups], fused=False, foreach=False)
@@ -115,9 +117,9 @@ def the_loop(train, cfg, *parts):
     class Lines:
         def write(self, text, **numbers):
             self.last = numbers
-    train.book_evaluation, train.save = (lambda run: False), (lambda *args, **kwargs: None)
+    train.book_evaluation = train.save = lambda *args, **kwargs: False
     run = train.Run(cfg, {}, here, gpt, forward, batches, batches.split, None, optimizers, scaler, gradients,
-                    train.RunState(), None, Lines(), {})
+                    train.RunState(), None, Lines(), {}, train.StopRequest(None))
 
     def steps(n, number=1):
         cfg.max_iters = n + number

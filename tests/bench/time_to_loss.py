@@ -27,8 +27,11 @@ from bench import ROOT, machine, median, table
 # nanoGPT's README: "I only have a macbook"
 README = ('config/train_shakespeare_char.py --device=cpu --eval_iters=1 --log_interval=500 --block_size=64 '
           '--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0')
-SWEEP = [f'--learning_rate={lr} --min_lr={lr / 10} --max_iters={steps} --lr_decay_iters={steps}'
-         for lr in (2e-3, 4e-3) for steps in (700, 1200)]
+# without compilation, which such short runs do not earn back; the last as it was found best with it
+SWEEP = [f'--batch_size={batch} --learning_rate={lr} --min_lr={lr / 10} --max_iters={steps} --lr_decay_iters={steps} '
+         f'--compile={compiled}' for batch, rates, horizons, compiled in (
+             (12, (2e-3, 4e-3, 8e-3), (500, 700, 1000), False), (24, (4e-3, 8e-3), (400, 600), False),
+             (8, (4e-3,), (1000, 1400), False), (12, (4e-3,), (1200,), True)) for lr in rates for steps in horizons]
 OURS = 'config/shakespeare_cpu.py'
 
 # runs a training script in this process: the clock stands still while it evaluates and saves, and weights go to a file

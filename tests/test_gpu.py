@@ -1,0 +1,91 @@
+"""
+What only a GPU can show: the laws of resume, data and decoding in bf16, with its kernels, compiled.
+
+    $ python -m pytest -s tests/test_gpu.py                    # skips where there is no GPU
+    $ TEST_DEVICE=cpu python -m pytest -s tests/test_gpu.py    # tries the tests themselves
+"""
+
+import os
+
+import pytest
+import torch
+from conftest import TINY, noise, write_bins
+
+import train
+from model import GPT, GPTConfig
+
+DEVICE = os.environ.get('TEST_DEVICE', 'cuda')
+pytestmark = pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available(), reason='there is no GPU')
+
+# heads of 64 and 128 positions, so that flash attention takes them
+SETTINGS = {**TINY, 'device': DEVICE, 'dtype': 'bfloat16', 'compile': True, 'n_embd': 128, 'block_size': 128,
+            'batch_size': 8, 'dropout': 0.1, 'eval_interval': 5, 'lr_decay_iters': 10, 'threads': 2}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(out, **settings) -> the checkpoint that the run leaves."""
+    write_bins(tmp_path / 'data' / 'tiny', noise(60_001), noise(4001, seed=1))
+
+    def go(out, **settings):
+        torch._dynamo.reset()
+        flags = {**SETTINGS, 'data_dir': tmp_path / 'data', 'out_dir': tmp_path / out, **settings}
+        assert train.main([f'--{k}={v}' for k, v in flags.items()]) == 0
+        return torch.load(tmp_path / out / 'ckpt.pt', map_location='cpu', weights_only=True)
+    return go
+
+
+def furthest(a, b):
+    """The largest difference between two checkpoints' weights."""
+    return max((a['model'][name] - b['model'][name]).abs().max().item() for name in a['model'])
+
+
+@pytest.mark.parametrize('recipe', [{}, {'preset': 'modern', 'optimizer': 'muon'}], ids=['gpt2', 'modern, muon'])
+def test_resume_is_exact(run, recipe):
+    """With deterministic=True; without it the difference is only told."""
+    for deterministic in (True, False):
+        settings = {**recipe, 'deterministic': deterministic}
+        whole = run(f'whole{deterministic}', **settings)
+        run(f'halves{deterministic}', **settings, max_iters=5)
+        halves = run(f'halves{deterministic}', **settings, init_from='resume')
+        print(f'{recipe or "gpt2"}, deterministic={deterministic}: the furthest weights differ by '
+              f'{furthest(whole, halves):.1e}')
+        assert not deterministic or furthest(whole, halves) == 0
+
+
+def test_data_in_the_devices_memory_is_the_data_that_is_read_ahead(run):
+    a, b = (run(f'{resident}', data_on_device=resident, deterministic=True) for resident in (True, False))
+    assert furthest(a, b) == 0
+
+
+def test_a_loss_in_chunks_trains_as_the_whole_does(run):
+    assert furthest(run('one'), run('four', loss_chunks=4)) < 0.05
+
+
+@pytest.mark.parametrize('preset', ['gpt2', 'modern'])
+@pytest.mark.parametrize('decode', ['graph', 'compiled'])
+def test_a_graph_and_a_compiled_step_draw_what_the_eager_one_draws(preset, decode):
+    """In float32, where kernels differ by less than the gaps between the likeliest ids."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(preset=preset, vocab_size=61, n_layer=2, n_head=2, n_embd=128, block_size=64))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    model.for_inference(torch.device(DEVICE), torch.float32, pack=False)
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    drawn = [[[(s, token) for s, token, _ in told] for told in
+              model.generate(prompts, 40, temperature=t, top_k=20, seeds=[1, 2, 3], decode=how)]
+             for how in ('eager', decode) for t in (0.0, 0.8)]
+    assert drawn[:2] == drawn[2:]
+
+
+@pytest.mark.skipif(DEVICE == 'cpu', reason='a CPU has no limit that is safe to reach')
+def test_batch_size_auto_on_a_device_that_is_nearly_full(run):
+    """All but 2 GB are taken."""
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(free - 2 * 10**9, dtype=torch.uint8, device=DEVICE)
+    found = run('auto', batch_size='auto', gradient_accumulation_steps=1024, block_size=1024, n_embd=512, max_iters=2,
+                eval_tokens=2048, vocab_size=50304, data_on_device=False)
+    del taken
+    config = found['config']
+    print(f'found batch_size={config["batch_size"]}')
+    assert config['batch_size'] * config['gradient_accumulation_steps'] == 12 * 1024
