@@ -623,7 +623,8 @@ class GPT(nn.Module):
 
         seeds:        one a sequence; what it draws is a function of its seed, whatever else is in the batch. None: new
         stop:         ids after which a sequence is finished
-        stopped:      a set of the sequences that are finished; the caller may add to it. They cost nothing from then on
+        stopped:      a set of the sequences that are finished; the caller may add to it. They leave the batch, where
+                      steps are compiled or graphs by halves
         past_context: 'slide' drops the oldest eighth of a full context and computes the rest anew, at positions that
                       training has seen; 'stop' finishes the sequence
         decode:       'eager'; 'graph' replays a CUDA graph of a step; 'compiled' compiles it, and replays it on CUDA

@@ -379,13 +379,14 @@ def documents(source, tokenizer, data_dir):
 
 def documents_of(file, tokenizer):
     marked = False
+    if file.kind == 'tokens':
+        raise ValueError(f'{file.path} holds ids of a tokenizer, and which one it does not say; score the text itself')
     if file.kind == 'text' and os.path.getsize(file.path):
         with open(file.path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as raw:
             marked = raw.find(b'<|endoftext|>') >= 0
     ids, masks = [], []
     for piece in documents_in([file], PrepareConfig(separator='<|endoftext|>' if marked else None)):
-        is_ids = isinstance(piece.parts, np.ndarray)
-        new, mask = (piece.parts, None) if is_ids else encode_parts(tokenizer, piece.parts)
+        new, mask = encode_parts(tokenizer, piece.parts)
         ids.append(np.asarray(new, dtype=np.int64))
         masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
         if piece.end:

@@ -204,7 +204,7 @@ def open_machine(cfg):
         ('RANK', '0'), ('WORLD_SIZE', '1'), ('LOCAL_RANK', '0'), ('LOCAL_WORLD_SIZE', '1')))
     device, why_device = choose_device(cfg.device, local_rank)
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
-    if world > 1:
+    if 'TORCHELASTIC_RUN_ID' in os.environ:
         end_with_parent()
     if cfg.deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
@@ -524,8 +524,12 @@ class Batches:
         loads = [functools.partial(self.load, starts, step, i) for i in range(self.accumulation)]
         return self.split.num_targets(starts), loads
 
+    def place(self, step):
+        """Which batch of the order of the data a step sees: its own number, but for what is left out."""
+        return step + sum(number for at, number in self.skips if step >= at)
+
     def starts(self, step):
-        place = step + sum(number for at, number in self.skips if step >= at)
+        place = self.place(step)
         return self.split.starts(self.cfg.seed, np.arange(place * self.global_batch, (place + 1) * self.global_batch))
 
     def skip(self, skips):
@@ -584,10 +588,10 @@ def out_of_memory(error):
         (isinstance(error, RuntimeError) and re.search("(allocate|out of) memory", str(error)) is not None)
 
 
-def fits(forward, model, batch, machine, cfg, reserve):
+def fits(model, batch, machine, cfg, reserve):
     """
-    Whether forward and backward of so many sequences fit the memory, beside `reserve` bytes that come later. Gradients
-    are left at zero. All processes answer alike.
+    Whether forward and backward of so many sequences fit the memory, beside `reserve` bytes that come later; compiled,
+    they need less. Gradients are left at zero. All processes answer alike.
     """
     c, failed = model.config, 0.0
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size,
@@ -595,7 +599,7 @@ def fits(forward, model, batch, machine, cfg, reserve):
     try:
         held = torch.empty(reserve, dtype=torch.uint8, device=machine.device)
         ids = torch.zeros(batch, c.block_size, dtype=torch.int64, device=machine.device)
-        forward(ids, ids).sum().backward()
+        model(ids, ids).sum().backward()
         if machine.device.type == 'cuda':
             torch.cuda.synchronize(machine.device)
         del held
@@ -609,31 +613,51 @@ def fits(forward, model, batch, machine, cfg, reserve):
     return not machine.sum(np.array([failed])).any()
 
 
-def largest_batch(forward, model, sequences, split, machine, cfg, most=None):
+def largest_batch(model, sequences, most, machine, cfg, reserve):
     """
-    The largest micro-batch that fits and divides `sequences`, one process's share of a step; None where not one fits.
-    At most `most`, or 131,072 tokens, from where on nothing gets faster. What the optimizers and the data on the
-    device will take is set aside.
+    The largest micro-batch up to `most` that fits and divides `sequences`, one process's share of a step; None where
+    not one does. At most 131,072 tokens, from where on nothing gets faster. CPUs promise memory that they do not have
+    and kill who takes it, so there it is estimated first: 12 bytes a logit, 40 a channel of each layer, of half of all.
     """
-    reserve = 8 * model.num_params() + (split.num_bytes() if kept_on_device(split, cfg, machine) else 0)
-    most = most or max(2**17 // model.config.block_size, 1)
+    c = model.config
+    most = min(most, max(2**17 // c.block_size, 1))
+    if machine.device.type == 'cpu':
+        each = c.block_size * (12 * c.vocab_size + 40 * c.n_layer * c.n_embd)
+        most = min(most, max((device_memory(machine.device) // 2 - reserve) // each, 1))
     sizes = [n for n in range(min(sequences, most), 0, -1) if sequences % n == 0]
-    return next((n for n in sizes if fits(forward, model, n, machine, cfg, reserve)), None)
+    return next((n for n in sizes if fits(model, n, machine, cfg, reserve)), None)
+
+
+def choose_batch_size(model, split, machine, cfg):
+    """
+    Puts the largest micro-batch that fits in place of cfg's, for the same step. What the optimizers and the data on
+    the device will take is set aside. Returns what to say.
+    """
+    total = cfg.batch_size * cfg.gradient_accumulation_steps
+    if cfg.eval_iters is not None:  # counts batches, and means those that were asked for
+        cfg.eval_tokens, cfg.eval_iters = cfg.eval_iters * cfg.batch_size * split.T, None
+    mine = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, machine.world)
+    reserve = 8 * model.num_params() + (split.num_bytes() if kept_on_device(split, cfg, machine) else 0)
+    found = largest_batch(model, math.prod(mine), total, machine, cfg, reserve)
+    if found is None:
+        raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits the memory of '
+                         f'{machine.device}; the model or block_size must be smaller, or try --loss_chunks=16')
+    cfg.batch_size, cfg.gradient_accumulation_steps = found, total // found
+    return f'batch_size=auto: {found}, gradient_accumulation_steps={total // found}'
 
 
 def memory_advice(run):
     """What to say of a batch_size that does not fit, with one that does."""
-    cfg, alone, total = run.cfg, dataclasses.replace(run.machine, world=1), run.batches.global_batch
-    run.batches.tokens = run.batches.mask = None  # of the device's memory, as much as they took is set aside again
-    mine = run.batches.micro_batch * run.batches.accumulation
-    found = run.batches.micro_batch > 1 and largest_batch(run.model, run.model, mine, run.batches.split, alone, cfg,
-                                                          run.batches.micro_batch - 1)
-    said = (f'a micro-batch of {run.batches.micro_batch} sequences of {run.val.T} tokens does not fit the memory of '
+    batches, alone = run.batches, dataclasses.replace(run.machine, world=1)
+    reserve = 0 if any(o.state for o in run.optimizers) else 8 * run.model.num_params()
+    found = batches.micro_batch > 1 and largest_batch(run.model, batches.micro_batch * batches.accumulation,
+                                                      batches.micro_batch - 1, alone, run.cfg, reserve)
+    said = (f'a micro-batch of {batches.micro_batch} sequences of {run.val.T} tokens does not fit the memory of '
             f'{run.machine.device}; ')
     if not found:
         return f'{said}neither does a smaller one: the model or block_size must be smaller, or try --loss_chunks=16'
-    return (f'{said}--batch_size={found} --gradient_accumulation_steps={total // found} does and is the same step, '
-            'as --batch_size=auto finds by itself')
+    return (f'{said}--batch_size={found} --gradient_accumulation_steps={batches.global_batch // found} does and is the '
+            'same step, as --batch_size=auto finds by itself')
 
 
 def micro_seed(seed, step, micro):
@@ -936,11 +960,20 @@ def eval_windows(cfg, T):
 # -----------------------------------------------------------------------------
 # checkpoints
 
+def move_aside(path):
+    """Renames a folder to the first of path.1, path.2, ... that is free, and returns that."""
+    plain = path.rstrip('/' + os.sep)
+    aside = next(f'{plain}.{n}' for n in range(1, 10**6) if not os.path.exists(f'{plain}.{n}'))
+    os.rename(path, aside)
+    return aside
+
+
 class OutDir:
     """The folder of a run, owned by one process: its lock, its checkpoints, its log."""
 
     def __init__(self, path):
         self.path, self.lock, self.saved_step = path, None, None
+        self.spare = None  # the step of a checkpoint that stays beyond its time: where a rollback would go
 
     def __truediv__(self, name):
         return os.path.join(self.path, name)
@@ -956,9 +989,7 @@ class OutDir:
         try:
             if fresh and (self.checkpoints() or os.path.exists(self / 'log.jsonl')):
                 self.take_lock()
-                path = self.path.rstrip('/' + os.sep)
-                aside = next(f'{path}.{n}' for n in range(1, 10**6) if not os.path.exists(f'{path}.{n}'))
-                os.rename(self.path, aside)
+                aside = move_aside(self.path)
                 self.lock = self.lock and self.lock.close()  # None: the new folder has a lock of its own
                 said.append(f'{self.path} held a run: moved to {aside}')
             os.makedirs(self.path, exist_ok=True)
@@ -986,17 +1017,21 @@ class OutDir:
         self.lock.write(str(os.getpid()))
         self.lock.flush()
 
+    def numbered(self, step):
+        return None if step is None else self / f'ckpt-{step:09d}.pt'
+
     def save(self, checkpoint, keep):
         """
         Makes this the latest checkpoint. Before that moment the one before it is, and is kept under its step's number;
         at no moment is there none. Files beyond `keep` are removed.
         """
         latest = self / 'ckpt.pt'
-        save_checkpoint(latest, checkpoint, keep_old=self / f'ckpt-{self.saved_step:09d}.pt'
-                         if self.saved_step not in (None, checkpoint['iter_num']) else None)
+        save_checkpoint(latest, checkpoint, keep_old=self.numbered(self.saved_step)
+                        if self.saved_step != checkpoint['iter_num'] else None)
         self.saved_step = checkpoint['iter_num']
         for old in self.checkpoints()[keep:]:
-            os.remove(old)
+            if old != self.numbered(self.spare):
+                os.remove(old)
 
     def adopt(self, resumed):
         """
@@ -1150,7 +1185,8 @@ BOUND = ('preset', 'vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_
 # may be changed; the change is printed
 ANNOUNCED = ('batch_size', 'gradient_accumulation_steps', 'learning_rate', 'muon_lr', 'embed_lr', 'min_lr', 'seed',
              'weight_decay', 'beta1', 'beta2', 'muon_momentum', 'grad_clip', 'decay_lr', 'lr_schedule', 'warmup_iters',
-             'lr_decay_iters', 'decay_fraction', 'dtype', 'threads', 'compile')
+             'lr_decay_iters', 'decay_fraction', 'dtype', 'threads', 'compile', 'compile_mode', 'deterministic',
+             'loss_chunks')
 # belong to this command and this machine, never to the checkpoint
 OWN = ('out_dir', 'init_from', 'eval_only', 'device', 'backend')
 
@@ -1165,7 +1201,10 @@ def card_for_machine(device):
 
 
 def read_settings(argv):
-    """(model settings, training settings, {name: place} of what was given, Resumed or None, what to say)."""
+    """
+    (model settings, training settings, {name: place} of what was given, Resumed or None, what to say, whether
+    batch_size=auto was asked for). With auto, the training settings hold the batch_size that there is without.
+    """
     argv = sys.argv[1:] if argv is None else argv
     settings = functools.partial(configure, GPTConfig, TrainConfig, about=__doc__)
     model_cfg, cfg, given, files = settings(argv=argv)
@@ -1178,25 +1217,23 @@ def read_settings(argv):
         said.append(f'card: {card} ({why}; name one to choose another)')
     elif files:
         said.append(f'card: {" ".join(files)}')
+    auto_batch = cfg.batch_size == 'auto'
+    if auto_batch:
+        asked = settings(argv=without(argv, 'batch_size'))[1].batch_size
+        cfg.batch_size = TrainConfig.batch_size if asked == 'auto' else asked
     out, resumed = OutDir(cfg.out_dir), None
     if restarted_by_torchrun(out):
         cfg.init_from = 'resume'
         said.append('torchrun restarted this run: resuming')
     if cfg.init_from == 'resume':
         resumed = find_latest(out)
+        if auto_batch:  # the step is that of the run, and not of a card that is given again
+            given = {k: v for k, v in given.items() if k not in ('batch_size', 'gradient_accumulation_steps')}
         said += [f'{why}; falling back to {resumed.path}' for why in resumed.damaged.values()]
         resume_settings(model_cfg, cfg, given, resumed.checkpoint, said)
-    if cfg.batch_size == 'auto':
-        asked = resumed.checkpoint.get('config', {}).get('batch_size') if resumed else \
-            settings(argv=without(argv, 'batch_size'))[1].batch_size
-        asked = TrainConfig.batch_size if asked in (None, 'auto') else asked
-        if cfg.eval_only:
-            cfg.batch_size = asked
-        else:  # the sequences of a step, which stay as many; main() tries what fits
-            cfg.gradient_accumulation_steps *= asked
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
         cfg.max_epochs = None  # of a card or a checkpoint: the flag is later, and means the same thing
-    return model_cfg, cfg, given, resumed, said
+    return model_cfg, cfg, given, resumed, said, auto_batch
 
 
 def without(argv, name):
@@ -1402,15 +1439,18 @@ class Mirror:
     """
     NAMES = ('config.py', 'log.jsonl', 'best.pt', 'ckpt.pt')
 
-    def __init__(self, out, path):
+    def __init__(self, out, path, fresh):
         self.out, self.path, self.thread, self.copied, self.again = out, path, None, {}, False
         try:
+            if fresh and os.path.exists(os.path.join(path, 'ckpt.pt')):
+                print(f'mirror_dir: {path} held a run: moved to {move_aside(path)}', flush=True)
             os.makedirs(path, exist_ok=True)
             with open(os.path.join(path, '.hotloop'), 'w'):
                 pass
             os.remove(os.path.join(path, '.hotloop'))
         except OSError as e:
-            raise ValueError(f'mirror_dir={path!r} cannot be written: {e.strerror or e}') from None
+            raise ValueError(f'mirror_dir={path!r} cannot be written: {e.strerror or e}; choose another place, or '
+                             '--mirror_dir=None') from None
 
     def update(self):
         """Starts copying what is new; a copy under way is let finish, and followed by another."""
@@ -1462,10 +1502,10 @@ class Log:
         self.machine, self.file, self.wandb = machine, None, None
         if machine.rank:
             return
-        path = out / 'log.jsonl'
-        if resumed is not None and os.path.exists(path):
-            keep_lines(path, resumed.iter_num, resumed.evaluation_left)
-        self.file = open(path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
+        self.path = out / 'log.jsonl'
+        if resumed is not None and os.path.exists(self.path):
+            keep_lines(self.path, resumed.iter_num, resumed.evaluation_left)
+        self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
         if cfg.wandb_log:
             import wandb
             wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings)
@@ -1478,6 +1518,13 @@ class Log:
             self.file.write(json.dumps(told) + '\n')
         if self.wandb:
             self.wandb.log(numbers, step=numbers['step'])
+
+    def cut(self, state):
+        """Forgets what comes after a step that the run went back to."""
+        if self.file:
+            self.file.close()
+            keep_lines(self.path, state.iter_num, state.evaluation_left)
+            self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
 
     def close(self):
         if self.file:
@@ -1543,6 +1590,8 @@ class Run:
     mirror: Mirror | None = None
     tokenizer: Tokenizer | None = None  # where samples are asked for
     failed_saves: int = 0
+    diverged_at: int | None = None  # a step; acted upon where all processes are at the same one
+    best_before: float = math.inf  # the best loss before this evaluation
 
 
 def evaluate_both(run, stop=bool):
@@ -1579,7 +1628,7 @@ def book_evaluation(run, may_stop=True):
         return False
     text, numbers = found
     run.log.write(text, **numbers)
-    best = numbers['val_loss'] < run.state.best_val_loss
+    best, run.best_before = numbers['val_loss'] < run.state.best_val_loss, run.state.best_val_loss
     if best:
         run.state.best_val_loss = numbers['val_loss']
     return best
@@ -1618,16 +1667,17 @@ def save(run, best=False, final=False):
     if not all(torch.isfinite(p).all() for p in run.model.parameters()):  # as after a fault of the machine
         raise ValueError(f'step {run.state.iter_num}: the weights are not finite, and are not saved; go on from the '
                          'checkpoint before with --init_from=resume')
-    checkpoint = checkpoint_of(run)
+    checkpoint, best_is_written = checkpoint_of(run), False
     try:
         if best:
             without = ('optimizer', 'muon', 'scaler', 'state')
             save_checkpoint(run.out / 'best.pt', {k: v for k, v in checkpoint.items() if k not in without})
+            best_is_written = True
         run.out.save(checkpoint, run.cfg.keep_last)
     except ValueError as e:
         run.failed_saves += 1
-        if best:
-            run.state.best_val_loss = math.inf  # so that the next evaluation writes best.pt
+        if best and not best_is_written:
+            run.state.best_val_loss = run.best_before  # so that best.pt is the best of those it could hold
         if run.failed_saves == 3 or final:
             raise
         run.machine.say(f'{e}; training goes on')
@@ -1639,8 +1689,9 @@ def save(run, best=False, final=False):
 
 def settle(run, pending):
     """
-    Waits for the steps in `pending` and books them: a step that was skipped never enters an average. Returns whether
-    the run has diverged: MAX_BAD_STEPS in a row were not finite, or, where that is a reason to roll back, spikes.
+    Waits for the steps in `pending` and books them: a step that was skipped never enters an average. The run has
+    diverged when MAX_BAD_STEPS in a row were not finite, or, where that is a reason to roll back, spikes; at which step
+    is found step by step, however many are pending, and kept in run.diverged_at.
     """
     state, rolls_back = run.state, run.cfg.on_divergence == 'rollback'
     loss_sum, targets, skipped, steps = state.logged or (0.0, 0, 0, 0)
@@ -1650,22 +1701,29 @@ def settle(run, pending):
         if bad.item():
             skipped += 1
             state.bad_in_a_row += 1
-            continue
-        loss_sum, targets = loss_sum + loss.item(), targets + num_targets
-        mean = loss.item() / max(num_targets, 1)
-        if spikes(mean, state.recent):
-            if not state.spikes_in_a_row:
-                run.log.write(f'step {step}: loss {mean:.4f} is a spike: the {len(state.recent)} steps before had '
-                              f'{np.mean(state.recent):.4f} +- {np.std(state.recent):.4f}', step=step, spike=mean)
-            state.bad_in_a_row, state.spikes_in_a_row = state.bad_in_a_row + 1, state.spikes_in_a_row + 1
         else:
-            state.bad_in_a_row = state.spikes_in_a_row = 0
-            state.recent = [*state.recent, mean][-SPIKE_WINDOW:]
+            loss_sum, targets = loss_sum + loss.item(), targets + num_targets
+            book_loss(run, step, loss.item() / max(num_targets, 1))
+        counted = state.bad_in_a_row - (0 if rolls_back else state.spikes_in_a_row)
+        if counted >= MAX_BAD_STEPS and run.diverged_at is None:
+            run.diverged_at = step
     pending.clear()
     state.logged = [loss_sum, targets, skipped, steps]
-    if not rolls_back and state.spikes_in_a_row >= MAX_BAD_STEPS:  # no spike any more but the new level
+
+
+def book_loss(run, step, loss):
+    """Whether the loss of a step is a spike, which is told once; spikes that stay are the new level in the end."""
+    state = run.state
+    if not spikes(loss, state.recent):
+        state.bad_in_a_row = state.spikes_in_a_row = 0
+        state.recent = [*state.recent, loss][-SPIKE_WINDOW:]
+        return
+    if not state.spikes_in_a_row:
+        run.log.write(f'step {step}: loss {loss:.4f} is a spike: the {len(state.recent)} steps before had '
+                      f'{np.mean(state.recent):.4f} +- {np.std(state.recent):.4f}', step=step, spike=loss)
+    state.bad_in_a_row, state.spikes_in_a_row = state.bad_in_a_row + 1, state.spikes_in_a_row + 1
+    if run.cfg.on_divergence == 'stop' and state.spikes_in_a_row >= MAX_BAD_STEPS:
         state.bad_in_a_row, state.spikes_in_a_row, state.recent = 0, 0, []
-    return state.bad_in_a_row - (0 if rolls_back else state.spikes_in_a_row) >= MAX_BAD_STEPS
 
 
 def spikes(loss, recent):
@@ -1678,9 +1736,9 @@ def give_up_or_roll_back(run):
     left out. One that save_interval or an evaluation asked for comes first: a run that was stopped and resumed in
     between, and has others, goes back to the same one and stays exact.
     """
-    cfg, state, here = run.cfg, run.state, run.state.iter_num
+    cfg, state, here = run.cfg, run.state, run.diverged_at
     spiked = f' or a spike ({state.spikes_in_a_row})' if state.spikes_in_a_row else ''
-    what = f'step {here}: loss or gradient was not finite{spiked} for {state.bad_in_a_row} steps in a row'
+    what = f'step {here}: loss or gradient was not finite{spiked} for {MAX_BAD_STEPS} steps in a row'
     if cfg.on_divergence == 'stop':
         raise ValueError(f'{what}; the weights were left as they were before. Lower the learning rate, and '
                          'with dtype=float16 try bfloat16 or float32; go on with --init_from=resume, or let it go '
@@ -1694,21 +1752,24 @@ def give_up_or_roll_back(run):
                                         for n in (cfg.save_interval, cfg.eval_interval))
     resumed = run.out.checkpoints() and (find_latest(run.out, planned) or find_latest(run.out, good))
     if not resumed:
-        raise ValueError(f'{what}, and there is no checkpoint yet to go back to; lower the learning rate, or save '
-                         'earlier with --save_interval')
+        raise ValueError(f'{what}, and there is no checkpoint from before to go back to; lower the learning rate, or '
+                         'save earlier with --save_interval')
     back = restore(resumed.checkpoint, run.model, run.optimizers, run.scaler)
     if sum(at == back.iter_num for at, _ in state.skips) >= MAX_ROLLBACKS:
         raise ValueError(f'{what}, {MAX_ROLLBACKS + 1} times after step {back.iter_num}, each time with other data; '
                          'lower the learning rate and go on with --init_from=resume')
-    back.skips = [*state.skips, [back.iter_num, here - back.iter_num]]
+    left_out = run.batches.place(here) - run.batches.place(back.iter_num)
+    back.skips = [*state.skips, [back.iter_num, left_out]]
     for f in dataclasses.fields(RunState):
         setattr(state, f.name, getattr(back, f.name))
     run.batches.skip(state.skips)
+    run.diverged_at = None
     run.machine.sum(np.zeros(1))  # all have read it before it is renamed
     if run.machine.rank == 0:
         run.out.adopt(resumed)
-    run.log.write(f'{what}: back to step {back.iter_num}, leaving out the data of {here - back.iter_num} steps',
-                  step=here, rolled_back_to=back.iter_num)
+    run.log.cut(state)
+    run.log.write(f'{what}: back to step {back.iter_num}, leaving out the data of {left_out} steps', step=back.iter_num,
+                  rolled_back_from=here)
 
 
 def log_step(run, lr, norm, seconds, steps, waited, first):
@@ -1748,7 +1809,10 @@ def train(run):
         machine.say(f'stopped before step {state.iter_num + 1}')
         return stop.exit_code()
     if state.evaluation_left:
-        save(run, best=book_evaluation(run, may_stop=False))
+        best = book_evaluation(run)
+        if state.evaluation_left:
+            return stop.exit_code()
+        save(run, best)
     gc.collect()
     gc.freeze()  # what there is by now stays; nanochat saw pauses of half a second while it was looked through
     mark, mark_step, mark_waited = time.perf_counter(), state.iter_num, 0.0
@@ -1767,9 +1831,13 @@ def train(run):
         step, last = state.iter_num, state.iter_num == cfg.max_iters
         log_due = step == 1 or step % cfg.log_interval == 0 or last
         eval_due = last or step % cfg.eval_interval == 0
-        save_due = (stopping or time.monotonic() - saved_at > 60 * cfg.save_minutes
-                    or (cfg.save_interval is not None and step % cfg.save_interval == 0))
-        if (log_due or eval_due or save_due or len(pending) == 50) and settle(run, pending):  # waits for the device
+        planned = cfg.save_interval is not None and step % cfg.save_interval == 0
+        # what all processes come to at the same step; their clocks differ
+        together = log_due or eval_due or planned or stopping or step % 50 == 0
+        save_due = stopping or planned or time.monotonic() - saved_at > 60 * cfg.save_minutes
+        if together or save_due:
+            settle(run, pending)  # waits for the device
+        if together and run.diverged_at is not None:
             give_up_or_roll_back(run)
             mark, mark_step = time.perf_counter(), state.iter_num
             continue
@@ -1788,11 +1856,16 @@ def train(run):
             save_due = save_due or best or last or stopping or cfg.always_save_checkpoint
         if cfg.sample_interval and step % cfg.sample_interval == 0:
             write_sample(run)
-        if save_due:
+        # checkpoints of a run that is diverging would push out the one to go back to
+        diverging = run.diverged_at is not None or (cfg.on_divergence == 'rollback' and state.bad_in_a_row > 0)
+        if save_due and (stopping or last or not diverging):
+            if cfg.on_divergence == 'rollback' and (planned or eval_due) and not state.bad_in_a_row:
+                run.out.spare = step
             save(run, best, final=stopping or last)
             saved_at = time.monotonic()
         mark += time.perf_counter() - now  # speed is of the steps alone
         if stopping and not last:
+            machine.sum(np.zeros(1))  # torchrun gives all 30 seconds from when the first has ended
             machine.say(f'stopped at step {step} and saved; go on with: python train.py --init_from=resume '
                         f'--out_dir={cfg.out_dir}')
             return stop.exit_code()
@@ -1878,7 +1951,7 @@ def announce(run, model_cfg, given, said, meta, resumed):
 
 
 def main(argv=None):
-    model_cfg, cfg, given, resumed, said = read_settings(argv)
+    model_cfg, cfg, given, resumed, said, auto_batch = read_settings(argv)
     datasets = open_datasets(cfg)
     meta = datasets[0][2]
     machine = open_machine(cfg)
@@ -1910,8 +1983,8 @@ def main(argv=None):
         model.compute_dtype = machine.dtype
         forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if machine.compile else model
         gradients = None if cfg.eval_only else Gradients(model)
-        if cfg.batch_size == 'auto':
-            said.append(choose_batch_size(forward, model, splits['train'], machine, cfg))
+        if auto_batch and not cfg.eval_only:
+            said.append(choose_batch_size(model, splits['train'], machine, cfg))
         tokenizer = tokenizer_from(meta['tokenizer']) if cfg.sample_interval else None
         if tokenizer:
             encode_marked(tokenizer, cfg.sample_prompt)  # what it cannot read is said now, not in the middle of the run
@@ -1945,22 +2018,25 @@ def main(argv=None):
             machine.say(f'nothing to do: the run is at step {state.iter_num:,} of {cfg.max_iters:,}')
             return 0
         if machine.rank == 0:
+            run.mirror = cfg.mirror_dir and Mirror(run.out, cfg.mirror_dir, fresh=resumed is None)
             for line in run.out.open(fresh=resumed is None):
                 machine.say(line)
             if resumed:
                 run.out.adopt(resumed)
             write_config(run.out, settings)
-            run.mirror = cfg.mirror_dir and Mirror(run.out, cfg.mirror_dir)
         run.log = Log(run.out, cfg, settings, machine, state if resumed else None)
+        patience = 20  # seconds that a mirror gets for what is left; torchrun kills 30 seconds after a signal
         try:
-            return train(run)
+            code = train(run)
+            patience = 20 if code else 300
+            return code
         except (RuntimeError, MemoryError) as e:
             if not out_of_memory(e):
                 raise
         finally:
             run.log.close()
-            if run.mirror:  # torchrun kills 30 seconds after a signal
-                run.mirror.close(20 if stop.by_signal() else 300)
+            if run.mirror:
+                run.mirror.close(patience)
         raise ValueError(memory_advice(run))  # out here, where the failed step's tensors are gone
     finally:
         gc.unfreeze()
@@ -1968,20 +2044,6 @@ def main(argv=None):
             dist.destroy_process_group()
             # torchrun ends all when one has ended; to a Python that is shutting down that would be a death by signal
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def choose_batch_size(forward, model, split, machine, cfg):
-    """Puts the largest micro-batch that fits in place of batch_size='auto', for the same step. Returns what to say."""
-    total = cfg.gradient_accumulation_steps  # read_settings() left it so
-    found = largest_batch(forward, model, max(total // machine.world, 1), split, machine, cfg)
-    if found is None:
-        raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits the memory of '
-                         f'{machine.device}; the model or block_size must be smaller, or try --loss_chunks=16')
-    if total % (found * machine.world) == 0:
-        cfg.batch_size, cfg.gradient_accumulation_steps = found, total // found
-    else:
-        cfg.batch_size, cfg.gradient_accumulation_steps = 1, total  # which cannot be shared out, and says so
-    return f'batch_size=auto: {cfg.batch_size}, gradient_accumulation_steps={cfg.gradient_accumulation_steps}'
 
 
 def check_agreement(model, state, machine):

@@ -99,7 +99,13 @@ def dies_before(number):
     sys.addaudithook(hook)
 
 
-FAULTS = {'naive saves': naive_saves, 'small files': small_files, 'terminated in': terminated_in,
+def diverges(step):
+    """From this step on so many losses are NaN that the run has diverged."""
+    for n in range(train.MAX_BAD_STEPS):
+        during_step(step + n, IN_STEP['nan'])
+
+
+FAULTS = {'naive saves': naive_saves, 'diverges': diverges, 'small files': small_files, 'terminated in': terminated_in,
           'dies before': dies_before}
 
 

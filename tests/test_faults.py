@@ -414,6 +414,17 @@ def test_all_processes_skip_a_step_that_is_not_finite_on_one(run, torchrun, tmp_
 
 
 @pytest.mark.slow
+def test_all_processes_roll_back_together(run, torchrun, tmp_path):
+    """Though only one sees what is bad, and saves by the clock, which come at other steps on each, lie in between."""
+    settings = dict(RECIPE, max_iters=70, on_divergence='rollback', save_interval=10, eval_interval=100, log_interval=7)
+    assert run('one', 'diverges', 25, **settings) == 0
+    code, out, err = ended(torchrun('two', 'diverges', 25, save_minutes=0.0003, **settings))
+    assert code == 0, err
+    assert 'step 44: loss or gradient was not finite for 20 steps in a row: back to step 20, leaving out' in out
+    assert digest(tmp_path / 'two') == digest(tmp_path / 'one')
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_one_step(run, torchrun, tmp_path):
     """One save, and each ends with 143, of which torchrun makes a 1; resumed, the bits are those of an unbroken run."""
     settings = dict(RECIPE, max_iters=24)

@@ -59,7 +59,9 @@ def test_a_rollback_goes_past_the_data_and_stays_exact(poisoned, train_tiny, tmp
                     max_iters=12, lr_decay_iters=12, keep_last=3, dropout=0.1)
     assert train_tiny(**settings) == 0
     whole, lines = state_of(tmp_path / 'out'), lines_of(tmp_path / 'out')
-    assert [line['rolled_back_to'] for line in lines if 'rolled_back_to' in line] == [4]
+    assert [(line['step'], line['rolled_back_from']) for line in lines if 'rolled_back_from' in line] == [(4, 8)]
+    steps = [line['step'] for line in lines if 'loss' in line]
+    assert steps == sorted(set(steps))
     assert whole['state']['skips'] == [[4, 4]]  # 5 to 8: the data of steps 4 to 7, of which the last three were bad
     assert whole['iter_num'] == 12 and whole['state']['tokens_seen'] == 12 * 8 * 16
     for stop in (5, 6, 10):
@@ -84,7 +86,7 @@ def test_a_run_that_diverges_again_and_again_stops(poisoned, train_tiny):
 
 
 def test_nothing_to_roll_back_to_is_said(poisoned, train_tiny):
-    with pytest.raises(ValueError, match='there is no checkpoint yet to go back to'):
+    with pytest.raises(ValueError, match='there is no checkpoint from before to go back to'):
         train_tiny(data_dir=poisoned(range(1, 9)), on_divergence='rollback', eval_interval=100, max_iters=12)
 
 
@@ -103,8 +105,8 @@ def book(losses, **settings):
     for step, loss in enumerate(losses, 1):
         run.state.iter_num = step
         bad = torch.tensor(float(not np.isfinite(loss)))
-        if train.settle(run, [(torch.tensor(float(loss)), bad, 1)]):
-            diverged.append(step)
+        train.settle(run, [(torch.tensor(float(loss)), bad, 1)])
+        diverged += [run.diverged_at] if run.diverged_at else []
     return run.log.lines, run.state, diverged
 
 
@@ -142,6 +144,38 @@ def test_weights_that_are_not_finite_are_never_saved(train_tiny, tmp_path, monke
     with pytest.raises(ValueError, match='step 6: the weights are not finite'):
         train_tiny(save_interval=1, eval_interval=100)
     assert state_of(tmp_path / 'out')['iter_num'] == 5
+
+
+@pytest.mark.parametrize('log_interval, save_minutes', [(1, 15), (5, 15), (12, 15), (12, 0)])
+@pytest.mark.parametrize('bad, skips', [(range(5, 8), [[4, 4]]), (range(5, 7), [])])
+def test_where_a_run_diverges_depends_on_its_steps_alone(poisoned, train_tiny, tmp_path, log_interval, save_minutes,
+                                                        bad, skips):
+    """Not on when somebody looks: at log lines, at saves by the clock, or at the end."""
+    train_tiny(data_dir=poisoned(bad), on_divergence='rollback', save_interval=4, eval_interval=100, max_iters=12,
+               log_interval=log_interval, save_minutes=save_minutes)
+    assert state_of(tmp_path / 'out')['state']['skips'] == skips
+
+
+def test_bad_steps_that_are_seen_together_end_a_run_too(poisoned, train_tiny):
+    with pytest.raises(ValueError, match='step 8: loss or gradient was not finite for 3 steps in a row'):
+        train_tiny(data_dir=poisoned(range(5, 8)), eval_interval=100, max_iters=12, log_interval=12)
+
+
+def test_a_worse_model_never_takes_the_place_of_best(train_tiny, tmp_path, monkeypatch):
+    """Nor after a save that failed, whichever of the two files it was."""
+    found = iter([3.0, 2.9, 5.0, 2.8, 4.0])
+    monkeypatch.setattr(train, 'evaluate_both',
+                        lambda run, stop: ('', {'step': run.state.iter_num, 'val_loss': next(found)}))
+    original = train.save_checkpoint
+
+    def full(path, checkpoint, **kwargs):
+        if (os.path.basename(path), checkpoint['iter_num']) in (('best.pt', 4), ('ckpt.pt', 8)):
+            raise ValueError('full for a moment')
+        original(path, checkpoint, **kwargs)
+    monkeypatch.setattr(train, 'save_checkpoint', full)
+    train_tiny(eval_interval=2)
+    assert torch.load(tmp_path / 'out' / 'best.pt', weights_only=True)['iter_num'] == 8
+    assert state_of(tmp_path / 'out')['best_val_loss'] == 2.8
 
 
 # -----------------------------------------------------------------------------
@@ -186,8 +220,9 @@ def test_auto_keeps_the_step_of_a_card_and_of_a_resumed_run(train_tiny, tmp_path
     run(card, '--batch_size=auto', '--max_iters=2')
     assert 'batch_size=auto: 5, gradient_accumulation_steps=6' in capsys.readouterr().out
     short_of_memory(monkeypatch, 3)
-    run('--init_from=resume', '--batch_size', 'auto', '--max_iters=3')
-    assert 'batch_size=auto: 3, gradient_accumulation_steps=10' in capsys.readouterr().out
+    for again in ((), (card,)):  # as torchrun, which repeats the command
+        run(*again, '--init_from=resume', '--batch_size', 'auto', f'--max_iters={3 + len(again)}')
+        assert 'batch_size=auto: 3, gradient_accumulation_steps=10' in capsys.readouterr().out
 
 
 def test_gradients_of_the_trial_do_not_enter_the_run(train_tiny, tmp_path):
@@ -229,6 +264,13 @@ def test_a_mirror_holds_what_out_dir_holds_and_can_be_resumed(train_tiny, tmp_pa
     train_tiny('drive', init_from='resume', max_iters=10)
     train_tiny('whole')
     assert weights_equal(state_of(tmp_path / 'drive'), state_of(tmp_path / 'whole'))
+
+
+def test_a_fresh_run_leaves_the_mirror_of_another_alone(train_tiny, tmp_path):
+    train_tiny(mirror_dir=tmp_path / 'drive', max_iters=4)
+    before = contents(tmp_path / 'drive')
+    train_tiny(mirror_dir=tmp_path / 'drive', max_iters=2)
+    assert contents(tmp_path / 'drive.1') == before and state_of(tmp_path / 'drive')['iter_num'] == 2
 
 
 def test_a_mirror_that_fails_harms_nothing(train_tiny, tmp_path, monkeypatch, capsys):
@@ -286,6 +328,18 @@ def test_a_signal_cuts_an_evaluation_short_and_the_next_process_does_it(train_ti
     assert found == whole
 
 
+def test_a_signal_cuts_an_evaluation_that_was_left_too(train_tiny, tmp_path, monkeypatch):
+    train_tiny(max_iters=4)
+    path = tmp_path / 'out' / 'ckpt.pt'
+    checkpoint = state_of(tmp_path / 'out')
+    checkpoint['state']['evaluation_left'] = True
+    torch.save(checkpoint, path)
+    original = train.eval_batch
+    monkeypatch.setattr(train, 'eval_batch', lambda *args: (os.kill(os.getpid(), signal.SIGTERM), original(*args))[1])
+    assert train_tiny('out', '--init_from=resume', max_iters=10) == 143
+    assert state_of(tmp_path / 'out')['state']['evaluation_left'] and state_of(tmp_path / 'out')['iter_num'] == 4
+
+
 def test_a_kill_during_the_last_evaluation_loses_neither_steps_nor_the_evaluation(train_tiny, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
@@ -326,5 +380,5 @@ def test_deterministic_compiled_runs_repeat_to_the_bit(tmp_path, monkeypatch):
 
 def test_a_small_model_with_an_exact_batch_needs_no_parts():
     model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8))
-    assert train.fits(model, model, 4, train.Machine(), TrainConfig(), 100) and model.loss_chunks == 1
+    assert train.fits(model, 4, train.Machine(), TrainConfig(), 100) and model.loss_chunks == 1
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())

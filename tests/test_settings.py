@@ -62,7 +62,11 @@ def fake_wandb(m):
 def always_bad(m):
     """The second step is always one too many, as if nothing that it computed were finite."""
     settle = train.settle
-    m.setattr(train, 'settle', lambda run, pending: settle(run, pending) or run.state.iter_num == 2)
+
+    def settled(run, pending):
+        settle(run, pending)
+        run.diverged_at = 2 if run.state.iter_num == 2 else None
+    m.setattr(train, 'settle', settled)
 
 
 def told_deterministic(m):
@@ -290,10 +294,10 @@ def test_the_card_of_a_machine(monkeypatch):
 def test_no_card_and_no_dataset_takes_the_card_of_the_machine(monkeypatch):
     """And says which and why; a dataset or a card of one's own is left alone."""
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    _, cfg, _, _, said = train.read_settings(['--max_iters=7'])
+    _, cfg, _, _, said, _ = train.read_settings(['--max_iters=7'])
     assert cfg.max_iters == 7 and cfg.dataset == 'stdlib' and re.search(r'card: .*quickstart\.py \(no GPU', said[0])
     for argv in (['--dataset=mine'], [str(ROOT / 'config' / 'gpt2_124m.py')]):
-        _, cfg, _, _, said = train.read_settings(argv)
+        _, cfg, _, _, said, _ = train.read_settings(argv)
         assert cfg.dataset in ('mine', 'openwebtext') and 'quickstart' not in ''.join(said)
 
 
