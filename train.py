@@ -1953,97 +1953,117 @@ def announce(run, model_cfg, given, said, meta, resumed):
 def main(argv=None):
     model_cfg, cfg, given, resumed, said, auto_batch = read_settings(argv)
     datasets = open_datasets(cfg)
-    meta = datasets[0][2]
     machine = open_machine(cfg)
     try:
-        checkpoint = resumed.checkpoint if resumed else None
-        if cfg.init_from.startswith('gpt2') and machine.world > 1 and machine.rank:
-            dist.barrier()  # rank 0 downloads for all
-        model = build_model(model_cfg, cfg, given, meta, checkpoint)
-        if cfg.init_from.startswith('gpt2') and machine.world > 1 and not machine.rank:
-            dist.barrier()
-        T = model.config.block_size
-        splits = {name: open_split(datasets, name, T) for name in ('train', 'val')}
-        if machine.rank == 0:
-            for split in splits.values():
-                split.check_ids(model.config.vocab_size)
-        context = {'tokenizer': meta['tokenizer'], 'run_id': os.environ.get('TORCHELASTIC_RUN_ID', 'none'),
-                   'data': {n: s.fingerprint() for n, s in splits.items()},
-                   'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
-                   'machine': {'device': machine.device.type, 'dtype': str(machine.dtype), 'world': machine.world,
-                               'threads': machine.threads, 'compile': machine.compile}}
-        templates = {str(d[2].get('template', '')) for d in datasets}
-        if len(templates) == 1 and '' not in templates:
-            context['template'] = templates.pop()  # what sample.py --chat talks in
-        if checkpoint is not None:
-            told = {line.split(':')[0] for line in said}
-            said += [line for line in compare_context(checkpoint, context) if line.split(':')[0] not in told]
-        stop = None if cfg.eval_only or cfg.profile else StopRequest(cfg.max_minutes)
-        model.to(machine.device)
-        model.compute_dtype = machine.dtype
-        forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if machine.compile else model
-        gradients = None if cfg.eval_only else Gradients(model)
-        if auto_batch and not cfg.eval_only:
-            said.append(choose_batch_size(model, splits['train'], machine, cfg))
-        tokenizer = tokenizer_from(meta['tokenizer']) if cfg.sample_interval else None
-        if tokenizer:
-            encode_marked(tokenizer, cfg.sample_prompt)  # what it cannot read is said now, not in the middle of the run
-        batches = Batches(splits['train'], cfg, machine)
-        model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, model.config.vocab_size,
-                                               device_memory(machine.device))
-        if cfg.max_epochs is not None:
-            per_epoch = windows_per_epoch(splits['train'].num_tokens, T)
-            cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)
-            said.append(f'max_epochs={cfg.max_epochs:g}: {cfg.max_iters:,} steps')
-
-        optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, machine)
-        scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
-        state = restore(checkpoint, model, optimizers, scaler) if resumed and not cfg.eval_only else RunState()
-        batches.skip(state.skips)
-        check_agreement(model, state, machine)
-        settings = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
-        if resumed:  # where the weights first came from
-            settings['init_from'] = str(checkpoint.get('config', {}).get('init_from', 'scratch'))
-        run = Run(cfg, settings, machine, model, forward, batches, splits['val'],
-                  byte_table(meta, model.config.vocab_size, machine), optimizers, scaler,
-                  gradients, state, OutDir(cfg.out_dir), None, context, stop, tokenizer=tokenizer)
-        announce(run, model_cfg, given, said, meta, resumed)
+        run = build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, said)
+        announce(run, model_cfg, given, said, datasets[0][2], resumed)
         if cfg.eval_only:
             machine.say(evaluate_both(run)[0])
-            return 0
-        if cfg.profile:
+        elif cfg.profile:
             profile_steps(run)
-            return 0
-        if state.iter_num >= cfg.max_iters and not state.evaluation_left:
-            machine.say(f'nothing to do: the run is at step {state.iter_num:,} of {cfg.max_iters:,}')
-            return 0
-        if machine.rank == 0:
-            run.mirror = cfg.mirror_dir and Mirror(run.out, cfg.mirror_dir, fresh=resumed is None)
-            for line in run.out.open(fresh=resumed is None):
-                machine.say(line)
-            if resumed:
-                run.out.adopt(resumed)
-            write_config(run.out, settings)
-        run.log = Log(run.out, cfg, settings, machine, state if resumed else None)
-        patience = 20  # seconds that a mirror gets for what is left; torchrun kills 30 seconds after a signal
-        try:
-            code = train(run)
-            patience = 20 if code else 300
-            return code
-        except (RuntimeError, MemoryError) as e:
-            if not out_of_memory(e):
-                raise
-        finally:
-            run.log.close()
-            if run.mirror:
-                run.mirror.close(patience)
-        raise ValueError(memory_advice(run))  # out here, where the failed step's tensors are gone
+        elif run.state.iter_num >= cfg.max_iters and not run.state.evaluation_left:
+            machine.say(f'nothing to do: the run is at step {run.state.iter_num:,} of {cfg.max_iters:,}')
+        else:
+            take_folder(run, resumed)
+            return train_and_close(run)
+        return 0
     finally:
         gc.unfreeze()
         if machine.world > 1:
             dist.destroy_process_group()
             # torchrun ends all when one has ended; to a Python that is shutting down that would be a death by signal
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, said):
+    """The Run, ready but for its folder. Adds to `said` what announce() is to tell."""
+    meta, checkpoint = datasets[0][2], resumed.checkpoint if resumed else None
+    if cfg.init_from.startswith('gpt2') and machine.world > 1 and machine.rank:
+        dist.barrier()  # rank 0 downloads for all
+    model = build_model(model_cfg, cfg, given, meta, checkpoint)
+    if cfg.init_from.startswith('gpt2') and machine.world > 1 and not machine.rank:
+        dist.barrier()
+    T = model.config.block_size
+    splits = {name: open_split(datasets, name, T) for name in ('train', 'val')}
+    if machine.rank == 0:
+        for split in splits.values():
+            split.check_ids(model.config.vocab_size)
+    context = context_of(datasets, splits, machine)
+    if checkpoint is not None:
+        told = {line.split(':')[0] for line in said}
+        said += [line for line in compare_context(checkpoint, context) if line.split(':')[0] not in told]
+    tokenizer = tokenizer_from(meta['tokenizer']) if cfg.sample_interval else None
+    if tokenizer:
+        encode_marked(tokenizer, cfg.sample_prompt)  # what it cannot read is said now, not in the middle of the run
+
+    stop = None if cfg.eval_only or cfg.profile else StopRequest(cfg.max_minutes)
+    model.to(machine.device)
+    model.compute_dtype = machine.dtype
+    forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if machine.compile else model
+    gradients = None if cfg.eval_only else Gradients(model)
+    if auto_batch and not cfg.eval_only:
+        said.append(choose_batch_size(model, splits['train'], machine, cfg))
+    batches = Batches(splits['train'], cfg, machine)
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, model.config.vocab_size,
+                                           device_memory(machine.device))
+    if cfg.max_epochs is not None:
+        per_epoch = windows_per_epoch(splits['train'].num_tokens, T)
+        cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)
+        said.append(f'max_epochs={cfg.max_epochs:g}: {cfg.max_iters:,} steps')
+    optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, machine)
+    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
+    state = restore(checkpoint, model, optimizers, scaler) if resumed and not cfg.eval_only else RunState()
+    batches.skip(state.skips)
+    check_agreement(model, state, machine)
+    settings = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
+    if resumed:  # where the weights first came from
+        settings['init_from'] = str(checkpoint.get('config', {}).get('init_from', 'scratch'))
+    return Run(cfg, settings, machine, model, forward, batches, splits['val'],
+               byte_table(meta, model.config.vocab_size, machine), optimizers, scaler, gradients, state,
+               OutDir(cfg.out_dir), None, context, stop, tokenizer=tokenizer)
+
+
+def context_of(datasets, splits, machine):
+    """What a checkpoint tells of its data, tokenizer and machine, beside the settings."""
+    context = {'tokenizer': datasets[0][2]['tokenizer'], 'run_id': os.environ.get('TORCHELASTIC_RUN_ID', 'none'),
+               'data': {n: s.fingerprint() for n, s in splits.items()},
+               'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
+               'machine': {'device': machine.device.type, 'dtype': str(machine.dtype), 'world': machine.world,
+                           'threads': machine.threads, 'compile': machine.compile}}
+    templates = {str(d[2].get('template', '')) for d in datasets}
+    if len(templates) == 1 and '' not in templates:
+        context['template'] = templates.pop()  # what sample.py --chat talks in
+    return context
+
+
+def take_folder(run, resumed):
+    """Makes out_dir, and the mirror, this run's own, and opens its log."""
+    cfg, machine = run.cfg, run.machine
+    if machine.rank == 0:
+        run.mirror = cfg.mirror_dir and Mirror(run.out, cfg.mirror_dir, fresh=resumed is None)
+        for line in run.out.open(fresh=resumed is None):
+            machine.say(line)
+        if resumed:
+            run.out.adopt(resumed)
+        write_config(run.out, run.settings)
+    run.log = Log(run.out, cfg, run.settings, machine, run.state if resumed else None)
+
+
+def train_and_close(run):
+    """train(), and whatever comes of it the log and the mirror are closed. Returns the exit code."""
+    patience = 20  # seconds that a mirror gets for what is left; torchrun kills 30 seconds after a signal
+    try:
+        code = train(run)
+        patience = 20 if code else 300
+        return code
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
+    finally:
+        run.log.close()
+        if run.mirror:
+            run.mirror.close(patience)
+    raise ValueError(memory_advice(run))  # out here, where the failed step's tensors are gone
 
 
 def check_agreement(model, state, machine):
