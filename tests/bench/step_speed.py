@@ -35,7 +35,7 @@ SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_si
 WITHOUT = {'as it is': {}, 'without compile': dict(compile=False), 'float32': dict(dtype='float32'),
            'unfused AdamW': dict(fused=False), 'vocabulary not padded': dict(vocab_size=50257),
            'no flash attention': dict(attention='math'), 'data not resident': dict(data_on_device=False),
-           'with a mask of ones': dict(mask=True), 'deterministic': dict(deterministic=True),
+           'with a mask of ones': dict(mask=True), 'not deterministic': dict(deterministic=False),
            'loss in 4 chunks': dict(loss_chunks=4), 'modern, Muon': dict(preset='modern', optimizer='muon')}
 
 
