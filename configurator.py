@@ -315,6 +315,9 @@ def call_main(main):
         sys.stdout.reconfigure(errors='backslashreplace')  # a terminal that cannot show a character ends no run
     try:
         sys.exit(main())
+    except KeyboardInterrupt:  # what was written so far stands
+        print(file=sys.stderr)
+        sys.exit(130)
     except ValueError as e:
         where = list(tracebacks(e))[-1].tb_frame.f_code.co_filename
         ours = os.path.dirname(os.path.abspath(__file__))

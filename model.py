@@ -1048,8 +1048,10 @@ def save_checkpoint(path, checkpoint, keep_old=None):
             os.remove(partial)
         free = shutil.disk_usage(os.path.dirname(path) or '.').free
         need = sum(t.numel() * t.element_size() for t in tensors_in(checkpoint))
-        raise ValueError(f'{path} could not be written: {str(e).splitlines()[0]}; {free / 1e6:,.0f} MB are free, '
-                         f'{need / 1e6:,.0f} MB are needed') from e
+        why = e.strerror if isinstance(e, OSError) and e.strerror else 'the disk takes no more' if 'unexpected pos' in \
+            str(e) else first_line(e)
+        raise ValueError(f'{path} could not be written: {why}; {free / 1e6:,.1f} MB are free, {need / 1e6:,.1f} MB are '
+                         'needed') from e
 
 
 def link(path, name):

@@ -146,7 +146,14 @@ def load(cfg):
         print(f'weights: {cfg.init_from}, OpenAI', file=sys.stderr)
         return load_gpt2(fetch_gpt2(cfg.init_from, cfg.data_dir)), TiktokenTokenizer('gpt2'), 'none'
     path = find_checkpoint(cfg)
-    checkpoint = load_checkpoint(path)
+    try:
+        checkpoint = load_checkpoint(path)
+    except ValueError as e:
+        latest = os.path.join(os.path.dirname(path), 'ckpt.pt')
+        if path in (cfg.init_from, latest) or not os.path.exists(latest):
+            raise
+        print(f'{e}; the latest checkpoint is taken instead', file=sys.stderr)
+        path, checkpoint = latest, load_checkpoint(latest)
     model = model_from(checkpoint['model_args'], checkpoint['model'])
     tokenizer, source = tokenizer_for(checkpoint, model.config.vocab_size, cfg.data_dir)
     print(f'weights: {path}, step {checkpoint.get("iter_num", "unknown")}; tokenizer: {source}', file=sys.stderr)
@@ -328,7 +335,8 @@ def chat_ids(tokenizer, turns, template):
 def chat(model, tokenizer, template, cfg, decode):
     """Asks and answers until an empty line, 'exit' or the end of the input."""
     if cfg.template == 'auto' and template not in TEMPLATES:
-        raise ValueError(f'the checkpoint names no template that it was tuned in (but {template}); name one with '
+        but = '' if template == 'none' else f' (but {template})'
+        raise ValueError(f'the checkpoint names no template that it was tuned in{but}; name one with '
                          f'--template: {", ".join(TEMPLATES)}')
     template = template if cfg.template == 'auto' else cfg.template
     stops = stops_of(tokenizer, [*cfg.stops(), *filter(None, [TEMPLATES[template]['assistant'][1]])])
@@ -344,7 +352,8 @@ def chat(model, tokenizer, template, cfg, decode):
             print(f'note: the context of {size:,} tokens is full; the oldest {kept - len(turns)} turns are forgotten',
                   file=sys.stderr)
         if len(ids) + room > size:
-            print(f'note: that was {len(ids):,} tokens, too much for a context of {size:,} with an answer in it',
+            print(f'note: that was {len(ids):,} tokens, too much for a context of {size:,} with an answer in it; '
+                  'a template of fewer words is --template=plain',
                   file=sys.stderr)
             turns.pop()
             continue

@@ -1226,6 +1226,9 @@ def read_settings(argv):
         cfg.init_from = 'resume'
         said.append('torchrun restarted this run: resuming')
     if cfg.init_from == 'resume':
+        if cfg.mirror_dir and not out.checkpoints() and OutDir(cfg.mirror_dir).checkpoints():
+            raise ValueError(f'init_from=resume, but {cfg.out_dir} holds no checkpoint; its mirror does: go on there '
+                             f'with --out_dir={cfg.mirror_dir}')
         resumed = find_latest(out)
         if auto_batch:  # the step is that of the run, and not of a card that is given again
             given = {k: v for k, v in given.items() if k not in ('batch_size', 'gradient_accumulation_steps')}
@@ -1740,7 +1743,7 @@ def give_up_or_roll_back(run):
     spiked = f' or a spike ({state.spikes_in_a_row})' if state.spikes_in_a_row else ''
     what = f'step {here}: loss or gradient was not finite{spiked} for {MAX_BAD_STEPS} steps in a row'
     if cfg.on_divergence == 'stop':
-        raise ValueError(f'{what}; the weights were left as they were before. Lower the learning rate, and '
+        raise ValueError(f'{what}; those steps changed no weight. Lower the learning rate, and '
                          'with dtype=float16 try bfloat16 or float32; go on with --init_from=resume, or let it go '
                          'back by itself with --on_divergence=rollback')
 
@@ -1857,7 +1860,7 @@ def train(run):
         if cfg.sample_interval and step % cfg.sample_interval == 0:
             write_sample(run)
         # checkpoints of a run that is diverging would push out the one to go back to
-        diverging = run.diverged_at is not None or (cfg.on_divergence == 'rollback' and state.bad_in_a_row > 0)
+        diverging = run.diverged_at is not None or state.bad_in_a_row > 0
         if save_due and (stopping or last or not diverging):
             if cfg.on_divergence == 'rollback' and (planned or eval_due) and not state.bad_in_a_row:
                 run.out.spare = step

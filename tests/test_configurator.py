@@ -635,3 +635,13 @@ def test_a_script_run_from_elsewhere_ends_with_one_line(tmp_path):
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
     (tmp_path / 'card.py').write_bytes(b'\xef\xbb\xbfn_layer = 3\n')
     assert configure(Shape, argv=[str(tmp_path / 'card.py')])[0].n_layer == 3
+
+
+def test_an_interrupt_ends_a_program_without_a_traceback(capsys):
+    def interrupted():
+        print('so far', end='')
+        raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as end:
+        call_main(interrupted)
+    told = capsys.readouterr()
+    assert end.value.code == 130 and told.out == 'so far' and told.err == '\n'

@@ -273,6 +273,12 @@ def test_a_fresh_run_leaves_the_mirror_of_another_alone(train_tiny, tmp_path):
     assert contents(tmp_path / 'drive.1') == before and state_of(tmp_path / 'drive')['iter_num'] == 2
 
 
+def test_a_lost_out_dir_says_where_its_mirror_is(train_tiny, tmp_path):
+    train_tiny(mirror_dir=tmp_path / 'drive', max_iters=2)
+    with pytest.raises(ValueError, match=f'lost holds no checkpoint; its mirror does: .*--out_dir={tmp_path}/drive'):
+        train_tiny('lost', init_from='resume', mirror_dir=tmp_path / 'drive')
+
+
 def test_a_mirror_that_fails_harms_nothing(train_tiny, tmp_path, monkeypatch, capsys):
     """It is full for one copy, and takes the next."""
     original, left = train.shutil.copyfileobj, [OSError(28, 'No space left on device')]

@@ -570,8 +570,25 @@ def test_a_score_of_nothing_says_so(out, tmp_path):
     assert 'no-such is no file or folder' in refusal_of(out, '--score=no-such')
 
 
+def test_ids_of_an_unknown_tokenizer_are_not_scored(out, tmp_path):
+    header = [20240520, 1, 4, *[0] * 253]
+    data = b''.join(n.to_bytes(4, 'little') for n in header) + b'\1\0\2\0\3\0\4\0'
+    (tmp_path / 'ids.bin').write_bytes(data)
+    assert 'score the text itself' in refusal_of(out, f'--score={tmp_path / "ids.bin"}')
+
+
 # -----------------------------------------------------------------------------
 # which checkpoint
+
+def test_a_damaged_best_is_named_and_the_latest_taken(draw, out):
+    write(out / 'ckpt.pt')
+    whole = draw()
+    data = bytearray((out / 'best.pt').read_bytes())
+    data[len(data) // 2] ^= 1
+    (out / 'best.pt').write_bytes(data)
+    assert draw() == whole and 'best.pt is damaged' in draw.err and 'the latest checkpoint is taken' in draw.err
+    assert 'is damaged' in refusal(init_from=out / 'best.pt')
+
 
 def test_best_is_preferred_and_said_on_stderr(draw, out):
     write(out / 'ckpt.pt', gpt(seed=1), iter_num=9)
