@@ -74,7 +74,7 @@ SPIKE, SPIKE_WINDOW = 6.0, 128  # standard deviations above the mean of so many 
 
 
 def same_place(a, b):
-    return os.path.realpath(a) == os.path.realpath(b)
+    return os.path.abspath(a) == os.path.abspath(b)
 
 
 @dataclass
@@ -1451,8 +1451,8 @@ class Mirror:
             with open(os.path.join(path, '.hotloop'), 'w'):
                 pass
             os.remove(os.path.join(path, '.hotloop'))
-        except OSError as e:
-            raise ValueError(f'mirror_dir={path!r} cannot be written: {e.strerror or e}; choose another place, or '
+        except (OSError, ValueError) as e:  # a path with a zero byte is a ValueError
+            raise ValueError(f'mirror_dir={path!r} cannot be written: {getattr(e, "strerror", None) or e}; choose another place, or '
                              '--mirror_dir=None') from None
 
     def update(self):

@@ -303,7 +303,8 @@ def test_a_mirror_that_hangs_does_not_hold_the_run(train_tiny, tmp_path, monkeyp
     assert state_of(tmp_path / 'out')['iter_num'] == 10
 
 
-@pytest.mark.parametrize('place, sentence', [('out', 'is out_dir itself'), ('file/below', 'cannot be written')])
+@pytest.mark.parametrize('place, sentence', [('out', 'is out_dir itself'), ('file/below', 'cannot be written'),
+                                             ('a\0b', 'cannot be written')])
 def test_a_mirror_that_cannot_be_is_told_before_the_first_step(train_tiny, tmp_path, place, sentence):
     (tmp_path / 'file').write_text('')
     with pytest.raises(ValueError, match=sentence):
