@@ -1452,8 +1452,8 @@ class Mirror:
                 pass
             os.remove(os.path.join(path, '.hotloop'))
         except (OSError, ValueError) as e:  # a path with a zero byte is a ValueError
-            raise ValueError(f'mirror_dir={path!r} cannot be written: {getattr(e, "strerror", None) or e}; choose another place, or '
-                             '--mirror_dir=None') from None
+            raise ValueError(f'mirror_dir={path!r} cannot be written: {getattr(e, "strerror", None) or e}; choose '
+                             'another place, or --mirror_dir=None') from None
 
     def update(self):
         """Starts copying what is new; a copy under way is let finish, and followed by another."""
