@@ -163,6 +163,16 @@ def test_of_damaged_checkpoints_none_is_loaded_wrong(two_checkpoints, tmp_path, 
     assert fell_back > 0.8 * number
 
 
+def test_a_record_that_became_a_folder_by_one_bit_is_damage(two_checkpoints, tmp_path):
+    """torch then hands out memory as it was, where no checksum looks."""
+    path = shutil.copytree(two_checkpoints, tmp_path / 'out') / 'ckpt.pt'
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b'PK\1\2') + 38] ^= 0x10
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match='its list of records is damaged'):
+        load_checkpoint(str(path))
+
+
 def test_torch_alone_loads_flipped_bits_without_a_word(two_checkpoints, tmp_path):
     """Or the test above would test torch."""
     data, rng, silent = (two_checkpoints / 'ckpt.pt').read_bytes(), random.Random(0), 0
