@@ -996,7 +996,7 @@ def check_records(path):
             raise ValueError('it does not begin with records of different names, one of them data.pkl')
         if any(r.compress_type for r in z.infolist()) or sum(r.file_size for r in z.infolist()) > os.path.getsize(path):
             raise ValueError('its records claim more bytes than it has')
-        # one bit there makes a record a folder to torch, which then reads what was in memory (1 of 10,000 damaged files)
+        # one bit there makes a record a folder to torch, which then hands out memory as it was (1 of 10,000 files)
         if any(r.external_attr or r.volume or r.is_dir() for r in z.infolist()):
             raise ValueError('its list of records is damaged')
         if damaged := z.testzip():
