@@ -222,6 +222,21 @@ def fits(text, kind):
     return True
 
 
+class Given(dict):
+    """{name: place} of what was given explicitly. below: {name: the value that was replaced there}."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = {}
+
+    def take(self, found, values):
+        """Puts {name: (value, place)} of one file, or of the flags, over the values before it."""
+        for name, (value, place) in found.items():
+            if values[name] != value:
+                self.below[name] = values[name]
+            values[name], self[name] = value, place
+
+
 def configure(*classes, argv=None, files=True, about=''):
     """
     Reads the command line into settings.
@@ -230,7 +245,7 @@ def configure(*classes, argv=None, files=True, about=''):
     argv:    the arguments without the program's name (default: sys.argv[1:])
     files:   whether positional words are config files to run; otherwise they are handed back untouched
     about:   the text above the settings in --help, which prints and exits
-    Returns one instance a class, then {name: place} of what was given explicitly, then the positional words.
+    Returns one instance a class, then a Given, then the positional words.
     Raises SettingsError, a ValueError, with a line for each problem.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -239,15 +254,13 @@ def configure(*classes, argv=None, files=True, about=''):
         sys.exit(0)
     fields = fields_of(classes)
     values = {name: default for name, (_, default) in fields.items()}
-    given = {}
+    given = Given()
     words, flags, problems = read_argv(argv, fields)
     for path in words if files else []:
         found, wrong = read_file(path, values, fields)
         problems += wrong
-        values |= {name: value for name, (value, _) in found.items()}
-        given |= {name: place for name, (_, place) in found.items()}
-    values |= {name: value for name, (value, _) in flags.items()}
-    given |= {name: place for name, (_, place) in flags.items()}
+        given.take(found, values)
+    given.take(flags, values)
     objects = [cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for cls in classes]
     if not problems:
         problems = [problem for o in objects if hasattr(o, 'problems') for problem in o.problems()]
@@ -287,14 +300,14 @@ def help_text(classes, about=''):
     return '\n'.join(lines)
 
 
-def differences(objects, given):
-    """One line for each setting that is not at its default: name, value, where it comes from."""
+def differences(objects, given, otherwise='derived'):
+    """One line for each setting that is not at its default: name, value, the place it was given, or `otherwise`."""
     lines = []
     for o in objects:
         for f in dataclasses.fields(o):
             value = getattr(o, f.name)
             if value != f.default:
-                lines.append(f'  {f.name} = {value!r}  ({given.get(f.name, "derived")})')
+                lines.append(f'  {f.name} = {value!r}  ({given.get(f.name, otherwise)})')
     return '\n'.join(lines)
 
 

@@ -576,23 +576,17 @@ class GPT(nn.Module):
             return self.softcap(self.lm_head(self.transformer.ln_f(x)).float())
         x = self.transformer.ln_f(x)
         smoothing = self.config.label_smoothing if self.training else 0.0
-        if self.loss_chunks > 1:
-            return self.loss_in_chunks(x.view(B * T, -1), targets.reshape(B * T), smoothing, B)
-        # float32 from here on; compiled, the cast, cap and cross-entropy are one pass over the bf16 logits
-        logits = self.softcap(self.lm_head(x).float())  # (B, T, V)
-        loss = F.cross_entropy(logits.view(B * T, -1), targets.reshape(B * T), ignore_index=-1, reduction='none',
-                               label_smoothing=smoothing)
-        return loss.view(B, T).sum(1)
-
-    def loss_in_chunks(self, x, targets, smoothing, B):
-        """What forward returns, from x (B * T, C) and targets (B * T), with the logits of a chunk at a time."""
-        if torch.is_grad_enabled():
-            return chunked_loss(x, self.lm_head.weight, targets, self.config.softcap, smoothing, self.loss_chunks,
-                                torch.compiler.is_compiling())
-        losses = [F.cross_entropy(self.softcap(self.lm_head(part).float()), t, ignore_index=-1, reduction='none',
-                                  label_smoothing=smoothing)
-                  for part, t in zip(x.chunk(self.loss_chunks), targets.chunk(self.loss_chunks), strict=True)]
-        return torch.cat(losses).view(B, -1).sum(1)
+        if self.loss_chunks > 1 and torch.is_grad_enabled():
+            return chunked_loss(x.view(B * T, -1), self.lm_head.weight, targets.reshape(B * T), self.config.softcap,
+                                smoothing, self.loss_chunks, torch.compiler.is_compiling())
+        losses = []
+        for part, target in zip(x.chunk(self.loss_chunks, 1), targets.chunk(self.loss_chunks, 1), strict=True):
+            # float32 from here on; compiled, the cast, cap and cross-entropy are one pass over the bf16 logits
+            logits = self.softcap(self.lm_head(part).float())  # (B, T, V), or a part of T
+            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction='none',
+                                   label_smoothing=smoothing)
+            losses.append(loss.view(B, -1).sum(1))
+        return sum(losses)
 
     # counts
 

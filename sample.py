@@ -16,7 +16,7 @@ import mmap
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -53,8 +53,9 @@ class SampleConfig:
     chat: bool = False  # talk instead, until an empty line
     template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of a chat; auto: its data's
     score: str | None = None  # tell the loss on the documents of this file or folder instead
+    bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do there with bytes that are not UTF-8
     # --- text
-    num_samples: int = 3  # texts to draw from each prompt
+    num_samples: int | None = None  # texts to draw from each prompt; None: 3, or the one that temperature=0 has
     max_new_tokens: int = 500  # tokens of each, at most
     temperature: float = 0.8  # below 1 plays safe, 0 takes the likeliest
     top_k: int | None = 200  # draw among the k likeliest only; None: all
@@ -79,7 +80,7 @@ class SampleConfig:
                             ('batch_size', 1)):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 wrong.append(f'{name}={getattr(self, name)} must be at least {least}')
-        if self.seed >= 2**63 - self.num_samples:
+        if self.seed >= 2**63 - (self.num_samples or 3):
             wrong.append(f'seed={self.seed} must be below 2**63')
         for name in ('top_p', 'min_p'):
             if getattr(self, name) is not None and not 0 < getattr(self, name) <= 1:
@@ -105,7 +106,7 @@ class SampleConfig:
         several = {'start', 'num_samples', 'logprobs'}
         if self.score is not None:
             return drawing | several | {'template'}
-        return several | {'output', 'batch_size'} if self.chat else {'template'}
+        return {'bad_utf8'} | (several | {'output', 'batch_size'} if self.chat else {'template'})
 
 
 def find_checkpoint(cfg):
@@ -165,6 +166,8 @@ def place(model, cfg):
     device, _ = choose_device(cfg.device)
     dtype, _ = choose_dtype(cfg.dtype, device)
     model.for_inference(device, dtype, cfg.quantize, pack=cfg.compile is not True)
+    print(f'device: {device}, {str(dtype).removeprefix("torch.")}' + ', weights in int8' * (cfg.quantize == 'int8'),
+          file=sys.stderr)
     if cfg.compile is True:
         if failure := try_compile(device):
             raise ValueError(f'compile=True was asked for, but torch.compile fails here: {failure}; leave it out')
@@ -300,13 +303,14 @@ def in_order(pieces, beginnings):
 
 def sample(model, tokenizer, cfg, decode):
     """Draws num_samples texts from each prompt, batch_size of them at once."""
+    num_samples = cfg.num_samples or (3 if cfg.temperature else 1)
     starts = read_prompts(cfg.start)
     prompts = [prompt_ids(tokenizer, start, model.config.block_size) for start in starts]
     stops = stops_of(tokenizer, cfg.stops())
-    at_once = max(cfg.batch_size // cfg.num_samples, 1)
+    at_once = max(cfg.batch_size // num_samples, 1)
     for first in range(0, len(prompts), at_once):
-        for number in range(0, cfg.num_samples, cfg.batch_size):
-            seeds = [cfg.seed + j for j in range(number, min(number + cfg.batch_size, cfg.num_samples))]
+        for number in range(0, num_samples, cfg.batch_size):
+            seeds = [cfg.seed + j for j in range(number, min(number + cfg.batch_size, num_samples))]
             batch = range(first, min(first + at_once, len(prompts)))
             pieces = write(model, tokenizer, [prompts[i] for i in batch], cfg, decode, seeds, stops)
             of_text = [(starts[i], seed) for i in batch for seed in seeds]
@@ -378,15 +382,18 @@ def ask():
 # -----------------------------------------------------------------------------
 # the loss on a text
 
-def documents(source, tokenizer, data_dir):
-    """(ids, mask of what counts) of each document of a source: its files, their parts between <|endoftext|>, rows."""
+def documents(reading, source, tokenizer):
+    """
+    (its file's name, ids, mask of what counts) of each document of a source: its files, their parts between
+    <|endoftext|>, rows. reading: a PrepareConfig.
+    """
     with tempfile.TemporaryDirectory() as folder:  # where standard input is put
-        files = files_of(source, PrepareConfig(data_dir=data_dir), os.path.join(folder, 'spool'))
-        for file in files:
-            yield from documents_of(file, tokenizer)
+        for file in files_of(source, reading, os.path.join(folder, 'spool')):
+            for ids, mask in documents_of(file, tokenizer, reading):
+                yield file.name, ids, mask
 
 
-def documents_of(file, tokenizer):
+def documents_of(file, tokenizer, reading):
     marked = False
     if file.kind == 'tokens':
         raise ValueError(f'{file.path} holds ids of a tokenizer, and which one it does not say; score the text itself')
@@ -394,7 +401,7 @@ def documents_of(file, tokenizer):
         with open(file.path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as raw:
             marked = raw.find(b'<|endoftext|>') >= 0
     ids, masks = [], []
-    for piece in documents_in([file], PrepareConfig(separator='<|endoftext|>' if marked else None)):
+    for piece in documents_in([file], replace(reading, separator='<|endoftext|>' if marked else None)):
         new, mask = encode_parts(tokenizer, piece.parts)
         ids.append(np.asarray(new, dtype=np.int64))
         masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
@@ -430,9 +437,10 @@ def score(model, tokenizer, cfg):
         for (row, *_), loss in zip(waiting, losses, strict=True):
             row['nats'] += loss
         waiting.clear()
-    for ids, mask in documents(cfg.score, tokenizer, cfg.data_dir):
+    reading = PrepareConfig(data_dir=cfg.data_dir, bad_utf8=cfg.bad_utf8)
+    for name, ids, mask in documents(reading, cfg.score, tokenizer):
         counted = ids[mask > 0] if tokenizer.eot is not None else ids[1:][mask[1:] > 0]
-        rows.append({'begins': show(tokenizer, ids[:20].tolist())[:24], 'tokens': len(counted),
+        rows.append({'file': name, 'begins': show(tokenizer, ids[:20].tolist())[:24], 'tokens': len(counted),
                      'bytes': int(tokenizer.sizes[counted].sum()), 'nats': 0.0})
         for x, y in windows(ids, mask, c.block_size, tokenizer.eot):
             waiting.append((rows[-1], x, y))
@@ -443,9 +451,11 @@ def score(model, tokenizer, cfg):
         flush()
     if not sum(row['tokens'] for row in rows):
         raise ValueError(f'{cfg.score} holds no token to score')
-    total = {'begins': 'all', **{key: sum(row[key] for row in rows) for key in ('tokens', 'bytes', 'nats')}}
+    total = {key: sum(row[key] for row in rows) for key in ('tokens', 'bytes', 'nats')}
+    of_files = len({row['file'] for row in rows}) > 1  # then names tell more than beginnings
+    label = 'file' if of_files else 'begins'
     if cfg.output == 'text':
-        print(f'{"document":>8}  {"begins":<24}  {"tokens":>10}  {"bytes":>11}  {"loss":>7}  {"perplexity":>10}  '
+        print(f'{"document":>8}  {label:<24}  {"tokens":>10}  {"bytes":>11}  {"loss":>7}  {"perplexity":>10}  '
               'bits per byte')
     for number, row in [*enumerate(rows, 1), ('all', total)]:
         loss = row['nats'] / row['tokens'] if row['tokens'] else math.nan
@@ -453,9 +463,10 @@ def score(model, tokenizer, cfg):
                    'bpb': row['nats'] / math.log(2) / row['bytes'] if row['bytes'] else math.nan}
         if cfg.output == 'jsonl':
             told = {k: v if math.isfinite(v) else None for k, v in numbers.items()}  # JSON knows no NaN
-            print(json.dumps({'document': number, **told}))
+            named = {'file': row['file']} if of_files and number != 'all' else {}
+            print(json.dumps({'document': number, **named, **told}, ensure_ascii=False))
         else:
-            print(f'{number:>8}  {row["begins"] if number != "all" else "":<24}  {row["tokens"]:>10,}  '
+            print(f'{number:>8}  {row.get(label, "")[-24:]:<24}  {row["tokens"]:>10,}  '
                   f'{row["bytes"]:>11,}  {loss:>7.4f}  {numbers["perplexity"]:>10.2f}  {numbers["bpb"]:.4f}')
 
 

@@ -741,7 +741,8 @@ class Muon(torch.optim.Optimizer):
         padded[:N] = stack
         mine = padded[self.rank * each:(self.rank + 1) * each]
         whole = torch.empty_like(padded)
-        dist.all_gather_into_tensor(whole, self.orthogonalize(mine, self.dtype).contiguous())
+        gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+        gather(whole, self.orthogonalize(mine, self.dtype).contiguous())
         return whole[:N]
 
 
@@ -862,11 +863,11 @@ def train_step(model, loads, num_targets, optimizers, gradients, scaler, clip, w
 # evaluation
 
 @torch.no_grad()
-def evaluate(model, split, num_windows, batch, machine, byte_counts=None, stop=bool):
+def evaluate(model, split, num_windows, batch, machine, byte_counts=None, stop=None):
     """
     The loss on fixed windows of a split, the same ones whatever the batch or the number of processes: all of it, the
-    tail included, or num_windows spread evenly. Label smoothing and dropout do not act. stop: asked before each batch;
-    None is returned when it said True on any process.
+    tail included, or num_windows spread evenly. Label smoothing and dropout do not act. stop: a function
+    that is asked before each batch; None is returned when it said True on any process.
     Returns {'loss': nats a token, 'stderr': its standard error over windows, 'perplexity', 'tokens', 'bpb': bits per
     byte of the very tokens evaluated, None without byte_counts}.
     """
@@ -880,7 +881,7 @@ def evaluate(model, split, num_windows, batch, machine, byte_counts=None, stop=b
     was_training = model.training
     model.eval()
     for at in range(0, len(mine), batch):
-        if stopped := stop():
+        if stopped := bool(stop and stop()):
             break
         chosen = mine[at:at + batch]
         x, y = eval_batch(split, windows[chosen], batch)
@@ -908,7 +909,7 @@ def evaluate(model, split, num_windows, batch, machine, byte_counts=None, stop=b
             'bpb': float(loss.sum() / math.log(2) / num_bytes.sum()) if num_bytes.sum() > 0 else None}
 
 
-def evaluate_any(model, split, num_windows, batch, machine, byte_counts=None, stop=bool):
+def evaluate_any(model, split, num_windows, batch, machine, byte_counts=None, stop=None):
     """
     evaluate(), of a Mixture too: each of its splits on its share of the windows, and their mean by weight, as if the
     windows had been drawn as in training. 'losses' holds those of each.
@@ -1219,8 +1220,7 @@ def read_settings(argv):
         said.append(f'card: {" ".join(files)}')
     auto_batch = cfg.batch_size == 'auto'
     if auto_batch:
-        asked = settings(argv=without(argv, 'batch_size'))[1].batch_size
-        cfg.batch_size = TrainConfig.batch_size if asked == 'auto' else asked
+        cfg.batch_size = given.below['batch_size']
     out, resumed = OutDir(cfg.out_dir), None
     if restarted_by_torchrun(out):
         cfg.init_from = 'resume'
@@ -1237,18 +1237,6 @@ def read_settings(argv):
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
         cfg.max_epochs = None  # of a card or a checkpoint: the flag is later, and means the same thing
     return model_cfg, cfg, given, resumed, said, auto_batch
-
-
-def without(argv, name):
-    """A command line without one of its flags."""
-    kept, value_follows = [], False
-    for word in argv:
-        flag, equals, _ = word.removeprefix('--').replace('-', '_').partition('=')
-        is_it = word.startswith('--') and flag == name
-        if not is_it and not value_follows:
-            kept.append(word)
-        value_follows = is_it and not equals
-    return kept
 
 
 def restarted_by_torchrun(out):
@@ -1506,9 +1494,7 @@ class Log:
         if machine.rank:
             return
         self.path = out / 'log.jsonl'
-        if resumed is not None and os.path.exists(self.path):
-            keep_lines(self.path, resumed.iter_num, resumed.evaluation_left)
-        self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
+        self.open(resumed)
         if cfg.wandb_log:
             import wandb
             wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings)
@@ -1522,12 +1508,16 @@ class Log:
         if self.wandb:
             self.wandb.log(numbers, step=numbers['step'])
 
-    def cut(self, state):
-        """Forgets what comes after a step that the run went back to."""
+    def open(self, state):
+        """Forgets what comes after the state, if there is one, that the run goes on from."""
+        if state is not None and os.path.exists(self.path):
+            keep_lines(self.path, state.iter_num, state.evaluation_left)
+        self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
+
+    def go_back(self, state):
         if self.file:
             self.file.close()
-            keep_lines(self.path, state.iter_num, state.evaluation_left)
-            self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
+            self.open(state)
 
     def close(self):
         if self.file:
@@ -1557,6 +1547,11 @@ def duration(seconds):
     m, s = divmod(int(seconds), 60)
     h, m = divmod(m, 60)
     return f'{h}h{m:02d}m' if h else f'{m}m{s:02d}s' if m else f'{s}s'
+
+
+def count(n, noun):
+    """1 process, 2 processes."""
+    return f'{n} {noun}' + ('' if n == 1 else 'es' if noun.endswith(('s', 'h')) else 's')
 
 
 def peak_memory(device):
@@ -1597,7 +1592,7 @@ class Run:
     best_before: float = math.inf  # the best loss before this evaluation
 
 
-def evaluate_both(run, stop=bool):
+def evaluate_both(run, stop=None):
     """Validation and training loss: (line for people, numbers), or None where stop() became true meanwhile."""
     cfg, machine = run.cfg, run.machine
     num_val, num_train = eval_windows(cfg, run.val.T)
@@ -1625,7 +1620,7 @@ def book_evaluation(run, may_stop=True):
     Evaluates, logs and remembers it. Returns whether it is the best so far; a loss that is NaN never is. A signal
     cuts it short if it may, and leaves it for the next process.
     """
-    found = evaluate_both(run, run.stop.by_signal if may_stop else bool)
+    found = evaluate_both(run, run.stop.by_signal if may_stop else None)
     run.state.evaluation_left = found is None
     if found is None:
         return False
@@ -1770,7 +1765,7 @@ def give_up_or_roll_back(run):
     run.machine.sum(np.zeros(1))  # all have read it before it is renamed
     if run.machine.rank == 0:
         run.out.adopt(resumed)
-    run.log.cut(state)
+    run.log.go_back(state)
     run.log.write(f'{what}: back to step {back.iter_num}, leaving out the data of {left_out} steps', step=back.iter_num,
                   rolled_back_from=here)
 
@@ -1914,11 +1909,13 @@ def announce(run, model_cfg, given, said, meta, resumed):
     cfg, machine, model, batches, say = run.cfg, run.machine, run.model, run.batches, run.machine.say
     for line in said:
         say(line)
-    say(f'settings that differ from the defaults:\n{differences([model_cfg, cfg], given)}')
+    told = differences([model_cfg, cfg], given, 'checkpoint' if resumed else 'derived')
+    say(f'settings that differ from the defaults:\n{told}')
     more = torch.cuda.device_count() if machine.device.type == 'cuda' and machine.world == 1 else 1
-    say(f'device: {machine.device} ({machine.reasons["device"]}), {machine.world} processes of {machine.threads} '
-        'threads' + (f'; {more} GPUs are here: "torchrun --standalone --nproc_per_node={more}" in place of "python" '
-                     'uses all' if more > 1 else ''))
+    say(f'device: {machine.device} ({machine.reasons["device"]}), {count(machine.world, "process")} of '
+        f'{count(machine.threads, "thread")}'
+        + (f'; {more} GPUs are here: "torchrun --standalone --nproc_per_node={more}" in place of "python" uses all'
+           if more > 1 else ''))
     if machine.world > 1:
         say(f'processes: one that hears nothing of the others for {cfg.timeout_minutes:g} minutes gives up '
             '(timeout_minutes)')
@@ -1934,7 +1931,8 @@ def announce(run, model_cfg, given, said, meta, resumed):
     say(f'model: {c.preset}, {c.n_layer} layers x {c.n_embd} channels x {c.n_head} heads, context {c.block_size}, '
         f'vocabulary {c.vocab_size}: {model.num_params():,} parameters, '
         f'{model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP a token')
-    say(f'batch: {batches.micro_batch} sequences x {batches.accumulation} micro-batches x {machine.world} processes = '
+    say(f'batch: {count(batches.micro_batch, "sequence")} x {count(batches.accumulation, "micro-batch")} x '
+        f'{count(machine.world, "process")} = '
         f'{batches.global_batch * c.block_size:,} tokens a step')
     epochs = cfg.max_iters * batches.global_batch / windows_per_epoch(batches.split.num_tokens, c.block_size)
     say(f'run: {cfg.max_iters:,} steps, {cfg.max_iters * batches.global_batch * c.block_size:,} tokens, {epochs:.2f} '
@@ -2028,10 +2026,11 @@ def build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, sai
 
 def context_of(datasets, splits, machine):
     """What a checkpoint tells of its data, tokenizer and machine, beside the settings."""
+    device = torch.cuda.get_device_name(machine.device) if machine.device.type == 'cuda' else machine.device.type
     context = {'tokenizer': datasets[0][2]['tokenizer'], 'run_id': os.environ.get('TORCHELASTIC_RUN_ID', 'none'),
                'data': {n: s.fingerprint() for n, s in splits.items()},
                'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
-               'machine': {'device': machine.device.type, 'dtype': str(machine.dtype), 'world': machine.world,
+               'machine': {'device': device, 'dtype': str(machine.dtype), 'world': machine.world,
                            'threads': machine.threads, 'compile': machine.compile}}
     templates = {str(d[2].get('template', '')) for d in datasets}
     if len(templates) == 1 and '' not in templates:

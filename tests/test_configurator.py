@@ -359,6 +359,7 @@ def test_later_wins_file_then_file_then_flag_wherever_the_flag_stands(card):
     assert (values['n_layer'], values['n_head'], values['max_iters']) == (1, 2, 3)
     assert words == [first, second]
     assert given == {'n_layer': f'{first}, line 1', 'n_head': f'{second}, line 1', 'max_iters': '--max_iters'}
+    assert given.below['max_iters'] == 2 and given.below['n_head'] == 1 and given.below['n_layer'] == 12
     assert conf(second, first)[0]['n_head'] == 1
 
 

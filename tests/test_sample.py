@@ -176,6 +176,7 @@ def test_temperature_0_is_the_likeliest_token_each_time(draw, out):
             idx.append(model(torch.tensor([idx[-8:]]))[0].argmax().item())
     expected = ''.join(CHARS[i] for i in idx)
     assert draw(temperature=0, seed=1, num_samples=2) == [expected, expected]
+    assert len(draw(temperature=0, num_samples=None)) == 1 and len(draw(num_samples=None)) == 3
     assert draw(temperature=1.0, top_k=1) == [expected]
     assert draw(temperature=1.0, top_p=1e-6) == [expected]
     assert draw(temperature=8.0) != [expected]
@@ -547,6 +548,7 @@ def test_documents_are_scored_apart_and_summed(capsys, out, tmp_path):
     (folder / 'b.txt').write_text('three\n')
     told = scored(capsys, out, folder)
     assert [(line['document'], line['tokens']) for line in told] == [(1, 3), (2, 7), (3, 6), ('all', 16)]
+    assert [line.get('file') for line in told] == ['a.txt', 'a.txt', 'b.txt', None]
     assert told[-1]['loss'] * 16 == pytest.approx(sum(line['loss'] * line['tokens'] for line in told[:-1]))
     (tmp_path / 'rows.jsonl').write_text('{"prompt": "Q: 2+2?", "completion": " 4"}\n{"text": "plain"}\n')
     assert [line['tokens'] for line in scored(capsys, out, tmp_path / 'rows.jsonl')] == [2, 5, 7]
@@ -562,6 +564,23 @@ def test_scores_as_a_table(capsys, out, tmp_path):
     assert head.split() == ['document', 'begins', 'tokens', 'bytes', 'loss', 'perplexity', 'bits', 'per', 'byte']
     assert first.split()[:3] == ['1', 'habcd', 'efgh'] and total.split()[:3] == ['all', '9', '9']
     assert len({len(line.rsplit('  ', 1)[0]) for line in (head, first, total)}) == 1  # columns stand below each other
+
+
+def test_a_table_of_several_files_names_them(capsys, out, tmp_path):
+    for name in ('a.txt', 'b' * 30 + '.txt'):
+        (tmp_path / name).write_text('habcd efgh')
+    assert sample.main([f'--out_dir={out}', '--device=cpu', f'--score={tmp_path}/*.txt']) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ['document', 'file']
+    assert [line.split()[1] for line in lines] == ['a.txt', 'b' * 20 + '.txt', '18']
+
+
+def test_bytes_that_are_not_utf8_are_scored_only_when_asked(capsys, out, tmp_path):
+    write(out / 'best.pt', gpt(257), ByteTokenizer())
+    (tmp_path / 'a.txt').write_bytes(b'ab\xffcd')
+    assert '--bad_utf8=replace' in refusal_of(out, f'--score={tmp_path / "a.txt"}')
+    assert scored(capsys, out, tmp_path / 'a.txt', '--bad_utf8=replace')[0]['tokens'] == 7
+    assert 'bad_utf8 would do nothing' in refusal_of(out, '--bad_utf8=replace')
 
 
 def test_a_score_of_nothing_says_so(out, tmp_path):
@@ -594,7 +613,8 @@ def test_best_is_preferred_and_said_on_stderr(draw, out):
     write(out / 'ckpt.pt', gpt(seed=1), iter_num=9)
     best = draw()
     assert f'weights: {out / "best.pt"}, step 7; tokenizer: from the checkpoint' in draw.err
-    assert 'weights:' not in draw.out  # stdout is the text alone
+    assert 'device: cpu, float32\n' in draw.err
+    assert 'weights:' not in draw.out and 'device:' not in draw.out  # stdout is the text alone
     assert draw(out_dir='elsewhere', init_from=out) == best  # a folder by init_from
     (out / 'best.pt').unlink()
     latest = draw()
@@ -643,7 +663,8 @@ def test_the_script_from_another_folder_prints_text_on_stdout_and_one_line_of_er
                               capture_output=True, text=True, check=False, encoding='utf-8')
     done = script('--start=ab', '--num_samples=2', '--max_new_tokens=5')
     assert done.returncode == 0 and done.stdout.count(END) == 2 and done.stdout.startswith('ab')
-    assert done.stderr == f'weights: {os.path.join("out", "best.pt")}, step 7; tokenizer: from the checkpoint\n'
+    assert done.stderr.splitlines() == [
+        f'weights: {os.path.join("out", "best.pt")}, step 7; tokenizer: from the checkpoint', 'device: cpu, float32']
     done = script('--start=é')
     assert done.returncode == 1 and done.stdout == ''
     assert done.stderr.splitlines()[-1].startswith("error: the characters 'é' do not occur")

@@ -1,5 +1,6 @@
 """What the benches share: the machine in a line, sides measured in turn, the memory of a process tree, tables."""
 
+import importlib.util
 import os
 import platform
 import statistics
@@ -20,6 +21,15 @@ def machine():
             name = next((line.split(':')[1].strip() for line in f if line.startswith('model name')), name)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     return f'{name}, {cores} cores, Python {platform.python_version()}, {date.today()}'
+
+
+def nanogpt(peer):
+    """The module model.py of a clone of nanoGPT; its training script cannot be imported."""
+    spec = importlib.util.spec_from_file_location('nanogpt_model', os.path.join(peer, 'model.py'))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclass looks for it
+    spec.loader.exec_module(module)
+    return module
 
 
 def alternate(sides, rounds):

@@ -12,15 +12,15 @@ on CPUs is not torch.mv. Attention, norms and the draw come on top. Medians of t
 """
 
 import argparse
-import importlib.util
 import os
 import sys
 import time
+from importlib.util import find_spec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import torch
-from bench import alternate, machine, median, table
+from bench import alternate, machine, median, nanogpt, table
 from step_speed import SHAPES
 from torch.nn import functional as F
 
@@ -87,10 +87,7 @@ def transformers_side(args, batch):
 
 
 def nanogpt_side(args, batch):
-    spec = importlib.util.spec_from_file_location('nanogpt_model', os.path.join(args.peer, 'model.py'))
-    theirs = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = theirs
-    spec.loader.exec_module(theirs)
+    theirs = nanogpt(args.peer)
     torch.manual_seed(0)
     gpt = theirs.GPT(theirs.GPTConfig(dropout=0.0, bias=False, **SHAPES[args.shape])).to(args.device).eval()
     ids = prompts(args, batch, args.prompt + args.new // 2).to(args.device)
@@ -168,7 +165,7 @@ def main():
     if args.peer:
         add('nanoGPT', 1, theirs, nanogpt_side(args, 1))
     for batch in args.batches:
-        if importlib.util.find_spec('transformers'):
+        if find_spec('transformers'):
             add('transformers', batch, theirs, transformers_side(args, batch))
     decodes = ['eager'] + ['graph'] * on_gpu + ['compiled'] * (on_gpu or args.compiled)
     models = {kind: our_model(args, kind) for kind in args.kinds}
@@ -176,7 +173,7 @@ def main():
         for batch in args.batches:
             for decode in decodes:
                 add(f'ours, {decode}', batch, kind, our_side(args, gpt, batch, decode))
-    if not importlib.util.find_spec('transformers'):
+    if not find_spec('transformers'):
         print('transformers is not installed and not measured: pip install transformers', file=sys.stderr)
 
     found = alternate(sides, args.rounds)

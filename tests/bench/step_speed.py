@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from bench import machine, median, table
+from bench import machine, median, nanogpt, table
 
 SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65),
           '124m': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304),
@@ -130,17 +130,16 @@ def the_loop(train, cfg, *parts):
 
 
 def peers_step(a, folder, device):
-    """nanoGPT's step, with its own model and optimizer and its settings; its script cannot be imported."""
+    """nanoGPT's step, with its own model and optimizer and its settings."""
     import contextlib
     from types import SimpleNamespace
 
     import torch
-    sys.path.insert(0, a['peer'])
-    from model import GPT, GPTConfig
+    theirs = nanogpt(a['peer'])
     torch.manual_seed(0)
     if device == 'cuda':
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    gpt = GPT(GPTConfig(dropout=0.0, bias=False, **SHAPES[a['shape']])).to(device)
+    gpt = theirs.GPT(theirs.GPTConfig(dropout=0.0, bias=False, **SHAPES[a['shape']])).to(device)
     optimizer = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95), device)
     forward = torch.compile(gpt) if a['compile'] else gpt
     tokens = np.memmap(os.path.join(folder, 'train.bin'), dtype=np.uint16, mode='r')
