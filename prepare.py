@@ -14,6 +14,7 @@ renamed when it is complete, so whatever stands under its name is whole. The sam
 many processes tokenize it, and memory is bounded by them, not by the corpus.
 """
 
+import binascii
 import bz2
 import codecs
 import contextlib
@@ -36,6 +37,7 @@ import shutil
 import signal
 import sys
 import sysconfig
+import tempfile
 import time
 import unicodedata
 import zlib
@@ -187,9 +189,9 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
         self.name = name
         try:
-            ours = shipped_ranks() if name in ('gpt2', 'r50k_base') else None
-            self.encoding = tiktoken.get_encoding(name) if ours is None else tiktoken.Encoding(
-                name, pat_str=GPT2_SPLIT, mergeable_ranks=ours, special_tokens={'<|endoftext|>': len(ours)})
+            ranks = gpt2_ranks() if name in ('gpt2', 'r50k_base') else None
+            self.encoding = tiktoken.get_encoding(name) if ranks is None else tiktoken.Encoding(
+                name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={'<|endoftext|>': len(ranks)})
         except Exception as e:  # requests, urllib3 and the file system each fail in a way of their own here
             install = ', or pip install --no-deps openai-whisper, which holds them' if name == 'gpt2' else ''
             raise ValueError(f'the tokenizer {name!r} could not be loaded ({type(e).__name__}); without a network, set '
@@ -220,18 +222,23 @@ class TiktokenTokenizer(Tokenizer):
         return {'kind': 'tiktoken', 'name': self.name}
 
 
-def shipped_ranks():
-    """GPT-2's ranks from the package openai-whisper, which carries the very file, where it is installed; or None."""
+def gpt2_ranks():
+    """
+    GPT-2's ranks from the one file that holds them all, where tiktoken keeps it for r50k_base or the package
+    openai-whisper carries it: read in a fifth of the time of the two that tiktoken keeps for gpt2. None elsewhere.
+    """
+    kept = os.path.join(tempfile.gettempdir(), 'data-gym-cache')
+    kept = os.environ.get('TIKTOKEN_CACHE_DIR', os.environ.get('DATA_GYM_CACHE_DIR', kept))
     whisper = find_spec('whisper')
-    path = os.path.join(os.path.dirname(whisper.origin or ''), 'assets', 'gpt2.tiktoken') if whisper else ''
-    if not os.path.exists(path):
-        return None
-    import base64
-    with open(path, 'rb') as f:
-        raw = f.read()
-    if hashlib.sha256(raw).hexdigest() != '306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930':
-        return None
-    return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in raw.splitlines())}
+    for path in (os.path.join(kept, '0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4'),  # the sha1 of its address
+                 os.path.join(os.path.dirname(whisper.origin or ''), 'assets', 'gpt2.tiktoken') if whisper else ''):
+        if not os.path.exists(path):
+            continue
+        with open(path, 'rb') as f:
+            raw = f.read()
+        if hashlib.sha256(raw).hexdigest() == '306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930':
+            return {binascii.a2b_base64(token): int(rank) for token, rank in map(bytes.split, raw.splitlines())}
+    return None
 
 
 # how text falls into words, within which pairs are merged: GPT-2's rule (https://github.com/openai/tiktoken)

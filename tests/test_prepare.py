@@ -148,6 +148,35 @@ def test_an_unknown_bpe_says_how_to_work_offline():
         tokenizer_from({'kind': 'tiktoken', 'name': 'no-such-bpe'})
 
 
+def test_gpt2s_ranks_from_either_copy_that_tiktoken_keeps(gpt2, tmp_path, monkeypatch):
+    """One file for r50k_base, two for gpt2: what is cut short is not taken, and where nothing else is, it is said."""
+    kept = os.environ['TIKTOKEN_CACHE_DIR']
+    one, *two = '0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4', '6d1cbeee0f20b3d9449abfede4726ed8212e3aee', \
+        '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6'
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+    monkeypatch.setattr('requests.get', lambda *args, **kwargs: 1 / 0)  # there is no network
+    monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})  # what was loaded before
+    hard = "it's  10,000 \u00fcbel\n\n\t<|endoftext|> \U0001f600"
+    ids = list(gpt2.encode(hard))
+
+    def keep(*names, cut=0):
+        for name in os.listdir(tmp_path):
+            os.remove(tmp_path / name)
+        for name in names:
+            with open(os.path.join(kept, name), 'rb') as f, open(tmp_path / name, 'wb') as g:
+                raw = f.read()
+                g.write(raw[:len(raw) - (cut if name == one else 0)])
+    for names, cut in (([one], 0), (two, 0), ([one, *two], 100)):
+        keep(*names, cut=cut)
+        monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
+        tokenizer = prepare.TiktokenTokenizer('gpt2')
+        assert list(tokenizer.encode(hard)) == ids and (tokenizer.n_vocab, tokenizer.eot) == (50257, 50256)
+    keep(one, cut=100)
+    monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
+    with pytest.raises(ValueError, match=r"'gpt2' could not be loaded.*TIKTOKEN_CACHE_DIR.*openai-whisper"):
+        prepare.TiktokenTokenizer('gpt2')
+
+
 def test_a_prompt_may_hold_the_end_of_text():
     byte, char = ByteTokenizer(), CharTokenizer('ab', eot=True)
     assert encode_marked(byte, 'a<|endoftext|>b') == [97, 256, 98]
