@@ -504,6 +504,7 @@ def without_surrogates(text):
 # downloads
 
 ATTEMPTS, PAUSE = 6, 1.0  # in a row without a byte of progress; seconds before the second, doubling after that
+PATIENCE = 30.0  # seconds without a byte after which a connection counts as cut
 
 
 def hub():
@@ -559,13 +560,14 @@ def fetch(url, path, sha256):
     headers = {'Accept-Encoding': 'identity', **({'Authorization': f'Bearer {token}'} if token else {})}
 
     def get(more=()):
-        return requests.get(url, headers=headers | dict(more), stream=True, timeout=30)
+        return requests.get(url, headers=headers | dict(more), stream=True, timeout=PATIENCE)
     with get() as answer:
         check_answer(url, answer)
         # the hub tells length and hash on its first answer and redirects to where the bytes are
         told = {k.lower(): v for a in [*answer.history, answer] for k, v in a.headers.items()}
         encoded = answer.headers.get('Content-Encoding', 'identity') != 'identity'
-        length = -1 if encoded else int(answer.headers.get('Content-Length') or told.get('x-linked-size') or -1)
+        length = '' if encoded else answer.headers.get('Content-Length') or told.get('x-linked-size') or ''
+        length = int(length) if length.isdecimal() else -1
         etag = sha256 or (told.get('x-linked-etag') or told.get('etag') or '').removeprefix('W/').strip('"')
         # the name of what is there so far says which version of the file it is of
         version = hashlib.sha256(f'{etag} {told.get("last-modified")} {length}'.encode()).hexdigest()[:8]

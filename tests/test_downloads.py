@@ -127,6 +127,37 @@ def test_one_sentence_and_no_file(server, tmp_path, script, words, requests):
     assert str(e.value).startswith(server.url) and '\n' not in str(e.value)
 
 
+def test_a_connection_that_hangs_is_cut_and_resumed(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, 'PATIENCE', 0.3)
+    done = threading.Event()
+
+    def hang(handler):
+        answer(cut=2_000_000, ETag=f'"{GOOD}"')(handler)
+        handler.wfile.flush()
+        done.wait(20)
+    server.script = [hang, answer(ETag=f'"{GOOD}"')]
+    try:
+        download(server.url, str(tmp_path / 'f'))
+    finally:
+        done.set()
+    assert contents(tmp_path) == {'f': BODY} and any('Range' in seen for seen in server.seen)
+
+
+@pytest.mark.parametrize('to, words', [('file:///etc/passwd', 'InvalidSchema'), ('ftp://127.0.0.1/f', 'InvalidSchema'),
+                                       ('', 'TooManyRedirects')])
+def test_a_redirect_leads_to_another_page_or_nowhere(server, tmp_path, to, words):
+    server.script = [answer(b'', 302, Location=to or server.url)]
+    with pytest.raises(ValueError, match=f'could not be downloaded: {words}'):
+        download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {}
+
+
+def test_a_length_that_is_no_number_is_none(server, tmp_path):
+    server.script = [answer(length='many', ETag=f'"{GOOD}"')]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY}
+
+
 def test_a_connection_that_always_breaks_ends(server, tmp_path):
     server.script = [answer(cut=1_500_000, ETag=f'"{GOOD}"', ranges=False)]
     with pytest.raises(ValueError, match='after 6 attempts'):
