@@ -342,6 +342,8 @@ class Split:
             if os.path.getsize(mask) != self.num_tokens:
                 raise ValueError(f'{mask} has {os.path.getsize(mask):,} bytes for {self.num_tokens:,} tokens')
             self.mask = np.memmap(mask, dtype=np.uint8, mode='r')
+            if not any(self.mask[at:at + (1 << 24)].any() for at in range(0, self.num_tokens, 1 << 24)):
+                raise ValueError(f'{path} has no target that counts: its mask is 0 everywhere; prepare it again')
 
     def check_ids(self, vocab_size):
         """One pass over the bin: an id beyond the vocabulary would end in a CUDA assert without a name. Above a
@@ -899,7 +901,7 @@ def evaluate(model, split, num_windows, batch, machine, byte_counts=None, stop=N
     loss, targets, num_bytes = np.reshape(sums, (3, -1))
     counted = targets > 0
     if not counted.any():
-        raise ValueError(f'{split.path} has no target that counts in the windows evaluated: its mask is 0 everywhere')
+        raise ValueError(f'{split.path} has no target that counts in the windows evaluated; raise eval_tokens')
     mean = loss.sum() / targets.sum()
     spread = (loss - mean * targets)[counted]  # of a ratio of sums, windows being the sample
     n = int(counted.sum())

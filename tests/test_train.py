@@ -351,6 +351,21 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(masked):
     assert not same(model.state_dict(), pickle.loads(before))
 
 
+def test_a_storm_of_overflows_ends_the_run_with_advice(train_tiny, monkeypatch):
+    """The scale is halved until it is below 1, and helps no more."""
+    scales = []
+
+    class Scaler(torch.amp.GradScaler):
+        def update(self):
+            super().update()
+            scales.append(self.get_scale())
+    monkeypatch.setattr(torch.amp, 'GradScaler', Scaler)
+    nan_at(monkeypatch, *range(100))
+    assert re.search('step 20: .* for 20 steps in a row.*with dtype=float16 try bfloat16 or float32',
+                     error_of(train_tiny, dtype='float16', max_iters=50))
+    assert scales == [2.0**(15 - n) for n in range(20)]
+
+
 def test_fp16_resumes_with_its_scale(train_tiny, tmp_path, monkeypatch):
     """Five plus seven steps equal twelve to the bit, overflows among the first; without the scaler they do not."""
     high_scale(monkeypatch)
@@ -929,12 +944,19 @@ def test_contents_of_a_checkpoint(train_tiny, tmp_path):
     assert set(load(tmp_path / 'modern' / 'ckpt.pt')['model_args']) > set(checkpoint['model_args'])
 
 
-def test_the_last_checkpoints_are_kept(train_tiny, tmp_path):
-    """keep_last files, the latest among them, each whole and at its step."""
-    train_tiny(save_interval=1, keep_last=3, max_iters=6)
-    files = sorted(p.name for p in (tmp_path / 'out').glob('ckpt*'))
-    assert files == ['ckpt-000000004.pt', 'ckpt-000000005.pt', 'ckpt.pt']
-    assert [load(tmp_path / 'out' / name)['iter_num'] for name in files] == [4, 5, 6]
+def test_the_last_checkpoints_are_kept(train_tiny, tmp_path, monkeypatch):
+    """keep_last files, the latest among them, each whole and at its step, after each of 50 saves."""
+    original, out = train.save, tmp_path / 'out'
+
+    def save(run, *args, **kwargs):
+        original(run, *args, **kwargs)
+        step = run.state.iter_num
+        steps = range(max(step - 2, 1), step + 1)
+        names = [*(f'ckpt-{n:09d}.pt' for n in steps[:-1]), 'ckpt.pt']
+        assert sorted(p.name for p in out.glob('ckpt*')) == names
+        assert [load(out / name)['iter_num'] for name in names] == [*steps]
+    monkeypatch.setattr(train, 'save', save)
+    assert train_tiny(save_interval=1, keep_last=3, max_iters=50, eval_interval=50) == 0
 
 
 def scripted_losses(monkeypatch, losses):
@@ -1071,6 +1093,21 @@ def test_training_outlives_a_save_that_fails(train_tiny, tmp_path, monkeypatch, 
     assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 9 and not list((tmp_path / 'out').glob('*.tmp'))
 
 
+def test_what_does_not_read_back_takes_no_other_checkpoints_place(train_tiny, tmp_path, monkeypatch, capsys):
+    """As when memory fails between the sum of a record and its write."""
+    original, count = torch.save, itertools.count(1)
+
+    def save(checkpoint, f):
+        original(checkpoint, f)
+        if next(count) in (3, 4):
+            f.seek(1000)
+            f.write(b'\0\1\2\3' * 9)
+    monkeypatch.setattr(torch, 'save', save)
+    assert train_tiny(save_interval=1, eval_interval=100, max_iters=4, keep_last=5) == 0
+    assert capsys.readouterr().out.count('what was written does not read back; ') == 2
+    assert [load(p)['iter_num'] for p in sorted((tmp_path / 'out').glob('ckpt*.pt'))] == [1, 2, 4]
+
+
 def test_training_stops_after_three_failed_saves(train_tiny, tmp_path, monkeypatch):
     """In a row; the last good checkpoint is there to resume from."""
     full_disk(monkeypatch, lambda number, _: number > 2)
@@ -1195,11 +1232,20 @@ def test_mask_of_another_size(train_tiny, tmp_path):
                                                                              data_dir=tmp_path / 'data'))
 
 
-def test_mask_that_counts_nothing(train_tiny, tmp_path):
-    masks = {'train': np.ones(100), 'val': np.zeros(100)}
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_mask_that_counts_nothing(train_tiny, tmp_path, split):
+    masks = {'train': np.ones(100), 'val': np.ones(100), split: np.zeros(100)}
     write_bins(tmp_path / 'data' / 'm', noise(100), noise(100), masks=masks)
-    assert re.search(r'val\.bin has no target that counts', error_of(train_tiny, dataset='m',
-                                                                     data_dir=tmp_path / 'data'))
+    assert re.search(rf'{split}\.bin has no target that counts: its mask is 0 everywhere',
+                     error_of(train_tiny, dataset='m', data_dir=tmp_path / 'data'))
+
+
+def test_windows_that_count_nothing(train_tiny, tmp_path):
+    """Of the one window evaluated no target counts, though others of the split have some."""
+    masks = {'train': np.ones(100), 'val': np.append(np.zeros(99), 1)}
+    write_bins(tmp_path / 'data' / 'm', noise(100), noise(100), masks=masks)
+    assert re.search(r'val\.bin has no target that counts in the windows evaluated; raise eval_tokens',
+                     error_of(train_tiny, dataset='m', data_dir=tmp_path / 'data', eval_tokens=16))
 
 
 def test_resume_with_another_tokenizer(train_tiny, tmp_path, halves):
