@@ -28,6 +28,7 @@ from prepare import (
     TEMPLATES,
     PrepareConfig,
     TiktokenTokenizer,
+    cores,
     dataset_folder,
     documents_in,
     encode_marked,
@@ -164,6 +165,7 @@ def load(cfg):
 def place(model, cfg):
     """Moves the model to where it computes; returns how it decodes, for GPT.generate."""
     device, _ = choose_device(cfg.device)
+    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch knows nothing of a container's quota
     dtype, _ = choose_dtype(cfg.dtype, device)
     model.for_inference(device, dtype, cfg.quantize, pack=cfg.compile is not True)
     print(f'device: {device}, {str(dtype).removeprefix("torch.")}' + ', weights in int8' * (cfg.quantize == 'int8'),

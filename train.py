@@ -135,7 +135,7 @@ class TrainConfig:
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a small trial works
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # of torch.compile
     loss_chunks: int | Literal['auto'] = 'auto'  # parts of head and loss: less memory, slower; auto: 1 while that fits
-    threads: int | None = None  # CPU threads of a process; None: the machine's cores, shared out
+    threads: int | None = None  # CPU threads of a process; None: the machine's physical cores, shared out
     deterministic: bool | Literal['auto'] = 'auto'  # the same bits at every run; auto: on CPUs, where it costs 1%
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # of torch.distributed
     timeout_minutes: float = 10.0  # how long a process waits for the others before it gives up
@@ -210,7 +210,7 @@ def open_machine(cfg):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
-    threads = cfg.threads or max(1, cores() // local_world)
+    threads = cfg.threads or max(1, cores(physical=True) // local_world)
     torch.set_num_threads(threads)
     if cfg.backend == 'nccl' and device.type != 'cuda':
         raise ValueError(f'backend=nccl works between GPUs, and the device is {device.type}; use --backend=gloo')

@@ -743,3 +743,29 @@ def test_no_server_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r'127\.0\.0\.1:9/openai-community/gpt2/.* could not be downloaded'):
         fetch_gpt2('gpt2', str(tmp_path))
     assert contents(tmp_path) == {}
+
+
+# -----------------------------------------------------------------------------
+# the machine
+
+@pytest.mark.parametrize('quota, logical, physical', [(None, 6, 4), ('max 100000', 6, 4), ('250000 100000', 3, 3),
+                                                      ('1000 100000', 1, 1), ('nonsense', 6, 4)])
+def test_cores_are_those_of_the_affinity_and_of_a_containers_quota(tmp_path, monkeypatch, quota, logical, physical):
+    """Six CPUs, of which 0 and 4, and 1 and 5, are one core each; of CPU 3 the system tells nothing."""
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(6)), raising=False)
+    for cpu in (0, 1, 2, 4, 5):
+        folder = tmp_path / f'devices/system/cpu/cpu{cpu}/topology'
+        folder.mkdir(parents=True)
+        (folder / 'thread_siblings_list').write_text({0: '0,4', 1: '1,5', 2: '2'}[cpu % 4] + '\n')
+    if quota:
+        (tmp_path / 'fs/cgroup').mkdir(parents=True)
+        (tmp_path / 'fs/cgroup/cpu.max').write_text(quota + '\n')
+    assert prepare.cores(system=tmp_path) == logical
+    assert prepare.cores(physical=True, system=tmp_path) == physical
+
+
+def test_cores_where_nothing_is_told(tmp_path, monkeypatch):
+    """As on Windows and macOS."""
+    monkeypatch.delattr(os, 'sched_getaffinity', raising=False)
+    monkeypatch.setattr(os, 'cpu_count', lambda: 3)
+    assert prepare.cores(system=tmp_path) == prepare.cores(physical=True, system=tmp_path) == 3
