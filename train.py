@@ -232,6 +232,18 @@ def open_machine(cfg):
     return Machine(rank, world, device, dtype, compiling, threads, reasons)
 
 
+def compiled(model, cfg, machine):
+    """The model, compiled where that was chosen."""
+    if not machine.compile:
+        return model
+    if machine.device.type == 'cpu' and model.num_params() > 10**7:
+        # what products of the backward pass read, bf16 copies of weights before all, is computed again and not kept:
+        # 0.88 of the memory of a 124M step in the same time, where one of 0.8M would take 1.02 of its time. A private
+        # switch; its price on GPUs has not been measured
+        importlib.import_module('torch._functorch.config').ban_recompute_materialized_backward = False
+    return torch.compile(model, dynamic=False, mode=cfg.compile_mode)
+
+
 def end_with_parent():
     """
     Has Linux send this process SIGTERM when torchrun dies. Killed with -9, it would leave its processes training, and
@@ -593,13 +605,15 @@ def out_of_memory(error):
 def fits(model, batch, machine, cfg, reserve):
     """
     Whether forward and backward of so many sequences fit the memory, beside `reserve` bytes that come later; compiled,
-    they need less. Gradients are left at zero. All processes answer alike.
+    they need less. No gradients are left. All processes answer alike.
     """
     c, failed = model.config, 0.0
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size,
                                            device_memory(machine.device))
     try:
         held = torch.empty(reserve, dtype=torch.uint8, device=machine.device)
+        for p in (p for p in model.parameters() if p.requires_grad):
+            p.grad = torch.zeros_like(p)  # those of the micro-batches before
         ids = torch.zeros(batch, c.block_size, dtype=torch.int64, device=machine.device)
         model(ids, ids).sum().backward()
         if machine.device.type == 'cuda':
@@ -609,7 +623,7 @@ def fits(model, batch, machine, cfg, reserve):
         if not out_of_memory(e):
             raise
         failed = 1.0
-    model.zero_grad(set_to_none=False)
+    model.zero_grad()
     if machine.device.type == 'cuda':
         torch.cuda.empty_cache()
     return not machine.sum(np.array([failed])).any()
@@ -811,54 +825,48 @@ def set_learning_rate(optimizers, lr, peak):
 # -----------------------------------------------------------------------------
 # the step
 
-class Gradients:
-    """
-    The gradients of all parameters as one flat buffer, of which each p.grad is a view: zeroed, reduced over the
-    processes, measured, clipped and checked in one operation each. Two more numbers ride along, so that the summed
-    loss and a wish to stop reach every process without a collective of their own.
-    """
-
-    def __init__(self, model):
-        params = [p for p in model.parameters() if p.requires_grad]
-        ends = np.cumsum([0] + [-(-p.numel() // 64) * 64 for p in params])  # each begins where kernels like it
-        total = int(ends[-1])
-        self.buffer = torch.zeros(total + 2, device=params[0].device, dtype=torch.float32)
-        self.all, self.loss, self.stop = self.buffer[:total], self.buffer[total], self.buffer[total + 1]
-        for p, at in zip(params, ends.tolist(), strict=False):
-            p.grad = self.all[at:at + p.numel()].view_as(p)
+def add_up(tensors):
+    """The sum of each tensor over all processes, in its place, by one reduction."""
+    flat = torch.cat([t.flatten() for t in tensors])
+    dist.all_reduce(flat)
+    parts = flat.split([t.numel() for t in tensors])
+    torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
 
-def train_step(model, loads, num_targets, optimizers, gradients, scaler, clip, world=1, stop=False, dropout=0.0):
+def train_step(model, params, loads, num_targets, optimizers, scaler, clip, world=1, stop=False, dropout=0.0):
     """
-    One optimizer update over the micro-batches that `loads` load. num_targets: how many targets count over the global
-    batch, of all processes; the loss is their mean, however unevenly masks fall on micro-batches and processes.
-    Returns the summed loss, the gradient's norm before clipping and found_inf, 1 if the update was skipped because
-    something was not finite: 0-d tensors that nobody has waited for.
+    One optimizer update of `params` over the micro-batches that `loads` load. num_targets: how many targets count over
+    the global batch, of all processes; the loss is their mean, however unevenly masks fall on micro-batches and
+    processes. Returns the summed loss, the gradient's norm before clipping, found_inf, 1 if the update was skipped
+    because something was not finite, and how many processes wish to stop: 0-d tensors that nobody has waited for.
     """
-    gradients.buffer.zero_()
-    gradients.stop.fill_(float(stop))
+    loss_sum, stops = torch.zeros(2, device=params[0].device)
+    stops.fill_(float(stop))
+    for p in params:
+        p.grad = None  # rather than zero: what backward gives back of the activations has room for it
     for load in loads:
         x, y, seed = load()
         if dropout:
             torch.manual_seed(seed)
         loss = model(x, y).sum()
         scaler.scale(loss / max(num_targets, 1)).backward()
-        gradients.loss.add_(loss.detach())
+        loss_sum.add_(loss.detach())
+    grads = [p.grad for p in params]
     if world > 1:
-        dist.all_reduce(gradients.buffer)
+        add_up([*grads, loss_sum, stops])  # the other two ride along
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    norm = torch.linalg.vector_norm(gradients.all)
-    found_inf = (~torch.isfinite(norm + gradients.loss)).float()
+    norm = torch.nn.utils.get_total_norm(grads)
+    found_inf = (~torch.isfinite(norm + loss_sum)).float()
     if clip:
-        gradients.all.mul_((clip / (norm + 1e-6)).clamp(max=1.0))
+        torch.nn.utils.clip_grads_with_norm_(params, clip, norm)
     # on Apple GPUs the fused kernel overlooks found_inf (seen in PyTorch's source, not run): there the host decides
-    skip = gradients.buffer.device.type == 'mps' and bool(found_inf)
+    skip = params[0].device.type == 'mps' and bool(found_inf)
     for optimizer in () if skip else optimizers:
         optimizer.found_inf = found_inf
         optimizer.step()
     scaler.update()
-    return gradients.loss.clone(), norm, found_inf
+    return loss_sum, norm, found_inf, stops
 
 
 # -----------------------------------------------------------------------------
@@ -1581,7 +1589,7 @@ class Run:
     byte_counts: np.ndarray | None
     optimizers: list
     scaler: torch.amp.GradScaler
-    gradients: Gradients
+    params: list  # those that are trained
     state: RunState
     out: OutDir
     log: Log
@@ -1820,12 +1828,12 @@ def train(run):
         lr = learning_rate(state.iter_num, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
         num_targets, loads = batches.step(state.iter_num)
-        loss, norm, bad = train_step(run.forward, loads, num_targets, run.optimizers, run.gradients, run.scaler,
-                                     cfg.grad_clip, machine.world, stop(), run.model.config.dropout)
+        loss, norm, bad, stops = train_step(run.forward, run.params, loads, num_targets, run.optimizers, run.scaler,
+                                            cfg.grad_clip, machine.world, stop(), run.model.config.dropout)
         pending.append((loss, bad, num_targets))
         state.iter_num += 1
         state.tokens_seen += batches.global_batch * run.val.T
-        last_flag, stop_flag = stop_flag, read_later(run.gradients.stop) if machine.world > 1 else stop
+        last_flag, stop_flag = stop_flag, read_later(stops) if machine.world > 1 else stop
         stopping = bool((last_flag if lagging else stop_flag)())
 
         step, last = state.iter_num, state.iter_num == cfg.max_iters
@@ -1886,7 +1894,7 @@ def profile_steps(run, warm=5, timed=20):
         for step in range(first, first + number):
             num_targets, loads = batches.step(step)
             set_learning_rate(run.optimizers, learning_rate(step, cfg), cfg.learning_rate)
-            loss, *_ = train_step(run.forward, loads, num_targets, run.optimizers, run.gradients, run.scaler,
+            loss, *_ = train_step(run.forward, run.params, loads, num_targets, run.optimizers, run.scaler,
                                   cfg.grad_clip, machine.world, dropout=run.model.config.dropout)
         loss.item()  # waits for the device
         return (time.perf_counter() - began) / number
@@ -2002,8 +2010,7 @@ def build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, sai
     stop = None if cfg.eval_only or cfg.profile else StopRequest(cfg.max_minutes)
     model.to(machine.device)
     model.compute_dtype = machine.dtype
-    forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if machine.compile else model
-    gradients = None if cfg.eval_only else Gradients(model)
+    forward = compiled(model, cfg, machine)
     if auto_batch and not cfg.eval_only:
         said.append(choose_batch_size(model, splits['train'], machine, cfg))
     batches = Batches(splits['train'], cfg, machine)
@@ -2021,8 +2028,9 @@ def build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, sai
     settings = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
     if resumed:  # where the weights first came from
         settings['init_from'] = str(checkpoint.get('config', {}).get('init_from', 'scratch'))
+    trained = [p for p in model.parameters() if p.requires_grad]
     return Run(cfg, settings, machine, model, forward, batches, splits['val'],
-               byte_table(meta, model.config.vocab_size, machine), optimizers, scaler, gradients, state,
+               byte_table(meta, model.config.vocab_size, machine), optimizers, scaler, trained, state,
                OutDir(cfg.out_dir), None, context, stop, tokenizer=tokenizer)
 
 

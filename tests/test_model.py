@@ -395,7 +395,6 @@ def muon_update(model, world=1):
 def test_muon_moves_every_matrix_of_a_block_by_an_orthogonal_one():
     """Queries, keys and values each by their own, gate and up too; tall matrices grow by the root of their shape."""
     model = make('swiglu, grouped')
-    train.Gradients(model)
     model(ids(2, 16), ids(2, 16, seed=1)).sum().backward()
     update, _ = muon_update(model)
     for block in ('transformer.h.0.', 'transformer.h.1.'):
@@ -409,7 +408,6 @@ def test_muon_moves_every_matrix_of_a_block_by_an_orthogonal_one():
 
 def test_a_skipped_step_of_muon_changes_not_a_bit():
     model = make('modern')
-    train.Gradients(model)
     model(ids(2, 16), ids(2, 16)).sum().backward()
     _, muon = muon_update(model)
     before = [p.detach().clone() for p in model.parameters()]

@@ -24,7 +24,7 @@ import model as model_file
 import train
 from model import GPT, GPTConfig
 from prepare import read_meta
-from train import Batches, Gradients, Machine, Split, TrainConfig
+from train import Batches, Machine, Split, TrainConfig
 
 ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw'), dict(optimizer='muon', preset='modern')]
@@ -112,17 +112,21 @@ def masked(tmp_path):
     return write_bins(tmp_path / 'masked', noise(4001), noise(487, seed=1), masks=masks)
 
 
+def gradient_of(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
 def one_step(folder, batch_size, accumulation, machine):
     """Gradient and loss of one step, weights after one of Muon and AdamW, and an evaluation."""
     split, val = (Split(folder, name, read_meta(folder), 16) for name in ('train', 'val'))
     cfg = TrainConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation, optimizer='muon')
     num_targets, loads = Batches(split, cfg, machine).step(3)
     model = tiny_gpt(preset='modern', zero_init=False)
-    gradients = Gradients(model)
+    params = list(model.parameters())
     evaluation = train.evaluate(model, val, None, 5, machine)
-    loss, *_ = train.train_step(model, loads, num_targets, [], gradients, no_scaler, 0.0, machine.world)
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    train.train_step(model, loads, num_targets, train.build_optimizers(model, cfg, machine), gradients, no_scaler, 1.0,
+    loss, *_ = train.train_step(model, params, loads, num_targets, [], no_scaler, 0.0, machine.world)
+    gradient = gradient_of(model)
+    train.train_step(model, params, loads, num_targets, train.build_optimizers(model, cfg, machine), no_scaler, 1.0,
                      machine.world)
     return {'gradient': gradient, 'loss': loss / num_targets, 'weights': model.state_dict(), 'val': evaluation['loss']}
 
@@ -134,7 +138,7 @@ def whole_batch_gradient(folder):
     model = tiny_gpt(preset='modern', zero_init=False)
     loss = model(x, y).sum() / (y >= 0).sum()
     loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    return loss.detach(), gradient_of(model)
 
 
 def distance(a, b):
@@ -154,12 +158,12 @@ def test_gradient_does_not_depend_on_how_the_batch_is_split(masked, shape):
 def test_gradients_of_the_ranks_add_up(masked, world):
     """The sum over processes is the gradient of the global batch, and so is that of the losses."""
     split, model = Split(masked, 'train', read_meta(masked), 16), tiny_gpt(preset='modern', zero_init=False)
-    gradients, total = Gradients(model), 0.0
+    total = 0.0
     for rank in range(world):
         batches = Batches(split, TrainConfig(batch_size=4, gradient_accumulation_steps=4), Machine(rank, world))
         num_targets, loads = batches.step(3)
-        train.train_step(model, loads, num_targets, [], gradients, no_scaler, 0.0)
-        total = total + torch.cat([p.grad.flatten() for p in model.parameters()])
+        train.train_step(model, list(model.parameters()), loads, num_targets, [], no_scaler, 0.0)
+        total = total + gradient_of(model)
     assert distance(total, whole_batch_gradient(masked)[1]) < 1e-6
 
 
@@ -211,14 +215,13 @@ def test_gradients_are_clipped_to_the_norm_that_is_reported(masked):
     """The reported norm is the one before clipping; a gradient shorter than grad_clip stays as it is."""
     split, model = Split(masked, 'train', read_meta(masked), 16), tiny_gpt()
     num_targets, loads = Batches(split, TrainConfig(), Machine()).step(0)
-    gradients = Gradients(model)
-    step = functools.partial(train.train_step, model, loads, num_targets, [], gradients, no_scaler)
+    step = functools.partial(train.train_step, model, list(model.parameters()), loads, num_targets, [], no_scaler)
     norm = step(0.0)[1].item()
-    assert norm == pytest.approx(gradients.all.norm().item(), rel=1e-6)
+    assert norm == pytest.approx(gradient_of(model).norm().item(), rel=1e-6)
     assert step(norm / 3)[1].item() == pytest.approx(norm, rel=1e-6)
-    assert gradients.all.norm().item() == pytest.approx(norm / 3, rel=1e-4)
+    assert gradient_of(model).norm().item() == pytest.approx(norm / 3, rel=1e-4)
     step(norm * 3)
-    assert gradients.all.norm().item() == pytest.approx(norm, rel=1e-6)
+    assert gradient_of(model).norm().item() == pytest.approx(norm, rel=1e-6)
 
 
 def test_decay_is_for_matrices_only():
@@ -228,7 +231,8 @@ def test_decay_is_for_matrices_only():
     cfg = TrainConfig(learning_rate=0.1, weight_decay=0.5)
     [adamw] = train.build_optimizers(model, cfg, Machine())
     assert {len(g['params']) > 0 for g in adamw.param_groups} == {True} and adamw.defaults['fused']
-    Gradients(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
     adamw.step()
     for name, p in model.named_parameters():
         expected = before[name] * (0.95 if p.dim() >= 2 else 1.0)
@@ -256,7 +260,7 @@ def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
     split = Split(masked, 'train', read_meta(masked), 16)
     cfg = TrainConfig(optimizer=recipe['optimizer'])
     model = tiny_gpt(preset=recipe.get('preset', 'gpt2'), zero_init=False)  # or all that Muon has would be zero
-    optimizers, gradients = train.build_optimizers(model, cfg, Machine()), Gradients(model)
+    optimizers, params = train.build_optimizers(model, cfg, Machine()), list(model.parameters())
     broken = []
 
     def forward(x, y):
@@ -267,7 +271,7 @@ def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
 
     def step(n):
         num_targets, loads = Batches(split, cfg, Machine()).step(n)
-        return train.train_step(forward, loads, num_targets, optimizers, gradients, no_scaler, 1.0)
+        return train.train_step(forward, params, loads, num_targets, optimizers, no_scaler, 1.0)
 
     def everything():
         return [model.state_dict(), [o.state_dict()['state'] for o in optimizers]]
@@ -337,11 +341,11 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(masked):
     split, model = Split(masked, 'train', read_meta(masked), 16), tiny_gpt()
     model.compute_dtype = torch.float16
     scaler = torch.amp.GradScaler('cpu', init_scale=2.0**30)
-    optimizers, gradients = train.build_optimizers(model, TrainConfig(), Machine()), Gradients(model)
+    optimizers, params = train.build_optimizers(model, TrainConfig(), Machine()), list(model.parameters())
     num_targets, loads = Batches(split, TrainConfig(batch_size=4, gradient_accumulation_steps=2), Machine()).step(0)
     before, scale = pickle.dumps(model.state_dict()), 2.0**30
     for _ in range(30):
-        _, _, bad = train.train_step(model, loads, num_targets, optimizers, gradients, scaler, 1.0)
+        _, _, bad, _ = train.train_step(model, params, loads, num_targets, optimizers, scaler, 1.0)
         if not bad:
             break
         scale /= 2

@@ -13,6 +13,7 @@ a GPU the allocator's peak.
 """
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -36,7 +37,8 @@ WITHOUT = {'as it is': {}, 'without compile': dict(compile=False), 'float32': di
            'unfused AdamW': dict(fused=False), 'vocabulary not padded': dict(vocab_size=50257),
            'no flash attention': dict(attention='math'), 'data not resident': dict(data_on_device=False),
            'with a mask of ones': dict(mask=True), 'not deterministic': dict(deterministic=False),
-           'loss in 4 chunks': dict(loss_chunks=4), 'modern, Muon': dict(preset='modern', optimizer='muon')}
+           'loss in 4 chunks': dict(loss_chunks=4), 'casts computed again': dict(recompute=True),
+           'casts kept': dict(recompute=False), 'modern, Muon': dict(preset='modern', optimizer='muon')}
 
 
 def write_data(folder, vocab_size, num_tokens):
@@ -78,9 +80,11 @@ def our_step(a, folder, device):
     if not a.get('fused', True):
         optimizers = [torch.optim.AdamW([dict(g) for g in o.param_groups], fused=False, foreach=False)
                       if isinstance(o, torch.optim.AdamW) else o for o in optimizers]
-    gradients = train.Gradients(gpt)
+    params = list(gpt.parameters())
     scaler = torch.amp.GradScaler(here.device.type, enabled=here.dtype == torch.float16)
-    forward = torch.compile(gpt, dynamic=False) if here.compile else gpt
+    forward = train.compiled(gpt, cfg, here)
+    if 'recompute' in a:
+        importlib.import_module('torch._functorch.config').ban_recompute_materialized_backward = not a['recompute']
     split = train.Split(folder, 'train', {**train.read_meta(folder), 'foreign': True}, gpt.config.block_size)
     if a.get('mask'):
         split.mask = np.ones(split.num_tokens, dtype=np.uint8)
@@ -89,17 +93,17 @@ def our_step(a, folder, device):
     def step(n):
         num_targets, loads = batches.step(n)
         train.set_learning_rate(optimizers, 1e-3, cfg.learning_rate)
-        return train.train_step(forward, loads, num_targets, optimizers, gradients, scaler, 1.0)[0]
+        return train.train_step(forward, params, loads, num_targets, optimizers, scaler, 1.0)[0]
     if a.get('data') == 'fixed':
         num_targets, loads = batches.step(0)
         fixed = [load() for load in loads]
 
         def fixed_step(n):
-            return train.train_step(forward, [lambda batch=batch: batch for batch in fixed], num_targets, optimizers,
-                                    gradients, scaler, 1.0)[0]
+            return train.train_step(forward, params, [lambda batch=batch: batch for batch in fixed], num_targets,
+                                    optimizers, scaler, 1.0)[0]
         return fixed_step, here
     if a.get('loop'):
-        return the_loop(train, cfg, here, gpt, forward, batches, optimizers, scaler, gradients), here
+        return the_loop(train, cfg, here, gpt, forward, batches, optimizers, scaler, params), here
     if a.get('attention') == 'math':
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -112,19 +116,20 @@ def our_step(a, folder, device):
 
 def the_loop(train, cfg, *parts):
     """train.train() itself, a line of log at each step, without its evaluations and saves: (step, number of steps)."""
-    here, gpt, forward, batches, optimizers, scaler, gradients = parts
+    import torch
+    here, gpt, forward, batches, optimizers, scaler, params = parts
 
     class Lines:
         def write(self, text, **numbers):
             self.last = numbers
     train.book_evaluation = train.save = lambda *args, **kwargs: False
-    run = train.Run(cfg, {}, here, gpt, forward, batches, batches.split, None, optimizers, scaler, gradients,
+    run = train.Run(cfg, {}, here, gpt, forward, batches, batches.split, None, optimizers, scaler, params,
                     train.RunState(), None, Lines(), {}, train.StopRequest(None))
 
     def steps(n, number=1):
         cfg.max_iters = n + number
         train.train(run)
-        return gradients.loss
+        return torch.tensor(run.log.last['loss'])
     steps.takes_many = True
     return steps
 
