@@ -319,6 +319,13 @@ def as_file(objects, title):
     return '\n'.join(lines) + '\n'
 
 
+def drop_output():
+    """What is printed from here on, and what could not be delivered so far, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
 def call_main(main):
     """
     Calls main() as a script's entry point: a ValueError that our own files raise is a sentence for the user and ends
@@ -331,6 +338,9 @@ def call_main(main):
     except KeyboardInterrupt:  # what was written so far stands
         print(file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # whoever read our output has gone, as head does
+        drop_output()
+        sys.exit(141)
     except ValueError as e:
         where = list(tracebacks(e))[-1].tb_frame.f_code.co_filename
         ours = os.path.dirname(os.path.abspath(__file__))

@@ -1046,12 +1046,13 @@ def save_checkpoint(path, checkpoint, keep_old=None):
     except (OSError, RuntimeError) as e:  # torch turns a full disk into a RuntimeError that hides the cause
         with contextlib.suppress(OSError):
             os.remove(partial)
-        free = shutil.disk_usage(os.path.dirname(path) or '.').free
+        free = ''
+        with contextlib.suppress(OSError):  # where the folder itself has gone
+            free = f'{shutil.disk_usage(os.path.dirname(path) or ".").free / 1e6:,.1f} MB are free, '
         need = sum(t.numel() * t.element_size() for t in tensors_in(checkpoint))
         why = e.strerror if isinstance(e, OSError) and e.strerror else 'the disk takes no more' if 'unexpected pos' in \
             str(e) else first_line(e)
-        raise ValueError(f'{path} could not be written: {why}; {free / 1e6:,.1f} MB are free, {need / 1e6:,.1f} MB are '
-                         'needed') from e
+        raise ValueError(f'{path} could not be written: {why}; {free}{need / 1e6:,.1f} MB are needed') from e
 
 
 def reads_back(path):

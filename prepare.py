@@ -34,6 +34,7 @@ import pickletools
 import queue
 import re
 import reprlib
+import shlex
 import shutil
 import signal
 import sys
@@ -122,10 +123,11 @@ class PrepareConfig:
 
 class Tokenizer:
     """
-    n_vocab: number of ids. eot, bos: the ids that end and begin a document, or None. specials: {name: id} of the ids
-    that a prompt and a chat template may name; text that is data never becomes one.
+    n_vocab: number of ids. eot, bos: the ids that end and begin a document, or None; begin: bos, where the data at hand
+    was made with it. specials: {name: id} of the ids that a prompt and a chat template may name; text that is data
+    never becomes one.
     """
-    n_vocab, eot, bos = 0, None, None
+    n_vocab, eot, bos, begin = 0, None, None, None
 
     @cached_property
     def sizes(self):
@@ -491,6 +493,26 @@ def encode_marked(tokenizer, text):
     return ids
 
 
+def prompt_ids(tokenizer, text):
+    """Token ids of a prompt, special ids by their names, behind what begins a document; of no text, what ends one."""
+    begin, ids = [tokenizer.begin] if tokenizer.begin is not None else [], encode_marked(tokenizer, text)
+    ids = ids if ids[:1] == begin else begin + ids
+    return ids or [tokenizer.eot if tokenizer.eot is not None else 0]
+
+
+def same_tokenizer(a, b):
+    """Whether two specs give every text the same ids: what a tokenizer.json holds may be one of tiktoken's by name."""
+    kinds = [spec.get('kind') if isinstance(spec, dict) else None for spec in (a, b)]
+    if a == b or kinds not in (['bpe', 'tiktoken'], ['tiktoken', 'bpe']):
+        return a == b
+    try:
+        a, b = tokenizer_from(a), tokenizer_from(b)
+    except ValueError:  # its ranks cannot be had here
+        return False
+    return (a.pieces, a.eot, a.encoding._pat_str) == (b.pieces, b.eot, b.encoding._pat_str) and \
+        not getattr(a, 'nfc', False) and not getattr(b, 'nfc', False)
+
+
 def token_bytes(tokenizer):
     """UTF-8 bytes of each id, (n_vocab,) int64; the end-of-text id has none. What bits per byte are counted with."""
     return np.array([len(tokenizer.decode([i])) for i in range(tokenizer.n_vocab)], dtype=np.int64)
@@ -512,12 +534,23 @@ def hub():
     return os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')
 
 
-def fetch_gpt2(name, data_dir):
-    """The folder with OpenAI's weights as Hugging Face serves them ('gpt2', 'gpt2-medium', ...), downloaded once."""
-    folder = os.path.join(data_dir, 'pretrained', name)
-    for file in ('config.json', 'model.safetensors'):
-        download(f'{hub()}/openai-community/{name}/resolve/main/{file}', os.path.join(folder, file))
-    return folder
+def pretrained(init_from, data_dir):
+    """
+    (folder in Hugging Face's layout, spec of its tokenizer) where init_from names one: a folder, or OpenAI's weights by
+    name, which are downloaded once. None where it does not.
+    """
+    names, folder = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'), init_from
+    if init_from.startswith('gpt2') and not os.path.exists(init_from):
+        if init_from not in names:
+            raise ValueError(f'init_from={init_from!r} is not one of {", ".join(names)}, and no file or folder')
+        folder = os.path.join(data_dir, 'pretrained', init_from)
+        for file in ('config.json', 'model.safetensors'):
+            download(f'{hub()}/openai-community/{init_from}/resolve/main/{file}', os.path.join(folder, file))
+    elif not os.path.exists(os.path.join(init_from, 'config.json')):
+        return None
+    if os.path.exists(os.path.join(folder, 'tokenizer.json')):
+        return folder, read_tokenizer_json(folder).spec()
+    return folder, {'kind': 'tiktoken', 'name': 'gpt2'}
 
 
 def download(url, path, sha256=None):
@@ -529,11 +562,11 @@ def download(url, path, sha256=None):
     import requests
     if os.path.exists(path):
         return path
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    print(f'downloading {url}')
+    print(f'downloading {url}', file=sys.stderr)
     attempt, most = 0, 0
     while True:
         try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             return fetch(url, path, sha256)
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError, Interrupted) as e:
             here = sum(os.path.getsize(p) for p in glob.glob(glob.escape(path) + '.*.part'))
@@ -666,12 +699,12 @@ class Progress:
             rate = self.done / (now - self.start)
             left = max(self.total - self.done, 0) / rate
             print(f'\r{self.done / max(self.total, self.done):4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left ', end='',
-                  flush=True)
+                  flush=True, file=sys.stderr)
             self.shown = now
 
     def close(self):
         if self.shown:
-            print(f'\r100%  {self.done / 1e6:.1f} MB in {time.time() - self.start:.0f} s        ')
+            print(f'\r100%  {self.done / 1e6:.1f} MB in {time.time() - self.start:.0f} s        ', file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------
@@ -1141,11 +1174,13 @@ def parquet_rows(file, cfg, progress=None):
 
 
 ANSWERS = ('completion', 'response', 'output', 'answer')
-ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'instruction', 'input', 'system', *ANSWERS]
+ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'instruction', 'input', 'system', 'history',
+              *ANSWERS]
 
 # the marks around what each role says; those that end an answer are learned with it
 TEMPLATES = {
     'plain': {'system': ('', ''), 'user': ('', ''), 'assistant': ('', '')},
+    'joined': {'system': ('', ''), 'user': ('', ''), 'assistant': ('', '')},  # prompts say what stands behind them
     'alpaca': {'system': ('', ''), 'user': ('### Instruction:\n', ''), 'assistant': ('### Response:\n', '')},
     'chatml': {role: (f'<|im_start|>{role}\n', '<|im_end|>') for role in ('system', 'user', 'assistant')},
     'gemma': {role: (f'<start_of_turn>{name}\n', '<end_of_turn>') for role, name in
@@ -1153,7 +1188,7 @@ TEMPLATES = {
     'llama3': {role: (f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>')
                for role in ('system', 'user', 'assistant')},
 }
-BETWEEN = {'plain': '\n', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}  # turns
+BETWEEN = {'plain': '\n', 'joined': '', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}  # turns
 ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
 ALPACA = ('Below is an instruction that describes a task{}. Write a response that appropriately completes the request.',
           ', paired with an input that provides further context')
@@ -1171,12 +1206,13 @@ def parts_of(row, place, cfg, templates=None):
         raise ValueError(f'{place}: a row must be an object with fields, or a text, not {json.dumps(row)[:50]}')
     field, (turns, template) = cfg.text_field, (None, None) if cfg.text_field else turns_of(row, place)
     if turns is not None:
-        chosen = template if cfg.template == 'auto' else cfg.template
+        as_they_are = cfg.template == 'plain' and template == 'joined'
+        chosen = template if cfg.template == 'auto' or as_they_are else cfg.template
         if not any(role == 'assistant' and text for role, text in turns):
             return None
         if templates is not None:
             templates.add(chosen)
-        return render(turns, chosen, template)
+        return render(turns, chosen)
     field = field or next((name for name in ('text', 'content') if name in row), None)
     if field not in row:
         has = ', '.join(map(str, row)) or 'none'
@@ -1203,6 +1239,7 @@ def turns_of(row, place):
         if value is not None and not isinstance(value, str):
             raise ValueError(f'{place}: {json.dumps(value, default=str)[:50]} stands where a text was expected')
         return whole(value or '')
+    system = [('system', text(row['system']))] if row.get('system') else []
     messages = row.get('messages', row.get('conversations'))
     answer = next((name for name in ANSWERS if name in row), None)
     if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
@@ -1213,21 +1250,23 @@ def turns_of(row, place):
             if role not in ('system', 'user', 'assistant'):
                 raise ValueError(f'{place}: a message of role {role!r}; known are system, user and assistant')
             turns.append((role, text(message.get('content') or message.get('value'))))
-        return turns, 'chatml'
+        return ([] if any(role == 'system' for role, _ in turns) else system) + turns, 'chatml'
     if 'instruction' in row and answer:
         turns = [('input', text(row['input']))] if row.get('input') else []
         turns = [('user', text(row['instruction'])), *turns, ('assistant', text(row[answer]))]
-        return ([('system', text(row['system']))] if row.get('system') else []) + turns, 'alpaca'
+        try:
+            past = [(role, text(said)) for asked, answered in row.get('history') or ()
+                    for role, said in (('user', asked), ('assistant', answered))]
+        except (TypeError, ValueError):
+            raise ValueError(f'{place}: history is no list of pairs of texts') from None
+        return system + past + turns, 'alpaca'
     if 'prompt' in row and answer:
-        return [('user', text(row['prompt'])), ('assistant', text(row[answer]))], 'plain'
+        return [('user', text(row['prompt'])), ('assistant', text(row[answer]))], 'joined'
     return None, None
 
 
-def render(turns, template, suited):
-    """
-    The parts of a conversation: only what the assistant says, and the mark that ends it, counts in the loss. `suited`
-    is the template that the row calls for: a prompt and its completion are joined as they are by plain.
-    """
+def render(turns, template):
+    """The parts of a conversation: only what the assistant says, and the mark that ends it, counts in the loss."""
     marks, between = TEMPLATES[template], BETWEEN[template]
     joined = []  # what a template has no turn of its own for goes into the user's
     for role, text in turns:
@@ -1238,8 +1277,6 @@ def render(turns, template, suited):
             joined.append((role, text.strip() if template in ('gemma', 'llama3') else text))
     if template == 'alpaca' and joined[0][0] != 'system':
         joined.insert(0, ('system', ALPACA[0].format(ALPACA[1] if any(role == 'input' for role, _ in turns) else '')))
-    if template == suited == 'plain':
-        between = ''  # they say themselves what stands between them
     parts = []
     for i, (role, text) in enumerate(joined):
         before, after = marks[role]
@@ -1602,6 +1639,9 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
                              'tokenizer.json; with others, the end-of-text id between documents is both')
         if files[0].kind == 'tokens' and tokenizer.spec() != {'kind': 'tiktoken', 'name': 'gpt2'}:
             raise ValueError(f"shards hold GPT-2's tokens, and {folder} has another tokenizer")
+        if cfg.bos and old and 'bos' not in old:
+            raise ValueError(f'{folder} was made without bos; leave it out, or prepare all of it again')
+        bos = tokenizer.bos if cfg.bos or (old and 'bos' in old) else None
         dtype, eot = id_type(tokenizer), tokenizer.eot if split.several else None
         bins = {s: BinWriter(partial, s, dtype, old and old['splits'][s]) for s in ('train', 'val')}
         for writer in bins.values():
@@ -1611,7 +1651,7 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
         progress, places = Progress(size), []
         pieces = assign(files, val_files, cfg, split, progress)
         for made in encode_all(tokenizer, ([p] for p in pieces) if split.tail else batches_of(pieces),
-                               cfg.num_proc or cores(), tokenizer.bos if cfg.bos else None, eot):
+                               cfg.num_proc or cores(), bos, eot):
             for s, part in made.items():
                 bins[s].add(part)
             places.append(dict(bins['train'].counts))
@@ -1631,9 +1671,10 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
                 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
                 'splits': {s: writer.close() for s, writer in bins.items()},
                 'source': f'{old.get("source", "unknown")}, {source}' if old else source}
-        templates = progress.templates | ({str(old['template'])} if old and 'template' in old else set())
-        if len(templates) == 1:  # of several none can be called the one to talk to the model in
-            meta['template'] = templates.pop()
+        if templates := progress.templates | set(old.get('templates', []) if old else ()):
+            meta['templates'] = sorted(templates)
+        if bos is not None:
+            meta['bos'] = bos
         with open(os.path.join(partial, 'meta.json'), 'w', encoding='utf-8') as f:
             json.dump(meta, f, indent=1)
             f.flush()
@@ -1768,9 +1809,13 @@ def read_meta(folder):
             if meta['format'] > FORMAT or meta['dtype'] not in ('uint16', 'uint32') or \
                     not all(type(n) is int and n >= 0 for n in numbers) or not isinstance(meta.get('eot'), int | None):
                 raise KeyError('format')
+            if not set(meta.get('templates', [])) <= TEMPLATES.keys():
+                raise KeyError('templates')
             made = tokenizer_from({'kind': 'byte'} if meta['tokenizer']['kind'] == 'tiktoken' else meta['tokenizer'])
             if not made.n_vocab <= meta['vocab_size'] <= MAX_VOCAB:
                 raise KeyError('vocab_size')
+            if 'bos' in meta and not (type(meta['bos']) is int and 0 <= meta['bos'] < meta['vocab_size']):
+                raise KeyError('bos')
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f'{path} is damaged or of a later version ({e}); prepare the dataset again') from None
         return {**meta, 'foreign': False}
@@ -1912,11 +1957,7 @@ def open_sources(sources, cfg, spool):
         fraction = 0.05 if sources == ['stdlib'] else 0.1
     files = without_repeats(files, val_files)
     kinds = {file.kind for file in (*files, *val_files)}
-    rows = kinds - {'text', 'tokens'}
-    for name, acts in (('text_field', rows), ('template', rows), ('separator', 'text' in kinds)):
-        if getattr(cfg, name) not in (None, 'auto') and not acts:
-            raise ValueError(f'{name}={getattr(cfg, name)!r} acts on {"text" if name == "separator" else "rows"}, and '
-                             f'there is none in {" ".join(sources)}')
+    check_kinds(kinds, cfg, ' '.join(sources))
     tokens = 'tokens' in kinds
     if tokens and len(kinds) > 1:
         raise ValueError('shards of tokens and files of text cannot be one dataset; train on both with --dataset=A,B')
@@ -1924,6 +1965,15 @@ def open_sources(sources, cfg, spool):
         raise ValueError(f"shards hold GPT-2's tokens; tokenizer={cfg.tokenizer!r} cannot change that")
     cfg = replace(cfg, tokenizer=cfg.tokenizer or ('gpt2' if tokens else 'byte'))
     return files, val_files, cfg, cfg.val_fraction or fraction
+
+
+def check_kinds(kinds, cfg, place):
+    """ValueError where a setting for files of one kind finds none there."""
+    rows = kinds - {'text', 'tokens'}
+    for name, acts in (('text_field', rows), ('template', rows), ('separator', 'text' in kinds)):
+        if getattr(cfg, name, None) not in (None, 'auto') and not acts:
+            raise ValueError(f'{name}={getattr(cfg, name)!r} acts on {"text" if name == "separator" else "rows"}, and '
+                             f'there is none in {place}')
 
 
 def without_repeats(files, val_files):
@@ -1965,6 +2015,9 @@ def main(argv=None):
                          'choose another --name')
     if cfg.append and not ours:
         raise ValueError(f'{folder} does not exist, so nothing can be added to it; leave out --append')
+    before = read_meta(folder).get('source', 'unknown') if ours and not cfg.append else ' '.join(sources)
+    if before != ' '.join(sources):
+        print(f'note: the dataset that is there, made from {before}, is replaced; --name gives this one another place')
     spool = f'{folder}.partial.{os.getpid()}.stdin'
     try:
         files, val_files, cfg, fraction = open_sources(sources, cfg, spool)
@@ -1987,7 +2040,8 @@ def main(argv=None):
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, '
               f'{counts["documents"]:,} documents, {counts["bytes"] / max(counts["tokens"], 1):.2f} bytes a token')
-    print(f'train on it with: python train.py --dataset={name}')
+    place = '' if cfg.data_dir == PrepareConfig.data_dir else f' --data_dir={shlex.quote(cfg.data_dir)}'
+    print(f'train on it with: python train.py config/quickstart.py --dataset={shlex.quote(name)}{place}')
 
 
 if __name__ == '__main__':

@@ -28,13 +28,14 @@ from prepare import (
     TEMPLATES,
     PrepareConfig,
     TiktokenTokenizer,
+    check_kinds,
     cores,
     dataset_folder,
     documents_in,
-    encode_marked,
     encode_parts,
-    fetch_gpt2,
     files_of,
+    pretrained,
+    prompt_ids,
     read_meta,
     render,
     show,
@@ -52,8 +53,9 @@ class SampleConfig:
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (of a .jsonl file: one a line), or - for standard input
     chat: bool = False  # talk instead, until an empty line
-    template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of a chat; auto: its data's
+    template: Literal['auto', 'plain', 'joined', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # auto: its data's
     score: str | None = None  # tell the loss on the documents of this file or folder instead
+    text_field: str | None = None  # of rows there; None: text or content, or what instruction data is made of
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do there with bytes that are not UTF-8
     # --- text
     num_samples: int | None = None  # texts to draw from each prompt; None: 3, or the one that temperature=0 has
@@ -106,8 +108,8 @@ class SampleConfig:
                    'max_new_tokens', 'compile'}
         several = {'start', 'num_samples', 'logprobs'}
         if self.score is not None:
-            return drawing | several | {'template'}
-        return {'bad_utf8'} | (several | {'output', 'batch_size'} if self.chat else {'template'})
+            return drawing | several
+        return {'bad_utf8', 'text_field'} | (several | {'output', 'batch_size'} if self.chat else {'template'})
 
 
 def find_checkpoint(cfg):
@@ -144,9 +146,10 @@ def tokenizer_for(checkpoint, vocab_size, data_dir):
 
 def load(cfg):
     """(model, tokenizer, name of the template of its data) as the settings ask, on the CPU."""
-    if cfg.init_from.startswith('gpt2') and not os.path.exists(cfg.init_from):
-        print(f'weights: {cfg.init_from}, OpenAI', file=sys.stderr)
-        return load_gpt2(fetch_gpt2(cfg.init_from, cfg.data_dir)), TiktokenTokenizer('gpt2'), 'none'
+    if found := pretrained(cfg.init_from, cfg.data_dir):
+        folder, tokenizer = found
+        print(f'weights: {folder}', file=sys.stderr)
+        return load_gpt2(folder), tokenizer_from(tokenizer), 'none'
     path = find_checkpoint(cfg)
     try:
         checkpoint = load_checkpoint(path)
@@ -158,6 +161,8 @@ def load(cfg):
         path, checkpoint = latest, load_checkpoint(latest)
     model = model_from(checkpoint['model_args'], checkpoint['model'])
     tokenizer, source = tokenizer_for(checkpoint, model.config.vocab_size, cfg.data_dir)
+    if type(checkpoint.get('bos')) is int and 0 <= checkpoint['bos'] < tokenizer.n_vocab:
+        tokenizer.begin = checkpoint['bos']
     print(f'weights: {path}, step {checkpoint.get("iter_num", "unknown")}; tokenizer: {source}', file=sys.stderr)
     return model, tokenizer, str(checkpoint.get('template', 'none'))
 
@@ -211,10 +216,9 @@ def read_prompts(start):
     return prompts
 
 
-def prompt_ids(tokenizer, text, block_size):
-    """Ids of a prompt, of which the end counts where it is longer than the context."""
-    # with nothing before it: the start of a document
-    ids = encode_marked(tokenizer, text) or [tokenizer.eot if tokenizer.eot is not None else 0]
+def told_ids(tokenizer, text, block_size):
+    """Ids of a prompt; says where it is longer than the context, of which the end counts."""
+    ids = prompt_ids(tokenizer, text)
     if len(ids) > block_size:
         print(f'note: the prompt has {len(ids):,} tokens, and the context holds {block_size:,}: its end is taken',
               file=sys.stderr)
@@ -307,7 +311,7 @@ def sample(model, tokenizer, cfg, decode):
     """Draws num_samples texts from each prompt, batch_size of them at once."""
     num_samples = cfg.num_samples or (3 if cfg.temperature else 1)
     starts = read_prompts(cfg.start)
-    prompts = [prompt_ids(tokenizer, start, model.config.block_size) for start in starts]
+    prompts = [told_ids(tokenizer, start, model.config.block_size) for start in starts]
     stops = stops_of(tokenizer, cfg.stops())
     at_once = max(cfg.batch_size // num_samples, 1)
     for first in range(0, len(prompts), at_once):
@@ -332,10 +336,11 @@ def sample(model, tokenizer, cfg, decode):
 
 def chat_ids(tokenizer, turns, template):
     """Ids of a conversation, [(role, text)], up to where the assistant's next words begin."""
-    parts = render([*turns, ('assistant', '')], template, None)
+    parts = render([*turns, ('assistant', '')], template)
     if TEMPLATES[template]['assistant'][1]:
         parts.pop()  # the mark that ends them
-    return encode_parts(tokenizer, parts)[0].tolist()
+    begin = [] if tokenizer.begin is None else [tokenizer.begin]
+    return begin + encode_parts(tokenizer, parts)[0].tolist()
 
 
 def chat(model, tokenizer, template, cfg, decode):
@@ -384,13 +389,17 @@ def ask():
 # -----------------------------------------------------------------------------
 # the loss on a text
 
-def documents(reading, source, tokenizer):
+def documents(cfg, template, tokenizer):
     """
-    (its file's name, ids, mask of what counts) of each document of a source: its files, their parts between
-    <|endoftext|>, rows. reading: a PrepareConfig.
+    (its file's name, ids, mask of what counts) of each document of what cfg.score names: its files, their parts between
+    <|endoftext|>, rows, which are put into the template that was asked for or the one of the model's data.
     """
+    template = cfg.template if cfg.template != 'auto' or template not in TEMPLATES else template
+    reading = PrepareConfig(data_dir=cfg.data_dir, bad_utf8=cfg.bad_utf8, text_field=cfg.text_field, template=template)
     with tempfile.TemporaryDirectory() as folder:  # where standard input is put
-        for file in files_of(source, reading, os.path.join(folder, 'spool')):
+        files = files_of(cfg.score, reading, os.path.join(folder, 'spool'))
+        check_kinds({file.kind for file in files}, cfg, cfg.score)
+        for file in files:
             for ids, mask in documents_of(file, tokenizer, reading):
                 yield file.name, ids, mask
 
@@ -412,13 +421,14 @@ def documents_of(file, tokenizer, reading):
             ids, masks = [], []
 
 
-def windows(ids, mask, T, eot):
+def windows(ids, mask, T, begin):
     """
     (inputs, targets) of up to T tokens that cover a document; each target counts once, in the first window that has
-    it, so that all but the first T see at least half a context. The first token is predicted from the end of text.
+    it, so that all but the first T see at least half a context. The first token is predicted from `begin`: what begins
+    a document, or ends the one before.
     """
-    if eot is not None:
-        ids, mask = np.append(eot, ids), np.append(np.uint8(0), mask)
+    if begin is not None:
+        ids, mask = np.append(begin, ids), np.append(np.uint8(0), mask)
     targets, done, start = np.where(mask[1:], ids[1:], -1), 0, 0
     while done < len(targets):
         end = min(start + T, len(targets))
@@ -427,7 +437,7 @@ def windows(ids, mask, T, eot):
 
 
 @torch.no_grad()
-def score(model, tokenizer, cfg):
+def score(model, tokenizer, template, cfg):
     """Prints tokens, bytes, loss in nats a token, perplexity and bits per byte of each document and of all."""
     c, rows, waiting = model.config, [], []
 
@@ -439,12 +449,12 @@ def score(model, tokenizer, cfg):
         for (row, *_), loss in zip(waiting, losses, strict=True):
             row['nats'] += loss
         waiting.clear()
-    reading = PrepareConfig(data_dir=cfg.data_dir, bad_utf8=cfg.bad_utf8)
-    for name, ids, mask in documents(reading, cfg.score, tokenizer):
-        counted = ids[mask > 0] if tokenizer.eot is not None else ids[1:][mask[1:] > 0]
+    begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
+    for name, ids, mask in documents(cfg, template, tokenizer):
+        counted = ids[mask > 0] if begin is not None else ids[1:][mask[1:] > 0]
         rows.append({'file': name, 'begins': show(tokenizer, ids[:20].tolist())[:24], 'tokens': len(counted),
                      'bytes': int(tokenizer.sizes[counted].sum()), 'nats': 0.0})
-        for x, y in windows(ids, mask, c.block_size, tokenizer.eot):
+        for x, y in windows(ids, mask, c.block_size, begin):
             waiting.append((rows[-1], x, y))
             # as many logits as fit into 256 MB
             if len(waiting) >= min(cfg.batch_size, max(2**26 // (c.block_size * c.vocab_size), 1)):
@@ -482,7 +492,7 @@ def main(argv=None):
     model, tokenizer, template = load(cfg)
     decode = place(model, cfg)
     if cfg.score is not None:
-        score(model, tokenizer, cfg)
+        score(model, tokenizer, template, cfg)
     elif cfg.chat:
         chat(model, tokenizer, template, cfg, decode)
     else:

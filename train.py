@@ -11,7 +11,9 @@ processes. Everything random (the order of the data, dropout) is a function of t
 so a run that was killed goes on bit for bit, and nothing but tensors and counters has to be saved.
 """
 
+import contextlib
 import dataclasses
+import errno
 import functools
 import gc
 import glob
@@ -36,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configurator import accept, as_file, call_main, configure, differences
+from configurator import accept, as_file, call_main, configure, differences, drop_output
 from model import (
     GPT,
     GPTConfig,
@@ -55,10 +57,11 @@ from prepare import (
     Tokenizer,
     cores,
     dataset_folder,
-    encode_marked,
-    fetch_gpt2,
     how_to_make,
+    pretrained,
+    prompt_ids,
     read_meta,
+    same_tokenizer,
     token_bytes,
     tokenizer_from,
 )
@@ -164,8 +167,6 @@ class TrainConfig:
             wrong.append(f'seed={self.seed} must be below 2**63')
         if self.keep_last < 2:
             wrong.append(f'keep_last={self.keep_last} must be at least 2: one file is no insurance against damage')
-        if self.embed_lr is not None and self.optimizer != 'muon':
-            wrong.append("embed_lr acts under optimizer='muon' only")
         if self.wandb_log and importlib.util.find_spec('wandb') is None:
             wrong.append('wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False')
         return wrong
@@ -173,6 +174,15 @@ class TrainConfig:
 
 # -----------------------------------------------------------------------------
 # the machine: device, dtype, compile, processes, each with the reason it was chosen
+
+def tell(text):
+    """Prints what no run ends for: the terminal may be closed, a pipe broken, the disk under a file of output full."""
+    try:
+        print(text, flush=True)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):  # there it is delivered with the next line, or the one after
+            drop_output()
+
 
 @dataclass
 class Machine:
@@ -184,10 +194,10 @@ class Machine:
     threads: int = 1
     reasons: dict = field(default_factory=dict)
 
-    def say(self, text, **kwargs):
+    def say(self, text):
         """Prints once for all processes."""
         if self.rank == 0:
-            print(text, flush=True, **kwargs)
+            tell(text)
 
     def sum(self, values):
         """Sums a float64 array over all processes."""
@@ -426,6 +436,9 @@ class Mixture:
         self.num_tokens = int(self.bases[-1])
         ends = np.round(np.cumsum(self.weights) * self.MIXTURE).astype(np.int64)
         self.shares = np.diff(ends, prepend=0)
+        if not self.shares.all():
+            raise ValueError(f'{names[int(self.shares.argmin())]} would never come: its weight is below 1 in '
+                             f'{2 * self.MIXTURE:,} of all; give it more, or leave it out')
         self.block = functools.lru_cache(maxsize=2)(self.block)
 
     def check_ids(self, vocab_size):
@@ -774,10 +787,13 @@ def build_optimizers(model, cfg, machine):
     decayed = [p for n, p in rest if p.dim() >= 2]
     groups = [{'params': decayed, 'weight_decay': cfg.weight_decay, 'peak': cfg.learning_rate},
               {'params': [p for n, p in rest if p.dim() < 2], 'weight_decay': 0.0, 'peak': cfg.learning_rate}]
-    if cfg.embed_lr is not None:
+    if cfg.optimizer == 'muon':
         wte = model.transformer.wte.weight
         groups[0]['params'] = [p for p in decayed if p is not wte]
-        groups.append({'params': [wte], 'weight_decay': cfg.weight_decay, 'peak': cfg.embed_lr})
+        groups.append({'params': [wte], 'weight_decay': cfg.weight_decay,
+                       'peak': cfg.learning_rate if cfg.embed_lr is None else cfg.embed_lr})
+    elif cfg.embed_lr is not None:
+        raise ValueError(f"embed_lr={cfg.embed_lr} acts under optimizer='muon' only")
     # fused: one kernel a group, and it honours found_inf on the device, so a bad step is skipped without a sync
     adamw = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
     if not by_muon:
@@ -833,18 +849,21 @@ def add_up(tensors):
     torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
 
-def train_step(model, params, loads, num_targets, optimizers, scaler, clip, world=1, stop=False, dropout=0.0):
+def train_step(model, params, loads, num_targets, optimizers, scaler, clip, world=1, stop=None, dropout=0.0):
     """
     One optimizer update of `params` over the micro-batches that `loads` load. num_targets: how many targets count over
     the global batch, of all processes; the loss is their mean, however unevenly masks fall on micro-batches and
     processes. Returns the summed loss, the gradient's norm before clipping, found_inf, 1 if the update was skipped
     because something was not finite, and how many processes wish to stop: 0-d tensors that nobody has waited for.
+    stop: the StopRequest of this process. One alone that gets a signal gives the step up, in which nothing has changed
+    yet, and returns None.
     """
     loss_sum, stops = torch.zeros(2, device=params[0].device)
-    stops.fill_(float(stop))
     for p in params:
         p.grad = None  # rather than zero: what backward gives back of the activations has room for it
     for load in loads:
+        if world == 1 and stop and stop.by_signal():
+            return None
         x, y, seed = load()
         if dropout:
             torch.manual_seed(seed)
@@ -853,6 +872,7 @@ def train_step(model, params, loads, num_targets, optimizers, scaler, clip, worl
         loss_sum.add_(loss.detach())
     grads = [p.grad for p in params]
     if world > 1:
+        stops.fill_(float(bool(stop and stop())))
         add_up([*grads, loss_sum, stops])  # the other two ride along
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -972,11 +992,23 @@ def eval_windows(cfg, T):
 # checkpoints
 
 def move_aside(path):
-    """Renames a folder to the first of path.1, path.2, ... that is free, and returns that."""
-    plain = path.rstrip('/' + os.sep)
-    aside = next(f'{plain}.{n}' for n in range(1, 10**6) if not os.path.exists(f'{plain}.{n}'))
-    os.rename(path, aside)
+    """
+    Renames a folder, the one that a link leads to, to the first of path.1, path.2, ... that is free, and returns that.
+    ValueError where it must stay: a mount, or where this process is.
+    """
+    plain = os.path.realpath(path)
+    aside = next(f'{plain}.{n}' for n in range(1, 10**6) if not os.path.lexists(f'{plain}.{n}'))
+    try:
+        if os.path.realpath(os.curdir).startswith(os.path.join(plain, '')) or plain == os.path.realpath(os.curdir):
+            raise OSError(errno.EBUSY, 'it is where this command was started')
+        os.rename(plain, aside)
+    except OSError as e:
+        raise ValueError(f'{path} holds a run, and cannot be moved aside ({e.strerror or e}); choose another folder, '
+                         'or go on with that run: --init_from=resume') from None
     return aside
+
+
+RUN_FILES = ('config.py', 'log.jsonl', 'best.pt', 'ckpt.pt')
 
 
 class OutDir:
@@ -994,21 +1026,25 @@ class OutDir:
         older = glob.glob(glob.escape(self / 'ckpt-') + '*.pt')
         return [p for p in [self / 'ckpt.pt', *sorted(older, reverse=True)] if os.path.exists(p)]
 
+    def holds_run(self):
+        return bool(self.checkpoints()) or any(os.path.exists(self / name) for name in ('best.pt', 'log.jsonl'))
+
     def open(self, fresh):
         """Takes the folder, moving the run that is in it aside if this one is fresh. Returns what to tell the user."""
         said = []
         try:
-            if fresh and (self.checkpoints() or os.path.exists(self / 'log.jsonl')):
+            if fresh and self.holds_run():
                 self.take_lock()
                 aside = move_aside(self.path)
                 self.lock = self.lock and self.lock.close()  # None: the new folder has a lock of its own
                 said.append(f'{self.path} held a run: moved to {aside}')
-            os.makedirs(self.path, exist_ok=True)
+            os.makedirs(os.path.realpath(self.path), exist_ok=True)
             self.take_lock()
+            for name in RUN_FILES:  # left by a save that was killed; the lock says that nobody is writing it
+                for left in glob.glob(glob.escape(self / name) + '*.tmp'):
+                    os.remove(left)
         except OSError as e:
             raise ValueError(f'out_dir={self.path!r} cannot be written: {e.strerror or e}') from None
-        for left in glob.glob(glob.escape(self.path) + '/*.tmp'):
-            os.remove(left)  # of a save that was killed; the lock says that nobody is writing it
         if fcntl is None:
             said.append('out_dir is not locked on this system: start no second run in it')
         return said
@@ -1042,7 +1078,8 @@ class OutDir:
         self.saved_step = checkpoint['iter_num']
         for old in self.checkpoints()[keep:]:
             if old != self.numbered(self.spare):
-                os.remove(old)
+                with contextlib.suppress(OSError):  # it goes with the next
+                    os.remove(old)
 
     def adopt(self, resumed):
         """
@@ -1199,7 +1236,7 @@ ANNOUNCED = ('batch_size', 'gradient_accumulation_steps', 'learning_rate', 'muon
              'lr_decay_iters', 'decay_fraction', 'dtype', 'threads', 'compile', 'compile_mode', 'deterministic',
              'loss_chunks')
 # belong to this command and this machine, never to the checkpoint
-OWN = ('out_dir', 'init_from', 'eval_only', 'device', 'backend')
+OWN = ('out_dir', 'init_from', 'eval_only', 'profile', 'max_minutes', 'device', 'backend')
 
 
 def card_for_machine(device):
@@ -1228,6 +1265,9 @@ def read_settings(argv):
         said.append(f'card: {card} ({why}; name one to choose another)')
     elif files:
         said.append(f'card: {" ".join(files)}')
+    elif cfg.init_from == 'scratch':
+        said.append("card: none, which means nanoGPT's defaults; for this machine there is "
+                    f'{card_for_machine(cfg.device)[0]}')
     auto_batch = cfg.batch_size == 'auto'
     if auto_batch:
         cfg.batch_size = given.below['batch_size']
@@ -1306,7 +1346,7 @@ def open_datasets(cfg):
             if not os.path.exists(path):
                 raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
         meta = read_meta(folder)
-        if datasets and meta['tokenizer'] != datasets[0][2]['tokenizer']:
+        if datasets and not same_tokenizer(meta['tokenizer'], datasets[0][2]['tokenizer']):
             raise ValueError(f'the tokenizers of {datasets[0][0]} and {name} differ, so the same ids mean other text; '
                              'prepare one of them with the tokenizer of the other')
         datasets.append((name, folder, meta, weight))
@@ -1337,15 +1377,10 @@ def vocab_for(meta):
 
 def source_of(cfg):
     """Loads what init_from names: (function that builds the model, tokenizer spec or None), or None for scratch."""
-    if cfg.init_from.startswith('gpt2') and not os.path.exists(cfg.init_from):
-        names = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
-        if cfg.init_from not in names:
-            raise ValueError(f'init_from={cfg.init_from!r} is not one of {", ".join(names)}, and no file or folder')
-        folder = fetch_gpt2(cfg.init_from, cfg.data_dir)
-        return functools.partial(load_gpt2, folder), {'kind': 'tiktoken', 'name': 'gpt2'}
+    if found := pretrained(cfg.init_from, cfg.data_dir):
+        folder, tokenizer = found
+        return functools.partial(load_gpt2, folder), tokenizer
     path = cfg.init_from
-    if os.path.isdir(path) and os.path.exists(os.path.join(path, 'config.json')):
-        return functools.partial(load_gpt2, path), {'kind': 'tiktoken', 'name': 'gpt2'}
     if os.path.isdir(path):
         found = [p for p in (os.path.join(path, 'best.pt'), *OutDir(path).checkpoints()) if os.path.exists(p)]
         if not found:
@@ -1389,7 +1424,7 @@ def build_model(model_cfg, cfg, given, meta, checkpoint):
 
 def check_tokenizer(tokenizer, meta):
     """ValueError where a checkpoint's tokenizer (None: unknown) is not the dataset's."""
-    if tokenizer and tokenizer != meta['tokenizer']:
+    if tokenizer and not same_tokenizer(tokenizer, meta['tokenizer']):
         a, b = (f'{t.get("name") or t.get("kind")}' + (f' ({len(t["chars"])} characters)' if 'chars' in t else '')
                 for t in (tokenizer, meta['tokenizer']))
         raise ValueError(f'the checkpoint was trained with the tokenizer {a}, the dataset was made with {b}: the same '
@@ -1410,15 +1445,23 @@ def byte_table(meta, vocab_size, machine):
 # the run
 
 class StopRequest:
-    """SIGTERM, SIGINT or the end of max_minutes: asks for a save at the next step. A second SIGINT ends at once."""
+    """
+    SIGTERM, SIGINT, SIGHUP, which comes when the terminal goes, or the end of max_minutes: asks for a save as soon as
+    that can be. A second SIGINT ends at once.
+    """
 
     def __init__(self, max_minutes):
         self.signal = None
         self.deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.receive)
+        if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
+            signal.signal(signal.SIGHUP, self.receive)
 
     def receive(self, number, frame):
+        if self.signal is None and number == signal.SIGINT and os.environ.get('RANK', '0') == '0':
+            with contextlib.suppress(OSError):  # not print, in the midst of which we may be
+                os.write(2, b'\nstopping, and saving before; Ctrl-C again ends at once, unsaved\n')
         self.signal = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -1429,7 +1472,7 @@ class StopRequest:
         return self.signal is not None
 
     def exit_code(self):
-        """128 + the signal's number, as shells have it: 143 and 130; 0 after max_minutes."""
+        """128 + the signal's number, as shells have it: 143, 130, 129; 0 after max_minutes."""
         return 128 + self.signal if self.signal else 0
 
 
@@ -1438,20 +1481,23 @@ class Mirror:
     A second place for what is finished in out_dir. A thread copies it, so that the run never waits for a slow disk, and
     what goes wrong there is said and harms nothing: it is tried again with the next checkpoint.
     """
-    NAMES = ('config.py', 'log.jsonl', 'best.pt', 'ckpt.pt')
 
-    def __init__(self, out, path, fresh):
+    def __init__(self, out, path):
         self.out, self.path, self.thread, self.copied, self.again = out, path, None, {}, False
         try:
-            if fresh and os.path.exists(os.path.join(path, 'ckpt.pt')):
-                print(f'mirror_dir: {path} held a run: moved to {move_aside(path)}', flush=True)
-            os.makedirs(path, exist_ok=True)
+            os.makedirs(os.path.realpath(path), exist_ok=True)
             with open(os.path.join(path, '.hotloop'), 'w'):
                 pass
             os.remove(os.path.join(path, '.hotloop'))
         except (OSError, ValueError) as e:  # a path with a zero byte is a ValueError
             raise ValueError(f'mirror_dir={path!r} cannot be written: {getattr(e, "strerror", None) or e}; choose '
                              'another place, or --mirror_dir=None') from None
+
+    def open(self, fresh):
+        """Moves the run that is there aside if this one is fresh: once out_dir is ours, and so the mirror is too."""
+        if fresh and OutDir(self.path).holds_run():
+            tell(f'mirror_dir: {self.path} held a run: moved to {move_aside(self.path)}')
+            os.makedirs(os.path.realpath(self.path), exist_ok=True)
 
     def update(self):
         """Starts copying what is new; a copy under way is let finish, and followed by another."""
@@ -1463,20 +1509,18 @@ class Mirror:
     def copy_all(self):
         while self.again:
             self.again = False
-            for name in self.NAMES:
+            for name in (name for name in RUN_FILES if os.path.exists(self.out / name)):
                 try:
+                    os.makedirs(os.path.realpath(self.path), exist_ok=True)
                     self.copy(self.out / name, os.path.join(self.path, name))
-                except FileNotFoundError:
-                    pass  # there is no best.pt yet
                 except OSError as e:
-                    print(f'mirror_dir: {name} could not be copied to {self.path}: {e.strerror or e}; training goes on',
-                          flush=True)
+                    tell(f'mirror_dir: {name} could not be copied to {self.path}: {e.strerror or e}; training goes on')
 
     def copy(self, source, target):
         with open(source, 'rb') as f:  # a file that is replaced meanwhile stays as it was opened
             about = os.fstat(f.fileno())
             version = about.st_ino, about.st_mtime_ns, about.st_size
-            if self.copied.get(target) == version:
+            if self.copied.get(target) == version and os.path.exists(target):
                 return
             with open(f'{target}.tmp', 'wb') as g:
                 shutil.copyfileobj(f, g, 2**20)
@@ -1493,14 +1537,14 @@ class Mirror:
                 self.update()
                 self.thread.join(seconds)
             if self.thread.is_alive():
-                print(f'mirror_dir: {self.path} did not take the last checkpoint within {seconds} s', flush=True)
+                tell(f'mirror_dir: {self.path} did not take the last checkpoint within {seconds} s')
 
 
 class Log:
     """The same numbers as a line for people, a line of log.jsonl for programs, and to wandb when asked."""
 
     def __init__(self, out, cfg, settings, machine, resumed):
-        self.machine, self.file, self.wandb = machine, None, None
+        self.machine, self.file, self.wandb, self.told = machine, None, None, False
         if machine.rank:
             return
         self.path = out / 'log.jsonl'
@@ -1514,7 +1558,10 @@ class Log:
         self.machine.say(text)
         if self.file:  # JSON knows neither NaN nor infinity
             told = {k: v for k, v in numbers.items() if v is not None and (isinstance(v, str) or math.isfinite(v))}
-            self.file.write(json.dumps(told) + '\n')
+            try:
+                self.file.write(json.dumps(told) + '\n')
+            except OSError as e:  # a full disk: what waits here is written with the first line that finds room
+                self.failed(e)
         if self.wandb:
             self.wandb.log(numbers, step=numbers['step'])
 
@@ -1524,14 +1571,25 @@ class Log:
             keep_lines(self.path, state.iter_num, state.evaluation_left)
         self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
 
+    def failed(self, error):
+        if not self.told:
+            self.machine.say(f'{self.path} could not be written: {error.strerror or error}; training goes on')
+        self.told = True
+
     def go_back(self, state):
         if self.file:
-            self.file.close()
+            self.close_file()
             self.open(state)
+
+    def close_file(self):
+        try:
+            self.file.close()
+        except OSError as e:
+            self.failed(e)
 
     def close(self):
         if self.file:
-            self.file.close()
+            self.close_file()
         if self.wandb:
             self.wandb.finish()
 
@@ -1650,8 +1708,7 @@ def write_sample(run):
     if run.machine.rank:
         return
     cfg, tokenizer, was_training = run.cfg, run.tokenizer, run.model.training
-    eot = tokenizer.eot
-    prompt = encode_marked(tokenizer, cfg.sample_prompt) or [eot if eot is not None else 0]
+    eot, prompt = tokenizer.eot, prompt_ids(tokenizer, cfg.sample_prompt)
     run.model.eval()
     drawn = run.model.generate([prompt], cfg.sample_tokens, stop={eot}, temperature=0.8, top_k=200,
                                seeds=[micro_seed(cfg.seed, run.state.iter_num, 0)], vocab=tokenizer.n_vocab)
@@ -1814,8 +1871,7 @@ def train(run):
     first_step = state.iter_num
 
     if machine.sum(np.array([float(stop.by_signal())])).any():  # while the run was starting: there is nothing to save
-        machine.say(f'stopped before step {state.iter_num + 1}')
-        return stop.exit_code()
+        return stopped(run)
     if state.evaluation_left:
         best = book_evaluation(run)
         if state.evaluation_left:
@@ -1828,8 +1884,14 @@ def train(run):
         lr = learning_rate(state.iter_num, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
         num_targets, loads = batches.step(state.iter_num)
-        loss, norm, bad, stops = train_step(run.forward, run.params, loads, num_targets, run.optimizers, run.scaler,
-                                            cfg.grad_clip, machine.world, stop(), run.model.config.dropout)
+        told = train_step(run.forward, run.params, loads, num_targets, run.optimizers, run.scaler, cfg.grad_clip,
+                          machine.world, stop, run.model.config.dropout)
+        if told is None:
+            settle(run, pending)
+            if state.iter_num > first_step:
+                save(run, final=True)
+            return stopped(run)
+        loss, norm, bad, stops = told
         pending.append((loss, bad, num_targets))
         state.iter_num += 1
         state.tokens_seen += batches.global_batch * run.val.T
@@ -1874,13 +1936,21 @@ def train(run):
         mark += time.perf_counter() - now  # speed is of the steps alone
         if stopping and not last:
             machine.sum(np.zeros(1))  # torchrun gives all 30 seconds from when the first has ended
-            machine.say(f'stopped at step {step} and saved; go on with: python train.py --init_from=resume '
-                        f'--out_dir={cfg.out_dir}')
-            return stop.exit_code()
+            return stopped(run)
     memory = peak_memory(machine.device)
     machine.say(f'done: best val loss {state.best_val_loss:.4f}' + (f', peak memory {memory / 1e6:,.0f} MB' if memory
                 else '') + f'; see what it writes: python sample.py --out_dir={cfg.out_dir}')
     return 0
+
+
+def stopped(run):
+    """Says how to go on; returns the exit code."""
+    if run.state.iter_num:
+        run.machine.say(f'stopped at step {run.state.iter_num} and saved; go on with: python train.py '
+                        f'--init_from=resume --out_dir={run.cfg.out_dir}')
+    else:
+        run.machine.say('stopped before step 1: there is nothing to save')
+    return run.stop.exit_code()
 
 
 def profile_steps(run, warm=5, timed=20):
@@ -2005,7 +2075,8 @@ def build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, sai
         said += [line for line in compare_context(checkpoint, context) if line.split(':')[0] not in told]
     tokenizer = tokenizer_from(meta['tokenizer']) if cfg.sample_interval else None
     if tokenizer:
-        encode_marked(tokenizer, cfg.sample_prompt)  # what it cannot read is said now, not in the middle of the run
+        tokenizer.begin = context.get('bos')
+        prompt_ids(tokenizer, cfg.sample_prompt)  # what it cannot read is said now, not in the middle of the run
 
     stop = None if cfg.eval_only or cfg.profile else StopRequest(cfg.max_minutes)
     model.to(machine.device)
@@ -2022,7 +2093,9 @@ def build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, sai
         said.append(f'max_epochs={cfg.max_epochs:g}: {cfg.max_iters:,} steps')
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, machine)
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
-    state = restore(checkpoint, model, optimizers, scaler) if resumed and not cfg.eval_only else RunState()
+    state = RunState()
+    if resumed:
+        state = state_from(checkpoint) if cfg.eval_only else restore(checkpoint, model, optimizers, scaler)
     batches.skip(state.skips)
     check_agreement(model, state, machine)
     settings = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
@@ -2042,9 +2115,11 @@ def context_of(datasets, splits, machine):
                'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
                'machine': {'device': device, 'dtype': str(machine.dtype), 'world': machine.world,
                            'threads': machine.threads, 'compile': machine.compile}}
-    templates = {str(d[2].get('template', '')) for d in datasets}
-    if len(templates) == 1 and '' not in templates:
-        context['template'] = templates.pop()  # what sample.py --chat talks in
+    templates = {template for _, _, meta, _ in datasets for template in meta.get('templates', [])}
+    if len(templates) == 1:  # of several none can be called the one to talk to the model in
+        context['template'] = templates.pop()
+    if all('bos' in meta for _, _, meta, _ in datasets):
+        context['bos'] = datasets[0][2]['bos']  # with which a prompt begins
     return context
 
 
@@ -2052,9 +2127,11 @@ def take_folder(run, resumed):
     """Makes out_dir, and the mirror, this run's own, and opens its log."""
     cfg, machine = run.cfg, run.machine
     if machine.rank == 0:
-        run.mirror = cfg.mirror_dir and Mirror(run.out, cfg.mirror_dir, fresh=resumed is None)
+        run.mirror = cfg.mirror_dir and Mirror(run.out, cfg.mirror_dir)
         for line in run.out.open(fresh=resumed is None):
             machine.say(line)
+        if run.mirror:
+            run.mirror.open(fresh=resumed is None)
         if resumed:
             run.out.adopt(resumed)
         write_config(run.out, run.settings)

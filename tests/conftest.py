@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import itertools
 import json
 import os
 import signal
@@ -64,13 +65,25 @@ def train_tiny(tmp_path, data_dir):
 @pytest.fixture(autouse=True)
 def as_it_was():
     """Training takes over signals and threads of its process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     threads = torch.get_num_threads()
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
+
+
+def at_step(monkeypatch, step, action):
+    """Calls action() in this process during the given step, counted from now on over all runs."""
+    original, count = train.train_step, itertools.count(1)
+
+    def wrapped(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if next(count) == step:
+            action()
+        return result
+    monkeypatch.setattr(train, 'train_step', wrapped)
 
 
 def contents(folder):

@@ -47,6 +47,9 @@ LLAMA3 = ('[<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_head
     ({**ALPACA, 'system': 'Brief.', 'input': None}, 'alpaca', '[Brief.\n\n### Instruction:\nAdd.\n\n### Response:\n]4'),
     (CHAT, 'auto', CHATML.replace('[', '[<|im_start|>system\nBe brief.<|im_end|>\n', 1)),
     ({'messages': CHAT['messages'][1:]}, 'chatml', CHATML),
+    ({**SHARE_GPT, 'system': 'Be brief.'}, 'auto', CHATML.replace('[', '[<|im_start|>system\nBe brief.<|im_end|>\n', 1)
+     .split('[\n')[0]),
+    ({**ALPACA, 'history': [['Hi.', 'Ho.']]}, 'plain', '[Hi.\n]Ho.[\nAdd.\n\n2 and 2\n]4'),
     (SHARE_GPT, 'auto', '[<|im_start|>user\nTwo and two?<|im_end|>\n<|im_start|>assistant\n]Four.<|im_end|>'),
     (CHAT, 'gemma', GEMMA),
     ({'messages': [{'role': 'user', 'content': ' hi \n'}, TELL]}, 'llama3', LLAMA3),
@@ -154,11 +157,12 @@ def test_the_template_is_kept_with_the_dataset_and_the_checkpoint(tmp_path):
     pairs = [{**PAIR, 'prompt': f'{i}?'} for i in range(40)]
 
     def template(rows, *flags):
-        return write(tmp_path, rows, '--val_fraction=0.3', *flags)[2].get('template')
-    assert template(pairs) == 'plain' and template(chats + pairs, '--template=gemma') == 'gemma'
-    assert template(chats + pairs) is None
-    assert template(chats) == 'chatml'
-    assert template(chats, '--append') == 'chatml'
+        return write(tmp_path, rows, '--val_fraction=0.3', *flags)[2].get('templates')
+    assert template(pairs) == template(pairs, '--template=plain') == ['joined']
+    assert template(chats + pairs, '--template=gemma') == ['gemma']
+    assert template(chats + pairs) == template(pairs, '--append') == ['chatml', 'joined']
+    assert template(chats) == ['chatml']
+    assert template(chats, '--append') == ['chatml']
     out = tmp_path / 'out'
     flags = {**TINY, 'data_dir': tmp_path / 'data', 'dataset': 'x', 'out_dir': out, 'max_iters': 1}
     assert train.main([f'--{k}={v}' for k, v in flags.items()]) == 0

@@ -17,7 +17,7 @@ from prepare import (
     CharTokenizer,
     dataset_folder,
     encode_marked,
-    fetch_gpt2,
+    pretrained,
     read_meta,
     token_bytes,
     tokenizer_from,
@@ -214,7 +214,7 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, data, 
     assert (meta['format'], meta['dtype'], meta['vocab_size'], meta['eot']) == (1, 'uint16', len(chars), None)
     assert sorted(os.listdir(folder)) == ['meta.json', 'train.bin', 'val.bin'] and os.listdir(data) == ['book']
     out = capsys.readouterr().out
-    assert f'train: {n:,} tokens' in out and 'python train.py --dataset=book' in out
+    assert f'train: {n:,} tokens' in out and 'python train.py config/quickstart.py --dataset=book' in out
 
 
 @pytest.mark.parametrize('fraction', [0.25, 0.5, 0.999])
@@ -575,7 +575,8 @@ def change(*keys, to):
     change('splits', 'train', 'tokens', to=None), change('splits', 'train', 'tokens', to=float('inf')),
     change('tokenizer', to=...), change('tokenizer', to='byte'), change('tokenizer', to={'kind': 'spm'}),
     change('tokenizer', to={'kind': 'char'}), change('tokenizer', to={'kind': 'char', 'chars': 'aa'}),
-    change('tokenizer', to={'kind': 'char', 'chars': 7}),
+    change('tokenizer', to={'kind': 'char', 'chars': 7}), change('templates', to=['mine']), change('templates', to=3),
+    change('templates', to=[[]]), change('bos', to='a'), change('bos', to=257),
 ])
 def test_a_damaged_meta_json_is_one_sentence(notes, data, damage):
     folder, meta = run(data, notes)
@@ -673,18 +674,18 @@ def good(hub):
 def test_weights_are_downloaded_once_and_checked(hub, tmp_path):
     """config.json by the SHA-1 of a git blob, weights by SHA-256, as the hub's ETags have it."""
     good(hub)
-    folder = fetch_gpt2('gpt2', str(tmp_path))
+    folder, _ = pretrained('gpt2', str(tmp_path))
     assert contents(tmp_path) == {os.path.join('pretrained', 'gpt2', 'config.json'): CONFIG,
                                   os.path.join('pretrained', 'gpt2', 'model.safetensors'): WEIGHTS}
     assert folder == os.path.join(str(tmp_path), 'pretrained', 'gpt2')
     assert len(hub.requests) == 2 and 'Authorization' not in hub.requests[0][1]
-    assert fetch_gpt2('gpt2', str(tmp_path)) == folder and len(hub.requests) == 2
+    assert pretrained('gpt2', str(tmp_path))[0] == folder and len(hub.requests) == 2
 
 
 def test_the_token_of_the_hub_goes_along(hub, tmp_path, monkeypatch):
     monkeypatch.setenv('HF_TOKEN', 'hf_abc')
     good(hub)
-    fetch_gpt2('gpt2', str(tmp_path))
+    pretrained('gpt2', str(tmp_path))
     assert [headers['Authorization'] for _, headers in hub.requests] == ['Bearer hf_abc'] * 2
 
 
@@ -695,10 +696,10 @@ def test_the_first_answer_of_a_redirect_tells_the_hash(hub, tmp_path):
     linked = {'Location': '/store', 'X-Linked-ETag': f'"{hashlib.sha256(WEIGHTS).hexdigest()}"',
               'X-Linked-Size': len(WEIGHTS)}
     hub.serve('model.safetensors', b'', linked, status=302)
-    fetch_gpt2('gpt2', str(tmp_path))
+    pretrained('gpt2', str(tmp_path))
     linked['X-Linked-ETag'] = '"' + 'a' * 64 + '"'
     with pytest.raises(ValueError, match='the hash of what came is'):
-        fetch_gpt2('gpt2', str(tmp_path / 'again'))
+        pretrained('gpt2', str(tmp_path / 'again'))
 
 
 @pytest.mark.parametrize('kind', ['sha256', 'blob'])
@@ -707,7 +708,7 @@ def test_a_body_without_a_length_is_checked_by_its_hash_alone(hub, tmp_path, kin
     good(hub)
     etag = hashlib.sha256(CONFIG).hexdigest() if kind == 'sha256' else blob_sha1(CONFIG)
     hub.serve('config.json', CONFIG, {'ETag': f'"{etag}"', 'Content-Length': None, 'Transfer-Encoding': 'chunked'})
-    fetch_gpt2('gpt2', str(tmp_path))
+    pretrained('gpt2', str(tmp_path))
     assert (tmp_path / 'pretrained' / 'gpt2' / 'config.json').read_bytes() == CONFIG
 
 
@@ -727,12 +728,12 @@ def test_a_download_that_fails_leaves_no_file_under_the_name(hub, tmp_path, head
     good(hub)
     hub.serve('model.safetensors', WEIGHTS, headers, status)
     with pytest.raises(ValueError, match=words) as e:
-        fetch_gpt2('gpt2', str(tmp_path))
+        pretrained('gpt2', str(tmp_path))
     assert 'resolve/main/model.safetensors' in str(e.value) and '\n' not in str(e.value)
     folder = tmp_path / 'pretrained' / 'gpt2'
     assert (folder / 'config.json').read_bytes() == CONFIG and not (folder / 'model.safetensors').exists()
     good(hub)
-    fetch_gpt2('gpt2', str(tmp_path))  # and the next attempt is not disturbed by the first
+    pretrained('gpt2', str(tmp_path))  # and the next attempt is not disturbed by the first
     assert (folder / 'model.safetensors').read_bytes() == WEIGHTS
 
 
@@ -741,7 +742,7 @@ def test_no_server_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv('HF_ENDPOINT', 'http://127.0.0.1:9')  # the discard port, where nobody listens
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     with pytest.raises(ValueError, match=r'127\.0\.0\.1:9/openai-community/gpt2/.* could not be downloaded'):
-        fetch_gpt2('gpt2', str(tmp_path))
+        pretrained('gpt2', str(tmp_path))
     assert contents(tmp_path) == {}
 
 

@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, contents, noise, write_bins
+from conftest import TINY, at_step, contents, noise, write_bins
 
 import train
 from model import GPT, GPTConfig
@@ -271,6 +272,41 @@ def test_a_fresh_run_leaves_the_mirror_of_another_alone(train_tiny, tmp_path):
     before = contents(tmp_path / 'drive')
     train_tiny(mirror_dir=tmp_path / 'drive', max_iters=2)
     assert contents(tmp_path / 'drive.1') == before and state_of(tmp_path / 'drive')['iter_num'] == 2
+
+
+def test_a_run_that_is_refused_leaves_the_mirror_of_the_running_one(train_tiny, tmp_path):
+    train_tiny(mirror_dir=tmp_path / 'drive', max_iters=2)
+    owner = train.OutDir(str(tmp_path / 'out'))
+    owner.take_lock()
+    before = contents(tmp_path / 'drive')
+    with pytest.raises(ValueError, match='is in use by process'):
+        train_tiny(mirror_dir=tmp_path / 'drive')
+    owner.lock.close()
+    assert contents(tmp_path / 'drive') == before and not (tmp_path / 'drive.1').exists()
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(train_tiny, tmp_path, monkeypatch, capsys):
+    """/dev/full is a disk without a byte; it is told once."""
+    def full(log, state):
+        log.file = open('/dev/full', 'a', buffering=1)  # noqa: SIM115
+    monkeypatch.setattr(train.Log, 'open', full)
+    assert train_tiny() == 0
+    assert capsys.readouterr().out.count('log.jsonl could not be written: No space left') == 1
+    assert torch.load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 10
+
+
+def test_a_folder_that_vanishes_is_three_failed_saves(train_tiny, tmp_path, monkeypatch, capsys):
+    at_step(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / 'out'))
+    with pytest.raises(ValueError, match=r'\.pt could not be written: No such file or directory; .* MB are needed'):
+        train_tiny(save_interval=1)
+    assert capsys.readouterr().out.count('training goes on') == 2
+
+
+def test_a_mirror_that_was_emptied_is_filled_again(train_tiny, tmp_path, monkeypatch):
+    """With what has not changed since, too."""
+    at_step(monkeypatch, 8, lambda: shutil.rmtree(tmp_path / 'drive'))
+    train_tiny(mirror_dir=tmp_path / 'drive', save_interval=3)
+    assert set(os.listdir(tmp_path / 'drive')) >= {'config.py', 'log.jsonl', 'ckpt.pt', 'best.pt'}
 
 
 def test_a_lost_out_dir_says_where_its_mirror_is(train_tiny, tmp_path):

@@ -16,7 +16,7 @@ import torch
 
 import sample
 from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
-from prepare import ByteTokenizer, CharTokenizer, render
+from prepare import GPT2_SPLIT, ByteTokenizer, CharTokenizer, encode_parts, render, tokenizer_from
 
 REPO = os.path.dirname(os.path.abspath(sample.__file__))
 CHARS = '\n abcdefgh'  # ten
@@ -452,7 +452,7 @@ def talk(capsys, monkeypatch, out):
 def test_a_chat_is_the_template_that_training_saw(talk):
     given = talk(['Two and two?', 'And one?'], ['Four.<|im_end|>x', 'Five.<|im_end|>'])
     rows = [('user', 'Two and two?'), ('assistant', 'Four.'), ('user', 'And one?'), ('assistant', 'Five.')]
-    whole = ''.join(text for text, *_ in render(rows, 'chatml', 'chatml'))
+    whole = ''.join(text for text, *_ in render(rows, 'chatml'))
     assert whole.startswith(given[1]) and whole[len(given[1]):] == 'Five.<|im_end|>'
     assert given[1].startswith(given[0]) and given[0].endswith('<|im_start|>assistant\n')
     assert talk.out == 'Four.\nFive.\n\n'  # the mark is not printed, and the end of the input is an end
@@ -464,7 +464,7 @@ def test_an_empty_line_or_exit_ends_the_chat(talk, end):
 
 
 @pytest.mark.parametrize('template, prompt', [
-    ('plain', 'hi\n'), ('gemma', '<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n'),
+    ('plain', 'hi\n'), ('joined', 'hi'), ('gemma', '<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n'),
     ('llama3', '<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>'
      '\n\n')])
 def test_a_template_by_name(talk, template, prompt):
@@ -480,7 +480,7 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full(talk):
 
 
 def test_a_chat_without_a_known_template_names_the_setting(out):
-    assert '--template: plain, alpaca, chatml' in refusal_of(out, '--chat')
+    assert '--template: plain, joined, alpaca, chatml' in refusal_of(out, '--chat')
     write(out / 'best.pt', template=['chatml'])
     assert "but ['chatml']" in refusal_of(out, '--chat')
 
@@ -494,6 +494,8 @@ def refusal_of(out, *flags):
 @pytest.mark.parametrize('flags, words', [
     (['--chat', '--num_samples=2'], 'num_samples would do nothing in a chat'),
     (['--template=gemma'], 'template would do nothing without --chat'),
+    (['--text_field=a'], 'text_field would do nothing without'),
+    (['--init_from=gpt2-mine'], "'gpt2-mine' is not one of gpt2, gpt2-medium"),
     (['--score=a.txt', '--top_k=5', '--seed=1'], 'seed, top_k would do nothing where a text is scored'),
     (['--score=a.txt', '--chat'], 'chat and score are two things'),
     (['--logprobs'], 'logprobs=True needs output=jsonl'),
@@ -541,7 +543,7 @@ def test_scores_are_the_models_log_probabilities(capsys, out, tmp_path, eot):
 
 def test_documents_are_scored_apart_and_summed(capsys, out, tmp_path):
     """Between <|endoftext|>, of several files, and rows whose answers alone count."""
-    write(out / 'best.pt', gpt(257, block_size=64), ByteTokenizer())
+    write(out / 'best.pt', gpt(257, block_size=256), ByteTokenizer())
     folder = tmp_path / 'texts'
     folder.mkdir()
     (folder / 'a.txt').write_text('one\n<|endoftext|>\ntwo two\n')
@@ -581,6 +583,54 @@ def test_bytes_that_are_not_utf8_are_scored_only_when_asked(capsys, out, tmp_pat
     assert '--bad_utf8=replace' in refusal_of(out, f'--score={tmp_path / "a.txt"}')
     assert scored(capsys, out, tmp_path / 'a.txt', '--bad_utf8=replace')[0]['tokens'] == 7
     assert 'bad_utf8 would do nothing' in refusal_of(out, '--bad_utf8=replace')
+
+
+@pytest.mark.parametrize('has, flags, template', [
+    ({'template': 'alpaca'}, [], 'alpaca'), ({'template': 'alpaca'}, ['--template=gemma'], 'gemma'), ({}, [], 'chatml'),
+    ({'template': 'joined'}, [], 'joined')])
+def test_rows_are_scored_in_the_template_of_the_models_data(capsys, tmp_path, has, flags, template):
+    model, tokenizer = gpt(257, block_size=256), ByteTokenizer()
+    write(tmp_path / 'out' / 'best.pt', model, tokenizer, **has)
+    row = {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'ho'}]}
+    (tmp_path / 'a.jsonl').write_text(json.dumps(row))
+    first, _ = scored(capsys, tmp_path / 'out', tmp_path / 'a.jsonl', *flags)
+    ids, mask = encode_parts(tokenizer, render([('user', 'hi'), ('assistant', 'ho')], template))
+    ids, mask = torch.from_numpy(ids).long()[None], torch.from_numpy(mask)[None]
+    with torch.no_grad():
+        nats = model.eval()(torch.cat([torch.tensor([[256]]), ids[:, :-1]], 1), ids.where(mask > 0, -1)).item()
+    assert first['tokens'] == mask.sum() and first['loss'] == pytest.approx(nats / mask.sum().item(), rel=1e-4)
+
+
+def test_a_field_of_rows_is_scored_by_name(capsys, out, tmp_path):
+    (tmp_path / 'a.jsonl').write_text('{"body": "ab"}')
+    assert '--text_field' in refusal_of(out, f'--score={tmp_path / "a.jsonl"}')
+    assert scored(capsys, out, tmp_path / 'a.jsonl', '--text_field=body')[-1]['bytes'] == 1  # there is nothing before a
+    (tmp_path / 'a.txt').write_text('ab')
+    for flag in ('--text_field=body', '--template=gemma'):
+        assert 'acts on rows, and there is none' in refusal_of(out, f'--score={tmp_path / "a.txt"}', flag)
+
+
+def test_what_begins_a_document_begins_a_prompt(draw, out, monkeypatch):
+    """Where the data was made with --bos; once, whoever writes it."""
+    spec = {'kind': 'bpe', 'tokens': [chr(b) for b in range(256)], 'pattern': GPT2_SPLIT, 'nfc': False,
+            'specials': {'<|begin|>': 256, '<|end|>': 257}, 'eot': 257, 'bos': 256}
+    for more, expected in (({'bos': 256}, [256, 97]), ({}, [97])):
+        write(out / 'best.pt', gpt(258), tokenizer_from(spec), **more)
+        calls = play(monkeypatch, 98)
+        draw(start='a')
+        assert calls[-1][0] == [expected]
+    write(out / 'best.pt', gpt(258), tokenizer_from(spec), bos=256)
+    for start, expected in (('<|begin|>a', [256, 97]), ('', [256])):
+        calls = play(monkeypatch, 98)
+        draw(start=start)
+        assert calls[-1][0] == [expected]
+
+
+def test_output_that_nobody_reads_is_no_error(out):
+    command = f'{sys.executable} {REPO}/sample.py --out_dir={out} --device=cpu --num_samples=50 | head -1'
+    ended = subprocess.run(['bash', '-c', command + '; exit ${PIPESTATUS[0]}'], check=False, capture_output=True,
+                           text=True)
+    assert ended.returncode in (0, 141) and 'Traceback' not in ended.stderr and 'Exception' not in ended.stderr
 
 
 def test_a_score_of_nothing_says_so(out, tmp_path):

@@ -298,7 +298,8 @@ def test_no_card_and_no_dataset_takes_the_card_of_the_machine(monkeypatch):
     assert cfg.max_iters == 7 and cfg.dataset == 'stdlib' and re.search(r'card: .*quickstart\.py \(no GPU', said[0])
     for argv in (['--dataset=mine'], [str(ROOT / 'config' / 'gpt2_124m.py')]):
         _, cfg, _, _, said, _ = train.read_settings(argv)
-        assert cfg.dataset in ('mine', 'openwebtext') and 'quickstart' not in ''.join(said)
+        assert cfg.dataset in ('mine', 'openwebtext') and cfg.max_iters == 600_000 and '(no GPU' not in ''.join(said)
+    assert 'for this machine there is config/quickstart.py' in train.read_settings(['--dataset=mine'])[4][0]
 
 
 # -----------------------------------------------------------------------------

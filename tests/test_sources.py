@@ -9,6 +9,7 @@ import lzma
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare
+import train
 from prepare import PrepareConfig, read_meta, tokenizer_from
 
 ROOT = os.path.dirname(os.path.abspath(prepare.__file__))
@@ -536,6 +538,28 @@ def test_what_is_appended_stands_behind_what_was_there(tmp_path, make):
     found, meta = make(tmp_path / 'c.txt', append=True)
     assert found['train'][-1] + found['val'][-1] == 'the last one is cut, too'
     assert os.listdir(tmp_path / 'data') == ['x']
+
+
+def test_a_dataset_that_is_replaced_by_another_is_told(tmp_path, capsys, monkeypatch):
+    """Two files may have one name; made again from the same, it is nothing to tell."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ('a', 'b'):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / 'book.txt').write_text(folder * 100)
+    told = []
+    for source in ('a/book.txt', 'a/book.txt', 'b/book.txt'):
+        prepare.main([source])
+        told.append('made from a/book.txt, is replaced' in capsys.readouterr().out)
+    assert told == [False, False, True]
+
+
+def test_the_command_that_comes_next_can_be_typed(tmp_path, capsys):
+    (tmp_path / 'a b.txt').write_text('text ' * 900)
+    prepare.main([str(tmp_path / 'a b.txt'), f'--data_dir={tmp_path}/my data'])
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1].split(': ')[1])
+    assert command[:3] == ['python', 'train.py', 'config/quickstart.py']
+    assert train.main([*command[2:], '--max_iters=1', '--compile=False', f'--out_dir={tmp_path}/out',
+                       '--eval_tokens=1024']) == 0
 
 
 def test_what_cannot_be_appended(tmp_path, make):

@@ -1,13 +1,26 @@
 """A tokenizer.json becomes tiktoken: the ids of Hugging Face's tokenizers, and a refusal where they would differ."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import prepare
-from prepare import encode_marked, read_meta, read_tokenizer_json, stdlib_files, tokenizer_from
+from prepare import (
+    GPT2_SPLIT,
+    KNOWN_SPLITS,
+    BPETokenizer,
+    encode_marked,
+    pretrained,
+    read_meta,
+    read_tokenizer_json,
+    same_tokenizer,
+    stdlib_files,
+    tokenizer_from,
+)
 
 tokenizers = pytest.importorskip('tokenizers')
 
@@ -114,6 +127,14 @@ def test_a_dataset_of_it(folders, tmp_path, bos):
     size = len(every[0])
     assert len(ids) == 4 * size and all(ids[i:i + size] in every for i in range(0, len(ids), size))
     assert meta['splits']['train']['bytes'] == len(tokenizer.decode(ids)) == 4 * 10
+    assert meta.get('bos') == (tokenizer.bos if bos else None)
+    add = [str(tmp_path / '0.txt'), '--name=x', f'--data_dir={tmp_path}/data', '--append', '--val_fraction=0.5']
+    prepare.main(add)  # as what is there was made
+    more = np.fromfile(tmp_path / 'data' / 'x' / 'train.bin', dtype='<u2').tolist()[len(ids):]
+    assert more[:len(starts) + 1] == [*starts, *tokenizer.encode('document').tolist()][:len(starts) + 1]
+    if not bos:
+        with pytest.raises(ValueError, match='was made without bos'):
+            prepare.main([*add, '--bos'])
 
 
 def test_a_large_vocabulary_takes_four_bytes(folders, tmp_path):
@@ -196,3 +217,25 @@ def test_files_that_are_none(tmp_path):
         read_tokenizer_json(str(tmp_path))
     with pytest.raises(ValueError, match=r'is unknown; there are byte, char, bpe:SIZE, .*tokenizer\.json'):
         prepare.main(['stdlib', f'--tokenizer={tmp_path}/vocab.json'])
+
+
+def test_gpt2s_own_is_gpt2s_and_another_is_not(gpt2):
+    """So that data made by the one goes with weights that carry the other."""
+    name, tokens = {'kind': 'tiktoken', 'name': 'gpt2'}, gpt2.pieces[:-1]
+    end = {'<|endoftext|>': 50256}
+    assert same_tokenizer(BPETokenizer(tokens, GPT2_SPLIT, end, 50256).spec(), name)
+    assert same_tokenizer(name, BPETokenizer(tokens).spec()) and same_tokenizer(name, dict(name))
+    others = [BPETokenizer([*tokens[:-2], tokens[-1], tokens[-2]]), BPETokenizer(tokens, KNOWN_SPLITS[0]),
+              BPETokenizer(tokens, nfc=True), BPETokenizer(tokens, specials=end)]
+    assert not any(same_tokenizer(other.spec(), name) for other in others)
+    for nothing in (None, {}, {'kind': []}, {'kind': 'bpe'}, 'gpt2'):
+        assert not same_tokenizer(nothing, name) and not same_tokenizer(name, nothing)
+
+
+def test_a_folder_of_weights_has_the_tokenizer_that_lies_in_it(folders, tmp_path):
+    shutil.copy(folders['gpt2'] / 'tokenizer.json', tmp_path)
+    assert pretrained(str(tmp_path), 'data') is None
+    (tmp_path / 'config.json').write_text('{}')
+    assert pretrained(str(tmp_path), 'data') == (str(tmp_path), read_tokenizer_json(str(tmp_path)).spec())
+    os.remove(tmp_path / 'tokenizer.json')
+    assert pretrained(str(tmp_path), 'data') == (str(tmp_path), {'kind': 'tiktoken', 'name': 'gpt2'})

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, noise, write_bins
+from conftest import TINY, at_step, noise, write_bins
 
 import model as model_file
 import train
@@ -77,18 +77,6 @@ def error_of(call, *args, **kwargs):
     except ValueError as e:
         return str(e)
     pytest.fail('nothing was raised')
-
-
-def at_step(monkeypatch, step, action):
-    """Calls action() in this process during the given step, counted from now on over all runs."""
-    original, count = train.train_step, itertools.count(1)
-
-    def wrapped(*args, **kwargs):
-        result = original(*args, **kwargs)
-        if next(count) == step:
-            action()
-        return result
-    monkeypatch.setattr(train, 'train_step', wrapped)
 
 
 def signal_at(monkeypatch, step, number=signal.SIGTERM):
@@ -689,10 +677,21 @@ def test_a_chain_of_resumes_equals_one_run(train_tiny, tmp_path):
     train_tiny('chain', dropout=0.1, max_minutes=0)
     for step in range(1, 10):
         assert load(tmp_path / 'chain' / 'ckpt.pt')['iter_num'] == step
-        assert train_tiny('chain', init_from='resume') == 0
+        assert train_tiny('chain', init_from='resume', max_minutes=0) == 0
     a, b = final(tmp_path / 'chain'), final(tmp_path / 'whole')
     assert same(a['model'], b['model']) and same(a['optimizer'], b['optimizer'])
     assert log(tmp_path / 'chain', 'step', 'loss') == log(tmp_path / 'whole', 'step', 'loss')
+
+
+def test_the_embeddings_rate_may_change_on_resume(train_tiny, tmp_path, capsys):
+    """And acts: under Muon the embedding has a group of its own, with a rate of its own or not."""
+    runs = {'same': {}, 'other': {'embed_lr': 0.02}}
+    for out, more in runs.items():
+        train_tiny(out, max_iters=3, **RECIPES[1])
+        assert train_tiny(out, init_from='resume', **more) == 0
+    assert 'embed_lr: None before, 0.02 from here on' in capsys.readouterr().out
+    a, b = (final(tmp_path / out)['model']['transformer.wte.weight'] for out in runs)
+    assert not torch.equal(a, b)
 
 
 def test_a_stop_loses_no_evaluation(train_tiny, tmp_path, monkeypatch):
@@ -1142,17 +1141,43 @@ def test_out_dir_without_permission(train_tiny, tmp_path):
 
 
 def test_used_out_dir_that_cannot_be_moved(train_tiny, tmp_path, monkeypatch):
-    """--out_dir=. for the second time, for example: a sentence, not a traceback."""
+    """--out_dir=. for the second time, a mount: a sentence, not a traceback."""
     monkeypatch.chdir(tmp_path)
-    train_tiny('.', max_iters=1)
+    for out in ('.', 'mount'):
+        train_tiny(out, max_iters=1)
+    assert 'cannot be moved aside (it is where this command was started)' in error_of(train_tiny, '.', max_iters=1)
     monkeypatch.setattr(train.os, 'rename', lambda *args: (_ for _ in ()).throw(OSError(16, 'Device or resource busy')))
-    assert 'busy' in error_of(train_tiny, '.', max_iters=1)
+    assert 'aside (Device or resource busy); choose another' in error_of(train_tiny, 'mount', max_iters=1)
+
+
+def test_a_link_to_a_folder_stays_one(train_tiny, tmp_path):
+    """And what it led to stays on its disk, under another name."""
+    os.makedirs(tmp_path / 'disk' / 'run')
+    os.symlink(tmp_path / 'disk' / 'run', tmp_path / 'out')
+    for steps in (1, 2):
+        train_tiny(max_iters=steps)
+    assert os.path.islink(tmp_path / 'out') and load(tmp_path / 'disk' / 'run' / 'ckpt.pt')['iter_num'] == 2
+    assert load(tmp_path / 'disk' / 'run.1' / 'ckpt.pt')['iter_num'] == 1 and not (tmp_path / 'out.1').exists()
+
+
+def test_weights_alone_are_a_run_that_is_not_overwritten(train_tiny, tmp_path):
+    """As they are copied for sampling; nor are files that are somebody else's, whatever they are called."""
+    train_tiny(max_iters=1)
+    shutil.copytree(tmp_path / 'out', tmp_path / 'kept', ignore=shutil.ignore_patterns('ckpt*', 'log*'))
+    weights = (tmp_path / 'kept' / 'best.pt').read_bytes()
+    train_tiny('kept', max_iters=2)
+    assert (tmp_path / 'kept.1' / 'best.pt').read_bytes() == weights
+    os.makedirs(tmp_path / 'mine' / 'folder.tmp')
+    (tmp_path / 'mine' / 'notes.tmp').write_text('mine')
+    (tmp_path / 'mine' / 'ckpt.pt.77.tmp').write_text('of a save that was killed')
+    train_tiny('mine', max_iters=1)
+    assert {'folder.tmp', 'notes.tmp'} == {name for name in os.listdir(tmp_path / 'mine') if name.endswith('.tmp')}
 
 
 # -----------------------------------------------------------------------------
 # signals and limits
 
-@pytest.mark.parametrize('number, code', [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize('number, code', [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_ends_with_its_code(train_tiny, tmp_path, monkeypatch, capsys, halves, number, code):
     """At the step during which it came, and the resumed run ends with the reference bits."""
     signal_at(monkeypatch, 6, number)
@@ -1161,6 +1186,54 @@ def test_a_signal_saves_and_ends_with_its_code(train_tiny, tmp_path, monkeypatch
     assert 'stopped at step 6 and saved; go on with: python train.py --init_from=resume' in capsys.readouterr().out
     train_tiny(init_from='resume')
     assert same(final(tmp_path / 'out')['model'], final(halves / 'whole')['model'])
+
+
+def test_a_signal_between_micro_batches_gives_up_the_step(train_tiny, tmp_path, monkeypatch, capfd, halves):
+    """Which may take minutes, where whoever sent it waits for seconds; the resumed run ends with the reference bits."""
+    forward, calls = GPT.forward, []
+
+    def stopping(*args):
+        calls.append(None)
+        if len(calls) == 2 * 2 + 1:  # the first of the third step's two; evaluations come later
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(*args)
+    with monkeypatch.context() as m:
+        m.setattr(GPT, 'forward', stopping)
+        assert train_tiny(dropout=0.1, **RECIPES[1]) == 130
+    out, err = capfd.readouterr()
+    assert len(calls) == 5 and 'stopped at step 2 and saved' in out and 'Ctrl-C again ends at once' in err
+    train_tiny(init_from='resume')
+    assert same(final(tmp_path / 'out')['model'], final(halves / 'whole')['model'])
+
+
+def test_a_signal_in_the_first_step_leaves_nothing_to_save(train_tiny, tmp_path, monkeypatch, capsys):
+    forward = GPT.forward
+    monkeypatch.setattr(GPT, 'forward', lambda *args: os.kill(os.getpid(), signal.SIGTERM) or forward(*args))
+    assert train_tiny() == 143
+    assert 'stopped before step 1' in capsys.readouterr().out and not (tmp_path / 'out' / 'ckpt.pt').exists()
+
+
+def test_a_run_under_nohup_stays_deaf_to_the_terminals_end(train_tiny):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    train_tiny(max_iters=1)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_output_that_nobody_reads_ends_no_run(tmp_path, data_dir):
+    """As when tee was killed."""
+    flags = {**TINY, 'data_dir': data_dir, 'out_dir': tmp_path / 'out'}
+    run = subprocess.Popen([sys.executable, ROOT / 'train.py', *(f'--{k}={v}' for k, v in flags.items())],
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run.stdout.readline()
+    run.stdout.close()
+    assert run.stderr.read() == '' and run.wait() == 0
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 10
+
+
+def test_a_limit_of_time_is_of_one_command(train_tiny, tmp_path):
+    train_tiny(max_minutes=0)
+    train_tiny(init_from='resume')
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 10
 
 
 def test_a_signal_during_the_last_step_is_a_normal_end(train_tiny, monkeypatch):
@@ -1185,7 +1258,8 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys, init_from):
         assert train_tiny(out, eval_only=True,
                           init_from=str(tmp_path / 'out') if init_from == 'path' else init_from) == 0
     assert snapshot(tmp_path) == before and not (tmp_path / 'new').exists()
-    assert (loss in capsys.readouterr().out) == (init_from != 'scratch')
+    out = capsys.readouterr().out
+    assert (loss in out) == (init_from != 'scratch') and ('step 4: val loss' in out) == (init_from == 'resume')
 
 
 # -----------------------------------------------------------------------------
@@ -1269,7 +1343,7 @@ def test_resume_with_another_tokenizer(train_tiny, tmp_path, halves):
     (dict(dataset='../tiny'), r"dataset='\.\./tiny' must be a name below data_dir"),
     (dict(device='tpu'), "device='tpu' is not one of"),
     (dict(keep_last=1), 'keep_last=1 must be at least 2'),
-    (dict(embed_lr=0.1), "embed_lr acts under optimizer='muon' only"),
+    (dict(embed_lr=0.1), "embed_lr=0.1 acts under optimizer='muon' only"),
     (dict(eval_interval=0), 'eval_interval=0 must be at least 1'),
     (dict(beta2=1.0), 'beta2=1.0 must be at least 0 and below 1'),
     (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
