@@ -245,7 +245,7 @@ def test_a_disk_that_is_full_or_read_only(tmp_path, data_dir, options, done, wor
 # -----------------------------------------------------------------------------
 # resuming
 
-@pytest.mark.parametrize('recipe', RECIPES)
+@pytest.mark.parametrize('recipe', [pytest.param(RECIPES[0], marks=pytest.mark.slow), RECIPES[1]])
 def test_from_every_step_a_resume_ends_with_the_same_bits_and_losses(run, tmp_path, recipe):
     """Dropout, accumulation, clipping, warm-up and decay, each resume in a process of its own."""
     settings = dict(recipe, dropout=0.1, max_iters=20, eval_interval=6)

@@ -626,6 +626,7 @@ def test_what_begins_a_document_begins_a_prompt(draw, out, monkeypatch):
         assert calls[-1][0] == [expected]
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_is_no_error(out):
     command = f'{sys.executable} {REPO}/sample.py --out_dir={out} --device=cpu --num_samples=50 | head -1'
     ended = subprocess.run(['bash', '-c', command + '; exit ${PIPESTATUS[0]}'], check=False, capture_output=True,
