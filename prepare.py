@@ -690,7 +690,6 @@ class Progress:
 
     def __init__(self, total):
         self.total, self.done, self.start, self.shown = max(total, 1), 0, time.time(), 0.0
-        self.skipped, self.templates = 0, set()  # rows that hold nothing to learn from; what the others were put into
 
     def add(self, num_bytes):
         self.done += num_bytes
@@ -705,6 +704,14 @@ class Progress:
     def close(self):
         if self.shown:
             print(f'\r100%  {self.done / 1e6:.1f} MB in {time.time() - self.start:.0f} s        ', file=sys.stderr)
+
+
+class Reading(Progress):
+    """Of a dataset's sources; counts the rows that hold nothing to learn from, and collects the others' templates."""
+
+    def __init__(self, total):
+        super().__init__(total)
+        self.skipped, self.templates = 0, set()
 
 
 # -----------------------------------------------------------------------------
@@ -1123,10 +1130,10 @@ def lines_of(blocks):
     """Lines with their line feed, from blocks."""
     held = []
     for block in blocks:
-        *whole, rest = block.split('\n')
-        if whole:
-            yield ''.join(held) + whole[0] + '\n'
-            yield from (line + '\n' for line in whole[1:])
+        *ended, rest = block.split('\n')
+        if ended:
+            yield ''.join(held) + ended[0] + '\n'
+            yield from (line + '\n' for line in ended[1:])
             held = []
         held.append(rest)
     if last := ''.join(held):
@@ -1221,10 +1228,10 @@ def parts_of(row, place, cfg, templates=None):
     text = row[field]
     if text is not None and not isinstance(text, str):
         raise ValueError(f'{place}: field {field!r} is no text but {json.dumps(text, default=str)[:50]}')
-    return [(whole(text), False, True)] if text else None
+    return [(mended(text), False, True)] if text else None
 
 
-def whole(text):
+def mended(text):
     """The text, which JSON's escapes may have broken."""
     try:
         text.encode()
@@ -1238,7 +1245,7 @@ def turns_of(row, place):
     def text(value):
         if value is not None and not isinstance(value, str):
             raise ValueError(f'{place}: {json.dumps(value, default=str)[:50]} stands where a text was expected')
-        return whole(value or '')
+        return mended(value or '')
     system = [('system', text(row['system']))] if row.get('system') else []
     messages = row.get('messages', row.get('conversations'))
     answer = next((name for name in ANSWERS if name in row), None)
@@ -1404,9 +1411,9 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
                 for batch in batches:
                     waiting.append(pool.submit(ask, batch))
                     if len(waiting) > 2 * num_proc:
-                        yield answer(waiting.popleft())
+                        yield result_of(waiting.popleft())
                 while waiting:
-                    yield answer(waiting.popleft())
+                    yield result_of(waiting.popleft())
             finally:
                 for left in waiting:
                     left.cancel()
@@ -1417,7 +1424,7 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
             process.join(5)
 
 
-def answer(future):
+def result_of(future):
     result = future.result()
     if isinstance(result, Exception):
         raise result
@@ -1447,7 +1454,7 @@ def encoding_process(pipe, others, tokenizer, bos, eot):
 SMALL = 1 << 24  # bytes of files that are read once more in order to be split exactly
 
 
-class Split(NamedTuple):
+class Division(NamedTuple):
     """
     How documents fall into train and val. several: whether there is more than one, so that their ends are marked.
     held: whether a document of this key is validated on. cut: the characters of a single document that are trained on,
@@ -1479,11 +1486,11 @@ def hold_out(sizes, fraction):
     return held
 
 
-def choose_split(files, val_files, cfg, fraction):
+def divide(files, val_files, cfg, fraction):
     """
-    The Split of these files. Whole documents are held out: of files exactly the fraction, by their sizes; of rows and
-    the like exactly when they are few or small enough to be read twice, otherwise each with that probability. A single
-    document is cut at a character, a large one (which is read once, unless the tokenizer rereads it) at a line.
+    The Division of these files. Whole documents are held out: of files exactly the fraction, by their sizes; of rows
+    and the like exactly when they are few or small enough to be read twice, otherwise each with that probability. A
+    single document is cut at a character, a large one (which is read once, unless the tokenizer rereads it) at a line.
     """
     rereads = (cfg.tokenizer or '').startswith(('char', 'bpe'))
 
@@ -1492,43 +1499,43 @@ def choose_split(files, val_files, cfg, fraction):
     one, size = single(files), sum(os.path.getsize(file.path) for file in files)
     several = cfg.append or not (one and (not val_files or single(val_files)))
     if val_files:
-        return Split(several)
+        return Division(several)
     if files[0].kind == 'tokens' or (one and size > SMALL and not rereads):
-        return Split(several, tail=True)
+        return Division(several, tail=True)
     if one:
         characters = sum(len(piece.parts[0][0]) for piece in documents_in(files, cfg))
-        return Split(several, cut=int(characters * (1 - fraction)), to_line=size > SMALL)
+        return Division(several, cut=int(characters * (1 - fraction)), to_line=size > SMALL)
     if cfg.separator or not all(file.kind == 'text' for file in files):
         sizes, limit = Counter(), int(fraction * 2**64).to_bytes(8, 'big')
         for piece in documents_in(files, cfg):
             sizes[rank_of(piece.key, cfg.seed)] += sum(len(text.encode()) for text, *_ in piece.parts)
             if size > SMALL and len(sizes) > min(50 / fraction, 1e6):
-                return Split(several, lambda key: rank_of(key, cfg.seed)[:8] < limit)
+                return Division(several, lambda key: rank_of(key, cfg.seed)[:8] < limit)
     else:
         sizes = {rank_of(file.name, cfg.seed): os.path.getsize(file.path) for file in files}
     held = hold_out(sizes, fraction)
-    return Split(several, lambda key: rank_of(key, cfg.seed) in held)
+    return Division(several, lambda key: rank_of(key, cfg.seed) in held)
 
 
-def assign(files, val_files, cfg, split, progress=None):
+def assign(files, val_files, cfg, division, progress=None):
     """(split's name, Piece) of everything, in order."""
     done, side = 0, 'train'
     for piece in documents_in(files, cfg, progress):
-        if split.cut is not None:
+        if division.cut is not None:
             text = piece.parts[0][0]
-            at = min(max(split.cut - done, 0), len(text))
-            if split.to_line and 0 < at < len(text):
+            at = min(max(division.cut - done, 0), len(text))
+            if division.to_line and 0 < at < len(text):
                 at = text.rfind('\n', 0, at) + 1 or at
-            crossed = done + len(text) >= split.cut > done - 1
+            crossed = done + len(text) >= division.cut > done - 1
             done += len(text)
             if at or (piece.start and not text):
                 yield 'train', piece._replace(parts=[(text[:at], False, True)], end=crossed)
             if at < len(text):
                 yield 'val', piece._replace(parts=[(text[at:], False, True)], start=crossed)
-                split = split._replace(cut=0) if at == 0 or crossed else split
+                division = division._replace(cut=0) if at == 0 or crossed else division
         else:
-            if piece.start and split.held:
-                side = 'val' if split.held(piece.key) else 'train'
+            if piece.start and division.held:
+                side = 'val' if division.held(piece.key) else 'train'
             yield side, piece
     for piece in documents_in(val_files, cfg, progress):
         yield 'val', piece
@@ -1629,11 +1636,11 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
     Whatever stood under the name is replaced at the end, at once.
     """
     size = sum(os.path.getsize(file.path) for file in (*files, *val_files))
-    split = choose_split(files, val_files, cfg, fraction)
+    division = divide(files, val_files, cfg, fraction)
     with partial_folder(folder) as partial:
         old = copy_dataset(folder, partial) if cfg.append else None
         tokenizer = tokenizer_from(old['tokenizer']) if old else \
-            make_tokenizer(cfg.tokenizer, lambda: assign(files, val_files, cfg, split), split.several, size)
+            make_tokenizer(cfg.tokenizer, lambda: assign(files, val_files, cfg, division), division.several, size)
         if cfg.bos and tokenizer.bos is None:
             raise ValueError('bos=True needs a tokenizer with a begin-of-text id of its own, which is one of a '
                              'tokenizer.json; with others, the end-of-text id between documents is both')
@@ -1642,15 +1649,15 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
         if cfg.bos and old and 'bos' not in old:
             raise ValueError(f'{folder} was made without bos; leave it out, or prepare all of it again')
         bos = tokenizer.bos if cfg.bos or (old and 'bos' in old) else None
-        dtype, eot = id_type(tokenizer), tokenizer.eot if split.several else None
+        dtype, eot = id_type(tokenizer), tokenizer.eot if division.several else None
         bins = {s: BinWriter(partial, s, dtype, old and old['splits'][s]) for s in ('train', 'val')}
         for writer in bins.values():
             if old and eot is not None and writer.last_id() not in (None, eot):
                 writer.add(Encoded(np.array([eot], dtype), None, 0, 0))  # a single document had no end
         before = {s: dict(writer.counts) for s, writer in bins.items()}
-        progress, places = Progress(size), []
-        pieces = assign(files, val_files, cfg, split, progress)
-        for made in encode_all(tokenizer, ([p] for p in pieces) if split.tail else batches_of(pieces),
+        progress, places = Reading(size), []
+        pieces = assign(files, val_files, cfg, division, progress)
+        for made in encode_all(tokenizer, ([p] for p in pieces) if division.tail else batches_of(pieces),
                                cfg.num_proc or cores(), bos, eot):
             for s, part in made.items():
                 bins[s].add(part)
@@ -1660,7 +1667,7 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
             print(f'{progress.skipped:,} rows without text, or without an answer, were left out')
         if all(writer.counts['bytes'] == before[s]['bytes'] for s, writer in bins.items()):
             raise ValueError(f'{source} holds no text')
-        if split.tail:
+        if division.tail:
             cut_tail(bins, places, before['train']['bytes'], fraction, source)
         empty = [s for s, writer in bins.items() if not writer.counts['bytes']]
         if empty:

@@ -615,7 +615,7 @@ def out_of_memory(error):
         (isinstance(error, RuntimeError) and re.search("(allocate|out of) memory", str(error)) is not None)
 
 
-def fits(model, batch, machine, cfg, reserve):
+def batch_fits(model, batch, machine, cfg, reserve):
     """
     Whether forward and backward of so many sequences fit the memory, beside `reserve` bytes that come later; compiled,
     they need less. No gradients are left. All processes answer alike.
@@ -654,7 +654,7 @@ def largest_batch(model, sequences, most, machine, cfg, reserve):
         each = c.block_size * (12 * c.vocab_size + 40 * c.n_layer * c.n_embd)
         most = min(most, max((device_memory(machine.device) // 2 - reserve) // each, 1))
     sizes = [n for n in range(min(sequences, most), 0, -1) if sequences % n == 0]
-    return next((n for n in sizes if fits(model, n, machine, cfg, reserve)), None)
+    return next((n for n in sizes if batch_fits(model, n, machine, cfg, reserve)), None)
 
 
 def choose_batch_size(model, split, machine, cfg):
@@ -1886,7 +1886,7 @@ def train(run):
         num_targets, loads = batches.step(state.iter_num)
         told = train_step(run.forward, run.params, loads, num_targets, run.optimizers, run.scaler, cfg.grad_clip,
                           machine.world, stop, run.model.config.dropout)
-        if told is None:
+        if told is None:  # a signal in the midst of a step, of which nothing is kept
             settle(run, pending)
             if state.iter_num > first_step:
                 save(run, final=True)

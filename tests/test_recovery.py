@@ -428,5 +428,5 @@ def test_compiled_runs_repeat_and_resume_to_the_bit(tmp_path):
 
 def test_a_small_model_with_an_exact_batch_needs_no_parts():
     model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8))
-    assert train.fits(model, 4, train.Machine(), TrainConfig(), 100) and model.loss_chunks == 1
+    assert train.batch_fits(model, 4, train.Machine(), TrainConfig(), 100) and model.loss_chunks == 1
     assert all(p.grad is None for p in model.parameters())
