@@ -57,6 +57,7 @@ from prepare import (
     Tokenizer,
     cores,
     dataset_folder,
+    first_of,
     how_to_make,
     pretrained,
     prompt_ids,
@@ -285,14 +286,16 @@ def open_process_group(backend, device, rank, world, timeout_minutes):
     dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **options)
 
 
-def device_memory(device):
-    """Bytes of memory that the device has."""
+def device_memory(device, system='/sys'):
+    """Bytes of memory that the device has; of the host's, no more than a container may take."""
     if device.type == 'cuda':
         return torch.cuda.get_device_properties(device).total_memory
     try:
-        return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+        memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     except (AttributeError, ValueError):  # Windows has no sysconf; 16 GB is a guess
-        return 16 * 2**30
+        memory = 16 * 2**30
+    limit = first_of(f'{system}/fs/cgroup/memory.max')
+    return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
 def choose_loss_chunks(asked, num_tokens, vocab_size, memory):
@@ -1461,7 +1464,7 @@ class StopRequest:
     def receive(self, number, frame):
         if self.signal is None and number == signal.SIGINT and os.environ.get('RANK', '0') == '0':
             with contextlib.suppress(OSError):  # not print, in the midst of which we may be
-                os.write(2, b'\nstopping, and saving before; Ctrl-C again ends at once, unsaved\n')
+                os.write(2, b'\nstopping when it is saved; Ctrl-C again ends at once, unsaved\n')
         self.signal = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -132,6 +132,15 @@ def test_a_profile_tells_where_the_time_goes_and_trains_nothing(train_tiny, tmp_
     assert json.loads((tmp_path / 'out' / 'trace.json').read_text())['traceEvents']
 
 
+@pytest.mark.parametrize('limit, share', [('1000000\n', None), ('max\n', 1), (str(2**60), 1), (None, 1)])
+def test_the_memory_of_a_container_is_what_it_may_take(tmp_path, limit, share):
+    if limit:
+        (tmp_path / 'fs/cgroup').mkdir(parents=True)
+        (tmp_path / 'fs/cgroup/memory.max').write_text(limit)
+    host = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    assert train.device_memory(CPU, system=tmp_path) == (host * share if share else 1_000_000)
+
+
 def test_the_loss_is_taken_in_parts_where_its_logits_would_fill_the_memory():
     gb = 2**30
     assert train.choose_loss_chunks('auto', 12 * 1024, 50304, 80 * gb) == 1
