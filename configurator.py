@@ -15,6 +15,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import errno
 import inspect
 import math
 import numbers
@@ -155,7 +156,7 @@ def read_file(path, values, fields):
     before = set(namespace)
     try:
         exec(code, namespace)
-    except Exception as e:  # whatever the user's file raises is the user's to read, with its line
+    except (Exception, SystemExit) as e:  # whatever the user's file raises is the user's to read, with its line
         lines = [frame.tb_lineno for frame in tracebacks(e) if frame.tb_frame.f_code.co_filename == path]
         return {}, [f'{path}, line {lines[-1] if lines else 1}: {type(e).__name__}: {e}']
     found, problems = {}, []
@@ -341,6 +342,12 @@ def call_main(main):
     except BrokenPipeError:  # whoever read our output has gone, as head does
         drop_output()
         sys.exit(141)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        drop_output()
+        print(f'error: the output could not be written: {e.strerror}', file=sys.stderr)
+        sys.exit(1)
     except ValueError as e:
         where = list(tracebacks(e))[-1].tb_frame.f_code.co_filename
         ours = os.path.dirname(os.path.abspath(__file__))

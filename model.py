@@ -1216,9 +1216,11 @@ def load_gpt2(folder, **override):
     path = os.path.join(folder, 'config.json')
     hf = read_json(path)
     activation = {'gelu_new': 'gelu_tanh', 'gelu': 'gelu', 'gelu_pytorch_tanh': 'gelu_tanh'}
-    if hf.get('model_type') != 'gpt2' or str(hf.get('activation_function', 'gelu_new')) not in activation:
-        raise ValueError(f'{path}: model_type={hf.get("model_type")!r} with activation_function='
-                         f'{hf.get("activation_function", "gelu_new")!r} is not a GPT-2 that this version reads')
+    if hf.get('model_type') != 'gpt2':
+        raise ValueError(f'{path}: model_type={hf.get("model_type")!r} is not read by this version, only gpt2')
+    if str(hf.get('activation_function', 'gelu_new')) not in activation:
+        raise ValueError(f'{path}: activation_function={hf["activation_function"]!r} is not supported, only '
+                         f'{", ".join(activation)}')
     for name, usual in (('layer_norm_epsilon', 1e-5), ('scale_attn_weights', True),
                         ('scale_attn_by_inverse_layer_idx', False), ('add_cross_attention', False)):
         if hf.get(name, usual) != usual:
@@ -1246,6 +1248,8 @@ def load_gpt2(folder, **override):
             # OpenAI's "Conv1D" stores (in, out)
             conv = key.endswith(('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight'))
             state_dict[key] = (tensor.t() if conv else tensor).float()
+    wte = state_dict.get('transformer.wte.weight', torch.empty(0))
+    args['tie'] = args['tie'] and torch.equal(state_dict.get('lm_head.weight', wte), wte)  # as transformers has it
     if args['tie']:
-        state_dict['lm_head.weight'] = state_dict.get('transformer.wte.weight', torch.empty(0))
+        state_dict['lm_head.weight'] = wte
     return model_from(args, state_dict, **override)

@@ -368,18 +368,22 @@ def merge(word, pair, new):
 def read_tokenizer_json(path):
     """
     The tokenizer of a Hugging Face tokenizer.json, or of the folder that holds one, if it is a byte-level BPE split as
-    GPT-2, Llama 3, Qwen or SmolLM2 split. ValueError names whatever would encode otherwise than theirs.
+    GPT-2, Llama 3, Qwen or SmolLM2 split; or of the vocab.json and merges.txt that GPT-2's had before there were such
+    files. ValueError names whatever would encode otherwise than theirs.
     """
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     path = os.path.join(folder, 'tokenizer.json')
     try:
-        with open(path, encoding='utf-8') as f:
-            file = json.load(f)
         config_path = os.path.join(folder, 'tokenizer_config.json')
         config = {}
         if os.path.exists(config_path):
             with open(config_path, encoding='utf-8') as f:
                 config = json.load(f)
+        if os.path.exists(os.path.join(folder, 'vocab.json')) and not os.path.exists(path):
+            path, file = os.path.join(folder, 'vocab.json'), of_two_files(folder, config)
+        else:
+            with open(path, encoding='utf-8') as f:
+                file = json.load(f)
         model, added = file['model'], {t['content']: t['id'] for t in file.get('added_tokens') or ()}
         for key, allowed in (('type', (None, 'BPE')), ('dropout', (None, 0)), ('byte_fallback', (None, False)),
                              ('continuing_subword_prefix', (None, '')), ('end_of_word_suffix', (None, ''))):
@@ -411,6 +415,21 @@ def read_tokenizer_json(path):
         raise ValueError(f'{path}: {e}') from None
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
         raise ValueError(f'{path} is not a tokenizer.json of a byte-level BPE ({type(e).__name__}: {e})') from None
+
+
+def of_two_files(folder, config):
+    """What GPT-2's vocab.json, merges.txt and, where there is one, added_tokens.json say, as a tokenizer.json does."""
+    def told(name):
+        with open(os.path.join(folder, name), encoding='utf-8') as f:
+            return f.read()
+    vocab = json.loads(told('vocab.json'))
+    added = {name: vocab[name] for name in ('<|endoftext|>',) if name in vocab}
+    if os.path.exists(os.path.join(folder, 'added_tokens.json')):
+        added |= json.loads(told('added_tokens.json'))
+    merges = [line for line in told('merges.txt').split('\n') if line and not line.startswith('#version')]
+    return {'model': {'type': 'BPE', 'vocab': vocab, 'merges': merges},
+            'pre_tokenizer': {'type': 'ByteLevel', 'add_prefix_space': config.get('add_prefix_space', False)},
+            'added_tokens': [{'content': name, 'id': i} for name, i in added.items()]}
 
 
 def check_merges(merges, vocab):
@@ -537,7 +556,8 @@ def hub():
 def pretrained(init_from, data_dir):
     """
     (folder in Hugging Face's layout, spec of its tokenizer) where init_from names one: a folder, or OpenAI's weights by
-    name, which are downloaded once. None where it does not.
+    name, which are downloaded once. None where it does not. Where the folder holds no tokenizer, GPT-2's is assumed for
+    GPT-2's vocabulary, and None for others.
     """
     names, folder = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'), init_from
     if init_from.startswith('gpt2') and not os.path.exists(init_from):
@@ -548,9 +568,14 @@ def pretrained(init_from, data_dir):
             download(f'{hub()}/openai-community/{init_from}/resolve/main/{file}', os.path.join(folder, file))
     elif not os.path.exists(os.path.join(init_from, 'config.json')):
         return None
-    if os.path.exists(os.path.join(folder, 'tokenizer.json')):
+    if any(os.path.exists(os.path.join(folder, name)) for name in ('tokenizer.json', 'vocab.json')):
         return folder, read_tokenizer_json(folder).spec()
-    return folder, {'kind': 'tiktoken', 'name': 'gpt2'}
+    try:
+        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
+            vocab_size = json.load(f).get('vocab_size')
+    except (OSError, ValueError, RecursionError, AttributeError):  # model.py says what is wrong with it
+        vocab_size = None
+    return folder, {'kind': 'tiktoken', 'name': 'gpt2'} if vocab_size in (50257, 50304) else None
 
 
 def download(url, path, sha256=None):
@@ -960,7 +985,7 @@ def pieces_of(blocks, key=None, separator=None):
         for document in documents:
             if separator:
                 document = document.strip('\r\n') if start else document.rstrip('\r\n')
-            if document or not start or not separator:
+            if document or not start:
                 yield Piece([(document, False, True)], start, True, document if name is None else name)
             start, name = True, key
         while len(text) > 2 * PIECE:
@@ -1247,7 +1272,8 @@ def turns_of(row, place):
             raise ValueError(f'{place}: {json.dumps(value, default=str)[:50]} stands where a text was expected')
         return mended(value or '')
     system = [('system', text(row['system']))] if row.get('system') else []
-    messages = row.get('messages', row.get('conversations'))
+    chat = next((name for name in ('messages', 'conversations') if name in row), None)
+    messages = row[chat] or [] if chat else None
     answer = next((name for name in ANSWERS if name in row), None)
     if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
         turns = []
@@ -1262,8 +1288,8 @@ def turns_of(row, place):
         turns = [('input', text(row['input']))] if row.get('input') else []
         turns = [('user', text(row['instruction'])), *turns, ('assistant', text(row[answer]))]
         try:
-            past = [(role, text(said)) for asked, answered in row.get('history') or ()
-                    for role, said in (('user', asked), ('assistant', answered))]
+            past = [(role, text(said)) for pair in row.get('history') or ()
+                    for role, said in zip(('user', 'assistant'), [*pair] if type(pair) is not str else '', strict=True)]
         except (TypeError, ValueError):
             raise ValueError(f'{place}: history is no list of pairs of texts') from None
         return system + past + turns, 'alpaca'

@@ -149,7 +149,15 @@ def load(cfg):
     if found := pretrained(cfg.init_from, cfg.data_dir):
         folder, tokenizer = found
         print(f'weights: {folder}', file=sys.stderr)
-        return load_gpt2(folder), tokenizer_from(tokenizer), 'none'
+        model = load_gpt2(folder)
+        if tokenizer is None:
+            raise ValueError(f"{folder} holds no tokenizer.json, and GPT-2's tokenizer has another vocabulary than its "
+                             f'{model.config.vocab_size:,} ids')
+        tokenizer = tokenizer_from(tokenizer)
+        if tokenizer.n_vocab > model.config.vocab_size:
+            raise ValueError(f'the tokenizer of {folder} has {tokenizer.n_vocab:,} ids, and the model knows '
+                             f'{model.config.vocab_size:,}')
+        return model, tokenizer, 'none'
     path = find_checkpoint(cfg)
     try:
         checkpoint = load_checkpoint(path)

@@ -78,7 +78,16 @@ SPIKE, SPIKE_WINDOW = 6.0, 128  # standard deviations above the mean of so many 
 
 
 def same_place(a, b):
-    return os.path.abspath(a) == os.path.abspath(b)
+    return real(a) == real(b)
+
+
+def lies_in(path, folder):
+    return real(path).startswith(os.path.join(real(folder), ''))
+
+
+def real(path):
+    """Where a path leads; itself where it can lead nowhere."""
+    return path if '\0' in path else os.path.realpath(path)
 
 
 @dataclass
@@ -162,6 +171,11 @@ class TrainConfig:
             wrong.append(f'timeout_minutes={self.timeout_minutes} must be above 0')
         if self.mirror_dir is not None and same_place(self.mirror_dir, self.out_dir):
             wrong.append(f'mirror_dir={self.mirror_dir!r} is out_dir itself; a mirror wants another disk')
+        elif self.mirror_dir and lies_in(self.out_dir, self.mirror_dir):
+            wrong.append(f'out_dir={self.out_dir!r} lies in mirror_dir={self.mirror_dir!r}, and would be moved aside '
+                         'with it; a mirror wants a folder of its own')
+        wrong += [f'{name} is empty; leave it out, or name a folder' for name in ('out_dir', 'mirror_dir')
+                  if getattr(self, name) == '']
         if not 0 < self.decay_fraction <= 1:
             wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
         if self.seed >= 2**63:
@@ -1002,7 +1016,7 @@ def move_aside(path):
     plain = os.path.realpath(path)
     aside = next(f'{plain}.{n}' for n in range(1, 10**6) if not os.path.lexists(f'{plain}.{n}'))
     try:
-        if os.path.realpath(os.curdir).startswith(os.path.join(plain, '')) or plain == os.path.realpath(os.curdir):
+        if same_place(os.curdir, plain) or lies_in(os.curdir, plain):
             raise OSError(errno.EBUSY, 'it is where this command was started')
         os.rename(plain, aside)
     except OSError as e:
@@ -2177,8 +2191,11 @@ def check_agreement(model, state, machine):
 def write_config(out, settings):
     """out_dir/config.py, which repeats the run: python train.py OUT_DIR/config.py."""
     objects = [cls(**{f.name: settings[f.name] for f in dataclasses.fields(cls)}) for cls in (GPTConfig, TrainConfig)]
-    with open(out / 'config.py', 'w', encoding='utf-8') as f:
-        f.write(as_file(objects, 'all settings of the run in this folder; as a config file it repeats the run'))
+    try:
+        with open(out / 'config.py', 'w', encoding='utf-8') as f:
+            f.write(as_file(objects, 'all settings of the run in this folder; as a config file it repeats the run'))
+    except OSError as e:
+        raise ValueError(f'{out / "config.py"} could not be written: {e.strerror or e}') from None
 
 
 def compare_context(checkpoint, context):

@@ -20,6 +20,7 @@ max_iters = 1200
 
 optimizer = 'muon'
 muon_lr = 0.015
+muon_momentum = 0.85  # so short a run has no time for a long memory
 learning_rate = 2e-3
 lr_schedule = 'linear'
 warmup_iters = 10

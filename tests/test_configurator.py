@@ -411,7 +411,7 @@ def test_problems_that_need_the_whole_object_are_collected_too():
     ('def f():\n    return 1 / 0\n\nn_head = f()\n', 2, 'ZeroDivisionError: division by zero'),  # where it happens
     ("n_layer = 1\nimport json\njson.loads('{')\n", 3, 'JSONDecodeError'),  # the file's line, not the library's
     ('import no_such_module_of_ours\n', 1, 'ModuleNotFoundError'),
-    ("raise ValueError('mine')\n", 1, 'ValueError: mine'),
+    ("raise ValueError('mine')\n", 1, 'ValueError: mine'), ('\nexit(0)\n', 2, 'SystemExit: 0'),
     ('n_layer = 1\n\nreturn\n', 3, "'return' outside function"),  # Python finds this one only when it compiles
     ('x\0y = 1\n', 1, 'null bytes'),
 ])

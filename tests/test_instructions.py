@@ -63,9 +63,15 @@ def test_what_templates_make_of_rows(row, template, expected):
 
 @pytest.mark.parametrize('row', [
     {'messages': [ASK]}, {'prompt': 'a', 'completion': ''}, {'prompt': 'a', 'completion': None},
-    {'messages': [ASK, {'role': 'assistant', 'content': ''}]}])
+    {'messages': [ASK, {'role': 'assistant', 'content': ''}]}, {'messages': None}, {'conversations': []}])
 def test_without_an_answer_there_is_nothing_to_learn(row):
     assert parts_of(row, 'line 1', PrepareConfig()) is None
+
+
+@pytest.mark.parametrize('history', ['ab', ['ab', 'cd'], [['a', 'b', 'c']], [['a']], 3, [[1, 2]], {'a': 'b'}])
+def test_a_history_is_pairs_of_texts(history):
+    with pytest.raises(ValueError, match=r'line 1: .*(history is no list of pairs|stands where a text)'):
+        parts_of({**ALPACA, 'history': history}, 'line 1', PrepareConfig())
 
 
 def test_a_field_asked_for_by_name_is_text(tmp_path):

@@ -302,6 +302,19 @@ def test_hugging_faces_gpt2_computes_the_same(tmp_path, save):
     assert (every_logit(erf, x) - expected).abs().max() > 1e-5 * expected.abs().max()
 
 
+def test_a_head_that_differs_from_tied_embeddings_is_taken(tmp_path):
+    """As transformers does, which says so."""
+    theirs, folder = hugging_face(tmp_path)
+    ours, x = load_gpt2(folder).eval(), ids(2, 32)
+    weights = read_safetensors(os.path.join(folder, 'model.safetensors'))
+    head = torch.randn_like(theirs.transformer.wte.weight)
+    package = pytest.importorskip('safetensors.torch')
+    package.save_file({**weights, 'lm_head.weight': head}, os.path.join(folder, 'model.safetensors'))
+    own = load_gpt2(folder).eval()
+    assert ours.config.tie and not own.config.tie and torch.equal(own.lm_head.weight, head)
+    assert not torch.allclose(every_logit(own, x), every_logit(ours, x))
+
+
 @pytest.mark.parametrize('change, words', [(dict(model_type='llama'), 'llama'), (dict(n_embd=None), 'n_embd|not'),
                                            (dict(activation_function='relu'), 'relu'),
                                            (dict(scale_attn_by_inverse_layer_idx=True), 'scale_attn_by'),

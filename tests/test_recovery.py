@@ -302,6 +302,25 @@ def test_a_folder_that_vanishes_is_three_failed_saves(train_tiny, tmp_path, monk
     assert capsys.readouterr().out.count('training goes on') == 2
 
 
+def test_a_mirror_is_a_place_of_its_own(train_tiny, tmp_path):
+    """Neither out_dir by another name, nor what it lies in."""
+    (tmp_path / 'link').symlink_to(tmp_path / 'out')
+    with pytest.raises(ValueError, match='is out_dir itself'):
+        train_tiny(mirror_dir=tmp_path / 'link')
+    with pytest.raises(ValueError, match=r'lies in mirror_dir=.* would be moved aside'):
+        train_tiny(mirror_dir=tmp_path)
+    for name in ('out_dir', 'mirror_dir'):
+        with pytest.raises(ValueError, match=f'{name} is empty'):
+            train.main([f'--{name}='])
+
+
+def test_a_disk_that_takes_nothing_at_the_start_is_a_sentence(train_tiny, tmp_path, monkeypatch):
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out' / 'config.py').symlink_to('/dev/full')
+    with pytest.raises(ValueError, match=r'config\.py could not be written: No space left'):
+        train_tiny()
+
+
 def test_a_mirror_that_was_emptied_is_filled_again(train_tiny, tmp_path, monkeypatch):
     """With what has not changed since, too."""
     at_step(monkeypatch, 8, lambda: shutil.rmtree(tmp_path / 'drive'))

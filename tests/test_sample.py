@@ -626,6 +626,25 @@ def test_what_begins_a_document_begins_a_prompt(draw, out, monkeypatch):
         assert calls[-1][0] == [expected]
 
 
+def test_a_folder_of_weights_without_its_tokenizer_is_refused(tmp_path, monkeypatch):
+    """And one whose tokenizer has ids that the model does not know."""
+    (tmp_path / 'config.json').write_text('{"vocab_size": 300}')
+    monkeypatch.setattr(sample, 'load_gpt2', lambda folder: gpt(300))
+    assert "holds no tokenizer.json, and GPT-2's tokenizer has another vocabulary than its 300 ids" in \
+        refusal(init_from=tmp_path)
+    monkeypatch.setattr(sample, 'pretrained', lambda *args: (str(tmp_path), CharTokenizer(CHARS).spec()))
+    monkeypatch.setattr(sample, 'load_gpt2', lambda folder: gpt(9))
+    assert 'has 10 ids, and the model knows 9' in refusal(init_from=tmp_path)
+
+
+@pytest.mark.slow
+def test_output_onto_a_full_disk_is_a_sentence(out):
+    with open('/dev/full', 'w') as full:
+        ended = subprocess.run([sys.executable, f'{REPO}/sample.py', f'--out_dir={out}', '--device=cpu'], check=False,
+                               stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 1 and ended.stderr.splitlines()[-1].startswith('error: the output could not be written')
+
+
 @pytest.mark.slow
 def test_output_that_nobody_reads_is_no_error(out):
     command = f'{sys.executable} {REPO}/sample.py --out_dir={out} --device=cpu --num_samples=50 | head -1'

@@ -219,9 +219,9 @@ def test_pieces_are_the_text_whatever_the_blocks(text, size, piece):
         documents = list(prepare.pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, '.'))
     finally:
         prepare.PIECE = old
-    assert ''.join(p.parts[0][0] for p in pieces) == text and {p.key for p in pieces} == {'key'}
-    assert [p.start for p in pieces] == [True] + [False] * (len(pieces) - 1)
-    assert [p.end for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert ''.join(p.parts[0][0] for p in pieces) == text and {p.key for p in pieces} == ({'key'} if text else set())
+    assert [p.start for p in pieces] == [i == 0 for i in range(len(pieces))]
+    assert [p.end for p in pieces] == [i + 1 == len(pieces) for i in range(len(pieces))]
     joined, started = [], True
     for p in documents:
         assert p.start == started
@@ -538,6 +538,15 @@ def test_what_is_appended_stands_behind_what_was_there(tmp_path, make):
     found, meta = make(tmp_path / 'c.txt', append=True)
     assert found['train'][-1] + found['val'][-1] == 'the last one is cut, too'
     assert os.listdir(tmp_path / 'data') == ['x']
+
+
+def test_empty_files_are_no_documents(tmp_path, make):
+    (tmp_path / 'a').mkdir()
+    for name, text in (('1.txt', 'one'), ('2.txt', ''), ('3.txt', 'three'), ('4.txt', '')):
+        (tmp_path / 'a' / name).write_text(text)
+    found, meta = make(tmp_path / 'a', val_fraction=0.5)
+    assert sorted(found['train'] + found['val']) == ['one', 'three']
+    assert sum(meta['splits'][s]['documents'] for s in ('train', 'val')) == 2
 
 
 def test_a_dataset_that_is_replaced_by_another_is_told(tmp_path, capsys, monkeypatch):

@@ -232,10 +232,32 @@ def test_gpt2s_own_is_gpt2s_and_another_is_not(gpt2):
         assert not same_tokenizer(nothing, name) and not same_tokenizer(name, nothing)
 
 
+def test_the_two_files_that_gpt2s_had_before_are_read_too(folders, tmp_path):
+    file = json.loads((folders['gpt2'] / 'tokenizer.json').read_text())
+    vocab = {**file['model']['vocab'], '<|endoftext|>': 3000}
+    merges = [pair if isinstance(pair, str) else ' '.join(pair) for pair in file['model']['merges']]
+    (tmp_path / 'vocab.json').write_text(json.dumps(vocab))
+    (tmp_path / 'merges.txt').write_text('\n'.join(['#version: 0.2', *merges, '']))
+    (tmp_path / 'added_tokens.json').write_text('{"<pad>": 3001}')
+    ours, whole = read_tokenizer_json(str(tmp_path)), read_tokenizer_json(str(folders['gpt2']))
+    text = ''.join(source(3))
+    assert ours.encode(text).tolist() == whole.encode(text).tolist()
+    assert (ours.eot, ours.specials, ours.n_vocab) == (3000, {'<|endoftext|>': 3000, '<pad>': 3001}, 3002)
+    (tmp_path / 'tokenizer_config.json').write_text('{"add_prefix_space": true}')
+    with pytest.raises(ValueError, match=r'vocab\.json: its pre_tokenizer .* is not known'):
+        read_tokenizer_json(str(tmp_path))
+    os.remove(tmp_path / 'merges.txt')
+    with pytest.raises(ValueError, match='cannot be read'):
+        read_tokenizer_json(str(tmp_path))
+
+
 def test_a_folder_of_weights_has_the_tokenizer_that_lies_in_it(folders, tmp_path):
     shutil.copy(folders['gpt2'] / 'tokenizer.json', tmp_path)
     assert pretrained(str(tmp_path), 'data') is None
     (tmp_path / 'config.json').write_text('{}')
     assert pretrained(str(tmp_path), 'data') == (str(tmp_path), read_tokenizer_json(str(tmp_path)).spec())
     os.remove(tmp_path / 'tokenizer.json')
-    assert pretrained(str(tmp_path), 'data') == (str(tmp_path), {'kind': 'tiktoken', 'name': 'gpt2'})
+    gpt2s = {'kind': 'tiktoken', 'name': 'gpt2'}
+    for config, expected in (('{"vocab_size": 50257}', gpt2s), ('{"vocab_size": 99}', None), ('[]', None), ('{', None)):
+        (tmp_path / 'config.json').write_text(config)
+        assert pretrained(str(tmp_path), 'data') == (str(tmp_path), expected)
