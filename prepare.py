@@ -1272,8 +1272,10 @@ def turns_of(row, place):
             raise ValueError(f'{place}: {json.dumps(value, default=str)[:50]} stands where a text was expected')
         return mended(value or '')
     system = [('system', text(row['system']))] if row.get('system') else []
-    chat = next((name for name in ('messages', 'conversations') if name in row), None)
-    messages = row[chat] or [] if chat else None
+    messages = next((row[name] for name in ('messages', 'conversations') if row.get(name) is not None), None)
+    if messages is None and row.keys() & {'messages', 'conversations'} and \
+            not row.keys() & {'text', 'content', 'instruction', 'prompt'}:
+        messages = []  # a chat without a word
     answer = next((name for name in ANSWERS if name in row), None)
     if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
         turns = []
@@ -2048,7 +2050,10 @@ def main(argv=None):
                          'choose another --name')
     if cfg.append and not ours:
         raise ValueError(f'{folder} does not exist, so nothing can be added to it; leave out --append')
-    before = read_meta(folder).get('source', 'unknown') if ours and not cfg.append else ' '.join(sources)
+    before = ' '.join(sources)
+    if ours and not cfg.append:
+        with contextlib.suppress(ValueError):  # damaged, it is replaced as well
+            before = read_meta(folder).get('source')
     if before != ' '.join(sources):
         print(f'note: the dataset that is there, made from {before}, is replaced; --name gives this one another place')
     spool = f'{folder}.partial.{os.getpid()}.stdin'

@@ -68,6 +68,10 @@ def test_without_an_answer_there_is_nothing_to_learn(row):
     assert parts_of(row, 'line 1', PrepareConfig()) is None
 
 
+def test_a_chat_that_is_null_leaves_the_text():
+    assert parts_of({'messages': None, 'text': 'abc'}, 'line 1', PrepareConfig()) == [('abc', False, True)]
+
+
 @pytest.mark.parametrize('history', ['ab', ['ab', 'cd'], [['a', 'b', 'c']], [['a']], 3, [[1, 2]], {'a': 'b'}])
 def test_a_history_is_pairs_of_texts(history):
     with pytest.raises(ValueError, match=r'line 1: .*(history is no list of pairs|stands where a text)'):

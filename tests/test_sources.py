@@ -560,6 +560,9 @@ def test_a_dataset_that_is_replaced_by_another_is_told(tmp_path, capsys, monkeyp
         prepare.main([source])
         told.append('made from a/book.txt, is replaced' in capsys.readouterr().out)
     assert told == [False, False, True]
+    (tmp_path / 'data' / 'book' / 'meta.json').write_text('{')
+    prepare.main(['a/book.txt'])
+    assert read_meta(str(tmp_path / 'data' / 'book'))['source'] == 'a/book.txt'
 
 
 def test_the_command_that_comes_next_can_be_typed(tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -122,6 +124,16 @@ def test_what_backward_computes_again_changes_no_gradient(preset):
             forward(x, x).sum().backward()
         found.append(torch.cat([p.grad.flatten() for p in gpt.parameters()]))
     assert ((found[0] - found[1]).norm() / found[0].norm()).item() < 1e-3
+
+
+@pytest.mark.slow
+def test_the_loops_bench_takes_its_steps():
+    """The table of step_speed.py --loop: a run that had already ended would take no time."""
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'bench', 'step_speed.py')
+    told = subprocess.run([sys.executable, script, '--loop', '--steps=3', '--rounds=1', '--batch=2', '--device=cpu',
+                           '--compile=off', '--threads=1'], check=True, capture_output=True, text=True).stdout
+    alone, loop = (float(line.split('|')[5]) for line in told.splitlines()[-2:])
+    assert 0.1 * alone < loop
 
 
 def test_a_profile_tells_where_the_time_goes_and_trains_nothing(train_tiny, tmp_path, capsys):
