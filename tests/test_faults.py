@@ -300,7 +300,7 @@ def test_a_second_interrupt_ends_the_run_at_once(run, tmp_path):
 def test_a_signal_during_compilation_ends_the_run_after_one_step(run, tmp_path):
     if sentence := train.try_compile(torch.device('cpu')):
         pytest.skip(sentence)
-    settings = dict(dropout=0.1, max_iters=4, compile=True)
+    settings = dict(dropout=0.1, max_iters=4, compile=True, gradient_accumulation_steps=1)
     assert run('out', calls='train_step', delay=0.3, number=signal.SIGTERM, **settings) == 143
     assert load_checkpoint(str(tmp_path / 'out' / 'ckpt.pt'))['iter_num'] == 1
     assert run('out', init_from='resume', **settings) == 0
@@ -344,7 +344,7 @@ def test_a_run_may_change_the_number_of_its_processes_and_keeps_its_bits(run, to
     assert ended(torchrun('two', **settings))[0] == 0
     assert ended(torchrun('out', 'terminate', 7, **settings))[0] == 1
     assert run('out', 'terminate', 7, init_from='resume', **settings) == 143
-    assert 14 <= load_checkpoint(str(tmp_path / 'out' / 'ckpt.pt'))['iter_num'] <= 16
+    assert 13 <= load_checkpoint(str(tmp_path / 'out' / 'ckpt.pt'))['iter_num'] <= 16  # one gives a step up, two end it
     assert ended(torchrun('out', init_from='resume', **settings))[0] == 0
     for out in ('two', 'out'):
         assert digest(tmp_path / out) == digest(tmp_path / 'whole') and log(tmp_path / out) == log(tmp_path / 'whole')
