@@ -1180,6 +1180,7 @@ def test_weights_alone_are_a_run_that_is_not_overwritten(train_tiny, tmp_path):
 @pytest.mark.parametrize('number, code', [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_ends_with_its_code(train_tiny, tmp_path, monkeypatch, capsys, halves, number, code):
     """At the step during which it came, and the resumed run ends with the reference bits."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be run by nohup
     signal_at(monkeypatch, 6, number)
     assert train_tiny(dropout=0.1, **RECIPES[1]) == code
     assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 6
