@@ -320,6 +320,9 @@ def as_file(objects, title):
     return '\n'.join(lines) + '\n'
 
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # really, or beyond a quota
+
+
 def drop_output():
     """What is printed from here on, and what could not be delivered so far, goes nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -343,7 +346,7 @@ def call_main(main):
         drop_output()
         sys.exit(141)
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if e.errno not in DISK_FULL:
             raise
         drop_output()
         print(f'error: the output could not be written: {e.strerror}', file=sys.stderr)

@@ -375,15 +375,11 @@ def read_tokenizer_json(path):
     path = os.path.join(folder, 'tokenizer.json')
     try:
         config_path = os.path.join(folder, 'tokenizer_config.json')
-        config = {}
-        if os.path.exists(config_path):
-            with open(config_path, encoding='utf-8') as f:
-                config = json.load(f)
+        config = read_json(config_path) if os.path.exists(config_path) else {}
         if os.path.exists(os.path.join(folder, 'vocab.json')) and not os.path.exists(path):
             path, file = os.path.join(folder, 'vocab.json'), of_two_files(folder, config)
         else:
-            with open(path, encoding='utf-8') as f:
-                file = json.load(f)
+            file = read_json(path)
         model, added = file['model'], {t['content']: t['id'] for t in file.get('added_tokens') or ()}
         for key, allowed in (('type', (None, 'BPE')), ('dropout', (None, 0)), ('byte_fallback', (None, False)),
                              ('continuing_subword_prefix', (None, '')), ('end_of_word_suffix', (None, ''))):
@@ -417,16 +413,19 @@ def read_tokenizer_json(path):
         raise ValueError(f'{path} is not a tokenizer.json of a byte-level BPE ({type(e).__name__}: {e})') from None
 
 
+def read_json(path):
+    with open(path, encoding='utf-8') as f:
+        return json.load(f)
+
+
 def of_two_files(folder, config):
     """What GPT-2's vocab.json, merges.txt and, where there is one, added_tokens.json say, as a tokenizer.json does."""
-    def told(name):
-        with open(os.path.join(folder, name), encoding='utf-8') as f:
-            return f.read()
-    vocab = json.loads(told('vocab.json'))
-    added = {name: vocab[name] for name in ('<|endoftext|>',) if name in vocab}
-    if os.path.exists(os.path.join(folder, 'added_tokens.json')):
-        added |= json.loads(told('added_tokens.json'))
-    merges = [line for line in told('merges.txt').split('\n') if line and not line.startswith('#version')]
+    vocab, added_path = read_json(os.path.join(folder, 'vocab.json')), os.path.join(folder, 'added_tokens.json')
+    added = {'<|endoftext|>': vocab['<|endoftext|>']} if '<|endoftext|>' in vocab else {}
+    if os.path.exists(added_path):
+        added |= read_json(added_path)
+    with open(os.path.join(folder, 'merges.txt'), encoding='utf-8') as f:
+        merges = [line for line in f.read().split('\n') if line and not line.startswith('#version')]
     return {'model': {'type': 'BPE', 'vocab': vocab, 'merges': merges},
             'pre_tokenizer': {'type': 'ByteLevel', 'add_prefix_space': config.get('add_prefix_space', False)},
             'added_tokens': [{'content': name, 'id': i} for name, i in added.items()]}
@@ -571,8 +570,7 @@ def pretrained(init_from, data_dir):
     if any(os.path.exists(os.path.join(folder, name)) for name in ('tokenizer.json', 'vocab.json')):
         return folder, read_tokenizer_json(folder).spec()
     try:
-        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
-            vocab_size = json.load(f).get('vocab_size')
+        vocab_size = read_json(os.path.join(folder, 'config.json')).get('vocab_size')
     except (OSError, ValueError, RecursionError, AttributeError):  # model.py says what is wrong with it
         vocab_size = None
     return folder, {'kind': 'tiktoken', 'name': 'gpt2'} if vocab_size in (50257, 50304) else None
@@ -1556,7 +1554,7 @@ def assign(files, val_files, cfg, division, progress=None):
                 at = text.rfind('\n', 0, at) + 1 or at
             crossed = done + len(text) >= division.cut > done - 1
             done += len(text)
-            if at or (piece.start and not text):
+            if at:
                 yield 'train', piece._replace(parts=[(text[:at], False, True)], end=crossed)
             if at < len(text):
                 yield 'val', piece._replace(parts=[(text[at:], False, True)], start=crossed)
@@ -1837,8 +1835,7 @@ def read_meta(folder):
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
         try:
-            with open(path, encoding='utf-8') as f:
-                meta = json.load(f)
+            meta = read_json(path)
             numbers = [meta['format'], meta['vocab_size'], *(meta['splits'][s]['tokens'] for s in ('train', 'val')),
                        *(meta['splits'][s].get(key, 0) for s in ('train', 'val') for key in ('bytes', 'documents'))]
             if meta['format'] > FORMAT or meta['dtype'] not in ('uint16', 'uint32') or \

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configurator import accept, as_file, call_main, configure, differences, drop_output
+from configurator import DISK_FULL, accept, as_file, call_main, configure, differences, drop_output
 from model import (
     GPT,
     GPTConfig,
@@ -195,7 +195,7 @@ def tell(text):
     try:
         print(text, flush=True)
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT):  # there it is delivered with the next line, or the one after
+        if e.errno not in DISK_FULL:  # there it is delivered with the next line, or the one after
             drop_output()
 
 
@@ -1514,7 +1514,6 @@ class Mirror:
         """Moves the run that is there aside if this one is fresh: once out_dir is ours, and so the mirror is too."""
         if fresh and OutDir(self.path).holds_run():
             tell(f'mirror_dir: {self.path} held a run: moved to {move_aside(self.path)}')
-            os.makedirs(os.path.realpath(self.path), exist_ok=True)
 
     def update(self):
         """Starts copying what is new; a copy under way is let finish, and followed by another."""

@@ -1,9 +1,8 @@
 """Against nanoGPT itself, where NANOGPT names a clone of it: weights, text and checkpoints cross in both directions."""
 
-import importlib.util
 import os
-from pathlib import Path
 
+import bench
 import pytest
 import torch
 
@@ -17,10 +16,7 @@ SHAPE = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32, dropo
 
 @pytest.fixture(scope='module')
 def nanogpt():
-    spec = importlib.util.spec_from_file_location('nanogpt_model', Path(CLONE) / 'model.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return bench.nanogpt(CLONE)
 
 
 @pytest.fixture(params=[False, True], ids=['without biases', 'with biases'])

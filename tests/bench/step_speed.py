@@ -122,6 +122,7 @@ def the_loop(train, cfg, *parts):
     class Lines:
         def write(self, text, **numbers):
             self.last = numbers
+
     def evaluated(run, **kwargs):
         run.state.evaluation_left = False
     train.book_evaluation, train.save = evaluated, lambda *args, **kwargs: None
