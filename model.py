@@ -23,6 +23,7 @@ import pickletools
 import re
 import shutil
 import struct
+import warnings
 import zipfile
 from collections import deque
 from dataclasses import dataclass
@@ -308,6 +309,12 @@ class KVCache:
         self.mask = (places <= self.length[:, None])[:, None, None]  # (B, 1, 1, T_max)
         return self.length[:, None]
 
+    def attend(self, layer, q, k, v):
+        """Attention of (B, H, T, D) queries to what the rows have seen, to which k and v, (B, K, T, D), are added."""
+        k, v, mask = self.update(layer, k, v)
+        # one new position may see everything before it: only a cache whose rows differ in length has a mask
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=q.size(2) > 1, enable_gqa=q.size(1) > k.size(1))
+
     def update(self, layer, k, v):
         """Writes (B, K, T, D); returns the keys and values to attend to, and a mask where rows differ."""
         for cached, new in ((self.k[layer], k), (self.v[layer], v)):
@@ -333,7 +340,7 @@ class KVCache:
         """Fills these rows anew with what those rows of another cache hold; a source may repeat."""
         end = max(other.lengths)
         for mine, theirs in zip(self.k + self.v, other.k + other.v, strict=True):
-            mine[rows, :, :end] = theirs[sources, :, :end]
+            mine[rows, :, :end] = theirs[sources, :, :end].to(mine.dtype)
         self.length[rows] = other.length[sources]
         for row, source in zip(rows, sources, strict=True):
             self.lengths[row] = other.lengths[source]
@@ -361,9 +368,27 @@ class FixedShapes(KVCache):
         self.end = self.k[0].size(2)
         return self.begin_uneven()
 
+    def attend(self, layer, q, k, v):
+        if q.device.type != 'cpu':
+            return super().attend(layer, q, k, v)
+        k, v, mask = self.update(layer, k, v)
+        return attend_in_sums(q, k, v, mask)
+
     def finish(self, x):
         self.length += 1
         return x[:, -1]
+
+
+def attend_in_sums(q, k, v, mask):
+    """
+    Attention of one query, (B, H, 1, D), to (B, K, T, D) keys, in sums of which a compiler makes loops: on a CPU they
+    read bf16 keys in 1.1 ms (12 layers of 12 heads, 1,024 keys of 64) where the kernel takes 2.5 to 2.9 in float32.
+    """
+    B, K, _, D = k.shape
+    q = q.view(B, K, -1, 1, D) * D**-0.5  # queries that share keys side by side
+    scores = (q * k[:, :, None].float()).sum(-1)  # (B, K, H / K, T)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+    return (weights[..., None] * v[:, :, None].float()).sum(-2).view(B, -1, 1, D)
 
 
 class Attention(nn.Module):
@@ -392,13 +417,12 @@ class Attention(nn.Module):
             # the CPU's kernel in bf16 takes 3.6 times as long backward (12 x 4 x 64 x 32, EPYC, torch 2.13) and 7 times
             # as long for one query (12 heads, 700 keys of 64)
             q, k, v = q.float(), k.float(), v.float()
-        mask = None
         if cache is not None:
-            k, v, mask = cache.update(self.layer, k, v)
-        # is_causal and no mask: masks cost the fast kernels, and gave NaN gradients on Hopper (pytorch#196678). one new
-        # position may see everything before it, so only a cache whose rows differ in length has one
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.attn_dropout if self.training else 0.0,
-                                           is_causal=T > 1, enable_gqa=self.grouped)  # (B, H, T, D)
+            y = cache.attend(self.layer, q, k, v)
+        else:
+            # is_causal and no mask: masks cost the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_dropout if self.training else 0.0,
+                                               is_causal=True, enable_gqa=self.grouped)  # (B, H, T, D)
         return self.dropout(self.c_proj(y.to(x.dtype).transpose(1, 2).reshape(B, T, C)))
 
 
@@ -512,6 +536,7 @@ class GPT(nn.Module):
         assert config.vocab_size is not None, 'vocab_size comes from the data; see train.py'
         self.config = c = config.resolved()
         self.compute_dtype = torch.float32  # train.py and sample.py set it to what the machine is fast at
+        self.quantize = 'none'  # for_inference sets it
         self.loss_chunks = 1  # parts in which head and loss are computed; train.py sets more where memory is short
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(c.vocab_size, c.n_embd),
@@ -622,7 +647,8 @@ class GPT(nn.Module):
                       steps are compiled or graphs by halves
         past_context: 'slide' drops the oldest eighth of a full context and computes the rest anew, at positions that
                       training has seen; 'stop' finishes the sequence
-        decode:       'eager'; 'graph' replays a CUDA graph of a step; 'compiled' compiles it, and replays it on CUDA
+        decode:       'eager'; 'graph' replays a CUDA graph of a step; 'compiled' compiles it, and replays it on CUDA;
+                      on a CPU with the weights as constants, so that a model's later changes are not seen
         sampling:     fields of Sampling
         ValueError when logits are not finite.
         """
@@ -632,11 +658,11 @@ class GPT(nn.Module):
         if max_new_tokens < 1 or not contexts:
             return
         room = min(size, max(map(len, contexts)) + max_new_tokens)
-        if decode != 'eager':  # so that a longer prompt does not mean another shape
-            room = min(size, -(-room // 128) * 128)
+        if decode != 'eager':  # so that a longer prompt seldom means another graph, or another compilation
+            room = min(size, max(128, 2**(room - 1).bit_length()) if decode == 'compiled' else -(-room // 128) * 128)
         prefilled, logits = self.prefill(contexts[::num_samples])
         sources = torch.arange(len(prompts)).repeat_interleave(num_samples).tolist()
-        cache, sequences = self.new_cache(len(contexts), room), list(range(len(contexts)))
+        cache, sequences = self.new_cache(len(contexts), room, decode), list(range(len(contexts)))
         cache.put(sequences, prefilled, sources)
         draws = Draws(contexts, seeds, max_new_tokens, sampling, self.config.vocab_size, self.cos.device)
         draws.draw(logits[sources])
@@ -700,7 +726,7 @@ class GPT(nn.Module):
         for p in self.parameters():
             if p.dim() > 1:
                 p.data = p.data.to(dtype)
-        self.compute_dtype = dtype
+        self.compute_dtype, self.quantize = dtype, quantize
         packing = pack and can_pack(device, dtype)
         for module in list(self.modules()):
             for name, child in module.named_children():
@@ -710,8 +736,11 @@ class GPT(nn.Module):
                     setattr(module, name, PackedLinear(child))
         return self.eval()
 
-    def new_cache(self, batch, num_positions):
-        dtype = torch.float32 if self.cos.device.type == 'cpu' else self.compute_dtype  # see Attention
+    def new_cache(self, batch, num_positions, decode='eager'):
+        """An empty cache in the dtype that products take, but float32 where CPUs have a kernel for no other."""
+        dtype = torch.bfloat16 if self.quantize == 'int8' else self.compute_dtype
+        if self.cos.device.type == 'cpu' and decode != 'compiled':
+            dtype = torch.float32  # see Attention
         return KVCache(self.config, batch, num_positions, self.cos.device, dtype)
 
     def crop_block_size(self, block_size):
@@ -851,22 +880,55 @@ def decode_step(model, cache, draws):
     draws.draw(model(draws.token, cache=FixedShapes(cache)))
 
 
+# How a step is compiled on a CPU. Its matrices become constants, laid out for products that Inductor writes itself and
+# times against the library's: GPT-2 124M in int8 from 14.5 to 7.3 ms a token (tests/bench/LOG.md has the others). As
+# constants they would go into Inductor's cache of graphs on disk too, hundreds of megabytes of them. The last two keep
+# its tables off the terminal.
+CPU_STEP = dict(freezing=True, max_autotune=True, fx_graph_cache=False,
+                autotune_num_choices_displayed=0, max_autotune_report_choices_stats=False)
+
+
+@contextlib.contextmanager
+def compiling_steps(device):
+    """The settings under which torch.compile compiles decode_step."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+    ours = CPU_STEP if device.type == 'cpu' else {}
+    # after 8 shapes of a function, and then of all models 256, torch would go on without compiling
+    with (dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=1000),
+          inductor.patch({name: value for name, value in ours.items() if hasattr(inductor, name)}),
+          warnings.catch_warnings()):
+        warnings.filterwarnings('ignore', 'TypedStorage is deprecated')  # torch's own, of itself
+        yield
+
+
 def fixed_step(model, cache, draws, decode):
-    """A function that does decode_step, compiled if asked for; on CUDA as a graph, which one launch replays."""
-    function = torch.compile(decode_step, dynamic=False) if decode == 'compiled' else decode_step
+    """
+    A function that does decode_step, compiled if asked for; on CUDA as a graph, which one launch replays. Compiled on a
+    CPU it keeps the weights that the model has now.
+    """
+    device, compiled = model.cos.device, decode == 'compiled'
+    function = torch.compile(decode_step, dynamic=False) if compiled else decode_step
+    state = [cache.length, *draws.state()]
 
     def step():
         function(model, cache, draws)
-    if not model.cos.is_cuda:
+
+    def rehearse(times):
+        """Compiles, and has libraries allocate what they need; then all is as if it had not been."""
+        before = [t.clone() for t in state]
+        with compiling_steps(device) if compiled else contextlib.nullcontext():
+            for _ in range(times):
+                step()
+                for t, was in zip(state, before, strict=True):
+                    t.copy_(was)
+    if device.type != 'cuda':
+        rehearse(int(compiled))
         return step
-    state = [cache.length, *draws.state()]
-    before, side = [t.clone() for t in state], torch.cuda.Stream()
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(2):  # compiles, and has libraries allocate what they need; then as if it had not been
-            step()
-            for t, was in zip(state, before, strict=True):
-                t.copy_(was)
+        rehearse(2)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

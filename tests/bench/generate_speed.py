@@ -40,11 +40,11 @@ def prompts(args, batch, length):
     return torch.randint(min(SHAPES[args.shape]['vocab_size'], 50257), (batch, length), generator=generator)
 
 
-def our_model(args, kind):
+def our_model(args, kind, pack=True):
     torch.manual_seed(0)
     gpt = GPT(GPTConfig(**SHAPES[args.shape]))
     dtype = torch.float32 if kind == 'float32' or (kind == 'int8' and args.device == 'cpu') else torch.bfloat16
-    return gpt.for_inference(torch.device(args.device), dtype, 'int8' if kind == 'int8' else 'none')
+    return gpt.for_inference(torch.device(args.device), dtype, 'int8' if kind == 'int8' else 'none', pack)
 
 
 def our_side(args, gpt, batch, decode):
@@ -168,10 +168,10 @@ def main():
         if find_spec('transformers'):
             add('transformers', batch, theirs, transformers_side(args, batch))
     decodes = ['eager'] + ['graph'] * on_gpu + ['compiled'] * (on_gpu or args.compiled)
-    models = {kind: our_model(args, kind) for kind in args.kinds}
-    for kind, gpt in models.items():
-        for batch in args.batches:
-            for decode in decodes:
+    for kind in args.kinds:
+        for decode in decodes:
+            gpt = our_model(args, kind, pack=decode != 'compiled')
+            for batch in args.batches:
                 add(f'ours, {decode}', batch, kind, our_side(args, gpt, batch, decode))
     if not find_spec('transformers'):
         print('transformers is not installed and not measured: pip install transformers', file=sys.stderr)
