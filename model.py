@@ -780,8 +780,9 @@ class Draws:
         assert len(seeds) == B, f'{len(seeds)} seeds for {B} sequences'
         numbers = torch.stack([torch.rand(num_draws, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
                                for seed in seeds])
-        # Apple GPUs have no float64
-        self.numbers = numbers.to(device, torch.float32 if device.type == 'mps' else None)  # (B, num_draws)
+        # a compiled step is for one width. Apple GPUs have no float64
+        numbers = F.pad(numbers, (0, max(4096, 2**(num_draws - 1).bit_length()) - num_draws))
+        self.numbers = numbers.to(device, torch.float32 if device.type == 'mps' else None)  # (B, num_draws or more)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
         self.token = torch.zeros(B, 1, dtype=torch.int64, device=device)  # what is fed next
         self.told = torch.zeros(B, 2, device=device)  # the id, NaN where logits were not finite, and log-probability

@@ -134,6 +134,9 @@ def test_compiled_equals_eager(shape):
             p.mul_(1.5)
     texts = [run(model, PROMPTS, 30, decode='compiled', **how) for model in models]
     assert texts == [run(model, PROMPTS, 30, **how) for model in models] and texts[0] != texts[1]
+    compilations = torch._dynamo.utils.counters['stats']['unique_graphs']
+    run(models[1], PROMPTS[::-1], 12, decode='compiled', **how)
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == compilations > 0, 'other texts compile anew'
 
 
 @pytest.mark.slow
