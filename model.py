@@ -737,10 +737,11 @@ class GPT(nn.Module):
         return self.eval()
 
     def new_cache(self, batch, num_positions, decode='eager'):
-        """An empty cache in the dtype that products take, but float32 where CPUs have a kernel for no other."""
-        dtype = torch.bfloat16 if self.quantize == 'int8' else self.compute_dtype
+        dtype = self.compute_dtype
         if self.cos.device.type == 'cpu' and decode != 'compiled':
             dtype = torch.float32  # see Attention
+        elif self.cos.device.type == 'cpu' and self.quantize == 'int8':
+            dtype = torch.bfloat16  # to which the products round what they are given anyway
         return KVCache(self.config, batch, num_positions, self.cos.device, dtype)
 
     def crop_block_size(self, block_size):

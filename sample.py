@@ -186,6 +186,8 @@ def place(model, cfg):
     if cfg.compile is True:
         if failure := try_compile(device):
             raise ValueError(f'compile=True was asked for, but torch.compile fails here: {failure}; leave it out')
+        print('compile=True: one compilation for each number of texts at once and each doubling of the context, before '
+              'the second token', file=sys.stderr)
         return 'compiled'
     # a graph of plain kernels is ready in a moment, where compilation takes longer than most texts
     return 'graph' if cfg.compile == 'auto' and device.type == 'cuda' and cfg.max_new_tokens > 32 else 'eager'
