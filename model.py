@@ -321,7 +321,7 @@ class KVCache:
             if self.even:
                 cached[:, :, self.end - new.size(2):self.end] = new
             else:
-                cached[self.rows, :, self.length] = new[:, :, 0]
+                cached[self.rows, :, self.length] = new[:, :, 0].to(cached.dtype)
         if self.filling:
             return k, v, None
         return self.k[layer][:, :, :self.end], self.v[layer][:, :, :self.end], None if self.even else self.mask
@@ -664,7 +664,8 @@ class GPT(nn.Module):
         sources = torch.arange(len(prompts)).repeat_interleave(num_samples).tolist()
         cache, sequences = self.new_cache(len(contexts), room, decode), list(range(len(contexts)))
         cache.put(sequences, prefilled, sources)
-        draws = Draws(contexts, seeds, max_new_tokens, sampling, self.config.vocab_size, self.cos.device)
+        draws = Draws(contexts, seeds, sampling, self.config.vocab_size, self.cos.device)
+        draws.make_numbers()
         draws.draw(logits[sources])
         del prefilled, logits
         waiting, step = deque(), None  # tokens on their way to the host, which reads them a step late where that helps
@@ -686,6 +687,8 @@ class GPT(nn.Module):
                 cache.keep(order)
                 draws.keep(order)
             self.slide(cache, sequences, contexts, stopped)
+            if (max_new_tokens - left) % AHEAD == 0:
+                draws.make_numbers()
             if decode == 'eager':
                 draws.draw(self(draws.token, cache=cache))
                 continue
@@ -740,7 +743,7 @@ class GPT(nn.Module):
         dtype = self.compute_dtype
         if self.cos.device.type == 'cpu' and decode != 'compiled':
             dtype = torch.float32  # see Attention
-        elif self.cos.device.type == 'cpu' and self.quantize == 'int8':
+        elif self.cos.device.type == 'cpu' and self.quantize == 'int8' and dtype == torch.float32:
             dtype = torch.bfloat16  # to which the products round what they are given anyway
         return KVCache(self.config, batch, num_positions, self.cos.device, dtype)
 
@@ -769,21 +772,24 @@ class Sampling:
     logprobs: bool = False  # tell the model's own log-probability of each token, as at temperature 1 without limits
 
 
+AHEAD = 1024  # random numbers that are made at once
+GREEDY_BELOW = 1e-6  # temperatures that mean 0; dividing by less would overflow
+
+
 class Draws:
     """
     The next token of each row, drawn without a word from the host. The n-th draw of a sequence takes the n-th number
     of its own seed, made on the CPU: the same in any batch and, up to rounding of the logits, on any device.
     """
 
-    def __init__(self, contexts, seeds, num_draws, sampling, vocab_size, device):
+    def __init__(self, contexts, seeds, sampling, vocab_size, device):
         self.sampling, B = sampling, len(contexts)
         seeds = [int.from_bytes(os.urandom(7), 'big') for _ in contexts] if seeds is None else seeds
         assert len(seeds) == B, f'{len(seeds)} seeds for {B} sequences'
-        numbers = torch.stack([torch.rand(num_draws, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-                               for seed in seeds])
-        # a compiled step is for one width. Apple GPUs have no float64
-        numbers = F.pad(numbers, (0, max(4096, 2**(num_draws - 1).bit_length()) - num_draws))
-        self.numbers = numbers.to(device, torch.float32 if device.type == 'mps' else None)  # (B, num_draws or more)
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        # Apple GPUs have no float64
+        self.numbers = torch.zeros(B, AHEAD, dtype=torch.float32 if device.type == 'mps' else torch.float64,
+                                   device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
         self.token = torch.zeros(B, 1, dtype=torch.int64, device=device)  # what is fed next
         self.told = torch.zeros(B, 2, device=device)  # the id, NaN where logits were not finite, and log-probability
@@ -791,6 +797,11 @@ class Draws:
         for row, context in zip(self.seen, contexts, strict=False):
             row[context] = True
         self.seen = self.seen.to(device)[:, :sampling.vocab]
+
+    def make_numbers(self):
+        """The next AHEAD numbers of each seed; wanted before the first draw, and again after as many draws."""
+        self.numbers.copy_(torch.stack([torch.rand(AHEAD, dtype=torch.float64, generator=g) for g in self.generators]))
+        self.count.zero_()
 
     def draw(self, logits):
         """From (B, V) logits."""
@@ -812,6 +823,7 @@ class Draws:
     def keep(self, order):
         """Row i becomes what row order[i] was."""
         self.numbers, self.token, self.told = self.numbers[order], self.token[order], self.told[order]
+        self.generators = [self.generators[row] for row in order]
         self.seen = self.seen[order] if len(self.seen) else self.seen
 
     def state(self):
@@ -821,7 +833,7 @@ class Draws:
 def sample_token(logits, number, sampling):
     """One id a row, (B, 1), from (B, V) logits and a uniform number of [0, 1) a row, (B, 1)."""
     s, V = sampling, logits.size(-1)
-    if s.temperature < 1e-6:  # greedy; dividing by less would overflow
+    if s.temperature < GREEDY_BELOW:
         return logits.argmax(dim=-1, keepdim=True)
     order = None
     if s.top_k is not None or s.top_p is not None:  # sorted, and after top_k short: all that follows is cheap
@@ -847,12 +859,16 @@ def closing_gaps(alive):
     return order
 
 
+NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it diverged, or its numbers are beyond '
+              'float16, where that is the dtype (--dtype=float32)')
+
+
 def tell(drawn, contexts, stop, stopped):
     """[(sequence, token, log-probability)] of the sequences that still go on; remembers the tokens, and who stops."""
     sequences, read = drawn
     told = [(s, *pair) for s, pair in zip(sequences, read().tolist(), strict=True) if s not in stopped]
     if any(math.isnan(token) for _, token, _ in told):
-        raise ValueError('the model returned logits that are not finite: its weights are damaged or it diverged')
+        raise ValueError(NOT_FINITE.format('logits that are'))
     told = [(s, int(token), logprob) for s, token, logprob in told]
     for s, token, _ in told:
         contexts[s].append(token)
@@ -977,7 +993,8 @@ def can_pack(device, dtype):
 class Int8Linear(nn.Module):
     """
     Weights in 8 bits, q s with one scale s a row: half a step, s / 2 = max|w| / 254, is the most that a weight moves
-    (s is rounded up to bf16, so up to 1/128 more). Activations keep their dtype, on CPUs they are rounded to bf16.
+    (s is rounded up to bf16, so up to 1/128 more). Activations keep their dtype; on CPUs they and what comes out are
+    rounded to bf16.
     """
 
     def __init__(self, linear):
@@ -991,10 +1008,15 @@ class Int8Linear(nn.Module):
         self.on_cpu = weight.device.type == 'cpu' and hasattr(torch, '_weight_int8pack_mm')
 
     def forward(self, x):
-        # the kernel reads the weights anew for each row: from some tens of rows on, one pass to unpack them is less
-        if self.on_cpu and x.numel() <= 32 * x.size(-1):
-            y = torch._weight_int8pack_mm(x.reshape(-1, x.size(-1)).bfloat16(), self.weight, self.scale)
+        if self.on_cpu:
+            rows = x.reshape(-1, x.size(-1)).bfloat16()
+            # the kernel reads the weights anew for each row: from some tens on, one pass to unpack them is less;
+            # rounded as it rounds, or a text would depend on what is computed beside it
+            y = (torch._weight_int8pack_mm(rows, self.weight, self.scale) if len(rows) <= 32 else
+                 (F.linear(rows.float(), self.weight.float()) * self.scale.float()).bfloat16())
             y = y.view(*x.shape[:-1], -1).to(x.dtype)
+        elif x.dtype == torch.float16:  # its numbers end at 65504, and these weights are up to 127
+            y = F.linear(x / 128, self.weight.to(x.dtype)) * (self.scale.float() * 128).to(x.dtype)
         else:
             y = F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
         return y if self.bias is None else y + self.bias.to(x.dtype)

@@ -882,8 +882,7 @@ def files_of(source, cfg, spool):
     is_pipe = os.path.exists(source) and not os.path.isdir(source) and not os.path.isfile(source)
     if source == '-' or is_pipe:
         os.makedirs(os.path.dirname(spool), exist_ok=True)
-        stdin = contextlib.nullcontext(sys.stdin.buffer)
-        with open(spool, 'wb') as f, open(source, 'rb') if is_pipe else stdin as g:
+        with open(spool, 'wb') as f, open(source, 'rb') if is_pipe else contextlib.nullcontext(standard_input()) as g:
             shutil.copyfileobj(g, f, 1 << 20)
         return [open_file(spool, 'stdin', 'text' if cfg.format == 'auto' else cfg.format, cfg)]
     if source.startswith(('http://', 'https://')):
@@ -1024,6 +1023,13 @@ def text_blocks(file, cfg, progress=None):
                              'it, or read on with --bad_utf8=replace') from None
         yield text.removeprefix('\ufeff') if at == 0 else text
         at += len(block)
+
+
+def standard_input():
+    """Its bytes; ValueError where it is closed."""
+    if sys.stdin is None:
+        raise ValueError('standard input is closed; give it something to read, or name a file')
+    return sys.stdin.buffer
 
 
 def byte_blocks(path, progress=None):

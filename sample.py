@@ -12,7 +12,6 @@ Text from a checkpoint, which carries its shape and its tokenizer, so that nothi
 import codecs
 import json
 import math
-import mmap
 import os
 import sys
 import tempfile
@@ -23,11 +22,22 @@ import numpy as np
 import torch
 
 from configurator import call_main, configure
-from model import choose_device, choose_dtype, load_checkpoint, load_gpt2, model_from, try_compile
+from model import (
+    GREEDY_BELOW,
+    NOT_FINITE,
+    choose_device,
+    choose_dtype,
+    load_checkpoint,
+    load_gpt2,
+    model_from,
+    try_compile,
+)
 from prepare import (
+    COMPRESSED,
     TEMPLATES,
     PrepareConfig,
     TiktokenTokenizer,
+    byte_blocks,
     check_kinds,
     cores,
     dataset_folder,
@@ -39,6 +49,7 @@ from prepare import (
     read_meta,
     render,
     show,
+    standard_input,
     tokenizer_from,
 )
 
@@ -65,12 +76,12 @@ class SampleConfig:
     top_p: float | None = None  # draw among the likeliest that together have this probability; None: all
     min_p: float | None = None  # draw among those of this share of the likeliest one's probability; None: all
     repetition_penalty: float = 1.0  # above 1 makes what occurred less likely (CTRL, arXiv 1909.05858)
-    stop: str | None = None  # text, or name of a special id, that ends a sample; several with ||| between; \n: line end
+    stop: str | None = None  # text, or name of a special id, that ends a sample; several with ||| between; \n, \t
     past_context: Literal['slide', 'stop'] = 'slide'  # when the context is full: forget its oldest eighth, or stop
     seed: int = 1337  # of the first sample of a prompt; each has its own, and depends on nothing else
     # --- output
     output: Literal['text', 'jsonl'] = 'text'  # jsonl: an object a line, with what ended it
-    logprobs: bool = False  # in the jsonl: ids and the model's log-probability of each
+    logprobs: bool = False  # in the jsonl: ids and the model's log-probability of each, those of the stop too
     # --- machine
     batch_size: int = 64  # texts drawn at once
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first of them that is there
@@ -88,8 +99,8 @@ class SampleConfig:
         for name in ('top_p', 'min_p'):
             if getattr(self, name) is not None and not 0 < getattr(self, name) <= 1:
                 wrong.append(f'{name}={getattr(self, name)} must be above 0 and at most 1')
-        if self.repetition_penalty <= 0:
-            wrong.append(f'repetition_penalty={self.repetition_penalty} must be above 0; 1 turns it off')
+        if not 0.01 <= self.repetition_penalty <= 100:
+            wrong.append(f'repetition_penalty={self.repetition_penalty} must be from 0.01 to 100; 1 turns it off')
         if self.stop is not None and not all(self.stop.split('|||')):
             wrong.append(f'stop={self.stop!r} has an empty text, which is everywhere; ||| stands between texts')
         if self.logprobs and self.output != 'jsonl':
@@ -100,7 +111,7 @@ class SampleConfig:
 
     def stops(self):
         """The texts of stop."""
-        return self.stop.replace('\\n', '\n').split('|||') if self.stop else []
+        return self.stop.replace('\\n', '\n').replace('\\t', '\t').split('|||') if self.stop else []
 
     def idle(self):
         """Names of settings that do nothing in what is to be done."""
@@ -199,17 +210,16 @@ def place(model, cfg):
 def read_prompts(start):
     """The prompts that the setting start means: one, or those of a .jsonl file."""
     if start != '-' and not start.startswith('FILE:'):
+        if not is_unicode(start):
+            raise ValueError(f'start={start!r} holds bytes that are not UTF-8')
         return [start]
     name = 'standard input' if start == '-' else start[5:]
     try:
-        if start == '-':
-            text = sys.stdin.buffer.read().decode()
-        else:
-            with open(name, encoding='utf-8', newline='') as f:
-                text = f.read()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f'the prompt file {name} cannot be read: {e}') from None
-    if not name.endswith('.jsonl'):
+        text = (standard_input().read() if start == '-' else b''.join(byte_blocks(name))).decode('utf-8-sig')
+    except UnicodeDecodeError as e:
+        raise ValueError(f'the prompts in {name} are not UTF-8 text: byte {e.object[e.start]:#04x} at '
+                         f'{e.start}') from None
+    if not name.lower().endswith(tuple(f'.jsonl{suffix}' for suffix in ('', *COMPRESSED))):
         return [text]
     prompts = []
     for number, line in enumerate(text.split('\n'), 1):
@@ -224,6 +234,11 @@ def read_prompts(start):
     if not prompts:
         raise ValueError(f'{name} holds no prompt')
     return prompts
+
+
+def is_unicode(text):
+    """Whether it is no text with bytes in it that could not be decoded, as arguments and typed lines may be."""
+    return not any('\udc80' <= letter <= '\udcff' for letter in text)
 
 
 def told_ids(tokenizer, text, block_size):
@@ -317,9 +332,14 @@ def in_order(pieces, beginnings):
             print(waiting.pop(turn, ''), end='', flush=True)
 
 
+def as_json(row):
+    """A line of JSON; of ASCII where the output takes no other characters, which JSON writes in its own way."""
+    return json.dumps(row, ensure_ascii=(sys.stdout.encoding or '').lower() not in ('utf-8', 'utf8'))
+
+
 def sample(model, tokenizer, cfg, decode):
     """Draws num_samples texts from each prompt, batch_size of them at once."""
-    num_samples = cfg.num_samples or (3 if cfg.temperature else 1)
+    num_samples = cfg.num_samples or (3 if cfg.temperature >= GREEDY_BELOW else 1)
     starts = read_prompts(cfg.start)
     prompts = [told_ids(tokenizer, start, model.config.block_size) for start in starts]
     stops = stops_of(tokenizer, cfg.stops())
@@ -338,7 +358,7 @@ def sample(model, tokenizer, cfg, decode):
                 line = {'prompt': start, 'seed': seed, 'text': texts[i].text, 'finish': texts[i].finish}
                 if cfg.logprobs:
                     line |= {'tokens': texts[i].tokens, 'logprobs': texts[i].logprobs}
-                print(json.dumps(line, ensure_ascii=False), flush=True)
+                print(as_json(line), flush=True)
 
 
 # -----------------------------------------------------------------------------
@@ -360,12 +380,18 @@ def chat(model, tokenizer, template, cfg, decode):
         raise ValueError(f'the checkpoint names no template that it was tuned in{but}; name one with '
                          f'--template: {", ".join(TEMPLATES)}')
     template = template if cfg.template == 'auto' else cfg.template
+    standard_input()
     stops = stops_of(tokenizer, [*cfg.stops(), *filter(None, [TEMPLATES[template]['assistant'][1]])])
     size, turns, answered = model.config.block_size, [], 0
     room = min(cfg.max_new_tokens, size // 4)  # for the answer, at least
-    while (said := ask()) not in ('', 'exit'):
+    while (said := ask()).strip() not in ('', 'exit'):
         turns.append(('user', said))
-        ids, kept = chat_ids(tokenizer, turns, template), len(turns)
+        try:
+            ids, kept = chat_ids(tokenizer, turns, template), len(turns)
+        except ValueError as e:  # characters that the tokenizer does not know
+            print(f'note: {e}', file=sys.stderr)
+            turns.pop()
+            continue
         while len(ids) + room > size and len(turns) > 1:
             turns = turns[2:]
             ids = chat_ids(tokenizer, turns, template)
@@ -373,9 +399,8 @@ def chat(model, tokenizer, template, cfg, decode):
             print(f'note: the context of {size:,} tokens is full; the oldest {kept - len(turns)} turns are forgotten',
                   file=sys.stderr)
         if len(ids) + room > size:
-            print(f'note: that was {len(ids):,} tokens, too much for a context of {size:,} with an answer in it; '
-                  'a template of fewer words is --template=plain',
-                  file=sys.stderr)
+            print(f'note: that was {len(ids):,} tokens, too much for a context of {size:,} with an answer in it'
+                  + '; a template of fewer words is --template=plain' * (template != 'plain'), file=sys.stderr)
             turns.pop()
             continue
         answer = ''
@@ -388,12 +413,18 @@ def chat(model, tokenizer, template, cfg, decode):
 
 
 def ask():
-    """The next line of the user; empty at the end of the input."""
-    try:
-        return input('> ').strip()
-    except (EOFError, KeyboardInterrupt):
-        print()
-        return ''
+    """The next line of the user that can be read; empty at the end of the input."""
+    while True:
+        try:
+            said = input('> ')
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return ''
+        except UnicodeDecodeError:
+            said = '\udc80'
+        if is_unicode(said):
+            return said
+        print('note: that was not UTF-8 text', file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------
@@ -415,12 +446,9 @@ def documents(cfg, template, tokenizer):
 
 
 def documents_of(file, tokenizer, reading):
-    marked = False
     if file.kind == 'tokens':
         raise ValueError(f'{file.path} holds ids of a tokenizer, and which one it does not say; score the text itself')
-    if file.kind == 'text' and os.path.getsize(file.path):
-        with open(file.path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-            marked = raw.find(b'<|endoftext|>') >= 0
+    marked = file.kind == 'text' and holds(file.path, b'<|endoftext|>')
     ids, masks = [], []
     for piece in documents_in([file], replace(reading, separator='<|endoftext|>' if marked else None)):
         new, mask = encode_parts(tokenizer, piece.parts)
@@ -429,6 +457,16 @@ def documents_of(file, tokenizer, reading):
         if piece.end:
             yield np.concatenate(ids), np.concatenate(masks)
             ids, masks = [], []
+
+
+def holds(path, mark):
+    """Whether these bytes occur in what a file holds, decompressed."""
+    end = b''
+    for block in byte_blocks(path):
+        if mark in end + block:
+            return True
+        end = (end + block)[1 - len(mark):]
+    return False
 
 
 def windows(ids, mask, T, begin):
@@ -457,6 +495,8 @@ def score(model, tokenizer, template, cfg):
             x[row, :len(inputs)], y[row, :len(inputs)] = torch.from_numpy(inputs), torch.from_numpy(targets)
         losses = model(x.to(model.cos.device), y.to(model.cos.device)).tolist()
         for (row, *_), loss in zip(waiting, losses, strict=True):
+            if not math.isfinite(loss):
+                raise ValueError(NOT_FINITE.format(f'a loss on {row["file"]} that is'))
             row['nats'] += loss
         waiting.clear()
     begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
@@ -486,7 +526,7 @@ def score(model, tokenizer, template, cfg):
         if cfg.output == 'jsonl':
             told = {k: v if math.isfinite(v) else None for k, v in numbers.items()}  # JSON knows no NaN
             named = {'file': row['file']} if of_files and number != 'all' else {}
-            print(json.dumps({'document': number, **named, **told}, ensure_ascii=False))
+            print(as_json({'document': number, **named, **told}))
         else:
             print(f'{number:>8}  {row.get(label, "")[-24:]:<24}  {row["tokens"]:>10,}  '
                   f'{row["bytes"]:>11,}  {loss:>7.4f}  {numbers["perplexity"]:>10.2f}  {numbers["bpb"]:.4f}')

@@ -105,6 +105,23 @@ def test_a_ragged_batch_is_its_rows_alone(shape, decode):
 
 
 @pytest.mark.parametrize('decode', ['eager', 'graph'])
+def test_random_numbers_made_a_few_at_once_are_the_same(decode, monkeypatch):
+    model, how = make(), dict(num_samples=2, seeds=list(range(10)), stop=set(range(4)), decode=decode)
+    expected = run(model, PROMPTS, 40, **how)
+    monkeypatch.setattr(model_file, 'AHEAD', 3)
+    assert run(model, PROMPTS, 40, **how) == expected and max(map(len, expected)) > 9
+    assert len(next(model.generate(PROMPTS, 10**12))) == 5, 'or they are all made before the first token'
+
+
+def test_int8_in_a_batch_of_any_size_is_int8_alone():
+    """The prefill of all has another kernel than that of one."""
+    model = make(n_embd=64).for_inference(torch.device('cpu'), torch.float32, 'int8')
+    assert next(m for m in model.modules() if isinstance(m, Int8Linear)).on_cpu
+    batch = run(model, PROMPTS, 20, num_samples=8, seeds=list(range(40)))
+    assert batch == [run(model, [PROMPTS[i // 8]], 20, seeds=[i])[0] for i in range(40)]
+
+
+@pytest.mark.parametrize('decode', ['eager', 'graph'])
 def test_reading_tokens_a_step_late_changes_none(monkeypatch, decode):
     """As on CUDA, where a sequence that is finished has drawn once more before the host knows."""
     model, seeds, how = make(), list(range(10)), dict(num_samples=2, top_k=20, stop=set(range(4)))
@@ -299,6 +316,17 @@ def test_int8_is_within_its_bound(bias, rows, kernel, monkeypatch):
     assert (scale <= w.abs().amax(1) / 127 * (1 + 2**-7) + 1e-30).all() and quantized.weight.abs().max() <= 127
     bound = x.abs().sum(-1, keepdim=True) * scale / 2 + x.abs() @ w.abs().t() * (2**-7 if kernel else 1e-6)
     assert ((quantized(x) - linear(x)).abs() <= bound + 1e-6).all()
+
+
+def test_int8_sums_fit_float16(monkeypatch):
+    """Weights from -127 to 127 must not meet large activations before they are scaled."""
+    monkeypatch.delattr(torch, '_weight_int8pack_mm')
+    torch.manual_seed(0)
+    linear, x = Linear(256, 64, bias=False), torch.rand(40, 256) * 200
+    linear.weight.data = torch.rand(64, 256) * 0.1
+    y = Int8Linear(linear)(x.half())
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.float(), linear(x), rtol=0.02, atol=0)
 
 
 def test_an_int8_model_has_a_head_of_its_own_and_close_logits():

@@ -1,5 +1,6 @@
 """Sampling: a checkpoint in, text out; whose tokenizer it is, and what is refused."""
 
+import gzip
 import io
 import json
 import math
@@ -108,9 +109,27 @@ def test_line_ends_of_a_prompt_file_are_not_translated(out, tmp_path):
 
 
 def test_a_prompt_file_that_cannot_be_read_says_so(out, tmp_path):
-    assert 'the prompt file nowhere.txt cannot be read' in refusal(out_dir=out, start='FILE:nowhere.txt')
+    assert 'nowhere.txt cannot be read: No such file' in refusal(out_dir=out, start='FILE:nowhere.txt')
     (tmp_path / 'latin.txt').write_bytes(b'caf\xe9')
-    assert 'latin.txt cannot be read: ' in refusal(out_dir=out, start=f'FILE:{tmp_path / "latin.txt"}')
+    assert 'latin.txt are not UTF-8 text: byte 0xe9 at 3' in refusal(out_dir=out,
+                                                                    start=f'FILE:{tmp_path / "latin.txt"}')
+    assert "start='ab\\udcff' holds bytes that are not UTF-8" in refusal(out_dir=out, start='ab\udcff')
+
+
+def test_prompt_files_may_be_compressed_or_begin_with_a_byte_order_mark(draw, tmp_path, monkeypatch):
+    expected = draw(start='cab')
+    rows = b'\xef\xbb\xbf"cab"\n'
+    for name, content in (('a.txt', b'\xef\xbb\xbfcab'), ('a.JSONL', rows), ('a.jsonl.gz', gzip.compress(rows))):
+        (tmp_path / name).write_bytes(content)
+        assert draw(start=f'FILE:{tmp_path / name}') == expected
+    monkeypatch.setattr(sys, 'stdin', types.SimpleNamespace(buffer=io.BytesIO(b'\xef\xbb\xbfcab')))
+    assert draw(start='-') == expected
+
+
+@pytest.mark.parametrize('flags', [['--start=-'], ['--score=-'], ['--chat', '--template=plain']])
+def test_a_closed_standard_input_is_named(out, monkeypatch, flags):
+    monkeypatch.setattr(sys, 'stdin', None)
+    assert 'standard input is closed' in refusal_of(out, *flags)
 
 
 def test_characters_that_the_tokenizer_does_not_know_are_named(out):
@@ -346,6 +365,17 @@ def test_prompts_of_a_file_are_drawn_together_as_each_alone(draw, prompts, batch
     assert 'the prompt has 9 tokens, and the context holds 8: its end is taken' in draw.err
 
 
+def test_json_is_ascii_where_the_output_is_not_utf8(out, monkeypatch, tmp_path):
+    write(out / 'best.pt', gpt(257), ByteTokenizer())
+    for encoding, has in (('ascii', b'caf\\u00e9 \\ud83d\\ude00'), ('utf-8', 'café 😀'.encode())):
+        with open(tmp_path / 'told', 'w', encoding=encoding, errors='backslashreplace') as f:
+            monkeypatch.setattr(sys, 'stdout', f)
+            sample.main([f'--out_dir={out}', '--device=cpu', '--output=jsonl', '--start=café 😀', '--num_samples=1',
+                         '--max_new_tokens=3'])
+        told = (tmp_path / 'told').read_bytes()
+        assert has in told and json.loads(told)['prompt'] == 'café 😀'
+
+
 def test_jsonl_says_what_ended_a_text(draw, out, monkeypatch):
     assert [line['finish'] for line in lines(draw, past_context='stop')] == ['context']
     assert [(line['finish'], line['text']) for line in lines(draw, max_new_tokens=0)] == [('length', '')]
@@ -410,6 +440,16 @@ def test_int8_packed_and_compiled_are_asked_for_by_name(draw, out, monkeypatch):
     assert kinds == [('Linear', 'compiled'), ('Linear', 'eager'), ('Int8Linear', 'eager')]
     monkeypatch.setattr(sample, 'try_compile', lambda device: 'no compiler')
     assert 'torch.compile fails here: no compiler' in refusal(out_dir=out, compile=True)
+
+
+def test_a_temperature_that_means_0_draws_one_text(draw, out):
+    assert len(draw(num_samples='None', temperature=1e-9)) == 1 < len(draw(num_samples='None', temperature=1e-5))
+
+
+def test_texts_end_at_a_tab(draw, out, monkeypatch):
+    write(out / 'best.pt', gpt(257), ByteTokenizer())
+    play(monkeypatch, *b'x\ty')
+    assert draw(stop='\\t') == ['abx']
 
 
 def test_a_penalty_and_min_p_act(draw):
@@ -479,6 +519,30 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full(talk):
     assert 'too much for a context of 200' in talk.err and len(given) == 1 and 'xxx' not in given[0]
 
 
+def test_a_line_of_a_chat_is_kept_as_it_was_typed(talk):
+    """Prompts of prompt and completion may end in a blank."""
+    assert talk(['say 3: '], ['x'], template='joined') == ['say 3: ']
+
+
+def test_a_line_that_cannot_be_read_does_not_end_a_chat(talk):
+    def listen():
+        yield 'ab\udcff'
+        yield 'h'
+    assert talk(listen(), ['x'], template='plain') == ['h\n'] and 'that was not UTF-8 text' in talk.err
+    given = talk(['xyz', 'h'], ['a'], CharTokenizer(CHARS), gpt(10, block_size=200), template='plain')
+    assert given == ['h\n'] and "note: the characters 'xyz' do not occur" in talk.err
+    talk(['a' * 300], [], template='plain')
+    assert 'too much for a context' in talk.err and 'fewer words' not in talk.err
+
+
+def test_invalid_utf8_typed_into_a_chat(out, monkeypatch, capsys):
+    """As Python decodes it in most locales."""
+    write(out / 'best.pt', gpt(257, block_size=64), ByteTokenizer())
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'hi\xff\n'), encoding='utf-8', errors='strict'))
+    assert sample.main([f'--out_dir={out}', '--device=cpu', '--chat', '--template=plain']) == 0
+    assert 'that was not UTF-8 text' in capsys.readouterr().err
+
+
 def test_a_chat_without_a_known_template_names_the_setting(out):
     assert '--template: plain, joined, alpaca, chatml' in refusal_of(out, '--chat')
     write(out / 'best.pt', template=['chatml'])
@@ -500,7 +564,7 @@ def refusal_of(out, *flags):
     (['--score=a.txt', '--chat'], 'chat and score are two things'),
     (['--logprobs'], 'logprobs=True needs output=jsonl'),
     (['--stop=a|||'], 'has an empty text'),
-    (['--repetition_penalty=0'], 'repetition_penalty=0.0 must be above 0'),
+    (['--repetition_penalty=0'], 'repetition_penalty=0.0 must be from 0.01 to 100'),
     (['--min_p=0'], 'min_p=0.0 must be above 0'), (['--batch_size=0'], 'batch_size=0 must be at least 1'),
     (['--past_context=forget'], 'expected slide or stop'), (['--quantize=int4'], 'expected none or int8')])
 def test_settings_of_what_is_to_be_done(out, flags, words):
@@ -557,6 +621,28 @@ def test_documents_are_scored_apart_and_summed(capsys, out, tmp_path):
     for size in (1, 2):
         assert [line['loss'] for line in scored(capsys, out, folder, f'--batch_size={size}')] == \
             pytest.approx([line['loss'] for line in told], rel=1e-5)
+
+
+def test_the_mark_between_documents_is_seen_in_compressed_text_and_across_blocks(capsys, out, tmp_path, monkeypatch):
+    write(out / 'best.pt', gpt(257, block_size=64), ByteTokenizer())
+    text = b'one<|endoftext|>two'
+    (tmp_path / 'a.txt').write_bytes(text)
+    (tmp_path / 'a.txt.gz').write_bytes(gzip.compress(text))
+    told = scored(capsys, out, tmp_path / 'a.txt')
+    assert [line['tokens'] for line in told] == [3, 3, 6]
+    assert scored(capsys, out, tmp_path / 'a.txt.gz') == told
+    for size in range(1, 20):
+        monkeypatch.setattr(sample, 'byte_blocks', lambda path, n=size: (text[i:i + n] for i in range(0, len(text), n)))
+        assert sample.holds('a.txt', b'<|endoftext|>') and not sample.holds('a.txt', b'<|endofthis|>')
+
+
+def test_a_model_whose_loss_is_not_finite_has_no_score(out, tmp_path):
+    model = gpt()
+    with torch.no_grad():
+        model.lm_head.weight[3, 4] = math.nan
+    write(out / 'best.pt', model)
+    (tmp_path / 'a.txt').write_text('habcd')
+    assert 'a loss on a.txt that is not finite' in refusal_of(out, f'--score={tmp_path / "a.txt"}')
 
 
 def test_scores_as_a_table(capsys, out, tmp_path):
