@@ -1045,7 +1045,9 @@ def load_checkpoint(path):
         strange = 'an instruction that is not followed'
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
-    except (zipfile.BadZipFile, struct.error, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError,
+    except zipfile.BadZipFile as e:
+        raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}{other_format(path)}') from None
+    except (struct.error, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError,
             RuntimeError, TypeError, ValueError) as e:  # what unpickling of any bytes has been seen to raise
         raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}') from None
     if damaged:
@@ -1056,7 +1058,20 @@ def load_checkpoint(path):
     if wrong := wrong_with(checkpoint):
         raise ValueError(f"{path} is no checkpoint of ours or nanoGPT's: {wrong}")
     checkpoint['model'] = {plain_name(k): v for k, v in checkpoint['model'].items()}
+    if 'transformer.h.0.ln_1.bias' in checkpoint['model']:  # nanoGPT's before it had the setting
+        checkpoint['model_args'].setdefault('bias', True)
     return checkpoint
+
+
+def other_format(path):
+    """What to do with a file that is no checkpoint of ours but something else that is known, or ''."""
+    with open(path, 'rb') as f:
+        head = f.read(16)
+    if head.startswith(b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.'):
+        return "; it is in torch's format of before 1.6: load it and save it again with a newer torch"
+    if head[8:9] == b'{':
+        return '; it may be a safetensors file: name its folder, which has a config.json too'
+    return ''
 
 
 # torch allows more, some of which takes any amount of memory: bytearray(10**12), an instruction of 30 bytes
@@ -1338,4 +1353,7 @@ def load_gpt2(folder, **override):
     args['tie'] = args['tie'] and torch.equal(state_dict.get('lm_head.weight', wte), wte)  # as transformers has it
     if args['tie']:
         state_dict['lm_head.weight'] = wte
-    return model_from(args, state_dict, **override)
+    try:
+        return model_from(args, state_dict, **override)
+    except ValueError as e:
+        raise ValueError(f'{folder}: {e}') from None

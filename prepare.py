@@ -1703,6 +1703,8 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
             cut_tail(bins, places, before['train']['bytes'], fraction, source)
         empty = [s for s, writer in bins.items() if not writer.counts['bytes']]
         if empty:
+            if cfg.val:
+                raise ValueError(f'{cfg.val if empty == ["val"] else source} holds no text')
             hint = f' (or does {cfg.separator!r} not occur in it?)' if cfg.separator else ''
             raise ValueError(f'no text of {source} would be {"trained" if empty == ["train"] else "validated"} on{hint}'
                              '; name a validation source with --val, or change --val_fraction')
@@ -1878,7 +1880,8 @@ def read_meta(folder):
         return {'dtype': 'uint16', 'vocab_size': size, 'splits': {}, 'foreign': True,
                 'tokenizer': {'kind': 'char', 'chars': chars, 'eot': False}}
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
-        raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e})") from None
+        raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e}); "
+                         "without that file the bins are read as GPT-2's tokens") from None
 
 
 def inspect_dataset(folder):
@@ -2057,11 +2060,12 @@ def main(argv=None):
     if ours and not cfg.append:
         with contextlib.suppress(ValueError):  # damaged, it is replaced as well
             before = read_meta(folder).get('source')
-    if before != ' '.join(sources):
-        print(f'note: the dataset that is there, made from {before}, is replaced; --name gives this one another place')
     spool = f'{folder}.partial.{os.getpid()}.stdin'
     try:
         files, val_files, cfg, fraction = open_sources(sources, cfg, spool)
+        if before != ' '.join(sources):
+            print(f'note: the dataset that is there, made from {before}, is replaced; --name gives this one another '
+                  'place')
         total = sum(os.path.getsize(file.path) for file in (*files, *val_files))
         print(f'{" ".join(sources)}: {len(files) + len(val_files):,} files, {total / 1e6:.1f} MB -> {folder}, '
               f'tokenizer {"of the dataset" if cfg.append else cfg.tokenizer}', flush=True)

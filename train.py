@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -45,6 +46,7 @@ from model import (
     choose_device,
     choose_dtype,
     config_from,
+    first_line,
     load_checkpoint,
     load_gpt2,
     load_weights,
@@ -237,7 +239,7 @@ def open_machine(cfg):
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
     threads = cfg.threads or max(1, cores(physical=True) // local_world)
     torch.set_num_threads(threads)
-    if cfg.backend == 'nccl' and device.type != 'cuda':
+    if cfg.backend == 'nccl' and device.type != 'cuda' and world > 1:
         raise ValueError(f'backend=nccl works between GPUs, and the device is {device.type}; use --backend=gloo')
     if world > 1 and (device.type == 'mps' or ':' in cfg.device):
         raise ValueError(f'{world} processes cannot share device={cfg.device!r}; '
@@ -355,6 +357,13 @@ def peak_flops(device, dtype):
 # -----------------------------------------------------------------------------
 # data: which tokens a step sees, as a pure function of the seed and the step
 
+def mapped(path, dtype):
+    try:
+        return np.memmap(path, dtype=dtype, mode='r')
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
+
+
 class Split:
     """One bin of a dataset, mapped; windows of T tokens and their targets, which are one further."""
 
@@ -372,15 +381,16 @@ class Split:
         self.num_tokens = size // dtype.itemsize
         self.num_windows = (self.num_tokens - 1) // T
         if self.num_windows < 1:
+            shorter = f' or --block_size={self.num_tokens - 1} at most' if self.num_tokens > 1 else ''
             raise ValueError(f'{path} has {self.num_tokens:,} tokens, too few for one window of block_size={T} and '
-                             f'its target; use more text or --block_size={max(self.num_tokens - 1, 1)} at most')
-        self.tokens = np.memmap(path, dtype=dtype, mode='r')
+                             f'its target; use more text{shorter}')
+        self.tokens = mapped(path, dtype)
         mask = os.path.join(folder, f'{name}.mask.bin')
         self.mask = None  # 1 where a token counts in the loss
         if os.path.exists(mask):
             if os.path.getsize(mask) != self.num_tokens:
                 raise ValueError(f'{mask} has {os.path.getsize(mask):,} bytes for {self.num_tokens:,} tokens')
-            self.mask = np.memmap(mask, dtype=np.uint8, mode='r')
+            self.mask = mapped(mask, np.uint8)
             if not any(self.mask[at:at + (1 << 24)].any() for at in range(0, self.num_tokens, 1 << 24)):
                 raise ValueError(f'{path} has no target that counts: its mask is 0 everywhere; prepare it again')
 
@@ -1174,7 +1184,10 @@ def restore(checkpoint, model, optimizers, scaler):
     """Puts a checkpoint's weights, optimizers and scaler back. Returns the RunState. ValueError where they differ."""
     load_weights(model, checkpoint['model'])
     saved = [checkpoint.get('optimizer'), *([checkpoint['muon']] if 'muon' in checkpoint else [])]
-    if len(saved) != len(optimizers) or saved[0] is None:
+    if saved[0] is None:
+        raise ValueError('the checkpoint holds no state of an optimizer, as best.pt does not; start from its weights '
+                         'with --init_from=PATH')
+    if len(saved) != len(optimizers):
         raise ValueError(f'the checkpoint holds the state of {len(saved)} optimizers, and the settings make '
                          f'{len(optimizers)}: optimizer cannot change on resume')
     for optimizer, state in zip(optimizers, saved, strict=True):
@@ -1234,6 +1247,8 @@ def state_from(checkpoint):
     if len(state.logged) not in (0, 4) or type(numbers[0]) is not int or \
             not all(isinstance(n, int | float) and n >= 0 for n in numbers):
         raise ValueError(f'the checkpoint has {numbers} for its step and counts, which cannot be')
+    if math.isnan(state.best_val_loss):
+        state.best_val_loss = math.inf  # than which any loss is better
     return state
 
 
@@ -1739,26 +1754,28 @@ def write_sample(run):
 
 def save(run, best=False, final=False):
     """
-    Saves the latest checkpoint and, if this evaluation was the best, best.pt: weights, shape and tokenizer, which is
-    what sampling needs and a third of the size. A disk that is full for a while does not end the run: it goes on to
-    the next save, and gives up after three in a row. The final save of a process must succeed.
+    Saves the latest checkpoint and, if this evaluation was the best, before it best.pt: weights, shape and tokenizer,
+    which is what sampling needs and a third of the size. A disk that is full for a while does not end the run: it goes
+    on to the next save, and gives up after three in a row. The final save of a process must succeed.
     """
     if run.machine.rank:
         return
     if not all(torch.isfinite(p).all() for p in run.model.parameters()):  # as after a fault of the machine
         raise ValueError(f'step {run.state.iter_num}: the weights are not finite, and are not saved; go on from the '
                          'checkpoint before with --init_from=resume')
-    checkpoint, best_is_written = checkpoint_of(run), False
+    failed = None
+    if best:
+        without = ('optimizer', 'muon', 'scaler', 'state')
+        try:
+            save_checkpoint(run.out / 'best.pt', {k: v for k, v in checkpoint_of(run).items() if k not in without})
+        except ValueError as e:
+            failed = e
+            run.state.best_val_loss = run.best_before  # so that best.pt is the best of those it could hold
+            run.machine.say(f'{e}; the checkpoint is tried all the same')
     try:
-        if best:
-            without = ('optimizer', 'muon', 'scaler', 'state')
-            save_checkpoint(run.out / 'best.pt', {k: v for k, v in checkpoint.items() if k not in without})
-            best_is_written = True
-        run.out.save(checkpoint, run.cfg.keep_last)
+        run.out.save(checkpoint_of(run), run.cfg.keep_last)
     except ValueError as e:
         run.failed_saves += 1
-        if best and not best_is_written:
-            run.state.best_val_loss = run.best_before  # so that best.pt is the best of those it could hold
         if run.failed_saves == 3 or final:
             raise
         run.machine.say(f'{e}; training goes on')
@@ -1766,6 +1783,8 @@ def save(run, best=False, final=False):
         run.failed_saves = 0
         if run.mirror:
             run.mirror.update()
+    if failed and final:
+        raise failed
 
 
 def settle(run, pending):
@@ -1953,9 +1972,12 @@ def train(run):
         if stopping and not last:
             machine.sum(np.zeros(1))  # torchrun gives all 30 seconds from when the first has ended
             return stopped(run)
+    if not math.isfinite(state.best_val_loss):
+        raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite; it diverged, so start '
+                         'anew with a lower learning_rate')
     memory = peak_memory(machine.device)
     machine.say(f'done: best val loss {state.best_val_loss:.4f}' + (f', peak memory {memory / 1e6:,.0f} MB' if memory
-                else '') + f'; see what it writes: python sample.py --out_dir={cfg.out_dir}')
+                else '') + f'; see what it writes: python sample.py --out_dir={shlex.quote(cfg.out_dir)}')
     return 0
 
 
@@ -1963,7 +1985,7 @@ def stopped(run):
     """Says how to go on; returns the exit code."""
     if run.state.iter_num:
         run.machine.say(f'stopped at step {run.state.iter_num} and saved; go on with: python train.py '
-                        f'--init_from=resume --out_dir={run.cfg.out_dir}')
+                        f'--init_from=resume --out_dir={shlex.quote(run.cfg.out_dir)}')
     else:
         run.machine.say('stopped before step 1: there is nothing to save')
     return run.stop.exit_code()
@@ -2052,7 +2074,13 @@ def main(argv=None):
     datasets = open_datasets(cfg)
     machine = open_machine(cfg)
     try:
-        run = build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, said)
+        try:
+            run = build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, said)
+        except (RuntimeError, MemoryError) as e:
+            if not out_of_memory(e):
+                raise
+            raise ValueError(f'the model does not fit the memory of {machine.device} ({first_line(e)}); n_layer, '
+                             'n_embd or block_size must be smaller') from None
         announce(run, model_cfg, given, said, datasets[0][2], resumed)
         if cfg.eval_only:
             machine.say(evaluate_both(run)[0])
@@ -2164,6 +2192,9 @@ def train_and_close(run):
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
+        if isinstance(e, MemoryError):  # numpy's, of the windows; torch has its own
+            raise ValueError(f'a step of {run.batches.global_batch:,} sequences, batch_size x '
+                             f'gradient_accumulation_steps, does not fit the memory: {first_line(e)}') from None
     finally:
         run.log.close()
         if run.mirror:
@@ -2179,6 +2210,8 @@ def check_agreement(model, state, machine):
     """
     weights = sum(p.detach().double().sum().item() if machine.device.type != 'mps' else p.sum().item()
                   for p in model.parameters())
+    if not math.isfinite(weights):
+        raise ValueError('the weights to start from are not finite; start from an earlier checkpoint or anew')
     mine = np.array([state.iter_num, weights])
     mean = machine.sum(mine) / machine.world
     if not np.allclose(mine, mean, rtol=1e-9, atol=1e-9):
@@ -2214,5 +2247,5 @@ def compare_context(checkpoint, context):
 if __name__ == '__main__':
     if 'TORCHELASTIC_RUN_ID' in os.environ:  # torchrun's summary shows the traceback of the process that failed first
         from torch.distributed.elastic.multiprocessing.errors import record
-        main = record(main)
+        call_main = record(call_main)
     call_main(main)
