@@ -414,6 +414,15 @@ def test_the_traceback_of_the_process_that_failed_is_shown_and_all_end(torchrun)
 
 
 @pytest.mark.slow
+def test_a_mistake_under_torchrun_is_a_sentence_and_no_traceback_of_ours(tmp_path):
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', ROOT / 'train.py',
+               '--dataset=nowhere']
+    ran = subprocess.run(command, cwd=tmp_path, env=faults.environment(), capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and 'error: data/nowhere does not exist' in ran.stderr
+    assert f'File "{ROOT}' not in ran.stderr
+
+
+@pytest.mark.slow
 def test_all_processes_skip_a_step_that_is_not_finite_on_one(run, torchrun, tmp_path):
     """Had one of them stepped, its gradients would differ from then on and with them the bits."""
     settings = dict(RECIPE, max_iters=10)

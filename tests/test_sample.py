@@ -944,6 +944,14 @@ def test_a_file_cut_short_is_one_sentence(out, share):
     assert f'{out / "best.pt"} is not a whole checkpoint' in refusal(out_dir=out)
 
 
+def test_files_of_other_formats_are_told_apart(out, tmp_path):
+    torch.save({'model': {}}, out / 'best.pt', _use_new_zipfile_serialization=False)
+    assert "torch's format of before 1.6: load it" in refusal(out_dir=out)
+    header = b'{"__metadata__": {"format": "pt"}}'
+    (tmp_path / 'model.safetensors').write_bytes(len(header).to_bytes(8, 'little') + header)
+    assert 'name its folder' in refusal(init_from=tmp_path / 'model.safetensors')
+
+
 class Touch:
     """Unpickled by pickle.load, this makes a file."""
 

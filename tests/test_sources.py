@@ -549,6 +549,14 @@ def test_empty_files_are_no_documents(tmp_path, make):
     assert sum(meta['splits'][s]['documents'] for s in ('train', 'val')) == 2
 
 
+def test_a_validation_source_without_text_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'a.txt').write_text('some text')
+    (tmp_path / 'empty.txt').write_text('')
+    with pytest.raises(ValueError, match=r'^empty\.txt holds no text$'):
+        prepare.main(['a.txt', '--val=empty.txt'])
+
+
 def test_a_dataset_that_is_replaced_by_another_is_told(tmp_path, capsys, monkeypatch):
     """Two files may have one name; made again from the same, it is nothing to tell."""
     monkeypatch.chdir(tmp_path)
@@ -560,6 +568,9 @@ def test_a_dataset_that_is_replaced_by_another_is_told(tmp_path, capsys, monkeyp
         prepare.main([source])
         told.append('made from a/book.txt, is replaced' in capsys.readouterr().out)
     assert told == [False, False, True]
+    with pytest.raises(ValueError):
+        prepare.main(['nowhere.txt', '--name=book'])
+    assert 'is replaced' not in capsys.readouterr().out
     (tmp_path / 'data' / 'book' / 'meta.json').write_text('{')
     prepare.main(['a/book.txt'])
     assert read_meta(str(tmp_path / 'data' / 'book'))['source'] == 'a/book.txt'

@@ -928,8 +928,55 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     assert 'char tokenizer' in capsys.readouterr().out
 
 
+def test_a_checkpoint_of_nanogpt_from_before_bias_was_a_setting(train_tiny, tmp_path):
+    """Its weights have biases, and its model_args do not say so."""
+    train_tiny(bias=True, max_iters=2)
+    checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
+    del checkpoint['model_args']['bias'], checkpoint['config']['bias']
+    torch.save(checkpoint, tmp_path / 'out' / 'ckpt.pt')
+    assert train_tiny(init_from='resume', max_iters=3) == 0
+    resumed = load(tmp_path / 'out' / 'ckpt.pt')
+    assert resumed['iter_num'] == 3 and resumed['model_args']['bias'] is True
+
+
 # -----------------------------------------------------------------------------
 # checkpoints
+
+def test_a_best_in_the_place_of_a_checkpoint_is_named(train_tiny, tmp_path):
+    train_tiny(max_iters=4)
+    (tmp_path / 'other').mkdir()
+    shutil.copy(tmp_path / 'out' / 'best.pt', tmp_path / 'other' / 'ckpt.pt')
+    assert 'holds no state of an optimizer, as best.pt' in error_of(train_tiny, 'other', init_from='resume')
+
+
+def test_weights_that_are_not_finite_are_named_on_resume(train_tiny, tmp_path):
+    train_tiny(max_iters=4)
+    checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
+    checkpoint['model']['transformer.wpe.weight'][0, 0] = math.nan
+    torch.save(checkpoint, tmp_path / 'out' / 'ckpt.pt')
+    assert 'the weights to start from are not finite' in error_of(train_tiny, init_from='resume', max_iters=6)
+
+
+def test_a_run_of_which_no_loss_was_finite_is_an_error(train_tiny, tmp_path, capsys):
+    assert 'no validation loss of this run was finite' in error_of(
+        train_tiny, learning_rate=1e30, decay_lr=False, warmup_iters=0, max_iters=6, eval_interval=3)
+    assert 'done' not in capsys.readouterr().out and not (tmp_path / 'out' / 'best.pt').exists()
+
+
+def test_commands_that_are_offered_can_be_typed(train_tiny, tmp_path, capsys):
+    train_tiny('a b/c', max_iters=1)
+    assert f"python sample.py --out_dir='{tmp_path}/a b/c'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('what, error, words', [
+    ('build_model', RuntimeError("DefaultCPUAllocator: can't allocate memory"), 'the model does not fit the memory of'),
+    ('train', MemoryError('Unable to allocate 29.8 GiB'), 'a step of 8 sequences, batch_size x')])
+def test_what_does_not_fit_the_memory_is_named(train_tiny, monkeypatch, what, error, words):
+    def fail(*_):
+        raise error
+    monkeypatch.setattr(train, what, fail)
+    assert words in error_of(train_tiny)
+
 
 def test_contents_of_a_checkpoint(train_tiny, tmp_path):
     """Plain values only; nanoGPT's seven model_args and its other keys, ours beside them; no compiler's prefixes."""
@@ -1122,9 +1169,15 @@ def test_training_stops_after_three_failed_saves(train_tiny, tmp_path, monkeypat
 
 def test_training_outlives_a_best_that_cannot_be_written(train_tiny, tmp_path, monkeypatch):
     """best.pt is a convenience: a disk that is full at that moment must not end the run either."""
-    full_disk(monkeypatch, lambda number, checkpoint: 'optimizer' not in checkpoint and checkpoint['iter_num'] == 4)
-    assert train_tiny() == 0
+    full_disk(monkeypatch, lambda number, checkpoint: 'optimizer' not in checkpoint and checkpoint['iter_num'] < 10)
+    assert train_tiny(eval_interval=2) == 0
     assert load(tmp_path / 'out' / 'best.pt')['iter_num'] == 10
+
+
+def test_the_checkpoint_is_saved_where_best_cannot_be(train_tiny, tmp_path, monkeypatch):
+    full_disk(monkeypatch, lambda number, checkpoint: 'optimizer' not in checkpoint)
+    assert 'best.pt could not be written' in error_of(train_tiny, eval_interval=2)
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 10 and not (tmp_path / 'out' / 'best.pt').exists()
 
 
 def test_out_dir_that_cannot_be_written(train_tiny, tmp_path):
@@ -1269,6 +1322,18 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys, init_from):
 def test_missing_dataset(train_tiny):
     assert re.search(r'data/nowhere does not exist; make it with: python prepare\.py .*--name=nowhere',
                      error_of(train_tiny, dataset='nowhere', data_dir='data'))
+
+
+def test_bins_that_cannot_be_opened_or_hold_next_to_nothing(train_tiny, tmp_path):
+    folder = write_bins(tmp_path / 'data' / 'bad', noise(100), noise(100), tokenizer=False)
+    os.remove(f'{folder}/val.bin')
+    os.mkdir(f'{folder}/val.bin')
+    assert 'bad/val.bin cannot be read: Is a directory' in error_of(train_tiny, dataset='bad',
+                                                                   data_dir=tmp_path / 'data')
+    os.rmdir(f'{folder}/val.bin')
+    noise(1).astype(np.uint16).tofile(f'{folder}/val.bin')
+    said = error_of(train_tiny, dataset='bad', data_dir=tmp_path / 'data')
+    assert re.search(r'val\.bin has 1 tokens, too few for one window .*; use more text$', said)
 
 
 def test_missing_split(train_tiny, tmp_path):
