@@ -897,7 +897,12 @@ def files_of(source, cfg, spool):
             raise ValueError(f'{source} holds no text files ({" ".join((*TEXT_SUFFIXES, *KINDS))})')
         return [open_file(path, name, kind_of(name, cfg), cfg) for name, path in found]
     if os.path.isfile(source):
-        return [open_file(source, os.path.basename(source), kind_of(source, cfg), cfg)]
+        kind = kind_of(source, cfg)
+        file = open_file(source, os.path.basename(source), kind, cfg)
+        if kind == 'json' and file.kind == 'text':
+            print(f'note: {source} is no list of rows, and is read as one text with its brackets and quotes; rows are '
+                  'a list of objects or of texts, or one object a line', file=sys.stderr)
+        return [file]
     if any(c in source for c in '*?['):
         paths = sorted(path for path in glob.glob(source, recursive=True) if os.path.isfile(path))
         if paths:

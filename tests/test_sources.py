@@ -549,6 +549,15 @@ def test_empty_files_are_no_documents(tmp_path, make):
     assert sum(meta['splits'][s]['documents'] for s in ('train', 'val')) == 2
 
 
+def test_a_json_file_that_is_no_list_of_rows_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, content in (('a.json', '{"data": [{"text": "some"}]}'),
+                          ('b.json', '[{"text": "some text"}, {"text": "of rows"}]')):
+        (tmp_path / name).write_text(content)
+        prepare.main([name])
+        assert ('is no list of rows' in capsys.readouterr().err) == (name == 'a.json')
+
+
 def test_a_validation_source_without_text_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'a.txt').write_text('some text')
