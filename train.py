@@ -1716,8 +1716,8 @@ def evaluate_both(run, stop=None):
 
 def book_evaluation(run, may_stop=True):
     """
-    Evaluates, logs and remembers it. Returns whether it is the best so far; a loss that is NaN never is. A signal
-    cuts it short if it may, and leaves it for the next process.
+    Evaluates, logs and remembers it. Returns whether it is the best so far; a loss that is NaN never is, and
+    ValueError ends a run that had no other. A signal cuts it short if it may, and leaves it for the next process.
     """
     found = evaluate_both(run, run.stop.by_signal if may_stop else None)
     run.state.evaluation_left = found is None
@@ -1728,6 +1728,9 @@ def book_evaluation(run, may_stop=True):
     best, run.best_before = numbers['val_loss'] < run.state.best_val_loss, run.state.best_val_loss
     if best:
         run.state.best_val_loss = numbers['val_loss']
+    elif run.state.iter_num >= run.cfg.max_iters and not math.isfinite(run.state.best_val_loss):
+        raise ValueError(f'step {run.state.iter_num}: no validation loss of this run was finite; it diverged, so start '
+                         'anew with a lower learning_rate')
     return best
 
 
@@ -1972,9 +1975,6 @@ def train(run):
         if stopping and not last:
             machine.sum(np.zeros(1))  # torchrun gives all 30 seconds from when the first has ended
             return stopped(run)
-    if not math.isfinite(state.best_val_loss):
-        raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite; it diverged, so start '
-                         'anew with a lower learning_rate')
     memory = peak_memory(machine.device)
     machine.say(f'done: best val loss {state.best_val_loss:.4f}' + (f', peak memory {memory / 1e6:,.0f} MB' if memory
                 else '') + f'; see what it writes: python sample.py --out_dir={shlex.quote(cfg.out_dir)}')

@@ -21,7 +21,7 @@ python tests/bench/step_speed.py --table --shape="$shape" --batch="$batch" --ste
 echo
 echo "## generation, $shape"
 python tests/bench/generate_speed.py --peer="$peer" --shape="$shape" --rounds=3 --batches 1 8 64 \
-    $([ "$shape" = small ] && echo "--prompt=16 --new=40" || true) 2> >(grep "not installed" >&2)
+    --kinds bfloat16 int8 $([ "$shape" = small ] && echo "--prompt=16 --new=40" || true) 2> >(grep "not installed" >&2)
 echo
 echo "## where the time of a step goes"
 out=$(mktemp -d)
