@@ -536,7 +536,6 @@ class GPT(nn.Module):
         assert config.vocab_size is not None, 'vocab_size comes from the data; see train.py'
         self.config = c = config.resolved()
         self.compute_dtype = torch.float32  # train.py and sample.py set it to what the machine is fast at
-        self.quantize = 'none'  # for_inference sets it
         self.loss_chunks = 1  # parts in which head and loss are computed; train.py sets more where memory is short
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(c.vocab_size, c.n_embd),
@@ -665,7 +664,6 @@ class GPT(nn.Module):
         cache, sequences = self.new_cache(len(contexts), room, decode), list(range(len(contexts)))
         cache.put(sequences, prefilled, sources)
         draws = Draws(contexts, seeds, sampling, self.config.vocab_size, self.cos.device)
-        draws.make_numbers()
         draws.draw(logits[sources])
         del prefilled, logits
         waiting, step = deque(), None  # tokens on their way to the host, which reads them a step late where that helps
@@ -729,7 +727,7 @@ class GPT(nn.Module):
         for p in self.parameters():
             if p.dim() > 1:
                 p.data = p.data.to(dtype)
-        self.compute_dtype, self.quantize = dtype, quantize
+        self.compute_dtype = dtype
         packing = pack and can_pack(device, dtype)
         for module in list(self.modules()):
             for name, child in module.named_children():
@@ -741,10 +739,11 @@ class GPT(nn.Module):
 
     def new_cache(self, batch, num_positions, decode='eager'):
         dtype = self.compute_dtype
-        if self.cos.device.type == 'cpu' and decode != 'compiled':
-            dtype = torch.float32  # see Attention
-        elif self.cos.device.type == 'cpu' and self.quantize == 'int8' and dtype == torch.float32:
-            dtype = torch.bfloat16  # to which the products round what they are given anyway
+        if self.cos.device.type == 'cpu':
+            if decode != 'compiled':
+                dtype = torch.float32  # see Attention
+            elif dtype == torch.float32 and type(self.lm_head) is Int8Linear:
+                dtype = torch.bfloat16  # to which the products round what they are given anyway
         return KVCache(self.config, batch, num_positions, self.cos.device, dtype)
 
     def crop_block_size(self, block_size):
@@ -797,9 +796,10 @@ class Draws:
         for row, context in zip(self.seen, contexts, strict=False):
             row[context] = True
         self.seen = self.seen.to(device)[:, :sampling.vocab]
+        self.make_numbers()
 
     def make_numbers(self):
-        """The next AHEAD numbers of each seed; wanted before the first draw, and again after as many draws."""
+        """The next AHEAD numbers of each seed; wanted again after as many draws."""
         self.numbers.copy_(torch.stack([torch.rand(AHEAD, dtype=torch.float64, generator=g) for g in self.generators]))
         self.count.zero_()
 
@@ -941,7 +941,8 @@ def fixed_step(model, cache, draws, decode):
                 for t, was in zip(state, before, strict=True):
                     t.copy_(was)
     if device.type != 'cuda':
-        rehearse(int(compiled))
+        if compiled:
+            rehearse(1)
         return step
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -1045,11 +1046,9 @@ def load_checkpoint(path):
         strange = 'an instruction that is not followed'
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
-    except zipfile.BadZipFile as e:
-        raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}{other_format(path)}') from None
-    except (struct.error, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError,
+    except (zipfile.BadZipFile, struct.error, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError,
             RuntimeError, TypeError, ValueError) as e:  # what unpickling of any bytes has been seen to raise
-        raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}') from None
+        raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}{other_format(path)}') from None
     if damaged:
         raise ValueError(f'{path} is damaged: the checksum of its record {damaged} does not match')
     if strange:

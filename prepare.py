@@ -1926,12 +1926,15 @@ def inspect_dataset(folder):
 
 
 def open_bin(path, dtype):
-    """A bin as a mapped array of ids; one that is missing or empty has none."""
+    """A bin as a mapped array of ids; one that is missing or empty has none. ValueError where it cannot be read."""
     if not os.path.exists(path) or not os.path.getsize(path):
         return np.zeros(0, dtype=dtype)
     if os.path.getsize(path) % np.dtype(dtype).itemsize:
         raise ValueError(f'{path} has {os.path.getsize(path):,} bytes, which is no number of {dtype}')
-    return np.memmap(path, dtype=np.dtype(dtype).newbyteorder('<'), mode='r')
+    try:
+        return np.memmap(path, dtype=np.dtype(dtype).newbyteorder('<'), mode='r')
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
 
 
 def count_ids(tokens):

@@ -210,8 +210,10 @@ def place(model, cfg):
 def read_prompts(start):
     """The prompts that the setting start means: one, or those of a .jsonl file."""
     if start != '-' and not start.startswith('FILE:'):
-        if not is_unicode(start):
-            raise ValueError(f'start={start!r} holds bytes that are not UTF-8')
+        try:
+            start.encode()  # bytes that could not be decoded are half characters in it
+        except UnicodeEncodeError:
+            raise ValueError(f'start={start!r} holds bytes that are not UTF-8') from None
         return [start]
     name = 'standard input' if start == '-' else start[5:]
     try:
@@ -234,11 +236,6 @@ def read_prompts(start):
     if not prompts:
         raise ValueError(f'{name} holds no prompt')
     return prompts
-
-
-def is_unicode(text):
-    """Whether it is no text with bytes in it that could not be decoded, as arguments and typed lines may be."""
-    return not any('\udc80' <= letter <= '\udcff' for letter in text)
 
 
 def told_ids(tokenizer, text, block_size):
@@ -380,7 +377,7 @@ def chat(model, tokenizer, template, cfg, decode):
         raise ValueError(f'the checkpoint names no template that it was tuned in{but}; name one with '
                          f'--template: {", ".join(TEMPLATES)}')
     template = template if cfg.template == 'auto' else cfg.template
-    standard_input()
+    standard_input()  # or there is nobody to talk to
     stops = stops_of(tokenizer, [*cfg.stops(), *filter(None, [TEMPLATES[template]['assistant'][1]])])
     size, turns, answered = model.config.block_size, [], 0
     room = min(cfg.max_new_tokens, size // 4)  # for the answer, at least
@@ -417,14 +414,13 @@ def ask():
     while True:
         try:
             said = input('> ')
+            said.encode()
+            return said
         except (EOFError, KeyboardInterrupt):
             print()
             return ''
-        except UnicodeDecodeError:
-            said = '\udc80'
-        if is_unicode(said):
-            return said
-        print('note: that was not UTF-8 text', file=sys.stderr)
+        except UnicodeError:  # from either, as the locale has it
+            print('note: that was not UTF-8 text', file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------

@@ -61,6 +61,7 @@ from prepare import (
     dataset_folder,
     first_of,
     how_to_make,
+    open_bin,
     pretrained,
     prompt_ids,
     read_meta,
@@ -357,13 +358,6 @@ def peak_flops(device, dtype):
 # -----------------------------------------------------------------------------
 # data: which tokens a step sees, as a pure function of the seed and the step
 
-def mapped(path, dtype):
-    try:
-        return np.memmap(path, dtype=dtype, mode='r')
-    except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
-
-
 class Split:
     """One bin of a dataset, mapped; windows of T tokens and their targets, which are one further."""
 
@@ -384,13 +378,13 @@ class Split:
             shorter = f' or --block_size={self.num_tokens - 1} at most' if self.num_tokens > 1 else ''
             raise ValueError(f'{path} has {self.num_tokens:,} tokens, too few for one window of block_size={T} and '
                              f'its target; use more text{shorter}')
-        self.tokens = mapped(path, dtype)
+        self.tokens = open_bin(path, dtype)
         mask = os.path.join(folder, f'{name}.mask.bin')
         self.mask = None  # 1 where a token counts in the loss
         if os.path.exists(mask):
             if os.path.getsize(mask) != self.num_tokens:
                 raise ValueError(f'{mask} has {os.path.getsize(mask):,} bytes for {self.num_tokens:,} tokens')
-            self.mask = mapped(mask, np.uint8)
+            self.mask = open_bin(mask, np.uint8)
             if not any(self.mask[at:at + (1 << 24)].any() for at in range(0, self.num_tokens, 1 << 24)):
                 raise ValueError(f'{path} has no target that counts: its mask is 0 everywhere; prepare it again')
 

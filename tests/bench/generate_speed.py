@@ -56,7 +56,9 @@ def our_side(args, gpt, batch, decode):
         for _ in gpt.generate(ids, new or args.new, seeds=range(batch), decode=decode, **SAMPLING):
             times.append(time.perf_counter())  # the tokens have been read, so the device has done its work
         return times[0] - began, (times[-1] - times[0]) / max(len(times) - 1, 1)
+    began = time.perf_counter()
     turn(3)  # compiles, and captures
+    print(f'  {decode}, {batch} at once: warm after {time.perf_counter() - began:.0f} s', file=sys.stderr)
     return turn
 
 
