@@ -14,7 +14,6 @@ References:
 
 import contextlib
 import dataclasses
-import errno
 import json
 import math
 import mmap
@@ -27,6 +26,7 @@ import warnings
 import zipfile
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pickle import UnpicklingError
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -69,22 +69,20 @@ class GPTConfig:
     def problems(self):
         """What is wrong with the settings, a sentence each."""
         c, wrong = self.resolved(), []
-        for name in ('block_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head', 'n_ff'):
-            if getattr(c, name) < 1:
+        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head', 'n_ff'):
+            if getattr(c, name) is not None and getattr(c, name) < 1:
                 wrong.append(f'{name}={getattr(c, name)} must be at least 1')
-        if self.vocab_size is not None and self.vocab_size < 1:
-            wrong.append(f'vocab_size={self.vocab_size} must be at least 1')
         if wrong:
             return wrong
+        D = c.n_embd // c.n_head
         if c.n_embd % c.n_head:
             near = max(1, (2 * c.n_embd + c.n_head) // (2 * c.n_head)) * c.n_head
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; n_embd={near} would do')
-        elif c.position == 'rope' and c.n_embd // c.n_head % 2:
-            wrong.append(f'rotary positions turn pairs of channels: n_embd / n_head = {c.n_embd // c.n_head} is odd')
-        elif c.position == 'rope' and c.n_embd // c.n_head * c.block_size > 2**27:
-            wrong.append(f'the angles of block_size={c.block_size} rotary positions would take '
-                         f'{c.n_embd // c.n_head * c.block_size * 4 / 1e9:,.1f} GB; at most '
-                         f'{2**27 // (c.n_embd // c.n_head):,} positions fit heads of {c.n_embd // c.n_head} channels')
+        elif c.position == 'rope' and D % 2:
+            wrong.append(f'rotary positions turn pairs of channels: n_embd / n_head = {D} is odd')
+        elif c.position == 'rope' and D * c.block_size > 2**27:  # 0.5 GB of angles
+            wrong.append(f'block_size={c.block_size} is too long: with heads of {D} channels there '
+                         f'are angles for at most {2**27 // D:,}')
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
         for name in ('dropout', 'label_smoothing'):
@@ -100,13 +98,11 @@ class GPTConfig:
 
     def resolved(self):
         """A copy with the preset's values in place of None (vocab_size stays as it is)."""
-        values = dataclasses.asdict(self)
-        values |= {k: v for k, v in PRESETS[self.preset].items() if values[k] is None}
-        if values['n_kv_head'] is None:
-            values['n_kv_head'] = self.n_head
-        if values['n_ff'] is None:
-            values['n_ff'] = -(-8 * self.n_embd // 3 // 64) * 64 if values['mlp'] == 'swiglu' else 4 * self.n_embd
-        return GPTConfig(**values)
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        c = GPTConfig(**{'n_kv_head': self.n_head, **PRESETS[self.preset], **given})
+        if c.n_ff is None:
+            c.n_ff = -(-8 * c.n_embd // 3 // 64) * 64 if c.mlp == 'swiglu' else 4 * c.n_embd
+        return c
 
     def model_args(self):
         """
@@ -116,10 +112,8 @@ class GPTConfig:
         """
         plain = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
         seven = {name: getattr(self, name) for name in plain}
-        every = dataclasses.asdict(self.resolved())
-        same = dataclasses.asdict(GPTConfig(**seven).resolved())
-        training_only = {'label_smoothing': 0.0, 'preset': None}
-        return seven if every | training_only == same | training_only else every | {'label_smoothing': 0.0}
+        every = dataclasses.replace(self.resolved(), label_smoothing=0.0)  # which is for training only
+        return seven if every == GPTConfig(**seven).resolved() else dataclasses.asdict(every)
 
 
 # -----------------------------------------------------------------------------
@@ -127,15 +121,13 @@ class GPTConfig:
 
 def choose_device(name, local_rank=0):
     """(device, reason). A device asked for by name that is not there is an error, never another one."""
-    cuda = torch.cuda.is_available()
-    mps = torch.backends.mps.is_available()
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if not re.fullmatch(r'auto|cpu|mps|cuda(:[0-9]+)?', name):
+        raise ValueError(f'device={name!r} is not one of auto, cuda, cuda:N, mps, cpu')
+    kind, reason = name.split(':')[0], 'asked for'
     if name == 'auto':
         kind = 'cuda' if cuda else 'mps' if mps else 'cpu'
         reason = {'cuda': 'there is one', 'mps': 'no CUDA, Apple GPU', 'cpu': 'no GPU found'}[kind]
-    else:
-        kind, reason = name.split(':')[0], 'asked for'
-    if name != 'auto' and not re.fullmatch(r'cpu|mps|cuda(:[0-9]+)?', name):
-        raise ValueError(f'device={name!r} is not one of auto, cuda, cuda:N, mps, cpu')
     if kind == 'cuda' and not cuda:
         built = 'this PyTorch was built without CUDA' if torch.version.cuda is None else 'no usable GPU was found'
         raise ValueError(f'device={name!r} was asked for, but {built}; use --device=cpu or --device=auto')
@@ -234,13 +226,6 @@ class NoPosition(nn.Module):
         return 0.0
 
 
-class ResidualOnly(nn.Module):
-    """Stands where the residual stream and the embedding would be mixed."""
-
-    def forward(self, x, x0):
-        return x
-
-
 class X0Mix(nn.Module):
     """x <- a x + b x0 with two learned numbers a block (modded-nanogpt, record 9)."""
 
@@ -266,7 +251,8 @@ def rotate(x, cos, sin):
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
-def no_rotation(x, cos, sin):
+def unchanged(x, *_):
+    """Stands where rotary positions, or a mix of the residual stream and the embedding, would be."""
     return x
 
 
@@ -311,20 +297,18 @@ class KVCache:
 
     def attend(self, layer, q, k, v):
         """Attention of (B, H, T, D) queries to what the rows have seen, to which k and v, (B, K, T, D), are added."""
-        k, v, mask = self.update(layer, k, v)
-        # one new position may see everything before it: only a cache whose rows differ in length has a mask
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=q.size(2) > 1, enable_gqa=q.size(1) > k.size(1))
-
-    def update(self, layer, k, v):
-        """Writes (B, K, T, D); returns the keys and values to attend to, and a mask where rows differ."""
         for cached, new in ((self.k[layer], k), (self.v[layer], v)):
             if self.even:
                 cached[:, :, self.end - new.size(2):self.end] = new
             else:
                 cached[self.rows, :, self.length] = new[:, :, 0].to(cached.dtype)
-        if self.filling:
-            return k, v, None
-        return self.k[layer][:, :, :self.end], self.v[layer][:, :, :self.end], None if self.even else self.mask
+        if not self.filling:
+            k, v = self.k[layer][:, :, :self.end], self.v[layer][:, :, :self.end]
+        # one new position may see everything before it: only a cache whose rows differ in length has a mask
+        return self.attention(q, k, v, None if self.even else self.mask)
+
+    def attention(self, q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=q.size(2) > 1, enable_gqa=q.size(1) > k.size(1))
 
     def finish(self, x):
         """Called when all layers have written. (B, T, C) -> (B, C), the last position of each row."""
@@ -368,11 +352,8 @@ class FixedShapes(KVCache):
         self.end = self.k[0].size(2)
         return self.begin_uneven()
 
-    def attend(self, layer, q, k, v):
-        if q.device.type != 'cpu':
-            return super().attend(layer, q, k, v)
-        k, v, mask = self.update(layer, k, v)
-        return attend_in_sums(q, k, v, mask)
+    def attention(self, q, k, v, mask):
+        return (attend_in_sums if q.device.type == 'cpu' else super().attention)(q, k, v, mask)
 
     def finish(self, x):
         self.length += 1
@@ -401,9 +382,7 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * D, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.qk_norm = RMSNorm() if config.qk_norm else nn.Identity()
-        self.rotate = rotate if config.position == 'rope' else no_rotation
-        self.grouped = config.n_kv_head < config.n_head
-        self.attn_dropout = config.dropout
+        self.rotate = rotate if config.position == 'rope' else unchanged
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, cos, sin, cache=None):
@@ -421,8 +400,8 @@ class Attention(nn.Module):
             y = cache.attend(self.layer, q, k, v)
         else:
             # is_causal and no mask: masks cost the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_dropout if self.training else 0.0,
-                                               is_causal=True, enable_gqa=self.grouped)  # (B, H, T, D)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p if self.training else 0.0,
+                                               is_causal=True, enable_gqa=K < H)  # (B, H, T, D)
         return self.dropout(self.c_proj(y.to(x.dtype).transpose(1, 2).reshape(B, T, C)))
 
 
@@ -430,16 +409,13 @@ def relu2(x):
     return F.relu(x).square()
 
 
-def gelu_tanh(x):
-    return F.gelu(x, approximate='tanh')
-
-
 def swiglu(x):
     up, gate = x.chunk(2, dim=-1)
     return up * F.silu(gate)
 
 
-ACTIVATIONS = {'gelu': F.gelu, 'gelu_tanh': gelu_tanh, 'relu2': relu2, 'swiglu': swiglu}
+ACTIVATIONS = {'gelu': F.gelu, 'gelu_tanh': partial(F.gelu, approximate='tanh'),
+               'relu2': relu2, 'swiglu': swiglu}
 
 
 class MLP(nn.Module):
@@ -460,7 +436,7 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.mix = X0Mix() if config.x0_mix else ResidualOnly()
+        self.mix = X0Mix() if config.x0_mix else unchanged
         self.ln_1 = norm_of(config)
         self.attn = Attention(config, layer)
         self.ln_2 = norm_of(config)
@@ -564,19 +540,15 @@ class GPT(nn.Module):
         """
         c = self.config
         for name, p in self.named_parameters():
-            if p.dim() < 2:
-                if name.endswith('bias'):
-                    nn.init.zeros_(p)  # all other vectors start as their modules made them
-            elif name.endswith('c_proj.weight'):
-                nn.init.normal_(p, std=0.0 if c.zero_init else 0.02 / math.sqrt(2 * c.n_layer))
-            elif not c.zero_init or (c.tie and 'wte' in name):
-                nn.init.normal_(p, std=0.02)
-            elif 'wte' in name:
-                nn.init.normal_(p, std=1.0)
-            elif 'lm_head' in name:
+            std = 0.02
+            if name.endswith('c_proj.weight'):
+                std = 0.0 if c.zero_init else 0.02 / math.sqrt(2 * c.n_layer)
+            elif c.zero_init and not (c.tie and 'wte' in name):
+                std = 1.0 if 'wte' in name else 0.0 if 'lm_head' in name else 0.5 / math.sqrt(p.size(-1))
+            if p.dim() > 1:
+                nn.init.normal_(p, std=std)
+            elif name.endswith('bias'):  # all other vectors start as their modules made them
                 nn.init.zeros_(p)
-            else:
-                nn.init.normal_(p, std=0.5 / math.sqrt(p.size(1)))
 
     def forward(self, idx, targets=None, cache=None):
         """
@@ -625,9 +597,9 @@ class GPT(nn.Module):
         (the head counts, embeddings only look up), and causal attention over (T + 1) / 2 positions on average.
         """
         c = self.config
-        per_block = c.n_embd * (c.n_embd + 2 * c.n_kv_head * (c.n_embd // c.n_head)) + c.n_embd * c.n_embd
-        per_block += c.n_embd * c.n_ff * (3 if c.mlp == 'swiglu' else 2)
-        weights = c.n_layer * per_block + c.n_embd * c.vocab_size
+        qkv = c.n_embd + 2 * c.n_kv_head * (c.n_embd // c.n_head)
+        rows = qkv + c.n_embd + c.n_ff * (3 if c.mlp == 'swiglu' else 2)
+        weights = c.n_embd * (c.n_layer * rows + c.vocab_size)
         attention = c.n_layer * 2 * c.n_embd * (T + 1) / 2  # q k^T and the weighted sum of v, multiply-adds
         return 6 * (weights + attention)
 
@@ -711,8 +683,7 @@ class GPT(nn.Module):
         full = [row for row, length in enumerate(cache.lengths) if length == size]
         for row in full:
             contexts[sequences[row]] = contexts[sequences[row]][max(size // 8, 1):]
-        for row in full:  # a row that is finished, but not dropped yet, starts anywhere
-            cache.lengths[row] = cache.length[row] = 0
+            cache.lengths[row] = cache.length[row] = 0  # a row that is finished, but not dropped yet, starts anywhere
         full = [row for row in full if sequences[row] not in stopped and size > 1]
         if full:
             anew, _ = self.prefill([contexts[sequences[row]][:-1] for row in full])
@@ -807,11 +778,10 @@ class Draws:
         """From (B, V) logits."""
         s, logits = self.sampling, logits[:, :self.sampling.vocab]
         model_logits = logits
-        if s.repetition_penalty != 1:
-            r = s.repetition_penalty
+        if (r := s.repetition_penalty) != 1:
             logits = torch.where(self.seen, torch.where(logits < 0, logits * r, logits / r), logits)
         token = sample_token(logits, self.numbers.index_select(1, self.count), s)  # (B, 1)
-        if s.repetition_penalty != 1:
+        if r != 1:
             self.seen.scatter_(1, token, True)
         self.token.copy_(token)
         self.count += 1
@@ -825,9 +795,6 @@ class Draws:
         self.numbers, self.token, self.told = self.numbers[order], self.token[order], self.told[order]
         self.generators = [self.generators[row] for row in order]
         self.seen = self.seen[order] if len(self.seen) else self.seen
-
-    def state(self):
-        return [self.count, self.token, self.told, self.seen]
 
 
 def sample_token(logits, number, sampling):
@@ -927,10 +894,8 @@ def fixed_step(model, cache, draws, decode):
     """
     device, compiled = model.cos.device, decode == 'compiled'
     function = torch.compile(decode_step, dynamic=False) if compiled else decode_step
-    state = [cache.length, *draws.state()]
-
-    def step():
-        function(model, cache, draws)
+    step = partial(function, model, cache, draws)
+    state = [cache.length, draws.count, draws.token, draws.told, draws.seen]  # what a step changes, but the cache
 
     def rehearse(times):
         """Compiles, and has libraries allocate what they need; then all is as if it had not been."""
@@ -1028,35 +993,28 @@ class Int8Linear(nn.Module):
 
 def load_checkpoint(path):
     """
-    Reads a checkpoint file, ours or nanoGPT's, and proves it whole first.
-
-    torch.load never looks at the CRC-32 that torch.save wrote: of 400 flipped bits 398 loaded as wrong numbers
-    without a word, so every record is checked before anything is used. Only plain values and tensors are unpickled.
-    ValueError says what is wrong with the file.
+    Reads a checkpoint file, ours or nanoGPT's, and proves it whole first: torch.load never looks at the CRC-32 that
+    torch.save wrote, and of 400 flipped bits 398 loaded as wrong numbers without a word. Only plain values and tensors
+    are unpickled. ValueError says what is wrong with the file.
     """
     if torch.__version__ < (2, 10):  # what weights_only=True lets through there runs code
         raise ValueError(f'torch {torch.__version__} loads no file safely (CVE-2026-24747): pip install "torch>=2.11"')
     try:
-        damaged, strange = check_records(path)
-        if not (damaged or strange):
-            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    except FileNotFoundError:
-        raise ValueError(f'{path} does not exist') from None
+        wrong = check_records(path)
+        checkpoint = None if wrong else torch.load(path, map_location='cpu', weights_only=True)
     except UnpicklingError:  # torch's own text for this advises the unsafe way
-        strange = 'an instruction that is not followed'
+        wrong = MORE_THAN_TENSORS.format('an instruction that is not followed')
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
     except (zipfile.BadZipFile, struct.error, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError,
             RuntimeError, TypeError, ValueError) as e:  # what unpickling of any bytes has been seen to raise
         raise ValueError(f'{path} is not a whole checkpoint: {first_line(e)}{other_format(path)}') from None
-    if damaged:
-        raise ValueError(f'{path} is damaged: the checksum of its record {damaged} does not match')
-    if strange:
-        raise ValueError(f'{path} holds more than tensors and plain values ({strange}); loading it could run code, so '
-                         'it is refused')
-    if wrong := wrong_with(checkpoint):
-        raise ValueError(f"{path} is no checkpoint of ours or nanoGPT's: {wrong}")
-    checkpoint['model'] = {plain_name(k): v for k, v in checkpoint['model'].items()}
+    if not wrong and (odd := wrong_with(checkpoint)):
+        wrong = f"is no checkpoint of ours or nanoGPT's: {odd}"
+    if wrong:
+        raise ValueError(f'{path} {wrong}')
+    # names without what torch.compile and DDP put before them, in any nesting
+    checkpoint['model'] = {re.sub(r'^(_orig_mod\.|module\.)+', '', k): v for k, v in checkpoint['model'].items()}
     if 'transformer.h.0.ln_1.bias' in checkpoint['model']:  # nanoGPT's before it had the setting
         checkpoint['model_args'].setdefault('bias', True)
     return checkpoint
@@ -1077,11 +1035,13 @@ def other_format(path):
 CHECKPOINT_NAMES = re.compile(r'collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)'
                               r'|torch (Float|Double|Half|BFloat16|Long|Int|Short|Char|Byte|Bool)Storage')
 
+MORE_THAN_TENSORS = 'holds more than tensors and plain values ({}); loading it could run code, so it is refused'
+
 
 def check_records(path):
     """
-    (the first record that its checksum does not match, the first name in the pickle that no checkpoint needs), None
-    where there is none. ValueError where the file is no list of records, each as long as it says.
+    What is wrong with the records of a checkpoint, by their checksums and by the names in its pickle, or None.
+    ValueError where the file is no list of records, each as long as it says.
     """
     with open(path, 'rb') as f, zipfile.ZipFile(f) as z:
         f.seek(0)
@@ -1095,10 +1055,11 @@ def check_records(path):
         if any(r.external_attr or r.volume or r.is_dir() for r in z.infolist()):
             raise ValueError('its list of records is damaged')
         if damaged := z.testzip():
-            return damaged, None
+            return f'is damaged: the checksum of its record {damaged} does not match'
         pickled = z.read(next(name for name in names if name.endswith('data.pkl')))
     names = [arg for op, arg, _ in pickletools.genops(pickled) if op.name in ('GLOBAL', 'STACK_GLOBAL', 'INST')]
-    return None, next((name for name in names if not CHECKPOINT_NAMES.fullmatch(str(name))), None)
+    strange = [name for name in names if not CHECKPOINT_NAMES.fullmatch(str(name))]
+    return MORE_THAN_TENSORS.format(strange[0]) if strange else None
 
 
 def wrong_with(checkpoint):
@@ -1136,40 +1097,26 @@ def save_checkpoint(path, checkpoint, keep_old=None):
             torch.save(checkpoint, f)
             f.flush()
             os.fsync(f.fileno())
-        if not reads_back(partial):
-            raise OSError(errno.EIO, 'what was written does not read back')
-        if keep_old and os.path.exists(path):
-            with contextlib.suppress(FileExistsError):
-                link(path, keep_old)
+        if check_records(partial):
+            raise RuntimeError('what was written does not read back')
+        if keep_old and os.path.exists(path) and not os.path.exists(keep_old):
+            try:
+                os.link(path, keep_old)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, keep_old)
         os.replace(partial, path)
         sync_folder(os.path.dirname(path) or '.')
-    except (OSError, RuntimeError) as e:  # torch turns a full disk into a RuntimeError that hides the cause
+    # torch turns a full disk into a RuntimeError that hides the cause; the others are what reading back raises
+    except (OSError, RuntimeError, ValueError, zipfile.BadZipFile) as e:
         with contextlib.suppress(OSError):
             os.remove(partial)
         free = ''
         with contextlib.suppress(OSError):  # where the folder itself has gone
             free = f'{shutil.disk_usage(os.path.dirname(path) or ".").free / 1e6:,.1f} MB are free, '
         need = sum(t.numel() * t.element_size() for t in tensors_in(checkpoint))
-        why = e.strerror if isinstance(e, OSError) and e.strerror else 'the disk takes no more' if 'unexpected pos' in \
-            str(e) else first_line(e)
+        why = getattr(e, 'strerror', None) or first_line(e)
+        why = 'the disk takes no more' if 'unexpected pos' in why else why
         raise ValueError(f'{path} could not be written: {why}; {free}{need / 1e6:,.1f} MB are needed') from e
-
-
-def reads_back(path):
-    try:
-        return check_records(path) == (None, None)
-    except (ValueError, zipfile.BadZipFile):
-        return False
-
-
-def link(path, name):
-    """A second name for a file; a copy where the file system knows no links."""
-    try:
-        os.link(path, name)
-    except FileExistsError:
-        raise
-    except OSError:
-        shutil.copyfile(path, name)
 
 
 def sync_folder(folder):
@@ -1198,27 +1145,16 @@ def first_line(error):
     return str(error).strip().split('\n')[0]
 
 
-def plain_name(name):
-    """Parameter names without what torch.compile and DDP put before them, in any nesting."""
-    while name.startswith(('_orig_mod.', 'module.')):
-        name = name.removeprefix('_orig_mod.').removeprefix('module.')
-    return name
-
-
 def config_from(args):
     """The GPTConfig that a checkpoint's model_args describe."""
-    if odd := set(args) - {f.name for f in dataclasses.fields(GPTConfig)}:
-        raise ValueError(f'model_args has {", ".join(sorted(map(str, odd)))}, which this version does not know')
     hints = get_type_hints(GPTConfig)
-    wrong = [f'{name}={value!r} is of the wrong type' for name, value in args.items()
-             if not of_kind(value, hints[name])]
-    if args.get('vocab_size') is None:
-        wrong.append('vocab_size is missing')
-    config = GPTConfig(**args)
-    wrong = wrong or config.problems()
-    if wrong:
+    wrong = [f'{name} is not known to this version' for name in args if name not in hints]
+    wrong += [f'{name}={value!r} is of the wrong type' for name, value in args.items()
+              if name in hints and not of_kind(value, hints[name])]
+    wrong += ['vocab_size is missing'] if args.get('vocab_size') is None else []
+    if wrong := wrong or GPTConfig(**args).problems():
         raise ValueError(f'model_args cannot be used: {"; ".join(wrong)}')
-    return config
+    return GPTConfig(**args)
 
 
 def of_kind(value, kind):
@@ -1286,7 +1222,7 @@ def read_safetensors(path):
             raise ValueError(f'{path} has a header that cannot be read: {e!r}') from None
         data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors, end = {}, 0
-    for name, dtype, shape, a, b in sorted(entries, key=lambda entry: entry[3]):
+    for name, dtype, shape, a, b in sorted(entries, key=lambda entry: entry[3:]):
         count = math.prod(shape)
         fits = min(shape, default=0) >= 0 and a == end and b - a == count * dtype.itemsize
         if not fits or 8 + length + b > size or math.prod(n or 1 for n in shape) >= 2**62 or len(shape) > 64:

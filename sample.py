@@ -16,10 +16,12 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from configurator import call_main, configure
 from model import (
@@ -109,10 +111,6 @@ class SampleConfig:
             wrong.append('chat and score are two things to do; leave out one of them')
         return wrong
 
-    def stops(self):
-        """The texts of stop."""
-        return self.stop.replace('\\n', '\n').replace('\\t', '\t').split('|||') if self.stop else []
-
     def idle(self):
         """Names of settings that do nothing in what is to be done."""
         drawing = {'temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty', 'stop', 'past_context', 'seed',
@@ -126,11 +124,9 @@ class SampleConfig:
 def find_checkpoint(cfg):
     """The file that init_from and out_dir mean; best.pt before ckpt.pt."""
     folder = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
-    if os.path.isfile(folder):
-        return folder
-    for name in ('best.pt', 'ckpt.pt'):
-        if os.path.exists(os.path.join(folder, name)):
-            return os.path.join(folder, name)
+    for path in (folder, os.path.join(folder, 'best.pt'), os.path.join(folder, 'ckpt.pt')):
+        if os.path.isfile(path):
+            return path
     if cfg.init_from != 'resume':
         raise ValueError(f'init_from={folder!r} is no file, no folder with a checkpoint, and no gpt2 model')
     raise ValueError(f'there is no checkpoint in {folder!r}; train one with: python train.py --out_dir={folder}')
@@ -155,6 +151,14 @@ def tokenizer_for(checkpoint, vocab_size, data_dir):
                      'set --data_dir to where its dataset is')
 
 
+def fitting(tokenizer, model, path):
+    """The tokenizer, if the model knows all of its ids."""
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise ValueError(f'the tokenizer of {path} has {tokenizer.n_vocab:,} ids, and the model knows '
+                         f'{model.config.vocab_size:,}')
+    return tokenizer
+
+
 def load(cfg):
     """(model, tokenizer, name of the template of its data) as the settings ask, on the CPU."""
     if found := pretrained(cfg.init_from, cfg.data_dir):
@@ -164,11 +168,7 @@ def load(cfg):
         if tokenizer is None:
             raise ValueError(f"{folder} holds no tokenizer.json, and GPT-2's tokenizer has another vocabulary than its "
                              f'{model.config.vocab_size:,} ids')
-        tokenizer = tokenizer_from(tokenizer)
-        if tokenizer.n_vocab > model.config.vocab_size:
-            raise ValueError(f'the tokenizer of {folder} has {tokenizer.n_vocab:,} ids, and the model knows '
-                             f'{model.config.vocab_size:,}')
-        return model, tokenizer, 'none'
+        return model, fitting(tokenizer_from(tokenizer), model, folder), 'none'
     path = find_checkpoint(cfg)
     try:
         checkpoint = load_checkpoint(path)
@@ -180,17 +180,16 @@ def load(cfg):
         path, checkpoint = latest, load_checkpoint(latest)
     model = model_from(checkpoint['model_args'], checkpoint['model'])
     tokenizer, source = tokenizer_for(checkpoint, model.config.vocab_size, cfg.data_dir)
+    fitting(tokenizer, model, path)
     if type(checkpoint.get('bos')) is int and 0 <= checkpoint['bos'] < tokenizer.n_vocab:
         tokenizer.begin = checkpoint['bos']
     print(f'weights: {path}, step {checkpoint.get("iter_num", "unknown")}; tokenizer: {source}', file=sys.stderr)
     return model, tokenizer, str(checkpoint.get('template', 'none'))
 
 
-def place(model, cfg):
+def place(model, device, dtype, cfg):
     """Moves the model to where it computes; returns how it decodes, for GPT.generate."""
-    device, _ = choose_device(cfg.device)
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch knows nothing of a container's quota
-    dtype, _ = choose_dtype(cfg.dtype, device)
     model.for_inference(device, dtype, cfg.quantize, pack=cfg.compile is not True)
     print(f'device: {device}, {str(dtype).removeprefix("torch.")}' + ', weights in int8' * (cfg.quantize == 'int8'),
           file=sys.stderr)
@@ -238,15 +237,6 @@ def read_prompts(start):
     return prompts
 
 
-def told_ids(tokenizer, text, block_size):
-    """Ids of a prompt; says where it is longer than the context, of which the end counts."""
-    ids = prompt_ids(tokenizer, text)
-    if len(ids) > block_size:
-        print(f'note: the prompt has {len(ids):,} tokens, and the context holds {block_size:,}: its end is taken',
-              file=sys.stderr)
-    return ids
-
-
 class Text:
     """What one sequence says, as its tokens come: up to a stop text or a stop id, which are not part of it."""
 
@@ -285,8 +275,9 @@ class Text:
         return piece
 
 
-def stops_of(tokenizer, texts):
-    """(stop texts, stop ids): the end of text always, and names of special ids among the texts."""
+def stops_of(tokenizer, stop, mark=''):
+    """(stop texts, stop ids) of the setting stop, of the mark that ends a turn, and the end of text always."""
+    texts = [t for t in [*(stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||'), mark] if t]
     ids = {tokenizer.specials[text] for text in texts if text in tokenizer.specials}
     return [t for t in texts if t not in tokenizer.specials], ids | ({tokenizer.eot} - {None})
 
@@ -313,9 +304,8 @@ def write(model, tokenizer, prompts, cfg, decode, seeds, stops):
 
 def in_order(pieces, beginnings):
     """Prints texts one after another, the one whose turn it is as it comes."""
-    waiting, turn = dict(enumerate(beginnings)), 0
-    print(waiting.pop(0, ''), end='', flush=True)
-    finished = set()
+    waiting, finished, turn = dict(enumerate(beginnings)), set(), 0
+    print(waiting.pop(0), end='', flush=True)
     for i, piece, text in pieces:
         if text.finish:
             finished.add(i)
@@ -338,8 +328,11 @@ def sample(model, tokenizer, cfg, decode):
     """Draws num_samples texts from each prompt, batch_size of them at once."""
     num_samples = cfg.num_samples or (3 if cfg.temperature >= GREEDY_BELOW else 1)
     starts = read_prompts(cfg.start)
-    prompts = [told_ids(tokenizer, start, model.config.block_size) for start in starts]
-    stops = stops_of(tokenizer, cfg.stops())
+    prompts, size = [prompt_ids(tokenizer, start) for start in starts], model.config.block_size
+    if (longest := max(map(len, prompts))) > size:
+        print(f'note: the prompt has {longest:,} tokens, and the context holds {size:,}: its end is taken',
+              file=sys.stderr)
+    stops = stops_of(tokenizer, cfg.stop)
     at_once = max(cfg.batch_size // num_samples, 1)
     for first in range(0, len(prompts), at_once):
         for number in range(0, num_samples, cfg.batch_size):
@@ -373,39 +366,36 @@ def chat_ids(tokenizer, turns, template):
 def chat(model, tokenizer, template, cfg, decode):
     """Asks and answers until an empty line, 'exit' or the end of the input."""
     if cfg.template == 'auto' and template not in TEMPLATES:
-        but = '' if template == 'none' else f' (but {template})'
-        raise ValueError(f'the checkpoint names no template that it was tuned in{but}; name one with '
+        raise ValueError(f'the checkpoint was tuned in no template that is known (it says {template}); name one with '
                          f'--template: {", ".join(TEMPLATES)}')
     template = template if cfg.template == 'auto' else cfg.template
     standard_input()  # or there is nobody to talk to
-    stops = stops_of(tokenizer, [*cfg.stops(), *filter(None, [TEMPLATES[template]['assistant'][1]])])
+    stops = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1])
     size, turns, answered = model.config.block_size, [], 0
     room = min(cfg.max_new_tokens, size // 4)  # for the answer, at least
     while (said := ask()).strip() not in ('', 'exit'):
-        turns.append(('user', said))
+        asked = [*turns, ('user', said)]
         try:
-            ids, kept = chat_ids(tokenizer, turns, template), len(turns)
+            for forgotten in range(0, len(asked), 2):  # the oldest turns, until what is left leaves room
+                ids = chat_ids(tokenizer, asked[forgotten:], template)
+                if len(ids) + room <= size:
+                    break
         except ValueError as e:  # characters that the tokenizer does not know
             print(f'note: {e}', file=sys.stderr)
-            turns.pop()
             continue
-        while len(ids) + room > size and len(turns) > 1:
-            turns = turns[2:]
-            ids = chat_ids(tokenizer, turns, template)
-        if len(turns) < kept:
-            print(f'note: the context of {size:,} tokens is full; the oldest {kept - len(turns)} turns are forgotten',
-                  file=sys.stderr)
         if len(ids) + room > size:
             print(f'note: that was {len(ids):,} tokens, too much for a context of {size:,} with an answer in it'
                   + '; a template of fewer words is --template=plain' * (template != 'plain'), file=sys.stderr)
-            turns.pop()
             continue
+        if forgotten:
+            print(f'note: the context of {size:,} tokens is full; the oldest {forgotten} turns are forgotten',
+                  file=sys.stderr)
         answer = ''
         for _, piece, _ in write(model, tokenizer, [ids], cfg, decode, [cfg.seed + answered], stops):
             print(piece, end='', flush=True)
             answer += piece
         print()
-        turns.append(('assistant', answer))
+        turns = [*asked[forgotten:], ('assistant', answer)]
         answered += 1
 
 
@@ -437,22 +427,18 @@ def documents(cfg, template, tokenizer):
         files = files_of(cfg.score, reading, os.path.join(folder, 'spool'))
         check_kinds({file.kind for file in files}, cfg, cfg.score)
         for file in files:
-            for ids, mask in documents_of(file, tokenizer, reading):
-                yield file.name, ids, mask
-
-
-def documents_of(file, tokenizer, reading):
-    if file.kind == 'tokens':
-        raise ValueError(f'{file.path} holds ids of a tokenizer, and which one it does not say; score the text itself')
-    marked = file.kind == 'text' and holds(file.path, b'<|endoftext|>')
-    ids, masks = [], []
-    for piece in documents_in([file], replace(reading, separator='<|endoftext|>' if marked else None)):
-        new, mask = encode_parts(tokenizer, piece.parts)
-        ids.append(np.asarray(new, dtype=np.int64))
-        masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
-        if piece.end:
-            yield np.concatenate(ids), np.concatenate(masks)
+            if file.kind == 'tokens':
+                raise ValueError(f'{file.path} holds ids of a tokenizer, and which one it does not say; score the text '
+                                 'itself')
+            marked = file.kind == 'text' and holds(file.path, b'<|endoftext|>')
             ids, masks = [], []
+            for piece in documents_in([file], replace(reading, separator='<|endoftext|>' if marked else None)):
+                new, mask = encode_parts(tokenizer, piece.parts)
+                ids.append(np.asarray(new, dtype=np.int64))
+                masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
+                if piece.end:
+                    yield file.name, np.concatenate(ids), np.concatenate(masks)
+                    ids, masks = [], []
 
 
 def holds(path, mark):
@@ -483,30 +469,25 @@ def windows(ids, mask, T, begin):
 @torch.no_grad()
 def score(model, tokenizer, template, cfg):
     """Prints tokens, bytes, loss in nats a token, perplexity and bits per byte of each document and of all."""
-    c, rows, waiting = model.config, [], []
+    c, rows, device = model.config, [], model.cos.device
+    begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
 
-    def flush():
-        x, y = (torch.full((len(waiting), max(len(x) for _, x, _ in waiting)), fill) for fill in (0, -1))
-        for row, (_, inputs, targets) in enumerate(waiting):
-            x[row, :len(inputs)], y[row, :len(inputs)] = torch.from_numpy(inputs), torch.from_numpy(targets)
-        losses = model(x.to(model.cos.device), y.to(model.cos.device)).tolist()
-        for (row, *_), loss in zip(waiting, losses, strict=True):
+    def all_windows():
+        for name, ids, mask in documents(cfg, template, tokenizer):
+            counted = ids[mask > 0] if begin is not None else ids[1:][mask[1:] > 0]
+            rows.append({'file': name, 'begins': show(tokenizer, ids[:20].tolist())[:24], 'tokens': len(counted),
+                         'bytes': int(tokenizer.sizes[counted].sum()), 'nats': 0.0})
+            for x, y in windows(ids, mask, c.block_size, begin):
+                yield rows[-1], torch.from_numpy(x), torch.from_numpy(y)
+    left = all_windows()
+    at_once = min(cfg.batch_size, max(2**26 // (c.block_size * c.vocab_size), 1))  # as many logits as fit into 256 MB
+    while batch := list(islice(left, at_once)):
+        x = pad_sequence([x for _, x, _ in batch], batch_first=True)
+        y = pad_sequence([y for _, _, y in batch], batch_first=True, padding_value=-1)
+        for (row, *_), loss in zip(batch, model(x.to(device), y.to(device)).tolist(), strict=True):
             if not math.isfinite(loss):
                 raise ValueError(NOT_FINITE.format(f'a loss on {row["file"]} that is'))
             row['nats'] += loss
-        waiting.clear()
-    begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
-    for name, ids, mask in documents(cfg, template, tokenizer):
-        counted = ids[mask > 0] if begin is not None else ids[1:][mask[1:] > 0]
-        rows.append({'file': name, 'begins': show(tokenizer, ids[:20].tolist())[:24], 'tokens': len(counted),
-                     'bytes': int(tokenizer.sizes[counted].sum()), 'nats': 0.0})
-        for x, y in windows(ids, mask, c.block_size, begin):
-            waiting.append((rows[-1], x, y))
-            # as many logits as fit into 256 MB
-            if len(waiting) >= min(cfg.batch_size, max(2**26 // (c.block_size * c.vocab_size), 1)):
-                flush()
-    if waiting:
-        flush()
     if not sum(row['tokens'] for row in rows):
         raise ValueError(f'{cfg.score} holds no token to score')
     total = {key: sum(row[key] for row in rows) for key in ('tokens', 'bytes', 'nats')}
@@ -535,8 +516,10 @@ def main(argv=None):
     if idle := cfg.idle() & given.keys():
         what = 'in a chat' if cfg.chat else 'where a text is scored' if cfg.score is not None else 'without --chat'
         raise ValueError(f'{", ".join(sorted(idle))} would do nothing {what}; leave it out')
+    device, _ = choose_device(cfg.device)  # before gigabytes are read, or fetched
+    dtype, _ = choose_dtype(cfg.dtype, device)
     model, tokenizer, template = load(cfg)
-    decode = place(model, cfg)
+    decode = place(model, device, dtype, cfg)
     if cfg.score is not None:
         score(model, tokenizer, template, cfg)
     elif cfg.chat:

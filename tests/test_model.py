@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from model import (
     GPT,
+    PRESETS,
     GPTConfig,
     choose_device,
     choose_dtype,
@@ -146,7 +147,8 @@ def test_blocks_start_as_the_identity_and_the_head_as_uniform():
     (dict(n_embd=30, n_head=4), 'n_embd=30 is not divisible by n_head=4; n_embd=32'),
     (dict(n_head=4, n_embd=64, n_kv_head=3), 'n_kv_head=3'), (dict(n_layer=0), 'n_layer=0'),
     (dict(preset='modern', n_embd=12, n_head=4), 'is odd'), (dict(dropout=1.0), 'dropout=1.0'),
-    (dict(softcap=-1.0), 'softcap=-1.0'), (dict(vocab_size=0), 'vocab_size=0')])
+    (dict(softcap=-1.0), 'softcap=-1.0'), (dict(vocab_size=0), 'vocab_size=0'),
+    (dict(preset='modern', block_size=10**400), 'at most')])
 def test_settings_that_do_not_fit(settings, words):
     with pytest.raises(ValueError, match=words):
         GPT(GPTConfig(**{'vocab_size': 61, **settings}))
@@ -160,6 +162,8 @@ def checkpoint(model, **more):
 
 
 def test_plain_shapes_have_nanogpts_seven_names_and_others_all():
+    as_gpt2 = GPTConfig(**{**PRESETS['gpt2'], 'preset': 'modern', 'vocab_size': 61})
+    assert as_gpt2.model_args()['preset'] == 'modern'  # or a resume under the same flags would contradict it
     seven = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout'}
     assert set(make().config.model_args()) == set(make(dropout=0.1, label_smoothing=0.1).config.model_args()) == seven
     for other in (dict(mlp='gelu_tanh'), dict(preset='modern'), dict(n_ff=64), dict(tie=False), dict(softcap=15.0)):
@@ -347,6 +351,8 @@ def test_damaged_safetensors_are_refused(tmp_path):
     def write(header, data=bytes(16), length=None):
         raw = header if isinstance(header, bytes) else json.dumps(header).encode()
         path.write_bytes(struct.pack('<Q', len(raw) if length is None else length) + raw + data)
+    write({'a': entry, 'empty': {**entry, 'shape': [0], 'data_offsets': [0, 0]}})
+    assert [t.numel() for t in read_safetensors(str(path)).values()] == [0, 4]
     write({'a': entry})
     whole = path.read_bytes()
     assert read_safetensors(str(path))['a'].shape == (2, 2)

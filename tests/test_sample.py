@@ -314,7 +314,7 @@ def test_the_name_of_a_special_id_stops_and_so_does_the_end_of_text(draw, out, m
     write(out / 'best.pt', gpt(257), ByteTokenizer())
     calls = play(monkeypatch, 97)
     draw(stop='<|endoftext|>|||zz')
-    assert calls[0][2]['stop'] == {256} and sample.stops_of(ByteTokenizer(), ['<|endoftext|>', 'zz']) == (['zz'], {256})
+    assert calls[0][2]['stop'] == {256} and sample.stops_of(ByteTokenizer(), '<|endoftext|>|||zz') == (['zz'], {256})
 
 
 def test_a_stopped_sequence_is_not_computed_on(draw, out, monkeypatch):
@@ -430,8 +430,8 @@ def test_int8_packed_and_compiled_are_asked_for_by_name(draw, out, monkeypatch):
     kinds, place = [], sample.place
     monkeypatch.setattr(sample, 'try_compile', lambda device: None)
 
-    def placed(model, cfg):
-        decode = place(model, cfg)
+    def placed(model, *where):
+        decode = place(model, *where)
         kinds.append((type(model.lm_head).__name__, decode))
         return 'eager'
     monkeypatch.setattr(sample, 'place', placed)
@@ -517,6 +517,8 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full(talk):
     assert 'the context of 200 tokens is full; the oldest 2 turns are forgotten' in talk.err
     given = talk(['x' * 300, 'short'], ['first'], max_new_tokens=20)
     assert 'too much for a context of 200' in talk.err and len(given) == 1 and 'xxx' not in given[0]
+    given = talk(['early', 'x' * 300, 'late'], ['first', 'second'], max_new_tokens=20)  # what is refused costs no turn
+    assert 'forgotten' not in talk.err and len(given) == 2 and 'early' in given[1] and 'late' in given[1]
 
 
 def test_a_line_of_a_chat_is_kept_as_it_was_typed(talk):
@@ -546,7 +548,7 @@ def test_invalid_utf8_typed_into_a_chat(out, monkeypatch, capsys):
 def test_a_chat_without_a_known_template_names_the_setting(out):
     assert '--template: plain, joined, alpaca, chatml' in refusal_of(out, '--chat')
     write(out / 'best.pt', template=['chatml'])
-    assert "but ['chatml']" in refusal_of(out, '--chat')
+    assert "it says ['chatml']" in refusal_of(out, '--chat')
 
 
 def refusal_of(out, *flags):
@@ -721,6 +723,9 @@ def test_a_folder_of_weights_without_its_tokenizer_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(sample, 'pretrained', lambda *args: (str(tmp_path), CharTokenizer(CHARS).spec()))
     monkeypatch.setattr(sample, 'load_gpt2', lambda folder: gpt(9))
     assert 'has 10 ids, and the model knows 9' in refusal(init_from=tmp_path)
+    monkeypatch.undo()
+    write(tmp_path / 'out' / 'best.pt', gpt(9))
+    assert 'has 10 ids, and the model knows 9' in refusal(out_dir=tmp_path / 'out')
 
 
 @pytest.mark.slow
