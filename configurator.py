@@ -17,11 +17,11 @@ import dataclasses
 import difflib
 import errno
 import inspect
-import math
 import numbers
 import os
 import re
 import sys
+import traceback
 import types
 import typing
 
@@ -34,47 +34,30 @@ class SettingsError(ValueError):
 # values: what an annotation allows, from Python and from text
 
 def alternatives(kind):
-    """The plain types and choices that an annotation allows: int | None -> (int, NoneType)."""
+    """The types and choices that an annotation allows: int | Literal['auto'] | None -> [int, 'auto', NoneType]."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return typing.get_args(kind)
-    return (kind,)
+        return [alternative for k in typing.get_args(kind) for alternative in alternatives(k)]
+    return list(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else [kind]
 
 
 def expected(kind):
     """An annotation in words: Literal['a', 'b'] | None -> a, b or None."""
     names = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text', type(None): 'None'}
-    words = []
-    for k in alternatives(kind):
-        words += [str(c) for c in typing.get_args(k)] if typing.get_origin(k) is typing.Literal else [names[k]]
+    words = [names.get(k, k) for k in alternatives(kind)]
     return ' or '.join([', '.join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def is_finite(number):
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # a whole number beyond what a float can hold
-        return False
 
 
 def accept(value, kind):
     """The value as the annotation has it (3 where a float is asked becomes 3.0); ValueError where it does not fit."""
+    # True is no 1; NaN, infinity and what no float can hold are no numbers
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     for k in alternatives(kind):
-        is_bool = isinstance(value, bool)
-        if typing.get_origin(k) is typing.Literal:
-            if isinstance(value, str) and value in typing.get_args(k):
+        if k in (int, float):
+            if number and (k is float or value == int(value)):
+                return k(value)  # 1e5 in a file is meant as a count
+        elif isinstance(k, str):
+            if isinstance(value, str) and value == k:
                 return value
-        elif k is type(None):
-            if value is None:
-                return None
-        elif k is bool:
-            if is_bool:
-                return value
-        elif k is int:
-            if isinstance(value, numbers.Real) and not is_bool and is_finite(value) and value == int(value):
-                return int(value)  # 1e5 in a file is meant as a count
-        elif k is float:
-            if isinstance(value, numbers.Real) and not is_bool and is_finite(value):
-                return float(value)
         elif isinstance(value, k):
             return value
     raise ValueError(f'expected {expected(kind)}, not {value!r}')
@@ -83,15 +66,9 @@ def accept(value, kind):
 def parse(text, kind):
     """The text of a flag as a value of the annotation; text is never evaluated."""
     words = {'true': True, 'false': False, 'none': None}
-    candidates = [words[text.lower()]] if text.lower() in words else []
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            candidates.append(number(text))
-    for value in [*candidates, text]:
-        try:
-            return accept(value, kind)
-        except ValueError:
-            pass
+    for read in (lambda text: words[text.lower()], int, float, str):
+        with contextlib.suppress(ValueError, KeyError):
+            return accept(read(text), kind)
     raise ValueError(f'expected {expected(kind)}, not {text!r}')
 
 
@@ -114,40 +91,35 @@ def unknown(name, fields):
     return f'unknown setting {name!r}' + (f'; did you mean {near[0]!r}?' if near else '')
 
 
-class TopLevelNames(ast.NodeVisitor):
-    """Collects {name: line} of what a file assigns or imports at its top level, functions and classes left out."""
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
+          ast.GeneratorExp)
 
-    def __init__(self):
-        self.assigned, self.imported = {}, set()
 
-    def visit_Name(self, node):
-        if isinstance(node.ctx, ast.Store):
-            self.assigned[node.id] = node.lineno
-
-    def visit_alias(self, node):
-        self.imported.add((node.asname or node.name).split('.')[0])
-
-    def leave_out(self, node):
-        pass
-
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = leave_out
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = leave_out
+def top_level_names(tree):
+    """({name: line} of what a file assigns, names that it imports) at its top level."""
+    assigned, imported, left = {}, set(), [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            assigned[node.id] = max(node.lineno, assigned.get(node.id, 0))
+        elif isinstance(node, ast.alias):
+            imported.add((node.asname or node.name).split('.')[0])
+        elif not isinstance(node, SCOPES):
+            left += ast.iter_child_nodes(node)
+    return assigned, imported
 
 
 def read_file(path, values, fields):
     """
-    Runs one config file over the current values. Returns ({name: (value, place)}, problems).
-
-    Modules, functions and names that start with an underscore are the file's own affair; every other name it leaves
-    behind must be a setting. This executes the file: config files are code, and the user's own.
+    Runs a config file, which is code, the user's own, over the current values: ({name: (value, place)}, problems).
+    Every name that it leaves behind must be a setting, but for modules, functions and those with an underscore.
     """
     try:
         with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
             source = f.read()
         tree = ast.parse(source, path)
         code = compile(tree, path, 'exec')
-        names = TopLevelNames()
-        names.visit(tree)
+        assigned, imported = top_level_names(tree)
     except (OSError, UnicodeDecodeError) as e:
         return {}, [f'{path}: {getattr(e, "strerror", None) or e}']
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
@@ -157,11 +129,11 @@ def read_file(path, values, fields):
     try:
         exec(code, namespace)
     except (Exception, SystemExit) as e:  # whatever the user's file raises is the user's to read, with its line
-        lines = [frame.tb_lineno for frame in tracebacks(e) if frame.tb_frame.f_code.co_filename == path]
+        lines = [line for frame, line in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == path]
         return {}, [f'{path}, line {lines[-1] if lines else 1}: {type(e).__name__}: {e}']
     found, problems = {}, []
     for name, value in namespace.items():
-        line = names.assigned.get(name)
+        line = assigned.get(name)
         place = f'{path}, line {line}' if line else path
         if name in fields:
             if line or value is not values[name]:
@@ -170,16 +142,9 @@ def read_file(path, values, fields):
                 except ValueError as e:
                     problems.append(f'{place}: {name}: {e}')
         elif not (name in before or name.startswith('_') or isinstance(value, types.ModuleType) or callable(value)
-                  or name in names.imported):
+                  or name in imported):
             problems.append(f'{place}: {unknown(name, fields)} (a helper of your own starts with an underscore)')
     return found, problems
-
-
-def tracebacks(error):
-    frame = error.__traceback__
-    while frame is not None:
-        yield frame
-        frame = frame.tb_next
 
 
 def read_argv(argv, fields):
@@ -199,28 +164,21 @@ def read_argv(argv, fields):
                 rest.pop(0)  # most likely the value of the misspelt flag
             continue
         kind = fields[name][0]
-        if not equals:
-            takes_true = bool in alternatives(kind)
-            if rest and not rest[0].startswith('--') and (not takes_true or fits(rest[0], kind)):
+        if not equals and bool in alternatives(kind):  # alone, or before what is no value of it
+            text = 'True'
+            with contextlib.suppress(ValueError, IndexError):
+                parse(rest[0], kind)
                 text = rest.pop(0)
-            elif takes_true:
-                text = 'True'
-            else:
+        elif not equals:
+            if not rest or rest[0].startswith('--'):
                 problems.append(f'--{key}: a value is missing; write --{name}=VALUE')
                 continue
+            text = rest.pop(0)
         try:
             found[name] = (parse(text, kind), f'--{name}')
         except ValueError as e:
             problems.append(f'--{key}: {e}')
     return words, found, problems
-
-
-def fits(text, kind):
-    try:
-        parse(text, kind)
-    except ValueError:
-        return False
-    return True
 
 
 class Given(dict):
@@ -230,24 +188,14 @@ class Given(dict):
         super().__init__()
         self.below = {}
 
-    def take(self, found, values):
-        """Puts {name: (value, place)} of one file, or of the flags, over the values before it."""
-        for name, (value, place) in found.items():
-            if values[name] != value:
-                self.below[name] = values[name]
-            values[name], self[name] = value, place
-
 
 def configure(*classes, argv=None, files=True, about=''):
     """
-    Reads the command line into settings.
+    Reads a command line into dataclasses of disjoint fields; a class's problems(), if it has that, tells what is wrong.
 
-    classes: dataclasses with disjoint field names; one that has a method problems() -> [sentence] is asked for it.
-    argv:    the arguments without the program's name (default: sys.argv[1:])
-    files:   whether positional words are config files to run; otherwise they are handed back untouched
-    about:   the text above the settings in --help, which prints and exits
-    Returns one instance a class, then a Given, then the positional words.
-    Raises SettingsError, a ValueError, with a line for each problem.
+    argv: default sys.argv[1:]. files: positional words are config files to run, otherwise handed back untouched. about:
+    the text above the settings in --help. Returns one instance a class, a Given, the positional words. SettingsError
+    has a line for each problem.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if '--help' in argv or '-h' in argv:
@@ -257,11 +205,13 @@ def configure(*classes, argv=None, files=True, about=''):
     values = {name: default for name, (_, default) in fields.items()}
     given = Given()
     words, flags, problems = read_argv(argv, fields)
-    for path in words if files else []:
-        found, wrong = read_file(path, values, fields)
+    for path in [*(words if files else []), None]:  # flags last
+        found, wrong = (flags, []) if path is None else read_file(path, values, fields)
         problems += wrong
-        given.take(found, values)
-    given.take(flags, values)
+        for name, (value, place) in found.items():
+            if values[name] != value:
+                given.below[name] = values[name]
+            values[name], given[name] = value, place
     objects = [cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for cls in classes]
     if not problems:
         problems = [problem for o in objects if hasattr(o, 'problems') for problem in o.problems()]
@@ -288,14 +238,14 @@ def help_text(classes, about=''):
     """Every setting with its default, its comment and what may be chosen, by section."""
     lines, last = [about.strip(), '', 'settings, as --name=value or as name = value in a config file:'], None
     for cls in classes:
-        defaults, hints = {f.name: f.default for f in dataclasses.fields(cls)}, typing.get_type_hints(cls)
+        fields = fields_of([cls])
         for section, name, comment in comments_of(cls):
             if section != last:
                 lines += ['', section]
                 last = section
-            default = str(defaults[name]) if str(defaults[name]).isprintable() else repr(defaults[name])
-            choices = [str(c) for k in alternatives(hints[name]) if typing.get_origin(k) is typing.Literal
-                       for c in typing.get_args(k)]
+            kind, default = fields[name]
+            default = str(default) if str(default).isprintable() else repr(default)
+            choices = [k for k in alternatives(kind) if isinstance(k, str)]
             choices = f' [{", ".join(choices)}]' if len(choices) > 1 else ''
             lines.append(f'  {f"--{name}={default}":<36}  {comment}{choices}')
     return '\n'.join(lines)
@@ -331,10 +281,7 @@ def drop_output():
 
 
 def call_main(main):
-    """
-    Calls main() as a script's entry point: a ValueError that our own files raise is a sentence for the user and ends
-    the program with status 1; one from anywhere deeper is a defect and keeps its traceback.
-    """
+    """Runs a script: a ValueError of our own files is a sentence and status 1; a deeper one keeps its traceback."""
     if hasattr(sys.stdout, 'reconfigure'):
         sys.stdout.reconfigure(errors='backslashreplace')  # a terminal that cannot show a character ends no run
     try:
@@ -352,7 +299,7 @@ def call_main(main):
         print(f'error: the output could not be written: {e.strerror}', file=sys.stderr)
         sys.exit(1)
     except ValueError as e:
-        where = list(tracebacks(e))[-1].tb_frame.f_code.co_filename
+        where = [frame for frame, _ in traceback.walk_tb(e.__traceback__)][-1].f_code.co_filename
         ours = os.path.dirname(os.path.abspath(__file__))
         if not os.path.isfile(where) or os.path.dirname(os.path.abspath(where)) != ours:
             raise

@@ -23,6 +23,7 @@ import importlib.util
 import json
 import math
 import os
+import queue
 import re
 import shlex
 import shutil
@@ -39,6 +40,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import prepare
 from configurator import DISK_FULL, accept, as_file, call_main, configure, differences, drop_output
 from model import (
     GPT,
@@ -55,20 +57,6 @@ from model import (
     save_checkpoint,
     try_compile,
 )
-from prepare import (
-    Tokenizer,
-    cores,
-    dataset_folder,
-    first_of,
-    how_to_make,
-    open_bin,
-    pretrained,
-    prompt_ids,
-    read_meta,
-    same_tokenizer,
-    token_bytes,
-    tokenizer_from,
-)
 
 try:
     import fcntl  # Linux and macOS; elsewhere out_dir cannot be locked, and start-up says so
@@ -80,17 +68,9 @@ MAX_ROLLBACKS = 3  # to one and the same checkpoint; after that other data does 
 SPIKE, SPIKE_WINDOW = 6.0, 128  # standard deviations above the mean of so many losses
 
 
-def same_place(a, b):
-    return real(a) == real(b)
-
-
 def lies_in(path, folder):
-    return real(path).startswith(os.path.join(real(folder), ''))
-
-
-def real(path):
-    """Where a path leads; itself where it can lead nowhere."""
-    return path if '\0' in path else os.path.realpath(path)
+    """Whether a path leads to a folder or below it."""
+    return os.path.join(os.path.realpath(path), '').startswith(os.path.join(os.path.realpath(folder), ''))
 
 
 @dataclass
@@ -159,32 +139,25 @@ class TrainConfig:
     def problems(self):
         """What is wrong with the settings, a sentence each."""
         wrong = []
-        for name in ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval', 'eval_tokens',
-                     'eval_iters', 'save_interval', 'threads', 'loss_chunks', 'sample_interval', 'sample_tokens'):
-            if getattr(self, name) not in (None, 'auto') and getattr(self, name) < 1:
-                wrong.append(f'{name}={getattr(self, name)} must be at least 1')
-        for name in ('max_iters', 'max_epochs', 'max_minutes', 'learning_rate', 'muon_lr', 'embed_lr', 'min_lr',
-                     'weight_decay', 'grad_clip', 'warmup_iters', 'lr_decay_iters', 'save_minutes', 'seed'):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
-                wrong.append(f'{name}={getattr(self, name)} must not be negative')
-        for name in ('beta1', 'beta2', 'muon_momentum'):
-            if not 0 <= getattr(self, name) < 1:
-                wrong.append(f'{name}={getattr(self, name)} must be at least 0 and below 1')
-        if self.timeout_minutes <= 0:
-            wrong.append(f'timeout_minutes={self.timeout_minutes} must be above 0')
-        if self.mirror_dir is not None and same_place(self.mirror_dir, self.out_dir):
-            wrong.append(f'mirror_dir={self.mirror_dir!r} is out_dir itself; a mirror wants another disk')
-        elif self.mirror_dir and lies_in(self.out_dir, self.mirror_dir):
-            wrong.append(f'out_dir={self.out_dir!r} lies in mirror_dir={self.mirror_dir!r}, and would be moved aside '
-                         'with it; a mirror wants a folder of its own')
-        wrong += [f'{name} is empty; leave it out, or name a folder' for name in ('out_dir', 'mirror_dir')
-                  if getattr(self, name) == '']
-        if not 0 < self.decay_fraction <= 1:
-            wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
-        if self.seed >= 2**63:
-            wrong.append(f'seed={self.seed} must be below 2**63')
-        if self.keep_last < 2:
-            wrong.append(f'keep_last={self.keep_last} must be at least 2: one file is no insurance against damage')
+        for names, fits, must in (
+                ('batch_size gradient_accumulation_steps eval_interval log_interval eval_tokens eval_iters threads '
+                 'save_interval loss_chunks sample_interval sample_tokens', lambda v: v >= 1, 'be at least 1'),
+                ('max_iters max_epochs max_minutes learning_rate muon_lr embed_lr min_lr weight_decay grad_clip '
+                 'warmup_iters lr_decay_iters save_minutes seed', lambda v: v >= 0, 'not be negative'),
+                ('beta1 beta2 muon_momentum', lambda v: 0 <= v < 1, 'be at least 0 and below 1'),
+                ('timeout_minutes', lambda v: v > 0, 'be above 0'),
+                ('decay_fraction', lambda v: 0 < v <= 1, 'be above 0 and at most 1'),
+                ('seed', lambda v: v < 2**63, 'be below 2**63'),
+                ('keep_last', lambda v: v >= 2, 'be at least 2: one file is no insurance against damage')):
+            wrong += [f'{name}={getattr(self, name)} must {must}' for name in names.split()
+                      if getattr(self, name) not in (None, 'auto') and not fits(getattr(self, name))]
+        paths = {'out_dir': self.out_dir, 'mirror_dir': self.mirror_dir}
+        unfit = [f'{name}={path!r} can be no folder; name another, or leave it out' for name, path in paths.items()
+                 if path is not None and (not path or '\0' in path)]
+        wrong += unfit
+        if not unfit and self.mirror_dir and lies_in(self.out_dir, self.mirror_dir):
+            wrong.append(f'out_dir={self.out_dir!r} is or lies in mirror_dir={self.mirror_dir!r}, and would be moved '
+                         'aside with it; a mirror wants a folder of its own, on another disk')
         if self.wandb_log and importlib.util.find_spec('wandb') is None:
             wrong.append('wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False')
         return wrong
@@ -238,7 +211,7 @@ def open_machine(cfg):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
-    threads = cfg.threads or max(1, cores(physical=True) // local_world)
+    threads = cfg.threads or max(1, prepare.cores(physical=True) // local_world)
     torch.set_num_threads(threads)
     if cfg.backend == 'nccl' and device.type != 'cuda' and world > 1:
         raise ValueError(f'backend=nccl works between GPUs, and the device is {device.type}; use --backend=gloo')
@@ -250,14 +223,12 @@ def open_machine(cfg):
         torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'
     if world > 1:
         open_process_group(cfg.backend, device, rank, world, cfg.timeout_minutes)
-    compiling, why_compile = bool(cfg.compile), 'asked for'
-    if cfg.compile is True and (failure := try_compile(device)):
+    failure = try_compile(device) if cfg.compile else ''  # None: it works
+    if cfg.compile is True and failure:
         raise ValueError(f'compile=True was asked for, but torch.compile fails here: {failure}; use --compile=False')
-    if cfg.compile == 'auto':
-        failure = try_compile(device)
-        compiling, why_compile = failure is None, failure or 'a trial worked'
+    why_compile = failure or 'a trial worked' if cfg.compile == 'auto' else 'asked for'
     reasons = {'device': why_device, 'dtype': why_dtype, 'compile': why_compile}
-    return Machine(rank, world, device, dtype, compiling, threads, reasons)
+    return Machine(rank, world, device, dtype, failure is None, threads, reasons)
 
 
 def compiled(model, cfg, machine):
@@ -273,10 +244,7 @@ def compiled(model, cfg, machine):
 
 
 def end_with_parent():
-    """
-    Has Linux send this process SIGTERM when torchrun dies. Killed with -9, it would leave its processes training, and
-    writing into an out_dir that looks abandoned.
-    """
+    """Has Linux send SIGTERM when torchrun dies; after a -9 its processes would go on, and write into out_dir."""
     if sys.platform != 'linux':
         return
     import ctypes
@@ -311,17 +279,16 @@ def device_memory(device, system='/sys'):
         memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     except (AttributeError, ValueError):  # Windows has no sysconf; 16 GB is a guess
         memory = 16 * 2**30
-    limit = first_of(f'{system}/fs/cgroup/memory.max')
+    limit = prepare.first_of(f'{system}/fs/cgroup/memory.max')
     return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
 def choose_loss_chunks(asked, num_tokens, vocab_size, memory):
     """
-    The parts in which a micro-batch's head and loss are computed. One is fastest. The logits, their gradients and
-    float32 copies of both are about 12 bytes a token and id; where that is over a quarter of the memory, as many parts
-    as make it a sixteenth.
+    In how many parts a micro-batch's head and loss are computed: one, which is fastest, unless that would take over a
+    quarter of the memory; then as many as make it a sixteenth.
     """
-    need = 12 * num_tokens * vocab_size
+    need = 12 * num_tokens * vocab_size  # bytes of the logits, of their gradients, and of float32 copies of both
     if asked != 'auto':
         return min(asked, num_tokens)
     return 1 if need <= memory / 4 else min(math.ceil(16 * need / memory), num_tokens)
@@ -351,7 +318,7 @@ def peak_flops(device, dtype):
     if device.type != 'cuda' or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    found = [key for key in PEAK_FLOPS if re.search(rf'\b{key}(-|\b)', name) and 'Laptop' not in name]
+    found = [key for key in PEAK_FLOPS if re.search(rf'\b{key}\b', name) and 'Laptop' not in name]
     return PEAK_FLOPS[max(found, key=len)] if found else None
 
 
@@ -363,28 +330,24 @@ class Split:
 
     def __init__(self, folder, name, meta, T):
         path = os.path.join(folder, f'{name}.bin')
-        dtype = np.dtype(meta['dtype']).newbyteorder('<')
-        size = os.path.getsize(path)
-        told = meta['splits'].get(name, {}).get('tokens', size // dtype.itemsize)
-        if size % dtype.itemsize or size != told * dtype.itemsize:
-            raise ValueError(f'{path} has {size:,} bytes, which is not {told:,} tokens of {meta["dtype"]}; '
-                             'prepare it again')
-        self.path, self.T = path, T
+        self.tokens, self.path, self.T = prepare.open_bin(path, meta['dtype']), path, T
+        self.num_tokens = len(self.tokens)
+        told = meta['splits'].get(name, {}).get('tokens', self.num_tokens)
+        if self.num_tokens != told:
+            raise ValueError(f'{path} has {self.num_tokens:,} tokens, not the {told:,} of meta.json; prepare it again')
         self.order = functools.lru_cache(maxsize=2)(epoch_order)
+        self.splits = [self]  # a Mixture has several
         self.known_vocab = math.inf if meta['foreign'] else meta['vocab_size']
-        self.num_tokens = size // dtype.itemsize
-        self.num_windows = (self.num_tokens - 1) // T
-        if self.num_windows < 1:
+        if self.num_tokens <= T:
             shorter = f' or --block_size={self.num_tokens - 1} at most' if self.num_tokens > 1 else ''
             raise ValueError(f'{path} has {self.num_tokens:,} tokens, too few for one window of block_size={T} and '
                              f'its target; use more text{shorter}')
-        self.tokens = open_bin(path, dtype)
         mask = os.path.join(folder, f'{name}.mask.bin')
         self.mask = None  # 1 where a token counts in the loss
         if os.path.exists(mask):
-            if os.path.getsize(mask) != self.num_tokens:
-                raise ValueError(f'{mask} has {os.path.getsize(mask):,} bytes for {self.num_tokens:,} tokens')
-            self.mask = open_bin(mask, np.uint8)
+            self.mask = prepare.open_bin(mask, np.uint8)
+            if len(self.mask) != self.num_tokens:
+                raise ValueError(f'{mask} has {len(self.mask):,} bytes for {self.num_tokens:,} tokens')
             if not any(self.mask[at:at + (1 << 24)].any() for at in range(0, self.num_tokens, 1 << 24)):
                 raise ValueError(f'{path} has no target that counts: its mask is 0 everywhere; prepare it again')
 
@@ -443,10 +406,8 @@ class Split:
 
 class Mixture:
     """
-    Several splits as one, in which a window is of each by its weight. Positions go on from one split to the next.
-
-    Of every MIXTURE windows each split has its share, to a window, in an order that the seed shuffles; so which window
-    comes at which place is a function of the seed, and each split goes through epochs of its own.
+    Several splits as one, in which a window is of each by its weight. Positions go on from one split to the next; of
+    every MIXTURE windows each split has its share, to a window, in an order that the seed shuffles.
     """
     MIXTURE = 10_000
 
@@ -461,13 +422,6 @@ class Mixture:
             raise ValueError(f'{names[int(self.shares.argmin())]} would never come: its weight is below 1 in '
                              f'{2 * self.MIXTURE:,} of all; give it more, or leave it out')
         self.block = functools.lru_cache(maxsize=2)(self.block)
-
-    def check_ids(self, vocab_size):
-        for split in self.splits:
-            split.check_ids(vocab_size)
-
-    def fingerprint(self):
-        return ' '.join(split.fingerprint() for split in self.splits)
 
     def num_bytes(self):
         return sum(split.num_bytes() for split in self.splits)
@@ -516,10 +470,7 @@ class Mixture:
 
 
 def epoch_order(seed, num_tokens, T, epoch):
-    """
-    Where the windows of an epoch start, in the order in which they are seen. Each epoch is cut at another offset and
-    shuffled anew; a window less than would fit leaves room for the offset.
-    """
+    """Where an epoch's windows start, in the order in which they come: each is cut at another offset and shuffled."""
     rng = np.random.default_rng((seed, epoch))
     windows = windows_per_epoch(num_tokens, T)
     offset = rng.integers(num_tokens - windows * T)
@@ -532,7 +483,7 @@ def windows_per_epoch(num_tokens, T):
 
 def share_batch(batch_size, accumulation, world):
     """
-    (micro-batch, accumulation on one process) for a global batch of batch_size x accumulation sequences: the largest
+    (micro-batch, accumulation) of one process for a global batch of batch_size x accumulation sequences: the largest
     micro-batch up to batch_size that shares it out equally. ValueError names the nearest global batches that would do.
     """
     total = batch_size * accumulation
@@ -589,7 +540,7 @@ class Batches:
         if self.tokens is not None:
             x, y = self.gather(torch.from_numpy(starts[self.rows(i)]).to(self.machine.device))
         elif self.reader is None:
-            x, y = (to_device(a, self.machine.device) for a in self.split.gather(starts[self.rows(i)]))
+            x, y = (torch.from_numpy(a).to(self.machine.device) for a in self.split.gather(starts[self.rows(i)]))
         else:
             following = (step, i + 1) if i + 1 < self.accumulation else (step + 1, 0)
             ready = self.ahead.pop((step, i), None) or self.reader.submit(self.read, step, i)
@@ -625,31 +576,22 @@ def kept_on_device(split, cfg, machine):
                                           split.num_bytes() <= 0.1 * torch.cuda.mem_get_info(machine.device)[0])
 
 
-def to_device(array, device):
-    t = torch.from_numpy(array)
-    return t.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else t.to(device)
-
-
 def out_of_memory(error):
     """Whether an exception says that memory was asked for and not there; on CPUs torch has no type for that."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or \
-        (isinstance(error, RuntimeError) and re.search("(allocate|out of) memory", str(error)) is not None)
+    return isinstance(error, MemoryError) or re.search('(allocate|out of) memory', str(error)) is not None
 
 
 def batch_fits(model, batch, machine, cfg, reserve):
-    """
-    Whether forward and backward of so many sequences fit the memory, beside `reserve` bytes that come later; compiled,
-    they need less. No gradients are left. All processes answer alike.
-    """
+    """Whether forward and backward of so many sequences fit beside `reserve` bytes; all processes answer alike."""
     c, failed = model.config, 0.0
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size,
                                            device_memory(machine.device))
     try:
         held = torch.empty(reserve, dtype=torch.uint8, device=machine.device)
-        for p in (p for p in model.parameters() if p.requires_grad):
+        for p in model.parameters():
             p.grad = torch.zeros_like(p)  # those of the micro-batches before
         ids = torch.zeros(batch, c.block_size, dtype=torch.int64, device=machine.device)
-        model(ids, ids).sum().backward()
+        model(ids, ids).sum().backward()  # compiled, it needs less
         if machine.device.type == 'cuda':
             torch.cuda.synchronize(machine.device)
         del held
@@ -745,7 +687,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, rows, lr, momentum, weight_decay, dtype, world=1, rank=0, compiled=False):
         super().__init__(params, {'lr': lr, 'momentum': momentum, 'weight_decay': weight_decay})
         self.rows, self.dtype, self.world, self.rank = rows, dtype, world, rank
-        self.found_inf = None
+        self.found_inf = torch.zeros((), device=self.param_groups[0]['params'][0].device)
         self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
 
     @torch.no_grad()
@@ -758,12 +700,9 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]['momentum_buffer'] = torch.zeros_like(p)
             grads = [p.grad for p in params]
             buffers = [self.state[p]['momentum_buffer'] for p in params]
-            keep = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-            if self.found_inf is not None:
-                grads = [torch.where(self.found_inf > 0, 0.0, g) for g in grads]
-            weight = torch.as_tensor((1 - momentum) * keep, dtype=torch.float32, device=params[0].device)
+            grads, keep = [torch.where(self.found_inf > 0, 0.0, g) for g in grads], 1.0 - self.found_inf
             for g, b in zip(grads, buffers, strict=True):
-                b.lerp_(g, weight)
+                b.lerp_(g, (1 - momentum) * keep)
             nesterov = torch._foreach_lerp(grads, buffers, momentum)
             torch._foreach_mul_(params, 1 - lr * decay * keep)
             self.update(params, nesterov, -lr * keep)
@@ -801,16 +740,14 @@ def build_optimizers(model, cfg, machine):
     [AdamW] or [AdamW, Muon]. Each group carries 'peak', its learning rate at the top of the schedule. Weight decay is
     for matrices and embeddings; vectors and scalars go without, in two groups as nanoGPT has them.
     """
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    by_muon = [p for n, p in named if cfg.optimizer == 'muon' and '.h.' in n and p.dim() == 2]
-    ids = {id(p) for p in by_muon}
-    rest = [(n, p) for n, p in named if id(p) not in ids]
-    decayed = [p for n, p in rest if p.dim() >= 2]
+    wte = model.transformer.wte.weight
+    by_muon = [p for p in model.transformer.h.parameters() if cfg.optimizer == 'muon' and p.dim() == 2]
+    apart = {*by_muon, wte} if by_muon else set()
+    rest = [p for p in model.parameters() if p not in apart]
+    decayed = [p for p in rest if p.dim() >= 2]
     groups = [{'params': decayed, 'weight_decay': cfg.weight_decay, 'peak': cfg.learning_rate},
-              {'params': [p for n, p in rest if p.dim() < 2], 'weight_decay': 0.0, 'peak': cfg.learning_rate}]
-    if cfg.optimizer == 'muon':
-        wte = model.transformer.wte.weight
-        groups[0]['params'] = [p for p in decayed if p is not wte]
+              {'params': [p for p in rest if p.dim() < 2], 'weight_decay': 0.0, 'peak': cfg.learning_rate}]
+    if by_muon:
         groups.append({'params': [wte], 'weight_decay': cfg.weight_decay,
                        'peak': cfg.learning_rate if cfg.embed_lr is None else cfg.embed_lr})
     elif cfg.embed_lr is not None:
@@ -873,11 +810,10 @@ def add_up(tensors):
 def train_step(model, params, loads, num_targets, optimizers, scaler, clip, world=1, stop=None, dropout=0.0):
     """
     One optimizer update of `params` over the micro-batches that `loads` load. num_targets: how many targets count over
-    the global batch, of all processes; the loss is their mean, however unevenly masks fall on micro-batches and
-    processes. Returns the summed loss, the gradient's norm before clipping, found_inf, 1 if the update was skipped
-    because something was not finite, and how many processes wish to stop: 0-d tensors that nobody has waited for.
-    stop: the StopRequest of this process. One alone that gets a signal gives the step up, in which nothing has changed
-    yet, and returns None.
+    the global batch, of all processes; the loss is their mean, however unevenly masks fall on micro-batches.
+    Returns (the summed loss, the gradient's norm before clipping, 1 if something was not finite and the update was
+    skipped, how many processes wish to stop): 0-d tensors that nobody has waited for. A process alone that gets a
+    signal, which `stop` tells, gives the step up, in which nothing has changed yet, and returns None.
     """
     loss_sum, stops = torch.zeros(2, device=params[0].device)
     for p in params:
@@ -917,10 +853,9 @@ def train_step(model, params, loads, num_targets, optimizers, scaler, clip, worl
 def evaluate(model, split, num_windows, batch, machine, byte_counts=None, stop=None):
     """
     The loss on fixed windows of a split, the same ones whatever the batch or the number of processes: all of it, the
-    tail included, or num_windows spread evenly. Label smoothing and dropout do not act. stop: a function
-    that is asked before each batch; None is returned when it said True on any process.
-    Returns {'loss': nats a token, 'stderr': its standard error over windows, 'perplexity', 'tokens', 'bpb': bits per
-    byte of the very tokens evaluated, None without byte_counts}.
+    tail included, or num_windows spread evenly. Label smoothing and dropout do not act.
+    Returns {'loss': nats a token, 'stderr': its standard error over windows, 'tokens', 'bpb': bits per byte of the very
+    tokens evaluated, None without byte_counts}; None when stop(), asked before each batch, said True on any process.
     """
     T, N = split.T, split.num_tokens
     total = -(-(N - 1) // T)
@@ -936,7 +871,7 @@ def evaluate(model, split, num_windows, batch, machine, byte_counts=None, stop=N
             break
         chosen = mine[at:at + batch]
         x, y = eval_batch(split, windows[chosen], batch)
-        losses.append(model(to_device(x, machine.device), to_device(y, machine.device))[:len(chosen)])
+        losses.append(model(*(torch.from_numpy(a).to(machine.device) for a in (x, y)))[:len(chosen)])
         y = y[:len(chosen)]
         sums[1, chosen] = (y >= 0).sum(1)
         if byte_counts is not None:
@@ -955,8 +890,7 @@ def evaluate(model, split, num_windows, batch, machine, byte_counts=None, stop=N
     spread = (loss - mean * targets)[counted]  # of a ratio of sums, windows being the sample
     n = int(counted.sum())
     stderr = float(np.sqrt((spread**2).sum() * n / max(n - 1, 1)) / targets.sum()) if n > 1 else float('nan')
-    return {'loss': float(mean), 'stderr': stderr, 'perplexity': float(np.exp(min(mean, 700))),
-            'tokens': int(targets.sum()),
+    return {'loss': float(mean), 'stderr': stderr, 'tokens': int(targets.sum()),
             'bpb': float(loss.sum() / math.log(2) / num_bytes.sum()) if num_bytes.sum() > 0 else None}
 
 
@@ -972,15 +906,11 @@ def evaluate_any(model, split, num_windows, batch, machine, byte_counts=None, st
             for s, n in zip(split.splits, shares, strict=True)]
     if None in each:
         return None
-
-    def mean(values):
-        return float(np.dot(split.weights, list(values)))
-    loss = mean(e['loss'] for e in each)
-    bits = None
+    loss, bits = float(np.dot(split.weights, [e['loss'] for e in each])), None
     if all(e['bpb'] for e in each):  # bits a token over bytes a token, both of the mixture
-        bits = loss / math.log(2) / mean(e['loss'] / math.log(2) / e['bpb'] for e in each)
+        bits = float(loss / np.dot(split.weights, [e['loss'] / e['bpb'] for e in each]))
     return {'loss': loss, 'stderr': float(np.linalg.norm(np.multiply(split.weights, [e['stderr'] for e in each]))),
-            'perplexity': float(np.exp(min(loss, 700))), 'tokens': sum(e['tokens'] for e in each), 'bpb': bits,
+            'tokens': sum(e['tokens'] for e in each), 'bpb': bits,
             'losses': {name: e['loss'] for name, e in zip(split.names, each, strict=True)}}
 
 
@@ -1013,14 +943,11 @@ def eval_windows(cfg, T):
 # checkpoints
 
 def move_aside(path):
-    """
-    Renames a folder, the one that a link leads to, to the first of path.1, path.2, ... that is free, and returns that.
-    ValueError where it must stay: a mount, or where this process is.
-    """
+    """Renames a folder, or what a link leads to, to the first free of path.1, path.2, ...; ValueError if it cannot."""
     plain = os.path.realpath(path)
     aside = next(f'{plain}.{n}' for n in range(1, 10**6) if not os.path.lexists(f'{plain}.{n}'))
     try:
-        if same_place(os.curdir, plain) or lies_in(os.curdir, plain):
+        if lies_in(os.curdir, plain):
             raise OSError(errno.EBUSY, 'it is where this command was started')
         os.rename(plain, aside)
     except OSError as e:
@@ -1044,13 +971,13 @@ class OutDir:
 
     def checkpoints(self):
         """Checkpoint files, the newest first."""
-        older = glob.glob(glob.escape(self / 'ckpt-') + '*.pt')
+        older = glob.glob(glob.escape(self / 'ckpt-') + '[0-9]' * 9 + '.pt')  # no copy that somebody made by hand
         return [p for p in [self / 'ckpt.pt', *sorted(older, reverse=True)] if os.path.exists(p)]
 
     def holds_run(self):
         return bool(self.checkpoints()) or any(os.path.exists(self / name) for name in ('best.pt', 'log.jsonl'))
 
-    def open(self, fresh):
+    def open(self, fresh, config):
         """Takes the folder, moving the run that is in it aside if this one is fresh. Returns what to tell the user."""
         said = []
         try:
@@ -1064,6 +991,8 @@ class OutDir:
             for name in RUN_FILES:  # left by a save that was killed; the lock says that nobody is writing it
                 for left in glob.glob(glob.escape(self / name) + '*.tmp'):
                     os.remove(left)
+            with open(self / 'config.py', 'w', encoding='utf-8') as f:
+                f.write(config)
         except OSError as e:
             raise ValueError(f'out_dir={self.path!r} cannot be written: {e.strerror or e}') from None
         if fcntl is None:
@@ -1089,10 +1018,7 @@ class OutDir:
         return None if step is None else self / f'ckpt-{step:09d}.pt'
 
     def save(self, checkpoint, keep):
-        """
-        Makes this the latest checkpoint. Before that moment the one before it is, and is kept under its step's number;
-        at no moment is there none. Files beyond `keep` are removed.
-        """
+        """Makes this the latest checkpoint and keeps the one before under its number; removes those beyond `keep`."""
         latest = self / 'ckpt.pt'
         save_checkpoint(latest, checkpoint, keep_old=self.numbered(self.saved_step)
                         if self.saved_step != checkpoint['iter_num'] else None)
@@ -1103,10 +1029,7 @@ class OutDir:
                     os.remove(old)
 
     def adopt(self, resumed):
-        """
-        Makes the checkpoint a run goes on from its latest. Damaged ones are set aside, out of anybody's way, and later
-        ones, of steps that a rollback takes back, removed.
-        """
+        """Makes the checkpoint gone on from the latest; damaged ones are set aside, those rolled back removed."""
         for path in resumed.damaged:
             os.replace(path, path + '.damaged')
         for path in resumed.later:
@@ -1126,10 +1049,7 @@ class Resumed:
 
 
 def find_latest(out_dir, wanted=lambda checkpoint: True):
-    """
-    The newest checkpoint that is whole, and wanted; None when none of those is wanted. ValueError when there is no
-    checkpoint, or none is whole, with the reason for each: never a silent fresh start.
-    """
+    """The newest checkpoint that is whole and wanted, None if those are not wanted; ValueError where none is whole."""
     damaged, later = {}, []
     for path in out_dir.checkpoints():
         try:
@@ -1164,9 +1084,12 @@ class RunState:
 
 def checkpoint_of(run):
     """
-    Everything needed to go on, under nanoGPT's names where it has them. The wte of a tied model is the head's tensor,
-    and torch.save keeps it so. Plain values only: it must load with weights_only=True.
+    Everything needed to go on, under nanoGPT's names where it has them; plain values, for weights_only=True.
+    ValueError where the weights are not finite, as after a fault of the machine.
     """
+    if not all(torch.isfinite(p).all() for p in run.model.parameters()):
+        raise ValueError(f'step {run.state.iter_num}: the weights are not finite, and are not saved; go on from the '
+                         'checkpoint before with --init_from=resume')
     optimizers = dict(zip(('optimizer', 'muon'), run.optimizers, strict=False))
     return {'model': run.model.state_dict(), **{name: o.state_dict() for name, o in optimizers.items()},
             'scaler': run.scaler.state_dict(), 'model_args': run.model.config.model_args(),
@@ -1177,8 +1100,8 @@ def checkpoint_of(run):
 def restore(checkpoint, model, optimizers, scaler):
     """Puts a checkpoint's weights, optimizers and scaler back. Returns the RunState. ValueError where they differ."""
     load_weights(model, checkpoint['model'])
-    saved = [checkpoint.get('optimizer'), *([checkpoint['muon']] if 'muon' in checkpoint else [])]
-    if saved[0] is None:
+    saved = [checkpoint[name] for name in ('optimizer', 'muon') if name in checkpoint]
+    if not saved:
         raise ValueError('the checkpoint holds no state of an optimizer, as best.pt does not; start from its weights '
                          'with --init_from=PATH')
     if len(saved) != len(optimizers):
@@ -1227,20 +1150,16 @@ def state_from(checkpoint):
         was = checkpoint.get('state') or {'iter_num': checkpoint['iter_num'],
                                           'best_val_loss': float(checkpoint['best_val_loss'])}
         state = RunState(**was)
-        numbers = [checkpoint['iter_num'], *state.logged]
+        counts = [state.iter_num, state.tokens_seen, state.bad_in_a_row, state.spikes_in_a_row, *state.logged]
+        fits = (all(isinstance(getattr(state, name), kind) for name, kind in get_type_hints(RunState).items())
+                and type(checkpoint['iter_num']) is int and checkpoint['iter_num'] >= 0
+                and len(state.logged) in (0, 4) and all(isinstance(n, int | float) and n >= 0 for n in counts)
+                and all(isinstance(loss, float) for loss in state.recent)
+                and all(type(n) is int and n >= 0 for at, number in state.skips for n in (at, number)))
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
         raise ValueError(f'the checkpoint does not say where the run was: {type(e).__name__}: {e}') from None
-    for name, kind in get_type_hints(RunState).items():
-        if not isinstance(getattr(state, name), kind):
-            raise ValueError(f'the checkpoint has {name}={getattr(state, name)!r}, which cannot be')
-    numbers += [state.iter_num, state.tokens_seen, state.bad_in_a_row, state.spikes_in_a_row]
-    pairs = [pair for pair in state.skips if isinstance(pair, list) and len(pair) == 2]
-    if len(pairs) < len(state.skips) or not all(type(n) is int and n >= 0 for pair in pairs for n in pair) or \
-            not all(isinstance(loss, float) for loss in state.recent):
-        raise ValueError('the checkpoint has losses or steps left out that cannot be')
-    if len(state.logged) not in (0, 4) or type(numbers[0]) is not int or \
-            not all(isinstance(n, int | float) and n >= 0 for n in numbers):
-        raise ValueError(f'the checkpoint has {numbers} for its step and counts, which cannot be')
+    if not fits:
+        raise ValueError(f'the checkpoint is of step {checkpoint["iter_num"]!r} and has {state}, which cannot be')
     if math.isnan(state.best_val_loss):
         state.best_val_loss = math.inf  # than which any loss is better
     return state
@@ -1254,13 +1173,12 @@ MACHINE_CARDS = (  # the recipe when none is named: the first whose need of GPU 
     (0, 'config/quickstart.py'),
 )
 # a resumed run keeps these, and being told otherwise is an error
-BOUND = ('preset', 'vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_ff', 'bias', 'block_size', 'position',
-         'norm', 'mlp', 'qk_norm', 'tie', 'zero_init', 'softcap', 'x0_mix', 'dataset', 'optimizer')
+SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
+BOUND = SHAPE | {'dataset', 'optimizer'}
 # may be changed; the change is printed
 ANNOUNCED = ('batch_size', 'gradient_accumulation_steps', 'learning_rate', 'muon_lr', 'embed_lr', 'min_lr', 'seed',
              'weight_decay', 'beta1', 'beta2', 'muon_momentum', 'grad_clip', 'decay_lr', 'lr_schedule', 'warmup_iters',
-             'lr_decay_iters', 'decay_fraction', 'dtype', 'threads', 'compile', 'compile_mode', 'deterministic',
-             'loss_chunks')
+             'lr_decay_iters', 'decay_fraction', 'compile_mode', 'deterministic', 'loss_chunks')
 # belong to this command and this machine, never to the checkpoint
 OWN = ('out_dir', 'init_from', 'eval_only', 'profile', 'max_minutes', 'device', 'backend')
 
@@ -1275,10 +1193,7 @@ def card_for_machine(device):
 
 
 def read_settings(argv):
-    """
-    (model settings, training settings, {name: place} of what was given, Resumed or None, what to say, whether
-    batch_size=auto was asked for). With auto, the training settings hold the batch_size that there is without.
-    """
+    """(model settings, training settings, {name: place}, Resumed or None, what to say, whether batch_size=auto)."""
     argv = sys.argv[1:] if argv is None else argv
     settings = functools.partial(configure, GPTConfig, TrainConfig, about=__doc__)
     model_cfg, cfg, given, files = settings(argv=argv)
@@ -1307,7 +1222,8 @@ def read_settings(argv):
                              f'with --out_dir={cfg.mirror_dir}')
         resumed = find_latest(out)
         if auto_batch:  # the step is that of the run, and not of a card that is given again
-            given = {k: v for k, v in given.items() if k not in ('batch_size', 'gradient_accumulation_steps')}
+            given = {name: place for name, place in given.items() if name != 'batch_size' and
+                     (name != 'gradient_accumulation_steps' or place.startswith('--'))}
         said += [f'{why}; falling back to {resumed.path}' for why in resumed.damaged.values()]
         resume_settings(model_cfg, cfg, given, resumed.checkpoint, said)
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
@@ -1327,19 +1243,17 @@ def resume_settings(model_cfg, cfg, given, checkpoint, said):
     """Takes the checkpoint's settings into model_cfg and cfg, but for what was given and is allowed to change."""
     foreign = 'state' not in checkpoint  # nanoGPT's, whose dtype and compile speak of another machine
     own = (*OWN, 'dtype', 'compile') if foreign else OWN
-    shape = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
     resolved = dataclasses.asdict(config_from(checkpoint['model_args']).resolved())
-    was = {**checkpoint['model_args'], **checkpoint.get('config', {}), **{name: resolved[name] for name in shape}}
+    was = {**checkpoint['model_args'], **checkpoint.get('config', {}), **{name: resolved[name] for name in SHAPE}}
     wrong = []
     for settings in (model_cfg, cfg):
-        hints = get_type_hints(type(settings))
-        for f in dataclasses.fields(settings):
-            name, now = f.name, getattr(settings, f.name)
+        for name, kind in get_type_hints(type(settings)).items():
+            now = getattr(settings, name)
             if name not in was or name in own:
                 continue
-            if name not in given or (now is None and name in shape):
+            if name not in given or (now is None and name in SHAPE):
                 try:
-                    setattr(settings, name, accept(was[name], hints[name]))
+                    setattr(settings, name, accept(was[name], kind))
                 except ValueError as e:
                     wrong.append(f'the checkpoint has {name}={was[name]!r}: {e}; give --{name}')
             elif now != was[name]:
@@ -1348,7 +1262,7 @@ def resume_settings(model_cfg, cfg, given, checkpoint, said):
                                  'change on resume (to start a new run from these weights: --init_from=PATH)')
                 elif name in ANNOUNCED:
                     said.append(f'{name}: {was[name]!r} before, {now!r} from here on')
-    if 'mirror_dir' not in given and cfg.mirror_dir and same_place(cfg.mirror_dir, cfg.out_dir):
+    if 'mirror_dir' not in given and cfg.mirror_dir and lies_in(cfg.out_dir, cfg.mirror_dir):
         cfg.mirror_dir = None
         said.append('mirror_dir: none, for this is the mirror of another run')
     wrong = wrong or model_cfg.problems() + cfg.problems()
@@ -1360,19 +1274,16 @@ def resume_settings(model_cfg, cfg, given, checkpoint, said):
 # data and model, opened together because the one must fit the other
 
 def open_datasets(cfg):
-    """
-    [(name, folder, meta, weight)] of cfg.dataset: one, or several with commas between, their weights after colons or by
-    their size. ValueError names the command that makes what is missing, or what does not go together.
-    """
+    """[(name, folder, meta, weight)] of cfg.dataset: one, or several, by the weights after colons or by their size."""
     datasets = []
     for word in cfg.dataset.split(','):
         name, _, weight = word.partition(':')
-        folder = dataset_folder(cfg.data_dir, name)
+        folder = prepare.dataset_folder(cfg.data_dir, name)
         for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
             if not os.path.exists(path):
-                raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
-        meta = read_meta(folder)
-        if datasets and not same_tokenizer(meta['tokenizer'], datasets[0][2]['tokenizer']):
+                raise ValueError(f'{path} does not exist; make it with: {prepare.how_to_make(name)}')
+        meta = prepare.read_meta(folder)
+        if datasets and not prepare.same_tokenizer(meta['tokenizer'], datasets[0][2]['tokenizer']):
             raise ValueError(f'the tokenizers of {datasets[0][0]} and {name} differ, so the same ids mean other text; '
                              'prepare one of them with the tokenizer of the other')
         datasets.append((name, folder, meta, weight))
@@ -1380,7 +1291,7 @@ def open_datasets(cfg):
     if not any(w for *_, w in datasets):
         weights = [float(os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize)
                    for _, folder, meta, _ in datasets]
-    if not all(weights) and len(datasets) > 1:
+    if not all(weights) and (len(datasets) > 1 or datasets[0][3]):
         raise ValueError(f'dataset={cfg.dataset!r}: give all of them a weight above 0, as in a:0.7,b:0.3, or none')
     return [(name, folder, meta, weight) for (name, folder, meta, _), weight in zip(datasets, weights, strict=True)]
 
@@ -1392,18 +1303,9 @@ def open_split(datasets, name, T):
                                                            [d[3] for d in datasets])
 
 
-def vocab_for(meta):
-    """
-    The rows of embedding and head. nanoGPT's own datasets get nanoGPT's number; for ours a large vocabulary is rounded
-    up to a multiple of 64, which GPUs multiply faster, and a small one is left alone, where it would cost a share.
-    """
-    size = meta['vocab_size']
-    return size if meta['foreign'] or size < 4096 else -(-size // 64) * 64
-
-
 def source_of(cfg):
     """Loads what init_from names: (function that builds the model, tokenizer spec or None), or None for scratch."""
-    if found := pretrained(cfg.init_from, cfg.data_dir):
+    if found := prepare.pretrained(cfg.init_from, cfg.data_dir):
         folder, tokenizer = found
         return functools.partial(load_gpt2, folder), tokenizer
     path = cfg.init_from
@@ -1421,7 +1323,10 @@ def source_of(cfg):
 def build_model(model_cfg, cfg, given, meta, checkpoint):
     """The model on the CPU, from scratch, a checkpoint or pretrained weights. ValueError where settings contradict."""
     if cfg.init_from == 'scratch':
-        config = dataclasses.replace(model_cfg, vocab_size=model_cfg.vocab_size or vocab_for(meta))
+        size = meta['vocab_size']
+        if not meta['foreign'] and size >= 4096:  # GPUs multiply multiples of 64 faster; on a few ids padding is waste
+            size = -(-size // 64) * 64
+        config = dataclasses.replace(model_cfg, vocab_size=model_cfg.vocab_size or size)
         if config.vocab_size < meta['vocab_size'] and not meta['foreign']:
             raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids of the '
                              f'tokenizer of {cfg.dataset}')
@@ -1437,12 +1342,10 @@ def build_model(model_cfg, cfg, given, meta, checkpoint):
     has = model.config
     for f in dataclasses.fields(GPTConfig):
         asked = getattr(model_cfg, f.name)
-        if f.name in given and f.name != 'block_size' and asked is not None and asked != getattr(has, f.name):
+        shorter = f.name == 'block_size' and asked < has.block_size
+        if f.name in given and asked is not None and asked != getattr(has, f.name) and not shorter:
             raise ValueError(f'{given[f.name]}: {f.name}={asked!r}, but {cfg.init_from} has '
                              f'{getattr(has, f.name)!r}; leave it out')
-    if 'block_size' in given and model_cfg.block_size > has.block_size:
-        raise ValueError(f'{given["block_size"]}: block_size={model_cfg.block_size} is longer than the '
-                         f'{has.block_size} positions of {cfg.init_from}')
     if 'block_size' in given:
         model.crop_block_size(model_cfg.block_size)
     return model
@@ -1450,7 +1353,7 @@ def build_model(model_cfg, cfg, given, meta, checkpoint):
 
 def check_tokenizer(tokenizer, meta):
     """ValueError where a checkpoint's tokenizer (None: unknown) is not the dataset's."""
-    if tokenizer and not same_tokenizer(tokenizer, meta['tokenizer']):
+    if tokenizer and not prepare.same_tokenizer(tokenizer, meta['tokenizer']):
         a, b = (f'{t.get("name") or t.get("kind")}' + (f' ({len(t["chars"])} characters)' if 'chars' in t else '')
                 for t in (tokenizer, meta['tokenizer']))
         raise ValueError(f'the checkpoint was trained with the tokenizer {a}, the dataset was made with {b}: the same '
@@ -1460,11 +1363,11 @@ def check_tokenizer(tokenizer, meta):
 def byte_table(meta, vocab_size, machine):
     """Bytes of every id the model knows, (vocab_size,), or None where the tokenizer cannot be had."""
     try:
-        table = token_bytes(tokenizer_from(meta['tokenizer']))
+        table = prepare.token_bytes(prepare.tokenizer_from(meta['tokenizer']))
     except ValueError as e:
         machine.say(f'bits per byte: not reported, {e}')
         return None
-    return np.pad(table, (0, max(vocab_size - len(table), 0)))[:max(vocab_size, len(table))]
+    return np.pad(table, (0, max(vocab_size - len(table), 0)))
 
 
 # -----------------------------------------------------------------------------
@@ -1485,11 +1388,12 @@ class StopRequest:
             signal.signal(signal.SIGHUP, self.receive)
 
     def receive(self, number, frame):
-        if self.signal is None and number == signal.SIGINT and os.environ.get('RANK', '0') == '0':
-            with contextlib.suppress(OSError):  # not print, in the midst of which we may be
-                os.write(2, b'\nstopping when it is saved; Ctrl-C again ends at once, unsaved\n')
-        self.signal = number
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.signal = self.signal or number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if os.environ.get('RANK', '0') == '0':
+                with contextlib.suppress(OSError):  # not print, in the midst of which we may be
+                    os.write(2, b'\nstopping when it is saved; Ctrl-C again ends at once, unsaved\n')
 
     def __call__(self):
         return self.by_signal() or time.monotonic() >= self.deadline
@@ -1509,31 +1413,29 @@ class Mirror:
     """
 
     def __init__(self, out, path):
-        self.out, self.path, self.thread, self.copied, self.again = out, path, None, {}, False
+        self.out, self.path, self.copied, self.asked = out, path, {}, queue.SimpleQueue()
         try:
             os.makedirs(os.path.realpath(path), exist_ok=True)
             with open(os.path.join(path, '.hotloop'), 'w'):
                 pass
             os.remove(os.path.join(path, '.hotloop'))
-        except (OSError, ValueError) as e:  # a path with a zero byte is a ValueError
-            raise ValueError(f'mirror_dir={path!r} cannot be written: {getattr(e, "strerror", None) or e}; choose '
+        except OSError as e:
+            raise ValueError(f'mirror_dir={path!r} cannot be written: {e.strerror or e}; choose '
                              'another place, or --mirror_dir=None') from None
 
-    def open(self, fresh):
-        """Moves the run that is there aside if this one is fresh: once out_dir is ours, and so the mirror is too."""
-        if fresh and OutDir(self.path).holds_run():
+    def open(self, ours):
+        """Starts copying, once out_dir is ours; another run that is there is moved aside."""
+        if not ours and OutDir(self.path).holds_run():
             tell(f'mirror_dir: {self.path} held a run: moved to {move_aside(self.path)}')
+        self.thread = threading.Thread(target=self.copy_all, daemon=True)
+        self.thread.start()
 
     def update(self):
-        """Starts copying what is new; a copy under way is let finish, and followed by another."""
-        self.again = True
-        if self.thread is None or not self.thread.is_alive():
-            self.thread = threading.Thread(target=self.copy_all, daemon=True)
-            self.thread.start()
+        """Asks for a copy of what is new; one that is under way comes first."""
+        self.asked.put(True)
 
     def copy_all(self):
-        while self.again:
-            self.again = False
+        while self.asked.get():
             for name in (name for name in RUN_FILES if os.path.exists(self.out / name)):
                 try:
                     os.makedirs(os.path.realpath(self.path), exist_ok=True)
@@ -1556,13 +1458,11 @@ class Mirror:
 
     def close(self, seconds):
         """Waits for the last copy, but not for ever."""
-        if self.thread is not None:
-            self.thread.join(seconds)
-            if self.again and not self.thread.is_alive():  # asked for just as it ended
-                self.update()
-                self.thread.join(seconds)
-            if self.thread.is_alive():
-                tell(f'mirror_dir: {self.path} did not take the last checkpoint within {seconds} s')
+        self.asked.put(True)
+        self.asked.put(False)
+        self.thread.join(seconds)
+        if self.thread.is_alive():
+            tell(f'mirror_dir: {self.path} did not take the last checkpoint within {seconds} s')
 
 
 class Log:
@@ -1583,38 +1483,33 @@ class Log:
         self.machine.say(text)
         if self.file:  # JSON knows neither NaN nor infinity
             told = {k: v for k, v in numbers.items() if v is not None and (isinstance(v, str) or math.isfinite(v))}
-            try:
-                self.file.write(json.dumps(told) + '\n')
-            except OSError as e:  # a full disk: what waits here is written with the first line that finds room
-                self.failed(e)
+            self.attempt(self.file.write, json.dumps(told) + '\n')
         if self.wandb:
             self.wandb.log(numbers, step=numbers['step'])
 
     def open(self, state):
         """Forgets what comes after the state, if there is one, that the run goes on from."""
         if state is not None and os.path.exists(self.path):
-            keep_lines(self.path, state.iter_num, state.evaluation_left)
+            self.attempt(keep_lines, self.path, state.iter_num, state.evaluation_left)
         self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
 
-    def failed(self, error):
-        if not self.told:
-            self.machine.say(f'{self.path} could not be written: {error.strerror or error}; training goes on')
-        self.told = True
+    def attempt(self, action, *args):
+        """On a full disk, which is told once, a line waits in the buffer for the first that finds room."""
+        try:
+            action(*args)
+        except OSError as e:
+            if not self.told:
+                self.machine.say(f'{self.path} could not be written: {e.strerror or e}; training goes on')
+            self.told = True
 
     def go_back(self, state):
         if self.file:
-            self.close_file()
+            self.attempt(self.file.close)
             self.open(state)
-
-    def close_file(self):
-        try:
-            self.file.close()
-        except OSError as e:
-            self.failed(e)
 
     def close(self):
         if self.file:
-            self.close_file()
+            self.attempt(self.file.close)
         if self.wandb:
             self.wandb.finish()
 
@@ -1672,17 +1567,16 @@ class Run:
     byte_counts: np.ndarray | None
     optimizers: list
     scaler: torch.amp.GradScaler
-    params: list  # those that are trained
+    params: list
     state: RunState
     out: OutDir
     log: Log
     context: dict  # what a checkpoint tells of tokenizer, data and machine
     stop: StopRequest | None = None
     mirror: Mirror | None = None
-    tokenizer: Tokenizer | None = None  # where samples are asked for
+    tokenizer: prepare.Tokenizer | None = None  # where samples are asked for
     failed_saves: int = 0
     diverged_at: int | None = None  # a step; acted upon where all processes are at the same one
-    best_before: float = math.inf  # the best loss before this evaluation
 
 
 def evaluate_both(run, stop=None):
@@ -1696,22 +1590,21 @@ def evaluate_both(run, stop=None):
     train = val and evaluation(run.batches.split, num_train)
     if train is None:
         return None
-    took = time.perf_counter() - began
+    took, perplexity = time.perf_counter() - began, math.exp(min(val['loss'], 700))
     bpb = '' if val['bpb'] is None else f', {val["bpb"]:.4f} bits per byte'
     text = (f'step {run.state.iter_num}: val loss {val["loss"]:.4f} +- {val["stderr"]:.4f}, perplexity '
-            f'{val["perplexity"]:.2f}{bpb} ({val["tokens"]:,} tokens); train loss {train["loss"]:.4f}; {took:.1f} s')
+            f'{perplexity:.2f}{bpb} ({val["tokens"]:,} tokens); train loss {train["loss"]:.4f}; {took:.1f} s')
     losses = val.get('losses', {})
     text += ''.join(f', {name} {loss:.4f}' for name, loss in losses.items())
-    return text, {'step': run.state.iter_num, 'val_loss': val['loss'], 'val_stderr': val['stderr'],
-                  'val_perplexity': val['perplexity'], 'val_bpb': val['bpb'], 'val_tokens': val['tokens'],
-                  'train_loss': train['loss'], 'eval_seconds': took,
+    return text, {'step': run.state.iter_num, **{f'val_{k}': val[k] for k in ('loss', 'stderr', 'bpb', 'tokens')},
+                  'val_perplexity': perplexity, 'train_loss': train['loss'], 'eval_seconds': took,
                   **{f'val_loss_{name}': loss for name, loss in losses.items()}}
 
 
 def book_evaluation(run, may_stop=True):
     """
-    Evaluates, logs and remembers it. Returns whether it is the best so far; a loss that is NaN never is, and
-    ValueError ends a run that had no other. A signal cuts it short if it may, and leaves it for the next process.
+    Evaluates, logs it, and saves what is the best so far, which it returns; a loss that is NaN never is, and ValueError
+    ends a run that had no other. A signal cuts it short if it may, and leaves it for the next process.
     """
     found = evaluate_both(run, run.stop.by_signal if may_stop else None)
     run.state.evaluation_left = found is None
@@ -1719,13 +1612,29 @@ def book_evaluation(run, may_stop=True):
         return False
     text, numbers = found
     run.log.write(text, **numbers)
-    best, run.best_before = numbers['val_loss'] < run.state.best_val_loss, run.state.best_val_loss
+    best = numbers['val_loss'] < run.state.best_val_loss
     if best:
-        run.state.best_val_loss = numbers['val_loss']
+        save_best(run, numbers['val_loss'])
     elif run.state.iter_num >= run.cfg.max_iters and not math.isfinite(run.state.best_val_loss):
         raise ValueError(f'step {run.state.iter_num}: no validation loss of this run was finite; it diverged, so start '
                          'anew with a lower learning_rate')
     return best
+
+
+def save_best(run, loss):
+    """best.pt: weights, shape and tokenizer, which is what sampling needs and a third of the size."""
+    before, run.state.best_val_loss = run.state.best_val_loss, loss
+    if run.machine.rank:
+        return
+    without = ('optimizer', 'muon', 'scaler', 'state')
+    best = {name: part for name, part in checkpoint_of(run).items() if name not in without}
+    try:
+        save_checkpoint(run.out / 'best.pt', best)
+    except ValueError as e:
+        if run.state.iter_num >= run.cfg.max_iters:
+            raise
+        run.state.best_val_loss = before  # so that best.pt is the best of those it could hold
+        run.machine.say(f'{e}; training goes on')
 
 
 def write_sample(run):
@@ -1736,7 +1645,7 @@ def write_sample(run):
     if run.machine.rank:
         return
     cfg, tokenizer, was_training = run.cfg, run.tokenizer, run.model.training
-    eot, prompt = tokenizer.eot, prompt_ids(tokenizer, cfg.sample_prompt)
+    eot, prompt = tokenizer.eot, prepare.prompt_ids(tokenizer, cfg.sample_prompt)
     run.model.eval()
     drawn = run.model.generate([prompt], cfg.sample_tokens, stop={eot}, temperature=0.8, top_k=200,
                                seeds=[micro_seed(cfg.seed, run.state.iter_num, 0)], vocab=tokenizer.n_vocab)
@@ -1749,28 +1658,16 @@ def write_sample(run):
     run.log.write(f'--- step {run.state.iter_num} writes:\n{text}\n---', step=run.state.iter_num, sample=text)
 
 
-def save(run, best=False, final=False):
+def save(run, final=False):
     """
-    Saves the latest checkpoint and, if this evaluation was the best, before it best.pt: weights, shape and tokenizer,
-    which is what sampling needs and a third of the size. A disk that is full for a while does not end the run: it goes
-    on to the next save, and gives up after three in a row. The final save of a process must succeed.
+    Saves the latest checkpoint. A disk that is full for a while does not end the run: it goes on to the next save, and
+    gives up after three in a row. The final save of a process must succeed.
     """
     if run.machine.rank:
         return
-    if not all(torch.isfinite(p).all() for p in run.model.parameters()):  # as after a fault of the machine
-        raise ValueError(f'step {run.state.iter_num}: the weights are not finite, and are not saved; go on from the '
-                         'checkpoint before with --init_from=resume')
-    failed = None
-    if best:
-        without = ('optimizer', 'muon', 'scaler', 'state')
-        try:
-            save_checkpoint(run.out / 'best.pt', {k: v for k, v in checkpoint_of(run).items() if k not in without})
-        except ValueError as e:
-            failed = e
-            run.state.best_val_loss = run.best_before  # so that best.pt is the best of those it could hold
-            run.machine.say(f'{e}; the checkpoint is tried all the same')
+    checkpoint = checkpoint_of(run)
     try:
-        run.out.save(checkpoint_of(run), run.cfg.keep_last)
+        run.out.save(checkpoint, run.cfg.keep_last)
     except ValueError as e:
         run.failed_saves += 1
         if run.failed_saves == 3 or final:
@@ -1780,8 +1677,6 @@ def save(run, best=False, final=False):
         run.failed_saves = 0
         if run.mirror:
             run.mirror.update()
-    if failed and final:
-        raise failed
 
 
 def settle(run, pending):
@@ -1809,22 +1704,18 @@ def settle(run, pending):
 
 
 def book_loss(run, step, loss):
-    """Whether the loss of a step is a spike, which is told once; spikes that stay are the new level in the end."""
-    state = run.state
-    if not spikes(loss, state.recent):
+    """Books the loss of a step; a spike is told once, and spikes that stay are the new level in the end."""
+    state, usual = run.state, run.state.recent
+    if len(usual) < SPIKE_WINDOW // 4 or loss <= np.mean(usual) + SPIKE * max(np.std(usual), 1e-3):
         state.bad_in_a_row = state.spikes_in_a_row = 0
-        state.recent = [*state.recent, loss][-SPIKE_WINDOW:]
+        state.recent = [*usual, loss][-SPIKE_WINDOW:]
         return
     if not state.spikes_in_a_row:
-        run.log.write(f'step {step}: loss {loss:.4f} is a spike: the {len(state.recent)} steps before had '
-                      f'{np.mean(state.recent):.4f} +- {np.std(state.recent):.4f}', step=step, spike=loss)
+        run.log.write(f'step {step}: loss {loss:.4f} is a spike: the {len(usual)} steps before had '
+                      f'{np.mean(usual):.4f} +- {np.std(usual):.4f}', step=step, spike=loss)
     state.bad_in_a_row, state.spikes_in_a_row = state.bad_in_a_row + 1, state.spikes_in_a_row + 1
     if run.cfg.on_divergence == 'stop' and state.spikes_in_a_row >= MAX_BAD_STEPS:
         state.bad_in_a_row, state.spikes_in_a_row, state.recent = 0, 0, []
-
-
-def spikes(loss, recent):
-    return len(recent) >= SPIKE_WINDOW // 4 and loss > np.mean(recent) + SPIKE * max(np.std(recent), 1e-3)
 
 
 def give_up_or_roll_back(run):
@@ -1857,8 +1748,7 @@ def give_up_or_roll_back(run):
                          'lower the learning rate and go on with --init_from=resume')
     left_out = run.batches.place(here) - run.batches.place(back.iter_num)
     back.skips = [*state.skips, [back.iter_num, left_out]]
-    for f in dataclasses.fields(RunState):
-        setattr(state, f.name, getattr(back, f.name))
+    vars(state).update(vars(back))
     run.batches.skip(state.skips)
     run.diverged_at = None
     run.machine.sum(np.zeros(1))  # all have read it before it is renamed
@@ -1870,10 +1760,7 @@ def give_up_or_roll_back(run):
 
 
 def log_step(run, lr, norm, seconds, steps, waited, first):
-    """
-    One line on the steps since the last one. seconds and waited: wall-clock of those steps, and their data's. first:
-    the first line of a process, whose seconds hold the compilation and say nothing about speed.
-    """
+    """One line on the steps since the last. first: its seconds hold the compilation and say nothing about speed."""
     state, cfg, machine = run.state, run.cfg, run.machine
     loss_sum, targets, skipped, _ = state.logged
     state.logged = []
@@ -1902,13 +1789,11 @@ def train(run):
     pending, stop_flag, saved_at = [], lambda: 0.0, time.monotonic()
     first_step = state.iter_num
 
-    if machine.sum(np.array([float(stop.by_signal())])).any():  # while the run was starting: there is nothing to save
-        return stopped(run)
     if state.evaluation_left:
-        best = book_evaluation(run)
+        book_evaluation(run)
         if state.evaluation_left:
             return stop.exit_code()
-        save(run, best)
+        save(run)
     gc.collect()
     gc.freeze()  # what there is by now stays; nanochat saw pauses of half a second while it was looked through
     mark, mark_step, mark_waited = time.perf_counter(), state.iter_num, 0.0
@@ -1941,7 +1826,7 @@ def train(run):
             settle(run, pending)  # waits for the device
         if together and run.diverged_at is not None:
             give_up_or_roll_back(run)
-            mark, mark_step = time.perf_counter(), state.iter_num
+            mark, mark_step, mark_waited = time.perf_counter(), state.iter_num, batches.waited
             continue
         now = time.perf_counter()
         if log_due:
@@ -1963,8 +1848,10 @@ def train(run):
         if save_due and (stopping or last or not diverging):
             if cfg.on_divergence == 'rollback' and (planned or eval_due) and not state.bad_in_a_row:
                 run.out.spare = step
-            save(run, best, final=stopping or last)
+            save(run, final=stopping or last)
             saved_at = time.monotonic()
+        elif save_due:
+            saved_at = -math.inf  # with the first step that is well
         mark += time.perf_counter() - now  # speed is of the steps alone
         if stopping and not last:
             machine.sum(np.zeros(1))  # torchrun gives all 30 seconds from when the first has ended
@@ -2068,13 +1955,7 @@ def main(argv=None):
     datasets = open_datasets(cfg)
     machine = open_machine(cfg)
     try:
-        try:
-            run = build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, said)
-        except (RuntimeError, MemoryError) as e:
-            if not out_of_memory(e):
-                raise
-            raise ValueError(f'the model does not fit the memory of {machine.device} ({first_line(e)}); n_layer, '
-                             'n_embd or block_size must be smaller') from None
+        run = build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, said)
         announce(run, model_cfg, given, said, datasets[0][2], resumed)
         if cfg.eval_only:
             machine.say(evaluate_both(run)[0])
@@ -2086,6 +1967,11 @@ def main(argv=None):
             take_folder(run, resumed)
             return train_and_close(run)
         return 0
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
+        raise ValueError(f'the model does not fit the memory of {machine.device} ({first_line(e)}); n_layer, n_embd, '
+                         'block_size or batch_size must be smaller') from None
     finally:
         gc.unfreeze()
         if machine.world > 1:
@@ -2097,24 +1983,22 @@ def main(argv=None):
 def build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, said):
     """The Run, ready but for its folder. Adds to `said` what announce() is to tell."""
     meta, checkpoint = datasets[0][2], resumed.checkpoint if resumed else None
-    if cfg.init_from.startswith('gpt2') and machine.world > 1 and machine.rank:
-        dist.barrier()  # rank 0 downloads for all
+    if machine.rank == 0:
+        prepare.pretrained(cfg.init_from, cfg.data_dir)  # downloads, for all
+    machine.sum(np.zeros(1))
     model = build_model(model_cfg, cfg, given, meta, checkpoint)
-    if cfg.init_from.startswith('gpt2') and machine.world > 1 and not machine.rank:
-        dist.barrier()
     T = model.config.block_size
     splits = {name: open_split(datasets, name, T) for name in ('train', 'val')}
     if machine.rank == 0:
-        for split in splits.values():
-            split.check_ids(model.config.vocab_size)
+        for part in splits['train'].splits + splits['val'].splits:
+            part.check_ids(model.config.vocab_size)
     context = context_of(datasets, splits, machine)
     if checkpoint is not None:
-        told = {line.split(':')[0] for line in said}
-        said += [line for line in compare_context(checkpoint, context) if line.split(':')[0] not in told]
-    tokenizer = tokenizer_from(meta['tokenizer']) if cfg.sample_interval else None
+        said += compare_context(checkpoint, context)
+    tokenizer = prepare.tokenizer_from(meta['tokenizer']) if cfg.sample_interval else None
     if tokenizer:
         tokenizer.begin = context.get('bos')
-        prompt_ids(tokenizer, cfg.sample_prompt)  # what it cannot read is said now, not in the middle of the run
+        prepare.prompt_ids(tokenizer, cfg.sample_prompt)  # what it cannot read is said now, not in mid-run
 
     stop = None if cfg.eval_only or cfg.profile else StopRequest(cfg.max_minutes)
     model.to(machine.device)
@@ -2139,9 +2023,8 @@ def build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, sai
     settings = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
     if resumed:  # where the weights first came from
         settings['init_from'] = str(checkpoint.get('config', {}).get('init_from', 'scratch'))
-    trained = [p for p in model.parameters() if p.requires_grad]
     return Run(cfg, settings, machine, model, forward, batches, splits['val'],
-               byte_table(meta, model.config.vocab_size, machine), optimizers, scaler, trained, state,
+               byte_table(meta, model.config.vocab_size, machine), optimizers, scaler, list(model.parameters()), state,
                OutDir(cfg.out_dir), None, context, stop, tokenizer=tokenizer)
 
 
@@ -2149,7 +2032,7 @@ def context_of(datasets, splits, machine):
     """What a checkpoint tells of its data, tokenizer and machine, beside the settings."""
     device = torch.cuda.get_device_name(machine.device) if machine.device.type == 'cuda' else machine.device.type
     context = {'tokenizer': datasets[0][2]['tokenizer'], 'run_id': os.environ.get('TORCHELASTIC_RUN_ID', 'none'),
-               'data': {n: s.fingerprint() for n, s in splits.items()},
+               'data': {n: ' '.join(part.fingerprint() for part in s.splits) for n, s in splits.items()},
                'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
                'machine': {'device': device, 'dtype': str(machine.dtype), 'world': machine.world,
                            'threads': machine.threads, 'compile': machine.compile}}
@@ -2166,13 +2049,14 @@ def take_folder(run, resumed):
     cfg, machine = run.cfg, run.machine
     if machine.rank == 0:
         run.mirror = cfg.mirror_dir and Mirror(run.out, cfg.mirror_dir)
-        for line in run.out.open(fresh=resumed is None):
+        repeats = [run.model.config, dataclasses.replace(cfg, init_from=run.settings['init_from'])]
+        text = as_file(repeats, 'all settings of the run in this folder; as a config file it repeats the run')
+        for line in run.out.open(resumed is None, text):
             machine.say(line)
         if run.mirror:
-            run.mirror.open(fresh=resumed is None)
+            run.mirror.open(ours=resumed and resumed.checkpoint.get('config', {}).get('mirror_dir') == cfg.mirror_dir)
         if resumed:
             run.out.adopt(resumed)
-        write_config(run.out, run.settings)
     run.log = Log(run.out, cfg, run.settings, machine, run.state if resumed else None)
 
 
@@ -2198,12 +2082,10 @@ def train_and_close(run):
 
 def check_agreement(model, state, machine):
     """
-    ValueError unless all processes start from the same step and weights. Where nodes share no disk, one of them may
-    have found another checkpoint, or none, and averaging its gradients in would be noticed by nobody. Also the point
-    after which nobody reads out_dir any more, and rank 0 may move it.
+    ValueError unless all processes start from the same step and weights: where nodes share no disk, one of them may
+    have found another checkpoint, or none. Also the point after which nobody reads out_dir, and rank 0 may move it.
     """
-    weights = sum(p.detach().double().sum().item() if machine.device.type != 'mps' else p.sum().item()
-                  for p in model.parameters())
+    weights = sum(p.detach().cpu().double().sum().item() for p in model.parameters())  # Apple GPUs have no float64
     if not math.isfinite(weights):
         raise ValueError('the weights to start from are not finite; start from an earlier checkpoint or anew')
     mine = np.array([state.iter_num, weights])
@@ -2214,28 +2096,14 @@ def check_agreement(model, state, machine):
                          'share')
 
 
-def write_config(out, settings):
-    """out_dir/config.py, which repeats the run: python train.py OUT_DIR/config.py."""
-    objects = [cls(**{f.name: settings[f.name] for f in dataclasses.fields(cls)}) for cls in (GPTConfig, TrainConfig)]
-    try:
-        with open(out / 'config.py', 'w', encoding='utf-8') as f:
-            f.write(as_file(objects, 'all settings of the run in this folder; as a config file it repeats the run'))
-    except OSError as e:
-        raise ValueError(f'{out / "config.py"} could not be written: {e.strerror or e}') from None
-
-
 def compare_context(checkpoint, context):
     """ValueError if the data is not what the run was trained on; a line for each other difference."""
-    said = []
     if 'data' in checkpoint and checkpoint['data'] != context['data']:
         raise ValueError(f'the dataset is not the one this run was trained on: fingerprints {checkpoint["data"]} '
                          f'before, {context["data"]} now; restore it, or start a new run with --init_from=PATH')
-    for part in ('versions', 'machine'):
-        for name, now in context[part].items():
-            was = checkpoint.get(part, {}).get(name, now)
-            if was != now:
-                said.append(f'{name}: {was} before, {now} from here on; the bits of an unbroken run need the same')
-    return said
+    return [f'{name}: {was} before, {now} from here on; the bits of an unbroken run need the same'
+            for part in ('versions', 'machine') for name, now in context[part].items()
+            if (was := checkpoint.get(part, {}).get(name, now)) != now]
 
 
 if __name__ == '__main__':

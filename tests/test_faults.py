@@ -502,7 +502,7 @@ def test_a_bin_that_was_cut_is_refused_at_the_start_and_on_resume(train_tiny, tm
     train_tiny(dataset='cut', data_dir=tmp_path / 'data', max_iters=2)
     os.truncate(f'{folder}/train.bin', length)
     for init_from in ('resume', 'scratch'):
-        assert re.search(rf'train\.bin has {length} bytes, which is not 400 tokens of uint16; prepare it again',
+        assert re.search(rf'train\.bin has {length // 2} tokens, not the 400 of meta\.json; prepare it again',
                          error_of(train_tiny, dataset='cut', data_dir=tmp_path / 'data', init_from=init_from))
 
 

@@ -16,6 +16,7 @@ import random
 import re
 import signal
 import string
+import traceback
 import warnings
 import zipfile
 
@@ -26,7 +27,7 @@ from conftest import write_bins
 
 import configurator
 import sample
-from configurator import as_file, configure, differences, tracebacks
+from configurator import as_file, configure, differences
 from model import GPT, GPTConfig, load_gpt2, read_safetensors
 from prepare import (
     BPETokenizer,
@@ -96,7 +97,7 @@ def outcome(read, *args):
         with limits():
             return read(*args)
     except ValueError as e:
-        where = list(tracebacks(e))[-1].tb_frame.f_code.co_filename
+        where = [frame for frame, _ in traceback.walk_tb(e.__traceback__)][-1].f_code.co_filename
         assert os.path.dirname(where) == REPO, f'the user would see a traceback of {where}: {e!r}'
         # an allocation that failed may have been caught, and told as damage
         assert not re.search(r'allocat|not enough memory|MemoryError', str(e)), f'memory: {e}'

@@ -89,7 +89,7 @@ def test_masks_of_one_of_them_count(tmp_path):
     ('a:x,b:0.5', 'give all of them a weight above 0'), ('a:0.5,b', 'give all of them a weight above 0'),
     ('a:0,b:1', 'give all of them'),
     ('a:0.00001,b:1', 'a would never come: its weight is below 1 in 20,000'), ('a:-1,b:1', 'give all of them'),
-    ('a:nan,b:1', 'give all of them'),
+    ('a:nan,b:1', 'give all of them'), ('a:x', 'give all of them'),
     ('a,nothing', r'nothing does not exist; make it with: python prepare\.py'), ('a,,b', 'must be a name below'),
     ('a,../b', 'must be a name below'), ('a,other', 'the tokenizers of a and other differ')])
 def test_mixtures_that_cannot_be(folder, dataset, words):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -69,6 +70,17 @@ def test_a_rollback_goes_past_the_data_and_stays_exact(poisoned, train_tiny, tmp
         train_tiny(f'cut{stop}', **{**settings, 'max_iters': stop})
         train_tiny(f'cut{stop}', '--init_from=resume', **settings)
         assert weights_equal(whole, state_of(tmp_path / f'cut{stop}')), stop
+
+
+def test_a_step_that_was_skipped_loses_neither_the_best_nor_the_checkpoint(poisoned, train_tiny, tmp_path, monkeypatch):
+    """The one is written at the evaluation all the same, the other with the next step."""
+    losses = iter([3.0, 4.0])
+    monkeypatch.setattr(train, 'evaluate_both', lambda run, stop: (
+        'scripted', {'step': run.state.iter_num, 'val_loss': next(losses)}))
+    train_tiny(data_dir=poisoned([3]), eval_interval=4, max_iters=8, save_interval=4)
+    best = torch.load(tmp_path / 'out' / 'best.pt', weights_only=True)
+    assert (best['iter_num'], best['best_val_loss'], state_of(tmp_path / 'out')['best_val_loss']) == (4, 3.0, 3.0)
+    assert os.path.exists(tmp_path / 'out' / 'ckpt-000000005.pt')
 
 
 def test_data_that_is_left_out_is_not_seen(data_dir):
@@ -226,6 +238,15 @@ def test_auto_keeps_the_step_of_a_card_and_of_a_resumed_run(train_tiny, tmp_path
         assert 'batch_size=auto: 3, gradient_accumulation_steps=10' in capsys.readouterr().out
 
 
+def test_auto_takes_another_step_where_a_flag_asks_for_one(train_tiny, monkeypatch, capsys):
+    train_tiny(batch_size=4, gradient_accumulation_steps=2, max_iters=2)
+    short_of_memory(monkeypatch, 9)
+    train_tiny(init_from='resume', batch_size='auto', gradient_accumulation_steps=4, max_iters=3)
+    said = capsys.readouterr().out
+    assert 'gradient_accumulation_steps: 2 before, 4 from here on' in said
+    assert 'batch_size=auto: 8, gradient_accumulation_steps=2' in said
+
+
 def test_gradients_of_the_trial_do_not_enter_the_run(train_tiny, tmp_path):
     train_tiny('auto', batch_size='auto', gradient_accumulation_steps=1)
     train_tiny('plain', batch_size=12, gradient_accumulation_steps=1)
@@ -245,6 +266,16 @@ def test_a_batch_that_does_not_fit_ends_with_one_that_would(train_tiny, monkeypa
     with pytest.raises(ValueError, match='a micro-batch of 8 sequences of 16 tokens does not fit the memory of cpu; '
                                          '--batch_size=2 --gradient_accumulation_steps=8 does and is the same step'):
         train_tiny(batch_size=8)
+
+
+def test_an_evaluation_that_does_not_fit_is_a_sentence(train_tiny, monkeypatch):
+    train_tiny(max_iters=2)
+
+    def full(*args):
+        raise torch.OutOfMemoryError('CUDA out of memory')
+    monkeypatch.setattr(train, 'eval_batch', full)
+    with pytest.raises(ValueError, match=r'does not fit the memory of cpu .*batch_size must be smaller'):
+        train_tiny(init_from='resume', eval_only=True)
 
 
 def test_another_error_of_the_machine_keeps_its_traceback(train_tiny, monkeypatch):
@@ -274,6 +305,24 @@ def test_a_fresh_run_leaves_the_mirror_of_another_alone(train_tiny, tmp_path):
     assert contents(tmp_path / 'drive.1') == before and state_of(tmp_path / 'drive')['iter_num'] == 2
 
 
+def test_a_resumed_run_leaves_the_mirror_of_another_alone(train_tiny, tmp_path):
+    train_tiny(mirror_dir=tmp_path / 'drive', max_iters=4)
+    before = contents(tmp_path / 'drive')
+    train_tiny('b', max_iters=1)
+    train_tiny('b', init_from='resume', mirror_dir=tmp_path / 'drive', max_iters=2)
+    assert contents(tmp_path / 'drive.1') == before and state_of(tmp_path / 'drive')['iter_num'] == 2
+    train_tiny('b', init_from='resume', max_iters=3)  # its own by now
+    assert state_of(tmp_path / 'drive')['iter_num'] == 3 and not (tmp_path / 'drive.2').exists()
+
+
+def test_copies_that_somebody_made_are_no_checkpoints(train_tiny, tmp_path):
+    train_tiny(max_iters=4, save_interval=1)
+    shutil.copy(tmp_path / 'out' / 'ckpt-000000003.pt', tmp_path / 'out' / 'ckpt-keep.pt')
+    train_tiny(max_iters=6, save_interval=1, init_from='resume')
+    assert {name for name in os.listdir(tmp_path / 'out') if name.startswith('ckpt')} == {
+        'ckpt.pt', 'ckpt-000000005.pt', 'ckpt-keep.pt'}
+
+
 def test_a_run_that_is_refused_leaves_the_mirror_of_the_running_one(train_tiny, tmp_path):
     train_tiny(mirror_dir=tmp_path / 'drive', max_iters=2)
     owner = train.OutDir(str(tmp_path / 'out'))
@@ -299,25 +348,25 @@ def test_a_folder_that_vanishes_is_three_failed_saves(train_tiny, tmp_path, monk
     at_step(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / 'out'))
     with pytest.raises(ValueError, match=r'\.pt could not be written: No such file or directory; .* MB are needed'):
         train_tiny(save_interval=1)
-    assert capsys.readouterr().out.count('training goes on') == 2
+    assert len(re.findall('ckpt.pt could not be written.*training goes on', capsys.readouterr().out)) == 2
 
 
 def test_a_mirror_is_a_place_of_its_own(train_tiny, tmp_path):
     """Neither out_dir by another name, nor what it lies in."""
     (tmp_path / 'link').symlink_to(tmp_path / 'out')
-    with pytest.raises(ValueError, match='is out_dir itself'):
+    with pytest.raises(ValueError, match='is or lies in mirror_dir'):
         train_tiny(mirror_dir=tmp_path / 'link')
     with pytest.raises(ValueError, match=r'lies in mirror_dir=.* would be moved aside'):
         train_tiny(mirror_dir=tmp_path)
     for name in ('out_dir', 'mirror_dir'):
-        with pytest.raises(ValueError, match=f'{name} is empty'):
+        with pytest.raises(ValueError, match=f"{name}='' can be no folder"):
             train.main([f'--{name}='])
 
 
 def test_a_disk_that_takes_nothing_at_the_start_is_a_sentence(train_tiny, tmp_path, monkeypatch):
     (tmp_path / 'out').mkdir()
     (tmp_path / 'out' / 'config.py').symlink_to('/dev/full')
-    with pytest.raises(ValueError, match=r'config\.py could not be written: No space left'):
+    with pytest.raises(ValueError, match=r'out_dir=.* cannot be written: No space left'):
         train_tiny()
 
 
@@ -358,8 +407,8 @@ def test_a_mirror_that_hangs_does_not_hold_the_run(train_tiny, tmp_path, monkeyp
     assert state_of(tmp_path / 'out')['iter_num'] == 10
 
 
-@pytest.mark.parametrize('place, sentence', [('out', 'is out_dir itself'), ('file/below', 'cannot be written'),
-                                             ('a\0b', 'cannot be written')])
+@pytest.mark.parametrize('place, sentence', [('out', 'is or lies in'), ('file/below', 'cannot be written'),
+                                             ('a\0b', 'can be no folder')])
 def test_a_mirror_that_cannot_be_is_told_before_the_first_step(train_tiny, tmp_path, place, sentence):
     (tmp_path / 'file').write_text('')
     with pytest.raises(ValueError, match=sentence):
@@ -400,6 +449,21 @@ def test_a_signal_cuts_an_evaluation_that_was_left_too(train_tiny, tmp_path, mon
     monkeypatch.setattr(train, 'eval_batch', lambda *args: (os.kill(os.getpid(), signal.SIGTERM), original(*args))[1])
     assert train_tiny('out', '--init_from=resume', max_iters=10) == 143
     assert state_of(tmp_path / 'out')['state']['evaluation_left'] and state_of(tmp_path / 'out')['iter_num'] == 4
+
+
+def test_only_a_second_interrupt_ends_at_once(capfd):
+    """The first signal is the one whose code the process ends with."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        stop = train.StopRequest(None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            assert signal.getsignal(signal.SIGINT) == stop.receive
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL and stop.exit_code() == 143
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert 'Ctrl-C again ends at once' in capfd.readouterr().err
 
 
 def test_a_kill_during_the_last_evaluation_loses_neither_steps_nor_the_evaluation(train_tiny, tmp_path, monkeypatch):

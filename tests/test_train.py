@@ -501,7 +501,6 @@ def test_evaluation_is_the_mean_over_every_target(data_dir, masked):
         targets = torch.tensor(noise(487, seed=1)[1:])[counts]
         assert found['tokens'] == counts.sum()
         assert found['loss'] == pytest.approx(nats[counts].mean().item(), rel=1e-6)
-        assert found['perplexity'] == pytest.approx(math.exp(nats[counts].mean()), rel=1e-5)
         bits = nats[counts].sum().item() / math.log(2)
         assert found['bpb'] == pytest.approx(bits / num_bytes[targets].sum(), rel=1e-6)
         assert model.training, 'the model was left in evaluation mode'
@@ -863,7 +862,7 @@ def test_init_from_a_path_names_contradictions(train_tiny, tmp_path):
                tokenizer={'kind': 'char', 'chars': ''.join(map(chr, range(32, 64))), 'eot': False}, vocab_size=32)
     for settings, match in ((dict(n_layer=3), '--n_layer: n_layer=3, but .*base has 2'),
                             (dict(preset='modern'), "preset='modern', but .* has 'gpt2'"),
-                            (dict(block_size=32), 'block_size=32 is longer than the 16 positions'),
+                            (dict(block_size=32), 'block_size=32, but .* has 16; leave it out'),
                             (dict(dataset='chars', data_dir=tmp_path / 'data'), r'tokenizer byte.*char \(32')):
         sentence = error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings)
         assert re.search(match, sentence), sentence
@@ -1365,7 +1364,7 @@ def test_bin_of_odd_size(train_tiny, tmp_path, tokenizer):
     folder = write_bins(tmp_path / 'data' / 'odd', noise(100), noise(100), tokenizer=tokenizer)
     with open(f'{folder}/train.bin', 'ab') as f:
         f.write(b'x')
-    assert re.search(r'train\.bin has 201 bytes.*100 tokens of uint16', error_of(train_tiny, dataset='odd',
+    assert re.search(r'train\.bin has 201 bytes, which is no number of uint16', error_of(train_tiny, dataset='odd',
                                                                                  data_dir=tmp_path / 'data'))
 
 
@@ -1456,6 +1455,7 @@ def test_processes_that_cannot_work(train_tiny, monkeypatch):
     assert re.search('backend=nccl works between GPUs, and the device is cpu; use --backend=gloo',
                      error_of(train_tiny, backend='nccl'))
     monkeypatch.setattr(train, 'open_process_group', lambda *args: None)
+    monkeypatch.setattr(train.Machine, 'sum', lambda self, numbers: numbers)
     monkeypatch.setattr(train.dist, 'destroy_process_group', lambda: None)
     assert re.search('= 5 sequences cannot be shared equally by 2 processes; 4 or 6 could',
                      error_of(train_tiny, batch_size=5, gradient_accumulation_steps=1))

@@ -66,6 +66,7 @@ def our_step(a, folder, device):
     import torch
 
     import model
+    import prepare
     import train
     shape = {**SHAPES[a['shape']], **({'vocab_size': a['vocab_size']} if a.get('vocab_size') else {})}
     cfg = train.TrainConfig(batch_size=a['batch'], gradient_accumulation_steps=1, device=device, dtype=a['dtype'],
@@ -85,7 +86,7 @@ def our_step(a, folder, device):
     forward = train.compiled(gpt, cfg, here)
     if 'recompute' in a:
         importlib.import_module('torch._functorch.config').ban_recompute_materialized_backward = not a['recompute']
-    split = train.Split(folder, 'train', {**train.read_meta(folder), 'foreign': True}, gpt.config.block_size)
+    split = train.Split(folder, 'train', {**prepare.read_meta(folder), 'foreign': True}, gpt.config.block_size)
     if a.get('mask'):
         split.mask = np.ones(split.num_tokens, dtype=np.uint8)
     batches = train.Batches(split, cfg, here)

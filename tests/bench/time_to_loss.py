@@ -106,6 +106,7 @@ def judge(paths, data_folder, threads, windows=None):
     """
     import torch
 
+    import prepare
     import train
     torch.set_num_threads(threads)
     cuda = torch.cuda.is_available()
@@ -116,7 +117,7 @@ def judge(paths, data_folder, threads, windows=None):
         weights = {name.removeprefix('_orig_mod.'): w for name, w in checkpoint['model'].items()}
         model = train.model_from(checkpoint['model_args'], weights).to(here.device)
         model.compute_dtype = torch.bfloat16 if cuda else torch.float32
-        split = train.Split(data_folder, 'val', train.read_meta(data_folder), model.config.block_size)
+        split = train.Split(data_folder, 'val', prepare.read_meta(data_folder), model.config.block_size)
         loss = train.evaluate(model, split, windows, 32, here)['loss']
         curve.append((checkpoint['seconds'], checkpoint['step'], loss))
         os.remove(path)
