@@ -31,7 +31,6 @@ import multiprocessing
 import os
 import pickle
 import pickletools
-import queue
 import re
 import reprlib
 import shlex
@@ -40,13 +39,15 @@ import signal
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import unicodedata
 import zlib
 from collections import Counter, defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain, groupby, islice, pairwise
 from typing import Literal, NamedTuple
@@ -131,9 +132,10 @@ class Tokenizer:
 
     @cached_property
     def sizes(self):
-        return token_bytes(self)
+        """UTF-8 bytes of each id, (n_vocab,) int64; the end-of-text id has none. For bits per byte."""
+        return np.array([len(self.decode([i])) for i in range(self.n_vocab)], dtype=np.int64)
 
-    @property
+    @cached_property
     def specials(self):
         return {} if self.eot is None else {'<|endoftext|>': self.eot}
 
@@ -165,13 +167,12 @@ class CharTokenizer(Tokenizer):
         self.n_vocab = len(chars) + bool(eot)
         self.eot = len(chars) if eot else None
         points = np.array([ord(c) for c in chars], dtype=np.int64)
-        self.table = np.full(int(points.max(initial=0)) + 1, -1, dtype=np.int64)  # code point -> id
+        self.table = np.full(int(points.max(initial=0)) + 2, -1, dtype=np.int64)  # code point -> id; last: others
         self.table[points] = np.arange(len(chars))
 
     def encode(self, text):
         points = np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype=np.uint32)
-        known = points < len(self.table)
-        ids = np.where(known, self.table[np.where(known, points, 0)], -1)
+        ids = self.table[np.minimum(points, len(self.table) - 1)]
         if (ids < 0).any():
             strange = sorted({chr(p) for p in points[ids < 0]})
             raise ValueError(f'the characters {"".join(strange[:20])!r} do not occur in the data that this char '
@@ -187,6 +188,7 @@ class CharTokenizer(Tokenizer):
 
 class TiktokenTokenizer(Tokenizer):
     """A byte-pair encoding of OpenAI's, by tiktoken, which keeps a copy of what it downloads."""
+    nfc = False
 
     def __init__(self, name):
         import tiktoken
@@ -205,7 +207,7 @@ class TiktokenTokenizer(Tokenizer):
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
-            return self.encode(without_surrogates(text))
+            return self.encode(mended(text))
 
     @cached_property
     def pieces(self):
@@ -235,13 +237,13 @@ def gpt2_ranks():
     whisper = find_spec('whisper')
     for path in (os.path.join(kept, '0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4'),  # the sha1 of its address
                  os.path.join(os.path.dirname(whisper.origin or ''), 'assets', 'gpt2.tiktoken') if whisper else ''):
-        if not os.path.exists(path):
-            continue
-        with open(path, 'rb') as f:
-            raw = f.read()
-        if hashlib.sha256(raw).hexdigest() == '306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930':
-            return {binascii.a2b_base64(token): int(rank) for token, rank in map(bytes.split, raw.splitlines())}
+        if os.path.exists(path) and hash_file(path) == GPT2_RANKS:
+            with open(path, 'rb') as f:
+                return {binascii.a2b_base64(token): int(rank) for token, rank in map(bytes.split, f)}
     return None
+
+
+GPT2_RANKS = '306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930'  # sha256
 
 
 # how text falls into words, within which pairs are merged: GPT-2's rule (https://github.com/openai/tiktoken)
@@ -257,11 +259,11 @@ class BPETokenizer(TiktokenTokenizer):
     def __init__(self, tokens, pattern=GPT2_SPLIT, specials=None, eot=None, bos=None, nfc=False):
         import tiktoken
         self.tokens, self.pattern, self.nfc = tokens, pattern, nfc
-        self.special_ids = {'<|endoftext|>': len(tokens)} if specials is None else specials
+        self.specials = {'<|endoftext|>': len(tokens)} if specials is None else specials
         self.eot, self.bos = len(tokens) if specials is None else eot, bos
         ranks = {token: i for i, token in enumerate(tokens) if token is not None}
-        ids = [i for i, token in enumerate(tokens) if token is not None] + list(self.special_ids.values())
-        if len(ranks) + len(self.special_ids) != len(set(ids)) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
+        ids = [i for i, token in enumerate(tokens) if token is not None] + list(self.specials.values())
+        if len(ranks) + len(self.specials) != len(set(ids)) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
             raise KeyError('tokens')
         # whatever else there is would come to tiktoken's core, which panics, or take a table as long as an id is large
         ends = {self.eot, bos} - {None}
@@ -269,24 +271,15 @@ class BPETokenizer(TiktokenTokenizer):
                 pattern not in (GPT2_SPLIT, DIGITS_SPLIT, *KNOWN_SPLITS) or type(nfc) is not bool:
             raise KeyError('specials')
         self.encoding = tiktoken.Encoding('own', pat_str=pattern, mergeable_ranks=ranks,
-                                          special_tokens=self.special_ids)
+                                          special_tokens=self.specials)
         self.n_vocab = max(ids) + 1
-
-    @property
-    def specials(self):
-        return self.special_ids
 
     def encode(self, text):
         return super().encode(unicodedata.normalize('NFC', text) if self.nfc else text)
 
     def spec(self):
-        spec = {'kind': 'bpe', 'tokens': [token and token.decode('latin-1') for token in self.tokens]}
-        ours = BPETokenizer.__init__.__defaults__  # those of a tokenizer learned here are left out
-        if (self.pattern, self.bos, self.nfc) != (ours[0], ours[3], ours[4]) or \
-                (self.special_ids, self.eot) != ({'<|endoftext|>': len(self.tokens)}, len(self.tokens)):
-            spec |= {'pattern': self.pattern, 'specials': self.special_ids, 'eot': self.eot, 'bos': self.bos,
-                     'nfc': self.nfc}
-        return spec
+        return {'kind': 'bpe', 'tokens': [token and token.decode('latin-1') for token in self.tokens],
+                'pattern': self.pattern, 'specials': self.specials, 'eot': self.eot, 'bos': self.bos, 'nfc': self.nfc}
 
 
 BYTES_IN_GPT2S_ORDER = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -295,11 +288,10 @@ BYTES_IN_GPT2S_ORDER += [b for b in range(256) if b not in BYTES_IN_GPT2S_ORDER]
 
 def train_bpe(texts, num_tokens):
     """
-    The tokens, in order of rank, of a byte-level BPE with num_tokens of them (256 bytes and the merges), or as many as
-    the texts give. Each merge takes the most frequent pair within words; of equally frequent ones the pair whose ranks
-    are smallest, bytes being ranked as GPT-2 ranks them. These are the merges of Hugging Face's tokenizers, as long as
-    there are no more than MAX_WORDS different words; of more, the rarest are left out.
-    Source: arXiv 1508.07909. Words are counted once, and a merge visits only the words that hold its pair.
+    The tokens, in order of rank, of a byte-level BPE (arXiv 1508.07909): 256 bytes, then merges of the most frequent
+    pair within words, or of several such the pair of the smallest ranks, as Hugging Face's tokenizers have it; up to
+    num_tokens in all. Words are counted once, the rarest of more than MAX_WORDS left out, and a merge visits only the
+    words that hold its pair.
     """
     tokens = [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
     rank = {token: i for i, token in enumerate(tokens)}
@@ -367,9 +359,8 @@ def merge(word, pair, new):
 
 def read_tokenizer_json(path):
     """
-    The tokenizer of a Hugging Face tokenizer.json, or of the folder that holds one, if it is a byte-level BPE split as
-    GPT-2, Llama 3, Qwen or SmolLM2 split; or of the vocab.json and merges.txt that GPT-2's had before there were such
-    files. ValueError names whatever would encode otherwise than theirs.
+    The tokenizer of a Hugging Face tokenizer.json, or of the folder that holds one, or the vocab.json and merges.txt
+    from before. ValueError unless it is a byte-level BPE split as GPT-2, Llama 3, Qwen or SmolLM2 split.
     """
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     path = os.path.join(folder, 'tokenizer.json')
@@ -385,18 +376,21 @@ def read_tokenizer_json(path):
                              ('continuing_subword_prefix', (None, '')), ('end_of_word_suffix', (None, ''))):
             if model.get(key) not in allowed:
                 raise ValueError(f'its model has {key}={model[key]!r}, which is not a byte-level BPE')
-        byte_of = {chr(b): b for b in BYTES_IN_GPT2S_ORDER[:188]}
-        byte_of |= {chr(256 + i): b for i, b in enumerate(BYTES_IN_GPT2S_ORDER[188:])}
+        byte_of = {chr(b if i < 188 else 68 + i): b for i, b in enumerate(BYTES_IN_GPT2S_ORDER)}
         vocab = {token: i for token, i in model['vocab'].items() if token not in added}
         if not all(type(i) is int and 0 <= i < MAX_VOCAB for i in vocab.values()):
             raise ValueError(f'an id of its vocabulary is no whole number from 0 to {MAX_VOCAB - 1:,}')
-        tokens = [None] * (max(vocab.values()) + 1)
+        tokens = [None] * (max(vocab.values(), default=-1) + 1)
         for token, i in vocab.items():
             if set(token) - byte_of.keys():
                 raise ValueError(f'its token {token!r} is not written in the letters of byte-level BPE')
             tokens[i] = bytes(byte_of[letter] for letter in token)
         check_merges(model['merges'], vocab)
         specials = {name: added[name] for name in sorted(added, key=added.get)}
+        normalizer = file.get('normalizer')
+        steps = normalizer.get('normalizers', [normalizer]) if normalizer else []
+        if any(step['type'] != 'NFC' for step in steps):
+            raise ValueError(f'its normalizer {json.dumps(normalizer)[:200]} is not known here')
 
         def special(role, *usual):
             told = config.get(f'{role}_token')
@@ -404,7 +398,7 @@ def read_tokenizer_json(path):
             return next((specials[name] for name in (told, *usual) if name in specials), None)
         return BPETokenizer(tokens, split_pattern(file.get('pre_tokenizer')), specials,
                             special('eos', '<|endoftext|>', '<|end_of_text|>', '</s>'),
-                            special('bos', '<|begin_of_text|>', '<s>'), is_nfc(file.get('normalizer')))
+                            special('bos', '<|begin_of_text|>', '<s>'), bool(steps))
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
     except ValueError as e:
@@ -464,26 +458,16 @@ DIGITS_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++
 def split_pattern(pre):
     """The regular expression that splits as the pre_tokenizer of a tokenizer.json does. ValueError if unknown."""
     steps = pre['pretokenizers'] if pre and pre['type'] == 'Sequence' else [pre] if pre else []
-    kinds = [step['type'] for step in steps]
-    if kinds[-1:] != ['ByteLevel'] or steps[-1].get('add_prefix_space'):
-        raise ValueError(f'its pre_tokenizer {json.dumps(pre)[:200]} is not known here')
-    by_regex = steps[-1].get('use_regex', True)
-    if kinds == ['ByteLevel'] and by_regex:
-        return GPT2_SPLIT
-    if kinds == ['Digits', 'ByteLevel'] and by_regex and steps[0].get('individual_digits'):
-        return DIGITS_SPLIT
-    if kinds == ['Split', 'ByteLevel'] and not by_regex:
-        pattern, split = steps[0]['pattern'].get('Regex'), steps[0]
-        if split['behavior'] == 'Isolated' and not split.get('invert') and pattern in KNOWN_SPLITS:
-            return pattern
+    if steps and not steps[-1].get('add_prefix_space'):
+        kinds, first, by_regex = [step['type'] for step in steps], steps[0], steps[-1].get('use_regex', True)
+        if kinds == ['ByteLevel'] and by_regex:
+            return GPT2_SPLIT
+        if kinds == ['Digits', 'ByteLevel'] and by_regex and first.get('individual_digits'):
+            return DIGITS_SPLIT
+        if kinds == ['Split', 'ByteLevel'] and not by_regex and first['behavior'] == 'Isolated' and \
+                not first.get('invert') and first['pattern'].get('Regex') in KNOWN_SPLITS:
+            return first['pattern']['Regex']
     raise ValueError(f'its pre_tokenizer {json.dumps(pre)[:200]} is not known here')
-
-
-def is_nfc(normalizer):
-    steps = normalizer.get('normalizers', [normalizer]) if normalizer else []
-    if any(step['type'] != 'NFC' for step in steps):
-        raise ValueError(f'its normalizer {json.dumps(normalizer)[:200]} is not known here')
-    return bool(steps)
 
 
 def tokenizer_from(spec):
@@ -505,10 +489,7 @@ def tokenizer_from(spec):
 
 def encode_marked(tokenizer, text):
     """Token ids of a text in which the names of special ids, such as <|endoftext|>, stand for them."""
-    ids = []
-    for part in tokenizer.special_names.split(text):
-        ids += [tokenizer.specials[part]] if part in tokenizer.specials else tokenizer.encode(part).tolist()
-    return ids
+    return encode_parts(tokenizer, [(text, True, True)])[0].tolist()
 
 
 def prompt_ids(tokenizer, text):
@@ -520,25 +501,23 @@ def prompt_ids(tokenizer, text):
 
 def same_tokenizer(a, b):
     """Whether two specs give every text the same ids: what a tokenizer.json holds may be one of tiktoken's by name."""
-    kinds = [spec.get('kind') if isinstance(spec, dict) else None for spec in (a, b)]
-    if a == b or kinds not in (['bpe', 'tiktoken'], ['tiktoken', 'bpe']):
-        return a == b
+    if a == b:
+        return True
     try:
         a, b = tokenizer_from(a), tokenizer_from(b)
     except ValueError:  # its ranks cannot be had here
         return False
-    return (a.pieces, a.eot, a.encoding._pat_str) == (b.pieces, b.eot, b.encoding._pat_str) and \
-        not getattr(a, 'nfc', False) and not getattr(b, 'nfc', False)
+    return all(isinstance(t, TiktokenTokenizer) for t in (a, b)) and \
+        (a.pieces, a.eot, a.encoding._pat_str, a.nfc) == (b.pieces, b.eot, b.encoding._pat_str, b.nfc)
 
 
-def token_bytes(tokenizer):
-    """UTF-8 bytes of each id, (n_vocab,) int64; the end-of-text id has none. What bits per byte are counted with."""
-    return np.array([len(tokenizer.decode([i])) for i in range(tokenizer.n_vocab)], dtype=np.int64)
-
-
-def without_surrogates(text):
+def mended(text):
     """The text as UTF-8 can hold it: surrogate pairs joined, lone ones replaced. JSON's escapes can write either."""
-    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 # -----------------------------------------------------------------------------
@@ -555,8 +534,7 @@ def hub():
 def pretrained(init_from, data_dir):
     """
     (folder in Hugging Face's layout, spec of its tokenizer) where init_from names one: a folder, or OpenAI's weights by
-    name, which are downloaded once. None where it does not. Where the folder holds no tokenizer, GPT-2's is assumed for
-    GPT-2's vocabulary, and None for others.
+    name, downloaded once. None where it names none. Where no tokenizer lies there, GPT-2's by its vocabulary, or None.
     """
     names, folder = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'), init_from
     if init_from.startswith('gpt2') and not os.path.exists(init_from):
@@ -626,21 +604,20 @@ def fetch(url, path, sha256):
         length = '' if encoded else answer.headers.get('Content-Length') or told.get('x-linked-size') or ''
         length = int(length) if length.isdecimal() else -1
         etag = sha256 or (told.get('x-linked-etag') or told.get('etag') or '').removeprefix('W/').strip('"')
+        is_hash = sha256 or 'x-linked-etag' in told or url.startswith(hub() + '/')
         # the name of what is there so far says which version of the file it is of
         version = hashlib.sha256(f'{etag} {told.get("last-modified")} {length}'.encode()).hexdigest()[:8]
         part = f'{path}.{version}.part'
         with open(part, 'ab') as f:
             lock(f.fileno(), part)
-            have = f.tell()
+            have, goes_on = f.tell(), False
             if 0 < have < length:
                 with get({'Range': f'bytes={have}-'}) as rest:
-                    if rest.status_code == 206 and rest.headers.get('Content-Range', '').startswith(f'bytes {have}-'):
+                    told_range = rest.headers.get('Content-Range', '')
+                    if goes_on := rest.status_code == 206 and told_range.startswith(f'bytes {have}-'):
                         receive(rest, f, length)
-                    else:
-                        f.truncate(0)
-            elif have != length:
-                f.truncate(0)
-            if f.tell() == 0:
+            if have != length and not goes_on:
+                f.seek(f.truncate(0))
                 receive(answer, f, length)
             size = f.tell()
             os.fsync(f.fileno())
@@ -648,7 +625,9 @@ def fetch(url, path, sha256):
         if size > length:
             os.remove(part)
         raise Interrupted(f'{size:,} bytes came, not {length:,}')
-    found = hash_like(etag, part)
+    # the hub's ETag is a SHA-256, or the SHA-1 of a git blob; other servers' say what they like
+    kind = {64: hashlib.sha256, 40: lambda: hashlib.sha1(f'blob {size}\0'.encode())}.get(len(etag))
+    found = hash_file(part, kind) if is_hash and kind and re.fullmatch('[0-9a-f]+', etag) else etag
     if found != etag:
         os.remove(part)
         raise ValueError(f'{url}: the hash of what came is {found}, not {etag}; run it again')
@@ -666,7 +645,7 @@ def check_answer(url, answer):
     if answer.status_code != 200:
         hint = '; set HF_TOKEN if it is yours to read' if answer.status_code in (401, 403) else ''
         raise ValueError(f'{url} answered {answer.status_code} {answer.reason}{hint}')
-    if 'text/html' in answer.headers.get('Content-Type', '') and not url.endswith(('.html', '.htm')):
+    if 'text/html' in answer.headers.get('Content-Type', '') and not url.partition('?')[0].endswith(('.html', '.htm')):
         raise ValueError(f'{url} is a web page, not the file; give the address of the file itself')
 
 
@@ -681,21 +660,9 @@ def receive(answer, f, length):
     progress.close()
 
 
-def hash_like(etag, path):
-    """The file's hash of the kind that the hub's ETag is: SHA-256, or SHA-1 of a git blob; any other is given back."""
-    if not re.fullmatch('[0-9a-f]{64}|[0-9a-f]{40}', etag):
-        return etag
-    return hash_file(path) if len(etag) == 64 else \
-        hash_file(path, hashlib.sha1(f'blob {os.path.getsize(path)}\0'.encode()))
-
-
-def hash_file(path, h=None):
-    """The file's SHA-256, or what a hash that has begun becomes with it."""
-    h = h or hashlib.sha256()
+def hash_file(path, kind=hashlib.sha256):
     with open(path, 'rb') as f:
-        while chunk := f.read(1 << 20):
-            h.update(chunk)
-    return h.hexdigest()
+        return hashlib.file_digest(f, kind).hexdigest()
 
 
 def lock(descriptor, name):
@@ -713,6 +680,7 @@ class Progress:
 
     def __init__(self, total):
         self.total, self.done, self.start, self.shown = max(total, 1), 0, time.time(), 0.0
+        self.skipped, self.templates = 0, set()  # of rows: how many hold nothing to learn, and what the others are
 
     def add(self, num_bytes):
         self.done += num_bytes
@@ -720,21 +688,16 @@ class Progress:
         if now - self.start > 2 and now - self.shown > 0.5:
             rate = self.done / (now - self.start)
             left = max(self.total - self.done, 0) / rate
-            print(f'\r{self.done / max(self.total, self.done):4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left ', end='',
-                  flush=True, file=sys.stderr)
+            self.show(f'{self.done / max(self.total, self.done):4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left ')
             self.shown = now
 
     def close(self):
         if self.shown:
-            print(f'\r100%  {self.done / 1e6:.1f} MB in {time.time() - self.start:.0f} s        ', file=sys.stderr)
+            self.show(f'100%  {self.done / 1e6:.1f} MB in {time.time() - self.start:.0f} s        \n')
 
-
-class Reading(Progress):
-    """Of a dataset's sources; counts the rows that hold nothing to learn from, and collects the others' templates."""
-
-    def __init__(self, total):
-        super().__init__(total)
-        self.skipped, self.templates = 0, set()
+    def show(self, line):
+        with contextlib.suppress(OSError):  # there may be nobody left who reads it
+            print('\r' + line, end='', flush=True, file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------
@@ -756,7 +719,7 @@ class Corpus:
     download: float = 0.0  # about how many bytes come
     bins: float = 0.0  # about how many bytes they become
     tokenizer: str = 'gpt2'
-    kind: str = 'auto'
+    kind: str = 'text'
     separator: str | None = None
     val_fraction: float = 0.1
     sha256: str | None = None  # where the server tells no hash
@@ -789,11 +752,11 @@ CORPORA = {
     'openwebtext': Corpus(
         'what GPT-2 was trained on, made again: 8 million pages', 'CC0-1.0',
         on_hub('Skylion007/openwebtext', *(f'plain_text/train-{i:05d}-of-00080.parquet' for i in range(80))), (), 25e9,
-        18.1e9, val_fraction=0.0005),
+        18.1e9, kind='parquet', val_fraction=0.0005),
     'fineweb_edu': Corpus(
         'educational web pages, the sample of 10 billion tokens', 'ODC-By 1.0',
         on_hub('HuggingFaceFW/fineweb-edu', *(f'sample/10BT/{i:03d}_00000.parquet' for i in range(14))), (), 28.5e9,
-        20e9, val_fraction=0.0005),
+        20e9, kind='parquet', val_fraction=0.0005),
     'fineweb10b_gpt2': Corpus(
         'web pages, 10 billion tokens of GPT-2 as llm.c and modded-nanogpt read them', 'ODC-By 1.0',
         on_hub('kjj0/fineweb10B-gpt2', *(f'fineweb_train_{i:06d}.bin' for i in range(1, 104))),
@@ -842,29 +805,22 @@ def stdlib_files():
     return [(name, path) for name, path in files if not os.path.basename(name).startswith('_sysconfigdata')]
 
 
-def kind_of(name, cfg):
-    """How a file is read: as cfg.format says, or by its name, compression apart."""
-    name = name.lower()
-    if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar)$', name):
+def open_file(path, name, cfg):
+    """
+    The File of a path, read as cfg.format says, or by its name, compression apart. What is called JSON may be rows, one
+    a line (the first is an object, and another begins behind it), or, unless asked for, a document that is no list.
+    """
+    if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar)$', name.lower()):
         raise ValueError(f'{name} is an archive; unpack it, and name the folder')
-    stem, suffix = os.path.splitext(name)
+    stem, suffix = os.path.splitext(name.lower())
     suffix = os.path.splitext(stem)[1] if suffix in COMPRESSED else suffix
-    return KINDS.get(suffix, 'text') if cfg.format == 'auto' else cfg.format
-
-
-def open_file(path, name, kind, cfg):
-    """
-    The File of a path. What is called JSON may be rows, one a line (the first line is an object, and another begins
-    behind it), or, unless it was asked for, a document that is no list of rows.
-    """
-    file = File(path, name, kind)
-    if kind != 'json':
+    file = File(path, name, KINDS.get(suffix, 'text') if cfg.format == 'auto' else cfg.format)
+    if file.kind != 'json':
         return file
     head = next((block.lstrip() for block in text_blocks(file, cfg) if block.strip()), '')
     first, _, rest = head.partition('\n')
-    with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(json.loads(first), dict) and rest.lstrip()[:1] == '{':
-            return file._replace(kind='jsonl')
+    if (head[:1], first.rstrip()[-1:], rest.lstrip()[:1]) == ('{', '}', '{'):
+        return file._replace(kind='jsonl')
     is_list = re.match(r'\[\s*["{]', head) or cfg.format == 'json'
     return file if is_list else file._replace(kind='text')
 
@@ -884,22 +840,22 @@ def files_of(source, cfg, spool):
         os.makedirs(os.path.dirname(spool), exist_ok=True)
         with open(spool, 'wb') as f, open(source, 'rb') if is_pipe else contextlib.nullcontext(standard_input()) as g:
             shutil.copyfileobj(g, f, 1 << 20)
-        return [open_file(spool, 'stdin', 'text' if cfg.format == 'auto' else cfg.format, cfg)]
+        return [open_file(spool, 'stdin', cfg)]
     if source.startswith(('http://', 'https://')):
         path = fetch_to_downloads(source, cfg.data_dir)
-        name = os.path.basename(path).split('-', 1)[1]
-        return [open_file(path, name, kind_of(name, cfg), cfg)]
+        return [open_file(path, os.path.basename(path).split('-', 1)[1], cfg)]
     if os.path.isdir(source):
         if os.path.exists(os.path.join(source, 'meta.json')) and os.path.exists(os.path.join(source, 'train.bin')):
             raise ValueError(f'{source} is a dataset, made already; train on it, or prepare what it was made of')
         found = files_under(source, FOLDER_SUFFIXES if cfg.format == 'auto' else '')
         if not found:
-            raise ValueError(f'{source} holds no text files ({" ".join((*TEXT_SUFFIXES, *KINDS))})')
-        return [open_file(path, name, kind_of(name, cfg), cfg) for name, path in found]
+            raise ValueError(f'{source} holds no text files '
+                             f'({" ".join(s for s in (*TEXT_SUFFIXES, *KINDS) if s != ".bin")})')
+        return [open_file(path, name, cfg) for name, path in found]
     if os.path.isfile(source):
-        kind = kind_of(source, cfg)
-        file = open_file(source, os.path.basename(source), kind, cfg)
-        if kind == 'json' and file.kind == 'text':
+        file = open_file(source, os.path.basename(source), cfg)
+        if file.kind == 'text' and source.lower().endswith(tuple(f'.json{c}' for c in ('', *COMPRESSED))) and \
+                cfg.format == 'auto':
             print(f'note: {source} is no list of rows, and is read as one text with its brackets and quotes; rows are '
                   'a list of objects or of texts, or one object a line', file=sys.stderr)
         return [file]
@@ -907,7 +863,7 @@ def files_of(source, cfg, spool):
         paths = sorted(path for path in glob.glob(source, recursive=True) if os.path.isfile(path))
         if paths:
             base = os.path.commonpath([os.path.dirname(p) for p in paths])
-            return [open_file(p, os.path.relpath(p, base).replace(os.sep, '/'), kind_of(p, cfg), cfg) for p in paths]
+            return [open_file(p, os.path.relpath(p, base).replace(os.sep, '/'), cfg) for p in paths]
         raise ValueError(f'no file matches {source}')
     raise ValueError(f'{source} is no file or folder, nor a corpus with a name: stdlib, {", ".join(CORPORA)}')
 
@@ -923,10 +879,10 @@ def fetch_to_downloads(url, data_dir, sha256=None):
 def open_corpus(name, cfg):
     """(training files, validation files) of a corpus by name; says what it is before anything is fetched."""
     corpus = CORPORA[name]
-    urls = corpus.train[:cfg.shards]
+    urls, val = corpus.train[:cfg.shards], () if cfg.val or cfg.val_fraction is not None else corpus.val
     share = len(urls) / len(corpus.train)
     need = (corpus.download + corpus.bins) * share
-    print(f'{name}: {corpus.about}; licence {corpus.licence}; {len(urls) + len(corpus.val)} files to download, about '
+    print(f'{name}: {corpus.about}; licence {corpus.licence}; {len(urls) + len(val)} files to download, about '
           f'{corpus.download * share / 1e6:,.0f} MB, and {need / 1e6:,.0f} MB of disk with the bins', flush=True)
     os.makedirs(cfg.data_dir, exist_ok=True)
     free = shutil.disk_usage(cfg.data_dir).free
@@ -934,9 +890,8 @@ def open_corpus(name, cfg):
     if free + sum(os.path.getsize(path) for path in have) < need:
         raise ValueError(f'{cfg.data_dir} has {free / 1e6:,.0f} MB free, and {name} needs about {need / 1e6:,.0f} MB; '
                          'use another --data_dir' + (', or --shards' if len(corpus.train) > 1 else ''))
-    return [[File(path, url.rsplit('/', 1)[1], kind_of(url, cfg) if corpus.kind == 'auto' else corpus.kind)
-             for url in side for path in [fetch_to_downloads(url, cfg.data_dir, corpus.sha256)]]
-            for side in (urls, corpus.val)]
+    return [[File(fetch_to_downloads(url, cfg.data_dir, corpus.sha256), url.rsplit('/', 1)[1], corpus.kind)
+             for url in side] for side in (urls, val)]
 
 
 # -----------------------------------------------------------------------------
@@ -975,9 +930,8 @@ def documents_in(files, cfg, progress=None):
 
 def pieces_of(blocks, key=None, separator=None):
     """
-    Documents that come in blocks of text, as pieces: one of that key, or those between separators, less the line ends
-    around them, or one whose key is the text (the first piece of it). Tokenizing the pieces of a document gives the
-    tokens of the whole; see safe_cut().
+    The documents in blocks of text, as pieces: one, or those between separators, less the line ends around them. The
+    key is the one given, or the first piece of the text. Tokenizing the pieces gives the tokens of the whole.
     """
     text, start, name = '', True, key
     for block in chain(blocks, [None]):
@@ -1007,16 +961,14 @@ SAFE_CUTS = [re.compile(rule) for rule in (r'(?<=\S\n)(?=[^\W\d_])', r'(?<=[^\W\
 def safe_cut(text, size):
     """The last place up to `size` where cutting the text changes no token; `size` itself where none is near."""
     for rule in SAFE_CUTS:
-        for near in (1 << 10, 1 << 16):
-            places = [match.start() for match in rule.finditer(text, max(size - near, 1), size + 1)]
-            if places:
-                return places[-1]
+        places = [match.start() for match in rule.finditer(text, max(size - (1 << 16), 1), size + 1)]
+        if places:
+            return places[-1]
     return size
 
 
 def text_blocks(file, cfg, progress=None):
-    """A file's text in blocks, decompressed, line ends as they are, less a byte-order mark. ValueError names the place
-    of bytes that are not UTF-8."""
+    """A file's text in blocks, decompressed, line ends as they are, less a byte-order mark."""
     decoder, at = codecs.getincrementaldecoder('utf-8')('replace' if cfg.bad_utf8 == 'replace' else 'strict'), 0
     for block in chain(byte_blocks(file.path, progress), [b'']):
         try:
@@ -1042,7 +994,8 @@ def byte_blocks(path, progress=None):
     suffix, seen = os.path.splitext(path)[1].lower(), 0
     try:
         with open(path, 'rb') as raw:
-            for block in decompressed(raw, suffix):
+            f = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open}.get(suffix, lambda f: f)(raw)
+            for block in zstandard_blocks(raw) if suffix == '.zst' else iter(lambda: f.read(1 << 20), b''):
                 yield block
                 if progress:
                     progress.add(raw.tell() - seen)
@@ -1053,20 +1006,6 @@ def byte_blocks(path, progress=None):
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
 
 
-def decompressed(raw, suffix):
-    """The blocks of what an open file holds, by its suffix."""
-    if suffix == '.zst' and sys.version_info < (3, 14):
-        yield from zstandard_blocks(raw)
-        return
-    if suffix == '.zst':
-        from compression import zstd
-        f = zstd.open(raw)
-    else:
-        f = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open}.get(suffix, lambda f: f)(raw)
-    while block := f.read(1 << 20):
-        yield block
-
-
 def zstandard_blocks(raw):
     """What a .zst file holds, frame by frame; the package's own reader takes a file that was cut for a whole one."""
     zstandard = optional('zstandard', 'reads .zst files')
@@ -1074,7 +1013,8 @@ def zstandard_blocks(raw):
         frame, data = None, raw.read(1 << 14)
         while data:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(data)
+            if block := frame.decompress(data):
+                yield block
             data = frame.unused_data or raw.read(1 << 14)
             frame = None if frame.eof else frame
     except zstandard.ZstdError as e:
@@ -1092,17 +1032,14 @@ def optional(module, what):
 
 def token_pieces(file, progress=None):
     """The token ids of one of llm.c's shards: 256 int32 (magic, version, count), then that many uint16."""
-    size = os.path.getsize(file.path)
-    try:
-        header = np.fromfile(file.path, dtype='<i4', count=256)
-    except OSError as e:
-        raise ValueError(f'{file.path} cannot be read: {e.strerror or e}') from None
-    if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
+    size, head = os.path.getsize(file.path), next(byte_blocks(file.path), b'')[:1024]
+    magic, version, count = np.frombuffer(head[:12].ljust(12), dtype='<i4').tolist()
+    if len(head) < 1024 or (magic, version) != (20240520, 1):
         raise ValueError(f'{file.path} is no shard of GPT-2 tokens: its header does not begin with 20240520 and 1')
-    if size != 1024 + 2 * int(header[2]):
-        raise ValueError(f'{file.path} has {size:,} bytes, not those of the {header[2]:,} tokens that it tells of; '
-                         'fetch it again')
-    tokens = np.memmap(file.path, dtype='<u2', mode='r', offset=1024, shape=(int(header[2]),))
+    if size != 1024 + 2 * count:
+        raise ValueError(f'{file.path} has {size:,} bytes, not those of the {count:,} tokens that it tells of; fetch '
+                         'it again')
+    tokens = np.memmap(file.path, dtype='<u2', mode='r', offset=1024, shape=(count,))
     at, size = 0, min(PIECE, max(len(tokens) // 256, 1024))
     while at < len(tokens):
         block = np.array(tokens[at:at + size])
@@ -1237,9 +1174,8 @@ ALPACA = ('Below is an instruction that describes a task{}. Write a response tha
 
 def parts_of(row, place, cfg, templates=None):
     """
-    The parts of the document that a row holds, or None where there is no text or no answer in it. Its text_field, or
-    what is found of: messages (chat), instruction and output (Alpaca), prompt and completion, text, content.
-    templates: a set that gets the name of the one that is used.
+    The parts of the document that a row holds, or None where there is no text or no answer in it: its text_field, or
+    messages (chat), instruction and output (Alpaca), prompt and completion, text, content. Adds to the set templates.
     """
     if isinstance(row, str):
         row = {'text': row}
@@ -1255,6 +1191,8 @@ def parts_of(row, place, cfg, templates=None):
             templates.add(chosen)
         return render(turns, chosen)
     field = field or next((name for name in ('text', 'content') if name in row), None)
+    if field not in row and row.keys() & {'messages', 'conversations'}:
+        return None  # a chat without a word
     if field not in row:
         has = ', '.join(map(str, row)) or 'none'
         raise ValueError(f'{place} has no field {field or "text"!r}; its fields are: {has}. Name the one with the text '
@@ -1265,26 +1203,16 @@ def parts_of(row, place, cfg, templates=None):
     return [(mended(text), False, True)] if text else None
 
 
-def mended(text):
-    """The text, which JSON's escapes may have broken."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return without_surrogates(text)
-    return text
-
-
 def turns_of(row, place):
     """([(role, text)], the template that suits), or (None, None) where a row is no instruction data."""
     def text(value):
         if value is not None and not isinstance(value, str):
             raise ValueError(f'{place}: {json.dumps(value, default=str)[:50]} stands where a text was expected')
         return mended(value or '')
-    system = [('system', text(row['system']))] if row.get('system') else []
+
+    def told_before():
+        return [('system', text(row['system']))] if row.get('system') else []
     messages = next((row[name] for name in ('messages', 'conversations') if row.get(name) is not None), None)
-    if messages is None and row.keys() & {'messages', 'conversations'} and \
-            not row.keys() & {'text', 'content', 'instruction', 'prompt'}:
-        messages = []  # a chat without a word
     answer = next((name for name in ANSWERS if name in row), None)
     if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
         turns = []
@@ -1294,7 +1222,7 @@ def turns_of(row, place):
             if role not in ('system', 'user', 'assistant'):
                 raise ValueError(f'{place}: a message of role {role!r}; known are system, user and assistant')
             turns.append((role, text(message.get('content') or message.get('value'))))
-        return ([] if any(role == 'system' for role, _ in turns) else system) + turns, 'chatml'
+        return ([] if any(role == 'system' for role, _ in turns) else told_before()) + turns, 'chatml'
     if 'instruction' in row and answer:
         turns = [('input', text(row['input']))] if row.get('input') else []
         turns = [('user', text(row['instruction'])), *turns, ('assistant', text(row[answer]))]
@@ -1303,7 +1231,7 @@ def turns_of(row, place):
                     for role, said in zip(('user', 'assistant'), [*pair] if type(pair) is not str else '', strict=True)]
         except (TypeError, ValueError):
             raise ValueError(f'{place}: history is no list of pairs of texts') from None
-        return system + past + turns, 'alpaca'
+        return told_before() + past + turns, 'alpaca'
     if 'prompt' in row and answer:
         return [('user', text(row['prompt'])), ('assistant', text(row[answer]))], 'joined'
     return None, None
@@ -1351,7 +1279,7 @@ def encode_parts(tokenizer, parts):
                 runs.append([np.array([tokenizer.specials[word]]), counts])
             elif runs and isinstance(runs[-1][0], str) and runs[-1][1] == counts:
                 runs[-1][0] += word
-            elif word:
+            elif word or not runs:
                 runs.append([word, counts])
     ids = [tokenizer.encode(run) if isinstance(run, str) else run for run, _ in runs]
     return np.concatenate(ids), np.repeat(np.array([c for _, c in runs], dtype=np.uint8), [len(i) for i in ids])
@@ -1417,72 +1345,39 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
     if len(first) < 4 or not isinstance(tokenizer, TiktokenTokenizer):
         yield from (encode_batch(tokenizer, batch, bos, eot) for batch in batches)
         return
-    idle, processes = queue.SimpleQueue(), []
     assert len(tokenizer.sizes) == tokenizer.n_vocab  # made before the fork, once for all
-    fork = sys.platform == 'linux'  # macOS forks badly
-    context = multiprocessing.get_context('fork' if fork else 'spawn')
-    pipes = [context.Pipe() for _ in range(num_proc)]
-    for ours, theirs in pipes:
-        others = [end for pair in pipes for end in pair if end is not theirs] if fork else ()
-        process = context.Process(target=encoding_process, daemon=True,
-                                  args=(theirs, others, tokenizer if fork else tokenizer.spec(), bos, eot))
-        process.start()
-        processes.append(process)
-        idle.put(ours)
-    for _, theirs in pipes:
-        theirs.close()
-
-    def ask(batch):
-        pipe = idle.get()
-        try:
-            pipe.send(batch)
-            return pipe.recv()
-        except (EOFError, OSError):
-            return ValueError('a process that tokenizes has died, perhaps for want of memory; try a smaller --num_proc')
-        finally:
-            idle.put(pipe)
+    context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS forks badly
+    pool, waiting = ProcessPoolExecutor(num_proc, context, start_process, (tokenizer, bos, eot)), deque()
     try:
-        with ThreadPoolExecutor(num_proc) as pool:  # a thread waits for each process
-            waiting = deque()
-            try:
-                for batch in batches:
-                    waiting.append(pool.submit(ask, batch))
-                    if len(waiting) > 2 * num_proc:
-                        yield result_of(waiting.popleft())
-                while waiting:
-                    yield result_of(waiting.popleft())
-            finally:
-                for left in waiting:
-                    left.cancel()
+        for batch in batches:
+            waiting.append(pool.submit(encode_here, batch))
+            if len(waiting) > 2 * num_proc:
+                yield result_of(waiting.popleft())
+        yield from map(result_of, waiting)
     finally:
-        for ours, _ in pipes:
-            ours.close()
-        for process in processes:
-            process.join(5)
+        pool.shutdown(cancel_futures=True)
 
 
 def result_of(future):
-    result = future.result()
-    if isinstance(result, Exception):
-        raise result
-    return result
+    """Its result, or its error raised here: that is how call_main() knows a sentence from a defect."""
+    error = future.exception()
+    if isinstance(error, BrokenProcessPool):
+        raise ValueError('a process that tokenizes has died, perhaps for want of memory; try a smaller --num_proc')
+    if error:
+        raise error
+    return future.result()
 
 
-def encoding_process(pipe, others, tokenizer, bos, eot):
-    """Encodes what comes until the other end is closed, which the death of that process does too."""
+def start_process(*settings):
+    """What a process that tokenizes does first. It ends with the one that started it, even if that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent says when to end
-    for end in others:  # copies of the other ends, which would keep the pipes open
-        end.close()
-    tokenizer = tokenizer_from(tokenizer) if isinstance(tokenizer, dict) else tokenizer
-    while True:
-        try:
-            batch = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(encode_batch(tokenizer, batch, bos, eot))
-        except Exception as e:  # whatever it is, it ends the command and not this process
-            pipe.send(e)
+    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+    encode_here.settings = settings
+
+
+def encode_here(batch):
+    tokenizer, bos, eot = encode_here.settings
+    return encode_batch(tokenizer, batch, bos, eot)
 
 
 # -----------------------------------------------------------------------------
@@ -1515,7 +1410,7 @@ def hold_out(sizes, fraction):
     fraction of all bytes. At least one document stays on either side, and one that is more than half of all is trained.
     """
     held, held_bytes, total = set(), 0, sum(sizes.values())
-    for rank in sorted(rank for rank in sizes if 2 * sizes[rank] <= total or len(sizes) == 1)[:len(sizes) - 1]:
+    for rank in sorted(rank for rank in sizes if 2 * sizes[rank] <= total)[:len(sizes) - 1]:
         if held and held_bytes >= fraction * total:
             break
         held.add(rank)
@@ -1578,7 +1473,6 @@ def assign(files, val_files, cfg, division, progress=None):
         yield 'val', piece
 
 
-@lru_cache(maxsize=1)
 def load_tokenizer(name):
     """A tokenizer that is there already; None for one that is made from the text."""
     if name == 'char' or name.startswith('bpe:'):
@@ -1601,7 +1495,7 @@ def make_tokenizer(name, pieces, several, size):
             chars.update(*(text for text, *_ in piece.parts))
         return CharTokenizer(''.join(sorted(chars)), eot=several)
     if kind == 'bpe':
-        every = -(-size // BPE_BYTES)
+        every = max(-(-size // BPE_BYTES), 1)
         texts = (text for i, (side, piece) in enumerate(pieces()) if side == 'train' and i % every == 0
                  for text, *_ in piece.parts)
         return BPETokenizer(train_bpe(texts, int(number) - 1))
@@ -1625,36 +1519,37 @@ class BinWriter:
         self.counts = {name: (before or {}).get(name, 0) for name in ('tokens', 'bytes', 'documents')}
 
     def add(self, made):
-        if made.mask is not None and self.mask is None:
-            self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
-            self.count_all(self.counts['tokens'])
-        self.file.write(made.ids.tobytes())
         if made.mask is not None:
-            self.mask.write(made.mask.tobytes())
-        elif self.mask:
-            self.count_all(len(made.ids))
+            self.begin_mask()
+        self.file.write(made.ids.tobytes())
+        if self.mask:
+            self.mask.write(b'\1' * len(made.ids) if made.mask is None else made.mask.tobytes())
         for name, number in (('tokens', len(made.ids)), ('bytes', made.num_bytes), ('documents', made.documents)):
             self.counts[name] += number
 
-    def count_all(self, num_tokens):
-        for at in range(0, num_tokens, 1 << 20):
-            self.mask.write(b'\1' * min(1 << 20, num_tokens - at))
+    def begin_mask(self):
+        """All before the first prompt counts."""
+        if not self.mask:
+            self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
+            for at in range(0, self.counts['tokens'], 1 << 20):
+                self.mask.write(b'\1' * min(1 << 20, self.counts['tokens'] - at))
 
     def move_tail(self, to, counts):
-        """Moves what is behind the first counts['tokens'] to another bin, which has no mask either."""
-        self.file.flush()
-        with open(self.path, 'rb') as f:
-            f.seek(counts['tokens'] * self.dtype.itemsize)
-            shutil.copyfileobj(f, to.file, 1 << 20)
-        self.file.truncate(counts['tokens'] * self.dtype.itemsize)
+        """Moves what is behind the first counts['tokens'] to another bin."""
+        pairs = [(self.file, to.file, self.dtype.itemsize)]
+        if self.mask or to.mask:
+            self.begin_mask()
+            to.begin_mask()
+            pairs.append((self.mask, to.mask, 1))
+        for mine, other, size in pairs:
+            mine.flush()
+            with open(mine.name, 'rb') as f:
+                f.seek(counts['tokens'] * size)
+                shutil.copyfileobj(f, other, 1 << 20)
+            mine.truncate(counts['tokens'] * size)
         for name in self.counts:
             to.counts[name] += self.counts[name] - counts[name]
             self.counts[name] = counts[name]
-
-    def last_id(self):
-        """The last id of the bin as it was opened, None if it has none."""
-        tokens = open_bin(self.path, self.dtype)
-        return int(tokens[-1]) if len(tokens) else None
 
     def close(self):
         """The counts, and hashes of what is on the disk."""
@@ -1675,7 +1570,7 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
     size = sum(os.path.getsize(file.path) for file in (*files, *val_files))
     division = divide(files, val_files, cfg, fraction)
     with partial_folder(folder) as partial:
-        old = copy_dataset(folder, partial) if cfg.append else None
+        old = copy_dataset(folder, partial) if cfg.append else {}
         tokenizer = tokenizer_from(old['tokenizer']) if old else \
             make_tokenizer(cfg.tokenizer, lambda: assign(files, val_files, cfg, division), division.several, size)
         if cfg.bos and tokenizer.bos is None:
@@ -1683,16 +1578,17 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
                              'tokenizer.json; with others, the end-of-text id between documents is both')
         if files[0].kind == 'tokens' and tokenizer.spec() != {'kind': 'tiktoken', 'name': 'gpt2'}:
             raise ValueError(f"shards hold GPT-2's tokens, and {folder} has another tokenizer")
-        if cfg.bos and old and 'bos' not in old:
+        if cfg.bos and old and old.get('bos') is None:
             raise ValueError(f'{folder} was made without bos; leave it out, or prepare all of it again')
-        bos = tokenizer.bos if cfg.bos or (old and 'bos' in old) else None
+        bos = tokenizer.bos if cfg.bos else old.get('bos')
         dtype, eot = id_type(tokenizer), tokenizer.eot if division.several else None
         bins = {s: BinWriter(partial, s, dtype, old and old['splits'][s]) for s in ('train', 'val')}
         for writer in bins.values():
-            if old and eot is not None and writer.last_id() not in (None, eot):
+            last = open_bin(writer.path, dtype)[-1:].tolist()
+            if old and eot is not None and last not in ([], [eot]):
                 writer.add(Encoded(np.array([eot], dtype), None, 0, 0))  # a single document had no end
         before = {s: dict(writer.counts) for s, writer in bins.items()}
-        progress, places = Reading(size), []
+        progress, places = Progress(size), []
         pieces = assign(files, val_files, cfg, division, progress)
         for made in encode_all(tokenizer, ([p] for p in pieces) if division.tail else batches_of(pieces),
                                cfg.num_proc or cores(), bos, eot):
@@ -1713,14 +1609,11 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
             hint = f' (or does {cfg.separator!r} not occur in it?)' if cfg.separator else ''
             raise ValueError(f'no text of {source} would be {"trained" if empty == ["train"] else "validated"} on{hint}'
                              '; name a validation source with --val, or change --val_fraction')
-        meta = {'format': FORMAT, 'dtype': 'uint16' if dtype == '<u2' else 'uint32', 'vocab_size': tokenizer.n_vocab,
+        meta = {'format': FORMAT, 'dtype': np.dtype(dtype).name, 'vocab_size': tokenizer.n_vocab,
                 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
                 'splits': {s: writer.close() for s, writer in bins.items()},
-                'source': f'{old.get("source", "unknown")}, {source}' if old else source}
-        if templates := progress.templates | set(old.get('templates', []) if old else ()):
-            meta['templates'] = sorted(templates)
-        if bos is not None:
-            meta['bos'] = bos
+                'source': f'{old.get("source", "unknown")}, {source}' if old else source,
+                'templates': sorted(progress.templates | set(old.get('templates', []))), 'bos': bos}
         with open(os.path.join(partial, 'meta.json'), 'w', encoding='utf-8') as f:
             json.dump(meta, f, indent=1)
             f.flush()
@@ -1735,7 +1628,8 @@ def write_dataset(folder, files, val_files, cfg, fraction, source):
                 os.rename(aside, folder)
             raise
         for left in glob.glob(glob.escape(partial) + '.*'):  # this one, and any that a kill left here
-            remove(left)
+            if left.rpartition('.')[2].isdecimal():
+                remove(left)
     return meta
 
 
@@ -1765,9 +1659,10 @@ def partial_folder(folder):
     """The empty folder that a dataset is written into, locked as long as it is."""
     partial = folder + '.partial'
     os.makedirs(partial, exist_ok=True)
-    descriptor = None if fcntl is None else os.open(partial, os.O_RDONLY)
-    try:
-        lock(descriptor, partial)
+    with contextlib.ExitStack() as stack:
+        if fcntl:
+            stack.callback(os.close, descriptor := os.open(partial, os.O_RDONLY))
+            lock(descriptor, partial)
         for entry in os.scandir(partial):  # of a run that was killed
             remove(entry.path)
         try:
@@ -1775,9 +1670,6 @@ def partial_folder(folder):
         except BaseException:
             remove(partial)
             raise
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def cut_tail(bins, places, before, fraction, source):
@@ -1835,7 +1727,7 @@ def dataset_folder(data_dir, dataset):
     if os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or '\0' in dataset or ':' in dataset:
         raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}; for another place set '
                          '--data_dir')
-    if re.search(r'\.partial(\.\d+)?$', parts[-1]):
+    if re.search(r'\.partial(\.|$)', parts[-1]):
         raise ValueError(f'dataset={dataset!r} is a dataset that is being written, or was when it was killed')
     return os.path.join(data_dir, *parts)
 
@@ -1859,15 +1751,15 @@ def read_meta(folder):
             made = tokenizer_from({'kind': 'byte'} if meta['tokenizer']['kind'] == 'tiktoken' else meta['tokenizer'])
             if not made.n_vocab <= meta['vocab_size'] <= MAX_VOCAB:
                 raise KeyError('vocab_size')
-            if 'bos' in meta and not (type(meta['bos']) is int and 0 <= meta['bos'] < meta['vocab_size']):
+            if meta.get('bos') is not None and not (type(meta['bos']) is int and 0 <= meta['bos'] < meta['vocab_size']):
                 raise KeyError('bos')
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f'{path} is damaged or of a later version ({e}); prepare the dataset again') from None
         return {**meta, 'foreign': False}
     path = os.path.join(folder, 'meta.pkl')
+    foreign = {'dtype': 'uint16', 'splits': {}, 'foreign': True}
     if not os.path.exists(path):
-        return {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': {'kind': 'tiktoken', 'name': 'gpt2'},
-                'splits': {}, 'foreign': True}
+        return {**foreign, 'vocab_size': 50304, 'tokenizer': {'kind': 'tiktoken', 'name': 'gpt2'}}
     try:
         with open(path, 'rb') as f:
             pickled = f.read()
@@ -1875,15 +1767,12 @@ def read_meta(folder):
         if any(op.name.endswith('PUT') and arg > len(pickled) for op, arg, _ in pickletools.genops(pickled)):
             raise ValueError('it numbers more values than it holds')
         meta = PlainUnpickler(io.BytesIO(pickled)).load()
-        itos = meta['itos']
-        if not all(isinstance(itos[i], str) and len(itos[i]) == 1 for i in range(len(itos))) or \
-                len({itos[i] for i in range(len(itos))}) != len(itos):
+        chars, size = [meta['itos'][i] for i in range(len(meta['itos']))], int(meta['vocab_size'])
+        if not all(isinstance(c, str) and len(c) == 1 for c in chars) or len(set(chars)) < len(chars):
             raise ValueError('itos is not one character an id')
-        chars, size = ''.join(itos[i] for i in range(len(itos))), int(meta['vocab_size'])
         if not len(chars) <= size <= MAX_VOCAB:
             raise ValueError(f'vocab_size={size} for {len(chars)} characters')
-        return {'dtype': 'uint16', 'vocab_size': size, 'splits': {}, 'foreign': True,
-                'tokenizer': {'kind': 'char', 'chars': chars, 'eot': False}}
+        return {**foreign, 'vocab_size': size, 'tokenizer': {'kind': 'char', 'chars': ''.join(chars), 'eot': False}}
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
         raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e}); "
                          "without that file the bins are read as GPT-2's tokens") from None
@@ -1904,7 +1793,7 @@ def inspect_dataset(folder):
     for split in ('train', 'val'):
         tokens = open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
         counts = count_ids(tokens)
-        sizes = np.pad(token_bytes(tokenizer), (0, max(len(counts) - tokenizer.n_vocab, 0)))[:len(counts)]
+        sizes = np.pad(tokenizer.sizes, (0, max(len(counts) - tokenizer.n_vocab, 0)))[:len(counts)]
         ends = 0 if tokenizer.eot is None else int(counts[tokenizer.eot:tokenizer.eot + 1].sum())
         lines.append(f'{split:>5}: {len(tokens):,} tokens, {(counts * sizes).sum() / max(len(tokens), 1):.2f} bytes a '
                      f'token, {ends:,} document ends, {np.count_nonzero(counts):,} different ids')
@@ -1983,10 +1872,7 @@ def default_name(sources):
 
 
 def open_sources(sources, cfg, spool):
-    """
-    (files, validation files, cfg with what a corpus by name brings along, val_fraction) of the words on the command
-    line.
-    """
+    """(files, validation files, cfg with what a corpus by name brings along, val_fraction) of the command's words."""
     if [*sources, cfg.val].count('-') > 1:
         raise ValueError('standard input can be read once only, and is named twice')
     corpus = CORPORA.get(sources[0]) if len(sources) == 1 and not os.path.exists(sources[0]) else None
@@ -1998,7 +1884,7 @@ def open_sources(sources, cfg, spool):
         load_tokenizer(cfg.tokenizer)  # before the download, should it be missing
         files, own_val = open_corpus(sources[0], cfg)
         fraction = corpus.val_fraction
-        val_files = val_files or (own_val if cfg.val_fraction is None else [])
+        val_files = val_files or own_val
     else:
         places = [os.path.basename(os.path.abspath(source)) + '/' if len(sources) > 1 else '' for source in sources]
         files = [file._replace(name=place + file.name) for source, place in zip(sources, places, strict=True)
@@ -2027,16 +1913,16 @@ def check_kinds(kinds, cfg, place):
 
 def without_repeats(files, val_files):
     """The files to train on, each once, without those to validate on; says how many it leaves out."""
-    seen, left = {os.path.realpath(file.path) for file in val_files}, []
+    left = {}
     for file in files:
-        if os.path.realpath(file.path) not in seen:
-            seen.add(os.path.realpath(file.path))
-            left.append(file)
+        left.setdefault(os.path.realpath(file.path), file)
+    for file in val_files:
+        left.pop(os.path.realpath(file.path), None)
     if len(left) < len(files):
         print(f'{len(files) - len(left):,} files are named twice, or are validated on, and are left out')
     if not left:
         raise ValueError('nothing is left to train on: all files are validated on')
-    return left
+    return [*left.values()]
 
 
 def main(argv=None):

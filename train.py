@@ -1363,7 +1363,7 @@ def check_tokenizer(tokenizer, meta):
 def byte_table(meta, vocab_size, machine):
     """Bytes of every id the model knows, (vocab_size,), or None where the tokenizer cannot be had."""
     try:
-        table = prepare.token_bytes(prepare.tokenizer_from(meta['tokenizer']))
+        table = prepare.tokenizer_from(meta['tokenizer']).sizes
     except ValueError as e:
         machine.say(f'bits per byte: not reported, {e}')
         return None
@@ -2039,7 +2039,7 @@ def context_of(datasets, splits, machine):
     templates = {template for _, _, meta, _ in datasets for template in meta.get('templates', [])}
     if len(templates) == 1:  # of several none can be called the one to talk to the model in
         context['template'] = templates.pop()
-    if all('bos' in meta for _, _, meta, _ in datasets):
+    if all(meta.get('bos') is not None for _, _, meta, _ in datasets):
         context['bos'] = datasets[0][2]['bos']  # with which a prompt begins
     return context
 

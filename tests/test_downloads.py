@@ -36,6 +36,7 @@ def server(monkeypatch):
     thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
     thread.start()
     seen = []
+    monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{httpd.server_port}')  # whose ETags are hashes
     state = SimpleNamespace(script=[], seen=seen, url=f'http://127.0.0.1:{httpd.server_port}/file.bin')
     yield state
     httpd.shutdown()
@@ -156,6 +157,36 @@ def test_a_length_that_is_no_number_is_none(server, tmp_path):
     server.script = [answer(length='many', ETag=f'"{GOOD}"')]
     download(server.url, str(tmp_path / 'f'))
     assert contents(tmp_path) == {'f': BODY}
+
+
+def test_a_body_of_untold_length_begins_anew(server, tmp_path):
+    """What was cut before may be all there is of a file, and is no beginning of it."""
+    def chunked(cut):
+        def give(handler):
+            handler.protocol_version = 'HTTP/1.1'
+            handler.send_response(200)
+            handler.send_header('Transfer-Encoding', 'chunked')
+            handler.end_headers()
+            for at in range(0, len(BODY), 2**20)[:cut]:
+                part = BODY[at:at + 2**20]
+                handler.wfile.write(f'{len(part):x}\r\n'.encode() + part + b'\r\n')
+            handler.wfile.write(b'' if cut else b'0\r\n\r\n')
+            handler.close_connection = True
+        return give
+    server.script = [chunked(2), chunked(None)]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY} and len(server.seen) == 2
+
+
+def test_only_the_hubs_etags_are_hashes(server, tmp_path, monkeypatch):
+    monkeypatch.setenv('HF_ENDPOINT', 'http://127.0.0.1:1')
+    for name, etag in (('f', '0' * 64), ('g', '0' * 40)):
+        server.script = [answer(ETag=f'"{etag}"')]
+        download(server.url, str(tmp_path / name))
+    server.script = [answer(ETag='"x"', X_Linked_Etag=f'"{"0" * 64}"')]
+    with pytest.raises(ValueError, match='the hash of what came is'):
+        download(server.url, str(tmp_path / 'h'))
+    assert contents(tmp_path) == {'f': BODY, 'g': BODY}
 
 
 def test_a_connection_that_always_breaks_ends(server, tmp_path):

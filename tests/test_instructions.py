@@ -1,5 +1,6 @@
 """Instruction data: which tokens a template makes of a conversation, and which of them count in the loss."""
 
+import hashlib
 import json
 import os
 
@@ -124,6 +125,27 @@ def test_text_that_becomes_instruction_data_keeps_counting(tmp_path):
     start = 5 * 51
     assert mask[:start].all() and not mask[start:start + 10].any() and mask[start + 10:].all()
     assert len(ids) == len(mask) == start + 13 + 5 * 31
+
+
+def test_a_text_that_is_cut_gets_a_mask_behind_instruction_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, 'SMALL', 1000)
+    _, splits, _ = write(tmp_path, [{**PAIR, 'prompt': f'{i}?'} for i in range(40)])
+    before = {s: len(ids) for s, (ids, _) in splits.items()}
+    monkeypatch.setattr(prepare, 'PIECE', 400)
+    (tmp_path / 'b.txt').write_text('long text\n' * 500)
+    prepare.main([str(tmp_path / 'b.txt'), '--name=x', f'--data_dir={tmp_path}/data', '--append'])
+    meta, added = read_meta(str(tmp_path / 'data' / 'x')), 0
+    for s in ('train', 'val'):
+        ids, mask = (np.fromfile(tmp_path / 'data' / 'x' / f'{s}{end}', dtype) for end, dtype in
+                     (('.bin', '<u2'), ('.mask.bin', np.uint8)))
+        assert len(ids) == len(mask) == meta['splits'][s]['tokens'] > before[s] and mask[before[s]:].all()
+        assert hashlib.sha256(mask.tobytes()).hexdigest() == meta['splits'][s]['mask_sha256']
+        added += len(ids) - before[s]
+    assert added == 5001
+
+
+def test_a_field_beside_a_text_may_be_called_system(tmp_path):
+    assert parts_of({'text': 'abc', 'system': True}, 'line 1', PrepareConfig()) == [('abc', False, True)]
 
 
 def test_special_ids_come_from_the_template_and_never_from_the_data(tmp_path):

@@ -19,7 +19,6 @@ from prepare import (
     encode_marked,
     pretrained,
     read_meta,
-    token_bytes,
     tokenizer_from,
 )
 
@@ -76,7 +75,7 @@ def test_bytes_round_trip_and_are_the_utf8_of_the_text(text):
     assert encoded.tolist() == list(utf8)
     assert tokenizer.decode(encoded.tolist()).decode('utf-8', 'surrogatepass') == text
     assert tokenizer.decode([*encoded.tolist(), tokenizer.eot]) == utf8
-    assert token_bytes(tokenizer)[encoded].sum() == len(utf8)
+    assert tokenizer.sizes[encoded].sum() == len(utf8)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -89,7 +88,7 @@ def test_chars_round_trip_and_a_stranger_is_named(text, several, other):
     assert tokenizer.decode(encoded).decode('utf-8', 'surrogatepass') == text
     if several:
         assert tokenizer.decode([*encoded, tokenizer.eot]) == tokenizer.decode(encoded)
-    assert token_bytes(tokenizer)[encoded].sum() == len(text.encode('utf-8', 'surrogatepass'))
+    assert tokenizer.sizes[encoded].sum() == len(text.encode('utf-8', 'surrogatepass'))
     strangers = sorted(set(other) - set(text))[:20]
     if strangers:
         with pytest.raises(ValueError) as e:
@@ -113,7 +112,7 @@ def test_gpt2_round_trips_and_never_reads_text_as_its_special_token(gpt2, text):
 
 
 def test_token_bytes_of_gpt2_sum_to_the_utf8_length(gpt2):
-    table, text = token_bytes(gpt2), 'Naïve café, 10€ – 😀\n' * 9
+    table, text = gpt2.sizes, 'Naïve café, 10€ – 😀\n' * 9
     assert table.shape == (50257,) and table.dtype == np.int64 and table[50256] == 0
     assert table[gpt2.encode(text)].sum() == len(text.encode())
     assert table[:50256].min() == 1
@@ -250,7 +249,7 @@ def test_a_folder_is_a_document_a_file_and_each_ends_with_the_end_of_text(notes,
         assert counts['documents'] == len(documents) and counts['tokens'] == len(all_ids)
         assert counts['bytes'] == sum(len(d.encode()) for d in documents)
         assert counts['sha256'] == hashlib.sha256((folder / f'{split}.bin').read_bytes()).hexdigest()
-        assert counts['bytes'] == token_bytes(rebuilt)[all_ids].sum()
+        assert counts['bytes'] == rebuilt.sizes[all_ids].sum()
     assert sorted(found['train'] + found['val']) == sorted(filter(None, NOTES.values()))  # nothing cut, nothing twice
     held = meta['splits']['val']['bytes']
     assert held >= 0.3 * sum(len(d.encode()) for d in NOTES.values())

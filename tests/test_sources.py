@@ -71,20 +71,17 @@ def test_a_compressed_file_is_the_file(tmp_path, make, name, opener):
 
 
 def test_zstandard(tmp_path, make):
-    if sys.version_info < (3, 14):
-        zstandard = pytest.importorskip('zstandard')
-        (tmp_path / 'a.txt.zst').write_bytes(zstandard.compress(b'one ' * 99) + zstandard.compress(b'two ' * 99))
-    else:
-        from compression import zstd
-        (tmp_path / 'a.txt.zst').write_bytes(zstd.compress(b'one ' * 99) + zstd.compress(b'two ' * 99))
-    found, _ = make(tmp_path / 'a.txt.zst')
-    assert ''.join(found['train'] + found['val']) == 'one ' * 99 + 'two ' * 99  # both frames
+    """Both frames of a file, and characters that blocks cut: it gives empty ones in the middle."""
+    zstandard = pytest.importorskip('zstandard')
+    random.seed(0)
+    for text in ('one ' * 99, ''.join(chr(random.randrange(0x4e00, 0x9f00)) for _ in range(100_000))):
+        (tmp_path / 'a.txt.zst').write_bytes(zstandard.compress(text.encode()) + zstandard.compress(b'two ' * 99))
+        found, _ = make(tmp_path / 'a.txt.zst')
+        assert ''.join(found['train'] + found['val']) == text + 'two ' * 99
 
 
 @pytest.mark.parametrize('package, name', [('zstandard', 'a.txt.zst'), ('pyarrow', 'a.parquet')])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, make, monkeypatch, package, name):
-    if package == 'zstandard' and sys.version_info >= (3, 14):
-        pytest.skip('Python reads it itself')
     monkeypatch.setattr(prepare, 'find_spec', lambda name: None)
     (tmp_path / name).write_bytes(b'x' * 100)
     with pytest.raises(ValueError, match=f'pip install {package}'):
@@ -740,6 +737,25 @@ def test_a_zst_file_that_was_cut_is_damaged(tmp_path, make, size):
     (tmp_path / 'a.txt.zst').write_bytes(zstandard.compress(os.urandom(300_000).hex().encode())[:size])
     with pytest.raises(ValueError, match=r'a\.txt\.zst is damaged'):
         make(tmp_path / 'a.txt.zst')
+
+
+def test_a_file_without_a_size_is_read(make):
+    if not os.path.exists('/proc/cpuinfo'):
+        pytest.skip('no /proc here')
+    found, _ = make('/proc/cpuinfo', tokenizer='bpe:300')
+    assert 'processor' in found['train'][0]
+
+
+def test_a_name_beside_a_dataset_that_is_being_written(tmp_path, make):
+    """It would go when that one is done."""
+    (tmp_path / 'a.txt').write_text('abc' * 99)
+    for name in ('x.partial', 'x.partial.old', 'x.partial.7'):
+        with pytest.raises(ValueError, match='is a dataset that is being written'):
+            make(tmp_path / 'a.txt', name=name)
+    (tmp_path / 'data' / 'x.partial.7').mkdir(parents=True)
+    (tmp_path / 'data' / 'x.partial.8.stdin').write_text('what another command has read')
+    make(tmp_path / 'a.txt')
+    assert sorted(os.listdir(tmp_path / 'data')) == ['x', 'x.partial.8.stdin']
 
 
 @pytest.mark.parametrize('raw, words', [
