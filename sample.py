@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+import prepare
 from configurator import call_main, configure
 from model import (
     GREEDY_BELOW,
@@ -33,26 +34,6 @@ from model import (
     load_gpt2,
     model_from,
     try_compile,
-)
-from prepare import (
-    COMPRESSED,
-    TEMPLATES,
-    PrepareConfig,
-    TiktokenTokenizer,
-    byte_blocks,
-    check_kinds,
-    cores,
-    dataset_folder,
-    documents_in,
-    encode_parts,
-    files_of,
-    pretrained,
-    prompt_ids,
-    read_meta,
-    render,
-    show,
-    standard_input,
-    tokenizer_from,
 )
 
 
@@ -138,15 +119,15 @@ def tokenizer_for(checkpoint, vocab_size, data_dir):
     were trained on. GPT-2's is assumed for GPT-2's vocabulary only.
     """
     if 'tokenizer' in checkpoint:
-        return tokenizer_from(checkpoint['tokenizer']), 'from the checkpoint'
+        return prepare.tokenizer_from(checkpoint['tokenizer']), 'from the checkpoint'
     dataset = str(checkpoint.get('config', {}).get('dataset', ''))
-    folder = dataset_folder(data_dir, dataset) if dataset else data_dir
+    folder = prepare.dataset_folder(data_dir, dataset) if dataset else data_dir
     if os.path.exists(os.path.join(folder, 'meta.json')) or os.path.exists(os.path.join(folder, 'meta.pkl')):
-        tokenizer = tokenizer_from(read_meta(folder)['tokenizer'])
+        tokenizer = prepare.tokenizer_from(prepare.read_meta(folder)['tokenizer'])
         if vocab_size in (tokenizer.n_vocab, -(-tokenizer.n_vocab // 64) * 64):  # as it is, or padded
             return tokenizer, f'from {folder}'
     if vocab_size in (50257, 50304):
-        return TiktokenTokenizer('gpt2'), "GPT-2's, by the size of the vocabulary"
+        return prepare.TiktokenTokenizer('gpt2'), "GPT-2's, by the size of the vocabulary"
     raise ValueError(f'the checkpoint carries no tokenizer, and {folder} has none for its vocabulary of {vocab_size}; '
                      'set --data_dir to where its dataset is')
 
@@ -161,14 +142,14 @@ def fitting(tokenizer, model, path):
 
 def load(cfg):
     """(model, tokenizer, name of the template of its data) as the settings ask, on the CPU."""
-    if found := pretrained(cfg.init_from, cfg.data_dir):
+    if found := prepare.pretrained(cfg.init_from, cfg.data_dir):
         folder, tokenizer = found
         print(f'weights: {folder}', file=sys.stderr)
         model = load_gpt2(folder)
         if tokenizer is None:
             raise ValueError(f"{folder} holds no tokenizer.json, and GPT-2's tokenizer has another vocabulary than its "
                              f'{model.config.vocab_size:,} ids')
-        return model, fitting(tokenizer_from(tokenizer), model, folder), 'none'
+        return model, fitting(prepare.tokenizer_from(tokenizer), model, folder), 'none'
     path = find_checkpoint(cfg)
     try:
         checkpoint = load_checkpoint(path)
@@ -189,7 +170,7 @@ def load(cfg):
 
 def place(model, device, dtype, cfg):
     """Moves the model to where it computes; returns how it decodes, for GPT.generate."""
-    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch knows nothing of a container's quota
+    torch.set_num_threads(min(torch.get_num_threads(), prepare.cores()))  # torch knows nothing of a container's quota
     model.for_inference(device, dtype, cfg.quantize, pack=cfg.compile is not True)
     print(f'device: {device}, {str(dtype).removeprefix("torch.")}' + ', weights in int8' * (cfg.quantize == 'int8'),
           file=sys.stderr)
@@ -216,11 +197,12 @@ def read_prompts(start):
         return [start]
     name = 'standard input' if start == '-' else start[5:]
     try:
-        text = (standard_input().read() if start == '-' else b''.join(byte_blocks(name))).decode('utf-8-sig')
+        raw = prepare.standard_input().read() if start == '-' else b''.join(prepare.byte_blocks(name))
+        text = raw.decode('utf-8-sig')
     except UnicodeDecodeError as e:
         raise ValueError(f'the prompts in {name} are not UTF-8 text: byte {e.object[e.start]:#04x} at '
                          f'{e.start}') from None
-    if not name.lower().endswith(tuple(f'.jsonl{suffix}' for suffix in ('', *COMPRESSED))):
+    if not name.lower().endswith(tuple(f'{s}{c}' for s in ('.jsonl', '.ndjson') for c in ('', *prepare.COMPRESSED))):
         return [text]
     prompts = []
     for number, line in enumerate(text.split('\n'), 1):
@@ -328,7 +310,7 @@ def sample(model, tokenizer, cfg, decode):
     """Draws num_samples texts from each prompt, batch_size of them at once."""
     num_samples = cfg.num_samples or (3 if cfg.temperature >= GREEDY_BELOW else 1)
     starts = read_prompts(cfg.start)
-    prompts, size = [prompt_ids(tokenizer, start) for start in starts], model.config.block_size
+    prompts, size = [prepare.prompt_ids(tokenizer, start) for start in starts], model.config.block_size
     if (longest := max(map(len, prompts))) > size:
         print(f'note: the prompt has {longest:,} tokens, and the context holds {size:,}: its end is taken',
               file=sys.stderr)
@@ -356,21 +338,21 @@ def sample(model, tokenizer, cfg, decode):
 
 def chat_ids(tokenizer, turns, template):
     """Ids of a conversation, [(role, text)], up to where the assistant's next words begin."""
-    parts = render([*turns, ('assistant', '')], template)
-    if TEMPLATES[template]['assistant'][1]:
+    parts = prepare.render([*turns, ('assistant', '')], template)
+    if prepare.TEMPLATES[template]['assistant'][1]:
         parts.pop()  # the mark that ends them
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
-    return begin + encode_parts(tokenizer, parts)[0].tolist()
+    return begin + prepare.encode_parts(tokenizer, parts)[0].tolist()
 
 
 def chat(model, tokenizer, template, cfg, decode):
     """Asks and answers until an empty line, 'exit' or the end of the input."""
-    if cfg.template == 'auto' and template not in TEMPLATES:
+    if cfg.template == 'auto' and template not in prepare.TEMPLATES:
         raise ValueError(f'the checkpoint was tuned in no template that is known (it says {template}); name one with '
-                         f'--template: {", ".join(TEMPLATES)}')
+                         f'--template: {", ".join(prepare.TEMPLATES)}')
     template = template if cfg.template == 'auto' else cfg.template
-    standard_input()  # or there is nobody to talk to
-    stops = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1])
+    prepare.standard_input()  # or there is nobody to talk to
+    stops = stops_of(tokenizer, cfg.stop, prepare.TEMPLATES[template]['assistant'][1])
     size, turns, answered = model.config.block_size, [], 0
     room = min(cfg.max_new_tokens, size // 4)  # for the answer, at least
     while (said := ask()).strip() not in ('', 'exit'):
@@ -421,19 +403,20 @@ def documents(cfg, template, tokenizer):
     (its file's name, ids, mask of what counts) of each document of what cfg.score names: its files, their parts between
     <|endoftext|>, rows, which are put into the template that was asked for or the one of the model's data.
     """
-    template = cfg.template if cfg.template != 'auto' or template not in TEMPLATES else template
-    reading = PrepareConfig(data_dir=cfg.data_dir, bad_utf8=cfg.bad_utf8, text_field=cfg.text_field, template=template)
+    template = cfg.template if cfg.template != 'auto' or template not in prepare.TEMPLATES else template
+    reading = prepare.PrepareConfig(data_dir=cfg.data_dir, bad_utf8=cfg.bad_utf8, text_field=cfg.text_field,
+                                    template=template)
     with tempfile.TemporaryDirectory() as folder:  # where standard input is put
-        files = files_of(cfg.score, reading, os.path.join(folder, 'spool'))
-        check_kinds({file.kind for file in files}, cfg, cfg.score)
+        files = prepare.files_of(cfg.score, reading, os.path.join(folder, 'spool'))
+        prepare.check_kinds({file.kind for file in files}, cfg, cfg.score)
         for file in files:
             if file.kind == 'tokens':
                 raise ValueError(f'{file.path} holds ids of a tokenizer, and which one it does not say; score the text '
                                  'itself')
             marked = file.kind == 'text' and holds(file.path, b'<|endoftext|>')
             ids, masks = [], []
-            for piece in documents_in([file], replace(reading, separator='<|endoftext|>' if marked else None)):
-                new, mask = encode_parts(tokenizer, piece.parts)
+            for piece in prepare.documents_in([file], replace(reading, separator='<|endoftext|>' if marked else None)):
+                new, mask = prepare.encode_parts(tokenizer, piece.parts)
                 ids.append(np.asarray(new, dtype=np.int64))
                 masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
                 if piece.end:
@@ -444,7 +427,7 @@ def documents(cfg, template, tokenizer):
 def holds(path, mark):
     """Whether these bytes occur in what a file holds, decompressed."""
     end = b''
-    for block in byte_blocks(path):
+    for block in prepare.byte_blocks(path):
         if mark in end + block:
             return True
         end = (end + block)[1 - len(mark):]
@@ -475,8 +458,8 @@ def score(model, tokenizer, template, cfg):
     def all_windows():
         for name, ids, mask in documents(cfg, template, tokenizer):
             counted = ids[mask > 0] if begin is not None else ids[1:][mask[1:] > 0]
-            rows.append({'file': name, 'begins': show(tokenizer, ids[:20].tolist())[:24], 'tokens': len(counted),
-                         'bytes': int(tokenizer.sizes[counted].sum()), 'nats': 0.0})
+            rows.append({'file': name, 'begins': prepare.show(tokenizer, ids[:20].tolist())[:24],
+                         'tokens': len(counted), 'bytes': int(tokenizer.sizes[counted].sum()), 'nats': 0.0})
             for x, y in windows(ids, mask, c.block_size, begin):
                 yield rows[-1], torch.from_numpy(x), torch.from_numpy(y)
     left = all_windows()

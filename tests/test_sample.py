@@ -346,9 +346,9 @@ def lines(draw, **flags):
     return [json.loads(line) for line in draw.out.splitlines()]
 
 
-@pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / 'prompts.jsonl'
+@pytest.fixture(params=['prompts.jsonl', 'PROMPTS.NDJSON'])
+def prompts(tmp_path, request):
+    path = tmp_path / request.param
     path.write_text('{"prompt": "ab", "id": 1}\n"cde"\n\n{"prompt": ""}\n{"prompt": "habcdefgh"}\n')
     return f'FILE:{path}'
 
@@ -634,7 +634,8 @@ def test_the_mark_between_documents_is_seen_in_compressed_text_and_across_blocks
     assert [line['tokens'] for line in told] == [3, 3, 6]
     assert scored(capsys, out, tmp_path / 'a.txt.gz') == told
     for size in range(1, 20):
-        monkeypatch.setattr(sample, 'byte_blocks', lambda path, n=size: (text[i:i + n] for i in range(0, len(text), n)))
+        monkeypatch.setattr(sample.prepare, 'byte_blocks',
+                            lambda path, n=size: (text[i:i + n] for i in range(0, len(text), n)))
         assert sample.holds('a.txt', b'<|endoftext|>') and not sample.holds('a.txt', b'<|endofthis|>')
 
 
@@ -720,7 +721,7 @@ def test_a_folder_of_weights_without_its_tokenizer_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(sample, 'load_gpt2', lambda folder: gpt(300))
     assert "holds no tokenizer.json, and GPT-2's tokenizer has another vocabulary than its 300 ids" in \
         refusal(init_from=tmp_path)
-    monkeypatch.setattr(sample, 'pretrained', lambda *args: (str(tmp_path), CharTokenizer(CHARS).spec()))
+    monkeypatch.setattr(sample.prepare, 'pretrained', lambda *args: (str(tmp_path), CharTokenizer(CHARS).spec()))
     monkeypatch.setattr(sample, 'load_gpt2', lambda folder: gpt(9))
     assert 'has 10 ids, and the model knows 9' in refusal(init_from=tmp_path)
     monkeypatch.undo()
@@ -878,7 +879,7 @@ def test_a_dataset_of_another_vocabulary_is_not_the_checkpoints(nanogpt, chars):
 
 def test_a_gpt2_checkpoint_of_nanogpt_gets_gpt2s_tokenizer(nanogpt, monkeypatch):
     """Of 50257 or padded 50304 ids, and nothing beside its data: openwebtext has no meta.pkl."""
-    monkeypatch.setattr(sample, 'TiktokenTokenizer', lambda name: f'the tokenizer {name}')
+    monkeypatch.setattr(sample.prepare, 'TiktokenTokenizer', lambda name: f'the tokenizer {name}')
     for size in (50257, 50304):
         tokenizer, source = sample.tokenizer_for({'config': {'dataset': 'openwebtext'}}, size, 'data-of-nobody')
         assert tokenizer == 'the tokenizer gpt2' and 'size of the vocabulary' in source
