@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import errno
 import inspect
+import math
 import numbers
 import os
 import re
@@ -47,19 +48,28 @@ def expected(kind):
     return ' or '.join([', '.join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def is_number(value):
+    """True is no 1; NaN, infinity and what no float can hold are no numbers."""
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def accept(value, kind):
-    """The value as the annotation has it (3 where a float is asked becomes 3.0); ValueError where it does not fit."""
-    # True is no 1; NaN, infinity and what no float can hold are no numbers
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    """
+    The value as the annotation has it: 3 where a float is asked becomes 3.0, and a text of numpy or of an enumeration
+    plain, or it would stand in every checkpoint. ValueError where it does not fit.
+    """
     for k in alternatives(kind):
         if k in (int, float):
-            if number and (k is float or value == int(value)):
+            if is_number(value) and (k is float or value == int(value)):
                 return k(value)  # 1e5 in a file is meant as a count
         elif isinstance(k, str):
             if isinstance(value, str) and value == k:
-                return value
+                return k
         elif isinstance(value, k):
-            return value
+            return ''.join(value) if k is str else value
     raise ValueError(f'expected {expected(kind)}, not {value!r}')
 
 
@@ -142,7 +152,7 @@ def read_file(path, values, fields):
                 except ValueError as e:
                     problems.append(f'{place}: {name}: {e}')
         elif not (name in before or name.startswith('_') or isinstance(value, types.ModuleType) or callable(value)
-                  or name in imported):
+                  or name in imported or ('*' in imported and not line)):
             problems.append(f'{place}: {unknown(name, fields)} (a helper of your own starts with an underscore)')
     return found, problems
 

@@ -1097,9 +1097,9 @@ def save_checkpoint(path, checkpoint, keep_old=None):
             torch.save(checkpoint, f)
             f.flush()
             os.fsync(f.fileno())
-        if check_records(partial):
-            raise RuntimeError('what was written does not read back')
-        if keep_old and os.path.exists(path) and not os.path.exists(keep_old):
+        if wrong := check_records(partial):
+            raise RuntimeError(f'what was written does not read back: it {wrong}')
+        if keep_old and os.path.exists(path) and not os.path.lexists(keep_old):
             try:
                 os.link(path, keep_old)
             except OSError:  # a file system without links
@@ -1189,6 +1189,10 @@ def load_weights(model, state_dict):
     wrong += [f'{k} is unknown' for k in given if k not in own]
     wrong += [f'{k} is {tuple(given[k].shape)}, not {tuple(own[k].shape)}' for k in own
               if k in given and given[k].shape != own[k].shape]
+    if not wrong and model.config.tie:
+        wte, head = given['transformer.wte.weight'], given['lm_head.weight']
+        if wte.data_ptr() != head.data_ptr() and not torch.equal(wte, head):
+            wrong.append('embedding and head differ, and this model has one matrix for both')
     if wrong:
         raise ValueError('weights do not fit the model: ' + '; '.join(wrong[:5]) + ('; ...' if wrong[5:] else ''))
     model.load_state_dict(given)

@@ -819,8 +819,9 @@ def open_file(path, name, cfg):
         return file
     head = next((block.lstrip() for block in text_blocks(file, cfg) if block.strip()), '')
     first, _, rest = head.partition('\n')
-    if (head[:1], first.rstrip()[-1:], rest.lstrip()[:1]) == ('{', '}', '{'):
-        return file._replace(kind='jsonl')
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(json.loads(first), dict) and rest.lstrip()[:1] == '{':
+            return file._replace(kind='jsonl')
     is_list = re.match(r'\[\s*["{]', head) or cfg.format == 'json'
     return file if is_list else file._replace(kind='text')
 
@@ -1032,14 +1033,17 @@ def optional(module, what):
 
 def token_pieces(file, progress=None):
     """The token ids of one of llm.c's shards: 256 int32 (magic, version, count), then that many uint16."""
-    size, head = os.path.getsize(file.path), next(byte_blocks(file.path), b'')[:1024]
-    magic, version, count = np.frombuffer(head[:12].ljust(12), dtype='<i4').tolist()
-    if len(head) < 1024 or (magic, version) != (20240520, 1):
+    size = os.path.getsize(file.path)
+    try:
+        header = np.fromfile(file.path, dtype='<i4', count=256)
+    except OSError as e:
+        raise ValueError(f'{file.path} cannot be read: {e.strerror or e}') from None
+    if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
         raise ValueError(f'{file.path} is no shard of GPT-2 tokens: its header does not begin with 20240520 and 1')
-    if size != 1024 + 2 * count:
-        raise ValueError(f'{file.path} has {size:,} bytes, not those of the {count:,} tokens that it tells of; fetch '
-                         'it again')
-    tokens = np.memmap(file.path, dtype='<u2', mode='r', offset=1024, shape=(count,))
+    if size != 1024 + 2 * int(header[2]):
+        raise ValueError(f'{file.path} has {size:,} bytes, not those of the {header[2]:,} tokens that it tells of; '
+                         'fetch it again')
+    tokens = np.memmap(file.path, dtype='<u2', mode='r', offset=1024, shape=(int(header[2]),))
     at, size = 0, min(PIECE, max(len(tokens) // 256, 1024))
     while at < len(tokens):
         block = np.array(tokens[at:at + size])
@@ -1191,12 +1195,10 @@ def parts_of(row, place, cfg, templates=None):
             templates.add(chosen)
         return render(turns, chosen)
     field = field or next((name for name in ('text', 'content') if name in row), None)
-    if field not in row and row.keys() & {'messages', 'conversations'}:
-        return None  # a chat without a word
     if field not in row:
         has = ', '.join(map(str, row)) or 'none'
         raise ValueError(f'{place} has no field {field or "text"!r}; its fields are: {has}. Name the one with the text '
-                         'by --text_field, or take the file as it is with --format=text')
+                         'by --text_field')
     text = row[field]
     if text is not None and not isinstance(text, str):
         raise ValueError(f'{place}: field {field!r} is no text but {json.dumps(text, default=str)[:50]}')
@@ -1213,6 +1215,9 @@ def turns_of(row, place):
     def told_before():
         return [('system', text(row['system']))] if row.get('system') else []
     messages = next((row[name] for name in ('messages', 'conversations') if row.get(name) is not None), None)
+    if messages is None and row.keys() & {'messages', 'conversations'} and \
+            not row.keys() & {'text', 'content', 'instruction', 'prompt'}:
+        messages = []  # a chat without a word
     answer = next((name for name in ANSWERS if name in row), None)
     if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
         turns = []
@@ -1819,7 +1824,8 @@ def open_bin(path, dtype):
     if not os.path.exists(path) or not os.path.getsize(path):
         return np.zeros(0, dtype=dtype)
     if os.path.getsize(path) % np.dtype(dtype).itemsize:
-        raise ValueError(f'{path} has {os.path.getsize(path):,} bytes, which is no number of {dtype}')
+        raise ValueError(f'{path} has {os.path.getsize(path):,} bytes, which is no whole number of {dtype}; prepare it '
+                         'again')
     try:
         return np.memmap(path, dtype=np.dtype(dtype).newbyteorder('<'), mode='r')
     except OSError as e:

@@ -351,6 +351,8 @@ def chat(model, tokenizer, template, cfg, decode):
         raise ValueError(f'the checkpoint was tuned in no template that is known (it says {template}); name one with '
                          f'--template: {", ".join(prepare.TEMPLATES)}')
     template = template if cfg.template == 'auto' else cfg.template
+    marks = ''.join(mark for mark, *_ in prepare.render([('user', ''), ('assistant', '')], template))
+    prepare.encode_marked(tokenizer, marks)  # may be characters that the tokenizer does not know
     prepare.standard_input()  # or there is nobody to talk to
     stops = stops_of(tokenizer, cfg.stop, prepare.TEMPLATES[template]['assistant'][1])
     size, turns, answered = model.config.block_size, [], 0

@@ -1221,9 +1221,8 @@ def read_settings(argv):
             raise ValueError(f'init_from=resume, but {cfg.out_dir} holds no checkpoint; its mirror does: go on there '
                              f'with --out_dir={cfg.mirror_dir}')
         resumed = find_latest(out)
-        if auto_batch:  # the step is that of the run, and not of a card that is given again
-            given = {name: place for name, place in given.items() if name != 'batch_size' and
-                     (name != 'gradient_accumulation_steps' or place.startswith('--'))}
+        if auto_batch:  # the step is that of the run, and not of a card or a flag that is given again
+            given = {k: v for k, v in given.items() if k not in ('batch_size', 'gradient_accumulation_steps')}
         said += [f'{why}; falling back to {resumed.path}' for why in resumed.damaged.values()]
         resume_settings(model_cfg, cfg, given, resumed.checkpoint, said)
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
@@ -1827,6 +1826,7 @@ def train(run):
         if together and run.diverged_at is not None:
             give_up_or_roll_back(run)
             mark, mark_step, mark_waited = time.perf_counter(), state.iter_num, batches.waited
+            saved_at = time.monotonic()
             continue
         now = time.perf_counter()
         if log_due:
@@ -1983,7 +1983,7 @@ def main(argv=None):
 def build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, said):
     """The Run, ready but for its folder. Adds to `said` what announce() is to tell."""
     meta, checkpoint = datasets[0][2], resumed.checkpoint if resumed else None
-    if machine.rank == 0:
+    if machine.rank == 0 and cfg.init_from not in ('scratch', 'resume'):
         prepare.pretrained(cfg.init_from, cfg.data_dir)  # downloads, for all
     machine.sum(np.zeros(1))
     model = build_model(model_cfg, cfg, given, meta, checkpoint)
@@ -2054,7 +2054,8 @@ def take_folder(run, resumed):
         for line in run.out.open(resumed is None, text):
             machine.say(line)
         if run.mirror:
-            run.mirror.open(ours=resumed and resumed.checkpoint.get('config', {}).get('mirror_dir') == cfg.mirror_dir)
+            before = resumed and resumed.checkpoint.get('config', {}).get('mirror_dir')
+            run.mirror.open(ours=before and os.path.realpath(str(before)) == os.path.realpath(cfg.mirror_dir))
         if resumed:
             run.out.adopt(resumed)
     run.log = Log(run.out, cfg, run.settings, machine, run.state if resumed else None)

@@ -318,6 +318,8 @@ def test_an_unknown_name_is_found_wherever_a_file_binds_it(card, text, line):
     ('n_layer = True', 'n_layer: expected a whole number, not True'),
     ('n_layer = None', 'n_layer: expected a whole number, not None'),
     ("n_layer = float('inf')", 'n_layer: expected a whole number, not inf'),
+    ("import numpy as np; n_layer = np.float32('inf')", 'n_layer: expected a whole number, not '),
+    ("import numpy as np; learning_rate = np.float16('inf')", 'learning_rate: expected a number, not '),
     ("learning_rate = float('nan')", 'learning_rate: expected a number, not nan'),
     ("learning_rate = '1e-3'", "learning_rate: expected a number, not '1e-3'"),
     ('learning_rate = False', 'learning_rate: expected a number, not False'),
@@ -337,6 +339,17 @@ def test_a_wrong_type_in_a_file_is_refused_with_its_line(card, text, words):
     path = card(f'# one line above\n{text}\n')
     (line,) = refusal(path)
     assert line.startswith(f'{path}, line 2: {words}')
+
+
+@pytest.mark.filterwarnings('error')
+def test_values_of_other_libraries_become_plain(card):
+    """As they are they would stand in checkpoints, which hold plain values only."""
+    path = card("import enum; import numpy as np; from math import *\n"
+                "class Kind(enum.StrEnum):\n    HALF = 'bfloat16'\n    def __str__(self):\n        return 'half'\n"
+                "dtype, out_dir = Kind.HALF, np.str_('there')\nlearning_rate, n_layer = np.float32(0.5), np.int64(3)\n")
+    values, *_ = conf(path)
+    found = tuple(values[name] for name in ('dtype', 'out_dir', 'learning_rate', 'n_layer'))
+    assert found == ('bfloat16', 'there', 0.5, 3) and [type(value) for value in found] == [str, str, float, int]
 
 
 def test_an_enormous_number_in_a_file_is_an_error_and_no_traceback(card):

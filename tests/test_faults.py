@@ -72,7 +72,7 @@ def leftovers(out):
 # -----------------------------------------------------------------------------
 # checkpoints: killed while they are written, damaged, without room
 
-@pytest.mark.parametrize('kills', [15, pytest.param(int(os.environ.get('KILLS', '100')), marks=pytest.mark.slow)])
+@pytest.mark.parametrize('kills', [10, pytest.param(int(os.environ.get('KILLS', '100')), marks=pytest.mark.slow)])
 def test_killed_at_any_moment_a_run_ends_with_the_bits_of_an_undisturbed_one(run, tmp_path, kills):
     """
     kill -9 after one to three saves and some milliseconds, many of them inside a save, until the run is through; then

@@ -306,6 +306,15 @@ def test_hugging_faces_gpt2_computes_the_same(tmp_path, save):
     assert (every_logit(erf, x) - expected).abs().max() > 1e-5 * expected.abs().max()
 
 
+def test_a_checkpoint_whose_tied_matrices_differ_is_refused():
+    model = make()
+    weights = {name: t.clone() for name, t in model.state_dict().items()}
+    model_from(model.config.model_args(), weights)  # a copy for each is as good as one for both
+    weights['transformer.wte.weight'] += 1
+    with pytest.raises(ValueError, match='embedding and head differ'):
+        model_from(model.config.model_args(), weights)
+
+
 def test_a_head_that_differs_from_tied_embeddings_is_taken(tmp_path):
     """As transformers does, which says so."""
     theirs, folder = hugging_face(tmp_path)

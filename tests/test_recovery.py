@@ -83,6 +83,15 @@ def test_a_step_that_was_skipped_loses_neither_the_best_nor_the_checkpoint(poiso
     assert os.path.exists(tmp_path / 'out' / 'ckpt-000000005.pt')
 
 
+def test_a_rollback_saves_no_step_that_was_not_due(poisoned, train_tiny, tmp_path):
+    """The first one after it would push out the checkpoint before."""
+    with pytest.raises(ValueError, match='4 times after step 4'):
+        train_tiny(data_dir=poisoned(step for step in range(5, 20) if step % 4), on_divergence='rollback',
+                   save_interval=2, eval_interval=100, max_iters=30)  # good are those that a rollback begins with
+    assert sorted(path.name for path in (tmp_path / 'out').glob('ckpt*')) == ['ckpt-000000002.pt', 'ckpt.pt']
+    assert state_of(tmp_path / 'out')['iter_num'] == 4
+
+
 def test_data_that_is_left_out_is_not_seen(data_dir):
     split = train.open_split(train.open_datasets(TrainConfig(dataset='tiny', data_dir=data_dir)), 'train', 16)
     cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2)
@@ -238,13 +247,12 @@ def test_auto_keeps_the_step_of_a_card_and_of_a_resumed_run(train_tiny, tmp_path
         assert 'batch_size=auto: 3, gradient_accumulation_steps=10' in capsys.readouterr().out
 
 
-def test_auto_takes_another_step_where_a_flag_asks_for_one(train_tiny, monkeypatch, capsys):
-    train_tiny(batch_size=4, gradient_accumulation_steps=2, max_iters=2)
+def test_auto_keeps_the_step_however_often_the_command_is_repeated(train_tiny, monkeypatch, capsys):
     short_of_memory(monkeypatch, 9)
-    train_tiny(init_from='resume', batch_size='auto', gradient_accumulation_steps=4, max_iters=3)
-    said = capsys.readouterr().out
-    assert 'gradient_accumulation_steps: 2 before, 4 from here on' in said
-    assert 'batch_size=auto: 8, gradient_accumulation_steps=2' in said
+    for step in (1, 2, 3):  # 12 x 3 sequences, the first number being the default
+        train_tiny(init_from='scratch' if step == 1 else 'resume', batch_size='auto', gradient_accumulation_steps=3,
+                   max_iters=step)
+        assert 'batch_size=auto: 9, gradient_accumulation_steps=4' in capsys.readouterr().out
 
 
 def test_gradients_of_the_trial_do_not_enter_the_run(train_tiny, tmp_path):
@@ -311,8 +319,9 @@ def test_a_resumed_run_leaves_the_mirror_of_another_alone(train_tiny, tmp_path):
     train_tiny('b', max_iters=1)
     train_tiny('b', init_from='resume', mirror_dir=tmp_path / 'drive', max_iters=2)
     assert contents(tmp_path / 'drive.1') == before and state_of(tmp_path / 'drive')['iter_num'] == 2
-    train_tiny('b', init_from='resume', max_iters=3)  # its own by now
-    assert state_of(tmp_path / 'drive')['iter_num'] == 3 and not (tmp_path / 'drive.2').exists()
+    for step, flags in ((3, {}), (4, {'mirror_dir': tmp_path / 'b' / '..' / 'drive'})):  # its own by now
+        train_tiny('b', init_from='resume', max_iters=step, **flags)
+        assert state_of(tmp_path / 'drive')['iter_num'] == step and not (tmp_path / 'drive.2').exists()
 
 
 def test_copies_that_somebody_made_are_no_checkpoints(train_tiny, tmp_path):

@@ -545,6 +545,10 @@ def test_invalid_utf8_typed_into_a_chat(out, monkeypatch, capsys):
     assert 'that was not UTF-8 text' in capsys.readouterr().err
 
 
+def test_a_chat_in_marks_that_the_tokenizer_does_not_know(out):
+    assert "the characters '<>_imnrstu|' do not occur" in refusal_of(out, '--chat', '--template=chatml')
+
+
 def test_a_chat_without_a_known_template_names_the_setting(out):
     assert '--template: plain, joined, alpaca, chatml' in refusal_of(out, '--chat')
     write(out / 'best.pt', template=['chatml'])

@@ -739,6 +739,13 @@ def test_a_zst_file_that_was_cut_is_damaged(tmp_path, make, size):
         make(tmp_path / 'a.txt.zst')
 
 
+def test_what_only_looks_like_rows_is_a_text(tmp_path, make, capsys):
+    (tmp_path / 'a.json').write_text('{braces}\n{and more}\n' * 9)
+    found, _ = make(tmp_path / 'a.json')
+    assert ''.join(found['train'] + found['val']).startswith('{braces}')
+    assert 'is no list of rows' in capsys.readouterr().err
+
+
 def test_a_file_without_a_size_is_read(make):
     if not os.path.exists('/proc/cpuinfo'):
         pytest.skip('no /proc here')
@@ -854,7 +861,7 @@ def test_inspecting_what_is_damaged(tmp_path, make):
     with pytest.raises(ValueError, match='has 1 bytes for 40 tokens'):
         inspect()
     (folder / 'train.bin').write_bytes(b'123')
-    with pytest.raises(ValueError, match='has 3 bytes, which is no number of uint16'):
+    with pytest.raises(ValueError, match='has 3 bytes, which is no whole number of uint16; prepare it again'):
         inspect()
     for name in ('train.bin', 'val.bin'):
         os.remove(folder / name)
