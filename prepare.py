@@ -962,9 +962,10 @@ SAFE_CUTS = [re.compile(rule) for rule in (r'(?<=\S\n)(?=[^\W\d_])', r'(?<=[^\W\
 def safe_cut(text, size):
     """The last place up to `size` where cutting the text changes no token; `size` itself where none is near."""
     for rule in SAFE_CUTS:
-        places = [match.start() for match in rule.finditer(text, max(size - (1 << 16), 1), size + 1)]
-        if places:
-            return places[-1]
+        for near in (1 << 10, 1 << 16):
+            places = [match.start() for match in rule.finditer(text, max(size - near, 1), size + 1)]
+            if places:
+                return places[-1]
     return size
 
 
