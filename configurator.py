@@ -25,6 +25,7 @@ import sys
 import traceback
 import types
 import typing
+from itertools import chain
 
 
 class SettingsError(ValueError):
@@ -215,8 +216,8 @@ def configure(*classes, argv=None, files=True, about=''):
     values = {name: default for name, (_, default) in fields.items()}
     given = Given()
     words, flags, problems = read_argv(argv, fields)
-    for path in [*(words if files else []), None]:  # flags last
-        found, wrong = (flags, []) if path is None else read_file(path, values, fields)
+    # one after the other, for each file sees what those before it left; flags last
+    for found, wrong in chain((read_file(path, values, fields) for path in words if files), [(flags, [])]):
         problems += wrong
         for name, (value, place) in found.items():
             if values[name] != value:

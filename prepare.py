@@ -47,7 +47,7 @@ from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from itertools import chain, groupby, islice, pairwise
 from typing import Literal, NamedTuple
@@ -1479,6 +1479,7 @@ def assign(files, val_files, cfg, division, progress=None):
         yield 'val', piece
 
 
+@lru_cache(maxsize=1)  # of a corpus it is wanted before the download and behind it
 def load_tokenizer(name):
     """A tokenizer that is there already; None for one that is made from the text."""
     if name == 'char' or name.startswith('bpe:'):

@@ -132,14 +132,6 @@ def tokenizer_for(checkpoint, vocab_size, data_dir):
                      'set --data_dir to where its dataset is')
 
 
-def fitting(tokenizer, model, path):
-    """The tokenizer, if the model knows all of its ids."""
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise ValueError(f'the tokenizer of {path} has {tokenizer.n_vocab:,} ids, and the model knows '
-                         f'{model.config.vocab_size:,}')
-    return tokenizer
-
-
 def load(cfg):
     """(model, tokenizer, name of the template of its data) as the settings ask, on the CPU."""
     if found := prepare.pretrained(cfg.init_from, cfg.data_dir):
@@ -149,7 +141,7 @@ def load(cfg):
         if tokenizer is None:
             raise ValueError(f"{folder} holds no tokenizer.json, and GPT-2's tokenizer has another vocabulary than its "
                              f'{model.config.vocab_size:,} ids')
-        return model, fitting(prepare.tokenizer_from(tokenizer), model, folder), 'none'
+        return model, prepare.tokenizer_from(tokenizer), 'none'
     path = find_checkpoint(cfg)
     try:
         checkpoint = load_checkpoint(path)
@@ -161,7 +153,6 @@ def load(cfg):
         path, checkpoint = latest, load_checkpoint(latest)
     model = model_from(checkpoint['model_args'], checkpoint['model'])
     tokenizer, source = tokenizer_for(checkpoint, model.config.vocab_size, cfg.data_dir)
-    fitting(tokenizer, model, path)
     if type(checkpoint.get('bos')) is int and 0 <= checkpoint['bos'] < tokenizer.n_vocab:
         tokenizer.begin = checkpoint['bos']
     print(f'weights: {path}, step {checkpoint.get("iter_num", "unknown")}; tokenizer: {source}', file=sys.stderr)
@@ -412,18 +403,23 @@ def documents(cfg, template, tokenizer):
         files = prepare.files_of(cfg.score, reading, os.path.join(folder, 'spool'))
         prepare.check_kinds({file.kind for file in files}, cfg, cfg.score)
         for file in files:
-            if file.kind == 'tokens':
-                raise ValueError(f'{file.path} holds ids of a tokenizer, and which one it does not say; score the text '
-                                 'itself')
-            marked = file.kind == 'text' and holds(file.path, b'<|endoftext|>')
+            for ids, mask in documents_of(file, tokenizer, reading):
+                yield file.name, ids, mask
+
+
+def documents_of(file, tokenizer, reading):
+    """(ids, mask) of each document of a file."""
+    if file.kind == 'tokens':
+        raise ValueError(f'{file.path} holds ids of a tokenizer, and which one it does not say; score the text itself')
+    marked = file.kind == 'text' and holds(file.path, b'<|endoftext|>')
+    ids, masks = [], []
+    for piece in prepare.documents_in([file], replace(reading, separator='<|endoftext|>' if marked else None)):
+        new, mask = prepare.encode_parts(tokenizer, piece.parts)
+        ids.append(np.asarray(new, dtype=np.int64))
+        masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
+        if piece.end:
+            yield np.concatenate(ids), np.concatenate(masks)
             ids, masks = [], []
-            for piece in prepare.documents_in([file], replace(reading, separator='<|endoftext|>' if marked else None)):
-                new, mask = prepare.encode_parts(tokenizer, piece.parts)
-                ids.append(np.asarray(new, dtype=np.int64))
-                masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
-                if piece.end:
-                    yield file.name, np.concatenate(ids), np.concatenate(masks)
-                    ids, masks = [], []
 
 
 def holds(path, mark):
@@ -504,6 +500,9 @@ def main(argv=None):
     device, _ = choose_device(cfg.device)  # before gigabytes are read, or fetched
     dtype, _ = choose_dtype(cfg.dtype, device)
     model, tokenizer, template = load(cfg)
+    if tokenizer.n_vocab > model.config.vocab_size:
+        raise ValueError(f'the tokenizer of these weights has {tokenizer.n_vocab:,} ids, and the model knows '
+                         f'{model.config.vocab_size:,}')
     decode = place(model, device, dtype, cfg)
     if cfg.score is not None:
         score(model, tokenizer, template, cfg)

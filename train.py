@@ -1983,10 +1983,12 @@ def main(argv=None):
 def build_run(model_cfg, cfg, given, datasets, machine, resumed, auto_batch, said):
     """The Run, ready but for its folder. Adds to `said` what announce() is to tell."""
     meta, checkpoint = datasets[0][2], resumed.checkpoint if resumed else None
-    if machine.rank == 0 and cfg.init_from not in ('scratch', 'resume'):
-        prepare.pretrained(cfg.init_from, cfg.data_dir)  # downloads, for all
-    machine.sum(np.zeros(1))
+    in_turn = cfg.init_from not in ('scratch', 'resume')  # rank 0 goes first, and downloads for all
+    if in_turn and machine.rank:
+        machine.sum(np.zeros(1))
     model = build_model(model_cfg, cfg, given, meta, checkpoint)
+    if in_turn and not machine.rank:
+        machine.sum(np.zeros(1))
     T = model.config.block_size
     splits = {name: open_split(datasets, name, T) for name in ('train', 'val')}
     if machine.rank == 0:
