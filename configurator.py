@@ -312,7 +312,8 @@ def call_main(main):
     except ValueError as e:
         where = [frame for frame, _ in traceback.walk_tb(e.__traceback__)][-1].f_code.co_filename
         ours = os.path.dirname(os.path.abspath(__file__))
-        if not os.path.isfile(where) or os.path.dirname(os.path.abspath(where)) != ours:
+        folder = os.path.dirname(os.path.abspath(where))
+        if not os.path.isfile(where) or folder not in (ours, os.path.join(ours, 'hotloop')):
             raise
         print(f'error: {e}', file=sys.stderr)
         sys.exit(1)

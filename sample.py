@@ -11,30 +11,27 @@ Text from a checkpoint, which carries its shape and its tokenizer, so that nothi
 
 import codecs
 import json
-import math
 import os
 import sys
-import tempfile
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-import prepare
 from configurator import call_main, configure
-from model import (
-    GREEDY_BELOW,
-    NOT_FINITE,
-    choose_device,
-    choose_dtype,
-    load_checkpoint,
-    load_gpt2,
-    model_from,
-    try_compile,
-)
+from hotloop.chat_template import TEMPLATES, render
+from hotloop.checkpoint import load_checkpoint
+from hotloop.dataset import dataset_folder, read_meta
+from hotloop.device import choose_device, choose_dtype, try_compile
+from hotloop.documents import byte_blocks, standard_input
+from hotloop.generate import GREEDY_BELOW, generate
+from hotloop.host import cores
+from hotloop.pretrained import find_checkpoint, load_gpt2, pretrained
+from hotloop.quantize import for_inference
+from hotloop.score import as_json, score
+from hotloop.sources import COMPRESSED
+from hotloop.tokenizer import TiktokenTokenizer, encode_marked, encode_parts, prompt_ids, tokenizer_from
+from model import GPT
 
 
 @dataclass
@@ -102,46 +99,35 @@ class SampleConfig:
         return {'bad_utf8', 'text_field'} | (several | {'output', 'batch_size'} if self.chat else {'template'})
 
 
-def find_checkpoint(cfg):
-    """The file that init_from and out_dir mean; best.pt before ckpt.pt."""
-    folder = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
-    for path in (folder, os.path.join(folder, 'best.pt'), os.path.join(folder, 'ckpt.pt')):
-        if os.path.isfile(path):
-            return path
-    if cfg.init_from != 'resume':
-        raise ValueError(f'init_from={folder!r} is no file, no folder with a checkpoint, and no gpt2 model')
-    raise ValueError(f'there is no checkpoint in {folder!r}; train one with: python train.py --out_dir={folder}')
-
-
 def tokenizer_for(checkpoint, vocab_size, data_dir):
     """
     (tokenizer, where it is from). nanoGPT's checkpoints do not carry theirs: it is looked for beside the data they
     were trained on. GPT-2's is assumed for GPT-2's vocabulary only.
     """
     if 'tokenizer' in checkpoint:
-        return prepare.tokenizer_from(checkpoint['tokenizer']), 'from the checkpoint'
+        return tokenizer_from(checkpoint['tokenizer']), 'from the checkpoint'
     dataset = str(checkpoint.get('config', {}).get('dataset', ''))
-    folder = prepare.dataset_folder(data_dir, dataset) if dataset else data_dir
+    folder = dataset_folder(data_dir, dataset) if dataset else data_dir
     if os.path.exists(os.path.join(folder, 'meta.json')) or os.path.exists(os.path.join(folder, 'meta.pkl')):
-        tokenizer = prepare.tokenizer_from(prepare.read_meta(folder)['tokenizer'])
+        tokenizer = tokenizer_from(read_meta(folder)['tokenizer'])
         if vocab_size in (tokenizer.n_vocab, -(-tokenizer.n_vocab // 64) * 64):  # as it is, or padded
             return tokenizer, f'from {folder}'
     if vocab_size in (50257, 50304):
-        return prepare.TiktokenTokenizer('gpt2'), "GPT-2's, by the size of the vocabulary"
+        return TiktokenTokenizer('gpt2'), "GPT-2's, by the size of the vocabulary"
     raise ValueError(f'the checkpoint carries no tokenizer, and {folder} has none for its vocabulary of {vocab_size}; '
                      'set --data_dir to where its dataset is')
 
 
 def load(cfg):
     """(model, tokenizer, name of the template of its data) as the settings ask, on the CPU."""
-    if found := prepare.pretrained(cfg.init_from, cfg.data_dir):
+    if found := pretrained(cfg.init_from, cfg.data_dir):
         folder, tokenizer = found
         print(f'weights: {folder}', file=sys.stderr)
-        model = load_gpt2(folder)
+        model = GPT.from_checkpoint(*load_gpt2(folder))
         if tokenizer is None:
             raise ValueError(f"{folder} holds no tokenizer.json, and GPT-2's tokenizer has another vocabulary than its "
                              f'{model.config.vocab_size:,} ids')
-        return model, prepare.tokenizer_from(tokenizer), 'none'
+        return model, tokenizer_from(tokenizer), 'none'
     path = find_checkpoint(cfg)
     try:
         checkpoint = load_checkpoint(path)
@@ -151,7 +137,7 @@ def load(cfg):
             raise
         print(f'{e}; the latest checkpoint is taken instead', file=sys.stderr)
         path, checkpoint = latest, load_checkpoint(latest)
-    model = model_from(checkpoint['model_args'], checkpoint['model'])
+    model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'])
     tokenizer, source = tokenizer_for(checkpoint, model.config.vocab_size, cfg.data_dir)
     if type(checkpoint.get('bos')) is int and 0 <= checkpoint['bos'] < tokenizer.n_vocab:
         tokenizer.begin = checkpoint['bos']
@@ -161,8 +147,8 @@ def load(cfg):
 
 def place(model, device, dtype, cfg):
     """Moves the model to where it computes; returns how it decodes, for GPT.generate."""
-    torch.set_num_threads(min(torch.get_num_threads(), prepare.cores()))  # torch knows nothing of a container's quota
-    model.for_inference(device, dtype, cfg.quantize, pack=cfg.compile is not True)
+    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch knows nothing of a container's quota
+    for_inference(model, device, dtype, cfg.quantize, pack=cfg.compile is not True)
     print(f'device: {device}, {str(dtype).removeprefix("torch.")}' + ', weights in int8' * (cfg.quantize == 'int8'),
           file=sys.stderr)
     if cfg.compile is True:
@@ -188,12 +174,12 @@ def read_prompts(start):
         return [start]
     name = 'standard input' if start == '-' else start[5:]
     try:
-        raw = prepare.standard_input().read() if start == '-' else b''.join(prepare.byte_blocks(name))
+        raw = standard_input().read() if start == '-' else b''.join(byte_blocks(name))
         text = raw.decode('utf-8-sig')
     except UnicodeDecodeError as e:
         raise ValueError(f'the prompts in {name} are not UTF-8 text: byte {e.object[e.start]:#04x} at '
                          f'{e.start}') from None
-    if not name.lower().endswith(tuple(f'{s}{c}' for s in ('.jsonl', '.ndjson') for c in ('', *prepare.COMPRESSED))):
+    if not name.lower().endswith(tuple(f'{s}{c}' for s in ('.jsonl', '.ndjson') for c in ('', *COMPRESSED))):
         return [text]
     prompts = []
     for number, line in enumerate(text.split('\n'), 1):
@@ -261,7 +247,7 @@ def write(model, tokenizer, prompts, cfg, decode, seeds, stops):
     Text) as they come, for the last time with text.finish set.
     """
     texts, stopped = [Text(tokenizer, *stops) for _ in prompts for _ in seeds], set()
-    for told in model.generate(prompts, cfg.max_new_tokens, num_samples=len(seeds), seeds=seeds * len(prompts),
+    for told in generate(model, prompts, cfg.max_new_tokens, num_samples=len(seeds), seeds=seeds * len(prompts),
                                stop=stops[1], stopped=stopped, past_context=cfg.past_context, decode=decode,
                                vocab=tokenizer.n_vocab, logprobs=cfg.logprobs, temperature=cfg.temperature,
                                top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
@@ -292,16 +278,11 @@ def in_order(pieces, beginnings):
             print(waiting.pop(turn, ''), end='', flush=True)
 
 
-def as_json(row):
-    """A line of JSON; of ASCII where the output takes no other characters, which JSON writes in its own way."""
-    return json.dumps(row, ensure_ascii=(sys.stdout.encoding or '').lower() not in ('utf-8', 'utf8'))
-
-
 def sample(model, tokenizer, cfg, decode):
     """Draws num_samples texts from each prompt, batch_size of them at once."""
     num_samples = cfg.num_samples or (3 if cfg.temperature >= GREEDY_BELOW else 1)
     starts = read_prompts(cfg.start)
-    prompts, size = [prepare.prompt_ids(tokenizer, start) for start in starts], model.config.block_size
+    prompts, size = [prompt_ids(tokenizer, start) for start in starts], model.config.block_size
     if (longest := max(map(len, prompts))) > size:
         print(f'note: the prompt has {longest:,} tokens, and the context holds {size:,}: its end is taken',
               file=sys.stderr)
@@ -329,23 +310,23 @@ def sample(model, tokenizer, cfg, decode):
 
 def chat_ids(tokenizer, turns, template):
     """Ids of a conversation, [(role, text)], up to where the assistant's next words begin."""
-    parts = prepare.render([*turns, ('assistant', '')], template)
-    if prepare.TEMPLATES[template]['assistant'][1]:
+    parts = render([*turns, ('assistant', '')], template)
+    if TEMPLATES[template]['assistant'][1]:
         parts.pop()  # the mark that ends them
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
-    return begin + prepare.encode_parts(tokenizer, parts)[0].tolist()
+    return begin + encode_parts(tokenizer, parts)[0].tolist()
 
 
 def chat(model, tokenizer, template, cfg, decode):
     """Asks and answers until an empty line, 'exit' or the end of the input."""
-    if cfg.template == 'auto' and template not in prepare.TEMPLATES:
+    if cfg.template == 'auto' and template not in TEMPLATES:
         raise ValueError(f'the checkpoint was tuned in no template that is known (it says {template}); name one with '
-                         f'--template: {", ".join(prepare.TEMPLATES)}')
+                         f'--template: {", ".join(TEMPLATES)}')
     template = template if cfg.template == 'auto' else cfg.template
-    marks = ''.join(mark for mark, *_ in prepare.render([('user', ''), ('assistant', '')], template))
-    prepare.encode_marked(tokenizer, marks)  # may be characters that the tokenizer does not know
-    prepare.standard_input()  # or there is nobody to talk to
-    stops = stops_of(tokenizer, cfg.stop, prepare.TEMPLATES[template]['assistant'][1])
+    marks = ''.join(mark for mark, *_ in render([('user', ''), ('assistant', '')], template))
+    encode_marked(tokenizer, marks)  # may be characters that the tokenizer does not know
+    standard_input()  # or there is nobody to talk to
+    stops = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1])
     size, turns, answered = model.config.block_size, [], 0
     room = min(cfg.max_new_tokens, size // 4)  # for the answer, at least
     while (said := ask()).strip() not in ('', 'exit'):
@@ -390,104 +371,6 @@ def ask():
 
 # -----------------------------------------------------------------------------
 # the loss on a text
-
-def documents(cfg, template, tokenizer):
-    """
-    (its file's name, ids, mask of what counts) of each document of what cfg.score names: its files, their parts between
-    <|endoftext|>, rows, which are put into the template that was asked for or the one of the model's data.
-    """
-    template = cfg.template if cfg.template != 'auto' or template not in prepare.TEMPLATES else template
-    reading = prepare.PrepareConfig(data_dir=cfg.data_dir, bad_utf8=cfg.bad_utf8, text_field=cfg.text_field,
-                                    template=template)
-    with tempfile.TemporaryDirectory() as folder:  # where standard input is put
-        files = prepare.files_of(cfg.score, reading, os.path.join(folder, 'spool'))
-        prepare.check_kinds({file.kind for file in files}, cfg, cfg.score)
-        for file in files:
-            for ids, mask in documents_of(file, tokenizer, reading):
-                yield file.name, ids, mask
-
-
-def documents_of(file, tokenizer, reading):
-    """(ids, mask) of each document of a file."""
-    if file.kind == 'tokens':
-        raise ValueError(f'{file.path} holds ids of a tokenizer, and which one it does not say; score the text itself')
-    marked = file.kind == 'text' and holds(file.path, b'<|endoftext|>')
-    ids, masks = [], []
-    for piece in prepare.documents_in([file], replace(reading, separator='<|endoftext|>' if marked else None)):
-        new, mask = prepare.encode_parts(tokenizer, piece.parts)
-        ids.append(np.asarray(new, dtype=np.int64))
-        masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
-        if piece.end:
-            yield np.concatenate(ids), np.concatenate(masks)
-            ids, masks = [], []
-
-
-def holds(path, mark):
-    """Whether these bytes occur in what a file holds, decompressed."""
-    end = b''
-    for block in prepare.byte_blocks(path):
-        if mark in end + block:
-            return True
-        end = (end + block)[1 - len(mark):]
-    return False
-
-
-def windows(ids, mask, T, begin):
-    """
-    (inputs, targets) of up to T tokens that cover a document; each target counts once, in the first window that has
-    it, so that all but the first T see at least half a context. The first token is predicted from `begin`: what begins
-    a document, or ends the one before.
-    """
-    if begin is not None:
-        ids, mask = np.append(begin, ids), np.append(np.uint8(0), mask)
-    targets, done, start = np.where(mask[1:], ids[1:], -1), 0, 0
-    while done < len(targets):
-        end = min(start + T, len(targets))
-        yield ids[start:end], np.append(np.full(done - start, -1), targets[done:end])
-        done, start = end, start + max(T // 2, 1)
-
-
-@torch.no_grad()
-def score(model, tokenizer, template, cfg):
-    """Prints tokens, bytes, loss in nats a token, perplexity and bits per byte of each document and of all."""
-    c, rows, device = model.config, [], model.cos.device
-    begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
-
-    def all_windows():
-        for name, ids, mask in documents(cfg, template, tokenizer):
-            counted = ids[mask > 0] if begin is not None else ids[1:][mask[1:] > 0]
-            rows.append({'file': name, 'begins': prepare.show(tokenizer, ids[:20].tolist())[:24],
-                         'tokens': len(counted), 'bytes': int(tokenizer.sizes[counted].sum()), 'nats': 0.0})
-            for x, y in windows(ids, mask, c.block_size, begin):
-                yield rows[-1], torch.from_numpy(x), torch.from_numpy(y)
-    left = all_windows()
-    at_once = min(cfg.batch_size, max(2**26 // (c.block_size * c.vocab_size), 1))  # as many logits as fit into 256 MB
-    while batch := list(islice(left, at_once)):
-        x = pad_sequence([x for _, x, _ in batch], batch_first=True)
-        y = pad_sequence([y for _, _, y in batch], batch_first=True, padding_value=-1)
-        for (row, *_), loss in zip(batch, model(x.to(device), y.to(device)).tolist(), strict=True):
-            if not math.isfinite(loss):
-                raise ValueError(NOT_FINITE.format(f'a loss on {row["file"]} that is'))
-            row['nats'] += loss
-    if not sum(row['tokens'] for row in rows):
-        raise ValueError(f'{cfg.score} holds no token to score')
-    total = {key: sum(row[key] for row in rows) for key in ('tokens', 'bytes', 'nats')}
-    of_files = len({row['file'] for row in rows}) > 1  # then names tell more than beginnings
-    label = 'file' if of_files else 'begins'
-    if cfg.output == 'text':
-        print(f'{"document":>8}  {label:<24}  {"tokens":>10}  {"bytes":>11}  {"loss":>7}  {"perplexity":>10}  '
-              'bits per byte')
-    for number, row in [*enumerate(rows, 1), ('all', total)]:
-        loss = row['nats'] / row['tokens'] if row['tokens'] else math.nan
-        numbers = {'tokens': row['tokens'], 'bytes': row['bytes'], 'loss': loss, 'perplexity': math.exp(min(loss, 700)),
-                   'bpb': row['nats'] / math.log(2) / row['bytes'] if row['bytes'] else math.nan}
-        if cfg.output == 'jsonl':
-            told = {k: v if math.isfinite(v) else None for k, v in numbers.items()}  # JSON knows no NaN
-            named = {'file': row['file']} if of_files and number != 'all' else {}
-            print(as_json({'document': number, **named, **told}))
-        else:
-            print(f'{number:>8}  {row.get(label, "")[-24:]:<24}  {row["tokens"]:>10,}  '
-                  f'{row["bytes"]:>11,}  {loss:>7.4f}  {numbers["perplexity"]:>10.2f}  {numbers["bpb"]:.4f}')
 
 
 # -----------------------------------------------------------------------------

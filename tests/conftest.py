@@ -14,6 +14,7 @@ import torch
 
 import prepare
 import train
+from hotloop.tokenizer import TiktokenTokenizer
 
 SHARED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__))), 'shared', 'data')
 
@@ -97,7 +98,7 @@ def gpt2(monkeypatch):
     if not os.path.isdir(cache):
         pytest.skip(f"{cache} with tiktoken's copy of GPT-2's BPE is not there, and tests stay offline")
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', cache)
-    return prepare.TiktokenTokenizer('gpt2')
+    return TiktokenTokenizer('gpt2')
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def hub(monkeypatch):
     monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{server.server_port}/')
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     monkeypatch.delenv('HF_TOKEN', raising=False)
-    monkeypatch.setattr(prepare, 'PAUSE', 0.001)
+    monkeypatch.setattr('hotloop.download.PAUSE', 0.001)
 
     class Hub:
         def serve(self, file, body, headers=None, status=200, name='gpt2'):

@@ -24,6 +24,7 @@ from conftest import TINY
 
 import train
 from configurator import call_main
+from hotloop.divergence import MAX_BAD_STEPS
 
 HANGS = 300  # seconds after which a forked run that hangs is ended
 
@@ -101,7 +102,7 @@ def dies_before(number):
 
 def diverges(step):
     """From this step on so many losses are NaN that the run has diverged."""
-    for n in range(train.MAX_BAD_STEPS):
+    for n in range(MAX_BAD_STEPS):
         during_step(step + n, IN_STEP['nan'])
 
 

@@ -8,14 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare
-from prepare import (
-    BPETokenizer,
-    encode_marked,
-    read_meta,
-    stdlib_files,
-    tokenizer_from,
-    train_bpe,
-)
+from hotloop.bpe import train_bpe
+from hotloop.dataset import read_meta
+from hotloop.sources import stdlib_files
+from hotloop.tokenizer import BPETokenizer, encode_marked, tokenizer_from
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 

@@ -501,11 +501,12 @@ def test_help_lists_every_setting_with_default_comment_and_section(capsys):
 
 
 def test_every_real_setting_has_a_comment_of_its_own():
+    from hotloop.documents import ReadConfig
     from model import GPTConfig
     from prepare import PrepareConfig
     from sample import SampleConfig
     from train import TrainConfig
-    for cls in (GPTConfig, TrainConfig, PrepareConfig, SampleConfig):
+    for cls in (GPTConfig, TrainConfig, PrepareConfig, ReadConfig, SampleConfig):
         told = {name: comment for _, name, comment in configurator.comments_of(cls)}
         assert set(told) == {f.name for f in dataclasses.fields(cls)}
         assert [name for name, comment in told.items() if len(comment) < 4] == []

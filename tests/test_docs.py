@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from configurator import configure
+from hotloop.documents import ReadConfig
 from model import GPT, GPTConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
@@ -16,7 +17,7 @@ from train import TrainConfig
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 CARDS = sorted((ROOT / 'config').glob('*.py'))
-SETTINGS = {'train.py': (GPTConfig, TrainConfig), 'sample.py': (SampleConfig,), 'prepare.py': (PrepareConfig,)}
+SETTINGS = {'train.py': (GPTConfig, TrainConfig), 'sample.py': (SampleConfig,), 'prepare.py': (PrepareConfig, ReadConfig)}
 ELSEWHERE = ('config/train_shakespeare_char.py', '../nanoGPT/config/train_shakespeare_char.py')  # nanoGPT's own
 
 

@@ -12,7 +12,8 @@ import pytest
 from conftest import contents
 
 import prepare
-from prepare import download
+from hotloop.download import download
+from hotloop.files import lock
 
 BODY = bytes(range(256)) * 20_000  # five megabytes: several chunks
 GOOD = hashlib.sha256(BODY).hexdigest()
@@ -21,7 +22,7 @@ GOOD = hashlib.sha256(BODY).hexdigest()
 @pytest.fixture
 def server(monkeypatch):
     """server.script: functions, one an answer, the last for all that follow; server.seen: the requests' headers."""
-    monkeypatch.setattr(prepare, 'PAUSE', 0.001)
+    monkeypatch.setattr('hotloop.download.PAUSE', 0.001)
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -129,7 +130,7 @@ def test_one_sentence_and_no_file(server, tmp_path, script, words, requests):
 
 
 def test_a_connection_that_hangs_is_cut_and_resumed(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, 'PATIENCE', 0.3)
+    monkeypatch.setattr('hotloop.download.PATIENCE', 0.3)
     done = threading.Event()
 
     def hang(handler):
@@ -220,7 +221,7 @@ def test_two_processes_do_not_fetch_one_file(server, tmp_path):
     server.script = [answer(ETag='"v"')]
     version = hashlib.sha256(f'v None {len(BODY)}'.encode()).hexdigest()[:8]
     with open(tmp_path / f'f.{version}.part', 'ab') as f:
-        prepare.lock(f.fileno(), 'f')
+        lock(f.fileno(), 'f')
         with pytest.raises(ValueError, match=r'another process is writing .*part'):
             download(server.url, str(tmp_path / 'f'))
 

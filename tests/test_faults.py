@@ -25,8 +25,12 @@ from test_train import RECIPES, error_of, final, load, log, same, snapshot
 from torch.torch_version import TorchVersion
 
 import train
-from model import load_checkpoint
-from prepare import read_meta
+from hotloop.checkpoint import load_checkpoint
+from hotloop.dataloader import Batches, Split
+from hotloop.dataset import read_meta
+from hotloop.device import try_compile
+from hotloop.distributed import Env
+from hotloop.run_dir import RunDir, find_latest
 
 ROOT = Path(train.__file__).parent
 RECIPE = dict(dropout=0.1, **RECIPES[1])  # Muon's state beside AdamW's
@@ -117,7 +121,7 @@ def test_killed_before_any_operation_on_its_files_a_run_keeps_what_it_promised(r
         deaths += 1
         shutil.rmtree(tmp_path / 'out', ignore_errors=True)
         code = run('out', 'dies before', deaths, **settings)
-        out = train.OutDir(str(tmp_path / 'out'))
+        out = RunDir(str(tmp_path / 'out'))
         steps = {load_checkpoint(path)['iter_num'] for path in out.checkpoints()}
         assert len(steps) >= min(3, max(steps, default=0)), f'{steps} are left of a death before operation {deaths}'
         if (best := tmp_path / 'out' / 'best.pt').exists():
@@ -153,7 +157,7 @@ def test_of_damaged_checkpoints_none_is_loaded_wrong(two_checkpoints, tmp_path, 
     whole, data = load_checkpoint(str(newest)), newest.read_bytes()
     for _ in range(number):
         newest.write_bytes(spoil(data, rng))
-        found = train.find_latest(train.OutDir(str(tmp_path / 'out')))
+        found = find_latest(RunDir(str(tmp_path / 'out')))
         if found.path == str(newest):
             assert same(found.checkpoint, whole)
         else:
@@ -298,7 +302,7 @@ def test_a_second_interrupt_ends_the_run_at_once(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_during_compilation_ends_the_run_after_one_step(run, tmp_path):
-    if sentence := train.try_compile(torch.device('cpu')):
+    if sentence := try_compile(torch.device('cpu')):
         pytest.skip(sentence)
     settings = dict(dropout=0.1, max_iters=4, compile=True, gradient_accumulation_steps=1)
     assert run('out', calls='train_step', delay=0.3, number=signal.SIGTERM, **settings) == 143
@@ -403,7 +407,7 @@ def test_the_timeout_of_collectives_is_the_one_asked_for(monkeypatch):
         monkeypatch.setenv(name, value)
     for settings in ({}, dict(timeout_minutes=0.5)):
         cfg = train.TrainConfig(device='cpu', compile=False, threads=1, **settings)
-        train.open_machine(cfg)
+        train.setup(cfg)
         assert found['timeout'].total_seconds() == 60 * cfg.timeout_minutes
 
 
@@ -518,7 +522,7 @@ def test_reading_data_takes_no_memory(tmp_path):
     folder = write_bins(tmp_path / 'large', tokens, tokens[:1000])
     del tokens
     cfg = train.TrainConfig(batch_size=4, gradient_accumulation_steps=5)
-    batches = train.Batches(train.Split(folder, 'train', read_meta(folder), 128), cfg, train.Machine())
+    batches = Batches(Split(folder, 'train', read_meta(folder), 128), cfg, Env())
     before = None
     for step in range(4000):
         if step == 10:

@@ -28,33 +28,20 @@ from conftest import write_bins
 import configurator
 import sample
 from configurator import as_file, configure, differences
-from model import GPT, GPTConfig, load_gpt2, read_safetensors
-from prepare import (
-    BPETokenizer,
-    PrepareConfig,
-    Tokenizer,
-    dataset_folder,
-    encode_marked,
-    inspect_dataset,
-    read_meta,
-    read_tokenizer_json,
-    tokenizer_from,
-    train_bpe,
-)
+from hotloop.bpe import train_bpe
+from hotloop.checkpoint import compare_context, restore
+from hotloop.dataloader import Split
+from hotloop.dataset import check_tokenizer, dataset_folder, read_meta
+from hotloop.distributed import Env
+from hotloop.documents import ReadConfig
+from hotloop.optim import build_optimizers
+from hotloop.pretrained import load_gpt2, read_safetensors
+from hotloop.run_dir import RunDir, find_latest
+from hotloop.tokenizer import BPETokenizer, Tokenizer, encode_marked, read_tokenizer_json, tokenizer_from
+from model import GPT, GPTConfig
+from prepare import PrepareConfig, inspect_dataset
 from sample import SampleConfig
-from train import (
-    Machine,
-    OutDir,
-    Split,
-    TrainConfig,
-    build_model,
-    build_optimizers,
-    check_tokenizer,
-    compare_context,
-    find_latest,
-    restore,
-    resume_settings,
-)
+from train import TrainConfig, build_model, resume_settings
 
 resource = pytest.importorskip('resource')
 if not os.path.exists('/proc/self/statm'):
@@ -185,7 +172,7 @@ def with_one_odd_value(rng, value, odd=ODD):
 # -----------------------------------------------------------------------------
 # settings
 
-PROGRAMS = [(GPTConfig, TrainConfig), (PrepareConfig,), (SampleConfig,)]
+PROGRAMS = [(GPTConfig, TrainConfig), (PrepareConfig, ReadConfig), (SampleConfig,)]
 WORDS = ['', '-', '--', '---', '=', '--=', '==', '1e5', '1e400', 'nan', '-inf', '0x10', '1_0', '9' * 400, '9' * 5000,
          'true', 'False', 'None', 'null', '[]', '{}', '1,2', 'x', 'é', '\U0001f600', '\0', '\ud800', 'a\nb', '../..',
          '.', '/', 'auto', '/dev/null', 'nothere.py', '-h=1', '--help=1', '__import__("os")', 'muon', 'byte', 'bpe:300',
@@ -279,7 +266,7 @@ class Run:
         shape = dict(preset='modern' if optimizer == 'muon' else 'gpt2', n_layer=1, n_head=2, n_embd=8, block_size=8)
         self.model_cfg, self.cfg = GPTConfig(**shape, vocab_size=257), TrainConfig(optimizer=optimizer, device='cpu')
         model = GPT(self.model_cfg)
-        optimizers = build_optimizers(model, self.cfg, Machine())
+        optimizers = build_optimizers(model, self.cfg, Env())
         scaler = torch.amp.GradScaler('cpu')
         self.step(model, optimizers)
         self.checkpoint = {
@@ -300,12 +287,12 @@ class Run:
         with open(self.path, 'wb') as f:
             f.write(data)
         said, model_cfg, cfg = [], GPTConfig(), TrainConfig(init_from='resume')
-        resumed = find_latest(OutDir(self.folder))
+        resumed = find_latest(RunDir(self.folder))
         resume_settings(model_cfg, cfg, {}, resumed.checkpoint, said)
         resume_settings(GPTConfig(), TrainConfig(seed=1), {'seed': '--seed'}, resumed.checkpoint, said)
         model = build_model(model_cfg, cfg, {}, self.meta, resumed.checkpoint)
         compare_context(resumed.checkpoint, self.context)
-        optimizers = build_optimizers(model, cfg, Machine())
+        optimizers = build_optimizers(model, cfg, Env())
         state = restore(resumed.checkpoint, model, optimizers, torch.amp.GradScaler('cpu'))
         self.step(model, optimizers)
         return f'{state.iter_num:,}{state.tokens_seen:,}{state.best_val_loss:.4f}', sum(state.logged), said, model

@@ -6,8 +6,9 @@ import pytest
 import torch
 from test_model import SHAPES, ids, make
 
-import model as model_file
-from model import GPT, Int8Linear, Linear, PackedLinear, Sampling, can_pack, closing_gaps, sample_token
+from hotloop.generate import Sampling, closing_gaps, generate, new_cache, sample_token
+from hotloop.quantize import Int8Linear, PackedLinear, can_pack, for_inference
+from model import GPT, Linear
 
 PROMPTS = [ids(n, seed=n).tolist() for n in (3, 7, 1, 16, 5)]  # block_size is 16
 
@@ -21,7 +22,7 @@ def one_thread(as_it_was):
 def run(model, prompts, num_tokens, num_samples=1, **more):
     """The tokens of each sequence."""
     texts = [[] for _ in range(len(prompts) * num_samples)]
-    for told in model.generate(prompts, num_tokens, num_samples=num_samples, **more):
+    for told in generate(model, prompts, num_tokens, num_samples=num_samples, **more):
         for sequence, token, _ in told:
             texts[sequence].append(token)
     return texts
@@ -108,14 +109,14 @@ def test_a_ragged_batch_is_its_rows_alone(shape, decode):
 def test_random_numbers_made_a_few_at_once_are_the_same(decode, monkeypatch):
     model, how = make(), dict(num_samples=2, seeds=list(range(10)), stop=set(range(4)), decode=decode)
     expected = run(model, PROMPTS, 40, **how)
-    monkeypatch.setattr(model_file, 'AHEAD', 3)
+    monkeypatch.setattr('hotloop.generate.AHEAD', 3)
     assert run(model, PROMPTS, 40, **how) == expected and max(map(len, expected)) > 9
-    assert len(next(model.generate(PROMPTS, 10**12))) == 5, 'or they are all made before the first token'
+    assert len(next(generate(model, PROMPTS, 10**12))) == 5, 'or they are all made before the first token'
 
 
 def test_int8_in_a_batch_of_any_size_is_int8_alone():
     """The prefill of all has another kernel than that of one."""
-    model = make(n_embd=64).for_inference(torch.device('cpu'), torch.float32, 'int8')
+    model = for_inference(make(n_embd=64), torch.device('cpu'), torch.float32, 'int8')
     assert next(m for m in model.modules() if isinstance(m, Int8Linear)).on_cpu
     batch = run(model, PROMPTS, 20, num_samples=8, seeds=list(range(40)))
     assert batch == [run(model, [PROMPTS[i // 8]], 20, seeds=[i])[0] for i in range(40)]
@@ -131,8 +132,8 @@ def test_reading_tokens_a_step_late_changes_none(monkeypatch, decode):
     def read_later(values):
         kept = values.clone()
         return lambda: kept
-    monkeypatch.setattr(model_file, 'READ_LATE', ('cpu',))
-    monkeypatch.setattr(model_file, 'read_later', read_later)
+    monkeypatch.setattr('hotloop.generate.READ_LATE', ('cpu',))
+    monkeypatch.setattr('hotloop.generate.read_later', read_later)
     for policy, texts in expected.items():
         assert run(model, PROMPTS, 40, seeds=seeds, past_context=policy, decode=decode, **how) == texts
     for n in (1, 2):
@@ -161,12 +162,12 @@ def test_compiled_equals_eager(shape):
 def test_compiled_is_close_to_eager_where_keys_are_rounded(dtype, quantize, capfd):
     """In bf16 and int8 a compiled step on a CPU keeps keys and values in bf16, an eager one in float32."""
     torch._dynamo.reset()
-    model = make('swiglu, grouped', n_embd=64).for_inference(torch.device('cpu'), dtype, quantize, pack=False)
+    model = for_inference(make('swiglu, grouped', n_embd=64), torch.device('cpu'), dtype, quantize, pack=False)
     capfd.readouterr()
-    drawn = [[told for step in model.generate(PROMPTS, 10, temperature=0, logprobs=True, decode=decode)
+    drawn = [[told for step in generate(model, PROMPTS, 10, temperature=0, logprobs=True, decode=decode)
               for told in sorted(step)] for decode in ('eager', 'compiled')]
-    assert model.new_cache(1, 1, 'compiled').k[0].dtype == torch.bfloat16
-    assert model.new_cache(1, 1).k[0].dtype == torch.float32
+    assert new_cache(model, 1, 1, 'compiled').k[0].dtype == torch.bfloat16
+    assert new_cache(model, 1, 1).k[0].dtype == torch.float32
     compared, apart = 0, set()
     for (sequence, token, logprob), (other, other_token, other_logprob) in zip(*drawn, strict=True):
         assert sequence == other
@@ -197,7 +198,7 @@ def test_sequences_that_are_finished_cost_nothing(monkeypatch):
     assert [rows for rows, T in shapes[1:] if T == 1] == [n for n in alive if n]
     shapes.clear()
     stopped = set()
-    for n, _ in enumerate(model.generate(PROMPTS, 9, stopped=stopped, decode='graph')):
+    for n, _ in enumerate(generate(model, PROMPTS, 9, stopped=stopped, decode='graph')):
         stopped.add([4, 0, 2, 1][min(n, 3)])  # the caller ends them
     assert [rows for rows, T in shapes[1:] if T == 1] == [5, 5, 2, 1, 1, 1, 1, 1]
 
@@ -279,7 +280,7 @@ def test_the_repetition_penalty_is_that_of_the_paper():
 
 def test_log_probabilities_are_the_models():
     model, context = make(), list(PROMPTS[1])
-    for told in model.generate([context], 8, temperature=2.0, top_k=5, logprobs=True, seeds=[1]):
+    for told in generate(model, [context], 8, temperature=2.0, top_k=5, logprobs=True, seeds=[1]):
         (_, token, logprob), = told
         with torch.no_grad():
             assert logprob == pytest.approx(model(torch.tensor([context]))[0].log_softmax(-1)[token].item(), abs=1e-5)
@@ -332,7 +333,7 @@ def test_int8_sums_fit_float16(monkeypatch):
 def test_an_int8_model_has_a_head_of_its_own_and_close_logits():
     model, x = make(n_embd=64), ids(2, 16)
     exact = model(x)
-    model.for_inference(torch.device('cpu'), torch.float32, 'int8')
+    for_inference(model, torch.device('cpu'), torch.float32, 'int8')
     assert model.lm_head.weight.dtype == torch.int8 and model.transformer.wte.weight.dtype == torch.float32
     assert sum(isinstance(m, Int8Linear) for m in model.modules()) == 9
     error = (model(x) - exact).norm() / exact.norm()
@@ -344,10 +345,10 @@ def test_an_int8_model_has_a_head_of_its_own_and_close_logits():
 def test_packed_weights_compute_the_same(dtype, monkeypatch):
     if not can_pack(torch.device('cpu'), dtype):
         pytest.skip(f'oneDNN does not pack {dtype} here')
-    monkeypatch.setattr(model_file, 'PACK_FROM', 0)
+    monkeypatch.setattr('hotloop.quantize.PACK_FROM', 0)
     plain, packed, x = make(bias=True), make(bias=True), ids(2, 16)
-    plain.for_inference(torch.device('cpu'), dtype, pack=False)
-    packed.for_inference(torch.device('cpu'), dtype)
+    for_inference(plain, torch.device('cpu'), dtype, pack=False)
+    for_inference(packed, torch.device('cpu'), dtype)
     assert sum(isinstance(m, PackedLinear) for m in packed.modules()) == 9
     error = (plain(x) - packed(x)).norm() / plain(x).norm()
     assert error < (1e-5 if dtype == torch.float32 else 0.02)
@@ -360,5 +361,5 @@ def test_where_packing_fails_weights_stay_as_they_are(monkeypatch):
         raise RuntimeError('not on this CPU')
     monkeypatch.setattr(torch.ops.mkldnn, '_reorder_linear_weight', refuse)
     assert not can_pack(torch.device('cpu'), torch.float32)
-    model = make(n_embd=512, n_head=4).for_inference(torch.device('cpu'), torch.float32)
+    model = for_inference(make(n_embd=512, n_head=4), torch.device('cpu'), torch.float32)
     assert not any(isinstance(m, PackedLinear) for m in model.modules())

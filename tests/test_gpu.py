@@ -12,6 +12,8 @@ import torch
 from conftest import TINY, noise, write_bins
 
 import train
+from hotloop.generate import generate
+from hotloop.quantize import for_inference
 from model import GPT, GPTConfig
 
 DEVICE = os.environ.get('TEST_DEVICE', 'cuda')
@@ -70,10 +72,10 @@ def test_a_graph_and_a_compiled_step_draw_what_the_eager_one_draws(preset, decod
     model = GPT(GPTConfig(preset=preset, vocab_size=61, n_layer=2, n_head=2, n_embd=128, block_size=64))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    model.for_inference(torch.device(DEVICE), torch.float32, pack=False)
+    for_inference(model, torch.device(DEVICE), torch.float32, pack=False)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     drawn = [[[(s, token) for s, token, _ in told] for told in
-              model.generate(prompts, 40, temperature=t, top_k=20, seeds=[1, 2, 3], decode=how)]
+              generate(model, prompts, 40, temperature=t, top_k=20, seeds=[1, 2, 3], decode=how)]
              for how in ('eager', decode) for t in (0.0, 0.8)]
     assert drawn[:2] == drawn[2:]
 

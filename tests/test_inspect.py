@@ -5,6 +5,7 @@ import pytest
 from conftest import write_bins
 
 import prepare
+from hotloop.dataset import count_ids
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_several_empty_and_missing_ones(inspect, tmp_path):
 def test_blocks_add_up():
     tokens = np.random.default_rng(0).integers(0, 9, (1 << 24) + 77).astype(np.uint16)
     tokens[-1] = 300
-    assert prepare.count_ids(tokens).tolist() == np.bincount(tokens).tolist()
+    assert count_ids(tokens).tolist() == np.bincount(tokens).tolist()
 
 
 def test_a_folder_with_a_dot_keeps_its_name_and_leftovers_go(tmp_path):

@@ -10,8 +10,11 @@ from conftest import SHARED, TINY
 
 import prepare
 import train
-from model import load_checkpoint
-from prepare import PrepareConfig, encode_parts, parts_of, read_meta, tokenizer_from
+from hotloop.chat_template import parts_of
+from hotloop.checkpoint import load_checkpoint
+from hotloop.dataset import read_meta
+from hotloop.documents import ReadConfig
+from hotloop.tokenizer import BPETokenizer, ByteTokenizer, encode_parts, tokenizer_from
 
 ASK, TELL = {'role': 'user', 'content': 'Two and two?'}, {'role': 'assistant', 'content': 'Four.'}
 CHAT = {'messages': [{'role': 'system', 'content': 'Be brief.'}, ASK, TELL, {'role': 'user', 'content': 'And one?'},
@@ -23,7 +26,7 @@ PAIR = {'prompt': 'Q: 2+2?\nA:', 'completion': ' 4'}
 
 def shown(row, template='auto'):
     """The document with what does not count in brackets."""
-    parts = parts_of(row, 'a.jsonl, line 1', PrepareConfig(template=template))
+    parts = parts_of(row, 'a.jsonl, line 1', ReadConfig(template=template))
     return ''.join(text if counts else f'[{text}]' for text, _, counts in parts).replace('][', '')
 
 
@@ -66,21 +69,21 @@ def test_what_templates_make_of_rows(row, template, expected):
     {'messages': [ASK]}, {'prompt': 'a', 'completion': ''}, {'prompt': 'a', 'completion': None},
     {'messages': [ASK, {'role': 'assistant', 'content': ''}]}, {'messages': None}, {'conversations': []}])
 def test_without_an_answer_there_is_nothing_to_learn(row):
-    assert parts_of(row, 'line 1', PrepareConfig()) is None
+    assert parts_of(row, 'line 1', ReadConfig()) is None
 
 
 def test_a_chat_that_is_null_leaves_the_text():
-    assert parts_of({'messages': None, 'text': 'abc'}, 'line 1', PrepareConfig()) == [('abc', False, True)]
+    assert parts_of({'messages': None, 'text': 'abc'}, 'line 1', ReadConfig()) == [('abc', False, True)]
 
 
 @pytest.mark.parametrize('history', ['ab', ['ab', 'cd'], [['a', 'b', 'c']], [['a']], 3, [[1, 2]], {'a': 'b'}])
 def test_a_history_is_pairs_of_texts(history):
     with pytest.raises(ValueError, match=r'line 1: .*(history is no list of pairs|stands where a text)'):
-        parts_of({**ALPACA, 'history': history}, 'line 1', PrepareConfig())
+        parts_of({**ALPACA, 'history': history}, 'line 1', ReadConfig())
 
 
 def test_a_field_asked_for_by_name_is_text(tmp_path):
-    parts = parts_of({**ALPACA, 'text': 'the whole'}, 'line 1', PrepareConfig(text_field='text'))
+    parts = parts_of({**ALPACA, 'text': 'the whole'}, 'line 1', ReadConfig(text_field='text'))
     assert parts == [('the whole', False, True)]
 
 
@@ -131,7 +134,8 @@ def test_a_text_that_is_cut_gets_a_mask_behind_instruction_data(tmp_path, monkey
     monkeypatch.setattr(prepare, 'SMALL', 1000)
     _, splits, _ = write(tmp_path, [{**PAIR, 'prompt': f'{i}?'} for i in range(40)])
     before = {s: len(ids) for s, (ids, _) in splits.items()}
-    monkeypatch.setattr(prepare, 'PIECE', 400)
+    monkeypatch.setattr('hotloop.documents.PIECE', 400)
+    monkeypatch.setattr('hotloop.encode.PIECE', 400)
     (tmp_path / 'b.txt').write_text('long text\n' * 500)
     prepare.main([str(tmp_path / 'b.txt'), '--name=x', f'--data_dir={tmp_path}/data', '--append'])
     meta, added = read_meta(str(tmp_path / 'data' / 'x')), 0
@@ -145,15 +149,15 @@ def test_a_text_that_is_cut_gets_a_mask_behind_instruction_data(tmp_path, monkey
 
 
 def test_a_field_beside_a_text_may_be_called_system(tmp_path):
-    assert parts_of({'text': 'abc', 'system': True}, 'line 1', PrepareConfig()) == [('abc', False, True)]
+    assert parts_of({'text': 'abc', 'system': True}, 'line 1', ReadConfig()) == [('abc', False, True)]
 
 
 def test_special_ids_come_from_the_template_and_never_from_the_data(tmp_path):
     tokens = [bytes([b]) for b in range(256)]
     specials = {'<|im_start|>': 256, '<|im_end|>': 257, '<|endoftext|>': 258}
-    tokenizer = prepare.BPETokenizer(tokens, specials=specials, eot=258)
+    tokenizer = BPETokenizer(tokens, specials=specials, eot=258)
     row = {'messages': [{'role': 'user', 'content': '<|im_end|>ha'}, TELL]}
-    ids, mask = encode_parts(tokenizer, parts_of(row, '', PrepareConfig()))
+    ids, mask = encode_parts(tokenizer, parts_of(row, '', ReadConfig()))
     assert ids.tolist() == [256, *b'user\n<|im_end|>ha', 257, *b'\n', 256, *b'assistant\n', *b'Four.', 257]
     assert mask.tolist() == [0] * (len(ids) - 6) + [1] * 6
 
@@ -162,11 +166,11 @@ def test_text_between_special_ids_is_tokenized_whole():
     """'user', the line end and what is asked are one text, as chat models have seen them."""
     seen = []
 
-    class Spy(prepare.ByteTokenizer):
+    class Spy(ByteTokenizer):
         def encode(self, text):
             seen.append(text)
             return super().encode(text)
-    encode_parts(Spy(), parts_of(CHAT, '', PrepareConfig(template='chatml')))
+    encode_parts(Spy(), parts_of(CHAT, '', ReadConfig(template='chatml')))
     assert len(seen) == 4 and seen[1] == 'Four.<|im_end|>' and seen[2].startswith('\n<|im_start|>user\nAnd one?')
 
 

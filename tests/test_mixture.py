@@ -8,8 +8,13 @@ import pytest
 from conftest import TINY, noise, write_bins
 
 import train
-from prepare import read_meta
-from train import Batches, Machine, Mixture, Split, TrainConfig
+from hotloop.checkpoint import load_checkpoint
+from hotloop.dataloader import Batches, Mixture, Split, open_split, windows_per_epoch
+from hotloop.dataset import open_datasets, read_meta
+from hotloop.distributed import Env
+from hotloop.evaluate import evaluate, evaluate_any
+from model import GPT
+from train import TrainConfig
 
 
 @pytest.fixture(scope='module')
@@ -24,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def mixture(folder, dataset, T=16, name='train'):
-    return train.open_split(train.open_datasets(TrainConfig(dataset=dataset, data_dir=folder)), name, T)
+    return open_split(open_datasets(TrainConfig(dataset=dataset, data_dir=folder)), name, T)
 
 
 def owner(x):
@@ -47,7 +52,7 @@ def test_windows_are_drawn_by_weight_and_each_split_once_an_epoch(folder):
     for k, split in enumerate(mixed.splits):
         mine = starts[of == k] - mixed.bases[k]
         assert np.array_equal(mine, split.starts(7 + k, np.arange(len(mine))))
-        per_epoch = train.windows_per_epoch(split.num_tokens, 16)
+        per_epoch = windows_per_epoch(split.num_tokens, 16)
         assert len(np.unique(mine[:per_epoch])) == per_epoch
 
 
@@ -71,7 +76,7 @@ def test_without_weights_the_sizes_are_the_weights(folder):
 def test_processes_share_out_the_global_batch(folder, world):
     mixed = mixture(folder, 'a:0.5,b:0.5')
     cfg = TrainConfig(batch_size=8, gradient_accumulation_steps=4)
-    rows = [load()[0].numpy() for rank in range(world) for load in Batches(mixed, cfg, Machine(rank, world)).step(6)[1]]
+    rows = [load()[0].numpy() for rank in range(world) for load in Batches(mixed, cfg, Env(rank, world)).step(6)[1]]
     expected = mixed.gather(mixed.starts(cfg.seed, np.arange(6 * 32, 7 * 32)))[0]
     assert np.array_equal(np.concatenate(rows), expected)
 
@@ -105,7 +110,7 @@ def test_a_run_on_two_resumes_bit_for_bit_and_tells_the_loss_of_each(folder, tmp
     out = capsys.readouterr().out
     assert 'data: a:0.75,b:0.25 (75.0%, 25.0%), 3,902 training and 700 validation tokens' in out
     assert run('parts', max_iters=6, lr_decay_iters=10) == 0 and run('parts', init_from='resume') == 0
-    whole, parts = (train.load_checkpoint(str(tmp_path / name / 'ckpt.pt')) for name in ('whole', 'parts'))
+    whole, parts = (load_checkpoint(str(tmp_path / name / 'ckpt.pt')) for name in ('whole', 'parts'))
     assert all((whole['model'][name] == parts['model'][name]).all() for name in whole['model'])
     told = [json.loads(line) for line in (tmp_path / 'whole' / 'log.jsonl').read_text().splitlines()]
     last = [line for line in told if 'val_loss' in line][-1]
@@ -118,12 +123,12 @@ def test_its_loss_is_that_of_each_alone(folder, tmp_path):
     """evaluate() of each, weighed; bits per byte over the bytes of the mixture."""
     flags = {**TINY, 'data_dir': folder, 'dataset': 'a', 'out_dir': tmp_path / 'out', 'max_iters': 2}
     assert train.main([f'--{k}={v}' for k, v in flags.items()]) == 0
-    checkpoint = train.load_checkpoint(str(tmp_path / 'out' / 'ckpt.pt'))
-    model = train.model_from(checkpoint['model_args'], checkpoint['model'])
+    checkpoint = load_checkpoint(str(tmp_path / 'out' / 'ckpt.pt'))
+    model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'])
     mixed, table = mixture(folder, 'a:0.75,b:0.25', name='val'), np.arange(257) % 4
-    both = train.evaluate_any(model, mixed, None, 4, Machine(), table)
+    both = evaluate_any(model, mixed, None, 4, Env(), table)
     splits = [Split(path, 'val', read_meta(path), 16) for path in (os.path.join(folder, name) for name in 'ab')]
-    a, b = (train.evaluate(model, split, None, 4, Machine(), table) for split in splits)
+    a, b = (evaluate(model, split, None, 4, Env(), table) for split in splits)
     assert both['loss'] == pytest.approx(0.75 * a['loss'] + 0.25 * b['loss'])
     assert both['losses'] == {'a': a['loss'], 'b': b['loss']} and both['tokens'] == 698
     bytes_a, bytes_b = (e['loss'] / np.log(2) / e['bpb'] for e in (a, b))

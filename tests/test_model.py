@@ -14,19 +14,13 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from model import (
-    GPT,
-    PRESETS,
-    GPTConfig,
-    choose_device,
-    choose_dtype,
-    load_checkpoint,
-    load_gpt2,
-    load_weights,
-    model_from,
-    read_safetensors,
-    save_checkpoint,
-)
+from hotloop.checkpoint import load_checkpoint, save_checkpoint
+from hotloop.device import choose_device, choose_dtype
+from hotloop.distributed import Env
+from hotloop.optim import build_optimizers, orthogonalize
+from hotloop.pretrained import load_gpt2, read_safetensors
+from hotloop.quantize import for_inference
+from model import GPT, PRESETS, GPTConfig
 
 SHAPES = {'gpt2': dict(preset='gpt2'), 'gpt2 with biases': dict(preset='gpt2', bias=True),
           'modern': dict(preset='modern'), 'swiglu, grouped': dict(preset='modern', mlp='swiglu', n_kv_head=2),
@@ -124,7 +118,7 @@ def test_compiled_equals_eager(shape):
 def test_bfloat16_is_close_and_positions_stay_exact():
     model, x = make('modern'), ids(2, 16)
     exact = model(x)
-    model.for_inference(torch.device('cpu'), torch.bfloat16)
+    for_inference(model, torch.device('cpu'), torch.bfloat16)
     assert model.cos.dtype == torch.float32 and model.transformer.wte.weight.dtype == torch.bfloat16
     assert 0 < (model(x) - exact).abs().max() < 0.1 * exact.abs().max()
 
@@ -179,7 +173,7 @@ def test_checkpoints_come_back_whatever_wrapped_the_model(tmp_path, shape, prefi
     saved = checkpoint(model)
     save_checkpoint(path, {**saved, 'model': {prefix + k: v for k, v in saved['model'].items()}})
     loaded = load_checkpoint(path)
-    again = model_from(loaded['model_args'], loaded['model']).eval()
+    again = GPT.from_checkpoint(loaded['model_args'], loaded['model']).eval()
     assert torch.equal(model(ids(1, 9)), again(ids(1, 9)))
 
 
@@ -252,7 +246,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
 def test_model_args_that_do_not_fit_the_weights(args, words):
     model = make()
     with pytest.raises(ValueError, match=words):
-        model_from({**model.config.model_args(), **args}, model.state_dict())
+        GPT.from_checkpoint({**model.config.model_args(), **args}, model.state_dict())
 
 
 def test_weights_that_do_not_fit_are_named():
@@ -260,7 +254,7 @@ def test_weights_that_do_not_fit_are_named():
     state = dict(model.state_dict())
     state['extra'] = state.pop('transformer.wpe.weight')
     with pytest.raises(ValueError, match=r'transformer\.wpe\.weight is missing; extra is unknown'):
-        load_weights(model, state)
+        model.load_weights(state)
 
 
 @pytest.mark.parametrize('where', ['fsync', 'replace'])
@@ -302,17 +296,17 @@ def test_hugging_faces_gpt2_computes_the_same(tmp_path, save):
     expected = theirs(x).logits
     assert (every_logit(ours, x) - expected).abs().max() < 1e-5 * expected.abs().max()
     ours.config.mlp = 'gelu'
-    erf = model_from(ours.config.model_args(), ours.state_dict()).eval()
+    erf = GPT.from_checkpoint(ours.config.model_args(), ours.state_dict()).eval()
     assert (every_logit(erf, x) - expected).abs().max() > 1e-5 * expected.abs().max()
 
 
 def test_a_checkpoint_whose_tied_matrices_differ_is_refused():
     model = make()
     weights = {name: t.clone() for name, t in model.state_dict().items()}
-    model_from(model.config.model_args(), weights)  # a copy for each is as good as one for both
+    GPT.from_checkpoint(model.config.model_args(), weights)  # a copy for each is as good as one for both
     weights['transformer.wte.weight'] += 1
     with pytest.raises(ValueError, match='embedding and head differ'):
-        model_from(model.config.model_args(), weights)
+        GPT.from_checkpoint(model.config.model_args(), weights)
 
 
 def test_a_head_that_differs_from_tied_embeddings_is_taken(tmp_path):
@@ -401,19 +395,19 @@ def test_types_asked_for_are_taken():
 @pytest.mark.parametrize('shape', [(64, 64), (32, 128)])
 def test_orthogonalized_matrices_have_singular_values_near_1(shape):
     G = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    together = train.orthogonalize(G, torch.float32)
+    together = orthogonalize(G, torch.float32)
     values = torch.linalg.svdvals(together)
     # a square random matrix has a few that are next to nothing, which five iterations do not lift
     assert values.max() < 1.3 and values.quantile(0.05) > 0.6
     assert torch.linalg.svdvals(G / G.norm(dim=(1, 2), keepdim=True)).max() < 0.3
-    one_by_one = torch.cat([train.orthogonalize(g[None], torch.float32) for g in G])
+    one_by_one = torch.cat([orthogonalize(g[None], torch.float32) for g in G])
     assert torch.allclose(together, one_by_one, atol=1e-5)
 
 
 def muon_update(model, world=1):
     """What one step of Muon adds to each parameter, at a learning rate of 1."""
     cfg = train.TrainConfig(optimizer='muon', muon_lr=1.0, weight_decay=0.0, learning_rate=0.0)
-    *_, muon = train.build_optimizers(model, cfg, train.Machine())
+    *_, muon = build_optimizers(model, cfg, Env())
     muon.param_groups[0]['lr'] = 1.0
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     muon.step()

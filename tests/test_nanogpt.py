@@ -6,7 +6,9 @@ import bench
 import pytest
 import torch
 
-from model import GPT, GPTConfig, load_checkpoint, model_from, save_checkpoint
+from hotloop.checkpoint import load_checkpoint, save_checkpoint
+from hotloop.generate import generate
+from model import GPT, GPTConfig
 
 CLONE = os.environ.get('NANOGPT', '')
 pytestmark = pytest.mark.skipif(not (CLONE and os.path.exists(os.path.join(CLONE, 'model.py'))),
@@ -44,18 +46,18 @@ def their_file(theirs, tmp_path):
 def test_their_checkpoint_computes_and_writes_the_same(theirs, their_file):
     """Logits to 1e-5; greedy text token for token, as far as the context reaches: there it slides in larger steps."""
     checkpoint = load_checkpoint(their_file)
-    ours = model_from(checkpoint['model_args'], checkpoint['model']).eval()
+    ours = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model']).eval()
     idx = torch.randint(65, (2, 16), generator=torch.Generator().manual_seed(0))
     expected = theirs(idx)[0][:, -1]
     assert (ours(idx) - expected).abs().max() < 1e-5 * expected.abs().max()
     text = theirs.generate(idx[:, :3], 14, top_k=1)[:, 3:]
-    assert [[told[row][1] for told in ours.generate(idx[:, :3].tolist(), 14, temperature=0)] for row in (0, 1)] == \
+    assert [[told[row][1] for told in generate(ours, idx[:, :3].tolist(), 14, temperature=0)] for row in (0, 1)] == \
         text.tolist()
 
 
 def test_losses_are_the_same(theirs, their_file):
     checkpoint = load_checkpoint(their_file)
-    ours = model_from(checkpoint['model_args'], checkpoint['model']).eval()
+    ours = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model']).eval()
     x, y = torch.randint(65, (2, 3, 16), generator=torch.Generator().manual_seed(0))
     assert ours(x, y).sum().item() / y.numel() == pytest.approx(theirs(x, y)[1].item(), rel=1e-6)
 

@@ -12,15 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare
-from prepare import (
-    ByteTokenizer,
-    CharTokenizer,
-    dataset_folder,
-    encode_marked,
-    pretrained,
-    read_meta,
-    tokenizer_from,
-)
+from hotloop.dataset import BinWriter, dataset_folder, read_meta
+from hotloop.host import cores
+from hotloop.pretrained import pretrained
+from hotloop.sources import files_under, how_to_make, stdlib_files
+from hotloop.tokenizer import ByteTokenizer, CharTokenizer, TiktokenTokenizer, encode_marked, tokenizer_from
 
 SHAKESPEARE = os.path.join(SHARED, 'tinyshakespeare.txt')
 
@@ -168,12 +164,12 @@ def test_gpt2s_ranks_from_either_copy_that_tiktoken_keeps(gpt2, tmp_path, monkey
     for names, cut in (([one], 0), (two, 0), ([one, *two], 100)):
         keep(*names, cut=cut)
         monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
-        tokenizer = prepare.TiktokenTokenizer('gpt2')
+        tokenizer = TiktokenTokenizer('gpt2')
         assert list(tokenizer.encode(hard)) == ids and (tokenizer.n_vocab, tokenizer.eot) == (50257, 50256)
     keep(one, cut=100)
     monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
     with pytest.raises(ValueError, match=r"'gpt2' could not be loaded.*TIKTOKEN_CACHE_DIR.*openai-whisper"):
-        prepare.TiktokenTokenizer('gpt2')
+        TiktokenTokenizer('gpt2')
 
 
 def test_a_prompt_may_hold_the_end_of_text():
@@ -257,18 +253,18 @@ def test_a_folder_is_a_document_a_file_and_each_ends_with_the_end_of_text(notes,
 
 
 def test_held_out_documents_are_a_seeded_choice_of_whole_files(notes):
-    documents = prepare.files_under(str(notes), ('.txt', '.md'))
+    documents = files_under(str(notes), ('.txt', '.md'))
     assert [name for name, _ in documents] == sorted(NOTES)
     choices = set()
     for seed in range(20):
         for fraction in (0.01, 0.1, 0.5, 0.99):
-            size = {prepare.rank_of(name, seed): os.path.getsize(path) for name, path in documents}
+            size = {prepare.holdout_hash(name, seed): os.path.getsize(path) for name, path in documents}
             held = prepare.hold_out(size, fraction)
             assert 0 < len(held) < len(documents)
             assert sum(size[n] for n in held) >= fraction * sum(size.values()) or len(held) == len(documents) - 1
             assert held == prepare.hold_out(dict(reversed(size.items())), fraction)
         held = prepare.hold_out(size, 0.1)
-        choices.add(frozenset(name for name, _ in documents if prepare.rank_of(name, seed) in held))
+        choices.add(frozenset(name for name, _ in documents if prepare.holdout_hash(name, seed) in held))
     assert len(choices) > 3
 
 
@@ -326,7 +322,7 @@ def test_an_interruption_leaves_nothing_half_under_the_name(notes, data, monkeyp
     if before:
         run(data, notes, name='n', val_fraction=0.5)
         old = contents(data / 'n')
-    real, calls = prepare.BinWriter.add, []
+    real, calls = BinWriter.add, []
 
     def add(self, made):
         calls.append(made)
@@ -335,8 +331,9 @@ def test_an_interruption_leaves_nothing_half_under_the_name(notes, data, monkeyp
         real(self, made)
 
     with monkeypatch.context() as m:
-        m.setattr(prepare, 'PIECE', 1)  # a batch a document
-        m.setattr(prepare.BinWriter, 'add', add)
+        m.setattr('hotloop.documents.PIECE', 1)  # a batch a document
+        m.setattr('hotloop.encode.PIECE', 1)  # a batch a document
+        m.setattr(BinWriter, 'add', add)
         with pytest.raises(KeyboardInterrupt):
             run(data, notes, name='n')
     assert len(calls) == 4
@@ -507,9 +504,9 @@ def test_settings_that_cannot_work_are_refused(notes, data, flag, words):
 # the embedded corpus
 
 def test_the_standard_library_comes_without_test_suites_in_a_fixed_order():
-    files = prepare.stdlib_files()
+    files = stdlib_files()
     names = [name for name, _ in files]
-    assert names == sorted(set(names)) and files == prepare.stdlib_files()
+    assert names == sorted(set(names)) and files == stdlib_files()
     assert {'argparse.py', 'json/decoder.py', 'unittest/case.py'} <= set(names)
     parts = {part for name in names for part in name.split('/')}
     assert not parts & {'test', 'tests', 'idle_test', 'site-packages', '__pycache__', 'encodings', 'pydoc_data'}
@@ -522,9 +519,9 @@ def test_the_standard_library_comes_without_test_suites_in_a_fixed_order():
 
 
 def test_without_a_source_the_standard_library_is_prepared(data, monkeypatch, tmp_path):
-    some = [f for f in prepare.stdlib_files() if f[0].startswith(('json/', 'email/'))]
+    some = [f for f in stdlib_files() if f[0].startswith(('json/', 'email/'))]
     assert len(some) > 10
-    monkeypatch.setattr(prepare, 'stdlib_files', lambda: some)
+    monkeypatch.setattr('hotloop.sources.stdlib_files', lambda: some)
     prepare.main([f'--data_dir={data}'])
     prepare.main(['stdlib', f'--data_dir={tmp_path / "again"}'])
     assert contents(data / 'stdlib') == contents(tmp_path / 'again' / 'stdlib')
@@ -536,8 +533,8 @@ def test_without_a_source_the_standard_library_is_prepared(data, monkeypatch, tm
 
 
 def test_five_percent_of_the_standard_library_is_held_out():
-    files = prepare.stdlib_files()
-    size = {prepare.rank_of(name, 1337): os.path.getsize(path) for name, path in files}
+    files = stdlib_files()
+    size = {prepare.holdout_hash(name, 1337): os.path.getsize(path) for name, path in files}
     assert 0.05 <= sum(size[rank] for rank in prepare.hold_out(size, 0.05)) / sum(size.values()) < 0.1
 
 
@@ -648,9 +645,9 @@ def test_a_damaged_meta_pkl_is_one_sentence(tmp_path, raw):
 def test_the_command_that_makes_a_dataset_is_one_that_prepare_understands():
     from configurator import configure
     for dataset in ('stdlib', 'mine'):
-        words = prepare.how_to_make(dataset).split()
+        words = how_to_make(dataset).split()
         assert words[:2] == ['python', 'prepare.py']
-        cfg, _, sources = configure(prepare.PrepareConfig, argv=words[2:], files=False)
+        cfg, reading, _, sources = configure(prepare.PrepareConfig, prepare.ReadConfig, argv=words[2:], files=False)
         assert len(sources) == 1 and dataset in (cfg.name, sources[0])
 
 
@@ -737,7 +734,7 @@ def test_a_download_that_fails_leaves_no_file_under_the_name(hub, tmp_path, head
 
 
 def test_no_server_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, 'PAUSE', 0.001)
+    monkeypatch.setattr('hotloop.download.PAUSE', 0.001)
     monkeypatch.setenv('HF_ENDPOINT', 'http://127.0.0.1:9')  # the discard port, where nobody listens
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     with pytest.raises(ValueError, match=r'127\.0\.0\.1:9/openai-community/gpt2/.* could not be downloaded'):
@@ -760,12 +757,12 @@ def test_cores_are_those_of_the_affinity_and_of_a_containers_quota(tmp_path, mon
     if quota:
         (tmp_path / 'fs/cgroup').mkdir(parents=True)
         (tmp_path / 'fs/cgroup/cpu.max').write_text(quota + '\n')
-    assert prepare.cores(system=tmp_path) == logical
-    assert prepare.cores(physical=True, system=tmp_path) == physical
+    assert cores(system=tmp_path) == logical
+    assert cores(physical=True, system=tmp_path) == physical
 
 
 def test_cores_where_nothing_is_told(tmp_path, monkeypatch):
     """As on Windows and macOS."""
     monkeypatch.delattr(os, 'sched_getaffinity', raising=False)
     monkeypatch.setattr(os, 'cpu_count', lambda: 3)
-    assert prepare.cores(system=tmp_path) == prepare.cores(physical=True, system=tmp_path) == 3
+    assert cores(system=tmp_path) == cores(physical=True, system=tmp_path) == 3

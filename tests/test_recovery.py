@@ -13,8 +13,18 @@ import torch
 from conftest import TINY, at_step, contents, noise, write_bins
 
 import train
+from hotloop.checkpoint import RunState, save_checkpoint
+from hotloop.dataloader import Batches, epoch_order, open_split
+from hotloop.dataset import open_datasets
+from hotloop.distributed import Env, StopRequest
+from hotloop.divergence import collect_steps
+from hotloop.evaluate import eval_batch
+from hotloop.logger import Log
+from hotloop.memory import batch_fits
+from hotloop.optim import build_optimizers
+from hotloop.run_dir import Mirror, RunDir
 from model import GPT, GPTConfig
-from train import RunState, TrainConfig
+from train import TrainConfig
 
 POISON = 200  # a token that no other text here has
 
@@ -40,11 +50,11 @@ def poisoned(tmp_path, monkeypatch):
         out = original(self, idx, targets, cache)
         return out * float('nan') if self.training and (idx == POISON).any() else out
     monkeypatch.setattr(GPT, 'forward', forward)
-    monkeypatch.setattr(train, 'MAX_BAD_STEPS', 3)
+    monkeypatch.setattr('hotloop.divergence.MAX_BAD_STEPS', 3)
 
     def write(steps):
         tokens = noise(4001)
-        order = train.epoch_order(1337, len(tokens), TINY['block_size'], 0)
+        order = epoch_order(1337, len(tokens), TINY['block_size'], 0)
         for step in steps:
             tokens[order[8 * step] + 2] = POISON
         write_bins(tmp_path / 'data' / 'tiny', tokens, noise(487, seed=1))
@@ -93,9 +103,9 @@ def test_a_rollback_saves_no_step_that_was_not_due(poisoned, train_tiny, tmp_pat
 
 
 def test_data_that_is_left_out_is_not_seen(data_dir):
-    split = train.open_split(train.open_datasets(TrainConfig(dataset='tiny', data_dir=data_dir)), 'train', 16)
+    split = open_split(open_datasets(TrainConfig(dataset='tiny', data_dir=data_dir)), 'train', 16)
     cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2)
-    plain, skipping = (train.Batches(split, cfg, train.Machine()) for _ in range(2))
+    plain, skipping = (Batches(split, cfg, Env()) for _ in range(2))
     skipping.skip([[3, 2], [3, 1], [6, 4]])
     for step, place in [(0, 0), (2, 2), (3, 6), (5, 8), (6, 13), (7, 14)]:
         np.testing.assert_array_equal(skipping.starts(step), plain.starts(place))
@@ -127,7 +137,7 @@ def book(losses, **settings):
     for step, loss in enumerate(losses, 1):
         run.state.iter_num = step
         bad = torch.tensor(float(not np.isfinite(loss)))
-        train.settle(run, [(torch.tensor(float(loss)), bad, 1)])
+        collect_steps(run, [(torch.tensor(float(loss)), bad, 1)])
         diverged += [run.diverged_at] if run.diverged_at else []
     return run.log.lines, run.state, diverged
 
@@ -188,13 +198,13 @@ def test_a_worse_model_never_takes_the_place_of_best(train_tiny, tmp_path, monke
     found = iter([3.0, 2.9, 5.0, 2.8, 4.0])
     monkeypatch.setattr(train, 'evaluate_both',
                         lambda run, stop: ('', {'step': run.state.iter_num, 'val_loss': next(found)}))
-    original = train.save_checkpoint
+    original = save_checkpoint
 
     def full(path, checkpoint, **kwargs):
         if (os.path.basename(path), checkpoint['iter_num']) in (('best.pt', 4), ('ckpt.pt', 8)):
             raise ValueError('full for a moment')
         original(path, checkpoint, **kwargs)
-    monkeypatch.setattr(train, 'save_checkpoint', full)
+    monkeypatch.setattr('hotloop.checkpoint.save_checkpoint', full)
     train_tiny(eval_interval=2)
     assert torch.load(tmp_path / 'out' / 'best.pt', weights_only=True)['iter_num'] == 8
     assert state_of(tmp_path / 'out')['best_val_loss'] == 2.8
@@ -281,7 +291,7 @@ def test_an_evaluation_that_does_not_fit_is_a_sentence(train_tiny, monkeypatch):
 
     def full(*args):
         raise torch.OutOfMemoryError('CUDA out of memory')
-    monkeypatch.setattr(train, 'eval_batch', full)
+    monkeypatch.setattr('hotloop.evaluate.eval_batch', full)
     with pytest.raises(ValueError, match=r'does not fit the memory of cpu .*batch_size must be smaller'):
         train_tiny(init_from='resume', eval_only=True)
 
@@ -334,7 +344,7 @@ def test_copies_that_somebody_made_are_no_checkpoints(train_tiny, tmp_path):
 
 def test_a_run_that_is_refused_leaves_the_mirror_of_the_running_one(train_tiny, tmp_path):
     train_tiny(mirror_dir=tmp_path / 'drive', max_iters=2)
-    owner = train.OutDir(str(tmp_path / 'out'))
+    owner = RunDir(str(tmp_path / 'out'))
     owner.take_lock()
     before = contents(tmp_path / 'drive')
     with pytest.raises(ValueError, match='is in use by process'):
@@ -347,7 +357,7 @@ def test_a_log_that_cannot_be_written_ends_no_run(train_tiny, tmp_path, monkeypa
     """/dev/full is a disk without a byte; it is told once."""
     def full(log, state):
         log.file = open('/dev/full', 'a', buffering=1)  # noqa: SIM115
-    monkeypatch.setattr(train.Log, 'open', full)
+    monkeypatch.setattr(Log, 'open', full)
     assert train_tiny() == 0
     assert capsys.readouterr().out.count('log.jsonl could not be written: No space left') == 1
     assert torch.load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 10
@@ -409,7 +419,7 @@ def test_a_mirror_that_fails_harms_nothing(train_tiny, tmp_path, monkeypatch, ca
 def test_a_mirror_that_hangs_does_not_hold_the_run(train_tiny, tmp_path, monkeypatch, capsys):
     released = threading.Event()
     monkeypatch.setattr(train.shutil, 'copyfileobj', lambda *args: released.wait(60))
-    monkeypatch.setattr(train.Mirror, 'close', lambda self, seconds, close=train.Mirror.close: close(self, 0.01))
+    monkeypatch.setattr(Mirror, 'close', lambda self, seconds, close=Mirror.close: close(self, 0.01))
     assert train_tiny(mirror_dir=tmp_path / 'drive') == 0
     released.set()
     assert 'did not take the last checkpoint' in capsys.readouterr().out
@@ -429,14 +439,14 @@ def test_a_mirror_that_cannot_be_is_told_before_the_first_step(train_tiny, tmp_p
 # signals
 
 def test_a_signal_cuts_an_evaluation_short_and_the_next_process_does_it(train_tiny, tmp_path, monkeypatch):
-    original, calls = train.eval_batch, []
+    original, calls = eval_batch, []
 
     def signalling(*args):
         calls.append(0)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*args)
-    monkeypatch.setattr(train, 'eval_batch', signalling)
+    monkeypatch.setattr('hotloop.evaluate.eval_batch', signalling)
     assert train_tiny() == 143
     assert len(calls) == 2 and state_of(tmp_path / 'out')['iter_num'] == 4
     assert not any('val_loss' in line for line in lines_of(tmp_path / 'out'))
@@ -454,8 +464,8 @@ def test_a_signal_cuts_an_evaluation_that_was_left_too(train_tiny, tmp_path, mon
     checkpoint = state_of(tmp_path / 'out')
     checkpoint['state']['evaluation_left'] = True
     torch.save(checkpoint, path)
-    original = train.eval_batch
-    monkeypatch.setattr(train, 'eval_batch', lambda *args: (os.kill(os.getpid(), signal.SIGTERM), original(*args))[1])
+    original = eval_batch
+    monkeypatch.setattr('hotloop.evaluate.eval_batch', lambda *args: (os.kill(os.getpid(), signal.SIGTERM), original(*args))[1])
     assert train_tiny('out', '--init_from=resume', max_iters=10) == 143
     assert state_of(tmp_path / 'out')['state']['evaluation_left'] and state_of(tmp_path / 'out')['iter_num'] == 4
 
@@ -464,7 +474,7 @@ def test_only_a_second_interrupt_ends_at_once(capfd):
     """The first signal is the one whose code the process ends with."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
-        stop = train.StopRequest(None)
+        stop = StopRequest(None)
         for number in (signal.SIGTERM, signal.SIGINT):
             assert signal.getsignal(signal.SIGINT) == stop.receive
             os.kill(os.getpid(), number)
@@ -491,12 +501,12 @@ def test_a_kill_during_the_last_evaluation_loses_neither_steps_nor_the_evaluatio
 
 
 def test_a_signal_before_the_first_step_ends_the_start(train_tiny, tmp_path, monkeypatch, capsys):
-    original = train.build_optimizers
+    original = build_optimizers
 
     def signalled(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(*args)
-    monkeypatch.setattr(train, 'build_optimizers', signalled)
+    monkeypatch.setattr('hotloop.optim.build_optimizers', signalled)
     assert train_tiny() == 143
     assert 'stopped before step 1' in capsys.readouterr().out and not (tmp_path / 'out' / 'ckpt.pt').exists()
 
@@ -520,5 +530,5 @@ def test_compiled_runs_repeat_and_resume_to_the_bit(tmp_path):
 
 def test_a_small_model_with_an_exact_batch_needs_no_parts():
     model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8))
-    assert train.batch_fits(model, 4, train.Machine(), TrainConfig(), 100) and model.loss_chunks == 1
+    assert batch_fits(model, 4, Env(), TrainConfig(), 100) and model.loss_chunks == 1
     assert all(p.grad is None for p in model.parameters())

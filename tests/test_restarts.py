@@ -8,7 +8,11 @@ import torch
 from conftest import write_bins
 
 import train
-from model import GPT, GPTConfig, choose_device
+from hotloop.checkpoint import RunState, save_checkpoint
+from hotloop.dataloader import Split
+from hotloop.device import choose_device, peak_flops
+from hotloop.distributed import Env, check_agreement
+from model import GPT, GPTConfig
 
 
 def tiny_model(seed=0):
@@ -16,7 +20,7 @@ def tiny_model(seed=0):
     return GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=8))
 
 
-class Together(train.Machine):
+class Together(Env):
     """This process among others, whose numbers are given."""
 
     def sum(self, values):
@@ -25,15 +29,15 @@ class Together(train.Machine):
 
 @pytest.mark.parametrize('step, weights, good', [(5, 0.0, True), (4, 0.0, False), (5, 1e-3, False)])
 def test_processes_that_start_from_different_places_are_stopped(step, weights, good):
-    model, state = tiny_model(), train.RunState(iter_num=5)
-    machine = Together(world=2)
+    model, state = tiny_model(), RunState(iter_num=5)
+    env = Together(world=2)
     total = sum(p.detach().double().sum().item() for p in model.parameters())
-    machine.others = [(step, total + weights)]
+    env.others = [(step, total + weights)]
     if good:
-        train.check_agreement(model, state, machine)
+        check_agreement(model, state, env)
     else:
         with pytest.raises(ValueError, match='do not start from the same weights'):
-            train.check_agreement(model, state, machine)
+            check_agreement(model, state, env)
 
 
 @pytest.mark.parametrize('theirs, resumes', [('run7', True), ('run6', False), ('none', False)])
@@ -63,33 +67,33 @@ def test_any_mask_but_0_counts_once(tmp_path):
     mask[10:20] = 255
     meta = {'dtype': 'uint16', 'vocab_size': 257, 'splits': {}, 'foreign': False}
     write_bins(tmp_path, range(40), range(40), masks={'train': mask, 'val': mask})
-    split = train.Split(str(tmp_path), 'train', meta, 8)
+    split = Split(str(tmp_path), 'train', meta, 8)
     starts = [0, 8, 16, 24]
     assert split.num_targets(starts) == (split.gather(starts)[1] >= 0).sum() == 10
     before = split.fingerprint()
     mask[0] = 1
     write_bins(tmp_path, range(40), range(40), masks={'train': mask, 'val': mask})
-    assert train.Split(str(tmp_path), 'train', meta, 8).fingerprint() != before
+    assert Split(str(tmp_path), 'train', meta, 8).fingerprint() != before
 
 
 def test_a_stop_that_could_not_save_does_not_say_it_did(train_tiny, monkeypatch, capsys):
     def full(*args, **kwargs):
         raise ValueError('ckpt.pt could not be written: 0 MB are free')
-    monkeypatch.setattr(train, 'save_checkpoint', full)
+    monkeypatch.setattr('hotloop.checkpoint.save_checkpoint', full)
     with pytest.raises(ValueError, match='0 MB are free'):
         train_tiny(max_minutes=0)
     assert 'and saved' not in capsys.readouterr().out
 
 
 def test_a_best_that_could_not_be_written_is_written_at_the_next_evaluation(train_tiny, tmp_path, monkeypatch):
-    original, calls = train.save_checkpoint, []
+    original, calls = save_checkpoint, []
 
     def once(path, *args, **kwargs):
         calls.append(path)
         if len(calls) == 1:
             raise ValueError('full for a moment')
         original(path, *args, **kwargs)
-    monkeypatch.setattr(train, 'save_checkpoint', once)
+    monkeypatch.setattr('hotloop.checkpoint.save_checkpoint', once)
     found = iter([3.0, 4.0, 5.0])
     monkeypatch.setattr(train, 'evaluate_both',
                         lambda run, stop: ('', {'step': run.state.iter_num, 'val_loss': next(found)}))
@@ -105,7 +109,7 @@ def test_devices_that_no_machine_has(name):
 
 def test_processes_cannot_share_one_device(train_tiny, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2')
-    monkeypatch.setattr(train, 'choose_device', lambda name, rank: (torch.device('cpu'), ''))
+    monkeypatch.setattr('hotloop.device.choose_device', lambda name, rank: (torch.device('cpu'), ''))
     with pytest.raises(ValueError, match=r'2 processes cannot share .*leave out the number'):
         train_tiny(device='cuda:0')
 
@@ -126,5 +130,5 @@ def test_settings_that_do_nothing_and_rates_that_rise_are_said(train_tiny, capsy
                                         ('NVIDIA GeForce RTX 4090 Laptop GPU', None)])
 def test_no_figure_is_better_than_a_wrong_one(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: name)
-    assert train.peak_flops(torch.device('cuda', 0), torch.bfloat16) == peak
-    assert train.peak_flops(torch.device('cpu'), torch.bfloat16) is None
+    assert peak_flops(torch.device('cuda', 0), torch.bfloat16) == peak
+    assert peak_flops(torch.device('cpu'), torch.bfloat16) is None

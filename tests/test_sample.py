@@ -16,8 +16,12 @@ import pytest
 import torch
 
 import sample
-from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
-from prepare import GPT2_SPLIT, ByteTokenizer, CharTokenizer, encode_parts, render, tokenizer_from
+from hotloop.bpe import GPT2_SPLIT
+from hotloop.chat_template import render
+from hotloop.checkpoint import load_checkpoint, save_checkpoint
+from hotloop.score import holds
+from hotloop.tokenizer import ByteTokenizer, CharTokenizer, encode_parts, tokenizer_from
+from model import GPT, GPTConfig
 
 REPO = os.path.dirname(os.path.abspath(sample.__file__))
 CHARS = '\n abcdefgh'  # ten
@@ -81,7 +85,7 @@ def play(monkeypatch, *tokens):
         for token in tokens:
             yield [(i, token, -0.5) for i in range(len(prompts) * num_samples) if i not in stopped]
 
-    monkeypatch.setattr(GPT, 'generate', generate)
+    monkeypatch.setattr('sample.generate', generate)
     return calls
 
 
@@ -285,7 +289,7 @@ def test_text_is_flushed_piece_by_piece(out, monkeypatch):
             seen.append(screen.shown)
             yield [(0, token, 0.0)]
 
-    monkeypatch.setattr(GPT, 'generate', generate)
+    monkeypatch.setattr('sample.generate', generate)
     monkeypatch.setattr(sys, 'stdout', screen)
     sample.main([f'--out_dir={out}', '--start=<', '--num_samples=1', '--device=cpu'])
     assert seen == ['<', '<x', '<xy']
@@ -326,7 +330,7 @@ def test_a_stopped_sequence_is_not_computed_on(draw, out, monkeypatch):
         for token in b'xyz':
             seen.append(set(stopped))
             yield [(i, token, 0.0) for i in range(2) if i not in stopped]
-    monkeypatch.setattr(GPT, 'generate', generate)
+    monkeypatch.setattr('sample.generate', generate)
     assert draw(num_samples=2, stop='y') == ['abx', 'abx'] and seen == [set(), set(), {0, 1}]
 
 
@@ -428,7 +432,7 @@ def test_samples_are_printed_in_order_and_the_first_as_it_comes(capsys):
 
 def test_int8_packed_and_compiled_are_asked_for_by_name(draw, out, monkeypatch):
     kinds, place = [], sample.place
-    monkeypatch.setattr(sample, 'try_compile', lambda device: None)
+    monkeypatch.setattr('hotloop.device.try_compile', lambda device: None)
 
     def placed(model, *where):
         decode = place(model, *where)
@@ -438,7 +442,7 @@ def test_int8_packed_and_compiled_are_asked_for_by_name(draw, out, monkeypatch):
     assert draw(compile=True) == draw(compile=False)
     assert len(draw(quantize='int8')[0]) == 22
     assert kinds == [('Linear', 'compiled'), ('Linear', 'eager'), ('Int8Linear', 'eager')]
-    monkeypatch.setattr(sample, 'try_compile', lambda device: 'no compiler')
+    monkeypatch.setattr('hotloop.device.try_compile', lambda device: 'no compiler')
     assert 'torch.compile fails here: no compiler' in refusal(out_dir=out, compile=True)
 
 
@@ -481,7 +485,7 @@ def talk(capsys, monkeypatch, out):
                 if not stopped:
                     yield [(0, token, 0.0)]
         monkeypatch.setattr('builtins.input', listen)
-        monkeypatch.setattr(GPT, 'generate', generate)
+        monkeypatch.setattr('sample.generate', generate)
         flags = {'out_dir': out, 'device': 'cpu', 'chat': True, **flags}
         assert sample.main([f'--{k}={v}' for k, v in flags.items()]) == 0
         run.out, run.err = capsys.readouterr()
@@ -640,7 +644,7 @@ def test_the_mark_between_documents_is_seen_in_compressed_text_and_across_blocks
     for size in range(1, 20):
         monkeypatch.setattr(sample.prepare, 'byte_blocks',
                             lambda path, n=size: (text[i:i + n] for i in range(0, len(text), n)))
-        assert sample.holds('a.txt', b'<|endoftext|>') and not sample.holds('a.txt', b'<|endofthis|>')
+        assert holds('a.txt', b'<|endoftext|>') and not holds('a.txt', b'<|endofthis|>')
 
 
 def test_a_model_whose_loss_is_not_finite_has_no_score(out, tmp_path):
@@ -722,11 +726,11 @@ def test_what_begins_a_document_begins_a_prompt(draw, out, monkeypatch):
 def test_a_folder_of_weights_without_its_tokenizer_is_refused(tmp_path, monkeypatch):
     """And one whose tokenizer has ids that the model does not know."""
     (tmp_path / 'config.json').write_text('{"vocab_size": 300}')
-    monkeypatch.setattr(sample, 'load_gpt2', lambda folder: gpt(300))
+    monkeypatch.setattr('hotloop.pretrained.load_gpt2', lambda folder: gpt(300))
     assert "holds no tokenizer.json, and GPT-2's tokenizer has another vocabulary than its 300 ids" in \
         refusal(init_from=tmp_path)
     monkeypatch.setattr(sample.prepare, 'pretrained', lambda *args: (str(tmp_path), CharTokenizer(CHARS).spec()))
-    monkeypatch.setattr(sample, 'load_gpt2', lambda folder: gpt(9))
+    monkeypatch.setattr('hotloop.pretrained.load_gpt2', lambda folder: gpt(9))
     assert 'has 10 ids, and the model knows 9' in refusal(init_from=tmp_path)
     monkeypatch.undo()
     write(tmp_path / 'out' / 'best.pt', gpt(9))

@@ -23,6 +23,8 @@ import prepare
 import sample
 import train
 from configurator import comments_of, configure
+from hotloop.dataloader import share_batch
+from hotloop.divergence import collect_steps as settle_
 from model import GPTConfig
 from train import TrainConfig
 
@@ -46,7 +48,7 @@ def fake_compile(m):
         print(f'compiled, mode {mode}')
         return model
     m.setattr(torch, 'compile', compile_model)
-    m.setattr(train, 'try_compile', lambda device: None)
+    m.setattr('hotloop.device.try_compile', lambda device: None)
 
 
 def fake_wandb(m):
@@ -61,12 +63,12 @@ def fake_wandb(m):
 
 def always_bad(m):
     """The second step is always one too many, as if nothing that it computed were finite."""
-    settle = train.settle
+    collect_steps = settle_
 
     def settled(run, pending):
-        settle(run, pending)
+        collect_steps(run, pending)
         run.diverged_at = 2 if run.state.iter_num == 2 else None
-    m.setattr(train, 'settle', settled)
+    m.setattr('hotloop.divergence.collect_steps', settled)
 
 
 def told_deterministic(m):
@@ -76,11 +78,11 @@ def told_deterministic(m):
 def told_timeout(m):
     """Two processes, which never meet: the error is the timeout that they were to have."""
     m.setenv('WORLD_SIZE', '2')
-    m.setattr(train, 'end_with_parent', lambda: None)
+    m.setattr('hotloop.distributed.end_with_parent', lambda: None)
 
     def never(backend, device, rank, world, timeout_minutes):
         raise ValueError(f'waits {timeout_minutes} minutes')
-    m.setattr(train, 'open_process_group', never)
+    m.setattr('hotloop.distributed.open_process_group', never)
 
 
 MUON = dict(optimizer='muon')
@@ -228,7 +230,7 @@ def test_the_table_can_fail(observe):
 # --help
 
 @pytest.mark.parametrize('program, classes', [(train, (GPTConfig, TrainConfig)), (sample, (sample.SampleConfig,)),
-                                              (prepare, (prepare.PrepareConfig,))])
+                                              (prepare, (prepare.PrepareConfig, prepare.ReadConfig))])
 def test_help_tells_every_setting(program, classes, capsys):
     """With its default and a comment, under the sections of the source and in their order."""
     with pytest.raises(SystemExit) as end:
@@ -252,7 +254,7 @@ def test_help_tells_every_setting(program, classes, capsys):
 
 def test_every_comment_says_something():
     """A field without a trailing comment would have no help."""
-    for cls in (GPTConfig, TrainConfig, sample.SampleConfig, prepare.PrepareConfig):
+    for cls in (GPTConfig, TrainConfig, sample.SampleConfig, prepare.PrepareConfig, prepare.ReadConfig):
         comments = {name: comment for _, name, comment in comments_of(cls)}
         assert list(comments) == [f.name for f in dataclasses.fields(cls)]
         assert all(len(comment) > 5 for comment in comments.values()), comments
@@ -273,7 +275,7 @@ def test_a100_cards_run_on_any_number_of_gpus(name):
     """The global batch is the same on 1, 2, 4 and 8, and no micro-batch is larger than the card's."""
     _, cfg, _, _ = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / f'{name}.py')])
     for world in (1, 2, 4, 8):
-        micro, accumulation = train.share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)
+        micro, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)
         assert micro * accumulation * world == cfg.batch_size * cfg.gradient_accumulation_steps
         assert micro <= cfg.batch_size
 
@@ -286,7 +288,7 @@ def test_the_card_of_a_machine(monkeypatch):
     for need, card in train.MACHINE_CARDS:
         monkeypatch.setattr(torch.cuda, 'get_device_properties',
                             lambda device, need=need: types.SimpleNamespace(total_memory=need * 1e9))
-        monkeypatch.setattr(train, 'choose_device', lambda name: (torch.device('cuda', 0), 'there is one'))
+        monkeypatch.setattr('hotloop.device.choose_device', lambda name: (torch.device('cuda', 0), 'there is one'))
         assert train.card_for_machine('auto')[0] == card and (ROOT / card).exists()
         assert train.card_for_machine('cpu')[0] == train.MACHINE_CARDS[-1][1]
 

@@ -23,9 +23,14 @@ from conftest import SHARED, contents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hotloop.documents as documents_room
 import prepare
 import train
-from prepare import PrepareConfig, read_meta, tokenizer_from
+from hotloop.bpe import GPT2_SPLIT
+from hotloop.dataset import partial_folder, read_meta
+from hotloop.documents import PIECE, ReadConfig, json_elements, pieces_of, safe_cut, text_blocks
+from hotloop.sources import CORPORA, File, how_to_make, stdlib_files
+from hotloop.tokenizer import tokenizer_from
 
 ROOT = os.path.dirname(os.path.abspath(prepare.__file__))
 
@@ -82,7 +87,7 @@ def test_zstandard(tmp_path, make):
 
 @pytest.mark.parametrize('package, name', [('zstandard', 'a.txt.zst'), ('pyarrow', 'a.parquet')])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, make, monkeypatch, package, name):
-    monkeypatch.setattr(prepare, 'find_spec', lambda name: None)
+    monkeypatch.setattr('hotloop.files.find_spec', lambda name: None)
     (tmp_path / name).write_bytes(b'x' * 100)
     with pytest.raises(ValueError, match=f'pip install {package}'):
         make(tmp_path / name)
@@ -150,12 +155,12 @@ def test_a_list_of_texts_and_an_object_that_is_a_document(tmp_path, make):
 def test_json_elements_whatever_the_blocks(tmp_path_factory, elements, size, indent):
     path = tmp_path_factory.mktemp('json') / 'a.json'
     path.write_text(json.dumps(elements, indent=indent), encoding='utf-8')
-    file, old = prepare.File(str(path), 'a.json', 'json'), prepare.text_blocks
+    file, old = File(str(path), 'a.json', 'json'), text_blocks
     try:
-        prepare.text_blocks = lambda *args: (text[i:i + size] for text in old(*args) for i in range(0, len(text), size))
-        assert [element for _, element in prepare.json_elements(file, PrepareConfig())] == elements
+        documents_room.text_blocks = lambda *args: (text[i:i + size] for text in old(*args) for i in range(0, len(text), size))
+        assert [element for _, element in json_elements(file, ReadConfig())] == elements
     finally:
-        prepare.text_blocks = old
+        documents_room.text_blocks = old
 
 
 def test_a_folder_and_a_glob_and_several_sources(tmp_path, make):
@@ -210,12 +215,12 @@ def test_documents_between_separators(tmp_path, make):
 @given(st.text('ab\n .é', max_size=300).map(lambda text: re.sub('\n{9,}', '\n', text)), st.integers(1, 40),
        st.integers(20, 60))
 def test_pieces_are_the_text_whatever_the_blocks(text, size, piece):
-    old, prepare.PIECE = prepare.PIECE, piece
+    old, documents_room.PIECE = PIECE, piece
     try:
-        pieces = list(prepare.pieces_of((text[i:i + size] for i in range(0, len(text), size)), 'key'))
-        documents = list(prepare.pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, '.'))
+        pieces = list(pieces_of((text[i:i + size] for i in range(0, len(text), size)), 'key'))
+        documents = list(pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, '.'))
     finally:
-        prepare.PIECE = old
+        documents_room.PIECE = old
     assert ''.join(p.parts[0][0] for p in pieces) == text and {p.key for p in pieces} == ({'key'} if text else set())
     assert [p.start for p in pieces] == [i == 0 for i in range(len(pieces))]
     assert [p.end for p in pieces] == [i + 1 == len(pieces) for i in range(len(pieces))]
@@ -231,8 +236,8 @@ def test_pieces_are_the_text_whatever_the_blocks(text, size, piece):
 def test_a_safe_cut_changes_no_token(pattern):
     """Words as each split rule sees them, of real text cut at 3,000 places."""
     import regex
-    rule = regex.compile({'gpt2': prepare.GPT2_SPLIT, 'llama3': LLAMA3, 'digits': DIGITS}[pattern])
-    text = ''.join(Path(path).read_bytes().decode() for _, path in prepare.stdlib_files()[:40])
+    rule = regex.compile({'gpt2': GPT2_SPLIT, 'llama3': LLAMA3, 'digits': DIGITS}[pattern])
+    text = ''.join(Path(path).read_bytes().decode() for _, path in stdlib_files()[:40])
     text += 'Prose, with "quotes".\r\nAnd  CRLF\r\n\r\nlines 12345\n\n\n x' * 300
     text += 'Die Straße\nvon Zürich 25½ x²\n' * 300
     rng, cuts = random.Random(0), 0
@@ -240,7 +245,7 @@ def test_a_safe_cut_changes_no_token(pattern):
         start = rng.randrange(len(text) - 3000)
         part = text[start:start + rng.randrange(100, 3000)]
         size = rng.randrange(50, len(part))
-        at = prepare.safe_cut(part, size)
+        at = safe_cut(part, size)
         if at != size:
             cuts += 1
             assert rule.findall(part[:at]) + rule.findall(part[at:]) == rule.findall(part), repr(part[at - 20:at + 20])
@@ -253,12 +258,13 @@ DIGITS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!
 
 
 def test_tokens_of_a_document_in_pieces_are_those_of_the_whole(tmp_path, make, gpt2, monkeypatch):
-    text = ''.join(Path(path).read_bytes().decode() for _, path in prepare.stdlib_files()[:30])
+    text = ''.join(Path(path).read_bytes().decode() for _, path in stdlib_files()[:30])
     (tmp_path / 'a.txt').write_text(text, encoding='utf-8', newline='')
     cut = int(len(text) * 0.9)
     expected = [gpt2.encode(text[:cut]).tolist(), gpt2.encode(text[cut:]).tolist()]
     for piece, num_proc in ((1 << 20, 1), (5000, 1), (5000, 3)):
-        monkeypatch.setattr(prepare, 'PIECE', piece)
+        monkeypatch.setattr('hotloop.documents.PIECE', piece)
+        monkeypatch.setattr('hotloop.encode.PIECE', piece)
         make(tmp_path / 'a.txt', tokenizer='gpt2', num_proc=num_proc)
         for ids, split in zip(expected, ('train', 'val'), strict=True):
             assert np.fromfile(tmp_path / 'data' / 'x' / f'{split}.bin', dtype='<u2').tolist() == ids
@@ -267,7 +273,8 @@ def test_tokens_of_a_document_in_pieces_are_those_of_the_whole(tmp_path, make, g
 def test_a_large_file_is_cut_at_a_line(tmp_path, make, monkeypatch):
     """Read once, its end is moved from one bin to the other; char and bpe, which read it anyway, cut at a line too."""
     monkeypatch.setattr(prepare, 'SMALL', 1000)
-    monkeypatch.setattr(prepare, 'PIECE', 400)
+    monkeypatch.setattr('hotloop.documents.PIECE', 400)
+    monkeypatch.setattr('hotloop.encode.PIECE', 400)
     text = ''.join(f'Line {i} of the story goes on\n' for i in range(2000))
     (tmp_path / 'a.txt').write_text(text)
     for tokenizer in ('byte', 'char', 'bpe:300'):
@@ -437,7 +444,8 @@ def test_shards_and_text_do_not_mix(tmp_path, make):
 # processes
 
 def test_the_bytes_do_not_depend_on_the_processes(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(prepare, 'PIECE', 3000)
+    monkeypatch.setattr('hotloop.documents.PIECE', 3000)
+    monkeypatch.setattr('hotloop.encode.PIECE', 3000)
     rng = random.Random(1)
     words = ['one', 'two', 'γάμμα', 'd\n']
     rows = [{'text': ' '.join(rng.choices(words, k=rng.randrange(1, 2000)))} for _ in range(60)]
@@ -450,8 +458,9 @@ def test_the_bytes_do_not_depend_on_the_processes(tmp_path, make, monkeypatch):
 
 
 def test_a_process_that_dies_is_noticed(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(prepare, 'PIECE', 1000)
-    monkeypatch.setattr(prepare, 'encode_batch', lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr('hotloop.documents.PIECE', 1000)
+    monkeypatch.setattr('hotloop.encode.PIECE', 1000)
+    monkeypatch.setattr('hotloop.encode.encode_batch', lambda *args: os.kill(os.getpid(), signal.SIGKILL))
     (tmp_path / 'a.txt').write_text('words of a text\n' * 2000)
     with pytest.raises(ValueError, match='a process that tokenizes has died'):
         make(tmp_path / 'a.txt', tokenizer='bpe:300', num_proc=2)
@@ -461,8 +470,9 @@ def test_a_process_that_dies_is_noticed(tmp_path, make, monkeypatch):
 def test_an_error_in_a_process_is_the_users_error(tmp_path, make, monkeypatch):
     def fail(*args):
         raise ValueError('what went wrong there')
-    monkeypatch.setattr(prepare, 'PIECE', 1000)
-    monkeypatch.setattr(prepare, 'encode_batch', fail)
+    monkeypatch.setattr('hotloop.documents.PIECE', 1000)
+    monkeypatch.setattr('hotloop.encode.PIECE', 1000)
+    monkeypatch.setattr('hotloop.encode.encode_batch', fail)
     (tmp_path / 'a.txt').write_text('words of a text\n' * 2000)
     with pytest.raises(ValueError, match='what went wrong there'):
         make(tmp_path / 'a.txt', tokenizer='bpe:300', num_proc=2)
@@ -478,7 +488,7 @@ def children_of(pid):
 def test_killed_at_any_of_twenty_moments_it_leaves_nothing_that_training_accepts(tmp_path):
     """Nor processes; and the next attempt gives the bytes of an undisturbed one."""
     import train
-    text = ''.join(Path(path).read_bytes().decode() for _, path in prepare.stdlib_files())
+    text = ''.join(Path(path).read_bytes().decode() for _, path in stdlib_files())
     (tmp_path / 'a.txt').write_text(text, encoding='utf-8', newline='')
     command = [sys.executable, 'prepare.py', str(tmp_path / 'a.txt'), '--tokenizer=bpe:300', '--num_proc=2']
 
@@ -512,7 +522,7 @@ def test_killed_at_any_of_twenty_moments_it_leaves_nothing_that_training_accepts
 def test_two_commands_do_not_write_one_dataset(tmp_path, make):
     pytest.importorskip('fcntl')
     (tmp_path / 'a.txt').write_text('text ' * 9)
-    with prepare.partial_folder(str(tmp_path / 'data' / 'x')), \
+    with partial_folder(str(tmp_path / 'data' / 'x')), \
             pytest.raises(ValueError, match=r'another process is writing .*x\.partial'):
         make(tmp_path / 'a.txt')
     make(tmp_path / 'a.txt')
@@ -653,9 +663,9 @@ def test_tinystories_and_shards_by_name(tmp_path, make, hub, gpt2):
 
 
 def test_every_corpus_says_what_it_is_and_its_cards_can_be_made():
-    for name, corpus in prepare.CORPORA.items():
-        assert corpus.licence and corpus.about and corpus.download > 0 and corpus.bins > 0
-        assert len(set(corpus.train)) == len(corpus.train) and prepare.how_to_make(name) == f'python prepare.py {name}'
+    for name, corpus in CORPORA.items():
+        assert corpus.license and corpus.about and corpus.download > 0 and corpus.bins > 0
+        assert len(set(corpus.train)) == len(corpus.train) and how_to_make(name) == f'python prepare.py {name}'
         assert all(url.startswith(('HUB/datasets/', 'https://')) for url in (*corpus.train, *corpus.val))
 
 
@@ -846,7 +856,7 @@ def test_fewer_ids_than_asked_for_are_told(tmp_path, make, capsys):
 @pytest.mark.parametrize('size', [1, 2, 3, 7])
 def test_a_separator_may_lie_across_blocks_and_hold_line_ends(separator, size):
     text = separator.join(['one\ntwo', '', 'three', 'four'])
-    pieces = prepare.pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, separator)
+    pieces = pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, separator)
     assert [piece.parts[0][0] for piece in pieces] == ['one\ntwo', 'three', 'four']
 
 

@@ -11,11 +11,15 @@ import pytest
 import torch
 from conftest import noise, write_bins
 
-import model
 import train
-from model import GPT, GPTConfig, choose_dtype
-from prepare import read_meta
-from train import Batches, Machine, Mixture, Split, TrainConfig
+from hotloop.checkpoint import load_checkpoint
+from hotloop.dataloader import Batches, Mixture, Split
+from hotloop.dataset import read_meta
+from hotloop.device import choose_dtype, cpu_has_bf16, device_memory
+from hotloop.distributed import Env
+from hotloop.memory import choose_loss_chunks
+from model import GPT, GPTConfig
+from train import TrainConfig
 
 CPU = torch.device('cpu')
 
@@ -41,7 +45,7 @@ def loaded(batches, steps):
 def test_data_on_the_device_is_the_data(splits, kind, rank, world):
     def batches(on_device):
         cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=4, data_on_device=on_device)
-        return Batches(splits[kind], cfg, Machine(rank, world))
+        return Batches(splits[kind], cfg, Env(rank, world))
     assert batches('auto').tokens is None and batches(True).tokens is not None
     for (x, y, seed), (a, b, same_seed) in zip(loaded(batches(False), range(9)), loaded(batches(True), range(9)),
                                                strict=True):
@@ -53,7 +57,7 @@ def test_reading_ahead_gives_the_same_micro_batches(splits, monkeypatch):
     """In order, after a jump, and with the file's end of a step's micro-batches between."""
     monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda tensor: tensor)
     cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=3)
-    plain, ahead = (Batches(splits['mixture'], cfg, Machine()) for _ in range(2))
+    plain, ahead = (Batches(splits['mixture'], cfg, Env()) for _ in range(2))
     ahead.reader = ThreadPoolExecutor(1)
     for (x, y, seed), (a, b, same_seed) in zip(loaded(plain, [0, 1, 2, 9, 10, 3]), loaded(ahead, [0, 1, 2, 9, 10, 3]),
                                                strict=True):
@@ -63,13 +67,13 @@ def test_reading_ahead_gives_the_same_micro_batches(splits, monkeypatch):
 
 def test_a_run_with_its_data_on_the_device_ends_in_the_same_weights(train_tiny, tmp_path):
     assert train_tiny('host', data_on_device=False) == train_tiny('device', data_on_device=True) == 0
-    host, device = (train.load_checkpoint(str(tmp_path / out / 'ckpt.pt'))['model'] for out in ('host', 'device'))
+    host, device = (load_checkpoint(str(tmp_path / out / 'ckpt.pt'))['model'] for out in ('host', 'device'))
     assert all(torch.equal(host[name], device[name]) for name in host)
 
 
 @pytest.mark.parametrize('has', [True, False])
 def test_bf16_is_chosen_on_cpus_that_have_it_and_for_training_alone(monkeypatch, has):
-    monkeypatch.setattr(model, 'cpu_has_bf16', lambda: has)
+    monkeypatch.setattr('hotloop.device.cpu_has_bf16', lambda: has)
     assert choose_dtype('auto', CPU)[0] == torch.float32
     dtype, reason = choose_dtype('auto', CPU, training=True)
     assert (dtype, reason) == ((torch.bfloat16, 'this CPU has bf16 units') if has else
@@ -80,9 +84,9 @@ def test_bf16_is_chosen_on_cpus_that_have_it_and_for_training_alone(monkeypatch,
 def test_whether_a_cpu_has_bf16_is_asked_and_never_assumed(monkeypatch):
     for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'):
         monkeypatch.delattr(torch.cpu, name, raising=False)
-    assert model.cpu_has_bf16() is False
+    assert cpu_has_bf16() is False
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: True, raising=False)
-    assert model.cpu_has_bf16() is torch.backends.mkldnn.is_available()
+    assert cpu_has_bf16() is torch.backends.mkldnn.is_available()
 
 
 @pytest.mark.parametrize('preset', ['gpt2', 'modern'])
@@ -118,7 +122,7 @@ def test_what_backward_computes_again_changes_no_gradient(preset):
         gpt.num_params = lambda number=num_params: number
         gpt.compute_dtype = torch.bfloat16
         with config.patch(ban_recompute_materialized_backward=True):
-            forward = train.compiled(gpt, TrainConfig(), Machine(compile=True))
+            forward = train.compiled(gpt, TrainConfig(), Env(compile=True))
             assert config.ban_recompute_materialized_backward is (num_params == 10**6)
             torch.manual_seed(5)
             forward(x, x).sum().backward()
@@ -150,13 +154,13 @@ def test_the_memory_of_a_container_is_what_it_may_take(tmp_path, limit, share):
         (tmp_path / 'fs/cgroup').mkdir(parents=True)
         (tmp_path / 'fs/cgroup/memory.max').write_text(limit)
     host = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    assert train.device_memory(CPU, system=tmp_path) == (host * share if share else 1_000_000)
+    assert device_memory(CPU, system=tmp_path) == (host * share if share else 1_000_000)
 
 
 def test_the_loss_is_taken_in_parts_where_its_logits_would_fill_the_memory():
     gb = 2**30
-    assert train.choose_loss_chunks('auto', 12 * 1024, 50304, 80 * gb) == 1
-    parts = train.choose_loss_chunks('auto', 32768, 262144, 80 * gb)
+    assert choose_loss_chunks('auto', 12 * 1024, 50304, 80 * gb) == 1
+    parts = choose_loss_chunks('auto', 32768, 262144, 80 * gb)
     assert 12 * 32768 * 262144 / parts <= 80 * gb / 16 < 12 * 32768 * 262144
-    assert train.choose_loss_chunks(4, 12 * 1024, 50304, 80 * gb) == 4
-    assert train.choose_loss_chunks(99, 10, 50304, 80 * gb) == 10
+    assert choose_loss_chunks(4, 12 * 1024, 50304, 80 * gb) == 4
+    assert choose_loss_chunks(99, 10, 50304, 80 * gb) == 10

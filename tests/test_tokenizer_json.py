@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import prepare
-from prepare import (
-    GPT2_SPLIT,
+from hotloop.bpe import GPT2_SPLIT
+from hotloop.dataset import read_meta
+from hotloop.pretrained import pretrained
+from hotloop.sources import stdlib_files
+from hotloop.tokenizer import (
     KNOWN_SPLITS,
     BPETokenizer,
     encode_marked,
-    pretrained,
-    read_meta,
     read_tokenizer_json,
     same_tokenizer,
-    stdlib_files,
     tokenizer_from,
 )
 

@@ -20,11 +20,15 @@ import pytest
 import torch
 from conftest import TINY, at_step, noise, write_bins
 
-import model as model_file
 import train
+from hotloop.dataloader import Batches, Split, epoch_order, share_batch, windows_per_epoch
+from hotloop.dataset import read_meta
+from hotloop.device import choose_dtype, try_compile
+from hotloop.distributed import Env
+from hotloop.evaluate import eval_batch, evaluate
+from hotloop.optim import build_optimizers
 from model import GPT, GPTConfig
-from prepare import read_meta
-from train import Batches, Machine, Split, TrainConfig
+from train import TrainConfig
 
 ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw'), dict(optimizer='muon', preset='modern')]
@@ -104,18 +108,18 @@ def gradient_of(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def one_step(folder, batch_size, accumulation, machine):
+def one_step(folder, batch_size, accumulation, env):
     """Gradient and loss of one step, weights after one of Muon and AdamW, and an evaluation."""
     split, val = (Split(folder, name, read_meta(folder), 16) for name in ('train', 'val'))
     cfg = TrainConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation, optimizer='muon')
-    num_targets, loads = Batches(split, cfg, machine).step(3)
+    num_targets, loads = Batches(split, cfg, env).step(3)
     model = tiny_gpt(preset='modern', zero_init=False)
     params = list(model.parameters())
-    evaluation = train.evaluate(model, val, None, 5, machine)
-    loss, *_ = train.train_step(model, params, loads, num_targets, [], no_scaler, 0.0, machine.world)
+    evaluation = evaluate(model, val, None, 5, env)
+    loss, *_ = train.train_step(model, params, loads, num_targets, [], no_scaler, 0.0, env.world)
     gradient = gradient_of(model)
-    train.train_step(model, params, loads, num_targets, train.build_optimizers(model, cfg, machine), no_scaler, 1.0,
-                     machine.world)
+    train.train_step(model, params, loads, num_targets, build_optimizers(model, cfg, env), no_scaler, 1.0,
+                     env.world)
     return {'gradient': gradient, 'loss': loss / num_targets, 'weights': model.state_dict(), 'val': evaluation['loss']}
 
 
@@ -137,7 +141,7 @@ def distance(a, b):
 def test_gradient_does_not_depend_on_how_the_batch_is_split(masked, shape):
     """Micro-batches of unequal masks weigh by their targets, not equally."""
     loss, gradient = whole_batch_gradient(masked)
-    found = one_step(masked, *shape, Machine())
+    found = one_step(masked, *shape, Env())
     assert distance(found['gradient'], gradient) < 1e-6
     assert found['loss'].item() == pytest.approx(loss.item(), rel=1e-6)
 
@@ -148,7 +152,7 @@ def test_gradients_of_the_ranks_add_up(masked, world):
     split, model = Split(masked, 'train', read_meta(masked), 16), tiny_gpt(preset='modern', zero_init=False)
     total = 0.0
     for rank in range(world):
-        batches = Batches(split, TrainConfig(batch_size=4, gradient_accumulation_steps=4), Machine(rank, world))
+        batches = Batches(split, TrainConfig(batch_size=4, gradient_accumulation_steps=4), Env(rank, world))
         num_targets, loads = batches.step(3)
         train.train_step(model, list(model.parameters()), loads, num_targets, [], no_scaler, 0.0)
         total = total + gradient_of(model)
@@ -183,7 +187,7 @@ def test_two_processes_compute_what_one_does(masked, tmp_path):
     """Gradient, loss, the update of a sharded Muon and the evaluation, over gloo."""
     (tmp_path / 'script.py').write_text(GLOO)
     torchrun(2, tmp_path / 'script.py', masked, tmp_path / 'found.pt')
-    two, one = load(tmp_path / 'found.pt'), one_step(masked, 4, 4, Machine())
+    two, one = load(tmp_path / 'found.pt'), one_step(masked, 4, 4, Env())
     assert distance(two['gradient'], one['gradient']) < 1e-6
     assert two['loss'].item() == pytest.approx(one['loss'].item(), rel=1e-6)
     assert two['val'] == pytest.approx(one['val'], rel=1e-6)
@@ -195,14 +199,14 @@ def test_a_sum_over_processes_leaves_its_argument_alone(monkeypatch):
     """On CPUs torch.from_numpy shares memory, and all_reduce writes into what it is given."""
     monkeypatch.setattr(train.dist, 'all_reduce', lambda t: t.mul_(2))
     mine = np.array([3.0, 0.25])
-    assert Machine(0, 2).sum(mine).tolist() == [6.0, 0.5]
+    assert Env(0, 2).sum(mine).tolist() == [6.0, 0.5]
     assert mine.tolist() == [3.0, 0.25]
 
 
 def test_gradients_are_clipped_to_the_norm_that_is_reported(masked):
     """The reported norm is the one before clipping; a gradient shorter than grad_clip stays as it is."""
     split, model = Split(masked, 'train', read_meta(masked), 16), tiny_gpt()
-    num_targets, loads = Batches(split, TrainConfig(), Machine()).step(0)
+    num_targets, loads = Batches(split, TrainConfig(), Env()).step(0)
     step = functools.partial(train.train_step, model, list(model.parameters()), loads, num_targets, [], no_scaler)
     norm = step(0.0)[1].item()
     assert norm == pytest.approx(gradient_of(model).norm().item(), rel=1e-6)
@@ -217,7 +221,7 @@ def test_decay_is_for_matrices_only():
     model = tiny_gpt(bias=True)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     cfg = TrainConfig(learning_rate=0.1, weight_decay=0.5)
-    [adamw] = train.build_optimizers(model, cfg, Machine())
+    [adamw] = build_optimizers(model, cfg, Env())
     assert {len(g['params']) > 0 for g in adamw.param_groups} == {True} and adamw.defaults['fused']
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -231,7 +235,7 @@ def test_decay_is_for_matrices_only():
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest():
     """Every parameter is in one group of one optimizer."""
     model = tiny_gpt(preset='modern')
-    adamw, muon = train.build_optimizers(model, TrainConfig(optimizer='muon', embed_lr=0.3), Machine())
+    adamw, muon = build_optimizers(model, TrainConfig(optimizer='muon', embed_lr=0.3), Env())
     groups = [g for o in (adamw, muon) for g in o.param_groups]
     assert sorted(id(p) for g in groups for p in g['params']) == sorted(map(id, model.parameters()))
     names = {id(p): n for n, p in model.named_parameters()}
@@ -248,7 +252,7 @@ def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
     split = Split(masked, 'train', read_meta(masked), 16)
     cfg = TrainConfig(optimizer=recipe['optimizer'])
     model = tiny_gpt(preset=recipe.get('preset', 'gpt2'), zero_init=False)  # or all that Muon has would be zero
-    optimizers, params = train.build_optimizers(model, cfg, Machine()), list(model.parameters())
+    optimizers, params = build_optimizers(model, cfg, Env()), list(model.parameters())
     broken = []
 
     def forward(x, y):
@@ -258,7 +262,7 @@ def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
     weight.register_hook(lambda g: g.index_fill(0, torch.tensor(3), math.inf) if broken and where == 'gradient' else g)
 
     def step(n):
-        num_targets, loads = Batches(split, cfg, Machine()).step(n)
+        num_targets, loads = Batches(split, cfg, Env()).step(n)
         return train.train_step(forward, params, loads, num_targets, optimizers, no_scaler, 1.0)
 
     def everything():
@@ -300,7 +304,7 @@ def test_a_skipped_step_never_enters_the_average(train_tiny, tmp_path, monkeypat
 
 def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, monkeypatch):
     """One good step in between starts the count anew; the checkpoints before stay finite."""
-    monkeypatch.setattr(train, 'MAX_BAD_STEPS', 3)
+    monkeypatch.setattr('hotloop.divergence.MAX_BAD_STEPS', 3)
     nan_at(monkeypatch, 2, 4, *range(8, 100))  # steps 2, 3 and from 5 on
     sentence = error_of(train_tiny, max_iters=50, save_interval=1)
     assert re.search('step 7: loss or gradient was not finite for 3 steps in a row.*[Ll]ower the learning', sentence)
@@ -329,8 +333,8 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(masked):
     split, model = Split(masked, 'train', read_meta(masked), 16), tiny_gpt()
     model.compute_dtype = torch.float16
     scaler = torch.amp.GradScaler('cpu', init_scale=2.0**30)
-    optimizers, params = train.build_optimizers(model, TrainConfig(), Machine()), list(model.parameters())
-    num_targets, loads = Batches(split, TrainConfig(batch_size=4, gradient_accumulation_steps=2), Machine()).step(0)
+    optimizers, params = build_optimizers(model, TrainConfig(), Env()), list(model.parameters())
+    num_targets, loads = Batches(split, TrainConfig(batch_size=4, gradient_accumulation_steps=2), Env()).step(0)
     before, scale = pickle.dumps(model.state_dict()), 2.0**30
     for _ in range(30):
         _, _, bad, _ = train.train_step(model, params, loads, num_targets, optimizers, scaler, 1.0)
@@ -381,7 +385,7 @@ class Windows(Split):
     """The order of a split's windows, without the split."""
 
     def __init__(self, num_tokens, T):
-        self.num_tokens, self.T, self.order = num_tokens, T, train.epoch_order
+        self.num_tokens, self.T, self.order = num_tokens, T, epoch_order
 
 
 def step_starts(seed, num_tokens, T, step, global_batch):
@@ -400,7 +404,7 @@ def test_order_is_a_pure_function():
 @pytest.mark.parametrize('num_tokens, T', [(1000, 16), (49, 16), (35, 16), (34, 16), (18, 16), (17, 16), (4001, 1)])
 def test_an_epoch_sees_each_of_its_windows_once(num_tokens, T):
     """Non-overlapping windows inside the split, and as many as fit but at most one."""
-    per_epoch = train.windows_per_epoch(num_tokens, T)
+    per_epoch = windows_per_epoch(num_tokens, T)
     assert per_epoch >= (num_tokens - 1) // T - 1
     stream = np.concatenate([step_starts(7, num_tokens, T, s, 5) for s in range(per_epoch)])  # five epochs
     for epoch in stream.reshape(5, per_epoch):
@@ -410,7 +414,7 @@ def test_an_epoch_sees_each_of_its_windows_once(num_tokens, T):
 
 def test_epochs_differ_in_order_and_offset():
     """And over many epochs every offset that fits is drawn, the last token of the split among the targets."""
-    orders = [train.epoch_order(7, 100, 16, e) for e in range(300)]
+    orders = [epoch_order(7, 100, 16, e) for e in range(300)]
     assert {int(o.min()) for o in orders} == set(range(100 - 5 * 16))
     assert len({tuple(o - o.min()) for o in orders}) > 50
 
@@ -421,7 +425,7 @@ def test_processes_share_out_the_global_batch(masked, world):
     split, cfg = Split(masked, 'train', read_meta(masked), 16), TrainConfig(batch_size=8, gradient_accumulation_steps=4)
     x, y, counts = [], [], set()
     for rank in range(world):
-        num_targets, loads = Batches(split, cfg, Machine(rank, world)).step(6)
+        num_targets, loads = Batches(split, cfg, Env(rank, world)).step(6)
         counts.add(num_targets)
         for load_one in loads:
             a, b, _ = load_one()
@@ -444,7 +448,7 @@ def test_dropout_seeds_do_not_depend_on_the_process(masked):
     """The same micro-batch of the same step has the same seed on one process and on two; no two are alike."""
     split, cfg = Split(masked, 'train', read_meta(masked), 16), TrainConfig(batch_size=4, gradient_accumulation_steps=4)
     seeds = {world: [load_one()[2] for step in (0, 1) for rank in range(world)
-                     for load_one in Batches(split, cfg, Machine(rank, world)).step(step)[1]] for world in (1, 2)}
+                     for load_one in Batches(split, cfg, Env(rank, world)).step(step)[1]] for world in (1, 2)}
     assert seeds[1] == seeds[2] and len(set(seeds[1])) == 8
 
 
@@ -457,15 +461,15 @@ def test_the_smallest_data_trains(train_tiny, tmp_path, num_tokens):
 
 def test_share_batch():
     """The largest micro-batch up to batch_size; the global batch stays."""
-    assert train.share_batch(20, 2, 8) == (5, 1)
-    assert train.share_batch(12, 40, 8) == (12, 5)
+    assert share_batch(20, 2, 8) == (5, 1)
+    assert share_batch(12, 40, 8) == (12, 5)
     for size, accumulation in ((32, 1), (20, 2), (16, 4), (8, 8)):
         for world in (1, 2, 4, 8):
-            micro, steps = train.share_batch(size, accumulation, world)
+            micro, steps = share_batch(size, accumulation, world)
             assert micro * steps * world == size * accumulation and micro <= size
     for (size, accumulation), world, nearest in (((10, 1), 8, '8 or 16'), ((3, 1), 4, '4'), ((7, 3), 2, '20 or 22')):
         with pytest.raises(ValueError, match=rf'{size * accumulation} sequences.* {world} processes; {nearest} could'):
-            train.share_batch(size, accumulation, world)
+            share_batch(size, accumulation, world)
 
 
 # -----------------------------------------------------------------------------
@@ -497,7 +501,7 @@ def test_evaluation_is_the_mean_over_every_target(data_dir, masked):
     for folder in (f'{data_dir}/tiny', masked):
         split = val_split(folder)
         nats, counts = by_hand(model, folder, split.mask)
-        found = train.evaluate(model, split, None, 7, Machine(), num_bytes)
+        found = evaluate(model, split, None, 7, Env(), num_bytes)
         targets = torch.tensor(noise(487, seed=1)[1:])[counts]
         assert found['tokens'] == counts.sum()
         assert found['loss'] == pytest.approx(nats[counts].mean().item(), rel=1e-6)
@@ -511,7 +515,7 @@ def test_standard_error_is_that_of_the_mean_over_windows(data_dir):
     model, split = tiny_gpt(), val_split(f'{data_dir}/tiny')
     nats, _ = by_hand(model, f'{data_dir}/tiny')
     means = nats[:480].view(30, 16).mean(1)
-    found = train.evaluate(model, split, 30, 8, Machine())
+    found = evaluate(model, split, 30, 8, Env())
     assert found['tokens'] == 480
     assert found['stderr'] == pytest.approx((means.std() / 30**0.5).item(), rel=1e-4)
 
@@ -520,19 +524,19 @@ def evaluate_on(world, model, split, num_windows, batch):
     """An evaluation shared out over processes, played one after another."""
     parts = []
 
-    class Rank(Machine):
+    class Rank(Env):
         def sum(self, values):
             parts.append(values)
             return sum(parts) if len(parts) == world else np.ones_like(values)
     num_bytes = np.arange(257) % 4
-    return [train.evaluate(model, split, num_windows, batch, Rank(rank, world), num_bytes) for rank in range(world)][-1]
+    return [evaluate(model, split, num_windows, batch, Rank(rank, world), num_bytes) for rank in range(world)][-1]
 
 
 @pytest.mark.parametrize('num_windows', [None, 11, 2])
 def test_evaluation_does_not_depend_on_batch_or_processes(masked, num_windows):
     """The same windows, and the same loss, tokens and error."""
     model, split = tiny_gpt(), val_split(masked)
-    reference = train.evaluate(model, split, num_windows, 4, Machine(), np.arange(257) % 4)
+    reference = evaluate(model, split, num_windows, 4, Env(), np.arange(257) % 4)
     for world, batch in ((1, 1), (1, 64), (2, 4), (4, 3), (8, 2)):
         assert evaluate_on(world, model, split, num_windows, batch) == pytest.approx(reference, rel=1e-6,
                                                                                              nan_ok=True)
@@ -540,16 +544,16 @@ def test_evaluation_does_not_depend_on_batch_or_processes(masked, num_windows):
 
 def test_capped_evaluation_reads_windows_spread_evenly(data_dir, monkeypatch):
     """The first and the last whole window are among them, and gaps differ by one at most."""
-    seen, original = [], train.eval_batch
-    monkeypatch.setattr(train, 'eval_batch', lambda s, windows, b: (seen.extend(windows), original(s, windows, b))[1])
+    seen, original = [], eval_batch
+    monkeypatch.setattr('hotloop.evaluate.eval_batch', lambda s, windows, b: (seen.extend(windows), original(s, windows, b))[1])
     split = val_split(f'{data_dir}/tiny')
     for num in (2, 7, 29, 30):
         seen.clear()
-        found = train.evaluate(tiny_gpt(), split, num, 4, Machine())
+        found = evaluate(tiny_gpt(), split, num, 4, Env())
         assert len(seen) == num and found['tokens'] == num * 16
         assert seen[0] == 0 and seen[-1] == 29 and np.ptp(np.diff(seen)) <= 1
     seen.clear()
-    assert train.evaluate(tiny_gpt(), split, 31, 4, Machine())['tokens'] == 486, 'the tail belongs to the whole'
+    assert evaluate(tiny_gpt(), split, 31, 4, Env())['tokens'] == 486, 'the tail belongs to the whole'
 
 
 def test_how_much_an_evaluation_reads(train_tiny, tmp_path):
@@ -564,7 +568,7 @@ def test_label_smoothing_and_dropout_do_not_act_in_evaluation(data_dir):
     """They do in training."""
     split = val_split(f'{data_dir}/tiny')
     plain, regularised = tiny_gpt(), tiny_gpt(label_smoothing=0.2, dropout=0.5)
-    a, b = (train.evaluate(m, split, None, 8, Machine()) for m in (plain, regularised))
+    a, b = (evaluate(m, split, None, 8, Env()) for m in (plain, regularised))
     assert a == b
     x, y = map(torch.from_numpy, split.gather([0]))
     assert not torch.allclose(plain(x, y), regularised(x, y), rtol=1e-3)
@@ -598,7 +602,7 @@ def test_a_sample_that_cannot_be_drawn_does_not_end_the_run(train_tiny, tmp_path
     def generate(*args, **kwargs):
         raise ValueError('the model returned logits that are not finite')
         yield
-    monkeypatch.setattr(GPT, 'generate', generate)
+    monkeypatch.setattr('sample.generate', generate)
     assert train_tiny(max_iters=2, sample_interval=1) == 0
     assert 'nothing: the model returned logits' in log(tmp_path / 'out', 'sample')[0]
 
@@ -637,7 +641,7 @@ def test_every_peak_follows_the_schedule_in_proportion():
     cfg = TrainConfig(optimizer='muon', learning_rate=0.01, muon_lr=0.05, embed_lr=0.3, min_lr=0.001, max_iters=20,
                       warmup_iters=4)
     model = tiny_gpt(preset='modern')
-    optimizers = train.build_optimizers(model, cfg, Machine())
+    optimizers = build_optimizers(model, cfg, Env())
     for step in (0, 4, 12, 19):
         lr = train.learning_rate(step, cfg)
         train.set_learning_rate(optimizers, lr, cfg.learning_rate)
@@ -648,7 +652,7 @@ def test_every_peak_follows_the_schedule_in_proportion():
 def test_epochs_are_converted_to_steps(train_tiny, tmp_path, capsys):
     """249 windows an epoch and 8 sequences a step: half an epoch is 16 steps, and the schedule ends there."""
     train_tiny(max_epochs=0.5)
-    steps = math.ceil(0.5 * train.windows_per_epoch(4001, 16) / 8)
+    steps = math.ceil(0.5 * windows_per_epoch(4001, 16) / 8)
     assert steps == 16 and f'{steps} steps' in capsys.readouterr().out
     assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == steps
     last = json.loads(log(tmp_path / 'out', 'step', 'lr')[-1])
@@ -1435,13 +1439,13 @@ def test_bfloat16_that_is_emulated(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'V100')
     with pytest.raises(ValueError, match=r'dtype=bfloat16 was asked for, but V100.*--dtype=float16'):
-        model_file.choose_dtype('bfloat16', torch.device('cuda'))
-    assert model_file.choose_dtype('auto', torch.device('cuda'))[0] == torch.float16
+        choose_dtype('bfloat16', torch.device('cuda'))
+    assert choose_dtype('auto', torch.device('cuda'))[0] == torch.float16
 
 
 def test_compile_that_cannot_be_had(train_tiny, monkeypatch, capsys):
     """By name an error; auto goes on without and says why."""
-    monkeypatch.setattr(train, 'try_compile', lambda device: 'no C++ compiler')
+    monkeypatch.setattr('hotloop.device.try_compile', lambda device: 'no C++ compiler')
     assert re.search('compile=True was asked for, but .*no C.. compiler; use --compile=False',
                      error_of(train_tiny, compile=True))
     assert train_tiny(compile='auto', max_iters=1) == 0
@@ -1454,7 +1458,7 @@ def test_processes_that_cannot_work(train_tiny, monkeypatch):
         monkeypatch.setenv(name, value)
     assert re.search('backend=nccl works between GPUs, and the device is cpu; use --backend=gloo',
                      error_of(train_tiny, backend='nccl'))
-    monkeypatch.setattr(train, 'open_process_group', lambda *args: None)
+    monkeypatch.setattr('hotloop.distributed.open_process_group', lambda *args: None)
     monkeypatch.setattr(train.dist, 'destroy_process_group', lambda: None)
     assert re.search('= 5 sequences cannot be shared equally by 2 processes; 4 or 6 could',
                      error_of(train_tiny, batch_size=5, gradient_accumulation_steps=1))
@@ -1485,7 +1489,7 @@ def test_torchrun_trains_as_one_process_does(train_tiny, tmp_path, data_dir, pro
 @pytest.mark.slow
 def test_a_compiled_run_is_the_same_run(train_tiny, tmp_path, monkeypatch):
     """Within rounding of an eager one; it resumes to its own bits, and its checkpoints carry no compiler's names."""
-    if sentence := train.try_compile(torch.device('cpu')):
+    if sentence := try_compile(torch.device('cpu')):
         pytest.skip(sentence)
     recipe = dict(max_iters=8)
     train_tiny('eager', **recipe)

@@ -17,14 +17,18 @@ import sys
 import time
 from importlib.util import find_spec
 
+from hotloop.generate import generate
+from hotloop.quantize import for_inference
+
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import torch
-from bench import alternate, machine, median, nanogpt, table
+from bench import alternate, median, nanogpt, table
 from step_speed import SHAPES
 from torch.nn import functional as F
 
-from model import GPT, GPTConfig, Int8Linear, Linear, PackedLinear, can_pack
+from hotloop.quantize import Int8Linear, PackedLinear, can_pack
+from model import GPT, GPTConfig, Linear
 
 SAMPLING = dict(temperature=0.8, top_k=200)
 BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1}
@@ -44,7 +48,7 @@ def our_model(args, kind, pack=True):
     torch.manual_seed(0)
     gpt = GPT(GPTConfig(**SHAPES[args.shape]))
     dtype = torch.float32 if kind == 'float32' or (kind == 'int8' and args.device == 'cpu') else torch.bfloat16
-    return gpt.for_inference(torch.device(args.device), dtype, 'int8' if kind == 'int8' else 'none', pack)
+    return for_inference(gpt, torch.device(args.device), dtype, 'int8' if kind == 'int8' else 'none', pack)
 
 
 def our_side(args, gpt, batch, decode):
@@ -53,7 +57,7 @@ def our_side(args, gpt, batch, decode):
 
     def turn(new=None):
         began, times = time.perf_counter(), []
-        for _ in gpt.generate(ids, new or args.new, seeds=range(batch), decode=decode, **SAMPLING):
+        for _ in generate(gpt, ids, new or args.new, seeds=range(batch), decode=decode, **SAMPLING):
             times.append(time.perf_counter())  # the tokens have been read, so the device has done its work
         return times[0] - began, (times[-1] - times[0]) / max(len(times) - 1, 1)
     began = time.perf_counter()

@@ -27,14 +27,18 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from bench import ROOT, SHARED, alternate, machine, median, run, table
 
 import prepare
+from hotloop.bpe import BYTES_IN_GPT2S_ORDER, train_bpe
+from hotloop.documents import documents_in
+from hotloop.sources import files_of, stdlib_files
+from hotloop.tokenizer import BPETokenizer, TiktokenTokenizer
 
 RAW = """
 import sys, time, tiktoken
 sys.path.insert(0, {root!r})
 import prepare
 cfg = prepare.PrepareConfig()
-files = prepare.files_of({source!r}, cfg, '')
-texts = [piece.parts[0][0] for piece in prepare.documents_in(files, cfg)]
+files = files_of({source!r}, cfg, '')
+texts = [piece.parts[0][0] for piece in documents_in(files, cfg)]
 encoding = tiktoken.get_encoding('gpt2')
 start = time.perf_counter()
 for text in texts:
@@ -50,10 +54,10 @@ import numpy as np, tiktoken, datasets
 import prepare
 datasets.disable_progress_bars()
 cfg = prepare.PrepareConfig()
-files = prepare.files_of({source!r}, cfg, '')
+files = files_of({source!r}, cfg, '')
 
 def documents():
-    for piece in prepare.documents_in(files, cfg):
+    for piece in documents_in(files, cfg):
         yield {{'text': piece.parts[0][0]}}
 
 def tokenize(row):
@@ -101,7 +105,7 @@ def speed(source, size, folder, rounds, with_datasets):
 
 def text_size(source):
     cfg = prepare.PrepareConfig()
-    pieces = prepare.documents_in(prepare.files_of(source, cfg, ''), cfg)
+    pieces = documents_in(files_of(source, cfg, ''), cfg)
     return sum(len(piece.parts[0][0].encode()) for piece in pieces)
 
 
@@ -112,7 +116,7 @@ def write_gigabyte(path):
         with lzma.open(novels) as f:
             text = f.read()
     else:
-        text = b'\n\n'.join(Path(file).read_bytes() for _, file in prepare.stdlib_files())
+        text = b'\n\n'.join(Path(file).read_bytes() for _, file in stdlib_files())
     with open(path, 'wb') as f:
         i = 0
         while f.tell() < 1e9:
@@ -122,14 +126,14 @@ def write_gigabyte(path):
 
 def learned_bpe(size):
     """Rows on bpe:SIZE from the embedded corpus: seconds to learn on one core, bytes a token, the merges compared."""
-    texts = [Path(path).read_bytes().decode() for _, path in prepare.stdlib_files()]
+    texts = [Path(path).read_bytes().decode() for _, path in stdlib_files()]
     start = time.perf_counter()
-    tokens = prepare.train_bpe(texts, size)
+    tokens = train_bpe(texts, size)
     seconds = time.perf_counter() - start
     sample = '\n'.join(texts[::7])
     rows = []
-    for name, tokenizer in {f'bpe:{size}': prepare.BPETokenizer(tokens),
-                            'gpt2': prepare.TiktokenTokenizer('gpt2')}.items():
+    for name, tokenizer in {f'bpe:{size}': BPETokenizer(tokens),
+                            'gpt2': TiktokenTokenizer('gpt2')}.items():
         each = len(sample.encode()) / len(tokenizer.encode(sample))
         rows.append([name, f'{seconds:.1f}' if name != 'gpt2' else '', f'{each:.2f}', ''])
     if find_spec('tokenizers'):
@@ -140,7 +144,7 @@ def learned_bpe(size):
         theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
             vocab_size=size, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
         seconds = time.perf_counter() - start
-        letters = {b: chr(b) if i < 188 else chr(68 + i) for i, b in enumerate(prepare.BYTES_IN_GPT2S_ORDER)}
+        letters = {b: chr(b) if i < 188 else chr(68 + i) for i, b in enumerate(BYTES_IN_GPT2S_ORDER)}
         ours = [''.join(letters[b] for b in token) for token in tokens]
         same = ours == sorted(theirs.get_vocab(), key=theirs.get_vocab().get)
         rows.append(['tokenizers (Rust, all cores)', f'{seconds:.1f}', '', 'same merges' if same else 'OTHER MERGES'])

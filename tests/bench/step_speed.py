@@ -72,7 +72,7 @@ def our_step(a, folder, device):
     cfg = train.TrainConfig(batch_size=a['batch'], gradient_accumulation_steps=1, device=device, dtype=a['dtype'],
                             compile=a['compile'], optimizer=a.get('optimizer', 'adamw'), learning_rate=1e-3,
                             **{k: a[k] for k in ('data_on_device', 'deterministic') if k in a})
-    here = train.open_machine(cfg)
+    here = train.setup(cfg)
     torch.manual_seed(0)
     gpt = model.GPT(model.GPTConfig(preset=a.get('preset', 'gpt2'), **shape)).to(here.device)
     gpt.compute_dtype = here.dtype
@@ -126,7 +126,7 @@ def the_loop(train, cfg, *parts):
 
     def evaluated(run, **kwargs):
         run.state.evaluation_left = False
-    train.book_evaluation, train.save = evaluated, lambda *args, **kwargs: None
+    train.evaluate_and_save, train.save = evaluated, lambda *args, **kwargs: None
     run = train.Run(cfg, {}, here, gpt, forward, batches, batches.split, None, optimizers, scaler, params,
                     train.RunState(), None, Lines(), {}, train.StopRequest(None))
 

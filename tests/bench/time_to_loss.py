@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from bench import ROOT, machine, median, table
+from bench import ROOT, median, table
 
 # nanoGPT's README: "I only have a macbook"
 README = ('config/train_shakespeare_char.py --device=cpu --eval_iters=1 --log_interval=500 --block_size=64 '
@@ -110,7 +110,7 @@ def judge(paths, data_folder, threads, windows=None):
     import train
     torch.set_num_threads(threads)
     cuda = torch.cuda.is_available()
-    here = train.Machine(device=torch.device('cuda' if cuda else 'cpu'))
+    here = train.Env(device=torch.device('cuda' if cuda else 'cpu'))
     curve = []
     for path in paths:
         checkpoint = torch.load(path, weights_only=True, map_location='cpu')
