@@ -44,7 +44,7 @@ from hotloop.device import choose_device, choose_dtype, device_memory, peak_memo
 from hotloop.distributed import Env, StopRequest, check_agreement, end_with_parent, open_process_group
 from hotloop.divergence import MAX_BAD_STEPS, collect_steps
 from hotloop.evaluate import eval_windows, evaluate_any
-from hotloop.files import first_line, lies_in
+from hotloop.files import first_line, is_inside
 from hotloop.generate import generate, read_later
 from hotloop.host import cores
 from hotloop.logger import Log, announce, log_step
@@ -140,7 +140,7 @@ class TrainConfig:
         unfit = [f'{name}={path!r} can be no folder; name another, or leave it out' for name, path in paths.items()
                  if path is not None and (not path or '\0' in path)]
         wrong += unfit
-        if not unfit and self.mirror_dir and lies_in(self.out_dir, self.mirror_dir):
+        if not unfit and self.mirror_dir and is_inside(self.out_dir, self.mirror_dir):
             wrong.append(f'out_dir={self.out_dir!r} is or lies in mirror_dir={self.mirror_dir!r}, and would be moved '
                          'aside with it; a mirror wants a folder of its own, on another disk')
         if self.wandb_log and importlib.util.find_spec('wandb') is None:
@@ -382,7 +382,7 @@ def resume_settings(model_cfg, cfg, given, checkpoint, said):
                                  'change on resume (to start a new run from these weights: --init_from=PATH)')
                 elif name in ANNOUNCED:
                     said.append(f'{name}: {was[name]!r} before, {now!r} from here on')
-    if 'mirror_dir' not in given and cfg.mirror_dir and lies_in(cfg.out_dir, cfg.mirror_dir):
+    if 'mirror_dir' not in given and cfg.mirror_dir and is_inside(cfg.out_dir, cfg.mirror_dir):
         cfg.mirror_dir = None
         said.append('mirror_dir: none, for this is the mirror of another run')
     wrong = wrong or model_cfg.problems() + cfg.problems()

@@ -16,12 +16,6 @@ from hotloop.files import hash_file, lock, read_json
 from hotloop.sources import how_to_make
 from hotloop.tokenizer import MAX_VOCAB, same_tokenizer, tokenizer_from
 
-try:
-    import fcntl  # Linux and macOS
-except ImportError:
-    fcntl = None
-
-
 
 def open_datasets(cfg):
     """[(name, folder, meta, weight)] of cfg.dataset: one, or several, by the weights after colons or by their size."""
@@ -149,9 +143,9 @@ def partial_folder(folder):
     partial = folder + '.partial'
     os.makedirs(partial, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        if fcntl:
-            stack.callback(os.close, descriptor := os.open(partial, os.O_RDONLY))
-            lock(descriptor, partial)
+        held = lock(partial + '.lock')
+        if held:
+            stack.callback(held.release)
         for entry in os.scandir(partial):  # of a run that was killed
             remove(entry.path)
         try:

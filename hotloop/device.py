@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from hotloop.host import first_of
+from hotloop.host import first_line_of
 
 
 def choose_device(name, local_rank=0):
@@ -78,7 +78,7 @@ def device_memory(device, system='/sys'):
         memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     except (AttributeError, ValueError):  # Windows has no sysconf; 16 GB is a guess
         memory = 16 * 2**30
-    limit = first_of(f'{system}/fs/cgroup/memory.max')
+    limit = first_line_of(f'{system}/fs/cgroup/memory.max')
     return min(memory, int(limit)) if limit.isdecimal() else memory
 
 

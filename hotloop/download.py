@@ -7,7 +7,7 @@ import re
 import sys
 import time
 
-from hotloop.files import Progress, hash_file, lock
+from hotloop.files import Progress, hash_file
 
 ATTEMPTS, PAUSE = 6, 1.0  # in a row without a byte of progress; seconds before the second, doubling after that
 PATIENCE = 30.0  # seconds without a byte after which a connection counts as cut
@@ -72,7 +72,7 @@ def fetch(url, path, sha256):
         version = hashlib.sha256(f'{etag} {told.get("last-modified")} {length}'.encode()).hexdigest()[:8]
         part = f'{path}.{version}.part'
         with open(part, 'ab') as f:
-            lock(f.fileno(), part)
+
             have, goes_on = f.tell(), False
             if 0 < have < length:
                 with get({'Range': f'bytes={have}-'}) as rest:

@@ -1,72 +1,110 @@
-"""Files: replaced at once or not at all, hashed, locked; a line of progress."""
+"""Files: replaced at once or not at all, locked, hashed; JSON; a progress line."""
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import sys
 import time
 from importlib.util import find_spec
 
-try:
-    import fcntl  # Linux and macOS
-except ImportError:
-    fcntl = None
 
+@contextlib.contextmanager
+def replacing(path):
+    """
+    A binary file to write in; it becomes `path` when the block ends, complete and on the disk. After an error, or
+    a kill at any moment, `path` is what it was before.
+    """
+    partial = f'{path}.{os.getpid()}.tmp'
+    try:
+        with open(partial, 'wb') as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+        sync_folder(os.path.dirname(path) or '.')
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(partial)
+        raise
 
 
 def sync_folder(folder):
-    """Makes a rename durable. Windows cannot open folders, and does it on its own."""
+    """Makes a rename in the folder durable. Windows cannot open folders, and syncs them itself."""
     if os.name == 'posix':
-        fd = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(fd)
+            os.fsync(descriptor)
         finally:
-            os.close(fd)
+            os.close(descriptor)
 
 
-def first_line(error):
-    return str(error).strip().split('\n')[0]
+def lock(path):
+    """
+    Locks the file `path` until the returned lock is released or this process ends, even by kill -9. Returns None
+    where the system has no such locks. ValueError names the process that holds the lock.
+    """
+    from filelock import FileLock, SoftFileLock, Timeout
+    if FileLock is SoftFileLock:  # a plain lock file, which would outlive a kill -9
+        return None
+    held = FileLock(path)
+    owner = path + '.pid'  # apart, because some versions of filelock truncate the locked file
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        pid = 'unknown'
+        with contextlib.suppress(OSError), open(owner, encoding='ascii') as f:
+            pid = f.read()
+        raise ValueError(f'{os.path.dirname(path) or "."} is in use by process {pid}') from None
+    with open(owner, 'w', encoding='ascii') as f:
+        f.write(str(os.getpid()))
+    return held
+
+
+def is_inside(path, folder):
+    """Whether `path` is `folder` or lies below it, links followed."""
+    path, folder = (os.path.join(os.path.realpath(p), '') for p in (path, folder))
+    return path.startswith(folder)
+
+
+def hash_file(path):
+    """The SHA-256 of a file, in hexadecimal."""
+    with open(path, 'rb') as f:
+        return hashlib.file_digest(f, 'sha256').hexdigest()
 
 
 def read_json(path):
-    """The object in a JSON file; ValueError where there is none."""
+    """The object in a JSON file. ValueError if the file cannot be read or holds anything else."""
     try:
         with open(path, encoding='utf-8') as f:
             value = json.load(f)
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f'{path} cannot be read: {e}') from None
     if not isinstance(value, dict):
-        raise ValueError(f'{path} holds no object of names and values')
+        raise ValueError(f'{path} does not hold a JSON object')
     return value
 
 
-def lies_in(path, folder):
-    """Whether a path leads to a folder or below it."""
-    return os.path.join(os.path.realpath(path), '').startswith(os.path.join(os.path.realpath(folder), ''))
+def first_line(error):
+    """The first line of an exception's text."""
+    return str(error).strip().split('\n')[0]
 
 
-def hash_file(path, kind=hashlib.sha256):
-    with open(path, 'rb') as f:
-        return hashlib.file_digest(f, kind).hexdigest()
-
-
-def lock(descriptor, name):
-    """Held until the file is closed or the process ends. ValueError where another process holds it."""
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ValueError(f'another process is writing {name}') from None
+def optional(module, purpose):
+    """Imports a package that requirements.txt does not list. ValueError names the pip install if it is missing."""
+    package = module.split('.')[0]
+    if find_spec(package) is None:
+        raise ValueError(f'{package} {purpose}: pip install {package}')
+    return importlib.import_module(module)
 
 
 class Progress:
-    """A line with share, rate and time left, once the work has taken two seconds."""
+    """A progress line on stderr with share, rate and time left, once the work has taken two seconds."""
 
     def __init__(self, total):
         self.total, self.done, self.start, self.shown = max(total, 1), 0, time.time(), 0.0
-        self.skipped, self.templates = 0, set()  # of rows: how many hold nothing to learn, and what the others are
+        self.skipped, self.templates = 0, set()
 
     def add(self, num_bytes):
         self.done += num_bytes
@@ -74,20 +112,11 @@ class Progress:
         if now - self.start > 2 and now - self.shown > 0.5:
             rate = self.done / (now - self.start)
             left = max(self.total - self.done, 0) / rate
-            self.show(f'{self.done / max(self.total, self.done):4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left ')
+            share = self.done / max(self.total, self.done)
+            print(f'\r{share:4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left ', end='', flush=True, file=sys.stderr)
             self.shown = now
 
     def close(self):
         if self.shown:
-            self.show(f'100%  {self.done / 1e6:.1f} MB in {time.time() - self.start:.0f} s        \n')
-
-    def show(self, line):
-        with contextlib.suppress(OSError):  # there may be nobody left who reads it
-            print('\r' + line, end='', flush=True, file=sys.stderr)
-
-
-def optional(module, what):
-    """A package that is not in requirements.txt; ValueError names the command that installs it."""
-    if find_spec(module.split('.')[0]) is None:
-        raise ValueError(f'{module.split(".")[0]} {what}: pip install {module.split(".")[0]}')
-    return __import__(module, fromlist=['_'])
+            seconds = time.time() - self.start
+            print(f'\r100%  {self.done / 1e6:.1f} MB in {seconds:.0f} s        ', file=sys.stderr)

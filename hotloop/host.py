@@ -1,28 +1,52 @@
-"""CPUs and memory of this machine, as a container has them."""
+"""CPUs and memory of this machine, as far as a container lets this process use them. Imports no torch."""
 
 import contextlib
 import math
 import os
+import sys
 
 
 def cores(physical=False, system='/sys'):
     """
-    The CPUs this process may use: those of its affinity, and no more than a container's quota pays for. physical: the
-    hyper-threads of a core count once, as they share what multiplies.
+    The CPUs this process may use: those of its affinity mask, and no more than a container's quota pays for.
+    physical: count the hyper-threads of a core once, because they share its multiplication units.
     """
-    cpus = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count() or 1)
-    found, most = len(cpus), math.inf
+    if hasattr(os, 'sched_getaffinity'):
+        cpus = os.sched_getaffinity(0)
+    else:
+        cpus = range(os.cpu_count() or 1)
+    count = len(cpus)
     if physical:
-        found = len({first_of(f'{system}/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list') or cpu
-                     for cpu in cpus})
-    with contextlib.suppress(ValueError):  # no quota, or no Linux
-        quota, period = first_of(f'{system}/fs/cgroup/cpu.max').split()
-        most = math.ceil(int(quota) / int(period))
-    return max(min(found, most), 1)
+        siblings = f'{system}/devices/system/cpu/cpu{{}}/topology/thread_siblings_list'
+        count = len({first_line_of(siblings.format(cpu)) or cpu for cpu in cpus})
+    with contextlib.suppress(ValueError):  # no quota, or not Linux
+        quota, period = first_line_of(f'{system}/fs/cgroup/cpu.max').split()
+        count = min(count, math.ceil(int(quota) / int(period)))
+    return max(count, 1)
 
 
-def first_of(path):
-    """The first line of a file of the system's; empty where there is none."""
+def memory(system='/sys'):
+    """Bytes of memory of this machine, or of the container."""
+    try:
+        size = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    except (AttributeError, ValueError):  # Windows has no sysconf; 16 GB is a guess
+        size = 16 * 2**30
+    limit = first_line_of(f'{system}/fs/cgroup/memory.max')
+    return min(size, int(limit)) if limit.isdecimal() else size
+
+
+def peak_memory():
+    """The most bytes this process has used so far; None where the system does not count them."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == 'darwin' else peak * 1024
+
+
+def first_line_of(path):
+    """The first line of a system file; '' if it is not there."""
     try:
         with open(path, encoding='ascii') as f:
             return f.readline().strip()

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 
 from hotloop.checkpoint import load_checkpoint, save_checkpoint
 from hotloop.distributed import tell
-from hotloop.files import lies_in
-
-try:
-    import fcntl  # Linux and macOS
-except ImportError:
-    fcntl = None
-
+from hotloop.files import is_inside, lock
 
 
 def move_aside(path):
@@ -25,7 +19,7 @@ def move_aside(path):
     plain = os.path.realpath(path)
     aside = next(f'{plain}.{n}' for n in range(1, 10**6) if not os.path.lexists(f'{plain}.{n}'))
     try:
-        if lies_in(os.curdir, plain):
+        if is_inside(os.curdir, plain):
             raise OSError(errno.EBUSY, 'it is where this command was started')
         os.rename(plain, aside)
     except OSError as e:
@@ -62,7 +56,7 @@ class RunDir:
             if fresh and self.holds_run():
                 self.take_lock()
                 aside = move_aside(self.path)
-                self.lock = self.lock and self.lock.close()  # None: the new folder has a lock of its own
+                self.lock = self.lock and self.lock.release()  # None: the new folder has a lock of its own
                 said.append(f'{self.path} held a run: moved to {aside}')
             os.makedirs(os.path.realpath(self.path), exist_ok=True)
             self.take_lock()
@@ -73,24 +67,14 @@ class RunDir:
                 f.write(config)
         except OSError as e:
             raise ValueError(f'out_dir={self.path!r} cannot be written: {e.strerror or e}') from None
-        if fcntl is None:
+        if self.lock is None:
             said.append('out_dir is not locked on this system: start no second run in it')
         return said
 
     def take_lock(self):
         """Held until the process ends, however it ends. ValueError where another process holds it."""
-        if self.lock or fcntl is None:
-            return
-        self.lock = open(self / '.lock', 'a+')  # noqa: SIM115
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.seek(0)
-            raise ValueError(f'{self.path} is in use by process {self.lock.read().strip() or "unknown"}; choose '
-                             'another --out_dir') from None
-        self.lock.truncate(0)
-        self.lock.write(str(os.getpid()))
-        self.lock.flush()
+        if not self.lock:
+            self.lock = lock(self / '.lock')
 
     def numbered(self, step):
         return None if step is None else self / f'ckpt-{step:09d}.pt'

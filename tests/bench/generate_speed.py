@@ -23,7 +23,7 @@ from hotloop.quantize import for_inference
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import torch
-from bench import alternate, median, nanogpt, table
+from bench import alternate, machine, median, nanogpt, table
 from step_speed import SHAPES
 from torch.nn import functional as F
 
