@@ -47,8 +47,11 @@ def alternatives(kind):
 
 def expected(kind):
     """An annotation in words: Literal['a', 'b'] | None -> a, b or None."""
-    names = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text', type(None): 'None'}
-    *first, last = [names.get(part, part) for part in alternatives(kind)]
+    names = {int: 'a whole number', float: 'a number', str: 'text', type(None): 'None'}
+    words = []
+    for part in alternatives(kind):
+        words += ['True', 'False'] if part is bool else [names.get(part, part)]
+    *first, last = words
     return f'{", ".join(first)} or {last}' if first else last
 
 
