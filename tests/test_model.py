@@ -190,7 +190,7 @@ def test_shapes_of_nanogpt_have_its_seven_names_and_others_all():
     assert as_gpt2.model_args()['preset'] == 'modern'  # or a resume with the same flags would contradict it
     seven = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout'}
     assert set(make(dropout=0.1, label_smoothing=0.1).config.model_args()) == seven
-    for other in (dict(mlp='gelu_tanh'), dict(preset='modern'), dict(n_ff=64), dict(tie=False), dict(softcap=5)):
+    for other in (dict(mlp='gelu_tanh'), dict(preset='modern'), dict(n_ff=64), dict(tie=False)):
         config = make(**other).config
         assert set(config.model_args()) > seven
         assert config_from(config.model_args()).resolved() == config
@@ -208,7 +208,8 @@ def test_a_model_is_rebuilt_from_its_checkpoint(shape):
 
 @pytest.mark.parametrize('args, words', [
     (dict(n_layer=10**6), 'larger model'), (dict(vocab_size=10**9), 'larger model'),
-    (dict(moe=3), 'moe is unknown'), (dict(vocab_size=60), 'lm_head.weight'), (dict(bias=True), r'Missing.*attn\.c_attn\.bias'),
+    (dict(moe=3), 'moe is unknown'), (dict(vocab_size=60), 'lm_head.weight'),
+    (dict(bias=True), r'Missing.*attn\.c_attn\.bias'),
     (dict(vocab_size=None), 'vocab_size is missing'), (dict(n_head=4.0), 'n_head=4.0 has the wrong type'),
     (dict(bias=1), 'bias=1 has the wrong type'), (dict(n_layer=True), 'n_layer=True has the wrong type'),
     (dict(mlp='relu'), "mlp='relu' has the wrong type"), (dict(n_head=5), 'n_embd=32 is not divisible')])
