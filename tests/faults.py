@@ -80,7 +80,7 @@ def log(out, *names):
     if names:
         lines = [line for line in lines if names[-1] in line]
     else:
-        names = ['step', 'loss', 'lr', 'grad_norm', 'tokens_seen', 'skipped', 'val_loss', 'val_bpb', 'train_loss']
+        names = ['step', 'loss', 'lr', 'grad_norm', 'tokens_seen', 'skipped', 'val_loss', 'train_loss']
     return [{name: line[name] for name in names if name in line} for line in lines]
 
 
@@ -162,9 +162,9 @@ def dies_before(number):
     count = itertools.count(1)
 
     def hook(event, args):
-        if event in ('open', 'os.link', 'os.rename', 'os.remove') and '.pt' in str(args[0]):
-            if next(count) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+        counts = event in ('open', 'os.link', 'os.rename', 'os.remove') and '.pt' in str(args[0])
+        if counts and next(count) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
 
 

@@ -101,7 +101,7 @@ def test_no_flipped_bit_is_loaded_as_a_number(path):
 
 
 def test_no_flipped_bit_of_the_list_of_records_is_loaded(path):
-    """No checksum covers it. One bit makes a record a folder, for which torch returns uninitialized memory."""
+    """No checksum covers it. One bit makes a record a folder: torch then returns uninitialized memory."""
     torch.save({'model': {'w': torch.arange(9.0)}, 'model_args': {}}, path)
     data, expected = path.read_bytes(), load_checkpoint(str(path))
     start = data.rindex(b'PK\1\2')  # the last entry and all that follows
@@ -118,7 +118,8 @@ def test_no_flipped_bit_of_the_list_of_records_is_loaded(path):
     ('missing', 'cannot be read: No such file'), ('folder', 'cannot be read: Is a directory'),
     ('empty', 'damaged or not a checkpoint: File is not a zip file'), ('text', 'File is not a zip file'),
     ('cut', 'File is not a zip file'), ('another zip', 'damaged or not a checkpoint'),
-    ('other content', 'is not a checkpoint of ours or of nanoGPT'), ('old torch', 'File is not a zip file')])
+    ('other content', 'is not a checkpoint of ours or of nanoGPT'),
+    ('old torch', 'File is not a zip file')])
 def test_a_file_that_is_not_a_checkpoint_is_an_error(path, how, words):
     data = path.read_bytes()
     if how in ('missing', 'folder'):
@@ -283,7 +284,8 @@ def test_the_context_of_a_run_is_compared_on_resume():
     splits = {'train': SimpleNamespace(splits=[part, part])}
     chat = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'bos': 1, 'templates': ['chatml']})
     other = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'templates': ['gemma']})
-    before, now = context_of([chat], splits, Env(threads=1)), context_of([chat, other], splits, Env(threads=2))
+    before = context_of([chat], splits, Env(threads=1))
+    now = context_of([chat, other], splits, Env(threads=2))
     assert before['data'] == {'train': 'abc abc'} and before['template'] == 'chatml' and before['bos'] == 1
     assert 'template' not in now and 'bos' not in now
     assert compare_context(before, before) == compare_context({}, now) == []
