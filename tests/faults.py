@@ -1,18 +1,21 @@
 """
-Runs that something happens to: a server that forks them, and what happens.
+Runs to which something happens: a server that forks them, and the faults.
 
-The server imports torch once and forks a process for each run, so that a kill costs a third of a second and not four.
-Forking is safe there because nothing has started a thread. Under torchrun this file is train.py with a fault:
+The server imports torch once and forks a process for each run, so a kill costs a third of a second
+and not four. Forking is safe there because nothing has started a thread. Under torchrun this file is
+train.py with a fault:
 
     torchrun --nproc_per_node=2 tests/faults.py kill 20 --dataset=...    # the last rank dies in its 20th step
 """
 
 import functools
+import hashlib
 import importlib
 import itertools
 import json
 import math
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -22,22 +25,79 @@ import traceback
 import torch
 from conftest import TINY
 
+import hotloop.run_dir
 import train
 from configurator import call_main
-from hotloop.divergence import MAX_BAD_STEPS
 
-HANGS = 300  # seconds after which a forked run that hangs is ended
+HANGS = 300  # seconds after which a forked run that hangs is killed
 
 
 # -----------------------------------------------------------------------------
-# what happens, in the process of the run
+# what a run leaves
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def same(a, b):
+    """Equal bit for bit, through containers."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def final(out):
+    """Everything that a run has learned, from its last checkpoint."""
+    checkpoint = load(out / 'ckpt.pt')
+    learned = {k: checkpoint.get(k) for k in ('model', 'optimizer', 'muon', 'scaler', 'iter_num', 'state')}
+    for name in ('optimizer', 'muon'):  # learning rates are set before each step
+        learned[name] = learned[name] and learned[name]['state']
+    return learned
+
+
+def digest(out):
+    """SHA-256 of final()."""
+    h = hashlib.sha256()
+
+    def feed(x):
+        if isinstance(x, dict | list | tuple):
+            h.update(f'{type(x).__name__} {len(x)}'.encode())
+            for item in x.items() if isinstance(x, dict) else x:
+                feed(item)
+        else:
+            h.update(x.numpy().tobytes() if isinstance(x, torch.Tensor) else repr(x).encode())
+    feed(final(out))
+    return h.hexdigest()
+
+
+def log(out, *names):
+    """The lines of log.jsonl without times; with names, only these, of the lines that have the last one."""
+    lines = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
+    if names:
+        lines = [line for line in lines if names[-1] in line]
+    else:
+        names = ['step', 'loss', 'lr', 'grad_norm', 'tokens_seen', 'skipped', 'val_loss', 'train_loss']
+    return [{name: line[name] for name in names if name in line} for line in lines]
+
+
+# -----------------------------------------------------------------------------
+# faults, in the process of the run
 
 def during_step(step, action):
-    """Calls action(model of train_step), and computes with what it returns, in the step-th step of this process."""
+    """Calls action(model) when this process enters its step-th step; it may return a hook to remove."""
     original, count = train.train_step, itertools.count(1)
 
     def wrapped(model, *args, **kwargs):
-        return original(action(model) if next(count) == step else model, *args, **kwargs)
+        handle = action(model) if next(count) == step else None
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            if handle:
+                handle.remove()
     train.train_step = wrapped
 
 
@@ -45,7 +105,6 @@ def signals(*numbers):
     def send(model):
         for number in numbers:
             os.kill(os.getpid(), number)
-        return model
     return send
 
 
@@ -58,36 +117,44 @@ def hang(model):
         time.sleep(1000)
 
 
-IN_STEP = {'kill': signals(signal.SIGKILL), 'terminate': signals(signal.SIGTERM), 'stop': signals(signal.SIGSTOP),
-           'interrupt twice': signals(signal.SIGINT, signal.SIGINT), 'hang': hang, 'raise': bad_batch,
-           'nan': lambda model: lambda x, y: model(x, y) * math.nan}
+def nan_loss(model):
+    return model.register_forward_hook(lambda module, args, output: output * math.nan)
+
+
+IN_STEP = {'kill': signals(signal.SIGKILL), 'stop': signals(signal.SIGSTOP),
+           'terminate': signals(signal.SIGTERM), 'hang': hang, 'raise': bad_batch, 'nan': nan_loss}
 
 
 def naive_saves():
     """Checkpoints as most trainers write them: onto the file."""
-    train.save_checkpoint = lambda path, checkpoint, keep_old=None: torch.save(checkpoint, path)
+    hotloop.run_dir.save_checkpoint = lambda path, checkpoint, keep_old=None: torch.save(checkpoint, path)
 
 
 def small_files(first, last, size):
-    """The disk takes no file above this size from one step to another; Python ignores the signal that comes with it."""
+    """The disk takes no file above this size from one step to another. Python ignores the signal for it."""
     import resource
 
     def limit(size, model):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        return model
     during_step(first, functools.partial(limit, size))
     during_step(last, functools.partial(limit, resource.RLIM_INFINITY))
 
 
-def terminated_in(name, times):
-    """SIGTERM while train's function of this name is entered for the times-th time."""
-    original, count = getattr(train, name), itertools.count(1)
+def on_call(name, action):
+    """Calls action(number of the call) before each call of a function, by its full name."""
+    owner, _, attribute = name.rpartition('.')
+    owner = pkgutil.resolve_name(owner)
+    original, count = getattr(owner, attribute), itertools.count(1)
 
     def wrapped(*args, **kwargs):
-        if next(count) == times:
-            os.kill(os.getpid(), signal.SIGTERM)
+        action(next(count))
         return original(*args, **kwargs)
-    setattr(train, name, wrapped)
+    setattr(owner, attribute, wrapped)
+
+
+def signal_in(name, times, *numbers):
+    """These signals when the function is called for the times-th time."""
+    on_call(name, lambda number: number == times and signals(*numbers)(None))
 
 
 def dies_before(number):
@@ -95,18 +162,13 @@ def dies_before(number):
     count = itertools.count(1)
 
     def hook(event, args):
-        if event in ('open', 'os.link', 'os.rename', 'os.remove') and '.pt' in str(args[0]) and next(count) == number:
+        counts = event in ('open', 'os.link', 'os.rename', 'os.remove') and '.pt' in str(args[0])
+        if counts and next(count) == number:
             os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
 
 
-def diverges(step):
-    """From this step on so many losses are NaN that the run has diverged."""
-    for n in range(MAX_BAD_STEPS):
-        during_step(step + n, IN_STEP['nan'])
-
-
-FAULTS = {'naive saves': naive_saves, 'diverges': diverges, 'small files': small_files, 'terminated in': terminated_in,
+FAULTS = {'naive saves': naive_saves, 'small files': small_files, 'signal in': signal_in,
           'dies before': dies_before}
 
 
@@ -120,24 +182,15 @@ def happen(name, *args):
 # -----------------------------------------------------------------------------
 # the server
 
-def announce_calls(name, pipe):
-    """Writes a byte whenever train's function of this name is entered."""
-    original = getattr(train, name)
-
-    def wrapped(*args, **kwargs):
-        os.write(pipe, b'.')
-        return original(*args, **kwargs)
-    setattr(train, name, wrapped)
-
-
 def run_forked(job, pipe):
     """Never returns. os._exit, because the parent's buffers and handlers are not ours to run."""
     signal.alarm(HANGS)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     sys.stdout = sys.stderr = open(job['output'], 'w', buffering=1)  # noqa: SIM115
     code = 70
     try:
         if job['calls']:
-            announce_calls(job['calls'], pipe)
+            on_call(job['calls'], lambda number: os.write(pipe, b'.'))
         happen(*job['fault'])
         call_main(functools.partial(train.main, job['argv']))
     except SystemExit as e:
@@ -150,7 +203,7 @@ def run_forked(job, pipe):
 
 
 def watch(job, pid, pipe):
-    """Sends the signal when the calls have been entered so many times and the delay is over; returns the exit code."""
+    """Sends the signal when there were so many calls and the delay is over; returns the exit code."""
     if job['calls'] and all(os.read(pipe, 1) for _ in range(job['times'])):
         time.sleep(job['delay'])
         os.kill(pid, job['signal'])
@@ -166,35 +219,37 @@ def serve():
     torch.optim.AdamW([p], fused=True).step()  # imports what it needs
     for line in sys.stdin:
         job = json.loads(line)
-        listen, tell = os.pipe()
+        listen, write = os.pipe()
         if (pid := os.fork()) == 0:
-            run_forked(job, tell)
-        os.close(tell)
+            run_forked(job, write)
+        os.close(write)
         print(watch(job, pid, listen), flush=True)
         os.close(listen)
 
 
 class Server:
-    """server(out, ...) runs train.main in a process of its own and returns its exit code; -9 when it was killed."""
+    """server(out, ...) runs train.main in a process of its own; returns the exit code, -9 after a kill."""
 
     def __init__(self, folder, data_dir):
         self.folder, self.data_dir = folder, data_dir
-        self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        text=True, env={**environment(), 'PYTHONWARNINGS': 'ignore'})
+        self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, text=True, env=environment())
 
     def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=signal.SIGKILL, **settings):
         """
-        Trains TINY into the folder `out`. fault: a name of IN_STEP or FAULTS and its arguments. With calls, the name of
-        a function of train, the process gets signal `number`, `delay` seconds after it entered that `times` times.
+        Trains TINY into the folder `out`. fault: a name of IN_STEP or FAULTS and its arguments. With
+        calls, the full name of a function, the process gets signal `number`, `delay` seconds after the
+        `times`-th call of it.
         """
-        job = {'argv': flags(self.folder / out, self.data_dir, **settings), 'output': str(self.folder / f'{out}.txt'),
-               'fault': fault or [None], 'calls': calls, 'times': times, 'delay': delay, 'signal': int(number)}
+        job = {'argv': flags(self.folder / out, self.data_dir, **settings),
+               'output': str(self.folder / f'{out}.txt'), 'fault': fault or [None],
+               'calls': calls, 'times': times, 'delay': delay, 'signal': int(number)}
         self.process.stdin.write(json.dumps(job) + '\n')
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
-    def said(self, out):
-        """What the last run into `out` printed."""
+    def printed(self, out):
+        """The output of the last run into `out`."""
         return (self.folder / f'{out}.txt').read_text()
 
     def close(self):
@@ -209,7 +264,8 @@ def flags(out_dir, data_dir, **settings):
 
 def environment():
     here = os.path.dirname(os.path.abspath(__file__))
-    return {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': f'{os.path.dirname(here)}:{here}'}
+    return {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore',
+            'PYTHONPATH': f'{os.path.dirname(here)}:{here}'}
 
 
 def main():

@@ -1,0 +1,296 @@
+"""Checkpoint files: what is loaded is what was saved, or an error; what is restored fits."""
+
+import contextlib
+import errno
+import math
+import os
+import pickle
+import shutil
+import warnings
+import zipfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from faults import same
+from torch.torch_version import TorchVersion
+
+from hotloop.checkpoint import (
+    RunState,
+    checkpoint_of,
+    compare_context,
+    context_of,
+    load_checkpoint,
+    restore,
+    save_checkpoint,
+    state_from,
+)
+from hotloop.distributed import Env
+from hotloop.optim import build_optimizers
+from model import GPT, GPTConfig
+from train import TrainConfig
+
+NO_SCALER = torch.amp.GradScaler('cpu', enabled=False)
+
+
+def tiny_run(optimizer='adamw', steps=1, **settings):
+    """A run of one small layer after some steps, as far as checkpoint_of() looks at it."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=11, **settings))
+    optimizers = build_optimizers(model, TrainConfig(optimizer=optimizer, device='cpu'), Env())
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    for _ in range(steps):
+        model(ids, ids).sum().backward()
+        for o in optimizers:
+            o.step()
+    return SimpleNamespace(model=model, optimizers=optimizers, scaler=NO_SCALER, settings={'seed': 1},
+                           state=RunState(iter_num=steps), context={'tokenizer': {'kind': 'byte'}})
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A checkpoint file."""
+    save_checkpoint(str(tmp_path / 'c.pt'), checkpoint_of(tiny_run()))
+    return tmp_path / 'c.pt'
+
+
+def error_of(path):
+    """The one-line message with which a file is refused."""
+    with pytest.raises(ValueError) as error:
+        load_checkpoint(str(path))
+    assert str(path) in str(error.value) and '\n' not in str(error.value)
+    return str(error.value)
+
+
+# -----------------------------------------------------------------------------
+# loading
+
+@pytest.mark.parametrize('prefix', ['', '_orig_mod.', 'module.', '_orig_mod.module.', 'module._orig_mod.'])
+def test_names_lose_the_prefixes_of_compile_and_ddp(path, prefix):
+    checkpoint = load_checkpoint(str(path))
+    torch.save({**checkpoint, 'model': {prefix + k: v for k, v in checkpoint['model'].items()}}, path)
+    assert same(load_checkpoint(str(path)), checkpoint)
+
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_weights_tell_whether_a_checkpoint_from_before_the_bias_setting_has_biases(path, bias):
+    checkpoint = checkpoint_of(tiny_run(bias=bias))
+    del checkpoint['model_args']['bias']
+    save_checkpoint(str(path), checkpoint)
+    assert load_checkpoint(str(path))['model_args'].get('bias', False) is bias
+
+
+def test_no_flipped_bit_is_loaded_as_a_number(path):
+    """torch.load alone loads nearly all of them, which shows that the flips do harm."""
+    data, expected, rng = path.read_bytes(), load_checkpoint(str(path)), np.random.default_rng(0)
+    refused, silent = 0, 0
+    for _ in range(150):
+        damaged = bytearray(data)
+        damaged[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        try:
+            assert same(load_checkpoint(str(path)), expected)
+        except ValueError as e:
+            refused += 1
+            assert str(path) in str(e) and '\n' not in str(e)
+        with warnings.catch_warnings(), contextlib.suppress(Exception):
+            warnings.simplefilter('ignore')
+            silent += not same(torch.load(path, weights_only=True), expected)
+    assert refused > 75 and silent > 75
+
+
+def test_no_flipped_bit_of_the_list_of_records_is_loaded(path):
+    """No checksum covers it. One bit makes a record a folder: torch then returns uninitialized memory."""
+    torch.save({'model': {'w': torch.arange(9.0)}, 'model_args': {}}, path)
+    data, expected = path.read_bytes(), load_checkpoint(str(path))
+    start = data.rindex(b'PK\1\2')  # the last entry and all that follows
+    for at in range(start, len(data)):
+        for bit in range(8):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1:])
+            with contextlib.suppress(ValueError):
+                assert same(load_checkpoint(str(path)), expected), f'byte {at - start}, bit {bit}'
+    path.write_bytes(data[:start + 38] + bytes([data[start + 38] ^ 0x10]) + data[start + 39:])
+    assert 'the list of records is wrong' in error_of(path)
+
+
+@pytest.mark.parametrize('how, words', [
+    ('missing', 'cannot be read: No such file'), ('folder', 'cannot be read: Is a directory'),
+    ('empty', 'damaged or not a checkpoint: File is not a zip file'), ('text', 'File is not a zip file'),
+    ('cut', 'File is not a zip file'), ('another zip', 'damaged or not a checkpoint'),
+    ('other content', 'is not a checkpoint of ours or of nanoGPT'),
+    ('old torch', 'File is not a zip file')])
+def test_a_file_that_is_not_a_checkpoint_is_an_error(path, how, words):
+    data = path.read_bytes()
+    if how in ('missing', 'folder'):
+        path.unlink()
+    if how == 'folder':
+        path.mkdir()
+    elif how in ('empty', 'text', 'cut'):
+        path.write_bytes({'empty': b'', 'text': b'<html>404</html>', 'cut': data[:-100]}[how])
+    elif how == 'another zip':
+        with zipfile.ZipFile(path, 'w') as z:
+            z.writestr('a.txt', 'text')
+    elif how == 'other content':
+        torch.save({'model': {}}, path)
+    elif how == 'old torch':
+        torch.save({'model': {}, 'model_args': {}}, path, _use_new_zipfile_serialization=False)
+    assert words in error_of(path)
+
+
+class MakesFolder:
+    """Its pickle makes a folder when it is loaded."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize('form', ['zip', 'old torch', 'pickle'])
+def test_loading_never_runs_code(path, tmp_path, form):
+    content = {'model': {}, 'model_args': {}, 'x': MakesFolder(tmp_path / 'ran')}
+    if form == 'pickle':
+        path.write_bytes(pickle.dumps(content))
+        pickle.loads(path.read_bytes())
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=form == 'zip')
+        torch.load(path, weights_only=False)
+    (tmp_path / 'ran').rmdir()  # so the code works
+    message = error_of(path)
+    assert ('could run code, so it is refused' in message) == (form == 'zip')
+    assert 'weights_only' not in message and not (tmp_path / 'ran').exists()
+
+
+def test_a_torch_whose_loader_is_not_safe_is_refused(path, monkeypatch):
+    monkeypatch.setattr(torch, '__version__', TorchVersion('2.9.1+cpu'))
+    with pytest.raises(ValueError, match=r'2\.9\.1.*CVE-2026-24747.*pip install'):
+        load_checkpoint(str(path))
+
+
+# -----------------------------------------------------------------------------
+# saving
+
+def fail(*args, **kwargs):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+
+def fail_as_torch_does(*args, **kwargs):
+    raise RuntimeError('[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598')
+
+
+def write_other_bytes(checkpoint, f, save=torch.save):
+    """As when memory fails between the checksum of a record and its write."""
+    save(checkpoint, f)
+    f.seek(1000)
+    f.write(b'\0\1\2\3' * 9)
+
+
+@pytest.mark.parametrize('target, error, words', [
+    ('os.fsync', fail, 'No space left on device'), ('os.replace', fail, 'No space left on device'),
+    ('torch.save', fail_as_torch_does, 'the disk is full'),
+    ('torch.save', write_other_bytes, 'the checksum of record .* does not match')])
+def test_a_save_that_fails_leaves_the_old_file_and_gives_the_space(path, monkeypatch, target, error, words):
+    data = path.read_bytes()
+    monkeypatch.setattr(target, error)
+    match = rf'c\.pt could not be written: {words}; .* MB are free, 0\.0 MB are needed'
+    with pytest.raises(ValueError, match=match):
+        save_checkpoint(str(path), checkpoint_of(tiny_run(steps=2)))
+    assert os.listdir(path.parent) == ['c.pt'] and path.read_bytes() == data
+
+
+def test_a_save_into_a_folder_that_is_gone_is_an_error(path):
+    shutil.rmtree(path.parent)
+    with pytest.raises(ValueError, match=r'No such file or directory; 0\.0 MB are needed'):
+        save_checkpoint(str(path), {'w': torch.ones(3)})
+
+
+@pytest.mark.parametrize('links', [True, False])
+def test_the_old_file_keeps_a_second_name_that_is_never_overwritten(path, monkeypatch, links):
+    """By a link, or by a copy where the file system has none."""
+    if not links:
+        monkeypatch.setattr(os, 'link', fail)
+    old, first = str(path.parent / 'old.pt'), path.read_bytes()
+    for steps in (2, 3):
+        save_checkpoint(str(path), checkpoint_of(tiny_run(steps=steps)), keep_old=old)
+        assert open(old, 'rb').read() == first and load_checkpoint(str(path))['iter_num'] == steps  # noqa: SIM115
+
+
+# -----------------------------------------------------------------------------
+# what a run saves and restores
+
+def test_a_checkpoint_has_nanogpts_names_and_plain_values(path):
+    checkpoint = load_checkpoint(str(path))
+    assert set(checkpoint) == {'model', 'optimizer', 'scaler', 'model_args', 'iter_num', 'best_val_loss',
+                               'config', 'state', 'tokenizer'}
+    assert set(checkpoint['model_args']) == {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias',
+                                             'vocab_size', 'dropout'}
+    tied = [checkpoint['model'][name].data_ptr() for name in ('lm_head.weight', 'transformer.wte.weight')]
+    assert tied[0] == tied[1], 'the tied matrix was saved twice'
+
+
+def test_weights_that_are_not_finite_are_not_saved():
+    run = tiny_run()
+    run.model.transformer.wte.weight.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r'step 1: weights are not finite.*--init_from=resume'):
+        checkpoint_of(run)
+
+
+@pytest.mark.parametrize('recipe', [dict(), dict(optimizer='muon', preset='modern')])
+def test_restore_brings_back_weights_and_moments_under_the_rates_of_the_settings(recipe):
+    saved, run = checkpoint_of(tiny_run(steps=3, **recipe)), tiny_run(steps=1, **recipe)
+    for group in saved['optimizer']['param_groups']:
+        group['lr'] = group['weight_decay'] = 9.0
+    state = restore(saved, run.model, run.optimizers, NO_SCALER)
+    restored = checkpoint_of(run)
+    assert state.iter_num == 3 and same(restored['model'], saved['model'])
+    for name in ('optimizer', 'muon')[:len(run.optimizers)]:
+        assert same(restored[name]['state'], saved[name]['state'])
+    assert all(group['lr'] < 1 and group['weight_decay'] < 1 for group in run.optimizers[0].param_groups)
+
+
+def replaced(name, value):
+    return lambda checkpoint: checkpoint['optimizer']['state'][0].update({name: value})
+
+
+@pytest.mark.parametrize('change, words', [
+    (lambda c: c.pop('optimizer'), 'has no optimizer state, and neither has any best.pt.*--init_from=PATH'),
+    (lambda c: c.update(muon=c['optimizer']), 'the state of 2 optimizers, but the settings create 1'),
+    (lambda c: c['optimizer']['param_groups'].pop(), 'does not fit'),
+    (lambda c: c['optimizer']['param_groups'][0]['params'].pop(), 'does not fit'),
+    (replaced('exp_avg', torch.zeros(2, 3)), r'exp_avg has shape \(2, 3\), not \(11, 8\)'),
+    (replaced('step', torch.zeros(5)), r'step has shape \(5,\), not \(\)')])
+def test_an_optimizer_state_that_does_not_fit_is_an_error(change, words):
+    """torch does not compare shapes: AdamW's fused kernel wrote behind an exp_avg that was too short."""
+    run, checkpoint = tiny_run(), checkpoint_of(tiny_run())
+    change(checkpoint)
+    with pytest.raises(ValueError, match=words):
+        restore(checkpoint, run.model, run.optimizers, NO_SCALER)
+
+
+def test_the_state_of_nanogpt_and_of_earlier_versions_is_read():
+    assert state_from({'iter_num': 3, 'best_val_loss': torch.tensor(4.5)}) == RunState(3, 4.5)
+    assert state_from({'iter_num': 3, 'best_val_loss': math.nan}).best_val_loss == math.inf
+    earlier = {'iter_num': 7, 'best_val_loss': 2.0, 'evaluation_left': True, 'skips': [[5, 20]]}
+    assert state_from({'iter_num': 7, 'state': earlier}) == RunState(7, 2.0)
+    with pytest.raises(ValueError, match="'iter_num' is missing"):
+        state_from({'model': {}})
+
+
+def test_the_context_of_a_run_is_compared_on_resume():
+    """Other data are an error; another machine is a note, because the bits may differ."""
+    part = SimpleNamespace(fingerprint=lambda: 'abc')
+    splits = {'train': SimpleNamespace(splits=[part, part])}
+    chat = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'bos': 1, 'templates': ['chatml']})
+    other = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'templates': ['gemma']})
+    before = context_of([chat], splits, Env(threads=1))
+    now = context_of([chat, other], splits, Env(threads=2))
+    assert before['data'] == {'train': 'abc abc'} and before['template'] == 'chatml' and before['bos'] == 1
+    assert 'template' not in now and 'bos' not in now
+    assert compare_context(before, before) == compare_context({}, now) == []
+    assert compare_context(before, now) == ['threads: 1 before, 2 from here on; '
+                                            'bits may differ from those of an uninterrupted run']
+    assert len(compare_context({'state': {'skips': [[5, 20]]}}, now)) == 1
+    with pytest.raises(ValueError, match=r"not the one this run was trained on.*'abc abc'.*'x'.*--init_from"):
+        compare_context(before, {**now, 'data': {'train': 'x'}})

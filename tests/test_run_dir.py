@@ -1,0 +1,306 @@
+"""The folder of a run: one owner at a time, no run overwritten, the last checkpoints kept, a mirror."""
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import threading
+
+import pytest
+import torch
+from conftest import at_step, contents
+
+from hotloop import run_dir
+from hotloop.checkpoint import load_checkpoint
+from hotloop.run_dir import Mirror, RunDir, find_latest, move_aside
+
+posix = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
+
+
+def checkpoint(step):
+    return {'model': {'w': torch.full((99,), float(step))}, 'model_args': {}, 'iter_num': step}
+
+
+def saved_run(path, steps=(1,), keep=9):
+    """A folder with checkpoints of these steps, which nobody uses."""
+    run = RunDir(str(path))
+    run.open(True, 'seed = 1\n')
+    for step in steps:
+        run.save(checkpoint(step), keep)
+    (path / 'log.jsonl').write_text('{"step": 1}\n')
+    run.release_lock()
+    return RunDir(str(path))
+
+
+def names(path):
+    """Files of a folder without the lock's."""
+    return sorted(p.name for p in path.iterdir() if not p.name.startswith('.lock'))
+
+
+def damage(path, how='cut'):
+    data = bytearray(path.read_bytes())
+    if how == 'flip':
+        data[data.index(b'\0\0\x80\x3f' * 9)] ^= 1  # a weight of step 1
+    path.write_bytes({'flip': data, 'cut': data[:-200], 'empty': b''}[how])
+
+
+def fail(*args, **kwargs):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+def test_the_last_checkpoints_are_kept(tmp_path):
+    """Each is intact and at its step, after each of 20 saves and over a resume in between."""
+    run = saved_run(tmp_path / 'out', range(1, 10), keep=3)
+    resumed = find_latest(run)
+    run.open(False, '')
+    run.promote(resumed)
+    for step in range(10, 20):
+        run.save(checkpoint(step), keep=3)
+        assert [os.path.basename(p) for p in run.checkpoints()] == [
+            'ckpt.pt', f'ckpt-{step - 1:09d}.pt', f'ckpt-{step - 2:09d}.pt']
+        assert [load_checkpoint(p)['iter_num'] for p in run.checkpoints()] == [step, step - 1, step - 2]
+
+
+def test_a_step_that_is_saved_twice_is_kept_once(tmp_path):
+    run = saved_run(tmp_path / 'out', (5, 5))
+    assert names(tmp_path / 'out') == ['ckpt.pt', 'config.py', 'log.jsonl'] and len(run.checkpoints()) == 1
+
+
+def test_copies_that_a_user_made_are_neither_read_nor_removed(tmp_path):
+    run = saved_run(tmp_path / 'out', (1, 2))
+    for name in ('ckpt-best.pt', 'ckpt-000000001.pt.damaged', 'ckpt-1.pt', 'ckpt.pt.backup'):
+        shutil.copy(run / 'ckpt.pt', run / name)
+    before = names(tmp_path / 'out')
+    assert len(run.checkpoints()) == 2
+    run.save(checkpoint(3), keep=2)
+    assert set(names(tmp_path / 'out')) >= set(before) - {'ckpt-000000001.pt'}
+
+
+@pytest.mark.parametrize('how', ['flip', 'cut', 'empty', 'folder', 'unreadable'])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, how):
+    """And becomes the latest at once, so that a kill before the next save finds the same one."""
+    if how == 'unreadable' and os.geteuid() == 0:
+        pytest.skip('root reads everything')
+    run, newest = saved_run(tmp_path / 'out', (7, 1)), tmp_path / 'out' / 'ckpt.pt'
+    if how == 'folder':
+        newest.unlink()
+        newest.mkdir()
+    elif how == 'unreadable':
+        newest.chmod(0)
+    else:
+        damage(newest, how)
+    resumed = find_latest(run)
+    assert resumed.checkpoint['iter_num'] == 7 and resumed.path == run / 'ckpt-000000007.pt'
+    assert list(resumed.damaged) == [str(newest)] and str(newest) in resumed.damaged[str(newest)]
+    run.promote(resumed)
+    assert names(tmp_path / 'out') == ['ckpt.pt', 'ckpt.pt.damaged', 'config.py', 'log.jsonl']
+    assert find_latest(run).checkpoint['iter_num'] == 7 and not find_latest(run).damaged
+
+
+def test_without_an_intact_checkpoint_nothing_is_resumed_or_touched(tmp_path):
+    run = saved_run(tmp_path / 'out', (1, 2))
+    for path in run.checkpoints():
+        damage(tmp_path / 'out' / path)
+    before = contents(tmp_path)
+    match = r'(?s)is intact:.*ckpt\.pt is damaged.*ckpt-000000001\.pt is damaged.*scratch'
+    with pytest.raises(ValueError, match=match):
+        find_latest(run)
+    assert contents(tmp_path) == before
+    with pytest.raises(ValueError, match='nothing holds no checkpoint; start with --init_from=scratch'):
+        find_latest(RunDir(str(tmp_path / 'nothing')))
+
+
+# -----------------------------------------------------------------------------
+# the folder
+
+def test_a_fresh_run_moves_the_old_one_aside(tmp_path):
+    """To out.1, then out.2, file for file; also where best.pt is all that was kept of it."""
+    saved_run(tmp_path / 'out')
+    first = {name: data for name, data in contents(tmp_path / 'out').items() if not name.startswith('.lock')}
+    for number in (1, 2):
+        run = RunDir(str(tmp_path / 'out'))
+        assert run.open(True, '') == [f'{run.path} held a run: moved to {run.path}.{number}']
+        assert names(tmp_path / 'out') == ['config.py']
+        (tmp_path / 'out' / 'best.pt').write_bytes(b'weights')
+        run.release_lock()
+    assert first.items() <= contents(tmp_path / 'out.1').items()
+    assert names(tmp_path / 'out.2') == ['best.pt', 'config.py']
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path):
+    (tmp_path / 'disk' / 'run').mkdir(parents=True)
+    (tmp_path / 'out').symlink_to(tmp_path / 'disk' / 'run')
+    saved_run(tmp_path / 'out')
+    saved_run(tmp_path / 'out')
+    assert (tmp_path / 'out').is_symlink() and not (tmp_path / 'out.1').exists()
+    assert names(tmp_path / 'disk' / 'run') == names(tmp_path / 'disk' / 'run.1')
+
+
+def test_files_of_a_killed_save_are_removed_and_no_others(tmp_path):
+    run = saved_run(tmp_path / 'out')
+    for name in ('ckpt.pt.77.tmp', 'best.pt.4242.tmp', 'log.jsonl.tmp', 'notes.tmp'):
+        (tmp_path / 'out' / name).write_text('half')
+    (tmp_path / 'out' / 'folder.tmp').mkdir()
+    run.open(False, '')
+    assert [name for name in names(tmp_path / 'out') if name.endswith('.tmp')] == ['folder.tmp', 'notes.tmp']
+
+
+@pytest.mark.parametrize('how, words', [('file', 'Not a directory'), ('full', 'No space left'),
+                                        ('permission', 'Permission denied')])
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, how, words):
+    out = tmp_path / 'place' / 'out'
+    if how == 'file':
+        (tmp_path / 'place').write_text('')
+    elif how == 'full':
+        out.mkdir(parents=True)
+        (out / 'config.py').symlink_to('/dev/full')
+    else:
+        if os.geteuid() == 0:
+            pytest.skip('root writes everywhere')
+        (tmp_path / 'place').mkdir(mode=0o500)
+    with pytest.raises(ValueError, match=f'out_dir=.* cannot be written: {words}'):
+        RunDir(str(out)).open(True, 'seed = 1\n')
+
+
+def test_a_run_that_cannot_be_moved_aside_is_an_error(tmp_path, monkeypatch):
+    saved_run(tmp_path / 'out')
+    monkeypatch.chdir(tmp_path / 'out')
+    with pytest.raises(ValueError, match=r'cannot be moved aside .it is where .* was started.; choose'):
+        move_aside('.')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, 'rename', fail)
+    with pytest.raises(ValueError, match=r'cannot be moved aside .No space left.*; choose another folder'):
+        move_aside('out')
+
+
+# -----------------------------------------------------------------------------
+# the lock
+
+@contextlib.contextmanager
+def owner_of(path):
+    """A process that has locked a folder; killed with kill -9 at the end."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run = RunDir(str(path))
+            run.open(False, '')
+            os.write(write, b'locked')
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(write)
+    assert os.read(read, 6) == b'locked'
+    os.close(read)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@posix
+@pytest.mark.parametrize('fresh', [True, False])
+def test_a_folder_has_one_owner_until_that_process_is_dead(tmp_path, fresh):
+    """A second start names it and changes nothing; after kill -9 the next start gets the folder."""
+    saved_run(tmp_path / 'out')
+    run = RunDir(str(tmp_path / 'out'))
+    with owner_of(tmp_path / 'out') as pid:
+        before = contents(tmp_path)
+        with pytest.raises(ValueError, match=rf'out is in use by process {pid}; wait for it, .*--out_dir'):
+            run.open(fresh, 'seed = 2\n')
+        assert contents(tmp_path) == before
+    assert len(run.open(fresh, 'seed = 2\n')) == fresh
+    assert (tmp_path / 'out' / 'config.py').read_text() == 'seed = 2\n'
+
+
+def test_a_system_without_locks_is_a_note(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir, 'lock', lambda path: None)
+    assert 'is not locked on this system' in RunDir(str(tmp_path / 'out')).open(True, '')[0]
+
+
+# -----------------------------------------------------------------------------
+# the mirror
+
+def mirrored(tmp_path, steps=(1,), ours=False):
+    """The files of a mirror after a run saved these steps."""
+    run = RunDir(str(tmp_path / 'out'))
+    mirror = Mirror(run, str(tmp_path / 'drive'))
+    run.open(True, '')
+    mirror.open(ours)
+    for step in steps:
+        run.save(checkpoint(step), 2)
+        mirror.update()
+    mirror.close(20)
+    assert not mirror.thread.is_alive()
+    run.release_lock()
+    return contents(tmp_path / 'drive')
+
+
+def test_a_mirror_holds_the_last_files_and_can_be_resumed(tmp_path, train_tiny):
+    train_tiny(max_iters=6, mirror_dir=tmp_path / 'drive')
+    here, there = contents(tmp_path / 'out'), contents(tmp_path / 'drive')
+    assert there == {name: here[name] for name in ('config.py', 'log.jsonl', 'ckpt.pt', 'best.pt')}
+    assert train_tiny('drive', init_from='resume') == 0
+    assert load_checkpoint(str(tmp_path / 'drive' / 'ckpt.pt'))['iter_num'] == 10
+
+
+def test_a_mirror_of_another_run_is_moved_aside(tmp_path, capsys):
+    first = mirrored(tmp_path)
+    (tmp_path / 'drive' / 'ckpt.pt.77.tmp').write_text('half')
+    assert 'ckpt.pt.77.tmp' not in mirrored(tmp_path, (2,), ours=True) and not (tmp_path / 'drive.1').exists()
+    mirrored(tmp_path, (3,))
+    assert f'drive held a run: moved to {tmp_path}/drive.1' in capsys.readouterr().out
+    assert contents(tmp_path / 'drive.1').keys() == first.keys()
+
+
+def test_a_run_that_is_refused_leaves_the_mirror_of_the_running_one(train_tiny, tmp_path):
+    train_tiny(max_iters=2, mirror_dir=tmp_path / 'drive')
+    before = contents(tmp_path / 'drive')
+    owner = RunDir(str(tmp_path / 'out'))
+    owner.open(False, '')
+    with pytest.raises(ValueError, match='in use by process'):
+        train_tiny(mirror_dir=tmp_path / 'drive')
+    assert contents(tmp_path / 'drive') == before and not (tmp_path / 'drive.1').exists()
+
+
+def test_a_mirror_that_was_removed_is_filled_again(train_tiny, tmp_path, monkeypatch):
+    """Also with files that have not changed since."""
+    at_step(monkeypatch, 8, lambda: shutil.rmtree(tmp_path / 'drive'))
+    train_tiny(mirror_dir=tmp_path / 'drive', save_interval=3)
+    assert set(os.listdir(tmp_path / 'drive')) == {'config.py', 'log.jsonl', 'ckpt.pt', 'best.pt'}
+
+
+def test_a_copy_that_fails_is_printed_and_tried_again(tmp_path, monkeypatch, capsys):
+    original, failures = shutil.copyfileobj, [1, 2]
+
+    def full_twice(*args):
+        if failures:
+            failures.pop()
+            fail()
+        original(*args)
+    monkeypatch.setattr(run_dir.shutil, 'copyfileobj', full_twice)
+    assert mirrored(tmp_path, (1, 2)).keys() == {'config.py', 'ckpt.pt'}
+    assert capsys.readouterr().out.count('No space left on device; training continues') == 2
+
+
+def test_a_mirror_that_hangs_does_not_hold_the_run(tmp_path, monkeypatch, capsys):
+    released, close = threading.Event(), Mirror.close
+    monkeypatch.setattr(run_dir.shutil, 'copyfileobj', lambda *args: released.wait(60))
+    run = saved_run(tmp_path / 'out')
+    mirror = Mirror(run, str(tmp_path / 'drive'))
+    mirror.open(False)
+    close(mirror, 0.01)
+    released.set()
+    mirror.thread.join()
+    assert 'does not have the last checkpoint after 0.01 s' in capsys.readouterr().out
+
+
+def test_a_mirror_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(ValueError, match=r'mirror_dir=.* cannot be written: Not a dir.*; choose another'):
+        Mirror(RunDir(str(tmp_path / 'out')), str(tmp_path / 'file' / 'below'))
