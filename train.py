@@ -36,7 +36,14 @@ from hotloop.checkpoint import RunState, compare_context, context_of, restore, s
 from hotloop.dataloader import Batches, Mixture, Split, open_split, windows_per_epoch
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.device import choose_compile, choose_device, choose_dtype, device_memory
-from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, first_on_rank_0, open_process_group
+from hotloop.distributed import (
+    DelayedFlag,
+    Env,
+    StopRequest,
+    check_same_step,
+    first_on_rank_0,
+    open_process_group,
+)
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
 from hotloop.files import first_line, is_inside
@@ -451,7 +458,7 @@ def build_run(settings, datasets, env):
     if resumed and cfg.eval_only:
         state = state_from(resumed.checkpoint)
     elif resumed:
-        state = restore(resumed.checkpoint, optimizers, scaler)
+        state = restore(resumed.checkpoint, model, optimizers, scaler)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError('the initial weights are not finite; start from an earlier checkpoint or from scratch')
     check_same_step(state.iter_num, env)
@@ -599,28 +606,33 @@ def stop_run(run):
 
 def main(argv=None):
     settings = read_settings(argv)
-    cfg = settings.train
-    datasets = open_datasets(cfg.dataset, cfg.data_dir)
-    env = setup(cfg)
+    datasets = open_datasets(settings.train.dataset, settings.train.data_dir)
+    env = setup(settings.train)
     try:
-        run = build_run(settings, datasets, env)
-        announce(run, settings, datasets[0].meta)
-        if cfg.eval_only:
-            log_evaluation(run, evaluate_both(run))
-            return 0
-        take_folder(run, settings.resumed)
-        return train_and_close(run)
+        return execute(settings, datasets, env)
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
-        raise ValueError(f'the model does not fit the memory of {env.device} ({first_line(e)}); make n_layer, n_embd, '
-                         'block_size or batch_size smaller') from None
+        raise ValueError(f'the model does not fit the memory of {env.device} ({first_line(e)}); make n_layer, '
+                         'n_embd, block_size or batch_size smaller') from None
     finally:
         gc.unfreeze()
         if env.world > 1:
+            gc.collect()  # DDP, which holds on to the process group: its threads must end before Python does
             dist.destroy_process_group()
             # torchrun ends all processes when one has ended; Python would die by that signal while it shuts down
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def execute(settings, datasets, env):
+    """Evaluates or trains; returns the exit code."""
+    run = build_run(settings, datasets, env)
+    announce(run, settings, datasets[0].meta)
+    if settings.train.eval_only:
+        log_evaluation(run, evaluate_both(run))
+        return 0
+    take_folder(run, settings.resumed)
+    return train_and_close(run)
 
 
 def train_and_close(run):

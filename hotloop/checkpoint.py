@@ -102,9 +102,9 @@ class RunState:
     best_val_loss: float = math.inf
     tokens_seen: int = 0
     logged: list = field(default_factory=list)  # [summed loss, targets, skipped, steps] since the last line
-    bad_in_a_row: int = 0  # steps that were not finite, or spikes
-    spikes_in_a_row: int = 0  # how many of those were spikes
-    recent: list = field(default_factory=list)  # losses of the last steps that were neither
+    bad_in_a_row: int = 0  # the last steps that were not finite
+    spikes_in_a_row: int = 0  # the last steps whose loss was a spike
+    recent: list = field(default_factory=list)  # losses of the last normal steps
 
 
 def checkpoint_of(run):

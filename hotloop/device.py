@@ -1,8 +1,11 @@
 """Device, dtype and compilation, each chosen with its reason; peak FLOP/s and memory of a device."""
 
 import re
+import warnings
 
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop import host
 
@@ -109,3 +112,34 @@ def peak_memory(device):
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
     return host.peak_memory()
+
+
+def choose_compile(asked, device):
+    """(whether to use torch.compile, reason). asked: True, False or 'auto'. ValueError if True does not work here."""
+    if not asked:
+        return False, 'asked for'
+    failure = try_compile(device)
+    if failure and asked is True:
+        raise ValueError(f'compile=True was asked for, but torch.compile fails here: {failure}; use --compile=False')
+    if failure:
+        return False, failure
+    return True, 'asked for' if asked is True else 'a trial worked'
+
+
+def attention_kernels(config, env):
+    """Names of torch's attention kernels that run here for the heads of a model."""
+    D = config.n_embd // config.n_head
+    dtype = torch.float32 if env.device.type == 'cpu' else env.dtype  # see Attention in model.py
+    q = torch.zeros(1, config.n_head, 128, D, device=env.device, dtype=dtype)
+    k = torch.zeros(1, config.n_kv_head, 128, D, device=env.device, dtype=dtype)
+    names = []
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+                    SDPBackend.MATH):
+        with warnings.catch_warnings(), sdpa_kernel([backend]):
+            warnings.simplefilter('ignore')  # torch says at length why a kernel does not fit
+            try:
+                F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=config.n_kv_head < config.n_head)
+            except RuntimeError:
+                continue
+        names.append(backend.name.lower().removesuffix('_attention'))
+    return names

@@ -26,6 +26,7 @@ class Env:
     compile: bool = False
     threads: int = 1
     reasons: dict = field(default_factory=dict)
+    stop: 'StopRequest | None' = None
 
     def print_once(self, text):
         """Prints on rank 0 only."""
@@ -118,3 +119,37 @@ class StopRequest:
     def exit_code(self):
         """0 after max_minutes, else 128 + the signal's number, as in shells: 143, 130, 129."""
         return 128 + self.signal if self.signal else 0
+
+
+@contextlib.contextmanager
+def first_on_rank_0(env, wait):
+    """With `wait`, rank 0 runs the block before the others, because it downloads for all."""
+    if wait and env.rank:
+        env.sum(np.zeros(1))
+    yield
+    if wait and not env.rank:
+        env.sum(np.zeros(1))
+
+
+class DelayedFlag:
+    """
+    Reads a flag that the device computes with each step. On CUDA it returns the flag of the step before: reading the
+    current one would make the host wait for the step that it has just started.
+    """
+
+    def __init__(self):
+        self.copies = []  # (pinned tensor, event) of the step before
+
+    def __call__(self, flag):
+        if flag.device.type != 'cuda':
+            return bool(flag)
+        host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+        host.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.copies.append((host, event))
+        if len(self.copies) == 1:
+            return False
+        host, event = self.copies.pop(0)
+        event.synchronize()
+        return bool(host)

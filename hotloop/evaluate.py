@@ -1,6 +1,8 @@
 """The loss on fixed windows, with its standard error."""
 
 import math
+import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -119,3 +121,22 @@ def eval_windows(cfg, T):
         return None, max(2**18 // T, 1)
     # the training loss is there to show over-fitting, for which a quarter is enough
     return max(cfg.eval_tokens // T, 1), max(cfg.eval_tokens // 4 // T, 1)
+
+class Evaluation(NamedTuple):
+    """The losses of both splits, as evaluate() returns them."""
+    val: dict
+    train: dict
+    seconds: float
+
+
+def evaluate_both(run, stop=None):
+    """The Evaluation of a run; None if stop() returned True on any process before it was complete."""
+    num_val, num_train = eval_windows(run.cfg, run.val.T)
+    batch, began = run.batches.micro_batch, time.perf_counter()
+    val = evaluate(run.compiled, run.val, num_val, batch, run.env, run.byte_counts, stop)
+    if val is None:
+        return None
+    train = evaluate(run.compiled, run.batches.split, num_train, batch, run.env, stop=stop)
+    if train is None:
+        return None
+    return Evaluation(val, train, time.perf_counter() - began)

@@ -47,6 +47,15 @@ def choose_batch_size(model, split, env, cfg):
     return largest
 
 
+def set_batch_size(cfg, micro_batch, T, notes):
+    """Puts the largest micro-batch that fits in place of the configured one, for the same step."""
+    if cfg.eval_iters is not None:  # it counts batches, and means those that were configured
+        cfg.eval_tokens, cfg.eval_iters = cfg.eval_iters * cfg.batch_size * T, None
+    total = cfg.batch_size * cfg.gradient_accumulation_steps
+    cfg.batch_size, cfg.gradient_accumulation_steps = micro_batch, total // micro_batch
+    notes.append(f'batch_size=auto: {micro_batch}, gradient_accumulation_steps={total // micro_batch}')
+
+
 def largest_batch(model, sequences, limit, env, cfg, reserve):
     """
     The largest micro-batch up to `limit` that divides `sequences`, the share of one process, and fits
