@@ -1,52 +1,57 @@
-"""Learning a byte-level BPE (arXiv 1508.07909)."""
+"""Learning a byte-level byte-pair encoding (BPE, arXiv 1508.07909)."""
 
 import heapq
 from collections import Counter, defaultdict
 from itertools import pairwise
 
-# how text falls into words, within which pairs are merged: GPT-2's rule (https://github.com/openai/tiktoken)
+# Merges never cross the words of this rule: GPT-2's (https://github.com/openai/tiktoken).
 GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 BYTES_IN_GPT2S_ORDER = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES_IN_GPT2S_ORDER += [b for b in range(256) if b not in BYTES_IN_GPT2S_ORDER]
+MAX_WORDS = 400_000  # distinct words to learn from; each takes about a kilobyte
 
 
 def train_bpe(texts, num_tokens):
     """
-    The tokens, in order of rank, of a byte-level BPE (arXiv 1508.07909): 256 bytes, then merges of the most frequent
-    pair within words, or of several such the pair of the smallest ranks, as Hugging Face's tokenizers have it; up to
-    num_tokens in all. Words are counted once, the rarest of more than MAX_WORDS left out, and a merge visits only the
-    words that hold its pair.
+    Learns a BPE from an iterable of texts. Returns its tokens as bytes, in order of rank: the 256 single
+    bytes, then one token per merge, at most num_tokens in all.
+
+    Each step merges the most frequent pair of adjacent tokens; among equally frequent pairs, the one with the
+    smallest ranks, as Hugging Face's tokenizers does. Each distinct word is stored once, with its count, and a
+    merge visits only the words that contain its pair.
     """
     tokens = [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
     rank = {token: i for i, token in enumerate(tokens)}
-    counts = count_words(texts)
-    words = [[rank[bytes([b])] for b in word.encode('utf-8', 'surrogatepass')] for word in counts]
-    times = list(counts.values())
-    pairs, holders = Counter(), defaultdict(set)  # how often a pair occurs, and in which words
+    word_counts = count_words(texts)
+    words = [[rank[bytes([b])] for b in word.encode('utf-8', 'surrogatepass')] for word in word_counts]
+    counts = list(word_counts.values())
+    pairs, words_with = Counter(), defaultdict(set)  # pair -> its count, the indices of words that contain it
     for i, word in enumerate(words):
         for pair in pairwise(word):
-            pairs[pair] += times[i]
-            holders[pair].add(i)
+            pairs[pair] += counts[i]
+            words_with[pair].add(i)
     heap = [(-count, pair) for pair, count in pairs.items()]
     heapq.heapify(heap)
     while heap and len(tokens) < num_tokens:
         count, pair = heapq.heappop(heap)
-        if -count != pairs[pair]:  # merges since then have used some of them up
+        if -count != pairs[pair]:  # outdated: later merges used up some of its occurrences
             if pairs[pair] > 0:
                 heapq.heappush(heap, (-pairs[pair], pair))
             continue
         merged = tokens[pair[0]] + tokens[pair[1]]
-        new = rank.setdefault(merged, len(tokens))
-        if new == len(tokens):
+        if merged not in rank:  # two merges can give the same token
+            rank[merged] = len(tokens)
             tokens.append(merged)
+        new = rank[merged]
         change = Counter()
-        for i in holders.pop(pair):
-            change.update({p: -n * times[i] for p, n in Counter(pairwise(words[i])).items()})
+        for i in words_with.pop(pair):
+            for p in pairwise(words[i]):
+                change[p] -= counts[i]
             words[i] = merge(words[i], pair, new)
             for p in pairwise(words[i]):
-                change[p] += times[i]
+                change[p] += counts[i]
                 if new in p:
-                    holders[p].add(i)
+                    words_with[p].add(i)
         for p, difference in change.items():
             pairs[p] += difference
             if difference > 0:
@@ -54,28 +59,27 @@ def train_bpe(texts, num_tokens):
     return tokens
 
 
-MAX_WORDS = 400_000  # different words that merges are learned from; each costs about a kilobyte
-
-
 def count_words(texts):
-    """How often each word occurs, of the MAX_WORDS most frequent; long runs that no space breaks are cut."""
-    import regex  # tiktoken needs it too
+    """How often each word occurs, for the MAX_WORDS most frequent. Words are cut to 1,000 characters."""
+    import regex  # a dependency of tiktoken
     split, counts = regex.compile(GPT2_SPLIT), Counter()
     for text in texts:
         counts.update(word[:1000] for word in split.findall(text))
         if len(counts) > 4 * MAX_WORDS:
             counts = Counter(dict(counts.most_common(2 * MAX_WORDS)))
-    return counts if len(counts) <= MAX_WORDS else Counter(dict(counts.most_common(MAX_WORDS)))
+    if len(counts) > MAX_WORDS:
+        counts = Counter(dict(counts.most_common(MAX_WORDS)))
+    return counts
 
 
 def merge(word, pair, new):
-    """The word with every occurrence of the pair, from the left, as one token."""
-    out, i = [], 0
+    """The word with each occurrence of the pair, from the left, replaced by the token `new`."""
+    merged, i = [], 0
     while i < len(word):
         if word[i] == pair[0] and i + 1 < len(word) and word[i + 1] == pair[1]:
-            out.append(new)
+            merged.append(new)
             i += 2
         else:
-            out.append(word[i])
+            merged.append(word[i])
             i += 1
-    return out
+    return merged

@@ -1,110 +1,159 @@
-"""Rows and turns of a conversation -> parts of a document, of which only the answers count in the loss."""
+"""Rows and conversations -> parts of a document. Only the assistant's words count in the loss."""
 
 import json
 
 from hotloop.tokenizer import fix_surrogates
 
 ANSWERS = ('completion', 'response', 'output', 'answer')
-ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'instruction', 'input', 'system', 'history',
-              *ANSWERS]
-# the marks around what each role says; those that end an answer are learned with it
+ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'instruction', 'input', 'system',
+              'history', *ANSWERS]
+# what stands before and after a turn of each role; the mark after an answer is learned with it
 TEMPLATES = {
     'plain': {'system': ('', ''), 'user': ('', ''), 'assistant': ('', '')},
-    'joined': {'system': ('', ''), 'user': ('', ''), 'assistant': ('', '')},  # prompts say what stands behind them
+    'joined': {'system': ('', ''), 'user': ('', ''), 'assistant': ('', '')},  # of prompt and completion
     'alpaca': {'system': ('', ''), 'user': ('### Instruction:\n', ''), 'assistant': ('### Response:\n', '')},
     'chatml': {role: (f'<|im_start|>{role}\n', '<|im_end|>') for role in ('system', 'user', 'assistant')},
-    'gemma': {role: (f'<start_of_turn>{name}\n', '<end_of_turn>') for role, name in
-              (('system', 'user'), ('user', 'user'), ('assistant', 'model'))},
+    'gemma': {'system': ('<start_of_turn>user\n', '<end_of_turn>'),
+              'user': ('<start_of_turn>user\n', '<end_of_turn>'),
+              'assistant': ('<start_of_turn>model\n', '<end_of_turn>')},
     'llama3': {role: (f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>')
                for role in ('system', 'user', 'assistant')},
 }
-BETWEEN = {'plain': '\n', 'joined': '', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}  # turns
-ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
-ALPACA = ('Below is an instruction that describes a task{}. Write a response that appropriately completes the request.',
-          ', paired with an input that provides further context')
+BETWEEN_TURNS = {'plain': '\n', 'joined': '', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}
+ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}  # other names of roles
+ALPACA_SYSTEM = ('Below is an instruction that describes a task{}. Write a response that appropriately '
+                 'completes the request.')
+ALPACA_INPUT = ', paired with an input that provides further context'
 
 
-def parts_of(row, place, cfg, templates=None):
+def parts_of(row, where, reading, templates=None):
     """
-    The parts of the document that a row holds, or None where there is no text or no answer in it: its text_field, or
-    messages (chat), instruction and output (Alpaca), prompt and completion, text, content. Adds to the set templates.
+    The parts [(text, markup, counts)] of the document in a row, or None if it has no text or no answer.
+
+    A row is a text, or an object with the field reading.text_field, or with messages (a chat), instruction
+    and output (Alpaca), prompt and completion, text, or content. where: file and line, for the ValueError
+    that a bad row raises. templates: an optional set that the name of the template used is added to.
     """
     if isinstance(row, str):
         row = {'text': row}
     if not isinstance(row, dict):
-        raise ValueError(f'{place}: a row must be an object with fields, or a text, not {json.dumps(row)[:50]}')
-    field, (turns, template) = cfg.text_field, (None, None) if cfg.text_field else turns_of(row, place)
-    if turns is not None:
-        as_they_are = cfg.template == 'plain' and template == 'joined'
-        chosen = template if cfg.template == 'auto' or as_they_are else cfg.template
-        if not any(role == 'assistant' and text for role, text in turns):
-            return None
-        if templates is not None:
-            templates.add(chosen)
-        return render(turns, chosen)
-    field = field or next((name for name in ('text', 'content') if name in row), None)
+        raise ValueError(f'{where}: a row must be an object or a text, not {json.dumps(row)[:50]}')
+    turns = None
+    if not reading.text_field:
+        turns, template = turns_of(row, where)
+    if turns is None:
+        return text_parts(row, where, reading.text_field)
+    if not any(role == 'assistant' and text for role, text in turns):
+        return None
+    # in the plain template, too, nothing stands between a prompt and its completion
+    if reading.template != 'auto' and (reading.template, template) != ('plain', 'joined'):
+        template = reading.template
+    if templates is not None:
+        templates.add(template)
+    return render(turns, template)
+
+
+def text_parts(row, where, field):
+    """The part of a row with one text, in `field` if that is given; None if the text is empty."""
+    if not field:
+        field = 'content' if 'content' in row and 'text' not in row else 'text'
     if field not in row:
-        has = ', '.join(map(str, row)) or 'none'
-        raise ValueError(f'{place} has no field {field or "text"!r}; its fields are: {has}. Name the one with the text '
-                         'by --text_field')
-    text = row[field]
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f'{place}: field {field!r} is no text but {json.dumps(text, default=str)[:50]}')
-    return [(fix_surrogates(text), False, True)] if text else None
+        fields = ', '.join(map(str, row)) or 'none'
+        raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. Name the one with the '
+                         'text by --text_field')
+    text = check_text(row[field], f'{where}: field {field!r}')
+    return [(text, False, True)] if text else None
 
 
-def turns_of(row, place):
-    """([(role, text)], the template that suits), or (None, None) where a row is no instruction data."""
-    def text(value):
-        if value is not None and not isinstance(value, str):
-            raise ValueError(f'{place}: {json.dumps(value, default=str)[:50]} stands where a text was expected')
-        return fix_surrogates(value or '')
+def check_text(value, where):
+    """A string of a row, '' for None. ValueError for anything else."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f'{where} must be a text, not {json.dumps(value, default=str)[:50]}')
+    return fix_surrogates(value or '')
 
-    def told_before():
-        return [('system', text(row['system']))] if row.get('system') else []
-    messages = next((row[name] for name in ('messages', 'conversations') if row.get(name) is not None), None)
-    if messages is None and row.keys() & {'messages', 'conversations'} and \
+
+def turns_of(row, where):
+    """([(role, text)], the template that suits them), or (None, None) if the row is not instruction data."""
+    chat = row.get('messages')
+    if chat is None:
+        chat = row.get('conversations')
+    if chat is None and row.keys() & {'messages', 'conversations'} and \
             not row.keys() & {'text', 'content', 'instruction', 'prompt'}:
-        messages = []  # a chat without a word
+        chat = []  # an empty chat
+    if isinstance(chat, list) and all(isinstance(message, dict) for message in chat):
+        turns = [turn_of(message, where) for message in chat]
+        if not any(role == 'system' for role, _ in turns):
+            turns = system_turn(row, where) + turns
+        return turns, 'chatml'
     answer = next((name for name in ANSWERS if name in row), None)
-    if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
-        turns = []
-        for message in messages:
-            role = message.get('role') or message.get('from')
-            role = ROLES.get(role, role) if isinstance(role, str) else role
-            if role not in ('system', 'user', 'assistant'):
-                raise ValueError(f'{place}: a message of role {role!r}; known are system, user and assistant')
-            turns.append((role, text(message.get('content') or message.get('value'))))
-        return ([] if any(role == 'system' for role, _ in turns) else told_before()) + turns, 'chatml'
     if 'instruction' in row and answer:
-        turns = [('input', text(row['input']))] if row.get('input') else []
-        turns = [('user', text(row['instruction'])), *turns, ('assistant', text(row[answer]))]
-        try:
-            past = [(role, text(said)) for pair in row.get('history') or ()
-                    for role, said in zip(('user', 'assistant'), [*pair] if type(pair) is not str else '', strict=True)]
-        except (TypeError, ValueError):
-            raise ValueError(f'{place}: history is no list of pairs of texts') from None
-        return told_before() + past + turns, 'alpaca'
+        turns = system_turn(row, where) + past_turns(row.get('history'), where)
+        turns.append(('user', check_text(row['instruction'], f'{where}: instruction')))
+        if row.get('input'):
+            turns.append(('input', check_text(row['input'], f'{where}: input')))
+        turns.append(('assistant', check_text(row[answer], f'{where}: {answer}')))
+        return turns, 'alpaca'
     if 'prompt' in row and answer:
-        return [('user', text(row['prompt'])), ('assistant', text(row[answer]))], 'joined'
+        prompt = check_text(row['prompt'], f'{where}: prompt')
+        return [('user', prompt), ('assistant', check_text(row[answer], f'{where}: {answer}'))], 'joined'
     return None, None
 
 
+def turn_of(message, where):
+    """(role, text) of a message of a chat, as OpenAI or ShareGPT writes it."""
+    role = message.get('role') or message.get('from')
+    if isinstance(role, str):
+        role = ROLES.get(role, role)
+    if role not in ('system', 'user', 'assistant'):
+        raise ValueError(f'{where}: a message has the role {role!r}; known are system, user and assistant')
+    return role, check_text(message.get('content') or message.get('value'), f'{where}: a message')
+
+
+def system_turn(row, where):
+    """A list of the system's turn, empty if the row has none."""
+    if not row.get('system'):
+        return []
+    return [('system', check_text(row['system'], f'{where}: system'))]
+
+
+def past_turns(history, where):
+    """The turns of an Alpaca row's history: a list of [question, answer] pairs, or None."""
+    history = history or []
+    if not isinstance(history, list) or not all(isinstance(p, list) and len(p) == 2 for p in history):
+        raise ValueError(f'{where}: history must be a list of [question, answer] pairs')
+    turns = []
+    for question, answer in history:
+        turns.append(('user', check_text(question, f'{where}: history')))
+        turns.append(('assistant', check_text(answer, f'{where}: history')))
+    return turns
+
+
 def render(turns, template):
-    """The parts of a conversation: only what the assistant says, and the mark that ends it, counts in the loss."""
-    marks, between = TEMPLATES[template], BETWEEN[template]
-    joined = []  # what a template has no turn of its own for goes into the user's
+    """The parts of a conversation. Only the assistant's words and the mark after them count in the loss."""
+    has_input = any(role == 'input' for role, _ in turns)
+    turns = merge_turns(turns, template)
+    if template == 'alpaca' and turns[0][0] != 'system':
+        turns.insert(0, ('system', ALPACA_SYSTEM.format(ALPACA_INPUT if has_input else '')))
+    parts, between = [], ''
     for role, text in turns:
-        if joined and (role == 'input' or (template == 'gemma' and role == 'user' and joined[-1][0] == 'system')):
-            before = '\n\n### Input:\n' if role == 'input' and template == 'alpaca' else '\n\n'
-            joined[-1] = 'user', joined[-1][1] + before + text
-        else:
-            joined.append((role, text.strip() if template in ('gemma', 'llama3') else text))
-    if template == 'alpaca' and joined[0][0] != 'system':
-        joined.insert(0, ('system', ALPACA[0].format(ALPACA[1] if any(role == 'input' for role, _ in turns) else '')))
-    parts = []
-    for i, (role, text) in enumerate(joined):
-        before, after = marks[role]
+        before, after = TEMPLATES[template][role]
         counts = role == 'assistant'
-        parts += [((between if i else '') + before, True, False), (text, False, counts), (after, True, counts)]
+        parts += [(between + before, True, False), (text, False, counts), (after, True, counts)]
+        between = BETWEEN_TURNS[template]
     return [part for part in parts if part[0]]
+
+
+def merge_turns(turns, template):
+    """Adds an input to the user's turn before it and, for gemma, a user's turn to the system's before it."""
+    merged = []
+    for role, text in turns:
+        after_system = role == 'user' and merged and merged[-1][0] == 'system'
+        if role == 'input' and template == 'alpaca':
+            merged[-1] = 'user', merged[-1][1] + '\n\n### Input:\n' + text
+        elif role == 'input' or (template == 'gemma' and after_system):
+            merged[-1] = 'user', merged[-1][1] + '\n\n' + text
+        elif template in ('gemma', 'llama3'):
+            merged.append((role, text.strip()))
+        else:
+            merged.append((role, text))
+    return merged

@@ -1,4 +1,4 @@
-"""Documents -> token ids, in processes."""
+"""Documents -> token ids, in several processes."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hotloop.documents import PIECE
-from hotloop.tokenizer import TiktokenTokenizer, encode_parts
+from hotloop.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
 
 
 class Encoded(NamedTuple):
@@ -26,48 +26,57 @@ class Encoded(NamedTuple):
 
 
 def encode_batch(tokenizer, batch, bos=None, eot=None):
-    """
-    {split: Encoded} of a batch of (split, Piece). bos, eot: ids before and after each document, or None.
-    """
-    made = {}
+    """{split: Encoded} of a batch of (split, Piece). bos, eot: the ids around each document, or None."""
+    encoded = {}  # split: list of (ids, mask, number of documents)
     for split, piece in batch:
-        arrays, masks, documents = made.setdefault(split, ([], [], []))
-        if isinstance(piece.parts, np.ndarray):  # ids already
-            ids, mask = piece.parts, None
-            documents.append(np.count_nonzero(ids == tokenizer.eot))
-        else:
-            ids, mask = encode_parts(tokenizer, piece.parts)
-            documents.append(piece.end)
-            if piece.start and bos is not None:
-                ids, mask = np.append(bos, ids), mask if mask is None else np.append(np.uint8(0), mask)
-            if piece.end and eot is not None and not (mask is not None and ids[-1] == eot):  # as a template's end
-                ids, mask = np.append(ids, eot), mask if mask is None else np.append(mask, np.uint8(1))
-        arrays.append(ids)
-        masks.append(mask)
-    return {split: encoded(tokenizer, *of_split) for split, of_split in made.items()}
+        encoded.setdefault(split, []).append(encode_piece(tokenizer, piece, bos, eot))
+    return {split: combine(tokenizer, pieces) for split, pieces in encoded.items()}
 
 
-def encoded(tokenizer, arrays, masks, documents):
-    ids = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-    assert not ids.size or ids.max() < tokenizer.n_vocab, 'a tokenizer gave an id beyond its vocabulary'
+def encode_piece(tokenizer, piece, bos, eot):
+    """(ids, mask or None, number of documents that end here) of a Piece."""
+    if isinstance(piece.parts, np.ndarray):  # already ids
+        return piece.parts, None, int(np.count_nonzero(piece.parts == tokenizer.eot))
+    ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
+    if piece.start and bos is not None:
+        ids = np.append(bos, ids)
+        if mask is not None:
+            mask = np.append(np.uint8(0), mask)
+    ends_with_eot = mask is not None and ids[-1] == eot  # a chat template ends with a mark, which may be eot
+    if piece.end and eot is not None and not ends_with_eot:
+        ids = np.append(ids, eot)
+        if mask is not None:
+            mask = np.append(mask, np.uint8(1))
+    return ids, mask, int(piece.end)
+
+
+def combine(tokenizer, pieces):
+    """The Encoded of a list of (ids, mask, documents). Next to a mask, ids without one all count."""
+    ids = np.concatenate([ids for ids, _, _ in pieces])
+    assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
     mask = None
-    if any(m is not None for m in masks):
-        mask = np.concatenate([np.ones(len(a), np.uint8) if m is None else m
-                               for a, m in zip(arrays, masks, strict=True)])
-    return Encoded(ids.astype(id_type(tokenizer)), mask, int(tokenizer.sizes[ids].sum()), int(sum(documents)))
+    if any(mask is not None for _, mask, _ in pieces):
+        masks = [np.ones(len(ids), np.uint8) if mask is None else mask for ids, mask, _ in pieces]
+        mask = np.concatenate(masks)
+    documents = sum(documents for _, _, documents in pieces)
+    return Encoded(ids.astype(id_type(tokenizer)), mask, int(tokenizer.sizes[ids].sum()), documents)
 
 
 def id_type(tokenizer):
+    """The dtype of a dataset's ids, little-endian."""
     return '<u2' if tokenizer.n_vocab <= 2**16 else '<u4'
 
 
 def batches_of(pieces):
-    """Lists of pieces that hold about PIECE characters together."""
+    """Lists of (split, Piece) that contain about PIECE characters together."""
     batch, size = [], 0
-    for item in pieces:
-        batch.append(item)
-        parts = item[1].parts
-        size += 64 + (len(parts) if isinstance(parts, np.ndarray) else sum(len(text) for text, *_ in parts))
+    for split, piece in pieces:
+        batch.append((split, piece))
+        size += 64  # short pieces cost time too
+        if isinstance(piece.parts, np.ndarray):
+            size += len(piece.parts)
+        else:
+            size += sum(len(text) for text, _, _ in piece.parts)
         if size >= PIECE:
             yield batch
             batch, size = [], 0
@@ -77,44 +86,56 @@ def batches_of(pieces):
 
 def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
     """
-    encode_batch() of each batch, in order. By num_proc processes where there is enough to do for them; Python's threads
-    would wait for each other, and bytes and characters are encoded faster than they are sent to a process.
+    Yields encode_batch() of each batch, in order. Four batches and more go to num_proc processes, except
+    bytes and characters, which are encoded faster than they are sent. ValueError if a process dies.
     """
     first = list(islice(batches, 4))
     batches = chain(first, batches)
-    if len(first) < 4 or not isinstance(tokenizer, TiktokenTokenizer):
-        yield from (encode_batch(tokenizer, batch, bos, eot) for batch in batches)
+    if len(first) < 4 or isinstance(tokenizer, (ByteTokenizer, CharTokenizer)):
+        for batch in batches:
+            yield encode_batch(tokenizer, batch, bos, eot)
         return
-    assert len(tokenizer.sizes) == tokenizer.n_vocab  # made before the fork, once for all
-    context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS forks badly
-    pool, waiting = ProcessPoolExecutor(num_proc, context, start_process, (tokenizer, bos, eot)), deque()
+    assert len(tokenizer.sizes) == tokenizer.n_vocab  # computed here, once for all processes
+    context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS: unsafe
+    pool = ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer, bos, eot))
+    waiting = deque()
     try:
         for batch in batches:
-            waiting.append(pool.submit(encode_here, batch))
+            waiting.append(pool.submit(encode_in_worker, batch))
             if len(waiting) > 2 * num_proc:
                 yield result_of(waiting.popleft())
-        yield from map(result_of, waiting)
+        while waiting:
+            yield result_of(waiting.popleft())
+    except BrokenProcessPool:
+        raise ValueError('a tokenizing process died, perhaps out of memory; lower --num_proc') from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def result_of(future):
-    """Its result, or its error raised here: that is how call_main() knows a sentence from a defect."""
-    error = future.exception()
-    if isinstance(error, BrokenProcessPool):
-        raise ValueError('a process that tokenizes has died, perhaps for want of memory; try a smaller --num_proc')
-    if error:
-        raise error
+    """The result of a future. Raises its error from this file, where call_main() knows it as the user's."""
+    if future.exception():
+        raise future.exception()
     return future.result()
 
 
-def start_process(*settings):
-    """What a process that tokenizes does first. It ends with the one that started it, even if that is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent says when to end
-    threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-    encode_here.settings = settings
+_worker = None  # (tokenizer, bos, eot) in a process of the pool
 
 
-def encode_here(batch):
-    tokenizer, bos, eot = encode_here.settings
+def start_worker(*settings):
+    """Prepares a process of the pool. Ctrl-C reaches all processes; the parent decides when to end."""
+    global _worker  # noqa: PLW0603
+    _worker = settings
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def exit_with_parent():
+    """Ends this process when its parent ends, even if that was killed."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def encode_in_worker(batch):
+    tokenizer, bos, eot = _worker
     return encode_batch(tokenizer, batch, bos, eot)
