@@ -58,7 +58,7 @@ from hotloop.tokenizer import (
     tokenizer_from,
 )
 
-REMOVED = {'append': 'a second dataset of the same tokenizer, and --dataset=A,B in training'}
+REMOVED = {'append': 'prepare a second dataset with that tokenizer, and train on both with --dataset=A,B'}
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """files.py and host.py: files replaced at once, locked, read; CPUs and memory as a container has them."""
 
+import errno
 import os
 import signal
 
@@ -39,6 +40,16 @@ def test_a_lock_names_its_owner_and_ends_with_a_killed_process(tmp_path):
     os.waitpid(child, 0)
     assert (tmp_path / 'lock.pid').read_text() == str(child)
     lock(path).release()
+
+
+def test_without_kernel_locks_there_is_none(tmp_path, monkeypatch):
+    """A lock file instead would outlive a kill -9."""
+    def flock(*args):
+        raise OSError(errno.ENOSYS, 'Function not implemented')
+    monkeypatch.setattr(pytest.importorskip('fcntl'), 'flock', flock)
+    with pytest.warns(UserWarning, match='flock not supported'):
+        assert lock(str(tmp_path / 'lock')) is None
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize('raw', [b'', b'{"a": 1', b'\xff{}', b'[' * 100_000, b'[1]'])

@@ -1,7 +1,7 @@
 """
 How fast prepare.py is, end to end, and its peak memory, beside tiktoken alone and datasets.map.
 
-    $ python tests/bench/prepare_speed.py               # the embedded corpus, and the novels if they are there
+    $ python tests/bench/prepare_speed.py               # the embedded corpus, and the novels if there
     $ python tests/bench/prepare_speed.py --text=book.txt  # another text, plain or compressed
     $ python tests/bench/prepare_speed.py --gigabyte    # a text of 1 GB too, for the memory
     $ python tests/bench/prepare_speed.py --bpe         # merges learned here, beside the package tokenizers
