@@ -58,7 +58,7 @@ from hotloop.tokenizer import (
     tokenizer_from,
 )
 
-REMOVED = {'append': 'a second dataset of the same tokenizer, and --dataset=A,B in training'}
+REMOVED = {'append': 'prepare a second dataset with that tokenizer, and train on both with --dataset=A,B'}
 
 
 @dataclass
@@ -175,14 +175,15 @@ def without_validation(files, val_files):
 # -----------------------------------------------------------------------------
 # validation: a source of its own, a cut in a single document, or whole documents by hash
 
-SMALL = 1 << 24  # bytes: larger texts are cut at the end of a line, more documents chosen one by one
+SMALL = 1 << 24  # bytes of files; what is larger is cut at the end of a line, or held out by probability
 
 
 class Holdout(NamedTuple):
     """
-    How documents are split. several: whether there is more than one, so that their ends are marked.
-    cut: how many characters of a single document, or tokens of shards, to train on; at_line: or fewer, to
-    the end of a line. Without a cut, documents are held out whose hash is in `held_out` or below `limit`.
+    How documents are split. several: there is more than one document, so their ends are marked.
+    cut: the number of characters of a single document, or of tokens of shards, to train on.
+    at_line: the cut moves back to the end of a line. Without a cut, a document is validated on if its
+    hash is in `held_out` or below `limit`.
     """
     several: bool
     cut: int | None = None
@@ -192,14 +193,14 @@ class Holdout(NamedTuple):
 
 
 def holdout_hash(key, seed):
-    """Documents are held out in the order of this: a pure function of the document's key and the seed."""
+    """A pure function of a document's key and the seed. The lowest hashes are held out."""
     return hashlib.sha256(f'{seed} {key}'.encode('utf-8', 'surrogateescape')).digest()
 
 
 def hold_out(sizes, fraction):
     """
     The hashes of the documents to hold out, from {hash: bytes}: the lowest ones until they make up the
-    fraction of all bytes. At least one document stays on either side, and one of more than half of all
+    fraction of all bytes. Each side gets at least one document, and a document of more than half of all
     bytes is trained on.
     """
     total, held_bytes, held_out = sum(sizes.values()), 0, set()
@@ -221,10 +222,10 @@ def is_single(files, reading):
 
 def plan_holdout(files, val_files, cfg, reading):
     """
-    The Holdout of these files. A single document is cut at a character, above SMALL at the end of a line.
-    Files that are documents are held out to make up the exact fraction of bytes. So are documents within
-    files, unless they are too many to count, then each with that probability. Shards of tokens give their
-    end. All but files are read once here, and again when they are tokenized.
+    The Holdout of these files. A single document is cut at a character, above SMALL at the end of a line;
+    the last pieces of token shards are held out; otherwise complete documents are, up to the fraction of
+    all bytes. Many documents of large files are held out with that probability each, because they would
+    take too long to measure. What cannot be measured by the size of a file is read once more for this.
     """
     single = is_single(files, reading) and (not val_files or is_single(val_files, reading))
     if val_files:
@@ -242,8 +243,7 @@ def plan_holdout(files, val_files, cfg, reading):
             sizes[holdout_hash(file.name, cfg.seed)] = os.path.getsize(file.path)
     else:
         for piece in documents_in(files, reading):
-            key = holdout_hash(piece.key, cfg.seed)
-            sizes[key] += sum(len(text.encode()) for text, *_ in piece.parts)
+            sizes[holdout_hash(piece.key, cfg.seed)] += sum(len(text.encode()) for text, *_ in piece.parts)
             if num_bytes > SMALL and len(sizes) > min(50 / cfg.val_fraction, 1e6):
                 return Holdout(several=True, limit=int(cfg.val_fraction * 2**64).to_bytes(8, 'big'))
     return Holdout(several=True, held_out=hold_out(sizes, cfg.val_fraction))
@@ -253,8 +253,8 @@ def split_documents(pieces, holdout, seed):
     """Yields (split, Piece) of the pieces of all documents."""
     for piece in pieces:
         if piece.start:
-            key = holdout_hash(piece.key, seed)
-            split = 'val' if key in holdout.held_out or key < holdout.limit else 'train'
+            order = holdout_hash(piece.key, seed)
+            split = 'val' if order in holdout.held_out or order < holdout.limit else 'train'
         yield split, piece
 
 

@@ -87,8 +87,8 @@ def read_meta_pkl(path):
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
         raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e});"
                          " without that file the bins are read as GPT-2's tokens") from None
-    tokenizer = {'kind': 'char', 'chars': chars, 'eot': False}
-    return {'dtype': 'uint16', 'vocab_size': vocab_size, 'tokenizer': tokenizer, 'splits': {}, 'foreign': True}
+    spec = {'kind': 'char', 'chars': chars, 'eot': False}
+    return {'dtype': 'uint16', 'vocab_size': vocab_size, 'tokenizer': spec, 'splits': {}, 'foreign': True}
 
 
 def open_bin(path, dtype):
@@ -243,7 +243,8 @@ def open_datasets(dataset, data_dir):
     if not weights:
         return datasets
     if len(weights) < len(datasets) or 0.0 in weights:
-        raise ValueError(f'dataset={dataset!r}: give all of them a weight above 0, as in a:0.7,b:0.3, or none')
+        raise ValueError(f'dataset={dataset!r}: give all of them a weight above 0, as in a:0.7,b:0.3, or '
+                         'none of them')
     return [d._replace(weight=weight) for d, weight in zip(datasets, weights, strict=True)]
 
 
@@ -257,8 +258,8 @@ def check_tokenizer(spec, meta):
         if 'chars' in each:
             names[-1] += f' ({len(each["chars"])} characters)'
     raise ValueError(f'the checkpoint was trained with the tokenizer {names[0]}, the dataset was made with '
-                     f'{names[1]}: the same ids would mean other text; prepare the data with the tokenizer of '
-                     'the checkpoint')
+                     f'{names[1]}: the same ids would mean other text; prepare the data with the tokenizer '
+                     'of the checkpoint')
 
 
 def byte_table(meta, vocab_size):

@@ -57,6 +57,9 @@ def lock(path):
         with contextlib.suppress(OSError), open(owner, encoding='ascii') as f:
             pid = f.read()
         raise ValueError(f'{os.path.dirname(path) or "."} is in use by process {pid}') from None
+    if isinstance(held, SoftFileLock):  # what FileLock becomes on a file system without locks
+        held.release()
+        return None
     with open(owner, 'w', encoding='ascii') as f:
         f.write(str(os.getpid()))
     return held

@@ -1,17 +1,18 @@
 """
-How fast prepare.py is, end to end, against tiktoken alone and against datasets.map, and how much memory it takes.
+How fast prepare.py is, end to end, and its peak memory, beside tiktoken alone and datasets.map.
 
-    $ python tests/bench/prepare_speed.py                      # the embedded corpus and, where it is, the novels
-    $ python tests/bench/prepare_speed.py --text=book.txt      # another text, plain or compressed
-    $ python tests/bench/prepare_speed.py --gigabyte           # a text of 1 GB too, for the memory
-    $ python tests/bench/prepare_speed.py --bpe                # merges learned here, against the package tokenizers
+    $ python tests/bench/prepare_speed.py               # the embedded corpus, and the novels if there
+    $ python tests/bench/prepare_speed.py --text=book.txt  # another text, plain or compressed
+    $ python tests/bench/prepare_speed.py --gigabyte    # a text of 1 GB too, for the memory
+    $ python tests/bench/prepare_speed.py --bpe         # merges learned here, beside the package tokenizers
 
-tiktoken alone is encode_ordinary over the same text, in memory already, on one core, start-up not counted. prepare.py
-is the whole command, from the start of Python to the renamed folder. Needs GPT-2's ranks: TIKTOKEN_CACHE_DIR or a
-network.
+tiktoken alone is encode_ordinary on one core over the same text in memory, without its start-up. prepare.py
+is the complete command, from the start of Python to the renamed folder. Needs GPT-2's ranks, from
+TIKTOKEN_CACHE_DIR or a network.
 """
 
 import argparse
+import functools
 import glob
 import lzma
 import os
@@ -26,19 +27,18 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from bench import ROOT, SHARED, alternate, machine, median, run, table
 
-import prepare
 from hotloop.bpe import BYTES_IN_GPT2S_ORDER, train_bpe
-from hotloop.documents import documents_in
+from hotloop.documents import ReadConfig, documents_in
 from hotloop.sources import files_of, stdlib_files
 from hotloop.tokenizer import BPETokenizer, TiktokenTokenizer
 
 RAW = """
 import sys, time, tiktoken
 sys.path.insert(0, {root!r})
-import prepare
-cfg = prepare.PrepareConfig()
-files = files_of({source!r}, cfg, '')
-texts = [piece.parts[0][0] for piece in documents_in(files, cfg)]
+from hotloop.documents import ReadConfig, documents_in
+from hotloop.sources import files_of
+files = files_of({source!r}, ReadConfig(), 'data', '')
+texts = [piece.parts[0][0] for piece in documents_in(files, ReadConfig())]
 encoding = tiktoken.get_encoding('gpt2')
 start = time.perf_counter()
 for text in texts:
@@ -46,18 +46,18 @@ for text in texts:
 print(time.perf_counter() - start)
 """
 
-# the way of nanoGPT's preparation of OpenWebText: map over a dataset of documents, then one bin from the result
+# as nanoGPT prepares OpenWebText: map over a dataset of documents, then one bin of the result
 MAP = """
 import sys
 sys.path.insert(0, {root!r})
 import numpy as np, tiktoken, datasets
-import prepare
+from hotloop.documents import ReadConfig, documents_in
+from hotloop.sources import files_of
 datasets.disable_progress_bars()
-cfg = prepare.PrepareConfig()
-files = files_of({source!r}, cfg, '')
+files = files_of({source!r}, ReadConfig(), 'data', '')
 
 def documents():
-    for piece in documents_in(files, cfg):
+    for piece in documents_in(files, ReadConfig()):
         yield {{'text': piece.parts[0][0]}}
 
 def tokenize(row):
@@ -73,25 +73,29 @@ with open({folder!r} + '/train.bin', 'wb') as f:
 
 
 def raw_seconds(source):
+    """Seconds that tiktoken alone takes, in a process of its own."""
     command = [sys.executable, '-c', RAW.format(root=ROOT, source=source)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def speed(source, size, folder, rounds, with_datasets):
-    """Rows of MB/s, share of raw tiktoken per process, peak memory, which one more run of each tells."""
+    """Rows of MB/s, the share of tiktoken alone per process, and peak memory from one more run of each."""
     def ours(num_proc, watch=False):
-        return run([sys.executable, 'prepare.py', source, '--tokenizer=gpt2', f'--num_proc={num_proc}', '--name=bench',
-                    f'--data_dir={folder}'], watch=watch)
+        return run([sys.executable, 'prepare.py', source, '--tokenizer=gpt2', f'--num_proc={num_proc}',
+                    '--name=bench', f'--data_dir={folder}'], watch=watch)
 
     def mapped(num_proc, watch=False):
         with tempfile.TemporaryDirectory(dir=folder) as cache:
-            return run([sys.executable, '-c', MAP.format(root=ROOT, source=source, folder=cache, num_proc=num_proc)],
-                       watch=watch)
-    sides = {'tiktoken alone': lambda watch=False: (0.0 if watch else raw_seconds(source), 0.0)}
-    for n in (1, 2):
-        sides[f'prepare.py, {n} process{"es"[:2 * n - 2]}'] = lambda watch=False, n=n: ours(n, watch)
+            code = MAP.format(root=ROOT, source=source, folder=cache, num_proc=num_proc)
+            return run([sys.executable, '-c', code], watch=watch)
+
+    def alone(watch=False):
+        return (0.0 if watch else raw_seconds(source)), 0.0
+    sides = {'tiktoken alone': alone}
+    for num_proc, words in ((1, '1 process'), (2, '2 processes')):
+        sides[f'prepare.py, {words}'] = functools.partial(ours, num_proc)
         if find_spec('datasets') and with_datasets:
-            sides[f'datasets.map, {n} process{"es"[:2 * n - 2]}'] = lambda watch=False, n=n: mapped(n, watch)
+            sides[f'datasets.map, {words}'] = functools.partial(mapped, num_proc)
     results = alternate(sides, rounds)
     rates = {name: size / 1e6 / median([seconds for seconds, _ in pairs]) for name, pairs in results.items()}
     rows = []
@@ -104,8 +108,8 @@ def speed(source, size, folder, rounds, with_datasets):
 
 
 def text_size(source):
-    cfg = prepare.PrepareConfig()
-    pieces = documents_in(files_of(source, cfg, ''), cfg)
+    """Bytes of a source's text, decompressed."""
+    pieces = documents_in(files_of(source, ReadConfig(), 'data', ''), ReadConfig())
     return sum(len(piece.parts[0][0].encode()) for piece in pieces)
 
 
@@ -125,7 +129,7 @@ def write_gigabyte(path):
 
 
 def learned_bpe(size):
-    """Rows on bpe:SIZE from the embedded corpus: seconds to learn on one core, bytes a token, the merges compared."""
+    """Rows on bpe:SIZE of the embedded corpus: seconds to learn, bytes a token, and whether merges agree."""
     texts = [Path(path).read_bytes().decode() for _, path in stdlib_files()]
     start = time.perf_counter()
     tokens = train_bpe(texts, size)
@@ -141,18 +145,21 @@ def learned_bpe(size):
         theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
         theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         start = time.perf_counter()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
         theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-            vocab_size=size, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+            vocab_size=size, initial_alphabet=alphabet, show_progress=False))
         seconds = time.perf_counter() - start
         letters = {b: chr(b) if i < 188 else chr(68 + i) for i, b in enumerate(BYTES_IN_GPT2S_ORDER)}
         ours = [''.join(letters[b] for b in token) for token in tokens]
         same = ours == sorted(theirs.get_vocab(), key=theirs.get_vocab().get)
-        rows.append(['tokenizers (Rust, all cores)', f'{seconds:.1f}', '', 'same merges' if same else 'OTHER MERGES'])
+        agree = 'same merges' if same else 'OTHER MERGES'
+        rows.append(['tokenizers (Rust, all cores)', f'{seconds:.1f}', '', agree])
     return rows
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument('--text', action='append', help='a text to tokenize, or stdlib')
     parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--gigabyte', action='store_true')
@@ -168,7 +175,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         sources = args.text or ['stdlib', *glob.glob(os.path.join(SHARED, 'novels.txt.xz'))]
         for source in list(sources):
-            if source.endswith('.xz') and not args.text:  # without the price of decompression, too
+            if source.endswith('.xz') and not args.text:  # without the time of decompression, too
                 plain = os.path.join(folder, os.path.basename(source)[:-3])
                 with lzma.open(source) as f, open(plain, 'wb') as g:
                     g.write(f.read())

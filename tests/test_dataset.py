@@ -1,0 +1,289 @@
+"""dataset.py: what stands on the disk and how it gets there, what is known of it, and mixtures."""
+
+import functools
+import hashlib
+import json
+import os
+import pickle
+
+import numpy as np
+import pytest
+from conftest import contents, noise, write_bins
+
+from hotloop.dataset import (
+    BinWriter,
+    byte_table,
+    check_tokenizer,
+    count_ids,
+    dataset_folder,
+    open_bin,
+    open_datasets,
+    partial_folder,
+    read_meta,
+    show,
+)
+from hotloop.encode import Encoded
+from hotloop.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_from
+
+BYTE = {'kind': 'byte'}
+
+
+@pytest.mark.parametrize('name', ['../x', '..', 'a/../../x', 'a/..', '/tmp/x', 'a\\..\\x', 'a\0b', '', 'C:x'])
+def test_a_name_that_leads_out_of_data_dir_is_refused(name):
+    with pytest.raises(ValueError, match='must be a name below data_dir'):
+        dataset_folder('data', name)
+
+
+def test_names_may_have_folders_and_dots_but_not_be_those_of_partial_datasets():
+    assert dataset_folder('data', 'a/b..c/') == os.path.join('data', 'a', 'b..c')
+    assert dataset_folder('data', 'a.partially') == os.path.join('data', 'a.partially')
+    for name in ('x.partial', 'x.partial/new', 'x.partial.123', 'a/x.partial/old'):
+        with pytest.raises(ValueError, match=r'leave out \.partial'):
+            dataset_folder('data', name)
+
+
+# -----------------------------------------------------------------------------
+# writing
+
+def encoded(ids, mask=None):
+    return Encoded(np.array(ids, np.int64), None if mask is None else np.array(mask, np.uint8), len(ids), 1)
+
+
+@pytest.mark.parametrize('dtype, itemsize', [('<u2', 2), ('<u4', 4)])
+def test_bins_are_nanogpts_and_counted(tmp_path, dtype, itemsize):
+    """Raw little-endian ids without a header, as nanoGPT's prepare.py writes them."""
+    writer = BinWriter(str(tmp_path), 'train', dtype)
+    for ids in ([1, 2, 258], [], [3]):
+        writer.add(encoded(ids))
+    raw = b''.join(i.to_bytes(itemsize, 'little') for i in (1, 2, 258, 3))
+    assert writer.close() == {'tokens': 4, 'bytes': 4, 'documents': 3,
+                              'sha256': hashlib.sha256(raw).hexdigest()}
+    assert contents(tmp_path) == {'train.bin': raw}
+    assert open_bin(str(tmp_path / 'train.bin'), np.dtype(dtype).name).tolist() == [1, 2, 258, 3]
+
+
+def test_a_mask_begins_with_the_first_prompt_and_all_text_counts(tmp_path):
+    writer = BinWriter(str(tmp_path), 'val', '<u2')
+    writer.add(encoded([7] * ((1 << 20) + 5)))
+    writer.add(encoded([1, 2, 3], [0, 0, 1]))
+    writer.add(encoded([4, 5]))
+    counts = writer.close()
+    mask = (tmp_path / 'val.mask.bin').read_bytes()
+    assert mask == b'\1' * ((1 << 20) + 5) + b'\0\0\1\1\1' and len(mask) == counts['tokens']
+    assert counts['mask_sha256'] == hashlib.sha256(mask).hexdigest()
+
+
+def files(text):
+    return {'train.bin': text.encode(), 'meta.json': text.encode()}
+
+
+def write(folder, text):
+    with partial_folder(str(folder)) as partial:
+        for name, raw in files(text).items():
+            with open(os.path.join(partial, name), 'wb') as f:
+                f.write(raw)
+
+
+def test_a_dataset_replaces_the_old_one_completely_or_not_at_all(tmp_path):
+    folder = tmp_path / 'group' / 'x'
+    write(folder, 'old')
+    (folder / 'train.mask.bin').write_text('of the old one')
+    with pytest.raises(KeyboardInterrupt), partial_folder(str(folder)) as partial:
+        assert os.listdir(partial) == []
+        open(os.path.join(partial, 'train.bin'), 'w').close()
+        raise KeyboardInterrupt
+    assert set(contents(folder)) == {'train.bin', 'train.mask.bin', 'meta.json'}
+    write(folder, 'new')
+    assert contents(folder) == files('new') and os.listdir(folder.parent) == ['x']
+
+
+def finishes(action, calls):
+    """Whether action() finishes in a process that ends at once after so many calls that change the disk."""
+    child = os.fork()
+    if child == 0:
+        left = iter(range(calls))
+
+        def counted(call):
+            def run(*args, **kwargs):
+                if next(left, None) is None:
+                    os._exit(9)
+                return call(*args, **kwargs)
+            return run
+        for name in ('makedirs', 'mkdir', 'rename', 'rmdir', 'unlink', 'fsync'):
+            setattr(os, name, counted(getattr(os, name)))
+        action()
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
+@pytest.mark.parametrize('before', [False, True])
+def test_a_kill_at_any_moment_costs_no_dataset(tmp_path, before):
+    old = files('old') if before else {}
+    finished, calls = False, 0
+    while not finished:
+        parent = tmp_path / str(calls)
+        folder = parent / 'x'
+        if before:
+            write(folder, 'old')
+        finished = finishes(functools.partial(write, folder, 'new'), calls)
+        after = contents(folder)
+        assert after in (old, files('new')) or contents(parent / 'x.partial' / 'old') == old
+        with pytest.raises(KeyboardInterrupt), partial_folder(str(folder)):
+            raise KeyboardInterrupt  # the next command puts back what was there, even if it fails
+        assert contents(folder) == (after or old)
+        write(folder, 'next')
+        assert contents(parent) == {os.path.join('x', name): raw for name, raw in files('next').items()}
+        calls += 1
+    assert calls > 8
+
+
+def test_two_processes_do_not_write_one_dataset(tmp_path):
+    in_use = pytest.raises(ValueError, match=r'x\.partial is in use by process \d+')
+    with partial_folder(str(tmp_path / 'x')), in_use:
+        write(tmp_path / 'x', 'other')
+    write(tmp_path / 'x', 'new')
+    assert os.listdir(tmp_path) == ['x']
+
+
+# -----------------------------------------------------------------------------
+# reading
+
+def test_meta_json_is_read_back_and_comes_before_meta_pkl(tmp_path):
+    write_bins(tmp_path, [1, 2], [3])
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('abc')))
+    meta = json.loads((tmp_path / 'meta.json').read_text())
+    assert read_meta(str(tmp_path)) == {**meta, 'foreign': False}
+
+
+def test_without_meta_nanogpts_assumption_holds(tmp_path):
+    gpt2 = {'kind': 'tiktoken', 'name': 'gpt2'}
+    assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': gpt2,
+                                        'splits': {}, 'foreign': True}
+
+
+@pytest.mark.parametrize('change', [
+    '', '[]', '[' * 100_000, b'\xff\xfe{}', dict(format=2), dict(format='1'), dict(dtype='int8'),
+    dict(vocab_size='257'), dict(vocab_size=None), dict(vocab_size=2.5), dict(vocab_size=0), dict(splits=[]),
+    dict(splits={'train': {'tokens': 1}}), dict(splits={'train': {'tokens': 'x'}, 'val': {'tokens': 1}}),
+    dict(tokenizer='byte'), dict(tokenizer=None), dict(tokenizer={})])
+def test_a_damaged_meta_json_is_one_sentence(tmp_path, change):
+    write_bins(tmp_path, [1], [2])
+    if isinstance(change, dict):
+        change = json.dumps({**json.loads((tmp_path / 'meta.json').read_text()), **change})
+    (tmp_path / 'meta.json').write_bytes(change if isinstance(change, bytes) else change.encode())
+    with pytest.raises(ValueError, match=r'meta\.json is damaged or from a later version \(.*; prepare') as e:
+        read_meta(str(tmp_path))
+    assert '\n' not in str(e.value)
+
+
+def nanogpt_meta(chars):
+    """As nanoGPT's data/shakespeare_char/prepare.py writes it."""
+    stoi = {c: i for i, c in enumerate(chars)}
+    return {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': stoi}
+
+
+@pytest.mark.parametrize('protocol', range(pickle.HIGHEST_PROTOCOL + 1))
+def test_nanogpts_meta_pkl_is_read(tmp_path, protocol):
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('\n abcé'), protocol))
+    meta = read_meta(str(tmp_path))
+    assert meta == {'dtype': 'uint16', 'vocab_size': 6, 'splits': {}, 'foreign': True,
+                    'tokenizer': {'kind': 'char', 'chars': '\n abcé', 'eot': False}}
+    assert tokenizer_from(meta['tokenizer']).encode('éa').tolist() == [5, 2]
+
+
+class Touch:
+    """Makes a file when pickle.load reads it."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, 'w')
+
+
+@pytest.mark.parametrize('protocol', [0, pickle.HIGHEST_PROTOCOL])
+def test_a_meta_pkl_cannot_run_code(tmp_path, protocol):
+    target = tmp_path / 'touched'
+    evil = pickle.dumps({**nanogpt_meta('abc'), 'extra': Touch(target)}, protocol)
+    pickle.loads(evil)['extra'].close()
+    assert target.exists(), 'the trap itself must work'
+    target.unlink()
+    (tmp_path / 'meta.pkl').write_bytes(evil)
+    with pytest.raises(ValueError, match=r"meta\.pkl is not nanoGPT's .*UnpicklingError: \w+\.open"):
+        read_meta(str(tmp_path))
+    assert not target.exists()
+
+
+@pytest.mark.parametrize('raw', [b'', b'text', pickle.dumps(nanogpt_meta('abc'))[:-5], *map(pickle.dumps, [
+    3, {}, {'vocab_size': 2, 'itos': {0: 'ab', 1: 'c'}}, {'vocab_size': 2, 'itos': {0: 'a', 1: 'a'}},
+    {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 'x', 'itos': {0: 'a'}}, {'itos': {0: 'a'}}])])
+def test_a_damaged_meta_pkl_is_one_sentence(tmp_path, raw):
+    (tmp_path / 'meta.pkl').write_bytes(raw)
+    with pytest.raises(ValueError, match=r"meta\.pkl is not nanoGPT's meta\.pkl of a character dataset \("):
+        read_meta(str(tmp_path))
+
+
+def test_bins_that_are_missing_empty_or_cut(tmp_path):
+    (tmp_path / 'a.bin').write_bytes(b'')
+    for name in ('a.bin', 'not there.bin'):
+        assert open_bin(str(tmp_path / name), 'uint16').size == 0
+    (tmp_path / 'a.bin').write_bytes(b'123')
+    with pytest.raises(ValueError, match='has 3 bytes, which is not a multiple of the 2 bytes of a uint16'):
+        open_bin(str(tmp_path / 'a.bin'), 'uint16')
+
+
+def test_ids_are_counted_in_blocks():
+    tokens = np.random.default_rng(0).integers(0, 9, (1 << 24) + 77).astype(np.uint16)
+    tokens[-1] = 300
+    assert count_ids(tokens).tolist() == np.bincount(tokens).tolist()
+
+
+def test_ids_are_shown_on_one_line():
+    shown = 'a\\n\\x1b\ufffd<|endoftext|><|endoftext|>\\t'
+    assert show(ByteTokenizer(), [*b'a\n\x1b\xff', 256, 256, 9]) == shown
+    assert show(CharTokenizer('ab'), [1, 0]) == 'ba'
+
+
+# -----------------------------------------------------------------------------
+# what training asks
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('data')
+    write_bins(folder / 'a', noise(3001), noise(400))
+    write_bins(folder / 'wide', noise(501), noise(200), dtype='uint32')
+    write_bins(folder / 'other', noise(501), noise(200), tokenizer={'kind': 'char', 'chars': 'abc'})
+    return str(folder)
+
+
+def test_weights_are_those_given_or_the_sizes(data):
+    one, = open_datasets('a', data)
+    assert (one.name, one.folder, one.weight) == ('a', os.path.join(data, 'a'), 3001)
+    assert one.meta == read_meta(one.folder)
+    assert [d.weight for d in open_datasets('a,wide', data)] == [3001, 501]
+    assert [d.weight for d in open_datasets('a:0.7,wide:.3', data)] == [0.7, 0.3]
+
+
+@pytest.mark.parametrize('dataset, words', [
+    *((text, 'give all of them a weight above 0') for text in
+      ('a:x', 'a:x,wide:1', 'a:1,wide', 'a:0,wide:1', 'a:-1,wide:1', 'a:nan,wide:1', 'a:,wide:1')),
+    ('a,nothing', r'nothing does not exist; make it with: python prepare\.py'),
+    ('a,,wide', 'must be a name below'), ('a,other', 'the tokenizers of a and other differ')])
+def test_datasets_that_cannot_be_opened(data, dataset, words):
+    with pytest.raises(ValueError, match=words):
+        open_datasets(dataset, data)
+
+
+def test_a_checkpoints_tokenizer_must_be_the_datasets():
+    check_tokenizer(BYTE, {'tokenizer': BYTE})
+    check_tokenizer(None, {'tokenizer': BYTE})
+    with pytest.raises(ValueError, match=r'with the tokenizer char \(3 characters\), .* made with byte'):
+        check_tokenizer({'kind': 'char', 'chars': 'abc', 'eot': False}, {'tokenizer': BYTE})
+
+
+def test_bytes_of_every_id():
+    table = byte_table({'tokenizer': {'kind': 'char', 'chars': 'aé', 'eot': True}}, 5)
+    assert table.tolist() == [1, 2, 0, 0, 0]
+    with pytest.raises(ValueError, match='dream'):
+        byte_table({'tokenizer': {'kind': 'dream'}}, 5)

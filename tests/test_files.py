@@ -1,0 +1,98 @@
+"""files.py and host.py: files replaced at once, locked, read; CPUs and memory as a container has them."""
+
+import errno
+import os
+import signal
+
+import pytest
+from conftest import contents
+
+from hotloop.files import Progress, first_line, hash_file, is_inside, lock, optional, read_json, replacing
+from hotloop.host import cores, memory, peak_memory
+
+
+def test_a_file_is_replaced_when_it_is_complete(tmp_path):
+    path = tmp_path / 'a.txt'
+    with replacing(str(path)) as f:
+        f.write(b'old')
+    with pytest.raises(KeyboardInterrupt), replacing(str(path)) as f:
+        f.write(b'half of the new')
+        f.flush()
+        assert path.read_bytes() == b'old'
+        raise KeyboardInterrupt
+    assert contents(tmp_path) == {'a.txt': b'old'}
+    with replacing(str(path)) as f:
+        f.write(b'new')
+    assert contents(tmp_path) == {'a.txt': b'new'}
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
+def test_a_lock_names_its_owner_and_ends_with_a_killed_process(tmp_path):
+    path = str(tmp_path / 'lock')
+    held = lock(path)
+    with pytest.raises(ValueError, match=f'{tmp_path.name} is in use by process {os.getpid()}$'):
+        lock(path)
+    held.release()
+    child = os.fork()
+    if child == 0:
+        lock(path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (tmp_path / 'lock.pid').read_text() == str(child)
+    lock(path).release()
+
+
+def test_without_kernel_locks_there_is_none(tmp_path, monkeypatch):
+    """A lock file instead would outlive a kill -9."""
+    def flock(*args):
+        raise OSError(errno.ENOSYS, 'Function not implemented')
+    monkeypatch.setattr(pytest.importorskip('fcntl'), 'flock', flock)
+    with pytest.warns(UserWarning, match='flock not supported'):
+        assert lock(str(tmp_path / 'lock')) is None
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize('raw', [b'', b'{"a": 1', b'\xff{}', b'[' * 100_000, b'[1]'])
+def test_json_that_is_not_an_object_is_refused(tmp_path, raw):
+    (tmp_path / 'a.json').write_bytes(raw)
+    with pytest.raises(ValueError, match=r'a\.json (cannot be read: |does not hold a JSON object)'):
+        read_json(str(tmp_path / 'a.json'))
+
+
+def test_small_helpers(tmp_path, capsys):
+    (tmp_path / 'a').mkdir()
+    (tmp_path / 'f').write_bytes(b'abc')
+    assert hash_file(tmp_path / 'f').startswith('ba7816bf')
+    assert is_inside(tmp_path / 'a' / '..' / 'a' / 'f', tmp_path / 'a') and is_inside(tmp_path, tmp_path)
+    assert not is_inside(tmp_path / 'ab', tmp_path / 'a')
+    assert first_line(ValueError('\none\ntwo')) == 'one'
+    with pytest.raises(ValueError, match='no_such_package reads dreams: pip install no_such_package'):
+        optional('no_such_package.part', 'reads dreams')
+    progress = Progress(100)
+    progress.start -= 10
+    progress.add(50)
+    progress.close()
+    assert ' 50% ' in capsys.readouterr().err.replace('\r', ' ')
+
+
+@pytest.mark.parametrize('quota, logical, physical', [
+    ('', 6, 4), ('max 100000', 6, 4), ('250000 100000', 3, 3), ('1000 100000', 1, 1), ('nonsense', 6, 4)])
+def test_cores_are_those_of_the_affinity_mask_and_of_a_quota(tmp_path, monkeypatch, quota, logical, physical):
+    """Six CPUs: 0 and 4 share a core, 1 and 5 share one; the system says nothing about CPU 3."""
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(6)), raising=False)
+    for cpu, siblings in {0: '0,4', 1: '1,5', 2: '2', 4: '0,4', 5: '1,5'}.items():
+        folder = tmp_path / f'devices/system/cpu/cpu{cpu}/topology'
+        folder.mkdir(parents=True)
+        (folder / 'thread_siblings_list').write_text(siblings + '\n')
+    (tmp_path / 'fs/cgroup').mkdir(parents=True)
+    (tmp_path / 'fs/cgroup/cpu.max').write_text(quota + '\n')
+    assert cores(system=tmp_path) == logical
+    assert cores(physical=True, system=tmp_path) == physical
+
+
+def test_memory_is_that_of_the_container(tmp_path):
+    (tmp_path / 'fs/cgroup').mkdir(parents=True)
+    for limit, expected in (('max', memory(tmp_path / 'nowhere')), ('1000000', 10**6)):
+        (tmp_path / 'fs/cgroup/memory.max').write_text(limit + '\n')
+        assert memory(tmp_path) == expected
+    assert 10**6 < peak_memory() < 10**12
