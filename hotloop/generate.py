@@ -1,413 +1,305 @@
-"""Text, one token a step for a batch of prompts: KV cache, sampling, decoding."""
+"""Text generation, one token a step for a batch of prompts: the KV cache, how a token is drawn, the loop."""
 
 import contextlib
 import math
-import os
 import warnings
-from collections import deque
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from hotloop.quantize import Int8Linear
 
+GREEDY_BELOW = 1e-6  # temperatures that mean 0; dividing by a smaller one would overflow
+NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it diverged, or its numbers exceed '
+              'the range of float16 (then use --dtype=float32)')
+
 
 class KVCache:
     """
-    Keys and values of what the rows of a batch have seen, preallocated: k and v hold a (B, K, T_max, D) tensor a layer.
-    lengths: positions filled of each row, and the same on the device as `length`, so that neither asks the other.
+    Keys and values of the tokens that each row of a batch has seen. k[layer] and v[layer] are (B, K,
+    num_positions, D); row b fills the first length[b] positions.
 
-    An empty cache takes sequences of any length at once, padded on the right to one (`coming` tells their lengths);
-    after that one token of each row at a time, which goes to the row's own position. Work grows with what is filled.
+    An empty cache takes prompts of any lengths, padded on the right; after that each row takes one token
+    a step. While all rows are equally long, attention needs no mask, which saves a fifth of its time on a
+    CPU. static: no shape depends on what is filled, as a compiled step requires.
     """
 
-    def __init__(self, config, batch, num_positions, device, dtype):
+    def __init__(self, config, batch, num_positions, device, dtype, static=False):
         c = config.resolved()
         shape = (batch, c.n_kv_head, num_positions, c.n_embd // c.n_head)
-        # a mask hides what is not filled, but NaN times a weight of 0 would be NaN: zeros, not empty
+        # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]
-        self.lengths, self.coming = [0] * batch, None
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.prompt_lengths = None  # (B,), where prompts are padded
+        self.mask, self.static = None, static
 
     def begin(self, T):
-        """Positions of the T tokens of each row that come: (T,), or (B, 1) where rows differ."""
-        self.filling = not any(self.lengths)
-        assert self.filling or T == 1, 'a cache that is not empty takes one token at a time'
-        self.end = max(self.lengths) + T
-        assert self.end <= self.k[0].size(2), f'{self.end} positions, but the cache has {self.k[0].size(2)}'
-        self.even = self.filling or min(self.lengths) == max(self.lengths)
-        if self.even:
-            return torch.arange(self.end - T, self.end, device=self.length.device)
-        return self.begin_uneven()
-
-    def begin_uneven(self):
-        self.rows = torch.arange(self.length.size(0), device=self.length.device)
-        places = torch.arange(self.end, device=self.length.device)
-        self.mask = (places <= self.length[:, None])[:, None, None]  # (B, 1, 1, T_max)
-        return self.length[:, None]
+        """Prepares for the next T tokens of each row. Returns their positions, (B, T)."""
+        device, self.end = self.length.device, self.k[0].size(2)
+        positions = self.length[:, None] + torch.arange(T, device=device)
+        if not self.static:
+            shortest, longest = self.length.aminmax()
+            assert T == 1 or longest == 0, 'a cache that is not empty takes one token at a time'
+            assert longest + T <= self.end, f'{longest + T} positions, but the cache has {self.end}'
+            self.end = int(longest) + T
+            if shortest == longest:
+                self.mask = None
+                return positions
+        self.mask = (torch.arange(self.end, device=device) <= positions)[:, None, None]  # (B, 1, 1, end)
+        return positions
 
     def attend(self, layer, q, k, v):
-        """Attention of (B, H, T, D) queries to what the rows have seen, to which k and v, (B, K, T, D), are added."""
+        """Stores k and v, (B, K, T, D); returns what q, (B, H, T, D), reads from all its row has seen."""
         for cached, new in ((self.k[layer], k), (self.v[layer], v)):
-            if self.even:
+            if self.mask is None:
                 cached[:, :, self.end - new.size(2):self.end] = new
             else:
-                cached[self.rows, :, self.length] = new[:, :, 0].to(cached.dtype)
-        if not self.filling:
-            k, v = self.k[layer][:, :, :self.end], self.v[layer][:, :, :self.end]
-        # one new position may see everything before it: only a cache whose rows differ in length has a mask
-        return self.attention(q, k, v, None if self.even else self.mask)
-
-    def attention(self, q, k, v, mask):
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=q.size(2) > 1, enable_gqa=q.size(1) > k.size(1))
+                rows = torch.arange(new.size(0), device=new.device)
+                cached[rows, :, self.length] = new[:, :, 0].to(cached.dtype)
+        k, v = self.k[layer][:, :, :self.end], self.v[layer][:, :, :self.end]
+        if self.static and q.device.type == 'cpu':
+            return attend_in_sums(q, k, v, self.mask)
+        return F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=q.size(2) > 1,
+                                              enable_gqa=q.size(1) > k.size(1))
 
     def finish(self, x):
-        """Called when all layers have written. (B, T, C) -> (B, C), the last position of each row."""
-        if not self.filling:
-            self.lengths = [n + 1 for n in self.lengths]
-            self.length += 1
+        """Counts the new tokens when all layers are done. (B, T, C) -> (B, C), each row's last token."""
+        self.mask = None
+        if self.prompt_lengths is None:
+            self.length += x.size(1)
             return x[:, -1]
-        self.lengths, self.coming = self.coming or [x.size(1)] * x.size(0), None
-        self.length.copy_(torch.tensor(self.lengths))
-        return x[torch.arange(x.size(0), device=x.device), self.length - 1]
+        self.length += self.prompt_lengths
+        return x[torch.arange(x.size(0), device=x.device), self.prompt_lengths - 1]
 
     def put(self, rows, other, sources):
-        """Fills these rows anew with what those rows of another cache hold; a source may repeat."""
-        end = max(other.lengths)
-        for mine, theirs in zip(self.k + self.v, other.k + other.v, strict=True):
-            mine[rows, :, :end] = theirs[sources, :, :end].to(mine.dtype)
+        """Row rows[i] becomes a copy of row sources[i] of another cache. Both are (N,) ids."""
+        end = other.k[0].size(2)
+        for ours, theirs in zip(self.k + self.v, other.k + other.v, strict=True):
+            ours[rows, :, :end] = theirs[sources].to(ours.dtype)
         self.length[rows] = other.length[sources]
-        for row, source in zip(rows, sources, strict=True):
-            self.lengths[row] = other.lengths[source]
 
-    def keep(self, order):
-        """Row i becomes what row order[i] was; order[i] >= i, so that a row which stays costs nothing."""
-        end = max(self.lengths)
+    def select(self, rows):
+        """Keeps these rows, (N,) ids, and drops the others."""
+        self.length = self.length[rows]
         for caches in (self.k, self.v):
             for layer, cached in enumerate(caches):
-                for to, row in enumerate(order):
-                    if row != to:
-                        cached[to, :, :end] = cached[row, :, :end]
-                caches[layer] = cached[:len(order)]
-        self.lengths, self.length = [self.lengths[row] for row in order], self.length[order]
-
-
-class FixedShapes(KVCache):
-    """A cache as a compiled step or a CUDA graph wants it: always all of T_max, and nothing that the host counts."""
-
-    def __init__(self, cache):
-        self.k, self.v, self.length = cache.k, cache.v, cache.length
-        self.even = self.filling = False
-
-    def begin(self, T):
-        self.end = self.k[0].size(2)
-        return self.begin_uneven()
-
-    def attention(self, q, k, v, mask):
-        return (attend_in_sums if q.device.type == 'cpu' else super().attention)(q, k, v, mask)
-
-    def finish(self, x):
-        self.length += 1
-        return x[:, -1]
+                caches[layer] = cached.index_select(0, rows)
 
 
 def attend_in_sums(q, k, v, mask):
     """
-    Attention of one query, (B, H, 1, D), to (B, K, T, D) keys, in sums of which a compiler makes loops: on a CPU they
-    read bf16 keys in 1.1 ms (12 layers of 12 heads, 1,024 keys of 64) where the kernel takes 2.5 to 2.9 in float32.
+    Attention of one query, (B, H, 1, D), to (B, K, T, D) keys, as sums that a compiler turns into loops.
+    On a CPU those read bf16 keys in 1.1 ms (12 layers of 12 heads, 1,024 keys of 64); the kernel needs
+    float32 keys and takes 2.5.
     """
     B, K, _, D = k.shape
-    q = q.view(B, K, -1, 1, D) * D**-0.5  # queries that share keys side by side
+    q = q.view(B, K, -1, 1, D) * D**-0.5  # queries that share keys stand side by side
     scores = (q * k[:, :, None].float()).sum(-1)  # (B, K, H / K, T)
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
     return (weights[..., None] * v[:, :, None].float()).sum(-2).view(B, -1, 1, D)
 
 
+def new_cache(model, batch, num_positions, static=False):
+    dtype = model.compute_dtype
+    if model.cos.device.type == 'cpu':
+        if not static:
+            dtype = torch.float32  # what Attention computes in on a CPU
+        elif dtype == torch.float32 and isinstance(model.lm_head, Int8Linear):
+            dtype = torch.bfloat16  # to which int8 products round their inputs anyway
+    return KVCache(model.config, batch, num_positions, model.cos.device, dtype, static)
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn, in this order; ids from `vocab` on are padding of the vocabulary and are never drawn."""
-    repetition_penalty: float = 1.0  # logits of ids that occurred: divided by it if positive, multiplied if negative
+    """How texts are drawn. Limits apply in this order: repetition_penalty, top_k, temperature, top_p, min_p."""
+    max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy
-    top_k: int | None = None  # only the k likeliest
-    top_p: float | None = None  # only the smallest set of the likeliest with this probability together
-    min_p: float | None = None  # only those of at least this share of the likeliest one's probability
-    vocab: int | None = None
-    logprobs: bool = False  # tell the model's own log-probability of each token, as at temperature 1 without limits
-
-
-AHEAD = 1024  # random numbers that are made at once
-GREEDY_BELOW = 1e-6  # temperatures that mean 0; dividing by less would overflow
-
-
-class Draws:
-    """
-    The next token of each row, drawn without a word from the host. The n-th draw of a sequence takes the n-th number
-    of its own seed, made on the CPU: the same in any batch and, up to rounding of the logits, on any device.
-    """
-
-    def __init__(self, contexts, seeds, sampling, vocab_size, device):
-        self.sampling, B = sampling, len(contexts)
-        seeds = [int.from_bytes(os.urandom(7), 'big') for _ in contexts] if seeds is None else seeds
-        assert len(seeds) == B, f'{len(seeds)} seeds for {B} sequences'
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        # Apple GPUs have no float64
-        self.numbers = torch.zeros(B, AHEAD, dtype=torch.float32 if device.type == 'mps' else torch.float64,
-                                   device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self.token = torch.zeros(B, 1, dtype=torch.int64, device=device)  # what is fed next
-        self.told = torch.zeros(B, 2, device=device)  # the id, NaN where logits were not finite, and log-probability
-        self.seen = torch.zeros(B if sampling.repetition_penalty != 1 else 0, vocab_size, dtype=torch.bool)
-        for row, context in zip(self.seen, contexts, strict=False):
-            row[context] = True
-        self.seen = self.seen.to(device)[:, :sampling.vocab]
-        self.make_numbers()
-
-    def make_numbers(self):
-        """The next AHEAD numbers of each seed; wanted again after as many draws."""
-        self.numbers.copy_(torch.stack([torch.rand(AHEAD, dtype=torch.float64, generator=g) for g in self.generators]))
-        self.count.zero_()
-
-    def draw(self, logits):
-        """From (B, V) logits."""
-        s, logits = self.sampling, logits[:, :self.sampling.vocab]
-        model_logits = logits
-        if (r := s.repetition_penalty) != 1:
-            logits = torch.where(self.seen, torch.where(logits < 0, logits * r, logits / r), logits)
-        token = sample_token(logits, self.numbers.index_select(1, self.count), s)  # (B, 1)
-        if r != 1:
-            self.seen.scatter_(1, token, True)
-        self.token.copy_(token)
-        self.count += 1
-        # one bad logit spoils the sum: cheaper than asking each of them
-        self.told[:, 0] = torch.where(model_logits.sum(-1).isfinite(), token[:, 0], math.nan)
-        if s.logprobs:
-            self.told[:, 1] = model_logits.log_softmax(-1).gather(-1, token)[:, 0]
-
-    def keep(self, order):
-        """Row i becomes what row order[i] was."""
-        self.numbers, self.token, self.told = self.numbers[order], self.token[order], self.told[order]
-        self.generators = [self.generators[row] for row in order]
-        self.seen = self.seen[order] if len(self.seen) else self.seen
+    top_k: int | None = None  # only the k most probable ids
+    top_p: float | None = None  # only the smallest set of most probable ids that has this probability
+    min_p: float | None = None  # only ids with at least this share of the highest probability
+    repetition_penalty: float = 1.0  # divides positive logits of ids that occurred, multiplies negative ones
+    stop: frozenset = frozenset()  # ids that end a text
+    past_context: str = 'slide'  # slide: a full context drops its oldest eighth; stop: it ends the text
+    vocab: int | None = None  # ids from here on are padding of the vocabulary and are never drawn
+    logprobs: bool = False  # compute each token's log-probability: the model's own, before any limit
 
 
 def sample_token(logits, number, sampling):
-    """One id a row, (B, 1), from (B, V) logits and a uniform number of [0, 1) a row, (B, 1)."""
+    """One id a row, (B, 1), from (B, V) logits and a uniform number in [0, 1) a row, (B, 1)."""
     s, V = sampling, logits.size(-1)
     if s.temperature < GREEDY_BELOW:
         return logits.argmax(dim=-1, keepdim=True)
     order = None
-    if s.top_k is not None or s.top_p is not None:  # sorted, and after top_k short: all that follows is cheap
+    if s.top_k is not None or s.top_p is not None:  # top_k first: it leaves little to sort and to sum
         k = min(s.top_k or V, V)
         logits, order = logits.sort(descending=True) if k == V else logits.topk(k)
     probs = (logits / s.temperature).softmax(dim=-1)
     keep = torch.ones_like(probs, dtype=torch.bool)
     if s.top_p is not None:
-        keep &= probs.cumsum(dim=-1) - probs < s.top_p  # the probability of everything likelier; 0 for the first
+        keep &= probs.cumsum(dim=-1) - probs < s.top_p  # the sum of all more probable ids; 0 for the first
         keep[:, 0] = True
     if s.min_p is not None:
         keep &= probs >= s.min_p * probs.amax(dim=-1, keepdim=True)
     below = torch.where(keep, probs, 0.0).cumsum(dim=-1, dtype=number.dtype)
-    place = torch.searchsorted(below, number * below[:, -1:], right=True).clamp_max(below.size(-1) - 1)
-    return place if order is None else order.gather(-1, place)
+    index = torch.searchsorted(below, number * below[:, -1:], right=True).clamp_max(below.size(-1) - 1)
+    return index if order is None else order.gather(-1, index)
 
 
-def closing_gaps(alive):
-    """An order of these rows in which those beyond their number move into the gaps and the others stay: [0, 3, 2]."""
-    order, last = list(range(len(alive))), [row for row in alive if row >= len(alive)]
-    for row in sorted(set(order) - set(alive)):
-        order[row] = last.pop()
-    return order
-
-
-NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it diverged, or its numbers are beyond '
-              'float16, where that is the dtype (--dtype=float32)')
-
-
-def tell(drawn, contexts, stop, stopped):
-    """[(sequence, token, log-probability)] of the sequences that still go on; remembers the tokens, and who stops."""
-    sequences, read = drawn
-    told = [(s, *pair) for s, pair in zip(sequences, read().tolist(), strict=True) if s not in stopped]
-    if any(math.isnan(token) for _, token, _ in told):
-        raise ValueError(NOT_FINITE.format('logits that are'))
-    told = [(s, int(token), logprob) for s, token, logprob in told]
-    for s, token, _ in told:
-        contexts[s].append(token)
-    stopped.update(s for s, token, _ in told if token in stop)
-    return told
-
-
-READ_LATE = ('cuda',)  # devices on which the host sees a token only after it has started the next step
-
-
-def read_later(values):
+def draw(logits, seen, numbers, sampling):
     """
-    Starts copying a tensor to the host; calling the result waits for that copy alone. Reading it a step late keeps the
-    device busy meanwhile.
+    One token a row from (B, V) logits, as (B, 2) float32: its id, exact below 2^24, and its log-probability
+    (0 unless asked for, NaN where logits are not finite). seen: (B, V), the ids that occurred in each row.
     """
-    if values.device.type != 'cuda':
-        return values.cpu
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return lambda: (copied.synchronize(), host)[1]
+    logits, penalty = logits[:, :sampling.vocab], sampling.repetition_penalty
+    limited = logits
+    if penalty != 1:
+        penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
+        limited = torch.where(seen[:, :sampling.vocab], penalized, logits)
+    token = sample_token(limited, numbers, sampling)  # (B, 1)
+    if sampling.logprobs:
+        logprob = logits.log_softmax(-1).gather(-1, token)
+    else:
+        logprob = torch.zeros_like(token, dtype=torch.float32)
+    finite = logits.sum(-1, keepdim=True).isfinite()  # one bad logit spoils the sum; checking each costs more
+    return torch.cat((token.float(), torch.where(finite, logprob, math.nan)), dim=1)
 
 
-def decode_step(model, cache, draws):
-    """The next token of each row, all shapes fixed and everything on the device."""
-    draws.draw(model(draws.token, cache=FixedShapes(cache)))
+def decode_step(model, cache, tokens, seen, numbers, sampling):
+    """Feeds each row its newest token, (B, 1), and draws the next. Returns what draw returns."""
+    return draw(model(tokens, cache=cache), seen, numbers, sampling)
 
 
-# How a step is compiled on a CPU. Its matrices become constants, laid out for products that Inductor writes itself and
-# times against the library's: GPT-2 124M in int8 from 14.5 to 7.3 ms a token (tests/bench/LOG.md has the others). As
-# constants they would go into Inductor's cache of graphs on disk too, hundreds of megabytes of them. The last two keep
-# its tables off the terminal.
-CPU_STEP = dict(freezing=True, max_autotune=True, fx_graph_cache=False,
-                autotune_num_choices_displayed=0, max_autotune_report_choices_stats=False)
+# How a step is compiled on a CPU. Weights become constants, laid out for products that Inductor writes and
+# times against the library's: GPT-2 124M in int8 from 14.5 to 7.3 ms a token (tests/bench/LOG.md). The graph
+# cache on disk is off because it would store those constants; the last two keep tables off the terminal.
+CPU_STEP = dict(freezing=True, max_autotune=True, fx_graph_cache=False, autotune_num_choices_displayed=0,
+                max_autotune_report_choices_stats=False)
 
 
-@contextlib.contextmanager
-def compiling_steps(device):
-    """The settings under which torch.compile compiles decode_step."""
+def compile_step(device):
+    """decode_step, compiled for fixed shapes; on CUDA as a graph."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
-    ours = CPU_STEP if device.type == 'cpu' else {}
-    # after 8 shapes of a function, and then of all models 256, torch would go on without compiling
-    with (dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=1000),
-          inductor.patch({name: value for name, value in ours.items() if hasattr(inductor, name)}),
-          warnings.catch_warnings()):
-        warnings.filterwarnings('ignore', 'TypedStorage is deprecated')  # torch's own, of itself
-        yield
+    on_cpu = device.type == 'cpu'
+    options = {name: value for name, value in CPU_STEP.items() if on_cpu and hasattr(inductor, name)}
+    compiled = torch.compile(decode_step, dynamic=False, mode='reduce-overhead' if device.type == 'cuda' else None)
+
+    def step(model, cache, *args):
+        for tensor in (*cache.k, *cache.v, cache.length):
+            torch._dynamo.mark_static_address(tensor)  # a graph writes to it in place
+        # after 8 shapes of a function, or 256 of all models, torch would continue without compiling
+        with (dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=1000), inductor.patch(options),
+              warnings.catch_warnings()):
+            warnings.filterwarnings('ignore', 'TypedStorage is deprecated')  # torch warns about itself
+            return compiled(model, cache, *args)
+    return step
 
 
-def fixed_step(model, cache, draws, decode):
-    """
-    A function that does decode_step, compiled if asked for; on CUDA as a graph, which one launch replays. Compiled on a
-    CPU it keeps the weights that the model has now.
-    """
-    device, compiled = model.cos.device, decode == 'compiled'
-    function = torch.compile(decode_step, dynamic=False) if compiled else decode_step
-    step = partial(function, model, cache, draws)
-    state = [cache.length, draws.count, draws.token, draws.told, draws.seen]  # what a step changes, but the cache
-
-    def rehearse(times):
-        """Compiles, and has libraries allocate what they need; then all is as if it had not been."""
-        before = [t.clone() for t in state]
-        with compiling_steps(device) if compiled else contextlib.nullcontext():
-            for _ in range(times):
-                step()
-                for t, was in zip(state, before, strict=True):
-                    t.copy_(was)
-    if device.type != 'cuda':
-        if compiled:
-            rehearse(1)
-        return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        rehearse(2)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-@torch.no_grad()
-def generate(model, prompts, max_new_tokens, num_samples=1, seeds=None, stop=(), stopped=None, past_context='slide',
-             decode='eager', **sampling):
-    """
-    Continues prompts, lists of ids of any lengths, all in one batch. Yields [(sequence, token, log-probability)],
-    a list a step; sequence i * num_samples + j is the j-th sample of prompt i, and shares its prefill.
-
-    seeds:        one a sequence; what it draws is a function of its seed, whatever else is in the batch. None: new
-    stop:         ids after which a sequence is finished
-    stopped:      a set of the sequences that are finished; the caller may add to it. They leave the batch, where
-                  steps are compiled or graphs by halves
-    past_context: 'slide' drops the oldest eighth of a full context and computes the rest anew, at positions that
-                  training has seen; 'stop' finishes the sequence
-    decode:       'eager'; 'graph' replays a CUDA graph of a step; 'compiled' compiles it, and replays it on CUDA;
-                  on a CPU with the weights as constants, so that a model's later changes are not seen
-    sampling:     fields of Sampling
-    ValueError when logits are not finite.
-    """
-    size, sampling, stopped = model.config.block_size, Sampling(**sampling), set() if stopped is None else stopped
-    contexts = [list(prompt[-size:]) for prompt in prompts for _ in range(num_samples)]
-    assert all(contexts), 'a prompt is empty'
-    if max_new_tokens < 1 or not contexts:
-        return
-    room = min(size, max(map(len, contexts)) + max_new_tokens)
-    if decode != 'eager':  # so that a longer prompt seldom means another graph, or another compilation
-        room = min(size, max(128, 2**(room - 1).bit_length()) if decode == 'compiled' else -(-room // 128) * 128)
-    prefilled, logits = prefill(model, contexts[::num_samples])
-    sources = torch.arange(len(prompts)).repeat_interleave(num_samples).tolist()
-    cache, sequences = new_cache(model, len(contexts), room, decode), list(range(len(contexts)))
-    cache.put(sequences, prefilled, sources)
-    draws = Draws(contexts, seeds, sampling, model.config.vocab_size, model.cos.device)
-    draws.draw(logits[sources])
-    del prefilled, logits
-    waiting, step = deque(), None  # tokens on their way to the host, which reads them a step late where that helps
-    for left in reversed(range(max_new_tokens)):
-        waiting.append((sequences, read_later(draws.told)))
-        full = [s for s, length in zip(sequences, cache.lengths, strict=True) if length == size]
-        while len(waiting) > (model.cos.device.type in READ_LATE and left and not full):
-            if told := tell(waiting.popleft(), contexts, stop, stopped):
-                yield told
-        if full and past_context == 'stop':
-            stopped.update(full)
-        alive = [row for row, s in enumerate(sequences) if s not in stopped]
-        if not alive or not left:
-            return
-        # to a compiled step or a graph another batch is another program: they drop rows by halves
-        if len(alive) <= (len(sequences) - 1 if decode == 'eager' else len(sequences) // 2):
-            order = closing_gaps(alive)
-            sequences, step = [sequences[row] for row in order], None
-            cache.keep(order)
-            draws.keep(order)
-        slide(model, cache, sequences, contexts, stopped)
-        if (max_new_tokens - left) % AHEAD == 0:
-            draws.make_numbers()
-        if decode == 'eager':
-            draws.draw(model(draws.token, cache=cache))
-            continue
-        step = step or fixed_step(model, cache, draws, decode)
-        step()
-        cache.lengths = [n + 1 for n in cache.lengths]
+def uniform_numbers(generators, device):
+    """The next number in [0, 1) of each generator, (B, 1). Made on the CPU, so equal for every device."""
+    numbers = torch.stack([torch.rand(1, dtype=torch.float64, generator=g) for g in generators])
+    return numbers.to(device, torch.float32 if device.type == 'mps' else torch.float64)  # MPS has no float64
 
 
 def prefill(model, contexts):
-    """(a cache that holds these lists of ids, (B, V) logits after each) by one forward."""
-    lengths = [len(context) for context in contexts]
-    idx = torch.tensor([context + [0] * (max(lengths) - len(context)) for context in contexts])
+    """Feeds lists of ids in one forward. Returns a cache that holds them and the (B, V) logits after each."""
+    device, lengths = model.cos.device, [len(context) for context in contexts]
+    padded = [context + [0] * (max(lengths) - len(context)) for context in contexts]
     cache = new_cache(model, len(contexts), max(lengths))
-    cache.coming = lengths
-    return cache, model(idx.to(model.cos.device), cache=cache)
+    cache.prompt_lengths = torch.tensor(lengths, device=device)
+    return cache, model(torch.tensor(padded, device=device), cache=cache)
 
 
-def slide(model, cache, sequences, contexts, stopped):
+def read(drawn, contexts, sequences, stopped):
+    """Appends tokens to their contexts. Returns (sequence, token, log-probability) of unfinished sequences."""
+    new = []
+    for context, sequence, (token, logprob) in zip(contexts, sequences, drawn.tolist(), strict=True):
+        context.append(int(token))
+        if sequence in stopped:
+            continue
+        if math.isnan(logprob):
+            raise ValueError(NOT_FINITE.format('logits that are'))
+        new.append((sequence, int(token), logprob))
+    return new
+
+
+def slide(model, cache, contexts, finished):
     """
-    Makes room in the rows that are full: the oldest eighth of their context goes, and the rest is computed anew,
-    but for the newest token, which is the next to be fed. A prefill in size / 8 steps, for nanoGPT's in each.
+    Drops the oldest eighth of each full context and computes the rest again, at positions that training has
+    seen: a prefill every size / 8 steps, where nanoGPT runs one in each. The newest token is not in the
+    cache yet. contexts and finished: of each row; a finished row keeps only its newest token.
     """
     size = model.config.block_size
-    full = [row for row, length in enumerate(cache.lengths) if length == size]
+    full = [row for row, context in enumerate(contexts) if len(context) > size]
     for row in full:
-        contexts[sequences[row]] = contexts[sequences[row]][max(size // 8, 1):]
-        cache.lengths[row] = cache.length[row] = 0  # a row that is finished, but not dropped yet, starts anywhere
-    full = [row for row in full if sequences[row] not in stopped and size > 1]
-    if full:
-        anew, _ = prefill(model, [contexts[sequences[row]][:-1] for row in full])
-        cache.put(full, anew, list(range(len(full))))
+        dropped = len(contexts[row]) - 1 if finished[row] else max(size // 8, 1)
+        del contexts[row][:dropped]
+        cache.length[row] = 0
+    refill = [row for row in full if len(contexts[row]) > 1]
+    if refill:
+        filled, _ = prefill(model, [contexts[row][:-1] for row in refill])
+        rows = torch.tensor(refill, device=model.cos.device)
+        cache.put(rows, filled, torch.arange(len(refill), device=rows.device))
 
 
-def new_cache(model, batch, num_positions, decode='eager'):
-    dtype = model.compute_dtype
-    if model.cos.device.type == 'cpu':
-        if decode != 'compiled':
-            dtype = torch.float32  # see Attention
-        elif dtype == torch.float32 and type(model.lm_head) is Int8Linear:
-            dtype = torch.bfloat16  # to which the products round what they are given anyway
-    return KVCache(model.config, batch, num_positions, model.cos.device, dtype)
+@torch.no_grad()
+def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, compiled=False):
+    """
+    Continues prompts, lists of ids of any lengths, in one batch. Yields a list of (sequence, token,
+    log-probability) each step; sequence i * num_samples + j is the j-th sample of prompt i.
+
+    seeds:    one a sequence; its text is a function of prompt and seed, whatever else is in the batch.
+              None: random ones
+    stopped:  a set of the sequences that are finished; the caller may add to it. They leave the batch when
+              they are half of it
+    compiled: compile the step; on a CPU with the weights as constants, so later changes have no effect
+    Raises ValueError when logits are not finite.
+    """
+    size, device = model.config.block_size, model.cos.device
+    stopped = set() if stopped is None else stopped
+    contexts = [list(prompt[-size:]) for prompt in prompts for _ in range(num_samples)]  # of each row
+    assert all(contexts), 'a prompt is empty'
+    if sampling.max_new_tokens < 1 or not contexts:
+        return
+    if seeds is None:
+        seeds = [torch.Generator().seed() for _ in contexts]
+    assert len(seeds) == len(contexts), f'{len(seeds)} seeds for {len(contexts)} sequences'
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    seen = torch.zeros(len(contexts), model.config.vocab_size, dtype=torch.bool)
+    for row, context in zip(seen, contexts, strict=True):
+        row[context] = True
+    seen = seen.to(device)
+    room = max(map(len, contexts)) + sampling.max_new_tokens
+    if compiled:  # powers of two, so that few prompts need another compilation
+        room = max(128, 2**(room - 1).bit_length())
+    prefilled, logits = prefill(model, contexts[::num_samples])
+    cache = new_cache(model, len(contexts), min(size, room), static=compiled)
+    rows = torch.arange(len(contexts), device=device)
+    cache.put(rows, prefilled, rows // num_samples)
+    drawn = draw(logits[rows // num_samples], seen, uniform_numbers(generators, device), sampling)
+    del prefilled, logits
+    step = compile_step(device) if compiled else decode_step
+    sequences = list(range(len(contexts)))  # of each row, as are contexts and generators
+    for left in reversed(range(sampling.max_new_tokens)):
+        tokens = drawn[:, :1].long()  # a copy, because a CUDA graph overwrites at each step what it returned
+        seen.scatter_(1, tokens, True)
+        new = read(drawn, contexts, sequences, stopped)
+        stopped.update(sequence for sequence, token, _ in new if token in sampling.stop)
+        if new:
+            yield new
+        if sampling.past_context == 'stop':
+            stopped.update(s for s, context in zip(sequences, contexts, strict=True) if len(context) > size)
+        alive = [row for row, sequence in enumerate(sequences) if sequence not in stopped]
+        if not alive or not left:
+            return
+        if len(alive) <= len(sequences) // 2:
+            contexts = [contexts[row] for row in alive]
+            sequences = [sequences[row] for row in alive]
+            generators = [generators[row] for row in alive]
+            rows = torch.tensor(alive, device=device)
+            tokens, seen = tokens[rows], seen[rows]
+            cache.select(rows)
+        slide(model, cache, contexts, [sequence in stopped for sequence in sequences])
+        drawn = step(model, cache, tokens, seen, uniform_numbers(generators, device), sampling)
