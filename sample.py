@@ -29,7 +29,7 @@ from hotloop.host import cores
 from hotloop.pretrained import GPT2_VOCAB_SIZES, open_weights
 from hotloop.quantize import prepare_for_inference
 from hotloop.score import print_json, score
-from hotloop.tokenizer import TiktokenTokenizer, Tokenizer, encode_marked, encode_parts, prompt_ids, tokenizer_from
+from hotloop.tokenizer import TiktokenTokenizer, Tokenizer, encode_parts, prompt_ids, tokenizer_from
 from model import GPT
 
 
@@ -356,8 +356,9 @@ def chat(loaded, cfg):
     if template not in TEMPLATES:
         raise ValueError(f'the model was tuned in the template {template}; choose one with --template: '
                          f'{", ".join(TEMPLATES)}')
-    marks = ''.join(text for text, *_ in render([('user', ''), ('assistant', '')], template))
-    encode_marked(tokenizer, marks)  # fails early if the tokenizer lacks a character of them
+    marks = render([('user', ''), ('assistant', '')], template)
+    if marks:
+        encode_parts(tokenizer, marks)  # fails early if the tokenizer lacks a character of them
     standard_input()  # fails early if it is closed
     stops = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1])
     size = model.config.block_size

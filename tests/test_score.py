@@ -54,7 +54,7 @@ def summed_loss(model, ids, T):
 
 @pytest.mark.parametrize('eot', [False, True])
 def test_scores_are_the_models_log_probabilities(scored, tmp_path, eot):
-    """With an end-of-text id it predicts the first token; without one, the second token is the first target."""
+    """An end-of-text id predicts the first token; without one, the second token is the first target."""
     model, tokenizer = gpt(len(CHARS) + eot, block_size=8), CharTokenizer(CHARS, eot=eot)
     text = 'habcd efgh\nfed cab' * 3
     (tmp_path / 'a.txt').write_text(text)
@@ -69,7 +69,7 @@ def test_scores_are_the_models_log_probabilities(scored, tmp_path, eot):
 
 
 def test_documents_are_scored_apart_and_summed(scored, tmp_path):
-    """Between <|endoftext|>, compressed or not, and in several files. The size of the batch changes nothing."""
+    """Between <|endoftext|>, compressed or not, and in several files. The batch size changes nothing."""
     (tmp_path / 'a.txt.gz').write_bytes(gzip.compress(b'one\n<|endoftext|>\ntwo two\n'))
     (tmp_path / 'b.txt').write_text('three\n')  # the line end of a single document counts
     rows = scored(tmp_path)
@@ -95,7 +95,8 @@ def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, tu
     inputs = torch.cat([torch.tensor([[256]]), ids[:, :-1]], 1)
     with torch.no_grad():
         nats = model(inputs, ids.where(mask > 0, -1)).item()
-    assert first['tokens'] == mask.sum() and first['loss'] == pytest.approx(nats / mask.sum().item(), rel=1e-4)
+    assert first['tokens'] == mask.sum()
+    assert first['loss'] == pytest.approx(nats / mask.sum().item(), rel=1e-4)
 
 
 def test_settings_of_reading_act(scored, tmp_path):
