@@ -356,7 +356,9 @@ def chat(loaded, cfg):
     if template not in TEMPLATES:
         raise ValueError(f'the model was tuned in the template {template}; choose one with --template: '
                          f'{", ".join(TEMPLATES)}')
-    chat_ids(tokenizer, [('user', '')], template)  # fails early if the tokenizer lacks a character of it
+    marks = render([('user', ''), ('assistant', '')], template)
+    if marks:
+        encode_parts(tokenizer, marks)  # fails early if the tokenizer lacks a character of them
     standard_input()  # fails early if it is closed
     stops = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1])
     size = model.config.block_size

@@ -1,0 +1,229 @@
+"""Weights to start from: which checkpoint is taken, Hugging Face folders, GPT-2 by name, safetensors."""
+
+import json
+import os
+import struct
+
+import pytest
+import torch
+
+from hotloop.checkpoint import save_checkpoint
+from hotloop.pretrained import DTYPES, load_gpt2, open_weights, read_safetensors
+from hotloop.tokenizer import ByteTokenizer
+from model import GPT
+
+ARGS = dict(n_layer=1, n_head=1, n_embd=4, block_size=8, vocab_size=8, bias=False, dropout=0.0)
+
+
+def write_checkpoint(path, step, **more):
+    save_checkpoint(str(path), {'model': {'w': torch.full((4096,), float(step))}, 'model_args': ARGS,
+                                'iter_num': step, 'best_val_loss': 1.0, 'config': {}, **more})
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# -----------------------------------------------------------------------------
+# runs and checkpoints
+
+def test_best_is_taken_before_the_latest_and_the_latest_before_older_ones(tmp_path, capsys):
+    """A damaged one is reported and the next one taken; if none is intact, the last error is raised."""
+    paths = [tmp_path / name for name in ('best.pt', 'ckpt.pt', 'ckpt-000000020.pt', 'ckpt-000000010.pt')]
+    for step, path in zip((25, 30, 20, 10), paths, strict=True):
+        write_checkpoint(path, step, tokenizer={'kind': 'byte'})
+    for i, (step, path) in enumerate(zip((25, 30, 20, 10), paths, strict=True)):
+        found = open_weights(str(tmp_path), 'data')
+        assert found.path == str(path) and found.weights['w'][0] == step and found.model_args == ARGS
+        assert found.tokenizer == {'kind': 'byte'} and found.checkpoint['iter_num'] == step
+        assert 'model' not in found.checkpoint
+        notes = capsys.readouterr().err.splitlines()
+        assert len(notes) == i and all(f'{p} ' in note for p, note in zip(paths, notes, strict=False))
+        if i % 2:
+            flip_a_bit(path)
+        else:
+            path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r'ckpt-000000010\.pt'):
+        open_weights(str(tmp_path), 'data')
+
+
+def test_a_checkpoint_file_by_its_path_has_no_substitute(tmp_path):
+    write_checkpoint(tmp_path / 'best.pt', 1)
+    write_checkpoint(tmp_path / 'ckpt.pt', 2)
+    found = open_weights(str(tmp_path / 'best.pt'), 'data')
+    assert found.checkpoint['iter_num'] == 1 and found.tokenizer is None  # nanoGPT's checkpoints hold none
+    flip_a_bit(tmp_path / 'best.pt')
+    with pytest.raises(ValueError, match=r'best\.pt is damaged'):
+        open_weights(str(tmp_path / 'best.pt'), 'data')
+
+
+@pytest.mark.parametrize('source, words', [
+    ('nowhere.pt', "'nowhere.pt' is not a file or a folder, nor one of gpt2, gpt2-medium"),
+    ('gpt2-mine', 'is not a file'), ('empty', "'empty' holds neither a checkpoint nor a Hugging Face")])
+def test_what_is_not_there_is_named(tmp_path, monkeypatch, source, words):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir('empty')
+    with pytest.raises(ValueError, match=words):
+        open_weights(source, 'data')
+
+
+def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir('gpt2')
+    write_checkpoint(tmp_path / 'gpt2' / 'ckpt.pt', 3)
+    assert open_weights('gpt2', 'data').checkpoint['iter_num'] == 3
+
+
+# -----------------------------------------------------------------------------
+# Hugging Face folders
+
+@pytest.fixture
+def gpt2_folder(tmp_path):
+    """A tiny GPT-2, written by hand."""
+    C, V, T = 4, 6, 5
+    shapes = {'wte.weight': [V, C], 'wpe.weight': [T, C], 'ln_f.weight': [C], 'ln_f.bias': [C]}
+    for name, n_in, n_out in (('attn.c_attn', C, 3 * C), ('attn.c_proj', C, C), ('mlp.c_fc', C, 4 * C),
+                              ('mlp.c_proj', 4 * C, C)):
+        shapes |= {f'h.0.{name}.weight': [n_in, n_out], f'h.0.{name}.bias': [n_out]}
+    for name in ('ln_1', 'ln_2'):
+        shapes |= {f'h.0.{name}.weight': [C], f'h.0.{name}.bias': [C]}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    write_safetensors(tmp_path / 'model.safetensors', tensors)
+    write_config(tmp_path, model_type='gpt2', n_layer=1, n_head=2, n_embd=C, n_positions=T, vocab_size=V)
+    return tmp_path
+
+
+def write_config(folder, **config):
+    (folder / 'config.json').write_text(json.dumps(config))
+
+
+def write_safetensors(path, tensors):
+    header, data = {'__metadata__': {'format': 'pt'}}, b''
+    for name, tensor in tensors.items():
+        raw = tensor.numpy().tobytes()
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {'dtype': 'F32', 'shape': list(tensor.shape), 'data_offsets': offsets}
+        data += raw
+    header = json.dumps(header).encode()
+    path.write_bytes(struct.pack('<Q', len(header)) + header + data)
+
+
+def test_a_folder_gives_args_weights_and_tokenizer(gpt2_folder, monkeypatch):
+    found = open_weights(str(gpt2_folder), 'data')
+    model = GPT.from_checkpoint(found.model_args, found.weights)
+    assert found.path == str(gpt2_folder) and found.tokenizer is None and found.checkpoint == {}
+    assert model.config.mlp == 'gelu_tanh' and model.config.tie and model.config.block_size == 5
+    (gpt2_folder / 'tokenizer.json').write_text('{}')
+    monkeypatch.setattr('hotloop.pretrained.read_tokenizer_json', lambda folder: ByteTokenizer())
+    assert open_weights(str(gpt2_folder), 'data').tokenizer == {'kind': 'byte'}
+
+
+@pytest.mark.parametrize('vocab_size, tokenizer', [(50257, 'gpt2'), (50304, 'gpt2'), (50256, None)])
+def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeypatch, vocab_size, tokenizer):
+    monkeypatch.setattr('hotloop.pretrained.load_gpt2', lambda folder: ({'vocab_size': vocab_size}, {}))
+    expected = tokenizer and {'kind': 'tiktoken', 'name': tokenizer}
+    assert open_weights(str(gpt2_folder), 'data').tokenizer == expected
+
+
+def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
+    """As in transformers. A head that equals them is no reason to untie."""
+    weights = read_safetensors(str(gpt2_folder / 'model.safetensors'))
+    weights = {name: tensor.clone() for name, tensor in weights.items()}  # they are mapped from the file
+    embedding = weights['wte.weight']
+    for head, tie in ((embedding.clone(), True), (embedding + 1, False)):
+        write_safetensors(gpt2_folder / 'model.safetensors', {**weights, 'lm_head.weight': head})
+        args, loaded = load_gpt2(str(gpt2_folder))
+        model = GPT.from_checkpoint(args, loaded)
+        assert model.config.tie == tie and torch.equal(model.lm_head.weight, head)
+        assert torch.equal(model.transformer.wte.weight, embedding)
+
+
+@pytest.mark.parametrize('name, content, words', [
+    ('config.json', {'model_type': 'llama'}, "model_type='llama' is not supported"),
+    ('config.json', {'model_type': 'gpt2', 'activation_function': 'relu'}, "activation_function='relu'"),
+    ('config.json', {'model_type': 'gpt2', 'scale_attn_weights': False}, 'scale_attn_weights=False'),
+    ('config.json', {'model_type': 'gpt2', 'n_layer': 1, 'n_head': 2, 'vocab_size': 6}, "lacks 'n_embd'"),
+    ('config.json', [], 'does not hold a JSON object'),
+    ('model.safetensors.index.json', {}, 'has no weight_map'),
+    ('model.safetensors.index.json', {'weight_map': {'x': 'y.safetensors'}}, 'y.safetensors does not exist'),
+    ('model.safetensors', 3, 'model.safetensors is damaged or not a safetensors file')])
+def test_a_folder_that_cannot_be_read_names_the_file(gpt2_folder, name, content, words):
+    (gpt2_folder / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words) as e:
+        open_weights(str(gpt2_folder), 'data')
+    assert str(gpt2_folder) in str(e.value)
+
+
+@pytest.mark.parametrize('save', [{}, {'max_shard_size': '20KB'}])
+def test_hugging_faces_gpt2_computes_the_same(tmp_path, save):
+    """In one file and in shards; to 1e-5 of the largest logit, a bound that the other GELU breaks."""
+    transformers = pytest.importorskip('transformers')
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=32, vocab_size=61,
+                                     bos_token_id=0, eos_token_id=0)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    theirs.save_pretrained(tmp_path, **save)
+    args, weights = load_gpt2(str(tmp_path))
+    x = torch.randint(61, (2, 32))
+    with torch.no_grad():
+        expected = theirs(x).logits[:, -1]
+        ours = GPT.from_checkpoint(args, weights).eval()(x)
+        erf = GPT.from_checkpoint({**args, 'mlp': 'gelu'}, weights).eval()(x)
+    bound = 1e-5 * expected.abs().max()
+    assert (ours - expected).abs().max() < bound < (erf - expected).abs().max()
+
+
+def test_gpt2_by_name_is_downloaded_once(hub, gpt2_folder):
+    for name in ('config.json', 'model.safetensors'):
+        hub.serve(name, (gpt2_folder / name).read_bytes())
+    data_dir = str(gpt2_folder / 'data')
+    for _ in range(2):
+        found = open_weights('gpt2', data_dir)
+        assert found.path == os.path.join(data_dir, 'pretrained', 'gpt2') and len(found.weights) == 17
+    assert [path for path, _ in hub.requests] == ['/openai-community/gpt2/resolve/main/config.json',
+                                                  '/openai-community/gpt2/resolve/main/model.safetensors']
+
+
+# -----------------------------------------------------------------------------
+# safetensors
+
+def test_every_dtype_of_safetensors(tmp_path):
+    package = pytest.importorskip('safetensors.torch')
+    tensors = {name: torch.arange(6).view(2, 3).to(dtype) for name, dtype in DTYPES.items()}
+    tensors |= {'scalar': torch.tensor(2.5), 'empty': torch.empty(0, 3)}
+    package.save_file(tensors, tmp_path / 'x.safetensors')
+    read = read_safetensors(str(tmp_path / 'x.safetensors'))
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
+
+
+ENTRY = {'dtype': 'F32', 'shape': [2, 2], 'data_offsets': [0, 16]}
+
+
+@pytest.mark.parametrize('change', [
+    dict(shape=[3, 2]), dict(shape=[-2, -2]), dict(shape='xx'), dict(shape=[2, 2.5]), dict(dtype='F31'),
+    dict(data_offsets=[4, 20]), dict(data_offsets=[0]), dict(data_offsets=[-16, 0]), dict(data_offsets=None)])
+def test_an_entry_that_does_not_fit_its_file_is_refused(tmp_path, change):
+    header = json.dumps({'a': {**ENTRY, **change}}).encode()
+    (tmp_path / 'x.safetensors').write_bytes(struct.pack('<Q', len(header)) + header + bytes(16))
+    with pytest.raises(ValueError, match=r'x\.safetensors'):
+        read_safetensors(str(tmp_path / 'x.safetensors'))
+
+
+def test_cut_files_and_damaged_headers_are_refused(tmp_path):
+    path = tmp_path / 'x.safetensors'
+    write_safetensors(path, {'a': torch.ones(2, 2)})
+    intact = path.read_bytes()
+    assert read_safetensors(str(path))['a'].tolist() == [[1, 1], [1, 1]]
+    damaged = [intact[:n] for n in range(0, len(intact), 7)] + [b'\xff' * 8 + intact[8:]]
+    for header in (b'{"a": ', b'[1, 2]', b'[' * 50000, b'\xff\xfe\xfd', b'{"a": 3}'):
+        damaged.append(struct.pack('<Q', len(header)) + header + bytes(16))
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r'x\.safetensors'):
+            read_safetensors(str(path))

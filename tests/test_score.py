@@ -1,0 +1,142 @@
+"""Loss and bits per byte of documents: the numbers, what a document is, the table."""
+
+import gzip
+import json
+import math
+import types
+
+import pytest
+import torch
+
+from hotloop.chat_template import render
+from hotloop.score import score
+from hotloop.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
+from model import GPT, GPTConfig
+
+CHARS = '\n abcdefgh'
+
+
+def gpt(vocab_size=257, block_size=256):
+    """A model whose predictions are far from uniform."""
+    torch.manual_seed(0)
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=block_size, vocab_size=vocab_size)
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8.0)
+    return model
+
+
+def settings(source, **changes):
+    defaults = dict(score=str(source), template='auto', text_field=None, bad_utf8='refuse', data_dir='data',
+                    output='jsonl', batch_size=64)
+    return types.SimpleNamespace(**{**defaults, **changes})
+
+
+@pytest.fixture
+def scored(capsys):
+    """scored(source, ...) -> the rows that --output=jsonl prints."""
+    def run(source, model=None, tokenizer=None, tuned_in='none', **changes):
+        score(model or gpt(), tokenizer or ByteTokenizer(), tuned_in, settings(source, **changes))
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return run
+
+
+def summed_loss(model, ids, T):
+    """The reference: each token after the context of its window, half of T or more from the second window."""
+    nats = 0.0
+    for i in range(1, len(ids)):
+        start = max(-(-(i - T) // (T // 2)), 0) * (T // 2)
+        with torch.no_grad():
+            nats -= model(torch.tensor([ids[start:i]]))[0].log_softmax(-1)[ids[i]].item()
+    return nats
+
+
+@pytest.mark.parametrize('eot', [False, True])
+def test_scores_are_the_models_log_probabilities(scored, tmp_path, eot):
+    """An end-of-text id predicts the first token; without one, the second token is the first target."""
+    model, tokenizer = gpt(len(CHARS) + eot, block_size=8), CharTokenizer(CHARS, eot=eot)
+    text = 'habcd efgh\nfed cab' * 3
+    (tmp_path / 'a.txt').write_text(text)
+    first, total = scored(tmp_path / 'a.txt', model, tokenizer)
+    ids = [len(CHARS)] * eot + [CHARS.index(c) for c in text]
+    targets, nats = len(ids) - 1, summed_loss(model, ids, 8)
+    assert first['tokens'] == first['bytes'] == targets
+    assert first['loss'] == pytest.approx(nats / targets, rel=1e-5)
+    assert first['bpb'] == pytest.approx(nats / math.log(2) / targets, rel=1e-5)
+    assert first['perplexity'] == pytest.approx(math.exp(first['loss']))
+    assert {**first, 'document': 'all'} == total
+
+
+def test_documents_are_scored_apart_and_summed(scored, tmp_path):
+    """Between <|endoftext|>, compressed or not, and in several files. The batch size changes nothing."""
+    (tmp_path / 'a.txt.gz').write_bytes(gzip.compress(b'one\n<|endoftext|>\ntwo two\n'))
+    (tmp_path / 'b.txt').write_text('three\n')  # the line end of a single document counts
+    rows = scored(tmp_path)
+    assert [(row['document'], row['tokens']) for row in rows] == [(1, 3), (2, 7), (3, 6), ('all', 16)]
+    assert [row.get('file') for row in rows] == ['a.txt.gz', 'a.txt.gz', 'b.txt', None]
+    assert rows[-1]['loss'] * 16 == pytest.approx(sum(row['loss'] * row['tokens'] for row in rows[:-1]))
+    for size in (1, 2):
+        assert [row['loss'] for row in scored(tmp_path, batch_size=size)] == \
+            pytest.approx([row['loss'] for row in rows], rel=1e-5)
+
+
+@pytest.mark.parametrize('tuned_in, asked, expected', [
+    ('alpaca', 'auto', 'alpaca'), ('alpaca', 'gemma', 'gemma'), ('none', 'auto', 'chatml'),
+    ('joined', 'auto', 'joined')])
+def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, tuned_in, asked, expected):
+    """Only the answer counts."""
+    row = {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'ho'}]}
+    (tmp_path / 'a.jsonl').write_text(json.dumps(row))
+    model = gpt()
+    first, _ = scored(tmp_path / 'a.jsonl', model, tuned_in=tuned_in, template=asked)
+    ids, mask = encode_parts(ByteTokenizer(), render([('user', 'hi'), ('assistant', 'ho')], expected))
+    ids, mask = torch.from_numpy(ids).long()[None], torch.from_numpy(mask)[None]
+    inputs = torch.cat([torch.tensor([[256]]), ids[:, :-1]], 1)
+    with torch.no_grad():
+        nats = model(inputs, ids.where(mask > 0, -1)).item()
+    assert first['tokens'] == mask.sum()
+    assert first['loss'] == pytest.approx(nats / mask.sum().item(), rel=1e-4)
+
+
+def test_settings_of_reading_act(scored, tmp_path):
+    (tmp_path / 'a.jsonl').write_text('{"body": "ab"}')
+    (tmp_path / 'a.txt').write_bytes(b'ab\xffcd')
+    assert scored(tmp_path / 'a.jsonl', text_field='body')[-1]['bytes'] == 2
+    assert scored(tmp_path / 'a.txt', bad_utf8='replace')[0]['tokens'] == 7
+    with pytest.raises(ValueError, match='--text_field'):
+        scored(tmp_path / 'a.jsonl')
+    with pytest.raises(ValueError, match='--bad_utf8=replace'):
+        scored(tmp_path / 'a.txt')
+
+
+@pytest.mark.parametrize('name, content, words', [
+    ('a.txt', b'', 'holds no token to score'),
+    ('ids.bin', b''.join(n.to_bytes(4, 'little') for n in [20240520, 1, 4, *[0] * 253]) + bytes(8),
+     'ids of an unknown tokenizer; score the text itself')])
+def test_what_cannot_be_scored_is_refused(scored, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        scored(tmp_path / name)
+
+
+def test_a_loss_that_is_not_finite_is_an_error(scored, tmp_path):
+    model = gpt()
+    with torch.no_grad():
+        model.lm_head.weight[3, 4] = math.nan
+    (tmp_path / 'a.txt').write_text('habcd')
+    with pytest.raises(ValueError, match=r'a loss on a\.txt'):
+        scored(tmp_path / 'a.txt', model)
+
+
+def test_the_table_names_files_if_there_are_several(capsys, tmp_path):
+    for name in ('a.txt', 'b' * 30 + '.txt'):
+        (tmp_path / name).write_text('habcd efgh')
+    score(gpt(), ByteTokenizer(), 'none', settings(tmp_path / 'a.txt', output='text'))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines] == [['document', 'begins', 'tokens'], ['1', 'habcd', 'efgh'],
+                                                    ['all', '10', '10']]
+    assert len({len(line.rsplit('  ', 1)[0]) for line in lines}) == 1  # columns are aligned
+    score(gpt(), ByteTokenizer(), 'none', settings(tmp_path, output='text'))
+    labels = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert labels == ['file', 'a.txt', 'b' * 20 + '.txt', '20']
