@@ -1,241 +1,198 @@
-"""A dataset on disk: meta.json, bins and masks, written aside; nanoGPT's meta.pkl."""
+"""A dataset on disk: bins and masks, meta.json beside them, and the folders that nanoGPT wrote."""
 
 import contextlib
-import io
 import os
 import pickle
-import pickletools
 import re
 import shutil
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
-from hotloop.chat_template import TEMPLATES
-from hotloop.files import hash_file, lock, read_json
+from hotloop.files import hash_file, lock, read_json, sync_folder
 from hotloop.sources import how_to_make
 from hotloop.tokenizer import MAX_VOCAB, same_tokenizer, tokenizer_from
 
-
-def open_datasets(cfg):
-    """[(name, folder, meta, weight)] of cfg.dataset: one, or several, by the weights after colons or by their size."""
-    datasets = []
-    for word in cfg.dataset.split(','):
-        name, _, weight = word.partition(':')
-        folder = dataset_folder(cfg.data_dir, name)
-        for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
-            if not os.path.exists(path):
-                raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
-        meta = read_meta(folder)
-        if datasets and not same_tokenizer(meta['tokenizer'], datasets[0][2]['tokenizer']):
-            raise ValueError(f'the tokenizers of {datasets[0][0]} and {name} differ, so the same ids mean other text; '
-                             'prepare one of them with the tokenizer of the other')
-        datasets.append((name, folder, meta, weight))
-    weights = [float(w) if re.fullmatch(r'\d+\.?\d*|\.\d+', w) else 0.0 for *_, w in datasets]
-    if not any(w for *_, w in datasets):
-        weights = [float(os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize)
-                   for _, folder, meta, _ in datasets]
-    if not all(weights) and (len(datasets) > 1 or datasets[0][3]):
-        raise ValueError(f'dataset={cfg.dataset!r}: give all of them a weight above 0, as in a:0.7,b:0.3, or none')
-    return [(name, folder, meta, weight) for (name, folder, meta, _), weight in zip(datasets, weights, strict=True)]
-
-
-def check_tokenizer(tokenizer, meta):
-    """ValueError where a checkpoint's tokenizer (None: unknown) is not the dataset's."""
-    if tokenizer and not same_tokenizer(tokenizer, meta['tokenizer']):
-        a, b = (f'{t.get("name") or t.get("kind")}' + (f' ({len(t["chars"])} characters)' if 'chars' in t else '')
-                for t in (tokenizer, meta['tokenizer']))
-        raise ValueError(f'the checkpoint was trained with the tokenizer {a}, the dataset was made with {b}: the same '
-                         'ids would mean other text; prepare the data with the tokenizer of the checkpoint')
-
-
-def byte_table(meta, vocab_size, env):
-    """Bytes of every id the model knows, (vocab_size,), or None where the tokenizer cannot be had."""
-    try:
-        table = tokenizer_from(meta['tokenizer']).sizes
-    except ValueError as e:
-        env.print_once(f'bits per byte: not reported, {e}')
-        return None
-    return np.pad(table, (0, max(vocab_size - len(table), 0)))
-
-
 FORMAT = 1  # of meta.json
-
-
-class BinWriter:
-    """Appends to one bin, and to its mask once there is one, and counts what went in."""
-
-    def __init__(self, folder, name, dtype, before=None):
-        self.path, self.mask_path = (os.path.join(folder, f'{name}{end}') for end in ('.bin', '.mask.bin'))
-        self.file = open(self.path, 'ab')  # noqa: SIM115
-        self.mask = open(self.mask_path, 'ab') if os.path.exists(self.mask_path) else None  # noqa: SIM115
-        self.dtype = np.dtype(dtype)
-        self.counts = {name: (before or {}).get(name, 0) for name in ('tokens', 'bytes', 'documents')}
-
-    def add(self, made):
-        if made.mask is not None:
-            self.begin_mask()
-        self.file.write(made.ids.tobytes())
-        if self.mask:
-            self.mask.write(b'\1' * len(made.ids) if made.mask is None else made.mask.tobytes())
-        for name, number in (('tokens', len(made.ids)), ('bytes', made.num_bytes), ('documents', made.documents)):
-            self.counts[name] += number
-
-    def begin_mask(self):
-        """All before the first prompt counts."""
-        if not self.mask:
-            self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
-            for at in range(0, self.counts['tokens'], 1 << 20):
-                self.mask.write(b'\1' * min(1 << 20, self.counts['tokens'] - at))
-
-    def move_tail(self, to, counts):
-        """Moves what is behind the first counts['tokens'] to another bin."""
-        pairs = [(self.file, to.file, self.dtype.itemsize)]
-        if self.mask or to.mask:
-            self.begin_mask()
-            to.begin_mask()
-            pairs.append((self.mask, to.mask, 1))
-        for mine, other, size in pairs:
-            mine.flush()
-            with open(mine.name, 'rb') as f:
-                f.seek(counts['tokens'] * size)
-                shutil.copyfileobj(f, other, 1 << 20)
-            mine.truncate(counts['tokens'] * size)
-        for name in self.counts:
-            to.counts[name] += self.counts[name] - counts[name]
-            self.counts[name] = counts[name]
-
-    def close(self):
-        """The counts, and hashes of what is on the disk."""
-        for f in (self.file, self.mask):
-            if f:
-                f.flush()
-                os.fsync(f.fileno())
-                f.close()
-        hashes = {'sha256': hash_file(self.path)} | ({'mask_sha256': hash_file(self.mask_path)} if self.mask else {})
-        return self.counts | hashes
-
-
+SPLITS = ('train', 'val')
 OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'meta.json')
 
 
-def copy_dataset(folder, partial):
-    """Copies the bins of a dataset, proves them whole, and returns its meta."""
-    meta = read_meta(folder)
-    for s in ('train', 'val'):
-        for name, key in ((f'{s}.bin', 'sha256'), (f'{s}.mask.bin', 'mask_sha256')):
-            path = os.path.join(partial, name)
-            if os.path.exists(os.path.join(folder, name)):
-                shutil.copyfile(os.path.join(folder, name), path)
-                if hash_file(path) != meta['splits'][s].get(key):
-                    raise ValueError(f'{os.path.join(folder, name)} is not what meta.json says of it; prepare it again')
-    return meta
-
-
-def remove(path):
-    """A file, or a folder with all that is in it."""
-    shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) and not os.path.islink(path) else os.remove(path)
-
-
-@contextlib.contextmanager
-def partial_folder(folder):
-    """The empty folder that a dataset is written into, locked as long as it is."""
-    partial = folder + '.partial'
-    os.makedirs(partial, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        held = lock(partial + '.lock')
-        if held:
-            stack.callback(held.release)
-        for entry in os.scandir(partial):  # of a run that was killed
-            remove(entry.path)
-        try:
-            yield partial
-        except BaseException:
-            remove(partial)
-            raise
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Containers, text and numbers only: a pickle that names anything importable is refused."""
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f'{module}.{name}')
-
-
 def dataset_folder(data_dir, dataset):
-    """The folder of a dataset by name; a name that leads out of data_dir is refused."""
+    """The folder of a dataset by name. ValueError for a name that leads out of data_dir."""
     parts = dataset.replace('\\', '/').rstrip('/').split('/')
     if os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or '\0' in dataset or ':' in dataset:
-        raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}; for another place set '
-                         '--data_dir')
-    if re.search(r'\.partial(\.|$)', parts[-1]):
-        raise ValueError(f'dataset={dataset!r} is a dataset that is being written, or was when it was killed')
+        raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}; '
+                         'set --data_dir for another place')
+    if any(re.search(r'\.partial(\.|$)', part) for part in parts):
+        raise ValueError(f'dataset={dataset!r} is a folder in which prepare.py writes a dataset; '
+                         'leave out .partial')
     return os.path.join(data_dir, *parts)
 
 
 def read_meta(folder):
     """
-    What is known of a dataset: meta.json, or as much as nanoGPT's meta.pkl says, or as nanoGPT would assume without
-    either: uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, splits ({} when foreign), foreign.
+    What is known about a dataset: its meta.json; or what nanoGPT's meta.pkl says; or, without either,
+    what nanoGPT assumes: uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, splits ({} if
+    foreign), foreign.
     """
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
-        try:
-            meta = read_json(path)
-            numbers = [meta['format'], meta['vocab_size'], *(meta['splits'][s]['tokens'] for s in ('train', 'val')),
-                       *(meta['splits'][s].get(key, 0) for s in ('train', 'val') for key in ('bytes', 'documents'))]
-            if meta['format'] > FORMAT or meta['dtype'] not in ('uint16', 'uint32') or \
-                    not all(type(n) is int and n >= 0 for n in numbers) or not isinstance(meta.get('eot'), int | None):
-                raise KeyError('format')
-            if not set(meta.get('templates', [])) <= TEMPLATES.keys():
-                raise KeyError('templates')
-            made = tokenizer_from({'kind': 'byte'} if meta['tokenizer']['kind'] == 'tiktoken' else meta['tokenizer'])
-            if not made.n_vocab <= meta['vocab_size'] <= MAX_VOCAB:
-                raise KeyError('vocab_size')
-            if meta.get('bos') is not None and not (type(meta['bos']) is int and 0 <= meta['bos'] < meta['vocab_size']):
-                raise KeyError('bos')
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            raise ValueError(f'{path} is damaged or of a later version ({e}); prepare the dataset again') from None
-        return {**meta, 'foreign': False}
+        return read_meta_json(path)
     path = os.path.join(folder, 'meta.pkl')
-    foreign = {'dtype': 'uint16', 'splits': {}, 'foreign': True}
-    if not os.path.exists(path):
-        return {**foreign, 'vocab_size': 50304, 'tokenizer': {'kind': 'tiktoken', 'name': 'gpt2'}}
+    if os.path.exists(path):
+        return read_meta_pkl(path)
+    return {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': {'kind': 'tiktoken', 'name': 'gpt2'},
+            'splits': {}, 'foreign': True}
+
+
+def read_meta_json(path):
+    """A dataset's own meta.json. ValueError if it is damaged or from a later version."""
+    allowed = {'format': range(FORMAT + 1), 'dtype': ('uint16', 'uint32'),
+               'vocab_size': range(1, MAX_VOCAB + 1)}
+    try:
+        meta = read_json(path)
+        for name, values in allowed.items():
+            if meta[name] not in values:
+                raise ValueError(f'{name}={meta[name]!r}')
+        kind = meta['tokenizer']['kind']
+        sizes = [meta['splits'][split]['tokens'] for split in SPLITS]
+        if not isinstance(kind, str) or not all(isinstance(size, int) for size in sizes):
+            raise ValueError(f'tokenizer of kind {kind!r}, splits of {sizes} tokens')
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f'{path} is damaged or from a later version ({type(e).__name__}: {e}); '
+                         'prepare the dataset again') from None
+    return {**meta, 'foreign': False}
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Loads containers, text and numbers. Refuses a pickle that names anything importable."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f'{module}.{name}')
+
+
+def read_meta_pkl(path):
+    """The meta.pkl that nanoGPT writes beside character datasets. ValueError for anything else."""
     try:
         with open(path, 'rb') as f:
-            pickled = f.read()
-        # a number in a pickle of 7 bytes can ask for a table of 16 GB
-        if any(op.name.endswith('PUT') and arg > len(pickled) for op, arg, _ in pickletools.genops(pickled)):
-            raise ValueError('it numbers more values than it holds')
-        meta = PlainUnpickler(io.BytesIO(pickled)).load()
-        chars, size = [meta['itos'][i] for i in range(len(meta['itos']))], int(meta['vocab_size'])
-        if not all(isinstance(c, str) and len(c) == 1 for c in chars) or len(set(chars)) < len(chars):
-            raise ValueError('itos is not one character an id')
-        if not len(chars) <= size <= MAX_VOCAB:
-            raise ValueError(f'vocab_size={size} for {len(chars)} characters')
-        return {**foreign, 'vocab_size': size, 'tokenizer': {'kind': 'char', 'chars': ''.join(chars), 'eot': False}}
+            meta = PlainUnpickler(f).load()
+        vocab_size = int(meta['vocab_size'])
+        chars = ''.join(meta['itos'][i] for i in range(len(meta['itos'])))
+        if not len(set(chars)) == len(chars) == len(meta['itos']):
+            raise ValueError('itos does not map each id to a character of its own')
+        if not len(chars) <= vocab_size <= MAX_VOCAB:
+            raise ValueError(f'vocab_size={vocab_size} for {len(chars)} characters')
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
-        raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e}); "
-                         "without that file the bins are read as GPT-2's tokens") from None
+        raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e});"
+                         " without that file the bins are read as GPT-2's tokens") from None
+    tokenizer = {'kind': 'char', 'chars': chars, 'eot': False}
+    return {'dtype': 'uint16', 'vocab_size': vocab_size, 'tokenizer': tokenizer, 'splits': {}, 'foreign': True}
 
 
 def open_bin(path, dtype):
-    """A bin as a mapped array of ids; one that is missing or empty has none. ValueError where it cannot be read."""
+    """A bin as a mapped array of ids, empty if the file is missing. ValueError if it cannot be read."""
     if not os.path.exists(path) or not os.path.getsize(path):
         return np.zeros(0, dtype=dtype)
-    if os.path.getsize(path) % np.dtype(dtype).itemsize:
-        raise ValueError(f'{path} has {os.path.getsize(path):,} bytes, which is no whole number of {dtype}; prepare it '
-                         'again')
+    dtype = np.dtype(dtype).newbyteorder('<')
+    if os.path.getsize(path) % dtype.itemsize:
+        raise ValueError(f'{path} has {os.path.getsize(path):,} bytes, which is not a multiple of the '
+                         f'{dtype.itemsize} bytes of a {dtype.name}; prepare it again')
     try:
-        return np.memmap(path, dtype=np.dtype(dtype).newbyteorder('<'), mode='r')
+        return np.memmap(path, dtype=dtype, mode='r')
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
 
 
+class BinWriter:
+    """Writes the bin of one split, its mask from the first prompt on, and counts what went in."""
+
+    def __init__(self, folder, name, dtype):
+        self.path = os.path.join(folder, f'{name}.bin')
+        self.mask_path = os.path.join(folder, f'{name}.mask.bin')
+        self.dtype = np.dtype(dtype)
+        self.file = open(self.path, 'wb')  # noqa: SIM115
+        self.mask = None
+        self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
+
+    def add(self, encoded):
+        """Appends an encode.Encoded: ids, and a mask, or None if all of them count in the loss."""
+        if encoded.mask is not None and self.mask is None:
+            self.begin_mask()
+        self.file.write(encoded.ids.astype(self.dtype, copy=False).tobytes())
+        if encoded.mask is not None:
+            self.mask.write(encoded.mask.tobytes())
+        elif self.mask is not None:
+            self.mask.write(b'\1' * len(encoded.ids))
+        self.counts['tokens'] += len(encoded.ids)
+        self.counts['bytes'] += encoded.num_bytes
+        self.counts['documents'] += encoded.documents
+
+    def begin_mask(self):
+        """Starts the mask with a 1 for each token before the first prompt."""
+        self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
+        missing = self.counts['tokens']
+        while missing:
+            block = min(missing, 1 << 20)
+            self.mask.write(b'\1' * block)
+            missing -= block
+
+    def close(self):
+        """Flushes to the disk. Returns the counts with the SHA-256 of what is on it."""
+        for file in (self.file, self.mask):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+        counts = {**self.counts, 'sha256': hash_file(self.path)}
+        if self.mask is not None:
+            counts['mask_sha256'] = hash_file(self.mask_path)
+        return counts
+
+
+@contextlib.contextmanager
+def partial_folder(folder):
+    """
+    An empty folder to write a dataset into, which replaces `folder` when the block ends. After an error,
+    or a kill at any moment, `folder` is the old dataset or the complete new one. Only a kill between the
+    two renames leaves neither: the old dataset is then in FOLDER.partial/old, and the next call puts it
+    back. ValueError if another process is writing the same dataset.
+    """
+    work = folder + '.partial'
+    new, old = os.path.join(work, 'new'), os.path.join(work, 'old')
+    os.makedirs(work, exist_ok=True)
+    held = lock(os.path.join(work, 'lock'))
+    try:
+        put_back(old, folder)
+        shutil.rmtree(new, ignore_errors=True)
+        os.mkdir(new)
+        yield new
+        sync_folder(new)
+        if os.path.isdir(folder):
+            os.rename(folder, old)
+        os.rename(new, folder)
+        sync_folder(os.path.dirname(folder) or '.')
+    finally:
+        put_back(old, folder)
+        shutil.rmtree(work, ignore_errors=True)
+        if held is not None:
+            held.release()
+
+
+def put_back(old, folder):
+    """Renames a dataset that was moved aside to its name, or removes it if a new one has the name."""
+    if os.path.isdir(old):
+        if os.path.exists(folder):
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(old, folder)
+
+
 def count_ids(tokens):
-    """How often each id occurs, up to the largest that does; block by block, for a bin may be larger than memory."""
+    """How often each id occurs, (largest id + 1,)."""
     counts = np.zeros(0, dtype=np.int64)
-    for start in range(0, len(tokens), 1 << 24):
+    for start in range(0, len(tokens), 1 << 24):  # in blocks: a bin may be larger than memory
         block = np.bincount(tokens[start:start + (1 << 24)], minlength=len(counts))
         block[:len(counts)] += counts
         counts = block
@@ -243,10 +200,68 @@ def count_ids(tokens):
 
 
 def show(tokenizer, ids):
-    """Ids as text on one line, ends of documents marked."""
+    """Ids as printable text on one line, ends of documents marked."""
     text = ''
-    for end, run in groupby(ids, key=lambda i: i == tokenizer.eot):
-        run = list(run)
-        text += '<|endoftext|>' * len(run) if end else tokenizer.decode(run).decode('utf-8', 'replace')
-    names = {10: '\\n', 13: '\\r', 9: '\\t'}
-    return ''.join(c if c.isprintable() else names.get(ord(c), f'\\x{ord(c):02x}') for c in text)
+    for is_end, run in groupby(ids, key=lambda i: i == tokenizer.eot):
+        if is_end:
+            text += '<|endoftext|>' * len(list(run))
+        else:
+            text += tokenizer.decode(list(run)).decode('utf-8', 'replace')
+    escapes = {'\n': '\\n', '\r': '\\r', '\t': '\\t'}
+    return ''.join(c if c.isprintable() else escapes.get(c, f'\\x{ord(c):02x}') for c in text)
+
+
+class Dataset(NamedTuple):
+    """One dataset of a run. weight: its part of a mixture, in any unit."""
+    name: str
+    folder: str
+    meta: dict
+    weight: float
+
+
+def open_datasets(dataset, data_dir):
+    """
+    The Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights, each dataset
+    weighs as much as it has training tokens. ValueError if one is missing, or their tokenizers differ.
+    """
+    datasets, weights = [], []
+    for word in dataset.split(','):
+        name, colon, weight = word.partition(':')
+        folder = dataset_folder(data_dir, name)
+        for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
+            if not os.path.exists(path):
+                raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
+        meta = read_meta(folder)
+        if datasets and not same_tokenizer(meta['tokenizer'], datasets[0].meta['tokenizer']):
+            raise ValueError(f'the tokenizers of {datasets[0].name} and {name} differ, so the same ids mean '
+                             'other text; prepare one of them with the tokenizer of the other')
+        num_tokens = os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize
+        datasets.append(Dataset(name, folder, meta, float(num_tokens)))
+        if colon:
+            is_number = re.fullmatch(r'\d+\.?\d*|\.\d+', weight)
+            weights.append(float(weight) if is_number else 0.0)
+    if not weights:
+        return datasets
+    if len(weights) < len(datasets) or 0.0 in weights:
+        raise ValueError(f'dataset={dataset!r}: give all of them a weight above 0, as in a:0.7,b:0.3, or none')
+    return [d._replace(weight=weight) for d, weight in zip(datasets, weights, strict=True)]
+
+
+def check_tokenizer(spec, meta):
+    """ValueError if a checkpoint's tokenizer (None: unknown) is not the dataset's."""
+    if not spec or same_tokenizer(spec, meta['tokenizer']):
+        return
+    names = []
+    for each in (spec, meta['tokenizer']):
+        names.append(str(each.get('name') or each.get('kind')))
+        if 'chars' in each:
+            names[-1] += f' ({len(each["chars"])} characters)'
+    raise ValueError(f'the checkpoint was trained with the tokenizer {names[0]}, the dataset was made with '
+                     f'{names[1]}: the same ids would mean other text; prepare the data with the tokenizer of '
+                     'the checkpoint')
+
+
+def byte_table(meta, vocab_size):
+    """UTF-8 bytes of every id of a model, (vocab_size,). ValueError if the tokenizer cannot be had."""
+    sizes = tokenizer_from(meta['tokenizer']).sizes
+    return np.pad(sizes, (0, max(vocab_size - len(sizes), 0)))

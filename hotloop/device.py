@@ -1,122 +1,111 @@
-"""Device, dtype and compilation, each chosen with its reason; peak FLOP/s."""
+"""Device, dtype and compilation, each chosen with its reason; peak FLOP/s and memory of a device."""
 
-import os
 import re
-import sys
 
 import torch
 
-from hotloop.host import first_line_of
+from hotloop import host
 
 
 def choose_device(name, local_rank=0):
-    """(device, reason). A device asked for by name that is not there is an error, never another one."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    """
+    Returns (device, reason). name: auto, cuda, cuda:N, mps or cpu; cuda without a number is the GPU
+    of the local rank. ValueError if the device does not exist: no other one is used in its place.
+    """
     if not re.fullmatch(r'auto|cpu|mps|cuda(:[0-9]+)?', name):
         raise ValueError(f'device={name!r} is not one of auto, cuda, cuda:N, mps, cpu')
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     kind, reason = name.split(':')[0], 'asked for'
-    if name == 'auto':
-        kind = 'cuda' if cuda else 'mps' if mps else 'cpu'
-        reason = {'cuda': 'there is one', 'mps': 'no CUDA, Apple GPU', 'cpu': 'no GPU found'}[kind]
-    if kind == 'cuda' and not cuda:
-        built = 'this PyTorch was built without CUDA' if torch.version.cuda is None else 'no usable GPU was found'
-        raise ValueError(f'device={name!r} was asked for, but {built}; use --device=cpu or --device=auto')
-    if kind == 'mps' and not mps:
+    if name == 'auto' and has_cuda:
+        kind, reason = 'cuda', 'GPU found'
+    elif name == 'auto' and has_mps:
+        kind, reason = 'mps', 'Apple GPU found'
+    elif name == 'auto':
+        kind, reason = 'cpu', 'no GPU found'
+    if kind == 'mps' and not has_mps:
         raise ValueError(f'device={name!r} was asked for, but there is no Apple GPU; use --device=cpu')
-    if kind == 'cuda':
-        index = int(name.split(':')[1]) if ':' in name else local_rank
-        if index >= torch.cuda.device_count():
-            raise ValueError(f'there is no device cuda:{index} among {torch.cuda.device_count()} GPUs; under torchrun '
-                             'start as many processes as there are (--nproc_per_node)')
-        return torch.device('cuda', index), f'{torch.cuda.get_device_name(index)}, {reason}'
-    return torch.device(kind), reason
+    if kind != 'cuda':
+        return torch.device(kind), reason
+    if not has_cuda:
+        missing = 'no usable GPU was found' if torch.version.cuda else 'this PyTorch was built without CUDA'
+        raise ValueError(f'device={name!r} was asked for, but {missing}; use --device=cpu or --device=auto')
+    index = int(name.split(':')[1]) if ':' in name else local_rank
+    if index >= torch.cuda.device_count():
+        raise ValueError(f'cuda:{index} does not exist: this machine has {torch.cuda.device_count()} GPUs; '
+                         'under torchrun, start one process for each (--nproc_per_node)')
+    return torch.device('cuda', index), f'{torch.cuda.get_device_name(index)}, {reason}'
 
 
 def choose_dtype(name, device, training=False):
     """
-    (dtype, reason). bf16 where the hardware computes in it, fp16 on older GPUs, float32 elsewhere; on CPUs bf16 only to
-    train, where it is up to 1.4 times as fast and the master weights are float32.
+    Returns (dtype, reason). auto: bfloat16 where the hardware computes in it, float16 on older GPUs,
+    float32 elsewhere. CPUs get bfloat16 for training only, where it is up to 1.4 times as fast.
+    ValueError for a bfloat16 that the GPU would emulate.
     """
+    gpu_has_bf16 = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 0)
+    if name == 'bfloat16' and device.type == 'cuda' and not gpu_has_bf16:
+        raise ValueError(f'dtype=bfloat16 was asked for, but {torch.cuda.get_device_name(device)} '
+                         'only emulates it; use --dtype=float16')
     if name != 'auto':
-        if name == 'bfloat16' and device.type == 'cuda' and torch.cuda.get_device_capability(device) < (8, 0):
-            raise ValueError(f'dtype=bfloat16 was asked for, but {torch.cuda.get_device_name(device)} computes in it '
-                             'by emulation only; use --dtype=float16')
         return getattr(torch, name), 'asked for'
+    if gpu_has_bf16:
+        return torch.bfloat16, 'this GPU has bf16 units'
     if device.type == 'cuda':
-        if torch.cuda.get_device_capability(device) >= (8, 0):
-            return torch.bfloat16, 'this GPU computes in it'
-        return torch.float16, 'this GPU has no bf16 units; losses are scaled'
+        return torch.float16, 'this GPU has no bf16 units; the loss is scaled'
     if device.type == 'cpu' and training and cpu_has_bf16():
         return torch.bfloat16, 'this CPU has bf16 units'
-    return torch.float32, f'on {device.type} the safe choice'
+    return torch.float32, f'the safe choice on {device.type}'
 
 
 def cpu_has_bf16():
-    """Whether this CPU multiplies bf16 itself (AVX512-BF16 or AMX); emulated, it is slower than float32."""
-    tests = (getattr(torch.cpu, name, None) for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'))
-    return torch.backends.mkldnn.is_available() and any(test is not None and test() for test in tests)
+    """Whether this CPU has bf16 units (AVX512-BF16 or AMX); emulated, bf16 is slower than float32."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    # private functions, which another version of torch may lack
+    names = ('_is_avx512_bf16_supported', '_is_amx_tile_supported')
+    tests = [getattr(torch.cpu, name, None) for name in names]
+    return any(test is not None and test() for test in tests)
 
 
 def try_compile(device):
-    """None when torch.compile works here, otherwise what it said, in one line."""
+    """Compiles a tiny function. Returns None if torch.compile works here, else its error in one line."""
     if device.type == 'mps':
         return 'not tried on Apple GPUs'
     try:
         torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)(torch.ones(8, device=device))
-    except Exception as e:  # inductor wraps what a missing compiler raises in types of its own
-        return str(getattr(e, 'inner_exception', e)).strip().split('\n')[0][:120] or type(e).__name__
+    except Exception as error:  # Inductor wraps a missing C++ compiler in exceptions of its own
+        cause = getattr(error, 'inner_exception', error)
+        return str(cause).strip().split('\n')[0][:120] or type(error).__name__
     finally:
         torch._dynamo.reset()
     return None
 
 
-def device_memory(device, system='/sys'):
-    """Bytes of memory that the device has; of the host's, no more than a container may take."""
-    if device.type == 'cuda':
-        return torch.cuda.get_device_properties(device).total_memory
-    try:
-        memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    except (AttributeError, ValueError):  # Windows has no sysconf; 16 GB is a guess
-        memory = 16 * 2**30
-    limit = first_line_of(f'{system}/fs/cgroup/memory.max')
-    return min(memory, int(limit)) if limit.isdecimal() else memory
-
-
-def attention_kernel(model, batch, env):
-    """The name of the kernel that scaled_dot_product_attention takes for this shape, or 'unknown'."""
-    c = model.config
-    try:
-        q, k = (torch.empty(batch, heads, c.block_size, c.n_embd // c.n_head, device=env.device,
-                            dtype=env.dtype, requires_grad=True) for heads in (c.n_head, c.n_kv_head))
-        choice = torch._fused_sdp_choice(q, k, k, dropout_p=c.dropout, is_causal=True,
-                                         enable_gqa=c.n_kv_head < c.n_head)
-        return {int(v): name.lower() for name, v in torch.nn.attention.SDPBackend.__members__.items()}[choice]
-    except (AttributeError, KeyError, RuntimeError):
-        return 'unknown'
-
-
-# dense bf16 peak in FLOP/s (fp16 where there is no bf16) by the device's name, from the makers' data sheets
-PEAK_FLOPS = {'H200': 989e12, 'GH200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12, 'B200': 2250e12,
-              'A100': 312e12, 'A10G': 70e12, 'A10': 125e12, 'A40': 150e12, 'L40S': 362e12, 'L4': 121e12, 'V100': 125e12,
-              'T4': 65e12, 'RTX 3090': 71e12, 'RTX 4090': 165e12, 'RTX 5090': 210e12, 'MI300X': 1307e12}
+# dense bf16 peak in FLOP/s (fp16 on GPUs without bf16), from the vendors' data sheets
+PEAK_FLOPS = {'H200': 989e12, 'GH200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12,
+              'B200': 2250e12, 'A100': 312e12, 'A10G': 70e12, 'A10': 125e12, 'A40': 150e12, 'L40S': 362e12,
+              'L4': 121e12, 'V100': 125e12, 'T4': 65e12, 'RTX 3090': 71e12, 'RTX 4090': 165e12,
+              'RTX 5090': 210e12, 'MI300X': 1307e12}
 
 
 def peak_flops(device, dtype):
-    """Peak of one device in the dtype, or None when it is not known: no figure is better than a wrong one."""
+    """Peak FLOP/s of a GPU in bf16 or fp16; None if unknown, because no number is better than a wrong one."""
     if device.type != 'cuda' or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    found = [key for key in PEAK_FLOPS if re.search(rf'\b{key}\b', name) and 'Laptop' not in name]
-    return PEAK_FLOPS[max(found, key=len)] if found else None
+    matches = [key for key in PEAK_FLOPS if re.search(rf'\b{key}\b', name) and 'Laptop' not in name]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+
+
+def device_memory(device):
+    """Bytes of memory of a GPU; for other devices, of the machine or its container."""
+    if device.type == 'cuda':
+        return torch.cuda.get_device_properties(device).total_memory
+    return host.memory()
 
 
 def peak_memory(device):
-    """Most bytes in use so far: the allocator's on a GPU, the process's elsewhere; None where neither is told."""
+    """The most bytes in use so far: by torch on a GPU, by the process elsewhere; None if unknown."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == 'darwin' else peak * 1024
+    return host.peak_memory()

@@ -1,45 +1,56 @@
-"""Steps that were not finite, and spikes of the loss."""
+"""Steps whose loss or gradients were not finite, and spikes of the loss."""
 
 import numpy as np
 
-MAX_BAD_STEPS = 20  # bad steps in a row after which a run has diverged; fp16 halves its scale at each
-SPIKE, SPIKE_WINDOW = 6.0, 128  # standard deviations above the mean of so many losses
+MAX_BAD_STEPS = 20  # a run has diverged after so many bad steps in a row; fp16 halves its loss scale at each
+SPIKE = 6.0  # a loss is a spike from so many standard deviations above the mean
+SPIKE_WINDOW = 128  # of so many losses before it
 
 
 def collect_steps(run, pending):
     """
-    Waits for the steps in `pending` and books them: a step that was skipped never enters an average. The run has
-    diverged when MAX_BAD_STEPS in a row were not finite, or, where that is a reason to roll back, spikes; at which step
-    is found step by step, however many are pending, and kept in run.diverged_at.
+    Waits for the steps in `pending`, a list of (StepResult, num_targets), and adds them to run.state. A skipped step
+    never enters an average. Sets run.diverged_at to the step at which MAX_BAD_STEPS in a row were not finite.
     """
-    state, rolls_back = run.state, run.cfg.on_divergence == 'rollback'
+    state = run.state
     loss_sum, targets, skipped, steps = state.logged or (0.0, 0, 0, 0)
     step = state.iter_num - len(pending)
-    for loss, bad, num_targets in pending:
-        step, steps = step + 1, steps + 1
-        if bad.item():
+    for result, num_targets in pending:
+        step += 1
+        steps += 1
+        if result.skipped.item():
             skipped += 1
             state.bad_in_a_row += 1
         else:
-            loss_sum, targets = loss_sum + loss.item(), targets + num_targets
-            track_loss(run, step, loss.item() / max(num_targets, 1))
-        counted = state.bad_in_a_row - (0 if rolls_back else state.spikes_in_a_row)
-        if counted >= MAX_BAD_STEPS and run.diverged_at is None:
+            loss = result.loss.item()
+            loss_sum += loss
+            targets += num_targets
+            state.bad_in_a_row = 0
+            track_loss(run, step, loss / max(num_targets, 1))
+        if state.bad_in_a_row >= MAX_BAD_STEPS and run.diverged_at is None:
             run.diverged_at = step
     pending.clear()
     state.logged = [loss_sum, targets, skipped, steps]
 
 
 def track_loss(run, step, loss):
-    """Books the loss of a step; a spike is told once, and spikes that stay are the new level in the end."""
-    state, usual = run.state, run.state.recent
-    if len(usual) < SPIKE_WINDOW // 4 or loss <= np.mean(usual) + SPIKE * max(np.std(usual), 1e-3):
-        state.bad_in_a_row = state.spikes_in_a_row = 0
-        state.recent = [*usual, loss][-SPIKE_WINDOW:]
+    """Logs the first of several spikes in a row. After MAX_BAD_STEPS of them the new level counts as normal."""
+    state, recent = run.state, run.state.recent
+    enough = len(recent) >= SPIKE_WINDOW // 4
+    if not enough or loss <= np.mean(recent) + SPIKE * max(np.std(recent), 1e-3):
+        state.spikes_in_a_row = 0
+        state.recent = [*recent, loss][-SPIKE_WINDOW:]
         return
-    if not state.spikes_in_a_row:
-        run.log.write(f'step {step}: loss {loss:.4f} is a spike: the {len(usual)} steps before had '
-                      f'{np.mean(usual):.4f} +- {np.std(usual):.4f}', step=step, spike=loss)
-    state.bad_in_a_row, state.spikes_in_a_row = state.bad_in_a_row + 1, state.spikes_in_a_row + 1
-    if run.cfg.on_divergence == 'stop' and state.spikes_in_a_row >= MAX_BAD_STEPS:
-        state.bad_in_a_row, state.spikes_in_a_row, state.recent = 0, 0, []
+    if state.spikes_in_a_row == 0:
+        run.log.write(f'step {step}: loss {loss:.4f} is a spike; the {len(recent)} steps before had '
+                      f'{np.mean(recent):.4f} +- {np.std(recent):.4f}', step=step, spike=loss)
+    state.spikes_in_a_row += 1
+    if state.spikes_in_a_row >= MAX_BAD_STEPS:
+        state.spikes_in_a_row, state.recent = 0, []
+
+
+def divergence_message(run):
+    """The error that ends a run which has diverged."""
+    return (f'step {run.diverged_at}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a row. Those steps '
+            'changed no weight. Lower the learning rate and resume with --init_from=resume; with dtype=float16 try '
+            'bfloat16 or float32')

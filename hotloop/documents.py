@@ -1,16 +1,11 @@
 """Files -> documents, in pieces: a document may be larger than memory."""
 
-import bz2
-import codecs
 import csv
-import gzip
 import json
-import lzma
 import os
 import re
 import sys
-import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -18,13 +13,18 @@ import numpy as np
 
 from hotloop.chat_template import ROW_FIELDS, parts_of
 from hotloop.files import optional
+from hotloop.text_file import open_text
+
+PIECE = 1 << 20  # characters that are tokenized at a time
+BLOCK = 1 << 20  # characters that are read at a time
+JSON_LIMIT = 1 << 30  # bytes of a .json file, which is parsed at once
 
 
 @dataclass
 class ReadConfig:
     # --- reading
-    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens'] = 'auto'  # auto: by their names
-    text_field: str | None = None  # of a row; None: text or content, or what instruction data is made of
+    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens'] = 'auto'  # auto: by the file's name
+    text_field: str | None = None  # field of a row that holds the text; None: text, content, or instruction data
     template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of chats; auto: by row
     separator: str | None = None  # text between the documents of a file, such as <|endoftext|>; \n is a line end
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with bytes that are not UTF-8
@@ -33,20 +33,24 @@ class ReadConfig:
         """What is wrong with the settings, a sentence each."""
         wrong = []
         if self.separator == '':
-            wrong.append('separator is empty; leave it out, or name the text between documents')
+            wrong.append('separator is empty; leave it out, or give the text between documents')
         if self.template != 'auto' and self.text_field:
-            wrong.append(f'template={self.template!r} is for instruction data, and text_field={self.text_field!r} asks '
-                         'for one text of a row; leave out one of them')
+            wrong.append(f'template={self.template!r} is for instruction data, and text_field={self.text_field!r} '
+                         'selects one text of a row; leave out one of them')
         return wrong
 
 
-PIECE = 1 << 20  # characters that are tokenized at a time
+@dataclass
+class RowCounts:
+    """What documents_in() counts: rows skipped because they have no text or no answer, and the chat templates used."""
+    skipped: int = 0
+    templates: set = field(default_factory=set)
 
 
 class Piece(NamedTuple):
     """
-    A stretch of one document. parts: [(text, markup, counts)] that are tokenized apart where `counts` (in the loss)
-    changes; in markup, which is a template's, the names of special ids stand for them. Or an array of token ids.
+    A stretch of one document. parts: [(text, markup, counts)], tokenized separately where `counts` (in the loss)
+    changes; markup belongs to a template, and the names of special ids in it become those ids. Or an array of ids.
     """
     parts: list | np.ndarray
     start: bool  # of the document
@@ -54,27 +58,31 @@ class Piece(NamedTuple):
     key: str  # of the document: decides whether it is held out
 
 
-def documents_in(files, cfg, progress=None):
-    """The pieces of all documents of the files, in order."""
+def documents_in(files, reading, progress=None, counts=None):
+    """The pieces of all documents of the files, in order. Reports the bytes read to progress; fills counts."""
     if files and files[0].kind == 'joined':
-        # the rows of WikiText are the lines of one document, of which the empty ones have lost their blank
-        rows = (row for file in files for _, row in rows_in(file, cfg, progress))
+        # WikiText: each row is a line of one document, and empty lines have lost their space and line end
+        rows = (row for file in files for _, row in rows_in(file, reading, progress))
         yield from pieces_of((row['text'] or ' \n' for row in rows), files[0].name)
         return
+    separator = reading.separator
+    if separator:
+        separator = separator.replace('\\n', '\n').replace('\\t', '\t')
     for file in files:
         if file.kind == 'tokens':
             yield from token_pieces(file, progress)
-        elif file.kind == 'text':
-            separator = cfg.separator and cfg.separator.replace('\\n', '\n').replace('\\t', '\t')
-            yield from pieces_of(text_blocks(file, cfg, progress), None if separator else file.name, separator)
+        elif file.kind != 'text':
+            yield from row_pieces(file, reading, progress, counts)
+        elif separator:
+            yield from pieces_of(text_blocks(file, reading, progress), separator=separator)
         else:
-            yield from row_pieces(file, cfg, progress)
+            yield from pieces_of(text_blocks(file, reading, progress), file.name)
 
 
 def pieces_of(blocks, key=None, separator=None):
     """
-    The documents in blocks of text, as pieces: one, or those between separators, less the line ends around them. The
-    key is the one given, or the first piece of the text. Tokenizing the pieces gives the tokens of the whole.
+    The pieces of the documents in blocks of text: one document, or those between separators without the line ends
+    around them. The key of a document is the given one, or its first piece. Pieces give the tokens of the document.
     """
     text, start, name = '', True, key
     for block in chain(blocks, [None]):
@@ -88,119 +96,82 @@ def pieces_of(blocks, key=None, separator=None):
                 yield Piece([(document, False, True)], start, True, document if name is None else name)
             start, name = True, key
         while len(text) > 2 * PIECE:
-            text = text.lstrip('\r\n') if separator and start else text
-            at = safe_cut(text, PIECE)
-            head, text = text[:at], text[at:]
+            if separator and start:
+                text = text.lstrip('\r\n')
+            cut = safe_cut(text, PIECE)
+            head, text = text[:cut], text[cut:]
             name = head if name is None else name
             yield Piece([(head, False, True)], start, False, name)
             start = False
 
 
-# no split rule of these tokenizers has a word across: the start of a line that begins with a letter, after a line that
-# ends without a blank; a line end after a letter; a space after a letter
+# places that no tokenizer's split rule crosses: the start of a line that begins with a letter, after a line that does
+# not end in a space; a line end after a letter; a space after a letter
 SAFE_CUTS = [re.compile(rule) for rule in (r'(?<=\S\n)(?=[^\W\d_])', r'(?<=[^\W\d_])(?=\r?\n)', r'(?<=[^\W\d_])(?= )')]
 
 
 def safe_cut(text, size):
-    """The last place up to `size` where cutting the text changes no token; `size` itself where none is near."""
+    """The last index up to `size` where cutting the text changes no token; `size` itself if there is none nearby."""
     for rule in SAFE_CUTS:
         for near in (1 << 10, 1 << 16):
-            places = [match.start() for match in rule.finditer(text, max(size - near, 1), size + 1)]
-            if places:
-                return places[-1]
+            cuts = [match.start() for match in rule.finditer(text, max(size - near, 1), size + 1)]
+            if cuts:
+                return cuts[-1]
     return size
 
 
-def text_blocks(file, cfg, progress=None):
-    """A file's text in blocks, decompressed, line ends as they are, less a byte-order mark."""
-    decoder, at = codecs.getincrementaldecoder('utf-8')('replace' if cfg.bad_utf8 == 'replace' else 'strict'), 0
-    for block in chain(byte_blocks(file.path, progress), [b'']):
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as e:
-            place = at - len(decoder.getstate()[0]) + e.start
-            kind = ' (UTF-16?)' if place == 0 and e.object[:2] in (b'\xff\xfe', b'\xfe\xff') else ''
-            raise ValueError(f'{file.path} is not UTF-8 text{kind}: byte {e.object[e.start]:#04x} at {place}; convert '
-                             'it, or read on with --bad_utf8=replace') from None
-        yield text.removeprefix('\ufeff') if at == 0 else text
-        at += len(block)
-
-
 def standard_input():
-    """Its bytes; ValueError where it is closed."""
+    """The bytes of standard input as a file. ValueError if it is closed."""
     if sys.stdin is None:
-        raise ValueError('standard input is closed; give it something to read, or name a file')
+        raise ValueError('standard input is closed; redirect something into it, or name a file')
     return sys.stdin.buffer
 
 
-def byte_blocks(path, progress=None):
-    """A file's bytes in blocks of a megabyte, decompressed as its name says; progress is told of bytes on the disk."""
-    suffix, seen = os.path.splitext(path)[1].lower(), 0
-    try:
-        with open(path, 'rb') as raw:
-            f = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open}.get(suffix, lambda f: f)(raw)
-            for block in zstandard_blocks(raw) if suffix == '.zst' else iter(lambda: f.read(1 << 20), b''):
-                yield block
-                if progress:
-                    progress.add(raw.tell() - seen)
-                    seen = raw.tell()
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as e:
-        raise ValueError(f'{path} is damaged: {e}') from None
-    except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
+def open_file(file, reading, progress=None):
+    """open_text() of a file as the settings want it."""
+    return open_text(file.path, 'replace' if reading.bad_utf8 == 'replace' else 'strict', progress)
 
 
-def zstandard_blocks(raw):
-    """What a .zst file holds, frame by frame; the package's own reader takes a file that was cut for a whole one."""
-    zstandard = optional('zstandard', 'reads .zst files')
-    try:
-        frame, data = None, raw.read(1 << 14)
-        while data:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            if block := frame.decompress(data):
-                yield block
-            data = frame.unused_data or raw.read(1 << 14)
-            frame = None if frame.eof else frame
-    except zstandard.ZstdError as e:
-        raise EOFError(e) from None
-    if frame:
-        raise EOFError('it ends in the middle')
+def text_blocks(file, reading, progress=None):
+    """A file's text in blocks of BLOCK characters."""
+    with open_file(file, reading, progress) as f:
+        while block := f.read(BLOCK):
+            yield block
 
 
 def token_pieces(file, progress=None):
-    """The token ids of one of llm.c's shards: 256 int32 (magic, version, count), then that many uint16."""
-    size = os.path.getsize(file.path)
+    """The token ids of a shard of llm.c: 256 int32 (magic number, version, count), then `count` uint16."""
     try:
-        header = np.fromfile(file.path, dtype='<i4', count=256)
+        header, size = np.fromfile(file.path, '<i4', 256), os.path.getsize(file.path)
     except OSError as e:
         raise ValueError(f'{file.path} cannot be read: {e.strerror or e}') from None
-    if len(header) < 256 or header[0] != 20240520 or header[1] != 1:
-        raise ValueError(f'{file.path} is no shard of GPT-2 tokens: its header does not begin with 20240520 and 1')
+    if header[:2].tolist() != [20240520, 1] or len(header) < 256:
+        raise ValueError(f'{file.path} is not a shard of GPT-2 tokens: its header does not begin with 20240520 and 1')
     if size != 1024 + 2 * int(header[2]):
-        raise ValueError(f'{file.path} has {size:,} bytes, not those of the {header[2]:,} tokens that it tells of; '
-                         'fetch it again')
-    tokens = np.memmap(file.path, dtype='<u2', mode='r', offset=1024, shape=(int(header[2]),))
-    at, size = 0, min(PIECE, max(len(tokens) // 256, 1024))
-    while at < len(tokens):
-        block = np.array(tokens[at:at + size])
-        if at + len(block) < len(tokens):  # a document begins with its end-of-text id here; cut where one does
-            ends = np.flatnonzero(block == 50256)
-            block = block[:ends[-1]] if len(ends) and ends[-1] else block
-        if block.max() > 50256:
-            raise ValueError(f"{file.path} has token id {block.max()}, beyond GPT-2's 50256")
-        yield Piece(block, True, True, file.name)
-        at += len(block)
+        raise ValueError(f'{file.path} has {size:,} bytes, which do not fit the {header[2]:,} tokens of its header; '
+                         'get it again')
+    tokens = np.memmap(file.path, '<u2', 'r', offset=1024, shape=(int(header[2]),))
+    start, size = 0, min(PIECE, max(len(tokens) // 256, 1024))
+    while start < len(tokens):
+        ids = np.array(tokens[start:start + size])
+        ends = np.flatnonzero(ids == 50256)  # a document begins with its end-of-text id here: cut before one
+        if start + len(ids) < len(tokens) and len(ends) and ends[-1]:
+            ids = ids[:ends[-1]]
+        if ids.max() > 50256:
+            raise ValueError(f"{file.path} has token id {ids.max()}, beyond GPT-2's 50256")
+        yield Piece(ids, True, True, file.name)
+        start += len(ids)
         if progress:
-            progress.add(2 * len(block))
+            progress.add(2 * len(ids))
 
 
-def row_pieces(file, cfg, progress=None):
-    """The documents of a file of rows."""
-    for place, row in rows_in(file, cfg, progress):
-        parts = parts_of(row, place, cfg, progress and progress.templates)
+def row_pieces(file, reading, progress=None, counts=None):
+    """The pieces of the documents in a file of rows."""
+    for where, row in rows_in(file, reading, progress):
+        parts = parts_of(row, where, reading, counts and counts.templates)
         if parts is None:
-            if progress:
-                progress.skipped += 1
+            if counts:
+                counts.skipped += 1
         elif len(parts) == 1:
             text = parts[0][0]
             yield from pieces_of(text[i:i + PIECE] for i in range(0, len(text), PIECE))
@@ -208,81 +179,82 @@ def row_pieces(file, cfg, progress=None):
             yield Piece(parts, True, True, '\0'.join(text for text, *_ in parts))
 
 
-def rows_in(file, cfg, progress=None):
-    """(place, row) of each row; a row is a dict, or a str in a JSON file of texts."""
-    if file.kind in ('parquet', 'joined'):
-        yield from parquet_rows(file, cfg, progress)
+def rows_in(file, reading, progress=None):
+    """(where, row) of each row of a file; a row is a dict, or a str in a JSON file of texts."""
+    if file.kind == 'jsonl':
+        with open_file(file, reading, progress) as f:
+            yield from jsonl_rows(f, file.path)
     elif file.kind == 'csv':
-        csv.field_size_limit(2**31 - 1)
-        delimiter = '\t' if '.tsv' in os.path.basename(file.path).lower() else ','
-        reader = csv.DictReader(lines_of(text_blocks(file, cfg, progress)), delimiter=delimiter, strict=True)
-        try:
-            for row in reader:
-                if None in row:
-                    raise csv.Error(f'{len(row[None])} values more than the head has fields: {str(row[None])[:50]}')
-                yield f'{file.path}, line {reader.line_num}', row
-        except csv.Error as e:
-            raise ValueError(f'{file.path}, line {reader.line_num}: {e}') from None
+        with open_file(file, reading, progress) as f:
+            yield from csv_rows(f, file.path)
     elif file.kind == 'json':
-        yield from json_elements(file, cfg, progress)
+        yield from json_rows(file, reading, progress)
     else:
-        for number, line in enumerate(lines_of(text_blocks(file, cfg, progress)), 1):
-            if line.strip():
-                try:
-                    yield f'{file.path}, line {number}', json.loads(line)
-                except (ValueError, RecursionError) as e:
-                    raise ValueError(f'{file.path}, line {number} is not JSON: {e}') from None
+        yield from parquet_rows(file, reading, progress)
 
 
-def lines_of(blocks):
-    """Lines with their line feed, from blocks."""
-    held = []
-    for block in blocks:
-        *ended, rest = block.split('\n')
-        if ended:
-            yield ''.join(held) + ended[0] + '\n'
-            yield from (line + '\n' for line in ended[1:])
-            held = []
-        held.append(rest)
-    if last := ''.join(held):
-        yield last
+def jsonl_rows(lines, path):
+    """(where, row) of lines of JSON."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise ValueError(f'{path}, line {number} is not JSON: {e}') from None
+            yield f'{path}, line {number}', row
 
 
-def json_elements(file, cfg, progress=None):
-    """(place, element) of a JSON list, read element by element."""
-    decoder, text, at, number = json.JSONDecoder(), '', 0, 0
-    blocks = text_blocks(file, cfg, progress)
-    while True:
-        at = re.compile(r'\s*[,\[]?\s*' if number == 0 else r'\s*,?\s*').match(text, at).end()
-        if text[at:at + 1] == ']':
-            if text[at + 1:].strip() or any(block.strip() for block in blocks):
-                raise ValueError(f'{file.path} goes on behind the end of its list, after element {number}')
-            return
-        try:
-            element, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as e:
-            block = next(blocks, None)
-            if block is None or len(text) - at > 2**28:
-                raise ValueError(f'{file.path} is not a JSON list: element {number + 1}: {e}') from None
-            text, at = text[at:] + block, 0
-            continue
-        number += 1
-        yield f'{file.path}, element {number}', element
+def csv_rows(lines, path):
+    """(where, row) of lines of CSV, or of TSV by the name of the file. The first line names the fields."""
+    csv.field_size_limit(2**31 - 1)
+    delimiter = '\t' if '.tsv' in os.path.basename(path).lower() else ','
+    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    try:
+        for row in reader:
+            if None in row:
+                raise csv.Error(f'{len(row[None])} values more than the header has fields: {str(row[None])[:50]}')
+            yield f'{path}, line {reader.line_num}', row
+    except csv.Error as e:
+        raise ValueError(f'{path}, line {reader.line_num}: {e}') from None
 
 
-def parquet_rows(file, cfg, progress=None):
-    """(place, row) of a parquet file, a few hundred rows in memory at a time."""
+def json_rows(file, reading, progress=None):
+    """
+    (where, row) of a .json file, which is parsed at once: a list of rows, or one object per line. Anything else is
+    one text, such as package.json in a folder of source code.
+    """
+    if os.path.getsize(file.path) > JSON_LIMIT:
+        raise ValueError(f'{file.path} is too large to parse at once; convert it to .jsonl, one object per line')
+    text = ''.join(text_blocks(file, reading, progress))
+    try:
+        if text.lstrip().startswith('['):
+            rows = json.loads(text)
+        elif re.match(r'\s*\{.*\}\s*\n\s*\{', text):
+            rows = [json.loads(line) for line in text.split('\n') if line.strip()]
+        else:
+            rows = [text]
+            if progress:
+                print(f'note: {file.path} is not a list of rows and is read as one text', file=sys.stderr)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f'{file.path} is not a JSON list: {e}; --format=text reads it as one text') from None
+    for number, row in enumerate(rows, 1):
+        yield f'{file.path}, element {number}', row
+
+
+def parquet_rows(file, reading, progress=None):
+    """(where, row) of a parquet file, a few hundred rows in memory at a time. Other fields are not read."""
+    pyarrow = optional('pyarrow', 'reads parquet files')
     parquet = optional('pyarrow.parquet', 'reads parquet files')
+    wanted = (reading.text_field,) if reading.text_field else ROW_FIELDS
     number, size = 0, os.path.getsize(file.path)
     try:
         with parquet.ParquetFile(file.path) as table:
-            known = (cfg.text_field,) if cfg.text_field else ROW_FIELDS
-            wanted = [name for name in table.schema_arrow.names if name in known] or None
-            for batch in table.iter_batches(256, columns=wanted):
+            fields = [name for name in table.schema_arrow.names if name in wanted] or None
+            for batch in table.iter_batches(256, columns=fields):
                 for row in batch.to_pylist():
                     number += 1
                     yield f'{file.path}, row {number}', row
                 if progress:
                     progress.add(size * batch.num_rows // max(table.metadata.num_rows, 1))
-    except (OSError, optional('pyarrow', '').ArrowException) as e:
-        raise ValueError(f'{file.path} is not a parquet file that can be read: {str(e)[:200]}') from None
+    except (OSError, pyarrow.ArrowException) as e:
+        raise ValueError(f'{file.path} cannot be read as parquet: {str(e)[:200]}') from None

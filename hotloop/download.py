@@ -1,123 +1,135 @@
 """Downloads: retried, resumed, checked."""
 
-import glob
-import hashlib
+import contextlib
 import os
 import re
 import sys
 import time
+from urllib.parse import urlsplit
 
-from hotloop.files import Progress, hash_file
+from hotloop.files import Progress, first_line, hash_file, lock, sync_folder
 
-ATTEMPTS, PAUSE = 6, 1.0  # in a row without a byte of progress; seconds before the second, doubling after that
-PATIENCE = 30.0  # seconds without a byte after which a connection counts as cut
+BACKOFF = 1.0  # seconds before another attempt; grows with each that brings nothing new
+PATIENCE = 30.0  # seconds without a byte before a connection counts as lost
+ATTEMPTS = 6  # in a row that bring nothing new
+HINTS = {401: 'set HF_TOKEN if the file needs one', 403: 'set HF_TOKEN if the file needs one', 404: 'check the address'}
 
 
 def hub():
+    """The address of the Hugging Face hub, or of the mirror in HF_ENDPOINT."""
     return os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')
 
 
 def download(url, path, sha256=None):
     """
-    One file, unless it is there already: written aside and renamed when its length and its hash (sha256, or the ETag
-    where that is one) are right. A cut connection is resumed, a server's failure retried, now or by the next command.
-    HF_ENDPOINT, HF_TOKEN and proxies are honoured. ValueError says what is wrong.
+    Downloads a file unless it is there, and returns its path. It is written to path.part, which a later call resumes,
+    and renamed once its length and its SHA-256 (the argument, or what the hub sends) are right. HF_ENDPOINT, HF_TOKEN
+    (sent to the hub alone) and proxies apply. ValueError says what is wrong.
     """
-    import requests
     if os.path.exists(path):
         return path
-    print(f'downloading {url}', file=sys.stderr)
-    attempt, most = 0, 0
-    while True:
-        try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            return fetch(url, path, sha256)
-        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError, Interrupted) as e:
-            here = sum(os.path.getsize(p) for p in glob.glob(glob.escape(path) + '.*.part'))
-            attempt, most = 1 if here > most else attempt + 1, max(here, most)
-            if attempt == ATTEMPTS:
-                raise ValueError(f'{url} could not be downloaded, after {ATTEMPTS} attempts: '
-                                 f'{type(e).__name__}: {e}') from None
-            time.sleep(max(PAUSE * 2**(attempt - 1), min(getattr(e, 'wait', 0), 60)))
-        except (requests.RequestException, OSError) as e:
-            raise ValueError(f'{url} could not be downloaded: {type(e).__name__}: {e}') from None
-
-
-class Interrupted(Exception):
-    """An answer that another attempt may better; wait: seconds that the server asks for."""
-
-    def __init__(self, text, wait=0.0):
-        super().__init__(text)
-        self.wait = wait
-
-
-def fetch(url, path, sha256):
-    """One attempt of download()."""
-    import requests
-    token = os.environ.get('HF_TOKEN') if url.startswith(hub() + '/') else None
-    headers = {'Accept-Encoding': 'identity', **({'Authorization': f'Bearer {token}'} if token else {})}
-
-    def get(more=()):
-        return requests.get(url, headers=headers | dict(more), stream=True, timeout=PATIENCE)
-    with get() as answer:
-        check_answer(url, answer)
-        # the hub tells length and hash on its first answer and redirects to where the bytes are
-        told = {k.lower(): v for a in [*answer.history, answer] for k, v in a.headers.items()}
-        encoded = answer.headers.get('Content-Encoding', 'identity') != 'identity'
-        length = '' if encoded else answer.headers.get('Content-Length') or told.get('x-linked-size') or ''
-        length = int(length) if length.isdecimal() else -1
-        etag = sha256 or (told.get('x-linked-etag') or told.get('etag') or '').removeprefix('W/').strip('"')
-        is_hash = sha256 or 'x-linked-etag' in told or url.startswith(hub() + '/')
-        # the name of what is there so far says which version of the file it is of
-        version = hashlib.sha256(f'{etag} {told.get("last-modified")} {length}'.encode()).hexdigest()[:8]
-        part = f'{path}.{version}.part'
-        with open(part, 'ab') as f:
-
-            have, goes_on = f.tell(), False
-            if 0 < have < length:
-                with get({'Range': f'bytes={have}-'}) as rest:
-                    told_range = rest.headers.get('Content-Range', '')
-                    if goes_on := rest.status_code == 206 and told_range.startswith(f'bytes {have}-'):
-                        receive(rest, f, length)
-            if have != length and not goes_on:
-                f.seek(f.truncate(0))
-                receive(answer, f, length)
-            size = f.tell()
-            os.fsync(f.fileno())
-    if 0 <= length != size:
-        if size > length:
-            os.remove(part)
-        raise Interrupted(f'{size:,} bytes came, not {length:,}')
-    # the hub's ETag is a SHA-256, or the SHA-1 of a git blob; other servers' say what they like
-    kind = {64: hashlib.sha256, 40: lambda: hashlib.sha1(f'blob {size}\0'.encode())}.get(len(etag))
-    found = hash_file(part, kind) if is_hash and kind and re.fullmatch('[0-9a-f]+', etag) else etag
-    if found != etag:
-        os.remove(part)
-        raise ValueError(f'{url}: the hash of what came is {found}, not {etag}; run it again')
-    os.replace(part, path)
-    for left in glob.glob(glob.escape(path) + '.*.part'):  # of versions before this one
-        os.remove(left)
+    part, held = path + '.part', None
+    try:
+        os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
+        held = lock(path + '.lock')
+        if not os.path.exists(path):
+            print(f'downloading {url}', file=sys.stderr)
+            linked = fetch(url, part)
+            expected = sha256 or linked
+            if expected and hash_file(part) != expected:
+                os.remove(part)
+                raise ValueError(f'{url} does not have the SHA-256 {expected}; the download was deleted, try again')
+            os.replace(part, path)
+            sync_folder(os.path.dirname(path) or '.')
+    except OSError as e:
+        raise ValueError(f'{url} cannot be downloaded to {path}: {e.strerror or first_line(e)}') from None
+    finally:
+        if held:
+            held.release()
+    for left in (part + '.etag', path + '.lock', path + '.lock.pid'):
+        with contextlib.suppress(OSError):
+            os.remove(left)
     return path
 
 
-def check_answer(url, answer):
-    """ValueError or Interrupted unless the answer is a file."""
-    if answer.status_code in (408, 425, 429) or answer.status_code >= 500:
-        wait = answer.headers.get('Retry-After', '')
-        raise Interrupted(f'it answered {answer.status_code} {answer.reason}', int(wait) if wait.isdigit() else 0)
-    if answer.status_code != 200:
-        hint = '; set HF_TOKEN if it is yours to read' if answer.status_code in (401, 403) else ''
-        raise ValueError(f'{url} answered {answer.status_code} {answer.reason}{hint}')
-    if 'text/html' in answer.headers.get('Content-Type', '') and not url.partition('?')[0].endswith(('.html', '.htm')):
-        raise ValueError(f'{url} is a web page, not the file; give the address of the file itself')
+def fetch(url, part):
+    """Downloads to the file `part`, resumed after every cut. Returns the SHA-256 that the hub sends, or None."""
+    import requests
+    from urllib3.util import Retry
+    retry = Retry(5, connect=2, status_forcelist=(408, 425, 429, 500, 502, 503, 504), backoff_factor=BACKOFF,
+                  raise_on_status=False, respect_retry_after_header=False)
+    failures, most = 0, 0
+    with requests.Session() as session:
+        for scheme in ('http://', 'https://'):
+            session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
+        while failures < ATTEMPTS:
+            with request(session, url, part) as answer, \
+                    contextlib.suppress(requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
+                if receive(answer, part):
+                    return linked_hash(answer)
+            size = os.path.getsize(part)
+            failures = 0 if size > most else failures + 1
+            most = max(size, most)
+            time.sleep(BACKOFF * failures)
+    raise ValueError(f'{url}: the connection broke {ATTEMPTS} times in a row; run the command again to resume')
 
 
-def receive(answer, f, length):
-    """Writes the body behind what the file holds."""
-    progress = Progress(length)
-    progress.add(f.tell())
-    for chunk in answer.iter_content(1 << 20):
-        f.write(chunk)
-        progress.add(len(chunk))
-    f.flush()
-    progress.close()
+def request(session, url, part):
+    """The server's answer: the rest of the file if `part` is the start of the same version, else all of it."""
+    import requests
+    headers, etag, have = {'Accept-Encoding': 'identity'}, '', 0
+    if url.startswith(hub() + '/') and os.environ.get('HF_TOKEN'):
+        headers['Authorization'] = f'Bearer {os.environ["HF_TOKEN"]}'
+    with contextlib.suppress(OSError), open(part + '.etag', encoding='utf-8') as f:
+        etag, have = f.read(), os.path.getsize(part)
+    if etag and have:
+        headers |= {'Range': f'bytes={have}-', 'If-Range': etag}
+    try:
+        answer = session.get(url, headers=headers, stream=True, timeout=(min(PATIENCE, 10), PATIENCE))
+    except (requests.ConnectionError, requests.Timeout) as e:
+        raise ValueError(f'{url}: no connection to {urlsplit(url).netloc} ({type(e).__name__}); check the network '
+                         'and the proxy settings') from None
+    status, rest = answer.status_code, answer.headers.get('Content-Range', '')
+    is_rest = status == 206 and rest.startswith(f'bytes {have}-') and answer.headers.get('ETag') == etag
+    if 'Range' in headers and status in (206, 416) and not is_rest:  # of another version: begin again
+        os.remove(part + '.etag')
+        return request(session, url, part)
+    if status != 200 and not is_rest:
+        raise ValueError(f'{url} answers {status} {answer.reason}; {HINTS.get(status, "try again later")}')
+    is_page = 'text/html' in answer.headers.get('Content-Type', '')
+    if is_page and not urlsplit(url).path.endswith(('.html', '.htm')):
+        raise ValueError(f'{url} is a web page; give the address of the file itself')
+    return answer
+
+
+def receive(answer, part):
+    """Writes an answer to the file `part`, or appends the rest of the file to it. Returns whether it is complete."""
+    etag, length = answer.headers.get('ETag', ''), answer.headers.get('Content-Length', '')
+    if 'Content-Encoding' in answer.headers or etag.startswith('W/'):  # ranges would be of other bytes
+        etag = ''
+    if 'Content-Encoding' in answer.headers or not length.isdecimal():
+        length = None
+    with open(part, 'ab' if answer.status_code == 206 else 'wb') as f:
+        have = f.tell()
+        if not have:
+            with open(part + '.etag', 'w', encoding='utf-8') as version:
+                version.write(etag)
+        size = None if length is None else have + int(length)
+        progress = Progress(size or 0)
+        progress.add(have)
+        for chunk in answer.iter_content(1 << 18):
+            f.write(chunk)
+            progress.add(len(chunk))
+        progress.close()
+        f.flush()
+        os.fsync(f.fileno())
+        return size in (None, f.tell())
+
+
+def linked_hash(answer):
+    """The SHA-256 that the hub sends before it redirects to where the bytes are; None if there is none."""
+    for one in (*answer.history, answer):
+        etag = one.headers.get('X-Linked-ETag', '').removeprefix('W/').strip('"')
+        if re.fullmatch('[0-9a-f]{64}', etag):
+            return etag
+    return None

@@ -104,7 +104,6 @@ class Progress:
 
     def __init__(self, total):
         self.total, self.done, self.start, self.shown = max(total, 1), 0, time.time(), 0.0
-        self.skipped, self.templates = 0, set()
 
     def add(self, num_bytes):
         self.done += num_bytes

@@ -3,113 +3,139 @@
 import torch
 import torch.distributed as dist
 
-# Newton-Schulz iterations that push all singular values towards 1 (Keller Jordan, https://kellerjordan.github.io/posts/muon)
-NS_STEPS, NS_A, NS_B, NS_C = 5, 3.4445, -4.7750, 2.0315
+# Newton-Schulz iteration that moves all singular values towards 1, with Keller Jordan's coefficients
+# (https://kellerjordan.github.io/posts/muon)
+NS_STEPS = 5
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(G, dtype):
-    """The nearest semi-orthogonal matrix, roughly: singular values between 0.7 and 1.2. G: (N, m, n) with m <= n."""
+    """The nearest semi-orthogonal matrices, roughly: singular values of 0.7 to 1.2. G: (N, m, n), m <= n."""
+    a, b, c = NS_COEFFICIENTS
     X = G.to(dtype)
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NS_STEPS):
         A = X @ X.mT  # (N, m, m)
-        B = torch.baddbmm(A, A, A, beta=NS_B, alpha=NS_C)
-        X = torch.baddbmm(X, B, X, beta=NS_A)
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
+        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
     return X.to(G.dtype)
 
 
 class Muon(torch.optim.Optimizer):
     """
-    Momentum, orthogonalised: every matrix moves by an update whose singular values are all near 1.
+    Orthogonalized momentum: each matrix moves by an update whose singular values are all near 1.
 
-    Matrices of one shape are stacked and iterated together; torch.optim.Muon takes them one by one, which costs more
-    than a small model's whole step. `rows` says how a parameter falls into independent matrices: queries, keys and
-    values share a parameter but not an update. found_inf, when set to 1, makes a step change nothing at all.
+    Matrices of one shape are stacked and orthogonalized together, shared out over the processes.
+    torch.optim.Muon takes them one by one, which costs more than the rest of a small model's step.
+
+    rows: {parameter: [rows of each matrix in it]}. Queries, keys and values share a parameter, but
+    they are independent matrices. With found_inf set to 1 a step changes nothing.
     """
 
-    def __init__(self, params, rows, lr, momentum, weight_decay, dtype, world=1, rank=0, compiled=False):
+    def __init__(self, params, rows, lr, momentum, weight_decay, env):
         super().__init__(params, {'lr': lr, 'momentum': momentum, 'weight_decay': weight_decay})
-        self.rows, self.dtype, self.world, self.rank = rows, dtype, world, rank
-        self.found_inf = torch.zeros((), device=self.param_groups[0]['params'][0].device)
-        self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
+        self.rows, self.env = rows, env
+        self.found_inf = torch.zeros((), device=env.device)
+        # bf16 takes half the time where the run computes in it, and the iteration tolerates its rounding
+        self.dtype = torch.bfloat16 if env.dtype == torch.bfloat16 else torch.float32
+        self.orthogonalize = orthogonalize
+        if env.compile and env.device.type == 'cuda':  # on a CPU it is all matmul: there is nothing to fuse
+            self.orthogonalize = torch.compile(orthogonalize, dynamic=False)
 
     @torch.no_grad()
     def step(self):
+        keep = 1.0 - self.found_inf  # 0 in a step that must change nothing
         for group in self.param_groups:
-            lr, momentum, decay = group['lr'], group['momentum'], group['weight_decay']
-            params = group['params']
+            params, momentum = group['params'], group['momentum']
+            grads, buffers = [], []
             for p in params:
                 if not self.state[p]:
                     self.state[p]['momentum_buffer'] = torch.zeros_like(p)
-            grads = [p.grad for p in params]
-            buffers = [self.state[p]['momentum_buffer'] for p in params]
-            grads, keep = [torch.where(self.found_inf > 0, 0.0, g) for g in grads], 1.0 - self.found_inf
-            for g, b in zip(grads, buffers, strict=True):
-                b.lerp_(g, (1 - momentum) * keep)
+                grad = torch.where(self.found_inf > 0, 0.0, p.grad)  # 0 * inf would be NaN
+                buffer = self.state[p]['momentum_buffer']
+                buffer.lerp_(grad, (1 - momentum) * keep)
+                grads.append(grad)
+                buffers.append(buffer)
             nesterov = torch._foreach_lerp(grads, buffers, momentum)
-            torch._foreach_mul_(params, 1 - lr * decay * keep)
-            self.update(params, nesterov, -lr * keep)
+            torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'] * keep)
+            self.update(params, nesterov, -group['lr'] * keep)
 
     def update(self, params, directions, scale):
-        """Adds scale x the orthogonalised directions, all matrices of a shape at a time."""
-        shapes = {}
-        for p, d in zip(params, directions, strict=True):
-            for part, piece in zip(p.split(self.rows[p]), d.split(self.rows[p]), strict=True):
-                wide = piece if piece.size(0) <= piece.size(1) else piece.T
-                shapes.setdefault(wide.shape, []).append((part, wide, piece.size(0) > piece.size(1)))
-        for matrices in shapes.values():
+        """Adds scale x the orthogonalized directions to params, all matrices of one shape at a time."""
+        by_shape = {}
+        for param, direction in zip(params, directions, strict=True):
+            rows = self.rows[param]
+            for weights, part in zip(param.split(rows), direction.split(rows), strict=True):
+                tall = part.size(0) > part.size(1)
+                wide = part.T if tall else part
+                by_shape.setdefault(wide.shape, []).append((weights, wide, tall))
+        for matrices in by_shape.values():
             stack = torch.stack([wide for _, wide, _ in matrices])  # (N, m, n)
-            for (part, _, tall), u in zip(matrices, self.shared(stack), strict=True):
-                # a tall matrix has fewer singular values than rows, so each row of an update would be too small
-                size = max(1.0, part.size(0) / part.size(1)) ** 0.5
-                part.add_((u.T if tall else u) * (scale * size))
+            for (weights, _, tall), update in zip(matrices, self.orthogonalize_shared(stack), strict=True):
+                if tall:
+                    update = update.T
+                # a tall matrix has fewer singular values than rows, so its rows would move too little
+                growth = max(1.0, weights.size(0) / weights.size(1)) ** 0.5
+                weights.add_(update * (scale * growth))
 
-    def shared(self, stack):
-        """Each process orthogonalises its share of the stack, and all get the whole."""
-        if self.world == 1:
+    def orthogonalize_shared(self, stack):
+        """Each process orthogonalizes its share of the stack, (N, m, n), and receives all of it."""
+        world, rank = self.env.world, self.env.rank
+        if world == 1:
             return self.orthogonalize(stack, self.dtype)
-        N, each = stack.size(0), -(-stack.size(0) // self.world)
-        padded = torch.zeros(each * self.world, *stack.shape[1:], device=stack.device, dtype=stack.dtype)
+        N = stack.size(0)
+        share = -(-N // world)
+        padded = torch.zeros(share * world, *stack.shape[1:], device=stack.device, dtype=stack.dtype)
         padded[:N] = stack
-        mine = padded[self.rank * each:(self.rank + 1) * each]
-        whole = torch.empty_like(padded)
-        gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
-        gather(whole, self.orthogonalize(mine, self.dtype).contiguous())
-        return whole[:N]
+        mine = self.orthogonalize(padded[rank * share:(rank + 1) * share], self.dtype)
+        gathered = torch.empty_like(padded)
+        # torch 2.13 renamed all_gather_into_tensor
+        all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+        all_gather(gathered, mine.contiguous())
+        return gathered[:N]
 
 
 def build_optimizers(model, cfg, env):
     """
-    [AdamW] or [AdamW, Muon]. Each group carries 'peak', its learning rate at the top of the schedule. Weight decay is
-    for matrices and embeddings; vectors and scalars go without, in two groups as nanoGPT has them.
+    Returns [AdamW] or [AdamW, Muon]. Muon takes the matrices inside blocks, AdamW everything else. Weight
+    decay is for matrices and embeddings; vectors and scalars are a group without, as in nanoGPT, whose
+    optimizer states fit. Each group carries 'peak', its learning rate at the top of the schedule.
     """
-    wte = model.transformer.wte.weight
-    by_muon = [p for p in model.transformer.h.parameters() if cfg.optimizer == 'muon' and p.dim() == 2]
-    apart = {*by_muon, wte} if by_muon else set()
-    rest = [p for p in model.parameters() if p not in apart]
-    decayed = [p for p in rest if p.dim() >= 2]
-    groups = [{'params': decayed, 'weight_decay': cfg.weight_decay, 'peak': cfg.learning_rate},
-              {'params': [p for p in rest if p.dim() < 2], 'weight_decay': 0.0, 'peak': cfg.learning_rate}]
-    if by_muon:
-        groups.append({'params': [wte], 'weight_decay': cfg.weight_decay,
-                       'peak': cfg.learning_rate if cfg.embed_lr is None else cfg.embed_lr})
-    elif cfg.embed_lr is not None:
+    use_muon = cfg.optimizer == 'muon'
+    if cfg.embed_lr is not None and not use_muon:
         raise ValueError(f"embed_lr={cfg.embed_lr} acts under optimizer='muon' only")
-    # fused: one kernel a group, and it honours found_inf on the device, so a bad step is skipped without a sync
+    embedding = model.transformer.wte.weight
+    in_blocks = set(model.transformer.h.parameters())
+    matrices, vectors, muon_matrices = [], [], []
+    for p in model.parameters():
+        if p.dim() < 2:
+            vectors.append(p)
+        elif use_muon and p in in_blocks:
+            muon_matrices.append(p)
+        elif not use_muon or p is not embedding:
+            matrices.append(p)
+    groups = [{'params': matrices, 'weight_decay': cfg.weight_decay, 'peak': cfg.learning_rate},
+              {'params': vectors, 'weight_decay': 0.0, 'peak': cfg.learning_rate}]
+    if use_muon:
+        embed_lr = cfg.learning_rate if cfg.embed_lr is None else cfg.embed_lr
+        groups.append({'params': [embedding], 'weight_decay': cfg.weight_decay, 'peak': embed_lr})
+    # fused: one kernel a group, which skips the update on the device where found_inf is 1. The attribute
+    # found_inf is GradScaler's private handshake with an optimizer; train_step sets it, and Muon has it too
     adamw = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
-    if not by_muon:
+    if not use_muon:
         return [adamw]
-    c = model.config
-    D = c.n_embd // c.n_head
-    qkv = [c.n_embd, c.n_kv_head * D, c.n_kv_head * D]
-    rows = {p: [p.size(0)] for p in by_muon}
-    for block in model.transformer.h:
-        rows[block.attn.c_attn.weight] = qkv
-        if c.mlp == 'swiglu':
-            rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]
-    # bf16 where the run computes in it: half the time, and the iterations forgive its rounding
-    dtype = torch.bfloat16 if env.dtype == torch.bfloat16 else torch.float32
-    muon = Muon(by_muon, rows, cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, dtype, env.world, env.rank,
-                env.compile and env.device.type == 'cuda')  # on CPUs it is all matmul: nothing to fuse
+    muon = Muon(muon_matrices, matrix_rows(model), cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, env)
     muon.param_groups[0]['peak'] = cfg.muon_lr
     return [adamw, muon]
+
+
+def matrix_rows(model):
+    """{parameter: [rows of each independent matrix in it]} of the matrices inside blocks."""
+    c = model.config
+    kv_rows = c.n_kv_head * (c.n_embd // c.n_head)
+    rows = {p: [p.size(0)] for p in model.transformer.h.parameters() if p.dim() == 2}
+    for block in model.transformer.h:
+        rows[block.attn.c_attn.weight] = [c.n_embd, kv_rows, kv_rows]  # queries, keys, values
+        if c.mlp == 'swiglu':
+            rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]  # up, gate
+    return rows

@@ -1,4 +1,4 @@
-"""What the benches share: the machine in a line, sides measured in turn, the memory of a process tree, tables."""
+"""What the benches share: a line about the machine, alternating measurements, memory of a process tree, tables."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ SHARED = os.path.join(os.path.dirname(ROOT), 'shared', 'data')
 
 
 def machine():
-    """Processor, cores and versions: what a figure is of."""
+    """Processor, cores, Python and date, to print beside a figure."""
     name = platform.processor() or platform.machine()
     if os.path.exists('/proc/cpuinfo'):
         with open('/proc/cpuinfo') as f:
@@ -27,13 +27,13 @@ def nanogpt(peer):
     """The module model.py of a clone of nanoGPT; its training script cannot be imported."""
     spec = importlib.util.spec_from_file_location('nanogpt_model', os.path.join(peer, 'model.py'))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclass looks for it
+    sys.modules[spec.name] = module  # its dataclass looks there
     spec.loader.exec_module(module)
     return module
 
 
 def alternate(sides, rounds):
-    """{name: [what each of `rounds` calls returned]} of {name: function}, the sides taking turns."""
+    """{name: [results of `rounds` calls]} of {name: function}; the sides take turns."""
     results = {name: [] for name in sides}
     for i in range(rounds):
         for name, side in sides.items():
@@ -48,9 +48,9 @@ def median(values):
 
 def run(command, cwd=ROOT, env=None, watch=False):
     """
-    (seconds, peak megabytes) of a command: wall-clock of the whole process, memory of it and all its children, pages
-    that several of them share counted once (Linux; elsewhere 0), if it is to be watched, which costs it time.
-    RuntimeError with its output when it fails.
+    (wall-clock seconds, peak megabytes) of a command. With `watch`, which slows it down, the memory of the process and
+    all its children is sampled, shared pages counted once (Linux only; 0 elsewhere). RuntimeError with the command's
+    output if it fails.
     """
     start, peak = time.perf_counter(), 0
     with subprocess.Popen(command, cwd=cwd, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE,
@@ -72,14 +72,15 @@ def family(pid):
     try:
         for task in os.listdir(f'/proc/{pid}/task'):
             with open(f'/proc/{pid}/task/{task}/children') as f:
-                members += [p for child in f.read().split() for p in family(int(child))]
+                for child in f.read().split():
+                    members += family(int(child))
     except OSError:
-        pass  # it has ended since, or this is not Linux
+        pass  # the process has ended, or this is not Linux
     return members
 
 
 def proportional_memory(pid):
-    """Bytes of a process, a page that n processes share counted as a nth."""
+    """Bytes of a process; a page that n processes share counts as 1/n."""
     try:
         with open(f'/proc/{pid}/smaps_rollup') as f:
             return next((1024 * int(line.split()[1]) for line in f if line.startswith('Pss:')), 0)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# all measurements that want a GPU, in under ten minutes, as Markdown on stdout
+# all measurements that need a GPU, as Markdown on stdout
 #
 #   tests/bench/gpu_report.sh PEER DATA_DIR DATASET > report.md
 #
-# PEER: a clone of karpathy/nanoGPT. DATA_DIR/DATASET: a corpus in GPT-2's tokens, of 20 million or more, made by
-# prepare.py --tokenizer=gpt2. STEPS and SHAPE make it small, to try the script on a CPU: STEPS=1 SHAPE=small
+# PEER: a clone of karpathy/nanoGPT. DATA_DIR/DATASET: a corpus in GPT-2's tokens, of 20 million or more, made
+# by prepare.py --tokenizer=gpt2. To try the script on a CPU, make it small: STEPS=1 SHAPE=small
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 peer=$(realpath "$1") data=$(realpath "$2") dataset=$3
@@ -26,8 +26,8 @@ echo
 echo "## where the time of a step goes"
 out=$(mktemp -d)
 small=$([ "$shape" = small ] && echo "--n_layer=4 --n_head=4 --n_embd=128 --block_size=64" || true)
-python train.py config/gpt2_124m_fast.py --data_dir="$data" --dataset="$dataset" --batch_size="$batch" \
-    --gradient_accumulation_steps=1 --out_dir="$out" --profile $small | tail -32
+python tests/bench/profile_step.py config/gpt2_124m_fast.py --data_dir="$data" --dataset="$dataset" \
+    --batch_size="$batch" --gradient_accumulation_steps=1 --out_dir="$out" $small | tail -32
 echo
 echo "## wall-clock to nanoGPT's loss"
 mkdir -p "$peer/data"

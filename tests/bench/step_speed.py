@@ -8,8 +8,8 @@ Tokens per second and peak memory of one training step: forward, loss, backward,
 
 The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each side is a process
 that stays and waits for its turn, compiles before the first one, and has the machine to itself while it is measured.
-Memory is what the process holds at most during the steps, beyond one that has imported torch and done nothing else; on
-a GPU the allocator's peak.
+Memory is the most that the process holds during the steps, beyond one that has only imported torch; on a GPU it is the
+allocator's peak. --before=CLONE measures an earlier commit of this repository beside this one.
 """
 
 import argparse
@@ -32,8 +32,8 @@ SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_si
           '124m': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304),
           '355m': dict(n_layer=24, n_head=16, n_embd=1024, block_size=1024, vocab_size=50304)}
 
-# what --table switches off, or puts into its place, one at a time: settings of the worker
-WITHOUT = {'as it is': {}, 'without compile': dict(compile=False), 'float32': dict(dtype='float32'),
+# what --table switches off or replaces, one at a time: settings of the worker
+WITHOUT = {'without compile': dict(compile=False), 'float32': dict(dtype='float32'),
            'unfused AdamW': dict(fused=False), 'vocabulary not padded': dict(vocab_size=50257),
            'no flash attention': dict(attention='math'), 'data not resident': dict(data_on_device=False),
            'with a mask of ones': dict(mask=True), 'not deterministic': dict(deterministic=False),
@@ -54,7 +54,7 @@ def write_data(folder, vocab_size, num_tokens):
 
 
 # -----------------------------------------------------------------------------
-# one side, in a process of its own: builds its step, then does as many as stdin asks for and tells their seconds
+# one side, in a process of its own: builds its step, runs as many steps as stdin asks for, and prints their seconds
 
 def memory_now(field):
     with open('/proc/self/status') as f:
@@ -62,73 +62,75 @@ def memory_now(field):
 
 
 def our_step(a, folder, device):
-    """The step of train.py, as main() puts it together."""
+    """The step of train.py, put together as its build_run() does."""
     import torch
 
     import model
-    import prepare
     import train
-    shape = {**SHAPES[a['shape']], **({'vocab_size': a['vocab_size']} if a.get('vocab_size') else {})}
+    from hotloop.dataset import read_meta
+    shape = dict(SHAPES[a['shape']])
+    if a.get('vocab_size'):
+        shape['vocab_size'] = a['vocab_size']
+    chosen = {name: a[name] for name in ('data_on_device', 'deterministic') if name in a}
     cfg = train.TrainConfig(batch_size=a['batch'], gradient_accumulation_steps=1, device=device, dtype=a['dtype'],
-                            compile=a['compile'], optimizer=a.get('optimizer', 'adamw'), learning_rate=1e-3,
-                            **{k: a[k] for k in ('data_on_device', 'deterministic') if k in a})
-    here = train.setup(cfg)
+                            compile=a['compile'], optimizer=a.get('optimizer', 'adamw'), learning_rate=1e-3, **chosen)
+    env = train.setup(cfg)
     torch.manual_seed(0)
-    gpt = model.GPT(model.GPTConfig(preset=a.get('preset', 'gpt2'), **shape)).to(here.device)
-    gpt.compute_dtype = here.dtype
+    gpt = model.GPT(model.GPTConfig(preset=a.get('preset', 'gpt2'), **shape)).to(env.device)
+    gpt.compute_dtype = env.dtype
     gpt.loss_chunks = a.get('loss_chunks', 1)
-    optimizers = train.build_optimizers(gpt, cfg, here)
+    optimizers = train.build_optimizers(gpt, cfg, env)
     if not a.get('fused', True):
-        optimizers = [torch.optim.AdamW([dict(g) for g in o.param_groups], fused=False, foreach=False)
-                      if isinstance(o, torch.optim.AdamW) else o for o in optimizers]
-    params = list(gpt.parameters())
-    scaler = torch.amp.GradScaler(here.device.type, enabled=here.dtype == torch.float16)
-    forward = train.compiled(gpt, cfg, here)
+        optimizers[0] = torch.optim.AdamW([dict(g) for g in optimizers[0].param_groups], fused=False, foreach=False)
+    scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
+    compiled, forward = train.wrap(gpt, cfg, env)
     if 'recompute' in a:
         importlib.import_module('torch._functorch.config').ban_recompute_materialized_backward = not a['recompute']
-    split = train.Split(folder, 'train', {**prepare.read_meta(folder), 'foreign': True}, gpt.config.block_size)
+    split = train.Split(folder, 'train', {**read_meta(folder), 'foreign': True}, gpt.config.block_size)
     if a.get('mask'):
         split.mask = np.ones(split.num_tokens, dtype=np.uint8)
-    batches = train.Batches(split, cfg, here)
+    batches = train.Batches(split, cfg, env)
+    if a.get('loop'):
+        return the_loop(train, cfg, env, gpt, compiled, forward, batches, optimizers, scaler), env
 
     def step(n):
         num_targets, loads = batches.step(n)
         train.set_learning_rate(optimizers, 1e-3, cfg.learning_rate)
-        return train.train_step(forward, params, loads, num_targets, optimizers, scaler, 1.0)[0]
+        return train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env).loss
     if a.get('data') == 'fixed':
         num_targets, loads = batches.step(0)
         fixed = [load() for load in loads]
 
         def fixed_step(n):
-            return train.train_step(forward, params, [lambda batch=batch: batch for batch in fixed], num_targets,
-                                    optimizers, scaler, 1.0)[0]
-        return fixed_step, here
-    if a.get('loop'):
-        return the_loop(train, cfg, here, gpt, forward, batches, optimizers, scaler, params), here
+            loads = [lambda batch=batch: batch for batch in fixed]
+            return train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env).loss
+        return fixed_step, env
     if a.get('attention') == 'math':
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        def math_step(n, step=step):
+        def math_step(n):
             with sdpa_kernel(SDPBackend.MATH):
                 return step(n)
-        return math_step, here
-    return step, here
+        return math_step, env
+    return step, env
 
 
-def the_loop(train, cfg, *parts):
-    """train.train() itself, a line of log at each step, without its evaluations and saves: (step, number of steps)."""
+def the_loop(train, cfg, env, gpt, compiled, forward, batches, optimizers, scaler):
+    """train.train() itself, with a log line at each step, without evaluations and saves: (step, number of steps)."""
     import torch
-    here, gpt, forward, batches, optimizers, scaler, params = parts
 
     class Lines:
         def write(self, text, **numbers):
             self.last = numbers
 
-    def evaluated(run, **kwargs):
-        run.state.evaluation_left = False
-    train.evaluate_and_save, train.save = evaluated, lambda *args, **kwargs: None
-    run = train.Run(cfg, {}, here, gpt, forward, batches, batches.split, None, optimizers, scaler, params,
-                    train.RunState(), None, Lines(), {}, train.StopRequest(None))
+        def lacks_evaluation(self, step):
+            return False
+
+    for name in ('evaluate_both', 'track_best', 'log_evaluation', 'save', 'log_done'):
+        setattr(train, name, lambda *args, **kwargs: False)
+    env.stop = train.StopRequest(None)
+    run = train.Run(cfg, {}, env, gpt, compiled, forward, batches, batches.split, None, optimizers, scaler,
+                    train.RunState(), None, {}, log=Lines())
 
     def steps(n, number=1):
         cfg.max_iters = n + number
@@ -192,7 +194,7 @@ def work(a):
         torch.cuda.reset_peak_memory_stats()
     else:
         with open('/proc/self/clear_refs', 'w') as f:
-            f.write('5')  # the peak starts anew
+            f.write('5')  # resets the peak
     print(json.dumps({'loss': loss, 'finite': math.isfinite(loss), 'dtype': str(here.dtype).removeprefix('torch.'),
                       'compile': bool(here.compile)}), flush=True)
     for line in sys.stdin:
@@ -210,12 +212,13 @@ def work(a):
 
 
 class Side:
-    """A worker process."""
+    """A worker process, which runs this file or, with `before`, that of a clone of an earlier commit."""
 
-    def __init__(self, name, **a):
+    def __init__(self, name, before=None, **a):
         self.name, self.a = name, a
         env = {**os.environ, 'OMP_NUM_THREADS': str(a['threads'])}
-        self.process = subprocess.Popen([sys.executable, __file__, '--work', json.dumps(a)], stdin=subprocess.PIPE,
+        script = os.path.join(before, 'tests', 'bench', 'step_speed.py') if before else __file__
+        self.process = subprocess.Popen([sys.executable, script, '--work', json.dumps(a)], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True, env=env)
         self.seconds, self.peak = [], 0
         self.about = self.read()
@@ -229,9 +232,9 @@ class Side:
     def measure(self, steps):
         self.process.stdin.write(f'{steps}\n')
         self.process.stdin.flush()
-        told = self.read()
-        self.seconds.append(told['seconds'] / steps)
-        self.peak = max(self.peak, told['peak'])
+        result = self.read()
+        self.seconds.append(result['seconds'] / steps)
+        self.peak = max(self.peak, result['peak'])
 
     def close(self):
         self.process.stdin.close()
@@ -250,6 +253,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--work', help=argparse.SUPPRESS)
     parser.add_argument('--peer', help='a clone of karpathy/nanoGPT')
+    parser.add_argument('--before', help='a clone of an earlier commit of this repository, to compare with')
     parser.add_argument('--shape', choices=SHAPES, default='small')
     parser.add_argument('--batch', type=int, default=12, help="sequences of a step, the same for both sides")
     parser.add_argument('--batches', type=int, nargs='*', default=[], help='of ours too, to find its best')
@@ -275,10 +279,15 @@ def main():
         if args.peer:
             theirs = {**common, 'peer': os.path.abspath(args.peer), 'compile': args.compile != 'off'}
             sides += [Side('nanoGPT', batch=b, **theirs) for b in [args.batch, *args.peer_batches]]
+        if args.before and not args.loop:
+            sides.append(Side('before', args.before, batch=args.batch, **ours))
         sides += [Side('ours', batch=b, **ours) for b in [args.batch, *args.batches] if not args.loop]
         if args.table:
-            sides += [Side(name, batch=args.batch, **{**ours, **change}) for name, change in WITHOUT.items() if change
-                      and not (args.shape == 'small' and 'vocab_size' in change)]
+            for name, change in WITHOUT.items():
+                if args.shape != 'small' or 'vocab_size' not in change:
+                    sides.append(Side(name, batch=args.batch, **{**ours, **change}))
+        if args.loop and args.before:
+            sides.append(Side('the loop before', args.before, batch=args.batch, **ours, loop=True))
         if args.loop:
             sides += [Side('the step alone', batch=args.batch, **ours, data='fixed'),
                      Side("train.py's loop", batch=args.batch, **ours, loop=True)]

@@ -1,13 +1,13 @@
 """
-Wall-clock to a loss: nanoGPT's training script and ours on the same bins, every checkpoint judged by one evaluator.
+Wall-clock time to a loss: nanoGPT's training script and ours on the same bins; one evaluator judges all checkpoints.
 
     $ python tests/bench/time_to_loss.py --peer=../nanoGPT                       # nanoGPT's README run for CPUs
     $ python tests/bench/time_to_loss.py --peer=../nanoGPT --seeds=3 --sweep     # and nanoGPT's best of a small sweep
     $ python tests/bench/time_to_loss.py --peer=../nanoGPT --ours='config/quickstart.py --max_iters=300'
 
-Time is that of the whole process, from the start of Python on, compilation included, evaluations and saves taken
-out. The loss to reach is nanoGPT's own at the end of its README run; where it is crossed is interpolated between
-checkpoints. The sides take turns. Needs data/shakespeare_char of nanoGPT, which its prepare.py makes, or --data_dir.
+Time counts from the start of Python, with compilation, without evaluations and saves. The target is nanoGPT's own loss
+at the end of its README run; the time at which it is crossed is interpolated between checkpoints. The sides take
+turns. Needs nanoGPT's data/shakespeare_char, which its prepare.py makes, or --data_dir.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from bench import ROOT, machine, median, table
 # nanoGPT's README: "I only have a macbook"
 README = ('config/train_shakespeare_char.py --device=cpu --eval_iters=1 --log_interval=500 --block_size=64 '
           '--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0')
-# without compilation, which such short runs do not earn back; the last as it was found best with it
+# without compilation, which does not pay in such short runs; the last one was best with it
 SWEEP = [f'--batch_size={batch} --learning_rate={lr} --min_lr={lr / 10} --max_iters={steps} --lr_decay_iters={steps} '
          f'--compile={compiled}' for batch, rates, horizons, compiled in (
              (12, (2e-3, 4e-3, 8e-3), (500, 700, 1000), False), (24, (4e-3, 8e-3), (400, 600), False),
              (8, (4e-3,), (1000, 1400), False), (12, (4e-3,), (1200,), True)) for lr in rates for steps in horizons]
 OURS = 'config/shakespeare_cpu.py'
 
-# runs a training script in this process: the clock stands still while it evaluates and saves, and weights go to a file
+# runs a training script in this process; the clock stops while it evaluates and saves; weights go to a file
 THEIRS = """
 import json, os, sys, time
 began, out, stopped = time.perf_counter(), sys.argv[1], [0.0, None]
@@ -70,20 +70,20 @@ began, out, stopped = time.perf_counter(), sys.argv[1], [0.0]
 argv = sys.argv[2:]
 sys.path.insert(0, {root!r})
 import torch, train
-def out_of_the_clock(function):
-    def call(run, *args, **kwargs):
-        start = time.perf_counter()
-        if function.__name__ == 'book_evaluation':
-            torch.save({{'model': {{k: v.clone() for k, v in run.model.state_dict().items()}},
-                        'model_args': run.model.config.model_args(), 'seconds': start - began - stopped[0],
-                        'step': run.state.iter_num}}, f'{{out}}/{{run.state.iter_num:06d}}.pt')
-            result = False
-        else:
-            result = function(run, *args, **kwargs)
-        stopped[0] += time.perf_counter() - start
-        return result
-    return call
-train.book_evaluation, train.save = out_of_the_clock(train.book_evaluation), out_of_the_clock(train.save)
+save = train.save
+def keep_weights(run, stop=None):
+    start = time.perf_counter()
+    torch.save({{'model': {{k: v.clone() for k, v in run.model.state_dict().items()}},
+                'model_args': run.model.config.model_args(), 'seconds': start - began - stopped[0],
+                'step': run.state.iter_num}}, f'{{out}}/{{run.state.iter_num:06d}}.pt')
+    stopped[0] += time.perf_counter() - start
+    return 'kept'
+def save_and_stop(run, final=False):
+    start = time.perf_counter()
+    save(run, final)
+    stopped[0] += time.perf_counter() - start
+train.evaluate_both, train.save = keep_weights, save_and_stop
+train.track_best = train.log_evaluation = lambda run, evaluation: False
 train.main(argv)
 """
 
@@ -106,19 +106,22 @@ def judge(paths, data_folder, threads, windows=None):
     """
     import torch
 
-    import prepare
-    import train
+    from hotloop.dataloader import Split
+    from hotloop.dataset import read_meta
+    from hotloop.distributed import Env
+    from hotloop.evaluate import evaluate
+    from model import GPT
     torch.set_num_threads(threads)
     cuda = torch.cuda.is_available()
-    here = train.Env(device=torch.device('cuda' if cuda else 'cpu'))
+    env = Env(device=torch.device('cuda' if cuda else 'cpu'))
     curve = []
     for path in paths:
         checkpoint = torch.load(path, weights_only=True, map_location='cpu')
         weights = {name.removeprefix('_orig_mod.'): w for name, w in checkpoint['model'].items()}
-        model = train.model_from(checkpoint['model_args'], weights).to(here.device)
+        model = GPT.from_checkpoint(checkpoint['model_args'], weights).to(env.device)
         model.compute_dtype = torch.bfloat16 if cuda else torch.float32
-        split = train.Split(data_folder, 'val', prepare.read_meta(data_folder), model.config.block_size)
-        loss = train.evaluate(model, split, windows, 32, here)['loss']
+        split = Split(data_folder, 'val', read_meta(data_folder), model.config.block_size)
+        loss = evaluate(model, split, windows, 32, env)['loss']
         curve.append((checkpoint['seconds'], checkpoint['step'], loss))
         os.remove(path)
     return curve
@@ -144,15 +147,15 @@ def picture(curves, target, path):
 
     def y(loss):
         return pad + (high - min(loss, high)) / (high - low) * (height - 2 * pad)
-    colours = ('#1b6ca8', '#d1495b', '#66a182', '#edae49', '#8d6a9f')
+    colors = ('#1b6ca8', '#d1495b', '#66a182', '#edae49', '#8d6a9f')
     shapes = [f'<rect width="{width}" height="{height}" fill="white"/>',
               f'<path d="M{pad} {y(target):.1f}H{width - pad}" stroke="#999" stroke-dasharray="4"/>',
               f'<text x="{width - pad}" y="{height - 15}" text-anchor="end">{end:.0f} s</text>',
               f'<text x="5" y="{y(target):.1f}">{target:.3f}</text>']
-    for i, ((name, curve), colour) in enumerate(zip(curves.items(), colours * 9, strict=False)):
+    for i, ((name, curve), color) in enumerate(zip(curves.items(), colors * 9, strict=False)):
         points = ' '.join(f'{x(t):.1f},{y(loss):.1f}' for t, _, loss in curve)
-        shapes += [f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>',
-                   f'<text x="{width - pad}" y="{20 + 16 * i}" text-anchor="end" fill="{colour}">{name}</text>']
+        shapes += [f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>',
+                   f'<text x="{width - pad}" y="{20 + 16 * i}" text-anchor="end" fill="{color}">{name}</text>']
     with open(path, 'w') as f:
         f.write(f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
                 f'font-size="12">{"".join(shapes)}</svg>\n')

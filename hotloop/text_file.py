@@ -1,0 +1,76 @@
+"""Text files: opened whatever their compression, with one kind of error."""
+
+import bz2
+import codecs
+import contextlib
+import gzip
+import io
+import lzma
+import os
+import zlib
+
+from hotloop.files import optional
+
+
+class ProgressFile(io.FileIO):
+    """A file that reports the bytes read from the disk, so that compressed files are measured right."""
+
+    def __init__(self, path, progress):
+        super().__init__(path)
+        self.progress = progress
+
+    def readinto(self, buffer):
+        count = super().readinto(buffer)
+        if self.progress:
+            self.progress.add(count)
+        return count
+
+
+class ZstdFile(io.RawIOBase):
+    """A .zst file, decompressed. The reader of the package takes a cut file for a complete one."""
+
+    def __init__(self, raw):
+        self.raw, self.frame, self.compressed, self.ready = raw, None, b'', memoryview(b'')
+        self.zstandard = optional('zstandard', 'reads .zst files')
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.ready and (data := self.compressed or self.raw.read(1 << 14)):
+            self.frame = self.frame or self.zstandard.ZstdDecompressor().decompressobj()
+            try:
+                self.ready = memoryview(self.frame.decompress(data))
+            except self.zstandard.ZstdError as e:
+                raise EOFError(e) from None
+            self.compressed = self.frame.unused_data
+            if self.frame.eof:
+                self.frame = None
+        if not self.ready and self.frame:
+            raise EOFError('it ends inside a frame')
+        count = min(len(buffer), len(self.ready))
+        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
+        return count
+
+
+@contextlib.contextmanager
+def open_text(path, errors='strict', progress=None):
+    """
+    Opens a text file for a with statement: UTF-8 without its byte-order mark, decompressed by the suffix of its name,
+    line ends unchanged. ValueError, also while reading: cannot be read, damaged or cut, not UTF-8 (errors='strict').
+    """
+    openers = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open, '.zst': ZstdFile}
+    opener = openers.get(os.path.splitext(path)[1].lower())
+    try:
+        with io.BufferedReader(ProgressFile(path, progress)) as raw:
+            data = io.BufferedReader(opener(raw), 1 << 20) if opener else raw
+            yield io.TextIOWrapper(data, 'utf-8-sig', errors, newline='')
+    except UnicodeDecodeError as e:
+        is_utf16 = e.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        before = e.object[max(e.start - 20, 0):e.start].decode(errors='replace')
+        raise ValueError(f'{path} is not UTF-8 text{" (UTF-16?)" if is_utf16 else ""}: byte {e.object[e.start]:#04x} '
+                         f'after {before!r}; convert it, or use --bad_utf8=replace') from None
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as e:
+        raise ValueError(f'{path} is damaged or incomplete: {e}; get it again') from None
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None

@@ -1,0 +1,212 @@
+"""Downloads from a local server that misbehaves: what is resumed, retried, refused, and never kept."""
+
+import contextlib
+import gzip
+import hashlib
+import http.server
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+from conftest import contents
+
+from hotloop.download import download
+from hotloop.files import lock
+
+BODY = bytes(range(256)) * 4000  # a megabyte, several chunks
+SHA256 = hashlib.sha256(BODY).hexdigest()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """server.script: functions, one per request, the last for all that follow; server.seen: the request headers."""
+    monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
+    monkeypatch.setenv('NO_PROXY', '127.0.0.1')
+    monkeypatch.delenv('HF_TOKEN', raising=False)
+    state = SimpleNamespace(script=[], seen=[])
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            state.seen.append(dict(self.headers))
+            (state.script.pop(0) if len(state.script) > 1 else state.script[0])(self)
+
+        def log_message(self, *args):
+            pass
+    httpd = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
+    thread.start()
+    state.hub = f'http://127.0.0.1:{httpd.server_port}'
+    state.url = f'{state.hub}/file.bin'
+    monkeypatch.setenv('HF_ENDPOINT', state.hub)
+    yield state
+    httpd.shutdown()
+    httpd.server_close()
+    thread.join()
+
+
+def answer(body=BODY, status=200, cut=None, ranges='if', etag='"v1"', **headers):
+    """Sends the body, at most `cut` bytes of it. ranges: 'if' the ETag matches, 'always', or never (None)."""
+    def send(handler):
+        start, wanted = 0, handler.headers.get('Range')
+        if wanted and status == 200 and (ranges == 'always' or (ranges and handler.headers.get('If-Range') == etag)):
+            start = int(wanted.removeprefix('bytes=').removesuffix('-'))
+        handler.send_response(206 if start else status)
+        if start:
+            handler.send_header('Content-Range', f'bytes {start}-{len(body) - 1}/{len(body)}')
+        sent = {'Content-Length': len(body) - start, 'ETag': etag, **headers}
+        for name, value in sent.items():
+            if value is not None:
+                handler.send_header(name.replace('_', '-'), str(value))
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            handler.wfile.write(body[start:] if cut is None else body[start:start + cut])
+    return send
+
+
+def starts(server):
+    """The first byte that each request asked for."""
+    return [int(seen.get('Range', 'bytes=0-')[6:-1]) for seen in server.seen]
+
+
+def test_a_503_and_two_cuts_are_survived(server, tmp_path):
+    server.script = [answer(b'later', 503), answer(cut=400_000), answer(cut=300_000), answer()]
+    assert download(server.url, str(tmp_path / 'new' / 'f')) == str(tmp_path / 'new' / 'f')
+    assert contents(tmp_path) == {os.path.join('new', 'f'): BODY}
+    assert starts(server)[:2] == [0, 0] and 0 < starts(server)[2] <= 400_000 < starts(server)[3] <= 700_000
+
+
+def test_it_may_break_often_as_long_as_something_arrives(server, tmp_path, monkeypatch):
+    monkeypatch.setattr('hotloop.download.ATTEMPTS', 2)
+    server.script = [answer(cut=300_000)] * 3 + [answer()]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY} and len(server.seen) == 4
+    server.script = [answer(cut=300_000, ranges=None)]
+    with pytest.raises(ValueError, match='the connection broke 2 times in a row; run the command again'):
+        download(server.url, str(tmp_path / 'g'))
+    assert not (tmp_path / 'g').exists() and len(server.seen) == 7
+
+
+@pytest.mark.parametrize('ranges', ['if', 'always', None])
+@pytest.mark.parametrize('changed', [False, True])
+def test_the_next_command_resumes_the_same_version_only(server, tmp_path, ranges, changed):
+    """Also with a server that ignores If-Range, and one that ignores ranges."""
+    server.script = [answer(BODY[::-1] if changed else BODY, cut=600_000), answer(b'', 404)]
+    with pytest.raises(ValueError, match='404'):
+        download(server.url, str(tmp_path / 'f'))
+    assert 0 < (tmp_path / 'f.part').stat().st_size <= 600_000 and not (tmp_path / 'f').exists()
+    server.script, before = [answer(ranges=ranges, etag='"v2"' if changed else '"v1"')], len(server.seen)
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY}
+    assert server.seen[before]['If-Range'] == '"v1"' and starts(server)[before] > 0
+
+
+@pytest.mark.parametrize('etag', [None, 'W/"v1"'])
+def test_without_a_strong_etag_it_begins_again(server, tmp_path, etag):
+    server.script = [answer(cut=600_000, etag=etag), answer(etag=etag, ranges='always')]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY} and starts(server) == [0, 0]
+
+
+def test_a_part_that_is_already_complete_or_too_long(server, tmp_path):
+    (tmp_path / 'f.part').write_bytes(BODY + b'more')
+    (tmp_path / 'f.part.etag').write_text('"v1"')
+    server.script = [answer(b'', 416), answer()]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY} and starts(server) == [len(BODY) + 4, 0]
+
+
+@pytest.mark.parametrize('reply, words, requests', [
+    (answer(b'', 404), 'answers 404 Not Found; check the address$', 1),
+    (answer(b'', 401), 'answers 401 Unauthorized; set HF_TOKEN if the file needs one$', 1),
+    (answer(b'', 403), 'answers 403 Forbidden; set HF_TOKEN', 1),
+    (answer(b'', 503), 'answers 503 Service Unavailable; try again later$', 6),
+    (answer(b'', 302, Location='ftp://127.0.0.1/f'), "cannot be downloaded to .*: No connection adapters", 1),
+    (answer(b'<html>Log in</html>', Content_Type='text/html; charset=utf-8'), 'is a web page; give the address', 1),
+    (answer(X_Linked_ETag=f'"{"0" * 64}"'), 'does not have the SHA-256 0000.*; the download was deleted', 1),
+])
+def test_one_sentence_and_no_file(server, tmp_path, reply, words, requests):
+    server.script = [reply]
+    with pytest.raises(ValueError, match=words) as e:
+        download(server.url, str(tmp_path / 'f'))
+    assert str(e.value).startswith(server.url) and '\n' not in str(e.value) and len(server.seen) == requests
+    assert contents(tmp_path).keys() <= {'f.lock', 'f.lock.pid', 'f.part.etag'}
+    server.script = [answer()]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY}
+
+
+def test_a_known_hash_is_checked_and_an_etag_is_only_a_name(server, tmp_path):
+    server.script = [answer(etag=f'"{"0" * 64}"')]
+    download(server.url, str(tmp_path / 'f'), SHA256)
+    with pytest.raises(ValueError, match='does not have the SHA-256 1111'):
+        download(server.url, str(tmp_path / 'g'), '1' * 64)
+    assert (tmp_path / 'f').read_bytes() == BODY and not (tmp_path / 'g').exists()
+
+
+def test_the_hub_sends_the_hash_before_it_redirects(server, tmp_path):
+    for sha256 in (SHA256, '0' * 64):
+        server.script = [answer(b'', 302, Location='/store', X_Linked_ETag=f'"{sha256}"'), answer()]
+        with contextlib.nullcontext() if sha256 == SHA256 else pytest.raises(ValueError, match='SHA-256 0000'):
+            download(server.url, str(tmp_path / sha256[:4]))
+    assert contents(tmp_path).get(SHA256[:4]) == BODY and not (tmp_path / '0000').exists()
+
+
+@pytest.mark.parametrize('body, headers', [
+    (BODY, {'Content_Length': None}), (gzip.compress(BODY), {'Content_Encoding': 'gzip'})])
+def test_a_body_of_unknown_length(server, tmp_path, body, headers):
+    server.script = [answer(body, **headers)]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY}
+
+
+def test_a_connection_that_hangs_is_cut_and_resumed(server, tmp_path, monkeypatch):
+    monkeypatch.setattr('hotloop.download.PATIENCE', 0.3)
+    done = threading.Event()
+
+    def hang(handler):
+        answer(cut=600_000)(handler)
+        handler.wfile.flush()
+        done.wait(20)
+    server.script = [hang, answer()]
+    try:
+        download(server.url, str(tmp_path / 'f'))
+    finally:
+        done.set()
+    assert contents(tmp_path) == {'f': BODY} and starts(server)[1] > 0
+
+
+def test_without_a_network_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
+    monkeypatch.setenv('NO_PROXY', '127.0.0.1')
+    with pytest.raises(ValueError, match=r'^http://127\.0\.0\.1:9/f: no connection to 127\.0\.0\.1:9 \(\w+\); check'):
+        download('http://127.0.0.1:9/f', str(tmp_path / 'f'))  # the discard port, where nobody listens
+
+
+def test_a_file_that_is_there_or_being_downloaded_is_not_fetched(server, tmp_path):
+    (tmp_path / 'f').write_bytes(b'complete')
+    assert download(server.url, str(tmp_path / 'f')) == str(tmp_path / 'f')
+    held = lock(str(tmp_path / 'g.lock'))
+    with pytest.raises(ValueError, match=f'in use by process {os.getpid()}'):
+        download(server.url, str(tmp_path / 'g'))
+    held.release()
+    assert not server.seen
+
+
+def test_the_token_goes_to_the_hub_alone(server, tmp_path, monkeypatch):
+    monkeypatch.setenv('HF_TOKEN', 'hf_secret')
+    server.script = [answer()]
+    download(server.url, str(tmp_path / 'f'))
+    server.script = [answer(b'', 302, Location=server.url.replace('127.0.0.1', 'localhost')), answer()]
+    monkeypatch.setenv('NO_PROXY', '127.0.0.1,localhost')
+    download(server.url, str(tmp_path / 'g'))
+    monkeypatch.setenv('HF_ENDPOINT', 'http://127.0.0.1:1')
+    download(server.url, str(tmp_path / 'h'))
+    token = 'Bearer hf_secret'
+    assert [seen.get('Authorization') for seen in server.seen] == [token, token, None, None]
+
+
+def test_a_folder_that_cannot_be_made(server, tmp_path):
+    (tmp_path / 'taken').write_text('')
+    with pytest.raises(ValueError, match=r'cannot be downloaded to .*taken.*: (File exists|Not a directory)'):
+        download(server.url, str(tmp_path / 'taken' / 'f'))
