@@ -1,0 +1,341 @@
+"""The laws of exact resume: a run that was stopped ends with the bits and the log of an uninterrupted one."""
+
+import functools
+import math
+import os
+import pickle
+import re
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, at_step, contents, noise, write_bins
+from faults import final, load, log, same
+
+import train
+from hotloop.dataloader import Batches, Split
+from hotloop.dataset import read_meta
+from hotloop.device import try_compile
+from hotloop.distributed import Env
+from model import GPT, GPTConfig
+
+RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
+
+
+def interrupted(train_tiny, monkeypatch, out, step, **settings):
+    """A run that SIGTERM ended after this step."""
+    at_step(monkeypatch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train_tiny(out, **settings) == 143
+
+
+def change(out, function):
+    checkpoint = load(out / 'ckpt.pt')
+    function(checkpoint)
+    torch.save(checkpoint, out / 'ckpt.pt')
+
+
+def error_of(call, *args, **kwargs):
+    """The message of a ValueError; the exception is dropped, because its frames hold the lock of a run."""
+    try:
+        call(*args, **kwargs)
+    except ValueError as e:
+        return str(e)
+    pytest.fail('nothing was raised')
+
+
+# -----------------------------------------------------------------------------
+# exactness
+
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_ten_steps_equal_five_plus_five(train_tiny, tmp_path, monkeypatch, recipe):
+    """Weights, optimizers, counters and the log; with dropout, accumulation, clipping, warm-up and decay."""
+    train_tiny('whole', **recipe)
+    interrupted(train_tiny, monkeypatch, 'parts', 5, **recipe)
+    assert load(tmp_path / 'parts' / 'ckpt.pt')['iter_num'] == 5
+    train_tiny('parts', init_from='resume')
+    assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
+    assert log(tmp_path / 'parts') == log(tmp_path / 'whole')
+    assert same(load(tmp_path / 'parts' / 'best.pt')['model'], load(tmp_path / 'whole' / 'best.pt')['model'])
+
+
+def test_ten_processes_of_one_step_equal_one_of_ten(train_tiny, tmp_path):
+    train_tiny('whole', dropout=0.1)
+    train_tiny('chain', dropout=0.1, max_minutes=0)
+    for step in range(1, 10):
+        assert load(tmp_path / 'chain' / 'ckpt.pt')['iter_num'] == step
+        assert train_tiny('chain', init_from='resume', max_minutes=0) == 0
+    a, b = final(tmp_path / 'chain'), final(tmp_path / 'whole')
+    assert same(a['model'], b['model']) and same(a['optimizer'], b['optimizer'])
+    assert log(tmp_path / 'chain', 'step', 'loss') == log(tmp_path / 'whole', 'step', 'loss')
+
+
+def test_fp16_resumes_with_its_scale(train_tiny, tmp_path, monkeypatch):
+    """The first steps overflow; without the saved scaler the resumed run differs."""
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**30)
+    monkeypatch.setattr(torch.amp, 'GradScaler', scaler)
+    fp16 = dict(dtype='float16', max_iters=12, dropout=0.1)
+    train_tiny('whole', **fp16)
+    interrupted(train_tiny, monkeypatch, 'parts', 5, **fp16)
+    assert load(tmp_path / 'parts' / 'ckpt.pt')['scaler']['scale'] == 2.0**25  # five overflows
+    shutil.copytree(tmp_path / 'parts', tmp_path / 'other')
+    train_tiny('parts', init_from='resume', **fp16)
+    assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
+    change(tmp_path / 'other', lambda checkpoint: checkpoint.pop('scaler'))
+    train_tiny('other', init_from='resume', **fp16)
+    assert not same(final(tmp_path / 'other')['model'], final(tmp_path / 'whole')['model'])
+
+
+@pytest.fixture(scope='module')
+def halves(tmp_path_factory, data_dir):
+    """A complete run with Muon, and one that was stopped at step 5."""
+    folder = tmp_path_factory.mktemp('halves')
+    settings = {**TINY, 'data_dir': data_dir, **RECIPES[1], 'save_interval': 5}
+
+    def run(out, **more):
+        return train.main([f'--{k}={v}' for k, v in {**settings, 'out_dir': folder / out, **more}.items()])
+    run('whole')
+    with pytest.MonkeyPatch.context() as m:
+        interrupted(run, m, 'stopped', 5)
+    return folder
+
+
+@pytest.fixture
+def stopped(halves, tmp_path):
+    """A copy of the run that was stopped at step 5, in the folder `out`."""
+    return shutil.copytree(halves / 'stopped', tmp_path / 'out')
+
+
+def zeroed(name):
+    def function(checkpoint):
+        for optimizer in ('optimizer', 'muon'):
+            for state in checkpoint[optimizer]['state'].values():
+                if name in state:
+                    state[name].zero_()
+    return function
+
+
+@pytest.mark.parametrize('what, function', [
+    ('nothing', lambda c: None),
+    ('no state of AdamW', lambda c: c['optimizer'].update(state={})),
+    ('no state of Muon', lambda c: c['muon'].update(state={})),
+    ('step 0', lambda c: c['state'].update(iter_num=0)),
+    ('the count of AdamW', zeroed('step')), ('first moments', zeroed('exp_avg')),
+    ('second moments', zeroed('exp_avg_sq')), ('momentum', zeroed('momentum_buffer')),
+    ('one weight off by an ulp', lambda c: c['model']['lm_head.weight'][0, :1].mul_(1 + 2**-23))])
+def test_each_part_of_a_checkpoint_is_needed(train_tiny, halves, stopped, what, function):
+    change(stopped, function)
+    train_tiny(init_from='resume')
+    assert same(final(stopped)['model'], final(halves / 'whole')['model']) == (what == 'nothing')
+
+
+def test_a_resume_needs_no_settings(halves, stopped, capsys):
+    """Shape, data, rates and recipe come from the checkpoint."""
+    train.main(['--init_from=resume', f'--out_dir={stopped}'])
+    assert same(final(stopped), final(halves / 'whole')) and log(stopped) == log(halves / 'whole')
+    assert 'resuming at step 5' in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_costs_steps_and_no_bits(train_tiny, tmp_path, monkeypatch, capsys, halves):
+    interrupted(train_tiny, monkeypatch, 'out', 7, save_interval=5, **RECIPES[1])
+    newest = tmp_path / 'out' / 'ckpt.pt'
+    os.truncate(newest, newest.stat().st_size - 500)
+    train_tiny(init_from='resume')
+    assert re.search(rf'{newest} is damaged.*; falling back to .*ckpt-000000005\.pt', capsys.readouterr().out)
+    assert same(final(tmp_path / 'out'), final(halves / 'whole'))
+    assert log(tmp_path / 'out') == log(halves / 'whole')
+
+
+def test_resuming_a_finished_run_touches_nothing(train_tiny, tmp_path, capsys):
+    train_tiny(max_iters=4)
+    before = contents(tmp_path), os.stat(tmp_path / 'out' / 'ckpt.pt').st_mtime_ns
+    assert train_tiny(init_from='resume', max_iters=4) == 0
+    assert (contents(tmp_path), os.stat(tmp_path / 'out' / 'ckpt.pt').st_mtime_ns) == before
+    assert 'nothing to do: the run is at step 4 of 4' in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_compiled_runs_repeat_and_resume_bit_for_bit(tmp_path, monkeypatch):
+    """With deterministic=False Inductor adds up the gradient of the embedding in any order."""
+    if reason := try_compile(torch.device('cpu')):
+        pytest.skip(reason)
+    write_bins(tmp_path / 'tiny', noise(40001), noise(487, seed=1))
+    settings = {**TINY, 'compile': True, 'threads': 2, 'batch_size': 32, 'block_size': 64, 'n_embd': 64,
+                'dropout': 0.1, 'data_dir': tmp_path}
+
+    def run(out, **more):
+        torch._dynamo.reset()
+        return train.main([f'--{k}={v}' for k, v in {**settings, 'out_dir': tmp_path / out, **more}.items()])
+    run('whole')
+    run('again')
+    interrupted(run, monkeypatch, 'halves', 5)
+    run('halves', init_from='resume')
+    for out in ('again', 'halves'):
+        assert same(final(tmp_path / out), final(tmp_path / 'whole'))
+
+
+# -----------------------------------------------------------------------------
+# settings on resume
+
+@pytest.mark.parametrize('settings, words', [
+    (dict(n_layer=3), r'n_layer=3.* 2\b'), (dict(preset='gpt2'), r"preset='gpt2'.* 'modern'"),
+    (dict(block_size=8), r'block_size=8.* 16\b'), (dict(softcap=0), r'softcap=0\.0.* 15\.0'),
+    (dict(optimizer='adamw'), r"optimizer='adamw'.* 'muon'"),
+    (dict(dataset='other'), r"dataset='other'.* 'tiny'"),
+    (dict(), 'the dataset is not the one this run was trained on')])
+def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, settings, words):
+    """The error names both values, and no file changes. The last case is other tokens of the same name."""
+    write_bins(tmp_path / 'data' / 'tiny', noise(4001, seed=5), noise(487, seed=1))
+    shutil.copytree(tmp_path / 'data' / 'tiny', tmp_path / 'data' / 'other')
+    before = contents(stopped)
+    assert re.search(words, error_of(train_tiny, init_from='resume', data_dir=tmp_path / 'data', **settings))
+    assert contents(stopped) == before
+
+
+def test_what_may_change_is_taken_and_printed(train_tiny, stopped, capsys):
+    """With both values: rates, batches, lengths, and the machine."""
+    change(stopped, lambda checkpoint: checkpoint['versions'].update(torch='2.11.0'))
+    train_tiny(init_from='resume', learning_rate=0.25, embed_lr=0.02, batch_size=8, max_iters=7,
+               dropout=0, threads=2)
+    out = capsys.readouterr().out
+    for name, before, now in (('learning_rate', 0.005, 0.25), ('batch_size', 4, 8), ('max_iters', 10, 7),
+                              ('embed_lr', None, 0.02), ('threads', 1, 2),
+                              ('torch', '2.11.0', torch.__version__)):
+        assert f'{name}: {before} before, {now} from here on' in out
+    checkpoint = load(stopped / 'ckpt.pt')
+    assert checkpoint['iter_num'] == 7 and checkpoint['config']['dropout'] == 0.0
+    assert [line['lr'] > 0.005 for line in log(stopped, 'step', 'lr')][-2:] == [True, True]
+
+
+def test_a_number_of_steps_outranks_the_epochs_of_the_checkpoint(train_tiny, tmp_path):
+    train_tiny(max_epochs=0.1)
+    steps = load(tmp_path / 'out' / 'ckpt.pt')['iter_num']
+    train_tiny(init_from='resume', max_iters=steps + 2)
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == steps + 2
+
+
+@pytest.mark.parametrize('tuned', [False, True])
+def test_config_py_of_a_run_repeats_it(train_tiny, tmp_path, data_dir, tuned):
+    """Also where the shape came from the weights that the run started with."""
+    settings = dict(RECIPES[1])
+    if tuned:
+        train_tiny('base', max_iters=1)
+        settings = dict(init_from=tmp_path / 'base' / 'ckpt.pt')
+    train_tiny('a', **settings)
+    train.main([str(tmp_path / 'a' / 'config.py'), f'--out_dir={tmp_path / "b"}'])
+    assert same(final(tmp_path / 'a'), final(tmp_path / 'b')) and log(tmp_path / 'a') == log(tmp_path / 'b')
+
+
+# -----------------------------------------------------------------------------
+# checkpoints of others
+
+def run_of_an_earlier_version(folder):
+    """A run folder as commit c3a403d left it, stopped at step 4 before the evaluation that was due."""
+    write_bins(folder / 'data' / 'old', np.arange(1001) * 7 % 64 + 32, np.arange(301) * 7 % 64 + 32)
+    generator, C = torch.Generator().manual_seed(1), 8
+    matrices = {'wte': (257, C), 'wpe': (16, C), 'h.0.attn.c_attn': (3 * C, C), 'h.0.attn.c_proj': (C, C),
+                'h.0.mlp.c_fc': (4 * C, C), 'h.0.mlp.c_proj': (C, 4 * C)}
+    vectors = {'h.0.ln_1': (C,), 'h.0.ln_2': (C,), 'ln_f': (C,)}
+    params = [0.3 * torch.randn(shape, generator=generator) for shape in (matrices | vectors).values()]
+    names = [f'transformer.{name}.weight' for name in matrices | vectors]
+    model = dict(zip(names, params, strict=True), **{'lm_head.weight': params[0]})
+    moments = {i: {'step': torch.tensor(4.0), 'exp_avg': 0.01 * w, 'exp_avg_sq': 1e-4 * w * w}
+               for i, w in enumerate(params)}
+    group = dict(peak=6e-4, lr=1.2e-6, betas=(0.9, 0.95), eps=1e-8, amsgrad=False, maximize=False,
+                 foreach=None, capturable=False, differentiable=False, fused=True,
+                 decoupled_weight_decay=True)
+    groups = [{**group, 'weight_decay': 0.1, 'params': [0, 1, 2, 3, 4, 5]},
+              {**group, 'weight_decay': 0.0, 'params': [6, 7, 8]}]
+    args = dict(n_layer=1, n_head=2, n_embd=C, block_size=16, bias=False, vocab_size=257, dropout=0.0)
+    config = dict(args, preset='gpt2', n_kv_head=2, n_ff=32, position='learned', norm='layernorm', mlp='gelu',
+                  qk_norm=False, tie=True, zero_init=False, softcap=0.0, x0_mix=False, label_smoothing=0.0,
+                  init_from='scratch', profile=False, on_divergence='stop', dataset='old',
+                  data_dir=str(folder / 'data'), batch_size=4, gradient_accumulation_steps=2,
+                  learning_rate=6e-4, warmup_iters=2, lr_decay_iters=None, max_iters=6, eval_interval=2,
+                  save_interval=1, mirror_dir=None, device='cpu', dtype='float32', compile=False, threads=1)
+    state = dict(iter_num=4, evaluation_left=True, best_val_loss=9.0, tokens_seen=512, logged=[],
+                 bad_in_a_row=0, spikes_in_a_row=0, recent=[6.0, 6.0], skips=[])
+    (folder / 'out').mkdir()
+    torch.save({'model': model, 'optimizer': {'state': moments, 'param_groups': groups}, 'scaler': {},
+                'model_args': args, 'iter_num': 4, 'best_val_loss': 9.0, 'config': config, 'state': state,
+                'tokenizer': {'kind': 'byte'}, 'run_id': 'none',
+                'data': {'train': '109b7085a51fb1ff', 'val': '3148e69190693443'},
+                'versions': {'torch': '2.13.0+cpu', 'numpy': '2.4.6'},
+                'machine': dict(device='cpu', dtype='torch.float32', world=1, threads=1, compile=False)},
+               folder / 'out' / 'ckpt.pt')
+    (folder / 'out' / 'log.jsonl').write_text('{"step": 2, "val_loss": 9.0}\n{"step": 4, "loss": 6.0}\n')
+    (folder / 'out' / 'config.py').write_text(''.join(f'{k} = {v!r}\n' for k, v in config.items()))
+    return folder / 'out'
+
+
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path):
+    """The numbers are those that commit c3a403d computed from the same files."""
+    out = run_of_an_earlier_version(tmp_path)
+    train.main(['--init_from=resume', f'--out_dir={out}', '--device=cpu'])
+    assert load(out / 'ckpt.pt')['iter_num'] == 6
+    losses = [line['loss'] for line in log(out, 'step', 'loss')]
+    val_losses = [line['val_loss'] for line in log(out, 'step', 'val_loss')]
+    assert losses == pytest.approx([6.0, 5.5455055, 5.5531235], abs=1e-5)
+    assert val_losses == pytest.approx([9.0, 5.5570693, 5.5569557], abs=1e-5)
+    train.main([str(out / 'config.py'), f'--out_dir={tmp_path / "again"}', '--max_iters=1'])
+    assert load(tmp_path / 'again' / 'ckpt.pt')['iter_num'] == 1
+
+
+def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
+    """Its steps 4 and 5 are those of torch's AdamW with its groups, betas and schedule. It was compiled."""
+    tokens, chars = noise(2001) - 32, ''.join(chr(32 + i) for i in range(65))
+    folder = write_bins(tmp_path / 'data' / 'chars', tokens, tokens[:300], tokenizer=False)
+    with open(f'{folder}/meta.pkl', 'wb') as f:
+        stoi = {c: i for i, c in enumerate(chars)}
+        pickle.dump({'vocab_size': 65, 'itos': dict(enumerate(chars)), 'stoi': stoi}, f)
+    torch.manual_seed(1)
+    gpt = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+    params = list(gpt.parameters())
+    adamw = torch.optim.AdamW([{'params': [p for p in params if p.dim() >= 2], 'weight_decay': 0.1},
+                               {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}],
+                              lr=1e-3, betas=(0.9, 0.99))
+    batches = Batches(Split(folder, 'train', read_meta(folder), 16),
+                      train.TrainConfig(batch_size=4, gradient_accumulation_steps=2), Env())
+
+    def step(n):
+        for load_batch in batches.step(n)[1]:
+            x, y, _ = load_batch()
+            (gpt(x, y).sum() / 128).backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        rate = 1e-3 * (n + 1) / 3 if n < 2 else 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * (n - 2) / 3))
+        for group in adamw.param_groups:
+            group['lr'] = rate
+        adamw.step()
+        adamw.zero_grad()
+    for n in range(3):
+        step(n)
+    args = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=False, dropout=0.0)
+    config = dict(args, dataset='chars', gradient_accumulation_steps=2, batch_size=4, learning_rate=1e-3,
+                  max_iters=5, beta2=0.99, warmup_iters=2, lr_decay_iters=5, min_lr=1e-4, eval_iters=2,
+                  init_from='scratch', out_dir='out-chars', backend='nccl', device='cuda', dtype='bfloat16',
+                  compile=True)
+    (tmp_path / 'out').mkdir()
+    weights = {f'_orig_mod.{name}': weight for name, weight in gpt.state_dict().items()}
+    torch.save({'model': weights, 'optimizer': adamw.state_dict(), 'model_args': {**args, 'vocab_size': 65},
+                'iter_num': 3, 'best_val_loss': torch.tensor(4.1), 'config': config},
+               tmp_path / 'out' / 'ckpt.pt')
+    for n in (3, 4):
+        step(n)
+    train.main(['--init_from=resume', f'--out_dir={tmp_path}/out', f'--data_dir={tmp_path}/data',
+                '--device=cpu', '--dtype=float32', '--compile=False', '--threads=1'])
+    ours = load(tmp_path / 'out' / 'ckpt.pt')
+    assert ours['iter_num'] == 5 and ours['config']['beta2'] == 0.99
+    for name, weight in gpt.state_dict().items():
+        assert torch.allclose(ours['model'][name], weight, atol=1e-5), name
+    assert 'char tokenizer' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('how, words', [('best.pt', 'has no optimizer state, and neither has any best.pt'),
+                                        ('nan', 'weights .*are not finite')])
+def test_a_checkpoint_that_cannot_be_resumed_is_an_error(train_tiny, stopped, how, words):
+    if how == 'best.pt':
+        shutil.copy(stopped / 'best.pt', stopped / 'ckpt.pt')
+    else:
+        change(stopped, lambda checkpoint: checkpoint['model']['lm_head.weight'][0, 0].fill_(math.nan))
+    assert re.search(words, error_of(train_tiny, init_from='resume'))
