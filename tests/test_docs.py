@@ -1,4 +1,4 @@
-"""README and the recipe cards are correct: their commands parse, their files exist, their counts are exact."""
+"""README and recipe cards are correct: commands parse, files exist, counts are exact."""
 
 import re
 import shlex
@@ -35,7 +35,8 @@ def commands(text):
                 yield f'{found[1]}.py', shlex.split(found[2], comments=True)
 
 
-@pytest.mark.parametrize('path', [ROOT / 'README.md', *CARDS, *(ROOT / s for s in SETTINGS)], ids=lambda p: p.name)
+@pytest.mark.parametrize('path', [ROOT / 'README.md', *CARDS, *(ROOT / script for script in SETTINGS)],
+                         ids=lambda path: path.name)
 def test_every_command_parses(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     found = list(commands(path.read_text(encoding='utf-8')))
