@@ -93,7 +93,8 @@ def defaults():
     return found
 
 
-@pytest.mark.parametrize('name', ['train_gpt2', 'finetune_shakespeare', 'eval_gpt2', 'train_shakespeare_char'])
+@pytest.mark.parametrize('name', ['train_gpt2', 'finetune_shakespeare', 'eval_gpt2',
+                                  'train_shakespeare_char'])
 def test_their_config_files_mean_the_same(monkeypatch, name):
     """Every value that a file sets, and every default that training depends on."""
     monkeypatch.setattr(time, 'time', lambda: 1700000000.0)
