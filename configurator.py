@@ -176,7 +176,8 @@ def read_file(path, values, fields, removed):
         elif name in removed and source.startswith(OWN_FILE):
             dropped.append(name)
         elif name in lines and not (name[0] == '_' or callable(value) or inspect.ismodule(value)):
-            problems.append(f'{place}: {unknown(name, fields, removed)} (start the name of a helper with _)')
+            hint = '' if name in removed else ' (start the name of a helper with _)'
+            problems.append(f'{place}: {unknown(name, fields, removed)}{hint}')
     print_dropped(dropped, path)
     return found, problems
 
@@ -192,10 +193,10 @@ def read_argv(argv, fields, removed):
             continue
         key, equals, text = arg[2:].partition('=')
         name = key.replace('-', '_')
-        alone = not rest or rest[0].startswith('--')
+        followed = bool(rest) and not rest[0].startswith('--')
         if name not in fields:
             problems.append(f'--{key}: {unknown(name, fields, removed)}')
-            if not equals and not alone:
+            if followed and not equals:
                 rest.pop(0)  # most likely the value of the misspelled flag
             continue
         kind = fields[name][0]
@@ -204,7 +205,7 @@ def read_argv(argv, fields, removed):
             with contextlib.suppress(ValueError, IndexError):  # unless a value of it follows
                 parse(rest[0], kind)
                 text = rest.pop(0)
-        elif not equals and alone:
+        elif not equals and not followed:
             problems.append(f'--{key}: a value is missing; write --{name}=VALUE')
             continue
         elif not equals:
@@ -219,12 +220,13 @@ def read_argv(argv, fields, removed):
 def read_base(base, values, fields):
     """Puts the settings of a checkpoint into the values. Returns {name: problem} of those that do not fit."""
     problems = {}
-    for name in fields.keys() & base.keys():
+    for name, value in base.items():
         try:
-            values[name] = accept(base[name], fields[name][0])
+            if name in fields:
+                values[name] = accept(value, fields[name][0])
         except ValueError as e:
-            problems[name] = f'the checkpoint has {name}={base[name]!r}: {e}; give --{name}'
-    print_dropped(sorted(base.keys() - fields.keys()), 'the checkpoint')
+            problems[name] = f'the checkpoint has {name}={value!r}: {e}; give --{name}'
+    print_dropped([name for name in base if name not in fields], 'the checkpoint')
     return problems
 
 

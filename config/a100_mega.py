@@ -4,7 +4,7 @@
 #   python train.py config/a100_mega.py
 #
 # hardware: one A100. time and score: not measured
-# the same steps on 1, 2, 4 and 8 GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_mega.py
+# the same steps on several GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_mega.py
 
 dataset = 'wikitext103'
 

@@ -1,10 +1,10 @@
-# a wider GPT for one A100, the size to settle on
+# a wider GPT for long runs on one A100
 #
 #   python prepare.py wikitext103
 #   python train.py config/a100_production.py
 #
 # hardware: one A100. time and score: not measured
-# the same steps on 1, 2, 4 and 8 GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_production.py
+# the same steps on several GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_production.py
 
 dataset = 'wikitext103'
 

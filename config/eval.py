@@ -1,10 +1,10 @@
-# evaluates weights on the whole validation split and exits, writing nothing
+# evaluates weights on all of the validation split and exits; writes nothing
 #
 #   python train.py config/eval.py --init_from=gpt2-xl --dataset=openwebtext   # OpenAI's weights, of any size
 #   python train.py config/eval.py --init_from=out --dataset=stdlib            # the best checkpoint of a run
 #
-# hardware: any. OpenAI's GPT-2 on nanoGPT's OpenWebText split: nanoGPT reports losses of 3.12 (gpt2), 2.84 (-medium),
-# 2.67 (-large) and 2.54 (-xl); not measured here
+# hardware: any. not measured here; on its OpenWebText split nanoGPT reports losses of 3.12 (gpt2),
+# 2.84 (-medium), 2.67 (-large) and 2.54 (-xl)
 
 init_from = 'gpt2'
 eval_only = True

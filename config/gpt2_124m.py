@@ -3,7 +3,8 @@
 #   python prepare.py openwebtext
 #   torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py
 #
-# hardware: a node of 8 A100. time and score: not measured here (nanoGPT reports 4 days on 8 A100 40GB, loss 2.85)
+# hardware: a node of 8 A100. time and score: not measured here;
+# nanoGPT reports 4 days on 8 A100 40GB, loss 2.85
 
 dataset = 'openwebtext'
 

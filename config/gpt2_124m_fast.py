@@ -1,4 +1,4 @@
-# a modern GPT of GPT-2 124M's width and depth: rotary positions, QK-norm, ReLU^2, Muon; what a large GPU starts with
+# a modern GPT of GPT-2 124M's width and depth: rotary positions, QK-norm, ReLU^2, Muon
 #
 #   python prepare.py openwebtext
 #   python train.py config/gpt2_124m_fast.py
@@ -11,7 +11,7 @@ dataset = 'openwebtext'
 preset = 'modern'
 n_layer = 12
 n_head = 6  # heads of 128 channels
-n_embd = 768  # 162,201,624 parameters, 38,633,472 of them in a head of its own
+n_embd = 768  # 162,201,624 parameters, of which the head, not tied to the embedding, has 38,633,472
 block_size = 1024
 
 batch_size = 32

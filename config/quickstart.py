@@ -1,10 +1,11 @@
-# a small GPT on the source code of this Python's standard library: nothing to download, about 3 minutes on a laptop
+# a small GPT on the source code of Python's standard library: no download, about 3 minutes on a laptop
 #
 #   python prepare.py
 #   python train.py config/quickstart.py
 #   python sample.py --start="def "
 #
-# hardware: 2 CPU cores. measured there: 2 to 3 minutes, 1.62 bits per byte over the whole held-out split (24 files)
+# hardware: 2 CPU cores. measured there: 2 to 3 minutes, 1.62 bits per byte on all of the held-out split
+# (24 files)
 
 dataset = 'stdlib'  # bytes
 
@@ -14,13 +15,13 @@ n_head = 4
 n_embd = 128  # 852,232 parameters
 block_size = 256
 
-batch_size = 8  # small steps and many: the shortest way down when time is short
+batch_size = 8  # many small steps learn fastest in a short run
 gradient_accumulation_steps = 1
 max_iters = 1200
 
 optimizer = 'muon'
 muon_lr = 0.015
-muon_momentum = 0.85  # so short a run has no time for a long memory
+muon_momentum = 0.85  # lower than usual, because the run is short
 learning_rate = 2e-3
 lr_schedule = 'linear'
 warmup_iters = 10

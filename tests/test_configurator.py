@@ -254,7 +254,7 @@ def test_removed_settings_are_errors_for_users_and_dropped_from_old_runs(card, c
     sentence = "setting 'profile' was removed; instead: tests/bench/profile_step.py"
     assert refusal('--profile', 'True', removed=removed) == [f'--profile: {sentence}']
     path = card('n_layer = 3\nprofile = False\n')
-    assert refusal(path, removed=removed)[0].startswith(f'{path}, line 2: {sentence}')
+    assert refusal(path, removed=removed) == [f'{path}, line 2: {sentence}']
     title = 'all settings of the run in this folder; as a config file it repeats the run'
     own = card(as_file([Shape(n_layer=3)], title) + 'profile = False\n', 'config.py')
     assert capsys.readouterr().out == ''

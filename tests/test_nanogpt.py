@@ -1,17 +1,25 @@
-"""Against nanoGPT itself, where NANOGPT names a clone of it: weights, text and checkpoints cross in both directions."""
+"""Against nanoGPT itself, if NANOGPT names a clone of it: weights, text, checkpoints and config files."""
 
+import ast
+import contextlib
+import dataclasses
 import os
+import runpy
+import time
+from pathlib import Path
 
 import bench
 import pytest
 import torch
 
+from configurator import configure
 from hotloop.checkpoint import load_checkpoint, save_checkpoint
-from hotloop.generate import generate
+from hotloop.generate import Sampling, generate
 from model import GPT, GPTConfig
+from train import TrainConfig
 
 CLONE = os.environ.get('NANOGPT', '')
-pytestmark = pytest.mark.skipif(not (CLONE and os.path.exists(os.path.join(CLONE, 'model.py'))),
+pytestmark = pytest.mark.skipif(not os.path.exists(os.path.join(CLONE or '/nowhere', 'model.py')),
                                 reason='NANOGPT does not name a clone of karpathy/nanoGPT')
 SHAPE = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32, dropout=0.0)
 
@@ -30,43 +38,32 @@ def theirs(request, nanogpt):
     return model
 
 
-@pytest.fixture
-def their_file(theirs, tmp_path):
-    """A checkpoint as nanoGPT's train.py writes it."""
+def test_their_checkpoint_computes_the_same_logits_text_and_loss(theirs, tmp_path):
+    """Greedy text agrees token for token until the context is full; then ours slides in larger steps."""
     optimizer = theirs.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
     theirs.train()(*[torch.zeros(1, 4, dtype=torch.long)] * 2)[1].backward()
     optimizer.step()
     theirs.eval()
-    args = SHAPE | {'bias': theirs.config.bias}
-    torch.save({'model': theirs.state_dict(), 'optimizer': optimizer.state_dict(), 'model_args': args, 'iter_num': 1,
-                'best_val_loss': torch.tensor(3.0), 'config': {'dataset': 'shakespeare_char'}}, tmp_path / 'ckpt.pt')
-    return str(tmp_path / 'ckpt.pt')
-
-
-def test_their_checkpoint_computes_and_writes_the_same(theirs, their_file):
-    """Logits to 1e-5; greedy text token for token, as far as the context reaches: there it slides in larger steps."""
-    checkpoint = load_checkpoint(their_file)
+    torch.save({'model': theirs.state_dict(), 'optimizer': optimizer.state_dict(), 'iter_num': 1,
+                'model_args': SHAPE | {'bias': theirs.config.bias}, 'best_val_loss': torch.tensor(3.0),
+                'config': {'dataset': 'shakespeare_char'}}, tmp_path / 'ckpt.pt')
+    checkpoint = load_checkpoint(str(tmp_path / 'ckpt.pt'))
     ours = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model']).eval()
-    idx = torch.randint(65, (2, 16), generator=torch.Generator().manual_seed(0))
-    expected = theirs(idx)[0][:, -1]
-    assert (ours(idx) - expected).abs().max() < 1e-5 * expected.abs().max()
-    text = theirs.generate(idx[:, :3], 14, top_k=1)[:, 3:]
-    assert [[told[row][1] for told in generate(ours, idx[:, :3].tolist(), 14, temperature=0)] for row in (0, 1)] == \
-        text.tolist()
-
-
-def test_losses_are_the_same(theirs, their_file):
-    checkpoint = load_checkpoint(their_file)
-    ours = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model']).eval()
-    x, y = torch.randint(65, (2, 3, 16), generator=torch.Generator().manual_seed(0))
+    x, y = torch.randint(65, (2, 2, 16), generator=torch.Generator().manual_seed(0))
+    expected = theirs(x)[0][:, -1]
+    assert (ours(x) - expected).abs().max() < 1e-5 * expected.abs().max()
     assert ours(x, y).sum().item() / y.numel() == pytest.approx(theirs(x, y)[1].item(), rel=1e-6)
+    steps = list(generate(ours, x[:, :3].tolist(), Sampling(14, temperature=0)))
+    text = [[token for sequence, token, _ in step] for step in steps]
+    assert torch.tensor(text).T.tolist() == theirs.generate(x[:, :3], 14, top_k=1)[:, 3:].tolist()
 
 
 @pytest.mark.parametrize('bias', [False, True])
 def test_they_read_our_checkpoint(nanogpt, tmp_path, bias):
     ours = GPT(GPTConfig(**SHAPE, bias=bias)).eval()
-    save_checkpoint(str(tmp_path / 'ckpt.pt'), {'model': ours.state_dict(), 'model_args': ours.config.model_args()})
-    checkpoint = torch.load(tmp_path / 'ckpt.pt')
+    path = str(tmp_path / 'ckpt.pt')
+    save_checkpoint(path, {'model': ours.state_dict(), 'model_args': ours.config.model_args()})
+    checkpoint = torch.load(path)
     theirs = nanogpt.GPT(nanogpt.GPTConfig(**checkpoint['model_args'])).eval()
     theirs.load_state_dict(checkpoint['model'])
     idx = torch.arange(16)[None]
@@ -74,11 +71,41 @@ def test_they_read_our_checkpoint(nanogpt, tmp_path, bias):
 
 
 def test_weights_start_as_theirs_do(nanogpt):
-    """The same standard deviation for every kind of matrix."""
-    shape = SHAPE | dict(n_embd=128, vocab_size=512, block_size=64)
-    theirs, ours = nanogpt.GPT(nanogpt.GPTConfig(**shape, bias=True)), GPT(GPTConfig(**shape, bias=True))
-    own = ours.state_dict()
-    assert own.keys() == theirs.state_dict().keys()
-    for name, p in theirs.state_dict().items():
-        assert own[name].std().item() == pytest.approx(p.std().item(), rel=0.05), name
-        assert own[name].mean().item() == pytest.approx(p.mean().item(), abs=1e-3), name
+    """The same names, and the same standard deviation for every kind of matrix."""
+    shape = SHAPE | dict(n_embd=128, vocab_size=512, block_size=64, bias=True)
+    theirs = nanogpt.GPT(nanogpt.GPTConfig(**shape)).state_dict()
+    ours = GPT(GPTConfig(**shape)).state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, p in theirs.items():
+        assert ours[name].std().item() == pytest.approx(p.std().item(), rel=0.05), name
+        assert ours[name].mean().item() == pytest.approx(p.mean().item(), abs=1e-3), name
+
+
+def defaults():
+    """{name: value} of the settings at the top of nanoGPT's train.py."""
+    found = {}
+    for node in ast.parse(Path(CLONE, 'train.py').read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if node.targets[0].id == 'config_keys':  # the settings end here
+                break
+            with contextlib.suppress(NameError):  # the default of dtype needs torch
+                found[node.targets[0].id] = eval(ast.unparse(node.value), {})
+    return found
+
+
+@pytest.mark.parametrize('name', ['train_gpt2', 'finetune_shakespeare', 'eval_gpt2',
+                                  'train_shakespeare_char'])
+def test_their_config_files_mean_the_same(monkeypatch, name):
+    """Every value that a file sets, and every default that training depends on."""
+    monkeypatch.setattr(time, 'time', lambda: 1700000000.0)
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: name)  # train_gpt2.py asks for wandb
+    path = str(Path(CLONE, 'config', f'{name}.py'))
+    model_cfg, cfg, given, _ = configure(GPTConfig, TrainConfig, argv=[path])
+    ours = {**dataclasses.asdict(model_cfg), **dataclasses.asdict(cfg)}
+    file = {k: v for k, v in runpy.run_path(path).items() if not k.startswith('__') and k != 'time'}
+    assert set(file) == set(given) and {k: ours[k] for k in file} == file
+    # ours differ on purpose: auto, or None for max_iters and for all of the split
+    free = {'device', 'dtype', 'compile', 'backend', 'eval_iters', 'lr_decay_iters', 'wandb_project',
+            'wandb_run_name'}
+    theirs = {k: v for k, v in defaults().items() if k not in given and k not in free}
+    assert {k: ours[k] for k in theirs} == theirs and 'learning_rate' in {*theirs, *file}

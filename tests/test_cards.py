@@ -1,0 +1,274 @@
+"""Every setting acts, --help lists every setting, every recipe card resolves, every machine gets a card."""
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import importlib.machinery
+import io
+import os
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, noise, write_bins
+
+import prepare
+import sample
+import train
+from configurator import comments_of, configure
+from hotloop.dataloader import share_batch
+from hotloop.documents import ReadConfig
+from model import GPTConfig
+from prepare import PrepareConfig
+from sample import SampleConfig
+from train import TrainConfig
+
+ROOT = Path(train.__file__).parent
+CARDS = sorted((ROOT / 'config').glob('*.py'))
+
+
+# -----------------------------------------------------------------------------
+# every setting acts
+
+def two_processes(m):
+    """One of two processes, up to the moment when they would meet."""
+    m.setenv('WORLD_SIZE', '2')
+
+    def open_process_group(backend, device, rank, world, timeout_minutes):
+        raise ValueError(f'{backend} waits {timeout_minutes} minutes')
+    m.setattr(train, 'open_process_group', open_process_group)
+
+
+def fake_compile(m):
+    """A compiler that prints its mode."""
+    def compile_model(model, mode=None, **options):
+        print(f'compiled, mode {mode}')
+        return model
+    m.setattr(torch, 'compile', compile_model)
+
+
+def fake_wandb(m):
+    """A package wandb that prints what it is given."""
+    wandb = types.ModuleType('wandb')
+    wandb.__spec__ = importlib.machinery.ModuleSpec('wandb', None)
+    wandb.init = lambda project, name, config: print('wandb', project, os.path.basename(name))
+    wandb.log = lambda numbers, step: print('wandb', step)
+    wandb.finish = lambda: None
+    m.setitem(sys.modules, 'wandb', wandb)
+
+
+def fake_determinism(m):
+    m.setattr(torch, 'use_deterministic_algorithms', lambda on: print('deterministic:', on))
+
+
+MUON = dict(optimizer='muon')
+SAMPLES = dict(sample_interval=2, sample_tokens=3)
+# name: (what must change, the changed value, settings of both runs, a patch around both)
+TABLE = {
+    'preset': ('weights', 'modern'),
+    'block_size': ('weights', 8),
+    'vocab_size': ('weights', 320),
+    'n_layer': ('weights', 2),
+    'n_head': ('weights', 4),
+    'n_kv_head': ('weights', 1),
+    'n_embd': ('weights', 24),
+    'n_ff': ('weights', 40),
+    'dropout': ('weights', 0.2),
+    'bias': ('weights', True),
+    'position': ('weights', 'rope'),
+    'norm': ('weights', 'rmsnorm'),
+    'mlp': ('weights', 'relu2'),
+    'qk_norm': ('weights', True),
+    'tie': ('weights', False),
+    'zero_init': ('weights', True),
+    'softcap': ('weights', 2),
+    'x0_mix': ('weights', True),
+    'label_smoothing': ('weights', 0.1),
+    'out_dir': ('files', 'elsewhere'),
+    'init_from': ('error', 'resume'),
+    'eval_only': ('files', True),
+    'seed': ('weights', 1),
+    'max_iters': ('weights', 4),
+    'max_epochs': ('weights', 0.05),
+    'max_minutes': ('weights', 0),
+    'dataset': ('weights', 'other'),
+    'data_dir': ('error', 'elsewhere'),
+    'data_on_device': ('lines', True),
+    'batch_size': ('weights', 3),
+    'gradient_accumulation_steps': ('weights', 3),
+    'optimizer': ('weights', 'muon'),
+    'learning_rate': ('weights', 1e-3),
+    'muon_lr': ('weights', 0.1, MUON),
+    'embed_lr': ('weights', 0.1, MUON),
+    'weight_decay': ('weights', 0.0),
+    'beta1': ('weights', 0.8),
+    'beta2': ('weights', 0.8),
+    'muon_momentum': ('weights', 0.5, MUON),
+    'grad_clip': ('weights', 0.1),
+    'decay_lr': ('weights', False),
+    'lr_schedule': ('weights', 'linear'),
+    'warmup_iters': ('weights', 0),
+    'lr_decay_iters': ('weights', 2),
+    'min_lr': ('weights', 4e-3),
+    'decay_fraction': ('weights', 1.0, dict(lr_schedule='linear')),
+    'eval_interval': ('lines', 1),
+    'eval_tokens': ('lines', 32),
+    'eval_iters': ('lines', 1),
+    'log_interval': ('lines', 3),
+    'sample_interval': ('lines', 2, dict(sample_tokens=3)),
+    'sample_prompt': ('lines', 'ab', SAMPLES),
+    'sample_tokens': ('lines', 5, SAMPLES),
+    'wandb_log': ('lines', True, {}, fake_wandb),
+    'wandb_project': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
+    'wandb_run_name': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
+    # at a learning rate of 0 no evaluation after the first improves
+    'always_save_checkpoint': ('files', False, dict(learning_rate=0, min_lr=0, eval_interval=1, keep_last=3)),
+    'save_interval': ('files', 1),
+    'save_minutes': ('files', 0),
+    'keep_last': ('files', 3, dict(save_interval=1)),
+    'mirror_dir': ('error', '/dev/null/mirror'),
+    'device': ('error', 'cuda:99'),
+    'dtype': ('weights', 'bfloat16'),
+    'compile': ('lines', True, {}, fake_compile),
+    'compile_mode': ('lines', 'max-autotune-no-cudagraphs', dict(compile=True), fake_compile),
+    'loss_chunks': ('lines', 4),
+    'threads': ('lines', 2),
+    'deterministic': ('lines', False, {}, fake_determinism),
+    'backend': ('error', 'gloo', {}, two_processes),
+    'timeout_minutes': ('error', 3, {}, two_processes),
+}
+
+
+def without_clock(line):
+    """A printed line without the numbers that differ from run to run."""
+    return re.sub(r'[\d.,]+ (ms|tok/s|MB|s\b)|data [\d.]+%|[\dhms]+ left', '', line)
+
+
+def run_once(folder, patch, settings):
+    """What can be seen of a run of three steps: a hash of the weights, the error, the lines, the files."""
+    flags = {**TINY, 'n_layer': 1, 'n_embd': 16, 'batch_size': 2, 'max_iters': 3, 'warmup_iters': 1,
+             'eval_interval': 100, 'eval_tokens': 128, **settings}
+    flags['out_dir'] = folder / flags.get('out_dir', 'out')
+    printed, error, weights = io.StringIO(), None, None
+    with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(printed):
+        m.setattr(gc, 'collect', lambda: 0)  # half the time of such a small run
+        if patch:
+            patch(m)
+        try:
+            train.main([f'--{name}={value}' for name, value in flags.items()])
+        except ValueError as e:
+            error = str(e)
+    if (flags['out_dir'] / 'ckpt.pt').exists():
+        model = torch.load(flags['out_dir'] / 'ckpt.pt', weights_only=True)['model']
+        everything = b''.join(name.encode() + w.numpy().tobytes() for name, w in model.items())
+        weights = hashlib.sha256(everything).hexdigest()
+    # that a setting is listed does not show that it acts
+    lines = [line for line in printed.getvalue().replace(str(folder), '').splitlines()
+             if not re.match(r'  \w+ = ', line)]
+    return {'weights': weights, 'error': error, 'lines': [without_clock(line) for line in lines],
+            'files': sorted(str(path.relative_to(folder)) for path in folder.rglob('*'))}
+
+
+@pytest.fixture(scope='module')
+def observe(tmp_path_factory, data_dir):
+    """observe(patch, **settings) -> what run_once sees; equal runs run once."""
+    write_bins(Path(data_dir) / 'other', noise(4001, seed=7), noise(487, seed=8))
+    seen = {}
+
+    def run(patch=None, **settings):
+        key = repr((patch, sorted(settings.items())))
+        if key not in seen:
+            seen[key] = run_once(tmp_path_factory.mktemp('run'), patch, {'data_dir': data_dir, **settings})
+        return seen[key]
+    return run
+
+
+def test_the_table_has_a_row_for_every_setting():
+    """A new setting needs a row: a change that shows that it acts."""
+    assert list(TABLE) == [f.name for cls in (GPTConfig, TrainConfig) for f in dataclasses.fields(cls)]
+
+
+def check(observe, name, where, value, both=None, patch=None):
+    both = both or {}
+    before, after = observe(patch, **both), observe(patch, **{**both, name: value})
+    assert before[where] != after[where], f'{name}={value} changes nothing'
+    if where != 'error':
+        assert before['error'] is None and after['error'] is None
+
+
+@pytest.mark.parametrize('name', TABLE)
+def test_every_setting_acts(observe, name):
+    """Changed alone, it changes a weight, a file, a line or an error."""
+    check(observe, name, *TABLE[name])
+
+
+def test_the_table_can_fail(observe):
+    """Equal runs look equal, and so does a run with a setting that has nothing to act on."""
+    for twin in (dict(wandb_project='hotloop'), dict(wandb_run_name='mine')):
+        assert observe(**twin) == observe(), twin
+
+
+# -----------------------------------------------------------------------------
+# --help
+
+@pytest.mark.parametrize('program, classes', [
+    (train, (GPTConfig, TrainConfig)), (sample, (SampleConfig,)), (prepare, (PrepareConfig, ReadConfig))])
+def test_help_lists_every_setting(program, classes, capsys):
+    """With its default, its own comment and its section, in the order of the source."""
+    with pytest.raises(SystemExit) as end:
+        program.main(['--help'])
+    lines = capsys.readouterr().out.splitlines()
+    assert not end.value.code and lines[0] == program.__doc__.strip().splitlines()[0]
+    flags = [line for line in lines if line.startswith('  --')]
+    settings = [(f, *rest) for cls in classes for f, rest in
+                zip(dataclasses.fields(cls), comments_of(cls), strict=True)]
+    for line, (field, section, name, comment) in zip(flags, settings, strict=True):
+        default = field.default if str(field.default).isprintable() else repr(field.default)
+        assert name == field.name and len(comment) > 5 and section in lines
+        assert line.startswith(f'  --{name}={default}  ') and comment in line
+
+
+# -----------------------------------------------------------------------------
+# recipe cards
+
+@pytest.mark.parametrize('card', CARDS, ids=lambda card: card.stem)
+def test_every_card_resolves_and_runs_on_any_number_of_gpus(card):
+    """No unknown name, wrong type or impossible combination; one global batch on 1, 2, 4 and 8 GPUs."""
+    _, cfg, given, _ = configure(GPTConfig, TrainConfig, argv=[str(card)])
+    assert given
+    for world in (1, 2, 4, 8):
+        micro, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)
+        assert micro * accumulation * world == cfg.batch_size * cfg.gradient_accumulation_steps
+        assert micro <= cfg.batch_size
+
+
+@pytest.mark.parametrize('memory, device, card', [
+    (80, 'auto', 'gpt2_124m_fast'), (40, 'cuda', 'gpt2_124m_fast'), (39, 'cuda:0', 'quickstart'),
+    (80, 'cpu', 'quickstart'), (None, 'auto', 'quickstart')])
+def test_the_card_of_a_machine(monkeypatch, memory, device, card):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: memory is not None)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties',
+                        lambda device: types.SimpleNamespace(total_memory=memory * 1e9))
+    monkeypatch.setattr(train, 'choose_device', lambda name: (torch.device('cuda', 0), 'it is there'))
+    found, reason = train.card_for_machine(device)
+    assert found == f'config/{card}.py' and (ROOT / found).exists()
+    assert reason == (f'{memory} GB of GPU memory' if memory and device != 'cpu' else 'no GPU')
+
+
+def test_a_command_without_card_and_dataset_takes_the_card_of_the_machine(monkeypatch, tmp_path, capsys):
+    """It prints which and why. A dataset or a card of the user's own is left alone."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    for argv, dataset in (([], 'stdlib'), (['--dataset=mine'], 'mine'),
+                          ([str(ROOT / 'config' / 'gpt2_124m.py')], 'openwebtext')):
+        monkeypatch.setattr(sys, 'argv', ['train.py', f'--data_dir={tmp_path}', *argv])
+        with pytest.raises(ValueError, match=f'{dataset} does not exist'):
+            train.main()
+    write_bins(tmp_path / 'stdlib', noise(2001), noise(487))
+    tiny = {name: value for name, value in TINY.items() if name != 'dataset'}
+    flags = [f'--{name}={value}' for name, value in tiny.items()]
+    train.main([*flags, f'--data_dir={tmp_path}', f'--out_dir={tmp_path / "out"}', '--eval_only'])
+    assert re.search(r'card: config/quickstart\.py \(no GPU', capsys.readouterr().out)
