@@ -1,6 +1,5 @@
 """Text generation, one token a step for a batch of prompts: the KV cache, how a token is drawn, the loop."""
 
-import contextlib
 import math
 import warnings
 from dataclasses import dataclass
