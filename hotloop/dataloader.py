@@ -48,7 +48,7 @@ class Split:
             if block.max() >= vocab_size:
                 at = start + int(np.argmax(block >= vocab_size))
                 raise ValueError(f'{self.path} has token id {self.tokens[at]} at position {at:,}, but the '
-                                 f'vocabulary has {vocab_size} ids; prepare it with the tokenizer of the model')
+                                 f"vocabulary has {vocab_size} ids; prepare it with the model's tokenizer")
 
     def fingerprint(self):
         """A hash of the size and of 64 blocks spread over the bin and its mask."""
