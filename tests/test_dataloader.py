@@ -124,7 +124,7 @@ def test_a_mixture_draws_by_weight_and_each_split_in_its_own_order(splits):
 def test_one_dataset_is_a_split_and_several_are_a_mixture(splits):
     def datasets(**weights):
         folders = {name: os.path.dirname(splits[name].path) for name in weights}
-        return [Dataset(name, folders[name], read_meta(folders[name]), weight) for name, weight in weights.items()]
+        return [Dataset(name, folders[name], read_meta(folders[name]), weights[name]) for name in weights]
     assert isinstance(open_split(datasets(plain=1), 'train', T), Split)
     mixture = open_split(datasets(plain=1, wide=3), 'train', T)
     assert mixture.weights == [0.25, 0.75] and mixture.names == ['plain', 'wide']
@@ -243,15 +243,16 @@ META = {'dtype': 'uint16', 'vocab_size': 257, 'splits': {}, 'foreign': False}
 @pytest.mark.parametrize('tokens, meta, words', [
     (16, {}, r'train\.bin has 16 tokens.*block_size=16.*--block_size=15 at most$'),
     (1, {}, r'train\.bin has 1 tokens, too few for one window .*; use more text$'),
-    (100, {'splits': {'train': {'tokens': 101}}}, 'has 100 tokens, but meta.json says 101; prepare it again')])
+    (100, {'splits': {'train': {'tokens': 101}}}, 'has 100 tokens, but meta.json says 101; prepare')])
 def test_bins_of_the_wrong_size(tmp_path, tokens, meta, words):
     write_bins(tmp_path, noise(tokens), noise(100))
     with pytest.raises(ValueError, match=words):
         Split(str(tmp_path), 'train', {**META, **meta}, T)
 
 
-@pytest.mark.parametrize('mask, words', [(np.ones(99), r'train\.mask\.bin has 99 bytes for 100 tokens'),
-                                         (np.zeros(100), r'train\.bin has no target that counts: .* is 0 everywhere')])
+@pytest.mark.parametrize('mask, words', [
+    (np.ones(99), r'train\.mask\.bin has 99 bytes for 100 tokens'),
+    (np.zeros(100), r'train\.bin has no target that counts: .*train\.mask\.bin is 0 everywhere')])
 def test_masks_that_cannot_be(tmp_path, mask, words):
     write_bins(tmp_path, noise(100), noise(100), masks={'train': mask, 'val': np.ones(100)})
     with pytest.raises(ValueError, match=words):
@@ -263,6 +264,6 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     tokens[42] = 300
     write_bins(tmp_path, tokens, noise(100))
     split = open_folder(tmp_path)
-    with pytest.raises(ValueError, match=r'train\.bin has token id 300 at position 42, but the vocabulary has 257'):
+    with pytest.raises(ValueError, match=r'train\.bin has token id 300 at position 42, but .* has 257 ids'):
         split.check_ids(257)
     split.check_ids(301)

@@ -18,21 +18,21 @@ def model():
 
 
 def config(batch_size, accumulation):
-    return SimpleNamespace(batch_size=batch_size, gradient_accumulation_steps=accumulation, loss_chunks='auto',
-                           data_on_device='auto')
+    return SimpleNamespace(batch_size=batch_size, gradient_accumulation_steps=accumulation,
+                           loss_chunks='auto', data_on_device='auto')
 
 
 SPLIT = SimpleNamespace(T=16, num_bytes=lambda: 0)
 
 
 def short_of_memory(monkeypatch, most, error=None):
-    """A machine without memory for more than `most` sequences. Returns the list of batches that were tried."""
+    """A machine without memory for more than `most` sequences. Returns the batches that are tried."""
     original, tried = GPT.forward, []
 
     def forward(self, idx, targets=None, cache=None):
         tried.append(len(idx))
         if len(idx) > most:
-            raise error or RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+            raise error or RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8")
         return original(self, idx, targets, cache)
     monkeypatch.setattr(GPT, 'forward', forward)
     return tried

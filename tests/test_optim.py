@@ -15,8 +15,9 @@ SWIGLU = dict(preset='modern', mlp='swiglu', n_kv_head=2)
 
 
 def config(**settings):
-    return SimpleNamespace(**{'optimizer': 'adamw', 'learning_rate': 0.1, 'weight_decay': 0.5, 'beta1': 0.9,
-                              'beta2': 0.95, 'muon_lr': 1.0, 'muon_momentum': 0.95, 'embed_lr': None, **settings})
+    defaults = {'optimizer': 'adamw', 'learning_rate': 0.1, 'weight_decay': 0.5, 'beta1': 0.9, 'beta2': 0.95,
+                'muon_lr': 1.0, 'muon_momentum': 0.95, 'embed_lr': None}
+    return SimpleNamespace(**{**defaults, **settings})
 
 
 def make(**settings):
@@ -31,8 +32,11 @@ def make(**settings):
 
 def state_of(model, optimizers):
     """Copies of all weights and optimizer states."""
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    return [t.detach().clone() for t in [*model.parameters(), *(t for state in states for t in state.values())]]
+    tensors = list(model.parameters())
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors += state.values()
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def test_decay_is_for_matrices_and_embeddings_only():
@@ -70,7 +74,7 @@ def test_every_parameter_is_in_one_group(settings, optimizer):
 def test_the_embedding_has_a_rate_of_its_own_under_muon():
     adamw, _ = build_optimizers(make(), config(optimizer='muon', embed_lr=0.3), Env())
     assert [group['peak'] for group in adamw.param_groups] == [0.1, 0.1, 0.3]
-    with pytest.raises(ValueError, match="embed_lr=0.3 acts under optimizer='muon' only"):
+    with pytest.raises(ValueError, match=r"embed_lr=0\.3 acts under optimizer='muon' only"):
         build_optimizers(make(), config(embed_lr=0.3), Env())
 
 
@@ -110,10 +114,11 @@ def muon_update(model, env):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_muon_moves_every_matrix_of_a_block_by_an_orthogonal_one(dtype):
-    """Queries, keys and values each by their own, up and gate too; tall ones by the root of their shape more."""
+    """Queries, keys and values each by their own, up and gate too; tall ones by a larger one."""
     update = muon_update(make(**SWIGLU), Env(dtype=dtype))
     for block in ('transformer.h.0.', 'transformer.h.1.'):
-        parts = [*update[block + 'attn.c_attn.weight'].split((32, 16, 16)), update[block + 'attn.c_proj.weight'],
+        qkv = update[block + 'attn.c_attn.weight'].split((32, 16, 16))
+        parts = [*qkv, update[block + 'attn.c_proj.weight'],
                  *update[block + 'mlp.c_fc.weight'].chunk(2), update[block + 'mlp.c_proj.weight']]
         for part in parts:
             values = torch.linalg.svdvals(part) / max(1.0, part.size(0) / part.size(1)) ** 0.5
@@ -123,7 +128,7 @@ def test_muon_moves_every_matrix_of_a_block_by_an_orthogonal_one(dtype):
 
 @pytest.mark.parametrize('world', [2, 3])
 def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world):
-    """Also where matrices do not divide by the processes; threads stand for them, with a gather of their own."""
+    """Also if the matrices do not divide by them. Threads stand for processes, with a gather of their own."""
     barrier, shares, updates = threading.Barrier(world), {}, {}
 
     def all_gather(gathered, mine):
