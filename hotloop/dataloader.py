@@ -22,7 +22,7 @@ class Split:
         self.num_tokens = len(self.tokens)
         self.splits = [self]  # a Mixture has several
         self.known_vocab = math.inf if meta['foreign'] else meta['vocab_size']
-        # one cache a split: a shared one would evict orders of a large mixture, or keep those of old epochs
+        # a cache for each split: a shared one would evict orders of large mixtures or keep old epochs
         self.order = functools.lru_cache(maxsize=2)(epoch_order)
         expected = meta['splits'].get(name, {}).get('tokens', self.num_tokens)
         if self.num_tokens != expected:
@@ -48,7 +48,7 @@ class Split:
             if block.max() >= vocab_size:
                 at = start + int(np.argmax(block >= vocab_size))
                 raise ValueError(f'{self.path} has token id {self.tokens[at]} at position {at:,}, but the '
-                                 f'vocabulary has {vocab_size} ids; prepare it with the tokenizer of the model')
+                                 f"vocabulary has {vocab_size} ids; prepare it with the model's tokenizer")
 
     def fingerprint(self):
         """A hash of the size and of 64 blocks spread over the bin and its mask."""
@@ -84,7 +84,7 @@ class Split:
         return sum(int(np.count_nonzero(self.mask[s + 1:s + 1 + self.T])) for s in starts)
 
     def starts(self, seed, index):
-        """The positions of windows by number, which counts on over the epochs. index: int64 of any shape."""
+        """The positions of windows by number, counted over all epochs. index: int64 array of any shape."""
         per_epoch = windows_per_epoch(self.num_tokens, self.T)
         epochs, starts = index // per_epoch, np.empty_like(index)
         for epoch in np.unique(epochs).tolist():
@@ -107,7 +107,7 @@ def epoch_order(seed, num_tokens, T, epoch):
 
 class Mixture:
     """
-    Several splits as one, from which windows are drawn by weight. Positions count on from one split to the
+    Several splits as one, from which windows are drawn by weight. Positions continue from one split to the
     next. Of every INTERLEAVE windows each split has its exact share, in an order that the seed shuffles.
     """
     INTERLEAVE = 10_000
