@@ -1,5 +1,6 @@
 """Files -> documents, in pieces: a document may be larger than memory."""
 
+import codecs
 import csv
 import json
 import os
@@ -16,7 +17,6 @@ from hotloop.files import optional
 from hotloop.text_file import open_text
 
 PIECE = 1 << 20  # characters that are tokenized at a time
-BLOCK = 1 << 20  # characters that are read at a time
 JSON_LIMIT = 1 << 30  # bytes of a .json file, which is parsed at once
 
 
@@ -133,10 +133,10 @@ def open_file(file, reading, progress=None):
 
 
 def text_blocks(file, reading, progress=None):
-    """A file's text in blocks of BLOCK characters."""
+    """A file's text in blocks of about a megabyte."""
     with open_file(file, reading, progress) as f:
-        while block := f.read(BLOCK):
-            yield block
+        blocks = iter(lambda: f.buffer.read(1 << 20), b'')  # f.read(size) is a third slower
+        yield from codecs.iterdecode(blocks, f.encoding, f.errors)
 
 
 def token_pieces(file, progress=None):

@@ -53,18 +53,22 @@ class ZstdFile(io.RawIOBase):
         return count
 
 
+def open_zstd(raw):
+    return io.BufferedReader(ZstdFile(raw))
+
+
 @contextlib.contextmanager
 def open_text(path, errors='strict', progress=None):
     """
     Opens a text file for a with statement: UTF-8 without its byte-order mark, decompressed by the suffix of its name,
-    line ends unchanged. ValueError, also while reading: cannot be read, damaged or cut, not UTF-8 (errors='strict').
+    line ends unchanged; lines end with \\n. ValueError, while reading too: unreadable, damaged, cut, not UTF-8.
     """
-    openers = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open, '.zst': ZstdFile}
+    openers = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open, '.zst': open_zstd}
     opener = openers.get(os.path.splitext(path)[1].lower())
     try:
         with io.BufferedReader(ProgressFile(path, progress)) as raw:
-            data = io.BufferedReader(opener(raw), 1 << 20) if opener else raw
-            yield io.TextIOWrapper(data, 'utf-8-sig', errors, newline='')
+            data = opener(raw) if opener else raw
+            yield io.TextIOWrapper(data, 'utf-8-sig', errors, newline='\n')
     except UnicodeDecodeError as e:
         is_utf16 = e.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         before = e.object[max(e.start - 20, 0):e.start].decode(errors='replace')
