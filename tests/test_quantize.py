@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_generate import PROMPTS, make, run
+from test_generate import PROMPTS, make
 
 from hotloop.quantize import Int8Linear, PackedLinear, can_pack, packing_pays, prepare_for_inference
 
@@ -24,7 +24,8 @@ def test_int8_is_within_its_bound(bias, rows, kernel, monkeypatch):
     assert quantized.on_cpu == kernel
     scale, w = quantized.scale.float(), linear.weight.detach()
     assert ((quantized.weight * scale[:, None] - w).abs() <= scale[:, None] / 2 * (1 + 1e-6)).all()
-    assert (scale <= w.abs().amax(1) / 127 * (1 + 2**-7) + 1e-30).all() and quantized.weight.abs().max() <= 127
+    assert (scale <= w.abs().amax(1) / 127 * (1 + 2**-7) + 1e-30).all()
+    assert quantized.weight.abs().max() <= 127
     bound = x.abs().sum(-1, keepdim=True) * scale / 2 + x.abs() @ w.abs().t() * (2**-7 if kernel else 1e-6)
     assert ((quantized(x) - linear(x)).abs() <= bound + 1e-6).all()
 
@@ -40,38 +41,28 @@ def test_int8_sums_stay_in_the_range_of_float16(monkeypatch):
     torch.testing.assert_close(y.float(), linear(x), rtol=0.02, atol=0)
 
 
-def test_an_int8_model_has_close_logits_and_keeps_its_embedding():
-    model, x = make(n_embd=64), torch.tensor([PROMPTS[3]])
+@pytest.mark.parametrize('dtype, quantize', [(torch.float32, 'int8'), (torch.bfloat16, 'none')])
+def test_a_prepared_model_has_close_logits(dtype, quantize):
+    model, x = make('modern', n_embd=64).train(), torch.tensor([PROMPTS[3]])
     exact = model(x)
-    prepare_for_inference(model, CPU, torch.float32, 'int8')
-    assert model.lm_head.weight.dtype == torch.int8 and model.transformer.wte.weight.dtype == torch.float32
-    assert sum(isinstance(m, Int8Linear) for m in model.modules()) == 9
+    assert prepare_for_inference(model, CPU, dtype, quantize) is model and not model.training
+    assert model.cos.dtype == torch.float32 and model.transformer.wte.weight.dtype == dtype
+    assert sum(isinstance(m, Int8Linear) for m in model.modules()) == (9 if quantize == 'int8' else 0)
     assert 0 < (model(x) - exact).norm() < 0.05 * exact.norm()
 
 
-def test_matrices_are_converted_and_positions_stay_exact():
-    model = make('modern')
-    x = torch.tensor([PROMPTS[3]])
-    exact = model(x)
-    assert prepare_for_inference(model.train(), CPU, torch.bfloat16) is model and not model.training
-    assert model.cos.dtype == torch.float32 and model.transformer.wte.weight.dtype == torch.bfloat16
-    assert 0 < (model(x) - exact).abs().max() < 0.1 * exact.abs().max()
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize('faster', [True, False])
-def test_packed_weights_compute_the_same_whatever_the_trial_finds(dtype, faster, monkeypatch):
+@pytest.mark.parametrize('dtype, bound', [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize('pays', [True, False])
+def test_packed_weights_compute_the_same(dtype, bound, pays, monkeypatch):
     if not can_pack(CPU, dtype):
         pytest.skip(f'oneDNN does not pack {dtype} here')
     monkeypatch.setattr('hotloop.quantize.PACK_FROM', 0)
-    monkeypatch.setattr('hotloop.quantize.packing_pays', lambda linear: faster)
+    monkeypatch.setattr('hotloop.quantize.packing_pays', lambda linear: pays)
     x = torch.tensor([PROMPTS[3]])
     plain = prepare_for_inference(make(), CPU, dtype, pack=False)
     packed = prepare_for_inference(make(), CPU, dtype)
-    assert sum(isinstance(m, PackedLinear) for m in packed.modules()) == (9 if faster else 0)
-    assert (plain(x) - packed(x)).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * plain(x).norm()
-    if dtype == torch.float32:
-        assert run(plain, PROMPTS, 20, temperature=0) == run(packed, PROMPTS, 20, temperature=0)
+    assert sum(isinstance(m, PackedLinear) for m in packed.modules()) == (9 if pays else 0)
+    assert (plain(x) - packed(x)).norm() <= bound * plain(x).norm()
 
 
 def test_the_trial_keeps_plain_weights_only_where_they_always_win(monkeypatch):
