@@ -1,14 +1,15 @@
 """
-The training loop, all of it: precision, accumulation, compilation, data parallel, the schedule, the step, the loop.
+The training loop, all of it: precision, accumulation, compilation, data parallel, the schedule, the step, the
+loop.
 
     $ python train.py                                          # a recipe card chosen by the hardware
     $ python train.py config/shakespeare_char.py --device=cpu  # a recipe card, then flags
     $ python train.py --init_from=resume                       # resume the run in out_dir
     $ torchrun --standalone --nproc_per_node=8 train.py        # all GPUs of a node
 
-A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, on any number of processes.
-Everything random (the order of the data, dropout) is a function of the seed, the step and the micro-batch. So a run
-that was killed resumes bit for bit, and a checkpoint holds tensors and counters only.
+A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, on any number of
+processes. Everything random (the order of the data, dropout) is a function of the seed, the step and the
+micro-batch. So a run that was killed resumes bit for bit, and a checkpoint holds tensors and counters only.
 """
 
 import contextlib
@@ -124,34 +125,33 @@ class TrainConfig:
     def problems(self):
         """What is wrong with the settings, a sentence each."""
         wrong = []
-        positive = ('batch_size gradient_accumulation_steps eval_interval log_interval eval_tokens eval_iters threads '
-                    'save_interval loss_chunks sample_interval sample_tokens').split()
-        not_negative = ('max_iters max_epochs max_minutes learning_rate muon_lr embed_lr min_lr weight_decay grad_clip '
-                        'warmup_iters lr_decay_iters save_minutes seed').split()
+        at_least_1 = ('batch_size gradient_accumulation_steps eval_interval log_interval eval_tokens '
+                      'eval_iters threads '
+                      'save_interval loss_chunks sample_interval sample_tokens').split()
+        not_negative = ('max_iters max_epochs max_minutes learning_rate muon_lr embed_lr min_lr weight_decay '
+                        'grad_clip '
+                        'warmup_iters lr_decay_iters save_minutes seed timeout_minutes').split()
         for name, value in dataclasses.asdict(self).items():
-            if value is None or value == 'auto':
-                continue
-            if name in positive and value < 1:
+            if name in at_least_1 and value not in (None, 'auto') and value < 1:
                 wrong.append(f'{name}={value} must be at least 1')
-            if name in not_negative and value < 0:
+            if name in not_negative and value is not None and value < 0:
                 wrong.append(f'{name}={value} must not be negative')
             if name in ('beta1', 'beta2', 'muon_momentum') and not 0 <= value < 1:
                 wrong.append(f'{name}={value} must be at least 0 and below 1')
-        if self.timeout_minutes <= 0:
-            wrong.append(f'timeout_minutes={self.timeout_minutes} must be above 0')
         if not 0 < self.decay_fraction <= 1:
             wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
         if self.seed >= 2**63:
             wrong.append(f'seed={self.seed} must be below 2**63')
         if self.keep_last < 2:
-            wrong.append(f'keep_last={self.keep_last} must be at least 2: a single file is no protection from damage')
+            wrong.append(f'keep_last={self.keep_last} must be at least 2: one file is no protection from '
+                         'damage')
         for name in ('out_dir', 'mirror_dir'):
             path = getattr(self, name)
             if path is not None and (not path or '\0' in path):
                 wrong.append(f'{name}={path!r} is not a valid folder name')
         if not wrong and self.mirror_dir and is_inside(self.out_dir, self.mirror_dir):
-            wrong.append(f'out_dir={self.out_dir!r} lies inside mirror_dir={self.mirror_dir!r}; choose a mirror_dir of '
-                         'its own, on another disk')
+            wrong.append(f'out_dir={self.out_dir!r} lies inside mirror_dir={self.mirror_dir!r}; choose '
+                         'another disk')
         if self.wandb_log and importlib.util.find_spec('wandb') is None:
             wrong.append('wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False')
         return wrong
@@ -164,10 +164,8 @@ REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a ste
 # -----------------------------------------------------------------------------
 # settings: recipe cards and flags, and on resume the checkpoint
 
-MACHINE_CARDS = (  # the default recipe card: the first whose need of GPU memory, in GB, is met
-    (40, 'config/gpt2_124m_fast.py'),
-    (0, 'config/quickstart.py'),
-)
+# the default recipe card: the first whose need of GPU memory, in GB, is met
+MACHINE_CARDS = ((40, 'config/gpt2_124m_fast.py'), (0, 'config/quickstart.py'))
 SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
 BOUND = SHAPE | {'dataset', 'optimizer'}  # a resumed run cannot change these
 
@@ -212,8 +210,11 @@ def read_settings(argv=None):
         model_cfg, cfg, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
     settings = Settings(model_cfg, cfg, given, resumed, notes, cfg.batch_size == 'auto')
-    if settings.auto_batch:
-        choose_step(cfg, base, read(argv=files, base=base)[1].batch_size)
+    if settings.auto_batch and resumed:  # the step of the run stays
+        cfg.batch_size, cfg.gradient_accumulation_steps = base['batch_size'], base['gradient_accumulation_steps']
+    elif settings.auto_batch:  # and so does that of the files below the flag
+        below = read(argv=files)[1].batch_size
+        cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
         notes += compare_settings([model_cfg, cfg], given, base, BOUND)
         if 'mirror_dir' not in given and cfg.mirror_dir and is_inside(cfg.out_dir, cfg.mirror_dir):
@@ -233,20 +234,15 @@ def card_for_machine(device):
     return card, f'{memory:.0f} GB of GPU memory' if memory else 'no GPU'
 
 
-def choose_step(cfg, base, batch_size):
-    """Sets the step whose micro-batch batch_size=auto will choose: the run's, or that of the files below the flag."""
-    if base:
-        batch_size, cfg.gradient_accumulation_steps = base['batch_size'], base['gradient_accumulation_steps']
-    cfg.batch_size = TrainConfig.batch_size if batch_size == 'auto' else batch_size
-
-
 # -----------------------------------------------------------------------------
 # setup: device, precision, processes, compilation
 
 def setup(cfg):
-    """Chooses device, dtype and compilation, and joins the process group. ValueError where cfg asks for too much."""
-    rank = int(os.environ.get('RANK', 0))
-    world = int(os.environ.get('WORLD_SIZE', 1))
+    """
+    Chooses device, dtype and compilation, and joins the process group. ValueError where cfg asks for too
+    much.
+    """
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     device, why_device = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', 0)))
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
@@ -257,10 +253,9 @@ def setup(cfg):
     torch.set_num_threads(threads)
     if cfg.backend == 'nccl' and device.type != 'cuda' and world > 1:
         raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo')
-    if world > 1 and device.type == 'mps':
-        raise ValueError(f'{world} processes cannot share an Apple GPU; use --device=cpu')
-    if world > 1 and ':' in cfg.device:
-        raise ValueError(f'{world} processes cannot share device={cfg.device!r}; leave out the number')
+    if world > 1 and (device.type == 'mps' or ':' in cfg.device):
+        raise ValueError(f'{world} processes cannot share device={cfg.device!r}; use --device=cuda or '
+                         '--device=cpu')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'
@@ -275,8 +270,8 @@ def wrap(model, cfg, env):
     """(the compiled model, the data-parallel one around it), each the model itself where that is off."""
     if env.compile:
         if env.device.type == 'cpu' and model.num_params() > 10**7:
-            # recompute in the backward pass what its matrix products read, such as bf16 copies of weights: 0.88 of the
-            # memory of a 124M step in the same time. A private switch, not measured on GPUs
+            # recompute in the backward pass what its matrix products read, such as bf16 copies of weights:
+            # 0.88 of the memory of a 124M step in the same time. A private switch, not measured on GPUs
             functorch = importlib.import_module('torch._functorch.config')
             functorch.ban_recompute_materialized_backward = False
         # one graph: cut into DDP's buckets it would compute other bits
@@ -285,7 +280,8 @@ def wrap(model, cfg, env):
     if env.world == 1:
         return model, model
     # the only buffers are RoPE tables, which are the same everywhere
-    return model, DistributedDataParallel(model, device_ids=[env.device] if env.device.type == 'cuda' else None,
+    return model, DistributedDataParallel(model, device_ids=[env.device] if env.device.type == 'cuda'
+                                          else None,
                                           broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
@@ -293,7 +289,9 @@ def wrap(model, cfg, env):
 # the schedule and the step
 
 def learning_rate(step, cfg):
-    """The learning rate of a step, from 0: warm-up, then cosine to min_lr, or constant and linear to min_lr."""
+    """
+    The learning rate of a step, from 0: warm-up, then cosine to min_lr, or constant and linear to min_lr.
+    """
     end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
     if step < cfg.warmup_iters:
         return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
@@ -326,14 +324,15 @@ class StepResult(NamedTuple):
 
 def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
     """
-    One optimizer update over the micro-batches that the functions in `loads` return. The loss is the mean over
-    num_targets, the targets of the global batch that count, however unevenly masks fall on micro-batches and processes.
-    Returns a StepResult; None if this is the only process and a signal came between two micro-batches, in which case
-    no weight has changed.
+    One optimizer update over the micro-batches that the functions in `loads` return. The loss is the mean
+    over num_targets, the targets of the global batch that count, however unevenly masks fall on micro-batches
+    and processes. Returns a StepResult; None if this is the only process and a signal came between two
+    micro-batches, in which case no weight has changed.
     """
     params = list(model.parameters())
     for optimizer in optimizers:
-        # one process frees the gradients, which leaves room for activations; in several they lie in DDP's buckets
+        # one process frees the gradients, which leaves room for activations; in several they lie in DDP's
+        # buckets
         optimizer.zero_grad(set_to_none=env.world == 1)
     loss_and_stops = torch.zeros(2, device=env.device)
     for i, load in enumerate(loads):
@@ -356,7 +355,8 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
     skipped = (~torch.isfinite(norm + loss_and_stops[0])).float()
     if cfg.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
-    # on Apple GPUs the fused kernel ignores found_inf (seen in PyTorch's source, not run), so there the host decides
+    # on Apple GPUs the fused kernel ignores found_inf (seen in PyTorch's source, not run), so there the host
+    # decides
     if not (env.device.type == 'mps' and bool(skipped)):
         for optimizer in optimizers:
             optimizer.found_inf = skipped  # the private handshake of GradScaler: 1 makes the step change nothing
@@ -393,7 +393,10 @@ class Run:
 
 
 def build_model(settings, meta):
-    """The model on the CPU: from scratch, for a checkpoint, or from pretrained weights. ValueError if these contradict."""
+    """
+    The model on the CPU: from scratch, for a checkpoint, or from pretrained weights. ValueError if these
+    contradict.
+    """
     model_cfg, cfg, given = settings.model, settings.train, settings.given
     if cfg.init_from == 'scratch':
         size = meta['vocab_size']
@@ -401,7 +404,8 @@ def build_model(settings, meta):
             size = math.ceil(size / 64) * 64
         config = dataclasses.replace(model_cfg, vocab_size=model_cfg.vocab_size or size)
         if config.vocab_size < meta['vocab_size'] and not meta['foreign']:
-            raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids of the '
+            raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids '
+                             'of the '
                              f'tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
         return GPT(config)
@@ -418,7 +422,8 @@ def build_model(settings, meta):
         asked = getattr(model_cfg, name)
         shorter = name == 'block_size' and asked < has
         if name in given and asked is not None and asked != has and not shorter:
-            raise ValueError(f'{given[name]}: {name}={asked!r}, but {cfg.init_from} has {has!r}; leave it out')
+            raise ValueError(f'{given[name]}: {name}={asked!r}, but {cfg.init_from} has {has!r}; leave it '
+                             'out')
     if 'block_size' in given:
         model.crop_block_size(model_cfg.block_size)
     return model
@@ -460,7 +465,8 @@ def build_run(settings, datasets, env):
     elif resumed:
         state = restore(resumed.checkpoint, model, optimizers, scaler)
     if not all(p.isfinite().all() for p in model.parameters()):
-        raise ValueError('the initial weights are not finite; start from an earlier checkpoint or from scratch')
+        raise ValueError('the initial weights are not finite; start from an earlier checkpoint or from '
+                         'scratch')
     check_same_step(state.iter_num, env)
     compiled, forward = wrap(model, cfg, env)
     byte_counts = None
@@ -584,7 +590,9 @@ def train(run):
 
 
 def evaluation_is_missing(run):
-    """Whether the evaluation of the step that a run resumes at was interrupted: it is due, and the log has none."""
+    """
+    Whether the evaluation of the step that a run resumes at was interrupted: it is due, and the log has none.
+    """
     state = run.state
     missing = 0.0
     if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
@@ -613,14 +621,16 @@ def main(argv=None):
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
-        raise ValueError(f'the model does not fit the memory of {env.device} ({first_line(e)}); make n_layer, '
+        raise ValueError(f'the model does not fit the memory of {env.device} ({first_line(e)}); make '
+                         'n_layer, '
                          'n_embd, block_size or batch_size smaller') from None
     finally:
         gc.unfreeze()
         if env.world > 1:
             gc.collect()  # DDP, which holds on to the process group: its threads must end before Python does
             dist.destroy_process_group()
-            # torchrun ends all processes when one has ended; Python would die by that signal while it shuts down
+            # torchrun ends all processes when one has ended; Python would die by that signal while it shuts
+            # down
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 

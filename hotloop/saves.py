@@ -12,13 +12,16 @@ def track_best(run, evaluation):
         save_best(run, loss)
         return True
     if state.iter_num >= run.cfg.max_iters and not math.isfinite(state.best_val_loss):
-        raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite, so it diverged; start '
+        raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite, so it diverged; '
+                         'start '
                          'again with a lower learning_rate')
     return False
 
 
 def save_best(run, loss):
-    """Writes best.pt: weights, settings and tokenizer, which sampling needs; a third of a checkpoint's size."""
+    """
+    Writes best.pt: weights, settings and tokenizer, which sampling needs; a third of a checkpoint's size.
+    """
     before, run.state.best_val_loss = run.state.best_val_loss, loss
     if run.env.rank:
         return
@@ -36,8 +39,8 @@ def save_best(run, loss):
 
 def save(run, final=False):
     """
-    Saves the latest checkpoint. A full disk does not end the run: the next save tries again, and the third failure in a
-    row is an error. The final save of a process must succeed.
+    Saves the latest checkpoint. A full disk does not end the run: the next save tries again, and the third
+    failure in a row is an error. The final save of a process must succeed.
     """
     if run.env.rank:
         return

@@ -19,7 +19,8 @@ from hotloop.tokenizer import TiktokenTokenizer
 SHARED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__))), 'shared', 'data')
 
 # ten steps take a third of a second, with a warm-up, a decay and three evaluations
-TINY = dict(dataset='tiny', device='cpu', dtype='float32', compile=False, threads=1, n_layer=2, n_head=2, n_embd=32,
+TINY = dict(dataset='tiny', device='cpu', dtype='float32', compile=False, threads=1, n_layer=2, n_head=2,
+            n_embd=32,
             block_size=16, batch_size=4, gradient_accumulation_steps=2, max_iters=10, warmup_iters=3,
             learning_rate=5e-3, min_lr=5e-4, eval_interval=4, eval_tokens=1024)
 
@@ -33,7 +34,8 @@ def write_bins(folder, tokens, val, tokenizer=None, vocab_size=257, dtype='uint1
         if masks:
             masks[name].astype(np.uint8).tofile(f'{folder}/{name}.mask.bin')
     meta = {'format': 1, 'dtype': dtype, 'vocab_size': vocab_size, 'tokenizer': tokenizer or {'kind': 'byte'},
-            'eot': None, 'splits': {name: {'tokens': len(ids)} for name, ids in splits.items()}, 'source': 'by hand'}
+            'eot': None, 'splits': {name: {'tokens': len(ids)} for name, ids in splits.items()},
+            'source': 'by hand'}
     if tokenizer is not False:
         with open(f'{folder}/meta.json', 'w', encoding='utf-8') as f:
             json.dump(meta, f)
@@ -48,7 +50,10 @@ def noise(n, seed=0, low=32, high=96):
 
 @pytest.fixture(scope='session')
 def data_dir(tmp_path_factory):
-    """data_dir with the dataset tiny: 4,001 training tokens; 487 to validate on, 30 windows of 16 and a tail of 6."""
+    """
+    data_dir with the dataset tiny: 4,001 training tokens; 487 to validate on, 30 windows of 16 and a tail of
+    6.
+    """
     folder = tmp_path_factory.mktemp('data')
     write_bins(folder / 'tiny', noise(4001), noise(487, seed=1))
     return str(folder)
@@ -110,7 +115,10 @@ def rows(out, name):
 
 
 def error_of(call, *args, **kwargs):
-    """The text of the ValueError that a call raises. The exception is let go: its frames would hold a run's lock."""
+    """
+    The text of the ValueError that a call raises. The exception is let go: its frames would hold a run's
+    lock.
+    """
     try:
         call(*args, **kwargs)
     except ValueError as e:
@@ -134,7 +142,10 @@ def gpt2(monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """serve(path, body, ...) -> a hub on 127.0.0.1 in a thread, under HF_ENDPOINT; hub.requests are (path, headers)."""
+    """
+    serve(path, body, ...) -> a hub on 127.0.0.1 in a thread, under HF_ENDPOINT; hub.requests are (path,
+    headers).
+    """
     answers, requests = {}, []
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -25,7 +25,8 @@ def test_the_log_is_strict_json(train_tiny, tmp_path):
 
 def test_lines_that_come_again_and_torn_lines_are_dropped(tmp_path):
     path = tmp_path / 'log.jsonl'
-    lines = ['{"step": 1, "loss": 5}\n', '{"step": 2, "los\n', '[1]\n', '{"step": 2}\n', '{"step": 3}\n', '{"step": 2']
+    lines = ['{"step": 1, "loss": 5}\n', '{"step": 2, "los\n', '[1]\n', '{"step": 2}\n', '{"step": 3}\n',
+             '{"step": 2']
     path.write_text(''.join(lines))
     keep_lines(path, 2)
     assert path.read_text() == lines[0] + lines[3]
@@ -51,12 +52,14 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(train_tiny, tmp_path,
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr('hotloop.logger.json.dumps', lambda row: '')
     real = Log.attempt
-    monkeypatch.setattr(Log, 'attempt', lambda self, action, *args: real(self, full if args else action, *args))
+    monkeypatch.setattr(Log, 'attempt', lambda self, action,
+                        *args: real(self, full if args else action, *args))
     assert train_tiny(max_iters=3) == 0
     assert capsys.readouterr().out.count('could not be written: No space left on device; training continues') == 1
 
 
-@pytest.mark.parametrize('seconds, text', [(0, '0s'), (59.9, '59s'), (90, '1m30s'), (3600, '1h00m'), (90061, '25h01m')])
+@pytest.mark.parametrize('seconds, text', [(0, '0s'), (59.9, '59s'), (90, '1m30s'), (3600, '1h00m'),
+                                           (90061, '25h01m')])
 def test_duration(seconds, text):
     assert duration(seconds) == text
 
@@ -75,15 +78,18 @@ def test_speed_is_measured_without_pauses(monkeypatch):
 def test_what_a_run_prints_about_itself(train_tiny, capsys):
     train_tiny(max_iters=2, min_lr=1, warmup_iters=5, muon_lr=0.1)
     out = capsys.readouterr().out
-    for line in (r'^  max_iters = 2  \(--max_iters\)$', r'^device: cpu \(asked for\), processes: 1, threads of each: 1$',
+    for line in (r'^  max_iters = 2  \(--max_iters\)$', r'^device: cpu \(asked for\), processes: 1, threads '
+                                                        r'of each: 1$',
                  r'^dtype: float32 \(asked for\)$', r'^compile: off \(asked for\)$',
                  r'^attention: scaled_dot_product_attention; kernels available: .*math',
                  r'^data: tiny, 4,001 training and 487 validation tokens, byte tokenizer$',
-                 r'^model: gpt2, 2 layers x 32 channels x 2 heads, context 16, vocabulary 257: [\d,]+ parameters, ',
+                 r'^model: gpt2, 2 layers x 32 channels x 2 heads, context 16, vocabulary 257: [\d,]+ '
+                 r'parameters, ',
                  r'^batch: 4 sequences x 2 micro-batches x 1 processes = 128 tokens per step$',
                  r'^run: 2 steps, 256 tokens, 0.06 epochs, into ',
                  r'^note: min_lr=1 is above learning_rate=0.005', r'^note: the warm-up of 5 steps is longer',
                  r'^note: muon_lr has no effect', r'^step 1/2: loss [\d.]+, lr .*start-up included$',
                  r'^step 2/2: loss .*, [\d.]+ ms, [\d,]+ tok/s, mfu n/a, data [\d.]+%, 0s left$',
-                 r'^done: best val loss [\d.]+, peak memory [\d,]+ MB; to see what the model writes: python sample.py'):
+                 r'^done: best val loss [\d.]+, peak memory [\d,]+ MB; to see what the model writes: python '
+                 r'sample.py'):
         assert re.search(line, out, re.M), line

@@ -1,4 +1,6 @@
-"""Laws of training: the step, its gradient on any number of processes, the schedule, saves, samples, settings."""
+"""
+Laws of training: the step, its gradient on any number of processes, the schedule, saves, samples, settings.
+"""
 
 import functools
 import importlib.util
@@ -41,11 +43,16 @@ def tiny_gpt(seed=0, **settings):
 
 @pytest.fixture
 def masked(tmp_path):
-    """A dataset whose mask gets denser along the text, so that no two micro-batches have the same number of targets."""
+    """
+    A dataset whose mask gets denser along the text, so that no two micro-batches have the same number of
+    targets.
+    """
     masks = {}
     for name, n in (('train', 4001), ('val', 487)):
-        masks[name] = torch.rand(n, generator=torch.Generator().manual_seed(2)) < torch.linspace(0.05, 1, n) ** 2
-    return write_bins(tmp_path / 'masked', noise(4001), noise(487, seed=1), masks={k: m.numpy() for k, m in masks.items()})
+        masks[name] = torch.rand(n, generator=torch.Generator().manual_seed(2)) < torch.linspace(0.05, 1,
+                                                                                                 n) ** 2
+    return write_bins(tmp_path / 'masked', noise(4001), noise(487, seed=1),
+                      masks={k: m.numpy() for k, m in masks.items()})
 
 
 def gradient_of(model):
@@ -70,7 +77,8 @@ def one_step(folder, batch_size, accumulation, env):
     for p in model.parameters():
         p.grad.zero_()
     first_step(folder, TrainConfig(**settings), env, build_optimizers(model, cfg, env), forward, step=3)
-    return {'gradient': gradient, 'loss': result.loss, 'weights': model.state_dict(), 'val': evaluation['loss']}
+    return {'gradient': gradient, 'loss': result.loss, 'weights': model.state_dict(),
+            'val': evaluation['loss']}
 
 
 def distance(a, b):
@@ -106,16 +114,22 @@ torch.distributed.destroy_process_group()
 
 def torchrun(processes, *command):
     """Runs a script on several gloo processes; returns what it printed."""
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}', 'PYTHONWARNINGS': 'ignore'}
-    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}',
-                           *map(str, command)], cwd=ROOT, env=env, timeout=300, capture_output=True, text=True, check=False)
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}',
+           'PYTHONWARNINGS': 'ignore'}
+    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone',
+                           f'--nproc_per_node={processes}',
+                           *map(str, command)], cwd=ROOT, env=env, timeout=300, capture_output=True,
+                          text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize('world', [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('world', [2, pytest.param(4, marks=pytest.mark.slow),
+                                   pytest.param(8, marks=pytest.mark.slow)])
 def test_several_processes_compute_what_one_does(masked, tmp_path, world):
-    """Gradient, loss, the update of a sharded Muon and the evaluation, by DistributedDataParallel over gloo."""
+    """
+    Gradient, loss, the update of a sharded Muon and the evaluation, by DistributedDataParallel over gloo.
+    """
     (tmp_path / 'script.py').write_text(GLOO)
     torchrun(world, tmp_path / 'script.py', masked, tmp_path / 'found.pt')
     many, one = load(tmp_path / 'found.pt'), one_step(masked, 4, 4, Env())
@@ -155,7 +169,8 @@ def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
             return gradient.index_fill(0, torch.tensor(3), math.inf)
         return gradient
     model.transformer.h[1].mlp.c_fc.weight.register_hook(spoil_gradient)
-    model.register_forward_hook(lambda module, args, loss: loss * math.nan if broken and where == 'loss' else loss)
+    model.register_forward_hook(lambda module, args, loss: loss * math.nan if broken and where == 'loss'
+                                else loss)
 
     def everything():
         return [model.state_dict(), [o.state_dict()['state'] for o in optimizers]]
@@ -188,7 +203,8 @@ def test_a_bf16_step_is_near_the_float32_step(masked):
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_gpt()
         model.compute_dtype = dtype
-        first_step(masked, TrainConfig(batch_size=8, gradient_accumulation_steps=1, grad_clip=0), Env(), model=model)
+        first_step(masked, TrainConfig(batch_size=8, gradient_accumulation_steps=1, grad_clip=0), Env(),
+                   model=model)
         gradients.append(gradient_of(model))
     assert gradients[1].dtype == torch.float32 and 0 < distance(*gradients) < 0.02
 
@@ -197,12 +213,14 @@ def test_a_bf16_step_is_near_the_float32_step(masked):
 # the schedule
 
 @pytest.mark.parametrize('settings, expected', [
-    (dict(), {0: 0.2, 1: 0.4, 3: 0.8, 4: 1.0, 8: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), 12: 0.55, 20: 0.1}),
+    (dict(), {0: 0.2, 1: 0.4, 3: 0.8, 4: 1.0, 8: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), 12: 0.55,
+              20: 0.1}),
     (dict(lr_decay_iters=12), {4: 1.0, 8: 0.55, 12: 0.1, 13: 0.1, 19: 0.1}),
     (dict(decay_lr=False), {0: 0.2, 4: 1.0, 10: 1.0, 19: 1.0}),
     (dict(lr_schedule='linear'), {0: 0.2, 4: 1.0, 10: 1.0, 15: 0.55, 18: 0.28, 20: 0.1}),
     (dict(lr_schedule='linear', decay_fraction=0.25), {14: 1.0, 15: 1.0, 16: 0.82, 20: 0.1}),
-    (dict(lr_schedule='linear', min_lr=0.0, lr_decay_iters=16, decay_fraction=0.5), {8: 1.0, 12: 0.5, 15: 0.125}),
+    (dict(lr_schedule='linear', min_lr=0.0, lr_decay_iters=16, decay_fraction=0.5),
+     {8: 1.0, 12: 0.5, 15: 0.125}),
     (dict(warmup_iters=0), {0: 1.0, 10: 0.55, 20: 0.1}),
 ])
 def test_learning_rates_by_hand(settings, expected):
@@ -215,7 +233,8 @@ def test_learning_rates_by_hand(settings, expected):
 
 
 def test_every_peak_follows_the_schedule_in_proportion():
-    cfg = TrainConfig(optimizer='muon', learning_rate=0.01, muon_lr=0.05, embed_lr=0.3, min_lr=0.001, max_iters=20,
+    cfg = TrainConfig(optimizer='muon', learning_rate=0.01, muon_lr=0.05, embed_lr=0.3, min_lr=0.001,
+                      max_iters=20,
                       warmup_iters=4)
     optimizers = build_optimizers(tiny_gpt(preset='modern'), cfg, Env())
     for step in (0, 4, 12, 19):
@@ -229,7 +248,8 @@ def test_what_is_due_after_a_step():
     cfg = TrainConfig(max_iters=10, eval_interval=4, log_interval=3, save_interval=5, sample_interval=6)
     due = {step: train.what_is_due(step, cfg) for step in range(1, 11)}
     found = {name: [step for step in due if getattr(due[step], name)] for name in train.Due._fields}
-    assert found == {'last': [10], 'log': [1, 3, 6, 9, 10], 'evaluation': [4, 8, 10], 'sample': [6], 'save': [5, 10]}
+    assert found == {'last': [10], 'log': [1, 3, 6, 9, 10], 'evaluation': [4, 8, 10], 'sample': [6],
+                     'save': [5, 10]}
 
 
 def test_epochs_are_converted_to_steps(train_tiny, tmp_path, capsys):
@@ -254,8 +274,10 @@ def test_evaluations_and_samples_do_not_disturb_training(train_tiny, tmp_path, r
     reference = load(tmp_path / 'never' / 'ckpt.pt')
     for out in ('often', 'samples'):
         checkpoint = load(tmp_path / out / 'ckpt.pt')
-        assert same(checkpoint['model'], reference['model']) and same(checkpoint['optimizer'], reference['optimizer'])
-    few, every = ({row['step']: row['sample'] for row in rows(tmp_path / out, 'sample')} for out in ('often', 'samples'))
+        assert same(checkpoint['model'], reference['model']) and same(checkpoint['optimizer'],
+                                                                      reference['optimizer'])
+    few, every = ({row['step']: row['sample'] for row in rows(tmp_path / out, 'sample')}
+                  for out in ('often', 'samples'))
     assert [*few] == [2, 4, 6] and few.items() <= every.items() and len(set(every.values())) == 6
     assert all(text.startswith('ab') for text in every.values())
     assert 'note: sample_prompt has no effect' in capsys.readouterr().out  # of the run that samples never
@@ -325,7 +347,8 @@ def test_failed_saves(train_tiny, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as m:
         full_disk(m, lambda number, _: number in (2, 3, 5, 6))
         assert train_tiny(save_interval=1, eval_interval=100, max_iters=9) == 0
-    messages = re.findall(r'could not be written.* MB are free, .* MB are needed; training continues', capsys.readouterr().out)
+    messages = re.findall(r'could not be written.* MB are free, .* MB are needed; training continues',
+                          capsys.readouterr().out)
     assert len(messages) == 4 and load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 9
     full_disk(monkeypatch, lambda number, _: number > 2)
     assert 'MB are needed' in error_of(train_tiny, 'three', save_interval=1, eval_interval=100)
@@ -333,7 +356,9 @@ def test_failed_saves(train_tiny, tmp_path, monkeypatch, capsys):
 
 
 def test_best_that_cannot_be_written(train_tiny, tmp_path, monkeypatch):
-    """It does not end the run and is written at the next evaluation; at the end it is an error, after ckpt.pt."""
+    """
+    It does not end the run and is written at the next evaluation; at the end it is an error, after ckpt.pt.
+    """
     with monkeypatch.context() as m:
         full_disk(m, lambda number, checkpoint: 'optimizer' not in checkpoint and checkpoint['iter_num'] < 10)
         assert train_tiny(eval_interval=2) == 0
@@ -370,11 +395,14 @@ def test_a_skipped_step_never_enters_the_average(train_tiny, tmp_path, monkeypat
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, monkeypatch):
-    """One good step resets the count; no checkpoint is saved during bad steps, and the last good one is finite."""
+    """
+    One good step resets the count; no checkpoint is saved during bad steps, and the last good one is finite.
+    """
     monkeypatch.setattr('hotloop.divergence.MAX_BAD_STEPS', 3)
     nan_at(monkeypatch, 2, 4, *range(8, 100))  # steps 2, 3 and from 5 on
     message = error_of(train_tiny, max_iters=50, save_interval=1)
-    assert re.search('step 7: loss or gradients were not finite for 3 steps in a row.*Lower the learning rate', message)
+    assert re.search('step 7: loss or gradients were not finite for 3 steps in a row.*Lower the learning '
+                     'rate', message)
     checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
     assert checkpoint['iter_num'] == 4 and all(v.isfinite().all() for v in checkpoint['model'].values())
 
@@ -409,11 +437,13 @@ def test_init_from_a_path_starts_at_step_0_with_those_weights(train_tiny, tmp_pa
 def test_init_from_a_path_names_contradictions(train_tiny, tmp_path):
     train_tiny('base', max_iters=1)
     write_bins(tmp_path / 'data' / 'chars', noise(100, high=60) - 32, noise(100, high=60) - 32,
-               tokenizer={'kind': 'char', 'chars': ''.join(map(chr, range(32, 64))), 'eot': False}, vocab_size=32)
+               tokenizer={'kind': 'char', 'chars': ''.join(map(chr, range(32, 64))), 'eot': False},
+               vocab_size=32)
     for settings, match in ((dict(n_layer=3), '--n_layer: n_layer=3, but .*base has 2'),
                             (dict(preset='modern'), "preset='modern', but .* has 'gpt2'"),
                             (dict(block_size=32), 'block_size=32, but .* has 16; leave it out'),
-                            (dict(dataset='chars', data_dir=tmp_path / 'data'), r'tokenizer.*byte.*char \(32')):
+                            (dict(dataset='chars', data_dir=tmp_path / 'data'),
+                             r'tokenizer.*byte.*char \(32')):
         message = error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings)
         assert re.search(match, message), message
     assert not (tmp_path / 'tuned').exists()
@@ -427,7 +457,8 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys, init_from):
     before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(tmp_path.rglob('*')) if p.is_file()}
     source = tmp_path / 'out' if init_from == 'path' else init_from
     assert train_tiny('out' if init_from == 'resume' else 'new', eval_only=True, init_from=source) == 0
-    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(tmp_path.rglob('*')) if p.is_file()}
+    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(tmp_path.rglob('*'))
+                      if p.is_file()}
     assert (loss in capsys.readouterr().out) == (init_from != 'scratch') and not (tmp_path / 'new').exists()
 
 
@@ -445,7 +476,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys, init_from):
     (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
     (dict(weight_decay=-1), 'weight_decay=-1.0 must not be negative'),
     (dict(seed=2**63), 'must be below 2'),
-    (dict(timeout_minutes=0), 'timeout_minutes=0.0 must be above 0'),
+    (dict(timeout_minutes=-1), 'timeout_minutes=-1.0 must not be negative'),
     (dict(mirror_dir='a\0b'), 'is not a valid folder name'),
     (dict(profile=True), "'profile' .*tests/bench/profile_step.py"),
     (dict(on_divergence='rollback'), "'on_divergence' .*lower the learning rate"),
@@ -481,7 +512,8 @@ def test_processes_that_cannot_work(train_tiny, monkeypatch):
 
 
 @pytest.mark.parametrize('what, error, words', [
-    ('build_model', RuntimeError("DefaultCPUAllocator: can't allocate memory"), 'the model does not fit the memory of'),
+    ('build_model', RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+     'the model does not fit the memory of'),
     ('train', MemoryError('Unable to allocate 29.8 GiB'), 'a step of 8 sequences, batch_size x')])
 def test_what_does_not_fit_the_memory_is_named(train_tiny, monkeypatch, what, error, words):
     def fail(*_):
@@ -496,8 +528,10 @@ def test_auto_keeps_the_step_of_a_card_and_of_the_resumed_run(train_tiny, tmp_pa
     (tmp_path / 'card.py').write_text('batch_size = 12\n')
     card = [tmp_path / 'card.py']
     flags = [f'--{k}={v}' for k, v in TINY.items() if k not in ('batch_size', 'gradient_accumulation_steps')]
-    settings = train.read_settings([*map(str, card), *flags, '--gradient_accumulation_steps=2', '--batch_size=auto'])
-    assert settings.auto_batch and (settings.train.batch_size, settings.train.gradient_accumulation_steps) == (12, 2)
+    settings = train.read_settings([*map(str, card), *flags, '--gradient_accumulation_steps=2',
+                                    '--batch_size=auto'])
+    assert settings.auto_batch and (settings.train.batch_size,
+                                    settings.train.gradient_accumulation_steps) == (12, 2)
     train_tiny(batch_size=4, gradient_accumulation_steps=3, max_iters=2)
     train_tiny(init_from='resume', batch_size='auto', gradient_accumulation_steps=7, max_iters=3)
     config = load(tmp_path / 'out' / 'ckpt.pt')['config']
@@ -544,7 +578,8 @@ def test_an_interrupted_evaluation_is_done_after_the_resume(train_tiny, tmp_path
         assert train_tiny(dropout=0.1) == 143
     assert rows(tmp_path / 'out', 'val_loss') == []
     assert train_tiny(init_from='resume') == 0
-    losses = [[(row['step'], row['val_loss']) for row in rows(tmp_path / out, 'val_loss')] for out in ('whole', 'out')]
+    losses = [[(row['step'], row['val_loss']) for row in rows(tmp_path / out, 'val_loss')]
+              for out in ('whole', 'out')]
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
@@ -577,7 +612,8 @@ def test_a_closed_pipe_does_not_end_a_run(tmp_path, data_dir):
 
 @pytest.mark.slow
 def test_a_mistake_is_one_line_and_status_1(tmp_path):
-    done = subprocess.run([sys.executable, ROOT / 'train.py', '--n_layers=3'], capture_output=True, text=True, timeout=60,
+    done = subprocess.run([sys.executable, ROOT / 'train.py', '--n_layers=3'], capture_output=True, text=True,
+                          timeout=60,
                           check=False)
     assert done.returncode == 1
     assert done.stderr == "error: --n_layers: unknown setting 'n_layers'; did you mean 'n_layer'?\n"
@@ -587,7 +623,8 @@ def test_a_mistake_is_one_line_and_status_1(tmp_path):
 def test_the_benches_of_the_step_run(tmp_path, data_dir):
     """The complete loop beside its step, and the profiler, which leaves no run behind."""
     run = functools.partial(subprocess.run, cwd=ROOT, check=False, capture_output=True, text=True)
-    done = run([sys.executable, 'tests/bench/step_speed.py', '--loop', '--steps=2', '--rounds=1', '--compile=off',
+    done = run([sys.executable, 'tests/bench/step_speed.py', '--loop', '--steps=2', '--rounds=1',
+                '--compile=off',
                 '--threads=1'])
     assert done.returncode == 0 and "train.py's loop" in done.stdout, done.stderr
     flags = {**TINY, 'data_dir': data_dir, 'out_dir': tmp_path / 'out'}
