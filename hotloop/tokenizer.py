@@ -123,9 +123,9 @@ class TiktokenTokenizer(Tokenizer):
 
 class BPETokenizer(TiktokenTokenizer):
     """
-    A byte-level BPE that carries its tokens, run by tiktoken. tokens: the bytes of each id, or None for special
-    and unused ids; lower ids merge first. Without specials, the end-of-text id follows the tokens. Older
-    datasets that were made with a tokenizer.json use the other arguments. nfc: normalize texts to NFC.
+    A byte-level BPE that carries its tokens, run by tiktoken. tokens: the bytes of each id, or None for
+    special and unused ids; lower ids merge first. Without specials, the end-of-text id follows the tokens.
+    Older datasets that were made with a tokenizer.json use the other arguments. nfc: normalize texts to NFC.
     """
 
     def __init__(self, tokens, pattern=GPT2_SPLIT, specials=None, eot=None, bos=None, nfc=False):
