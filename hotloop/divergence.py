@@ -55,7 +55,5 @@ def track_loss(run, step, loss):
 def divergence_message(run):
     """The error that ends a run which has diverged."""
     return (f'step {run.diverged_at}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a row. '
-            'Those steps '
-            'changed no weight. Lower the learning rate and resume with --init_from=resume; with '
-            'dtype=float16 try '
-            'bfloat16 or float32')
+            'Those steps changed no weight. Lower the learning rate and resume with --init_from=resume; with '
+            'dtype=float16 try bfloat16 or float32')

@@ -178,8 +178,7 @@ def log_done(run):
     memory = peak_memory(run.env.device)
     peak = f', peak memory {memory / 1e6:,.0f} MB' if memory else ''
     run.env.print_once(f'done: best val loss {run.state.best_val_loss:.4f}{peak}; to see what the model '
-                       'writes: '
-                       f'python sample.py --out_dir={shlex.quote(run.cfg.out_dir)}')
+                       f'writes: python sample.py --out_dir={shlex.quote(run.cfg.out_dir)}')
 
 
 def duration(seconds):
@@ -233,18 +232,17 @@ def describe_work(run, settings, meta):
         data += ', in GPU memory'
     tokens = batches.global_batch * c.block_size
     epochs = cfg.max_iters * batches.global_batch / windows_per_epoch(batches.split.num_tokens, c.block_size)
-    length = f'{cfg.max_iters:,} steps, {cfg.max_iters * tokens:,} tokens, {epochs:.2f} epochs, into {cfg.out_dir}'
+    length = f'{cfg.max_iters:,} steps, {cfg.max_iters * tokens:,} tokens, {epochs:.2f} epochs'
+    length += f', into {cfg.out_dir}'
     if settings.resumed:
         length += f'; resuming at step {run.state.iter_num:,}'
     chunks = f', loss in {model.loss_chunks} chunks to save memory' if model.loss_chunks > 1 else ''
     return [f'data: {data}',
             f'model: {c.preset}, {c.n_layer} layers x {c.n_embd} channels x {c.n_head} heads, context '
-            f'{c.block_size}, '
-            f'vocabulary {c.vocab_size}: {model.num_params():,} parameters, '
+            f'{c.block_size}, vocabulary {c.vocab_size}: {model.num_params():,} parameters, '
             f'{model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP per token',
             f'batch: {batches.micro_batch} sequences x {batches.accumulation} micro-batches x '
-            f'{run.env.world} '
-            f'processes = {tokens:,} tokens per step{chunks}',
+            f'{run.env.world} processes = {tokens:,} tokens per step{chunks}',
             f'run: {length}']
 
 

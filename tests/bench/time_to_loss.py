@@ -31,8 +31,7 @@ README = ('config/train_shakespeare_char.py --device=cpu --eval_iters=1 --log_in
           '--dropout=0.0')
 # without compilation, which does not pay in such short runs; the last one was best with it
 SWEEP = [f'--batch_size={batch} --learning_rate={lr} --min_lr={lr / 10} --max_iters={steps} '
-         f'--lr_decay_iters={steps} '
-         f'--compile={compiled}' for batch, rates, horizons, compiled in (
+         f'--lr_decay_iters={steps} --compile={compiled}' for batch, rates, horizons, compiled in (
              (12, (2e-3, 4e-3, 8e-3), (500, 700, 1000), False), (24, (4e-3, 8e-3), (400, 600), False),
              (8, (4e-3,), (1000, 1400), False), (12, (4e-3,), (1200,), True)) for lr in rates
          for steps in horizons]
@@ -166,8 +165,7 @@ def picture(curves, target, path):
                    f'fill="{color}">{name}</text>']
     with open(path, 'w') as f:
         f.write(f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-                'font-family="sans-serif" '
-                f'font-size="12">{"".join(shapes)}</svg>\n')
+                f'font-family="sans-serif" font-size="12">{"".join(shapes)}</svg>\n')
 
 
 def main():
