@@ -4,10 +4,9 @@ The transformer: config, attention, MLP, block, loss, initial weights, counts. I
 Letters: B batch, T time, C channels (n_embd), H heads, K key/value heads, D channels of a head,
 V vocabulary, L layers.
 
-One class, GPT, and two named presets over a few independent settings (PRESETS). 'gpt2' is OpenAI's
-GPT-2 as nanoGPT has it, weight for weight; 'modern' collects later changes that learn faster.
-__init__ resolves each setting to a module or a function, so forward branches only on cache or no
-cache, loss or no loss.
+One class, GPT, and two named presets over a few independent settings (PRESETS). 'gpt2' is OpenAI's GPT-2 as
+nanoGPT has it, weight for weight; 'modern' collects later changes that learn faster. __init__ resolves each
+setting to a module or a function, so forward branches only on cache or no cache, loss or no loss.
 
 References:
 1) GPT-2: https://github.com/openai/gpt-2/blob/master/src/model.py
@@ -19,7 +18,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
 import torch
 from torch import nn
@@ -74,8 +73,8 @@ class GPTConfig:
         elif c.position == 'rope' and D % 2:
             wrong.append(f'n_embd / n_head = {D} is odd; rotary positions rotate pairs of channels')
         elif c.position == 'rope' and c.block_size > 2**27 // D:  # 0.5 GB of angles
-            wrong.append(f'block_size={c.block_size} is too long; with {D} channels per head, rotary '
-                         f'positions allow at most {2**27 // D:,}')
+            wrong.append(f'block_size={c.block_size} is too long; rotary positions allow at most '
+                         f'{2**27 // D:,} with {D} channels per head')
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
         for name in ('dropout', 'label_smoothing'):
@@ -97,9 +96,9 @@ class GPTConfig:
 
     def model_args(self):
         """
-        The settings that rebuild the model from a checkpoint. For a shape that nanoGPT has, these are
-        exactly its seven names, so that nanoGPT reads our checkpoints. For any other shape they are
-        all of ours, so that nanoGPT refuses them instead of computing something else.
+        The settings that rebuild the model from a checkpoint. For a shape that nanoGPT has, these are its
+        seven names, so that it reads our checkpoints. For any other shape they are all of ours, so that
+        nanoGPT refuses them instead of computing something else.
         """
         names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
         nanogpt = {name: getattr(self, name) for name in names}
@@ -114,9 +113,8 @@ class GPTConfig:
 
 class Linear(nn.Linear):
     """
-    Computes in the dtype of its input. The weights stay in float32 for the optimizer and are cast
-    where they are used: mixed precision without autocast, the same on every device, and free if the
-    dtypes agree.
+    Computes in the dtype of its input. The weights stay in float32 for the optimizer and are cast where
+    they are used: mixed precision without autocast, the same on every device, free if the dtypes agree.
     """
 
     def forward(self, x):
@@ -208,18 +206,16 @@ class Attention(nn.Module):
         q = self.rotate(self.qk_norm(q), cos, sin)
         k = self.rotate(self.qk_norm(k), cos, sin)
         if x.device.type == 'cpu':
-            # bf16 attention is slow here: backward takes 3.6 times as long (12 x 4 x 64 x 32, EPYC,
-            # torch 2.13), a single query 7 times (12 heads, 700 keys of 64)
+            # bf16 attention is slow here: backward takes 3.6 times as long (12 x 4 x 64 x 32, EPYC, torch
+            # 2.13), a single query 7 times (12 heads, 700 keys of 64)
             q, k, v = q.float(), k.float(), v.float()
         if cache is not None:
             y = cache.attend(self.layer, q, k, v)
         else:
-            # is_causal and no mask: a mask disables the fast kernels, and gave NaN gradients on
-            # Hopper (pytorch#196678)
+            # no mask: it disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
             dropout = self.dropout.p if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True,
-                                               enable_gqa=K < H)  # (B, H, T, D)
-        y = y.to(x.dtype).transpose(1, 2).reshape(B, T, C)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=K < H)
+        y = y.to(x.dtype).transpose(1, 2).reshape(B, T, C)  # of (B, H, T, D)
         return self.dropout(self.c_proj(y))
 
 
@@ -289,10 +285,9 @@ def head_gradients(x, w, targets, cap, smoothing):
 
 class ChunkedLoss(torch.autograd.Function):
     """
-    The summed cross-entropy of a head, (1,), without all logits in memory at once.
-
-    forward computes the gradients of each chunk while its logits exist, so nothing is computed twice.
-    This works because every term of a sum gets the same gradient: one factor, applied in backward.
+    The summed cross-entropy of a head, (1,), without all logits in memory at once. forward computes the
+    gradients of each chunk while its logits exist, so nothing is computed twice. This works because every
+    term of a sum gets the same gradient: one factor, applied in backward.
     """
 
     @staticmethod
@@ -353,8 +348,8 @@ class GPT(nn.Module):
     def init_weights(self):
         """
         All initialization. GPT-2: N(0, 0.02), and the projections onto the residual stream divided by
-        sqrt(2 L). zero_init: those projections and the head start at zero, the embedding at N(0, 1),
-        and other matrices keep the scale of their input.
+        sqrt(2 L). zero_init: those projections and the head start at zero, the embedding at N(0, 1), and
+        other matrices keep the scale of their input.
         """
         c = self.config
         for name, p in self.named_parameters():
@@ -374,12 +369,11 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """
-        idx: (B, T) token ids.
-        With targets, (B, T) ids or -1 for a token that does not count, it returns the summed
-        cross-entropy of each sequence, (B,), float32, in nats; with gradients and loss_chunks above 1,
-        that of all sequences, (1,). Without targets, logits of the last position, (B, V), float32.
-        With a cache, idx continues the sequences in the cache: any number of tokens if it is empty,
-        then one at a time.
+        idx: (B, T) token ids. With a cache, they continue the sequences in it: any number of tokens if the
+        cache is empty, then one at a time.
+        Without targets, returns the logits of the last position, (B, V), float32. With targets, (B, T) ids
+        or -1 for a token that does not count, returns the summed cross-entropy of each sequence, (B,),
+        float32, in nats; with gradients and loss_chunks above 1, that of all sequences, (1,).
         """
         T = idx.size(1)
         assert 0 < T <= self.config.block_size, f'{T} tokens do not fit block_size={self.config.block_size}'
@@ -401,21 +395,19 @@ class GPT(nn.Module):
 
     def loss(self, x, targets):
         """The summed cross-entropy, as forward returns it, from (B, T, C) inputs of the head."""
-        B, T, C = x.shape
-        smoothing = self.config.label_smoothing if self.training else 0.0
-        if self.loss_chunks > 1 and torch.is_grad_enabled():
-            return chunked_loss(x.view(B * T, C), self.lm_head.weight, targets.reshape(B * T),
-                                self.config.softcap, smoothing, self.loss_chunks,
-                                torch.compiler.is_compiling())
-        parts = zip(x.chunk(self.loss_chunks, 1), targets.chunk(self.loss_chunks, 1), strict=True)
-        losses = []
-        for part, target in parts:
+        c, chunks = self.config, self.loss_chunks
+        smoothing = c.label_smoothing if self.training else 0.0
+        if chunks > 1 and torch.is_grad_enabled():
+            return chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), c.softcap, smoothing,
+                                chunks, torch.compiler.is_compiling())
+        total = 0
+        for part, target in zip(x.chunk(chunks, 1), targets.chunk(chunks, 1), strict=True):
             # compiled, the cast, the cap and the cross-entropy are one pass over the bf16 logits
             logits = self.softcap(self.lm_head(part).float())  # (B, T, V), or a part of T
-            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1,
-                                   reduction='none', label_smoothing=smoothing)
-            losses.append(loss.view(B, -1).sum(1))
-        return sum(losses)
+            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction='none',
+                                   label_smoothing=smoothing)
+            total = total + loss.view(target.shape).sum(1)
+        return total
 
     def num_params(self):
         """All parameters; shared ones count once."""
@@ -423,9 +415,8 @@ class GPT(nn.Module):
 
     def flops_per_token(self, T):
         """
-        Floating-point operations per token, forward and backward, in sequences of T: 6 for each weight
-        that multiplies (the head counts, embeddings do not), plus causal attention over (T + 1) / 2
-        positions on average.
+        Floating-point operations per token, forward and backward, in sequences of T: 6 for each weight that
+        multiplies (not embeddings), plus causal attention over (T + 1) / 2 positions on average.
         """
         c = self.config
         qkv = c.n_embd + 2 * c.n_kv_head * (c.n_embd // c.n_head)
@@ -449,60 +440,26 @@ class GPT(nn.Module):
         A GPT of a checkpoint's model_args and weights, {name: tensor}. override: settings that replace
         those of model_args, such as dropout. ValueError if model_args and weights do not fit together.
         """
-        config = dataclasses.replace(config_from(model_args), **override)
-        # a lower bound on the size, before a damaged model_args allocates gigabytes
-        c = config.resolved()
-        rows = c.vocab_size + c.n_layer * (c.n_embd + c.n_ff)
-        if c.position == 'learned':
-            rows += c.block_size
-        total = sum(tensor.numel() for tensor in weights.values())
-        if rows * c.n_embd > total or c.n_layer > len(weights):
-            raise ValueError('model_args describe a larger model than the weights: at least '
-                             f'{rows * c.n_embd:,} numbers in {c.n_layer} layers, not {total:,} in '
-                             f'{len(weights)} tensors')
-        model = cls(config)
+        model = cls(dataclasses.replace(config_from(model_args), **override))
         model.load_weights(weights)
         return model
 
     def load_weights(self, weights):
         """Copies {name: tensor} into the model. ValueError lists the names or shapes that differ."""
-        # nanoGPT under PyTorch 1.x saved its causal mask as a buffer
-        masks = ('.attn.bias', '.attn.masked_bias')
+        masks = ('.attn.bias', '.attn.masked_bias')  # buffers that nanoGPT saved under PyTorch 1.x
         weights = {name: w for name, w in weights.items() if not name.endswith(masks)}
         try:
             self.load_state_dict(weights)
         except RuntimeError as e:
-            reason = ' '.join(str(e).split())
-            raise ValueError(f'the weights do not fit the model: {reason[:500]}') from None
-        embedding, head = weights['transformer.wte.weight'], weights['lm_head.weight']
-        if self.config.tie and not torch.equal(embedding, head):
-            raise ValueError('the weights do not fit the model: its embedding and head share one '
-                             'matrix (tie=True), and the weights have two that differ')
+            reason = ' '.join(str(e).split())[:500]
+            raise ValueError(f'the weights do not fit the model: {reason}') from None
+        if self.config.tie and not torch.equal(weights['transformer.wte.weight'], weights['lm_head.weight']):
+            raise ValueError('the weights do not fit the model: tie=True, but embedding and head differ')
 
 
 def config_from(model_args):
-    """The GPTConfig of a checkpoint's model_args. ValueError names those that cannot be used."""
-    kinds = get_type_hints(GPTConfig)
-    wrong = []
-    for name, value in model_args.items():
-        if name not in kinds:
-            wrong.append(f'{name} is unknown to this version')
-        elif not fits(value, kinds[name]):
-            wrong.append(f'{name}={value!r} has the wrong type')
-    if model_args.get('vocab_size') is None:
-        wrong.append('vocab_size is missing')
-    wrong = wrong or GPTConfig(**model_args).problems()
-    if wrong:
-        raise ValueError(f'model_args cannot be used: {"; ".join(wrong)}')
+    """The GPTConfig of a checkpoint's model_args. ValueError names those that this version does not have."""
+    unknown = sorted(model_args.keys() - {f.name for f in dataclasses.fields(GPTConfig)})
+    if unknown:
+        raise ValueError(f'the model has settings that this version does not have: {", ".join(unknown)}')
     return GPTConfig(**model_args)
-
-
-def fits(value, kind):
-    """Whether an annotation of GPTConfig allows the value. An int fits where a float is expected."""
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
-    if get_args(kind):
-        return any(fits(value, alternative) for alternative in get_args(kind))
-    if kind is float:
-        return type(value) in (int, float)
-    return type(value) is kind

@@ -207,12 +207,8 @@ def test_a_model_is_rebuilt_from_its_checkpoint(shape):
 
 
 @pytest.mark.parametrize('args, words', [
-    (dict(n_layer=10**6), 'larger model'), (dict(vocab_size=10**9), 'larger model'),
-    (dict(moe=3), 'moe is unknown'), (dict(vocab_size=60), 'lm_head.weight'),
-    (dict(bias=True), r'Missing.*attn\.c_attn\.bias'),
-    (dict(vocab_size=None), 'vocab_size is missing'), (dict(n_head=4.0), 'n_head=4.0 has the wrong type'),
-    (dict(bias=1), 'bias=1 has the wrong type'), (dict(n_layer=True), 'n_layer=True has the wrong type'),
-    (dict(mlp='relu'), "mlp='relu' has the wrong type"), (dict(n_head=5), 'n_embd=32 is not divisible')])
+    (dict(moe=3, gate=True), 'does not have: gate, moe'), (dict(n_head=5), 'n_embd=32 is not divisible'),
+    (dict(vocab_size=60), 'lm_head.weight'), (dict(bias=True), r'Missing.*attn\.c_attn\.bias')])
 def test_model_args_that_do_not_fit_the_weights(args, words):
     model = make()
     with pytest.raises(ValueError, match=words) as error:
@@ -224,7 +220,7 @@ def test_weights_that_do_not_fit_are_named():
     model = make()
     weights = {name: w.clone() for name, w in model.state_dict().items()}
     weights['transformer.wte.weight'] += 1
-    with pytest.raises(ValueError, match='embedding and head'):
+    with pytest.raises(ValueError, match='tie=True, but embedding and head differ'):
         model.load_weights(weights)
     weights['extra'] = weights.pop('transformer.wpe.weight')
     with pytest.raises(ValueError, match=r'transformer\.wpe\.weight.*extra'):
