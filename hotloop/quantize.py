@@ -109,9 +109,11 @@ def prepare_for_inference(model, device, dtype, quantize='none', pack=True):
     model.compute_dtype = dtype
     pack = pack and quantize == 'none' and can_pack(device, dtype)
     pays = {}  # shape of a matrix -> whether packing it pays
-    linears = [(module, name, child) for module in model.modules() for name, child in module.named_children()
+    # names, not the Linears themselves, so that each is freed when it is replaced
+    linears = [(module, name) for module in model.modules() for name, child in module.named_children()
                if isinstance(child, nn.Linear)]
-    for module, name, linear in linears:
+    for module, name in linears:
+        linear = getattr(module, name)
         if quantize == 'int8':
             setattr(module, name, Int8Linear(linear))
         elif pack and linear.weight.numel() >= PACK_FROM:
