@@ -621,7 +621,7 @@ def train_and_close(run):
             raise
         if isinstance(e, MemoryError):  # numpy's, for the windows of a step; torch has its own
             raise ValueError(f'a step of {run.batches.global_batch:,} sequences, batch_size x '
-                             f'gradient_accumulation_steps, does not fit the memory: {first_line(e)}') from e
+                             f'gradient_accumulation_steps, does not fit memory: {first_line(e)}') from None
     finally:
         run.log.close()
         if run.mirror:
@@ -630,7 +630,7 @@ def train_and_close(run):
 
 
 if __name__ == '__main__':
-    if 'TORCHELASTIC_RUN_ID' in os.environ:  # torchrun's summary then shows the traceback of the first failure
+    if 'TORCHELASTIC_RUN_ID' in os.environ:  # its summary then shows the first traceback
         from torch.distributed.elastic.multiprocessing.errors import record
         call_main = record(call_main)
     call_main(main)

@@ -1,10 +1,10 @@
 """
 Tokens per second and peak memory of one training step: forward, loss, backward, clipping, optimizer.
 
-    $ python tests/bench/step_speed.py --peer=../nanoGPT         # the shape of nanoGPT's README on a CPU, both sides
+    $ python tests/bench/step_speed.py --peer=../nanoGPT         # the CPU shape of nanoGPT's README, both sides
     $ python tests/bench/step_speed.py --peer=../nanoGPT --shape=124m --batch=2 --steps=2 --rounds=3
-    $ python tests/bench/step_speed.py --table                   # each of our optimizations switched off in turn
-    $ python tests/bench/step_speed.py --loop                    # train.py's whole loop against its step alone
+    $ python tests/bench/step_speed.py --table                   # each optimization switched off in turn
+    $ python tests/bench/step_speed.py --loop                    # the loop of train.py against its step
 
 The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each side is
 a process that stays and waits for its turn, compiles before the first one, and has the machine to itself
@@ -91,7 +91,8 @@ def our_step(a, folder, device):
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     compiled, forward = train.wrap(gpt, cfg, env)
     if 'recompute' in a:
-        importlib.import_module('torch._functorch.config').ban_recompute_materialized_backward = not a['recompute']
+        functorch = importlib.import_module('torch._functorch.config')
+        functorch.ban_recompute_materialized_backward = not a['recompute']
     split = train.Split(folder, 'train', {**read_meta(folder), 'foreign': True}, gpt.config.block_size)
     if a.get('mask'):
         split.mask = np.ones(split.num_tokens, dtype=np.uint8)
