@@ -45,28 +45,22 @@ def alternatives(kind):
     return found or [kind]
 
 
-def is_number(value):
-    """Whether a value is a number that a float can hold. True, False, inf and nan are not."""
-    try:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
-
-
 def accept(value, kind):
     """
     The value in the type of the annotation: 3 becomes 3.0 for a float, 1e5 becomes 100000 for an int, and
     NumPy's values become Python's, for checkpoints. ValueError if the annotation does not allow the value.
     """
     for part in alternatives(kind):
-        if part in (int, float):
-            if is_number(value) and (part is float or value == int(value)):
-                return part(value)
-        elif isinstance(part, str):
-            if isinstance(value, str) and value == part:
-                return part
-        elif isinstance(value, part):
-            return str(value) if part is str else value
+        if part in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # an int that no float can hold
+                if math.isfinite(value) and (part is float or value == int(value)):
+                    return part(value)
+        elif isinstance(part, str) and isinstance(value, str) and value == part:
+            return part
+        elif part is str and isinstance(value, str):
+            return str(value)
+        elif part in (bool, type(None)) and isinstance(value, part):
+            return value
     expected = ' or '.join(IN_WORDS.get(part, part) for part in alternatives(kind))
     raise ValueError(f'expected {expected}, not {value!r}')
 
@@ -156,11 +150,11 @@ def read_file(path, settings, fields, removed):
     try:
         with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
             source = f.read()
-        lines = assigned_lines(ast.parse(source, path))
-        exec(compile(source, path, 'exec'), namespace)
+        tree = ast.parse(source, path)
+        exec(compile(tree, path, 'exec'), namespace)
     except (Exception, SystemExit) as e:
         return [failure(path, e)]
-    problems, dropped = [], []
+    problems, dropped, lines = [], [], assigned_lines(tree)
     for name, value in namespace.items():
         place = f'{path}, line {lines[name]}' if name in lines else path
         if name in fields:
@@ -212,7 +206,7 @@ def read_argv(argv, fields, removed):
 
 def configure(*classes, argv=None, files=True, about='', base=None, removed=None):
     """
-    Reads a command line into one object per dataclass. The sentences of a method problems() are errors.
+    Reads a command line into one object per dataclass. What their methods problems() return are errors.
 
     argv:    default sys.argv[1:]
     files:   whether positional words are config files to run
@@ -220,8 +214,8 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
     base:    {name: value} below files and flags: the settings of a checkpoint
     removed: {name of an older version: a sentence on what to do instead}
 
-    Returns the objects, {name: place} of what files and flags set, and the positional words. SettingsError has
-    one line for each problem.
+    Returns the objects, {name: place} of what files and flags set, and the positional words.
+    SettingsError has one line for each problem.
     """
     argv = sys.argv[1:] if argv is None else argv
     if '--help' in argv or '-h' in argv:
@@ -262,9 +256,10 @@ def help_text(classes, about=''):
                 kind, default = fields[field[1]]
                 if not str(default).isprintable():
                     default = repr(default)
+                lines.append(f'  {f"--{field[1]}={default}":<36}  {field[2] or ""}')
                 choices = [part for part in alternatives(kind) if isinstance(part, str)]
-                choices = f' [{", ".join(choices)}]' if len(choices) > 1 else ''
-                lines.append(f'  {f"--{field[1]}={default}":<36}  {field[2] or ""}{choices}')
+                if len(choices) > 1:
+                    lines[-1] += f' [{", ".join(choices)}]'
     return '\n'.join(lines)
 
 
