@@ -72,9 +72,6 @@ class GPTConfig:
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; try n_embd={nearest}')
         elif c.position == 'rope' and D % 2:
             wrong.append(f'n_embd / n_head = {D} is odd; rotary positions rotate pairs of channels')
-        elif c.position == 'rope' and c.block_size > 2**27 // D:  # 0.5 GB of angles
-            wrong.append(f'block_size={c.block_size} is too long; rotary positions allow at most '
-                         f'{2**27 // D:,} with {D} channels per head')
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
         for name in ('dropout', 'label_smoothing'):

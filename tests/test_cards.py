@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import hashlib
 import importlib.machinery
+import inspect
 import io
 import os
 import re
@@ -19,7 +20,7 @@ from conftest import TINY, noise, write_bins
 import prepare
 import sample
 import train
-from configurator import comments_of, configure
+from configurator import configure
 from hotloop.dataloader import share_batch
 from hotloop.documents import ReadConfig
 from model import GPTConfig
@@ -224,12 +225,13 @@ def test_help_lists_every_setting(program, classes, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert not end.value.code and lines[0] == program.__doc__.strip().splitlines()[0]
     flags = [line for line in lines if line.startswith('  --')]
-    settings = [(f, *rest) for cls in classes for f, rest in
-                zip(dataclasses.fields(cls), comments_of(cls), strict=True)]
-    for line, (field, section, name, comment) in zip(flags, settings, strict=True):
+    fields = [f for cls in classes for f in dataclasses.fields(cls)]
+    source = ''.join(inspect.getsource(cls) for cls in classes)
+    for line, field in zip(flags, fields, strict=True):
         default = field.default if str(field.default).isprintable() else repr(field.default)
-        assert name == field.name and len(comment) > 5 and section in lines
-        assert line.startswith(f'  --{name}={default}  ') and comment in line
+        comment = re.search(rf'^    {field.name}: .*  # (.*)', source, re.M)[1]
+        assert line.startswith(f'  --{field.name}={default}  ') and comment in line and len(comment) > 5
+    assert [line for line in lines if line in re.findall('# --- (.*)', source)] == re.findall('# --- (.*)', source)
 
 
 # -----------------------------------------------------------------------------

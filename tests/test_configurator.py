@@ -97,8 +97,8 @@ def test_flags(argv, name, value):
       ('six', '6.5', '', 'True', '5*8', 'nan', 'inf', '1e400', 'None', '9' * 400, '9' * 5000)],
     *[(f'--learning_rate={text}', 'a number') for text in ('nan', '-inf', '1e999', 'False', '9' * 400)],
     ('--n_ff=x', 'a whole number or None'), ('--eval_only=1', 'True or False'),
-    ('--eval_only=None', 'True or False'), ('--dtype=float16', 'auto, float32 or bfloat16'),
-    ('--norm=batchnorm', 'layernorm, rmsnorm or None'), ('--compile=maybe', 'True, False or auto')])
+    ('--eval_only=None', 'True or False'), ('--dtype=float16', 'auto or float32 or bfloat16'),
+    ('--norm=batchnorm', 'layernorm or rmsnorm or None'), ('--compile=maybe', 'True or False or auto')])
 def test_a_flag_of_the_wrong_type_names_what_was_expected(flag, words):
     key, _, text = flag.partition('=')
     assert refusal(flag) == [f'{key}: expected {words}, not {text!r}']
@@ -164,7 +164,7 @@ def test_an_unknown_name_in_a_file_is_an_error_with_its_line(card, text, line):
     ("import numpy as np; n_layer = np.float32('inf')", 'n_layer: expected a whole number, not '),
     ('learning_rate = 1e-3,', 'learning_rate: expected a number, not (0.001,)'),
     ('learning_rate = 10**400', 'learning_rate: expected a number, not 1'),
-    ('dtype = None', 'dtype: expected auto, float32 or bfloat16, not None')])
+    ('dtype = None', 'dtype: expected auto or float32 or bfloat16, not None')])
 def test_a_wrong_type_in_a_file_is_an_error_with_its_line(card, text, words):
     path = card(f'# one line above\n{text}\n')
     (line,) = refusal(path)
@@ -192,11 +192,11 @@ def test_later_files_win_over_earlier_and_flags_over_files(card):
 
 
 @pytest.mark.parametrize('text, where, words', [
-    ('n_layer = 1\nn_head = = 2\n', ', line 2', 'invalid syntax'),
+    ('n_layer = 1\nn_head = = 2\n', '', 'invalid syntax (card.py, line 2)'),
     ('n_layer = 1\n\nn_head = nowhere\n', ', line 3', "NameError: name 'nowhere' is not defined"),
     ('def f():\n    return 1 / 0\n\nn_head = f()\n', ', line 2', 'ZeroDivisionError: division by zero'),
     ("n_layer = 1\nimport json\njson.loads('{')\n", ', line 3', 'JSONDecodeError'),  # not the library's line
-    ('\nexit(0)\n', ', line 2', 'SystemExit: 0'), ('n_layer = 1\n\nreturn\n', ', line 3', "'return' outside"),
+    ('\nexit(0)\n', ', line 2', 'SystemExit: 0'), ('n_layer = 1\n\nreturn\n', '', "'return' outside function (card.py, line 3)"),
     ('def compile():\n    pass\n', '', 'compile: expected '), ('x\0y = 1\n', '', 'null bytes')])
 def test_a_file_that_cannot_run_gives_its_name_and_line(card, text, where, words):
     path = card(text)
@@ -243,15 +243,15 @@ def test_a_checkpoint_lies_below_files_and_flags(card):
 def test_a_value_of_a_checkpoint_that_no_longer_fits_names_the_flag():
     base = {'dtype': 'float8', 'n_layer': -1}
     (problem,) = refusal(base=base)
-    assert problem == ("the checkpoint has dtype='float8': expected auto, float32 or bfloat16, not 'float8'; "
+    assert problem == ("the checkpoint has dtype='float8': expected auto or float32 or bfloat16, not 'float8'; "
                        'give --dtype')
     assert conf('--dtype=float32', '--n_layer=2', base=base)[0]['dtype'] == 'float32'
     assert refusal('--dtype=float32', base=base) == ['n_layer must not be negative']
 
 
 def test_removed_settings_are_errors_for_users_and_dropped_from_old_runs(card, capsys, monkeypatch):
-    removed = {'profile': 'tests/bench/profile_step.py'}
-    sentence = "setting 'profile' was removed; instead: tests/bench/profile_step.py"
+    removed = {'profile': 'tests/bench/profile_step.py shows where the time goes'}
+    sentence = "setting 'profile' was removed: tests/bench/profile_step.py shows where the time goes"
     assert refusal('--profile', 'True', removed=removed) == [f'--profile: {sentence}']
     path = card('n_layer = 3\nprofile = False\n')
     assert refusal(path, removed=removed) == [f'{path}, line 2: {sentence}']
