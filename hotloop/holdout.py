@@ -53,8 +53,8 @@ def is_single(files, reading):
 def plan_holdout(files, val_files, cfg, reading):
     """
     The Holdout of these files. One document is cut at a character, above SMALL at the end of a line. The last
-    pieces of token shards are held out. Otherwise documents are, up to the fraction of all bytes; of very many,
-    each with that probability. Reads the files once more, unless each is a document.
+    pieces of token shards are held out. Otherwise documents are, up to the fraction of all bytes, or, if they
+    are many, each with that probability. Reads the files once more, unless each is a document.
     """
     single = is_single(files, reading) and (not val_files or is_single(val_files, reading))
     if val_files:
