@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure
+from hotloop.announce import announce
 from hotloop.checkpoint import RunState, compare_context, context_of, restore, state_from
 from hotloop.dataloader import Batches, Mixture, Split, open_split, windows_per_epoch
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
@@ -48,7 +49,7 @@ from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
 from hotloop.files import first_line, is_inside
 from hotloop.host import cores
-from hotloop.logger import Log, StepTimer, announce, log_done, log_evaluation, log_step
+from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.optim import build_optimizers
 from hotloop.pretrained import open_weights
