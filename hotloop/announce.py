@@ -12,7 +12,9 @@ def announce(run, settings, meta):
     origin = 'checkpoint' if settings.resumed else 'derived'
     changed = differences([settings.model, run.cfg], settings.given, origin)
     lines = [*settings.notes, f'settings that differ from the defaults:\n{changed}']
-    lines += describe_machine(run) + describe_work(run, settings, meta) + describe_oddities(run, settings.given)
+    lines += describe_machine(run)
+    lines += describe_work(run, settings, meta)
+    lines += describe_oddities(run, settings.given)
     for line in lines:
         run.env.print_once(line)
 
@@ -20,7 +22,7 @@ def announce(run, settings, meta):
 def describe_machine(run):
     """Device, processes, dtype, compilation, attention."""
     cfg, env = run.cfg, run.env
-    lines = [f'device: {env.device} ({env.reasons["device"]}), processes: {env.world}, threads: {env.threads}']
+    lines = [f'device: {env.device} ({env.reasons["device"]}), {env.world} x {env.threads} threads']
     gpus = torch.cuda.device_count() if env.device.type == 'cuda' else 1
     if gpus > 1 and env.world == 1:
         lines.append(f'note: for all {gpus} GPUs, replace "python" with "torchrun --standalone '
@@ -65,12 +67,13 @@ def describe_oddities(run, given):
     """Settings that work, but may not do what was meant."""
     cfg, lines = run.cfg, []
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
-        lines.append(f'note: the rate will rise from learning_rate={cfg.learning_rate:g} to min_lr={cfg.min_lr:g}')
+        lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will rise')
     if cfg.warmup_iters >= cfg.max_iters:
         lines.append(f'note: the warm-up of {cfg.warmup_iters} steps is longer than the run')
     muon = cfg.optimizer == 'muon'
     has_effect = {'muon_lr': muon, 'muon_momentum': muon, 'min_lr': cfg.decay_lr, 'lr_schedule': cfg.decay_lr,
-                  'lr_decay_iters': cfg.decay_lr, 'compile_mode': run.env.compile, 'eval_tokens': not cfg.eval_iters,
+                  'lr_decay_iters': cfg.decay_lr, 'compile_mode': run.env.compile,
+                  'eval_tokens': not cfg.eval_iters,
                   'decay_fraction': cfg.decay_lr and cfg.lr_schedule == 'linear',
                   'sample_prompt': cfg.sample_interval, 'sample_tokens': cfg.sample_interval}
     for name, acts in has_effect.items():

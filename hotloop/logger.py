@@ -30,7 +30,7 @@ class Log:
             self.wandb = wandb
 
     def write(self, text, **numbers):
-        """Prints the text and writes the numbers, in the file without those that are None, infinite or NaN."""
+        """Prints the text and writes the numbers; the file leaves out those that are None or not finite."""
         self.env.print_once(text)
         if self.file:
             row = {}
@@ -55,7 +55,8 @@ class Log:
             action(*args)
         except OSError as e:
             if not self.failed:
-                self.env.print_once(f'{self.path} could not be written: {e.strerror or e}; training continues')
+                why = e.strerror or e
+                self.env.print_once(f'{self.path} could not be written: {why}; training continues')
             self.failed = True
 
     def close(self):
@@ -123,7 +124,8 @@ def log_step(run, lr, norm, lap):
         numbers |= {'ms': each * 1000, 'tokens_per_s': tokens_per_s, 'mfu': mfu,
                     'data_share': lap.waited / lap.seconds}
         left = duration((cfg.max_iters - state.iter_num) * each)
-        parts += [f'{each * 1000:.1f} ms', f'{tokens_per_s:,.0f} tok/s', f'mfu {mfu:.1%}' if mfu else 'mfu n/a',
+        parts += [f'{each * 1000:.1f} ms', f'{tokens_per_s:,.0f} tok/s',
+                  f'mfu {mfu:.1%}' if mfu else 'mfu n/a',
                   f'data {lap.waited / lap.seconds:.1%}', f'{left} left']
     text = f'step {state.iter_num}/{cfg.max_iters}: {", ".join(parts)}'
     if skipped:
