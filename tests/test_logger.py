@@ -79,8 +79,7 @@ def test_speed_is_measured_without_pauses(monkeypatch):
 def test_what_a_run_prints_about_itself(train_tiny, capsys):
     train_tiny(max_iters=2, min_lr=1, warmup_iters=5, muon_lr=0.1)
     out = capsys.readouterr().out
-    for line in (r'^  max_iters = 2  \(--max_iters\)$', r'^device: cpu \(asked for\), processes: 1, threads '
-                                                        r'of each: 1$',
+    for line in (r'^  max_iters = 2  \(--max_iters\)$', r'^device: cpu \(asked for\), 1 x 1 threads$',
                  r'^dtype: float32 \(asked for\)$', r'^compile: off \(asked for\)$',
                  r'^attention: scaled_dot_product_attention; kernels available: .*math',
                  r'^data: tiny, 4,001 training and 487 validation tokens, byte tokenizer$',
