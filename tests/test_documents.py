@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import lzma
-import os
 import random
 import re
 from pathlib import Path
@@ -61,23 +60,14 @@ def test_a_compressed_file_is_the_file(tmp_path, suffix):
         assert list(f) == text.splitlines(keepends=True)
 
 
-@pytest.mark.parametrize('name, data', [
-    ('a.txt.gz', b'not gzip'), ('a.txt.gz', compress('.gz', b'text ' * 1000)[:-20]), ('a.txt.xz', b'not xz'),
-    ('a.txt.xz', compress('.xz', b'text ' * 1000)[:-20]), ('a.txt.bz2', b'not bz2'),
-    ('a.txt.bz2', compress('.bz2', bytes(5000))[:-20]), ('a.txt.zst', b'not zst'), ('a.parquet', b'PAR1 not really'),
-    ('a.bin', b'')])
-def test_a_damaged_file_is_named(tmp_path, name, data):
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=rf'{name} (is damaged or incomplete: .*; get it|cannot be read|is not a shard)'):
-        read(tmp_path / name)
-
-
-@pytest.mark.parametrize('size', [1, 200, -1])
-def test_a_zst_file_that_was_cut_is_damaged(tmp_path, size):
-    """The package's own reader takes it for a complete one."""
-    (tmp_path / 'a.txt.zst').write_bytes(compress('.zst', os.urandom(300_000).hex().encode())[:size])
-    with pytest.raises(ValueError, match=r'a\.txt\.zst is damaged or incomplete: it ends inside a frame'):
-        read(tmp_path / 'a.txt.zst')
+@pytest.mark.parametrize('suffix', ['.gz', '.bz2', '.xz', '.zst'])
+@pytest.mark.parametrize('size', [1, 200, -1, None])
+def test_a_damaged_or_cut_file_is_named(tmp_path, suffix, size):
+    path = tmp_path / f'a.txt{suffix}'
+    data = compress(suffix, random.Random(0).randbytes(100_000).hex().encode())
+    path.write_bytes(b'something else' if size is None else data[:size])
+    with pytest.raises(ValueError, match=rf'a\.txt\{suffix} (is damaged or incomplete|cannot be read: Inv)'):
+        read(path)
 
 
 @pytest.mark.parametrize('package, name', [('zstandard', 'a.txt.zst'), ('pyarrow', 'a.parquet')])
@@ -90,7 +80,7 @@ def test_a_missing_package_is_named_with_its_pip_install(tmp_path, monkeypatch, 
 
 def test_bytes_that_are_not_utf8(tmp_path):
     (tmp_path / 'a.txt').write_bytes(b'x' * (1 << 20) + b'caf\xe9 noir ' * 3)  # beyond the first block
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: byte 0xe9 after '.*caf'; convert it, or use --bad_"):
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: byte 0xe9 after '.*caf'; convert it"):
         read(tmp_path / 'a.txt')
     assert read(tmp_path / 'a.txt', bad_utf8='replace')[0].endswith('caf\ufffd noir ')
     (tmp_path / 'b.jsonl').write_bytes(b'{"text": "caf\xe9"}\n')
@@ -105,8 +95,8 @@ def test_bytes_that_are_not_utf8(tmp_path):
 def test_a_file_that_cannot_be_read_a_byte_order_mark_and_no_text(tmp_path):
     with pytest.raises(ValueError, match=r'nowhere\.txt cannot be read: No such file'):
         read(tmp_path / 'nowhere.txt')
-    for name, data in (('a.txt', b'\xef\xbb\xbfx\xef\xbb\xbf'), ('b.jsonl', b'\xef\xbb\xbf{"text": "x\xef\xbb\xbf"}')):
-        (tmp_path / name).write_bytes(data)
+    for name, text in (('a.txt', '\ufeffx\ufeff'), ('b.jsonl', '\ufeff{"text": "x\ufeff"}')):
+        (tmp_path / name).write_text(text, encoding='utf-8')
         assert read(tmp_path / name) == ['x\ufeff']
     (tmp_path / 'c.txt').write_bytes(b'')
     assert read(tmp_path / 'c.txt') == []
@@ -125,7 +115,7 @@ def test_pieces_are_the_text_whatever_the_blocks(text, size, piece):
         documents = list(pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, '.'))
     finally:
         documents_room.PIECE = PIECE
-    assert ''.join(p.parts[0][0] for p in pieces) == text and {p.key for p in pieces} == ({'key'} if text else set())
+    assert ''.join(p.parts[0][0] for p in pieces) == text and {p.key for p in pieces} <= {'key'}
     assert [p.start for p in pieces] == [i == 0 for i in range(len(pieces))]
     assert [p.end for p in pieces] == [i + 1 == len(pieces) for i in range(len(pieces))]
     joined, started = [], True
@@ -136,23 +126,18 @@ def test_pieces_are_the_text_whatever_the_blocks(text, size, piece):
     assert started and [d for d in joined if d] == [d.strip('\n') for d in text.split('.') if d.strip('\n')]
 
 
-@pytest.mark.parametrize('separator', ['\n---\n', '\n\n'])
 @pytest.mark.parametrize('size', [1, 2, 3, 7])
-def test_a_separator_may_lie_across_blocks_and_contain_line_ends(separator, size):
-    text = separator.join(['one\ntwo', '', 'three', 'four'])
-    pieces = pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, separator)
-    assert [piece.parts[0][0] for piece in pieces] == ['one\ntwo', 'three', 'four']
+def test_a_separator_may_lie_across_blocks_and_contain_line_ends(tmp_path, size):
+    for separator in ('\n---\n', '\n\n'):
+        text = separator.join(['one\ntwo', '', 'three', 'four'])
+        pieces = pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, separator)
+        assert [piece.parts[0][0] for piece in pieces] == ['one\ntwo', 'three', 'four']
+    (tmp_path / 'a.txt').write_text('line 1\nline 2\n\n')
+    assert read(tmp_path / 'a.txt', separator='\\n') == ['line 1', 'line 2']
 
 
-def test_documents_between_separators(tmp_path):
-    (tmp_path / 'a.txt').write_text('\n<|endoftext|>\n'.join(ROWS) + '\n<|endoftext|>\n')
-    assert read(tmp_path / 'a.txt', separator='<|endoftext|>') == [row.strip('\n') for row in ROWS]
-    (tmp_path / 'b.txt').write_text('line 1\nline 2\n\n')
-    assert read(tmp_path / 'b.txt', separator='\\n') == ['line 1', 'line 2']
-
-
-LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-          r'\s+(?!\S)|\s+')
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+          r'\s*[\r\n]+|\s+(?!\S)|\s+')
 DIGITS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s"
 
 
@@ -172,7 +157,7 @@ def test_a_safe_cut_changes_no_token(pattern):
         cut = safe_cut(part, size)
         if cut != size:
             cuts += 1
-            assert rule.findall(part[:cut]) + rule.findall(part[cut:]) == rule.findall(part), part[cut - 20:cut + 20]
+            assert rule.findall(part[:cut]) + rule.findall(part[cut:]) == rule.findall(part)
     assert cuts > 900
 
 
@@ -199,9 +184,9 @@ def as_parquet(rows):
 
 
 @pytest.mark.parametrize('name, write', [
-    ('a.jsonl', as_jsonl), ('a.ndjson', as_jsonl), ('a.csv', as_csv), ('a.tsv', lambda rows: as_csv(rows, '\t')),
-    ('a.json', lambda rows: json.dumps(rows, indent=2).encode()), ('a.json', as_jsonl), ('a.parquet', as_parquet),
-    ('a.jsonl.gz', lambda rows: gzip.compress(as_jsonl(rows)))])
+    ('a.jsonl', as_jsonl), ('a.jsonl.gz', lambda rows: gzip.compress(as_jsonl(rows))), ('a.csv', as_csv),
+    ('a.tsv', lambda rows: as_csv(rows, '\t')), ('a.parquet', as_parquet), ('a.json', as_jsonl),
+    ('a.json', lambda rows: json.dumps(rows, indent=2).encode())])
 @pytest.mark.parametrize('field', ['text', 'content', 'body'])
 def test_a_row_is_a_document(tmp_path, monkeypatch, name, write, field):
     """Its key, which decides whether it is held out, is its first piece."""
@@ -220,7 +205,8 @@ def test_a_row_is_a_document(tmp_path, monkeypatch, name, write, field):
 
 def test_rows_that_are_the_lines_of_one_document(tmp_path):
     """WikiText's empty lines have lost their space and line end."""
-    (tmp_path / 'a.parquet').write_bytes(as_parquet([{'text': ' = Title = \n'}, {'text': ''}, {'text': ' A line\n'}]))
+    rows = [{'text': ' = Title = \n'}, {'text': ''}, {'text': ' A line\n'}]
+    (tmp_path / 'a.parquet').write_bytes(as_parquet(rows))
     assert read(tmp_path / 'a.parquet', kind='joined') == [' = Title = \n \n A line\n']
 
 
@@ -234,10 +220,10 @@ def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path, monkeypatch, caps
         assert f'note: {path} is not a list of rows and is read as one text' in capsys.readouterr().err
     for text in ('["a", "b"]["c"] junk', '[' * 100_000, '{"text": "a"}\n{"text": \n'):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r'a\.json is not a JSON list: .*; --format=text reads it as one text'):
+        with pytest.raises(ValueError, match=r'a\.json is not a JSON list: .*; --format=text reads it'):
             read(path)
     monkeypatch.setattr(documents_room, 'JSON_LIMIT', 10)
-    with pytest.raises(ValueError, match='too large to parse at once; convert it to .jsonl'):
+    with pytest.raises(ValueError, match='more than 10 bytes, too many to parse at once; convert'):
         read(path)
 
 
@@ -245,8 +231,9 @@ def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path, monkeypatch, caps
     ('a.jsonl', b'{"text": "a"}\n{"text": \n', r'a\.jsonl, line 2 is not JSON'),
     ('a.jsonl', b'[' * 100_000, r'a\.jsonl, line 1 is not JSON'),
     ('a.jsonl', b'{"text": "a"}\n\n[1]\n', r'a\.jsonl, line 3'),
-    ('a.csv', b'text,label\nHello, world,1\n', r'a\.csv, line 2: 1 values more than the header has fields'),
-    ('a.csv', b'text,label\n"Hello,1\nsecond,2\n', r'a\.csv, line \d: unexpected end of data')])
+    ('a.csv', b'text,label\nHello, world,1\n', r'a\.csv, line 2: 1 values too many for the header'),
+    ('a.csv', b'text,label\n"Hello,1\nsecond,2\n', r'a\.csv, line \d: unexpected end of data'),
+    ('a.parquet', b'PAR1 not really', r'a\.parquet cannot be read as parquet')])
 def test_rows_that_cannot_be_read_are_named(tmp_path, name, data, words):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=words) as e:
@@ -274,14 +261,16 @@ def shard(tokens, magic=20240520, version=1, count=None):
 def test_a_shard_is_cut_where_documents_begin(tmp_path):
     tokens = [50256, 1, 2, 3] * 2000
     (tmp_path / 'a.bin').write_bytes(shard(tokens))
-    pieces = [piece.parts.tolist() for piece in documents_in([File(str(tmp_path / 'a.bin'), 'a', 'tokens')], ReadConfig())]
-    assert sum(pieces, []) == tokens and len(pieces) > 5 and all(ids[0] == 50256 for ids in pieces)
+    pieces = list(documents_in([File(str(tmp_path / 'a.bin'), 'a', 'tokens')], ReadConfig()))
+    assert np.concatenate([piece.parts for piece in pieces]).tolist() == tokens
+    assert len(pieces) > 5 and all(piece.parts[0] == 50256 for piece in pieces)
 
 
 @pytest.mark.parametrize('data, words', [
     (shard([1, 2], magic=20240801, version=7), 'is not a shard of GPT-2 tokens'),
     (shard([1, 2], version=2), 'is not a shard'), (shard([1, 2])[:100], 'is not a shard'),
-    (shard([1, 2, 3], count=4), 'has 1,030 bytes, which do not fit the 4 tokens'), (shard([1, 60000]), 'token id 60000')])
+    (shard([1, 2, 3], count=4), 'has 1,030 bytes, which do not fit the 4 tokens'),
+    (shard([1, 60000]), 'token id 60000'), (b'', 'is not a shard')])
 def test_a_damaged_shard_is_refused(tmp_path, data, words):
     (tmp_path / 'a.bin').write_bytes(data)
     with pytest.raises(ValueError, match=words):
