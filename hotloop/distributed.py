@@ -70,13 +70,10 @@ def open_process_group(backend, device, rank, world, timeout_minutes):
 
 
 def check_same_step(step, env):
-    """
-    ValueError on every rank unless all start from the same step: without a shared disk, one may have found
-    another checkpoint. After this call no process reads out_dir, so rank 0 may rename files in it.
-    """
+    """ValueError on every rank unless all found the same step, and so the same checkpoint, in out_dir."""
     steps = np.zeros(env.world)
     steps[env.rank] = step
-    steps = env.sum(steps)
+    steps = env.sum(steps)  # after this no process reads out_dir, so rank 0 may rename files in it
     if (steps != step).any():
         raise ValueError(f'rank {env.rank} starts from step {step:,}, but the mean of all {env.world} '
                          f'processes is {steps.mean():,g}; out_dir must be a folder that all of them share')
@@ -93,10 +90,7 @@ def first_on_rank_0(env, wait):
 
 
 class StopRequest:
-    """
-    Remembers SIGTERM, SIGINT, SIGHUP (the terminal was closed) or the end of max_minutes, so that the
-    loop can save and stop. A second SIGINT ends the process at once.
-    """
+    """Remembers a signal or the end of max_minutes: the loop saves and stops. A second SIGINT kills."""
 
     def __init__(self, max_minutes):
         self.signal = None
@@ -129,10 +123,7 @@ class StopRequest:
 
 
 class DelayedFlag:
-    """
-    Reads a flag that the device computes with each step. On CUDA it returns the flag of the step before: the
-    current one would make the host wait for the step that it has just started.
-    """
+    """Reads a flag that the device computes; on CUDA that of the call before, so that no call waits."""
 
     def __init__(self):
         self.before = None  # (pinned copy, event) of the step before

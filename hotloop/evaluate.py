@@ -88,11 +88,8 @@ def standard_error(loss, targets):
 
 
 def eval_batch(split, windows, batch):
-    """
-    Inputs and targets of windows by number: two (batch, T) int64 arrays, one shape for every batch, so a
-    model is compiled once. Missing rows, and what a shorter last window lacks, have targets of -1.
-    """
-    T = split.T
+    """Inputs and targets of windows by number: two (batch, T) int64 arrays; -1 where there is no target."""
+    T = split.T  # one shape, also where rows or the end of the last window are missing: compiled once
     x, y = np.zeros((batch, T), dtype=np.int64), np.full((batch, T), -1, dtype=np.int64)
     for row, start in enumerate(windows * T):
         tokens = split.tokens[start:start + T + 1].astype(np.int64)

@@ -31,10 +31,7 @@ def out_of_memory(error):
 
 
 def choose_batch_size(model, split, env, cfg):
-    """
-    The largest micro-batch, in sequences, that fits and gives the global batch of the settings, found by
-    trial. Changes no setting. ValueError if none fits.
-    """
+    """The largest micro-batch that fits and gives the same step, found by trial. ValueError if none fits."""
     micro_batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, env.world)
     sequences = micro_batch * accumulation  # of this process
     reserve = 8 * model.num_params()  # the optimizer's two moments
@@ -101,8 +98,8 @@ def memory_advice(run):
                f'{run.env.device}')
     if run.env.world > 1:  # a trial would wait for processes that did not fail
         return f'{problem}; use a smaller --batch_size, or --batch_size=auto to find the largest that fits'
-    in_memory = any(optimizer.state for optimizer in run.optimizers)  # the optimizer's two moments
-    reserve = 0 if in_memory else 8 * run.model.num_params()
+    has_moments = any(optimizer.state for optimizer in run.optimizers)
+    reserve = 0 if has_moments else 8 * run.model.num_params()
     largest = largest_batch(run.model, sequences, batch - 1, run.env, run.cfg, reserve)
     if largest is None:
         return f'{problem}, nor does a smaller one; use a smaller model or block_size, or --loss_chunks=16'

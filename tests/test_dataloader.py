@@ -63,9 +63,6 @@ def assert_same(ours, theirs):
         assert x2.dtype == y2.dtype == torch.int64 and x2.is_contiguous() and y2.is_contiguous()
 
 
-# -----------------------------------------------------------------------------
-# the order
-
 def test_the_order_is_that_of_earlier_versions(tmp_path):
     """A run that was started by one resumes with these very windows, dropout masks and data."""
     assert epoch_order(1337, 4001, 16, 0)[:5].tolist() == [649, 2825, 985, 3689, 1129]
@@ -132,9 +129,6 @@ def test_one_dataset_is_a_split_and_several_are_a_mixture(splits):
         open_split(datasets(plain=1, wide=1e-5), 'train', T)
 
 
-# -----------------------------------------------------------------------------
-# windows and targets
-
 @pytest.mark.parametrize('kind', KINDS)
 def test_targets_are_the_next_tokens(splits, kind):
     """Which a loss that looks good does not prove; -1 where the mask is 0; num_targets counts the others."""
@@ -163,9 +157,6 @@ def test_any_mask_but_0_counts_once(tmp_path):
     write_bins(tmp_path, range(40), range(40), masks={'train': mask, 'val': mask})
     assert open_folder(tmp_path, T=8).fingerprint() != before
 
-
-# -----------------------------------------------------------------------------
-# batches
 
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('world', [1, 2, 4, 8])
@@ -234,9 +225,6 @@ def test_share_batch():
             share_batch(size, accumulation, world)
 
 
-# -----------------------------------------------------------------------------
-# data that cannot be used
-
 META = {'dtype': 'uint16', 'vocab_size': 257, 'splits': {}, 'foreign': False}
 
 
@@ -263,6 +251,6 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     tokens[42] = 300
     write_bins(tmp_path, tokens, noise(100))
     split = open_folder(tmp_path)
-    with pytest.raises(ValueError, match=r'train\.bin has token id 300, but the vocabulary has 257 ids; prepare'):
+    with pytest.raises(ValueError, match='has token id 300, but the vocabulary has 257 ids; prepare'):
         split.check_ids(257)
     split.check_ids(301)

@@ -5,16 +5,8 @@ import os
 import pytest
 import torch
 
-from hotloop import host
-from hotloop.device import (
-    choose_device,
-    choose_dtype,
-    cpu_has_bf16,
-    device_memory,
-    peak_flops,
-    peak_memory,
-    try_compile,
-)
+from hotloop import device, host
+from hotloop.device import choose_compile, choose_device, choose_dtype, peak_flops
 
 CPU = torch.device('cpu')
 CUDA = torch.device('cuda', 0)
@@ -42,12 +34,12 @@ def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch):
 
 
 def test_an_emulated_bfloat16_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (7, 0))
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'V100')
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (7, 0))
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda gpu: 'V100')
     with pytest.raises(ValueError, match=r'dtype=bfloat16 was asked for, but V100 only emulates it.*float16'):
         choose_dtype('bfloat16', CUDA)
     assert choose_dtype('auto', CUDA)[0] == torch.float16
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (8, 0))
     assert choose_dtype('auto', CUDA)[0] == choose_dtype('bfloat16', CUDA)[0] == torch.bfloat16
 
 
@@ -55,7 +47,7 @@ def test_an_emulated_bfloat16_is_refused(monkeypatch):
 def test_cpus_train_in_bf16_if_they_have_it_and_generate_in_float32(monkeypatch, has):
     for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'):
         monkeypatch.delattr(torch.cpu, name, raising=False)
-    assert cpu_has_bf16() is False, 'without the private functions nothing is assumed'
+    assert device.cpu_has_bf16() is False, 'without the private functions nothing is assumed'
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: has, raising=False)
     monkeypatch.setattr(torch.backends.mkldnn, 'is_available', lambda: True)
     assert choose_dtype('auto', CPU)[0] == torch.float32
@@ -64,11 +56,16 @@ def test_cpus_train_in_bf16_if_they_have_it_and_generate_in_float32(monkeypatch,
 
 
 def test_compilation_that_fails_is_one_line(monkeypatch):
-    def compile(function, **settings):
-        raise RuntimeError('No working C++ compiler found\nin any of these places')
-    monkeypatch.setattr(torch, 'compile', compile)
-    assert try_compile(CPU) == 'No working C++ compiler found'
-    assert 'Apple' in try_compile(torch.device('mps'))
+    """auto runs without it; by name it is an error; False tries nothing."""
+    def fail(function, **settings):
+        raise RuntimeError('No C++ compiler found\nin any of these places')
+    monkeypatch.setattr(torch, 'compile', fail)
+    assert choose_compile('auto', CPU) == (False, 'No C++ compiler found')
+    assert choose_compile('auto', torch.device('mps')) == (False, 'not tried on Apple GPUs')
+    with pytest.raises(ValueError, match=r'compile=True was asked for, but .* found; use --compile=False'):
+        choose_compile(True, CPU)
+    monkeypatch.delattr(torch, 'compile')
+    assert choose_compile(False, CPU) == (False, 'asked for')
 
 
 @pytest.mark.parametrize('name, peak', [
@@ -77,7 +74,7 @@ def test_compilation_that_fails_is_one_line(monkeypatch):
     ('NVIDIA RTX A1000', None), ('NVIDIA L40', None), ('NVIDIA T400', None),
     ('NVIDIA GeForce RTX 4090 Laptop GPU', None)])
 def test_no_peak_is_better_than_a_wrong_one(monkeypatch, name, peak):
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: name)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda gpu: name)
     assert peak_flops(CUDA, torch.bfloat16) == peak
     assert peak_flops(CUDA, torch.float32) is None and peak_flops(CPU, torch.bfloat16) is None
 
@@ -89,4 +86,4 @@ def test_the_memory_of_a_cpu_is_that_of_the_machine_or_its_container(tmp_path, l
         (tmp_path / 'fs/cgroup/memory.max').write_text(limit)
     machine = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     assert host.memory(system=tmp_path) == (1_000_000 if limit == '1000000\n' else machine)
-    assert device_memory(CPU) == host.memory() and 2**20 < peak_memory(CPU) < machine
+    assert device.device_memory(CPU) == host.memory() and 2**20 < device.peak_memory(CPU) < machine

@@ -64,29 +64,28 @@ def test_the_standard_error_is_that_of_the_mean_over_windows(splits):
     """For windows of equal length: the standard deviation of their means over sqrt(their number)."""
     model = tiny_gpt()
     means = nats_by_hand(model)[:480].view(30, 16).mean(1)
-    result = evaluate(model, splits['plain'], 30, 8, Env())
-    assert result['tokens'] == 480
-    assert result['stderr'] == pytest.approx((means.std() / 30**0.5).item(), rel=1e-4)
+    stderr = evaluate(model, splits['plain'], 30, 8, Env())['stderr']
+    assert stderr == pytest.approx((means.std() / 30**0.5).item(), rel=1e-4)
 
 
 def evaluate_on(world, model, split, num_windows, batch, stop=None):
     """evaluate() shared over processes that take their turn; what the last one returns."""
-    parts = []
-
     class Rank(Env):
         def sum(self, values):
             parts.append(values)
             return sum(parts)
-    results = [evaluate(model, split, num_windows, batch, Rank(rank, world), BYTES, stop and stop(rank))
-               for rank in range(world)]
-    return results[-1]
+    parts = []
+    for rank in range(world):
+        result = evaluate(model, split, num_windows, batch, Rank(rank, world), BYTES, stop and stop(rank))
+    return result
 
 
-@pytest.mark.parametrize('num_windows', [None, 30, 2])
+@pytest.mark.parametrize('num_windows', [None, 31, 30, 2])
 def test_an_evaluation_does_not_depend_on_batch_or_processes(splits, num_windows):
     """The same windows, and the same loss, tokens and standard error."""
     model = tiny_gpt()
     expected = evaluate(model, splits['plain'], num_windows, 4, Env(), BYTES)
+    assert expected['tokens'] == {None: 486, 31: 486, 30: 480, 2: 32}[num_windows], 'all include the tail'
     for world, batch in ((1, 1), (1, 64), (2, 4), (2, 3)):
         result = evaluate_on(world, model, splits['plain'], num_windows, batch)
         assert result == pytest.approx(expected, rel=1e-6), (world, batch)
@@ -100,7 +99,8 @@ def test_a_stop_on_any_process_ends_the_evaluation_of_all(splits, stops):
     assert model.training
 
 
-def test_a_capped_evaluation_spreads_its_windows_evenly(splits, monkeypatch):
+@pytest.mark.parametrize('number', [2, 7, 29, 30])
+def test_a_capped_evaluation_spreads_its_windows_evenly(splits, monkeypatch, number):
     """The first and the last full window are among them, and gaps differ by one at most."""
     seen = []
 
@@ -108,12 +108,8 @@ def test_a_capped_evaluation_spreads_its_windows_evenly(splits, monkeypatch):
         seen.extend(windows)
         return eval_batch(split, windows, batch)
     monkeypatch.setattr('hotloop.evaluate.eval_batch', spy)
-    for number in (2, 7, 29, 30):
-        seen.clear()
-        result = evaluate(tiny_gpt(), splits['plain'], number, 4, Env())
-        assert len(seen) == number and result['tokens'] == number * 16
-        assert seen[0] == 0 and seen[-1] == 29 and np.ptp(np.diff(seen)) <= 1
-    assert evaluate(tiny_gpt(), splits['plain'], 31, 4, Env())['tokens'] == 486, 'all include the tail'
+    assert evaluate(tiny_gpt(), splits['plain'], number, 4, Env())['tokens'] == number * 16
+    assert len(seen) == number and (seen[0], seen[-1]) == (0, 29) and np.ptp(np.diff(seen)) <= 1
 
 
 def test_label_smoothing_and_dropout_act_in_training_only(splits):

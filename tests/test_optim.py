@@ -14,10 +14,9 @@ from model import GPT, GPTConfig
 SWIGLU = dict(preset='modern', mlp='swiglu', n_kv_head=2)
 
 
-def config(**settings):
-    defaults = {'optimizer': 'adamw', 'learning_rate': 0.1, 'weight_decay': 0.5, 'beta1': 0.9, 'beta2': 0.95,
-                'muon_lr': 1.0, 'muon_momentum': 0.95, 'embed_lr': None}
-    return SimpleNamespace(**{**defaults, **settings})
+def config(optimizer='adamw', embed_lr=None, weight_decay=0.5):
+    return SimpleNamespace(optimizer=optimizer, learning_rate=0.1, weight_decay=weight_decay, beta1=0.9,
+                           beta2=0.95, muon_lr=1.0, muon_momentum=0.95, embed_lr=embed_lr)
 
 
 def make(**settings):
@@ -32,24 +31,21 @@ def make(**settings):
 
 def state_of(model, optimizers):
     """Copies of all weights and optimizer states."""
-    tensors = list(model.parameters())
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            tensors += state.values()
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    tensors = [*model.parameters(), *(tensor for state in states for tensor in state.values())]
     return [tensor.detach().clone() for tensor in tensors]
 
 
 def test_decay_is_for_matrices_and_embeddings_only():
     """With gradients of zero AdamW shrinks those by lr x weight_decay, and vectors not at all."""
     model = make(bias=True)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = state_of(model, [])
     [adamw] = build_optimizers(model, config(), Env())
     for p in model.parameters():
         p.grad.zero_()
     adamw.step()
-    for name, p in model.named_parameters():
-        expected = before[name] * (0.95 if p.dim() >= 2 else 1.0)
-        assert torch.allclose(p, expected, rtol=1e-6, atol=0), name
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.allclose(p, old * (0.95 if p.dim() >= 2 else 1.0), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize('settings', [{}, SWIGLU])
@@ -146,7 +142,6 @@ def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world):
         thread.start()
     for thread in threads:
         thread.join(60)
-    alone = muon_update(make(**SWIGLU), Env())
-    for rank in range(world):
-        for name, update in alone.items():
+    for name, update in muon_update(make(**SWIGLU), Env()).items():
+        for rank in range(world):
             assert torch.allclose(updates[rank][name], update, atol=1e-5), (rank, name)
