@@ -202,6 +202,9 @@ def read_settings(argv=None):
     if resumed:
         shape = dataclasses.asdict(config_from(resumed.checkpoint['model_args']).resolved())
         base = settings_of(resumed.checkpoint, {name: shape[name] for name in SHAPE})
+        if base.get('mirror_dir') and is_inside(cfg.out_dir, base['mirror_dir']):
+            base['mirror_dir'] = None
+            notes.append('mirror_dir: off, because out_dir is the mirror of the run')
         model_cfg, cfg, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
     settings = Settings(model_cfg, cfg, given, resumed, notes, cfg.batch_size == 'auto')
@@ -213,9 +216,6 @@ def read_settings(argv=None):
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
         notes += compare_settings([model_cfg, cfg], given, base, BOUND)
-        if 'mirror_dir' not in given and cfg.mirror_dir and is_inside(cfg.out_dir, cfg.mirror_dir):
-            cfg.mirror_dir = None
-            notes.append('mirror_dir: off, because out_dir is the mirror of the run')
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
         cfg.max_epochs = None  # the flag replaces the max_epochs of a card or a checkpoint
     return settings

@@ -196,7 +196,8 @@ def test_later_files_win_over_earlier_and_flags_over_files(card):
     ('n_layer = 1\n\nn_head = nowhere\n', ', line 3', "NameError: name 'nowhere' is not defined"),
     ('def f():\n    return 1 / 0\n\nn_head = f()\n', ', line 2', 'ZeroDivisionError: division by zero'),
     ("n_layer = 1\nimport json\njson.loads('{')\n", ', line 3', 'JSONDecodeError'),  # not the library's line
-    ('\nexit(0)\n', ', line 2', 'SystemExit: 0'), ('n_layer = 1\n\nreturn\n', '', "'return' outside function (card.py, line 3)"),
+    ('\nexit(0)\n', ', line 2', 'SystemExit: 0'),
+    ('n_layer = 1\n\nreturn\n', '', "'return' outside function (card.py, line 3)"),
     ('def compile():\n    pass\n', '', 'compile: expected '), ('x\0y = 1\n', '', 'null bytes')])
 def test_a_file_that_cannot_run_gives_its_name_and_line(card, text, where, words):
     path = card(text)
@@ -243,7 +244,8 @@ def test_a_checkpoint_lies_below_files_and_flags(card):
 def test_a_value_of_a_checkpoint_that_no_longer_fits_names_the_flag():
     base = {'dtype': 'float8', 'n_layer': -1}
     (problem,) = refusal(base=base)
-    assert problem == ("the checkpoint has dtype='float8': expected auto or float32 or bfloat16, not 'float8'; "
+    assert problem == ("the checkpoint has dtype='float8': expected auto or float32 or bfloat16, not "
+                       "'float8'; "
                        'give --dtype')
     assert conf('--dtype=float32', '--n_layer=2', base=base)[0]['dtype'] == 'float32'
     assert refusal('--dtype=float32', base=base) == ['n_layer must not be negative']

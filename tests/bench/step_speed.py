@@ -1,7 +1,7 @@
 """
 Tokens per second and peak memory of one training step: forward, loss, backward, clipping, optimizer.
 
-    $ python tests/bench/step_speed.py --peer=../nanoGPT         # the CPU shape of nanoGPT's README, both sides
+    $ python tests/bench/step_speed.py --peer=../nanoGPT   # the CPU shape of nanoGPT's README, both sides
     $ python tests/bench/step_speed.py --peer=../nanoGPT --shape=124m --batch=2 --steps=2 --rounds=3
     $ python tests/bench/step_speed.py --table                   # each optimization switched off in turn
     $ python tests/bench/step_speed.py --loop                    # the loop of train.py against its step

@@ -2,7 +2,7 @@
 Wall-clock time to a loss: nanoGPT's training script and ours on the same bins, judged by one evaluator.
 
     $ python tests/bench/time_to_loss.py --peer=../nanoGPT                  # nanoGPT's README run for CPUs
-    $ python tests/bench/time_to_loss.py --peer=../nanoGPT --seeds=3 --sweep  # and nanoGPT's best of a small sweep
+    $ python tests/bench/time_to_loss.py --peer=../nanoGPT --seeds=3 --sweep  # and nanoGPT's best of a sweep
     $ python tests/bench/time_to_loss.py --peer=../nanoGPT --ours='config/quickstart.py --max_iters=300'
 
 Time counts from the start of Python, with compilation, without evaluations and saves. The target is nanoGPT's
