@@ -125,12 +125,8 @@ def tokenizer_spec(weights, data_dir):
 
 def read_prompts(start):
     """The prompts that `start` stands for: itself, standard input, a file, or each line of a .jsonl file."""
-    try:
-        if start == '-':
-            return [standard_input().read().decode('utf-8-sig')]
-        start.encode()  # a shell may pass other bytes, which become surrogates
-    except UnicodeError as e:
-        raise ValueError(f'the prompt is not UTF-8 text: {e}') from None
+    if start == '-':
+        return [standard_input().read().decode().removeprefix('\ufeff')]
     if not start.startswith('FILE:'):
         return [start]
     path, prompts = start.removeprefix('FILE:'), []
