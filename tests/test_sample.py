@@ -312,8 +312,8 @@ def test_best_is_preferred_and_named_on_stderr(draw, out):
     (CHARS, 'chars', None), ('', 'chars', 'chars has none for 10 ids; set --data_dir'),
     (CHARS + 'xyz', 'chars', 'none for 10 ids'), (CHARS[:5], 'chars', 'none for 10 ids'),
     (CHARS, '../data/chars', 'must be a name below data_dir')])
-def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data_and_no_other(draw, tmp_path, chars, dataset, words):
-    """nanoGPT falls back to GPT-2's whatever the vocabulary, and prints garbage."""
+def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, chars, dataset, words):
+    """And no other: nanoGPT falls back to GPT-2's whatever the vocabulary, and prints garbage."""
     (tmp_path / 'data' / 'chars').mkdir(parents=True)
     if chars:
         meta = {'vocab_size': len(chars), 'itos': dict(enumerate(chars))}
