@@ -65,7 +65,7 @@ class SampleConfig:
     batch_size: int = 64  # texts drawn at once
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first of them that exists
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 on newer GPUs
-    compile: bool | Literal['auto'] = False  # takes 20 to 50 s for GPT-2 on a CPU, then faster; auto: False
+    compile: bool | Literal['auto'] = False  # torch.compile: 20 to 50 s for GPT-2 on a CPU; auto: no
 
     def problems(self):
         """What is wrong with the settings, a sentence each."""
