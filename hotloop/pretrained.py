@@ -17,6 +17,7 @@ from hotloop.run_dir import RunDir
 from hotloop.tokenizer import read_tokenizer_json
 
 GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+GPT2_SPEC = {'kind': 'tiktoken', 'name': 'gpt2'}
 GPT2_VOCAB_SIZES = (50257, 50304)  # OpenAI's, and padded to a multiple of 64
 MLP_OF = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
 CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
@@ -39,40 +40,31 @@ def open_weights(source, data_dir):
     Hugging Face folder; a run folder; a checkpoint file. A path that exists wins over a name. ValueError if
     nothing is there or nothing is intact.
     """
-    folder = hugging_face_folder(source, data_dir)
-    if folder is None:
+    folder = source
+    if source in GPT2_NAMES and not os.path.exists(source):
+        folder = os.path.join(data_dir, 'pretrained', source)
+        for name in ('config.json', 'model.safetensors'):
+            download(f'{hub()}/openai-community/{source}/resolve/main/{name}', os.path.join(folder, name))
+    if not os.path.exists(os.path.join(folder, 'config.json')):
         path, checkpoint = open_checkpoint(source)
         model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
         return Weights(path, model_args, weights, checkpoint.get('tokenizer'), checkpoint)
     model_args, weights = load_gpt2(folder)
-    tokenizer = None
+    tokenizer = GPT2_SPEC if model_args['vocab_size'] in GPT2_VOCAB_SIZES else None
     if os.path.exists(os.path.join(folder, 'tokenizer.json')):
         tokenizer = read_tokenizer_json(folder).spec()
-    elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
-        tokenizer = {'kind': 'tiktoken', 'name': 'gpt2'}
     return Weights(folder, model_args, weights, tokenizer, {})
-
-
-def hugging_face_folder(source, data_dir):
-    """The Hugging Face folder that `source` names, downloaded if need be; None if it names another thing."""
-    if os.path.exists(os.path.join(source, 'config.json')):
-        return source
-    if os.path.exists(source) or source not in GPT2_NAMES:
-        return None
-    folder = os.path.join(data_dir, 'pretrained', source)
-    for name in ('config.json', 'model.safetensors'):
-        download(f'{hub()}/openai-community/{source}/resolve/main/{name}', os.path.join(folder, name))
-    return folder
 
 
 def open_checkpoint(source):
     """(path, checkpoint) of a file, or of a run folder's first intact one: best.pt, ckpt.pt, older ones."""
+    if not os.path.exists(source):
+        raise ValueError(f'{source!r} does not exist; train first (python train.py --out_dir={source}), or '
+                         f'name a run, a checkpoint, a Hugging Face folder or one of {", ".join(GPT2_NAMES)}')
     paths = [source]
     if os.path.isdir(source):
         run = RunDir(source)
         paths = [path for path in (run / 'best.pt', *run.checkpoints()) if os.path.exists(path)]
-    elif not os.path.exists(source):
-        raise ValueError(f'{source!r} is not a file or a folder, nor one of {", ".join(GPT2_NAMES)}')
     if not paths:
         raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json')
     for path in paths[:-1]:
@@ -86,14 +78,17 @@ def open_checkpoint(source):
 def load_gpt2(folder):
     """
     (model_args, weights) of a Hugging Face folder of the GPT-2 family: config.json beside model.safetensors,
-    or beside the shards listed in model.safetensors.index.json. ValueError if GPT cannot compute it.
+    or beside the shards that model.safetensors.index.json lists.
     """
-    model_args, weights = read_gpt2_config(os.path.join(folder, 'config.json')), {}
-    for path in weight_files(folder):
-        for name, tensor in read_safetensors(path).items():
+    model_args, weights, files = gpt2_args(os.path.join(folder, 'config.json')), {}, ['model.safetensors']
+    index = os.path.join(folder, 'model.safetensors.index.json')
+    if os.path.exists(index):
+        files = sorted({os.path.basename(name) for name in read_json(index)['weight_map'].values()})
+    for file in files:
+        for name, tensor in read_safetensors(os.path.join(folder, file)).items():
             if not name.startswith(('transformer.', 'lm_head.')):
                 name = f'transformer.{name}'
-            if name.endswith(CONV1D) and tensor.dim() == 2:  # OpenAI's "Conv1D" stores (in, out)
+            if name.endswith(CONV1D):  # OpenAI's "Conv1D" stores (in, out)
                 tensor = tensor.t()
             weights[name] = tensor.float()
     embedding = weights.get('transformer.wte.weight')
@@ -103,41 +98,21 @@ def load_gpt2(folder):
     return model_args, weights
 
 
-def read_gpt2_config(path):
-    """The model_args that a config.json of the GPT-2 family describes."""
+def gpt2_args(path):
+    """The model_args in a config.json of the GPT-2 family. ValueError if GPT cannot compute it."""
     config = read_json(path)
-    activation = str(config.get('activation_function', 'gelu_new'))
-    if config.get('model_type') != 'gpt2':
-        raise ValueError(f'{path}: model_type={config.get("model_type")!r} is not supported, only gpt2')
-    if activation not in MLP_OF:
-        raise ValueError(f'{path}: activation_function={activation!r} is not supported, only '
-                         f'{", ".join(MLP_OF)}')
-    for name, only in (('layer_norm_epsilon', 1e-5), ('scale_attn_weights', True),
-                       ('scale_attn_by_inverse_layer_idx', False), ('add_cross_attention', False)):
-        if config.get(name, only) != only:
-            raise ValueError(f'{path}: {name}={config[name]} is not supported, only {only}')
-    try:
-        return dict(n_layer=config['n_layer'], n_head=config['n_head'], n_embd=config['n_embd'],
-                    n_ff=config.get('n_inner'), block_size=config.get('n_positions', 1024),
-                    vocab_size=config['vocab_size'], bias=True, mlp=MLP_OF[activation],
-                    tie=config.get('tie_word_embeddings', True))
-    except KeyError as e:
-        raise ValueError(f'{path} lacks {e}') from None
-
-
-def weight_files(folder):
-    """The safetensors files of a Hugging Face folder."""
-    index, names = os.path.join(folder, 'model.safetensors.index.json'), ['model.safetensors']
-    if os.path.exists(index):
-        weight_map = read_json(index).get('weight_map')
-        if not isinstance(weight_map, dict):
-            raise ValueError(f'{index} has no weight_map')
-        names = sorted({os.path.basename(str(name)) for name in weight_map.values()})
-    paths = [os.path.join(folder, name) for name in names]
-    for path in paths:
-        if not os.path.isfile(path):
-            raise ValueError(f'{path} does not exist; weights must be in safetensors files')
-    return paths
+    supported = {'model_type': ['gpt2'], 'activation_function': list(MLP_OF), 'layer_norm_epsilon': [1e-5],
+                 'scale_attn_weights': [True], 'scale_attn_by_inverse_layer_idx': [False],
+                 'add_cross_attention': [False]}
+    for name, values in supported.items():
+        if config.get(name, values[0]) not in values:
+            only = ', '.join(map(str, values))
+            raise ValueError(f'{path}: {name}={config[name]!r} is not supported, only {only}')
+    return dict(n_layer=config['n_layer'], n_head=config['n_head'], n_embd=config['n_embd'],
+                n_ff=config.get('n_inner'), block_size=config.get('n_positions', 1024),
+                vocab_size=config['vocab_size'], bias=True,
+                mlp=MLP_OF[config.get('activation_function', 'gelu_new')],
+                tie=config.get('tie_word_embeddings', True))
 
 
 def read_safetensors(path):
@@ -150,12 +125,9 @@ def read_safetensors(path):
         with open(path, 'rb') as f:
             data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         first = 8 + struct.unpack_from('<Q', data)[0]  # byte of the tensors
-        size = len(data) - first
-        if size < 0:
-            raise ValueError('it is cut short')
-        for name, entry in json.loads(data[8:first]).items():
-            if name == '__metadata__':
-                continue
+        header, size = json.loads(data[8:first]), len(data) - first
+        header.pop('__metadata__', None)
+        for name, entry in header.items():
             dtype, shape, (start, end) = DTYPES[entry['dtype']], entry['shape'], entry['data_offsets']
             count = math.prod(shape)
             if not 0 <= start <= end <= size or end - start != count * dtype.itemsize:
@@ -164,6 +136,8 @@ def read_safetensors(path):
             if count:
                 flat = torch.frombuffer(data, dtype=dtype, count=count, offset=first + start)
             tensors[name] = flat.view(shape)
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror}; only safetensors files can') from None
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as e:
         raise ValueError(f'{path} is damaged or not a safetensors file: {e!r}') from None
     return tensors

@@ -13,7 +13,6 @@ class PackedLinear(nn.Module):
     """
     A Linear whose weights are stored in oneDNN's own layout. With 2 threads of an EPYC with AVX512 a
     float32 matrix of 50304 x 768 takes 8.4 ms for 1 row and 9.7 for 8; F.linear takes 11.6 and 25.
-    In bf16 it takes 3.2 and 4.9 ms; F.linear takes 7.8 and 9.9.
     """
 
     def __init__(self, linear):
@@ -27,19 +26,16 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, 'none', [], '')
 
 
+@torch.no_grad()
 def can_pack(device, dtype):
     """Whether PackedLinear works here in this dtype, by trying it: it calls private functions of torch."""
     if device.type != 'cpu' or not torch.backends.mkldnn.is_available():
         return False
-    linear = nn.utils.skip_init(nn.Linear, 64, 32, dtype=dtype)
-    for p in linear.parameters():
-        p.data = torch.linspace(0, 1, p.numel(), dtype=dtype).view(p.shape)
-    x = torch.ones(2, 64, dtype=dtype)
+    linear, x = nn.Linear(64, 32, dtype=dtype), torch.ones(2, 64, dtype=dtype)
     try:
-        y = PackedLinear(linear)(x)
+        return torch.allclose(PackedLinear(linear)(x), linear(x), rtol=0.05, atol=0.05)
     except (RuntimeError, AttributeError, NotImplementedError):  # this CPU or this build of torch cannot
         return False
-    return torch.allclose(y.float(), linear(x).float(), rtol=0.05, atol=0.05)
 
 
 @torch.no_grad()
@@ -50,15 +46,14 @@ def seconds(module, inputs):
     return time.perf_counter() - start
 
 
-def packing_pays(linear, rounds=5):
+def packing_pays(linear):
     """
-    Tries it with 1 row and 8 rows, for some milliseconds, because it depends on CPU, dtype and shape: on a
-    Sapphire Rapids Xeon packed float32 takes 10 to 30% longer than F.linear for 1 row, and half as long for
-    8. One round that packing wins is enough, so that other load on the machine does not decide.
+    Tries it with 1 row and 8 rows, for some milliseconds, because it depends on CPU, dtype and shape. Of five
+    rounds one that packing wins is enough, so that other load on the machine does not decide.
     """
     inputs = [linear.weight.new_ones(num_rows, linear.in_features) for num_rows in (1, 8)]
     packed = PackedLinear(linear)
-    return any(seconds(packed, inputs) < seconds(linear, inputs) for _ in range(rounds))
+    return any(seconds(packed, inputs) < seconds(linear, inputs) for _ in range(5))
 
 
 class Int8Linear(nn.Module):
@@ -79,28 +74,23 @@ class Int8Linear(nn.Module):
         self.on_cpu = weight.device.type == 'cpu' and hasattr(torch, '_weight_int8pack_mm')
 
     def forward(self, x):
-        if self.on_cpu:
-            y = self.multiply_on_cpu(x.reshape(-1, x.size(-1)).bfloat16())
-            y = y.view(*x.shape[:-1], -1).to(x.dtype)
+        rows = x.reshape(-1, x.size(-1))
+        if self.on_cpu and len(rows) <= 32:
+            y = torch._weight_int8pack_mm(rows.bfloat16(), self.weight, self.scale)
+        elif self.on_cpu:  # faster for many rows; rounded as the kernel rounds, so the batch changes no text
+            y = (F.linear(rows.bfloat16().float(), self.weight.float()) * self.scale.float()).bfloat16()
         elif x.dtype == torch.float16:  # float16 ends at 65504, and these weights are up to 127
-            y = F.linear(x / 128, self.weight.to(x.dtype)) * (self.scale.float() * 128).to(x.dtype)
+            y = F.linear(rows / 128, self.weight.to(x.dtype)) * (self.scale.float() * 128).to(x.dtype)
         else:
-            y = F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
+            y = F.linear(rows, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
+        y = y.view(*x.shape[:-1], -1).to(x.dtype)
         return y if self.bias is None else y + self.bias.to(x.dtype)
-
-    def multiply_on_cpu(self, rows):
-        if len(rows) <= 32:
-            return torch._weight_int8pack_mm(rows, self.weight, self.scale)
-        # that kernel reads the weights again for each row, so from some tens of rows on unpacking them once
-        # is faster; rounded as the kernel rounds, so that a text does not depend on the size of its batch
-        return (F.linear(rows.float(), self.weight.float()) * self.scale.float()).bfloat16()
 
 
 def prepare_for_inference(model, device, dtype, quantize='none', pack=True):
     """
-    Moves a model to a device and returns it in eval mode, with its matrices in dtype: inference has no
-    optimizer that would need more. quantize='int8' stores every Linear in 8 bits; embeddings keep dtype.
-    pack: on a CPU, pack large matrices where that is faster.
+    Moves a model to a device and returns it in eval mode, with its matrices in dtype. quantize='int8' stores
+    every Linear in 8 bits; embeddings keep dtype. pack: on a CPU, pack large matrices where that is faster.
     """
     model.to(device)
     for p in model.parameters():
@@ -114,10 +104,10 @@ def prepare_for_inference(model, device, dtype, quantize='none', pack=True):
                if isinstance(child, nn.Linear)]
     for module, name in linears:
         linear = getattr(module, name)
+        shape = linear.weight.shape
         if quantize == 'int8':
             setattr(module, name, Int8Linear(linear))
-        elif pack and linear.weight.numel() >= PACK_FROM:
-            shape = linear.weight.shape
+        elif pack and shape.numel() >= PACK_FROM:
             if shape not in pays:
                 pays[shape] = packing_pays(linear)
             if pays[shape]:

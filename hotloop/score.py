@@ -31,12 +31,11 @@ class Score:
     bytes: int
     nats: float = 0.0
 
-    def numbers(self):
-        """Counts, loss in nats a token, perplexity, bits per byte; NaN if there is nothing to divide by."""
+    def averages(self):
+        """Loss in nats a token, perplexity, bits per byte; NaN if there is nothing to divide by."""
         loss = self.nats / self.tokens if self.tokens else math.nan
         bpb = self.nats / math.log(2) / self.bytes if self.bytes else math.nan
-        return {'tokens': self.tokens, 'bytes': self.bytes, 'loss': loss,
-                'perplexity': math.exp(min(loss, 700)), 'bpb': bpb}
+        return {'loss': loss, 'perplexity': math.exp(min(loss, 700)), 'bpb': bpb}
 
 
 def score(model, tokenizer, template, cfg):
@@ -53,20 +52,18 @@ def score(model, tokenizer, template, cfg):
         raise ValueError(f'{cfg.score} holds no token to score')
     by_file = len({s.file for s in scores}) > 1
     if cfg.output == 'text':
-        print(f'{"document":>8}  {"file" if by_file else "begins":<24}  {"tokens":>10}  {"bytes":>11}  '
-              f'{"loss":>7}  {"perplexity":>10}  bits per byte')
+        label = 'file' if by_file else 'begins'
+        print(f'document  {label:<24}      tokens        bytes     loss  perplexity  bits per byte')
     for number, s in [*enumerate(scores, 1), ('all', total)]:
-        row = {'document': number, 'file': s.file, **s.numbers()}
-        if cfg.output == 'jsonl':
-            if not by_file or number == 'all':
-                del row['file']
-            for name in ('loss', 'perplexity', 'bpb'):
-                row[name] = row[name] if math.isfinite(row[name]) else None  # JSON has no NaN
-            print_json(row)
-        else:
+        averages = s.averages()
+        if cfg.output == 'text':
             label = s.file if by_file else s.beginning
-            print(f'{number:>8}  {label[-24:]:<24}  {s.tokens:>10,}  {s.bytes:>11,}  {row["loss"]:>7.4f}  '
-                  f'{row["perplexity"]:>10.2f}  {row["bpb"]:.4f}')
+            print(f'{number:>8}  {label[-24:]:<24}  {s.tokens:>10,}  {s.bytes:>11,}  '
+                  f'{averages["loss"]:>7.4f}  {averages["perplexity"]:>10.2f}  {averages["bpb"]:.4f}')
+        else:
+            file = {'file': s.file} if by_file and s is not total else {}
+            averages = {name: x if math.isfinite(x) else None for name, x in averages.items()}
+            print_json({'document': number, **file, 'tokens': s.tokens, 'bytes': s.bytes, **averages})
 
 
 def documents_of(cfg, tokenizer, reading):
@@ -77,63 +74,56 @@ def documents_of(cfg, tokenizer, reading):
         for file in files:
             if file.kind == 'tokens':
                 raise ValueError(f'{file.path} holds the ids of an unknown tokenizer; score the text itself')
-            separator = SEPARATOR if file.kind == 'text' and has_separator(file.path) else None
-            ids, masks = [], []
+            separator = None  # with one, line ends around documents are dropped
+            if file.kind == 'text':
+                with open_text(file.path, errors='replace') as f:
+                    separator = SEPARATOR if any(SEPARATOR in line for line in f) else None
+            parts = []
             for piece in documents_in([file], replace(reading, separator=separator)):
-                new, mask = encode_parts(tokenizer, piece.parts, piece.start)
-                ids.append(np.asarray(new, dtype=np.int64))
-                masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
+                parts += piece.parts
                 if piece.end:
-                    yield file.name, np.concatenate(ids), np.concatenate(masks)
-                    ids, masks = [], []
+                    ids, mask = encode_parts(tokenizer, parts)
+                    yield file.name, ids, np.ones(len(ids), np.uint8) if mask is None else mask
+                    parts = []
 
 
-def has_separator(path):
-    """Whether a text file has several documents. Line ends around a separator are dropped, others kept."""
-    with open_text(path, errors='replace') as f:
-        return any(SEPARATOR in line for line in f)
+def windows_of(documents, tokenizer, T, scores):
+    """
+    Appends the Score of each document, (file name, ids, mask), and yields (Score, inputs, targets) of windows
+    of up to T tokens that cover it. A target counts in its first window only: most see T / 2 tokens or more.
+    """
+    begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
+    for name, ids, mask in documents:
+        beginning = show(tokenizer, ids[:20].tolist())[:24]
+        if begin is not None:  # without it, nothing predicts the first token
+            ids, mask = np.append(begin, ids), np.append(0, mask)
+        ids = ids.astype(np.int64)
+        targets = np.where(mask, ids, -1)[1:]
+        counted = targets[targets >= 0]
+        scores.append(Score(name, beginning, len(counted), int(tokenizer.sizes[counted].sum())))
+        done, start = 0, 0
+        while done < len(targets):
+            end = min(start + T, len(targets))
+            y = targets[start:end].copy()
+            y[:done - start] = -1
+            yield scores[-1], torch.from_numpy(ids[start:end]), torch.from_numpy(y)
+            done, start = end, start + max(T // 2, 1)
 
 
 @torch.no_grad()
 def measure(model, tokenizer, documents, batch_size):
     """The Score of each document, (file name, ids, mask)."""
-    c, scores = model.config, []
-    begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
-
-    def all_windows():
-        for name, ids, mask in documents:
-            beginning = show(tokenizer, ids[:20].tolist())[:24]
-            if begin is not None:  # without it, nothing predicts the first token
-                ids, mask = np.append(begin, ids), np.append(np.uint8(0), mask)
-            targets = ids[1:][mask[1:] > 0]
-            scores.append(Score(name, beginning, len(targets), int(tokenizer.sizes[targets].sum())))
-            for x, y in windows(ids, mask, c.block_size):
-                yield scores[-1], torch.from_numpy(x), torch.from_numpy(y)
-
-    remaining = all_windows()
-    most = max(2**26 // (c.block_size * c.vocab_size), 1)  # their logits take 256 MB
-    while batch := list(islice(remaining, min(batch_size, most))):
+    T, device, scores = model.config.block_size, model.cos.device, []
+    windows = windows_of(documents, tokenizer, T, scores)
+    most = max(2**26 // (T * model.config.vocab_size), 1)  # their logits take 256 MB
+    while batch := list(islice(windows, min(batch_size, most))):
         x = pad_sequence([x for _, x, _ in batch], batch_first=True)
         y = pad_sequence([y for _, _, y in batch], batch_first=True, padding_value=-1)
-        losses = model(x.to(model.cos.device), y.to(model.cos.device)).tolist()
-        for (s, _, _), loss in zip(batch, losses, strict=True):
+        for (s, _, _), loss in zip(batch, model(x.to(device), y.to(device)).tolist(), strict=True):
             if not math.isfinite(loss):
                 raise ValueError(NOT_FINITE.format(f'a loss on {s.file} that is'))
             s.nats += loss
     return scores
-
-
-def windows(ids, mask, T):
-    """
-    Yields (inputs, targets) of up to T tokens that cover a document. Each target counts once, in the first
-    window that has it, so after the first T all targets see at least half a context.
-    """
-    targets = np.where(mask[1:], ids[1:], -1)
-    done, start = 0, 0
-    while done < len(targets):
-        end = min(start + T, len(targets))
-        yield ids[start:end], np.append(np.full(done - start, -1), targets[done:end])
-        done, start = end, start + max(T // 2, 1)
 
 
 def print_json(row):

@@ -1,15 +1,18 @@
 """Loss and bits per byte of documents: the numbers, what a document is, the table."""
 
 import gzip
+import io
 import json
 import math
+import sys
 import types
 
 import pytest
 import torch
+from conftest import error_of
 
 from hotloop.chat_template import render
-from hotloop.score import score
+from hotloop.score import print_json, score
 from hotloop.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
 from model import GPT, GPTConfig
 
@@ -19,12 +22,11 @@ CHARS = '\n abcdefgh'
 def gpt(vocab_size=257, block_size=256):
     """A model whose predictions are far from uniform."""
     torch.manual_seed(0)
-    config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=block_size, vocab_size=vocab_size)
-    model = GPT(config).eval()
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=block_size, vocab_size=vocab_size))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(8.0)
-    return model
+    return model.eval()
 
 
 def settings(source, **changes):
@@ -104,29 +106,20 @@ def test_settings_of_reading_act(scored, tmp_path):
     (tmp_path / 'a.txt').write_bytes(b'ab\xffcd')
     assert scored(tmp_path / 'a.jsonl', text_field='body')[-1]['bytes'] == 2
     assert scored(tmp_path / 'a.txt', bad_utf8='replace')[0]['tokens'] == 7
-    with pytest.raises(ValueError, match='--text_field'):
-        scored(tmp_path / 'a.jsonl')
-    with pytest.raises(ValueError, match='--bad_utf8=replace'):
-        scored(tmp_path / 'a.txt')
+    assert '--text_field' in error_of(scored, tmp_path / 'a.jsonl')
+    assert '--bad_utf8=replace' in error_of(scored, tmp_path / 'a.txt')
 
 
-@pytest.mark.parametrize('name, content, words', [
-    ('a.txt', b'', 'holds no token to score'),
-    ('ids.bin', b''.join(n.to_bytes(4, 'little') for n in [20240520, 1, 4, *[0] * 253]) + bytes(8),
-     'ids of an unknown tokenizer; score the text itself')])
-def test_what_cannot_be_scored_is_refused(scored, tmp_path, name, content, words):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=words):
-        scored(tmp_path / name)
-
-
-def test_a_loss_that_is_not_finite_is_an_error(scored, tmp_path):
+def test_what_cannot_be_scored_is_refused(scored, tmp_path):
     model = gpt()
     with torch.no_grad():
         model.lm_head.weight[3, 4] = math.nan
+    (tmp_path / 'empty.txt').write_bytes(b'')
     (tmp_path / 'a.txt').write_text('habcd')
-    with pytest.raises(ValueError, match=r'a loss on a\.txt'):
-        scored(tmp_path / 'a.txt', model)
+    (tmp_path / 'ids.bin').write_bytes(bytes(1024))
+    assert 'holds no token to score' in error_of(scored, tmp_path / 'empty.txt')
+    assert 'ids of an unknown tokenizer; score the text itself' in error_of(scored, tmp_path / 'ids.bin')
+    assert 'a loss on a.txt' in error_of(scored, tmp_path / 'a.txt', model)
 
 
 def test_the_table_names_files_if_there_are_several(capsys, tmp_path):
@@ -140,3 +133,11 @@ def test_the_table_names_files_if_there_are_several(capsys, tmp_path):
     score(gpt(), ByteTokenizer(), 'none', settings(tmp_path, output='text'))
     labels = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert labels == ['file', 'a.txt', 'b' * 20 + '.txt', '20']
+
+
+@pytest.mark.parametrize('encoding, expected', [('ascii', b'caf\\u00e9'), ('utf-8', 'café 😀'.encode())])
+def test_json_is_ascii_unless_the_output_is_utf8(monkeypatch, encoding, expected):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(raw, encoding))
+    print_json({'text': 'café 😀'})
+    assert expected in raw.getvalue() and json.loads(raw.getvalue()) == {'text': 'café 😀'}
