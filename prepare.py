@@ -9,54 +9,28 @@ Text into token bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin + 
     $ python prepare.py --inspect mine                     # what is in a dataset
 
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 if the vocabulary needs it), no header.
-meta.json beside the bins holds the tokenizer itself and what the numbers mean. A dataset is written aside
-and renamed when it is complete. The same input gives the same bytes, however many processes tokenize it,
-and memory is bounded by them, not by the corpus.
+meta.json beside the bins holds the tokenizer itself and the counts. A dataset is renamed when it is complete.
+The same input gives the same bytes with any number of processes, and memory does not grow with the corpus.
 """
 
-import contextlib
-import glob
-import hashlib
-import json
 import os
 import shlex
-from collections import Counter
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from configurator import call_main, configure
+from hotloop import dataset
 from hotloop.bpe import train_bpe
-from hotloop.dataset import (
-    FORMAT,
-    OWN_FILES,
-    SPLITS,
-    BinWriter,
-    count_ids,
-    dataset_folder,
-    open_bin,
-    partial_folder,
-    read_meta,
-    show,
-)
-from hotloop.documents import ReadConfig, RowCounts, documents_in
+from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
-from hotloop.files import Progress, replacing
+from hotloop.files import Progress
+from hotloop.holdout import plan_holdout, split_pieces
 from hotloop.host import cores
 from hotloop.sources import COMPRESSED, CORPORA, check_kinds, files_of, how_to_make, open_corpus
-from hotloop.tokenizer import (
-    MAX_VOCAB,
-    TIKTOKEN_NAMES,
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    TiktokenTokenizer,
-    read_tokenizer_json,
-    tokenizer_from,
-)
+from hotloop.tokenizer import MAX_VOCAB, TIKTOKEN_NAMES, BPETokenizer, read_tokenizer_json, tokenizer_from
 
 REMOVED = {'append': 'prepare a second dataset with that tokenizer, and train on both with --dataset=A,B'}
 
@@ -82,19 +56,15 @@ class PrepareConfig:
         problems = []
         name = self.tokenizer or 'byte'
         kind, _, size = name.partition(':')
+        is_bpe = kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB
         is_file = os.path.basename(name) == 'tokenizer.json' or os.path.isdir(name)
-        if kind == 'bpe':
-            if not (size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
-                problems.append(f'tokenizer={name!r}: write bpe:SIZE with a vocabulary of 257 (the bytes '
-                                f'and the end of text) to {MAX_VOCAB:,}, such as bpe:8192')
-        elif name not in ('byte', 'char', *TIKTOKEN_NAMES) and not is_file:
-            problems.append(f'tokenizer={name!r} is unknown; there are byte, char, bpe:SIZE, '
-                            f'{", ".join(TIKTOKEN_NAMES)}, and the path of a tokenizer.json')
+        if not is_bpe and not is_file and name not in ('byte', 'char', *TIKTOKEN_NAMES):
+            problems.append(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
+                            f'{", ".join(TIKTOKEN_NAMES)}, or the path of a tokenizer.json')
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             problems.append(f'val_fraction={self.val_fraction} must be between 0 and 1')
         if self.val and self.val_fraction is not None:
-            problems.append(f'val={self.val!r} is a validation source of its own; leave out '
-                            f'val_fraction={self.val_fraction}')
+            problems.append(f'val={self.val!r} is a validation source of its own; leave out val_fraction')
         for name in ('shards', 'num_proc'):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -103,42 +73,61 @@ class PrepareConfig:
 
 
 # -----------------------------------------------------------------------------
-# sources: the words of the command line -> files
+# names and sources: the words of the command line
 
 def default_name(sources):
     """The name of a dataset made from these sources. ValueError if they do not suggest one."""
     source = sources[0]
     if source.startswith(('http://', 'https://')):
-        source = source.split('?')[0].split('#')[0]
+        source = urlsplit(source).path
     is_pattern = any(c in source for c in '*?[') and not os.path.exists(source)
     if len(sources) > 1 or is_pattern:
         raise ValueError(f'{" ".join(sources)}: give the dataset a name with --name')
-    if source == '-':
-        return 'stdin'
     name = os.path.basename(os.path.abspath(source))
-    if os.path.isdir(source) or source == 'stdlib' or source in CORPORA:
+    if os.path.isdir(source):
         return name
     stem, suffix = os.path.splitext(name)
-    return os.path.splitext(stem)[0] if suffix.lower() in COMPRESSED else stem
+    if suffix.lower() in COMPRESSED:
+        stem = os.path.splitext(stem)[0]
+    return 'stdin' if source == '-' else stem
+
+
+def output_folder(data_dir, name):
+    """The folder of a new dataset. ValueError if it holds anything but a dataset of this program."""
+    folder = dataset.dataset_folder(data_dir, name)
+    if ',' in name or name.split('/')[0] in ('downloads', 'pretrained'):
+        raise ValueError(f'name={name!r}: commas separate datasets, downloads and pretrained have their own '
+                         'use; choose another --name')
+    folder = os.path.realpath(folder) if os.path.islink(folder) else folder
+    foreign = []
+    if os.path.isdir(folder):
+        names = sorted(os.listdir(folder))
+        foreign = [each for each in names if each not in dataset.OWN_FILES or 'meta.json' not in names]
+    elif os.path.exists(folder):
+        foreign = ['a file']
+    if foreign:
+        raise ValueError(f'{folder} exists and was not made by this program: {foreign[0]}; choose another '
+                         '--name')
+    return folder
 
 
 def open_sources(sources, cfg, reading, spool):
     """
-    (files, validation files, cfg, reading) of the words of the command line. The settings come back with
-    the tokenizer, val_fraction and a corpus's separator filled in. Standard input is copied to `spool`.
+    (training files, validation files) of the words of the command line. Standard input is copied to `spool`.
+    A tokenizer, val_fraction or separator that is None in the settings becomes that of the source.
     """
     if [*sources, cfg.val].count('-') > 1:
         raise ValueError('standard input is named twice, and can be read only once')
     is_corpus = len(sources) == 1 and sources[0] in CORPORA and not os.path.exists(sources[0])
     if cfg.shards and not is_corpus:
         raise ValueError(f'shards={cfg.shards} is for a corpus by name: {", ".join(CORPORA)}')
-    fraction, val_files = 0.1, []
+    val_files, fraction = [], 0.1
     if cfg.val:
         val_files = files_of(cfg.val, reading, cfg.data_dir, f'{spool}.val')
     if is_corpus:
         corpus = CORPORA[sources[0]]
-        cfg = replace(cfg, tokenizer=cfg.tokenizer or corpus.tokenizer)
-        reading = replace(reading, separator=reading.separator or corpus.separator)
+        cfg.tokenizer = cfg.tokenizer or corpus.tokenizer
+        reading.separator = reading.separator or corpus.separator
         load_tokenizer(cfg.tokenizer)  # if it is missing, say so before the download
         files, own_val_files = open_corpus(sources[0], cfg)
         val_files = val_files or own_val_files
@@ -153,133 +142,17 @@ def open_sources(sources, cfg, reading, spool):
             folder = os.path.basename(os.path.abspath(source))  # files of two folders may share a name
             for file in files_of(source, reading, cfg.data_dir, f'{spool}.{number}'):
                 files.append(file._replace(name=f'{folder}/{file.name}'))
-    files = without_validation(files, val_files)
-    kinds = {file.kind for file in (*files, *val_files)}
-    check_kinds(kinds, reading, ' '.join(sources))
-    cfg = replace(cfg, tokenizer=choose_tokenizer(cfg.tokenizer, kinds),
-                  val_fraction=cfg.val_fraction or fraction)
-    return files, val_files, cfg, reading
-
-
-def without_validation(files, val_files):
-    """The files to train on, without those that are validated on."""
+    cfg.val_fraction = cfg.val_fraction or fraction
     validated = {os.path.realpath(file.path) for file in val_files}
     kept = [file for file in files if os.path.realpath(file.path) not in validated]
     if not kept:
         raise ValueError('all files are validated on, and none is left to train on')
     if len(kept) < len(files):
         print(f'{len(files) - len(kept):,} files are validated on and left out of training')
-    return kept
-
-
-# -----------------------------------------------------------------------------
-# validation: a source of its own, a cut in a single document, or whole documents by hash
-
-SMALL = 1 << 24  # bytes of files; what is larger is cut at the end of a line, or held out by probability
-
-
-class Holdout(NamedTuple):
-    """
-    How documents are split. several: there is more than one document, so their ends are marked.
-    cut: the number of characters of a single document, or of tokens of shards, to train on.
-    at_line: the cut moves back to the end of a line. Without a cut, a document is validated on if its
-    hash is in `held_out` or below `limit`.
-    """
-    several: bool
-    cut: int | None = None
-    at_line: bool = False
-    held_out: frozenset = frozenset()
-    limit: bytes = b''
-
-
-def holdout_hash(key, seed):
-    """A pure function of a document's key and the seed. The lowest hashes are held out."""
-    return hashlib.sha256(f'{seed} {key}'.encode('utf-8', 'surrogateescape')).digest()
-
-
-def hold_out(sizes, fraction):
-    """
-    The hashes of the documents to hold out, from {hash: bytes}: the lowest ones until they make up the
-    fraction of all bytes. Each side gets at least one document, and a document of more than half of all
-    bytes is trained on.
-    """
-    total, held_bytes, held_out = sum(sizes.values()), 0, set()
-    candidates = sorted(key for key in sizes if 2 * sizes[key] <= total)
-    for key in candidates[:len(sizes) - 1]:
-        if held_out and held_bytes >= fraction * total:
-            break
-        held_out.add(key)
-        held_bytes += sizes[key]
-    return frozenset(held_out)
-
-
-def is_single(files, reading):
-    """Whether the files are one document."""
-    if files[0].kind == 'joined':
-        return True
-    return len(files) == 1 and files[0].kind == 'text' and not reading.separator
-
-
-def plan_holdout(files, val_files, cfg, reading):
-    """
-    The Holdout of these files. A single document is cut at a character, above SMALL at the end of a line;
-    the last pieces of token shards are held out; otherwise complete documents are, up to the fraction of
-    all bytes. Many documents of large files are held out with that probability each, because they would
-    take too long to measure. What cannot be measured by the size of a file is read once more for this.
-    """
-    single = is_single(files, reading) and (not val_files or is_single(val_files, reading))
-    if val_files:
-        return Holdout(several=not single)
-    num_bytes = sum(os.path.getsize(file.path) for file in files)
-    if single:
-        length = sum(len(piece.parts[0][0]) for piece in documents_in(files, reading))
-        return Holdout(several=False, cut=int(length * (1 - cfg.val_fraction)), at_line=num_bytes > SMALL)
-    if files[0].kind == 'tokens':
-        length = sum(len(piece.parts) for piece in documents_in(files, reading))
-        return Holdout(several=True, cut=int(length * (1 - cfg.val_fraction)))
-    sizes = Counter()
-    if all(file.kind == 'text' for file in files) and not reading.separator:
-        for file in files:
-            sizes[holdout_hash(file.name, cfg.seed)] = os.path.getsize(file.path)
-    else:
-        for piece in documents_in(files, reading):
-            sizes[holdout_hash(piece.key, cfg.seed)] += sum(len(text.encode()) for text, *_ in piece.parts)
-            if num_bytes > SMALL and len(sizes) > min(50 / cfg.val_fraction, 1e6):
-                return Holdout(several=True, limit=int(cfg.val_fraction * 2**64).to_bytes(8, 'big'))
-    return Holdout(several=True, held_out=hold_out(sizes, cfg.val_fraction))
-
-
-def split_documents(pieces, holdout, seed):
-    """Yields (split, Piece) of the pieces of all documents."""
-    for piece in pieces:
-        if piece.start:
-            order = holdout_hash(piece.key, seed)
-            split = 'val' if order in holdout.held_out or order < holdout.limit else 'train'
-        yield split, piece
-
-
-def cut_document(pieces, holdout):
-    """Yields (split, Piece) of a single document, cut as a Holdout says."""
-    length, val_started = holdout.cut, False
-    for piece in pieces:
-        text = piece.parts[0][0]
-        if holdout.at_line and 0 < length < len(text):
-            length = text.rfind('\n', 0, length) + 1 or length
-        head, tail = text[:length], text[length:]
-        length -= len(head)
-        if head:
-            yield 'train', piece._replace(parts=[(head, False, True)], end=length == 0)
-        if tail:
-            yield 'val', piece._replace(parts=[(tail, False, True)], start=not val_started)
-            val_started = True
-
-
-def cut_shards(pieces, holdout):
-    """Yields (split, Piece) of shards of tokens. No piece is cut, because each begins with a document."""
-    done = 0
-    for piece in pieces:
-        done += len(piece.parts)
-        yield 'train' if done <= holdout.cut else 'val', piece
+    kinds = {file.kind for file in (*kept, *val_files)}
+    check_kinds(kinds, reading, ' '.join(sources))
+    cfg.tokenizer = choose_tokenizer(cfg.tokenizer, kinds)
+    return kept, val_files
 
 
 # -----------------------------------------------------------------------------
@@ -292,42 +165,40 @@ def choose_tokenizer(name, kinds):
     """The tokenizer for files of these kinds: the one asked for, gpt2 for shards of its tokens, or byte."""
     if 'tokens' not in kinds:
         return name or 'byte'
-    if len(kinds) > 1:
-        raise ValueError('shards of tokens and files of text cannot be one dataset; make two, and train on '
-                         'both with --dataset=A,B')
-    if name not in (None, 'gpt2'):
-        raise ValueError(f"shards hold GPT-2's tokens; tokenizer={name!r} cannot change that")
+    if kinds != {'tokens'} or name not in (None, 'gpt2'):
+        raise ValueError(f"shards of GPT-2's tokens go with neither text nor tokenizer={name!r}; make two "
+                         'datasets, and train on both with --dataset=A,B')
     return 'gpt2'
 
 
-@lru_cache(maxsize=1)  # a corpus asks before its download and after it
 def load_tokenizer(name):
     """The tokenizer of a name; None for one that is made from the text."""
     if name == 'char' or name.startswith('bpe:'):
         return None
     if name == 'byte':
-        return ByteTokenizer()
-    return TiktokenTokenizer(name) if name in TIKTOKEN_NAMES else read_tokenizer_json(name)
+        return tokenizer_from({'kind': 'byte'})
+    if name in TIKTOKEN_NAMES:
+        return tokenizer_from({'kind': 'tiktoken', 'name': name})
+    return read_tokenizer_json(name)
 
 
 def make_tokenizer(name, pieces, several, num_bytes):
     """
     The tokenizer of a name. pieces: (split, Piece) of all documents, num_bytes of files. Characters are
-    collected from all of them. Merges are learned from the training split, above BPE_BYTES from pieces
-    that are evenly spread over it.
+    collected from all of them. Merges are learned from the training split, above BPE_BYTES from some of its
+    pieces, evenly spread.
     """
-    kind, _, vocab_size = name.partition(':')
-    if kind == 'char':
+    if name == 'char':
         chars = set()
         for _, piece in pieces:
             for text, *_ in piece.parts:
                 chars.update(text)
-        return CharTokenizer(''.join(sorted(chars)), eot=several)
-    if kind == 'bpe':
+        return tokenizer_from({'kind': 'char', 'chars': ''.join(sorted(chars)), 'eot': several})
+    if name.startswith('bpe:'):
         every = max(-(-num_bytes // BPE_BYTES), 1)
         sample = (piece for i, (split, piece) in enumerate(pieces) if split == 'train' and i % every == 0)
         texts = (text for piece in sample for text, *_ in piece.parts)
-        return BPETokenizer(train_bpe(texts, int(vocab_size) - 1))
+        return BPETokenizer(train_bpe(texts, int(name[4:]) - 1))
     return load_tokenizer(name)
 
 
@@ -335,194 +206,105 @@ def make_tokenizer(name, pieces, several, num_bytes):
 # the dataset
 
 def write_dataset(folder, files, val_files, cfg, reading, source):
-    """Writes the documents of files as a dataset that replaces `folder` once complete. Returns its meta."""
+    """Writes the documents of the files into an empty folder. Returns the meta."""
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
+    print(f'{source}: {len(files) + len(val_files):,} files, {num_bytes / 1e6:.1f} MB', flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
-
-    def pieces(*observers):
-        documents = documents_in(files, reading, *observers)
-        if holdout.cut is None:
-            yield from split_documents(documents, holdout, cfg.seed)
-        elif files[0].kind == 'tokens':
-            yield from cut_shards(documents, holdout)
-        else:
-            yield from cut_document(documents, holdout)
-        for piece in documents_in(val_files, reading, *observers):
-            yield 'val', piece
-
-    with partial_folder(folder) as partial:
-        tokenizer = make_tokenizer(cfg.tokenizer, pieces(), holdout.several, num_bytes)
-        if cfg.bos and tokenizer.bos is None:
-            raise ValueError(f'bos=True needs a begin-of-text id, and tokenizer={cfg.tokenizer!r} has none; '
-                             'leave it out, because an end-of-text id stands between documents')
-        bos = tokenizer.bos if cfg.bos else None
-        eot = tokenizer.eot if holdout.several else None
-        dtype = id_type(tokenizer)
-        writers = {split: BinWriter(partial, split, dtype) for split in SPLITS}
-        progress, counts = Progress(num_bytes), RowCounts()
-        batches = batches_of(pieces(progress, counts))
-        for batch in encode_all(tokenizer, batches, cfg.num_proc or cores(), bos, eot):
-            for split, encoded in batch.items():
-                writers[split].add(encoded)
-        progress.close()
-        if counts.skipped:
-            print(f'{counts.skipped:,} rows without text, or without an answer, were left out')
-        splits = {split: writer.close() for split, writer in writers.items()}
-        check_splits(splits, source, cfg.val, reading.separator)
-        meta = {'format': FORMAT, 'dtype': np.dtype(dtype).name, 'vocab_size': tokenizer.n_vocab,
-                'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot, 'splits': splits, 'source': source,
-                'templates': sorted(counts.templates), 'bos': bos}
-        with replacing(os.path.join(partial, 'meta.json')) as f:
-            f.write(json.dumps(meta, indent=1).encode())
+    pieces = split_pieces(files, val_files, reading, holdout)
+    tokenizer = make_tokenizer(cfg.tokenizer, pieces, holdout.several, num_bytes)
+    if cfg.bos and tokenizer.bos is None:
+        raise ValueError(f'bos=True needs a begin-of-text id, and tokenizer={cfg.tokenizer!r} has none')
+    bos = tokenizer.bos if cfg.bos else None
+    eot = tokenizer.eot if holdout.several else None
+    dtype = id_type(tokenizer)
+    writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
+    progress, counts = Progress(num_bytes), RowCounts()
+    batches = batches_of(split_pieces(files, val_files, reading, holdout, progress, counts))
+    for batch in encode_all(tokenizer, batches, cfg.num_proc or cores(), bos, eot):
+        for split, encoded in batch.items():
+            writers[split].add(encoded)
+    progress.close()
+    if counts.skipped:
+        print(f'{counts.skipped:,} rows without text, or without an answer, were left out')
+    splits = {split: writer.close() for split, writer in writers.items()}
+    empty = [split for split in splits if not splits[split]['bytes']]
+    if empty:
+        raise ValueError(f'{source} has no text for the {empty[0]} split with val={cfg.val!r}, '
+                         f'val_fraction={cfg.val_fraction}, separator={reading.separator!r}')
+    meta = {'format': dataset.FORMAT, 'dtype': np.dtype(dtype).name, 'vocab_size': tokenizer.n_vocab,
+            'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot, 'splits': splits, 'source': source,
+            'templates': sorted(counts.templates), 'bos': bos}
+    dataset.write_meta(folder, meta)
     return meta
 
 
-def check_splits(splits, source, val, separator):
-    """ValueError if there is no text to train on, or none to validate on."""
-    empty = [split for split in SPLITS if not splits[split]['bytes']]
-    if len(empty) == 2 or (empty and val):
-        raise ValueError(f'{source if "train" in empty else val} holds no text')
-    if empty:
-        hint = f' (does {separator!r} occur in it?)' if separator else ''
-        raise ValueError(f'no text of {source} would be in the {empty[0]} split{hint}; name a validation '
-                         'source with --val, or change --val_fraction')
-
-
-def output_folder(data_dir, name):
-    """The folder of a new dataset. ValueError if it holds anything but a dataset of this program."""
-    folder = dataset_folder(data_dir, name)
-    if ',' in name or name.split('/')[0] in ('downloads', 'pretrained'):
-        raise ValueError(f'a dataset cannot be called {name!r}: commas separate the datasets of a mixture, '
-                         'downloads and pretrained have their own use; choose another --name')
-    folder = os.path.realpath(folder) if os.path.islink(folder) else folder
-    foreign = []
-    if os.path.isdir(folder):
-        foreign = sorted(os.listdir(folder))
-        if 'meta.json' in foreign:
-            foreign = [name for name in foreign if name not in OWN_FILES]
-    elif os.path.lexists(folder):
-        foreign = ['a file']
-    if foreign:
-        raise ValueError(f'{folder} exists and was not made by this program: {foreign[0]}; choose another '
-                         '--name')
-    return folder
-
-
-# -----------------------------------------------------------------------------
-# --inspect
-
-def inspect_dataset(folder):
-    """
-    The lines that --inspect prints: tokenizer, counts of each split, the most frequent training tokens,
-    and text from the middle of the training split.
-    """
-    meta = read_meta(folder)
+def inspect(name, data_dir):
+    """Prints the tokenizer, counts of each split, the most frequent training tokens, and some text."""
+    folder = dataset.dataset_folder(data_dir, name)
+    if not os.path.exists(os.path.join(folder, 'train.bin')):
+        raise ValueError(f'{folder} does not exist; make it with: {how_to_make(name)}')
+    meta = dataset.read_meta(folder)
     tokenizer = tokenizer_from(meta['tokenizer'])
-    if not any(os.path.exists(os.path.join(folder, f'{split}.bin')) for split in SPLITS):
-        raise ValueError(f'{folder} holds neither train.bin nor val.bin')
-    name = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
+    kind = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
     origin = "nanoGPT's: no meta.json" if meta['foreign'] else f'from {meta.get("source", "unknown")}'
-    lines = [f'{folder}: {name} tokenizer of {tokenizer.n_vocab:,} ids, {meta["dtype"]}, {origin}']
+    print(f'{folder}: {kind} tokenizer of {tokenizer.n_vocab:,} ids, {meta["dtype"]}, {origin}')
     counts = {}
-    for split in SPLITS:
-        counts[split] = count_ids(open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype']))
-        lines.append(f'{split:>5}: {describe_counts(counts[split], tokenizer)}')
-    frequent = []
-    for i in np.argsort(-counts['train'], kind='stable')[:10].tolist():
-        if counts['train'][i]:
-            share = counts['train'][i] / counts['train'].sum()
-            frequent.append(f'"{show(tokenizer, [i])}" {share:.1%}')
-    lines.append(f'most frequent: {", ".join(frequent)}')
-    lines.append(middle_window(folder, meta['dtype'], tokenizer))
-    return lines
-
-
-def describe_counts(counts, tokenizer):
-    """A split in a line. counts: how often each id occurs in it."""
-    num_tokens, ends = int(counts.sum()), 0
-    if tokenizer.eot is not None and tokenizer.eot < len(counts):
-        ends = counts[tokenizer.eot]
-    known = min(len(counts), tokenizer.n_vocab)  # larger ids pad the vocabulary
-    num_bytes = (counts[:known] * tokenizer.sizes[:known]).sum()
-    return (f'{num_tokens:,} tokens, {num_bytes / max(num_tokens, 1):.2f} bytes a token, '
-            f'{ends:,} document ends, {np.count_nonzero(counts):,} different ids')
+    for split in dataset.SPLITS:
+        tokens = dataset.open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
+        counts[split] = dataset.count_ids(tokens, tokenizer.n_vocab)
+        num_bytes = counts[split][:tokenizer.n_vocab] @ tokenizer.sizes  # larger ids pad the vocabulary
+        ends = 0 if tokenizer.eot is None else counts[split][tokenizer.eot]
+        print(f'{split:>5}: {len(tokens):,} tokens, {num_bytes / max(len(tokens), 1):.2f} bytes a token, '
+              f'{ends:,} document ends, {np.count_nonzero(counts[split]):,} different ids')
+    train = counts['train']
+    most = np.argsort(-train, kind='stable')[:10].tolist()
+    shares = [f'"{dataset.show(tokenizer, [i])}" {train[i] / train.sum():.1%}' for i in most if train[i]]
+    print(f'most frequent: {", ".join(shares)}')
+    print(middle_window(folder, meta['dtype'], tokenizer))
 
 
 def middle_window(folder, dtype, tokenizer, length=200):
     """Text from the middle of the training split. Brackets enclose what does not count in the loss."""
-    tokens = open_bin(os.path.join(folder, 'train.bin'), dtype)
-    mask = np.ones(len(tokens), dtype=np.uint8)
-    path = os.path.join(folder, 'train.mask.bin')
-    if os.path.exists(path):
-        mask = open_bin(path, 'uint8')
-    if len(mask) != len(tokens):
-        raise ValueError(f'{path} has {len(mask):,} bytes for {len(tokens):,} tokens; prepare it again')
+    tokens = dataset.open_bin(os.path.join(folder, 'train.bin'), dtype)
+    mask = dataset.open_bin(os.path.join(folder, 'train.mask.bin'), 'uint8')
+    if len(mask) not in (0, len(tokens)):
+        raise ValueError(f'{folder}: the mask has {len(mask):,} bytes for {len(tokens):,} tokens')
     middle = len(tokens) // 2
-    window = slice(middle, middle + length)
-    pairs = zip(tokens[window].tolist(), mask[window].tolist(), strict=True)
+    window = tokens[middle:middle + length].tolist()
+    counted = mask[middle:middle + length].tolist() or [1] * len(window)  # without a mask all tokens count
     text = ''
-    for counts, run in groupby(pairs, key=lambda pair: pair[1]):
-        shown = show(tokenizer, [token for token, _ in run])
+    for counts, run in groupby(zip(window, counted, strict=True), key=lambda pair: pair[1]):
+        shown = dataset.show(tokenizer, [token for token, _ in run])
         text += shown if counts else f'[{shown}]'
     return f'training tokens from {middle:,} on: {text}'
 
 
-# -----------------------------------------------------------------------------
-
 def main(argv=None):
-    cfg, reading, given, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False,
-                                             about=__doc__, removed=REMOVED)
+    cfg, reading, given, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__,
+                                             removed=REMOVED)
     if cfg.inspect:
-        inspect(sources or [cfg.name or 'stdlib'], cfg.data_dir, given)
+        unused = given.keys() - {'inspect', 'name', 'data_dir'}
+        if unused:
+            raise ValueError(f'--inspect only shows a dataset; leave out {", ".join(sorted(unused))}')
+        for name in sources or [cfg.name or 'stdlib']:
+            inspect(name, cfg.data_dir)
         return
     sources = sources or ['stdlib']
     source = ' '.join(sources)
     name = cfg.name or default_name(sources)
     folder = output_folder(cfg.data_dir, name)
-    old_source = None
-    if os.path.isdir(folder):
-        with contextlib.suppress(ValueError):  # a damaged dataset is replaced without a note
-            old_source = read_meta(folder).get('source')
-    spool = f'{folder}.partial.{os.getpid()}.stdin'
     try:
-        files, val_files, cfg, reading = open_sources(sources, cfg, reading, spool)
-        if old_source not in (None, source):
-            print(f'note: this replaces the dataset made from {old_source}; use --name to keep both')
-        num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
-        print(f'{source}: {len(files) + len(val_files):,} files, {num_bytes / 1e6:.1f} MB -> {folder}, '
-              f'tokenizer {cfg.tokenizer}', flush=True)
-        meta = write_dataset(folder, files, val_files, cfg, reading, source)
+        with dataset.partial_folder(folder) as partial:
+            files, val_files = open_sources(sources, cfg, reading, f'{partial}.stdin')
+            meta = write_dataset(partial, files, val_files, cfg, reading, source)
     except OSError as e:
         raise ValueError(f'{folder} could not be written: {e.strerror or e}') from e
-    finally:
-        for path in glob.glob(glob.escape(spool) + '*'):
-            os.remove(path)
     if 'seed' in given and (cfg.val or meta['splits']['train']['documents'] == 1):
         print('note: seed has no effect, because no documents were chosen to be held out')
-    report(meta, cfg, name)
-
-
-def inspect(names, data_dir, given):
-    """Prints what is in each of the datasets."""
-    unused = given.keys() - {'inspect', 'name', 'data_dir'}
-    if unused:
-        raise ValueError(f'--inspect shows a dataset and makes none; leave out {", ".join(sorted(unused))}')
-    for name in names:
-        folder = dataset_folder(data_dir, name)
-        if not os.path.isdir(folder):
-            raise ValueError(f'{folder} does not exist; make it with: {how_to_make(name)}')
-        print('\n'.join(inspect_dataset(folder)))
-
-
-def report(meta, cfg, name):
-    """Prints the counts of a new dataset, and the command that trains on it."""
-    kind, _, vocab_size = cfg.tokenizer.partition(':')
-    if kind == 'bpe' and meta['vocab_size'] < int(vocab_size):
-        print(f'the text gives only {meta["vocab_size"]:,} ids, fewer than the {int(vocab_size):,} asked for')
+    print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
-        print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, '
-              f'{counts["documents"]:,} documents, '
-              f'{counts["bytes"] / max(counts["tokens"], 1):.2f} bytes a token')
+        print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, {counts["documents"]:,} '
+              f'documents, {counts["bytes"] / max(counts["tokens"], 1):.2f} bytes a token')
     command = f'python train.py config/quickstart.py --dataset={shlex.quote(name)}'
     if cfg.data_dir != PrepareConfig.data_dir:
         command += f' --data_dir={shlex.quote(cfg.data_dir)}'

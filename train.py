@@ -1,14 +1,14 @@
 """
-The training loop, all of it: precision, accumulation, compilation, data parallel, the schedule, the step, the loop.
+The training loop, all of it: precision, accumulation, compilation, data parallel, schedule, step and loop.
 
     $ python train.py                                          # a recipe card chosen by the hardware
     $ python train.py config/shakespeare_char.py --device=cpu  # a recipe card, then flags
     $ python train.py --init_from=resume                       # resume the run in out_dir
     $ torchrun --standalone --nproc_per_node=8 train.py        # all GPUs of a node
 
-A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, on any number of processes.
-Everything random (the order of the data, dropout) is a function of the seed, the step and the micro-batch. So a run
-that was killed resumes bit for bit, and a checkpoint holds tensors and counters only.
+A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, on any number of
+processes. Everything random (the order of the data, dropout) is a function of the seed, the step and the
+micro-batch. So a run that was killed resumes bit for bit, and a checkpoint holds tensors and counters only.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import as_file, call_main, configure
+from configurator import call_main, configure
+from hotloop.announce import announce
 from hotloop.checkpoint import RunState, compare_context, context_of, restore, state_from
 from hotloop.dataloader import Batches, Mixture, Split, open_split, windows_per_epoch
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
@@ -48,14 +49,14 @@ from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
 from hotloop.files import first_line, is_inside
 from hotloop.host import cores
-from hotloop.logger import Log, StepTimer, announce, log_done, log_evaluation, log_step
+from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.optim import build_optimizers
 from hotloop.pretrained import open_weights
-from hotloop.resume import compare_settings, find_resumable, restarted_by_torchrun, settings_of
+from hotloop.resume import compare_settings, find_resumed, settings_of
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
-from hotloop.saves import save, track_best
+from hotloop.saves import save, take_folder, track_best
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
 
@@ -64,17 +65,17 @@ from model import GPT, GPTConfig, config_from
 class TrainConfig:
     # --- run
     out_dir: str = 'out'  # checkpoints, log and config of the run; an older run in it is moved aside
-    init_from: str = 'scratch'  # scratch, resume, gpt2 (-medium, -large, -xl), or the path of a checkpoint or folder
+    init_from: str = 'scratch'  # scratch, resume, gpt2 (-medium, -large, -xl), or a checkpoint or folder
     eval_only: bool = False  # evaluate once and exit; nothing is written
     seed: int = 1337  # of the initial weights, the order of the data and dropout
     max_iters: int = 600000  # steps, counted from scratch
     max_epochs: float | None = None  # passes over the data; replaces max_iters
     max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
     # --- data
-    dataset: str = 'openwebtext'  # folder under data_dir, made by prepare.py or by nanoGPT; a:0.7,b:0.3 is a mixture
+    dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3 mixes
     data_dir: str = 'data'  # where datasets live
-    data_on_device: bool | Literal['auto'] = 'auto'  # keep the training split in GPU memory; auto: if a tenth holds it
-    batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: as many as fit, same step
+    data_on_device: bool | Literal['auto'] = 'auto'  # training split in GPU memory; auto: if a tenth holds it
+    batch_size: int | Literal['auto'] = 12  # sequences of a micro-batch, at most; auto: what fits, same step
     gradient_accumulation_steps: int = 5 * 8  # micro-batches of a step over all processes
     # --- optimizer
     optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for matrices inside blocks, AdamW for the rest
@@ -88,7 +89,7 @@ class TrainConfig:
     grad_clip: float = 1.0  # largest norm of all gradients together; 0: off
     # --- schedule
     decay_lr: bool = True  # False: constant after the warm-up
-    lr_schedule: Literal['cosine', 'linear'] = 'cosine'  # linear: constant, then down over the last decay_fraction
+    lr_schedule: Literal['cosine', 'linear'] = 'cosine'  # linear: constant, then down over decay_fraction
     warmup_iters: int = 2000  # steps from 0 to the peak
     lr_decay_iters: int | None = None  # step at which the decay ends; None: max_iters
     min_lr: float = 6e-5  # final learning_rate of the decay; the other rates decay in proportion
@@ -98,9 +99,9 @@ class TrainConfig:
     eval_tokens: int | None = 2**20  # most tokens of a split that one evaluation reads; None: all
     eval_iters: int | None = None  # batches of each split instead, as in nanoGPT
     log_interval: int = 1  # steps between log lines
-    sample_interval: int | None = None  # steps between texts that the model writes into the log; None: no texts
-    sample_prompt: str = '\n'  # prompt of these texts
-    sample_tokens: int = 100  # length of these texts
+    sample_interval: int | None = None  # steps between samples written into the log; None: no samples
+    sample_prompt: str = '\n'  # prompt of these samples
+    sample_tokens: int = 100  # length of these samples
     wandb_log: bool = False  # log to Weights & Biases too
     wandb_project: str = 'hotloop'  # project there
     wandb_run_name: str | None = None  # run name there; None: out_dir
@@ -111,47 +112,46 @@ class TrainConfig:
     keep_last: int = 2  # number of checkpoints kept, the latest included
     mirror_dir: str | None = None  # a second folder, such as a mounted drive, to which checkpoints are copied
     # --- machine
-    device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first of these that is available
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of the computation; weights stay in float32
+    device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of computation, not of weights
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a small trial works
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # of torch.compile
-    loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in chunks: less memory, slower; auto: if needed
-    threads: int | None = None  # CPU threads of a process; None: the physical cores, divided among the processes
-    deterministic: bool | Literal['auto'] = 'auto'  # the same bits on every run; auto: on CPUs, where it costs 1%
+    loss_chunks: int | Literal['auto'] = 'auto'  # head and loss in chunks: less memory, slower
+    threads: int | None = None  # CPU threads of a process; None: its share of the physical cores
+    deterministic: bool | Literal['auto'] = 'auto'  # same bits on every run; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # of torch.distributed
     timeout_minutes: float = 10.0  # how long a process waits for the others before it gives up
 
     def problems(self):
         """What is wrong with the settings, a sentence each."""
         wrong = []
-        positive = ('batch_size gradient_accumulation_steps eval_interval log_interval eval_tokens eval_iters threads '
-                    'save_interval loss_chunks sample_interval sample_tokens').split()
-        not_negative = ('max_iters max_epochs max_minutes learning_rate muon_lr embed_lr min_lr weight_decay grad_clip '
-                        'warmup_iters lr_decay_iters save_minutes seed').split()
+        at_least_1 = {'batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval',
+                      'eval_tokens',
+                      'eval_iters', 'threads', 'save_interval', 'loss_chunks', 'sample_interval',
+                      'sample_tokens'}
+        not_negative = {'max_iters', 'max_epochs', 'max_minutes', 'learning_rate', 'muon_lr', 'embed_lr',
+                        'min_lr',
+                        'weight_decay', 'grad_clip', 'warmup_iters', 'lr_decay_iters', 'save_minutes', 'seed',
+                        'timeout_minutes'}
         for name, value in dataclasses.asdict(self).items():
-            if value is None or value == 'auto':
-                continue
-            if name in positive and value < 1:
+            if name in at_least_1 and value not in (None, 'auto') and value < 1:
                 wrong.append(f'{name}={value} must be at least 1')
-            if name in not_negative and value < 0:
+            if name in not_negative and value is not None and value < 0:
                 wrong.append(f'{name}={value} must not be negative')
             if name in ('beta1', 'beta2', 'muon_momentum') and not 0 <= value < 1:
                 wrong.append(f'{name}={value} must be at least 0 and below 1')
-        if self.timeout_minutes <= 0:
-            wrong.append(f'timeout_minutes={self.timeout_minutes} must be above 0')
         if not 0 < self.decay_fraction <= 1:
             wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
         if self.seed >= 2**63:
             wrong.append(f'seed={self.seed} must be below 2**63')
         if self.keep_last < 2:
-            wrong.append(f'keep_last={self.keep_last} must be at least 2: a single file is no protection from damage')
+            wrong.append(f'keep_last={self.keep_last} must be at least 2, in case one file is damaged')
         for name in ('out_dir', 'mirror_dir'):
             path = getattr(self, name)
             if path is not None and (not path or '\0' in path):
                 wrong.append(f'{name}={path!r} is not a valid folder name')
         if not wrong and self.mirror_dir and is_inside(self.out_dir, self.mirror_dir):
-            wrong.append(f'out_dir={self.out_dir!r} lies inside mirror_dir={self.mirror_dir!r}; choose a mirror_dir of '
-                         'its own, on another disk')
+            wrong.append(f'out_dir={self.out_dir!r} lies inside mirror_dir={self.mirror_dir!r}')
         if self.wandb_log and importlib.util.find_spec('wandb') is None:
             wrong.append('wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False')
         return wrong
@@ -164,10 +164,8 @@ REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a ste
 # -----------------------------------------------------------------------------
 # settings: recipe cards and flags, and on resume the checkpoint
 
-MACHINE_CARDS = (  # the default recipe card: the first whose need of GPU memory, in GB, is met
-    (40, 'config/gpt2_124m_fast.py'),
-    (0, 'config/quickstart.py'),
-)
+# the default recipe card: the first whose need of GPU memory, in GB, is met
+MACHINE_CARDS = ((40, 'config/gpt2_124m_fast.py'), (0, 'config/quickstart.py'))
 SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
 BOUND = SHAPE | {'dataset', 'optimizer'}  # a resumed run cannot change these
 
@@ -184,11 +182,11 @@ class Settings:
 
 
 def read_settings(argv=None):
-    """The Settings of a command line. ValueError where settings contradict each other or the checkpoint."""
+    """The Settings of a command line. ValueError if they contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else list(argv)
     read = functools.partial(configure, GPTConfig, TrainConfig, about=__doc__, removed=REMOVED)
     model_cfg, cfg, given, files = read(argv=argv)
-    notes, base, resumed = [], {}, None
+    notes, base = [], {}
     if files:
         notes.append(f'card: {" ".join(files)}')
     elif cfg.init_from == 'scratch':
@@ -200,25 +198,24 @@ def read_settings(argv=None):
             files = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card)]
             argv = files + argv
             model_cfg, cfg, given, _ = read(argv=argv)
-    resumed = restarted_by_torchrun(RunDir(cfg.out_dir))
+    resumed = find_resumed(cfg, notes)
     if resumed:
-        notes.append('torchrun restarted this run: resuming')
-    elif cfg.init_from == 'resume':
-        resumed = find_resumable(cfg)
-    if resumed:
-        notes += [f'{why}; falling back to {resumed.path}' for why in resumed.damaged.values()]
         shape = dataclasses.asdict(config_from(resumed.checkpoint['model_args']).resolved())
         base = settings_of(resumed.checkpoint, {name: shape[name] for name in SHAPE})
+        if base.get('mirror_dir') and is_inside(cfg.out_dir, base['mirror_dir']):
+            base['mirror_dir'] = None
+            notes.append('mirror_dir: off, because out_dir is the mirror of the run')
         model_cfg, cfg, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
     settings = Settings(model_cfg, cfg, given, resumed, notes, cfg.batch_size == 'auto')
-    if settings.auto_batch:
-        choose_step(cfg, base, read(argv=files, base=base)[1].batch_size)
+    if settings.auto_batch and resumed:  # the step of the run stays
+        cfg.batch_size = base['batch_size']
+        cfg.gradient_accumulation_steps = base['gradient_accumulation_steps']
+    elif settings.auto_batch:  # and so does that of the files below the flag
+        below = read(argv=files)[1].batch_size
+        cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
         notes += compare_settings([model_cfg, cfg], given, base, BOUND)
-        if 'mirror_dir' not in given and cfg.mirror_dir and is_inside(cfg.out_dir, cfg.mirror_dir):
-            cfg.mirror_dir = None
-            notes.append('mirror_dir: off, because out_dir is the mirror of the run')
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
         cfg.max_epochs = None  # the flag replaces the max_epochs of a card or a checkpoint
     return settings
@@ -233,34 +230,24 @@ def card_for_machine(device):
     return card, f'{memory:.0f} GB of GPU memory' if memory else 'no GPU'
 
 
-def choose_step(cfg, base, batch_size):
-    """Sets the step whose micro-batch batch_size=auto will choose: the run's, or that of the files below the flag."""
-    if base:
-        batch_size, cfg.gradient_accumulation_steps = base['batch_size'], base['gradient_accumulation_steps']
-    cfg.batch_size = TrainConfig.batch_size if batch_size == 'auto' else batch_size
-
-
 # -----------------------------------------------------------------------------
 # setup: device, precision, processes, compilation
 
 def setup(cfg):
-    """Chooses device, dtype and compilation, and joins the process group. ValueError where cfg asks for too much."""
-    rank = int(os.environ.get('RANK', 0))
-    world = int(os.environ.get('WORLD_SIZE', 1))
-    device, why_device = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', 0)))
+    """Chooses device, dtype and compilation, and joins the process group. ValueError if cfg asks too much."""
+    rank, world = int(os.environ.get('RANK', '0')), int(os.environ.get('WORLD_SIZE', '1'))
+    device, why_device = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that it has not written
-    threads = cfg.threads or max(1, cores(physical=True) // int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads memory unwritten
+    threads = cfg.threads or max(1, cores(physical=True) // int(os.environ.get('LOCAL_WORLD_SIZE', '1')))
     torch.set_num_threads(threads)
     if cfg.backend == 'nccl' and device.type != 'cuda' and world > 1:
         raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo')
-    if world > 1 and device.type == 'mps':
-        raise ValueError(f'{world} processes cannot share an Apple GPU; use --device=cpu')
-    if world > 1 and ':' in cfg.device:
-        raise ValueError(f'{world} processes cannot share device={cfg.device!r}; leave out the number')
+    if world > 1 and (device.type == 'mps' or ':' in cfg.device):
+        raise ValueError(f'{world} processes cannot share device={cfg.device!r}; use --device=cpu or cuda')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'
@@ -275,8 +262,8 @@ def wrap(model, cfg, env):
     """(the compiled model, the data-parallel one around it), each the model itself where that is off."""
     if env.compile:
         if env.device.type == 'cpu' and model.num_params() > 10**7:
-            # recompute in the backward pass what its matrix products read, such as bf16 copies of weights: 0.88 of the
-            # memory of a 124M step in the same time. A private switch, not measured on GPUs
+            # recompute in the backward pass what its matrix products read, such as bf16 copies of weights:
+            # 0.88 of the memory of a 124M step in the same time. A private switch, not measured on GPUs
             functorch = importlib.import_module('torch._functorch.config')
             functorch.ban_recompute_materialized_backward = False
         # one graph: cut into DDP's buckets it would compute other bits
@@ -284,16 +271,20 @@ def wrap(model, cfg, env):
         model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
     if env.world == 1:
         return model, model
-    # the only buffers are RoPE tables, which are the same everywhere
-    return model, DistributedDataParallel(model, device_ids=[env.device] if env.device.type == 'cuda' else None,
-                                          broadcast_buffers=False, gradient_as_bucket_view=True)
+    device_ids = [env.device] if env.device.type == 'cuda' else None
+    # the only buffers are RoPE tables, which are the same on every process
+    parallel = DistributedDataParallel(model, device_ids, broadcast_buffers=False,
+                                       gradient_as_bucket_view=True)
+    return model, parallel
 
 
 # -----------------------------------------------------------------------------
 # the schedule and the step
 
 def learning_rate(step, cfg):
-    """The learning rate of a step, from 0: warm-up, then cosine to min_lr, or constant and linear to min_lr."""
+    """
+    The learning rate of a step, counted from 0: warm-up, then cosine, or constant and linear, to min_lr.
+    """
     end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
     if step < cfg.warmup_iters:
         return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
@@ -326,14 +317,14 @@ class StepResult(NamedTuple):
 
 def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
     """
-    One optimizer update over the micro-batches that the functions in `loads` return. The loss is the mean over
-    num_targets, the targets of the global batch that count, however unevenly masks fall on micro-batches and processes.
-    Returns a StepResult; None if this is the only process and a signal came between two micro-batches, in which case
-    no weight has changed.
+    One optimizer update over the micro-batches that the functions in `loads` return. The loss is the mean
+    over num_targets, the targets of the global batch that count, however unevenly masks fall on micro-batches
+    and processes. Returns a StepResult; None if this is the only process and a signal came between two
+    micro-batches, in which case no weight has changed.
     """
     params = list(model.parameters())
     for optimizer in optimizers:
-        # one process frees the gradients, which leaves room for activations; in several they lie in DDP's buckets
+        # one process frees the gradients to make room for activations; with several they lie in DDP's buckets
         optimizer.zero_grad(set_to_none=env.world == 1)
     loss_and_stops = torch.zeros(2, device=env.device)
     for i, load in enumerate(loads):
@@ -356,10 +347,10 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
     skipped = (~torch.isfinite(norm + loss_and_stops[0])).float()
     if cfg.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
-    # on Apple GPUs the fused kernel ignores found_inf (seen in PyTorch's source, not run), so there the host decides
+    # on Apple GPUs the fused kernel ignores found_inf (by PyTorch's source; not run), so the host decides
     if not (env.device.type == 'mps' and bool(skipped)):
         for optimizer in optimizers:
-            optimizer.found_inf = skipped  # the private handshake of GradScaler: 1 makes the step change nothing
+            optimizer.found_inf = skipped  # GradScaler's private handshake: 1 skips the update
             optimizer.step()
     scaler.update()
     return StepResult(loss_and_stops[0], norm, skipped, loss_and_stops[1])
@@ -393,7 +384,9 @@ class Run:
 
 
 def build_model(settings, meta):
-    """The model on the CPU: from scratch, for a checkpoint, or from pretrained weights. ValueError if these contradict."""
+    """
+    The model on the CPU: from scratch, a checkpoint or pretrained weights. ValueError if settings differ.
+    """
     model_cfg, cfg, given = settings.model, settings.train, settings.given
     if cfg.init_from == 'scratch':
         size = meta['vocab_size']
@@ -401,8 +394,8 @@ def build_model(settings, meta):
             size = math.ceil(size / 64) * 64
         config = dataclasses.replace(model_cfg, vocab_size=model_cfg.vocab_size or size)
         if config.vocab_size < meta['vocab_size'] and not meta['foreign']:
-            raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids of the '
-                             f'tokenizer of {cfg.dataset}')
+            raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids '
+                             f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
         return GPT(config)
     if settings.resumed:
@@ -418,7 +411,7 @@ def build_model(settings, meta):
         asked = getattr(model_cfg, name)
         shorter = name == 'block_size' and asked < has
         if name in given and asked is not None and asked != has and not shorter:
-            raise ValueError(f'{given[name]}: {name}={asked!r}, but {cfg.init_from} has {has!r}; leave it out')
+            raise ValueError(f'{given[name]}: {name}={asked!r}, but {cfg.init_from} has {has!r}; omit it')
     if 'block_size' in given:
         model.crop_block_size(model_cfg.block_size)
     return model
@@ -460,7 +453,7 @@ def build_run(settings, datasets, env):
     elif resumed:
         state = restore(resumed.checkpoint, model, optimizers, scaler)
     if not all(p.isfinite().all() for p in model.parameters()):
-        raise ValueError('the initial weights are not finite; start from an earlier checkpoint or from scratch')
+        raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
     check_same_step(state.iter_num, env)
     compiled, forward = wrap(model, cfg, env)
     byte_counts = None
@@ -473,24 +466,6 @@ def build_run(settings, datasets, env):
         flat['init_from'] = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
     return Run(cfg, flat, env, model, compiled, forward, batches, val_split,
                byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir), context, tokenizer)
-
-
-def take_folder(run, resumed):
-    """Locks out_dir and the mirror for this run, and opens the log."""
-    cfg, env = run.cfg, run.env
-    if env.rank == 0:
-        if cfg.mirror_dir:
-            run.mirror = Mirror(run.out, cfg.mirror_dir)
-        repeats = [run.model.config, dataclasses.replace(cfg, init_from=run.settings['init_from'])]
-        text = as_file(repeats, 'all settings of the run in this folder; as a config file it repeats the run')
-        for note in run.out.open(resumed is None, text):
-            env.print_once(note)
-        if run.mirror:
-            before = resumed and resumed.checkpoint.get('config', {}).get('mirror_dir')
-            run.mirror.open(ours=before and os.path.realpath(str(before)) == os.path.realpath(cfg.mirror_dir))
-        if resumed:
-            run.out.promote(resumed)
-    run.log = Log(run.out, cfg, run.settings, env, run.state if resumed else None)
 
 
 # -----------------------------------------------------------------------------
@@ -584,7 +559,7 @@ def train(run):
 
 
 def evaluation_is_missing(run):
-    """Whether the evaluation of the step that a run resumes at was interrupted: it is due, and the log has none."""
+    """Whether the evaluation at the step of a resume was interrupted: it is due, and not in the log."""
     state = run.state
     missing = 0.0
     if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
@@ -613,14 +588,14 @@ def main(argv=None):
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
-        raise ValueError(f'the model does not fit the memory of {env.device} ({first_line(e)}); make n_layer, '
-                         'n_embd, block_size or batch_size smaller') from None
+        raise ValueError(f'the model does not fit the memory of {env.device} ({first_line(e)}); reduce '
+                         'n_layer, n_embd, block_size or batch_size') from None
     finally:
         gc.unfreeze()
         if env.world > 1:
             gc.collect()  # DDP, which holds on to the process group: its threads must end before Python does
             dist.destroy_process_group()
-            # torchrun ends all processes when one has ended; Python would die by that signal while it shuts down
+            # torchrun then signals the others; Python would die by that signal while it shuts down
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -647,7 +622,7 @@ def train_and_close(run):
             raise
         if isinstance(e, MemoryError):  # numpy's, for the windows of a step; torch has its own
             raise ValueError(f'a step of {run.batches.global_batch:,} sequences, batch_size x '
-                             f'gradient_accumulation_steps, does not fit the memory: {first_line(e)}') from None
+                             f'gradient_accumulation_steps, does not fit memory: {first_line(e)}') from None
     finally:
         run.log.close()
         if run.mirror:
@@ -656,7 +631,7 @@ def train_and_close(run):
 
 
 if __name__ == '__main__':
-    if 'TORCHELASTIC_RUN_ID' in os.environ:  # torchrun's summary then shows the traceback of the first failure
+    if 'TORCHELASTIC_RUN_ID' in os.environ:  # its summary then shows the first traceback
         from torch.distributed.elastic.multiprocessing.errors import record
         call_main = record(call_main)
     call_main(main)

@@ -17,8 +17,8 @@ def train_bpe(texts, num_tokens):
     bytes, then one token per merge, at most num_tokens in all.
 
     Each step merges the most frequent pair of adjacent tokens; among equally frequent pairs, the one with the
-    smallest ranks, as Hugging Face's tokenizers does. Each distinct word is stored once, with its count, and a
-    merge visits only the words that contain its pair.
+    smallest ranks, as Hugging Face's tokenizers does. Each distinct word is stored once, with its count,
+    and a merge visits only the words that contain its pair.
     """
     tokens = [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
     rank = {token: i for i, token in enumerate(tokens)}

@@ -20,7 +20,7 @@ TEMPLATES = {
                for role in ('system', 'user', 'assistant')},
 }
 BETWEEN_TURNS = {'plain': '\n', 'joined': '', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}
-ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}  # other names of roles
+ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}  # other names
 ALPACA_SYSTEM = ('Below is an instruction that describes a task{}. Write a response that appropriately '
                  'completes the request.')
 ALPACA_INPUT = ', paired with an input that provides further context'

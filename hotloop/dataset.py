@@ -1,16 +1,18 @@
 """A dataset on disk: bins and masks, meta.json beside them, and the folders that nanoGPT wrote."""
 
 import contextlib
+import json
 import os
 import pickle
 import re
+import reprlib
 import shutil
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
-from hotloop.files import hash_file, lock, read_json, sync_folder
+from hotloop.files import hash_file, lock, read_json, replacing, sync_folder
 from hotloop.sources import how_to_make
 from hotloop.tokenizer import MAX_VOCAB, same_tokenizer, tokenizer_from
 
@@ -23,34 +25,37 @@ def dataset_folder(data_dir, dataset):
     """The folder of a dataset by name. ValueError for a name that leads out of data_dir."""
     parts = dataset.replace('\\', '/').rstrip('/').split('/')
     if os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or '\0' in dataset or ':' in dataset:
-        raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}; '
-                         'set --data_dir for another place')
+        raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}')
     if any(re.search(r'\.partial(\.|$)', part) for part in parts):
-        raise ValueError(f'dataset={dataset!r} is a folder in which prepare.py writes a dataset; '
-                         'leave out .partial')
+        raise ValueError(f'dataset={dataset!r} is a folder that prepare.py writes in; leave out .partial')
     return os.path.join(data_dir, *parts)
+
+
+def write_meta(folder, meta):
+    """Writes the meta.json of a dataset."""
+    with replacing(os.path.join(folder, 'meta.json')) as f:
+        f.write(json.dumps(meta, indent=1).encode())
 
 
 def read_meta(folder):
     """
-    What is known about a dataset: its meta.json; or what nanoGPT's meta.pkl says; or, without either,
-    what nanoGPT assumes: uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, splits ({} if
-    foreign), foreign.
+    What is known about a dataset: its meta.json; or what nanoGPT's meta.pkl says; or, without either, what
+    nanoGPT assumes: uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, foreign, splits (then {}).
     """
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
         return read_meta_json(path)
+    meta = {'dtype': 'uint16', 'splits': {}, 'foreign': True}
     path = os.path.join(folder, 'meta.pkl')
     if os.path.exists(path):
-        return read_meta_pkl(path)
-    return {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': {'kind': 'tiktoken', 'name': 'gpt2'},
-            'splits': {}, 'foreign': True}
+        chars, vocab_size = read_meta_pkl(path)
+        return {**meta, 'vocab_size': vocab_size, 'tokenizer': {'kind': 'char', 'chars': chars, 'eot': False}}
+    return {**meta, 'vocab_size': 50304, 'tokenizer': {'kind': 'tiktoken', 'name': 'gpt2'}}
 
 
 def read_meta_json(path):
     """A dataset's own meta.json. ValueError if it is damaged or from a later version."""
-    allowed = {'format': range(FORMAT + 1), 'dtype': ('uint16', 'uint32'),
-               'vocab_size': range(1, MAX_VOCAB + 1)}
+    allowed = {'format': (0, FORMAT), 'dtype': ('uint16', 'uint32'), 'vocab_size': range(1, MAX_VOCAB + 1)}
     try:
         meta = read_json(path)
         for name, values in allowed.items():
@@ -61,8 +66,8 @@ def read_meta_json(path):
         if not isinstance(kind, str) or not all(isinstance(size, int) for size in sizes):
             raise ValueError(f'tokenizer of kind {kind!r}, splits of {sizes} tokens')
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f'{path} is damaged or from a later version ({type(e).__name__}: {e}); '
-                         'prepare the dataset again') from None
+        raise ValueError(f'{path} is damaged or from a later version ({type(e).__name__}: {e}); prepare the '
+                         'dataset again') from None
     return {**meta, 'foreign': False}
 
 
@@ -74,35 +79,29 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_meta_pkl(path):
-    """The meta.pkl that nanoGPT writes beside character datasets. ValueError for anything else."""
+    """(characters, vocabulary size) of the meta.pkl that nanoGPT writes. ValueError for anything else."""
     try:
         with open(path, 'rb') as f:
             meta = PlainUnpickler(f).load()
         vocab_size = int(meta['vocab_size'])
         chars = ''.join(meta['itos'][i] for i in range(len(meta['itos'])))
-        if not len(set(chars)) == len(chars) == len(meta['itos']):
-            raise ValueError('itos does not map each id to a character of its own')
-        if not len(chars) <= vocab_size <= MAX_VOCAB:
-            raise ValueError(f'vocab_size={vocab_size} for {len(chars)} characters')
+        if not len(set(chars)) == len(chars) == len(meta['itos']) <= vocab_size <= MAX_VOCAB:
+            raise ValueError(f'vocab_size={vocab_size} for {len(set(chars))} characters')
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
         raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e});"
-                         " without that file the bins are read as GPT-2's tokens") from None
-    spec = {'kind': 'char', 'chars': chars, 'eot': False}
-    return {'dtype': 'uint16', 'vocab_size': vocab_size, 'tokenizer': spec, 'splits': {}, 'foreign': True}
+                         " without it the bins are read as GPT-2's tokens") from None
+    return chars, vocab_size
 
 
 def open_bin(path, dtype):
-    """A bin as a mapped array of ids, empty if the file is missing. ValueError if it cannot be read."""
-    if not os.path.exists(path) or not os.path.getsize(path):
-        return np.zeros(0, dtype=dtype)
+    """A bin as a mapped array of ids, empty if the file is missing. ValueError if it was cut."""
     dtype = np.dtype(dtype).newbyteorder('<')
-    if os.path.getsize(path) % dtype.itemsize:
-        raise ValueError(f'{path} has {os.path.getsize(path):,} bytes, which is not a multiple of the '
-                         f'{dtype.itemsize} bytes of a {dtype.name}; prepare it again')
-    try:
-        return np.memmap(path, dtype=dtype, mode='r')
-    except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
+    size = os.path.getsize(path) if os.path.exists(path) else 0
+    if not size:
+        return np.zeros(0, dtype=dtype)
+    if size % dtype.itemsize:
+        raise ValueError(f'{path} has {size:,} bytes, not a multiple of {dtype.itemsize}; prepare it again')
+    return np.memmap(path, dtype=dtype, mode='r')
 
 
 class BinWriter:
@@ -119,24 +118,16 @@ class BinWriter:
     def add(self, encoded):
         """Appends an encode.Encoded: ids, and a mask, or None if all of them count in the loss."""
         if encoded.mask is not None and self.mask is None:
-            self.begin_mask()
+            self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
+            for start in range(0, self.counts['tokens'], 1 << 20):  # in blocks: they may exceed memory
+                self.mask.write(b'\1' * min(self.counts['tokens'] - start, 1 << 20))
         self.file.write(encoded.ids.astype(self.dtype, copy=False).tobytes())
-        if encoded.mask is not None:
-            self.mask.write(encoded.mask.tobytes())
-        elif self.mask is not None:
-            self.mask.write(b'\1' * len(encoded.ids))
+        if self.mask is not None:
+            mask = np.ones(len(encoded.ids), np.uint8) if encoded.mask is None else encoded.mask
+            self.mask.write(mask.tobytes())
         self.counts['tokens'] += len(encoded.ids)
         self.counts['bytes'] += encoded.num_bytes
         self.counts['documents'] += encoded.documents
-
-    def begin_mask(self):
-        """Starts the mask with a 1 for each token before the first prompt."""
-        self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
-        missing = self.counts['tokens']
-        while missing:
-            block = min(missing, 1 << 20)
-            self.mask.write(b'\1' * block)
-            missing -= block
 
     def close(self):
         """Flushes to the disk. Returns the counts with the SHA-256 of what is on it."""
@@ -154,18 +145,18 @@ class BinWriter:
 @contextlib.contextmanager
 def partial_folder(folder):
     """
-    An empty folder to write a dataset into, which replaces `folder` when the block ends. After an error,
-    or a kill at any moment, `folder` is the old dataset or the complete new one. Only a kill between the
-    two renames leaves neither: the old dataset is then in FOLDER.partial/old, and the next call puts it
-    back. ValueError if another process is writing the same dataset.
+    An empty folder to write a dataset into, which replaces `folder` when the block ends. After an error, or
+    a kill at any moment, `folder` is the old dataset or the complete new one; only a kill between the two
+    renames leaves neither, and the next call puts the old one back. ValueError if another process is at it.
     """
     work = folder + '.partial'
     new, old = os.path.join(work, 'new'), os.path.join(work, 'old')
     os.makedirs(work, exist_ok=True)
-    held = lock(os.path.join(work, 'lock'))
+    held = lock(os.path.join(work, '.lock'))
     try:
         put_back(old, folder)
-        shutil.rmtree(new, ignore_errors=True)
+        for path in (new, old):
+            shutil.rmtree(path, ignore_errors=True)
         os.mkdir(new)
         yield new
         sync_folder(new)
@@ -181,17 +172,14 @@ def partial_folder(folder):
 
 
 def put_back(old, folder):
-    """Renames a dataset that was moved aside to its name, or removes it if a new one has the name."""
-    if os.path.isdir(old):
-        if os.path.exists(folder):
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.rename(old, folder)
+    """Renames a dataset that was moved aside to its name, unless a new one has the name."""
+    if os.path.isdir(old) and not os.path.exists(folder):
+        os.rename(old, folder)
 
 
-def count_ids(tokens):
-    """How often each id occurs, (largest id + 1,)."""
-    counts = np.zeros(0, dtype=np.int64)
+def count_ids(tokens, at_least=0):
+    """How often each id occurs, (largest id + 1,) or longer."""
+    counts = np.zeros(at_least, dtype=np.int64)
     for start in range(0, len(tokens), 1 << 24):  # in blocks: a bin may be larger than memory
         block = np.bincount(tokens[start:start + (1 << 24)], minlength=len(counts))
         block[:len(counts)] += counts
@@ -203,10 +191,8 @@ def show(tokenizer, ids):
     """Ids as printable text on one line, ends of documents marked."""
     text = ''
     for is_end, run in groupby(ids, key=lambda i: i == tokenizer.eot):
-        if is_end:
-            text += '<|endoftext|>' * len(list(run))
-        else:
-            text += tokenizer.decode(list(run)).decode('utf-8', 'replace')
+        run = list(run)
+        text += '<|endoftext|>' * len(run) if is_end else tokenizer.decode(run).decode('utf-8', 'replace')
     escapes = {'\n': '\\n', '\r': '\\r', '\t': '\\t'}
     return ''.join(c if c.isprintable() else escapes.get(c, f'\\x{ord(c):02x}') for c in text)
 
@@ -226,25 +212,22 @@ def open_datasets(dataset, data_dir):
     """
     datasets, weights = [], []
     for word in dataset.split(','):
-        name, colon, weight = word.partition(':')
+        name, _, weight = word.partition(':')
         folder = dataset_folder(data_dir, name)
         for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
             if not os.path.exists(path):
                 raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
         meta = read_meta(folder)
         if datasets and not same_tokenizer(meta['tokenizer'], datasets[0].meta['tokenizer']):
-            raise ValueError(f'the tokenizers of {datasets[0].name} and {name} differ, so the same ids mean '
-                             'other text; prepare one of them with the tokenizer of the other')
+            raise ValueError(f'the tokenizers of {datasets[0].name} and {name} differ; prepare one of them '
+                             'with the tokenizer of the other')
         num_tokens = os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize
         datasets.append(Dataset(name, folder, meta, float(num_tokens)))
-        if colon:
-            is_number = re.fullmatch(r'\d+\.?\d*|\.\d+', weight)
-            weights.append(float(weight) if is_number else 0.0)
-    if not weights:
+        weights.append(float(weight) if re.fullmatch(r'\d+\.?\d*|\.\d+', weight) else 0.0)
+    if ':' not in dataset:
         return datasets
-    if len(weights) < len(datasets) or 0.0 in weights:
-        raise ValueError(f'dataset={dataset!r}: give all of them a weight above 0, as in a:0.7,b:0.3, or '
-                         'none of them')
+    if 0.0 in weights:
+        raise ValueError(f'dataset={dataset!r}: give all of them a weight above 0 (a:0.7,b:0.3), or none')
     return [d._replace(weight=weight) for d, weight in zip(datasets, weights, strict=True)]
 
 
@@ -252,14 +235,8 @@ def check_tokenizer(spec, meta):
     """ValueError if a checkpoint's tokenizer (None: unknown) is not the dataset's."""
     if not spec or same_tokenizer(spec, meta['tokenizer']):
         return
-    names = []
-    for each in (spec, meta['tokenizer']):
-        names.append(str(each.get('name') or each.get('kind')))
-        if 'chars' in each:
-            names[-1] += f' ({len(each["chars"])} characters)'
-    raise ValueError(f'the checkpoint was trained with the tokenizer {names[0]}, the dataset was made with '
-                     f'{names[1]}: the same ids would mean other text; prepare the data with the tokenizer '
-                     'of the checkpoint')
+    raise ValueError(f'the checkpoint has the tokenizer {reprlib.repr(spec)}, the dataset was made with '
+                     f'{reprlib.repr(meta["tokenizer"])}; prepare the data with that of the checkpoint')
 
 
 def byte_table(meta, vocab_size):

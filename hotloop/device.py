@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop import host
+from hotloop.files import first_line
 
 
 def choose_device(name, local_rank=0):
@@ -18,21 +19,21 @@ def choose_device(name, local_rank=0):
     if not re.fullmatch(r'auto|cpu|mps|cuda(:[0-9]+)?', name):
         raise ValueError(f'device={name!r} is not one of auto, cuda, cuda:N, mps, cpu')
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    kind, reason = name.split(':')[0], 'asked for'
+    reason = 'asked for'
     if name == 'auto' and has_cuda:
-        kind, reason = 'cuda', 'GPU found'
+        name, reason = 'cuda', 'GPU found'
     elif name == 'auto' and has_mps:
-        kind, reason = 'mps', 'Apple GPU found'
+        name, reason = 'mps', 'Apple GPU found'
     elif name == 'auto':
-        kind, reason = 'cpu', 'no GPU found'
-    if kind == 'mps' and not has_mps:
-        raise ValueError(f'device={name!r} was asked for, but there is no Apple GPU; use --device=cpu')
-    if kind != 'cuda':
-        return torch.device(kind), reason
+        name, reason = 'cpu', 'no GPU found'
+    if name == 'mps' and not has_mps:
+        raise ValueError("device='mps' was asked for, but there is no Apple GPU; use --device=cpu")
+    if not name.startswith('cuda'):
+        return torch.device(name), reason
     if not has_cuda:
         missing = 'no usable GPU was found' if torch.version.cuda else 'this PyTorch was built without CUDA'
         raise ValueError(f'device={name!r} was asked for, but {missing}; use --device=cpu or --device=auto')
-    index = int(name.split(':')[1]) if ':' in name else local_rank
+    index = int(name.removeprefix('cuda:')) if ':' in name else local_rank
     if index >= torch.cuda.device_count():
         raise ValueError(f'cuda:{index} does not exist: this machine has {torch.cuda.device_count()} GPUs; '
                          'under torchrun, start one process for each (--nproc_per_node)')
@@ -41,9 +42,8 @@ def choose_device(name, local_rank=0):
 
 def choose_dtype(name, device, training=False):
     """
-    Returns (dtype, reason). auto: bfloat16 where the hardware computes in it, float16 on older GPUs,
-    float32 elsewhere. CPUs get bfloat16 for training only, where it is up to 1.4 times as fast.
-    ValueError for a bfloat16 that the GPU would emulate.
+    Returns (dtype, reason). auto: bfloat16 where the hardware computes in it, on CPUs for training only,
+    float16 on older GPUs, float32 elsewhere. ValueError for a bfloat16 that the GPU would emulate.
     """
     gpu_has_bf16 = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 0)
     if name == 'bfloat16' and device.type == 'cuda' and not gpu_has_bf16:
@@ -55,19 +55,16 @@ def choose_dtype(name, device, training=False):
         return torch.bfloat16, 'this GPU has bf16 units'
     if device.type == 'cuda':
         return torch.float16, 'this GPU has no bf16 units; the loss is scaled'
-    if device.type == 'cpu' and training and cpu_has_bf16():
+    if device.type == 'cpu' and training and cpu_has_bf16():  # up to 1.4 times as fast as float32
         return torch.bfloat16, 'this CPU has bf16 units'
     return torch.float32, f'the safe choice on {device.type}'
 
 
 def cpu_has_bf16():
     """Whether this CPU has bf16 units (AVX512-BF16 or AMX); emulated, bf16 is slower than float32."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    # private functions, which another version of torch may lack
-    names = ('_is_avx512_bf16_supported', '_is_amx_tile_supported')
+    names = ('_is_avx512_bf16_supported', '_is_amx_tile_supported')  # private, so another torch may lack them
     tests = [getattr(torch.cpu, name, None) for name in names]
-    return any(test is not None and test() for test in tests)
+    return torch.backends.mkldnn.is_available() and any(test is not None and test() for test in tests)
 
 
 def try_compile(device):
@@ -77,11 +74,20 @@ def try_compile(device):
     try:
         torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)(torch.ones(8, device=device))
     except Exception as error:  # Inductor wraps a missing C++ compiler in exceptions of its own
-        cause = getattr(error, 'inner_exception', error)
-        return str(cause).strip().split('\n')[0][:120] or type(error).__name__
+        return first_line(getattr(error, 'inner_exception', error))[:120] or type(error).__name__
     finally:
         torch._dynamo.reset()
     return None
+
+
+def choose_compile(asked, device):
+    """(whether to use torch.compile, reason). asked: True, False or 'auto'. ValueError if True fails."""
+    failure = try_compile(device) if asked else 'asked for'
+    if failure and asked is True:
+        raise ValueError(f'compile=True was asked for, but it fails here: {failure}; use --compile=False')
+    if failure:
+        return False, failure
+    return True, 'asked for' if asked is True else 'a trial worked'
 
 
 # dense bf16 peak in FLOP/s (fp16 on GPUs without bf16), from the vendors' data sheets
@@ -114,32 +120,19 @@ def peak_memory(device):
     return host.peak_memory()
 
 
-def choose_compile(asked, device):
-    """(whether to use torch.compile, reason). asked: True, False or 'auto'. ValueError if True does not work here."""
-    if not asked:
-        return False, 'asked for'
-    failure = try_compile(device)
-    if failure and asked is True:
-        raise ValueError(f'compile=True was asked for, but torch.compile fails here: {failure}; use --compile=False')
-    if failure:
-        return False, failure
-    return True, 'asked for' if asked is True else 'a trial worked'
-
-
 def attention_kernels(config, env):
     """Names of torch's attention kernels that run here for the heads of a model."""
-    D = config.n_embd // config.n_head
     dtype = torch.float32 if env.device.type == 'cpu' else env.dtype  # see Attention in model.py
-    q = torch.zeros(1, config.n_head, 128, D, device=env.device, dtype=dtype)
-    k = torch.zeros(1, config.n_kv_head, 128, D, device=env.device, dtype=dtype)
+    H, K, D = config.n_head, config.n_kv_head, config.n_embd // config.n_head
+    q = torch.zeros(1, H, 128, D, device=env.device, dtype=dtype)
+    k = torch.zeros(1, K, 128, D, device=env.device, dtype=dtype)
     names = []
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-                    SDPBackend.MATH):
-        with warnings.catch_warnings(), sdpa_kernel([backend]):
+    for name in ('CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH'):
+        with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, name)):
             warnings.simplefilter('ignore')  # torch says at length why a kernel does not fit
             try:
-                F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=config.n_kv_head < config.n_head)
+                F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=K < H)
+                names.append(name.lower().removesuffix('_attention'))
             except RuntimeError:
                 continue
-        names.append(backend.name.lower().removesuffix('_attention'))
     return names

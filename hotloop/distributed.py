@@ -70,30 +70,31 @@ def open_process_group(backend, device, rank, world, timeout_minutes):
 
 
 def check_same_step(step, env):
-    """
-    ValueError on every rank unless all start from the same step: without a shared disk, one of them may
-    have found another checkpoint, or none. DDP broadcasts weights, but not the states of optimizers.
-    After this call no process reads out_dir any more, so rank 0 may rename files in it.
-    """
+    """ValueError on every rank unless all found the same step, and so the same checkpoint, in out_dir."""
     steps = np.zeros(env.world)
     steps[env.rank] = step
-    steps = env.sum(steps)
+    steps = env.sum(steps)  # after this no process reads out_dir, so rank 0 may rename files in it
     if (steps != step).any():
         raise ValueError(f'rank {env.rank} starts from step {step:,}, but the mean of all {env.world} '
                          f'processes is {steps.mean():,g}; out_dir must be a folder that all of them share')
 
 
+@contextlib.contextmanager
+def first_on_rank_0(env, wait):
+    """With `wait`, rank 0 runs the block before the others, because it downloads for all."""
+    if wait and env.rank:
+        env.sum(np.zeros(1))
+    yield
+    if wait and not env.rank:
+        env.sum(np.zeros(1))
+
+
 class StopRequest:
-    """
-    Remembers SIGTERM, SIGINT, SIGHUP (the terminal was closed) or the end of max_minutes, so that the
-    loop can save and stop. A second SIGINT ends the process at once.
-    """
+    """Remembers a signal or the end of max_minutes: the loop saves and stops. A second SIGINT kills."""
 
     def __init__(self, max_minutes):
         self.signal = None
-        self.deadline = math.inf
-        if max_minutes is not None:
-            self.deadline = time.monotonic() + 60 * max_minutes
+        self.deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
         # nohup ignores SIGHUP, and it stays ignored; Windows does not have it
@@ -121,35 +122,20 @@ class StopRequest:
         return 128 + self.signal if self.signal else 0
 
 
-@contextlib.contextmanager
-def first_on_rank_0(env, wait):
-    """With `wait`, rank 0 runs the block before the others, because it downloads for all."""
-    if wait and env.rank:
-        env.sum(np.zeros(1))
-    yield
-    if wait and not env.rank:
-        env.sum(np.zeros(1))
-
-
 class DelayedFlag:
-    """
-    Reads a flag that the device computes with each step. On CUDA it returns the flag of the step before: reading the
-    current one would make the host wait for the step that it has just started.
-    """
+    """Reads a flag that the device computes; on CUDA that of the call before, so that no call waits."""
 
     def __init__(self):
-        self.copies = []  # (pinned tensor, event) of the step before
+        self.before = None  # (pinned copy, event) of the step before
 
     def __call__(self, flag):
         if flag.device.type != 'cuda':
             return bool(flag)
-        host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
-        host.copy_(flag, non_blocking=True)
+        copy = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self.copies.append((host, event))
-        if len(self.copies) == 1:
+        before, self.before = self.before, (copy, event)
+        if before is None:
             return False
-        host, event = self.copies.pop(0)
-        event.synchronize()
-        return bool(host)
+        before[1].synchronize()
+        return bool(before[0])

@@ -9,8 +9,9 @@ SPIKE_WINDOW = 128  # of so many losses before it
 
 def collect_steps(run, pending):
     """
-    Waits for the steps in `pending`, a list of (StepResult, num_targets), and adds them to run.state. A skipped step
-    never enters an average. Sets run.diverged_at to the step at which MAX_BAD_STEPS in a row were not finite.
+    Waits for the steps in `pending`, a list of (StepResult, num_targets), and adds them to run.state. A
+    skipped step never enters an average. Sets run.diverged_at to the step at which MAX_BAD_STEPS in a row
+    were not finite.
     """
     state = run.state
     loss_sum, targets, skipped, steps = state.logged or (0.0, 0, 0, 0)
@@ -34,7 +35,9 @@ def collect_steps(run, pending):
 
 
 def track_loss(run, step, loss):
-    """Logs the first of several spikes in a row. After MAX_BAD_STEPS of them the new level counts as normal."""
+    """
+    Logs the first of several spikes in a row. After MAX_BAD_STEPS of them the new level counts as normal.
+    """
     state, recent = run.state, run.state.recent
     enough = len(recent) >= SPIKE_WINDOW // 4
     if not enough or loss <= np.mean(recent) + SPIKE * max(np.std(recent), 1e-3):
@@ -51,6 +54,6 @@ def track_loss(run, step, loss):
 
 def divergence_message(run):
     """The error that ends a run which has diverged."""
-    return (f'step {run.diverged_at}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a row. Those steps '
-            'changed no weight. Lower the learning rate and resume with --init_from=resume; with dtype=float16 try '
-            'bfloat16 or float32')
+    return (f'step {run.diverged_at}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a row. '
+            'Those steps changed no weight. Lower the learning rate and resume with --init_from=resume; with '
+            'dtype=float16 try bfloat16 or float32')

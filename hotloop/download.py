@@ -9,10 +9,11 @@ from urllib.parse import urlsplit
 
 from hotloop.files import Progress, first_line, hash_file, lock, sync_folder
 
-BACKOFF = 1.0  # seconds before another attempt; grows with each that brings nothing new
+BACKOFF = 1.0  # seconds before another attempt; grows with each that fails
 PATIENCE = 30.0  # seconds without a byte before a connection counts as lost
 ATTEMPTS = 6  # in a row that bring nothing new
-HINTS = {401: 'set HF_TOKEN if the file needs one', 403: 'set HF_TOKEN if the file needs one', 404: 'check the address'}
+HINTS = {401: 'set HF_TOKEN to a token that may read it', 403: 'set HF_TOKEN to a token that may read it',
+         404: 'check the address'}
 
 
 def hub():
@@ -22,9 +23,9 @@ def hub():
 
 def download(url, path, sha256=None):
     """
-    Downloads a file unless it is there, and returns its path. It is written to path.part, which a later call resumes,
-    and renamed once its length and its SHA-256 (the argument, or what the hub sends) are right. HF_ENDPOINT, HF_TOKEN
-    (sent to the hub alone) and proxies apply. ValueError says what is wrong.
+    Downloads a file unless it is there, and returns its path. It is written to path.part, which a later call
+    resumes, and renamed once its length and its SHA-256 (the argument, or what the hub sends) are right.
+    HF_ENDPOINT, HF_TOKEN (sent to the hub alone) and proxies apply. ValueError says what is wrong.
     """
     if os.path.exists(path):
         return path
@@ -36,9 +37,10 @@ def download(url, path, sha256=None):
             print(f'downloading {url}', file=sys.stderr)
             linked = fetch(url, part)
             expected = sha256 or linked
-            if expected and hash_file(part) != expected:
+            if expected and (found := hash_file(part)) != expected:
                 os.remove(part)
-                raise ValueError(f'{url} does not have the SHA-256 {expected}; the download was deleted, try again')
+                raise ValueError(f'{url} has SHA-256 {found}, not {expected}; the download was deleted, run '
+                                 'the command again')
             os.replace(part, path)
             sync_folder(os.path.dirname(path) or '.')
     except OSError as e:
@@ -53,7 +55,7 @@ def download(url, path, sha256=None):
 
 
 def fetch(url, part):
-    """Downloads to the file `part`, resumed after every cut. Returns the SHA-256 that the hub sends, or None."""
+    """Downloads to the file part, resuming after cuts. Returns the SHA-256 that the hub sends, or None."""
     import requests
     from urllib3.util import Retry
     retry = Retry(5, connect=2, status_forcelist=(408, 425, 429, 500, 502, 503, 504), backoff_factor=BACKOFF,
@@ -71,11 +73,11 @@ def fetch(url, part):
             failures = 0 if size > most else failures + 1
             most = max(size, most)
             time.sleep(BACKOFF * failures)
-    raise ValueError(f'{url}: the connection broke {ATTEMPTS} times in a row; run the command again to resume')
+    raise ValueError(f'{url}: the connection broke {ATTEMPTS} times in a row; run the command again')
 
 
 def request(session, url, part):
-    """The server's answer: the rest of the file if `part` is the start of the same version, else all of it."""
+    """The server's answer: the rest of the file if part is the start of the same version, or all of it."""
     import requests
     headers, etag, have = {'Accept-Encoding': 'identity'}, '', 0
     if url.startswith(hub() + '/') and os.environ.get('HF_TOKEN'):
@@ -87,8 +89,8 @@ def request(session, url, part):
     try:
         answer = session.get(url, headers=headers, stream=True, timeout=(min(PATIENCE, 10), PATIENCE))
     except (requests.ConnectionError, requests.Timeout) as e:
-        raise ValueError(f'{url}: no connection to {urlsplit(url).netloc} ({type(e).__name__}); check the network '
-                         'and the proxy settings') from None
+        raise ValueError(f'{url}: no connection to {urlsplit(url).netloc} ({type(e).__name__}); check the '
+                         'network and the proxy settings') from None
     status, rest = answer.status_code, answer.headers.get('Content-Range', '')
     is_rest = status == 206 and rest.startswith(f'bytes {have}-') and answer.headers.get('ETag') == etag
     if 'Range' in headers and status in (206, 416) and not is_rest:  # of another version: begin again
@@ -103,7 +105,7 @@ def request(session, url, part):
 
 
 def receive(answer, part):
-    """Writes an answer to the file `part`, or appends the rest of the file to it. Returns whether it is complete."""
+    """Writes an answer to the file part, or appends it (206). Returns whether the file is complete."""
     etag, length = answer.headers.get('ETag', ''), answer.headers.get('Content-Length', '')
     if 'Content-Encoding' in answer.headers or etag.startswith('W/'):  # ranges would be of other bytes
         etag = ''

@@ -13,22 +13,20 @@ from hotloop.dataloader import Mixture
 def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None):
     """
     The loss on fixed windows of a Split: all of them, the shorter last one included, or num_windows spread
-    evenly. They do not depend on `batch` or the number of processes. Dropout and label smoothing are off.
-    A Mixture's splits are evaluated one by one and averaged by weight, as training draws from them.
+    evenly, whatever `batch` and the number of processes are. Dropout and label smoothing are off. A Mixture's
+    splits are averaged by weight. byte_counts: the UTF-8 bytes of each id, (V,).
 
     Returns {'loss': nats per token, 'stderr': its standard error, 'tokens': targets that count, 'bpb': bits
-    per byte, None without byte_counts, the UTF-8 bytes of each id, (V,)}; of a Mixture also 'losses':
-    {name: loss}. Returns None if stop() was true before a batch on any process.
+    per byte or None}, of a Mixture also 'losses': {name: loss}; None if stop() was true on any process.
     """
     if not isinstance(split, Mixture):
         return evaluate_split(model, split, num_windows, batch, env, byte_counts, stop)
     results = []
     for part, weight in zip(split.splits, split.weights, strict=True):
         share = None if num_windows is None else max(round(num_windows * weight), 1)
-        result = evaluate_split(model, part, share, batch, env, byte_counts, stop)
-        if result is None:
+        results.append(evaluate_split(model, part, share, batch, env, byte_counts, stop))
+        if results[-1] is None:
             return None
-        results.append(result)
     losses = [result['loss'] for result in results]
     loss, bpb = float(np.dot(split.weights, losses)), None
     if all(result['bpb'] for result in results):
@@ -48,33 +46,30 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
         last_full = (split.num_tokens - 1) // split.T - 1
         windows = np.linspace(0, last_full, num_windows).round().astype(np.int64)
     mine = np.arange(env.rank, len(windows), env.world)
-    sums = np.zeros((3, len(windows)))  # zero at the windows of other processes
-    loss, targets, num_bytes = sums
-    batch_losses, stopped = [], False
-    was_training = model.training
+    sums = np.zeros((3, len(windows)))  # loss, targets and bytes; zero at the windows of other processes
+    batch_losses, stopped, was_training = [], False, model.training
     model.eval()
     for first in range(0, len(mine), batch):
-        if stop is not None and stop():
-            stopped = True
+        stopped = stop is not None and stop()
+        if stopped:
             break
         rows = mine[first:first + batch]
         x, y = eval_batch(split, windows[rows], batch)
         losses = model(torch.from_numpy(x).to(env.device), torch.from_numpy(y).to(env.device))  # (batch,)
         batch_losses.append(losses[:len(rows)])  # on the device: reading them now would wait for it
         y = y[:len(rows)]
-        targets[rows] = (y >= 0).sum(1)
+        sums[1, rows] = (y >= 0).sum(1)
         if byte_counts is not None:
-            num_bytes[rows] = np.where(y >= 0, byte_counts[np.maximum(y, 0)], 0).sum(1)
+            sums[2, rows] = np.where(y >= 0, byte_counts[np.maximum(y, 0)], 0).sum(1)
     model.train(was_training)
     if batch_losses and not stopped:
-        loss[mine] = torch.cat(batch_losses).cpu().double().numpy()
+        sums[0, mine] = torch.cat(batch_losses).cpu().double().numpy()
     *sums, stops = env.sum(np.append(sums.ravel(), float(stopped)))
     if stops:
         return None
     loss, targets, num_bytes = np.reshape(sums, (3, -1))
     if not targets.any():
-        raise ValueError(f'{split.path} has no target that counts in the windows evaluated; '
-                         'raise eval_tokens')
+        raise ValueError(f'{split.path} has no target that counts in these windows; raise eval_tokens')
     bpb = float(loss.sum() / math.log(2) / num_bytes.sum()) if num_bytes.any() else None
     return {'loss': float(loss.sum() / targets.sum()), 'stderr': standard_error(loss, targets),
             'tokens': int(targets.sum()), 'bpb': bpb}
@@ -82,9 +77,8 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
 
 def standard_error(loss, targets):
     """The standard error of loss.sum() / targets.sum(), from the sums of each window, both (N,)."""
-    # The sample is the windows, as the losses within one are correlated. The mean is a ratio of two sums over
-    # them, so what varies is the residual, loss - mean * targets: a window with many targets has a large
-    # loss without being unusual (Cochran, Sampling Techniques, 1977, 6.4)
+    # Losses within a window are correlated, so the sample is the windows. For a ratio of two sums over them
+    # the residual, loss - mean * targets, is what varies (Cochran, Sampling Techniques, 1977, 6.4)
     mean = loss.sum() / targets.sum()
     residuals = (loss - mean * targets)[targets > 0]
     n = len(residuals)
@@ -94,22 +88,15 @@ def standard_error(loss, targets):
 
 
 def eval_batch(split, windows, batch):
-    """
-    Inputs and targets of windows by number: two (batch, T) int64 arrays, one shape for every batch, so a
-    model is compiled once. Missing rows, and what a shorter last window lacks, have targets of -1.
-    """
-    T, N = split.T, split.num_tokens
+    """Inputs and targets of windows by number: two (batch, T) int64 arrays; -1 where there is no target."""
+    T = split.T  # one shape, also where rows or the end of the last window are missing: compiled once
     x, y = np.zeros((batch, T), dtype=np.int64), np.full((batch, T), -1, dtype=np.int64)
-    starts = windows * T
-    full = np.flatnonzero(starts + T + 1 <= N)
-    if len(full):
-        x[full], y[full] = split.gather(starts[full])
-    for row in np.flatnonzero(starts + T + 1 > N):
-        tail = split.tokens[starts[row]:].astype(np.int64)
-        x[row, :len(tail) - 1] = tail[:-1]
-        y[row, :len(tail) - 1] = tail[1:]
+    for row, start in enumerate(windows * T):
+        tokens = split.tokens[start:start + T + 1].astype(np.int64)
+        n = len(tokens) - 1
+        x[row, :n], y[row, :n] = tokens[:-1], tokens[1:]
         if split.mask is not None:
-            y[row, :len(tail) - 1][split.mask[starts[row] + 1:] == 0] = -1
+            y[row, :n][split.mask[start + 1:start + T + 1] == 0] = -1
     return x, y
 
 
@@ -117,10 +104,10 @@ def eval_windows(cfg, T):
     """How many windows an evaluation reads of the validation split (None: all) and of the training split."""
     if cfg.eval_iters is not None:  # batches of batch_size, as in nanoGPT
         return cfg.eval_iters * cfg.batch_size, cfg.eval_iters * cfg.batch_size
-    if cfg.eval_tokens is None:
-        return None, max(2**18 // T, 1)
     # the training loss is there to show over-fitting, for which a quarter is enough
-    return max(cfg.eval_tokens // T, 1), max(cfg.eval_tokens // 4 // T, 1)
+    num_train = max((cfg.eval_tokens or 2**20) // 4 // T, 1)
+    return cfg.eval_tokens and max(cfg.eval_tokens // T, 1), num_train
+
 
 class Evaluation(NamedTuple):
     """The losses of both splits, as evaluate() returns them."""
@@ -132,11 +119,10 @@ class Evaluation(NamedTuple):
 def evaluate_both(run, stop=None):
     """The Evaluation of a run; None if stop() returned True on any process before it was complete."""
     num_val, num_train = eval_windows(run.cfg, run.val.T)
-    batch, began = run.batches.micro_batch, time.perf_counter()
+    batch, began, train = run.batches.micro_batch, time.perf_counter(), None
     val = evaluate(run.compiled, run.val, num_val, batch, run.env, run.byte_counts, stop)
-    if val is None:
-        return None
-    train = evaluate(run.compiled, run.batches.split, num_train, batch, run.env, stop=stop)
+    if val is not None:
+        train = evaluate(run.compiled, run.batches.split, num_train, batch, run.env, stop=stop)
     if train is None:
         return None
     return Evaluation(val, train, time.perf_counter() - began)

@@ -12,10 +12,7 @@ from importlib.util import find_spec
 
 @contextlib.contextmanager
 def replacing(path):
-    """
-    A binary file to write in; it becomes `path` when the block ends, complete and on the disk. After an error, or
-    a kill at any moment, `path` is what it was before.
-    """
+    """A binary file that becomes `path` when the block ends. An error or a kill leaves `path` what it was."""
     partial = f'{path}.{os.getpid()}.tmp'
     try:
         with open(partial, 'wb') as f:
@@ -42,12 +39,10 @@ def sync_folder(folder):
 
 def lock(path):
     """
-    Locks the file `path` until the returned lock is released or this process ends, even by kill -9. Returns None
-    where the system has no such locks. ValueError names the process that holds the lock.
+    Locks a file until the returned lock is released or this process ends, even by kill -9. Returns None where
+    the system has no such locks. ValueError names the process that holds the lock.
     """
     from filelock import FileLock, SoftFileLock, Timeout
-    if FileLock is SoftFileLock:  # a plain lock file, which would outlive a kill -9
-        return None
     held = FileLock(path)
     owner = path + '.pid'  # apart, because some versions of filelock truncate the locked file
     try:
@@ -57,7 +52,7 @@ def lock(path):
         with contextlib.suppress(OSError), open(owner, encoding='ascii') as f:
             pid = f.read()
         raise ValueError(f'{os.path.dirname(path) or "."} is in use by process {pid}') from None
-    if isinstance(held, SoftFileLock):  # what FileLock becomes on a file system without locks
+    if isinstance(held, SoftFileLock):  # without kernel locks: a plain file, which would outlive a kill -9
         held.release()
         return None
     with open(owner, 'w', encoding='ascii') as f:
@@ -67,8 +62,7 @@ def lock(path):
 
 def is_inside(path, folder):
     """Whether `path` is `folder` or lies below it, links followed."""
-    path, folder = (os.path.join(os.path.realpath(p), '') for p in (path, folder))
-    return path.startswith(folder)
+    return os.path.join(os.path.realpath(path), '').startswith(os.path.join(os.path.realpath(folder), ''))
 
 
 def hash_file(path):
@@ -95,7 +89,7 @@ def first_line(error):
 
 
 def optional(module, purpose):
-    """Imports a package that requirements.txt does not list. ValueError names the pip install if it is missing."""
+    """Imports a package that requirements.txt does not list. ValueError if it is missing."""
     package = module.split('.')[0]
     if find_spec(package) is None:
         raise ValueError(f'{package} {purpose}: pip install {package}')
@@ -115,7 +109,8 @@ class Progress:
             rate = self.done / (now - self.start)
             left = max(self.total - self.done, 0) / rate
             share = self.done / max(self.total, self.done)
-            print(f'\r{share:4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left ', end='', flush=True, file=sys.stderr)
+            line = f'{share:4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left '
+            print(f'\r{line}', end='', flush=True, file=sys.stderr)
             self.shown = now
 
     def close(self):

@@ -11,10 +11,7 @@ def cores(physical=False, system='/sys'):
     The CPUs this process may use: those of its affinity mask, and no more than a container's quota pays for.
     physical: count the hyper-threads of a core once, because they share its multiplication units.
     """
-    if hasattr(os, 'sched_getaffinity'):
-        cpus = os.sched_getaffinity(0)
-    else:
-        cpus = range(os.cpu_count() or 1)
+    cpus = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count() or 1)
     count = len(cpus)
     if physical:
         siblings = f'{system}/devices/system/cpu/cpu{{}}/topology/thread_siblings_list'

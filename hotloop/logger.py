@@ -1,5 +1,6 @@
-"""The log of a run: lines for people, log.jsonl for programs, wandb; and what the run is, printed once."""
+"""The log of a run: lines for people, log.jsonl for programs, wandb."""
 
+import contextlib
 import json
 import math
 import os
@@ -7,15 +8,12 @@ import shlex
 import time
 from typing import NamedTuple
 
-import torch
-
-from configurator import differences
-from hotloop.dataloader import Mixture, windows_per_epoch
-from hotloop.device import attention_kernels, peak_flops, peak_memory
+from hotloop.device import peak_flops, peak_memory
+from hotloop.files import replacing
 
 
 class Log:
-    """Writes the same numbers to the terminal, to log.jsonl and, if asked for, to wandb. Only rank 0 has a log."""
+    """Writes the same numbers to the terminal, log.jsonl and, if asked for, wandb. Only rank 0 has a log."""
 
     def __init__(self, out, cfg, settings, env, state):
         """state: of the run that resumes, whose later lines are dropped; None for a new run."""
@@ -32,7 +30,7 @@ class Log:
             self.wandb = wandb
 
     def write(self, text, **numbers):
-        """Prints the text, and writes the numbers; those that are None, infinite or NaN are left out of the file."""
+        """Prints the text and writes the numbers; the file leaves out those that are None or not finite."""
         self.env.print_once(text)
         if self.file:
             row = {}
@@ -52,12 +50,13 @@ class Log:
         return bool(rows) and not any(row['step'] == step and 'val_loss' in row for row in rows)
 
     def attempt(self, action, *args):
-        """Calls the action. On a full disk, reported once, lines wait in the file's buffer until there is room."""
+        """Calls the action. On a full disk, reported once, lines wait in the file's buffer for room."""
         try:
             action(*args)
         except OSError as e:
             if not self.failed:
-                self.env.print_once(f'{self.path} could not be written: {e.strerror or e}; training continues')
+                why = e.strerror or e
+                self.env.print_once(f'{self.path} could not be written: {why}; training continues')
             self.failed = True
 
     def close(self):
@@ -68,16 +67,12 @@ class Log:
 
 
 def keep_lines(path, last_step):
-    """Drops the lines of a log after a step, which will be written again, and lines that a crash left incomplete."""
-    with open(path, encoding='utf-8', errors='replace') as f, open(f'{path}.tmp', 'w', encoding='utf-8') as kept:
+    """Drops the lines after a step, which will be written again, and those that a crash left incomplete."""
+    with open(path, encoding='utf-8', errors='replace') as f, replacing(path) as kept:
         for line in f:
-            try:
-                belongs = line.endswith('\n') and json.loads(line)['step'] <= last_step
-            except (ValueError, KeyError, TypeError, RecursionError):
-                belongs = False
-            if belongs:
-                kept.write(line)
-    os.replace(f'{path}.tmp', path)
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                if line.endswith('\n') and json.loads(line)['step'] <= last_step:
+                    kept.write(line.encode())
 
 
 class Lap(NamedTuple):
@@ -89,7 +84,7 @@ class Lap(NamedTuple):
 
 
 class StepTimer:
-    """Measures the steps between log lines, without the evaluations and saves between pause() and resume()."""
+    """Measures the steps between log lines, without what happens between pause() and resume()."""
 
     def __init__(self, batches, step):
         self.batches, self.step, self.first = batches, step, True
@@ -116,8 +111,8 @@ def log_step(run, lr, norm, lap):
     state.logged = []
     loss = loss_sum / targets if targets else None
     memory = peak_memory(env.device)
-    numbers = {'loss': loss, 'lr': lr, 'grad_norm': norm, 'tokens_seen': state.tokens_seen, 'skipped': skipped or None,
-               'peak_memory_mb': memory and memory / 1e6}
+    numbers = {'loss': loss, 'lr': lr, 'grad_norm': norm, 'tokens_seen': state.tokens_seen,
+               'skipped': skipped or None, 'peak_memory_mb': memory and memory / 1e6}
     parts = ['loss n/a' if loss is None else f'loss {loss:.4f}', f'lr {lr:.2e}', f'norm {norm:.2f}']
     if lap.first:
         parts.append(f'{lap.seconds:.1f} s, start-up included')
@@ -128,8 +123,10 @@ def log_step(run, lr, norm, lap):
         mfu = tokens_per_s * run.model.flops_per_token(run.val.T) / env.world / peak if peak else None
         numbers |= {'ms': each * 1000, 'tokens_per_s': tokens_per_s, 'mfu': mfu,
                     'data_share': lap.waited / lap.seconds}
-        parts += [f'{each * 1000:.1f} ms', f'{tokens_per_s:,.0f} tok/s', f'mfu {mfu:.1%}' if mfu else 'mfu n/a',
-                  f'data {lap.waited / lap.seconds:.1%}', f'{duration((cfg.max_iters - state.iter_num) * each)} left']
+        left = duration((cfg.max_iters - state.iter_num) * each)
+        parts += [f'{each * 1000:.1f} ms', f'{tokens_per_s:,.0f} tok/s',
+                  f'mfu {mfu:.1%}' if mfu else 'mfu n/a',
+                  f'data {lap.waited / lap.seconds:.1%}', f'{left} left']
     text = f'step {state.iter_num}/{cfg.max_iters}: {", ".join(parts)}'
     if skipped:
         text += f'; {skipped} steps skipped, not finite'
@@ -160,8 +157,8 @@ def log_done(run):
     """The last line of a run that has reached max_iters."""
     memory = peak_memory(run.env.device)
     peak = f', peak memory {memory / 1e6:,.0f} MB' if memory else ''
-    run.env.print_once(f'done: best val loss {run.state.best_val_loss:.4f}{peak}; to see what the model writes: '
-                       f'python sample.py --out_dir={shlex.quote(run.cfg.out_dir)}')
+    run.env.print_once(f'done: best val loss {run.state.best_val_loss:.4f}{peak}; to see what the model '
+                       f'writes: python sample.py --out_dir={shlex.quote(run.cfg.out_dir)}')
 
 
 def duration(seconds):
@@ -171,78 +168,3 @@ def duration(seconds):
     if hours:
         return f'{hours}h{minutes:02d}m'
     return f'{minutes}m{seconds:02d}s' if minutes else f'{seconds}s'
-
-
-def announce(run, settings, meta):
-    """Prints what this run is, once, with the reasons."""
-    for line in [*settings.notes, *describe_settings(run, settings), *describe_machine(run),
-                 *describe_work(run, settings, meta), *describe_oddities(run, settings.given)]:
-        run.env.print_once(line)
-
-
-def describe_settings(run, settings):
-    origin = 'checkpoint' if settings.resumed else 'derived'
-    return ['settings that differ from the defaults:\n'
-            + differences([settings.model, run.cfg], settings.given, origin)]
-
-
-def describe_machine(run):
-    cfg, env = run.cfg, run.env
-    lines = [f'device: {env.device} ({env.reasons["device"]}), processes: {env.world}, threads of each: {env.threads}']
-    gpus = torch.cuda.device_count() if env.device.type == 'cuda' else 1
-    if gpus > 1 and env.world == 1:
-        lines.append(f'note: {gpus} GPUs are available; to use all, replace "python" with "torchrun --standalone '
-                     f'--nproc_per_node={gpus}"')
-    if env.world > 1:
-        lines.append(f'timeout: a process gives up after waiting {cfg.timeout_minutes:g} minutes for the others')
-    lines.append(f'dtype: {str(env.dtype).removeprefix("torch.")} ({env.reasons["dtype"]})')
-    lines.append(f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})')
-    kernels = attention_kernels(run.model.config, env)
-    lines.append(f'attention: scaled_dot_product_attention; kernels available: {", ".join(kernels)}')
-    return lines
-
-
-def describe_work(run, settings, meta):
-    """Data, model, batch and length of the run."""
-    cfg, batches, c = run.cfg, run.batches, run.model.config
-    data = cfg.dataset
-    if isinstance(run.val, Mixture):
-        data += f' ({", ".join(f"{weight:.1%}" for weight in run.val.weights)})'
-    data += f', {batches.split.num_tokens:,} training and {run.val.num_tokens:,} validation tokens, '
-    data += f'{meta["tokenizer"].get("name") or meta["tokenizer"]["kind"]} tokenizer'
-    if meta['foreign']:
-        data += " (no meta.json: read with nanoGPT's assumptions)"
-    if batches.tokens is not None:
-        data += ', in GPU memory'
-    tokens = batches.global_batch * c.block_size
-    epochs = cfg.max_iters * batches.global_batch / windows_per_epoch(batches.split.num_tokens, c.block_size)
-    length = f'{cfg.max_iters:,} steps, {cfg.max_iters * tokens:,} tokens, {epochs:.2f} epochs, into {cfg.out_dir}'
-    if settings.resumed:
-        length += f'; resuming at step {run.state.iter_num:,}'
-    lines = [f'data: {data}',
-             f'model: {c.preset}, {c.n_layer} layers x {c.n_embd} channels x {c.n_head} heads, context {c.block_size}, '
-             f'vocabulary {c.vocab_size}: {run.model.num_params():,} parameters, '
-             f'{run.model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP per token',
-             f'batch: {batches.micro_batch} sequences x {batches.accumulation} micro-batches x {run.env.world} '
-             f'processes = {tokens:,} tokens per step',
-             f'run: {length}']
-    if run.model.loss_chunks > 1:
-        lines.append(f'loss: in {run.model.loss_chunks} chunks, to save memory')
-    return lines
-
-
-def describe_oddities(run, given):
-    """Settings that work, but may not do what was meant."""
-    cfg, lines = run.cfg, []
-    if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
-        lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate={cfg.learning_rate:g}: the rate will rise')
-    if cfg.warmup_iters >= cfg.max_iters:
-        lines.append(f'note: the warm-up of {cfg.warmup_iters} steps is longer than the run')
-    active = {'muon_lr': cfg.optimizer == 'muon', 'muon_momentum': cfg.optimizer == 'muon', 'lr_schedule': cfg.decay_lr,
-              'min_lr': cfg.decay_lr, 'lr_decay_iters': cfg.decay_lr, 'compile_mode': run.env.compile,
-              'decay_fraction': cfg.decay_lr and cfg.lr_schedule == 'linear', 'eval_tokens': cfg.eval_iters is None,
-              'sample_prompt': cfg.sample_interval, 'sample_tokens': cfg.sample_interval}
-    for name, acts in active.items():
-        if name in given and not acts:
-            lines.append(f'note: {name} has no effect with the other settings')
-    return lines

@@ -31,15 +31,12 @@ def out_of_memory(error):
 
 
 def choose_batch_size(model, split, env, cfg):
-    """
-    The largest micro-batch, in sequences, that fits and gives the same global batch as cfg.batch_size x
-    cfg.gradient_accumulation_steps, found by trial. Changes no setting. ValueError if none fits.
-    """
+    """The largest micro-batch that fits and gives the same step, found by trial. ValueError if none fits."""
     micro_batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, env.world)
     sequences = micro_batch * accumulation  # of this process
     reserve = 8 * model.num_params()  # the optimizer's two moments
     if kept_on_device(split, cfg, env):
-        reserve += split.num_bytes()
+        reserve += split.num_bytes
     largest = largest_batch(model, sequences, sequences, env, cfg, reserve)
     if largest is None:
         raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits the memory of '
@@ -57,18 +54,14 @@ def set_batch_size(cfg, micro_batch, T, notes):
 
 
 def largest_batch(model, sequences, limit, env, cfg, reserve):
-    """
-    The largest micro-batch up to `limit` that divides `sequences`, the share of one process, and fits
-    beside `reserve` bytes. None if not even one sequence fits.
-    """
+    """The largest micro-batch up to `limit` that divides `sequences` and fits beside `reserve` bytes."""
     c = model.config
-    limit = min(limit, sequences, max(MAX_TRIAL_TOKENS // c.block_size, 1))
+    limit = min(limit, max(MAX_TRIAL_TOKENS // c.block_size, 1))
     if env.device.type == 'cpu':
         # Linux grants memory that it does not have and kills the process that uses it. So a CPU's limit is
         # estimated: half of its memory, at 12 bytes for each logit and 40 for each channel of each layer
         sequence_bytes = c.block_size * (12 * c.vocab_size + 40 * c.n_layer * c.n_embd)
-        available = device_memory(env.device) // 2 - reserve
-        limit = min(limit, max(available // sequence_bytes, 1))
+        limit = min(limit, max((device_memory(env.device) // 2 - reserve) // sequence_bytes, 1))
     for batch in range(limit, 0, -1):
         if sequences % batch == 0 and batch_fits(model, batch, env, cfg, reserve):
             return batch
@@ -77,19 +70,15 @@ def largest_batch(model, sequences, limit, env, cfg, reserve):
 
 def batch_fits(model, batch, env, cfg, reserve):
     """Whether forward and backward of `batch` sequences fit beside `reserve` bytes, on all processes."""
-    c = model.config
-    loss_chunks = model.loss_chunks
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size,
-                                           device_memory(env.device))
-    failed = 0.0
+    T, failed = model.config.block_size, 0.0
+    loss_chunks, memory = model.loss_chunks, device_memory(env.device)
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * T, model.config.vocab_size, memory)
     try:
         reserved = torch.empty(reserve, dtype=torch.uint8, device=env.device)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)  # of the micro-batches before
-        ids = torch.zeros(batch, c.block_size, dtype=torch.int64, device=env.device)
+        ids = torch.zeros(batch, T, dtype=torch.int64, device=env.device)
         model(ids, ids).sum().backward()  # eager; compiled, it needs less
-        if env.device.type == 'cuda':
-            torch.cuda.synchronize(env.device)
         del reserved
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
@@ -104,16 +93,15 @@ def batch_fits(model, batch, env, cfg, reserve):
 
 def memory_advice(run):
     """The message for a micro-batch that did not fit; on one process, with the largest that does."""
-    batches, batch = run.batches, run.batches.micro_batch
+    batch, sequences = run.batches.micro_batch, run.batches.global_batch
     problem = (f'a micro-batch of {batch} sequences of {run.val.T} tokens does not fit the memory of '
                f'{run.env.device}')
     if run.env.world > 1:  # a trial would wait for processes that did not fail
         return f'{problem}; use a smaller --batch_size, or --batch_size=auto to find the largest that fits'
-    reserve = 8 * run.model.num_params()
-    if any(optimizer.state for optimizer in run.optimizers):
-        reserve = 0  # the moments are in memory already
-    largest = largest_batch(run.model, batch * batches.accumulation, batch - 1, run.env, run.cfg, reserve)
+    has_moments = any(optimizer.state for optimizer in run.optimizers)
+    reserve = 0 if has_moments else 8 * run.model.num_params()
+    largest = largest_batch(run.model, sequences, batch - 1, run.env, run.cfg, reserve)
     if largest is None:
         return f'{problem}, nor does a smaller one; use a smaller model or block_size, or --loss_chunks=16'
-    flags = f'--batch_size={largest} --gradient_accumulation_steps={batches.global_batch // largest}'
+    flags = f'--batch_size={largest} --gradient_accumulation_steps={sequences // largest}'
     return f'{problem}; {flags} fits and gives the same step, and --batch_size=auto finds it by itself'

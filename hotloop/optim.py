@@ -3,14 +3,12 @@
 import torch
 import torch.distributed as dist
 
-# Newton-Schulz iteration that moves all singular values towards 1, with Keller Jordan's coefficients
-# (https://kellerjordan.github.io/posts/muon)
 NS_STEPS = 5
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's, https://kellerjordan.github.io/posts/muon
 
 
 def orthogonalize(G, dtype):
-    """The nearest semi-orthogonal matrices, roughly: singular values of 0.7 to 1.2. G: (N, m, n), m <= n."""
+    """G, (N, m, n), m <= n, with all singular values near 1 (0.7 to 1.2), by a Newton-Schulz iteration."""
     a, b, c = NS_COEFFICIENTS
     X = G.to(dtype)
     X = X / (X.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -23,13 +21,10 @@ def orthogonalize(G, dtype):
 
 class Muon(torch.optim.Optimizer):
     """
-    Orthogonalized momentum: each matrix moves by an update whose singular values are all near 1.
-
-    Matrices of one shape are stacked and orthogonalized together, shared out over the processes.
-    torch.optim.Muon takes them one by one, which costs more than the rest of a small model's step.
-
-    rows: {parameter: [rows of each matrix in it]}. Queries, keys and values share a parameter, but
-    they are independent matrices. With found_inf set to 1 a step changes nothing.
+    Orthogonalized momentum: each matrix moves by an update whose singular values are all near 1. Matrices of
+    one shape are stacked and shared out over the processes; torch.optim.Muon takes them one by one, which is
+    slow. rows: {parameter: [rows of each matrix in it]}; queries, keys and values are three matrices in one
+    parameter. With found_inf set to 1 a step changes nothing.
     """
 
     def __init__(self, params, rows, lr, momentum, weight_decay, env):
@@ -47,15 +42,12 @@ class Muon(torch.optim.Optimizer):
         keep = 1.0 - self.found_inf  # 0 in a step that must change nothing
         for group in self.param_groups:
             params, momentum = group['params'], group['momentum']
-            grads, buffers = [], []
-            for p in params:
+            grads = [torch.where(self.found_inf > 0, 0.0, p.grad) for p in params]  # 0 * inf would be NaN
+            for p, grad in zip(params, grads, strict=True):
                 if not self.state[p]:
                     self.state[p]['momentum_buffer'] = torch.zeros_like(p)
-                grad = torch.where(self.found_inf > 0, 0.0, p.grad)  # 0 * inf would be NaN
-                buffer = self.state[p]['momentum_buffer']
-                buffer.lerp_(grad, (1 - momentum) * keep)
-                grads.append(grad)
-                buffers.append(buffer)
+                self.state[p]['momentum_buffer'].lerp_(grad, (1 - momentum) * keep)
+            buffers = [self.state[p]['momentum_buffer'] for p in params]
             nesterov = torch._foreach_lerp(grads, buffers, momentum)
             torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'] * keep)
             self.update(params, nesterov, -group['lr'] * keep)
@@ -66,16 +58,15 @@ class Muon(torch.optim.Optimizer):
         for param, direction in zip(params, directions, strict=True):
             rows = self.rows[param]
             for weights, part in zip(param.split(rows), direction.split(rows), strict=True):
-                tall = part.size(0) > part.size(1)
-                wide = part.T if tall else part
-                by_shape.setdefault(wide.shape, []).append((weights, wide, tall))
+                growth = 1.0
+                if part.size(0) > part.size(1):
+                    # a tall matrix has fewer singular values than rows, so its rows would move too little
+                    growth = (part.size(0) / part.size(1)) ** 0.5
+                    weights, part = weights.T, part.T
+                by_shape.setdefault(part.shape, []).append((weights, part, growth))
         for matrices in by_shape.values():
-            stack = torch.stack([wide for _, wide, _ in matrices])  # (N, m, n)
-            for (weights, _, tall), update in zip(matrices, self.orthogonalize_shared(stack), strict=True):
-                if tall:
-                    update = update.T
-                # a tall matrix has fewer singular values than rows, so its rows would move too little
-                growth = max(1.0, weights.size(0) / weights.size(1)) ** 0.5
+            stack = torch.stack([part for _, part, _ in matrices])  # (N, m, n)
+            for (weights, _, growth), update in zip(matrices, self.orthogonalize_shared(stack), strict=True):
                 weights.add_(update * (scale * growth))
 
     def orthogonalize_shared(self, stack):
@@ -83,44 +74,36 @@ class Muon(torch.optim.Optimizer):
         world, rank = self.env.world, self.env.rank
         if world == 1:
             return self.orthogonalize(stack, self.dtype)
-        N = stack.size(0)
-        share = -(-N // world)
+        share = -(-len(stack) // world)
         padded = torch.zeros(share * world, *stack.shape[1:], device=stack.device, dtype=stack.dtype)
-        padded[:N] = stack
+        padded[:len(stack)] = stack
         mine = self.orthogonalize(padded[rank * share:(rank + 1) * share], self.dtype)
-        gathered = torch.empty_like(padded)
         # torch 2.13 renamed all_gather_into_tensor
         all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
-        all_gather(gathered, mine.contiguous())
-        return gathered[:N]
+        all_gather(padded, mine.contiguous())
+        return padded[:len(stack)]
 
 
 def build_optimizers(model, cfg, env):
     """
-    Returns [AdamW] or [AdamW, Muon]. Muon takes the matrices inside blocks, AdamW everything else. Weight
-    decay is for matrices and embeddings; vectors and scalars are a group without, as in nanoGPT, whose
-    optimizer states fit. Each group carries 'peak', its learning rate at the top of the schedule.
+    Returns [AdamW] or [AdamW, Muon]; Muon takes the matrices inside blocks. Vectors and scalars do not decay:
+    nanoGPT's two groups, whose states fit. Each group has 'peak', its highest learning rate.
     """
     use_muon = cfg.optimizer == 'muon'
     if cfg.embed_lr is not None and not use_muon:
         raise ValueError(f"embed_lr={cfg.embed_lr} acts under optimizer='muon' only")
-    embedding = model.transformer.wte.weight
-    in_blocks = set(model.transformer.h.parameters())
-    matrices, vectors, muon_matrices = [], [], []
-    for p in model.parameters():
-        if p.dim() < 2:
-            vectors.append(p)
-        elif use_muon and p in in_blocks:
-            muon_matrices.append(p)
-        elif not use_muon or p is not embedding:
-            matrices.append(p)
+    embedding, in_blocks = model.transformer.wte.weight, set(model.transformer.h.parameters())
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    muon_matrices = [p for p in matrices if p in in_blocks]
+    if use_muon:
+        matrices = [p for p in matrices if p not in in_blocks and p is not embedding]
     groups = [{'params': matrices, 'weight_decay': cfg.weight_decay, 'peak': cfg.learning_rate},
               {'params': vectors, 'weight_decay': 0.0, 'peak': cfg.learning_rate}]
     if use_muon:
         embed_lr = cfg.learning_rate if cfg.embed_lr is None else cfg.embed_lr
         groups.append({'params': [embedding], 'weight_decay': cfg.weight_decay, 'peak': embed_lr})
-    # fused: one kernel a group, which skips the update on the device where found_inf is 1. The attribute
-    # found_inf is GradScaler's private handshake with an optimizer; train_step sets it, and Muon has it too
+    # fused: one kernel per group, which skips the update where train_step's found_inf is 1
     adamw = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
     if not use_muon:
         return [adamw]

@@ -28,7 +28,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device, dtype):
-    """Whether PackedLinear works here in this dtype. Tries it, because it calls private functions of torch."""
+    """Whether PackedLinear works here in this dtype, by trying it: it calls private functions of torch."""
     if device.type != 'cpu' or not torch.backends.mkldnn.is_available():
         return False
     linear = nn.utils.skip_init(nn.Linear, 64, 32, dtype=dtype)
@@ -43,24 +43,22 @@ def can_pack(device, dtype):
 
 
 @torch.no_grad()
-def seconds(module, x):
-    """The shortest of three runs of a module on x."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
+def seconds(module, inputs):
+    start = time.perf_counter()
+    for x in inputs:
         module(x)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return time.perf_counter() - start
 
 
-def packing_is_faster(linear):
+def packing_pays(linear, rounds=5):
     """
-    Tries 1 and 8 rows, for some milliseconds, because it depends on CPU, dtype and shape: packed float32
-    takes 10 to 30% longer than F.linear for 1 row on a Sapphire Rapids Xeon, and half as long for 8.
+    Tries it with 1 row and 8 rows, for some milliseconds, because it depends on CPU, dtype and shape: on a
+    Sapphire Rapids Xeon packed float32 takes 10 to 30% longer than F.linear for 1 row, and half as long for
+    8. One round that packing wins is enough, so that other load on the machine does not decide.
     """
     inputs = [linear.weight.new_ones(num_rows, linear.in_features) for num_rows in (1, 8)]
     packed = PackedLinear(linear)
-    return sum(seconds(packed, x) for x in inputs) < sum(seconds(linear, x) for x in inputs)
+    return any(seconds(packed, inputs) < seconds(linear, inputs) for _ in range(rounds))
 
 
 class Int8Linear(nn.Module):
@@ -111,15 +109,17 @@ def prepare_for_inference(model, device, dtype, quantize='none', pack=True):
     model.compute_dtype = dtype
     pack = pack and quantize == 'none' and can_pack(device, dtype)
     pays = {}  # shape of a matrix -> whether packing it pays
-    linears = [(module, name, child) for module in model.modules() for name, child in module.named_children()
+    # names, not the Linears themselves, so that each is freed when it is replaced
+    linears = [(module, name) for module in model.modules() for name, child in module.named_children()
                if isinstance(child, nn.Linear)]
-    for module, name, linear in linears:
+    for module, name in linears:
+        linear = getattr(module, name)
         if quantize == 'int8':
             setattr(module, name, Int8Linear(linear))
         elif pack and linear.weight.numel() >= PACK_FROM:
             shape = linear.weight.shape
             if shape not in pays:
-                pays[shape] = packing_is_faster(linear)
+                pays[shape] = packing_pays(linear)
             if pays[shape]:
                 setattr(module, name, PackedLinear(linear))
     return model.eval()

@@ -6,7 +6,10 @@ from hotloop.tokenizer import prompt_ids, tokenizer_from
 
 
 def sampling_tokenizer(cfg, meta, context):
-    """The tokenizer for sample_interval, or None. ValueError now, not in the middle, if it cannot read the prompt."""
+    """
+    The tokenizer for sample_interval, or None. ValueError now, not in the middle, if it cannot read the
+    prompt.
+    """
     if not cfg.sample_interval:
         return None
     tokenizer = tokenizer_from(meta['tokenizer'])
@@ -17,13 +20,14 @@ def sampling_tokenizer(cfg, meta, context):
 
 def write_sample(run):
     """
-    Logs a text that the model writes now. Its seed belongs to this step alone, so neither dropout nor the order of the
-    data changes. Rank 0 writes; the others wait at the next reduction.
+    Logs a text that the model writes now. Its seed belongs to this step alone, so neither dropout nor the
+    order of the data changes. Rank 0 writes; the others wait at the next reduction.
     """
     if run.env.rank:
         return
     cfg, tokenizer, step = run.cfg, run.tokenizer, run.state.iter_num
-    sampling = Sampling(cfg.sample_tokens, temperature=0.8, top_k=200, stop={tokenizer.eot}, vocab=tokenizer.n_vocab)
+    sampling = Sampling(cfg.sample_tokens, temperature=0.8, top_k=200, stop={tokenizer.eot},
+                        vocab=tokenizer.n_vocab)
     ids, was_training = [], run.model.training
     run.model.eval()
     try:

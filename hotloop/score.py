@@ -80,7 +80,7 @@ def documents_of(cfg, tokenizer, reading):
             separator = SEPARATOR if file.kind == 'text' and has_separator(file.path) else None
             ids, masks = [], []
             for piece in documents_in([file], replace(reading, separator=separator)):
-                new, mask = encode_parts(tokenizer, piece.parts)
+                new, mask = encode_parts(tokenizer, piece.parts, piece.start)
                 ids.append(np.asarray(new, dtype=np.int64))
                 masks.append(np.ones(len(new), dtype=np.uint8) if mask is None else mask)
                 if piece.end:

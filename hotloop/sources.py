@@ -42,15 +42,16 @@ def on_hub(dataset, *paths):
 
 SHAKESPEARE = Corpus(
     'the plays of Shakespeare that nanoGPT trains on', 'public domain',
-    ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',), (), 1.1e6, 0.7e6,
-    sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
+    ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',), (),
+    1.1e6, 0.7e6, sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
 CORPORA = {
     'shakespeare': SHAKESPEARE,
     'shakespeare_char': replace(SHAKESPEARE, tokenizer='char', bins=2.2e6),
     'wikitext2': Corpus(
         'Wikipedia, 2 million words, with a validation set', 'CC BY-SA 3.0',
         on_hub('Salesforce/wikitext', 'wikitext-2-v1/train-00000-of-00001.parquet'),
-        on_hub('Salesforce/wikitext', 'wikitext-2-v1/validation-00000-of-00001.parquet'), 7e6, 6e6, kind='joined'),
+        on_hub('Salesforce/wikitext', 'wikitext-2-v1/validation-00000-of-00001.parquet'), 7e6, 6e6,
+        kind='joined'),
     'wikitext103': Corpus(
         'Wikipedia, 100 million words, with a validation set', 'CC BY-SA 3.0',
         on_hub('Salesforce/wikitext', *(f'wikitext-103-v1/train-0000{i}-of-00002.parquet' for i in range(2))),
@@ -59,34 +60,35 @@ CORPORA = {
     'tinystories': Corpus(
         'short stories by GPT-4 for small models, with a validation set', 'CDLA-Sharing-1.0',
         on_hub('roneneldan/TinyStories', 'TinyStoriesV2-GPT4-train.txt'),
-        on_hub('roneneldan/TinyStories', 'TinyStoriesV2-GPT4-valid.txt'), 2.3e9, 1.1e9, separator='<|endoftext|>'),
+        on_hub('roneneldan/TinyStories', 'TinyStoriesV2-GPT4-valid.txt'), 2.3e9, 1.1e9,
+        separator='<|endoftext|>'),
     'openwebtext': Corpus(
         'a reproduction of the training data of GPT-2: 8 million web pages', 'CC0-1.0',
-        on_hub('Skylion007/openwebtext', *(f'plain_text/train-{i:05d}-of-00080.parquet' for i in range(80))), (), 25e9,
-        18.1e9, kind='parquet', val_fraction=0.0005),
+        on_hub('Skylion007/openwebtext', *(f'plain_text/train-{i:05d}-of-00080.parquet' for i in range(80))),
+        (), 25e9, 18.1e9, kind='parquet', val_fraction=0.0005),
     'fineweb_edu': Corpus(
         'educational web pages, a sample of 10 billion tokens', 'ODC-By 1.0',
-        on_hub('HuggingFaceFW/fineweb-edu', *(f'sample/10BT/{i:03d}_00000.parquet' for i in range(14))), (), 28.5e9,
-        20e9, kind='parquet', val_fraction=0.0005),
+        on_hub('HuggingFaceFW/fineweb-edu', *(f'sample/10BT/{i:03d}_00000.parquet' for i in range(14))), (),
+        28.5e9, 20e9, kind='parquet', val_fraction=0.0005),
     'fineweb10b_gpt2': Corpus(
         'web pages, 10 billion GPT-2 tokens in the shards of llm.c and modded-nanogpt', 'ODC-By 1.0',
         on_hub('kjj0/fineweb10B-gpt2', *(f'fineweb_train_{i:06d}.bin' for i in range(1, 104))),
         on_hub('kjj0/fineweb10B-gpt2', 'fineweb_val_000000.bin'), 20.8e9, 20.8e9, kind='tokens'),
 }
 COMPRESSED = ('.gz', '.bz2', '.xz', '.lzma', '.zst')
-KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv', '.parquet': 'parquet',
-         '.bin': 'tokens'}
-TEXT_SUFFIXES = ('.txt', '.text', '.md', '.rst', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp', '.cu', '.js',
-                 '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php', '.pl', '.lua', '.r', '.jl', '.hs',
-                 '.ml', '.scala', '.swift', '.sql', '.html', '.htm', '.xml', '.css', '.toml', '.yaml', '.yml', '.ini',
-                 '.tex', '.org', '.sh', '.bat', '.log')
+KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
+         '.parquet': 'parquet', '.bin': 'tokens'}
+TEXT_SUFFIXES = ('.txt', '.text', '.md', '.rst', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp', '.cu',
+                 '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php', '.pl', '.lua',
+                 '.r', '.jl', '.hs', '.ml', '.scala', '.swift', '.sql', '.html', '.htm', '.xml', '.css',
+                 '.toml', '.yaml', '.yml', '.ini', '.tex', '.org', '.sh', '.bat', '.log')
 FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) if s != '.bin' for c in ('', *COMPRESSED))
 
 
 def files_under(folder, suffixes, left_out=()):
     """
-    [(relative path, path)] of the files below a folder with one of the suffixes, sorted. Hidden files and folders,
-    datasets and the folders left_out are skipped; links are followed, each folder is entered once.
+    [(relative path, path)] of the files below a folder with one of the suffixes, sorted. Hidden files and
+    folders, datasets and the folders left_out are skipped; links are followed, each folder is entered once.
     """
     def fail(error):
         raise ValueError(f'{error.filename} cannot be read: {error.strerror}') from None
@@ -106,8 +108,8 @@ def files_under(folder, suffixes, left_out=()):
 
 def stdlib_files():
     """
-    The source of the running Python, about 10 MB of real text on every machine: [(relative path, path)]. Without test
-    suites, installed packages and generated files (codec tables, topics of help(), configuration of the build).
+    [(relative path, path)] of the source of the running Python, about 10 MB of real text on every machine.
+    Without test suites, installed packages and generated files (codecs, topics of help(), build settings).
     """
     left_out = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages', 'encodings',
                 'pydoc_data', 'turtledemo', 'ensurepip')
@@ -128,8 +130,9 @@ def open_file(path, name, reading):
 
 def files_of(source, reading, data_dir, spool):
     """
-    [File] of a source: stdlib, a URL (which is downloaded), a folder, a file, a glob pattern, - or a named pipe.
-    Standard input and pipes can be read only once and are copied to the file spool. ValueError if there is nothing.
+    [File] of a source: stdlib, a URL (which is downloaded), a folder, a file, a glob pattern, - or a named
+    pipe. Standard input and pipes can be read only once: they are copied to the file spool. ValueError if
+    there is nothing.
     """
     if source == 'stdlib':
         return [File(path, name, 'text') for name, path in stdlib_files()]
@@ -148,12 +151,12 @@ def files_of(source, reading, data_dir, spool):
             copy_stream(pipe, spool)
         return [open_file(spool, 'stdin', reading)]
     if source in CORPORA:
-        raise ValueError(f'{source} is a corpus by name, which is prepared alone; train on several datasets with '
-                         f'--dataset={source},OTHER')
+        raise ValueError(f'{source} is a corpus by name, which is prepared alone; train on several datasets '
+                         f'with --dataset={source},OTHER')
     paths = sorted(path for path in glob.glob(source, recursive=True) if os.path.isfile(path))
     if not paths:
-        raise ValueError(f'{source} is not a file, a folder, a pattern that matches files, or a corpus by name: '
-                         f'stdlib, {", ".join(CORPORA)}')
+        raise ValueError(f'{source} is not a file, a folder, a pattern that matches files, or a corpus by '
+                         f'name: stdlib, {", ".join(CORPORA)}')
     base = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [open_file(path, os.path.relpath(path, base).replace(os.sep, '/'), reading) for path in paths]
 
@@ -164,7 +167,7 @@ def files_in_folder(folder, reading):
         raise ValueError(f'{folder} is a dataset; train on it, or prepare what it was made from')
     found = files_under(folder, FOLDER_SUFFIXES if reading.format == 'auto' else '')
     if not found:
-        raise ValueError(f'{folder} holds no files with the suffix of text or rows; --format=text reads all files')
+        raise ValueError(f'{folder} holds no files with a suffix of text or rows; --format=text reads all')
     return [open_file(path, name, reading) for name, path in found]
 
 
@@ -186,9 +189,9 @@ def download_source(url, data_dir, sha256=None):
 
 def open_corpus(name, cfg):
     """
-    [training files, validation files] of a corpus by name, downloaded: cfg.shards of the training files, and the
-    corpus's own validation files unless cfg.val or cfg.val_fraction is given. Prints first what the corpus is and
-    needs. ValueError if the disk is too small.
+    [training files, validation files] of a corpus by name, downloaded: cfg.shards of the training files, and
+    the corpus's own validation files unless cfg.val or cfg.val_fraction is given. Prints what the corpus is
+    and needs before it downloads. ValueError if the disk is too small.
     """
     corpus = CORPORA[name]
     train, val = corpus.train[:cfg.shards], corpus.val
@@ -196,8 +199,8 @@ def open_corpus(name, cfg):
         val = ()
     share = len(train) / len(corpus.train)
     size, need = corpus.download * share / 1e6, (corpus.download + corpus.bins) * share / 1e6
-    print(f'{name}: {corpus.about}; license {corpus.license}; {len(train) + len(val)} files to download, about '
-          f'{size:,.0f} MB; needs {need:,.0f} MB of disk with the bins', flush=True)
+    print(f'{name}: {corpus.about}; license {corpus.license}; {len(train) + len(val)} files to download, '
+          f'about {size:,.0f} MB; needs {need:,.0f} MB of disk with the bins', flush=True)
     os.makedirs(cfg.data_dir, exist_ok=True)
     free = shutil.disk_usage(cfg.data_dir).free / 1e6
     downloaded = glob.glob(glob.escape(os.path.join(cfg.data_dir, 'downloads')) + '/*')

@@ -53,23 +53,29 @@ class ZstdFile(io.RawIOBase):
         return count
 
 
+def open_zstd(raw):
+    return io.BufferedReader(ZstdFile(raw))
+
+
 @contextlib.contextmanager
 def open_text(path, errors='strict', progress=None):
     """
-    Opens a text file for a with statement: UTF-8 without its byte-order mark, decompressed by the suffix of its name,
-    line ends unchanged. ValueError, also while reading: cannot be read, damaged or cut, not UTF-8 (errors='strict').
+    Opens a text file for a with statement: UTF-8 without its byte-order mark, decompressed by the suffix of
+    its name, line ends unchanged; a line ends with a line feed. ValueError, also while reading: a file that
+    cannot be read, is damaged or cut, or is not UTF-8 (unless errors='replace').
     """
-    openers = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open, '.zst': ZstdFile}
+    openers = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open, '.zst': open_zstd}
     opener = openers.get(os.path.splitext(path)[1].lower())
     try:
-        with io.BufferedReader(ProgressFile(path, progress)) as raw:
-            data = io.BufferedReader(opener(raw), 1 << 20) if opener else raw
-            yield io.TextIOWrapper(data, 'utf-8-sig', errors, newline='')
+        with io.BufferedReader(ProgressFile(path, progress), 1 << 17) as raw:
+            data = opener(raw) if opener else raw
+            yield io.TextIOWrapper(data, 'utf-8-sig', errors, newline='\n')
     except UnicodeDecodeError as e:
         is_utf16 = e.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        hint = ' (UTF-16?)' if is_utf16 else ''
         before = e.object[max(e.start - 20, 0):e.start].decode(errors='replace')
-        raise ValueError(f'{path} is not UTF-8 text{" (UTF-16?)" if is_utf16 else ""}: byte {e.object[e.start]:#04x} '
-                         f'after {before!r}; convert it, or use --bad_utf8=replace') from None
+        raise ValueError(f'{path} is not UTF-8 text{hint}: byte {e.object[e.start]:#04x} after {before!r}; '
+                         'convert it, or use --bad_utf8=replace') from None
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as e:
         raise ValueError(f'{path} is damaged or incomplete: {e}; get it again') from None
     except OSError as e:

@@ -44,9 +44,8 @@ class Tokenizer:
     @cached_property
     def special_names(self):
         """A regular expression that matches the names of special ids, the longest first."""
-        names = sorted(self.specials, key=len, reverse=True)
-        any_name = '|'.join(re.escape(name) for name in names)
-        return re.compile(f'({any_name or "(?!)"})')  # (?!) matches nothing
+        names = map(re.escape, sorted(self.specials, key=len, reverse=True))
+        return re.compile(f'({"|".join(names) or "(?!)"})')  # (?!) matches nothing
 
 
 class ByteTokenizer(Tokenizer):
@@ -124,9 +123,9 @@ class TiktokenTokenizer(Tokenizer):
 
 class BPETokenizer(TiktokenTokenizer):
     """
-    A byte-level BPE that carries its own table, run by tiktoken. tokens: the bytes of each id, or None for
+    A byte-level BPE that carries its tokens, run by tiktoken. tokens: the bytes of each id, or None for
     special and unused ids; lower ids merge first. Without specials, the end-of-text id follows the tokens.
-    The other arguments occur in older datasets, made with a tokenizer.json. nfc: normalize texts to NFC.
+    Older datasets that were made with a tokenizer.json use the other arguments. nfc: normalize texts to NFC.
     """
 
     def __init__(self, tokens, pattern=GPT2_SPLIT, specials=None, eot=None, bos=None, nfc=False):
@@ -189,8 +188,10 @@ def tokenizer_from(spec):
         kind = spec['kind']
         if kind == 'byte':
             return ByteTokenizer()
-        if kind == 'char' and ''.join(dict.fromkeys(spec['chars'])) == spec['chars']:  # all different
-            return CharTokenizer(spec['chars'], bool(spec.get('eot')))
+        if kind == 'char':
+            chars = spec['chars']
+            if isinstance(chars, str) and len(set(chars)) == len(chars):
+                return CharTokenizer(chars, bool(spec.get('eot')))
         if kind == 'tiktoken':
             return TiktokenTokenizer(str(spec['name']))
         if kind == 'bpe':
@@ -211,8 +212,8 @@ http://example.com/a?b=c&d=1 <|endoftext|> <s> 😀👍🏽 \u200d\u2028 ½ ² �
 
 def same_tokenizer(a, b):
     """
-    Whether two specs mean the same ids: they are equal, or their ids have the same bytes and they encode some
-    mixed text to the same ids. So GPT-2's tokenizer.json is the same as tiktoken's gpt2.
+    Whether two specs mean the same ids: they are equal, or their ids have the same bytes and they encode
+    MIXED_TEXT and their vocabulary alike. GPT-2's tokenizer.json is the same as tiktoken's gpt2.
     """
     if a == b:
         return True
@@ -220,7 +221,10 @@ def same_tokenizer(a, b):
         a, b = tokenizer_from(a), tokenizer_from(b)
         if list(a.pieces) != list(b.pieces) or a.eot != b.eot:
             return False
-        return np.array_equal(a.encode(MIXED_TEXT), b.encode(MIXED_TEXT))
+        names = {name.encode() for name in (*a.specials, *b.specials)}
+        vocabulary = b'\n'.join(piece for piece in a.pieces if piece not in names)
+        text = MIXED_TEXT + vocabulary.decode('utf-8', 'replace')
+        return np.array_equal(a.encode(text), b.encode(text))
     except ValueError:  # one of them cannot be built here
         return False
 
@@ -241,8 +245,7 @@ def encode_parts(tokenizer, parts, start=True):
     """
     runs = []  # [text or special id, counts]; adjacent texts that count alike are one run
     for text, markup, counts in parts:
-        words = tokenizer.special_names.split(text) if markup else [text]
-        for word in words:
+        for word in tokenizer.special_names.split(text) if markup else [text]:
             if markup and word in tokenizer.specials:
                 runs.append([tokenizer.specials[word], counts])
             elif runs and isinstance(runs[-1][0], str) and runs[-1][1] == counts:

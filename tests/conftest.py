@@ -1,4 +1,4 @@
-"""Shared by the tests: a tiny dataset, training runs in this process, GPT-2's ranks, a hub of our own."""
+"""Shared by the tests: a tiny dataset, training runs in this process, GPT-2's tokenizer, a local hub."""
 
 import contextlib
 import http.server
@@ -18,8 +18,9 @@ from hotloop.tokenizer import TiktokenTokenizer
 
 SHARED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__))), 'shared', 'data')
 
-# two layers, a third of a second for ten steps, with a warm-up, a decay and three evaluations
-TINY = dict(dataset='tiny', device='cpu', dtype='float32', compile=False, threads=1, n_layer=2, n_head=2, n_embd=32,
+# ten steps take a third of a second, with a warm-up, a decay and three evaluations
+TINY = dict(dataset='tiny', device='cpu', dtype='float32', compile=False, threads=1, n_layer=2, n_head=2,
+            n_embd=32,
             block_size=16, batch_size=4, gradient_accumulation_steps=2, max_iters=10, warmup_iters=3,
             learning_rate=5e-3, min_lr=5e-4, eval_interval=4, eval_tokens=1024)
 
@@ -33,7 +34,8 @@ def write_bins(folder, tokens, val, tokenizer=None, vocab_size=257, dtype='uint1
         if masks:
             masks[name].astype(np.uint8).tofile(f'{folder}/{name}.mask.bin')
     meta = {'format': 1, 'dtype': dtype, 'vocab_size': vocab_size, 'tokenizer': tokenizer or {'kind': 'byte'},
-            'eot': None, 'splits': {name: {'tokens': len(ids)} for name, ids in splits.items()}, 'source': 'by hand'}
+            'eot': None, 'splits': {name: {'tokens': len(ids)} for name, ids in splits.items()},
+            'source': 'by hand'}
     if tokenizer is not False:
         with open(f'{folder}/meta.json', 'w', encoding='utf-8') as f:
             json.dump(meta, f)
@@ -41,14 +43,17 @@ def write_bins(folder, tokens, val, tokenizer=None, vocab_size=257, dtype='uint1
 
 
 def noise(n, seed=0, low=32, high=96):
-    """n byte tokens, skewed so that there is something to learn."""
+    """n byte tokens with a skewed distribution, so that there is something to learn."""
     rng = np.random.default_rng(seed)
     return np.minimum(rng.integers(low, high, n), rng.integers(low, high, n))
 
 
 @pytest.fixture(scope='session')
 def data_dir(tmp_path_factory):
-    """data_dir with the dataset tiny: 4,001 training tokens; 487 to validate on, 30 windows of 16 and a tail of 6."""
+    """
+    data_dir with the dataset tiny: 4,001 training tokens; 487 to validate on, 30 windows of 16 and a tail of
+    6.
+    """
     folder = tmp_path_factory.mktemp('data')
     write_bins(folder / 'tiny', noise(4001), noise(487, seed=1))
     return str(folder)
@@ -64,8 +69,9 @@ def train_tiny(tmp_path, data_dir):
 
 
 @pytest.fixture(autouse=True)
-def as_it_was():
-    """Training takes over signals and threads of its process."""
+def as_it_was(monkeypatch):
+    """Training changes signal handlers and threads of its process."""
+    monkeypatch.setattr('gc.collect', lambda *args: 0)  # half the time of a tiny run
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     threads = torch.get_num_threads()
     yield
@@ -87,6 +93,39 @@ def at_step(monkeypatch, step, action):
     monkeypatch.setattr(train, 'train_step', wrapped)
 
 
+def load(path):
+    return torch.load(path, map_location='cpu', weights_only=True)
+
+
+def same(a, b):
+    """Equal bit for bit, through containers."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def rows(out, name):
+    """The lines of a run's log.jsonl that have this name."""
+    lines = map(json.loads, (out / 'log.jsonl').read_text(encoding='utf-8').splitlines())
+    return [line for line in lines if name in line]
+
+
+def error_of(call, *args, **kwargs):
+    """
+    The text of the ValueError that a call raises. The exception is let go: its frames would hold a run's
+    lock.
+    """
+    try:
+        call(*args, **kwargs)
+    except ValueError as e:
+        return str(e)
+    pytest.fail('nothing was raised')
+
+
 def contents(folder):
     """{relative path: bytes} of everything below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
@@ -103,7 +142,10 @@ def gpt2(monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """serve(path, body, ...) -> a hub on 127.0.0.1 in a thread, under HF_ENDPOINT; hub.requests are (path, headers)."""
+    """
+    serve(path, body, ...) -> a hub on 127.0.0.1 in a thread, under HF_ENDPOINT; hub.requests are (path,
+    headers).
+    """
     answers, requests = {}, []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -133,7 +175,7 @@ def hub(monkeypatch):
     monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{server.server_port}/')
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     monkeypatch.delenv('HF_TOKEN', raising=False)
-    monkeypatch.setattr('hotloop.download.PAUSE', 0.001)
+    monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
 
     class Hub:
         def serve(self, file, body, headers=None, status=200, name='gpt2'):

@@ -23,27 +23,21 @@ from hotloop.dataset import (
     show,
 )
 from hotloop.encode import Encoded
-from hotloop.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_from
+from hotloop.tokenizer import ByteTokenizer, CharTokenizer
 
 BYTE = {'kind': 'byte'}
 
 
-@pytest.mark.parametrize('name', ['../x', '..', 'a/../../x', 'a/..', '/tmp/x', 'a\\..\\x', 'a\0b', '', 'C:x'])
-def test_a_name_that_leads_out_of_data_dir_is_refused(name):
-    with pytest.raises(ValueError, match='must be a name below data_dir'):
+@pytest.mark.parametrize('name, words', [
+    *((name, 'must be a name below') for name in
+      ('../x', '..', 'a/../../x', 'a/..', '/tmp/x', 'a\\..\\x', 'a\0b', '', 'C:x')),
+    *((name, 'leave out') for name in ('x.partial', 'x.partial/new', 'x.partial.123', 'a/x.partial/old'))])
+def test_a_name_that_leads_elsewhere_is_refused(name, words):
+    with pytest.raises(ValueError, match=words):
         dataset_folder('data', name)
-
-
-def test_names_may_have_folders_and_dots_but_not_be_those_of_partial_datasets():
     assert dataset_folder('data', 'a/b..c/') == os.path.join('data', 'a', 'b..c')
     assert dataset_folder('data', 'a.partially') == os.path.join('data', 'a.partially')
-    for name in ('x.partial', 'x.partial/new', 'x.partial.123', 'a/x.partial/old'):
-        with pytest.raises(ValueError, match=r'leave out \.partial'):
-            dataset_folder('data', name)
 
-
-# -----------------------------------------------------------------------------
-# writing
 
 def encoded(ids, mask=None):
     return Encoded(np.array(ids, np.int64), None if mask is None else np.array(mask, np.uint8), len(ids), 1)
@@ -146,20 +140,15 @@ def test_two_processes_do_not_write_one_dataset(tmp_path):
     assert os.listdir(tmp_path) == ['x']
 
 
-# -----------------------------------------------------------------------------
-# reading
-
-def test_meta_json_is_read_back_and_comes_before_meta_pkl(tmp_path):
-    write_bins(tmp_path, [1, 2], [3])
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('abc')))
-    meta = json.loads((tmp_path / 'meta.json').read_text())
-    assert read_meta(str(tmp_path)) == {**meta, 'foreign': False}
-
-
-def test_without_meta_nanogpts_assumption_holds(tmp_path):
+def test_meta_json_comes_before_meta_pkl_and_that_before_nanogpts_assumption(tmp_path):
     gpt2 = {'kind': 'tiktoken', 'name': 'gpt2'}
     assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': gpt2,
                                         'splits': {}, 'foreign': True}
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('abc')))
+    assert read_meta(str(tmp_path))['vocab_size'] == 3
+    write_bins(tmp_path, [1, 2], [3])
+    meta = json.loads((tmp_path / 'meta.json').read_text())
+    assert read_meta(str(tmp_path)) == {**meta, 'foreign': False}
 
 
 @pytest.mark.parametrize('change', [
@@ -186,10 +175,8 @@ def nanogpt_meta(chars):
 @pytest.mark.parametrize('protocol', range(pickle.HIGHEST_PROTOCOL + 1))
 def test_nanogpts_meta_pkl_is_read(tmp_path, protocol):
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('\n abcé'), protocol))
-    meta = read_meta(str(tmp_path))
-    assert meta == {'dtype': 'uint16', 'vocab_size': 6, 'splits': {}, 'foreign': True,
-                    'tokenizer': {'kind': 'char', 'chars': '\n abcé', 'eot': False}}
-    assert tokenizer_from(meta['tokenizer']).encode('éa').tolist() == [5, 2]
+    assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 6, 'splits': {}, 'foreign': True,
+                                        'tokenizer': {'kind': 'char', 'chars': '\n abcé', 'eot': False}}
 
 
 class Touch:
@@ -202,10 +189,9 @@ class Touch:
         return open, (self.path, 'w')
 
 
-@pytest.mark.parametrize('protocol', [0, pickle.HIGHEST_PROTOCOL])
-def test_a_meta_pkl_cannot_run_code(tmp_path, protocol):
+def test_a_meta_pkl_cannot_run_code(tmp_path):
     target = tmp_path / 'touched'
-    evil = pickle.dumps({**nanogpt_meta('abc'), 'extra': Touch(target)}, protocol)
+    evil = pickle.dumps({**nanogpt_meta('abc'), 'extra': Touch(target)})
     pickle.loads(evil)['extra'].close()
     assert target.exists(), 'the trap itself must work'
     target.unlink()
@@ -229,7 +215,7 @@ def test_bins_that_are_missing_empty_or_cut(tmp_path):
     for name in ('a.bin', 'not there.bin'):
         assert open_bin(str(tmp_path / name), 'uint16').size == 0
     (tmp_path / 'a.bin').write_bytes(b'123')
-    with pytest.raises(ValueError, match='has 3 bytes, which is not a multiple of the 2 bytes of a uint16'):
+    with pytest.raises(ValueError, match='has 3 bytes, not a multiple of 2'):
         open_bin(str(tmp_path / 'a.bin'), 'uint16')
 
 
@@ -244,9 +230,6 @@ def test_ids_are_shown_on_one_line():
     assert show(ByteTokenizer(), [*b'a\n\x1b\xff', 256, 256, 9]) == shown
     assert show(CharTokenizer('ab'), [1, 0]) == 'ba'
 
-
-# -----------------------------------------------------------------------------
-# what training asks
 
 @pytest.fixture(scope='module')
 def data(tmp_path_factory):
@@ -278,7 +261,7 @@ def test_datasets_that_cannot_be_opened(data, dataset, words):
 def test_a_checkpoints_tokenizer_must_be_the_datasets():
     check_tokenizer(BYTE, {'tokenizer': BYTE})
     check_tokenizer(None, {'tokenizer': BYTE})
-    with pytest.raises(ValueError, match=r'with the tokenizer char \(3 characters\), .* made with byte'):
+    with pytest.raises(ValueError, match=r"has the tokenizer {.*'chars': 'abc'.* made with {'kind': 'byte'}"):
         check_tokenizer({'kind': 'char', 'chars': 'abc', 'eot': False}, {'tokenizer': BYTE})
 
 

@@ -12,8 +12,8 @@ import torch
 from conftest import TINY, noise, write_bins
 
 import train
-from hotloop.generate import generate
-from hotloop.quantize import for_inference
+from hotloop.generate import Sampling, generate
+from hotloop.quantize import prepare_for_inference
 from model import GPT, GPTConfig
 
 DEVICE = os.environ.get('TEST_DEVICE', 'cuda')
@@ -42,9 +42,9 @@ def furthest(a, b):
     return max((a['model'][name] - b['model'][name]).abs().max().item() for name in a['model'])
 
 
-@pytest.mark.parametrize('recipe', [{}, {'preset': 'modern', 'optimizer': 'muon'}], ids=['gpt2', 'modern, muon'])
+@pytest.mark.parametrize('recipe', [{}, {'preset': 'modern', 'optimizer': 'muon'}], ids=['gpt2', 'modern'])
 def test_resume_is_exact(run, recipe):
-    """With deterministic=True; without it the difference is only told."""
+    """With deterministic=True; without it the difference is only printed."""
     for deterministic in (True, False):
         settings = {**recipe, 'deterministic': deterministic}
         whole = run(f'whole{deterministic}', **settings)
@@ -65,19 +65,22 @@ def test_a_loss_in_chunks_trains_as_the_whole_does(run):
 
 
 @pytest.mark.parametrize('preset', ['gpt2', 'modern'])
-@pytest.mark.parametrize('decode', ['graph', 'compiled'])
-def test_a_graph_and_a_compiled_step_draw_what_the_eager_one_draws(preset, decode):
-    """In float32, where kernels differ by less than the gaps between the likeliest ids."""
+def test_a_compiled_step_draws_what_the_eager_one_draws(preset):
+    """In float32, where kernels differ less than probable ids. Contexts slide; graphs are used again."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT(GPTConfig(preset=preset, vocab_size=61, n_layer=2, n_head=2, n_embd=128, block_size=64))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    for_inference(model, torch.device(DEVICE), torch.float32, pack=False)
+    prepare_for_inference(model, torch.device(DEVICE), torch.float32, pack=False)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    drawn = [[[(s, token) for s, token, _ in told] for told in
-              generate(model, prompts, 40, temperature=t, top_k=20, seeds=[1, 2, 3], decode=how)]
-             for how in ('eager', decode) for t in (0.0, 0.8)]
-    assert drawn[:2] == drawn[2:]
+
+    def texts(compiled, temperature):
+        sampling = Sampling(90, temperature=temperature, top_k=20, repetition_penalty=1.1, stop={11})
+        steps = generate(model, prompts, sampling, seeds=[1, 2, 3], compiled=compiled)
+        return [[(sequence, token) for sequence, token, _ in new] for new in steps]
+    for temperature in (0.0, 0.8, 0.8):
+        assert texts(True, temperature) == texts(False, temperature)
 
 
 @pytest.mark.skipif(DEVICE == 'cpu', reason='a CPU has no limit that is safe to reach')
@@ -85,8 +88,8 @@ def test_batch_size_auto_on_a_device_that_is_nearly_full(run):
     """All but 2 GB are taken."""
     free = torch.cuda.mem_get_info()[0]
     taken = torch.empty(free - 2 * 10**9, dtype=torch.uint8, device=DEVICE)
-    found = run('auto', batch_size='auto', gradient_accumulation_steps=1024, block_size=1024, n_embd=512, max_iters=2,
-                eval_tokens=2048, vocab_size=50304, data_on_device=False)
+    found = run('auto', batch_size='auto', gradient_accumulation_steps=1024, block_size=1024, n_embd=512,
+                max_iters=2, eval_tokens=2048, vocab_size=50304, data_on_device=False)
     del taken
     config = found['config']
     print(f'found batch_size={config["batch_size"]}')

@@ -13,10 +13,11 @@ import pytest
 from conftest import SHARED, contents, write_bins
 
 import prepare
+from configurator import configure
 from hotloop.dataset import read_meta
-from hotloop.sources import stdlib_files
+from hotloop.holdout import hold_out, holdout_hash
+from hotloop.sources import how_to_make, stdlib_files
 from hotloop.tokenizer import tokenizer_from
-from prepare import hold_out, holdout_hash
 
 NOTES = {'0.txt': 'alpha\n' * 50, '1.txt': 'béta\r\n' * 60, '2.txt': 'γ' * 200, '4.txt': 'delta 😀\n' * 40,
          'sub/five.md': '# five\n'}
@@ -46,8 +47,8 @@ def make(tmp_path):
             ids = np.fromfile(folder / f'{split}.bin', dtype=meta['dtype'])
             assert meta['splits'][split]['tokens'] == len(ids)
             ends = [] if tokenizer.eot is None else np.flatnonzero(ids == tokenizer.eot) + 1
-            documents[split] = [tokenizer.decode(part.tolist()).decode()
-                                for part in np.split(ids, ends) if len(part)]
+            parts = [part.tolist() for part in np.split(ids, ends) if len(part)]
+            documents[split] = [tokenizer.decode(part).decode() for part in parts]
         return documents, meta
     return run
 
@@ -61,14 +62,11 @@ def as_jsonl(rows):
     return '\n'.join(json.dumps(row) for row in rows)
 
 
-# -----------------------------------------------------------------------------
-# what is written
-
 def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, capsys):
     """As nanoGPT's shakespeare_char/prepare.py: data[:int(n * 0.9)], uint16, little-endian, no header."""
     text = 'Ünïcode, not bytes, is cut. €' * 37
     (tmp_path / 'book.txt').write_text(text, encoding='utf-8', newline='')
-    _, meta = make(tmp_path / 'book.txt', tokenizer='char', name='book')
+    _, meta = make(tmp_path / 'book.txt', tokenizer='char', name='book', seed=1)
     chars, n = sorted(set(text)), int(len(text) * 0.9)
     assert n != round(len(text) * 0.9), 'the cut must round down'
     for split, part in (('train', text[:n]), ('val', text[n:])):
@@ -80,7 +78,9 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
                     'tokenizer': {'kind': 'char', 'chars': ''.join(chars), 'eot': False}, 'bos': None,
                     'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'templates': []}
     assert os.listdir(tmp_path / 'data') == ['book']
-    command = shlex.split(capsys.readouterr().out.splitlines()[-1].split(': ')[1])
+    out = capsys.readouterr().out
+    assert 'note: seed has no effect' in out and f'tokenizer: char, {len(chars)} ids\n' in out
+    command = shlex.split(out.splitlines()[-1].split(': ')[1])
     assert command[:4] == ['python', 'train.py', 'config/quickstart.py', '--dataset=book']
 
 
@@ -105,6 +105,15 @@ def test_the_same_input_gives_the_same_bytes_and_the_seed_splits(notes, make, tm
     assert len({first['val.bin'], *(made('c', seed=seed)['val.bin'] for seed in range(4))}) > 1
 
 
+def test_ids_beyond_two_bytes_are_written_in_four(tmp_path, make):
+    text = ''.join(chr(c) for c in range(0x20000, 0x20000 + 2**16 + 1))
+    for part, dtype in ((text, 'uint32'), (text[1:], 'uint16')):
+        (tmp_path / 'a.txt').write_text(part, encoding='utf-8')
+        documents, meta = make(tmp_path / 'a.txt', tokenizer='char')
+        assert meta['dtype'] == dtype and meta['vocab_size'] == len(part)
+        assert documents['train'][0] + documents['val'][0] == part
+
+
 def test_texts_have_their_known_numbers_of_tokens(gpt2, tmp_path):
     """nanoGPT's data/shakespeare/readme.md; WikiText-2 under GPT-2's BPE."""
     shakespeare, wikitext = os.path.join(SHARED, 'tinyshakespeare.txt'), os.path.join(SHARED, 'wikitext-2')
@@ -116,22 +125,16 @@ def test_texts_have_their_known_numbers_of_tokens(gpt2, tmp_path):
 
 
 def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
-    chats, pairs = [], []
-    for i in range(30):
-        turns = [{'from': 'human', 'value': f'{i}?'}, {'from': 'gpt', 'value': 'Four.'}]
-        chats.append({'conversations': turns})
-        pairs.append({'prompt': f'{i} ask', 'completion': ' tell'})
-    for rows, templates in ((chats, ['chatml']), (chats + pairs, ['chatml', 'joined']), (pairs, ['joined'])):
+    chats = [{'messages': [{'role': 'user', 'content': f'{i}?'}, {'role': 'assistant', 'content': 'Four.'}]}
+             for i in range(30)]
+    pairs = [{'prompt': f'{i} ask', 'completion': ' tell'} for i in range(30)]
+    for rows, templates in ((chats + pairs, ['chatml', 'joined']), (pairs, ['joined'])):
         (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}]))
-        _, meta = make(tmp_path / 'a.jsonl', val_fraction=0.3)
-        assert meta['templates'] == templates
+        assert make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]['templates'] == templates
         assert '1 rows without text, or without an answer, were left out' in capsys.readouterr().out
-    for split, counts in meta['splits'].items():
+    for split, counts in read_meta(str(tmp_path / 'data' / 'x'))['splits'].items():
         mask = (tmp_path / 'data' / 'x' / f'{split}.mask.bin').read_bytes()
         assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
-        assert counts['mask_sha256'] == hashlib.sha256(mask).hexdigest()
-    prepare.main(['--inspect', 'x', f'--data_dir={tmp_path}/data'])
-    assert ' ask] tell<|endoftext|>[' in capsys.readouterr().out
 
 
 def test_standard_input(tmp_path, make, monkeypatch):
@@ -150,9 +153,6 @@ def test_without_a_source_the_standard_library_is_prepared(tmp_path, monkeypatch
     splits = read_meta(str(tmp_path / 'stdlib'))['splits']
     assert sum(s['bytes'] for s in splits.values()) == sum(os.path.getsize(path) for _, path in some)
 
-
-# -----------------------------------------------------------------------------
-# what is held out
 
 def test_documents_are_held_out_by_hash_to_make_up_the_fraction():
     choices = set()
@@ -173,7 +173,7 @@ def test_documents_are_held_out_by_hash_to_make_up_the_fraction():
 def test_equal_documents_fall_on_one_side_however_many_there_are(tmp_path, make, monkeypatch):
     (tmp_path / 'a.jsonl').write_text(as_jsonl([{'text': f'document {i % 1000}'} for i in range(3000)]))
     for small in (1 << 24, 10):  # by exact size, then each with a probability
-        monkeypatch.setattr(prepare, 'SMALL', small)
+        monkeypatch.setattr('hotloop.holdout.SMALL', small)
         documents, _ = make(tmp_path / 'a.jsonl')
         assert len(documents['train']) + len(documents['val']) == 3000
         assert not set(documents['train']) & set(documents['val']) and 210 <= len(documents['val']) <= 390
@@ -182,7 +182,7 @@ def test_equal_documents_fall_on_one_side_however_many_there_are(tmp_path, make,
 @pytest.mark.parametrize('tokenizer', ['byte', 'char', 'bpe:300'])
 def test_a_large_file_is_cut_at_the_end_of_a_line(tmp_path, make, monkeypatch, tokenizer):
     """The same cut whatever the tokenizer."""
-    monkeypatch.setattr(prepare, 'SMALL', 1000)
+    monkeypatch.setattr('hotloop.holdout.SMALL', 1000)
     small_pieces(monkeypatch, 400)
     text = ''.join(f'Line {i} of the story\n' for i in range(2000))
     (tmp_path / 'a.txt').write_text(text)
@@ -202,35 +202,30 @@ def test_a_validation_source_of_its_own(tmp_path, make, capsys):
     assert documents['val'] == ['validation'] and meta['splits']['val']['tokens'] == 11
     assert make(f'{tmp_path}/[abc].txt', val=tmp_path / 'b.txt')[0]['train'] == ['training', 'more']
     assert '1 files are validated on and left out of training' in capsys.readouterr().out
-    for val, words in (('a', 'none is left to train on'), ('empty', r'empty\.txt holds no text$')):
+    for val, words in (('a', 'none is left to train on'), ('empty', 'no text for the val split')):
         with pytest.raises(ValueError, match=words):
             make(tmp_path / 'a.txt', val=tmp_path / f'{val}.txt')
 
 
-@pytest.mark.parametrize('own_val', [True, False])
-def test_shards_of_tokens(tmp_path, make, gpt2, own_val):
+def test_shards_of_tokens(tmp_path, make, gpt2):
     documents = [[50256, *gpt2.encode(f'Document number {i}.').tolist()] for i in range(800)]
     tokens = [token for document in documents for token in document]
     for name, part in (('train_1', tokens[:3000]), ('train_2', tokens[3000:]), ('val', tokens[:60])):
         header = np.zeros(256, dtype='<i4')
         header[:3] = 20240520, 1, len(part)
         (tmp_path / f'{name}.bin').write_bytes(header.tobytes() + np.array(part, dtype='<u2').tobytes())
-    _, meta = make(f'{tmp_path}/train_*.bin', **({'val': tmp_path / 'val.bin'} if own_val else {}))
-    train, val = (np.fromfile(tmp_path / f'data/x/{s}.bin', dtype='<u2').tolist() for s in ('train', 'val'))
-    assert meta['tokenizer'] == {'kind': 'tiktoken', 'name': 'gpt2'} and meta['eot'] == 50256
-    if own_val:
-        assert train == tokens and val == tokens[:60] and meta['splits']['train']['documents'] == 800
-    else:
-        assert train + val == tokens and val[0] == 50256 and 0.1 < len(val) / len(tokens) < 0.4
+    for settings in ({'val': tmp_path / 'val.bin'}, {}):
+        _, meta = make(f'{tmp_path}/train_*.bin', **settings)
+        train, val = (np.fromfile(tmp_path / f'data/x/{s}.bin', '<u2').tolist() for s in ('train', 'val'))
+        assert meta['tokenizer'] == {'kind': 'tiktoken', 'name': 'gpt2'} and meta['eot'] == 50256
+        if settings:
+            assert train == tokens and val == tokens[:60] and meta['splits']['train']['documents'] == 800
+    assert train + val == tokens and val[0] == 50256 and 0.1 < len(val) / len(tokens) < 0.4
     (tmp_path / 'a.txt').write_text('text')
-    with pytest.raises(ValueError, match='cannot be one dataset'):
-        make(tmp_path / 'val.bin', tmp_path / 'a.txt')
-    with pytest.raises(ValueError, match="tokenizer='byte' cannot change that"):
-        make(tmp_path / 'val.bin', tokenizer='byte')
+    for sources, settings in ((['val.bin', 'a.txt'], {}), (['val.bin'], {'tokenizer': 'byte'})):
+        with pytest.raises(ValueError, match="shards of GPT-2's tokens go with neither text nor tokenizer="):
+            make(*(tmp_path / name for name in sources), **settings)
 
-
-# -----------------------------------------------------------------------------
-# what is replaced, and what is left alone
 
 def test_an_interruption_leaves_what_was_there(notes, make, tmp_path, monkeypatch):
     make(notes, val_fraction=0.5)
@@ -246,6 +241,7 @@ def test_an_interruption_leaves_what_was_there(notes, make, tmp_path, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             make(notes)
     assert contents(tmp_path / 'data') == old and len(calls) == 4
+    (tmp_path / 'data' / 'x' / 'meta.json').write_text('{')  # a damaged dataset is replaced
     make(notes)
     assert set(contents(tmp_path / 'data' / 'x')) == {'train.bin', 'val.bin', 'meta.json'}
     assert os.listdir(tmp_path / 'data') == ['x']
@@ -266,20 +262,6 @@ def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
     assert contents(data) == before
 
 
-def test_a_dataset_of_another_source_is_replaced_with_a_note(tmp_path, make, capsys):
-    for folder in ('a', 'b'):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / 'book.txt').write_text(folder * 100)
-    for source, is_noted in (('a', False), ('a', False), ('b', True)):
-        make(tmp_path / source / 'book.txt')
-        assert (f'this replaces the dataset made from {tmp_path}' in capsys.readouterr().out) == is_noted
-    (tmp_path / 'data' / 'x' / 'meta.json').write_text('{')
-    assert make(tmp_path / 'a' / 'book.txt')[1]['source'] == str(tmp_path / 'a' / 'book.txt')
-
-
-# -----------------------------------------------------------------------------
-# names, settings
-
 def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for source, name in (('notes/', 'notes'), ('book.txt.gz', 'book'), ('-', 'stdin'), ('.', tmp_path.name),
@@ -290,73 +272,46 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
             prepare.default_name(sources)
 
 
+@pytest.mark.parametrize('name', ['stdlib', 'mine'])
+def test_the_command_that_makes_a_dataset_is_one_that_prepare_parses(name):
+    words = shlex.split(how_to_make(name))
+    cfg, _, sources = configure(prepare.PrepareConfig, argv=words[2:], files=False, about='')
+    assert words[:2] == ['python', 'prepare.py'] and len(sources) == 1 and name in (cfg.name, sources[0])
+
+
 @pytest.mark.parametrize('settings, words', [
-    (dict(tokenizer='gpt9'), "tokenizer='gpt9' is unknown; there are byte, char, bpe:SIZE, gpt2"),
-    (dict(tokenizer='byte:5'), 'is unknown'), (dict(tokenizer='bpe:256'), 'with a vocabulary of 257'),
+    (dict(tokenizer='gpt9'), r"tokenizer='gpt9' is not one of byte, char, bpe:SIZE \(257 to 1,048,576\)"),
+    (dict(tokenizer='byte:5'), 'is not one of'), (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
-    (dict(val='a', val_fraction=0.1), 'leave out val_fraction=0.1'), (dict(name='a,b'), 'cannot be called'),
+    (dict(val='a', val_fraction=0.1), 'leave out val_fraction'), (dict(name='a,b'), 'choose another --name'),
     (dict(shards=1), 'is for a corpus by name'), (dict(text_field='a'), "text_field='a' .*rows"),
-    (dict(name='downloads'), 'cannot be called'), (dict(name='../x'), 'must be a name below'),
-    (dict(val='shakespeare'), 'is a corpus by name'), (dict(separator='===='), "does '====' occur in it"),
+    (dict(name='downloads'), 'choose another --name'), (dict(name='../x'), 'must be a name below'),
+    (dict(val='shakespeare'), 'is a corpus by name'), (dict(separator='===='), "separator='===='"),
     (dict(bos=True), "tokenizer='byte' has none"), (dict(inspect=True, seed=3), 'leave out seed'),
-    (dict(append=True), '(?s)append.*--dataset=A,B')])
+    (dict(append=True), '(?s)append.*--dataset=A,B'), *((text, 'no text for') for text in ['', 'a'])])
 def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, settings, words):
-    (tmp_path / 'a.txt').write_text('text ' * 9)
+    """So is a source, given here instead of settings, that has too little text."""
+    is_text = isinstance(settings, str)
+    (tmp_path / 'a.txt').write_text(settings if is_text else 'text ' * 9)
     with pytest.raises(ValueError, match=words):
-        make(tmp_path / 'a.txt', **settings)
+        make(tmp_path / 'a.txt', **({} if is_text else settings))
     assert not (tmp_path / 'data').exists() or os.listdir(tmp_path / 'data') == []
 
 
-@pytest.mark.parametrize('text', ['', 'a'])
-def test_too_little_text_is_refused(tmp_path, make, text):
-    (tmp_path / 'a.txt').write_text(text)
-    with pytest.raises(ValueError, match=r'a\.txt (holds no text|would be in the train split; name a val)'):
-        make(tmp_path / 'a.txt')
-    assert os.listdir(tmp_path / 'data') == []
-
-
-def test_what_a_user_should_know_is_printed(tmp_path, make, capsys):
-    (tmp_path / 'a.txt').write_text('abcabd ' * 20)
-    _, meta = make(tmp_path / 'a.txt', tokenizer='bpe:1000', seed=1)
-    out = capsys.readouterr().out
-    assert f'the text gives only {meta["vocab_size"]} ids, fewer than the 1,000 asked for' in out
-    assert 'note: seed has no effect' in out
-
-
-# -----------------------------------------------------------------------------
-# --inspect
-
-@pytest.fixture
-def inspect(tmp_path, capsys):
-    def run(*names):
-        prepare.main(['--inspect', *names, f'--data_dir={tmp_path}'])
-        return capsys.readouterr().out
-    return run
-
-
-def test_inspect_shows_counts_and_a_window(inspect, tmp_path):
+def test_inspect_shows_counts_and_a_window(tmp_path, capsys):
     """The window shows document ends, and in brackets what does not count in the loss."""
     ids = [*b'ab\n', 256, *b'cd', 256, 256]
     mask = np.array([1, 1, 1, 1, 0, 0, 1, 1])
     write_bins(tmp_path / 'x', [0] * 8 + ids, ids, masks={'train': np.append(np.ones(8), mask), 'val': mask})
-    out = inspect('x')
+    write_bins(tmp_path / 'padded', [1, 2, 300, 301], [], tokenizer={'kind': 'char', 'chars': 'abc'})
+    prepare.main(['--inspect', 'padded', 'x', f'--data_dir={tmp_path}'])
+    out = capsys.readouterr().out
+    assert 'train: 4 tokens, 0.50 bytes a token' in out and 'val: 0 tokens' in out
     assert 'byte tokenizer of 257 ids, uint16, from by hand' in out
     assert 'train: 16 tokens, 0.81 bytes a token, 3 document ends, 7 different ids' in out
-    assert out.endswith('from 8 on: ab\\n<|endoftext|>[cd]<|endoftext|><|endoftext|>\n')
     assert 'most frequent: "\\x00" 50.0%, "<|endoftext|>" 18.8%' in out
-    write_bins(tmp_path / 'padded', [1, 2, 300, 301], [], tokenizer={'kind': 'char', 'chars': 'abc'})
-    out = inspect('padded', 'x')
-    assert 'train: 4 tokens, 0.50 bytes a token' in out and 'val: 0 tokens' in out
-
-
-def test_inspect_names_what_is_missing_or_damaged(inspect, tmp_path):
-    with pytest.raises(ValueError, match='x does not exist; make it with: python prepare'):
-        inspect('x')
-    write_bins(tmp_path / 'x', [1] * 40, [1])
+    assert out.endswith('from 8 on: ab\\n<|endoftext|>[cd]<|endoftext|><|endoftext|>\n')
     (tmp_path / 'x' / 'train.mask.bin').write_bytes(b'1')
-    with pytest.raises(ValueError, match='has 1 bytes for 40 tokens'):
-        inspect('x')
-    for name in ('train.bin', 'val.bin'):
-        os.remove(tmp_path / 'x' / name)
-    with pytest.raises(ValueError, match='holds neither'):
-        inspect('x')
+    for name, words in (('x', 'the mask has 1 bytes for 16 tokens'), ('y', 'y does not exist; make it with')):
+        with pytest.raises(ValueError, match=words):
+            prepare.main(['--inspect', name, f'--data_dir={tmp_path}'])

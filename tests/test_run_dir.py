@@ -53,21 +53,16 @@ def fail(*args, **kwargs):
 # checkpoints
 
 def test_the_last_checkpoints_are_kept(tmp_path):
-    """Each is intact and at its step, after each of 20 saves and over a resume in between."""
+    """Each is intact and at its step, over a resume in between; a step that is saved twice counts once."""
     run = saved_run(tmp_path / 'out', range(1, 10), keep=3)
     resumed = find_latest(run)
     run.open(False, '')
     run.promote(resumed)
-    for step in range(10, 20):
+    for step in [10, 11, 11, 12, 13]:
         run.save(checkpoint(step), keep=3)
         assert [os.path.basename(p) for p in run.checkpoints()] == [
             'ckpt.pt', f'ckpt-{step - 1:09d}.pt', f'ckpt-{step - 2:09d}.pt']
         assert [load_checkpoint(p)['iter_num'] for p in run.checkpoints()] == [step, step - 1, step - 2]
-
-
-def test_a_step_that_is_saved_twice_is_kept_once(tmp_path):
-    run = saved_run(tmp_path / 'out', (5, 5))
-    assert names(tmp_path / 'out') == ['ckpt.pt', 'config.py', 'log.jsonl'] and len(run.checkpoints()) == 1
 
 
 def test_copies_that_a_user_made_are_neither_read_nor_removed(tmp_path):

@@ -1,4 +1,6 @@
-"""What the benches share: a line about the machine, alternating measurements, memory of a process tree, tables."""
+"""
+What the benches share: a line about the machine, alternating measurements, memory of a process tree, tables.
+"""
 
 import importlib.util
 import os
@@ -48,9 +50,9 @@ def median(values):
 
 def run(command, cwd=ROOT, env=None, watch=False):
     """
-    (wall-clock seconds, peak megabytes) of a command. With `watch`, which slows it down, the memory of the process and
-    all its children is sampled, shared pages counted once (Linux only; 0 elsewhere). RuntimeError with the command's
-    output if it fails.
+    (wall-clock seconds, peak megabytes) of a command. With `watch`, which slows it down, the memory of the
+    process and all its children is sampled, shared pages counted once (Linux only; 0 elsewhere). RuntimeError
+    with the command's output if it fails.
     """
     start, peak = time.perf_counter(), 0
     with subprocess.Popen(command, cwd=cwd, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE,

@@ -1,14 +1,15 @@
 """
-Time a token: nanoGPT's sampler, transformers.generate and ours, on the same shape of random weights, taking turns.
+Time a token: nanoGPT's sampler, transformers.generate and ours, on one shape of random weights, in turns.
 
-    $ python tests/bench/generate_speed.py --peer=../nanoGPT              # GPT-2 124M, 512 new tokens after 512
-    $ python tests/bench/generate_speed.py --peer=../nanoGPT --shape=small --prompt=16 --new=48    # tried in seconds
+    $ python tests/bench/generate_speed.py --peer=../nanoGPT      # GPT-2 124M, 512 new tokens after 512
+    $ python tests/bench/generate_speed.py --shape=small --prompt=16 --new=48    # a try in seconds
 
-A turn draws all new tokens with temperature 0.8 among the 200 likeliest; the first token holds the prefill and has a
-column of its own. nanoGPT computes the whole context for each token, so of it only --peer_tokens are drawn, at the
-mean context. The bound is the bytes of all matrices that multiply over the rate at which torch.mv reads a large float32
-matrix in the same run; "of the fastest" takes the fastest of several ways to multiply it with one vector instead, which
-on CPUs is not torch.mv. Attention, norms and the draw come on top. Medians of the rounds.
+A turn draws all new tokens with temperature 0.8 among the 200 most probable. The first token includes the
+prefill and has a column of its own. nanoGPT computes the complete context for each token, so it draws only
+--peer_tokens, at the mean context. The bound is the bytes of all matrices that multiply, over the rate at
+which torch.mv reads a large float32 matrix in the same run. "of the fastest" uses the fastest of several
+ways to multiply that matrix with one vector instead; on CPUs that is not torch.mv. Attention, norms and the
+draw are not in the bound. Figures are medians of the rounds.
 """
 
 import argparse
@@ -17,9 +18,6 @@ import sys
 import time
 from importlib.util import find_spec
 
-from hotloop.generate import generate
-from hotloop.quantize import for_inference
-
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import torch
@@ -27,7 +25,8 @@ from bench import alternate, machine, median, nanogpt, table
 from step_speed import SHAPES
 from torch.nn import functional as F
 
-from hotloop.quantize import Int8Linear, PackedLinear, can_pack
+from hotloop.generate import Sampling, generate
+from hotloop.quantize import Int8Linear, PackedLinear, can_pack, prepare_for_inference
 from model import GPT, GPTConfig, Linear
 
 SAMPLING = dict(temperature=0.8, top_k=200)
@@ -47,22 +46,26 @@ def prompts(args, batch, length):
 def our_model(args, kind, pack=True):
     torch.manual_seed(0)
     gpt = GPT(GPTConfig(**SHAPES[args.shape]))
-    dtype = torch.float32 if kind == 'float32' or (kind == 'int8' and args.device == 'cpu') else torch.bfloat16
-    return for_inference(gpt, torch.device(args.device), dtype, 'int8' if kind == 'int8' else 'none', pack)
+    dtype = torch.bfloat16
+    if kind == 'float32' or (kind == 'int8' and args.device == 'cpu'):
+        dtype = torch.float32
+    quantize = 'int8' if kind == 'int8' else 'none'
+    return prepare_for_inference(gpt, torch.device(args.device), dtype, quantize, pack)
 
 
-def our_side(args, gpt, batch, decode):
+def our_side(args, gpt, batch, compiled):
     """A turn: (seconds to the first token, seconds a token after it)."""
     ids = prompts(args, batch, args.prompt).tolist()
 
     def turn(new=None):
         began, times = time.perf_counter(), []
-        for _ in generate(gpt, ids, new or args.new, seeds=range(batch), decode=decode, **SAMPLING):
-            times.append(time.perf_counter())  # the tokens have been read, so the device has done its work
+        sampling = Sampling(new or args.new, **SAMPLING)
+        for _ in generate(gpt, ids, sampling, seeds=range(batch), compiled=compiled):
+            times.append(time.perf_counter())  # the tokens have been read, so the device is done
         return times[0] - began, (times[-1] - times[0]) / max(len(times) - 1, 1)
     began = time.perf_counter()
-    turn(3)  # compiles, and captures
-    print(f'  {decode}, {batch} at once: warm after {time.perf_counter() - began:.0f} s', file=sys.stderr)
+    turn(5)  # compiles; on CUDA captures the graph at the third step
+    print(f'  {batch} at once: warm after {time.perf_counter() - began:.0f} s', file=sys.stderr)
     return turn
 
 
@@ -70,9 +73,11 @@ def transformers_side(args, batch):
     from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteriaList
     s = SHAPES[args.shape]
     config = GPT2Config(vocab_size=s['vocab_size'], n_positions=s['block_size'], n_embd=s['n_embd'],
-                        n_layer=s['n_layer'], n_head=s['n_head'], eos_token_id=None, bos_token_id=None, use_cache=True)
+                        n_layer=s['n_layer'], n_head=s['n_head'], eos_token_id=None, bos_token_id=None,
+                        use_cache=True)
     torch.manual_seed(0)
-    gpt = GPT2LMHeadModel(config).to(args.device, torch.float32 if args.device == 'cpu' else torch.bfloat16).eval()
+    dtype = torch.float32 if args.device == 'cpu' else torch.bfloat16
+    gpt = GPT2LMHeadModel(config).to(args.device, dtype).eval()
     ids = prompts(args, batch, args.prompt).to(args.device)
 
     def turn(new=None):
@@ -85,8 +90,9 @@ def transformers_side(args, batch):
             return torch.zeros(batch, dtype=torch.bool, device=ids.device)
         began = time.perf_counter()
         with torch.inference_mode():
-            gpt.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new or args.new, do_sample=True,
-                         pad_token_id=0, stopping_criteria=StoppingCriteriaList([tick]), **SAMPLING)
+            gpt.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new or args.new,
+                         do_sample=True, pad_token_id=0, stopping_criteria=StoppingCriteriaList([tick]),
+                         **SAMPLING)
         return times[0] - began, (times[-1] - times[0]) / max(len(times) - 1, 1)
     turn(3)
     return turn
@@ -141,23 +147,25 @@ def reading_side(args, kind, only_mv=False):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument('--peer', help='a clone of karpathy/nanoGPT')
     parser.add_argument('--shape', choices=SHAPES, default='124m')
     parser.add_argument('--prompt', type=int, default=512)
     parser.add_argument('--new', type=int, default=512)
     parser.add_argument('--batches', type=int, nargs='*', default=[1, 8], help='sequences at once')
-    parser.add_argument('--peer_tokens', type=int, help='of nanoGPT in each turn; default: 3 on a CPU, 50 on a GPU')
+    parser.add_argument('--peer_tokens', type=int, help='nanoGPT draws this many a turn; default: 3 on CPU')
     parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--kinds', nargs='*', default=['float32', 'bfloat16', 'int8'], choices=BYTES)
-    parser.add_argument('--compiled', action='store_true', help='our compiled step too; always on a GPU')
+    parser.add_argument('--compiled', action='store_true', help='our compiled step too; a GPU always runs it')
     parser.add_argument('--threads', type=int, default=torch.get_num_threads(), help='on a CPU')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     args = parser.parse_args()
     on_gpu = args.device == 'cuda'
     args.peer_tokens = args.peer_tokens or (50 if on_gpu else 3)
     if args.prompt + args.new > SHAPES[args.shape]['block_size'] or min(args.prompt, args.new) < 2:
-        parser.error(f'{args.prompt} + {args.new} tokens, at least 2 each, must fit the context of {args.shape}')
+        parser.error(f'{args.prompt} + {args.new} tokens, at least 2 each, must fit the context of '
+                     f'{args.shape}')
     torch.set_num_threads(args.threads)
 
     sides, about = {}, {}
@@ -173,21 +181,24 @@ def main():
     for batch in args.batches:
         if find_spec('transformers'):
             add('transformers', batch, theirs, transformers_side(args, batch))
-    decodes = ['eager'] + ['graph'] * on_gpu + ['compiled'] * (on_gpu or args.compiled)
     for kind in args.kinds:
-        for decode in decodes:
-            gpt = our_model(args, kind, pack=decode != 'compiled')
+        for compiled in (False, True):
+            if compiled and not (on_gpu or args.compiled):
+                continue
+            gpt = our_model(args, kind, pack=not compiled)
             for batch in args.batches:
-                add(f'ours, {decode}', batch, kind, our_side(args, gpt, batch, decode))
+                name = 'ours, compiled' if compiled else 'ours, eager'
+                add(name, batch, kind, our_side(args, gpt, batch, compiled))
     if not find_spec('transformers'):
         print('transformers is not installed and not measured: pip install transformers', file=sys.stderr)
 
     found = alternate(sides, args.rounds)
-    # what the memory gives, it gives all kinds alike
     rates = {kind: median(found[f'reading {kind}']) for kind in args.kinds}
-    matrices = sum(m.weight.numel() for m in GPT(GPTConfig(**SHAPES[args.shape])).modules() if isinstance(m, Linear))
+    gpt = GPT(GPTConfig(**SHAPES[args.shape]))
+    matrices = sum(m.weight.numel() for m in gpt.modules() if isinstance(m, Linear))
     rates['float32 by torch.mv'] = by_mv = median(found['reading by mv'])
-    print(f'{torch.cuda.get_device_name() if on_gpu else machine()}, torch {torch.__version__}, {args.threads} threads')
+    name = torch.cuda.get_device_name() if on_gpu else machine()
+    print(f'{name}, torch {torch.__version__}, {args.threads} threads')
     print(f'{args.shape}, {args.new} new tokens after {args.prompt}; reads '
           + ', '.join(f'{rate / 1e9:,.1f} GB/s in {kind}' for kind, rate in rates.items()) + '; bounds: '
           + ', '.join(f'{matrices * BYTES[kind] / by_mv * 1000:.2f} ms in {kind}' for kind in args.kinds))
@@ -197,11 +208,12 @@ def main():
     for name, (side, batch, kind) in about.items():
         first, step = [first for first, _ in found[name]], seconds[name]
         rows.append([side, kind, batch, '' if first[0] is None else f'{median(first) * 1000:.0f}',
-                     f'{step * 1000:.2f}', f'{batch / step:,.1f}', f'{base * batch / step:.1f}' if base else '',
+                     f'{step * 1000:.2f}', f'{batch / step:,.1f}',
+                     f'{base * batch / step:.1f}' if base else '',
                      *(f'{matrices * BYTES[kind] / rate / step:.0%}' if batch == 1 else ''
                        for rate in (by_mv, max(rates.values())))])
-    print(table(['', 'dtype', 'batch', 'first token, ms', 'ms a step', 'tokens/s', "of nanoGPT's", 'of the bound',
-                 'of the fastest'], rows))
+    print(table(['', 'dtype', 'batch', 'first token, ms', 'ms a step', 'tokens/s', "of nanoGPT's",
+                 'of the bound', 'of the fastest'], rows))
 
 
 if __name__ == '__main__':

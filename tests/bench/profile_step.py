@@ -28,7 +28,8 @@ def run_steps(run, first, number):
     for step in range(first, first + number):
         num_targets, loads = run.batches.step(step)
         train.set_learning_rate(run.optimizers, train.learning_rate(step, run.cfg), run.cfg.learning_rate)
-        result = train.train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, run.cfg, run.env)
+        result = train.train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, run.cfg,
+                                  run.env)
     result.loss.item()  # waits for the device
     return (time.perf_counter() - began) / number
 

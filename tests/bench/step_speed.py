@@ -1,15 +1,16 @@
 """
 Tokens per second and peak memory of one training step: forward, loss, backward, clipping, optimizer.
 
-    $ python tests/bench/step_speed.py --peer=../nanoGPT         # the shape of nanoGPT's README on a CPU, both sides
+    $ python tests/bench/step_speed.py --peer=../nanoGPT   # the CPU shape of nanoGPT's README, both sides
     $ python tests/bench/step_speed.py --peer=../nanoGPT --shape=124m --batch=2 --steps=2 --rounds=3
-    $ python tests/bench/step_speed.py --table                   # each of our optimizations switched off in turn
-    $ python tests/bench/step_speed.py --loop                    # train.py's whole loop against its step alone
+    $ python tests/bench/step_speed.py --table                   # each optimization switched off in turn
+    $ python tests/bench/step_speed.py --loop                    # the loop of train.py against its step
 
-The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each side is a process
-that stays and waits for its turn, compiles before the first one, and has the machine to itself while it is measured.
-Memory is the most that the process holds during the steps, beyond one that has only imported torch; on a GPU it is the
-allocator's peak. --before=CLONE measures an earlier commit of this repository beside this one.
+The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each side is
+a process that stays and waits for its turn, compiles before the first one, and has the machine to itself
+while it is measured. Memory is the most that the process holds during the steps, beyond one that has only
+imported torch; on a GPU it is the allocator's peak. --before=CLONE measures an earlier commit of this
+repository beside this one.
 """
 
 import argparse
@@ -48,13 +49,15 @@ def write_data(folder, vocab_size, num_tokens):
         rng.integers(0, min(vocab_size, 50257), n).astype('<u2').tofile(os.path.join(folder, f'{name}.bin'))
     meta = {'format': 1, 'dtype': 'uint16', 'vocab_size': max(min(vocab_size, 50257), 257), 'eot': None,
             'tokenizer': {'kind': 'byte'}, 'splits': {name: {'tokens': n} for name, n in
-                                    (('train', num_tokens), ('val', max(num_tokens // 10, 2048)))}, 'source': 'random'}
+                                    (('train', num_tokens), ('val', max(num_tokens // 10, 2048)))},
+            'source': 'random'}
     with open(os.path.join(folder, 'meta.json'), 'w') as f:
         json.dump(meta, f)
 
 
 # -----------------------------------------------------------------------------
-# one side, in a process of its own: builds its step, runs as many steps as stdin asks for, and prints their seconds
+# one side, in a process of its own: builds its step, runs as many steps as stdin asks for, and prints their
+# seconds
 
 def memory_now(field):
     with open('/proc/self/status') as f:
@@ -72,8 +75,10 @@ def our_step(a, folder, device):
     if a.get('vocab_size'):
         shape['vocab_size'] = a['vocab_size']
     chosen = {name: a[name] for name in ('data_on_device', 'deterministic') if name in a}
-    cfg = train.TrainConfig(batch_size=a['batch'], gradient_accumulation_steps=1, device=device, dtype=a['dtype'],
-                            compile=a['compile'], optimizer=a.get('optimizer', 'adamw'), learning_rate=1e-3, **chosen)
+    cfg = train.TrainConfig(batch_size=a['batch'], gradient_accumulation_steps=1, device=device,
+                            dtype=a['dtype'],
+                            compile=a['compile'], optimizer=a.get('optimizer', 'adamw'), learning_rate=1e-3,
+                            **chosen)
     env = train.setup(cfg)
     torch.manual_seed(0)
     gpt = model.GPT(model.GPTConfig(preset=a.get('preset', 'gpt2'), **shape)).to(env.device)
@@ -81,11 +86,13 @@ def our_step(a, folder, device):
     gpt.loss_chunks = a.get('loss_chunks', 1)
     optimizers = train.build_optimizers(gpt, cfg, env)
     if not a.get('fused', True):
-        optimizers[0] = torch.optim.AdamW([dict(g) for g in optimizers[0].param_groups], fused=False, foreach=False)
+        optimizers[0] = torch.optim.AdamW([dict(g) for g in optimizers[0].param_groups], fused=False,
+                                          foreach=False)
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     compiled, forward = train.wrap(gpt, cfg, env)
     if 'recompute' in a:
-        importlib.import_module('torch._functorch.config').ban_recompute_materialized_backward = not a['recompute']
+        functorch = importlib.import_module('torch._functorch.config')
+        functorch.ban_recompute_materialized_backward = not a['recompute']
     split = train.Split(folder, 'train', {**read_meta(folder), 'foreign': True}, gpt.config.block_size)
     if a.get('mask'):
         split.mask = np.ones(split.num_tokens, dtype=np.uint8)
@@ -116,7 +123,10 @@ def our_step(a, folder, device):
 
 
 def the_loop(train, cfg, env, gpt, compiled, forward, batches, optimizers, scaler):
-    """train.train() itself, with a log line at each step, without evaluations and saves: (step, number of steps)."""
+    """
+    train.train() itself, with a log line at each step, without evaluations and saves: (step, number of
+    steps).
+    """
     import torch
 
     class Lines:
@@ -195,7 +205,8 @@ def work(a):
     else:
         with open('/proc/self/clear_refs', 'w') as f:
             f.write('5')  # resets the peak
-    print(json.dumps({'loss': loss, 'finite': math.isfinite(loss), 'dtype': str(here.dtype).removeprefix('torch.'),
+    print(json.dumps({'loss': loss, 'finite': math.isfinite(loss),
+                      'dtype': str(here.dtype).removeprefix('torch.'),
                       'compile': bool(here.compile)}), flush=True)
     for line in sys.stdin:
         began = time.perf_counter()
@@ -218,7 +229,8 @@ class Side:
         self.name, self.a = name, a
         env = {**os.environ, 'OMP_NUM_THREADS': str(a['threads'])}
         script = os.path.join(before, 'tests', 'bench', 'step_speed.py') if before else __file__
-        self.process = subprocess.Popen([sys.executable, script, '--work', json.dumps(a)], stdin=subprocess.PIPE,
+        self.process = subprocess.Popen([sys.executable, script, '--work', json.dumps(a)],
+                                        stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True, env=env)
         self.seconds, self.peak = [], 0
         self.about = self.read()
@@ -250,7 +262,8 @@ class Side:
 
 def main():
     import torch
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--work', help=argparse.SUPPRESS)
     parser.add_argument('--peer', help='a clone of karpathy/nanoGPT')
     parser.add_argument('--before', help='a clone of an earlier commit of this repository, to compare with')
@@ -264,8 +277,10 @@ def main():
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--dtype', default='auto')
     parser.add_argument('--compile', default='auto', choices=['auto', 'on', 'off'])
-    parser.add_argument('--table', action='store_true', help='our step with each optimization switched off in turn')
-    parser.add_argument('--loop', action='store_true', help="the step alone on one batch, and train.py's whole loop")
+    parser.add_argument('--table', action='store_true', help='our step with each optimization switched off '
+                                                             'in turn')
+    parser.add_argument('--loop', action='store_true', help="the step alone on one batch, and train.py's "
+                                                            "whole loop")
     args = parser.parse_args()
     if args.work:
         return work(json.loads(args.work))

@@ -1,13 +1,13 @@
 """
-Wall-clock time to a loss: nanoGPT's training script and ours on the same bins; one evaluator judges all checkpoints.
+Wall-clock time to a loss: nanoGPT's training script and ours on the same bins, judged by one evaluator.
 
-    $ python tests/bench/time_to_loss.py --peer=../nanoGPT                       # nanoGPT's README run for CPUs
-    $ python tests/bench/time_to_loss.py --peer=../nanoGPT --seeds=3 --sweep     # and nanoGPT's best of a small sweep
+    $ python tests/bench/time_to_loss.py --peer=../nanoGPT                  # nanoGPT's README run for CPUs
+    $ python tests/bench/time_to_loss.py --peer=../nanoGPT --seeds=3 --sweep  # and nanoGPT's best of a sweep
     $ python tests/bench/time_to_loss.py --peer=../nanoGPT --ours='config/quickstart.py --max_iters=300'
 
-Time counts from the start of Python, with compilation, without evaluations and saves. The target is nanoGPT's own loss
-at the end of its README run; the time at which it is crossed is interpolated between checkpoints. The sides take
-turns. Needs nanoGPT's data/shakespeare_char, which its prepare.py makes, or --data_dir.
+Time counts from the start of Python, with compilation, without evaluations and saves. The target is nanoGPT's
+own loss at the end of its README run; the time at which it is crossed is interpolated between checkpoints.
+The sides take turns. Needs nanoGPT's data/shakespeare_char, which its prepare.py makes, or --data_dir.
 """
 
 import argparse
@@ -26,12 +26,14 @@ from bench import ROOT, machine, median, table
 
 # nanoGPT's README: "I only have a macbook"
 README = ('config/train_shakespeare_char.py --device=cpu --eval_iters=1 --log_interval=500 --block_size=64 '
-          '--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0')
+          '--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 '
+          '--dropout=0.0')
 # without compilation, which does not pay in such short runs; the last one was best with it
-SWEEP = [f'--batch_size={batch} --learning_rate={lr} --min_lr={lr / 10} --max_iters={steps} --lr_decay_iters={steps} '
-         f'--compile={compiled}' for batch, rates, horizons, compiled in (
+SWEEP = [f'--batch_size={batch} --learning_rate={lr} --min_lr={lr / 10} --max_iters={steps} '
+         f'--lr_decay_iters={steps} --compile={compiled}' for batch, rates, horizons, compiled in (
              (12, (2e-3, 4e-3, 8e-3), (500, 700, 1000), False), (24, (4e-3, 8e-3), (400, 600), False),
-             (8, (4e-3,), (1000, 1400), False), (12, (4e-3,), (1200,), True)) for lr in rates for steps in horizons]
+             (8, (4e-3,), (1000, 1400), False), (12, (4e-3,), (1200,), True)) for lr in rates
+         for steps in horizons]
 OURS = 'config/shakespeare_cpu.py'
 
 # runs a training script in this process; the clock stops while it evaluates and saves; weights go to a file
@@ -92,7 +94,8 @@ def run(code, argv, threads, cwd):
     """[(seconds, step, path of the weights)] of a run."""
     folder = tempfile.mkdtemp()
     env = {**os.environ, 'OMP_NUM_THREADS': str(threads)}
-    done = subprocess.run([sys.executable, '-c', code, folder, *argv], env=env, cwd=cwd, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, '-c', code, folder, *argv], env=env, cwd=cwd, capture_output=True,
+                          text=True,
                           check=False)
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
@@ -101,8 +104,8 @@ def run(code, argv, threads, cwd):
 
 def judge(paths, data_folder, threads, windows=None):
     """
-    [(seconds, step, validation loss)] of checkpoints by our evaluator, over so many windows of the split or all of it:
-    in float32 on a CPU, in bf16 on a GPU.
+    [(seconds, step, validation loss)] of checkpoints by our evaluator, over so many windows of the split or
+    all of it: in float32 on a CPU, in bf16 on a GPU.
     """
     import torch
 
@@ -128,7 +131,9 @@ def judge(paths, data_folder, threads, windows=None):
 
 
 def crossing(curve, target):
-    """Seconds at which a curve first reaches the target, between checkpoints by a straight line; None if never."""
+    """
+    Seconds at which a curve first reaches the target, between checkpoints by a straight line; None if never.
+    """
     for (t0, _, a), (t1, _, b) in pairwise(curve):
         if a > target >= b:
             return t0 + (t1 - t0) * (a - target) / (a - b)
@@ -155,14 +160,16 @@ def picture(curves, target, path):
     for i, ((name, curve), color) in enumerate(zip(curves.items(), colors * 9, strict=False)):
         points = ' '.join(f'{x(t):.1f},{y(loss):.1f}' for t, _, loss in curve)
         shapes += [f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>',
-                   f'<text x="{width - pad}" y="{20 + 16 * i}" text-anchor="end" fill="{color}">{name}</text>']
+                   f'<text x="{width - pad}" y="{20 + 16 * i}" text-anchor="end" '
+                   f'fill="{color}">{name}</text>']
     with open(path, 'w') as f:
-        f.write(f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-                f'font-size="12">{"".join(shapes)}</svg>\n')
+        f.write(f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+                f'font-family="sans-serif" font-size="12">{"".join(shapes)}</svg>\n')
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--peer', required=True, help='a clone of karpathy/nanoGPT')
     parser.add_argument('--data_dir', help="default: the peer's data")
     parser.add_argument('--dataset', default='shakespeare_char')
@@ -171,7 +178,8 @@ def main():
     parser.add_argument('--sweep', action='store_true', help="nanoGPT's recipe, other rates and horizons")
     parser.add_argument('--seeds', type=int, default=1)
     parser.add_argument('--points', type=int, default=8, help='checkpoints of a run')
-    parser.add_argument('--windows', type=int, help='of the validation split, evenly spaced; default: all of it')
+    parser.add_argument('--windows', type=int, help='of the validation split, evenly spaced; default: all of '
+                                                    'it')
     parser.add_argument('--threads', type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument('--svg', help='writes the curves of the first seed')
     args = parser.parse_args()
@@ -189,7 +197,8 @@ def main():
             with tempfile.TemporaryDirectory() as out:
                 words += [f'--eval_interval={steps // args.points}', '--always_save_checkpoint=True',
                           f'--out_dir={out}']
-                return judge(run(THEIRS, [f.name, *words], args.threads, peer), os.path.join(data_dir, args.dataset),
+                return judge(run(THEIRS, [f.name, *words], args.threads, peer),
+                             os.path.join(data_dir, args.dataset),
                              args.threads, args.windows)
 
     def ours(seed):
@@ -209,7 +218,8 @@ def main():
     for seed in range(args.seeds):
         for name, side in sides.items():
             curves[name].append(side(seed))
-            print(f'  seed {seed}: {name}: ' + ', '.join(f'{loss:.3f} at {t:.0f} s' for t, _, loss in curves[name][-1]),
+            print(f'  seed {seed}: {name}: ' + ', '.join(f'{loss:.3f} at {t:.0f} s' for t, _,
+                                                         loss in curves[name][-1]),
                   file=sys.stderr, flush=True)
     reference = curves["nanoGPT, its README's recipe"]
     target = median([curve[-1][2] for curve in reference])
@@ -221,11 +231,13 @@ def main():
         if name.startswith("nanoGPT, its README"):
             reached = [curve[-1][0] for curve in of_seeds]
         seconds = median(reached) if len(reached) > len(times) / 2 else None
-        rows.append([name, f'{median([c[-1][2] for c in of_seeds]):.4f}', f'{median([c[-1][0] for c in of_seeds]):.1f}',
+        rows.append([name, f'{median([c[-1][2] for c in of_seeds]):.4f}',
+                     f'{median([c[-1][0] for c in of_seeds]):.1f}',
                      'never' if seconds is None else f'{seconds:.1f}',
                      '' if seconds is None else f'1/{base / seconds:.1f}', len(of_seeds)])
     print(f'{machine()}, {args.threads} threads; loss to reach: {target:.4f}')
-    print(table(['run', 'final loss', 'seconds in all', 'seconds to that loss', "of nanoGPT's", 'seeds'], rows))
+    print(table(['run', 'final loss', 'seconds in all', 'seconds to that loss', "of nanoGPT's", 'seeds'],
+                rows))
     if args.svg:
         picture({name: np.array(of_seeds[0]).tolist() for name, of_seeds in curves.items()}, target, args.svg)
     print(json.dumps(curves), file=sys.stderr)

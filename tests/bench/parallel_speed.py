@@ -1,0 +1,137 @@
+"""
+Time and peak memory of a data-parallel step: DistributedDataParallel against one all-reduce by hand.
+
+    $ python tests/bench/parallel_speed.py                   # two gloo processes on this machine, two shapes
+    $ python tests/bench/parallel_speed.py --processes=8     # on a node with eight GPUs, by NCCL
+
+By hand means: after the last micro-batch all gradients are concatenated, summed by one all-reduce and copied
+back, as this repository did before it used DDP. Both sides run the same two micro-batches with the same
+weights, one thread per process, without compilation, and take turns. Memory is the most that rank 0 holds
+during the steps, beyond a process that has only imported torch and joined the group; on a GPU it is the
+allocator's peak.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from bench import ROOT, alternate, machine, median, run, table
+
+SHAPES = {  # (model, sequences of a micro-batch)
+    'activations': (dict(n_layer=2, n_head=4, n_embd=128, block_size=256, vocab_size=512), 8),
+    'parameters': (dict(n_layer=4, n_head=8, n_embd=768, block_size=64, vocab_size=8192), 1)}
+STEPS = 5
+
+
+def memory_now(field):
+    with open('/proc/self/status') as f:
+        return next(1024 * int(line.split()[1]) for line in f if line.startswith(field))
+
+
+def work(side, shape, result):
+    """One process of one side; rank 0 writes {'ms', 'peak'}."""
+    import torch.distributed as dist
+
+    import train
+    cfg = train.TrainConfig(compile=False, threads=1, dtype='float32')
+    env = train.setup(cfg)
+    found = measure(train, side, shape, cfg, env)
+    if env.rank == 0:
+        with open(result, 'w') as f:
+            json.dump(found, f)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(train, side, shape, cfg, env):
+    """Milliseconds of a step, and peak megabytes."""
+    import torch
+    import torch.distributed as dist
+
+    from model import GPT, GPTConfig
+    settings, batch = SHAPES[shape]
+    on_gpu = env.device.type == 'cuda'
+    idle = 0 if on_gpu else memory_now('VmRSS')
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**settings)).to(env.device)
+    optimizers = train.build_optimizers(model, cfg, env)
+    scaler = torch.amp.GradScaler(env.device.type, enabled=False)
+    ids = torch.randint(settings['vocab_size'], (batch, settings['block_size'] + 1), device=env.device)
+    loads = [lambda: (ids[:, :-1], ids[:, 1:], 0)] * 2
+    num_targets = 2 * batch * settings['block_size'] * env.world
+    params = list(model.parameters())
+
+    def add_up():
+        flat = torch.cat([p.grad.flatten() for p in params])
+        dist.all_reduce(flat)
+        parts = flat.split([p.numel() for p in params])
+        for p, part in zip(params, parts, strict=True):
+            p.grad.copy_(part.view_as(p))
+
+    def step_by_hand():
+        for p in params:
+            p.grad = None
+        for load in loads:
+            x, y, _ = load()
+            (model(x, y).sum() / num_targets).backward()
+        add_up()
+        torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    _, forward = train.wrap(model, cfg, env) if side == 'DDP' else (None, None)
+
+    def step_by_ddp():
+        return train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
+    step = step_by_ddp if side == 'DDP' else step_by_hand
+    step()
+    step()
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    if on_gpu:
+        torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() if on_gpu else memory_now('VmHWM') - idle
+    return {'ms': (time.perf_counter() - began) / STEPS * 1000, 'peak': peak / 1e6}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--work', nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument('--processes', type=int, default=2)
+    parser.add_argument('--rounds', type=int, default=7)
+    args = parser.parse_args()
+    if args.work:
+        return work(*args.work)
+    rows = []
+    for shape in SHAPES:
+        def side(name, shape=shape):
+            with tempfile.TemporaryDirectory() as folder:
+                result = os.path.join(folder, 'result.json')
+                launcher = ['-m', 'torch.distributed.run', '--standalone',
+                            f'--nproc_per_node={args.processes}']
+                run([sys.executable, *launcher, os.path.abspath(__file__), '--work', name, shape, result],
+                    cwd=ROOT,
+                    env={'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'})
+                with open(result) as f:
+                    return json.load(f)
+        results = alternate({name: lambda name=name: side(name) for name in ('by hand', 'DDP')}, args.rounds)
+        base = None
+        for name, found in results.items():
+            ms, peak = median([r['ms'] for r in found]), median([r['peak'] for r in found])
+            base = base or (ms, peak)
+            rows.append([shape, name, f'{ms:.1f}', f'{ms / base[0]:.2f}', f'{peak:,.0f}',
+                         f'{peak / base[1]:.2f}'])
+    print(f'{machine()}, {args.processes} processes, medians of {args.rounds} rounds; shapes: {SHAPES}')
+    print(table(['larger part', 'gradients summed', 'ms per step', 'ratio', 'peak MB', 'ratio'], rows))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,256 @@
+"""Data is a pure function of seed and step, whatever the processes and wherever the tokens are kept."""
+
+import os
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import noise, write_bins
+
+from hotloop.dataloader import (
+    Batches,
+    Mixture,
+    Split,
+    epoch_order,
+    kept_on_device,
+    micro_seed,
+    open_split,
+    share_batch,
+    windows_per_epoch,
+)
+from hotloop.dataset import read_meta
+from hotloop.distributed import Env
+
+Dataset = namedtuple('Dataset', 'name folder meta weight')
+T = 16
+
+
+def config(batch_size=4, accumulation=4, on_device='auto'):
+    return SimpleNamespace(batch_size=batch_size, gradient_accumulation_steps=accumulation, seed=1337,
+                           data_on_device=on_device)
+
+
+def open_folder(folder, name='train', T=T):
+    return Split(str(folder), name, read_meta(str(folder)), T)
+
+
+@pytest.fixture(scope='module')
+def splits(tmp_path_factory):
+    """One of each kind: plain, masked more and more densely, of four-byte ids, and a mixture of these."""
+    folder = tmp_path_factory.mktemp('data')
+    masks = {'train': np.random.default_rng(2).random(700) < np.linspace(0.05, 1, 700), 'val': np.ones(100)}
+    write_bins(folder / 'plain', noise(900, low=60000, high=65535), noise(100))
+    write_bins(folder / 'masked', noise(700), noise(100), masks=masks)
+    write_bins(folder / 'wide', noise(800, low=2**17, high=2**31 - 1), noise(100), dtype='uint32')
+    kinds = {name: open_folder(folder / name) for name in ('plain', 'masked', 'wide')}
+    return {**kinds, 'mixture': Mixture(list(kinds), list(kinds.values()), [0.5, 0.3, 0.2])}
+
+
+KINDS = ['plain', 'masked', 'wide', 'mixture']
+
+
+def load_all(batches, steps):
+    """(x, y, seed) of every micro-batch of these steps."""
+    return [load() for step in steps for load in batches.step(step)[1]]
+
+
+def assert_same(ours, theirs):
+    for (x, y, seed), (x2, y2, seed2) in zip(ours, theirs, strict=True):
+        assert torch.equal(x, x2) and torch.equal(y, y2) and seed == seed2
+        assert x2.dtype == y2.dtype == torch.int64 and x2.is_contiguous() and y2.is_contiguous()
+
+
+def test_the_order_is_that_of_earlier_versions(tmp_path):
+    """A run that was started by one resumes with these very windows, dropout masks and data."""
+    assert epoch_order(1337, 4001, 16, 0)[:5].tolist() == [649, 2825, 985, 3689, 1129]
+    assert epoch_order(7, 100, 16, 3).tolist() == [62, 14, 46, 78, 30]
+    assert (micro_seed(1337, 0, 0), micro_seed(2, 3, 4)) == (6791203004760804454, 4142466838686032688)
+    for name in 'ab':
+        write_bins(tmp_path / name, np.arange(500) % 251, np.arange(100))
+    mixture = Mixture(['a', 'b'], [open_folder(tmp_path / name) for name in 'ab'], [3, 1])
+    starts = mixture.starts(7, np.array([0, 1, 2, 9_999, 10_000, 123_456]))
+    assert starts.tolist() == [242, 754, 178, 144, 241, 270]
+    assert mixture.splits[0].fingerprint() == '45d02bbae36f813c'
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_order_is_a_pure_function_of_seed_and_step(splits, kind):
+    """Any step gives the same windows, asked in any order; over the seam of two blocks of a mixture too."""
+    split = splits[kind]
+    steps = [split.starts(7, np.arange(step * 12, step * 12 + 12)) for step in range(840)]
+    for step in (839, 0, 834, 833, 5, 5):
+        assert np.array_equal(split.starts(7, np.arange(step * 12, step * 12 + 12)), steps[step])
+    assert np.array_equal(np.concatenate(steps), split.starts(7, np.arange(840 * 12)))
+    assert not np.array_equal(split.starts(8, np.arange(100)), split.starts(7, np.arange(100)))
+
+
+@pytest.mark.parametrize('num_tokens', [1000, 49, 35, 34, 18, 17])
+def test_an_epoch_sees_each_of_its_windows_once(tmp_path, num_tokens):
+    """Non-overlapping windows within the split, one at least, and at most one fewer than fit."""
+    write_bins(tmp_path, noise(num_tokens), noise(100))
+    per_epoch = windows_per_epoch(num_tokens, T)
+    assert per_epoch >= max((num_tokens - 1) // T - 1, 1)
+    starts = open_folder(tmp_path).starts(7, np.arange(5 * per_epoch))
+    for epoch in starts.reshape(5, per_epoch):
+        assert np.array_equal(np.sort(epoch) - epoch.min(), T * np.arange(per_epoch))
+        assert epoch.min() >= 0 and epoch.max() + T < num_tokens
+
+
+def test_epochs_differ_in_order_and_offset():
+    """Over many epochs every offset is drawn, so that the last token of the split is a target too."""
+    orders = [epoch_order(7, 100, T, epoch) for epoch in range(300)]
+    assert {int(order.min()) for order in orders} == set(range(100 - 5 * T))
+    assert len({tuple(order - order.min()) for order in orders}) > 50
+
+
+def test_a_mixture_draws_by_weight_and_each_split_in_its_own_order(splits):
+    mixture = splits['mixture']
+    starts = mixture.starts(7, np.arange(30_000))
+    owner = np.searchsorted(mixture.bases, starts, side='right') - 1
+    for block in owner.reshape(3, 10_000):
+        assert np.bincount(block).tolist() == [5000, 3000, 2000]
+    assert abs(int((owner[:500] == 0).sum()) - 250) < 50  # any stretch has about its share
+    for k, split in enumerate(mixture.splits):
+        mine = starts[owner == k] - mixture.bases[k]
+        assert np.array_equal(mine, split.starts(7 + k, np.arange(len(mine))))
+
+
+def test_one_dataset_is_a_split_and_several_are_a_mixture(splits):
+    def datasets(**weights):
+        folders = {name: os.path.dirname(splits[name].path) for name in weights}
+        return [Dataset(name, folders[name], read_meta(folders[name]), weights[name]) for name in weights]
+    assert isinstance(open_split(datasets(plain=1), 'train', T), Split)
+    mixture = open_split(datasets(plain=1, wide=3), 'train', T)
+    assert mixture.weights == [0.25, 0.75] and mixture.names == ['plain', 'wide']
+    with pytest.raises(ValueError, match='wide would never be drawn: its weight is below 1/20000 of the sum'):
+        open_split(datasets(plain=1, wide=1e-5), 'train', T)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_targets_are_the_next_tokens(splits, kind):
+    """Which a loss that looks good does not prove; -1 where the mask is 0; num_targets counts the others."""
+    split = splits[kind]
+    starts = split.starts(3, np.arange(60))
+    x, y = split.gather(starts)
+    tokens = np.concatenate([part.tokens for part in split.splits]).astype(np.int64)
+    masks = np.concatenate([np.ones(part.num_tokens) if part.mask is None else part.mask
+                            for part in split.splits])
+    for row, start in enumerate(starts):
+        assert np.array_equal(x[row], tokens[start:start + T])
+        counted = masks[start + 1:start + T + 1] > 0
+        assert np.array_equal(y[row], np.where(counted, tokens[start + 1:start + T + 1], -1))
+    assert split.num_targets(starts) == (y >= 0).sum()
+    assert ((y < 0).any()) == (kind in ('masked', 'mixture'))
+
+
+def test_any_mask_but_0_counts_once(tmp_path):
+    mask = np.zeros(40)
+    mask[10:20] = 255
+    write_bins(tmp_path, range(40), range(40), masks={'train': mask, 'val': mask})
+    split, starts = open_folder(tmp_path, T=8), [0, 8, 16, 24]
+    assert split.num_targets(starts) == (split.gather(starts)[1] >= 0).sum() == 10
+    before = split.fingerprint()
+    mask[0] = 1
+    write_bins(tmp_path, range(40), range(40), masks={'train': mask, 'val': mask})
+    assert open_folder(tmp_path, T=8).fingerprint() != before
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('world', [1, 2, 4, 8])
+def test_processes_share_the_global_batch(splits, kind, world):
+    """Their micro-batches one after another are the windows of the step, whatever their number."""
+    split, cfg = splits[kind], config(batch_size=8)
+    x, y, counts = [], [], set()
+    for rank in range(world):
+        num_targets, loads = Batches(split, cfg, Env(rank, world)).step(6)
+        counts.add(num_targets)
+        for load in loads:
+            inputs, targets, _ = load()
+            x.append(inputs)
+            y.append(targets)
+    expected = split.gather(split.starts(cfg.seed, np.arange(6 * 32, 7 * 32)))
+    assert np.array_equal(torch.cat(x), expected[0]) and np.array_equal(torch.cat(y), expected[1])
+    assert counts == {(expected[1] >= 0).sum()}
+
+
+def test_dropout_seeds_do_not_depend_on_the_process(splits):
+    """A micro-batch of a step has the same seed on one process and on two; no two have the same."""
+    seeds = {world: [seed for step in (0, 1) for rank in range(world)
+                     for _, _, seed in load_all(Batches(splits['plain'], config(), Env(rank, world)), [step])]
+             for world in (1, 2)}
+    assert seeds[1] == seeds[2] and len(set(seeds[1])) == 8
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('rank, world', [(0, 1), (1, 2)])
+def test_data_on_the_device_is_the_same_data(splits, kind, rank, world):
+    batches = [Batches(splits[kind], config(on_device=there), Env(rank, world)) for there in (False, True)]
+    assert batches[0].tokens is None and batches[1].tokens is not None
+    assert_same(*(load_all(each, range(9)) for each in batches))
+
+
+def test_reading_ahead_gives_the_same_micro_batches(splits, monkeypatch):
+    """In order, after a jump, and over the end of a step."""
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda tensor: tensor)
+    plain, ahead = (Batches(splits['mixture'], config(accumulation=3), Env()) for _ in range(2))
+    ahead.reader = ThreadPoolExecutor(1)
+    assert_same(load_all(plain, [0, 1, 2, 9, 10, 3]), load_all(ahead, [0, 1, 2, 9, 10, 3]))
+    assert list(ahead.ahead) == [(4, 0)]
+    ahead.reader.shutdown()
+
+
+def test_data_goes_to_a_gpu_that_has_room_for_it(splits, monkeypatch):
+    gpu = Env(device=torch.device('cuda'))
+    for free, fits in ((20 * splits['masked'].num_bytes, True), (9 * splits['masked'].num_bytes, False)):
+        monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device, free=free: (free, 0))
+        assert kept_on_device(splits['masked'], config(), gpu) is fits
+    assert kept_on_device(splits['masked'], config(on_device=True), gpu)
+    assert not kept_on_device(splits['masked'], config(), Env())
+
+
+def test_share_batch():
+    """The largest micro-batch up to batch_size, for the same global batch."""
+    assert share_batch(20, 2, 8) == (5, 1)
+    assert share_batch(12, 40, 8) == (12, 5)
+    for size, accumulation in ((32, 1), (20, 2), (16, 4), (8, 8)):
+        for world in (1, 2, 4, 8):
+            micro_batch, steps = share_batch(size, accumulation, world)
+            assert micro_batch * steps * world == size * accumulation and micro_batch <= size
+    for size, accumulation, world, nearest in ((10, 1, 8, '8 or 16'), (3, 1, 4, '4'), (7, 3, 2, '20 or 22')):
+        words = rf'= {size * accumulation} sequences cannot be .* {world} processes; {nearest} could'
+        with pytest.raises(ValueError, match=words):
+            share_batch(size, accumulation, world)
+
+
+META = {'dtype': 'uint16', 'vocab_size': 257, 'splits': {}, 'foreign': False}
+
+
+@pytest.mark.parametrize('tokens, meta, words', [
+    (16, {}, r'train\.bin has 16 tokens, too few for one window of block_size=16 .*; use more text or'),
+    (100, {'splits': {'train': {'tokens': 101}}}, 'has 100 tokens, but meta.json says 101; prepare')])
+def test_bins_of_the_wrong_size(tmp_path, tokens, meta, words):
+    write_bins(tmp_path, noise(tokens), noise(100))
+    with pytest.raises(ValueError, match=words):
+        Split(str(tmp_path), 'train', {**META, **meta}, T)
+
+
+@pytest.mark.parametrize('mask, words', [
+    (np.ones(99), r'train\.mask\.bin has 99 bytes for 100 tokens'),
+    (np.zeros(100), r'train\.bin has no target that counts: .*train\.mask\.bin is 0 everywhere')])
+def test_masks_that_cannot_be(tmp_path, mask, words):
+    write_bins(tmp_path, noise(100), noise(100), masks={'train': mask, 'val': np.ones(100)})
+    with pytest.raises(ValueError, match=words):
+        open_folder(tmp_path)
+
+
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
+    tokens = noise(100)
+    tokens[42] = 300
+    write_bins(tmp_path, tokens, noise(100))
+    split = open_folder(tmp_path)
+    with pytest.raises(ValueError, match='has token id 300, but the vocabulary has 257 ids; prepare'):
+        split.check_ids(257)
+    split.check_ids(301)

@@ -1,0 +1,128 @@
+"""Documents to ids: what surrounds a document, which tokens count, and the processes that share the work."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from hotloop import encode
+from hotloop.bpe import train_bpe
+from hotloop.documents import Piece
+from hotloop.encode import batches_of, encode_all, encode_batch, id_type
+from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+
+BPE = BPETokenizer(train_bpe(['one two three ' * 9], 270))
+
+
+def text_piece(text, start=True, end=True):
+    return Piece([(text, False, True)], start, end, text)
+
+
+def test_a_document_is_between_its_begin_and_end_ids():
+    pieces = [('train', text_piece('ab')), ('train', text_piece('c', end=False)), ('val', text_piece('x')),
+              ('train', text_piece('d', start=False)), ('train', text_piece('é'))]
+    encoded = encode_batch(ByteTokenizer(), pieces, bos=1, eot=256)
+    train, val = encoded['train'], encoded['val']
+    assert train.ids.tolist() == [1, *b'ab', 256, 1, *b'cd', 256, 1, *'é'.encode(), 256]
+    assert (train.num_bytes, train.documents) == (6 + 3, 3) and train.mask is None and val.documents == 1
+    assert encode_batch(ByteTokenizer(), pieces)['train'].ids.tolist() == list('abcdé'.encode())
+
+
+def test_only_answers_and_the_end_count():
+    """A text beside a chat counts in full. A template's mark that is the end-of-text id is not doubled."""
+    chat = Piece([('ask', True, False), ('tell', False, True)], True, True, 'k')
+    marked = Piece([('ask', True, False), ('<|endoftext|>', True, True)], True, True, 'k')
+    pieces = [('train', piece) for piece in (text_piece('text'), chat, marked)]
+    encoded = encode_batch(ByteTokenizer(), pieces, bos=0, eot=256)['train']
+    assert encoded.ids.tolist() == [0, *b'text', 256, 0, *b'asktell', 256, 0, *b'ask', 256]
+    assert encoded.mask.tolist() == [1] * 6 + [0] * 4 + [1] * 5 + [0] * 4 + [1]
+    assert encoded.mask.dtype == np.uint8 and encoded.num_bytes == 1 + 4 + 1 + 7 + 1 + 3
+
+
+def test_prompt_and_answer_are_encoded_apart():
+    """Joined text would let a token straddle the border, which the model never sees when it is asked."""
+    piece = Piece([('one th', True, False), ('ree', False, True)], True, True, 'k')
+    ids = encode_batch(BPE, [('train', piece)])['train'].ids.tolist()
+    assert ids == [*BPE.encode('one th'), *BPE.encode('ree')] != BPE.encode('one three').tolist()
+
+
+def test_ids_stay_ids_and_their_documents_are_counted():
+    ids = np.array([256, 5, 6, 256, 7], dtype='<u2')
+    encoded = encode_batch(ByteTokenizer(), [('train', Piece(ids, True, True, 'shard'))], eot=256)['train']
+    assert encoded.ids.tolist() == ids.tolist() and (encoded.documents, encoded.num_bytes) == (2, 3)
+
+
+def test_ids_take_two_bytes_as_long_as_they_fit():
+    chars = ''.join(map(chr, range(0x20000, 0x20000 + 2**16)))
+    small, large = CharTokenizer(chars), CharTokenizer(chars, eot=True)
+    assert (id_type(small), id_type(large)) == ('<u2', '<u4')
+    ids = encode_batch(large, [('train', text_piece(chars[-1]))], eot=large.eot)['train'].ids
+    assert ids.dtype == '<u4' and ids.tolist() == [2**16 - 1, 2**16]
+
+
+def test_batches_keep_the_order_and_hold_a_piece_of_text(monkeypatch):
+    monkeypatch.setattr(encode, 'PIECE', 1000)
+    rng = random.Random(0)
+    pieces = [('train', text_piece('x' * rng.randrange(300))) for _ in range(99)]
+    pieces.insert(50, ('val', Piece(np.zeros(2000, np.uint16), True, True, 'shard')))
+    batches = list(batches_of(iter(pieces)))
+    assert [piece for batch in batches for piece in batch] == pieces
+    assert 10 < len(batches) < 40 and all(batches)
+    assert list(batches_of(iter([]))) == []
+
+
+def batches(n=12):
+    rng = random.Random(1)
+    words = ['one', 'two', 'γάμμα', 'three\n']
+    return [[('train', text_piece(' '.join(rng.choices(words, k=rng.randrange(1, 500)))))] for _ in range(n)]
+
+
+@pytest.mark.parametrize('num_proc', [1, 3])
+def test_the_result_does_not_depend_on_the_processes(num_proc):
+    expected = [encode_batch(BPE, batch, None, BPE.eot)['train'].ids.tolist() for batch in batches()]
+    encoded = encode_all(BPE, iter(batches()), num_proc, eot=BPE.eot)
+    assert [each['train'].ids.tolist() for each in encoded] == expected
+
+
+@pytest.mark.parametrize('failure, words', [
+    (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'a tokenizing process died.*--num_proc'),
+    (lambda *_: CharTokenizer('a').encode('b'), "the characters 'b' do not occur")])
+def test_what_fails_in_a_process_is_raised_here(monkeypatch, failure, words):
+    monkeypatch.setattr(encode, 'encode_batch', failure)
+    with pytest.raises(ValueError, match=words) as e:
+        list(encode_all(BPE, iter(batches()), num_proc=2))
+    assert e.traceback[-1].path.name == 'encode.py'
+
+
+def is_running(pid):
+    try:
+        with open(f'/proc/{pid}/stat') as f:
+            return f.read().rpartition(')')[2].split()[0] != 'Z'  # a zombie has ended
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+def test_processes_end_with_the_one_that_started_them():
+    """A kill -9 of the parent gives it no chance to end them."""
+    code = '''if True:
+        import itertools, os, sys, time
+        from hotloop import encode, tokenizer
+        encode.encode_batch = lambda *_: time.sleep(0.1)
+        bpe = tokenizer.BPETokenizer([bytes([b]) for b in range(256)])
+        for _ in encode.encode_all(bpe, itertools.repeat([]), num_proc=2):
+            children = open(f'/proc/self/task/{os.getpid()}/children').read()
+            print(children, flush=True)'''
+    parent = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
+    children = parent.stdout.readline().split()
+    parent.kill()
+    parent.wait()
+    deadline = time.time() + 10
+    while any(map(is_running, children)) and time.time() < deadline:
+        time.sleep(0.02)
+    assert len(children) == 2 and not any(map(is_running, children))

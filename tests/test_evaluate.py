@@ -1,0 +1,152 @@
+"""An evaluation is the mean over fixed windows, whatever the batch and the processes are."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import noise, write_bins
+
+from hotloop.dataloader import Mixture, Split
+from hotloop.dataset import read_meta
+from hotloop.distributed import Env
+from hotloop.evaluate import eval_batch, eval_windows, evaluate
+from model import GPT, GPTConfig
+
+TOKENS = noise(487, seed=1)  # 30 windows of 16 and a tail of 6
+MASK = np.random.default_rng(2).random(487) < np.linspace(0.05, 1, 487) ** 2
+BYTES = np.arange(257) % 4
+
+
+def tiny_gpt(**settings):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=257, block_size=16, n_layer=1, n_head=2, n_embd=32, **settings))
+
+
+@pytest.fixture
+def splits(tmp_path):
+    """{'plain': ..., 'masked': ...}: the same tokens."""
+    write_bins(tmp_path / 'plain', TOKENS, TOKENS)
+    write_bins(tmp_path / 'masked', TOKENS, TOKENS, masks={'train': MASK, 'val': MASK})
+    return {name: Split(str(tmp_path / name), 'val', read_meta(str(tmp_path / name)), 16)
+            for name in ('plain', 'masked')}
+
+
+def nats_by_hand(model):
+    """Nats of every target, one position after another, (486,)."""
+    tokens, nats = torch.tensor(TOKENS), torch.zeros(486, dtype=torch.float64)
+    model.eval()
+    with torch.no_grad():
+        for rows, length in ((torch.arange(30) * 16, 16), (torch.tensor([480]), 6)):
+            for t in range(length):
+                logits = model(tokens[rows[:, None] + torch.arange(t + 1)])
+                targets = tokens[rows + t + 1][:, None]
+                nats[rows + t] = -logits.log_softmax(-1).double().gather(1, targets)[:, 0]
+    model.train()
+    return nats
+
+
+@pytest.mark.parametrize('kind', ['plain', 'masked'])
+def test_the_loss_is_the_mean_over_every_target_that_counts(splits, kind):
+    """The tail included; bits per byte are over the bytes of those very targets."""
+    model = tiny_gpt(bias=True)
+    counts = torch.from_numpy(MASK[1:]) if kind == 'masked' else torch.ones(486, dtype=torch.bool)
+    nats, targets = nats_by_hand(model)[counts], torch.tensor(TOKENS[1:])[counts]
+    result = evaluate(model, splits[kind], None, 7, Env(), BYTES)
+    assert result['tokens'] == counts.sum()
+    assert result['loss'] == pytest.approx(nats.mean().item(), rel=1e-6)
+    assert result['bpb'] == pytest.approx(nats.sum().item() / math.log(2) / BYTES[targets].sum(), rel=1e-6)
+    assert model.training, 'the model was left in evaluation mode'
+
+
+def test_the_standard_error_is_that_of_the_mean_over_windows(splits):
+    """For windows of equal length: the standard deviation of their means over sqrt(their number)."""
+    model = tiny_gpt()
+    means = nats_by_hand(model)[:480].view(30, 16).mean(1)
+    stderr = evaluate(model, splits['plain'], 30, 8, Env())['stderr']
+    assert stderr == pytest.approx((means.std() / 30**0.5).item(), rel=1e-4)
+
+
+def evaluate_on(world, model, split, num_windows, batch, stop=None):
+    """evaluate() shared over processes that take their turn; what the last one returns."""
+    class Rank(Env):
+        def sum(self, values):
+            parts.append(values)
+            return sum(parts)
+    parts = []
+    for rank in range(world):
+        result = evaluate(model, split, num_windows, batch, Rank(rank, world), BYTES, stop and stop(rank))
+    return result
+
+
+@pytest.mark.parametrize('num_windows', [None, 31, 30, 2])
+def test_an_evaluation_does_not_depend_on_batch_or_processes(splits, num_windows):
+    """The same windows, and the same loss, tokens and standard error."""
+    model = tiny_gpt()
+    expected = evaluate(model, splits['plain'], num_windows, 4, Env(), BYTES)
+    assert expected['tokens'] == {None: 486, 31: 486, 30: 480, 2: 32}[num_windows], 'all include the tail'
+    for world, batch in ((1, 1), (1, 64), (2, 4), (2, 3)):
+        result = evaluate_on(world, model, splits['plain'], num_windows, batch)
+        assert result == pytest.approx(expected, rel=1e-6), (world, batch)
+
+
+@pytest.mark.parametrize('stops', [0, 1])
+def test_a_stop_on_any_process_ends_the_evaluation_of_all(splits, stops):
+    model = tiny_gpt()
+    assert evaluate_on(2, model, splits['plain'], None, 4, lambda rank: lambda: rank == stops) is None
+    assert evaluate_on(2, model, splits['plain'], None, 4, lambda rank: lambda: False) is not None
+    assert model.training
+
+
+@pytest.mark.parametrize('number', [2, 7, 29, 30])
+def test_a_capped_evaluation_spreads_its_windows_evenly(splits, monkeypatch, number):
+    """The first and the last full window are among them, and gaps differ by one at most."""
+    seen = []
+
+    def spy(split, windows, batch):
+        seen.extend(windows)
+        return eval_batch(split, windows, batch)
+    monkeypatch.setattr('hotloop.evaluate.eval_batch', spy)
+    assert evaluate(tiny_gpt(), splits['plain'], number, 4, Env())['tokens'] == number * 16
+    assert len(seen) == number and (seen[0], seen[-1]) == (0, 29) and np.ptp(np.diff(seen)) <= 1
+
+
+def test_label_smoothing_and_dropout_act_in_training_only(splits):
+    plain, regularized = tiny_gpt(), tiny_gpt(label_smoothing=0.2, dropout=0.5)
+    results = [evaluate(model, splits['plain'], None, 8, Env()) for model in (plain, regularized)]
+    assert results[0] == results[1]
+    x, y = map(torch.from_numpy, splits['plain'].gather([0]))
+    assert not torch.allclose(plain(x, y), regularized(x, y), rtol=1e-3)
+
+
+def test_a_mixture_has_the_mean_by_weight_and_the_losses_of_each(splits):
+    """Bits per byte are over the bytes of the mixture, not the mean of two ratios."""
+    model, mixture = tiny_gpt(), Mixture(['a', 'b'], list(splits.values()), [3, 1])
+    both = evaluate(model, mixture, 20, 4, Env(), BYTES)
+    a = evaluate(model, splits['plain'], 15, 4, Env(), BYTES)
+    b = evaluate(model, splits['masked'], 5, 4, Env(), BYTES)
+    assert both['loss'] == pytest.approx(0.75 * a['loss'] + 0.25 * b['loss'])
+    assert both['losses'] == {'a': a['loss'], 'b': b['loss']} and both['tokens'] == a['tokens'] + b['tokens']
+    assert both['stderr'] == pytest.approx(math.hypot(0.75 * a['stderr'], 0.25 * b['stderr']))
+    bytes_per_token = [result['loss'] / math.log(2) / result['bpb'] for result in (a, b)]
+    expected = both['loss'] / math.log(2) / (0.75 * bytes_per_token[0] + 0.25 * bytes_per_token[1])
+    assert both['bpb'] == pytest.approx(expected)
+    assert evaluate(model, mixture, None, 4, Env(), BYTES, stop=lambda: True) is None
+
+
+def test_windows_without_a_target_that_counts_are_an_error(tmp_path):
+    """Though the mask of the split is not empty."""
+    mask = np.append(np.zeros(99), 1)
+    write_bins(tmp_path, noise(100), noise(100), masks={'train': mask, 'val': mask})
+    split = Split(str(tmp_path), 'val', read_meta(str(tmp_path)), 16)
+    with pytest.raises(ValueError, match=r'val\.bin has no target that counts .*; raise eval_tokens'):
+        evaluate(tiny_gpt(), split, 1, 4, Env())
+
+
+@pytest.mark.parametrize('settings, windows', [
+    (dict(eval_tokens=2**20), (65536, 16384)), (dict(eval_tokens=None), (None, 16384)),
+    (dict(eval_tokens=10), (1, 1)), (dict(eval_iters=3, eval_tokens=10), (12, 12))])
+def test_how_much_an_evaluation_reads(settings, windows):
+    """eval_tokens caps tokens; eval_iters counts batches of batch_size, as in nanoGPT."""
+    assert eval_windows(SimpleNamespace(**{'eval_iters': None, 'batch_size': 4, **settings}), 16) == windows

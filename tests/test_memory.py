@@ -1,0 +1,102 @@
+"""batch_size=auto finds what fits, by trial; a batch that does not fit ends with one that does."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hotloop.distributed import Env
+from hotloop.memory import batch_fits, choose_batch_size, choose_loss_chunks, memory_advice
+from model import GPT, GPTConfig
+
+GB = 2**30
+
+
+@pytest.fixture
+def model():
+    return GPT(GPTConfig(block_size=16, vocab_size=61, n_layer=1, n_head=2, n_embd=16))
+
+
+def config(batch_size, accumulation):
+    return SimpleNamespace(batch_size=batch_size, gradient_accumulation_steps=accumulation,
+                           loss_chunks='auto', data_on_device='auto')
+
+
+SPLIT = SimpleNamespace(T=16, num_bytes=0)
+
+
+def short_of_memory(monkeypatch, most, error=None):
+    """A machine without memory for more than `most` sequences. Returns the batches that are tried."""
+    original, tried = GPT.forward, []
+
+    def forward(self, idx, targets=None, cache=None):
+        tried.append(len(idx))
+        if len(idx) > most:
+            raise error or RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8")
+        return original(self, idx, targets, cache)
+    monkeypatch.setattr(GPT, 'forward', forward)
+    return tried
+
+
+@pytest.mark.parametrize('error', [None, torch.OutOfMemoryError('CUDA out of memory. Tried to allocate'),
+                                   MemoryError()])
+def test_the_largest_micro_batch_that_fits_the_same_step_is_found(model, monkeypatch, error):
+    """24 sequences a step, of which 24, 12 and 8 do not fit; no setting, weight or gradient changes."""
+    tried, cfg = short_of_memory(monkeypatch, 7, error), config(12, 2)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert choose_batch_size(model, SPLIT, Env(), cfg) == 6 and tried == [24, 12, 8, 6]
+    assert cfg == config(12, 2) and model.loss_chunks == 1
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_processes_take_what_fits_on_all_of_them(model, monkeypatch):
+    """Here 8 sequences fit, on another process only 4; a share is 16."""
+    tried = short_of_memory(monkeypatch, 8)
+
+    class Two(Env):
+        def sum(self, values):
+            return values + float(tried[-1] > 4)
+    assert choose_batch_size(model, SPLIT, Two(0, 2), config(16, 2)) == 4
+
+
+def test_a_cpu_is_not_asked_for_more_than_half_its_memory(model, monkeypatch):
+    """It would grant it, and kill the process: an estimate comes before the trial."""
+    tried = short_of_memory(monkeypatch, 100)
+    sequence = 16 * (12 * 61 + 40 * 16)
+    memory = 2 * (5 * sequence + 8 * model.num_params())
+    monkeypatch.setattr('hotloop.memory.device_memory', lambda device: memory)
+    assert choose_batch_size(model, SPLIT, Env(), config(24, 1)) == 4 and tried == [4]
+
+
+def test_what_does_not_fit_at_all_is_an_error(model, monkeypatch):
+    short_of_memory(monkeypatch, 0)
+    with pytest.raises(ValueError, match='not even one sequence of 16 tokens fits the memory of cpu'):
+        choose_batch_size(model, SPLIT, Env(), config(12, 2))
+
+
+def test_another_error_of_the_machine_keeps_its_traceback(model, monkeypatch):
+    short_of_memory(monkeypatch, 0, RuntimeError('CUDA error: an illegal memory access was encountered'))
+    with pytest.raises(RuntimeError, match='illegal memory access'):
+        batch_fits(model, 4, Env(), config(4, 1), 0)
+
+
+@pytest.mark.parametrize('most, world, words', [
+    (3, 1, r'a micro-batch of 8 sequences of 16 tokens does not fit the memory of cpu; '
+           r'--batch_size=2 --gradient_accumulation_steps=8 fits and gives the same step'),
+    (0, 1, 'does not fit the memory of cpu, nor does a smaller one; use a smaller model'),
+    (3, 2, 'use a smaller --batch_size, or --batch_size=auto')])
+def test_a_batch_that_does_not_fit_ends_with_one_that_does(model, monkeypatch, most, world, words):
+    short_of_memory(monkeypatch, most)
+    batches = SimpleNamespace(micro_batch=8, accumulation=2, global_batch=16)
+    run = SimpleNamespace(model=model, batches=batches, env=Env(0, world), val=SPLIT, optimizers=[],
+                          cfg=config(8, 2))
+    assert words.replace('\\', '') in memory_advice(run)
+
+
+def test_the_loss_is_computed_in_chunks_if_its_logits_would_fill_the_memory():
+    assert choose_loss_chunks('auto', 12 * 1024, 50304, 80 * GB) == 1
+    chunks = choose_loss_chunks('auto', 32768, 262144, 80 * GB)
+    assert 12 * 32768 * 262144 / chunks <= 80 * GB / 16 < 12 * 32768 * 262144
+    assert choose_loss_chunks(4, 12 * 1024, 50304, 80 * GB) == 4
+    assert choose_loss_chunks(99, 10, 50304, 80 * GB) == 10

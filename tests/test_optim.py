@@ -1,0 +1,147 @@
+"""Which parameter is updated by what, and what an update of Muon is."""
+
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hotloop.distributed import Env
+from hotloop.optim import build_optimizers, orthogonalize
+from model import GPT, GPTConfig
+
+SWIGLU = dict(preset='modern', mlp='swiglu', n_kv_head=2)
+
+
+def config(optimizer='adamw', embed_lr=None, weight_decay=0.5):
+    return SimpleNamespace(optimizer=optimizer, learning_rate=0.1, weight_decay=weight_decay, beta1=0.9,
+                           beta2=0.95, muon_lr=1.0, muon_momentum=0.95, embed_lr=embed_lr)
+
+
+def make(**settings):
+    """A small model with random weights and gradients, none of them zero."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32, **settings))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+        p.grad = torch.randn_like(p)
+    return model
+
+
+def state_of(model, optimizers):
+    """Copies of all weights and optimizer states."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    tensors = [*model.parameters(), *(tensor for state in states for tensor in state.values())]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def test_decay_is_for_matrices_and_embeddings_only():
+    """With gradients of zero AdamW shrinks those by lr x weight_decay, and vectors not at all."""
+    model = make(bias=True)
+    before = state_of(model, [])
+    [adamw] = build_optimizers(model, config(), Env())
+    for p in model.parameters():
+        p.grad.zero_()
+    adamw.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.allclose(p, old * (0.95 if p.dim() >= 2 else 1.0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize('settings', [{}, SWIGLU])
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_every_parameter_is_in_one_group(settings, optimizer):
+    """Muon has the matrices of blocks; a tied embedding is one parameter; groups carry their peaks."""
+    model = make(**settings)
+    optimizers = build_optimizers(model, config(optimizer=optimizer), Env())
+    groups = [group for o in optimizers for group in o.param_groups]
+    assert sorted(id(p) for g in groups for p in g['params']) == sorted(map(id, model.parameters()))
+    names = {id(p): name for name, p in model.named_parameters()}
+    if optimizer == 'muon':
+        kinds = {names[id(p)].split('.')[-2] for p in groups[-1]['params']}
+        assert kinds == {'c_attn', 'c_proj', 'c_fc'} and len(groups[-1]['params']) == 8
+        assert [names[id(p)] for p in groups[2]['params']] in (['transformer.wte.weight'], ['lm_head.weight'])
+        assert [g['peak'] for g in groups] == [0.1, 0.1, 0.1, 1.0]
+    else:  # nanoGPT's two groups in its order, which its checkpoints fit
+        decayed = [id(p) for p in model.parameters() if p.dim() >= 2]
+        assert [id(p) for p in groups[0]['params']] == decayed and len(groups) == 2
+
+
+def test_the_embedding_has_a_rate_of_its_own_under_muon():
+    adamw, _ = build_optimizers(make(), config(optimizer='muon', embed_lr=0.3), Env())
+    assert [group['peak'] for group in adamw.param_groups] == [0.1, 0.1, 0.3]
+    with pytest.raises(ValueError, match=r"embed_lr=0\.3 acts under optimizer='muon' only"):
+        build_optimizers(make(), config(embed_lr=0.3), Env())
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_a_step_that_is_not_finite_changes_not_a_bit(optimizer):
+    model = make(preset='modern')
+    optimizers = build_optimizers(model, config(optimizer=optimizer), Env())
+    for bad in (0.0, 1.0):
+        before = state_of(model, optimizers)
+        for p in model.parameters():
+            p.grad.fill_(math.inf if bad else 1.0)
+        for o in optimizers:
+            o.found_inf = torch.tensor(bad)
+            o.step()
+    assert all(map(torch.equal, before, state_of(model, optimizers)))
+
+
+@pytest.mark.parametrize('shape', [(64, 64), (32, 128)])
+def test_orthogonalized_matrices_have_singular_values_near_1(shape):
+    G = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    together = orthogonalize(G, torch.float32)
+    values = torch.linalg.svdvals(together)
+    # a square random matrix has a few next to zero, which five iterations do not lift
+    assert values.max() < 1.3 and values.quantile(0.05) > 0.6
+    assert torch.linalg.svdvals(G / G.norm(dim=(1, 2), keepdim=True)).max() < 0.3
+    one_by_one = torch.cat([orthogonalize(g[None], torch.float32) for g in G])
+    assert torch.allclose(together, one_by_one, atol=1e-5)
+
+
+def muon_update(model, env):
+    """What one step of Muon subtracts from each parameter, at a learning rate of 1."""
+    *_, muon = build_optimizers(model, config(optimizer='muon', weight_decay=0.0), env)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    muon.step()
+    return {name: before[name] - p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_muon_moves_every_matrix_of_a_block_by_an_orthogonal_one(dtype):
+    """Queries, keys and values each by their own, up and gate too; tall ones by a larger one."""
+    update = muon_update(make(**SWIGLU), Env(dtype=dtype))
+    for block in ('transformer.h.0.', 'transformer.h.1.'):
+        qkv = update[block + 'attn.c_attn.weight'].split((32, 16, 16))
+        parts = [*qkv, update[block + 'attn.c_proj.weight'],
+                 *update[block + 'mlp.c_fc.weight'].chunk(2), update[block + 'mlp.c_proj.weight']]
+        for part in parts:
+            values = torch.linalg.svdvals(part) / max(1.0, part.size(0) / part.size(1)) ** 0.5
+            assert values.max() < 1.3 and values.median() > 0.6, part.shape
+    assert not update['lm_head.weight'].any() and not update['transformer.wte.weight'].any()
+
+
+@pytest.mark.parametrize('world', [2, 3])
+def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world):
+    """Also if the matrices do not divide by them. Threads stand for processes, with a gather of their own."""
+    barrier, shares, updates = threading.Barrier(world), {}, {}
+
+    def all_gather(gathered, mine):
+        shares[int(threading.current_thread().name)] = mine
+        barrier.wait(30)
+        gathered.copy_(torch.cat([shares[rank] for rank in range(world)]))
+        barrier.wait(30)
+
+    def work(rank):
+        updates[rank] = muon_update(models[rank], Env(rank, world))
+    monkeypatch.setattr(torch.distributed, 'all_gather_single', all_gather, raising=False)
+    models = [make(**SWIGLU) for _ in range(world)]
+    threads = [threading.Thread(target=work, args=(rank,), name=str(rank)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for name, update in muon_update(make(**SWIGLU), Env()).items():
+        for rank in range(world):
+            assert torch.allclose(updates[rank][name], update, atol=1e-5), (rank, name)

@@ -1,0 +1,83 @@
+"""Weights for inference: int8 is within its bound, packed weights compute the same."""
+
+import pytest
+import torch
+from test_generate import PROMPTS, make
+
+from hotloop.quantize import Int8Linear, PackedLinear, can_pack, packing_pays, prepare_for_inference
+
+CPU = torch.device('cpu')
+
+
+@pytest.mark.parametrize('bias', [False, True])
+@pytest.mark.parametrize('rows', [(3,), (1, 1), (2, 40)])
+@pytest.mark.parametrize('kernel', [True, False])
+def test_int8_is_within_its_bound(bias, rows, kernel, monkeypatch):
+    """Each weight moves by half a step at most; the CPU's kernel also rounds to bf16."""
+    if not kernel:
+        monkeypatch.delattr(torch, '_weight_int8pack_mm')
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(96, 64, bias=bias), torch.randn(*rows, 96)
+    linear.weight.data[5] *= 100  # each row has its own scale
+    linear.weight.data[6] = 0
+    quantized = Int8Linear(linear)
+    assert quantized.on_cpu == kernel
+    scale, w = quantized.scale.float(), linear.weight.detach()
+    assert ((quantized.weight * scale[:, None] - w).abs() <= scale[:, None] / 2 * (1 + 1e-6)).all()
+    assert (scale <= w.abs().amax(1) / 127 * (1 + 2**-7) + 1e-30).all()
+    assert quantized.weight.abs().max() <= 127
+    bound = x.abs().sum(-1, keepdim=True) * scale / 2 + x.abs() @ w.abs().t() * (2**-7 if kernel else 1e-6)
+    assert ((quantized(x) - linear(x)).abs() <= bound + 1e-6).all()
+
+
+def test_int8_sums_stay_in_the_range_of_float16(monkeypatch):
+    """Weights from -127 to 127 must not meet large activations before they are scaled."""
+    monkeypatch.delattr(torch, '_weight_int8pack_mm')
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(256, 64, bias=False), torch.rand(40, 256) * 200
+    linear.weight.data = torch.rand(64, 256) * 0.1
+    y = Int8Linear(linear)(x.half())
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.float(), linear(x), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize('dtype, quantize', [(torch.float32, 'int8'), (torch.bfloat16, 'none')])
+def test_a_prepared_model_has_close_logits(dtype, quantize):
+    model, x = make('modern', n_embd=64).train(), torch.tensor([PROMPTS[3]])
+    exact = model(x)
+    assert prepare_for_inference(model, CPU, dtype, quantize) is model and not model.training
+    assert model.cos.dtype == torch.float32 and model.transformer.wte.weight.dtype == dtype
+    assert sum(isinstance(m, Int8Linear) for m in model.modules()) == (9 if quantize == 'int8' else 0)
+    assert 0 < (model(x) - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize('dtype, bound', [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize('pays', [True, False])
+def test_packed_weights_compute_the_same(dtype, bound, pays, monkeypatch):
+    if not can_pack(CPU, dtype):
+        pytest.skip(f'oneDNN does not pack {dtype} here')
+    monkeypatch.setattr('hotloop.quantize.PACK_FROM', 0)
+    monkeypatch.setattr('hotloop.quantize.packing_pays', lambda linear: pays)
+    x = torch.tensor([PROMPTS[3]])
+    plain = prepare_for_inference(make(), CPU, dtype, pack=False)
+    packed = prepare_for_inference(make(), CPU, dtype)
+    assert sum(isinstance(m, PackedLinear) for m in packed.modules()) == (9 if pays else 0)
+    assert (plain(x) - packed(x)).norm() <= bound * plain(x).norm()
+
+
+def test_the_trial_keeps_plain_weights_only_where_they_always_win(monkeypatch):
+    """On a Xeon without bf16 units packed weights were slower. A busy machine must not decide."""
+    monkeypatch.setattr('hotloop.quantize.PackedLinear', lambda linear: 'packed')
+    rounds = iter([2, 1, 2, 1, 1, 2, *[2, 1] * 5])  # seconds of packed, then plain
+    monkeypatch.setattr('hotloop.quantize.seconds', lambda module, inputs: next(rounds))
+    assert packing_pays(torch.nn.Linear(8, 8))
+    assert not packing_pays(torch.nn.Linear(8, 8)) and next(rounds, None) is None
+
+
+def test_weights_stay_plain_where_packing_fails(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError('not on this CPU')
+    monkeypatch.setattr(torch.ops.mkldnn, '_reorder_linear_weight', refuse)
+    assert not can_pack(CPU, torch.float32)
+    model = prepare_for_inference(make(n_embd=512), CPU, torch.float32)
+    assert not any(isinstance(m, PackedLinear) for m in model.modules())
