@@ -231,8 +231,8 @@ def test_help_lists_every_setting(program, classes, capsys):
         default = field.default if str(field.default).isprintable() else repr(field.default)
         comment = re.search(rf'^    {field.name}: .*  # (.*)', source, re.M)[1]
         assert line.startswith(f'  --{field.name}={default}  ') and comment in line and len(comment) > 5
-    assert [line for line in lines if line in re.findall('# --- (.*)', source)] == re.findall('# --- (.*)',
-                                                                                              source)
+    sections = re.findall('# --- (.*)', source)
+    assert [line for line in lines if line in sections] == sections
 
 
 # -----------------------------------------------------------------------------
