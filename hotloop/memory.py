@@ -79,6 +79,8 @@ def batch_fits(model, batch, env, cfg, reserve):
             p.grad = torch.zeros_like(p)  # of the micro-batches before
         ids = torch.zeros(batch, T, dtype=torch.int64, device=env.device)
         model(ids, ids).sum().backward()  # eager; compiled, it needs less
+        if env.device.type == 'cuda':
+            torch.cuda.synchronize(env.device)
         del reserved
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
