@@ -82,7 +82,7 @@ def test_it_may_break_often_as_long_as_something_arrives(server, tmp_path, monke
     download(server.url, str(tmp_path / 'f'))
     assert contents(tmp_path) == {'f': BODY} and len(server.seen) == 4
     server.script = [answer(cut=300_000, ranges=None)]
-    with pytest.raises(ValueError, match='the connection broke 2 times in a row; run the command again'):
+    with pytest.raises(ValueError, match='the connection broke 2 times in a row; run this again'):
         download(server.url, str(tmp_path / 'g'))
     assert not (tmp_path / 'g').exists() and len(server.seen) == 7
 
@@ -117,13 +117,12 @@ def test_a_part_that_is_already_complete_or_too_long(server, tmp_path):
 
 
 @pytest.mark.parametrize('reply, words, requests', [
-    (answer(b'', 404), 'answers 404 Not Found; check the address$', 1),
-    (answer(b'', 401), 'answers 401 Unauthorized; set HF_TOKEN if the file needs one$', 1),
-    (answer(b'', 403), 'answers 403 Forbidden; set HF_TOKEN', 1),
+    (answer(b'', 404), 'answers 404 Not Found; check the address; does it need HF_TOKEN', 1),
+    (answer(b'', 401), 'answers 401 Unauthorized; check the address', 1),
     (answer(b'', 503), 'answers 503 Service Unavailable; try again later$', 6),
     (answer(b'', 302, Location='ftp://127.0.0.1/f'), "cannot be downloaded to .*: No connection adapters", 1),
     (answer(b'<html>Log in</html>', Content_Type='text/html; charset=utf-8'), 'is a web page; give the address', 1),
-    (answer(X_Linked_ETag=f'"{"0" * 64}"'), 'does not have the SHA-256 0000.*; the download was deleted', 1),
+    (answer(X_Linked_ETag=f'"{"0" * 64}"'), 'does not have the SHA-256 0000.*; it was deleted', 1),
 ])
 def test_one_sentence_and_no_file(server, tmp_path, reply, words, requests):
     server.script = [reply]
