@@ -92,7 +92,8 @@ def test_a_row_without_text_or_answer_has_no_document(row):
     ({'prompt': 'a', 'completion': 3}, 'assistant.s text must be a text, not 3'),
     ({**ALPACA, 'input': 3}, 'input.s text must be'), ({**ALPACA, 'system': 3}, 'system.s text must be'),
     *(({**ALPACA, 'history': history}, 'history must be') for history in
-      ('ab', ['ab', 'cd'], [['a', 'b', 'c']], [['a']], 3, {'a': 'b'})), ({**ALPACA, 'history': [[1, 2]]}, 'user.s text must be'),
+      ('ab', ['ab', 'cd'], [['a', 'b', 'c']], [['a']], 3, {'a': 'b'})),
+    ({**ALPACA, 'history': [[1, 2]]}, 'user.s text must be a text'),
 ])
 def test_a_bad_row_is_named_with_its_place(row, words):
     with pytest.raises(ValueError, match=f'^a.jsonl, line 1.*{words}'):
