@@ -55,11 +55,12 @@ def text_parts(row, where, field):
     """The part of a row with one text, in `field` if that is given; None if the text is empty."""
     if not field:
         field = 'content' if 'content' in row and 'text' not in row else 'text'
-    if field not in row:
+    is_null_chat = None in (row.get('messages', ''), row.get('conversations', ''))
+    if field not in row and not is_null_chat:
         fields = ', '.join(map(str, row)) or 'none'
         raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. '
                          'Name the one with the text by --text_field')
-    text = check_text(row[field], f'{where}: field {field!r}')
+    text = check_text(row.get(field), f'{where}: field {field!r}')
     return [(text, False, True)] if text else None
 
 

@@ -74,7 +74,7 @@ def test_a_field_named_by_the_user_is_the_text():
 
 @pytest.mark.parametrize('row', [
     {'messages': [ASK]}, {'prompt': 'a', 'completion': ''}, {'prompt': 'a', 'completion': None},
-    {'messages': [ASK, {'role': 'assistant', 'content': ''}]}, {'conversations': []},
+    {'messages': [ASK, {'role': 'assistant', 'content': ''}]}, {'messages': None}, {'conversations': []},
     '', {'text': ''}, {'text': None}])
 def test_a_row_without_text_or_answer_has_no_document(row):
     assert parts_of(row, 'line 1', ReadConfig()) is None
