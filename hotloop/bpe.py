@@ -13,12 +13,9 @@ MAX_WORDS = 400_000  # distinct words to learn from; each takes about a kilobyte
 
 def train_bpe(texts, num_tokens):
     """
-    Learns a BPE from an iterable of texts. Returns its tokens as bytes, in order of rank: the 256 single
-    bytes, then one token per merge, at most num_tokens in all.
-
-    Each step merges the most frequent pair of adjacent tokens; among equally frequent pairs, the one with the
-    smallest ranks, as Hugging Face's tokenizers does. Each distinct word is stored once, with its count,
-    and a merge visits only the words that contain its pair.
+    The tokens of a BPE learned from texts, as bytes, in order of rank: the 256 bytes, then one token per merge,
+    at most num_tokens in all. Each step merges the most frequent pair of adjacent tokens, of several the one
+    with the smallest ranks, as Hugging Face does. A merge visits only the words that contain its pair.
     """
     tokens = [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
     rank = {token: i for i, token in enumerate(tokens)}

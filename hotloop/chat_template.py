@@ -7,20 +7,19 @@ from hotloop.tokenizer import fix_surrogates
 ANSWERS = ('completion', 'response', 'output', 'answer')
 ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'instruction', 'input', 'system',
               'history', *ANSWERS]
+SPEAKERS = ('system', 'user', 'assistant')
 # what stands before and after a turn of each role; the mark after an answer is learned with it
 TEMPLATES = {
-    'plain': {'system': ('', ''), 'user': ('', ''), 'assistant': ('', '')},
-    'joined': {'system': ('', ''), 'user': ('', ''), 'assistant': ('', '')},  # of prompt and completion
+    'plain': dict.fromkeys(SPEAKERS, ('', '')),
+    'joined': dict.fromkeys(SPEAKERS, ('', '')),  # of prompt and completion
     'alpaca': {'system': ('', ''), 'user': ('### Instruction:\n', ''), 'assistant': ('### Response:\n', '')},
-    'chatml': {role: (f'<|im_start|>{role}\n', '<|im_end|>') for role in ('system', 'user', 'assistant')},
-    'gemma': {'system': ('<start_of_turn>user\n', '<end_of_turn>'),
-              'user': ('<start_of_turn>user\n', '<end_of_turn>'),
-              'assistant': ('<start_of_turn>model\n', '<end_of_turn>')},
-    'llama3': {role: (f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>')
-               for role in ('system', 'user', 'assistant')},
+    'chatml': {role: (f'<|im_start|>{role}\n', '<|im_end|>') for role in SPEAKERS},
+    'gemma': {role: (f'<start_of_turn>{name}\n', '<end_of_turn>')
+              for role, name in zip(SPEAKERS, ('user', 'user', 'model'), strict=True)},
+    'llama3': {role: (f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>') for role in SPEAKERS},
 }
 BETWEEN_TURNS = {'plain': '\n', 'joined': '', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}
-ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}  # other names
+OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
 ALPACA_SYSTEM = ('Below is an instruction that describes a task{}. Write a response that appropriately '
                  'completes the request.')
 ALPACA_INPUT = ', paired with an input that provides further context'
@@ -28,11 +27,10 @@ ALPACA_INPUT = ', paired with an input that provides further context'
 
 def parts_of(row, where, reading, templates=None):
     """
-    The parts [(text, markup, counts)] of the document in a row, or None if it has no text or no answer.
-
-    A row is a text, or an object with the field reading.text_field, or with messages (a chat), instruction
-    and output (Alpaca), prompt and completion, text, or content. where: file and line, for the ValueError
-    that a bad row raises. templates: an optional set that the name of the template used is added to.
+    The parts [(text, markup, counts)] of the document in a row, or None if it has no text or no answer. A row
+    is a text, or an object with the field reading.text_field, with messages (a chat), instruction and output
+    (Alpaca), prompt and completion, text, or content. where: file and line, for the ValueError that a bad row
+    raises. templates: an optional set that the name of the template used is added to.
     """
     if isinstance(row, str):
         row = {'text': row}
@@ -57,83 +55,67 @@ def text_parts(row, where, field):
     """The part of a row with one text, in `field` if that is given; None if the text is empty."""
     if not field:
         field = 'content' if 'content' in row and 'text' not in row else 'text'
-    if field not in row:
+    is_null_chat = None in (row.get('messages', ''), row.get('conversations', ''))
+    if field not in row and not is_null_chat:
         fields = ', '.join(map(str, row)) or 'none'
-        raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. Name the one with the '
-                         'text by --text_field')
-    text = check_text(row[field], f'{where}: field {field!r}')
+        raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. '
+                         'Name the one with the text by --text_field')
+    text = check_text(row.get(field), f'{where}: field {field!r}')
     return [(text, False, True)] if text else None
 
 
-def check_text(value, where):
-    """A string of a row, '' for None. ValueError for anything else."""
+def check_text(value, name):
+    """A text of a row, '' for None. ValueError if it is anything else."""
     if value is not None and not isinstance(value, str):
-        raise ValueError(f'{where} must be a text, not {json.dumps(value, default=str)[:50]}')
+        raise ValueError(f'{name} must be a text, not {json.dumps(value, default=str)[:50]}')
     return fix_surrogates(value or '')
 
 
 def turns_of(row, where):
     """([(role, text)], the template that suits them), or (None, None) if the row is not instruction data."""
-    chat = row.get('messages')
-    if chat is None:
-        chat = row.get('conversations')
-    if chat is None and row.keys() & {'messages', 'conversations'} and \
-            not row.keys() & {'text', 'content', 'instruction', 'prompt'}:
-        chat = []  # an empty chat
-    if isinstance(chat, list) and all(isinstance(message, dict) for message in chat):
-        turns = [turn_of(message, where) for message in chat]
-        if not any(role == 'system' for role, _ in turns):
-            turns = system_turn(row, where) + turns
-        return turns, 'chatml'
+    chat = row.get('conversations') if row.get('messages') is None else row['messages']
     answer = next((name for name in ANSWERS if name in row), None)
-    if 'instruction' in row and answer:
-        turns = system_turn(row, where) + past_turns(row.get('history'), where)
-        turns.append(('user', check_text(row['instruction'], f'{where}: instruction')))
+    if isinstance(chat, list) and all(isinstance(message, dict) for message in chat):
+        turns, template = [turn_of(message, where) for message in chat], 'chatml'
+    elif 'instruction' in row and answer:
+        turns, template = [*past_turns(row, where), ('user', row['instruction'])], 'alpaca'
         if row.get('input'):
-            turns.append(('input', check_text(row['input'], f'{where}: input')))
-        turns.append(('assistant', check_text(row[answer], f'{where}: {answer}')))
-        return turns, 'alpaca'
-    if 'prompt' in row and answer:
-        prompt = check_text(row['prompt'], f'{where}: prompt')
-        return [('user', prompt), ('assistant', check_text(row[answer], f'{where}: {answer}'))], 'joined'
-    return None, None
+            turns.append(('input', row['input']))
+        turns.append(('assistant', row[answer]))
+    elif 'prompt' in row and answer:
+        turns, template = [('user', row['prompt']), ('assistant', row[answer])], 'joined'
+    else:
+        return None, None
+    if template != 'joined' and row.get('system') and 'system' not in dict(turns):
+        turns.insert(0, ('system', row['system']))
+    return [(role, check_text(text, f"{where}: the {role}'s text")) for role, text in turns], template
 
 
 def turn_of(message, where):
     """(role, text) of a message of a chat, as OpenAI or ShareGPT writes it."""
     role = message.get('role') or message.get('from')
-    if isinstance(role, str):
-        role = ROLES.get(role, role)
-    if role not in ('system', 'user', 'assistant'):
+    role = OTHER_ROLES.get(str(role), role)
+    if role not in SPEAKERS:
         raise ValueError(f'{where}: a message has the role {role!r}; known are system, user and assistant')
-    return role, check_text(message.get('content') or message.get('value'), f'{where}: a message')
+    return role, message.get('content') or message.get('value')
 
 
-def system_turn(row, where):
-    """A list of the system's turn, empty if the row has none."""
-    if not row.get('system'):
-        return []
-    return [('system', check_text(row['system'], f'{where}: system'))]
-
-
-def past_turns(history, where):
-    """The turns of an Alpaca row's history: a list of [question, answer] pairs, or None."""
-    history = history or []
-    if not isinstance(history, list) or not all(isinstance(p, list) and len(p) == 2 for p in history):
+def past_turns(row, where):
+    """The turns of an Alpaca row's history, a list of [question, answer] pairs."""
+    turns, past = [], row.get('history') or []
+    if not isinstance(past, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in past):
         raise ValueError(f'{where}: history must be a list of [question, answer] pairs')
-    turns = []
-    for question, answer in history:
-        turns.append(('user', check_text(question, f'{where}: history')))
-        turns.append(('assistant', check_text(answer, f'{where}: history')))
+    for question, answer in past:
+        turns += [('user', question), ('assistant', answer)]
     return turns
 
 
 def render(turns, template):
     """The parts of a conversation. Only the assistant's words and the mark after them count in the loss."""
-    has_input = any(role == 'input' for role, _ in turns)
+    roles = [role for role, _ in turns]
     turns = merge_turns(turns, template)
-    if template == 'alpaca' and turns[0][0] != 'system':
-        turns.insert(0, ('system', ALPACA_SYSTEM.format(ALPACA_INPUT if has_input else '')))
+    if template == 'alpaca' and roles[0] != 'system':
+        turns.insert(0, ('system', ALPACA_SYSTEM.format(ALPACA_INPUT if 'input' in roles else '')))
     parts, between = [], ''
     for role, text in turns:
         before, after = TEMPLATES[template][role]
@@ -147,13 +129,11 @@ def merge_turns(turns, template):
     """Adds an input to the user's turn before it and, for gemma, a user's turn to the system's before it."""
     merged = []
     for role, text in turns:
-        after_system = role == 'user' and merged and merged[-1][0] == 'system'
+        after_system = merged and merged[-1][0] == 'system'
         if role == 'input' and template == 'alpaca':
-            merged[-1] = 'user', merged[-1][1] + '\n\n### Input:\n' + text
-        elif role == 'input' or (template == 'gemma' and after_system):
+            text = '### Input:\n' + text
+        if role == 'input' or (role == 'user' and after_system and template == 'gemma'):
             merged[-1] = 'user', merged[-1][1] + '\n\n' + text
-        elif template in ('gemma', 'llama3'):
-            merged.append((role, text.strip()))
         else:
-            merged.append((role, text))
+            merged.append((role, text.strip() if template in ('gemma', 'llama3') else text))
     return merged

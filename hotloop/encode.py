@@ -86,8 +86,8 @@ def batches_of(pieces):
 
 def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
     """
-    Yields encode_batch() of each batch, in order. Four batches and more go to num_proc processes, except
-    bytes and characters, which are encoded faster than they are sent. ValueError if a process dies.
+    Yields encode_batch() of each batch, in order. Four batches and more go to num_proc processes; bytes and
+    characters do not: they are encoded faster than they are sent. ValueError if a process dies.
     """
     first = list(islice(batches, 4))
     batches = chain(first, batches)

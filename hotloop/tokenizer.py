@@ -16,11 +16,9 @@ TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
 
 class Tokenizer:
     """
-    What all tokenizers share; each adds encode(text) -> array of ids, and spec().
-
-    n_vocab: number of ids. eot, bos: the ids that end and begin a document, or None. begin: bos if the data
-    was made with it. pieces: the bytes of each id; eot, bos and unused ids have none. specials: {name: id} of
-    the ids that prompts and chat templates may name; encode() never returns one.
+    What all tokenizers share; each adds encode(text) -> array of ids, and spec(). eot, bos: the ids that end
+    and begin a document, or None. begin: bos if the data was made with it. pieces: the bytes of each id; eot,
+    bos and unused ids have none. specials: {name: id}, for prompts and templates; encode() never returns one.
     """
     n_vocab, eot, bos, begin = 0, None, None, None
 
@@ -29,7 +27,7 @@ class Tokenizer:
         return self.encode(text)
 
     def decode(self, ids):
-        """The bytes of ids: those of each id, concatenated. Ids beyond n_vocab (padding) have none."""
+        """The bytes of ids. Ids beyond n_vocab (padding of a model's vocabulary) have none."""
         return b''.join(self.pieces[i] for i in ids if i < self.n_vocab)
 
     @cached_property
@@ -79,8 +77,7 @@ class CharTokenizer(Tokenizer):
         ids = self.table[np.minimum(points, len(self.table) - 1)]
         if (ids < 0).any():
             unknown = ''.join(sorted({chr(p) for p in points[ids < 0]})[:20])
-            raise ValueError(f'the characters {unknown!r} do not occur in the data that this char tokenizer '
-                             f'was made from ({len(self.chars)} characters)')
+            raise ValueError(f'the characters {unknown!r} do not occur in the data of this char tokenizer')
         return ids
 
     def spec(self):
@@ -101,20 +98,16 @@ class TiktokenTokenizer(Tokenizer):
         self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
 
     def encode(self, text):
-        try:
-            return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:
-            return self.encode(fix_surrogates(text))
+        return self.encoding.encode_to_numpy(fix_surrogates(text), disallowed_special=())
 
     @cached_property
     def pieces(self):
         pieces = [b''] * self.n_vocab
-        for piece in self.encoding.token_byte_values():
-            pieces[self.encoding.encode_single_token(piece)] = piece
-        for name in self.encoding.special_tokens_set:
-            i = self.encoding.encode_single_token(name)
+        names = [name.encode() for name in self.encoding.special_tokens_set]
+        for piece in self.encoding.token_byte_values() + names:
+            i = self.encoding.encode_single_token(piece)
             if i not in (self.eot, self.bos):
-                pieces[i] = name.encode()
+                pieces[i] = piece
         return pieces
 
     def spec(self):
@@ -123,9 +116,9 @@ class TiktokenTokenizer(Tokenizer):
 
 class BPETokenizer(TiktokenTokenizer):
     """
-    A byte-level BPE that carries its tokens, run by tiktoken. tokens: the bytes of each id, or None for
-    special and unused ids; lower ids merge first. Without specials, the end-of-text id follows the tokens.
-    Older datasets that were made with a tokenizer.json use the other arguments. nfc: normalize texts to NFC.
+    A byte-level BPE that carries its tokens, run by tiktoken. tokens: the bytes of each id, None for special
+    and unused ids; lower ids merge first. The end-of-text id follows the tokens. The other arguments describe
+    the tokenizer.json of older datasets; nfc: normalize texts to NFC.
     """
 
     def __init__(self, tokens, pattern=GPT2_SPLIT, specials=None, eot=None, bos=None, nfc=False):
@@ -136,13 +129,9 @@ class BPETokenizer(TiktokenTokenizer):
         self.tokens, self.pattern, self.specials = tokens, pattern, specials
         self.eot, self.bos, self.nfc = eot, bos, nfc
         ranks = {token: i for i, token in enumerate(tokens) if token is not None}
-        ids = {*ranks.values(), *specials.values()}
-        complete = all(bytes([b]) in ranks for b in range(256)) and len(ranks) + len(specials) == len(ids)
-        if not complete or max(ids) >= MAX_VOCAB or not {eot, bos} <= {None, *ids}:
-            raise KeyError('tokens')  # where tiktoken panics, which no except Exception catches
         self.encoding = tiktoken.Encoding('own', pat_str=pattern, mergeable_ranks=ranks,
                                           special_tokens=specials)
-        self.n_vocab = max(ids) + 1
+        self.n_vocab = self.encoding.n_vocab
 
     def encode(self, text):
         return super().encode(unicodedata.normalize('NFC', text) if self.nfc else text)
@@ -155,11 +144,11 @@ class BPETokenizer(TiktokenTokenizer):
 
 class HFTokenizer(Tokenizer):
     """
-    A Hugging Face tokenizer.json. file: a TokenizerJson, which says what can be read. Some files put a space
-    before a text; pieces and sizes keep it, so they have one byte more than the text.
+    A Hugging Face tokenizer.json. file: a TokenizerJson. If it puts a space before a text, pieces and sizes
+    keep it, so they have one byte more than the text.
     """
 
-    def __init__(self, file, eot=None, bos=None):
+    def __init__(self, file, eot, bos):
         self.file, self.eot, self.bos = file, eot, bos
         self.specials, self.n_vocab = file.specials, file.n_vocab
 
@@ -167,7 +156,8 @@ class HFTokenizer(Tokenizer):
         return self.file.encode(fix_surrogates(text))
 
     def encode_next(self, text, after_special):
-        return self.file.encode_next(fix_surrogates(text), after_special)
+        with_space = after_special and self.file.space == 'always'
+        return self.file.encode(fix_surrogates(text), inside=not with_space)
 
     @cached_property
     def pieces(self):
@@ -182,26 +172,21 @@ def read_tokenizer_json(path):
     return HFTokenizer(*read_file(path))
 
 
+KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'bpe': BPETokenizer,
+         'hf': HFTokenizer}
+
+
 def tokenizer_from(spec):
     """The tokenizer that a spec() describes. ValueError if it does not describe one."""
     try:
-        kind = spec['kind']
-        if kind == 'byte':
-            return ByteTokenizer()
-        if kind == 'char':
-            chars = spec['chars']
-            if isinstance(chars, str) and len(set(chars)) == len(chars):
-                return CharTokenizer(chars, bool(spec.get('eot')))
-        if kind == 'tiktoken':
-            return TiktokenTokenizer(str(spec['name']))
-        if kind == 'bpe':
-            tokens = [None if token is None else token.encode('latin-1') for token in spec['tokens']]
-            return BPETokenizer(tokens, **{k: v for k, v in spec.items() if k not in ('kind', 'tokens')})
-        if kind == 'hf':
-            return HFTokenizer(TokenizerJson(spec['json']), spec['eot'], spec['bos'])
-    except (KeyError, TypeError, AttributeError, UnicodeEncodeError, OverflowError):
-        pass
-    raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer that this version can build')
+        settings = {name: value for name, value in spec.items() if name != 'kind'}
+        if 'tokens' in settings:
+            settings['tokens'] = [None if t is None else t.encode('latin-1') for t in settings['tokens']]
+        if 'json' in settings:
+            settings['file'] = TokenizerJson(settings.pop('json'))
+        return KINDS[spec['kind']](**settings)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this version') from None
 
 
 # digits, contractions, spaces, line ends, scripts, accents: where rules of splitting and normalizing differ
@@ -212,8 +197,8 @@ http://example.com/a?b=c&d=1 <|endoftext|> <s> 😀👍🏽 \u200d\u2028 ½ ² �
 
 def same_tokenizer(a, b):
     """
-    Whether two specs mean the same ids: they are equal, or their ids have the same bytes and they encode
-    MIXED_TEXT and their vocabulary alike. GPT-2's tokenizer.json is the same as tiktoken's gpt2.
+    Whether two specs mean the same ids, as GPT-2's tokenizer.json and tiktoken's gpt2 do: they are equal, or
+    their ids have the same bytes and they encode MIXED_TEXT and their vocabulary alike.
     """
     if a == b:
         return True
@@ -231,11 +216,7 @@ def same_tokenizer(a, b):
 
 def fix_surrogates(text):
     """The text as UTF-8 can hold it: surrogate pairs joined, lone ones replaced. JSON may contain either."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 def encode_parts(tokenizer, parts, start=True):
@@ -252,29 +233,24 @@ def encode_parts(tokenizer, parts, start=True):
                 runs[-1][0] += word
             elif word or not runs:
                 runs.append([word, counts])
-    ids, mask = [], []
-    for i, (run, counts) in enumerate(runs):
+    ids, mask, before = [], [], None if start else ''
+    for run, counts in runs:
         if not isinstance(run, str):
             ids.append(np.array([run]))
-        elif i == 0 and start:
+        elif before is None:
             ids.append(tokenizer.encode(run))
         else:
-            after_special = i > 0 and not isinstance(runs[i - 1][0], str)
-            ids.append(tokenizer.encode_next(run, after_special))
+            ids.append(tokenizer.encode_next(run, after_special=not isinstance(before, str)))
         mask.append(np.full(len(ids[-1]), counts, dtype=np.uint8))
+        before = run
     if len(parts) == 1 and not parts[0][1]:
         return ids[0], None
     return np.concatenate(ids), np.concatenate(mask)
 
 
-def encode_marked(tokenizer, text):
-    """The ids of a text in which the names of special ids, such as <|endoftext|>, stand for them."""
-    return encode_parts(tokenizer, [(text, True, True)])[0].tolist()
-
-
 def prompt_ids(tokenizer, text):
-    """The ids of a prompt, after the id that begins a document if there is one; never empty."""
-    ids = encode_marked(tokenizer, text)
+    """The ids of a prompt, in which the names of special ids count, after tokenizer.begin; never empty."""
+    ids = encode_parts(tokenizer, [(text, True, True)])[0].tolist()
     if tokenizer.begin is not None and ids[:1] != [tokenizer.begin]:
         ids = [tokenizer.begin, *ids]
     return ids or [0 if tokenizer.eot is None else tokenizer.eot]

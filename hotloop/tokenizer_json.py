@@ -17,44 +17,43 @@ BOS_NAMES = ('<|begin_of_text|>', '<s>', '<bos>')
 
 class TokenizerJson:
     """
-    The contents of a tokenizer.json: a byte-level BPE (GPT-2, Llama 3, Qwen) or a sentencepiece BPE (Llama 2,
-    Mistral, Gemma); ValueError if it is neither. specials: {name: id}.
-
-    Names of special ids in a text are encoded as text. Some files put a space before a text: self.space says
-    'never', 'first' (at the start of a document) or 'always' (also after a special id).
+    The text of a tokenizer.json: a byte-level BPE (GPT-2, Llama 3, Qwen) or a sentencepiece BPE (Llama 2,
+    Mistral, Gemma); ValueError if it is neither. specials: {name: id}; encode() takes their names as text.
+    space: when it puts one before a text: 'never', 'first' (in a document), 'always' (also after special ids)
     """
 
     def __init__(self, text):
         self.text = text
         self.backend = self.inside = open_backend(text)  # inside: for a text that continues another
         file = json.loads(self.backend.to_str())  # the same file with every default spelled out
-        steps = steps_of(file['pre_tokenizer']) + steps_of(file['decoder'])
-        kinds = {step['type'] for step in steps}
-        self.byte_level = 'ByteLevel' in kinds
-        if not kinds & {'ByteLevel', 'ByteFallback', 'Metaspace'}:
-            raise ValueError(f'its steps {sorted(kinds)} are not those of a byte-level or sentencepiece BPE')
-        self.added = self.backend.get_added_tokens_decoder()
-        self.specials = {self.added[i].content: i for i in sorted(self.added) if self.added[i].special}
-        for name, i in self.specials.items():
-            if i in self.encode(name) and name != file['model'].get('unk_token'):
-                raise ValueError(f'its {file["model"]["type"]} model reads {name!r} in a text as special')
-        self.n_vocab = max(self.backend.get_vocab().values()) + 1
-        self.space = remove_space(file)
+        steps = []
+        for part, in_sequence in (('normalizer', 'normalizers'), ('pre_tokenizer', 'pretokenizers')):
+            if file[part]:
+                steps += file[part].get(in_sequence, [file[part]])
+        self.byte_level = any(step['type'] == 'ByteLevel' for step in steps)
+        if file['model']['type'] != 'BPE' or not (self.byte_level or file['model']['byte_fallback']) or \
+                any(step.get('add_prefix_space') for step in steps):
+            raise ValueError('it is not a BPE like those of GPT-2, Llama, Mistral, Qwen and Gemma')
+        self.space = 'never'
+        for step in steps:
+            if step['type'] == 'Prepend':
+                self.space, step['prepend'] = 'always', ''
+            elif step['type'] == 'Metaspace':
+                self.space, step['prepend_scheme'] = step['prepend_scheme'], 'never'
         if self.space != 'never':
             self.inside = open_backend(json.dumps(file))
+        self.added = self.backend.get_added_tokens_decoder()
+        self.specials = {self.added[i].content: i for i in sorted(self.added) if self.added[i].special}
+        self.n_vocab = max(self.backend.get_vocab().values()) + 1
 
     def __reduce__(self):  # the package's own pickle forgets that texts have no special ids
         return TokenizerJson, (self.text,)
 
-    def encode(self, text):
-        """The ids of a text that begins a document, (n,) uint32."""
-        return run(self.backend, text)
-
-    def encode_next(self, text, after_special):
-        """The ids of a text inside a document, behind a special id or a text."""
-        if after_special and self.space == 'always':
-            return run(self.backend, text)
-        return run(self.inside, text)
+    def encode(self, text, inside=False):
+        """The ids of a text, (n,) uint32. inside: without the space that the file may put before a text."""
+        backend = self.inside if inside else self.backend
+        encodings = backend.encode_batch_fast([text], add_special_tokens=False)  # encode() is slower: offsets
+        return np.array(encodings[0].ids, dtype=np.uint32)
 
     def pieces(self, blank):
         """The bytes of each id; unused ids and those in `blank` have none."""
@@ -84,63 +83,22 @@ def open_backend(text):
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
-    if getattr(backend.model, 'dropout', None):  # random ids
-        backend.model.dropout = None
     return backend
-
-
-def run(backend, text):
-    """The ids of a text. The batch of one is faster than encode(), which also computes offsets."""
-    encoding = backend.encode_batch_fast([text], add_special_tokens=False)[0]
-    return np.array(encoding.ids, dtype=np.uint32)
-
-
-def steps_of(step):
-    """The steps of a normalizer, pre-tokenizer or decoder, which may be None or a sequence of sequences."""
-    if step is None:
-        return []
-    if step['type'] != 'Sequence':
-        return [step]
-    steps = []
-    for value in step.values():
-        if isinstance(value, list):
-            for part in value:
-                steps += steps_of(part)
-    return steps
-
-
-def remove_space(file):
-    """Edits a file so that it puts no space before a text. Returns where it did: TokenizerJson.space."""
-    space = 'never'
-    for step in steps_of(file['normalizer']) + steps_of(file['pre_tokenizer'])[:1]:  # later ones act on words
-        if step['type'] == 'Prepend':
-            step['prepend'] = ''
-            space = 'always'
-        elif step['type'] == 'Metaspace':
-            space = step['prepend_scheme']
-            step['prepend_scheme'] = 'never'
-        elif step.get('add_prefix_space'):
-            step['add_prefix_space'] = False
-            space = 'always'
-    return space
 
 
 def read_file(path):
     """
-    (TokenizerJson, end id or None, begin id or None) of a tokenizer.json, or of the one in a folder.
-    tokenizer_config.json names the ids; otherwise the usual names count. ValueError if it cannot be used.
+    (TokenizerJson, end id or None, begin id or None) of a tokenizer.json or the folder that has one. The ids
+    are those that tokenizer_config.json names, or the usual ones. ValueError if it cannot be used.
     """
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     path = os.path.join(folder, 'tokenizer.json')
-    for name in ('tokenizer.model', 'vocab.json'):
-        if os.path.exists(os.path.join(folder, name)) and not os.path.exists(path):
-            raise ValueError(f'{folder} has {name} but no tokenizer.json; convert it with transformers: '
-                             f'AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})')
     try:
         with open(path, encoding='utf-8') as f:
             file = TokenizerJson(f.read())
     except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror}') from None
+        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one of other files: '
+                         f'AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})') from None
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
     config_path = os.path.join(folder, 'tokenizer_config.json')

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hotloop import bpe
 from hotloop.bpe import BYTES_IN_GPT2S_ORDER, count_words, train_bpe
-from hotloop.tokenizer import BPETokenizer, encode_marked
+from hotloop.tokenizer import BPETokenizer, prompt_ids
 
 SOURCES = [path.read_text(encoding='utf-8') for path in sorted(Path(os.__file__).parent.glob('*.py'))[::15]]
 
@@ -65,4 +65,4 @@ def test_common_words_are_one_token_and_the_name_of_the_end_is_text(tokenizer):
     assert len(tokenizer.encode('self')) == len(tokenizer.encode(' return')) == 1
     assert tokenizer.eot == 600 and tokenizer.n_vocab == 601
     assert tokenizer.eot not in tokenizer.encode('<|endoftext|>')
-    assert encode_marked(tokenizer, '<|endoftext|>self') == [tokenizer.eot, *tokenizer.encode('self')]
+    assert prompt_ids(tokenizer, '<|endoftext|>self') == [tokenizer.eot, *tokenizer.encode('self')]

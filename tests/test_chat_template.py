@@ -87,12 +87,13 @@ def test_a_row_without_text_or_answer_has_no_document(row):
     ({'messages': [{'role': 'robot', 'content': 'hi'}]}, "a message has the role 'robot'"),
     ({'messages': [{'content': 'hi'}]}, 'a message has the role None'),
     ({'messages': [{'role': ['user'], 'content': 'hi'}]}, r"a message has the role \['user'\]"),
-    ({'messages': [{'role': 'user', 'content': [{'text': 'hi'}]}]}, 'a message must be a text'),
-    ({'prompt': ['a'], 'completion': 'b'}, r'prompt must be a text, not \["a"\]'),
-    ({'prompt': 'a', 'completion': 3}, 'completion must be a text, not 3'),
-    ({**ALPACA, 'input': 3}, 'input must be a text'), ({**ALPACA, 'system': 3}, 'system must be a text'),
+    ({'messages': [{'role': 'user', 'content': [{'text': 'hi'}]}]}, "user's text must be a text"),
+    ({'prompt': ['a'], 'completion': 'b'}, r'user.s text must be a text, not \["a"\]'),
+    ({'prompt': 'a', 'completion': 3}, 'assistant.s text must be a text, not 3'),
+    ({**ALPACA, 'input': 3}, 'input.s text must be'), ({**ALPACA, 'system': 3}, 'system.s text must be'),
     *(({**ALPACA, 'history': history}, 'history must be') for history in
-      ('ab', ['ab', 'cd'], [['a', 'b', 'c']], [['a']], 3, [[1, 2]], {'a': 'b'})),
+      ('ab', ['ab', 'cd'], [['a', 'b', 'c']], [['a']], 3, {'a': 'b'})),
+    ({**ALPACA, 'history': [[1, 2]]}, 'user.s text must be a text'),
 ])
 def test_a_bad_row_is_named_with_its_place(row, words):
     with pytest.raises(ValueError, match=f'^a.jsonl, line 1.*{words}'):
