@@ -13,7 +13,7 @@ MAX_WORDS = 400_000  # distinct words to learn from; each takes about a kilobyte
 
 def train_bpe(texts, num_tokens):
     """
-    The tokens of a BPE learned from texts, as bytes, in order of rank: the 256 bytes, then one token per merge,
+    The tokens of a BPE learned from texts, as bytes, in order of rank: the 256 bytes, then one per merge,
     at most num_tokens in all. Each step merges the most frequent pair of adjacent tokens, of several the one
     with the smallest ranks, as Hugging Face does. A merge visits only the words that contain its pair.
     """

@@ -53,9 +53,9 @@ def parts_of(row, where, reading, templates=None):
 
 def text_parts(row, where, field):
     """The part of a row with one text, in `field` if that is given; None if the text is empty."""
+    is_null_chat = not field and None in (row.get('messages', ''), row.get('conversations', ''))
     if not field:
         field = 'content' if 'content' in row and 'text' not in row else 'text'
-    is_null_chat = None in (row.get('messages', ''), row.get('conversations', ''))
     if field not in row and not is_null_chat:
         fields = ', '.join(map(str, row)) or 'none'
         raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. '
