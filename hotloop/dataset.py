@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import re
-import reprlib
 import shutil
 from itertools import groupby
 from typing import NamedTuple
@@ -235,8 +234,15 @@ def check_tokenizer(spec, meta):
     """ValueError if a checkpoint's tokenizer (None: unknown) is not the dataset's."""
     if not spec or same_tokenizer(spec, meta['tokenizer']):
         return
-    raise ValueError(f'the checkpoint has the tokenizer {reprlib.repr(spec)}, the dataset was made with '
-                     f'{reprlib.repr(meta["tokenizer"])}; prepare the data with that of the checkpoint')
+    raise ValueError(f'the checkpoint has the tokenizer {describe(spec)}, but the dataset has '
+                     f'{describe(meta["tokenizer"])}; prepare the data with the tokenizer of the checkpoint')
+
+
+def describe(spec):
+    """The name of a tokenizer and, if it carries its own table, how many ids or characters that has."""
+    name = spec.get('name') or spec['kind']
+    table = spec.get('chars') or spec.get('tokens')
+    return f'{name} ({len(table)} entries)' if table else name
 
 
 def byte_table(meta, vocab_size):

@@ -84,7 +84,7 @@ def choose_compile(asked, device):
     """(whether to use torch.compile, reason). asked: True, False or 'auto'. ValueError if True fails."""
     failure = try_compile(device) if asked else 'asked for'
     if failure and asked is True:
-        raise ValueError(f'compile=True was asked for, but it fails here: {failure}; use --compile=False')
+        raise ValueError(f'compile=True was asked for, but fails here: {failure}; use --compile=False')
     if failure:
         return False, failure
     return True, 'asked for' if asked is True else 'a trial worked'

@@ -261,7 +261,7 @@ def test_datasets_that_cannot_be_opened(data, dataset, words):
 def test_a_checkpoints_tokenizer_must_be_the_datasets():
     check_tokenizer(BYTE, {'tokenizer': BYTE})
     check_tokenizer(None, {'tokenizer': BYTE})
-    with pytest.raises(ValueError, match=r"has the tokenizer {.*'chars': 'abc'.* made with {'kind': 'byte'}"):
+    with pytest.raises(ValueError, match=r'has the tokenizer char \(3 entries\), but the dataset has byte;'):
         check_tokenizer({'kind': 'char', 'chars': 'abc', 'eot': False}, {'tokenizer': BYTE})
 
 

@@ -168,7 +168,7 @@ def test_int8_and_compile(draw, out, monkeypatch):
     assert kinds == [('Int8Linear', True), ('Linear', False)]
     assert [call.compiled for call in calls] == [False, True]
     monkeypatch.setattr('hotloop.device.try_compile', lambda device: 'no compiler')
-    assert 'torch.compile fails here: no compiler' in error_of(main, out_dir=out, compile=True)
+    assert 'but fails here: no compiler' in error_of(main, out_dir=out, compile=True)
 
 
 @pytest.mark.parametrize('stops, tokens, pieces', [

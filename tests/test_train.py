@@ -420,7 +420,7 @@ def test_a_run_without_a_finite_loss_is_an_error(train_tiny, tmp_path, capsys):
 
 
 # -----------------------------------------------------------------------------
-# settings, commands, whole processes
+# settings, commands, processes
 
 def test_init_from_a_path_starts_at_step_0_with_those_weights(train_tiny, tmp_path):
     """A folder (best.pt first) or a file; learning rate 0 shows what was loaded."""
@@ -441,9 +441,9 @@ def test_init_from_a_path_names_contradictions(train_tiny, tmp_path):
                vocab_size=32)
     for settings, match in ((dict(n_layer=3), '--n_layer: n_layer=3, but .*base has 2'),
                             (dict(preset='modern'), "preset='modern', but .* has 'gpt2'"),
-                            (dict(block_size=32), 'block_size=32, but .* has 16; leave it out'),
+                            (dict(block_size=32), 'block_size=32, but .* has 16; omit it'),
                             (dict(dataset='chars', data_dir=tmp_path / 'data'),
-                             r'tokenizer.*byte.*char \(32')):
+                             r'tokenizer byte, but the dataset has char \(32')):
         message = error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings)
         assert re.search(match, message), message
     assert not (tmp_path / 'tuned').exists()
