@@ -23,7 +23,7 @@ import time
 import traceback
 
 import torch
-from conftest import TINY
+from conftest import TINY, load
 
 import hotloop.run_dir
 import train
@@ -34,21 +34,6 @@ HANGS = 300  # seconds after which a forked run that hangs is killed
 
 # -----------------------------------------------------------------------------
 # what a run leaves
-
-def load(path):
-    return torch.load(path, weights_only=True)
-
-
-def same(a, b):
-    """Equal bit for bit, through containers."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
 
 def final(out):
     """Everything that a run has learned, from its last checkpoint."""

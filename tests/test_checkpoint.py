@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from faults import same
+from conftest import same
 from torch.torch_version import TorchVersion
 
 from hotloop.checkpoint import (

@@ -14,8 +14,8 @@ import faults
 import numpy as np
 import pytest
 import torch
-from conftest import noise, write_bins
-from faults import Server, digest, log, same
+from conftest import noise, same, write_bins
+from faults import Server, digest, log
 
 import train
 from hotloop.checkpoint import load_checkpoint

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import write_bins
-from faults import same
+from conftest import same, write_bins
 
 import configurator
 from configurator import as_file, configure, differences

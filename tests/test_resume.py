@@ -11,8 +11,8 @@ import signal
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, at_step, contents, noise, write_bins
-from faults import final, load, log, same
+from conftest import TINY, at_step, contents, load, noise, same, write_bins
+from faults import final, log
 
 import train
 from hotloop.dataloader import Batches, Split
