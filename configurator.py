@@ -132,14 +132,6 @@ def assigned_lines(tree):
     return lines
 
 
-def failure(path, error):
-    """Why a config file cannot be used, and where."""
-    lines = [entry.lineno for entry in traceback.extract_tb(error.__traceback__) if entry.filename == path]
-    place = f'{path}, line {lines[-1]}' if lines else path
-    reason = getattr(error, 'strerror', None)  # of an OSError
-    return f'{place}: {reason or f"{type(error).__name__}: {error}"}'
-
-
 def read_file(path, settings, fields, removed):
     """
     Runs a config file, the user's own code, over the settings and puts its values into them. A name that it
@@ -150,25 +142,27 @@ def read_file(path, settings, fields, removed):
     try:
         with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
             source = f.read()
-        tree = ast.parse(source, path)
-        exec(compile(tree, path, 'exec'), namespace)
+        lines = assigned_lines(ast.parse(source, path))
+        exec(compile(source, path, 'exec'), namespace)
     except (Exception, SystemExit) as e:
-        return [failure(path, e)]
-    problems, dropped, lines = [], [], assigned_lines(tree)
+        places = [entry.lineno for entry in traceback.extract_tb(e.__traceback__) if entry.filename == path]
+        place = f'{path}, line {places[-1]}' if places else path
+        reason = getattr(e, 'strerror', None)  # of an OSError
+        return [f'{place}: {reason or f"{type(e).__name__}: {e}"}']
+    problems, dropped = [], []
     for name, value in namespace.items():
         place = f'{path}, line {lines[name]}' if name in lines else path
-        if name in fields:
-            if name in lines or value is not values[name]:
-                try:
-                    settings[name] = accept(value, fields[name][0]), place
-                except ValueError as e:
-                    problems.append(f'{place}: {name}: {e}')
-        elif name in lines and not (name[0] == '_' or callable(value) or inspect.ismodule(value)):
-            if name in removed and source.startswith(OWN_FILE):
-                dropped.append(name)
-            else:
-                hint = '' if name in removed else ' (start the name of a helper with _)'
-                problems.append(f'{place}: {unknown(name, fields, removed)}{hint}')
+        helper = name.startswith('_') or callable(value) or inspect.ismodule(value)
+        if name in fields and (name in lines or value is not values[name]):
+            try:
+                settings[name] = accept(value, fields[name][0]), place
+            except ValueError as e:
+                problems.append(f'{place}: {name}: {e}')
+        elif name in removed and source.startswith(OWN_FILE):
+            dropped.append(name)
+        elif name in lines and name not in fields and not helper:
+            hint = '' if name in removed else ' (start the name of a helper with _)'
+            problems.append(f'{place}: {unknown(name, fields, removed)}{hint}')
     print_dropped(dropped, path)
     return problems
 
@@ -190,13 +184,12 @@ def read_argv(argv, fields, removed):
             with contextlib.suppress(ValueError, IndexError):  # unless a value of it follows
                 parse(rest[0], kind)
                 text = rest.pop(0)
-        elif not equals:
-            followed = bool(rest) and not rest[0].startswith('--')
-            text = rest.pop(0) if followed else None
+        elif not equals and rest and not rest[0].startswith('--'):
+            text, equals = rest.pop(0), True
         try:
             if name not in fields:
                 raise ValueError(unknown(name, fields, removed))
-            if text is None:
+            if not equals and not text:
                 raise ValueError(f'a value is missing; write --{name}=VALUE')
             found[name] = (parse(text, kind), f'--{name}')
         except ValueError as e:
@@ -208,7 +201,6 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
     """
     Reads a command line into one object per dataclass. What their methods problems() return are errors.
 
-    argv:    default sys.argv[1:]
     files:   whether positional words are config files to run
     about:   the text above the settings in --help
     base:    {name: value} below files and flags: the settings of a checkpoint
@@ -232,7 +224,7 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
     objects = [cls(**{f.name: settings[f.name][0] for f in dataclasses.fields(cls)}) for cls in classes]
     if not problems:
         for o in objects:
-            problems += o.problems() if hasattr(o, 'problems') else []
+            problems += o.problems()
     if problems:
         raise SettingsError('\n'.join(problems))
     given = {name: place for name, (_, place) in settings.items() if place}

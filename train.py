@@ -37,17 +37,10 @@ from hotloop.checkpoint import RunState, compare_context, context_of, restore, s
 from hotloop.dataloader import Batches, Mixture, Split, open_split, windows_per_epoch
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.device import choose_compile, choose_device, choose_dtype, device_memory
-from hotloop.distributed import (
-    DelayedFlag,
-    Env,
-    StopRequest,
-    check_same_step,
-    first_on_rank_0,
-    open_process_group,
-)
+from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
-from hotloop.files import first_line, is_inside
+from hotloop.files import is_inside
 from hotloop.host import cores
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
@@ -125,20 +118,15 @@ class TrainConfig:
     def problems(self):
         """What is wrong with the settings, a sentence each."""
         wrong = []
-        at_least_1 = {'batch_size', 'gradient_accumulation_steps', 'eval_interval', 'log_interval',
-                      'eval_tokens',
-                      'eval_iters', 'threads', 'save_interval', 'loss_chunks', 'sample_interval',
-                      'sample_tokens'}
-        not_negative = {'max_iters', 'max_epochs', 'max_minutes', 'learning_rate', 'muon_lr', 'embed_lr',
-                        'min_lr',
-                        'weight_decay', 'grad_clip', 'warmup_iters', 'lr_decay_iters', 'save_minutes', 'seed',
-                        'timeout_minutes'}
+        at_least_1 = ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'eval_tokens',
+                      'eval_iters', 'log_interval', 'sample_interval', 'sample_tokens', 'save_interval',
+                      'loss_chunks', 'threads')
         for name, value in dataclasses.asdict(self).items():
-            if name in at_least_1 and value not in (None, 'auto') and value < 1:
-                wrong.append(f'{name}={value} must be at least 1')
-            if name in not_negative and value is not None and value < 0:
+            if isinstance(value, int | float) and value < 0:
                 wrong.append(f'{name}={value} must not be negative')
-            if name in ('beta1', 'beta2', 'muon_momentum') and not 0 <= value < 1:
+            if name in at_least_1 and value == 0:
+                wrong.append(f'{name}=0 must be at least 1')
+            if name in ('beta1', 'beta2', 'muon_momentum') and value >= 1:
                 wrong.append(f'{name}={value} must be at least 0 and below 1')
         if not 0 < self.decay_fraction <= 1:
             wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
@@ -164,8 +152,6 @@ REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a ste
 # -----------------------------------------------------------------------------
 # settings: recipe cards and flags, and on resume the checkpoint
 
-# the default recipe card: the first whose need of GPU memory, in GB, is met
-MACHINE_CARDS = ((40, 'config/gpt2_124m_fast.py'), (0, 'config/quickstart.py'))
 SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
 BOUND = SHAPE | {'dataset', 'optimizer'}  # a resumed run cannot change these
 
@@ -176,28 +162,25 @@ class Settings:
     model: GPTConfig
     train: TrainConfig
     given: dict  # {name: place} of what a file or a flag sets
-    resumed: Resumed | None = None
-    notes: list = dataclasses.field(default_factory=list)  # lines to print once
-    auto_batch: bool = False  # batch_size=auto: build_run() finds the largest micro-batch
+    resumed: Resumed | None
+    notes: list  # lines to print once
+    auto_batch: bool  # batch_size=auto: build_run() finds the largest micro-batch
 
 
 def read_settings(argv=None):
     """The Settings of a command line. ValueError if they contradict each other or the checkpoint."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = sys.argv[1:] if argv is None else argv
     read = functools.partial(configure, GPTConfig, TrainConfig, about=__doc__, removed=REMOVED)
     model_cfg, cfg, given, files = read(argv=argv)
     notes, base = [], {}
     if files:
         notes.append(f'card: {" ".join(files)}')
-    elif cfg.init_from == 'scratch':
+    elif cfg.init_from == 'scratch' and 'dataset' not in given:
         card, why = card_for_machine(cfg.device)
-        if 'dataset' in given:
-            notes.append(f"card: none, so nanoGPT's defaults hold; {card} fits this machine ({why})")
-        else:
-            notes.append(f'card: {card} ({why}); name a card to choose another')
-            files = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card)]
-            argv = files + argv
-            model_cfg, cfg, given, _ = read(argv=argv)
+        notes.append(f'card: {card} ({why}); name a card to choose another')
+        files = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card)]
+        argv = files + argv
+        model_cfg, cfg, given, _ = read(argv=argv)
     resumed = find_resumed(cfg, notes)
     if resumed:
         shape = dataclasses.asdict(config_from(resumed.checkpoint['model_args']).resolved())
@@ -207,27 +190,27 @@ def read_settings(argv=None):
             notes.append('mirror_dir: off, because out_dir is the mirror of the run')
         model_cfg, cfg, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
-    settings = Settings(model_cfg, cfg, given, resumed, notes, cfg.batch_size == 'auto')
-    if settings.auto_batch and resumed:  # the step of the run stays
+    auto_batch = cfg.batch_size == 'auto'
+    if auto_batch and resumed:  # the step of the run stays
         cfg.batch_size = base['batch_size']
         cfg.gradient_accumulation_steps = base['gradient_accumulation_steps']
-    elif settings.auto_batch:  # and so does that of the files below the flag
+    elif auto_batch:  # and so does that of the files below the flag
         below = read(argv=files)[1].batch_size
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
         notes += compare_settings([model_cfg, cfg], given, base, BOUND)
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
         cfg.max_epochs = None  # the flag replaces the max_epochs of a card or a checkpoint
-    return settings
+    return Settings(model_cfg, cfg, given, resumed, notes, auto_batch)
 
 
 def card_for_machine(device):
     """(recipe card, reason) for this machine, or for the device that was asked for."""
-    memory = 0
-    if torch.cuda.is_available() and device.startswith(('auto', 'cuda')):
-        memory = torch.cuda.get_device_properties(choose_device(device)[0]).total_memory / 1e9
-    card = next(card for need, card in MACHINE_CARDS if memory >= need)
-    return card, f'{memory:.0f} GB of GPU memory' if memory else 'no GPU'
+    if not torch.cuda.is_available() or not device.startswith(('auto', 'cuda')):
+        return 'config/quickstart.py', 'no GPU'
+    memory = torch.cuda.get_device_properties(choose_device(device)[0]).total_memory / 1e9
+    card = 'config/gpt2_124m_fast.py' if memory >= 40 else 'config/quickstart.py'
+    return card, f'{memory:.0f} GB of GPU memory'
 
 
 # -----------------------------------------------------------------------------
@@ -246,8 +229,6 @@ def setup(cfg):
     torch.set_num_threads(threads)
     if cfg.backend == 'nccl' and device.type != 'cuda' and world > 1:
         raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo')
-    if world > 1 and (device.type == 'mps' or ':' in cfg.device):
-        raise ValueError(f'{world} processes cannot share device={cfg.device!r}; use --device=cpu or cuda')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'
@@ -282,9 +263,7 @@ def wrap(model, cfg, env):
 # the schedule and the step
 
 def learning_rate(step, cfg):
-    """
-    The learning rate of a step, counted from 0: warm-up, then cosine, or constant and linear, to min_lr.
-    """
+    """The rate of a step, counted from 0: warm-up, then cosine, or constant and linear, to min_lr."""
     end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
     if step < cfg.warmup_iters:
         return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
@@ -388,10 +367,8 @@ class Run:
     diverged_at: int | None = None  # the step; the run stops where all processes are at the same one
 
 
-def build_model(settings, meta):
-    """
-    The model on the CPU: from scratch, a checkpoint or pretrained weights. ValueError if settings differ.
-    """
+def build_model(settings, meta, env):
+    """The model on the CPU: new, or from a checkpoint or weights. ValueError if settings differ."""
     model_cfg, cfg, given = settings.model, settings.train, settings.given
     if cfg.init_from == 'scratch':
         size = meta['vocab_size']
@@ -408,17 +385,20 @@ def build_model(settings, meta):
         check_tokenizer(checkpoint.get('tokenizer'), meta)
         return GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
                                    label_smoothing=model_cfg.label_smoothing)
+    if env.rank:
+        env.sum(np.zeros(1))  # waits for rank 0, which downloads for all
     source = open_weights(cfg.init_from, cfg.data_dir)
+    if env.rank == 0:
+        env.sum(np.zeros(1))
     check_tokenizer(source.tokenizer, meta)
     override = {name: getattr(model_cfg, name) for name in ('dropout', 'label_smoothing') if name in given}
     model = GPT.from_checkpoint(source.model_args, source.weights, **override)
+    if 'block_size' in given and model_cfg.block_size < model.config.block_size:
+        model.crop_block_size(model_cfg.block_size)
     for name, has in dataclasses.asdict(model.config).items():
         asked = getattr(model_cfg, name)
-        shorter = name == 'block_size' and asked < has
-        if name in given and asked is not None and asked != has and not shorter:
+        if name in given and asked not in (None, has):
             raise ValueError(f'{given[name]}: {name}={asked!r}, but {cfg.init_from} has {has!r}; omit it')
-    if 'block_size' in given:
-        model.crop_block_size(model_cfg.block_size)
     return model
 
 
@@ -426,13 +406,12 @@ def build_run(settings, datasets, env):
     """The Run, ready to train but for its folder. Adds to settings.notes."""
     cfg, notes, resumed = settings.train, settings.notes, settings.resumed
     meta = datasets[0].meta
-    with first_on_rank_0(env, wait=cfg.init_from not in ('scratch', 'resume')):
-        model = build_model(settings, meta)
-    T = model.config.block_size
+    model = build_model(settings, meta, env)
+    T, vocab_size = model.config.block_size, model.config.vocab_size
     train_split, val_split = (open_split(datasets, name, T) for name in ('train', 'val'))
     if env.rank == 0:
         for split in train_split.splits + val_split.splits:
-            split.check_ids(model.config.vocab_size)
+            split.check_ids(vocab_size)
     context = context_of(datasets, {'train': train_split, 'val': val_split}, env)
     if resumed:
         notes += compare_context(resumed.checkpoint, context)
@@ -444,8 +423,8 @@ def build_run(settings, datasets, env):
     if settings.auto_batch and not cfg.eval_only:
         set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, notes)
     batches = Batches(train_split, cfg, env)
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, model.config.vocab_size,
-                                           device_memory(env.device))
+    memory = device_memory(env.device)
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, memory)
     if cfg.max_epochs is not None:
         per_epoch = windows_per_epoch(train_split.num_tokens, T)
         cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)
@@ -463,7 +442,7 @@ def build_run(settings, datasets, env):
     compiled, forward = wrap(model, cfg, env)
     byte_counts = None
     try:
-        byte_counts = byte_table(meta, model.config.vocab_size)
+        byte_counts = byte_table(meta, vocab_size)
     except ValueError as e:  # the tokenizer is not available here
         notes.append(f'bits per byte: not reported, because {e}')
     flat = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
@@ -499,16 +478,10 @@ def train(run):
     """The loop. Returns the exit code: 0, or 128 + the number of the signal that ended it."""
     cfg, env, state, batches = run.cfg, run.env, run.state, run.batches
     first_step, pending, stop_asked = state.iter_num, [], DelayedFlag()
-    if evaluation_is_missing(run):
-        evaluation = evaluate_both(run, env.stop.by_signal)
-        if evaluation is None:
-            return stop_run(run)
-        track_best(run, evaluation)
-        save(run)
-        log_evaluation(run, evaluation)
-    elif state.iter_num >= cfg.max_iters:
-        env.print_once(f'nothing to do: the run is at step {state.iter_num:,} of {cfg.max_iters:,}')
-        return 0
+    if not evaluate_missing(run):
+        return stop_run(run)
+    if first_step >= cfg.max_iters:
+        env.print_once(f'nothing to do: the run is at step {first_step:,} of {cfg.max_iters:,}')
     gc.collect()
     gc.freeze()  # no more walks through what exists now: nanochat measured pauses of half a second
     timer, saved_at, postponed = StepTimer(batches, first_step), time.monotonic(), False
@@ -557,28 +530,36 @@ def train(run):
             log_evaluation(run, evaluation)  # after the save: a logged evaluation is never repeated
         timer.resume()
         if stopping and not due.last:
-            env.sum(np.zeros(1))  # torchrun kills the others 30 seconds after the first has ended
             return stop_run(run)
     log_done(run)
     return 0
 
 
-def evaluation_is_missing(run):
-    """Whether the evaluation at the step of a resume was interrupted: it is due, and not in the log."""
-    state = run.state
-    missing = 0.0
+def evaluate_missing(run):
+    """Does the evaluation of the first step if it is due and the log lacks it. Returns whether to go on."""
+    state, missing = run.state, 0.0
     if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
         missing = float(run.log.lacks_evaluation(state.iter_num))
-    return bool(run.env.sum(np.array([missing]))[0])  # only rank 0 has a log
+    if not run.env.sum(np.array([missing]))[0]:  # only rank 0 has a log
+        return True
+    evaluation = evaluate_both(run, run.env.stop.by_signal)
+    if evaluation is None:
+        return False
+    track_best(run, evaluation)
+    save(run)
+    log_evaluation(run, evaluation)
+    return True
 
 
 def stop_run(run):
     """Prints how to resume; returns the exit code."""
-    if run.state.iter_num:
-        run.env.print_once(f'stopped at step {run.state.iter_num} and saved; resume with: python train.py '
-                           f'--init_from=resume --out_dir={shlex.quote(run.cfg.out_dir)}')
-    else:
-        run.env.print_once('stopped before step 1: there is nothing to save')
+    step, folder = run.state.iter_num, shlex.quote(run.cfg.out_dir)
+    text = 'stopped before step 1: there is nothing to save'
+    if step:
+        text = (f'stopped at step {step} and saved; resume with: python train.py --init_from=resume '
+                f'--out_dir={folder}')
+    run.env.print_once(text)
+    run.env.sum(np.zeros(1))  # torchrun kills the others 30 seconds after the first has ended
     return run.env.stop.exit_code()
 
 
@@ -590,11 +571,6 @@ def main(argv=None):
     env = setup(settings.train)
     try:
         return execute(settings, datasets, env)
-    except (RuntimeError, MemoryError) as e:
-        if not out_of_memory(e):
-            raise
-        raise ValueError(f'the model does not fit the memory of {env.device} ({first_line(e)}); reduce '
-                         'n_layer, n_embd, block_size or batch_size') from None
     finally:
         gc.unfreeze()
         if env.world > 1:
@@ -605,38 +581,27 @@ def main(argv=None):
 
 
 def execute(settings, datasets, env):
-    """Evaluates or trains; returns the exit code."""
-    run = build_run(settings, datasets, env)
-    announce(run, settings, datasets[0].meta)
-    if settings.train.eval_only:
-        log_evaluation(run, evaluate_both(run))
-        return 0
-    take_folder(run, settings.resumed)
-    return train_and_close(run)
-
-
-def train_and_close(run):
-    """train(), after which log and mirror are closed in any case. Returns the exit code."""
-    patience = 20  # seconds for the mirror's last copy; torchrun kills 30 seconds after a signal
+    """Evaluates or trains; returns the exit code. Closes log and mirror in any case."""
+    run, code = None, None
     try:
+        run = build_run(settings, datasets, env)
+        announce(run, settings, datasets[0].meta)
+        if settings.train.eval_only:
+            log_evaluation(run, evaluate_both(run))
+            return 0
+        take_folder(run, settings.resumed)
         code = train(run)
-        patience = 20 if code else 300
         return code
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
-        if isinstance(e, MemoryError):  # numpy's, for the windows of a step; torch has its own
-            raise ValueError(f'a step of {run.batches.global_batch:,} sequences, batch_size x '
-                             f'gradient_accumulation_steps, does not fit memory: {first_line(e)}') from None
+        raise ValueError(memory_advice(run, env, e)) from None
     finally:
-        run.log.close()
-        if run.mirror:
-            run.mirror.close(patience)
-    raise ValueError(memory_advice(run))  # out here, where the tensors of the failed step are gone
+        if run and run.log:
+            run.log.close()
+            if run.mirror:  # torchrun kills 30 seconds after a signal
+                run.mirror.close(300 if code == 0 else 20)
 
 
 if __name__ == '__main__':
-    if 'TORCHELASTIC_RUN_ID' in os.environ:  # its summary then shows the first traceback
-        from torch.distributed.elastic.multiprocessing.errors import record
-        call_main = record(call_main)
     call_main(main)

@@ -1,5 +1,6 @@
 """Device, dtype and compilation, each chosen with its reason; peak FLOP/s and memory of a device."""
 
+import contextlib
 import re
 import warnings
 
@@ -18,22 +19,18 @@ def choose_device(name, local_rank=0):
     """
     if not re.fullmatch(r'auto|cpu|mps|cuda(:[0-9]+)?', name):
         raise ValueError(f'device={name!r} is not one of auto, cuda, cuda:N, mps, cpu')
-    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    has = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
     reason = 'asked for'
-    if name == 'auto' and has_cuda:
-        name, reason = 'cuda', 'GPU found'
-    elif name == 'auto' and has_mps:
-        name, reason = 'mps', 'Apple GPU found'
-    elif name == 'auto':
-        name, reason = 'cpu', 'no GPU found'
-    if name == 'mps' and not has_mps:
-        raise ValueError("device='mps' was asked for, but there is no Apple GPU; use --device=cpu")
-    if not name.startswith('cuda'):
-        return torch.device(name), reason
-    if not has_cuda:
-        missing = 'no usable GPU was found' if torch.version.cuda else 'this PyTorch was built without CUDA'
-        raise ValueError(f'device={name!r} was asked for, but {missing}; use --device=cpu or --device=auto')
-    index = int(name.removeprefix('cuda:')) if ':' in name else local_rank
+    if name == 'auto':
+        name = next(kind for kind in has if has[kind])
+        reason = 'no GPU found' if name == 'cpu' else 'GPU found'
+    kind, _, number = name.partition(':')
+    if not has[kind]:  # the version shows whether this PyTorch was built without CUDA
+        raise ValueError(f'device={name!r} was asked for, but PyTorch {torch.__version__} finds no such '
+                         'device; use --device=cpu or --device=auto')
+    if kind != 'cuda':
+        return torch.device(kind), reason
+    index = int(number or local_rank)
     if index >= torch.cuda.device_count():
         raise ValueError(f'cuda:{index} does not exist: this machine has {torch.cuda.device_count()} GPUs; '
                          'under torchrun, start one process for each (--nproc_per_node)')
@@ -63,8 +60,8 @@ def choose_dtype(name, device, training=False):
 def cpu_has_bf16():
     """Whether this CPU has bf16 units (AVX512-BF16 or AMX); emulated, bf16 is slower than float32."""
     names = ('_is_avx512_bf16_supported', '_is_amx_tile_supported')  # private, so another torch may lack them
-    tests = [getattr(torch.cpu, name, None) for name in names]
-    return torch.backends.mkldnn.is_available() and any(test is not None and test() for test in tests)
+    tests = [getattr(torch.cpu, name) for name in names if hasattr(torch.cpu, name)]
+    return torch.backends.mkldnn.is_available() and any(test() for test in tests)
 
 
 def try_compile(device):
@@ -82,12 +79,12 @@ def try_compile(device):
 
 def choose_compile(asked, device):
     """(whether to use torch.compile, reason). asked: True, False or 'auto'. ValueError if True fails."""
-    failure = try_compile(device) if asked else 'asked for'
+    if asked is False:
+        return False, 'asked for'
+    failure = try_compile(device)
     if failure and asked is True:
         raise ValueError(f'compile=True was asked for, but fails here: {failure}; use --compile=False')
-    if failure:
-        return False, failure
-    return True, 'asked for' if asked is True else 'a trial worked'
+    return not failure, failure or 'a trial worked'
 
 
 # dense bf16 peak in FLOP/s (fp16 on GPUs without bf16), from the vendors' data sheets
@@ -123,16 +120,13 @@ def peak_memory(device):
 def attention_kernels(config, env):
     """Names of torch's attention kernels that run here for the heads of a model."""
     dtype = torch.float32 if env.device.type == 'cpu' else env.dtype  # see Attention in model.py
-    H, K, D = config.n_head, config.n_kv_head, config.n_embd // config.n_head
-    q = torch.zeros(1, H, 128, D, device=env.device, dtype=dtype)
-    k = torch.zeros(1, K, 128, D, device=env.device, dtype=dtype)
-    names = []
+    heads, kv_heads, channels = config.n_head, config.n_kv_head, config.n_embd // config.n_head
+    q = torch.zeros(1, heads, 128, channels, device=env.device, dtype=dtype)
+    k, names = q[:, :kv_heads], []
     for name in ('CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH'):
         with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, name)):
             warnings.simplefilter('ignore')  # torch says at length why a kernel does not fit
-            try:
-                F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=K < H)
+            with contextlib.suppress(RuntimeError):
+                F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=kv_heads < heads)
                 names.append(name.lower().removesuffix('_attention'))
-            except RuntimeError:
-                continue
     return names

@@ -59,10 +59,9 @@ def open_process_group(backend, device, rank, world, timeout_minutes):
     if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
         # torchrun keeps one store over all restarts. Without a prefix for each restart, the keys of dead
         # processes are read again: 9 of 14 restarts failed (pytorch#135712)
-        address, port = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
-        store = dist.TCPStore(address, port, world, is_master=False)
-        prefix = f'try{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}'
-        options = {'store': dist.PrefixStore(prefix, store), 'rank': rank, 'world_size': world}
+        store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), world)
+        store = dist.PrefixStore(f'try{os.environ["TORCHELASTIC_RESTART_COUNT"]}', store)
+        options = {'store': store, 'rank': rank, 'world_size': world}
     # Optimizers import this module at their first step, and its default arguments hold on to the group that
     # exists then: gloo's threads outlived destroy_process_group and aborted 4 of 128 finished runs
     importlib.import_module('torch.distributed.nn.functional')
@@ -79,16 +78,6 @@ def check_same_step(step, env):
                          f'processes is {steps.mean():,g}; out_dir must be a folder that all of them share')
 
 
-@contextlib.contextmanager
-def first_on_rank_0(env, wait):
-    """With `wait`, rank 0 runs the block before the others, because it downloads for all."""
-    if wait and env.rank:
-        env.sum(np.zeros(1))
-    yield
-    if wait and not env.rank:
-        env.sum(np.zeros(1))
-
-
 class StopRequest:
     """Remembers a signal or the end of max_minutes: the loop saves and stops. A second SIGINT kills."""
 
@@ -102,8 +91,7 @@ class StopRequest:
             signal.signal(signal.SIGHUP, self.receive)
 
     def receive(self, number, frame):
-        if self.signal is None:
-            self.signal = number
+        self.signal = self.signal or number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get('RANK', '0') == '0':

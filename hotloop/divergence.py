@@ -10,15 +10,11 @@ SPIKE_WINDOW = 128  # of so many losses before it
 def collect_steps(run, pending):
     """
     Waits for the steps in `pending`, a list of (StepResult, num_targets), and adds them to run.state. A
-    skipped step never enters an average. Sets run.diverged_at to the step at which MAX_BAD_STEPS in a row
-    were not finite.
+    skipped step never enters an average. Sets run.diverged_at where MAX_BAD_STEPS in a row were not finite.
     """
     state = run.state
     loss_sum, targets, skipped, steps = state.logged or (0.0, 0, 0, 0)
-    step = state.iter_num - len(pending)
-    for result, num_targets in pending:
-        step += 1
-        steps += 1
+    for step, (result, num_targets) in enumerate(pending, state.iter_num - len(pending) + 1):
         if result.skipped.item():
             skipped += 1
             state.bad_in_a_row += 1
@@ -30,17 +26,14 @@ def collect_steps(run, pending):
             track_loss(run, step, loss / max(num_targets, 1))
         if state.bad_in_a_row >= MAX_BAD_STEPS and run.diverged_at is None:
             run.diverged_at = step
+    state.logged = [loss_sum, targets, skipped, steps + len(pending)]
     pending.clear()
-    state.logged = [loss_sum, targets, skipped, steps]
 
 
 def track_loss(run, step, loss):
-    """
-    Logs the first of several spikes in a row. After MAX_BAD_STEPS of them the new level counts as normal.
-    """
+    """Logs the first of several spikes in a row; after MAX_BAD_STEPS of them the new level is normal."""
     state, recent = run.state, run.state.recent
-    enough = len(recent) >= SPIKE_WINDOW // 4
-    if not enough or loss <= np.mean(recent) + SPIKE * max(np.std(recent), 1e-3):
+    if len(recent) < SPIKE_WINDOW // 4 or loss <= np.mean(recent) + SPIKE * max(np.std(recent), 1e-3):
         state.spikes_in_a_row = 0
         state.recent = [*recent, loss][-SPIKE_WINDOW:]
         return

@@ -24,28 +24,24 @@ def cores(physical=False, system='/sys'):
 
 def memory(system='/sys'):
     """Bytes of memory of this machine, or of the container."""
-    try:
+    size = 16 * 2**30  # a guess for Windows, which has no sysconf
+    if hasattr(os, 'sysconf'):
         size = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    except (AttributeError, ValueError):  # Windows has no sysconf; 16 GB is a guess
-        size = 16 * 2**30
     limit = first_line_of(f'{system}/fs/cgroup/memory.max')
     return min(size, int(limit)) if limit.isdecimal() else size
 
 
 def peak_memory():
     """The most bytes this process has used so far; None where the system does not count them."""
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == 'win32':
         return None
+    import resource
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == 'darwin' else peak * 1024
 
 
 def first_line_of(path):
     """The first line of a system file; '' if it is not there."""
-    try:
-        with open(path, encoding='ascii') as f:
-            return f.readline().strip()
-    except OSError:
-        return ''
+    with contextlib.suppress(OSError), open(path, encoding='ascii') as f:
+        return f.readline().strip()
+    return ''

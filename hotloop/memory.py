@@ -8,6 +8,7 @@ import torch
 
 from hotloop.dataloader import kept_on_device, share_batch
 from hotloop.device import device_memory
+from hotloop.files import first_line
 
 MAX_TRIAL_TOKENS = 2**17  # of a micro-batch; larger ones are no faster
 
@@ -33,15 +34,21 @@ def out_of_memory(error):
 def choose_batch_size(model, split, env, cfg):
     """The largest micro-batch that fits and gives the same step, found by trial. ValueError if none fits."""
     micro_batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, env.world)
-    sequences = micro_batch * accumulation  # of this process
+    sequences, c = micro_batch * accumulation, model.config  # of this process
     reserve = 8 * model.num_params()  # the optimizer's two moments
     if kept_on_device(split, cfg, env):
         reserve += split.num_bytes
-    largest = largest_batch(model, sequences, sequences, env, cfg, reserve)
-    if largest is None:
-        raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits the memory of '
-                         f'{env.device}; use a smaller model or block_size, or --loss_chunks=16')
-    return largest
+    limit = min(sequences, max(MAX_TRIAL_TOKENS // c.block_size, 1))
+    if env.device.type == 'cpu':
+        # Linux grants memory that it does not have and kills the process that uses it. So a CPU's limit is
+        # estimated: half of its memory, at 12 bytes for each logit and 40 for each channel of each layer
+        sequence_bytes = c.block_size * (12 * c.vocab_size + 40 * c.n_layer * c.n_embd)
+        limit = min(limit, max((device_memory(env.device) // 2 - reserve) // sequence_bytes, 1))
+    for batch in range(limit, 0, -1):
+        if sequences % batch == 0 and batch_fits(model, batch, env, cfg, reserve):
+            return batch
+    raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits the memory of '
+                     f'{env.device}; use a smaller model or block_size, or --loss_chunks=16')
 
 
 def set_batch_size(cfg, micro_batch, T, notes):
@@ -53,34 +60,16 @@ def set_batch_size(cfg, micro_batch, T, notes):
     notes.append(f'batch_size=auto: {micro_batch}, gradient_accumulation_steps={total // micro_batch}')
 
 
-def largest_batch(model, sequences, limit, env, cfg, reserve):
-    """The largest micro-batch up to `limit` that divides `sequences` and fits beside `reserve` bytes."""
-    c = model.config
-    limit = min(limit, max(MAX_TRIAL_TOKENS // c.block_size, 1))
-    if env.device.type == 'cpu':
-        # Linux grants memory that it does not have and kills the process that uses it. So a CPU's limit is
-        # estimated: half of its memory, at 12 bytes for each logit and 40 for each channel of each layer
-        sequence_bytes = c.block_size * (12 * c.vocab_size + 40 * c.n_layer * c.n_embd)
-        limit = min(limit, max((device_memory(env.device) // 2 - reserve) // sequence_bytes, 1))
-    for batch in range(limit, 0, -1):
-        if sequences % batch == 0 and batch_fits(model, batch, env, cfg, reserve):
-            return batch
-    return None
-
-
 def batch_fits(model, batch, env, cfg, reserve):
     """Whether forward and backward of `batch` sequences fit beside `reserve` bytes, on all processes."""
-    T, failed = model.config.block_size, 0.0
-    loss_chunks, memory = model.loss_chunks, device_memory(env.device)
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * T, model.config.vocab_size, memory)
+    c, failed, loss_chunks, memory = model.config, 0.0, model.loss_chunks, device_memory(env.device)
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size, memory)
     try:
         reserved = torch.empty(reserve, dtype=torch.uint8, device=env.device)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)  # of the micro-batches before
-        ids = torch.zeros(batch, T, dtype=torch.int64, device=env.device)
+        ids = torch.zeros(batch, c.block_size, dtype=torch.int64, device=env.device)
         model(ids, ids).sum().backward()  # eager; compiled, it needs less
-        if env.device.type == 'cuda':
-            torch.cuda.synchronize(env.device)
         del reserved
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
@@ -93,17 +82,13 @@ def batch_fits(model, batch, env, cfg, reserve):
     return env.sum(np.array([failed]))[0] == 0
 
 
-def memory_advice(run):
-    """The message for a micro-batch that did not fit; on one process, with the largest that does."""
-    batch, sequences = run.batches.micro_batch, run.batches.global_batch
-    problem = (f'a micro-batch of {batch} sequences of {run.val.T} tokens does not fit the memory of '
-               f'{run.env.device}')
-    if run.env.world > 1:  # a trial would wait for processes that did not fail
-        return f'{problem}; use a smaller --batch_size, or --batch_size=auto to find the largest that fits'
-    has_moments = any(optimizer.state for optimizer in run.optimizers)
-    reserve = 0 if has_moments else 8 * run.model.num_params()
-    largest = largest_batch(run.model, sequences, batch - 1, run.env, run.cfg, reserve)
-    if largest is None:
-        return f'{problem}, nor does a smaller one; use a smaller model or block_size, or --loss_chunks=16'
-    flags = f'--batch_size={largest} --gradient_accumulation_steps={sequences // largest}'
-    return f'{problem}; {flags} fits and gives the same step, and --batch_size=auto finds it by itself'
+def memory_advice(run, env, error):
+    """The message for a model, if there is no run yet, a step or a micro-batch that does not fit."""
+    if run is None:
+        return (f'the model does not fit the memory of {env.device} ({first_line(error)}); reduce n_layer, '
+                'n_embd, block_size or batch_size')
+    if isinstance(error, MemoryError):  # numpy's, for the windows of a step; torch has its own
+        return (f'a step of {run.batches.global_batch:,} sequences, batch_size x '
+                f'gradient_accumulation_steps, does not fit memory: {first_line(error)}')
+    return (f'a micro-batch of {run.batches.micro_batch} sequences of {run.val.T} tokens does not fit the '
+            f'memory of {env.device}; --batch_size=auto finds the largest that does, for the same step')

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from hotloop import device, host
+from hotloop import device
 from hotloop.device import choose_compile, choose_device, choose_dtype, peak_flops
 
 CPU = torch.device('cpu')
@@ -14,7 +14,7 @@ CUDA = torch.device('cuda', 0)
 
 @pytest.mark.parametrize('name, words', [
     *((name, 'is not one of auto, cuda') for name in ('cuda:x', 'cuda:-1', 'cpu:7', 'CPU', 'cuda:', 'tpu')),
-    ('cuda', 'was asked for, but .*; use --device=cpu'), ('mps', 'was asked for, but there is no Apple GPU')])
+    *((name, 'was asked for, but PyTorch .*; use --device=cpu') for name in ('cuda', 'cuda:1', 'mps'))])
 def test_a_device_that_does_not_exist_is_an_error(monkeypatch, name, words):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: False)
@@ -70,20 +70,15 @@ def test_compilation_that_fails_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize('name, peak', [
     ('NVIDIA A100-SXM4-80GB', 312e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA H200', 989e12),
-    ('NVIDIA H100 80GB HBM3', 989e12), ('Tesla T4', 65e12), ('NVIDIA A10G', 70e12),
-    ('NVIDIA RTX A1000', None), ('NVIDIA L40', None), ('NVIDIA T400', None),
-    ('NVIDIA GeForce RTX 4090 Laptop GPU', None)])
+    ('NVIDIA H100 80GB HBM3', 989e12), ('Tesla T4', 65e12), ('NVIDIA A10G', 70e12), ('NVIDIA L40', None),
+    ('NVIDIA RTX A1000', None), ('NVIDIA T400', None), ('NVIDIA GeForce RTX 4090 Laptop GPU', None)])
 def test_no_peak_is_better_than_a_wrong_one(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda gpu: name)
     assert peak_flops(CUDA, torch.bfloat16) == peak
     assert peak_flops(CUDA, torch.float32) is None and peak_flops(CPU, torch.bfloat16) is None
 
 
-@pytest.mark.parametrize('limit', ['1000000\n', 'max\n', str(2**60), None])
-def test_the_memory_of_a_cpu_is_that_of_the_machine_or_its_container(tmp_path, limit):
-    if limit:
-        (tmp_path / 'fs/cgroup').mkdir(parents=True)
-        (tmp_path / 'fs/cgroup/memory.max').write_text(limit)
+def test_the_memory_of_a_cpu_is_that_of_the_machine():
+    """Or of its container: see test_files.py."""
     machine = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    assert host.memory(system=tmp_path) == (1_000_000 if limit == '1000000\n' else machine)
-    assert device.device_memory(CPU) == host.memory() and 2**20 < device.peak_memory(CPU) < machine
+    assert 2**20 < device.peak_memory(CPU) < device.device_memory(CPU) <= machine

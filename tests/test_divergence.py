@@ -8,14 +8,11 @@ from hotloop.checkpoint import RunState
 from hotloop.divergence import MAX_BAD_STEPS, SPIKE_WINDOW, collect_steps
 
 
-class Lines(list):
-    def write(self, text, **numbers):
-        self.append(numbers)
-
-
 def collected(losses, at_once=1):
     """The run after steps with these losses, None for one that was skipped, read `at_once` at a time."""
-    run, pending = SimpleNamespace(state=RunState(), log=Lines(), diverged_at=None), []
+    lines, pending = [], []
+    log = SimpleNamespace(write=lambda text, **numbers: lines.append(numbers))
+    run = SimpleNamespace(state=RunState(), log=log, lines=lines, diverged_at=None)
     for loss in losses:
         skipped = torch.tensor(float(loss is None))
         pending.append((SimpleNamespace(loss=torch.tensor(100.0 * (loss or 0.0)), skipped=skipped), 100))
@@ -43,14 +40,14 @@ def test_the_step_of_a_divergence_does_not_depend_on_when_steps_are_read():
 
 def test_a_spike_is_logged_once_and_does_not_enter_the_usual_losses():
     run = collected([*steady(60), 9.0, 9.5, *steady(20)])
-    assert run.log == [{'step': 61, 'spike': 9.0}] and max(run.state.recent) < 3 and run.diverged_at is None
+    assert run.lines == [{'step': 61, 'spike': 9.0}] and max(run.state.recent) < 3 and run.diverged_at is None
     assert len(collected(steady(500)).state.recent) == SPIKE_WINDOW
 
 
 def test_a_new_level_of_the_loss_becomes_normal():
     run = collected([*steady(60), *[7.0] * 200])
-    assert len(run.log) == 1 and run.diverged_at is None and set(run.state.recent) == {7.0}
+    assert len(run.lines) == 1 and run.diverged_at is None and set(run.state.recent) == {7.0}
 
 
 def test_early_losses_are_never_spikes():
-    assert collected([10.0, 5.0, 20.0, 3.0]).log == []
+    assert collected([10.0, 5.0, 20.0, 3.0]).lines == []

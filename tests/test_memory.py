@@ -1,12 +1,13 @@
 """batch_size=auto finds what fits, by trial; a batch that does not fit ends with one that does."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hotloop.distributed import Env
-from hotloop.memory import batch_fits, choose_batch_size, choose_loss_chunks, memory_advice
+from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice
 from model import GPT, GPTConfig
 
 GB = 2**30
@@ -69,29 +70,22 @@ def test_a_cpu_is_not_asked_for_more_than_half_its_memory(model, monkeypatch):
     assert choose_batch_size(model, SPLIT, Env(), config(24, 1)) == 4 and tried == [4]
 
 
-def test_what_does_not_fit_at_all_is_an_error(model, monkeypatch):
-    short_of_memory(monkeypatch, 0)
-    with pytest.raises(ValueError, match='not even one sequence of 16 tokens fits the memory of cpu'):
+@pytest.mark.parametrize('error, kind, words', [
+    (None, ValueError, 'not even one sequence of 16 tokens fits the memory of cpu'),
+    (RuntimeError('CUDA error: illegal memory access'), RuntimeError, 'illegal memory access')])
+def test_what_does_not_fit_at_all_and_any_other_error_end_the_search(model, monkeypatch, error, kind, words):
+    short_of_memory(monkeypatch, 0, error)
+    with pytest.raises(kind, match=words):
         choose_batch_size(model, SPLIT, Env(), config(12, 2))
 
 
-def test_another_error_of_the_machine_keeps_its_traceback(model, monkeypatch):
-    short_of_memory(monkeypatch, 0, RuntimeError('CUDA error: an illegal memory access was encountered'))
-    with pytest.raises(RuntimeError, match='illegal memory access'):
-        batch_fits(model, 4, Env(), config(4, 1), 0)
-
-
-@pytest.mark.parametrize('most, world, words', [
-    (3, 1, r'a micro-batch of 8 sequences of 16 tokens does not fit the memory of cpu; '
-           r'--batch_size=2 --gradient_accumulation_steps=8 fits and gives the same step'),
-    (0, 1, 'does not fit the memory of cpu, nor does a smaller one; use a smaller model'),
-    (3, 2, 'use a smaller --batch_size, or --batch_size=auto')])
-def test_a_batch_that_does_not_fit_ends_with_one_that_does(model, monkeypatch, most, world, words):
-    short_of_memory(monkeypatch, most)
-    batches = SimpleNamespace(micro_batch=8, accumulation=2, global_batch=16)
-    run = SimpleNamespace(model=model, batches=batches, env=Env(0, world), val=SPLIT, optimizers=[],
-                          cfg=config(8, 2))
-    assert words.replace('\\', '') in memory_advice(run)
+def test_the_message_names_what_does_not_fit():
+    full, batches = MemoryError(), SimpleNamespace(micro_batch=8, global_batch=16)
+    run = SimpleNamespace(batches=batches, val=SPLIT)
+    assert 'the model does not fit' in memory_advice(None, Env(), full)
+    assert 'a step of 16 sequences' in memory_advice(run, Env(), full)
+    assert re.search('a micro-batch of 8 sequences of 16 tokens .* cpu; --batch_size=auto',
+                     memory_advice(run, Env(), RuntimeError('out of memory')))
 
 
 def test_the_loss_is_computed_in_chunks_if_its_logits_would_fill_the_memory():
