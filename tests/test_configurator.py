@@ -83,8 +83,7 @@ def card(tmp_path):
     (['--compile', 'False'], 'compile', False), (['--compile=True', '--compile', 'auto'], 'compile', 'auto'),
     (['--norm', 'rmsnorm'], 'norm', 'rmsnorm'), (['--n_ff=64', '--n_ff=none'], 'n_ff', None),
     (['--run_name=None'], 'run_name', None), (['--out_dir=None'], 'out_dir', 'None'),  # as annotated
-    (['--run_name=123'], 'run_name', '123'), (['--out_dir=True'], 'out_dir', 'True'),
-    (['--out_dir', '__import__("os")'], 'out_dir', '__import__("os")'), (['--out_dir', ''], 'out_dir', ''),
+    (['--run_name=123'], 'run_name', '123'), (['--out_dir', ''], 'out_dir', ''),
     (['--out_dir=a=b=c'], 'out_dir', 'a=b=c'), (['--out_dir=--n_layer'], 'out_dir', '--n_layer')])
 def test_flags(argv, name, value):
     found, given, words = conf(*argv)
@@ -94,10 +93,9 @@ def test_flags(argv, name, value):
 
 @pytest.mark.parametrize('flag, words', [
     *[(f'--n_layer={text}', 'a whole number') for text in
-      ('six', '6.5', '', 'True', '5*8', 'nan', 'inf', '1e400', 'None', '9' * 400, '9' * 5000)],
-    *[(f'--learning_rate={text}', 'a number') for text in ('nan', '-inf', '1e999', 'False', '9' * 400)],
+      ('six', '6.5', '', 'True', '5*8', 'nan', 'inf', 'None', '9' * 400, '9' * 5000)],
+    *[(f'--learning_rate={text}', 'a number') for text in ('nan', '-inf', 'False', '9' * 400)],
     ('--n_ff=x', 'a whole number or None'), ('--eval_only=1', 'True or False'),
-    ('--eval_only=None', 'True or False'), ('--dtype=float16', 'auto or float32 or bfloat16'),
     ('--norm=batchnorm', 'layernorm or rmsnorm or None'), ('--compile=maybe', 'True or False or auto')])
 def test_a_flag_of_the_wrong_type_names_what_was_expected(flag, words):
     key, _, text = flag.partition('=')
@@ -156,19 +154,14 @@ n_ff = 1e3
     ('n_layer = 3\n\n# x\nnlayer = 1\n', ", line 4: unknown setting 'nlayer'; did you mean 'n_layer'?"),
     ('\nif True:\n    nlayer = 2\n', ', line 3: unknown'), ('n_ff = (\n  x := 3)\n', ', line 2: unknown'),
     ('for n_layers in (1, 2):\n    pass\n', ', line 1: unknown'), ('a_b, n_ff = 1, 2\n', ', line 1: unknown'),
-    ('n_layer = 1\n\nlearnin_rate: float = 2.0\n', ', line 3: unknown'),
     ("\nn_layer = '3'", ", line 2: n_layer: expected a whole number, not '3'"),
-    ('n_layer = True', ', line 1: n_layer: expected a whole number, not True'),
     ('n_layer = 10**5000', ', line 1: n_layer: '),  # more digits than Python prints
     ("import numpy as np; n_layer = np.float32('inf')", ', line 1: n_layer: expected a whole number, not '),
     ('learning_rate = 1e-3,', ', line 1: learning_rate: expected a number, not (0.001,)'),
     ('learning_rate = 10**400', ', line 1: learning_rate: expected a number, not 1'),
-    ('dtype = None', ', line 1: dtype: expected auto or float32 or bfloat16, not None'),
     ('def compile():\n    pass\n', ': compile: expected '),
     ('n_layer = 1\nn_head = = 2\n', ': SyntaxError: invalid syntax (card.py, line 2)'),
-    ('n_layer = 1\n\nreturn\n', ": SyntaxError: 'return' outside function (card.py, line 3)"),
     ('x\0y = 1\n', ': SyntaxError: source code string cannot contain null bytes'),
-    ('n_layer = 1\n\nn_head = nowhere\n', ", line 3: NameError: name 'nowhere' is not defined"),
     ('def f():\n    return 1 / 0\n\nn_head = f()\n', ', line 2: ZeroDivisionError: division by zero'),
     ("import json\njson.loads('{')\n", ', line 2: JSONDecodeError'),  # not the line of the library
     ('\nexit(0)\n', ', line 2: SystemExit: 0')])
@@ -178,20 +171,19 @@ def test_what_is_wrong_in_a_file_is_an_error_with_its_line(card, text, problem):
     assert line.startswith(path + problem)
 
 
-def test_a_file_that_cannot_be_read(card, tmp_path):
+def test_the_encoding_of_a_file(card, tmp_path):
     (tmp_path / 'latin.py').write_bytes(b"out_dir = 'caf\xe9'\n")
     assert 'decode byte 0xe9' in refusal(str(tmp_path / 'latin.py'))[0]
-    assert refusal(str(tmp_path)) == [f'{tmp_path}: Is a directory']
-    (tmp_path / 'mark.py').write_bytes(b'\xef\xbb\xbfn_layer = 3\n')  # editors on Windows write this mark
-    assert conf(str(tmp_path / 'mark.py'))[0]['n_layer'] == 3
+    assert conf(card('\ufeffn_layer = 3\n'))[0]['n_layer'] == 3  # editors on Windows write this mark
 
 
-def test_later_files_win_over_earlier_and_flags_over_files(card):
+def test_later_files_win_over_earlier_and_flags_over_files_and_a_checkpoint_lies_below(card):
     first = card('n_layer = 1\nn_head = 1\nmax_iters = 1\ndtype = "auto"\n', 'a.py')
-    second = card('n_head = n_layer + 1\nmax_iters = 2\n', 'b.py')
-    values, given, words = conf('--max_iters=3', first, second)
-    assert (values['n_layer'], values['n_head'], values['max_iters']) == (1, 2, 3)
-    assert words == [first, second]
+    second = card('n_head = n_layer + 1\nmax_iters = n_ff\n', 'b.py')
+    base = {'n_layer': 2, 'n_ff': 4, 'learning_rate': 1}
+    values, given, words = conf('--max_iters=3', first, second, base=base)
+    assert (values['n_layer'], values['n_head'], values['max_iters'], values['n_ff']) == (1, 2, 3, 4)
+    assert words == [first, second] and type(values['learning_rate']) is float
     assert given == {'n_layer': f'{first}, line 1', 'n_head': f'{second}, line 1', 'max_iters': '--max_iters',
                      'dtype': f'{first}, line 4'}  # a default that is given counts as given
 
@@ -214,13 +206,6 @@ def test_words_are_returned_but_not_run_with_files_false(card):
 
 # -----------------------------------------------------------------------------
 # settings of a checkpoint, and of older versions
-
-def test_a_checkpoint_lies_below_files_and_flags(card):
-    base = {'n_layer': 2, 'n_head': 3, 'max_iters': 4, 'learning_rate': 1}
-    values, given, _ = conf(card('n_head = n_layer + 5\n'), '--max_iters=9', base=base)
-    assert (values['n_layer'], values['n_head'], values['max_iters']) == (2, 7, 9)
-    assert type(values['learning_rate']) is float and set(given) == {'n_head', 'max_iters'}
-
 
 def test_a_value_of_a_checkpoint_that_no_longer_fits_names_the_flag():
     base = {'dtype': 'float8', 'n_layer': -1}
@@ -272,7 +257,7 @@ awkward = (st.lists(st.characters() | st.integers(0xd800, 0xdfff).map(chr), max_
            | st.sampled_from(['', "it's", '"', '\\', '\n', 'é€😀', '#']))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True,
+@settings(max_examples=40, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(n_layer=st.integers(0, 10**30), rate=st.floats(allow_nan=False, allow_infinity=False), out=awkward,
        name=awkward | st.none(), compile=st.sampled_from([True, False, 'auto']))
@@ -301,19 +286,16 @@ def test_a_value_error_of_our_own_is_one_sentence(capsys):
         1, '', "error: --n_layr: unknown setting 'n_layr'; did you mean 'n_layer'?\n")
 
 
-@pytest.mark.parametrize('file, ours', [('train.py', True), ('hotloop/files.py', True), ('<string>', False),
+@pytest.mark.parametrize('file, ours', [('train.py', True), ('hotloop/files.py', True),
                                         ('.venv/lib/x.py', False), ('tests/test_x.py', False)])
-def test_exactly_two_folders_are_ours(monkeypatch, capsys, file, ours):
-    """A .venv lies in the same folder, and '<string>' is not a file of the current folder."""
-    monkeypatch.chdir(REPO)
+def test_exactly_two_folders_are_ours(capsys, file, ours):
+    """A .venv lies in the same folder."""
     namespace = {}
-    path = file if file[0] == '<' else os.path.join(REPO, file)
-    exec(compile("def fail():\n    raise ValueError('deep')\n", path, 'exec'), namespace)
-    if ours:
-        assert run(namespace['fail'], capsys) == (1, '', 'error: deep\n')
-    else:
-        with pytest.raises(ValueError, match='deep'):
-            call_main(namespace['fail'])
+    code = "def fail():\n    raise ValueError('deep')\n"
+    exec(compile(code, os.path.join(REPO, file), 'exec'), namespace)
+    with pytest.raises(SystemExit if ours else ValueError):
+        call_main(namespace['fail'])
+    assert capsys.readouterr().err == ('error: deep\n' if ours else '')
 
 
 def test_an_interrupt_and_a_closed_pipe_end_without_a_traceback(capsys):
