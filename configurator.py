@@ -27,10 +27,6 @@ import typing
 OWN_FILE = '# all settings of the run in this folder'  # the first words of the config.py that a run writes
 
 
-class SettingsError(ValueError):
-    """One or more settings that cannot be used. The message has one line for each."""
-
-
 # -----------------------------------------------------------------------------
 # values: what an annotation allows, from Python and from text
 
@@ -207,7 +203,7 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
     removed: {name of an older version: a sentence on what to do instead}
 
     Returns the objects, {name: place} of what files and flags set, and the positional words.
-    SettingsError has one line for each problem.
+    ValueError has one line for each problem.
     """
     argv = sys.argv[1:] if argv is None else argv
     if '--help' in argv or '-h' in argv:
@@ -226,7 +222,7 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
         for o in objects:
             problems += o.problems()
     if problems:
-        raise SettingsError('\n'.join(problems))
+        raise ValueError('\n'.join(problems))
     given = {name: place for name, (_, place) in settings.items() if place}
     return *objects, given, words
 

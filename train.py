@@ -254,9 +254,8 @@ def wrap(model, cfg, env):
         return model, model
     device_ids = [env.device] if env.device.type == 'cuda' else None
     # the only buffers are RoPE tables, which are the same on every process
-    parallel = DistributedDataParallel(model, device_ids, broadcast_buffers=False,
-                                       gradient_as_bucket_view=True)
-    return model, parallel
+    return model, DistributedDataParallel(model, device_ids, broadcast_buffers=False,
+                                          gradient_as_bucket_view=True)
 
 
 # -----------------------------------------------------------------------------

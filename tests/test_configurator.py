@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import configurator
-from configurator import SettingsError, accept, as_file, call_main, configure, differences
+from configurator import accept, as_file, call_main, configure, differences
 
 REPO = os.path.dirname(os.path.abspath(configurator.__file__))
 
@@ -57,7 +57,7 @@ def conf(*argv, **kwargs):
 
 def refusal(*argv, **kwargs):
     """The lines of the error that a command line gets."""
-    with pytest.raises(SettingsError) as e:
+    with pytest.raises(ValueError) as e:
         conf(*argv, **kwargs)
     return str(e.value).split('\n')
 
