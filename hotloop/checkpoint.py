@@ -117,8 +117,8 @@ def restore(checkpoint, model, optimizers, scaler):
     model.load_weights(checkpoint['model'])
     saved = [checkpoint[name] for name in OPTIMIZERS if name in checkpoint]
     if len(saved) != len(optimizers):
-        raise ValueError(f'the checkpoint has the state of {len(saved)} optimizers (best.pt has none), not of '
-                         f'{len(optimizers)}; start a new run from its weights with --init_from=PATH')
+        raise ValueError(f'the checkpoint has the state of {len(saved)} optimizers, not of {len(optimizers)} '
+                         '(best.pt has none); start a new run from its weights with --init_from=PATH')
     for optimizer, old in zip(optimizers, saved, strict=True):
         groups = []
         for now, before in zip(optimizer.param_groups, old['param_groups'], strict=True):
