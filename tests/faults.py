@@ -197,8 +197,8 @@ class Server:
 
     def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=signal.SIGKILL, **settings):
         """
-        Trains TINY into the folder `out`. fault: a name of IN_STEP or FAULTS and its arguments. With calls, the
-        name of a function, the process gets signal `number`, `delay` seconds after its `times`-th call.
+        Trains TINY into the folder `out`. fault: a name of IN_STEP or FAULTS and its arguments. With calls,
+        a function's name, the process gets signal `number`, `delay` seconds after its `times`-th call.
         """
         job = {'argv': flags(self.folder / out, self.data_dir, **settings),
                'output': str(self.folder / f'{out}.txt'), 'fault': fault or [None],
