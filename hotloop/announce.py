@@ -11,9 +11,8 @@ def announce(run, settings, meta):
     """Prints what this run is, once, with the reasons."""
     origin = 'checkpoint' if settings.resumed else 'derived'
     changed = differences([settings.model, run.cfg], settings.given, origin)
-    lines = [*settings.notes, f'settings that differ from the defaults:\n{changed}']
+    cfg, lines = run.cfg, [*settings.notes, f'settings that differ from the defaults:\n{changed}']
     lines += describe_machine(run) + describe_work(run, settings, meta)
-    cfg = run.cfg
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
         lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will rise')
     if cfg.warmup_iters >= cfg.max_iters:
