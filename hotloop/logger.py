@@ -63,7 +63,7 @@ class Log:
 
 
 def keep_lines(path, last_step):
-    """Drops the lines after a step, which will be written again, and those that a crash left incomplete."""
+    """Drops the lines after a step, which will be written again, and incomplete ones."""
     with open(path, encoding='utf-8', errors='replace') as f, replacing(path) as kept:
         for line in f:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

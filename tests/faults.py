@@ -212,9 +212,8 @@ class Server:
         return (self.folder / f'{out}.txt').read_text()
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+        self.process.kill()  # Python takes seconds to end in order
+        self.process.communicate()
 
 
 def flags(out_dir, data_dir, **settings):
