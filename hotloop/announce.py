@@ -11,28 +11,29 @@ def announce(run, settings, meta):
     """Prints what this run is, once, with the reasons."""
     origin = 'checkpoint' if settings.resumed else 'derived'
     changed = differences([settings.model, run.cfg], settings.given, origin)
-    lines = [*settings.notes, f'settings that differ from the defaults:\n{changed}']
-    lines += describe_machine(run)
-    lines += describe_work(run, settings, meta)
-    lines += describe_oddities(run, settings.given)
+    cfg, lines = run.cfg, [*settings.notes, f'settings that differ from the defaults:\n{changed}']
+    lines += describe_machine(run) + describe_work(run, settings, meta)
+    if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
+        lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will rise')
+    if cfg.warmup_iters >= cfg.max_iters:
+        lines.append(f'note: the warm-up of {cfg.warmup_iters} steps is longer than the run')
     for line in lines:
         run.env.print_once(line)
 
 
 def describe_machine(run):
     """Device, processes, dtype, compilation, attention."""
-    cfg, env = run.cfg, run.env
-    lines = [f'device: {env.device} ({env.reasons["device"]}), {env.world} x {env.threads} threads']
-    gpus = torch.cuda.device_count() if env.device.type == 'cuda' else 1
-    if gpus > 1 and env.world == 1:
+    env = run.env
+    kernels = ', '.join(attention_kernels(run.model.config, env))
+    lines = [f'device: {env.device} ({env.reasons["device"]}), {env.world} x {env.threads} threads',
+             f'dtype: {str(env.dtype).removeprefix("torch.")} ({env.reasons["dtype"]})',
+             f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})',
+             f'attention: scaled_dot_product_attention; kernels available: {kernels}']
+    gpus = torch.cuda.device_count()
+    if env.device.type == 'cuda' and gpus > env.world == 1:
         lines.append(f'note: for all {gpus} GPUs, replace "python" with "torchrun --standalone '
                      f'--nproc_per_node={gpus}"')
-    if env.world > 1:
-        lines.append(f'timeout: a process waits at most {cfg.timeout_minutes:g} minutes for the others')
-    kernels = ', '.join(attention_kernels(run.model.config, env))
-    return [*lines, f'dtype: {str(env.dtype).removeprefix("torch.")} ({env.reasons["dtype"]})',
-            f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})',
-            f'attention: scaled_dot_product_attention; kernels available: {kernels}']
+    return lines
 
 
 def describe_work(run, settings, meta):
@@ -49,10 +50,7 @@ def describe_work(run, settings, meta):
         data += ', in GPU memory'
     tokens = batches.global_batch * c.block_size
     epochs = cfg.max_iters * batches.global_batch / windows_per_epoch(batches.split.num_tokens, c.block_size)
-    length = (f'{cfg.max_iters:,} steps, {cfg.max_iters * tokens:,} tokens, {epochs:.2f} epochs, '
-              f'into {cfg.out_dir}')
-    if settings.resumed:
-        length += f'; resuming at step {run.state.iter_num:,}'
+    resuming = f'; resuming at step {run.state.iter_num:,}' if settings.resumed else ''
     chunks = f', loss in {model.loss_chunks} chunks to save memory' if model.loss_chunks > 1 else ''
     return [f'data: {data}',
             f'model: {c.preset}, {c.n_layer} layers x {c.n_embd} channels x {c.n_head} heads, context '
@@ -60,23 +58,5 @@ def describe_work(run, settings, meta):
             f'{model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP per token',
             f'batch: {batches.micro_batch} sequences x {batches.accumulation} micro-batches x '
             f'{run.env.world} processes = {tokens:,} tokens per step{chunks}',
-            f'run: {length}']
-
-
-def describe_oddities(run, given):
-    """Settings that work, but may not do what was meant."""
-    cfg, lines = run.cfg, []
-    if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
-        lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will rise')
-    if cfg.warmup_iters >= cfg.max_iters:
-        lines.append(f'note: the warm-up of {cfg.warmup_iters} steps is longer than the run')
-    muon = cfg.optimizer == 'muon'
-    has_effect = {'muon_lr': muon, 'muon_momentum': muon, 'min_lr': cfg.decay_lr, 'lr_schedule': cfg.decay_lr,
-                  'lr_decay_iters': cfg.decay_lr, 'compile_mode': run.env.compile,
-                  'eval_tokens': not cfg.eval_iters,
-                  'decay_fraction': cfg.decay_lr and cfg.lr_schedule == 'linear',
-                  'sample_prompt': cfg.sample_interval, 'sample_tokens': cfg.sample_interval}
-    for name, acts in has_effect.items():
-        if name in given and not acts:
-            lines.append(f'note: {name} has no effect with the other settings')
-    return lines
+            f'run: {cfg.max_iters:,} steps, {cfg.max_iters * tokens:,} tokens, {epochs:.2f} epochs, '
+            f'into {cfg.out_dir}{resuming}']

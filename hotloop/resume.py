@@ -14,11 +14,10 @@ def find_resumed(cfg, notes):
     The Resumed to continue from: with init_from=resume, or if torchrun restarted the process; otherwise None.
     Adds to the notes. ValueError if there is no intact checkpoint.
     """
-    out = RunDir(cfg.out_dir)
-    restart = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') != '0'
+    out, resumed = RunDir(cfg.out_dir), None
     run_id = os.environ.get('TORCHELASTIC_RUN_ID', 'none')
-    resumed = None
-    if restart and run_id != 'none' and out.checkpoints():
+    restarted = run_id != 'none' and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') != '0'
+    if restarted and out.checkpoints():
         latest = find_latest(out)
         if latest.checkpoint.get('run_id') == run_id:  # not the checkpoint of another run in this folder
             resumed = latest
@@ -34,36 +33,26 @@ def find_resumed(cfg, notes):
 
 
 def settings_of(checkpoint, shape):
-    """
-    {name: value} that a checkpoint contributes to the settings of the run that resumes it. shape: the
-    resolved settings of its model.
-    """
-    own = set(OWN)
-    if 'state' not in checkpoint:  # nanoGPT's: its dtype and compile were chosen for another machine
-        own |= {'dtype', 'compile'}
+    """{name: value} that a checkpoint gives the run that resumes it; shape: resolved, of its model."""
     saved = {**checkpoint['model_args'], **checkpoint.get('config', {}), **shape}
+    # nanoGPT's, without 'state': its dtype and compile were chosen for another machine
+    own = OWN if 'state' in checkpoint else OWN | {'dtype', 'compile'}
     return {name: value for name, value in saved.items() if name not in own}
 
 
 def compare_settings(objects, given, base, bound):
     """
-    Compares what was given explicitly with the checkpoint's settings, `base`, and returns a note for each
-    change. ValueError lists the settings in `bound` that changed; None in one of them means the checkpoint's
-    value.
+    A note for each setting given with another value than `base`, the checkpoint's. ValueError for one in
+    `bound`, where None stands for the checkpoint's value.
     """
-    wrong, notes = [], []
+    notes = []
     for o in objects:
         for name, now in dataclasses.asdict(o).items():
-            if name not in given or name not in base or now == base[name]:
+            before = base.get(name, now)
+            if name not in given or now == before or (name in bound and now is None):
                 continue
-            if now is None and name in bound:
-                setattr(o, name, base[name])
-            elif name in bound:
-                wrong.append(f'{given[name]}: {name}={now!r}, but the checkpoint has {base[name]!r}, which '
-                             'cannot '
-                             'change on resume (to start a new run from these weights: --init_from=PATH)')
-            else:
-                notes.append(f'{name}: {base[name]!r} before, {now!r} from here on')
-    if wrong:
-        raise ValueError('\n'.join(wrong))
+            if name in bound:
+                raise ValueError(f'{given[name]}: {name}={now!r}, but the checkpoint has {before!r}, which '
+                                 'cannot change on resume; for a new run from its weights: --init_from=PATH')
+            notes.append(f'{name}: {before!r} before, {now!r} from here on')
     return notes

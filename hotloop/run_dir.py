@@ -1,7 +1,6 @@
 """The folder of a run: its lock, the latest, best and older checkpoints, its mirror."""
 
 import contextlib
-import errno
 import glob
 import os
 import queue
@@ -19,9 +18,7 @@ class RunDir:
     """The folder of a run, locked by one process at a time."""
 
     def __init__(self, path):
-        self.path = path
-        self.lock = None
-        self.saved_step = None  # of ckpt.pt
+        self.path, self.lock, self.saved_step = path, None, None  # the step of ckpt.pt
 
     def __truediv__(self, name):
         return os.path.join(self.path, name)
@@ -34,14 +31,10 @@ class RunDir:
 
     def holds_run(self):
         """Whether anything would be overwritten."""
-        others = os.path.exists(self / 'best.pt') or os.path.exists(self / 'log.jsonl')
-        return others or bool(self.checkpoints())
+        return bool(self.checkpoints()) or any(os.path.exists(self / name) for name in RUN_FILES[1:])
 
     def open(self, fresh, config_text):
-        """
-        Locks the folder and writes config.py. A fresh run moves a run that is in the folder aside first.
-        Returns notes for the user. ValueError if another process uses the folder or it cannot be written.
-        """
+        """Locks the folder, writes config.py, and returns notes. A fresh run moves an old one aside first."""
         notes = []
         try:
             if fresh and self.holds_run():
@@ -57,25 +50,21 @@ class RunDir:
                 f.write(config_text)
         except OSError as e:
             raise ValueError(f'out_dir={self.path!r} cannot be written: {e.strerror or e}') from None
-        if self.lock is None:
-            notes.append('out_dir is not locked on this system: do not start a second run in it')
         return notes
 
     def take_lock(self):
         """Held until the process ends, even by kill -9."""
-        if self.lock is None:
-            try:
-                self.lock = lock(self / '.lock')
-            except ValueError as e:
-                raise ValueError(f'{e}; wait for it, or choose another folder with --out_dir') from None
+        try:
+            self.lock = lock(self / '.lock')
+        except ValueError as e:
+            raise ValueError(f'{e}; wait for it, or choose another folder with --out_dir') from None
 
     def release_lock(self):
-        if self.lock is not None:
+        if self.lock:
             self.lock.release()
-            self.lock = None
 
     def save(self, checkpoint, keep):
-        """Saves the latest checkpoint and keeps the one before under its step; `keep` checkpoints stay."""
+        """Saves the latest checkpoint, renames the one before by its step, and removes all but `keep`."""
         step, keep_old = checkpoint['iter_num'], None
         if self.saved_step not in (None, step):
             keep_old = self / f'ckpt-{self.saved_step:09d}.pt'
@@ -95,17 +84,14 @@ class RunDir:
 
 
 def move_aside(path):
-    """Renames a folder, or what a link points to, to the first free path.1, path.2, ... and returns that."""
+    """Renames a folder, or what a link points to, to the first free path.1, path.2, ...; returns that."""
     folder, number = os.path.realpath(path), 1
     while os.path.lexists(f'{folder}.{number}'):
         number += 1
-    try:
-        if is_inside(os.curdir, folder):
-            raise OSError(errno.EBUSY, 'it is where this command was started')
-        os.rename(folder, f'{folder}.{number}')
-    except OSError as e:
-        raise ValueError(f'{path} holds a run and cannot be moved aside ({e.strerror or e}); '
-                         'choose another folder, or resume that run with --init_from=resume') from None
+    if is_inside(os.curdir, folder):
+        raise ValueError(f'{path} holds a run and cannot be moved aside, because this command was started in '
+                         'it; choose another folder, or resume that run with --init_from=resume')
+    os.rename(folder, f'{folder}.{number}')
     return f'{folder}.{number}'
 
 
@@ -113,8 +99,7 @@ def remove_partial_files(folder):
     """Removes the files that a killed process was writing."""
     for name in RUN_FILES:
         for path in glob.glob(glob.escape(os.path.join(folder, name)) + '*.tmp'):
-            with contextlib.suppress(OSError):
-                os.remove(path)
+            os.remove(path)
 
 
 @dataclass
@@ -133,43 +118,29 @@ def find_latest(run_dir):
             return Resumed(load_checkpoint(path), path, damaged)
         except ValueError as e:
             damaged[path] = str(e)
-    if not damaged:
-        raise ValueError(f'init_from=resume, but {run_dir.path} holds no checkpoint; '
-                         'start with --init_from=scratch')
-    reasons = '\n  '.join(damaged.values())
-    raise ValueError(f'no checkpoint in {run_dir.path} is intact:\n  {reasons}\n'
-                     'start a new run with --init_from=scratch')
+    found = 'intact checkpoint' if damaged else 'checkpoint'
+    message = f'init_from=resume, but {run_dir.path} holds no {found}; start with --init_from=scratch'
+    raise ValueError('\n'.join([message, *damaged.values()]))
 
 
 class Mirror:
-    """
-    A second folder for the files of a run. A thread copies them, so the run never waits for a slow
-    disk. A copy that fails is printed and tried again with the next checkpoint.
-    """
+    """A second folder for the files of a run. A thread copies them, so the run waits for no slow disk."""
 
-    def __init__(self, run_dir, path):
-        self.run_dir, self.path = run_dir, path
-        self.copied = {}  # {name: version of the file that was copied last}
-        self.requests = queue.SimpleQueue()
+    def __init__(self, run_dir, path, ours):
+        """Moves a run in `path` aside unless it is ours; run_dir must be locked by now."""
+        self.run_dir, self.path, self.copied, self.requests = run_dir, path, {}, queue.SimpleQueue()
         self.thread = threading.Thread(target=self.copy_on_request, daemon=True)
         try:
+            if not ours and RunDir(path).holds_run():
+                print(f'mirror_dir: {path} held a run: moved to {move_aside(path)}', flush=True)
             os.makedirs(os.path.realpath(path), exist_ok=True)
-            with replacing(os.path.join(path, '.hotloop')):
-                pass
-            os.remove(os.path.join(path, '.hotloop'))
+            remove_partial_files(path)
         except OSError as e:
             raise ValueError(f'mirror_dir={path!r} cannot be written: {e.strerror or e}; '
                              'choose another folder, or --mirror_dir=None') from None
-
-    def open(self, ours):
-        """Starts copying; out_dir must be locked by now. Moves a run that is not ours aside."""
-        if not ours and RunDir(self.path).holds_run():
-            print(f'mirror_dir: {self.path} held a run: moved to {move_aside(self.path)}', flush=True)
-        remove_partial_files(self.path)
         self.thread.start()
 
     def update(self):
-        """Requests a copy of the files that changed."""
         self.requests.put('copy')
 
     def close(self, seconds):
@@ -178,26 +149,22 @@ class Mirror:
         self.requests.put(None)
         self.thread.join(seconds)
         if self.thread.is_alive():
-            print(f'mirror_dir: {self.path} does not have the last checkpoint after {seconds} s', flush=True)
+            print(f'mirror_dir={self.path!r} lacks the last checkpoint after {seconds} s', flush=True)
 
     def copy_on_request(self):
         while self.requests.get():
             for name in RUN_FILES:
                 try:
-                    self.copy(self.run_dir / name, os.path.join(self.path, name))
-                except FileNotFoundError:
-                    pass  # best.pt comes with the first evaluation
-                except OSError as e:
-                    print(f'mirror_dir: {name} could not be copied to {self.path}: {e.strerror or e}; '
-                          'training continues', flush=True)
+                    if os.path.exists(self.run_dir / name):  # best.pt comes with the first evaluation
+                        self.copy(name)
+                except OSError as e:  # the next checkpoint tries again
+                    print(f'mirror_dir={self.path!r}: {name} not copied: {e.strerror or e}', flush=True)
 
-    def copy(self, path, target):
-        with open(path, 'rb') as source:  # stays this file even if the run replaces it meanwhile
+    def copy(self, name):
+        with open(self.run_dir / name, 'rb') as source:  # stays this file even if the run replaces it
             stat = os.fstat(source.fileno())
             version = stat.st_ino, stat.st_mtime_ns, stat.st_size
-            if self.copied.get(target) == version and os.path.exists(target):
-                return
-            os.makedirs(os.path.realpath(self.path), exist_ok=True)  # it may have been removed
-            with replacing(target) as copy:
-                shutil.copyfileobj(source, copy, 1 << 20)
-        self.copied[target] = version
+            if self.copied.get(name) != version:
+                with replacing(os.path.join(self.path, name)) as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+                self.copied[name] = version

@@ -6,10 +6,7 @@ from hotloop.tokenizer import prompt_ids, tokenizer_from
 
 
 def sampling_tokenizer(cfg, meta, context):
-    """
-    The tokenizer for sample_interval, or None. ValueError now, not in the middle, if it cannot read the
-    prompt.
-    """
+    """The tokenizer for sample_interval, or None. ValueError already now if it cannot read the prompt."""
     if not cfg.sample_interval:
         return None
     tokenizer = tokenizer_from(meta['tokenizer'])
@@ -19,20 +16,15 @@ def sampling_tokenizer(cfg, meta, context):
 
 
 def write_sample(run):
-    """
-    Logs a text that the model writes now. Its seed belongs to this step alone, so neither dropout nor the
-    order of the data changes. Rank 0 writes; the others wait at the next reduction.
-    """
+    """Logs a text that the model writes now, from a seed of its own, so that training does not change."""
     if run.env.rank:
-        return
+        return  # and wait at the next reduction
     cfg, tokenizer, step = run.cfg, run.tokenizer, run.state.iter_num
-    sampling = Sampling(cfg.sample_tokens, temperature=0.8, top_k=200, stop={tokenizer.eot},
-                        vocab=tokenizer.n_vocab)
-    ids, was_training = [], run.model.training
+    sampling = Sampling(cfg.sample_tokens, 0.8, 200, stop={tokenizer.eot}, vocab=tokenizer.n_vocab)
+    prompt, ids, was_training = prompt_ids(tokenizer, cfg.sample_prompt), [], run.model.training
     run.model.eval()
     try:
-        for drawn in generate(run.model, [prompt_ids(tokenizer, cfg.sample_prompt)], sampling,
-                              seeds=[micro_seed(cfg.seed, step, 0)]):
+        for drawn in generate(run.model, [prompt], sampling, seeds=[micro_seed(cfg.seed, step, 0)]):
             ids += [token for _, token, _ in drawn if token != tokenizer.eot]
         text = cfg.sample_prompt + tokenizer.decode(ids).decode('utf-8', 'replace')
     except ValueError as e:  # logits that are not finite; the losses decide what becomes of the run

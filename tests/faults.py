@@ -1,15 +1,13 @@
 """
 Runs to which something happens: a server that forks them, and the faults.
 
-The server imports torch once and forks a process for each run, so a kill costs a third of a second
-and not four. Forking is safe there because nothing has started a thread. Under torchrun this file is
-train.py with a fault:
+The server imports torch once and forks a process for each run, so a kill costs a third of a second, not four.
+Forking is safe there because nothing has started a thread. Under torchrun this file is train.py with a fault:
 
     torchrun --nproc_per_node=2 tests/faults.py kill 20 --dataset=...    # the last rank dies in its 20th step
 """
 
 import functools
-import hashlib
 import importlib
 import itertools
 import json
@@ -29,6 +27,7 @@ import hotloop.run_dir
 import train
 from configurator import call_main
 
+STEP = 'train.train_step'
 HANGS = 300  # seconds after which a forked run that hangs is killed
 
 
@@ -44,21 +43,6 @@ def final(out):
     return learned
 
 
-def digest(out):
-    """SHA-256 of final()."""
-    h = hashlib.sha256()
-
-    def feed(x):
-        if isinstance(x, dict | list | tuple):
-            h.update(f'{type(x).__name__} {len(x)}'.encode())
-            for item in x.items() if isinstance(x, dict) else x:
-                feed(item)
-        else:
-            h.update(x.numpy().tobytes() if isinstance(x, torch.Tensor) else repr(x).encode())
-    feed(final(out))
-    return h.hexdigest()
-
-
 def log(out, *names):
     """The lines of log.jsonl without times; with names, only these, of the lines that have the last one."""
     lines = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
@@ -72,38 +56,40 @@ def log(out, *names):
 # -----------------------------------------------------------------------------
 # faults, in the process of the run
 
-def during_step(step, action):
-    """Calls action(model) when this process enters its step-th step; it may return a hook to remove."""
-    original, count = train.train_step, itertools.count(1)
+def before_call(name, times, action):
+    """Calls action(*args) before the times-th call of a function, by its full name; None: before each."""
+    owner, _, attribute = name.rpartition('.')
+    owner = pkgutil.resolve_name(owner)
+    original, count = getattr(owner, attribute), itertools.count(1)
 
-    def wrapped(model, *args, **kwargs):
-        handle = action(model) if next(count) == step else None
-        try:
-            return original(model, *args, **kwargs)
-        finally:
-            if handle:
-                handle.remove()
-    train.train_step = wrapped
+    def wrapped(*args, **kwargs):
+        if next(count) == times or times is None:
+            action(*args)
+        return original(*args, **kwargs)
+    setattr(owner, attribute, wrapped)
 
 
 def signals(*numbers):
-    def send(model):
+    def send(*args):
         for number in numbers:
             os.kill(os.getpid(), number)
     return send
 
 
-def bad_batch(model):
+def bad_batch(*args):
     raise IndexError('a bad batch')
 
 
-def hang(model):
+def hang(*args):
     while True:
         time.sleep(1000)
 
 
-def nan_loss(model):
-    return model.register_forward_hook(lambda module, args, output: output * math.nan)
+def nan_loss(model, *args):
+    def hook(module, args, output):
+        handle.remove()
+        return output * math.nan
+    handle = model.register_forward_hook(hook)
 
 
 IN_STEP = {'kill': signals(signal.SIGKILL), 'stop': signals(signal.SIGSTOP),
@@ -119,27 +105,16 @@ def small_files(first, last, size):
     """The disk takes no file above this size from one step to another. Python ignores the signal for it."""
     import resource
 
-    def limit(size, model):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    during_step(first, functools.partial(limit, size))
-    during_step(last, functools.partial(limit, resource.RLIM_INFINITY))
-
-
-def on_call(name, action):
-    """Calls action(number of the call) before each call of a function, by its full name."""
-    owner, _, attribute = name.rpartition('.')
-    owner = pkgutil.resolve_name(owner)
-    original, count = getattr(owner, attribute), itertools.count(1)
-
-    def wrapped(*args, **kwargs):
-        action(next(count))
-        return original(*args, **kwargs)
-    setattr(owner, attribute, wrapped)
+    def limit(limits, *args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    before_call(STEP, first, functools.partial(limit, (size, hard)))
+    before_call(STEP, last, functools.partial(limit, (hard, hard)))
 
 
 def signal_in(name, times, *numbers):
     """These signals when the function is called for the times-th time."""
-    on_call(name, lambda number: number == times and signals(*numbers)(None))
+    before_call(name, times, signals(*numbers))
 
 
 def dies_before(number):
@@ -159,7 +134,7 @@ FAULTS = {'naive saves': naive_saves, 'small files': small_files, 'signal in': s
 
 def happen(name, *args):
     if name in IN_STEP:
-        during_step(args[0], IN_STEP[name])
+        before_call(STEP, args[0], IN_STEP[name])
     elif name:
         FAULTS[name](*args)
 
@@ -175,7 +150,7 @@ def run_forked(job, pipe):
     code = 70
     try:
         if job['calls']:
-            on_call(job['calls'], lambda number: os.write(pipe, b'.'))
+            before_call(job['calls'], None, lambda *args: os.write(pipe, b'.'))
         happen(*job['fault'])
         call_main(functools.partial(train.main, job['argv']))
     except SystemExit as e:
@@ -222,9 +197,8 @@ class Server:
 
     def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=signal.SIGKILL, **settings):
         """
-        Trains TINY into the folder `out`. fault: a name of IN_STEP or FAULTS and its arguments. With
-        calls, the full name of a function, the process gets signal `number`, `delay` seconds after the
-        `times`-th call of it.
+        Trains TINY into the folder `out`. fault: a name of IN_STEP or FAULTS and its arguments. With calls,
+        a function's name, the process gets signal `number`, `delay` seconds after its `times`-th call.
         """
         job = {'argv': flags(self.folder / out, self.data_dir, **settings),
                'output': str(self.folder / f'{out}.txt'), 'fault': fault or [None],
@@ -238,9 +212,8 @@ class Server:
         return (self.folder / f'{out}.txt').read_text()
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+        self.process.kill()  # Python takes seconds to end in order
+        self.process.communicate()
 
 
 def flags(out_dir, data_dir, **settings):

@@ -11,18 +11,12 @@ import sys
 from pathlib import Path
 
 import faults
-import numpy as np
 import pytest
-import torch
 from conftest import noise, same, write_bins
-from faults import Server, digest, log
+from faults import Server, final, log
 
 import train
 from hotloop.checkpoint import load_checkpoint
-from hotloop.dataloader import Batches, Split
-from hotloop.dataset import read_meta
-from hotloop.device import try_compile
-from hotloop.distributed import Env
 from hotloop.run_dir import RunDir, find_latest
 
 ROOT = Path(train.__file__).parent
@@ -56,14 +50,8 @@ def leftovers(out):
     return len(list(out.glob('*.tmp')))
 
 
-def finished(command, folder):
-    """The result of a command in a folder."""
-    return subprocess.run(command, cwd=folder, env=faults.environment(), capture_output=True, text=True,
-                          check=False)
-
-
 def assert_equal_runs(a, b):
-    assert digest(a) == digest(b) and log(a) == log(b) and leftovers(a) == 0
+    assert same(final(a), final(b)) and log(a) == log(b) and leftovers(a) == 0
 
 
 # -----------------------------------------------------------------------------
@@ -78,7 +66,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(run, tmp_pat
     kill -9 after one to three saves and some milliseconds, many of them inside a save, until the run
     has finished; then the next run. Each process finds an intact checkpoint, or it would exit with 1.
     """
-    settings = dict(RECIPE, max_iters=12, save_interval=1, eval_interval=5, eval_tokens=64)
+    settings = dict(RECIPE, max_iters=8, save_interval=1, eval_interval=5, eval_tokens=64)
     assert run('whole', **settings) == 0
     rng, killed, inside = random.Random(kills), 0, 0
     while killed < kills or not inside:
@@ -174,7 +162,7 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(run, tmp_path):
     assert run('whole', **settings) == 0
     assert run('out', 'small files', 4, 6, 50_000, **settings) == 0
     assert run.printed('out').count('MB are needed; training continues') == 2
-    assert digest(tmp_path / 'out') == digest(tmp_path / 'whole') and leftovers(tmp_path / 'out') == 0
+    assert same(final(tmp_path / 'out'), final(tmp_path / 'whole')) and leftovers(tmp_path / 'out') == 0
 
 
 def test_a_disk_that_stays_full_ends_the_run_and_leaves_the_last_checkpoint(run, tmp_path):
@@ -182,36 +170,15 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_the_last_checkpoint(run,
     assert run('out', 'small files', 4, 1000, 50_000, **settings) == 1
     lines = run.printed('out').splitlines()
     assert sum('training continues' in line for line in lines) == 2
-    assert re.fullmatch(r'error: .*ckpt\.pt could not be .*: .* MB are free, .* MB are needed', lines[-1])
+    assert re.fullmatch(r'error: .*ckpt\.pt could not .*: the disk is full; .* free, .* needed', lines[-1])
     assert step_of(tmp_path / 'out') == 3 and leftovers(tmp_path / 'out') == 0
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which('unshare'), reason='no unshare, which mounts without root')
-@pytest.mark.parametrize('options, done, words', [('size=1000k', 2, 'ckpt.pt could not be written'),
-                                                  ('ro', 0, 'cannot be written: Read-only file system')])
-def test_a_disk_that_is_full_or_read_only(tmp_path, data_dir, options, done, words):
-    """A disk of its own with room for two checkpoints: the run ends after three failed saves."""
-    script = ('mkdir disk kept && mount -t tmpfs -o "$1" tmpfs disk || exit 77; shift; "$@"; code=$?; '
-              'cp -r disk/. kept; exit $code')
-    command = ['unshare', '-rm', 'sh', '-c', script, 'sh', options, sys.executable, ROOT / 'train.py',
-               *faults.flags('disk/out', data_dir, save_interval=1, eval_interval=100)]
-    ran = finished(command, tmp_path)
-    if ran.returncode == 77 or ran.stderr.startswith('unshare:'):
-        pytest.skip(f'no file system can be mounted here: {ran.stderr.strip()}')
-    assert ran.returncode == 1 and words in ran.stderr.splitlines()[-1]
-    if done:
-        assert ran.stdout.count('training continues') == 2 and 'MB are free' in ran.stderr
-        assert step_of(tmp_path / 'kept' / 'out') == done and leftovers(tmp_path / 'kept' / 'out') == 0
-    else:
-        assert 'step 1/' not in ran.stdout
-
-
-@pytest.mark.parametrize('recipe, steps', [(RECIPE, 5), pytest.param(RECIPE, 20, marks=pytest.mark.slow),
+@pytest.mark.parametrize('recipe, steps', [(RECIPE, 4), pytest.param(RECIPE, 20, marks=pytest.mark.slow),
                                            pytest.param(RECIPES[0], 20, marks=pytest.mark.slow)])
 def test_a_resume_from_every_step_ends_with_the_same_bits_and_losses(run, tmp_path, recipe, steps):
     """Dropout, accumulation, clipping, warm-up and decay, each resume in a process of its own."""
-    settings = dict(recipe, max_iters=steps, eval_interval=4)
+    settings = dict(recipe, max_iters=steps, eval_interval=3)
     assert run('whole', save_interval=1, keep_last=20, **settings) == 0
     for step in range(1, steps):
         shutil.rmtree(tmp_path / 'out', ignore_errors=True)
@@ -244,15 +211,11 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
     ('train.build_optimizers', 1, [TERM], 143, 0),  # before the first step
     (FORWARD, 1, [TERM], 143, 0),  # in the first step
     (FORWARD, 3, [INT], 130, 1),  # between the micro-batches of step 2, which is given up
-    (FORWARD, 4, [INT], 130, 2),  # in the last micro-batch of step 2
-    (FORWARD, 4, [HUP], 129, 2), (FORWARD, 4, [TERM], 143, 2), (FORWARD, 4, [TERM, INT], 143, 2),
+    (FORWARD, 4, [HUP], 129, 2), (FORWARD, 4, [TERM, INT], 143, 2),  # in the last one of step 2
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
-    (SAVE, 1, [TERM], 143, 3),  # the save is completed
-    ('hotloop.run_dir.save_checkpoint', 2, [TERM], 143, 6),
-    ('train.train_step', 8, [TERM], 143, 7),
+    ('hotloop.run_dir.save_checkpoint', 2, [TERM], 143, 6),  # the save is completed
     ('train.evaluate_both', 3, [TERM], 0, 8),  # there is nothing left to resume
-    (FORWARD, 4, [INT, INT], -INT, 0),  # nothing more is saved
-    ('train.evaluate_both', 2, [INT, INT], -INT, 3)])
+    ('train.evaluate_both', 2, [INT, INT], -INT, 3)])  # nothing more is saved
 def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, numbers, code, step):
     """The exit code is 128 + the first signal; a second SIGINT ends at once. A resume has the same bits."""
     assert run('out', 'signal in', when, times, *map(int, numbers), **SIGNALED) == code, run.printed('out')
@@ -263,18 +226,6 @@ def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, n
     if code:
         assert run('out', init_from='resume' if step else 'scratch', **SIGNALED) == 0
     assert_equal_runs(tmp_path / 'out', undisturbed)
-
-
-@pytest.mark.slow
-def test_a_signal_during_compilation_ends_the_run_after_one_step(run, tmp_path):
-    if reason := try_compile(torch.device('cpu')):
-        pytest.skip(reason)
-    settings = dict(dropout=0.1, max_iters=4, compile=True, gradient_accumulation_steps=1)
-    assert run('out', calls='train.train_step', delay=0.3, number=TERM, **settings) == 143
-    assert step_of(tmp_path / 'out') == 1
-    assert run('out', init_from='resume', **settings) == 0
-    assert run('whole', **settings) == 0
-    assert digest(tmp_path / 'out') == digest(tmp_path / 'whole')
 
 
 # -----------------------------------------------------------------------------
@@ -320,36 +271,27 @@ def test_a_run_may_change_the_number_of_its_processes_and_keeps_its_bits(run, to
         assert_equal_runs(tmp_path / out, tmp_path / 'whole')
 
 
+RESTARTED = dict(RECIPE, max_iters=24, save_interval=5, eval_interval=100)
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_process_was_killed(run, torchrun, tmp_path):
     """Five times of five, with the bits of an undisturbed run."""
-    settings = dict(RECIPE, max_iters=24, save_interval=5, eval_interval=100)
-    assert run('whole', **settings) == 0
+    assert run('whole', **RESTARTED) == 0
     for n in range(5):
-        code, out, err = ended(torchrun(f'out{n}', 'kill', 20, restarts=2, **settings))
+        code, out, err = ended(torchrun(f'out{n}', 'kill', 20, restarts=2, **RESTARTED))
         assert code == 0, err
         assert out.count('torchrun restarted this run: resuming') == 1 and 'resuming at step 15' in out
         assert_equal_runs(tmp_path / f'out{n}', tmp_path / 'whole')
 
 
 @pytest.mark.slow
-def test_without_restarts_a_killed_process_ends_the_run_and_leaves_its_checkpoint(run, torchrun, tmp_path):
-    settings = dict(RECIPE, max_iters=24, save_interval=5, eval_interval=100)
-    assert run('whole', **settings) == 0
-    assert ended(torchrun('out', 'kill', 20, **settings))[0] == 1
-    assert step_of(tmp_path / 'out') == 15
-    assert ended(torchrun('out', init_from='resume', **settings))[0] == 0
-    assert_equal_runs(tmp_path / 'out', tmp_path / 'whole')
-
-
-@pytest.mark.slow
 def test_a_process_that_hangs_is_given_up_and_the_run_restarted(run, torchrun, tmp_path):
     """
-    Asleep forever or stopped by SIGSTOP: the collective of the other one ends after its 5 seconds,
-    torchrun waits 30 more before it kills, and the restart ends with the same bits. Both at once,
-    because they mostly wait.
+    Asleep or stopped by SIGSTOP: the other one gives up after 5 seconds, torchrun kills after 30 more, and
+    the restart ends with the same bits. Both at once, because they mostly wait.
     """
-    settings = dict(RECIPE, max_iters=24, save_interval=5, eval_interval=100)
+    settings = dict(RESTARTED)
     assert run('whole', **settings) == 0
     settings.update(restarts=2, timeout_minutes=5 / 60)
     processes = {how: torchrun(how, how, 20, **settings) for how in ('hang', 'stop')}
@@ -357,20 +299,15 @@ def test_a_process_that_hangs_is_given_up_and_the_run_restarted(run, torchrun, t
         code, out, err = ended(process)
         assert code == 0 and 'resuming at step 15' in out, err
         assert re.search('[Tt]imed out|[Tt]imeout', err), 'the reason is not shown'
-        assert digest(tmp_path / how) == digest(tmp_path / 'whole')
-
-
-@pytest.mark.slow
-def test_an_error_of_one_process_is_shown_and_ends_all(torchrun):
-    code, _, err = ended(torchrun('out', 'raise', 3))
-    assert code == 1 and 'IndexError: a bad batch' in err
+        assert same(final(tmp_path / how), final(tmp_path / 'whole'))
 
 
 @pytest.mark.slow
 def test_a_mistake_of_the_user_under_torchrun_has_no_traceback_of_ours(tmp_path):
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
                ROOT / 'train.py', '--dataset=nowhere']
-    ran = finished(command, tmp_path)
+    ran = subprocess.run(command, cwd=tmp_path, env=faults.environment(), capture_output=True, text=True,
+                         check=False)
     assert ran.returncode == 1 and 'error: data/nowhere does not exist' in ran.stderr
     assert f'File "{ROOT}/train.py' not in ran.stderr
 
@@ -400,36 +337,14 @@ def test_a_signal_to_one_process_stops_all_at_one_step(run, torchrun, tmp_path):
 # -----------------------------------------------------------------------------
 # data and security
 
-@pytest.mark.parametrize('length', [0, 100])
-def test_a_bin_that_was_cut_is_refused_at_the_start_and_on_resume(train_tiny, tmp_path, length):
+def test_a_bin_that_was_cut_is_refused_at_the_start_and_on_resume(train_tiny, tmp_path):
     """The cut leaves complete tokens. Cut while it is mapped, it would end in SIGBUS."""
     folder = write_bins(tmp_path / 'data' / 'cut', noise(400), noise(200))
     train_tiny(dataset='cut', data_dir=tmp_path / 'data', max_iters=2)
-    os.truncate(f'{folder}/train.bin', length)
+    os.truncate(f'{folder}/train.bin', 100)
     for init_from in ('resume', 'scratch'):
-        with pytest.raises(ValueError, match=rf'train\.bin has {length // 2} tokens, .*400'):
+        with pytest.raises(ValueError, match=r'train\.bin has 50 tokens, .*400'):
             train_tiny(dataset='cut', data_dir=tmp_path / 'data', init_from=init_from)
-
-
-def anonymous_memory():
-    return int(re.search(r'RssAnon:\s+(\d+) kB', Path('/proc/self/status').read_text())[1]) * 1024
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='reads /proc/self/status')
-def test_reading_data_takes_no_memory(tmp_path):
-    """20,000 micro-batches over 200 MB; pages of the mapped file belong to the kernel and do not count."""
-    tokens = np.random.default_rng(0).integers(0, 256, 10**8).astype(np.uint16)
-    folder = write_bins(tmp_path / 'large', tokens, tokens[:1000])
-    del tokens
-    cfg = train.TrainConfig(batch_size=4, gradient_accumulation_steps=5)
-    batches = Batches(Split(folder, 'train', read_meta(folder), 128), cfg, Env())
-    for step in range(4000):
-        if step == 10:
-            before = anonymous_memory()
-        for load_batch in batches.step(step)[1]:
-            load_batch()
-    assert anonymous_memory() - before < 50e6
 
 
 UNSAFE = {'eval', 'exec', 'os.system', 'os.popen', 'pickle.load', 'pickle.loads', 'np.load', 'marshal.loads',

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 import torch
-from conftest import at_step, contents
+from conftest import contents
 
 from hotloop import run_dir
 from hotloop.checkpoint import load_checkpoint
-from hotloop.run_dir import Mirror, RunDir, find_latest, move_aside
+from hotloop.run_dir import Mirror, RunDir, find_latest
 
 posix = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 
@@ -36,17 +36,6 @@ def saved_run(path, steps=(1,), keep=9):
 def names(path):
     """Files of a folder without the lock's."""
     return sorted(p.name for p in path.iterdir() if not p.name.startswith('.lock'))
-
-
-def damage(path, how='cut'):
-    data = bytearray(path.read_bytes())
-    if how == 'flip':
-        data[data.index(b'\0\0\x80\x3f' * 9)] ^= 1  # a weight of step 1
-    path.write_bytes({'flip': data, 'cut': data[:-200], 'empty': b''}[how])
-
-
-def fail(*args, **kwargs):
-    raise OSError(errno.ENOSPC, 'No space left on device')
 
 
 # -----------------------------------------------------------------------------
@@ -75,19 +64,16 @@ def test_copies_that_a_user_made_are_neither_read_nor_removed(tmp_path):
     assert set(names(tmp_path / 'out')) >= set(before) - {'ckpt-000000001.pt'}
 
 
-@pytest.mark.parametrize('how', ['flip', 'cut', 'empty', 'folder', 'unreadable'])
+@pytest.mark.parametrize('how', ['flip', 'cut', 'folder'])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, how):
     """And becomes the latest at once, so that a kill before the next save finds the same one."""
-    if how == 'unreadable' and os.geteuid() == 0:
-        pytest.skip('root reads everything')
     run, newest = saved_run(tmp_path / 'out', (7, 1)), tmp_path / 'out' / 'ckpt.pt'
+    data = bytearray(newest.read_bytes())
+    data[data.index(b'\0\0\x80\x3f' * 9)] ^= 1  # a weight of step 1
+    newest.write_bytes(data[:-200] if how == 'cut' else data)
     if how == 'folder':
         newest.unlink()
         newest.mkdir()
-    elif how == 'unreadable':
-        newest.chmod(0)
-    else:
-        damage(newest, how)
     resumed = find_latest(run)
     assert resumed.checkpoint['iter_num'] == 7 and resumed.path == run / 'ckpt-000000007.pt'
     assert list(resumed.damaged) == [str(newest)] and str(newest) in resumed.damaged[str(newest)]
@@ -99,9 +85,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, how
 def test_without_an_intact_checkpoint_nothing_is_resumed_or_touched(tmp_path):
     run = saved_run(tmp_path / 'out', (1, 2))
     for path in run.checkpoints():
-        damage(tmp_path / 'out' / path)
+        os.truncate(path, 500)
     before = contents(tmp_path)
-    match = r'(?s)is intact:.*ckpt\.pt is damaged.*ckpt-000000001\.pt is damaged.*scratch'
+    match = r'(?s)holds no intact .*=scratch\n.*ckpt\.pt is damaged.*ckpt-000000001\.pt is damaged'
     with pytest.raises(ValueError, match=match):
         find_latest(run)
     assert contents(tmp_path) == before
@@ -144,32 +130,18 @@ def test_files_of_a_killed_save_are_removed_and_no_others(tmp_path):
     assert [name for name in names(tmp_path / 'out') if name.endswith('.tmp')] == ['folder.tmp', 'notes.tmp']
 
 
-@pytest.mark.parametrize('how, words', [('file', 'Not a directory'), ('full', 'No space left'),
-                                        ('permission', 'Permission denied')])
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, how, words):
-    out = tmp_path / 'place' / 'out'
-    if how == 'file':
-        (tmp_path / 'place').write_text('')
-    elif how == 'full':
-        out.mkdir(parents=True)
-        (out / 'config.py').symlink_to('/dev/full')
-    else:
-        if os.geteuid() == 0:
-            pytest.skip('root writes everywhere')
-        (tmp_path / 'place').mkdir(mode=0o500)
-    with pytest.raises(ValueError, match=f'out_dir=.* cannot be written: {words}'):
-        RunDir(str(out)).open(True, 'seed = 1\n')
-
-
-def test_a_run_that_cannot_be_moved_aside_is_an_error(tmp_path, monkeypatch):
-    saved_run(tmp_path / 'out')
-    monkeypatch.chdir(tmp_path / 'out')
-    with pytest.raises(ValueError, match=r'cannot be moved aside .it is where .* was started.; choose'):
-        move_aside('.')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, 'rename', fail)
-    with pytest.raises(ValueError, match=r'cannot be moved aside .No space left.*; choose another folder'):
-        move_aside('out')
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out' / 'config.py').symlink_to('/dev/full')
+    for out, words in (('out', 'No space left'), ('out/config.py/out', 'Not a directory')):
+        with pytest.raises(ValueError, match=f'out_dir=.* cannot be written: {words}'):
+            RunDir(str(tmp_path / out)).open(True, 'seed = 1\n')
+    with pytest.raises(ValueError, match=r'mirror_dir=.* cannot be written: Not a dir.*; choose another'):
+        Mirror(RunDir(str(tmp_path / 'out')), str(tmp_path / 'out' / 'config.py' / 'below'), False)
+    saved_run(tmp_path / 'run')
+    monkeypatch.chdir(tmp_path / 'run')
+    with pytest.raises(ValueError, match=r'cannot be moved aside, because .* was started in it; choose'):
+        RunDir('.').open(True, '')
 
 
 # -----------------------------------------------------------------------------
@@ -188,10 +160,8 @@ def owner_of(path):
             signal.pause()
         finally:
             os._exit(1)
-    os.close(write)
-    assert os.read(read, 6) == b'locked'
-    os.close(read)
     try:
+        assert os.read(read, 6) == b'locked'
         yield pid
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -213,20 +183,14 @@ def test_a_folder_has_one_owner_until_that_process_is_dead(tmp_path, fresh):
     assert (tmp_path / 'out' / 'config.py').read_text() == 'seed = 2\n'
 
 
-def test_a_system_without_locks_is_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_dir, 'lock', lambda path: None)
-    assert 'is not locked on this system' in RunDir(str(tmp_path / 'out')).open(True, '')[0]
-
-
 # -----------------------------------------------------------------------------
 # the mirror
 
 def mirrored(tmp_path, steps=(1,), ours=False):
     """The files of a mirror after a run saved these steps."""
     run = RunDir(str(tmp_path / 'out'))
-    mirror = Mirror(run, str(tmp_path / 'drive'))
     run.open(True, '')
-    mirror.open(ours)
+    mirror = Mirror(run, str(tmp_path / 'drive'), ours)
     for step in steps:
         run.save(checkpoint(step), 2)
         mirror.update()
@@ -263,39 +227,24 @@ def test_a_run_that_is_refused_leaves_the_mirror_of_the_running_one(train_tiny, 
     assert contents(tmp_path / 'drive') == before and not (tmp_path / 'drive.1').exists()
 
 
-def test_a_mirror_that_was_removed_is_filled_again(train_tiny, tmp_path, monkeypatch):
-    """Also with files that have not changed since."""
-    at_step(monkeypatch, 8, lambda: shutil.rmtree(tmp_path / 'drive'))
-    train_tiny(mirror_dir=tmp_path / 'drive', save_interval=3)
-    assert set(os.listdir(tmp_path / 'drive')) == {'config.py', 'log.jsonl', 'ckpt.pt', 'best.pt'}
-
-
 def test_a_copy_that_fails_is_printed_and_tried_again(tmp_path, monkeypatch, capsys):
     original, failures = shutil.copyfileobj, [1, 2]
 
     def full_twice(*args):
         if failures:
             failures.pop()
-            fail()
+            raise OSError(errno.ENOSPC, 'No space left on device')
         original(*args)
     monkeypatch.setattr(run_dir.shutil, 'copyfileobj', full_twice)
     assert mirrored(tmp_path, (1, 2)).keys() == {'config.py', 'ckpt.pt'}
-    assert capsys.readouterr().out.count('No space left on device; training continues') == 2
+    assert capsys.readouterr().out.count('not copied: No space left on device') == 2
 
 
 def test_a_mirror_that_hangs_does_not_hold_the_run(tmp_path, monkeypatch, capsys):
-    released, close = threading.Event(), Mirror.close
+    released = threading.Event()
     monkeypatch.setattr(run_dir.shutil, 'copyfileobj', lambda *args: released.wait(60))
-    run = saved_run(tmp_path / 'out')
-    mirror = Mirror(run, str(tmp_path / 'drive'))
-    mirror.open(False)
-    close(mirror, 0.01)
+    mirror = Mirror(saved_run(tmp_path / 'out'), str(tmp_path / 'drive'), False)
+    mirror.close(0.01)
     released.set()
     mirror.thread.join()
-    assert 'does not have the last checkpoint after 0.01 s' in capsys.readouterr().out
-
-
-def test_a_mirror_that_cannot_be_written_is_an_error(tmp_path):
-    (tmp_path / 'file').write_text('')
-    with pytest.raises(ValueError, match=r'mirror_dir=.* cannot be written: Not a dir.*; choose another'):
-        Mirror(RunDir(str(tmp_path / 'out')), str(tmp_path / 'file' / 'below'))
+    assert 'lacks the last checkpoint after 0.01 s' in capsys.readouterr().out
