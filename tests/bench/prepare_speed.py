@@ -11,7 +11,6 @@ is the complete command, from the start of Python to the renamed folder. Needs G
 TIKTOKEN_CACHE_DIR or a network.
 """
 
-import argparse
 import functools
 import glob
 import lzma
@@ -22,10 +21,9 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-from bench import ROOT, SHARED, alternate, machine, median, run, table
+from bench import ROOT, SHARED, alternate, machine, parser_of, run, table
 
 from hotloop.bpe import BYTES_IN_GPT2S_ORDER, train_bpe
 from hotloop.documents import ReadConfig, documents_in
@@ -72,12 +70,6 @@ with open({folder!r} + '/train.bin', 'wb') as f:
 """
 
 
-def raw_seconds(source):
-    """Seconds that tiktoken alone takes, in a process of its own."""
-    command = [sys.executable, '-c', RAW.format(root=ROOT, source=source)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
 def speed(source, size, folder, rounds, with_datasets):
     """Rows of MB/s, the share of tiktoken alone per process, and peak memory from one more run of each."""
     def ours(num_proc, watch=False):
@@ -90,7 +82,9 @@ def speed(source, size, folder, rounds, with_datasets):
             return run([sys.executable, '-c', code], watch=watch)
 
     def alone(watch=False):
-        return (0.0 if watch else raw_seconds(source)), 0.0
+        command = [sys.executable, '-c', RAW.format(root=ROOT, source=source)]
+        seconds = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return float(seconds), 0.0
     sides = {'tiktoken alone': alone}
     for num_proc, words in ((1, '1 process'), (2, '2 processes')):
         sides[f'prepare.py, {words}'] = functools.partial(ours, num_proc)
@@ -122,10 +116,8 @@ def write_gigabyte(path):
     else:
         text = b'\n\n'.join(Path(file).read_bytes() for _, file in stdlib_files())
     with open(path, 'wb') as f:
-        i = 0
         while f.tell() < 1e9:
-            f.write(text.replace(b' the ', b' the%d ' % i))
-            i += 1
+            f.write(text.replace(b' the ', b' the%d ' % f.tell()))
 
 
 def learned_bpe(size):
@@ -136,10 +128,10 @@ def learned_bpe(size):
     seconds = time.perf_counter() - start
     sample = '\n'.join(texts[::7])
     rows = []
-    for name, tokenizer in {f'bpe:{size}': BPETokenizer(tokens),
-                            'gpt2': TiktokenTokenizer('gpt2')}.items():
+    for name, tokenizer, took in ((f'bpe:{size}', BPETokenizer(tokens), f'{seconds:.1f}'),
+                                  ('gpt2', TiktokenTokenizer('gpt2'), '')):
         each = len(sample.encode()) / len(tokenizer.encode(sample))
-        rows.append([name, f'{seconds:.1f}' if name != 'gpt2' else '', f'{each:.2f}', ''])
+        rows.append([name, took, f'{each:.2f}', ''])
     if find_spec('tokenizers'):
         import tokenizers
         theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -158,8 +150,7 @@ def learned_bpe(size):
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = parser_of(__doc__)
     parser.add_argument('--text', action='append', help='a text to tokenize, or stdlib')
     parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--gigabyte', action='store_true')
