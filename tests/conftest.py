@@ -50,7 +50,7 @@ def noise(n, seed=0, low=32, high=96):
 
 @pytest.fixture(scope='session')
 def data_dir(tmp_path_factory):
-    """data_dir with the dataset tiny: 4,001 training tokens, 487 to validate on: 30 windows of 16, a tail of 6."""
+    """data_dir with the dataset tiny: 4,001 training tokens, 487 to validate on, 30 windows of 16 and 6."""
     folder = tmp_path_factory.mktemp('data')
     write_bins(folder / 'tiny', noise(4001), noise(487, seed=1))
     return str(folder)

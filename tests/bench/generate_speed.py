@@ -50,7 +50,7 @@ def our_model(args, kind, pack=True):
 
 
 def first_and_rest(times):
-    """(seconds to the first token, seconds a token after it) of the times at the start and after each token."""
+    """(seconds to the first token, seconds a token after it) of times at the start and after each."""
     return times[1] - times[0], (times[-1] - times[1]) / max(len(times) - 2, 1)
 
 
