@@ -1,12 +1,12 @@
 """Shared by the tests: a tiny dataset, training runs in this process, GPT-2's tokenizer, a local hub."""
 
-import contextlib
 import http.server
 import itertools
 import json
 import os
 import signal
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -135,26 +135,21 @@ def gpt2(monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """serve(path, body, ...) -> a hub on 127.0.0.1 under HF_ENDPOINT; hub.requests are (path, headers)."""
+    """
+    A hub on 127.0.0.1 under HF_ENDPOINT: serve(file of gpt2, body), answers {path: (status, headers, body)},
+    requests [(path, headers)].
+    """
     answers, requests = {}, []
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = 'HTTP/1.1'
-
         def do_GET(self):
             requests.append((self.path, self.headers))
             status, headers, body = answers.get(self.path, (404, {}, b'Entry not found'))
-            headers = {'Content-Length': len(body), 'Connection': 'close', **headers}
             self.send_response(status)
-            for key, value in headers.items():
-                if value is not None:
-                    self.send_header(key, str(value))
+            for key, value in {'Content-Length': len(body), **headers}.items():
+                self.send_header(key, str(value))
             self.end_headers()
-            if headers.get('Transfer-Encoding') == 'chunked':
-                body = b'%x\r\n%s\r\n0\r\n\r\n' % (len(body), body)
-            with contextlib.suppress(OSError):
-                self.wfile.write(body)
-            self.close_connection = True
+            self.wfile.write(body)
 
         def log_message(self, *args):
             pass
@@ -167,11 +162,9 @@ def hub(monkeypatch):
     monkeypatch.delenv('HF_TOKEN', raising=False)
     monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
 
-    class Hub:
-        def serve(self, file, body, headers=None, status=200, name='gpt2'):
-            answers[f'/openai-community/{name}/resolve/main/{file}'] = (status, headers or {}, body)
-    Hub.requests, Hub.answers = requests, answers
-    yield Hub()
+    def serve(file, body):
+        answers[f'/openai-community/gpt2/resolve/main/{file}'] = (200, {}, body)
+    yield types.SimpleNamespace(serve=serve, requests=requests, answers=answers)
     server.shutdown()
     server.server_close()
     thread.join()

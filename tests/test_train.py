@@ -386,13 +386,11 @@ def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, mo
     with monkeypatch.context() as m:
         nan_at(m, 2, 4, *range(8, 100))  # steps 2, 3 and from 5 on
         message = error_of(train_tiny, max_iters=50, save_interval=1)
-    assert re.search('step 7: loss or gradients were not finite for 3 steps in a row.*Lower the learning '
-                     'rate', message)
+    assert re.search('step 7: loss or gradients were not finite for 3 .*Lower the learning rate', message)
     checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
     assert checkpoint['iter_num'] == 4 and all(v.isfinite().all() for v in checkpoint['model'].values())
     nan_at(monkeypatch, *range(100))
-    assert re.search('step 3: .*with dtype=float16 try bfloat16 or float32',
-                     error_of(train_tiny, dtype='float16'))
+    assert re.search('step 3: .*float16 try bfloat16 or float32', error_of(train_tiny, dtype='float16'))
 
 
 def test_a_run_without_a_finite_loss_is_an_error(train_tiny, tmp_path, capsys):
@@ -418,16 +416,14 @@ def test_init_from_a_path_starts_at_step_0_with_those_weights(train_tiny, tmp_pa
 
 def test_init_from_a_path_names_contradictions(train_tiny, tmp_path):
     train_tiny('base', max_iters=1)
-    write_bins(tmp_path / 'data' / 'chars', noise(100, high=60) - 32, noise(100, high=60) - 32,
-               tokenizer={'kind': 'char', 'chars': ''.join(map(chr, range(32, 64))), 'eot': False},
-               vocab_size=32)
+    write_bins(tmp_path / 'data' / 'chars', noise(100, low=0, high=3), noise(100, low=0, high=3),
+               vocab_size=3, tokenizer={'kind': 'char', 'chars': 'abc', 'eot': False})
     for settings, match in ((dict(n_layer=3), '--n_layer: n_layer=3, but .*base has 2'),
                             (dict(preset='modern'), "preset='modern', but .* has 'gpt2'"),
                             (dict(block_size=32), 'block_size=32, but .* has 16; omit it'),
                             (dict(dataset='chars', data_dir=tmp_path / 'data'),
-                             r'tokenizer byte, but the dataset has char \(32')):
-        message = error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings)
-        assert re.search(match, message), message
+                             r'tokenizer byte, but the dataset has char \(3')):
+        assert re.search(match, error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings))
     assert not (tmp_path / 'tuned').exists()
 
 
@@ -456,22 +452,17 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(eval_interval=0), 'eval_interval=0 must be at least 1'),
     (dict(beta2=1.0), 'beta2=1.0 must be at least 0 and below 1'),
     (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
-    (dict(weight_decay=-1), 'weight_decay=-1.0 must not be negative'),
     (dict(seed=2**63), 'must be below 2'),
     (dict(timeout_minutes=-1), 'timeout_minutes=-1.0 must not be negative'),
     (dict(mirror_dir='a\0b'), 'is not a valid folder name'),
     (dict(profile=True), "'profile' .*tests/bench/profile_step.py"),
-    (dict(on_divergence='rollback'), "'on_divergence' .*lower the learning rate"),
+    pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
+        importlib.util.find_spec('wandb') is not None, reason='wandb is installed')),
 ])
 def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):
     """And no folder is left behind."""
     assert re.search(match, error_of(train_tiny, **settings))
     assert not (tmp_path / 'out').exists()
-
-
-@pytest.mark.skipif(importlib.util.find_spec('wandb') is not None, reason='wandb is installed')
-def test_wandb_that_is_not_installed(train_tiny):
-    assert 'pip install wandb' in error_of(train_tiny, wandb_log=True)
 
 
 def test_compile_that_does_not_work(train_tiny, monkeypatch, capsys):
@@ -547,20 +538,19 @@ def test_a_signal_during_the_last_step_is_a_normal_end(train_tiny, monkeypatch):
 def test_an_interrupted_evaluation_is_done_after_the_resume(train_tiny, tmp_path, monkeypatch):
     """The log has each evaluation once, with the numbers of an undisturbed run."""
     train_tiny('whole', dropout=0.1)
-    real, calls = train.evaluate_both, itertools.count(1)
+    real = train.evaluate_both
 
     def interrupted(run, stop=None):
-        if next(calls) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
         return real(run, stop)
     with monkeypatch.context() as m:
         m.setattr(train, 'evaluate_both', interrupted)
         assert train_tiny(dropout=0.1) == 143
     assert rows(tmp_path / 'out', 'val_loss') == []
     assert train_tiny(init_from='resume') == 0
-    losses = [[(row['step'], row['val_loss']) for row in rows(tmp_path / out, 'val_loss')]
-              for out in ('whole', 'out')]
-    assert losses[0] == losses[1] and len(losses[0]) == 3
+    whole, resumed = ([(row['step'], row['val_loss']) for row in rows(tmp_path / out, 'val_loss')]
+                      for out in ('whole', 'out'))
+    assert whole == resumed and len(whole) == 3
 
 
 def python(*command, **flags):
@@ -584,26 +574,6 @@ def test_torchrun_trains_as_one_process_does(train_tiny, tmp_path, data_dir):
         assert len(one) == len(many) > 2 and many == pytest.approx(one, rel=1e-4)
     assert train_tiny('many', init_from='resume', max_iters=12) == 0
     assert load(tmp_path / 'many' / 'ckpt.pt')['iter_num'] == 12
-
-
-@pytest.mark.slow
-def test_a_closed_pipe_does_not_end_a_run(tmp_path, data_dir):
-    """As when tee is killed."""
-    flags = {**TINY, 'data_dir': data_dir, 'out_dir': tmp_path / 'out'}
-    process = subprocess.Popen([sys.executable, ROOT / 'train.py', *(f'--{k}={v}' for k, v in flags.items())],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.stderr.read() == '' and process.wait() == 0
-    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 10
-
-
-@pytest.mark.slow
-def test_a_mistake_is_one_line_and_status_1():
-    done = subprocess.run([sys.executable, ROOT / 'train.py', '--n_layers=3'], capture_output=True, text=True,
-                          check=False)
-    assert done.returncode == 1
-    assert done.stderr == "error: --n_layers: unknown setting 'n_layers'; did you mean 'n_layer'?\n"
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ TIKTOKEN_CACHE_DIR or a network.
 import functools
 import glob
 import lzma
+import math
 import os
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def speed(source, folder, rounds, with_datasets):
     def alone(watch=False):
         command = [sys.executable, '-c', RAW.format(root=ROOT, source=source)]
         seconds = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return float(seconds), 0.0
+        return float(seconds), math.nan
     sides = {'tiktoken alone': alone}
     for num_proc, words in ((1, '1 process'), (2, '2 processes')):
         sides[f'prepare.py, {words}'] = functools.partial(ours, num_proc)
@@ -97,8 +98,8 @@ def speed(source, folder, rounds, with_datasets):
     rows = []
     for name, rate in rates.items():
         each = rate / rates['tiktoken alone'] / (2 if ' 2 ' in name else 1)
-        rows.append([os.path.basename(source), name, f'{rate:.1f}', f'{each:.2f}',
-                     f'{sides[name](watch=True)[1]:,.0f}'])
+        memory = sides[name](watch=True)[1]
+        rows.append([os.path.basename(source), name, f'{rate:.1f}', f'{each:.2f}', f'{memory:,.0f}'])
     return rows
 
 
