@@ -1,12 +1,12 @@
 """Shared by the tests: a tiny dataset, training runs in this process, GPT-2's tokenizer, a local hub."""
 
-import contextlib
 import http.server
 import itertools
 import json
 import os
 import signal
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -16,13 +16,13 @@ import prepare
 import train
 from hotloop.tokenizer import TiktokenTokenizer
 
+torch.set_num_threads(1)  # faster in models this small
 SHARED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__))), 'shared', 'data')
 
 # ten steps take a third of a second, with a warm-up, a decay and three evaluations
 TINY = dict(dataset='tiny', device='cpu', dtype='float32', compile=False, threads=1, n_layer=2, n_head=2,
-            n_embd=32,
-            block_size=16, batch_size=4, gradient_accumulation_steps=2, max_iters=10, warmup_iters=3,
-            learning_rate=5e-3, min_lr=5e-4, eval_interval=4, eval_tokens=1024)
+            n_embd=32, block_size=16, batch_size=4, gradient_accumulation_steps=2, max_iters=10,
+            warmup_iters=3, learning_rate=5e-3, min_lr=5e-4, eval_interval=4, eval_tokens=1024)
 
 
 def write_bins(folder, tokens, val, tokenizer=None, vocab_size=257, dtype='uint16', masks=None):
@@ -50,10 +50,7 @@ def noise(n, seed=0, low=32, high=96):
 
 @pytest.fixture(scope='session')
 def data_dir(tmp_path_factory):
-    """
-    data_dir with the dataset tiny: 4,001 training tokens; 487 to validate on, 30 windows of 16 and a tail of
-    6.
-    """
+    """data_dir with the dataset tiny: 4,001 training tokens, 487 to validate on, 30 windows of 16 and 6."""
     folder = tmp_path_factory.mktemp('data')
     write_bins(folder / 'tiny', noise(4001), noise(487, seed=1))
     return str(folder)
@@ -73,11 +70,10 @@ def as_it_was(monkeypatch):
     """Training changes signal handlers and threads of its process."""
     monkeypatch.setattr('gc.collect', lambda *args: 0)  # half the time of a tiny run
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    threads = torch.get_num_threads()
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
 
 
@@ -115,10 +111,7 @@ def rows(out, name):
 
 
 def error_of(call, *args, **kwargs):
-    """
-    The text of the ValueError that a call raises. The exception is let go: its frames would hold a run's
-    lock.
-    """
+    """The text of the ValueError that a call raises; the exception's frames would hold a run's lock."""
     try:
         call(*args, **kwargs)
     except ValueError as e:
@@ -143,28 +136,20 @@ def gpt2(monkeypatch):
 @pytest.fixture
 def hub(monkeypatch):
     """
-    serve(path, body, ...) -> a hub on 127.0.0.1 in a thread, under HF_ENDPOINT; hub.requests are (path,
-    headers).
+    A hub on 127.0.0.1 under HF_ENDPOINT: serve(file of gpt2, body), answers {path: (status, headers, body)},
+    requests [(path, headers)].
     """
     answers, requests = {}, []
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = 'HTTP/1.1'
-
         def do_GET(self):
             requests.append((self.path, self.headers))
             status, headers, body = answers.get(self.path, (404, {}, b'Entry not found'))
-            headers = {'Content-Length': len(body), 'Connection': 'close', **headers}
             self.send_response(status)
-            for key, value in headers.items():
-                if value is not None:
-                    self.send_header(key, str(value))
+            for key, value in {'Content-Length': len(body), **headers}.items():
+                self.send_header(key, str(value))
             self.end_headers()
-            if headers.get('Transfer-Encoding') == 'chunked':
-                body = b'%x\r\n%s\r\n0\r\n\r\n' % (len(body), body)
-            with contextlib.suppress(OSError):
-                self.wfile.write(body)
-            self.close_connection = True
+            self.wfile.write(body)
 
         def log_message(self, *args):
             pass
@@ -177,11 +162,9 @@ def hub(monkeypatch):
     monkeypatch.delenv('HF_TOKEN', raising=False)
     monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
 
-    class Hub:
-        def serve(self, file, body, headers=None, status=200, name='gpt2'):
-            answers[f'/openai-community/{name}/resolve/main/{file}'] = (status, headers or {}, body)
-    Hub.requests, Hub.answers = requests, answers
-    yield Hub()
+    def serve(file, body):
+        answers[f'/openai-community/gpt2/resolve/main/{file}'] = (200, {}, body)
+    yield types.SimpleNamespace(serve=serve, requests=requests, answers=answers)
     server.shutdown()
     server.server_close()
     thread.join()

@@ -19,8 +19,7 @@ README = (ROOT / 'README.md').read_text(encoding='utf-8')
 CARDS = sorted((ROOT / 'config').glob('*.py'))
 SETTINGS = {'train.py': (GPTConfig, TrainConfig), 'sample.py': (SampleConfig,),
             'prepare.py': (PrepareConfig, ReadConfig)}
-# files of nanoGPT
-ELSEWHERE = ('config/train_shakespeare_char.py', '../nanoGPT/config/train_shakespeare_char.py')
+NANOGPTS = ('config/train_shakespeare_char.py', '../nanoGPT/config/train_shakespeare_char.py')
 
 
 def commands(text):
@@ -42,7 +41,7 @@ def test_every_command_parses(path, monkeypatch):
     found = list(commands(path.read_text(encoding='utf-8')))
     assert found or path.suffix == '.py'
     for script, argv in found:
-        argv = [a for a in argv if a not in ELSEWHERE]
+        argv = [a for a in argv if a not in NANOGPTS]
         configure(*SETTINGS[script], argv=argv, files=script != 'prepare.py')
 
 
@@ -62,33 +61,22 @@ def test_readme_names_every_file_and_every_card():
         assert card.stem in README, card.name
 
 
-def test_parameter_counts_in_cards_are_exact():
-    counted = 0
+def test_counts_in_cards_are_exact():
+    """Of parameters, and of tokens a step."""
     vocabulary = {'stdlib': 257, 'shakespeare_char': 65}  # of each dataset; otherwise GPT-2's, padded
+    found = {'parameters': 0, 'tokens a step': 0}
     for card in CARDS:
-        text = card.read_text(encoding='utf-8')
-        stated = re.search(r'# ([\d,]+) parameters', text)
-        if not stated:
-            continue
         config, cfg, *_ = configure(GPTConfig, TrainConfig, argv=[str(card)])
         config.vocab_size = vocabulary.get(cfg.dataset, 50304)
         with torch.device('meta'):
-            params = GPT(config).num_params()
-        assert f'{params:,}' == stated[1], card.name
-        counted += 1
-    assert counted >= 7
-
-
-def test_tokens_a_step_in_cards_are_exact():
-    counted = 0
-    for card in CARDS:
-        stated = re.search(r'([\d,]+) tokens a step', card.read_text(encoding='utf-8'))
-        if stated:
-            config, cfg, *_ = configure(GPTConfig, TrainConfig, argv=[str(card)])
-            tokens = cfg.batch_size * cfg.gradient_accumulation_steps * config.block_size
-            assert f'{tokens:,}' == stated[1], card.name
-            counted += 1
-    assert counted >= 6
+            exact = {'parameters': GPT(config).num_params(), 'tokens a step':
+                     cfg.batch_size * cfg.gradient_accumulation_steps * config.block_size}
+        for what, number in exact.items():
+            stated = re.search(rf'([\d,]+) {what}', card.read_text(encoding='utf-8'))
+            if stated:
+                assert f'{number:,}' == stated[1], card.name
+                found[what] += 1
+    assert found['parameters'] >= 7 and found['tokens a step'] >= 6
 
 
 @pytest.mark.parametrize('card', CARDS, ids=lambda c: c.stem)

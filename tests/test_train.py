@@ -1,8 +1,5 @@
-"""
-Laws of training: the step, its gradient on any number of processes, the schedule, saves, samples, settings.
-"""
+"""Laws of training: the step, its gradient on any number of processes, the schedule, saves, settings."""
 
-import functools
 import importlib.util
 import itertools
 import math
@@ -10,8 +7,12 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -42,16 +43,12 @@ def tiny_gpt(seed=0, **settings):
 
 @pytest.fixture
 def masked(tmp_path):
-    """
-    A dataset whose mask gets denser along the text, so that no two micro-batches have the same number of
-    targets.
-    """
-    masks = {}
-    for name, n in (('train', 4001), ('val', 487)):
-        masks[name] = torch.rand(n, generator=torch.Generator().manual_seed(2)) < torch.linspace(0.05, 1,
-                                                                                                 n) ** 2
+    """A mask that gets denser along the text: no two micro-batches have the same number of targets."""
+    def mask(n):
+        random = torch.rand(n, generator=torch.Generator().manual_seed(2))
+        return (random < torch.linspace(0.05, 1, n) ** 2).numpy()
     return write_bins(tmp_path / 'masked', noise(4001), noise(487, seed=1),
-                      masks={k: m.numpy() for k, m in masks.items()})
+                      masks={'train': mask(4001), 'val': mask(487)})
 
 
 def gradient_of(model):
@@ -76,7 +73,7 @@ def one_step(folder, batch_size, accumulation, env):
     for p in model.parameters():
         p.grad.zero_()
     first_step(folder, TrainConfig(**settings), env, build_optimizers(model, cfg, env), forward, step=3)
-    return {'gradient': gradient, 'loss': result.loss, 'weights': model.state_dict(),
+    return {'gradient': gradient, 'loss': result.loss.item(), 'weights': model.state_dict(),
             'val': evaluation['loss']}
 
 
@@ -95,48 +92,43 @@ def test_gradient_does_not_depend_on_how_the_batch_is_split(masked, shape):
     (loss / (y >= 0).sum()).backward()
     found = one_step(masked, *shape, Env())
     assert distance(found['gradient'], gradient_of(model)) < 1e-6
-    assert found['loss'].item() == pytest.approx(loss.item(), rel=1e-6)
+    assert found['loss'] == pytest.approx(loss.item(), rel=1e-6)
 
 
-GLOO = """
-import sys
-import torch
-import test_train, train
-env = train.setup(train.TrainConfig(device='cpu', dtype='float32', compile=False, threads=1))
-found = test_train.one_step(sys.argv[1], 4, 4, env)
-if env.rank == 0:
-    torch.save(found, sys.argv[2])
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-"""
+def rank(number, world, port, folder):
+    """What one_step finds in one of several gloo processes, pickled."""
+    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world),
+                      LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    warnings.simplefilter('ignore')  # torch announces a new name of broadcast_buffers
+    env = train.setup(TrainConfig(device='cpu', dtype='float32', compile=False, threads=1))
+    found = pickle.dumps(one_step(folder, 4, 4, env))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return found
 
 
-def torchrun(processes, *command):
-    """Runs a script on several gloo processes; returns what it printed."""
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}',
-           'PYTHONWARNINGS': 'ignore'}
-    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone',
-                           f'--nproc_per_node={processes}',
-                           *map(str, command)], cwd=ROOT, env=env, timeout=300, capture_output=True,
-                          text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+# Forks need no import of torch, but autograd refuses to run in forks of a process in which it has run. So
+# the forks are made here, when pytest collects.
+if hasattr(os, 'fork'):
+    RANKS = ProcessPoolExecutor(8, get_context('fork'))
+    RANKS.submit(int).result()
 
 
-@pytest.mark.parametrize('world', [2, pytest.param(4, marks=pytest.mark.slow),
-                                   pytest.param(8, marks=pytest.mark.slow)])
-def test_several_processes_compute_what_one_does(masked, tmp_path, world):
-    """
-    Gradient, loss, the update of a sharded Muon and the evaluation, by DistributedDataParallel over gloo.
-    """
-    (tmp_path / 'script.py').write_text(GLOO)
-    torchrun(world, tmp_path / 'script.py', masked, tmp_path / 'found.pt')
-    many, one = load(tmp_path / 'found.pt'), one_step(masked, 4, 4, Env())
-    assert distance(many['gradient'], one['gradient']) < 1e-6
-    assert many['loss'].item() == pytest.approx(one['loss'].item(), rel=1e-6)
-    assert many['val'] == pytest.approx(one['val'], rel=1e-6)
-    for name, weight in one['weights'].items():
-        assert torch.allclose(many['weights'][name], weight, atol=1e-4), name
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
+@pytest.mark.parametrize('world', [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_several_processes_compute_what_one_does(masked, world):
+    """Gradient, loss, the update of a sharded Muon and the evaluation; DistributedDataParallel over gloo."""
+    one = one_step(masked, 4, 4, Env())
+    with socket.create_server(('127.0.0.1', 0)) as free:
+        port = free.getsockname()[1]
+    jobs = [RANKS.submit(rank, number, world, port, masked) for number in range(world)]
+    for job in jobs:
+        many = pickle.loads(job.result(timeout=120))
+        assert distance(many['gradient'], one['gradient']) < 1e-6
+        assert many['loss'] == pytest.approx(one['loss'], rel=1e-6)
+        assert many['val'] == pytest.approx(one['val'], rel=1e-6)
+        for name, weight in one['weights'].items():
+            assert torch.allclose(many['weights'][name], weight, atol=1e-4), name
 
 
 def test_gradients_are_clipped_to_the_norm_that_is_reported(masked):
@@ -146,7 +138,8 @@ def test_gradients_are_clipped_to_the_norm_that_is_reported(masked):
     def norm(clip):
         for p in model.parameters():
             p.grad = None
-        return first_step(masked, TrainConfig(grad_clip=clip), Env(), model=model).norm.item()
+        cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2, grad_clip=clip)
+        return first_step(masked, cfg, Env(), model=model).norm.item()
     full = norm(0.0)
     assert full == pytest.approx(gradient_of(model).norm().item(), rel=1e-6)
     assert norm(full / 3) == pytest.approx(full, rel=1e-6)
@@ -159,7 +152,7 @@ def test_gradients_are_clipped_to_the_norm_that_is_reported(masked):
 @pytest.mark.parametrize('where', ['loss', 'gradient'])
 def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
     """Neither weights nor optimizer state."""
-    cfg = TrainConfig(optimizer=recipe['optimizer'])
+    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2, optimizer=recipe['optimizer'])
     model = tiny_gpt(preset=recipe.get('preset', 'gpt2'), zero_init=False)  # zeros would hide Muon's update
     optimizers, broken = build_optimizers(model, cfg, Env()), []
 
@@ -168,8 +161,10 @@ def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
             return gradient.index_fill(0, torch.tensor(3), math.inf)
         return gradient
     model.transformer.h[1].mlp.c_fc.weight.register_hook(spoil_gradient)
-    model.register_forward_hook(lambda module, args, loss: loss * math.nan if broken and where == 'loss'
-                                else loss)
+
+    def spoil_loss(module, args, loss):
+        return loss * math.nan if broken and where == 'loss' else loss
+    model.register_forward_hook(spoil_loss)
 
     def everything():
         return [model.state_dict(), [o.state_dict()['state'] for o in optimizers]]
@@ -233,8 +228,7 @@ def test_learning_rates_by_hand(settings, expected):
 
 def test_every_peak_follows_the_schedule_in_proportion():
     cfg = TrainConfig(optimizer='muon', learning_rate=0.01, muon_lr=0.05, embed_lr=0.3, min_lr=0.001,
-                      max_iters=20,
-                      warmup_iters=4)
+                      max_iters=20, warmup_iters=4)
     optimizers = build_optimizers(tiny_gpt(preset='modern'), cfg, Env())
     for step in (0, 4, 12, 19):
         lr = train.learning_rate(step, cfg)
@@ -253,7 +247,7 @@ def test_what_is_due_after_a_step():
 
 def test_epochs_are_converted_to_steps(train_tiny, tmp_path, capsys):
     """249 windows an epoch and 8 sequences a step: half an epoch is 16 steps, and the decay ends there."""
-    train_tiny(max_epochs=0.5)
+    train_tiny(max_epochs=0.5, eval_interval=100)
     steps = math.ceil(0.5 * windows_per_epoch(4001, 16) / 8)
     assert steps == 16 and 'max_epochs=0.5: 16 steps' in capsys.readouterr().out
     last = rows(tmp_path / 'out', 'lr')[-1]
@@ -269,15 +263,13 @@ def test_evaluations_and_samples_do_not_disturb_training(train_tiny, tmp_path, r
     runs = {'never': dict(eval_interval=100), 'often': dict(eval_interval=1, sample_interval=2),
             'samples': dict(eval_interval=100, sample_interval=1)}
     for out, settings in runs.items():
-        train_tiny(out, dropout=0.1, max_iters=6, sample_prompt='ab', sample_tokens=20, **recipe, **settings)
-    reference = load(tmp_path / 'never' / 'ckpt.pt')
-    for out in ('often', 'samples'):
-        checkpoint = load(tmp_path / out / 'ckpt.pt')
-        assert same(checkpoint['model'], reference['model']) and same(checkpoint['optimizer'],
-                                                                      reference['optimizer'])
+        train_tiny(out, dropout=0.1, max_iters=4, sample_prompt='ab', sample_tokens=8, **recipe, **settings)
+    never, often, samples = (load(tmp_path / out / 'ckpt.pt') for out in runs)
+    for part in ('model', 'optimizer'):
+        assert same(often[part], never[part]) and same(samples[part], never[part])
     few, every = ({row['step']: row['sample'] for row in rows(tmp_path / out, 'sample')}
                   for out in ('often', 'samples'))
-    assert [*few] == [2, 4, 6] and few.items() <= every.items() and len(set(every.values())) == 6
+    assert [*few] == [2, 4] and few.items() <= every.items() and len(set(every.values())) == 4
     assert all(text.startswith('ab') for text in every.values())
     assert 'note: sample_prompt has no effect' in capsys.readouterr().out  # of the run that samples never
 
@@ -295,39 +287,34 @@ def test_a_sample_prompt_that_cannot_be_read_is_refused_at_the_start(train_tiny,
                tokenizer={'kind': 'char', 'chars': 'abc', 'eot': False})
     settings = dict(data_dir=tmp_path, dataset='chars', sample_interval=5)
     assert "'\\n'" in error_of(train_tiny, **settings)
-    train_tiny(**settings, sample_prompt='ab', max_iters=5)
+    train_tiny(**settings, sample_prompt='ab', max_iters=1)
 
 
 def scripted_losses(monkeypatch, losses):
     """Evaluations that return these validation losses, one after another."""
-    losses = iter(losses)
-
-    def evaluate_both(run, stop=None):
-        return Evaluation({'loss': next(losses), 'stderr': 0.1, 'bpb': None, 'tokens': 1}, {'loss': 1.0}, 0.0)
-    monkeypatch.setattr(train, 'evaluate_both', evaluate_both)
-
-
-def test_best_is_written_when_it_improves(train_tiny, tmp_path, monkeypatch):
-    """A worse loss never replaces the best one, as it does in nanoGPT, and neither does NaN."""
-    scripted_losses(monkeypatch, [5.0, 3.0, math.nan, 4.0, 3.5])
-    train_tiny(eval_interval=2)
-    best, last = load(tmp_path / 'out' / 'best.pt'), load(tmp_path / 'out' / 'ckpt.pt')
-    assert best['iter_num'] == 4 and best['best_val_loss'] == last['best_val_loss'] == 3.0
-    assert not {'optimizer', 'scaler', 'state'} & best.keys()
+    found = (Evaluation({'loss': loss, 'stderr': 0.1, 'bpb': None, 'tokens': 1}, {'loss': 1.0}, 0.0)
+             for loss in losses)
+    monkeypatch.setattr(train, 'evaluate_both', lambda run, stop=None: next(found))
 
 
 @pytest.mark.parametrize('always, steps', [(True, [2, 4, 6, 8, 10, 10]), (False, [2, 4, 10, 10])])
-def test_which_evaluations_save(train_tiny, monkeypatch, always, steps):
-    """always_save_checkpoint=False saves after improvements, and around the last evaluation."""
+def test_which_evaluations_save(train_tiny, tmp_path, monkeypatch, always, steps):
+    """
+    best.pt when the loss improves, never for a worse one, as in nanoGPT, or NaN. ckpt.pt always, or with
+    always_save_checkpoint=False after improvements and around the last evaluation.
+    """
     saved, save = [], train.save
 
     def count(run, final=False):
         saved.append(run.state.iter_num)
         save(run, final)
     monkeypatch.setattr(train, 'save', count)
-    scripted_losses(monkeypatch, [5.0, 3.0, 4.0, 4.0, 4.0])
+    scripted_losses(monkeypatch, [5.0, 3.0, math.nan, 4.0, 3.5])
     train_tiny(eval_interval=2, always_save_checkpoint=always)
     assert saved == steps
+    best, last = load(tmp_path / 'out' / 'best.pt'), load(tmp_path / 'out' / 'ckpt.pt')
+    assert best['iter_num'] == 4 and best['best_val_loss'] == last['best_val_loss'] == 3.0
+    assert not {'optimizer', 'scaler', 'state'} & best.keys()
 
 
 def full_disk(monkeypatch, fails):
@@ -345,26 +332,25 @@ def test_failed_saves(train_tiny, tmp_path, monkeypatch, capsys):
     """Two in a row are reported and do not end the run, three do; the last good checkpoint stays."""
     with monkeypatch.context() as m:
         full_disk(m, lambda number, _: number in (2, 3, 5, 6))
-        assert train_tiny(save_interval=1, eval_interval=100, max_iters=9) == 0
+        assert train_tiny(save_interval=1, eval_interval=100, max_iters=7) == 0
     messages = re.findall(r'could not be written.* MB are free, .* MB are needed; training continues',
                           capsys.readouterr().out)
-    assert len(messages) == 4 and load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 9
+    assert len(messages) == 4 and load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 7
     full_disk(monkeypatch, lambda number, _: number > 2)
     assert 'MB are needed' in error_of(train_tiny, 'three', save_interval=1, eval_interval=100)
     assert load(tmp_path / 'three' / 'ckpt.pt')['iter_num'] == 2 and len(rows(tmp_path / 'three', 'lr')) == 5
 
 
 def test_best_that_cannot_be_written(train_tiny, tmp_path, monkeypatch):
-    """
-    It does not end the run and is written at the next evaluation; at the end it is an error, after ckpt.pt.
-    """
+    """The next evaluation writes it; at the end that is an error, after ckpt.pt is written."""
+    settings = dict(eval_interval=2, max_iters=4)
     with monkeypatch.context() as m:
-        full_disk(m, lambda number, checkpoint: 'optimizer' not in checkpoint and checkpoint['iter_num'] < 10)
-        assert train_tiny(eval_interval=2) == 0
-    assert load(tmp_path / 'out' / 'best.pt')['iter_num'] == 10
+        full_disk(m, lambda number, checkpoint: 'optimizer' not in checkpoint and checkpoint['iter_num'] < 4)
+        assert train_tiny(**settings) == 0
+    assert load(tmp_path / 'out' / 'best.pt')['iter_num'] == 4
     full_disk(monkeypatch, lambda number, checkpoint: 'optimizer' not in checkpoint)
-    assert 'best.pt could not be written' in error_of(train_tiny, 'never', eval_interval=2)
-    assert load(tmp_path / 'never' / 'ckpt.pt')['iter_num'] == 10
+    assert 'best.pt could not be written' in error_of(train_tiny, 'never', **settings)
+    assert load(tmp_path / 'never' / 'ckpt.pt')['iter_num'] == 4
     assert not (tmp_path / 'never' / 'best.pt').exists()
 
 
@@ -395,22 +381,16 @@ def test_a_skipped_step_never_enters_the_average(train_tiny, tmp_path, monkeypat
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, monkeypatch):
-    """
-    One good step resets the count; no checkpoint is saved during bad steps, and the last good one is finite.
-    """
+    """One good step resets the count; no checkpoint is saved during bad steps, and the last one is finite."""
     monkeypatch.setattr('hotloop.divergence.MAX_BAD_STEPS', 3)
-    nan_at(monkeypatch, 2, 4, *range(8, 100))  # steps 2, 3 and from 5 on
-    message = error_of(train_tiny, max_iters=50, save_interval=1)
-    assert re.search('step 7: loss or gradients were not finite for 3 steps in a row.*Lower the learning '
-                     'rate', message)
+    with monkeypatch.context() as m:
+        nan_at(m, 2, 4, *range(8, 100))  # steps 2, 3 and from 5 on
+        message = error_of(train_tiny, max_iters=50, save_interval=1)
+    assert re.search('step 7: loss or gradients were not finite for 3 .*Lower the learning rate', message)
     checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
     assert checkpoint['iter_num'] == 4 and all(v.isfinite().all() for v in checkpoint['model'].values())
-
-
-def test_fp16_that_never_stops_overflowing_ends_with_advice(train_tiny, monkeypatch):
     nan_at(monkeypatch, *range(100))
-    assert re.search('step 20: .*with dtype=float16 try bfloat16 or float32',
-                     error_of(train_tiny, dtype='float16', max_iters=50))
+    assert re.search('step 3: .*float16 try bfloat16 or float32', error_of(train_tiny, dtype='float16'))
 
 
 def test_a_run_without_a_finite_loss_is_an_error(train_tiny, tmp_path, capsys):
@@ -424,42 +404,40 @@ def test_a_run_without_a_finite_loss_is_an_error(train_tiny, tmp_path, capsys):
 
 def test_init_from_a_path_starts_at_step_0_with_those_weights(train_tiny, tmp_path):
     """A folder (best.pt first) or a file; learning rate 0 shows what was loaded."""
-    train_tiny('base', max_iters=6)
+    train_tiny('base', max_iters=2)
     for number, source in enumerate(('base', 'base/ckpt.pt')):
-        train_tiny(f'tuned{number}', init_from=tmp_path / source, max_iters=2, learning_rate=0, min_lr=0)
+        train_tiny(f'tuned{number}', init_from=tmp_path / source, max_iters=1, learning_rate=0, min_lr=0)
         tuned = load(tmp_path / f'tuned{number}' / 'ckpt.pt')
         base = load(tmp_path / ('base/ckpt.pt' if number else 'base/best.pt'))
-        assert tuned['iter_num'] == 2 and same(tuned['model'], base['model'])
+        assert tuned['iter_num'] == 1 and same(tuned['model'], base['model'])
     train_tiny('short', init_from=tmp_path / 'base', block_size=8, max_iters=1)
     assert load(tmp_path / 'short' / 'ckpt.pt')['model']['transformer.wpe.weight'].shape == (8, 32)
 
 
 def test_init_from_a_path_names_contradictions(train_tiny, tmp_path):
     train_tiny('base', max_iters=1)
-    write_bins(tmp_path / 'data' / 'chars', noise(100, high=60) - 32, noise(100, high=60) - 32,
-               tokenizer={'kind': 'char', 'chars': ''.join(map(chr, range(32, 64))), 'eot': False},
-               vocab_size=32)
+    write_bins(tmp_path / 'data' / 'chars', noise(100, low=0, high=3), noise(100, low=0, high=3),
+               vocab_size=3, tokenizer={'kind': 'char', 'chars': 'abc', 'eot': False})
     for settings, match in ((dict(n_layer=3), '--n_layer: n_layer=3, but .*base has 2'),
                             (dict(preset='modern'), "preset='modern', but .* has 'gpt2'"),
                             (dict(block_size=32), 'block_size=32, but .* has 16; omit it'),
                             (dict(dataset='chars', data_dir=tmp_path / 'data'),
-                             r'tokenizer byte, but the dataset has char \(32')):
-        message = error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings)
-        assert re.search(match, message), message
+                             r'tokenizer byte, but the dataset has char \(3')):
+        assert re.search(match, error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings))
     assert not (tmp_path / 'tuned').exists()
 
 
-@pytest.mark.parametrize('init_from', ['resume', 'scratch', 'path'])
-def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys, init_from):
+def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     """nanoGPT trains and overwrites its checkpoint when resumed with eval_only."""
+    def files():
+        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in tmp_path.rglob('*') if p.is_file()}
     train_tiny(max_iters=4)
     loss = re.findall(r'val loss [\d.]+', capsys.readouterr().out)[-1]
-    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(tmp_path.rglob('*')) if p.is_file()}
-    source = tmp_path / 'out' if init_from == 'path' else init_from
-    assert train_tiny('out' if init_from == 'resume' else 'new', eval_only=True, init_from=source) == 0
-    assert before == {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(tmp_path.rglob('*'))
-                      if p.is_file()}
-    assert (loss in capsys.readouterr().out) == (init_from != 'scratch') and not (tmp_path / 'new').exists()
+    before = files()
+    for out, source in (('out', 'resume'), ('new', tmp_path / 'out'), ('new', 'scratch')):
+        assert train_tiny(out, eval_only=True, init_from=source) == 0
+        assert files() == before and not (tmp_path / 'new').exists()
+        assert (loss in capsys.readouterr().out) == (source != 'scratch')
 
 
 @pytest.mark.parametrize('settings, match', [
@@ -474,22 +452,17 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys, init_from):
     (dict(eval_interval=0), 'eval_interval=0 must be at least 1'),
     (dict(beta2=1.0), 'beta2=1.0 must be at least 0 and below 1'),
     (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
-    (dict(weight_decay=-1), 'weight_decay=-1.0 must not be negative'),
     (dict(seed=2**63), 'must be below 2'),
     (dict(timeout_minutes=-1), 'timeout_minutes=-1.0 must not be negative'),
     (dict(mirror_dir='a\0b'), 'is not a valid folder name'),
     (dict(profile=True), "'profile' .*tests/bench/profile_step.py"),
-    (dict(on_divergence='rollback'), "'on_divergence' .*lower the learning rate"),
+    pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
+        importlib.util.find_spec('wandb') is not None, reason='wandb is installed')),
 ])
 def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):
     """And no folder is left behind."""
     assert re.search(match, error_of(train_tiny, **settings))
     assert not (tmp_path / 'out').exists()
-
-
-@pytest.mark.skipif(importlib.util.find_spec('wandb') is not None, reason='wandb is installed')
-def test_wandb_that_is_not_installed(train_tiny):
-    assert 'pip install wandb' in error_of(train_tiny, wandb_log=True)
 
 
 def test_compile_that_does_not_work(train_tiny, monkeypatch, capsys):
@@ -526,14 +499,12 @@ def test_auto_keeps_the_step_of_a_card_and_of_the_resumed_run(train_tiny, tmp_pa
     """batch_size=auto changes the micro-batch, never the number of sequences of a step."""
     monkeypatch.setattr(train, 'choose_batch_size', lambda model, split, env, cfg: 6)
     (tmp_path / 'card.py').write_text('batch_size = 12\n')
-    card = [tmp_path / 'card.py']
-    flags = [f'--{k}={v}' for k, v in TINY.items() if k not in ('batch_size', 'gradient_accumulation_steps')]
-    settings = train.read_settings([*map(str, card), *flags, '--gradient_accumulation_steps=2',
-                                    '--batch_size=auto'])
-    assert settings.auto_batch and (settings.train.batch_size,
-                                    settings.train.gradient_accumulation_steps) == (12, 2)
-    train_tiny(batch_size=4, gradient_accumulation_steps=3, max_iters=2)
-    train_tiny(init_from='resume', batch_size='auto', gradient_accumulation_steps=7, max_iters=3)
+    flags = ['--dataset=tiny', '--gradient_accumulation_steps=2', '--batch_size=auto']
+    settings = train.read_settings([str(tmp_path / 'card.py'), *flags])
+    chosen = settings.train.batch_size, settings.train.gradient_accumulation_steps
+    assert settings.auto_batch and chosen == (12, 2)
+    train_tiny(batch_size=4, gradient_accumulation_steps=3, max_iters=1)
+    train_tiny(init_from='resume', batch_size='auto', gradient_accumulation_steps=7, max_iters=2)
     config = load(tmp_path / 'out' / 'ckpt.pt')['config']
     assert (config['batch_size'], config['gradient_accumulation_steps']) == (6, 2)
 
@@ -567,30 +538,37 @@ def test_a_signal_during_the_last_step_is_a_normal_end(train_tiny, monkeypatch):
 def test_an_interrupted_evaluation_is_done_after_the_resume(train_tiny, tmp_path, monkeypatch):
     """The log has each evaluation once, with the numbers of an undisturbed run."""
     train_tiny('whole', dropout=0.1)
-    real, calls = train.evaluate_both, itertools.count(1)
+    real = train.evaluate_both
 
     def interrupted(run, stop=None):
-        if next(calls) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
         return real(run, stop)
     with monkeypatch.context() as m:
         m.setattr(train, 'evaluate_both', interrupted)
         assert train_tiny(dropout=0.1) == 143
     assert rows(tmp_path / 'out', 'val_loss') == []
     assert train_tiny(init_from='resume') == 0
-    losses = [[(row['step'], row['val_loss']) for row in rows(tmp_path / out, 'val_loss')]
-              for out in ('whole', 'out')]
-    assert losses[0] == losses[1] and len(losses[0]) == 3
+    whole, resumed = ([(row['step'], row['val_loss']) for row in rows(tmp_path / out, 'val_loss')]
+                      for out in ('whole', 'out'))
+    assert whole == resumed and len(whole) == 3
+
+
+def python(*command, **flags):
+    """Runs a script in a Python of its own; returns what it printed."""
+    command = [sys.executable, *command, *(f'--{k}={v}' for k, v in flags.items())]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, 'OMP_NUM_THREADS': '1'}, timeout=300,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('processes', [2, 8])
-def test_torchrun_trains_as_one_process_does(train_tiny, tmp_path, data_dir, processes):
+def test_torchrun_trains_as_one_process_does(train_tiny, tmp_path, data_dir):
     """The same losses within rounding, one log and one set of checkpoints; it resumes on one process."""
     recipe = dict(batch_size=4, gradient_accumulation_steps=4, **RECIPES[1])
     train_tiny('one', **recipe)
     flags = {**TINY, 'data_dir': data_dir, **recipe, 'out_dir': tmp_path / 'many'}
-    torchrun(processes, ROOT / 'train.py', *(f'--{k}={v}' for k, v in flags.items()))
+    python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=8', 'train.py', **flags)
     for name in ('loss', 'val_loss'):
         one, many = ([row[name] for row in rows(tmp_path / out, name)] for out in ('one', 'many'))
         assert len(one) == len(many) > 2 and many == pytest.approx(one, rel=1e-4)
@@ -599,35 +577,10 @@ def test_torchrun_trains_as_one_process_does(train_tiny, tmp_path, data_dir, pro
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_does_not_end_a_run(tmp_path, data_dir):
-    """As when tee is killed."""
-    flags = {**TINY, 'data_dir': data_dir, 'out_dir': tmp_path / 'out'}
-    process = subprocess.Popen([sys.executable, ROOT / 'train.py', *(f'--{k}={v}' for k, v in flags.items())],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.stderr.read() == '' and process.wait() == 0
-    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 10
-
-
-@pytest.mark.slow
-def test_a_mistake_is_one_line_and_status_1(tmp_path):
-    done = subprocess.run([sys.executable, ROOT / 'train.py', '--n_layers=3'], capture_output=True, text=True,
-                          timeout=60,
-                          check=False)
-    assert done.returncode == 1
-    assert done.stderr == "error: --n_layers: unknown setting 'n_layers'; did you mean 'n_layer'?\n"
-
-
-@pytest.mark.slow
 def test_the_benches_of_the_step_run(tmp_path, data_dir):
     """The complete loop beside its step, and the profiler, which leaves no run behind."""
-    run = functools.partial(subprocess.run, cwd=ROOT, check=False, capture_output=True, text=True)
-    done = run([sys.executable, 'tests/bench/step_speed.py', '--loop', '--steps=2', '--rounds=1',
-                '--compile=off',
-                '--threads=1'])
-    assert done.returncode == 0 and "train.py's loop" in done.stdout, done.stderr
+    out = python('tests/bench/step_speed.py', '--loop', steps=2, rounds=1, compile='off', threads=1)
+    assert "train.py's loop" in out
     flags = {**TINY, 'data_dir': data_dir, 'out_dir': tmp_path / 'out'}
-    done = run([sys.executable, 'tests/bench/profile_step.py', *(f'--{k}={v}' for k, v in flags.items())])
-    assert done.returncode == 0 and 'ms per step without the profiler' in done.stdout, done.stderr
+    assert 'ms per step without the profiler' in python('tests/bench/profile_step.py', **flags)
     assert os.listdir(tmp_path / 'out') == ['trace.json']

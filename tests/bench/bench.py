@@ -1,11 +1,10 @@
-"""
-What the benches share: a line about the machine, alternating measurements, memory of a process tree, tables.
-"""
+"""What the benches share: the machine in a line, alternating measurements, memory, tables, sys.path."""
 
+import argparse
+import contextlib
 import importlib.util
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -13,6 +12,11 @@ from datetime import date
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 SHARED = os.path.join(os.path.dirname(ROOT), 'shared', 'data')
+sys.path.insert(0, ROOT)
+
+
+def parser_of(doc):
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def machine():
@@ -44,15 +48,10 @@ def alternate(sides, rounds):
     return results
 
 
-def median(values):
-    return statistics.median(values)
-
-
 def run(command, cwd=ROOT, env=None, watch=False):
     """
-    (wall-clock seconds, peak megabytes) of a command. With `watch`, which slows it down, the memory of the
-    process and all its children is sampled, shared pages counted once (Linux only; 0 elsewhere). RuntimeError
-    with the command's output if it fails.
+    (wall-clock seconds, peak megabytes) of a command; RuntimeError if it fails. With `watch`, which slows it
+    down, the memory of the process and its children is sampled, shared pages counted once (on Linux; else 0).
     """
     start, peak = time.perf_counter(), 0
     with subprocess.Popen(command, cwd=cwd, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE,
@@ -68,17 +67,21 @@ def run(command, cwd=ROOT, env=None, watch=False):
     return seconds, peak / 1e6
 
 
+def memory_now(field):
+    """Bytes of this process, by a field of /proc: VmRSS now, VmHWM at the most."""
+    with open('/proc/self/status') as f:
+        return next(1024 * int(line.split()[1]) for line in f if line.startswith(field))
+
+
 def family(pid):
-    """A process and all its descendants."""
-    members = [pid]
-    try:
+    """A process and all its descendants; empty when it has ended, or not on Linux."""
+    members = []
+    with contextlib.suppress(OSError):
         for task in os.listdir(f'/proc/{pid}/task'):
             with open(f'/proc/{pid}/task/{task}/children') as f:
                 for child in f.read().split():
                     members += family(int(child))
-    except OSError:
-        pass  # the process has ended, or this is not Linux
-    return members
+    return [pid, *members]
 
 
 def proportional_memory(pid):

@@ -5,23 +5,20 @@ Time a token: nanoGPT's sampler, transformers.generate and ours, on one shape of
     $ python tests/bench/generate_speed.py --shape=small --prompt=16 --new=48    # a try in seconds
 
 A turn draws all new tokens with temperature 0.8 among the 200 most probable. The first token includes the
-prefill and has a column of its own. nanoGPT computes the complete context for each token, so it draws only
---peer_tokens, at the mean context. The bound is the bytes of all matrices that multiply, over the rate at
+prefill and has a column of its own. nanoGPT computes the complete context for each token, so it draws only 3,
+on a GPU 50, at the mean context. The bound is the bytes of all matrices that multiply, over the rate at
 which torch.mv reads a large float32 matrix in the same run. "of the fastest" uses the fastest of several
 ways to multiply that matrix with one vector instead; on CPUs that is not torch.mv. Attention, norms and the
 draw are not in the bound. Figures are medians of the rounds.
 """
 
-import argparse
-import os
 import sys
 import time
 from importlib.util import find_spec
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from statistics import median
 
 import torch
-from bench import alternate, machine, median, nanogpt, table
+from bench import alternate, machine, nanogpt, parser_of, table
 from step_speed import SHAPES
 from torch.nn import functional as F
 
@@ -46,23 +43,26 @@ def prompts(args, batch, length):
 def our_model(args, kind, pack=True):
     torch.manual_seed(0)
     gpt = GPT(GPTConfig(**SHAPES[args.shape]))
-    dtype = torch.bfloat16
-    if kind == 'float32' or (kind == 'int8' and args.device == 'cpu'):
-        dtype = torch.float32
+    wide = kind == 'float32' or (kind == 'int8' and args.device == 'cpu')
+    dtype = torch.float32 if wide else torch.bfloat16
     quantize = 'int8' if kind == 'int8' else 'none'
     return prepare_for_inference(gpt, torch.device(args.device), dtype, quantize, pack)
 
 
+def first_and_rest(times):
+    """(seconds to the first token, seconds a token after it) of times at the start and after each."""
+    return times[1] - times[0], (times[-1] - times[1]) / max(len(times) - 2, 1)
+
+
 def our_side(args, gpt, batch, compiled):
-    """A turn: (seconds to the first token, seconds a token after it)."""
     ids = prompts(args, batch, args.prompt).tolist()
 
     def turn(new=None):
-        began, times = time.perf_counter(), []
+        times = [time.perf_counter()]
         sampling = Sampling(new or args.new, **SAMPLING)
         for _ in generate(gpt, ids, sampling, seeds=range(batch), compiled=compiled):
             times.append(time.perf_counter())  # the tokens have been read, so the device is done
-        return times[0] - began, (times[-1] - times[0]) / max(len(times) - 1, 1)
+        return first_and_rest(times)
     began = time.perf_counter()
     turn(5)  # compiles; on CUDA captures the graph at the third step
     print(f'  {batch} at once: warm after {time.perf_counter() - began:.0f} s', file=sys.stderr)
@@ -73,27 +73,24 @@ def transformers_side(args, batch):
     from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteriaList
     s = SHAPES[args.shape]
     config = GPT2Config(vocab_size=s['vocab_size'], n_positions=s['block_size'], n_embd=s['n_embd'],
-                        n_layer=s['n_layer'], n_head=s['n_head'], eos_token_id=None, bos_token_id=None,
-                        use_cache=True)
+                        n_layer=s['n_layer'], n_head=s['n_head'], eos_token_id=None, bos_token_id=None)
     torch.manual_seed(0)
     dtype = torch.float32 if args.device == 'cpu' else torch.bfloat16
     gpt = GPT2LMHeadModel(config).to(args.device, dtype).eval()
     ids = prompts(args, batch, args.prompt).to(args.device)
 
     def turn(new=None):
-        times = []
+        number, times = new or args.new, [time.perf_counter()]
 
         def tick(ids, scores, **_):
-            if not times or len(times) == (new or args.new) - 1:
+            if len(times) in (1, number):
                 sync(args.device)
             times.append(time.perf_counter())
             return torch.zeros(batch, dtype=torch.bool, device=ids.device)
-        began = time.perf_counter()
         with torch.inference_mode():
-            gpt.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new or args.new,
-                         do_sample=True, pad_token_id=0, stopping_criteria=StoppingCriteriaList([tick]),
-                         **SAMPLING)
-        return times[0] - began, (times[-1] - times[0]) / max(len(times) - 1, 1)
+            gpt.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=number, do_sample=True,
+                         pad_token_id=0, stopping_criteria=StoppingCriteriaList([tick]), **SAMPLING)
+        return first_and_rest(times)
     turn(3)
     return turn
 
@@ -103,13 +100,14 @@ def nanogpt_side(args, batch):
     torch.manual_seed(0)
     gpt = theirs.GPT(theirs.GPTConfig(dropout=0.0, bias=False, **SHAPES[args.shape])).to(args.device).eval()
     ids = prompts(args, batch, args.prompt + args.new // 2).to(args.device)
+    number = 50 if args.device == 'cuda' else 3
 
     def turn():
         began = time.perf_counter()
         with torch.autocast(args.device, torch.bfloat16, enabled=args.device == 'cuda'):
-            gpt.generate(ids, args.peer_tokens, **SAMPLING)
+            gpt.generate(ids, number, **SAMPLING)
         sync(args.device)
-        return None, (time.perf_counter() - began) / args.peer_tokens
+        return None, (time.perf_counter() - began) / number
     if args.device == 'cuda':
         turn()
     return turn
@@ -147,14 +145,12 @@ def reading_side(args, kind, only_mv=False):
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = parser_of(__doc__)
     parser.add_argument('--peer', help='a clone of karpathy/nanoGPT')
     parser.add_argument('--shape', choices=SHAPES, default='124m')
     parser.add_argument('--prompt', type=int, default=512)
     parser.add_argument('--new', type=int, default=512)
     parser.add_argument('--batches', type=int, nargs='*', default=[1, 8], help='sequences at once')
-    parser.add_argument('--peer_tokens', type=int, help='nanoGPT draws this many a turn; default: 3 on CPU')
     parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--kinds', nargs='*', default=['float32', 'bfloat16', 'int8'], choices=BYTES)
     parser.add_argument('--compiled', action='store_true', help='our compiled step too; a GPU always runs it')
@@ -162,10 +158,8 @@ def main():
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     args = parser.parse_args()
     on_gpu = args.device == 'cuda'
-    args.peer_tokens = args.peer_tokens or (50 if on_gpu else 3)
     if args.prompt + args.new > SHAPES[args.shape]['block_size'] or min(args.prompt, args.new) < 2:
-        parser.error(f'{args.prompt} + {args.new} tokens, at least 2 each, must fit the context of '
-                     f'{args.shape}')
+        parser.error(f'{args.prompt} + {args.new} tokens, at least 2 each, must fit {args.shape}')
     torch.set_num_threads(args.threads)
 
     sides, about = {}, {}
@@ -182,9 +176,7 @@ def main():
         if find_spec('transformers'):
             add('transformers', batch, theirs, transformers_side(args, batch))
     for kind in args.kinds:
-        for compiled in (False, True):
-            if compiled and not (on_gpu or args.compiled):
-                continue
+        for compiled in (False, True) if on_gpu or args.compiled else (False,):
             gpt = our_model(args, kind, pack=not compiled)
             for batch in args.batches:
                 name = 'ours, compiled' if compiled else 'ours, eager'

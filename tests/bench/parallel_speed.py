@@ -11,26 +11,20 @@ during the steps, beyond a process that has only imported torch and joined the g
 allocator's peak.
 """
 
-import argparse
 import json
 import os
 import sys
 import tempfile
 import time
+from functools import partial
+from statistics import median
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-from bench import ROOT, alternate, machine, median, run, table
+from bench import alternate, machine, memory_now, parser_of, run, table
 
 SHAPES = {  # (model, sequences of a micro-batch)
     'activations': (dict(n_layer=2, n_head=4, n_embd=128, block_size=256, vocab_size=512), 8),
     'parameters': (dict(n_layer=4, n_head=8, n_embd=768, block_size=64, vocab_size=8192), 1)}
 STEPS = 5
-
-
-def memory_now(field):
-    with open('/proc/self/status') as f:
-        return next(1024 * int(line.split()[1]) for line in f if line.startswith(field))
 
 
 def work(side, shape, result):
@@ -66,29 +60,24 @@ def measure(train, side, shape, cfg, env):
     num_targets = 2 * batch * settings['block_size'] * env.world
     params = list(model.parameters())
 
-    def add_up():
-        flat = torch.cat([p.grad.flatten() for p in params])
-        dist.all_reduce(flat)
-        parts = flat.split([p.numel() for p in params])
-        for p, part in zip(params, parts, strict=True):
-            p.grad.copy_(part.view_as(p))
-
     def step_by_hand():
         for p in params:
             p.grad = None
         for load in loads:
             x, y, _ = load()
             (model(x, y).sum() / num_targets).backward()
-        add_up()
+        flat = torch.cat([p.grad.flatten() for p in params])
+        dist.all_reduce(flat)
+        for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            p.grad.copy_(part.view_as(p))
         torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip)
         for optimizer in optimizers:
             optimizer.step()
 
-    _, forward = train.wrap(model, cfg, env) if side == 'DDP' else (None, None)
-
-    def step_by_ddp():
-        return train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
-    step = step_by_ddp if side == 'DDP' else step_by_hand
+    step = step_by_hand
+    if side == 'DDP':
+        forward = train.wrap(model, cfg, env)[1]
+        step = partial(train.train_step, forward, loads, num_targets, optimizers, scaler, cfg, env)
     step()
     step()
     dist.barrier()
@@ -102,27 +91,25 @@ def measure(train, side, shape, cfg, env):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--work', nargs=3, help=argparse.SUPPRESS)
+    parser = parser_of(__doc__)
+    parser.add_argument('--work', nargs=3, help='for the processes that this starts')
     parser.add_argument('--processes', type=int, default=2)
     parser.add_argument('--rounds', type=int, default=7)
     args = parser.parse_args()
     if args.work:
         return work(*args.work)
+
+    def turn(name, shape):
+        with tempfile.TemporaryDirectory() as folder:
+            result = os.path.join(folder, 'result.json')
+            launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={args.processes}']
+            run([sys.executable, *launcher, os.path.abspath(__file__), '--work', name, shape, result],
+                env={'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'})
+            with open(result) as f:
+                return json.load(f)
     rows = []
     for shape in SHAPES:
-        def side(name, shape=shape):
-            with tempfile.TemporaryDirectory() as folder:
-                result = os.path.join(folder, 'result.json')
-                launcher = ['-m', 'torch.distributed.run', '--standalone',
-                            f'--nproc_per_node={args.processes}']
-                run([sys.executable, *launcher, os.path.abspath(__file__), '--work', name, shape, result],
-                    cwd=ROOT,
-                    env={'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'})
-                with open(result) as f:
-                    return json.load(f)
-        results = alternate({name: lambda name=name: side(name) for name in ('by hand', 'DDP')}, args.rounds)
+        results = alternate({name: partial(turn, name, shape) for name in ('by hand', 'DDP')}, args.rounds)
         base = None
         for name, found in results.items():
             ms, peak = median([r['ms'] for r in found]), median([r['peak'] for r in found])

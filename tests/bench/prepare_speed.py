@@ -11,10 +11,10 @@ is the complete command, from the start of Python to the renamed folder. Needs G
 TIKTOKEN_CACHE_DIR or a network.
 """
 
-import argparse
 import functools
 import glob
 import lzma
+import math
 import os
 import subprocess
 import sys
@@ -22,24 +22,28 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-from bench import ROOT, SHARED, alternate, machine, median, run, table
+from bench import ROOT, SHARED, alternate, machine, parser_of, run, table
 
 from hotloop.bpe import BYTES_IN_GPT2S_ORDER, train_bpe
 from hotloop.documents import ReadConfig, documents_in
 from hotloop.sources import files_of, stdlib_files
 from hotloop.tokenizer import BPETokenizer, TiktokenTokenizer
 
-RAW = """
+READ = """
 import sys, time, tiktoken
 sys.path.insert(0, {root!r})
 from hotloop.documents import ReadConfig, documents_in
 from hotloop.sources import files_of
-files = files_of({source!r}, ReadConfig(), 'data', '')
-texts = [piece.parts[0][0] for piece in documents_in(files, ReadConfig())]
+def texts():
+    for piece in documents_in(files_of({source!r}, ReadConfig(), 'data', ''), ReadConfig()):
+        yield piece.parts[0][0]
 encoding = tiktoken.get_encoding('gpt2')
+"""
+
+RAW = READ + """
+texts = list(texts())
 start = time.perf_counter()
 for text in texts:
     encoding.encode_ordinary(text)
@@ -47,23 +51,17 @@ print(time.perf_counter() - start)
 """
 
 # as nanoGPT prepares OpenWebText: map over a dataset of documents, then one bin of the result
-MAP = """
-import sys
-sys.path.insert(0, {root!r})
-import numpy as np, tiktoken, datasets
-from hotloop.documents import ReadConfig, documents_in
-from hotloop.sources import files_of
+MAP = READ + """
+import numpy as np, datasets
 datasets.disable_progress_bars()
-files = files_of({source!r}, ReadConfig(), 'data', '')
 
 def documents():
-    for piece in documents_in(files, ReadConfig()):
-        yield {{'text': piece.parts[0][0]}}
+    for text in texts():
+        yield {{'text': text}}
 
 def tokenize(row):
     return {{'ids': [*encoding.encode_ordinary(row['text']), encoding.eot_token]}}
 
-encoding = tiktoken.get_encoding('gpt2')
 rows = datasets.Dataset.from_generator(documents, cache_dir={folder!r})
 rows = rows.map(tokenize, remove_columns='text', num_proc={num_proc}).with_format('numpy')
 with open({folder!r} + '/train.bin', 'wb') as f:
@@ -72,14 +70,11 @@ with open({folder!r} + '/train.bin', 'wb') as f:
 """
 
 
-def raw_seconds(source):
-    """Seconds that tiktoken alone takes, in a process of its own."""
-    command = [sys.executable, '-c', RAW.format(root=ROOT, source=source)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def speed(source, size, folder, rounds, with_datasets):
+def speed(source, folder, rounds, with_datasets):
     """Rows of MB/s, the share of tiktoken alone per process, and peak memory from one more run of each."""
+    pieces = documents_in(files_of(source, ReadConfig(), 'data', ''), ReadConfig())
+    size = sum(len(piece.parts[0][0].encode()) for piece in pieces)
+
     def ours(num_proc, watch=False):
         return run([sys.executable, 'prepare.py', source, '--tokenizer=gpt2', f'--num_proc={num_proc}',
                     '--name=bench', f'--data_dir={folder}'], watch=watch)
@@ -90,7 +85,9 @@ def speed(source, size, folder, rounds, with_datasets):
             return run([sys.executable, '-c', code], watch=watch)
 
     def alone(watch=False):
-        return (0.0 if watch else raw_seconds(source)), 0.0
+        command = [sys.executable, '-c', RAW.format(root=ROOT, source=source)]
+        seconds = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return float(seconds), math.nan
     sides = {'tiktoken alone': alone}
     for num_proc, words in ((1, '1 process'), (2, '2 processes')):
         sides[f'prepare.py, {words}'] = functools.partial(ours, num_proc)
@@ -99,18 +96,11 @@ def speed(source, size, folder, rounds, with_datasets):
     results = alternate(sides, rounds)
     rates = {name: size / 1e6 / median([seconds for seconds, _ in pairs]) for name, pairs in results.items()}
     rows = []
-    for name in results:
-        each = rates[name] / rates['tiktoken alone'] / (2 if ' 2 ' in name else 1)
+    for name, rate in rates.items():
+        each = rate / rates['tiktoken alone'] / (2 if ' 2 ' in name else 1)
         memory = sides[name](watch=True)[1]
-        rows.append([os.path.basename(source), name, f'{rates[name]:.1f}', f'{each:.2f}',
-                     f'{memory:,.0f}' if memory else ''])
+        rows.append([os.path.basename(source), name, f'{rate:.1f}', f'{each:.2f}', f'{memory:,.0f}'])
     return rows
-
-
-def text_size(source):
-    """Bytes of a source's text, decompressed."""
-    pieces = documents_in(files_of(source, ReadConfig(), 'data', ''), ReadConfig())
-    return sum(len(piece.parts[0][0].encode()) for piece in pieces)
 
 
 def write_gigabyte(path):
@@ -122,10 +112,8 @@ def write_gigabyte(path):
     else:
         text = b'\n\n'.join(Path(file).read_bytes() for _, file in stdlib_files())
     with open(path, 'wb') as f:
-        i = 0
         while f.tell() < 1e9:
-            f.write(text.replace(b' the ', b' the%d ' % i))
-            i += 1
+            f.write(text.replace(b' the ', b' the%d ' % f.tell()))
 
 
 def learned_bpe(size):
@@ -135,11 +123,9 @@ def learned_bpe(size):
     tokens = train_bpe(texts, size)
     seconds = time.perf_counter() - start
     sample = '\n'.join(texts[::7])
-    rows = []
-    for name, tokenizer in {f'bpe:{size}': BPETokenizer(tokens),
-                            'gpt2': TiktokenTokenizer('gpt2')}.items():
-        each = len(sample.encode()) / len(tokenizer.encode(sample))
-        rows.append([name, f'{seconds:.1f}' if name != 'gpt2' else '', f'{each:.2f}', ''])
+    rows = [[f'bpe:{size}', f'{seconds:.1f}'], ['gpt2', '']]
+    for row, tokenizer in zip(rows, (BPETokenizer(tokens), TiktokenTokenizer('gpt2')), strict=True):
+        row += [f'{len(sample.encode()) / len(tokenizer.encode(sample)):.2f}', '']
     if find_spec('tokenizers'):
         import tokenizers
         theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -152,14 +138,12 @@ def learned_bpe(size):
         letters = {b: chr(b) if i < 188 else chr(68 + i) for i, b in enumerate(BYTES_IN_GPT2S_ORDER)}
         ours = [''.join(letters[b] for b in token) for token in tokens]
         same = ours == sorted(theirs.get_vocab(), key=theirs.get_vocab().get)
-        agree = 'same merges' if same else 'OTHER MERGES'
-        rows.append(['tokenizers (Rust, all cores)', f'{seconds:.1f}', '', agree])
+        rows.append(['tokenizers (Rust, all cores)', f'{seconds:.1f}', '', 'same' if same else 'OTHERS'])
     return rows
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = parser_of(__doc__)
     parser.add_argument('--text', action='append', help='a text to tokenize, or stdlib')
     parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--gigabyte', action='store_true')
@@ -170,7 +154,7 @@ def main():
         os.environ.setdefault('TIKTOKEN_CACHE_DIR', os.path.join(SHARED, 'tiktoken_cache'))
     print(machine())
     if args.bpe:
-        print(table(['tokenizer', 'seconds to learn', 'bytes a token', ''], learned_bpe(8192)))
+        print(table(['tokenizer', 'seconds to learn', 'bytes a token', 'merges'], learned_bpe(8192)))
         return
     with tempfile.TemporaryDirectory() as folder:
         sources = args.text or ['stdlib', *glob.glob(os.path.join(SHARED, 'novels.txt.xz'))]
@@ -180,12 +164,13 @@ def main():
                 with lzma.open(source) as f, open(plain, 'wb') as g:
                     g.write(f.read())
                 sources.append(plain)
-        rows = [row for source in sources
-                for row in speed(source, text_size(source), folder, args.rounds, not args.alone)]
+        rows = []
+        for source in sources:
+            rows += speed(source, folder, args.rounds, not args.alone)
         if args.gigabyte:
             path = os.path.join(folder, 'gigabyte.txt')
             write_gigabyte(path)
-            rows += speed(path, os.path.getsize(path), folder, 1, not args.alone)
+            rows += speed(path, folder, 1, not args.alone)
     print(table(['text', 'by', 'MB/s', 'of tiktoken alone, a process', 'peak MB'], rows))
 
 

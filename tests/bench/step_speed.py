@@ -13,21 +13,18 @@ imported torch; on a GPU it is the allocator's peak. --before=CLONE measures an 
 repository beside this one.
 """
 
-import argparse
+import contextlib
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from statistics import median
 
 import numpy as np
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-from bench import machine, median, nanogpt, table
+from bench import machine, memory_now, nanogpt, parser_of, table
 
 SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65),
           '124m': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304),
@@ -45,43 +42,38 @@ WITHOUT = {'without compile': dict(compile=False), 'float32': dict(dtype='float3
 def write_data(folder, vocab_size, num_tokens):
     """A dataset of random tokens, with meta.json."""
     rng = np.random.default_rng(0)
-    for name, n in (('train', num_tokens), ('val', max(num_tokens // 10, 2048))):
+    splits = {'train': num_tokens, 'val': num_tokens // 10}
+    for name, n in splits.items():
         rng.integers(0, min(vocab_size, 50257), n).astype('<u2').tofile(os.path.join(folder, f'{name}.bin'))
     meta = {'format': 1, 'dtype': 'uint16', 'vocab_size': max(min(vocab_size, 50257), 257), 'eot': None,
-            'tokenizer': {'kind': 'byte'}, 'splits': {name: {'tokens': n} for name, n in
-                                    (('train', num_tokens), ('val', max(num_tokens // 10, 2048)))},
+            'tokenizer': {'kind': 'byte'}, 'splits': {name: {'tokens': n} for name, n in splits.items()},
             'source': 'random'}
     with open(os.path.join(folder, 'meta.json'), 'w') as f:
         json.dump(meta, f)
 
 
 # -----------------------------------------------------------------------------
-# one side, in a process of its own: builds its step, runs as many steps as stdin asks for, and prints their
-# seconds
+# one side, in a process of its own: builds its step, runs as many steps as stdin asks for, prints the seconds
 
-def memory_now(field):
-    with open('/proc/self/status') as f:
-        return next(1024 * int(line.split()[1]) for line in f if line.startswith(field))
+def chosen(a, *names):
+    return {name: a[name] for name in names if name in a}
 
 
 def our_step(a, folder, device):
     """The step of train.py, put together as its build_run() does."""
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     import model
     import train
     from hotloop.dataset import read_meta
-    shape = dict(SHAPES[a['shape']])
-    if a.get('vocab_size'):
-        shape['vocab_size'] = a['vocab_size']
-    chosen = {name: a[name] for name in ('data_on_device', 'deterministic') if name in a}
+    shape = {**SHAPES[a['shape']], **chosen(a, 'vocab_size', 'preset')}
     cfg = train.TrainConfig(batch_size=a['batch'], gradient_accumulation_steps=1, device=device,
-                            dtype=a['dtype'],
-                            compile=a['compile'], optimizer=a.get('optimizer', 'adamw'), learning_rate=1e-3,
-                            **chosen)
+                            learning_rate=1e-3,
+                            **chosen(a, 'dtype', 'compile', 'optimizer', 'data_on_device', 'deterministic'))
     env = train.setup(cfg)
     torch.manual_seed(0)
-    gpt = model.GPT(model.GPTConfig(preset=a.get('preset', 'gpt2'), **shape)).to(env.device)
+    gpt = model.GPT(model.GPTConfig(**shape)).to(env.device)
     gpt.compute_dtype = env.dtype
     gpt.loss_chunks = a.get('loss_chunks', 1)
     optimizers = train.build_optimizers(gpt, cfg, env)
@@ -100,38 +92,24 @@ def our_step(a, folder, device):
     if a.get('loop'):
         return the_loop(train, cfg, env, gpt, compiled, forward, batches, optimizers, scaler), env
 
+    if a.get('fixed'):
+        num_targets, (load,) = batches.step(0)
+        batch = load()
+        batches.step = lambda n: (num_targets, [lambda: batch])
+
     def step(n):
         num_targets, loads = batches.step(n)
-        train.set_learning_rate(optimizers, 1e-3, cfg.learning_rate)
-        return train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env).loss
-    if a.get('data') == 'fixed':
-        num_targets, loads = batches.step(0)
-        fixed = [load() for load in loads]
-
-        def fixed_step(n):
-            loads = [lambda batch=batch: batch for batch in fixed]
-            return train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env).loss
-        return fixed_step, env
-    if a.get('attention') == 'math':
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        def math_step(n):
-            with sdpa_kernel(SDPBackend.MATH):
-                return step(n)
-        return math_step, env
+        kernels = sdpa_kernel(SDPBackend.MATH) if a.get('attention') else contextlib.nullcontext()
+        with kernels:
+            train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
     return step, env
 
 
 def the_loop(train, cfg, env, gpt, compiled, forward, batches, optimizers, scaler):
-    """
-    train.train() itself, with a log line at each step, without evaluations and saves: (step, number of
-    steps).
-    """
-    import torch
-
+    """train.train() itself, with a log line at each step, without evaluations and saves."""
     class Lines:
         def write(self, text, **numbers):
-            self.last = numbers
+            pass
 
         def lacks_evaluation(self, step):
             return False
@@ -145,14 +123,11 @@ def the_loop(train, cfg, env, gpt, compiled, forward, batches, optimizers, scale
     def steps(n, number=1):
         cfg.max_iters = n + number
         train.train(run)
-        return torch.tensor(run.log.last['loss'])
-    steps.takes_many = True
     return steps
 
 
 def peers_step(a, folder, device):
     """nanoGPT's step, with its own model and optimizer and its settings."""
-    import contextlib
     from types import SimpleNamespace
 
     import torch
@@ -180,7 +155,6 @@ def peers_step(a, folder, device):
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss
     return step, SimpleNamespace(dtype='bfloat16' if device == 'cuda' else 'float32', compile=a['compile'])
 
 
@@ -195,28 +169,25 @@ def work(a):
     def sync():
         if device == 'cuda':
             torch.cuda.synchronize()
-    n = 0
-    for _ in range(3 if device == 'cuda' else 2):  # compiles, and makes the optimizer's state
-        loss = float(step(n).detach().float().mean())
-        n += 1
+    n = 3 if device == 'cuda' else 2
+    for i in range(n):  # compiles, and makes the optimizer's state
+        step(i)
     sync()
     if device == 'cuda':
         torch.cuda.reset_peak_memory_stats()
     else:
         with open('/proc/self/clear_refs', 'w') as f:
             f.write('5')  # resets the peak
-    print(json.dumps({'loss': loss, 'finite': math.isfinite(loss),
-                      'dtype': str(here.dtype).removeprefix('torch.'),
-                      'compile': bool(here.compile)}), flush=True)
+    print(json.dumps({'dtype': str(here.dtype).removeprefix('torch.'), 'compile': bool(here.compile)}),
+          flush=True)
     for line in sys.stdin:
-        began = time.perf_counter()
-        if hasattr(step, 'takes_many'):
-            step(n, int(line))
-            n += int(line)
+        began, number = time.perf_counter(), int(line)
+        if a.get('loop'):
+            step(n, number)
         else:
-            for _ in range(int(line)):
-                step(n)
-                n += 1
+            for i in range(n, n + number):
+                step(i)
+        n += number
         sync()
         peak = torch.cuda.max_memory_allocated() if device == 'cuda' else memory_now('VmHWM') - idle
         print(json.dumps({'seconds': time.perf_counter() - began, 'peak': peak}), flush=True)
@@ -230,8 +201,7 @@ class Side:
         env = {**os.environ, 'OMP_NUM_THREADS': str(a['threads'])}
         script = os.path.join(before, 'tests', 'bench', 'step_speed.py') if before else __file__
         self.process = subprocess.Popen([sys.executable, script, '--work', json.dumps(a)],
-                                        stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True, env=env)
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.seconds, self.peak = [], 0
         self.about = self.read()
 
@@ -262,9 +232,8 @@ class Side:
 
 def main():
     import torch
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--work', help=argparse.SUPPRESS)
+    parser = parser_of(__doc__)
+    parser.add_argument('--work', help='for the processes that this starts')
     parser.add_argument('--peer', help='a clone of karpathy/nanoGPT')
     parser.add_argument('--before', help='a clone of an earlier commit of this repository, to compare with')
     parser.add_argument('--shape', choices=SHAPES, default='small')
@@ -277,10 +246,8 @@ def main():
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--dtype', default='auto')
     parser.add_argument('--compile', default='auto', choices=['auto', 'on', 'off'])
-    parser.add_argument('--table', action='store_true', help='our step with each optimization switched off '
-                                                             'in turn')
-    parser.add_argument('--loop', action='store_true', help="the step alone on one batch, and train.py's "
-                                                            "whole loop")
+    parser.add_argument('--table', action='store_true', help='each optimization switched off in turn')
+    parser.add_argument('--loop', action='store_true', help="the step on one batch, and train.py's loop")
     args = parser.parse_args()
     if args.work:
         return work(json.loads(args.work))
@@ -301,10 +268,10 @@ def main():
             for name, change in WITHOUT.items():
                 if args.shape != 'small' or 'vocab_size' not in change:
                     sides.append(Side(name, batch=args.batch, **{**ours, **change}))
-        if args.loop and args.before:
-            sides.append(Side('the loop before', args.before, batch=args.batch, **ours, loop=True))
         if args.loop:
-            sides += [Side('the step alone', batch=args.batch, **ours, data='fixed'),
+            if args.before:
+                sides.append(Side('the loop before', args.before, batch=args.batch, **ours, loop=True))
+            sides += [Side('the step alone', batch=args.batch, **ours, fixed=True),
                      Side("train.py's loop", batch=args.batch, **ours, loop=True)]
         for _ in range(args.rounds):
             for side in sides:

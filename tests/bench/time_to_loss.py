@@ -10,19 +10,15 @@ own loss at the end of its README run; the time at which it is crossed is interp
 The sides take turns. Needs nanoGPT's data/shakespeare_char, which its prepare.py makes, or --data_dir.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from itertools import pairwise
+from statistics import median
 
-import numpy as np
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-from bench import ROOT, machine, median, table
+from bench import ROOT, machine, parser_of, table
 
 # nanoGPT's README: "I only have a macbook"
 README = ('config/train_shakespeare_char.py --device=cpu --eval_iters=1 --log_interval=500 --block_size=64 '
@@ -91,12 +87,11 @@ train.main(argv)
 
 
 def run(code, argv, threads, cwd):
-    """[(seconds, step, path of the weights)] of a run."""
+    """Paths of the weights that a run wrote, in order."""
     folder = tempfile.mkdtemp()
     env = {**os.environ, 'OMP_NUM_THREADS': str(threads)}
     done = subprocess.run([sys.executable, '-c', code, folder, *argv], env=env, cwd=cwd, capture_output=True,
-                          text=True,
-                          check=False)
+                          text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
     return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
@@ -131,45 +126,15 @@ def judge(paths, data_folder, threads, windows=None):
 
 
 def crossing(curve, target):
-    """
-    Seconds at which a curve first reaches the target, between checkpoints by a straight line; None if never.
-    """
+    """Seconds at which a curve first reaches the target, interpolated between checkpoints; None if never."""
     for (t0, _, a), (t1, _, b) in pairwise(curve):
         if a > target >= b:
             return t0 + (t1 - t0) * (a - target) / (a - b)
     return None
 
 
-def picture(curves, target, path):
-    """The curves as an SVG, which needs nothing."""
-    width, height, pad = 720, 400, 50
-    end = max(t for curve in curves.values() for t, *_ in curve)
-    losses = [loss for curve in curves.values() for *_, loss in curve if loss < 3]
-    low, high = min(losses) - 0.05, max(losses)
-
-    def x(t):
-        return pad + t / end * (width - 2 * pad)
-
-    def y(loss):
-        return pad + (high - min(loss, high)) / (high - low) * (height - 2 * pad)
-    colors = ('#1b6ca8', '#d1495b', '#66a182', '#edae49', '#8d6a9f')
-    shapes = [f'<rect width="{width}" height="{height}" fill="white"/>',
-              f'<path d="M{pad} {y(target):.1f}H{width - pad}" stroke="#999" stroke-dasharray="4"/>',
-              f'<text x="{width - pad}" y="{height - 15}" text-anchor="end">{end:.0f} s</text>',
-              f'<text x="5" y="{y(target):.1f}">{target:.3f}</text>']
-    for i, ((name, curve), color) in enumerate(zip(curves.items(), colors * 9, strict=False)):
-        points = ' '.join(f'{x(t):.1f},{y(loss):.1f}' for t, _, loss in curve)
-        shapes += [f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>',
-                   f'<text x="{width - pad}" y="{20 + 16 * i}" text-anchor="end" '
-                   f'fill="{color}">{name}</text>']
-    with open(path, 'w') as f:
-        f.write(f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-                f'font-family="sans-serif" font-size="12">{"".join(shapes)}</svg>\n')
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument('--peer', required=True, help='a clone of karpathy/nanoGPT')
     parser.add_argument('--data_dir', help="default: the peer's data")
     parser.add_argument('--dataset', default='shakespeare_char')
@@ -178,13 +143,12 @@ def main():
     parser.add_argument('--sweep', action='store_true', help="nanoGPT's recipe, other rates and horizons")
     parser.add_argument('--seeds', type=int, default=1)
     parser.add_argument('--points', type=int, default=8, help='checkpoints of a run')
-    parser.add_argument('--windows', type=int, help='of the validation split, evenly spaced; default: all of '
-                                                    'it')
+    parser.add_argument('--windows', type=int, help='of the validation split, evenly spaced; default: all')
     parser.add_argument('--threads', type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument('--svg', help='writes the curves of the first seed')
     args = parser.parse_args()
     peer = os.path.abspath(args.peer)
     data_dir = os.path.abspath(args.data_dir or os.path.join(peer, 'data'))
+    data = os.path.join(data_dir, args.dataset)
 
     def theirs(more, seed):
         words = [*args.theirs.split(), *more.split(), f'--dataset={args.dataset}']
@@ -197,9 +161,8 @@ def main():
             with tempfile.TemporaryDirectory() as out:
                 words += [f'--eval_interval={steps // args.points}', '--always_save_checkpoint=True',
                           f'--out_dir={out}']
-                return judge(run(THEIRS, [f.name, *words], args.threads, peer),
-                             os.path.join(data_dir, args.dataset),
-                             args.threads, args.windows)
+                return judge(run(THEIRS, [f.name, *words], args.threads, peer), data, args.threads,
+                             args.windows)
 
     def ours(seed):
         import train
@@ -209,8 +172,8 @@ def main():
         _, cfg, *_ = configure(train.GPTConfig, train.TrainConfig, argv=words)
         with tempfile.TemporaryDirectory() as out:
             words += [f'--out_dir={out}', f'--eval_interval={max(cfg.max_iters // args.points, 1)}']
-            return judge(run(OURS_RUN.format(root=ROOT), words, args.threads, ROOT),
-                         os.path.join(data_dir, args.dataset), args.threads, args.windows)
+            return judge(run(OURS_RUN.format(root=ROOT), words, args.threads, ROOT), data, args.threads,
+                         args.windows)
     sides = {"nanoGPT, its README's recipe": lambda seed: theirs('', seed), f'ours, {args.ours}': ours}
     if args.sweep:
         sides |= {f'nanoGPT, {more}': lambda seed, more=more: theirs(more, seed) for more in SWEEP}
@@ -218,9 +181,8 @@ def main():
     for seed in range(args.seeds):
         for name, side in sides.items():
             curves[name].append(side(seed))
-            print(f'  seed {seed}: {name}: ' + ', '.join(f'{loss:.3f} at {t:.0f} s' for t, _,
-                                                         loss in curves[name][-1]),
-                  file=sys.stderr, flush=True)
+            points = ', '.join(f'{loss:.3f} at {t:.0f} s' for t, _, loss in curves[name][-1])
+            print(f'  seed {seed}: {name}: {points}', file=sys.stderr, flush=True)
     reference = curves["nanoGPT, its README's recipe"]
     target = median([curve[-1][2] for curve in reference])
     base = median([curve[-1][0] for curve in reference])
@@ -238,8 +200,6 @@ def main():
     print(f'{machine()}, {args.threads} threads; loss to reach: {target:.4f}')
     print(table(['run', 'final loss', 'seconds in all', 'seconds to that loss', "of nanoGPT's", 'seeds'],
                 rows))
-    if args.svg:
-        picture({name: np.array(of_seeds[0]).tolist() for name, of_seeds in curves.items()}, target, args.svg)
     print(json.dumps(curves), file=sys.stderr)
 
 
