@@ -84,9 +84,7 @@ def compile_step(device):
     """decode_step, compiled for fixed shapes; on CUDA as a graph."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
-    options = {}
-    if device.type == 'cpu':
-        options = {name: value for name, value in CPU_STEP.items() if hasattr(inductor, name)}
+    options = CPU_STEP if device.type == 'cpu' else {}
     mode = 'reduce-overhead' if device.type == 'cuda' else None
     compiled, known = torch.compile(decode_step, dynamic=False, mode=mode), set()
 
@@ -142,7 +140,7 @@ def slide(model, cache, rows, stopped):
                 full.append(index)
     if full:
         filled, _ = prefill(model, [rows[index].context[:-1] for index in full])
-        cache.put(full, filled, list(range(len(full))))
+        cache.put(full, filled, slice(None))
 
 
 def read(drawn, rows, sampling, size, stopped):
@@ -186,7 +184,7 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
     prefilled, logits = prefill(model, contexts[::num_samples])
     cache = new_cache(model, len(rows), max(map(len, contexts)) + sampling.max_new_tokens, static=compiled)
     prompt_of = [sequence // num_samples for sequence in range(len(rows))]
-    cache.put(list(range(len(rows))), prefilled, prompt_of)
+    cache.put(slice(None), prefilled, prompt_of)
     drawn = draw(logits[prompt_of], seen, uniform_numbers(rows, device), sampling)
     del prefilled, logits
     step = compile_step(device) if compiled else decode_step

@@ -60,7 +60,7 @@ class KVCache:
         return x[torch.arange(x.size(0), device=x.device), self.prompt_lengths - 1]
 
     def put(self, rows, other, sources):
-        """Row rows[i] becomes a copy of row sources[i] of another cache."""
+        """The rows become copies of those of another cache, one each."""
         end = other.k[0].size(2)
         for ours, theirs in zip(self.k + self.v, other.k + other.v, strict=True):
             ours[rows, :, :end] = theirs[sources].to(ours.dtype)

@@ -35,9 +35,8 @@ class Weights(NamedTuple):
 
 def open_weights(source, data_dir):
     """
-    The Weights that `source` names: gpt2 (-medium, -large, -xl), downloaded once to data_dir/pretrained; a
-    Hugging Face folder; a run folder; a checkpoint file. A path that exists wins over a name. ValueError if
-    nothing is there or nothing is intact.
+    The Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file; or gpt2 (-medium, -large,
+    -xl), downloaded once to data_dir/pretrained. ValueError if nothing is there or nothing is intact.
     """
     folder = source
     if source in GPT2_NAMES and not os.path.exists(source):
@@ -75,10 +74,7 @@ def open_checkpoint(source):
 
 
 def load_gpt2(folder):
-    """
-    (model_args, weights) of a Hugging Face folder of the GPT-2 family: config.json beside model.safetensors,
-    or beside the shards that model.safetensors.index.json lists.
-    """
+    """(model_args, weights) of a Hugging Face folder of the GPT-2 family, in one file or in shards."""
     model_args, weights, files = gpt2_args(os.path.join(folder, 'config.json')), {}, ['model.safetensors']
     index = os.path.join(folder, 'model.safetensors.index.json')
     if os.path.exists(index):

@@ -29,17 +29,11 @@ class Score:
     bytes: int
     nats: float = 0.0
 
-    def averages(self):
-        """Loss in nats a token, perplexity, bits per byte; NaN if there is nothing to divide by."""
-        loss = self.nats / self.tokens if self.tokens else math.nan
-        bpb = self.nats / math.log(2) / self.bytes if self.bytes else math.nan
-        return {'loss': loss, 'perplexity': math.exp(min(loss, 700)), 'bpb': bpb}
-
 
 def score(model, tokenizer, template, cfg):
     """
-    Prints the scores of the documents that cfg.score names, each and all together. template: the one of the
-    model's data; cfg.template wins. ValueError if there is nothing to score or a loss is not finite.
+    Prints the scores of the documents that cfg.score names, each and all together. template: that of the
+    model's data. ValueError if there is nothing to score or a loss is not finite.
     """
     if cfg.template != 'auto' or template not in TEMPLATES:
         template = cfg.template
@@ -47,18 +41,18 @@ def score(model, tokenizer, template, cfg):
     scores = measure(model, tokenizer, documents_of(cfg, tokenizer, reading), cfg.batch_size)
     total = Score(cfg.score, sum(s.tokens for s in scores), sum(s.bytes for s in scores),
                   sum(s.nats for s in scores))
-    if not total.tokens:
+    if not scores:
         raise ValueError(f'{cfg.score} holds no token to score')
     if cfg.output == 'text':
         print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
     for number, s in [*enumerate(scores, 1), ('all', total)]:
-        row = {'document': number, 'file': s.file, 'tokens': s.tokens, 'bytes': s.bytes}
-        averages = s.averages()
+        loss = s.nats / s.tokens  # in nats a token
+        row = {'document': number, 'file': s.file, 'tokens': s.tokens, 'bytes': s.bytes, 'loss': loss,
+               'perplexity': math.exp(min(loss, 700)), 'bpb': s.nats / math.log(2) / max(s.bytes, 1)}
         if cfg.output == 'text':
-            print('{:>8}  {:<24.24}  {:>10,}  {:>11,}  {:>7.4f}  {:>10.2f}  {:.4f}'.format(
-                *row.values(), *averages.values()))
+            print('{:>8}  {:<24.24}  {:>10,}  {:>11,}  {:>7.4f}  {:>10.2f}  {:.4f}'.format(*row.values()))
         else:
-            print_json(row | {name: x if math.isfinite(x) else None for name, x in averages.items()})
+            print_json(row)
 
 
 def documents_of(cfg, tokenizer, reading):
@@ -84,8 +78,8 @@ def documents_of(cfg, tokenizer, reading):
 
 def windows_of(documents, tokenizer, T, scores):
     """
-    Appends the Score of each document, (file name, ids, mask), and yields (Score, inputs, targets) of windows
-    of up to T tokens that cover it. A target counts in its first window only: most see T / 2 tokens or more.
+    Appends the Score of each document and yields (Score, inputs, targets) of windows of up to T tokens that
+    cover it. A target counts in its first window only: most see T / 2 tokens or more.
     """
     begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
     for name, ids, mask in documents:
@@ -94,14 +88,15 @@ def windows_of(documents, tokenizer, T, scores):
         ids = ids.astype(np.int64)
         targets = np.where(mask, ids, -1)[1:]
         counted = targets[targets >= 0]
+        if not len(counted):
+            continue
         scores.append(Score(name, len(counted), int(tokenizer.sizes[counted].sum())))
         done, start = 0, 0
         while done < len(targets):
-            end = min(start + T, len(targets))
-            y = targets[start:end].copy()
+            y = targets[start:start + T].copy()
             y[:done - start] = -1
-            yield scores[-1], torch.from_numpy(ids[start:end]), torch.from_numpy(y)
-            done, start = end, start + max(T // 2, 1)
+            yield scores[-1], torch.from_numpy(ids[start:start + len(y)]), torch.from_numpy(y)
+            done, start = start + len(y), start + max(T // 2, 1)
 
 
 @torch.no_grad()

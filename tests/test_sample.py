@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import itertools
 import json
 import pickle
 import sys
@@ -23,14 +22,13 @@ CHARS = '\n abcdefgh'  # ten
 END = '\n---------------\n'
 
 
-def gpt(vocab_size=10, seed=0, block_size=8):
+def gpt(vocab_size=10, block_size=8):
     """A model whose predictions are far from uniform."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=vocab_size, block_size=block_size))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(8.0)
-    return model
+    for p in model.parameters():
+        p.data *= 8
+    return model.eval()
 
 
 def write(path, model, tokenizer, **more):
@@ -74,7 +72,8 @@ def play(monkeypatch, *tokens):
     calls = []
 
     def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, compiled=False):
-        calls.append(types.SimpleNamespace(prompts=prompts, sampling=sampling, compiled=compiled, stopped=[]))
+        calls.append(types.SimpleNamespace(prompts=prompts, sampling=sampling, compiled=compiled, stopped=[],
+                                           kind=type(model.lm_head).__name__))
         for token in tokens:
             calls[-1].stopped.append(set(stopped))
             yield [(i, token, -0.5) for i in range(len(prompts) * num_samples) if i not in stopped]
@@ -112,9 +111,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
     (dict(stop='a|||'), 'contains an empty string'),
     (dict(repetition_penalty=0), 'repetition_penalty=0.0 must be from 0.01 to 100'),
     (dict(top_p=1.5, min_p=0), 'top_p=1.5 must be from 1e-06 to 1\nmin_p=0.0 must be'),
-    (dict(num_samples=0, top_k=0), 'num_samples=0 must be from 1 to inf\ntop_k=0 must be from 1'),
-    (dict(temperature=-0.1, seed=2**63), 'temperature=-0.1 must be from 0 to inf\nseed='),
-    (dict(max_new_tokens=-1, batch_size=0), 'max_new_tokens=-1 must be from 0 to inf\nbatch_size=0 must be'),
+    (dict(num_samples=0, seed=2**63), 'num_samples=0 must be from 1 to inf\nseed='),
     (dict(device='tpu'), "device='tpu' is not"), (dict(out_dir='none'), 'train.py --out_dir=none')])
 def test_settings_and_input_that_cannot_be_used_are_refused(out, monkeypatch, flags, words):
     monkeypatch.setattr(sys, 'stdin', None)
@@ -142,34 +139,29 @@ def test_settings_and_prompts_reach_generate(draw, byte_out, monkeypatch):
 
 
 def test_int8_and_compile(draw, out, monkeypatch):
-    kinds, calls, prepare = [], play(monkeypatch, 2), sample.prepare_for_inference
-
-    def spy(model, *args, pack):
-        model = prepare(model, *args, pack=pack)
-        kinds.append((type(model.lm_head).__name__, pack))
-        return model
-    monkeypatch.setattr('sample.prepare_for_inference', spy)
+    calls = play(monkeypatch, 2)
     monkeypatch.setattr('hotloop.device.try_compile', lambda device: None)
-    draw(quantize='int8', compile='auto')  # the default of earlier versions
-    draw(compile=True)
-    assert kinds == [('Int8Linear', True), ('Linear', False)]
-    assert [call.compiled for call in calls] == [False, True]
+    monkeypatch.setattr('hotloop.quantize.PACK_FROM', 0)
+    monkeypatch.setattr('hotloop.quantize.can_pack', lambda *args: True)
+    for flags in ({'quantize': 'int8', 'compile': 'auto'}, {'compile': True}, {}):
+        draw(**flags)
+    assert [call.kind for call in calls] == ['Int8Linear', 'Linear', 'PackedLinear']
+    assert [call.compiled for call in calls] == [False, True, False]
     monkeypatch.setattr('hotloop.device.try_compile', lambda device: 'no compiler')
     assert 'but fails here: no compiler' in error_of(main, out_dir=out, compile=True)
 
 
-@pytest.mark.parametrize('stops, tokens, pieces', [
-    ([], 'é€'.encode(), ['', 'é', '', '', '€', '']), ([], (0xff, 97, 0xe2), ['�', 'a', '', '�']),
-    (['lo!'], b'hello lo', ['h', 'e', '', 'l', '', 'lo ', '', '', 'lo'])])
-def test_text_appears_when_it_is_certain(stops, tokens, pieces):
+@pytest.mark.parametrize('stops, tokens, texts', [
+    ([], 'é€'.encode(), ['', 'é', 'é', 'é', 'é€', 'é€']), ([], (0xff, 97, 0xe2), ['�', '�a', '�a', '�a�']),
+    (['lo!'], b'elo lo', ['e', 'e', 'e', 'elo ', 'elo ', 'elo ', 'elo lo'])])
+def test_text_appears_when_it_is_certain(stops, tokens, texts):
     """A character with its last byte; what may become a stop text waits, and no more."""
-    text, lengths = sample.Text(ByteTokenizer(), (stops, set())), [0]
+    text, seen = sample.Text(ByteTokenizer(), (stops, set())), []
     for token in tokens:
         text.add(token, 0.0)
-        lengths.append(len(text.text))
+        seen.append(text.text)
     text.end('length')
-    lengths.append(len(text.text))
-    assert [text.text[start:end] for start, end in itertools.pairwise(lengths)] == pieces
+    assert [*seen, text.text] == texts
 
 
 @pytest.mark.parametrize('stop, written, expected', [
@@ -265,11 +257,8 @@ def test_a_chat_is_in_the_template_that_training_saw(talk):
     assert talk.out == '> Four.\n> Five.\n> \n'  # without the mark; the end of the input ends the chat
 
 
-@pytest.mark.parametrize('template, end, prompt', [
-    ('plain', '', 'hi \n'), ('joined', 'exit', 'hi '),
-    ('gemma', '  ', '<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n')])
+@pytest.mark.parametrize('template, end, prompt', [('plain', '', 'hi \n'), ('joined', 'exit', 'hi ')])
 def test_a_template_by_name_and_the_end_of_a_chat(talk, template, end, prompt):
-    """A line keeps its blanks, unless the template strips them."""
     assert talk(['hi ', end, 'b'], ['x', 'y'], template=template) == [prompt]
 
 
@@ -280,14 +269,6 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(talk):
     prompts = talk(['early', 'x' * 300, 'late'], ['first', 'second'], max_new_tokens=20)
     assert 'tokens, but the context has room for 180 and an answer' in talk.err
     assert 'early' in prompts[1] and 'late' in prompts[1]  # a refused line costs no turn
-
-
-def test_best_is_preferred_and_named_on_stderr(draw, out):
-    write(out / 'ckpt.pt', gpt(seed=1), CharTokenizer(CHARS), iter_num=9)
-    best = draw()
-    assert draw.err == f'weights: {out / "best.pt"}, step 7; tokenizer: char\ndevice: cpu, float32\n'
-    (out / 'best.pt').write_bytes((out / 'best.pt').read_bytes()[:-100])
-    assert draw() != best and f'weights: {out / "ckpt.pt"}, step 9' in draw.err
 
 
 @pytest.mark.parametrize('chars, dataset, words', [
@@ -308,7 +289,8 @@ def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, char
     if words:
         assert words in error_of(main, **flags)
     else:
-        assert draw() == draw(**flags) and f'{theirs}, step 250; tokenizer: char' in draw.err
+        assert draw() == draw(**flags)
+        assert draw.err == f'weights: {theirs}, step 250; tokenizer: char\ndevice: cpu, float32\n'
 
 
 def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only():

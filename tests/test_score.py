@@ -34,7 +34,7 @@ def scored(capsys):
 
 
 def summed_loss(model, ids, T):
-    """The reference: each token after the context of its window, half of T or more from the second window."""
+    """The reference: each token after the context of its window."""
     nats = 0.0
     for i in range(1, len(ids)):
         start = max(-(-(i - T) // (T // 2)), 0) * (T // 2)
