@@ -409,10 +409,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, model_args, weights, **override):
-        """
-        A GPT of a checkpoint's model_args and weights, {name: tensor}. override: settings that replace those
-        of model_args. ValueError if model_args and weights do not fit together.
-        """
+        """A GPT of a checkpoint. override: settings to replace. ValueError if args and weights do not fit."""
         model = cls(dataclasses.replace(config_from(model_args), **override))
         model.load_weights(weights)
         return model

@@ -104,8 +104,8 @@ def load(cfg, device, dtype):
 
 def tokenizer_spec(weights, data_dir):
     """
-    The spec of the tokenizer. nanoGPT's checkpoints hold none: theirs is the one of the dataset they were
-    trained on, or GPT-2's if that has no meta file. ValueError if its size is not the model's.
+    The spec of the tokenizer. For nanoGPT's checkpoints, which hold none, it is that of their dataset, or
+    GPT-2's if that has no meta file. ValueError if its size is not the model's.
     """
     if weights.tokenizer is not None:
         return weights.tokenizer
@@ -194,7 +194,7 @@ class Text:
 def write(model, tokenizer, prompts, seeds, stops, cfg):
     """
     Continues each prompt, (text, ids), once with each seed, in one batch. Yields the Texts at first and after
-    each step, in the order of the prompts and then of the seeds; in the end all of them are finished.
+    each step, ordered by prompt and seed; in the end all of them are finished.
     """
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p,
                         cfg.repetition_penalty, stop=stops[1], past_context=cfg.past_context,
@@ -258,8 +258,7 @@ def chat(model, tokenizer, template, cfg):
     if template not in TEMPLATES:
         raise ValueError(f'the template is {template!r}; choose one with --template: {", ".join(TEMPLATES)}')
     standard_input()  # fails early if it is closed
-    stops = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1])
-    size = model.config.block_size
+    stops, size = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1]), model.config.block_size
     limit = size - min(cfg.max_new_tokens, size // 4)  # leaves room for the answer
     turns, seed = [], cfg.seed
     while True:

@@ -129,7 +129,7 @@ def prefill(model, contexts):
 def slide(model, cache, rows, stopped):
     """
     Drops the oldest eighth of each full context and computes the rest again, at positions that training has
-    seen: a prefill every size / 8 steps, where nanoGPT runs one in each. A stopped row starts over instead.
+    seen. A stopped row starts over instead.
     """
     size, full = model.config.block_size, []
     for index, row in enumerate(rows):
@@ -164,10 +164,9 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
     Continues prompts, lists of ids of any lengths, in one batch. Yields a list of (sequence, token,
     log-probability) each step; sequence i * num_samples + j is the j-th sample of prompt i.
 
-    seeds: one a sequence, whose text is a function of prompt and seed; None: random ones. stopped: a set of
-    finished sequences; the caller may add to it. They leave the batch when they are half of it. compiled:
-    compile the step; on a CPU the weights are constants then, and later changes have no effect.
-    Raises ValueError when logits are not finite.
+    seeds: one a sequence, whose text is a function of prompt and seed. stopped: a set of finished sequences,
+    to which the caller may add; they leave the batch when they are half of it. compiled: compile the step; on
+    a CPU the weights are constants then. Raises ValueError when logits are not finite.
     """
     size, device = model.config.block_size, model.cos.device
     stopped = set() if stopped is None else stopped

@@ -91,9 +91,8 @@ def new_cache(model, batch, num_positions, static=False):
     device, dtype = model.cos.device, model.compute_dtype
     if static:  # powers of two, so that few prompts need another compilation
         num_positions = max(128, 2**(num_positions - 1).bit_length())
-    if device.type == 'cpu':
-        if not static:
-            dtype = torch.float32  # what Attention computes in on a CPU
-        elif dtype == torch.float32 and isinstance(model.lm_head, Int8Linear):
-            dtype = torch.bfloat16  # to which int8 products round their inputs anyway
+    if device.type == 'cpu' and not static:
+        dtype = torch.float32  # what Attention computes in on a CPU
+    elif device.type == 'cpu' and isinstance(model.lm_head, Int8Linear):
+        dtype = torch.bfloat16  # to which int8 products round their inputs anyway
     return KVCache(model.config, batch, min(num_positions, model.config.block_size), device, dtype, static)

@@ -89,24 +89,19 @@ def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, tu
     assert first['loss'] == pytest.approx(nats / mask.sum().item(), rel=1e-4)
 
 
-def test_settings_of_reading_act(scored, tmp_path):
-    (tmp_path / 'a.jsonl').write_text('{"body": "ab"}')
-    (tmp_path / 'a.txt').write_bytes(b'ab\xffcd')
+def test_settings_of_reading_act_and_what_cannot_be_scored_is_refused(scored, tmp_path):
+    files = {'a.jsonl': b'{"body": "ab"}', 'a.txt': b'ab\xffcd', 'empty.txt': b'', 'ids.bin': bytes(1024)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     assert scored(tmp_path / 'a.jsonl', text_field='body')[-1]['bytes'] == 2
     assert scored(tmp_path / 'a.txt', bad_utf8='replace')[0]['tokens'] == 7
     assert '--text_field' in error_of(scored, tmp_path / 'a.jsonl')
     assert '--bad_utf8=replace' in error_of(scored, tmp_path / 'a.txt')
-
-
-def test_what_cannot_be_scored_is_refused(scored, tmp_path):
-    model = gpt(257)
-    model.lm_head.weight.data[3, 4] = math.nan
-    (tmp_path / 'empty.txt').write_bytes(b'')
-    (tmp_path / 'a.txt').write_text('habcd')
-    (tmp_path / 'ids.bin').write_bytes(bytes(1024))
     assert 'holds no token to score' in error_of(scored, tmp_path / 'empty.txt')
     assert 'ids of an unknown tokenizer; score the text itself' in error_of(scored, tmp_path / 'ids.bin')
-    assert 'a loss on a.txt' in error_of(scored, tmp_path / 'a.txt', model)
+    model = gpt(257)
+    model.lm_head.weight.data[3, 4] = math.nan
+    assert 'a loss on a.txt' in error_of(scored, tmp_path / 'a.txt', model, bad_utf8='replace')
 
 
 def test_the_table_has_a_row_for_each_document_and_for_all(capsys, tmp_path):
