@@ -4,14 +4,9 @@ The transformer: config, attention, MLP, block, loss, initial weights, counts. I
 Letters: B batch, T time, C channels (n_embd), H heads, K key/value heads, D channels of a head,
 V vocabulary, L layers.
 
-One class, GPT, and two named presets over a few independent settings (PRESETS). 'gpt2' is OpenAI's GPT-2 as
-nanoGPT has it, weight for weight; 'modern' collects later changes that learn faster. __init__ resolves each
-setting to a module or a function, so forward branches only on cache or no cache, loss or no loss.
-
-References:
-1) GPT-2: https://github.com/openai/gpt-2/blob/master/src/model.py
-2) nanoGPT: https://github.com/karpathy/nanoGPT
-3) modern parts: https://github.com/KellerJordan/modded-nanogpt, https://github.com/karpathy/nanochat
+Two presets name values of a few independent settings (PRESETS). 'gpt2' is OpenAI's GPT-2 as nanoGPT has it,
+weight for weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat.
+__init__ resolves each setting to a module or a function, so forward branches only on cache and loss.
 """
 
 import dataclasses
@@ -85,17 +80,14 @@ class GPTConfig:
         """A copy with the preset's values in place of None. vocab_size stays None if it is None."""
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         c = GPTConfig(**{'n_kv_head': self.n_head, **PRESETS[self.preset], **given})
-        if c.n_ff is None and c.mlp == 'swiglu':
-            c.n_ff = math.ceil(8 * c.n_embd / 3 / 64) * 64
-        elif c.n_ff is None:
-            c.n_ff = 4 * c.n_embd
+        if c.n_ff is None:
+            c.n_ff = math.ceil(8 * c.n_embd / 3 / 64) * 64 if c.mlp == 'swiglu' else 4 * c.n_embd
         return c
 
     def model_args(self):
         """
-        The settings that rebuild the model from a checkpoint. For a shape that nanoGPT has, these are its
-        seven names, so that it reads our checkpoints. For any other shape they are all of ours, so that
-        nanoGPT refuses them instead of computing something else.
+        The settings that rebuild the model from a checkpoint: nanoGPT's seven names for a shape that it has,
+        and all of ours for any other, so that nanoGPT refuses them instead of computing something else.
         """
         names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
         nanogpt = {name: getattr(self, name) for name in names}
@@ -105,14 +97,8 @@ class GPTConfig:
         return dataclasses.asdict(complete)
 
 
-# -----------------------------------------------------------------------------
-# parts, small ones first
-
 class Linear(nn.Linear):
-    """
-    Computes in the dtype of its input. The weights stay in float32 for the optimizer and are cast where
-    they are used: mixed precision without autocast, the same on every device, free if the dtypes agree.
-    """
+    """Computes in the dtype of its input. The weights stay in float32 for the optimizer and are cast here."""
 
     def forward(self, x):
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -203,8 +189,7 @@ class Attention(nn.Module):
         q = self.rotate(self.qk_norm(q), cos, sin)
         k = self.rotate(self.qk_norm(k), cos, sin)
         if x.device.type == 'cpu':
-            # bf16 attention is slow here: backward takes 3.6 times as long (12 x 4 x 64 x 32, EPYC, torch
-            # 2.13), a single query 7 times (12 heads, 700 keys of 64)
+            # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC)
             q, k, v = q.float(), k.float(), v.float()
         if cache is not None:
             y = cache.attend(self.layer, q, k, v)
@@ -259,13 +244,10 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-# -----------------------------------------------------------------------------
-# the loss
-
 def head_gradients(x, w, targets, cap, smoothing):
     """
-    The summed cross-entropy of a head and its gradients with respect to the inputs and the weights:
-    (1,), (N, C), (V, C), from x (N, C), w (V, C), targets (N).
+    The summed cross-entropy of a head, (1,), and its gradients, (N, C) and (V, C), with respect to its inputs
+    x, (N, C), and weights w, (V, C). targets: (N).
     """
     logits = (x @ w.T).float()  # (N, V)
     if cap:
@@ -283,8 +265,7 @@ def head_gradients(x, w, targets, cap, smoothing):
 class ChunkedLoss(torch.autograd.Function):
     """
     The summed cross-entropy of a head, (1,), without all logits in memory at once. forward computes the
-    gradients of each chunk while its logits exist, so nothing is computed twice. This works because every
-    term of a sum gets the same gradient: one factor, applied in backward.
+    gradients of each chunk while its logits exist; every term of a sum gets the same factor in backward.
     """
 
     @staticmethod
@@ -308,9 +289,6 @@ class ChunkedLoss(torch.autograd.Function):
 # compiled together with the model, the chunks would be fused again, so each chunk is compiled alone
 chunked_loss = torch.compiler.disable(ChunkedLoss.apply)
 
-
-# -----------------------------------------------------------------------------
-# the model
 
 class GPT(nn.Module):
 
@@ -344,9 +322,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """
-        All initialization. GPT-2: N(0, 0.02), and the projections onto the residual stream divided by
-        sqrt(2 L). zero_init: those projections and the head start at zero, the embedding at N(0, 1), and
-        other matrices keep the scale of their input.
+        GPT-2: N(0, 0.02), and the projections onto the residual stream divided by sqrt(2 L). zero_init: those
+        and the head start at zero, the embedding at N(0, 1), and other matrices keep their input's scale.
         """
         c = self.config
         for name, p in self.named_parameters():
@@ -366,8 +343,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None):
         """
-        idx: (B, T) token ids. With a cache, they continue the sequences in it: any number of tokens if the
-        cache is empty, then one at a time.
+        idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         Without targets, returns the logits of the last position, (B, V), float32. With targets, (B, T) ids
         or -1 for a token that does not count, returns the summed cross-entropy of each sequence, (B,),
         float32, in nats; with gradients and loss_chunks above 1, that of all sequences, (1,).
@@ -433,10 +409,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, model_args, weights, **override):
-        """
-        A GPT of a checkpoint's model_args and weights, {name: tensor}. override: settings that replace
-        those of model_args, such as dropout. ValueError if model_args and weights do not fit together.
-        """
+        """A GPT of a checkpoint. override: settings to replace. ValueError if args and weights do not fit."""
         model = cls(dataclasses.replace(config_from(model_args), **override))
         model.load_weights(weights)
         return model

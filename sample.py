@@ -97,16 +97,15 @@ def load(cfg, device, dtype):
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit
     model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile)
     step = f', step {found.checkpoint["iter_num"]}' if 'iter_num' in found.checkpoint else ''
-    int8 = ', weights in int8' if cfg.quantize == 'int8' else ''
     print(f'weights: {found.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
-          f'device: {device}, {str(dtype).removeprefix("torch.")}{int8}', file=sys.stderr)
+          f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
     return model, tokenizer, found.checkpoint.get('template', 'none')
 
 
 def tokenizer_spec(weights, data_dir):
     """
-    The spec of the tokenizer. nanoGPT's checkpoints hold none: theirs is the one of the dataset they were
-    trained on, or GPT-2's if that has no meta file. ValueError if its size is not the model's.
+    The spec of the tokenizer. For nanoGPT's checkpoints, which hold none, it is that of their dataset, or
+    GPT-2's if that has no meta file. ValueError if its size is not the model's.
     """
     if weights.tokenizer is not None:
         return weights.tokenizer
@@ -115,9 +114,7 @@ def tokenizer_spec(weights, data_dir):
     folder = dataset_folder(data_dir, dataset) if dataset else data_dir
     meta = read_meta(folder)
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
-    if meta['tokenizer'] == GPT2_SPEC:
-        sizes = GPT2_VOCAB_SIZES
-    if vocab_size not in sizes:
+    if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
         raise ValueError(f'{weights.path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; '
                          'set --data_dir to where its dataset is, or add the tokenizer.json of the model')
     return meta['tokenizer']
@@ -134,23 +131,18 @@ def read_prompts(start):
         if not re.search(r'\.(jsonl|ndjson)(\.\w+)?$', path.lower()):  # compressed or not
             return [f.read()]
         for number, line in enumerate(f, 1):
-            if line.strip():
-                prompts.append(prompt_of(line, f'{path}, line {number}'))
-    if not prompts:
-        raise ValueError(f'{path} holds no prompt')
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            prompt = row.get('prompt') if isinstance(row, dict) else row
+            if not isinstance(prompt, str):
+                raise ValueError(f'{path}, line {number}: expected JSON: a text, or an object with the field '
+                                 'prompt')
+            prompts.append(prompt)
     return prompts
-
-
-def prompt_of(line, where):
-    """The prompt in a line of JSON. ValueError names `where`, its file and line."""
-    try:
-        row = json.loads(line)
-        prompt = row['prompt'] if isinstance(row, dict) else row
-    except (ValueError, KeyError, RecursionError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ValueError(f'{where}: expected JSON: a text, or an object with the field prompt')
-    return prompt
 
 
 def stops_of(tokenizer, stop, mark=''):
@@ -167,9 +159,9 @@ def stops_of(tokenizer, stop, mark=''):
 class Text:
     """The text of one sequence as its tokens arrive. It ends before a stop text or a stop id."""
 
-    def __init__(self, tokenizer, stop_texts, stop_ids):
-        self.tokenizer, self.stop_texts, self.stop_ids = tokenizer, stop_texts, stop_ids
-        self.beginnings = [stop[:n] for stop in stop_texts for n in range(1, len(stop))]
+    def __init__(self, tokenizer, stops, start='', seed=None):
+        self.tokenizer, self.start, self.seed = tokenizer, start, seed
+        self.stop_texts, self.stop_ids = stops
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
         self.text, self.pending = '', ''  # certain and not
         self.tokens, self.logprobs = [], []
@@ -185,11 +177,11 @@ class Text:
         self.pending += self.decoder.decode(self.tokenizer.decode([token]))
         found = [self.pending.index(stop) for stop in self.stop_texts if stop in self.pending]
         if found:
-            self.text += self.pending[:min(found)]
-            self.finish = 'stop'
-            return
-        waiting = max((len(b) for b in self.beginnings if self.pending.endswith(b)), default=0)
-        certain = len(self.pending) - waiting
+            self.finish, certain = 'stop', min(found)
+        else:
+            beginnings = [stop[:n] for stop in self.stop_texts for n in range(len(stop))]
+            waiting = [len(b) for b in beginnings if self.pending.endswith(b)]
+            certain = len(self.pending) - max(waiting, default=0)
         self.text += self.pending[:certain]
         self.pending = self.pending[certain:]
 
@@ -201,15 +193,16 @@ class Text:
 
 def write(model, tokenizer, prompts, seeds, stops, cfg):
     """
-    Continues each prompt, a list of ids, once with each seed, in one batch. Yields the Texts after each step,
-    in the order of the prompts and then of the seeds; in the end all of them are finished.
+    Continues each prompt, (text, ids), once with each seed, in one batch. Yields the Texts at first and after
+    each step, ordered by prompt and seed; in the end all of them are finished.
     """
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p,
                         cfg.repetition_penalty, stop=stops[1], past_context=cfg.past_context,
                         vocab=tokenizer.n_vocab, logprobs=cfg.logprobs)
-    texts, stopped = [Text(tokenizer, *stops) for _ in prompts for _ in seeds], set()
-    for step in generate(model, prompts, sampling, num_samples=len(seeds), seeds=seeds * len(prompts),
-                         stopped=stopped, compiled=cfg.compile):
+    texts, stopped = [Text(tokenizer, stops, start, seed) for start, _ in prompts for seed in seeds], set()
+    yield texts
+    for step in generate(model, [ids for _, ids in prompts], sampling, num_samples=len(seeds),
+                         seeds=[text.seed for text in texts], stopped=stopped, compiled=cfg.compile):
         for index, token, logprob in step:
             texts[index].add(token, logprob)
             if texts[index].finish:
@@ -223,50 +216,39 @@ def write(model, tokenizer, prompts, seeds, stops, cfg):
 
 def sample(model, tokenizer, cfg):
     """Draws num_samples texts from each prompt, batch_size of them at once, and prints them in order."""
-    starts, size = read_prompts(cfg.start), model.config.block_size
-    prompts = [prompt_ids(tokenizer, start) for start in starts]
-    longest = max(len(prompt) for prompt in prompts)
+    prompts = [(start, prompt_ids(tokenizer, start)) for start in read_prompts(cfg.start)]
+    longest, size = max((len(ids) for _, ids in prompts), default=0), model.config.block_size
     if longest > size:
         print(f'note: the prompt has {longest:,} tokens; the last {size:,} fit the context', file=sys.stderr)
     num_samples = cfg.num_samples or (1 if cfg.temperature < GREEDY_BELOW else 3)
     prompts_at_once, stops = max(cfg.batch_size // num_samples, 1), stops_of(tokenizer, cfg.stop)
     for i in range(0, len(prompts), prompts_at_once):
         for j in range(0, num_samples, cfg.batch_size):
-            chosen = slice(i, i + prompts_at_once)
-            seeds = [cfg.seed + n for n in range(j, min(j + cfg.batch_size, num_samples))]
-            steps = write(model, tokenizer, prompts[chosen], seeds, stops, cfg)
-            drawn = [(start, seed) for start in starts[chosen] for seed in seeds]
+            seeds = range(cfg.seed + j, cfg.seed + min(j + cfg.batch_size, num_samples))
+            steps = write(model, tokenizer, prompts[i:i + prompts_at_once], seeds, stops, cfg)
             if cfg.output == 'text':
-                print_in_order(steps, [start for start, _ in drawn], '\n---------------\n')
-            else:
-                print_rows(steps, drawn, cfg.logprobs)
+                print_in_order(steps, '\n---------------\n')
+                continue
+            *_, texts = steps
+            for text in texts:
+                row = {'prompt': text.start, 'seed': text.seed, 'text': text.text, 'finish': text.finish}
+                if cfg.logprobs:
+                    row |= {'tokens': text.tokens, 'logprobs': text.logprobs}
+                print_json(row)
 
 
-def print_in_order(steps, starts, end):
+def print_in_order(steps, end):
     """Streams the Texts one after another, each between its prompt and `end`. Returns them."""
-    print(starts[0], end='', flush=True)
     turn, printed = 0, 0  # the Text to print, and how much of it is printed
     for texts in steps:
         while turn < len(texts):
             text = texts[turn]
-            print(text.text[printed:], end=end if text.finish else '', flush=True)
-            printed = len(text.text)
+            print((text.start + text.text)[printed:], end=end if text.finish else '', flush=True)
+            printed = len(text.start + text.text)
             if not text.finish:
                 break
             turn, printed = turn + 1, 0
-            if turn < len(texts):
-                print(starts[turn], end='', flush=True)
     return texts
-
-
-def print_rows(steps, drawn, logprobs):
-    """Prints one JSON object for each Text; drawn: (prompt, seed) of each."""
-    *_, texts = steps
-    for (start, seed), text in zip(drawn, texts, strict=True):
-        row = {'prompt': start, 'seed': seed, 'text': text.text, 'finish': text.finish}
-        if logprobs:
-            row |= {'tokens': text.tokens, 'logprobs': text.logprobs}
-        print_json(row)
 
 
 def chat(model, tokenizer, template, cfg):
@@ -276,8 +258,7 @@ def chat(model, tokenizer, template, cfg):
     if template not in TEMPLATES:
         raise ValueError(f'the template is {template!r}; choose one with --template: {", ".join(TEMPLATES)}')
     standard_input()  # fails early if it is closed
-    stops = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1])
-    size = model.config.block_size
+    stops, size = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1]), model.config.block_size
     limit = size - min(cfg.max_new_tokens, size // 4)  # leaves room for the answer
     turns, seed = [], cfg.seed
     while True:
@@ -293,7 +274,7 @@ def chat(model, tokenizer, template, cfg):
         except ValueError as e:  # too long, or characters that the tokenizer lacks
             print(f'note: {e}', file=sys.stderr)
             continue
-        (answer,) = print_in_order(write(model, tokenizer, [ids], [seed], stops, cfg), [''], '\n')
+        (answer,) = print_in_order(write(model, tokenizer, [('', ids)], [seed], stops, cfg), '\n')
         turns = [*asked, ('assistant', answer.text)]
         seed += 1
 

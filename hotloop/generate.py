@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -54,16 +55,15 @@ def draw(logits, seen, numbers, sampling):
     One token a row from (B, V) logits, as (B, 2) float32: its id, exact below 2^24, and its log-probability
     (0 unless asked for, NaN where logits are not finite). seen: (B, V), the ids that occurred in each row.
     """
-    logits, penalty = logits[:, :sampling.vocab], sampling.repetition_penalty
-    limited = logits
-    if penalty != 1:
+    logits = limited = logits[:, :sampling.vocab]
+    if sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
         penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
         limited = torch.where(seen[:, :sampling.vocab], penalized, logits)
     token = sample_token(limited, numbers, sampling)  # (B, 1)
+    logprob = torch.zeros_like(token, dtype=torch.float32)
     if sampling.logprobs:
         logprob = logits.log_softmax(-1).gather(-1, token)
-    else:
-        logprob = torch.zeros_like(token, dtype=torch.float32)
     finite = logits.sum(-1, keepdim=True).isfinite()  # one bad logit spoils the sum; checking each costs more
     return torch.cat((token.float(), torch.where(finite, logprob, math.nan)), dim=1)
 
@@ -73,9 +73,9 @@ def decode_step(model, cache, tokens, seen, numbers, sampling):
     return draw(model(tokens, cache=cache), seen, numbers, sampling)
 
 
-# How a step is compiled on a CPU. Weights become constants, laid out for products that Inductor writes and
-# times against the library's: GPT-2 124M in int8 from 14.5 to 7.3 ms a token (tests/bench/LOG.md). The graph
-# cache on disk is off because it would store those constants; the last two keep tables off the terminal.
+# On a CPU weights become constants, laid out for products that Inductor writes and times against the
+# library's: GPT-2 124M in int8 from 14.5 to 7.3 ms a token. The cache on disk would store those constants;
+# the last two keep tables off the terminal.
 CPU_STEP = dict(freezing=True, max_autotune=True, fx_graph_cache=False, autotune_num_choices_displayed=0,
                 max_autotune_report_choices_stats=False)
 
@@ -84,9 +84,7 @@ def compile_step(device):
     """decode_step, compiled for fixed shapes; on CUDA as a graph."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
-    options = {}
-    if device.type == 'cpu':
-        options = {name: value for name, value in CPU_STEP.items() if hasattr(inductor, name)}
+    options = CPU_STEP if device.type == 'cpu' else {}
     mode = 'reduce-overhead' if device.type == 'cuda' else None
     compiled, known = torch.compile(decode_step, dynamic=False, mode=mode), set()
 
@@ -95,7 +93,7 @@ def compile_step(device):
         if shape in known:  # patching the settings takes 0.2 ms
             return compiled(model, cache, *args)
         known.add(shape)
-        if device.type == 'cuda':  # a graph writes to these in place; on a CPU they would become constants
+        if device.type == 'cuda':  # a graph writes to these in place
             for tensor in (*cache.k, *cache.v, cache.length):
                 torch._dynamo.mark_static_address(tensor)
         # after 8 shapes of a function, or 256 of all models, torch would continue without compiling
@@ -106,8 +104,7 @@ def compile_step(device):
     return step
 
 
-@dataclass
-class Row:
+class Row(NamedTuple):
     """What the host knows of one row of the batch."""
     sequence: int
     context: list  # ids of the prompt and the text; the newest is not in the cache yet
@@ -122,36 +119,32 @@ def uniform_numbers(rows, device):
 
 def prefill(model, contexts):
     """Feeds lists of ids in one forward. Returns a cache that holds them and the (B, V) logits after each."""
-    device, lengths = model.cos.device, [len(context) for context in contexts]
-    padded = [context + [0] * (max(lengths) - len(context)) for context in contexts]
-    cache = new_cache(model, len(contexts), max(lengths))
-    cache.prompt_lengths = torch.tensor(lengths, device=device)
+    device, longest = model.cos.device, max(map(len, contexts))
+    padded = [context + [0] * (longest - len(context)) for context in contexts]
+    cache = new_cache(model, len(contexts), longest)
+    cache.prompt_lengths = torch.tensor([len(context) for context in contexts], device=device)
     return cache, model(torch.tensor(padded, device=device), cache=cache)
 
 
 def slide(model, cache, rows, stopped):
     """
     Drops the oldest eighth of each full context and computes the rest again, at positions that training has
-    seen: a prefill every size / 8 steps, where nanoGPT runs one in each. A stopped row starts over instead.
+    seen. A stopped row starts over instead.
     """
-    size = model.config.block_size
-    full = [index for index, row in enumerate(rows) if len(row.context) > size]
-    for index in full:
-        row = rows[index]
-        kept = 1 if row.sequence in stopped else len(row.context) - max(size // 8, 1)
-        row.context = row.context[-kept:]
-        cache.length[index] = 0
-    full = [index for index in full if len(rows[index].context) > 1]
+    size, full = model.config.block_size, []
+    for index, row in enumerate(rows):
+        if len(row.context) > size:
+            del row.context[:size if row.sequence in stopped else max(size // 8, 1)]
+            cache.length[index] = 0
+            if len(row.context) > 1:
+                full.append(index)
     if full:
         filled, _ = prefill(model, [rows[index].context[:-1] for index in full])
-        cache.put(full, filled, list(range(len(full))))
+        cache.put(full, filled, slice(None))
 
 
 def read(drawn, rows, sampling, size, stopped):
-    """
-    Appends the drawn tokens to their contexts and stops rows that end with them. Returns (sequence, token,
-    log-probability) of each row that was not stopped before.
-    """
+    """Appends what was drawn, and stops rows that end with it. Returns what generate yields."""
     new = []
     for row, (token, logprob) in zip(rows, drawn.tolist(), strict=True):
         row.context.append(int(token))
@@ -160,8 +153,7 @@ def read(drawn, rows, sampling, size, stopped):
         if math.isnan(logprob):
             raise ValueError(NOT_FINITE.format('logits that are'))
         new.append((row.sequence, int(token), logprob))
-        is_full = len(row.context) > size
-        if token in sampling.stop or (is_full and sampling.past_context == 'stop'):
+        if token in sampling.stop or (sampling.past_context == 'stop' and len(row.context) > size):
             stopped.add(row.sequence)
     return new
 
@@ -172,12 +164,9 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
     Continues prompts, lists of ids of any lengths, in one batch. Yields a list of (sequence, token,
     log-probability) each step; sequence i * num_samples + j is the j-th sample of prompt i.
 
-    seeds:    one a sequence; its text is a function of prompt and seed, whatever else is in the batch.
-              None: random ones
-    stopped:  a set of the sequences that are finished; the caller may add to it. They are dropped from the
-              batch when they are half of it
-    compiled: compile the step; on a CPU with the weights as constants, so later changes have no effect
-    Raises ValueError when logits are not finite.
+    seeds: one a sequence, whose text is a function of prompt and seed. stopped: a set of finished sequences,
+    to which the caller may add; they leave the batch when they are half of it. compiled: compile the step; on
+    a CPU the weights are constants then. Raises ValueError when logits are not finite.
     """
     size, device = model.config.block_size, model.cos.device
     stopped = set() if stopped is None else stopped
@@ -193,8 +182,8 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
         seen[sequence, context] = True
     prefilled, logits = prefill(model, contexts[::num_samples])
     cache = new_cache(model, len(rows), max(map(len, contexts)) + sampling.max_new_tokens, static=compiled)
-    prompt_of = [row.sequence // num_samples for row in rows]
-    cache.put(list(range(len(rows))), prefilled, prompt_of)
+    prompt_of = [sequence // num_samples for sequence in range(len(rows))]
+    cache.put(slice(None), prefilled, prompt_of)
     drawn = draw(logits[prompt_of], seen, uniform_numbers(rows, device), sampling)
     del prefilled, logits
     step = compile_step(device) if compiled else decode_step

@@ -10,20 +10,16 @@ from hotloop.quantize import Int8Linear
 
 class KVCache:
     """
-    Keys and values of the tokens that the rows of a batch have seen. k[layer] and v[layer] are (B, K,
-    num_positions, D), of which row b fills the first length[b] positions.
-
+    k[layer] and v[layer] are (B, K, num_positions, D), of which row b fills the first length[b] positions.
     An empty cache takes prompts of any lengths, padded on the right; after that it takes one token a row.
-    While rows are equally long, attention needs no mask, which saves a fifth of its time on a CPU.
     static: no shape depends on what is filled, as a compiled step requires.
     """
 
     def __init__(self, config, batch, num_positions, device, dtype, static=False):
-        c = config.resolved()
-        shape = (batch, c.n_kv_head, num_positions, c.n_embd // c.n_head)
+        shape = (batch, config.n_kv_head, num_positions, config.n_embd // config.n_head)
         # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]
-        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(c.n_layer)]
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = None  # (B,), where prompts are padded
         self.static = static
@@ -35,9 +31,8 @@ class KVCache:
         if not self.static:
             lengths = self.length.tolist()
             assert T == 1 or not any(lengths), 'a cache that is not empty takes one token at a time'
-            assert max(lengths) + T <= self.end, f'{max(lengths) + T} positions, but the cache has {self.end}'
             self.end = max(lengths) + T
-        if self.static or min(lengths) < max(lengths):
+        if self.static or min(lengths) < max(lengths):  # without a mask a CPU saves a fifth of the time
             self.mask = (torch.arange(self.end, device=device) <= positions)[:, None, None]  # (B, 1, 1, end)
         return positions
 
@@ -65,7 +60,7 @@ class KVCache:
         return x[torch.arange(x.size(0), device=x.device), self.prompt_lengths - 1]
 
     def put(self, rows, other, sources):
-        """Row rows[i] becomes a copy of row sources[i] of another cache."""
+        """The rows become copies of those of another cache, one each."""
         end = other.k[0].size(2)
         for ours, theirs in zip(self.k + self.v, other.k + other.v, strict=True):
             ours[rows, :, :end] = theirs[sources].to(ours.dtype)
@@ -74,9 +69,9 @@ class KVCache:
     def select(self, rows):
         """Keeps these rows and drops the others, layer by layer, so that memory does not double."""
         self.length = self.length[rows]
-        for caches in (self.k, self.v):
-            for layer, cached in enumerate(caches):
-                caches[layer] = cached[rows]
+        for layer in range(len(self.k)):
+            self.k[layer] = self.k[layer][rows]
+            self.v[layer] = self.v[layer][rows]
 
 
 def attend_in_sums(q, k, v, mask):
@@ -92,13 +87,12 @@ def attend_in_sums(q, k, v, mask):
 
 
 def new_cache(model, batch, num_positions, static=False):
-    """A cache in the dtype that attention reads fastest. It holds at most the model's context."""
+    """A cache of at most the model's context, in the dtype that attention reads fastest."""
     device, dtype = model.cos.device, model.compute_dtype
     if static:  # powers of two, so that few prompts need another compilation
         num_positions = max(128, 2**(num_positions - 1).bit_length())
-    if device.type == 'cpu':
-        if not static:
-            dtype = torch.float32  # what Attention computes in on a CPU
-        elif dtype == torch.float32 and isinstance(model.lm_head, Int8Linear):
-            dtype = torch.bfloat16  # to which int8 products round their inputs anyway
+    if device.type == 'cpu' and not static:
+        dtype = torch.float32  # what Attention computes in on a CPU
+    elif device.type == 'cpu' and isinstance(model.lm_head, Int8Linear):
+        dtype = torch.bfloat16  # to which int8 products round their inputs anyway
     return KVCache(model.config, batch, min(num_positions, model.config.block_size), device, dtype, static)

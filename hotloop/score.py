@@ -13,7 +13,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hotloop.chat_template import TEMPLATES
-from hotloop.dataset import show
 from hotloop.documents import ReadConfig, documents_in, open_text
 from hotloop.generate import NOT_FINITE
 from hotloop.sources import check_kinds, files_of
@@ -26,44 +25,34 @@ SEPARATOR = '<|endoftext|>'  # between the documents of a text file
 class Score:
     """A document's targets: how many they are, their UTF-8 bytes, and their summed loss in nats."""
     file: str
-    beginning: str
     tokens: int
     bytes: int
     nats: float = 0.0
 
-    def averages(self):
-        """Loss in nats a token, perplexity, bits per byte; NaN if there is nothing to divide by."""
-        loss = self.nats / self.tokens if self.tokens else math.nan
-        bpb = self.nats / math.log(2) / self.bytes if self.bytes else math.nan
-        return {'loss': loss, 'perplexity': math.exp(min(loss, 700)), 'bpb': bpb}
-
 
 def score(model, tokenizer, template, cfg):
     """
-    Prints the scores of the documents that cfg.score names, each and all together. template: the one of the
-    model's data; cfg.template wins. ValueError if there is nothing to score or a loss is not finite.
+    Prints the scores of the documents that cfg.score names, each and all together. template: that of the
+    model's data. ValueError if there is nothing to score or a loss is not finite.
     """
     if cfg.template != 'auto' or template not in TEMPLATES:
         template = cfg.template
     reading = ReadConfig(text_field=cfg.text_field, template=template, bad_utf8=cfg.bad_utf8)
     scores = measure(model, tokenizer, documents_of(cfg, tokenizer, reading), cfg.batch_size)
-    total = Score('', '', *(sum(getattr(s, name) for s in scores) for name in ('tokens', 'bytes', 'nats')))
-    if not total.tokens:
+    total = Score(cfg.score, sum(s.tokens for s in scores), sum(s.bytes for s in scores),
+                  sum(s.nats for s in scores))
+    if not scores:
         raise ValueError(f'{cfg.score} holds no token to score')
-    by_file = len({s.file for s in scores}) > 1
     if cfg.output == 'text':
-        label = 'file' if by_file else 'begins'
-        print(f'document  {label:<24}      tokens        bytes     loss  perplexity  bits per byte')
+        print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
     for number, s in [*enumerate(scores, 1), ('all', total)]:
-        averages = s.averages()
+        loss = s.nats / s.tokens  # in nats a token
+        row = {'document': number, 'file': s.file, 'tokens': s.tokens, 'bytes': s.bytes, 'loss': loss,
+               'perplexity': math.exp(min(loss, 700)), 'bpb': s.nats / math.log(2) / max(s.bytes, 1)}
         if cfg.output == 'text':
-            label = s.file if by_file else s.beginning
-            print(f'{number:>8}  {label[-24:]:<24}  {s.tokens:>10,}  {s.bytes:>11,}  '
-                  f'{averages["loss"]:>7.4f}  {averages["perplexity"]:>10.2f}  {averages["bpb"]:.4f}')
+            print('{:>8}  {:<24.24}  {:>10,}  {:>11,}  {:>7.4f}  {:>10.2f}  {:.4f}'.format(*row.values()))
         else:
-            file = {'file': s.file} if by_file and s is not total else {}
-            averages = {name: x if math.isfinite(x) else None for name, x in averages.items()}
-            print_json({'document': number, **file, 'tokens': s.tokens, 'bytes': s.bytes, **averages})
+            print_json(row)
 
 
 def documents_of(cfg, tokenizer, reading):
@@ -89,25 +78,25 @@ def documents_of(cfg, tokenizer, reading):
 
 def windows_of(documents, tokenizer, T, scores):
     """
-    Appends the Score of each document, (file name, ids, mask), and yields (Score, inputs, targets) of windows
-    of up to T tokens that cover it. A target counts in its first window only: most see T / 2 tokens or more.
+    Appends the Score of each document and yields (Score, inputs, targets) of windows of up to T tokens that
+    cover it. A target counts in its first window only: most see T / 2 tokens or more.
     """
     begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
     for name, ids, mask in documents:
-        beginning = show(tokenizer, ids[:20].tolist())[:24]
         if begin is not None:  # without it, nothing predicts the first token
             ids, mask = np.append(begin, ids), np.append(0, mask)
         ids = ids.astype(np.int64)
         targets = np.where(mask, ids, -1)[1:]
         counted = targets[targets >= 0]
-        scores.append(Score(name, beginning, len(counted), int(tokenizer.sizes[counted].sum())))
+        if not len(counted):
+            continue
+        scores.append(Score(name, len(counted), int(tokenizer.sizes[counted].sum())))
         done, start = 0, 0
         while done < len(targets):
-            end = min(start + T, len(targets))
-            y = targets[start:end].copy()
+            y = targets[start:start + T].copy()
             y[:done - start] = -1
-            yield scores[-1], torch.from_numpy(ids[start:end]), torch.from_numpy(y)
-            done, start = end, start + max(T // 2, 1)
+            yield scores[-1], torch.from_numpy(ids[start:start + len(y)]), torch.from_numpy(y)
+            done, start = start + len(y), start + max(T // 2, 1)
 
 
 @torch.no_grad()

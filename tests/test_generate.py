@@ -5,25 +5,12 @@ import shutil
 
 import pytest
 import torch
+from test_model import SHAPES, make
 
 from hotloop.generate import Sampling, generate, sample_token
 from hotloop.kv_cache import new_cache
 from hotloop.quantize import prepare_for_inference
-from model import GPT, GPTConfig
-
-SHAPES = {'gpt2': dict(preset='gpt2', bias=True), 'modern': dict(preset='modern'),
-          'swiglu, grouped': dict(preset='modern', mlp='swiglu', n_kv_head=2),
-          'tied rope': dict(preset='gpt2', position='rope', softcap=5.0)}
-
-
-def make(shape='gpt2', seed=0, **more):
-    """A small model with every weight drawn anew, so that no zero or one hides a mistake."""
-    settings = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32) | SHAPES[shape] | more
-    torch.manual_seed(seed)
-    model = GPT(GPTConfig(**settings)).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2)
-    return model
+from model import GPT
 
 
 def ids(n):
@@ -31,12 +18,6 @@ def ids(n):
 
 
 PROMPTS = [ids(n) for n in (3, 7, 1, 16, 5)]  # block_size is 16
-
-
-@pytest.fixture(autouse=True)
-def one_thread(as_it_was):
-    """Models this small gain nothing from two."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -72,22 +53,23 @@ def next_logits(model, context):
 
 
 @pytest.mark.parametrize('shape', SHAPES)
-@pytest.mark.parametrize('length', [1, 5, 16])
+@pytest.mark.parametrize('length', [1, 16])
 def test_cached_greedy_generation_equals_uncached(shape, length):
     """Past block_size too, where the oldest eighth, two tokens, is dropped and the rest is computed again."""
     model, context, expected = make(shape), ids(length), []
-    for _ in range(40):
+    for _ in range(24):
         if len(context) > 16:
             context = context[2:]
         expected.append(next_logits(model, context).argmax().item())
         context.append(expected[-1])
-    assert run(model, [ids(length)], 40, temperature=0) == [expected]
+    assert run(model, [ids(length)], 24, temperature=0) == [expected]
 
 
-def test_a_slide_costs_one_prefill_in_an_eighth_of_the_context(shapes):
+def test_samples_share_a_prefill_and_a_slide_costs_one_in_an_eighth_of_the_context(shapes):
     """nanoGPT computes the complete context for each token."""
-    run(make(block_size=32), [ids(32)], 41, temperature=0)
-    assert shapes[0] == (1, 32) and shapes.count((1, 28)) == 10 and shapes.count((1, 1)) == 40
+    texts = run(make(block_size=32), [ids(32), ids(5)], 21, num_samples=3, seeds=range(6))
+    assert shapes[0] == (2, 32) and len(set(map(tuple, texts))) == 6
+    assert shapes.count((3, 28)) == 5 and shapes.count((6, 1)) == 20 and len(shapes) == 26
 
 
 @pytest.mark.parametrize('size', [1, 2])
@@ -100,28 +82,25 @@ def test_a_context_of_one_token_and_of_two(size, compiled, fixed_shapes):
 
 
 def test_past_context_stop_ends_the_sequence():
-    texts = run(make(), PROMPTS, 40, temperature=0, past_context='stop')
+    texts = run(make(), PROMPTS, 20, temperature=0, past_context='stop')
     assert [len(text) for text in texts] == [14, 10, 16, 1, 12]
-    longer = run(make(), PROMPTS, 40, temperature=0)
+    longer = run(make(), PROMPTS, 20, temperature=0)
     assert texts == [b[:len(a)] for a, b in zip(texts, longer, strict=True)]
 
 
-def test_prompts_longer_than_the_context_keep_their_end():
-    assert run(make(), [ids(40)], 5, temperature=0) == run(make(), [ids(40)[-16:]], 5, temperature=0)
-
-
-def test_no_tokens_are_no_steps(shapes):
+def test_prompts_longer_than_the_context_keep_their_end_and_no_tokens_are_no_steps(shapes):
     assert run(make(), PROMPTS, 0) == [[]] * 5 and run(make(), [], 5) == [] and not shapes
+    assert run(make(), [ids(40)], 5, temperature=0) == run(make(), [ids(40)[-16:]], 5, temperature=0)
 
 
 @pytest.mark.parametrize('shape', SHAPES)
 def test_a_ragged_batch_equals_its_rows_alone(shape, fixed_shapes):
     """Token for token, past the context, with sequences that end on the way; at fixed shapes too."""
     model, how = make(shape), dict(top_k=20, repetition_penalty=1.1, stop={3, 5})
-    alone = [run(model, [prompt], 30, seeds=[i], **how)[0] for i, prompt in enumerate(PROMPTS)]
+    alone = [run(model, [prompt], 24, seeds=[i], **how)[0] for i, prompt in enumerate(PROMPTS)]
     assert len(set(map(len, alone))) > 2, 'or nothing ends on the way'
     for compiled in (False, True):
-        assert run(model, PROMPTS, 30, seeds=range(5), compiled=compiled, **how) == alone
+        assert run(model, PROMPTS, 24, seeds=range(5), compiled=compiled, **how) == alone
 
 
 def test_int8_in_a_batch_of_any_size_equals_int8_alone():
@@ -130,11 +109,6 @@ def test_int8_in_a_batch_of_any_size_equals_int8_alone():
     assert model.lm_head.on_cpu
     batch = run(model, PROMPTS, 6, num_samples=8, seeds=range(40))
     assert batch[::8] == [run(model, [PROMPTS[i]], 6, seeds=[8 * i])[0] for i in range(5)]
-
-
-def test_samples_share_one_prefill(shapes):
-    texts = run(make(), PROMPTS[:2], 6, num_samples=3, seeds=range(6))
-    assert shapes == [(2, 7)] + [(6, 1)] * 5 and len(set(map(tuple, texts))) == 6
 
 
 @pytest.mark.parametrize('compiled', [False, True])
@@ -182,13 +156,12 @@ def test_a_compiled_step_with_bf16_keys_is_close_to_the_eager_one(dtype, quantiz
     sampling = Sampling(10, temperature=0, logprobs=True)
     eager, fast = ([new for step in generate(model, PROMPTS, sampling, compiled=compiled) for new in step]
                    for compiled in (False, True))
-    same = set(range(5))
+    different = set()
     for (sequence, token, logprob), (_, other_token, other_logprob) in zip(eager, fast, strict=True):
-        if sequence in same:
-            assert logprob == pytest.approx(other_logprob, abs=0.05)
+        assert sequence in different or logprob == pytest.approx(other_logprob, abs=0.05)
         if token != other_token:  # two tokens may be about equally likely
-            same.discard(sequence)
-    assert len(same) >= 2
+            different.add(sequence)
+    assert len(different) <= 3
     assert 'AUTOTUNE' not in ''.join(capfd.readouterr()), "Inductor's tables are on the terminal"
 
 
@@ -198,13 +171,14 @@ def test_a_text_is_a_function_of_its_seed():
     assert run(model, prompt, 10, seeds=[3]) == text != run(model, prompt, 10, seeds=[4])
     assert run(model, prompt, 4, seeds=[3])[0] == text[0][:4]
     before = torch.random.get_rng_state()
-    assert run(model, prompt, 30) != run(model, prompt, 30), 'without a seed each text is another'
+    assert run(model, prompt, 10) != run(model, prompt, 10), 'without a seed each text is another'
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize('how', [dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0), dict(temperature=1e-39)])
-def test_limits_that_leave_one_token_are_greedy(how):
-    assert run(make(), PROMPTS, 20, **how) == run(make(), PROMPTS, 20, temperature=0)
+def test_limits_that_leave_one_token_are_greedy():
+    greedy = run(make(), PROMPTS, 10, temperature=0)
+    for how in (dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0), dict(temperature=1e-39)):
+        assert run(make(), PROMPTS, 10, **how) == greedy
 
 
 def test_a_stop_id_is_yielded_and_padding_is_never_drawn():
@@ -236,10 +210,10 @@ def test_draws_follow_the_probabilities(how):
     assert ((counts[p > 0] - expected) ** 2 / expected).sum() < 30
 
 
-@pytest.mark.parametrize('number', [0.0, 1 - 2**-53])
-def test_the_smallest_and_the_largest_number_draw_an_id_with_probability(number):
-    logits = torch.tensor([[-math.inf, 0.0, -200.0, 1.0, -math.inf]])
-    assert sample_token(logits, torch.tensor([[number]], dtype=torch.float64), Sampling(1)).item() in (1, 3)
+def test_the_smallest_and_the_largest_number_draw_an_id_with_probability():
+    logits = torch.tensor([[-math.inf, 0.0, -200.0, 1.0, -math.inf]]).repeat(2, 1)
+    numbers = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
+    assert sample_token(logits, numbers, Sampling(1)).tolist() == [[1], [3]]
 
 
 def test_the_repetition_penalty_is_that_of_the_paper():
@@ -263,10 +237,9 @@ def test_log_probabilities_are_the_models():
         context.append(token)
 
 
-@pytest.mark.parametrize('value', [math.nan, math.inf])
 @pytest.mark.parametrize('how', [dict(), dict(temperature=0), dict(top_k=3), dict(logprobs=True)])
-def test_logits_that_are_not_finite_are_an_error(value, how):
+def test_logits_that_are_not_finite_are_an_error(how):
     model = make()
-    model.lm_head.weight.data[3, 3] = value
-    with pytest.raises(ValueError, match='not finite'):
-        run(model, PROMPTS, 3, **how)
+    for model.lm_head.weight.data[3, 3] in (math.nan, math.inf):
+        with pytest.raises(ValueError, match='not finite'):
+            run(model, PROMPTS, 3, **how)

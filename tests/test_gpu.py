@@ -10,11 +10,11 @@ import os
 import pytest
 import torch
 from conftest import TINY, noise, write_bins
+from test_model import make
 
 import train
 from hotloop.generate import Sampling, generate
 from hotloop.quantize import prepare_for_inference
-from model import GPT, GPTConfig
 
 DEVICE = os.environ.get('TEST_DEVICE', 'cuda')
 pytestmark = pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available(), reason='there is no GPU')
@@ -49,10 +49,9 @@ def test_resume_is_exact(run, recipe):
         settings = {**recipe, 'deterministic': deterministic}
         whole = run(f'whole{deterministic}', **settings)
         run(f'halves{deterministic}', **settings, max_iters=5)
-        halves = run(f'halves{deterministic}', **settings, init_from='resume')
-        print(f'{recipe or "gpt2"}, deterministic={deterministic}: the furthest weights differ by '
-              f'{furthest(whole, halves):.1e}')
-        assert not deterministic or furthest(whole, halves) == 0
+        difference = furthest(whole, run(f'halves{deterministic}', **settings, init_from='resume'))
+        print(f'{settings}: the furthest weights differ by {difference:.1e}')
+        assert not deterministic or difference == 0
 
 
 def test_data_in_the_devices_memory_is_the_data_that_is_read_ahead(run):
@@ -68,10 +67,7 @@ def test_a_loss_in_chunks_trains_as_the_whole_does(run):
 def test_a_compiled_step_draws_what_the_eager_one_draws(preset):
     """In float32, where kernels differ less than probable ids. Contexts slide; graphs are used again."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(preset=preset, vocab_size=61, n_layer=2, n_head=2, n_embd=128, block_size=64))
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
+    model = make(preset, n_head=2, n_embd=128, block_size=64)
     prepare_for_inference(model, torch.device(DEVICE), torch.float32, pack=False)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
@@ -92,5 +88,4 @@ def test_batch_size_auto_on_a_device_that_is_nearly_full(run):
                 max_iters=2, eval_tokens=2048, vocab_size=50304, data_on_device=False)
     del taken
     config = found['config']
-    print(f'found batch_size={config["batch_size"]}')
     assert config['batch_size'] * config['gradient_accumulation_steps'] == 12 * 1024

@@ -29,23 +29,19 @@ def nanogpt():
     return bench.nanogpt(CLONE)
 
 
-@pytest.fixture(params=[False, True], ids=['without biases', 'with biases'])
-def theirs(request, nanogpt):
-    torch.manual_seed(0)
-    model = nanogpt.GPT(nanogpt.GPTConfig(**SHAPE, bias=request.param)).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2)
-    return model
-
-
-def test_their_checkpoint_computes_the_same_logits_text_and_loss(theirs, tmp_path):
+@pytest.mark.parametrize('bias', [False, True])
+def test_their_checkpoint_computes_the_same_logits_text_and_loss(nanogpt, tmp_path, bias):
     """Greedy text agrees token for token until the context is full; then ours slides in larger steps."""
+    torch.manual_seed(0)
+    theirs = nanogpt.GPT(nanogpt.GPTConfig(**SHAPE, bias=bias))
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.2)
     optimizer = theirs.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
-    theirs.train()(*[torch.zeros(1, 4, dtype=torch.long)] * 2)[1].backward()
+    theirs(*[torch.zeros(1, 4, dtype=torch.long)] * 2)[1].backward()
     optimizer.step()
     theirs.eval()
     torch.save({'model': theirs.state_dict(), 'optimizer': optimizer.state_dict(), 'iter_num': 1,
-                'model_args': SHAPE | {'bias': theirs.config.bias}, 'best_val_loss': torch.tensor(3.0),
+                'model_args': SHAPE | {'bias': bias}, 'best_val_loss': torch.tensor(3.0),
                 'config': {'dataset': 'shakespeare_char'}}, tmp_path / 'ckpt.pt')
     checkpoint = load_checkpoint(str(tmp_path / 'ckpt.pt'))
     ours = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model']).eval()

@@ -29,30 +29,19 @@ def flip_a_bit(path):
 
 def test_best_is_taken_before_the_latest_and_the_latest_before_older_ones(tmp_path, capsys):
     """A damaged one is reported and the next one taken; if none is intact, the last error is raised."""
-    paths = [tmp_path / name for name in ('best.pt', 'ckpt.pt', 'ckpt-000000020.pt', 'ckpt-000000010.pt')]
-    for step, path in zip((25, 30, 20, 10), paths, strict=True):
-        write_checkpoint(path, step, tokenizer={'kind': 'byte'})
-    for i, (step, path) in enumerate(zip((25, 30, 20, 10), paths, strict=True)):
+    steps = {'best.pt': 25, 'ckpt.pt': 30, 'ckpt-000000020.pt': 20}
+    for name, step in steps.items():
+        write_checkpoint(tmp_path / name, step, tokenizer={'kind': 'byte'})
+    for number, (name, step) in enumerate(steps.items()):
         found = open_weights(str(tmp_path), 'data')
-        assert found.path == str(path) and found.weights['w'][0] == step and found.model_args == ARGS
+        assert found.path == str(tmp_path / name) and found.weights['w'][0] == step
         assert found.tokenizer == {'kind': 'byte'} and found.checkpoint['iter_num'] == step
-        assert 'model' not in found.checkpoint
+        assert found.model_args == ARGS and 'model' not in found.checkpoint
         notes = capsys.readouterr().err.splitlines()
-        assert len(notes) == i and all(f'{p} ' in note for p, note in zip(paths, notes, strict=False))
-        if i % 2:
-            flip_a_bit(path)
-        else:
-            path.write_bytes(path.read_bytes()[:-100])
-    assert 'ckpt-000000010.pt' in error_of(open_weights, str(tmp_path), 'data')
-
-
-def test_a_checkpoint_file_by_its_path_has_no_substitute(tmp_path):
-    write_checkpoint(tmp_path / 'best.pt', 1)
-    write_checkpoint(tmp_path / 'ckpt.pt', 2)
-    found = open_weights(str(tmp_path / 'best.pt'), 'data')
-    assert found.checkpoint['iter_num'] == 1 and found.tokenizer is None  # nanoGPT's checkpoints hold none
-    flip_a_bit(tmp_path / 'best.pt')
-    assert 'best.pt is damaged' in error_of(open_weights, str(tmp_path / 'best.pt'), 'data')
+        assert [damaged in note for damaged, note in zip(steps, notes, strict=False)] == [True] * number
+        flip_a_bit(tmp_path / name)
+        assert f'{name} is damaged' in error_of(open_weights, str(tmp_path / name), 'data')  # by its path
+    assert 'ckpt-000000020.pt' in error_of(open_weights, str(tmp_path), 'data')
 
 
 def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
@@ -60,7 +49,8 @@ def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
     os.mkdir('gpt2')
     assert "'gpt2' holds neither a checkpoint nor a Hugging Face" in error_of(open_weights, 'gpt2', 'data')
     write_checkpoint(tmp_path / 'gpt2' / 'ckpt.pt', 3)
-    assert open_weights('gpt2', 'data').checkpoint['iter_num'] == 3
+    found = open_weights('gpt2', 'data')
+    assert found.checkpoint['iter_num'] == 3 and found.tokenizer is None  # as in nanoGPT's checkpoints
     assert "'gpt2-mine' does not exist; train first" in error_of(open_weights, 'gpt2-mine', 'data')
 
 
@@ -68,20 +58,15 @@ def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
 def gpt2_folder(tmp_path):
     """A tiny GPT-2, written by hand."""
     C, V, T = 4, 6, 5
-    shapes = {'wte.weight': [V, C], 'wpe.weight': [T, C], 'ln_f.weight': [C], 'ln_f.bias': [C]}
-    for name, n_in, n_out in (('attn.c_attn', C, 3 * C), ('attn.c_proj', C, C), ('mlp.c_fc', C, 4 * C),
-                              ('mlp.c_proj', 4 * C, C)):
-        shapes |= {f'h.0.{name}.weight': [n_in, n_out], f'h.0.{name}.bias': [n_out]}
-    for name in ('ln_1', 'ln_2'):
-        shapes |= {f'h.0.{name}.weight': [C], f'h.0.{name}.bias': [C]}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors = {'wte.weight': torch.randn(V, C), 'wpe.weight': torch.randn(T, C)}
+    shapes = {'h.0.attn.c_attn': [C, 3 * C], 'h.0.attn.c_proj': [C, C], 'h.0.mlp.c_fc': [C, 4 * C],
+              'h.0.mlp.c_proj': [4 * C, C], 'h.0.ln_1': [C], 'h.0.ln_2': [C], 'ln_f': [C]}
+    for name, shape in shapes.items():
+        tensors |= {f'{name}.weight': torch.randn(shape), f'{name}.bias': torch.randn(shape[-1])}
     write_safetensors(tmp_path / 'model.safetensors', tensors)
-    write_config(tmp_path, model_type='gpt2', n_layer=1, n_head=2, n_embd=C, n_positions=T, vocab_size=V)
+    config = dict(model_type='gpt2', n_layer=1, n_head=2, n_embd=C, n_positions=T, vocab_size=V)
+    (tmp_path / 'config.json').write_text(json.dumps(config))
     return tmp_path
-
-
-def write_config(folder, **config):
-    (folder / 'config.json').write_text(json.dumps(config))
 
 
 def raw_safetensors(header, data):
@@ -108,9 +93,9 @@ def test_a_folder_gives_args_weights_and_tokenizer(gpt2_folder, monkeypatch):
 
 
 def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeypatch):
-    for vocab_size, expected in ((50257, GPT2_SPEC), (50304, GPT2_SPEC), (50256, None)):
-        args = {'vocab_size': vocab_size}
-        monkeypatch.setattr('hotloop.pretrained.load_gpt2', lambda folder, args=args: (args, {}))
+    args = {}
+    monkeypatch.setattr('hotloop.pretrained.load_gpt2', lambda folder: (args, {}))
+    for args['vocab_size'], expected in ((50257, GPT2_SPEC), (50304, GPT2_SPEC), (50256, None)):
         assert open_weights(str(gpt2_folder), 'data').tokenizer == expected
 
 
@@ -129,7 +114,6 @@ def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
 
 @pytest.mark.parametrize('name, content, words', [
     ('config.json', {'model_type': 'llama'}, "model_type='llama' is not supported"),
-    ('config.json', {'model_type': 'gpt2', 'activation_function': 'relu'}, "activation_function='relu'"),
     ('config.json', {'model_type': 'gpt2', 'scale_attn_weights': False}, 'scale_attn_weights=False'),
     ('config.json', [], 'does not hold a JSON object'),
     ('model.safetensors.index.json', {'weight_map': {'x': 'y.safetensors'}}, 'y.safetensors cannot be read'),
@@ -140,9 +124,8 @@ def test_a_folder_that_cannot_be_read_names_the_file(gpt2_folder, name, content,
     assert words in error and str(gpt2_folder) in error
 
 
-@pytest.mark.parametrize('save', [{'max_shard_size': '20KB'}, pytest.param({}, marks=pytest.mark.slow)])
-def test_hugging_faces_gpt2_computes_the_same(tmp_path, save):
-    """In one file and in shards; to 1e-5 of the largest logit, a bound that the other GELU breaks."""
+def test_hugging_faces_gpt2_computes_the_same(tmp_path):
+    """In shards, to 1e-5 of the largest logit, a bound that the other GELU breaks."""
     transformers = pytest.importorskip('transformers')
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=32, vocab_size=61,
@@ -150,7 +133,7 @@ def test_hugging_faces_gpt2_computes_the_same(tmp_path, save):
     theirs = transformers.GPT2LMHeadModel(config).eval()
     for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    theirs.save_pretrained(tmp_path, **save)
+    theirs.save_pretrained(tmp_path, max_shard_size='20KB')
     args, weights = load_gpt2(str(tmp_path))
     x = torch.randint(61, (2, 32))
     with torch.no_grad():
@@ -175,7 +158,7 @@ def test_gpt2_by_name_is_downloaded_once(hub, gpt2_folder):
 def test_every_dtype_of_safetensors(tmp_path):
     package = pytest.importorskip('safetensors.torch')
     tensors = {name: torch.arange(6).view(2, 3).to(dtype) for name, dtype in DTYPES.items()}
-    tensors |= {'scalar': torch.tensor(2.5), 'empty': torch.empty(0, 3)}
+    tensors['scalar'] = torch.tensor(2.5)
     package.save_file(tensors, tmp_path / 'x.safetensors')
     read = read_safetensors(str(tmp_path / 'x.safetensors'))
     assert read.keys() == tensors.keys()
@@ -193,8 +176,7 @@ def test_files_that_are_cut_damaged_or_inconsistent_are_refused(tmp_path):
     assert read_safetensors(str(path))['a'].tolist() == [[0, 0], [0, 0]]
     damaged = [intact[:n] for n in range(0, len(intact), 7)] + [b'\xff' * 8 + intact[8:]]
     headers = [b'{"a": ', b'[1, 2]', b'[' * 50000, b'\xff\xfe\xfd', b'{"a": 3}']
-    for change in (dict(shape=[3, 2]), dict(shape=[-2, -2]), dict(shape='xx'), dict(shape=[2, 2.5]),
-                   dict(dtype='F31'), dict(data_offsets=[4, 20]), dict(data_offsets=[0]),
+    for change in (dict(shape=[3, 2]), dict(shape='xx'), dict(dtype='F31'), dict(data_offsets=[4, 20]),
                    dict(data_offsets=[-16, 0]), dict(data_offsets=None)):
         headers.append(json.dumps({'a': {**ENTRY, **change}}).encode())
     for content in [*damaged, *(raw_safetensors(header, bytes(16)) for header in headers)]:

@@ -10,23 +10,11 @@ import types
 import pytest
 import torch
 from conftest import error_of
+from test_sample import CHARS, gpt
 
 from hotloop.chat_template import render
 from hotloop.score import print_json, score
 from hotloop.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
-from model import GPT, GPTConfig
-
-CHARS = '\n abcdefgh'
-
-
-def gpt(vocab_size=257, block_size=256):
-    """A model whose predictions are far from uniform."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=block_size, vocab_size=vocab_size))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(8.0)
-    return model.eval()
 
 
 def settings(source, **changes):
@@ -39,13 +27,14 @@ def settings(source, **changes):
 def scored(capsys):
     """scored(source, ...) -> the rows that --output=jsonl prints."""
     def run(source, model=None, tokenizer=None, tuned_in='none', **changes):
-        score(model or gpt(), tokenizer or ByteTokenizer(), tuned_in, settings(source, **changes))
+        model, tokenizer = model or gpt(257, block_size=256), tokenizer or ByteTokenizer()
+        score(model, tokenizer, tuned_in, settings(source, **changes))
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return run
 
 
 def summed_loss(model, ids, T):
-    """The reference: each token after the context of its window, half of T or more from the second window."""
+    """The reference: each token after the context of its window."""
     nats = 0.0
     for i in range(1, len(ids)):
         start = max(-(-(i - T) // (T // 2)), 0) * (T // 2)
@@ -67,7 +56,7 @@ def test_scores_are_the_models_log_probabilities(scored, tmp_path, eot):
     assert first['loss'] == pytest.approx(nats / targets, rel=1e-5)
     assert first['bpb'] == pytest.approx(nats / math.log(2) / targets, rel=1e-5)
     assert first['perplexity'] == pytest.approx(math.exp(first['loss']))
-    assert {**first, 'document': 'all'} == total
+    assert {**first, 'document': 'all', 'file': str(tmp_path / 'a.txt')} == total
 
 
 def test_documents_are_scored_apart_and_summed(scored, tmp_path):
@@ -76,7 +65,7 @@ def test_documents_are_scored_apart_and_summed(scored, tmp_path):
     (tmp_path / 'b.txt').write_text('three\n')  # the line end of a single document counts
     rows = scored(tmp_path)
     assert [(row['document'], row['tokens']) for row in rows] == [(1, 3), (2, 7), (3, 6), ('all', 16)]
-    assert [row.get('file') for row in rows] == ['a.txt.gz', 'a.txt.gz', 'b.txt', None]
+    assert [row['file'] for row in rows] == ['a.txt.gz', 'a.txt.gz', 'b.txt', str(tmp_path)]
     assert rows[-1]['loss'] * 16 == pytest.approx(sum(row['loss'] * row['tokens'] for row in rows[:-1]))
     for size in (1, 2):
         assert [row['loss'] for row in scored(tmp_path, batch_size=size)] == \
@@ -84,13 +73,12 @@ def test_documents_are_scored_apart_and_summed(scored, tmp_path):
 
 
 @pytest.mark.parametrize('tuned_in, asked, expected', [
-    ('alpaca', 'auto', 'alpaca'), ('alpaca', 'gemma', 'gemma'), ('none', 'auto', 'chatml'),
-    ('joined', 'auto', 'joined')])
+    ('alpaca', 'auto', 'alpaca'), ('alpaca', 'gemma', 'gemma'), ('none', 'auto', 'chatml')])
 def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, tuned_in, asked, expected):
     """Only the answer counts."""
     row = {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'ho'}]}
     (tmp_path / 'a.jsonl').write_text(json.dumps(row))
-    model = gpt()
+    model = gpt(257, block_size=256)
     first, _ = scored(tmp_path / 'a.jsonl', model, tuned_in=tuned_in, template=asked)
     ids, mask = encode_parts(ByteTokenizer(), render([('user', 'hi'), ('assistant', 'ho')], expected))
     ids, mask = torch.from_numpy(ids).long()[None], torch.from_numpy(mask)[None]
@@ -101,38 +89,29 @@ def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, tu
     assert first['loss'] == pytest.approx(nats / mask.sum().item(), rel=1e-4)
 
 
-def test_settings_of_reading_act(scored, tmp_path):
-    (tmp_path / 'a.jsonl').write_text('{"body": "ab"}')
-    (tmp_path / 'a.txt').write_bytes(b'ab\xffcd')
+def test_settings_of_reading_act_and_what_cannot_be_scored_is_refused(scored, tmp_path):
+    files = {'a.jsonl': b'{"body": "ab"}', 'a.txt': b'ab\xffcd', 'empty.txt': b'', 'ids.bin': bytes(1024)}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     assert scored(tmp_path / 'a.jsonl', text_field='body')[-1]['bytes'] == 2
     assert scored(tmp_path / 'a.txt', bad_utf8='replace')[0]['tokens'] == 7
     assert '--text_field' in error_of(scored, tmp_path / 'a.jsonl')
     assert '--bad_utf8=replace' in error_of(scored, tmp_path / 'a.txt')
-
-
-def test_what_cannot_be_scored_is_refused(scored, tmp_path):
-    model = gpt()
-    with torch.no_grad():
-        model.lm_head.weight[3, 4] = math.nan
-    (tmp_path / 'empty.txt').write_bytes(b'')
-    (tmp_path / 'a.txt').write_text('habcd')
-    (tmp_path / 'ids.bin').write_bytes(bytes(1024))
     assert 'holds no token to score' in error_of(scored, tmp_path / 'empty.txt')
     assert 'ids of an unknown tokenizer; score the text itself' in error_of(scored, tmp_path / 'ids.bin')
-    assert 'a loss on a.txt' in error_of(scored, tmp_path / 'a.txt', model)
+    model = gpt(257)
+    model.lm_head.weight.data[3, 4] = math.nan
+    assert 'a loss on a.txt' in error_of(scored, tmp_path / 'a.txt', model, bad_utf8='replace')
 
 
-def test_the_table_names_files_if_there_are_several(capsys, tmp_path):
+def test_the_table_has_a_row_for_each_document_and_for_all(capsys, tmp_path):
     for name in ('a.txt', 'b' * 30 + '.txt'):
         (tmp_path / name).write_text('habcd efgh')
-    score(gpt(), ByteTokenizer(), 'none', settings(tmp_path / 'a.txt', output='text'))
+    score(gpt(257), ByteTokenizer(), 'none', settings(tmp_path, output='text'))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines] == [['document', 'begins', 'tokens'], ['1', 'habcd', 'efgh'],
-                                                    ['all', '10', '10']]
+    assert [line.split()[::2][0] for line in lines] == ['document', '1', '2', 'all']
+    assert [line.split()[1][:21] for line in lines[:3]] == ['file', 'a.txt', 'b' * 21]
     assert len({len(line.rsplit('  ', 1)[0]) for line in lines}) == 1  # columns are aligned
-    score(gpt(), ByteTokenizer(), 'none', settings(tmp_path, output='text'))
-    labels = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
-    assert labels == ['file', 'a.txt', 'b' * 20 + '.txt', '20']
 
 
 @pytest.mark.parametrize('encoding, expected', [('ascii', b'caf\\u00e9'), ('utf-8', 'café 😀'.encode())])
