@@ -75,10 +75,11 @@ def turns_of(row, where):
         turns, template = [turn_of(message, where) for message in chat], 'chatml'
     elif 'instruction' in row and answer:
         turns, template = [], 'alpaca'
-        for pair in row.get('history') or []:
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise ValueError(f'{where}: history must be a list of [question, answer] pairs')
-            turns += [('user', pair[0]), ('assistant', pair[1])]
+        past = row.get('history') or []
+        if not isinstance(past, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in past):
+            raise ValueError(f'{where}: history must be a list of [question, answer] pairs')
+        for question, reply in past:
+            turns += [('user', question), ('assistant', reply)]
         turns.append(('user', row['instruction']))
         if row.get('input'):
             turns.append(('input', row['input']))

@@ -211,7 +211,7 @@ def csv_rows(lines, path):
 
 def json_rows(lines, path):
     """(where, row) of a .json file: a list of rows, or an object per line. Anything else is one text."""
-    text = lines.read()
+    text = ''.join(lines)  # lines.read() would bypass the progress
     if re.match(r'\s*\{.*\}\s*\n\s*\{', text):
         yield from jsonl_rows(text.split('\n'), path)
         return
