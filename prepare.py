@@ -32,8 +32,6 @@ from hotloop.host import cores
 from hotloop.sources import COMPRESSED, CORPORA, check_kinds, files_of, how_to_make, open_corpus
 from hotloop.tokenizer import MAX_VOCAB, TIKTOKEN_NAMES, BPETokenizer, read_tokenizer_json, tokenizer_from
 
-REMOVED = {'append': 'prepare a second dataset with that tokenizer, and train on both with --dataset=A,B'}
-
 
 @dataclass
 class PrepareConfig:
@@ -78,6 +76,8 @@ class PrepareConfig:
 def default_name(sources):
     """The name of a dataset made from these sources. ValueError if they do not suggest one."""
     source = sources[0]
+    if source == '-':
+        return 'stdin'
     if source.startswith(('http://', 'https://')):
         source = urlsplit(source).path
     is_pattern = any(c in source for c in '*?[') and not os.path.exists(source)
@@ -87,27 +87,19 @@ def default_name(sources):
     if os.path.isdir(source):
         return name
     stem, suffix = os.path.splitext(name)
-    if suffix.lower() in COMPRESSED:
-        stem = os.path.splitext(stem)[0]
-    return 'stdin' if source == '-' else stem
+    return os.path.splitext(stem)[0] if suffix.lower() in COMPRESSED else stem
 
 
 def output_folder(data_dir, name):
     """The folder of a new dataset. ValueError if it holds anything but a dataset of this program."""
     folder = dataset.dataset_folder(data_dir, name)
-    if ',' in name or name.split('/')[0] in ('downloads', 'pretrained'):
-        raise ValueError(f'name={name!r}: commas separate datasets, downloads and pretrained have their own '
-                         'use; choose another --name')
+    if ',' in name:
+        raise ValueError(f'name={name!r} must not contain a comma, which separates datasets')
     folder = os.path.realpath(folder) if os.path.islink(folder) else folder
-    foreign = []
-    if os.path.isdir(folder):
-        names = sorted(os.listdir(folder))
-        foreign = [each for each in names if each not in dataset.OWN_FILES or 'meta.json' not in names]
-    elif os.path.exists(folder):
-        foreign = ['a file']
-    if foreign:
-        raise ValueError(f'{folder} exists and was not made by this program: {foreign[0]}; choose another '
-                         '--name')
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    is_own = set(names) <= {*dataset.OWN_FILES} and (not names or 'meta.json' in names)
+    if not is_own or os.path.isfile(folder):
+        raise ValueError(f'{folder} exists and was not made by this program; choose another --name')
     return folder
 
 
@@ -116,42 +108,40 @@ def open_sources(sources, cfg, reading, spool):
     (training files, validation files) of the words of the command line. Standard input is copied to `spool`.
     A tokenizer, val_fraction or separator that is None in the settings becomes that of the source.
     """
-    if [*sources, cfg.val].count('-') > 1:
-        raise ValueError('standard input is named twice, and can be read only once')
     is_corpus = len(sources) == 1 and sources[0] in CORPORA and not os.path.exists(sources[0])
     if cfg.shards and not is_corpus:
         raise ValueError(f'shards={cfg.shards} is for a corpus by name: {", ".join(CORPORA)}')
-    val_files, fraction = [], 0.1
-    if cfg.val:
-        val_files = files_of(cfg.val, reading, cfg.data_dir, f'{spool}.val')
+    val_files = files_of(cfg.val, reading, cfg.data_dir, spool) if cfg.val else []
     if is_corpus:
         corpus = CORPORA[sources[0]]
+        fraction = corpus.val_fraction
         cfg.tokenizer = cfg.tokenizer or corpus.tokenizer
         reading.separator = reading.separator or corpus.separator
         load_tokenizer(cfg.tokenizer)  # if it is missing, say so before the download
         files, own_val_files = open_corpus(sources[0], cfg)
         val_files = val_files or own_val_files
-        fraction = corpus.val_fraction
-    elif len(sources) == 1:
-        files = files_of(sources[0], reading, cfg.data_dir, spool)
-        if sources[0] == 'stdlib':
-            fraction = 0.05
     else:
+        fraction = 0.05 if sources == ['stdlib'] else 0.1
         files = []
-        for number, source in enumerate(sources):
-            folder = os.path.basename(os.path.abspath(source))  # files of two folders may share a name
-            for file in files_of(source, reading, cfg.data_dir, f'{spool}.{number}'):
-                files.append(file._replace(name=f'{folder}/{file.name}'))
+        for source in sources:
+            found = files_of(source, reading, cfg.data_dir, spool)
+            if len(sources) > 1:  # files of two folders may share a name
+                folder = os.path.basename(os.path.abspath(source))
+                found = [file._replace(name=f'{folder}/{file.name}') for file in found]
+            files += found
     cfg.val_fraction = cfg.val_fraction or fraction
     validated = {os.path.realpath(file.path) for file in val_files}
     kept = [file for file in files if os.path.realpath(file.path) not in validated]
     if not kept:
         raise ValueError('all files are validated on, and none is left to train on')
-    if len(kept) < len(files):
-        print(f'{len(files) - len(kept):,} files are validated on and left out of training')
     kinds = {file.kind for file in (*kept, *val_files)}
     check_kinds(kinds, reading, ' '.join(sources))
-    cfg.tokenizer = choose_tokenizer(cfg.tokenizer, kinds)
+    if 'tokens' in kinds:
+        if kinds != {'tokens'} or cfg.tokenizer not in (None, 'gpt2'):
+            raise ValueError(f"shards of GPT-2 tokens go with neither text nor tokenizer={cfg.tokenizer!r}; "
+                             'make two datasets, and train on both with --dataset=A,B')
+        cfg.tokenizer = 'gpt2'
+    cfg.tokenizer = cfg.tokenizer or 'byte'
     return kept, val_files
 
 
@@ -159,16 +149,6 @@ def open_sources(sources, cfg, reading, spool):
 # tokenizer
 
 BPE_BYTES = 1 << 28  # of files that merges are learned from
-
-
-def choose_tokenizer(name, kinds):
-    """The tokenizer for files of these kinds: the one asked for, gpt2 for shards of its tokens, or byte."""
-    if 'tokens' not in kinds:
-        return name or 'byte'
-    if kinds != {'tokens'} or name not in (None, 'gpt2'):
-        raise ValueError(f"shards of GPT-2's tokens go with neither text nor tokenizer={name!r}; make two "
-                         'datasets, and train on both with --dataset=A,B')
-    return 'gpt2'
 
 
 def load_tokenizer(name):
@@ -239,7 +219,10 @@ def write_dataset(folder, files, val_files, cfg, reading, source):
 
 
 def inspect(name, data_dir):
-    """Prints the tokenizer, counts of each split, the most frequent training tokens, and some text."""
+    """
+    Prints the tokenizer, counts of each split, the most frequent training tokens, and text from the middle of
+    the training split, in which brackets enclose what does not count in the loss.
+    """
     folder = dataset.dataset_folder(data_dir, name)
     if not os.path.exists(os.path.join(folder, 'train.bin')):
         raise ValueError(f'{folder} does not exist; make it with: {how_to_make(name)}')
@@ -260,32 +243,21 @@ def inspect(name, data_dir):
     most = np.argsort(-train, kind='stable')[:10].tolist()
     shares = [f'"{dataset.show(tokenizer, [i])}" {train[i] / train.sum():.1%}' for i in most if train[i]]
     print(f'most frequent: {", ".join(shares)}')
-    print(middle_window(folder, meta['dtype'], tokenizer))
-
-
-def middle_window(folder, dtype, tokenizer, length=200):
-    """Text from the middle of the training split. Brackets enclose what does not count in the loss."""
-    tokens = dataset.open_bin(os.path.join(folder, 'train.bin'), dtype)
+    tokens = dataset.open_bin(os.path.join(folder, 'train.bin'), meta['dtype'])
     mask = dataset.open_bin(os.path.join(folder, 'train.mask.bin'), 'uint8')
-    if len(mask) not in (0, len(tokens)):
-        raise ValueError(f'{folder}: the mask has {len(mask):,} bytes for {len(tokens):,} tokens')
     middle = len(tokens) // 2
-    window = tokens[middle:middle + length].tolist()
-    counted = mask[middle:middle + length].tolist() or [1] * len(window)  # without a mask all tokens count
+    window = tokens[middle:middle + 200].tolist()
+    counted = mask[middle:middle + 200].tolist() or [1] * len(window)  # without a mask all tokens count
     text = ''
-    for counts, run in groupby(zip(window, counted, strict=True), key=lambda pair: pair[1]):
+    for counts_in_loss, run in groupby(zip(window, counted, strict=True), key=lambda pair: pair[1]):
         shown = dataset.show(tokenizer, [token for token, _ in run])
-        text += shown if counts else f'[{shown}]'
-    return f'training tokens from {middle:,} on: {text}'
+        text += shown if counts_in_loss else f'[{shown}]'
+    print(f'training tokens from {middle:,} on: {text}')
 
 
 def main(argv=None):
-    cfg, reading, given, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__,
-                                             removed=REMOVED)
+    cfg, reading, _, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__)
     if cfg.inspect:
-        unused = given.keys() - {'inspect', 'name', 'data_dir'}
-        if unused:
-            raise ValueError(f'--inspect only shows a dataset; leave out {", ".join(sorted(unused))}')
         for name in sources or [cfg.name or 'stdlib']:
             inspect(name, cfg.data_dir)
         return
@@ -298,9 +270,7 @@ def main(argv=None):
             files, val_files = open_sources(sources, cfg, reading, f'{partial}.stdin')
             meta = write_dataset(partial, files, val_files, cfg, reading, source)
     except OSError as e:
-        raise ValueError(f'{folder} could not be written: {e.strerror or e}') from e
-    if 'seed' in given and (cfg.val or meta['splits']['train']['documents'] == 1):
-        print('note: seed has no effect, because no documents were chosen to be held out')
+        raise ValueError(f'{folder} could not be made: {e}') from e
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, {counts["documents"]:,} '

@@ -30,15 +30,13 @@ def parts_of(row, where, reading, templates=None):
     The parts [(text, markup, counts)] of the document in a row, or None if it has no text or no answer. A row
     is a text, or an object with the field reading.text_field, with messages (a chat), instruction and output
     (Alpaca), prompt and completion, text, or content. where: file and line, for the ValueError that a bad row
-    raises. templates: an optional set that the name of the template used is added to.
+    raises. The set templates gets the name of the template used.
     """
     if isinstance(row, str):
         row = {'text': row}
     if not isinstance(row, dict):
         raise ValueError(f'{where}: a row must be an object or a text, not {json.dumps(row)[:50]}')
-    turns = None
-    if not reading.text_field:
-        turns, template = turns_of(row, where)
+    turns, template = (None, None) if reading.text_field else turns_of(row, where)
     if turns is None:
         return text_parts(row, where, reading.text_field)
     if not any(role == 'assistant' and text for role, text in turns):
@@ -54,12 +52,10 @@ def parts_of(row, where, reading, templates=None):
 def text_parts(row, where, field):
     """The part of a row with one text, in `field` if that is given; None if the text is empty."""
     is_null_chat = not field and None in (row.get('messages', ''), row.get('conversations', ''))
-    if not field:
-        field = 'content' if 'content' in row and 'text' not in row else 'text'
+    field = field or ('content' if 'content' in row and 'text' not in row else 'text')
     if field not in row and not is_null_chat:
-        fields = ', '.join(map(str, row)) or 'none'
-        raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. '
-                         'Name the one with the text by --text_field')
+        raise ValueError(f'{where} has no field {field!r}; its fields are: {", ".join(map(str, row))}. Name '
+                         'the one with the text by --text_field')
     text = check_text(row.get(field), f'{where}: field {field!r}')
     return [(text, False, True)] if text else None
 
@@ -78,7 +74,13 @@ def turns_of(row, where):
     if isinstance(chat, list) and all(isinstance(message, dict) for message in chat):
         turns, template = [turn_of(message, where) for message in chat], 'chatml'
     elif 'instruction' in row and answer:
-        turns, template = [*past_turns(row, where), ('user', row['instruction'])], 'alpaca'
+        turns, template = [], 'alpaca'
+        past = row.get('history') or []
+        if not isinstance(past, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in past):
+            raise ValueError(f'{where}: history must be a list of [question, answer] pairs')
+        for question, reply in past:
+            turns += [('user', question), ('assistant', reply)]
+        turns.append(('user', row['instruction']))
         if row.get('input'):
             turns.append(('input', row['input']))
         turns.append(('assistant', row[answer]))
@@ -100,40 +102,23 @@ def turn_of(message, where):
     return role, message.get('content') or message.get('value')
 
 
-def past_turns(row, where):
-    """The turns of an Alpaca row's history, a list of [question, answer] pairs."""
-    turns, past = [], row.get('history') or []
-    if not isinstance(past, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in past):
-        raise ValueError(f'{where}: history must be a list of [question, answer] pairs')
-    for question, answer in past:
-        turns += [('user', question), ('assistant', answer)]
-    return turns
-
-
 def render(turns, template):
     """The parts of a conversation. Only the assistant's words and the mark after them count in the loss."""
-    roles = [role for role, _ in turns]
-    turns = merge_turns(turns, template)
+    roles, merged = [role for role, _ in turns], []
     if template == 'alpaca' and roles[0] != 'system':
-        turns.insert(0, ('system', ALPACA_SYSTEM.format(ALPACA_INPUT if 'input' in roles else '')))
-    parts, between = [], ''
+        merged.append(('system', ALPACA_SYSTEM.format(ALPACA_INPUT if 'input' in roles else '')))
     for role, text in turns:
+        if role == 'input' and template == 'alpaca':
+            text = '### Input:\n' + text
+        is_after_system = merged and merged[-1][0] == 'system'
+        if role == 'input' or (role == 'user' and is_after_system and template == 'gemma'):
+            merged[-1] = 'user', merged[-1][1] + '\n\n' + text
+        else:
+            merged.append((role, text.strip() if template in ('gemma', 'llama3') else text))
+    parts, between = [], ''
+    for role, text in merged:
         before, after = TEMPLATES[template][role]
         counts = role == 'assistant'
         parts += [(between + before, True, False), (text, False, counts), (after, True, counts)]
         between = BETWEEN_TURNS[template]
     return [part for part in parts if part[0]]
-
-
-def merge_turns(turns, template):
-    """Adds an input to the user's turn before it and, for gemma, a user's turn to the system's before it."""
-    merged = []
-    for role, text in turns:
-        after_system = merged and merged[-1][0] == 'system'
-        if role == 'input' and template == 'alpaca':
-            text = '### Input:\n' + text
-        if role == 'input' or (role == 'user' and after_system and template == 'gemma'):
-            merged[-1] = 'user', merged[-1][1] + '\n\n' + text
-        else:
-            merged.append((role, text.strip() if template in ('gemma', 'llama3') else text))
-    return merged

@@ -17,7 +17,6 @@ from hotloop.files import optional
 from hotloop.text_file import open_text
 
 PIECE = 1 << 20  # characters that are tokenized at a time
-JSON_LIMIT = 1 << 30  # bytes of a .json file, which is parsed at once
 
 
 @dataclass
@@ -31,13 +30,10 @@ class ReadConfig:
 
     def problems(self):
         """What is wrong with the settings, a sentence each."""
-        wrong = []
-        if self.separator == '':
-            wrong.append('separator is empty; leave it out, or give the text between documents')
-        if self.template != 'auto' and self.text_field:
-            wrong.append(f'template={self.template!r} is for instruction data, and text_field='
-                         f'{self.text_field!r} selects one text of a row; leave out one of them')
-        return wrong
+        if self.template == 'auto' or not self.text_field:
+            return []
+        return [f'template={self.template!r} is for instruction data, and text_field={self.text_field!r} '
+                'selects one text of a row; leave out one of them']
 
 
 @dataclass
@@ -49,9 +45,8 @@ class RowCounts:
 
 class Piece(NamedTuple):
     """
-    A stretch of one document. parts: [(text, markup, counts)], tokenized separately where `counts` (in the
-    loss) changes; names of special ids in markup, which comes from a template, become those ids. Or an array
-    of token ids.
+    A stretch of one document. parts: an array of token ids, or [(text, markup, counts)], tokenized separately
+    where `counts` (in the loss) changes. Names of special ids in markup, which a template adds, become ids.
     """
     parts: list | np.ndarray
     start: bool  # of the document
@@ -66,18 +61,16 @@ def documents_in(files, reading, progress=None, counts=None):
         rows = (row for file in files for _, row in rows_in(file, reading, progress))
         yield from pieces_of((row['text'] or ' \n' for row in rows), files[0].name)
         return
-    separator = reading.separator
-    if separator:
-        separator = separator.replace('\\n', '\n').replace('\\t', '\t')
+    counts = counts or RowCounts()
+    separator = (reading.separator or '').replace('\\n', '\n').replace('\\t', '\t')
     for file in files:
         if file.kind == 'tokens':
             yield from token_pieces(file, progress)
-        elif file.kind != 'text':
-            yield from row_pieces(file, reading, progress, counts)
-        elif separator:
-            yield from pieces_of(text_blocks(file, reading, progress), separator=separator)
+        elif file.kind == 'text':
+            blocks = text_blocks(file, reading, progress)
+            yield from pieces_of(blocks, None if separator else file.name, separator)
         else:
-            yield from pieces_of(text_blocks(file, reading, progress), file.name)
+            yield from row_pieces(file, reading, progress, counts)
 
 
 def pieces_of(blocks, key=None, separator=None):
@@ -132,30 +125,24 @@ def standard_input():
     return sys.stdin.buffer
 
 
-def open_file(file, reading, progress=None):
+def open_file(file, reading, progress):
     """open_text() of a file as the settings want it."""
-    return open_text(file.path, 'replace' if reading.bad_utf8 == 'replace' else 'strict', progress)
+    return open_text(file.path, 'strict' if reading.bad_utf8 == 'refuse' else 'replace', progress)
 
 
-def text_blocks(file, reading, progress=None):
+def text_blocks(file, reading, progress):
     """A file's text in blocks of about a megabyte."""
     with open_file(file, reading, progress) as f:
         blocks = iter(lambda: f.buffer.read(1 << 20), b'')  # f.read(size) is a third slower
         yield from codecs.iterdecode(blocks, f.encoding, f.errors)
 
 
-def token_pieces(file, progress=None):
+def token_pieces(file, progress):
     """The token ids of a shard of llm.c: 256 int32 (magic number, version, count), then `count` uint16."""
-    try:
-        header = np.fromfile(file.path, '<i4', 256)
-    except OSError as e:
-        raise ValueError(f'{file.path} cannot be read: {e.strerror or e}') from None
-    if len(header) < 256 or header[:2].tolist() != [20240520, 1]:
-        raise ValueError(f'{file.path} is not a shard of GPT-2 tokens: it does not begin with 20240520 and 1')
-    count, num_bytes = int(header[2]), os.path.getsize(file.path)
-    if num_bytes != 1024 + 2 * count:
-        raise ValueError(f'{file.path} has {num_bytes:,} bytes, which do not fit the {count:,} tokens of its '
-                         'header; get it again')
+    header = np.fromfile(file.path, '<i4', 256).tolist()
+    if header[:2] != [20240520, 1] or os.path.getsize(file.path) != 1024 + 2 * header[2]:
+        raise ValueError(f'{file.path} does not have the header and size of a shard of GPT-2 tokens')
+    count = header[2]
     tokens = np.memmap(file.path, '<u2', 'r', offset=1024, shape=(count,))
     start, size = 0, min(PIECE, max(count // 256, 1024))
     while start < count:
@@ -163,21 +150,18 @@ def token_pieces(file, progress=None):
         ends = np.flatnonzero(ids == 50256)  # a document begins with its end-of-text id here: cut before one
         if start + len(ids) < count and len(ends) and ends[-1]:
             ids = ids[:ends[-1]]
-        if ids.max() > 50256:
-            raise ValueError(f"{file.path} has token id {ids.max()}, beyond GPT-2's 50256")
         yield Piece(ids, True, True, file.name)
         start += len(ids)
         if progress:
             progress.add(2 * len(ids))
 
 
-def row_pieces(file, reading, progress=None, counts=None):
+def row_pieces(file, reading, progress, counts):
     """The pieces of the documents in a file of rows."""
     for where, row in rows_in(file, reading, progress):
-        parts = parts_of(row, where, reading, counts and counts.templates)
+        parts = parts_of(row, where, reading, counts.templates)
         if parts is None:
-            if counts:
-                counts.skipped += 1
+            counts.skipped += 1
         elif len(parts) == 1:
             text = parts[0][0]
             yield from pieces_of(text[i:i + PIECE] for i in range(0, len(text), PIECE))
@@ -185,29 +169,30 @@ def row_pieces(file, reading, progress=None, counts=None):
             yield Piece(parts, True, True, '\0'.join(text for text, *_ in parts))
 
 
-def rows_in(file, reading, progress=None):
+def rows_in(file, reading, progress):
     """(where, row) of each row of a file; a row is a dict, or a str in a JSON file of texts."""
-    if file.kind == 'jsonl':
+    readers = {'jsonl': jsonl_rows, 'csv': csv_rows, 'json': json_rows}
+    if file.kind in readers:
         with open_file(file, reading, progress) as f:
-            yield from jsonl_rows(f, file.path)
-    elif file.kind == 'csv':
-        with open_file(file, reading, progress) as f:
-            yield from csv_rows(f, file.path)
-    elif file.kind == 'json':
-        yield from json_rows(file, reading, progress)
+            yield from readers[file.kind](f, file.path)
     else:
         yield from parquet_rows(file, reading, progress)
+
+
+def parse(text, where):
+    """The value of a JSON text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f'{where} is not JSON: {e}; --format=text reads the file as one text') from None
 
 
 def jsonl_rows(lines, path):
     """(where, row) of lines of JSON."""
     for number, line in enumerate(lines, 1):
         if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as e:
-                raise ValueError(f'{path}, line {number} is not JSON: {e}') from None
-            yield f'{path}, line {number}', row
+            where = f'{path}, line {number}'
+            yield where, parse(line, where)
 
 
 def csv_rows(lines, path):
@@ -224,31 +209,18 @@ def csv_rows(lines, path):
         raise ValueError(f'{path}, line {reader.line_num}: {e}') from None
 
 
-def json_rows(file, reading, progress=None):
-    """
-    (where, row) of a .json file, which is parsed at once: a list of rows, or one object per line. Anything
-    else is one text, such as package.json in a folder of source code.
-    """
-    if os.path.getsize(file.path) > JSON_LIMIT:
-        raise ValueError(f'{file.path} has more than {JSON_LIMIT:,} bytes, too many to parse at once; '
-                         'convert it to .jsonl, one object per line')
-    text = ''.join(text_blocks(file, reading, progress))
-    try:
-        if text.lstrip().startswith('['):
-            rows = json.loads(text)
-        elif re.match(r'\s*\{.*\}\s*\n\s*\{', text):
-            rows = [json.loads(line) for line in text.split('\n') if line.strip()]
-        else:
-            rows = [text]
-            if progress:
-                print(f'note: {file.path} is not a list of rows and is read as one text', file=sys.stderr)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f'{file.path} is not a JSON list: {e}; --format=text reads it as one text') from None
+def json_rows(lines, path):
+    """(where, row) of a .json file: a list of rows, or an object per line. Anything else is one text."""
+    text = ''.join(lines)  # lines.read() would bypass the progress
+    if re.match(r'\s*\{.*\}\s*\n\s*\{', text):
+        yield from jsonl_rows(text.split('\n'), path)
+        return
+    rows = parse(text, path) if text.lstrip().startswith('[') else [text]  # such as package.json
     for number, row in enumerate(rows, 1):
-        yield f'{file.path}, element {number}', row
+        yield f'{path}, element {number}', row
 
 
-def parquet_rows(file, reading, progress=None):
+def parquet_rows(file, reading, progress):
     """(where, row) of a parquet file, a few hundred rows in memory at a time. Other fields are not read."""
     pyarrow = optional('pyarrow', 'reads parquet files')
     parquet = optional('pyarrow.parquet', 'reads parquet files')
@@ -262,6 +234,6 @@ def parquet_rows(file, reading, progress=None):
                     number += 1
                     yield f'{file.path}, row {number}', row
                 if progress:
-                    progress.add(size * batch.num_rows // max(table.metadata.num_rows, 1))
+                    progress.add(size * batch.num_rows // table.metadata.num_rows)
     except (OSError, pyarrow.ArrowException) as e:
         raise ValueError(f'{file.path} cannot be read as parquet: {str(e)[:200]}') from None

@@ -11,9 +11,8 @@ from hotloop.files import Progress, first_line, hash_file, lock, sync_folder
 
 BACKOFF = 1.0  # seconds before another attempt; grows with each that fails
 PATIENCE = 30.0  # seconds without a byte before a connection counts as lost
-ATTEMPTS = 6  # in a row that bring nothing new
-HINTS = {401: 'set HF_TOKEN to a token that may read it', 403: 'set HF_TOKEN to a token that may read it',
-         404: 'check the address'}
+ATTEMPTS = 5  # in a row that bring nothing new
+BUSY = (408, 425, 429, 500, 502, 503, 504)  # statuses that another attempt may change
 
 
 def hub():
@@ -33,16 +32,15 @@ def download(url, path, sha256=None):
     try:
         os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
         held = lock(path + '.lock')
-        if not os.path.exists(path):
-            print(f'downloading {url}', file=sys.stderr)
-            linked = fetch(url, part)
-            expected = sha256 or linked
-            if expected and (found := hash_file(part)) != expected:
-                os.remove(part)
-                raise ValueError(f'{url} has SHA-256 {found}, not {expected}; the download was deleted, run '
-                                 'the command again')
-            os.replace(part, path)
-            sync_folder(os.path.dirname(path) or '.')
+        print(f'downloading {url}', file=sys.stderr)
+        linked = fetch(url, part)
+        expected = sha256 or linked
+        if expected and (found := hash_file(part)) != expected:
+            os.remove(part)
+            raise ValueError(f'{url} has SHA-256 {found}, not {expected}; the download was deleted, run the '
+                             'command again')
+        os.replace(part, path)
+        sync_folder(os.path.dirname(path) or '.')
     except OSError as e:
         raise ValueError(f'{url} cannot be downloaded to {path}: {e.strerror or first_line(e)}') from None
     finally:
@@ -57,28 +55,29 @@ def download(url, path, sha256=None):
 def fetch(url, part):
     """Downloads to the file part, resuming after cuts. Returns the SHA-256 that the hub sends, or None."""
     import requests
-    from urllib3.util import Retry
-    retry = Retry(5, connect=2, status_forcelist=(408, 425, 429, 500, 502, 503, 504), backoff_factor=BACKOFF,
-                  raise_on_status=False, respect_retry_after_header=False)
+    transient = requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError
     failures, most = 0, 0
     with requests.Session() as session:
-        for scheme in ('http://', 'https://'):
-            session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
         while failures < ATTEMPTS:
-            with request(session, url, part) as answer, \
-                    contextlib.suppress(requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
-                if receive(answer, part):
-                    return linked_hash(answer)
-            size = os.path.getsize(part)
+            time.sleep(BACKOFF * failures)
+            reason = 'the connection broke'
+            try:
+                with request(session, url, part) as answer:
+                    if answer.status_code in BUSY:
+                        reason = f'{answer.status_code} {answer.reason}'
+                    elif receive(answer, part):
+                        return linked_hash(answer)
+            except transient as e:
+                reason = type(e).__name__
+            size = os.path.getsize(part) if os.path.exists(part) else 0
             failures = 0 if size > most else failures + 1
             most = max(size, most)
-            time.sleep(BACKOFF * failures)
-    raise ValueError(f'{url}: the connection broke {ATTEMPTS} times in a row; run the command again')
+    raise ValueError(f'{url}: {reason}, {ATTEMPTS} times in a row; check the network and the proxy settings, '
+                     'or run the command again later')
 
 
 def request(session, url, part):
     """The server's answer: the rest of the file if part is the start of the same version, or all of it."""
-    import requests
     headers, etag, have = {'Accept-Encoding': 'identity'}, '', 0
     if url.startswith(hub() + '/') and os.environ.get('HF_TOKEN'):
         headers['Authorization'] = f'Bearer {os.environ["HF_TOKEN"]}'
@@ -86,36 +85,31 @@ def request(session, url, part):
         etag, have = f.read(), os.path.getsize(part)
     if etag and have:
         headers |= {'Range': f'bytes={have}-', 'If-Range': etag}
-    try:
-        answer = session.get(url, headers=headers, stream=True, timeout=(min(PATIENCE, 10), PATIENCE))
-    except (requests.ConnectionError, requests.Timeout) as e:
-        raise ValueError(f'{url}: no connection to {urlsplit(url).netloc} ({type(e).__name__}); check the '
-                         'network and the proxy settings') from None
+    answer = session.get(url, headers=headers, stream=True, timeout=(min(PATIENCE, 10), PATIENCE))
     status, rest = answer.status_code, answer.headers.get('Content-Range', '')
     is_rest = status == 206 and rest.startswith(f'bytes {have}-') and answer.headers.get('ETag') == etag
     if 'Range' in headers and status in (206, 416) and not is_rest:  # of another version: begin again
         os.remove(part + '.etag')
         return request(session, url, part)
-    if status != 200 and not is_rest:
-        raise ValueError(f'{url} answers {status} {answer.reason}; {HINTS.get(status, "try again later")}')
+    if status not in (200, *BUSY) and not is_rest:
+        hint = 'set HF_TOKEN to a token that may read it' if status in (401, 403) else 'check the address'
+        raise ValueError(f'{url} answers {status} {answer.reason}; {hint}')
     is_page = 'text/html' in answer.headers.get('Content-Type', '')
-    if is_page and not urlsplit(url).path.endswith(('.html', '.htm')):
+    if status == 200 and is_page and not urlsplit(url).path.endswith(('.html', '.htm')):
         raise ValueError(f'{url} is a web page; give the address of the file itself')
     return answer
 
 
 def receive(answer, part):
     """Writes an answer to the file part, or appends it (206). Returns whether the file is complete."""
-    etag, length = answer.headers.get('ETag', ''), answer.headers.get('Content-Length', '')
-    if 'Content-Encoding' in answer.headers or etag.startswith('W/'):  # ranges would be of other bytes
-        etag = ''
-    if 'Content-Encoding' in answer.headers or not length.isdecimal():
-        length = None
+    etag, length = answer.headers.get('ETag', ''), answer.headers.get('Content-Length')
+    if 'Content-Encoding' in answer.headers:  # length and ranges are of other bytes
+        etag, length = '', None
     with open(part, 'ab' if answer.status_code == 206 else 'wb') as f:
         have = f.tell()
         if not have:
             with open(part + '.etag', 'w', encoding='utf-8') as version:
-                version.write(etag)
+                version.write('' if etag.startswith('W/') else etag)
         size = None if length is None else have + int(length)
         progress = Progress(size or 0)
         progress.add(have)
@@ -131,7 +125,6 @@ def receive(answer, part):
 def linked_hash(answer):
     """The SHA-256 that the hub sends before it redirects to where the bytes are; None if there is none."""
     for one in (*answer.history, answer):
-        etag = one.headers.get('X-Linked-ETag', '').removeprefix('W/').strip('"')
-        if re.fullmatch('[0-9a-f]{64}', etag):
-            return etag
+        if found := re.fullmatch('(?:W/)?"?([0-9a-f]{64})"?', one.headers.get('X-Linked-ETag', '')):
+            return found[1]
     return None

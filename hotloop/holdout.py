@@ -11,15 +11,11 @@ SMALL = 1 << 24  # bytes of files; larger ones are cut at the end of a line, or 
 
 
 class Holdout(NamedTuple):
-    """
-    How documents are split. several: there is more than one document, so their ends are marked. cut: how many
-    characters of one document, or tokens of shards, to train on. at_line: the cut moves back to the end of a
-    line. Without a cut, a document is validated on if its hash with the seed is in held_out or below limit.
-    """
-    several: bool
-    cut: int | None = None
-    at_line: bool = False
-    seed: int | None = None
+    """How documents are split: by a cut, or by hash, those in held_out or below limit for validation."""
+    several: bool  # documents, whose ends are marked
+    cut: int | None = None  # so many characters of one document, or tokens of shards, are trained on
+    at_line: bool = False  # the cut moves back to the end of a line
+    seed: int | None = None  # of the hash
     held_out: frozenset = frozenset()
     limit: bytes = b''
 
@@ -37,10 +33,9 @@ def hold_out(sizes, fraction):
     total, held_bytes, held_out = sum(sizes.values()), 0, set()
     candidates = sorted(key for key in sizes if 2 * sizes[key] <= total)
     for key in candidates[:len(sizes) - 1]:
-        if held_out and held_bytes >= fraction * total:
-            break
-        held_out.add(key)
-        held_bytes += sizes[key]
+        if not held_out or held_bytes < fraction * total:
+            held_out.add(key)
+            held_bytes += sizes[key]
     return frozenset(held_out)
 
 
@@ -61,15 +56,13 @@ def plan_holdout(files, val_files, cfg, reading):
         return Holdout(several=not single)
     num_bytes = sum(os.path.getsize(file.path) for file in files)
     if single or files[0].kind == 'tokens':
-        length = 0
-        for piece in documents_in(files, reading):
-            length += len(piece.parts[0][0]) if single else len(piece.parts)
+        pieces = documents_in(files, reading)
+        length = sum(len(piece.parts[0][0] if single else piece.parts) for piece in pieces)
         return Holdout(not single, int(length * (1 - cfg.val_fraction)), at_line=single and num_bytes > SMALL)
-    sizes = Counter()
     if all(file.kind == 'text' for file in files) and not reading.separator:
-        for file in files:
-            sizes[holdout_hash(file.name, cfg.seed)] = os.path.getsize(file.path)
+        sizes = {holdout_hash(file.name, cfg.seed): os.path.getsize(file.path) for file in files}
     else:
+        sizes = Counter()
         for piece in documents_in(files, reading):
             sizes[holdout_hash(piece.key, cfg.seed)] += sum(len(text.encode()) for text, *_ in piece.parts)
             if num_bytes > SMALL and len(sizes) > min(50 / cfg.val_fraction, 1e6):

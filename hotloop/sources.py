@@ -130,52 +130,35 @@ def open_file(path, name, reading):
 
 def files_of(source, reading, data_dir, spool):
     """
-    [File] of a source: stdlib, a URL (which is downloaded), a folder, a file, a glob pattern, - or a named
-    pipe. Standard input and pipes can be read only once: they are copied to the file spool. ValueError if
-    there is nothing.
+    [File] of a source: stdlib, a URL (which is downloaded), a folder, a file, a glob pattern, or - (which is
+    copied to the file spool, because it can be read only once). ValueError if there is nothing.
     """
     if source == 'stdlib':
         return [File(path, name, 'text') for name, path in stdlib_files()]
     if source == '-':
-        copy_stream(standard_input(), spool)
+        stream = standard_input()
+        os.makedirs(os.path.dirname(spool), exist_ok=True)
+        with open(spool, 'wb') as f:
+            shutil.copyfileobj(stream, f, 1 << 20)
         return [open_file(spool, 'stdin', reading)]
     if source.startswith(('http://', 'https://')):
         path = download_source(source, data_dir)
         return [open_file(path, os.path.basename(path).split('-', 1)[1], reading)]
     if os.path.isdir(source):
-        return files_in_folder(source, reading)
+        if {'meta.json', 'train.bin'} <= set(os.listdir(source)):
+            raise ValueError(f'{source} is a dataset; train on it, or prepare what it was made from')
+        found = files_under(source, FOLDER_SUFFIXES if reading.format == 'auto' else '')
+        if not found:
+            raise ValueError(f'{source} holds no files with a suffix of text; --format=text reads all')
+        return [open_file(path, name, reading) for name, path in found]
     if os.path.isfile(source):
         return [open_file(source, os.path.basename(source), reading)]
-    if os.path.exists(source):  # a named pipe
-        with open(source, 'rb') as pipe:
-            copy_stream(pipe, spool)
-        return [open_file(spool, 'stdin', reading)]
-    if source in CORPORA:
-        raise ValueError(f'{source} is a corpus by name, which is prepared alone; train on several datasets '
-                         f'with --dataset={source},OTHER')
     paths = sorted(path for path in glob.glob(source, recursive=True) if os.path.isfile(path))
     if not paths:
-        raise ValueError(f'{source} is not a file, a folder, a pattern that matches files, or a corpus by '
-                         f'name: stdlib, {", ".join(CORPORA)}')
+        raise ValueError(f'{source} is not a file, a folder, a pattern that matches files, or stdlib. These '
+                         f'corpora are prepared alone: {", ".join(CORPORA)}')
     base = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [open_file(path, os.path.relpath(path, base).replace(os.sep, '/'), reading) for path in paths]
-
-
-def files_in_folder(folder, reading):
-    """[File] of what can be read in a folder: everything, if the settings name a format."""
-    if {'meta.json', 'train.bin'} <= set(os.listdir(folder)):
-        raise ValueError(f'{folder} is a dataset; train on it, or prepare what it was made from')
-    found = files_under(folder, FOLDER_SUFFIXES if reading.format == 'auto' else '')
-    if not found:
-        raise ValueError(f'{folder} holds no files with a suffix of text or rows; --format=text reads all')
-    return [open_file(path, name, reading) for name, path in found]
-
-
-def copy_stream(stream, spool):
-    """Copies what can be read only once to the file spool."""
-    os.makedirs(os.path.dirname(spool), exist_ok=True)
-    with open(spool, 'wb') as f:
-        shutil.copyfileobj(stream, f, 1 << 20)
 
 
 def download_source(url, data_dir, sha256=None):
@@ -205,8 +188,8 @@ def open_corpus(name, cfg):
     free = shutil.disk_usage(cfg.data_dir).free / 1e6
     downloaded = glob.glob(glob.escape(os.path.join(cfg.data_dir, 'downloads')) + '/*')
     if free + sum(os.path.getsize(path) for path in downloaded) / 1e6 < need:
-        remedy = 'use another --data_dir, or --shards' if len(corpus.train) > 1 else 'use another --data_dir'
-        raise ValueError(f'{cfg.data_dir} has {free:,.0f} MB free, and {name} needs {need:,.0f} MB; {remedy}')
+        raise ValueError(f'{cfg.data_dir} has {free:,.0f} MB free, and {name} needs {need:,.0f} MB; use '
+                         'another --data_dir, or fewer --shards')
     return [[File(download_source(url, cfg.data_dir, corpus.sha256), url.rsplit('/', 1)[1], corpus.kind)
              for url in urls] for urls in (train, val)]
 

@@ -83,7 +83,7 @@ def test_it_may_break_often_as_long_as_something_arrives(server, tmp_path, monke
     download(server.url, str(tmp_path / 'f'))
     assert contents(tmp_path) == {'f': BODY} and len(server.seen) == 4
     server.script = [answer(cut=300_000, ranges=None)]
-    with pytest.raises(ValueError, match='the connection broke 2 times in a row; run the command again'):
+    with pytest.raises(ValueError, match=r'\w+, 2 times in a row; check .*, or run the command again'):
         download(server.url, str(tmp_path / 'g'))
     assert not (tmp_path / 'g').exists() and len(server.seen) == 7
 
@@ -119,7 +119,7 @@ def test_it_begins_again_without_a_strong_etag_and_when_the_part_is_too_long(ser
     (answer(b'', 404), 'answers 404 Not Found; check the address$', 1),
     (answer(b'', 401), 'answers 401 Unauthorized; set HF_TOKEN to a token that may read it$', 1),
     (answer(b'', 403), 'answers 403 Forbidden; set HF_TOKEN', 1),
-    (answer(b'', 503), 'answers 503 Service Unavailable; try again later$', 6),
+    (answer(b'', 503), '503 Service Unavailable, 5 times in a row; check .* again later$', 5),
     (answer(b'', 302, Location='ftp://127.0.0.1/f'), r'cannot be downloaded to .*: No connection', 1),
     (answer(b'<html>Log in', Content_Type='text/html; charset=utf-8'), 'is a web page; give', 1),
     (answer(X_Linked_ETag=f'"{"0" * 64}"'), f'has SHA-256 {SHA256}, not 00.*; the download was deleted', 1),
@@ -177,7 +177,7 @@ def test_a_connection_that_hangs_is_cut_and_resumed(server, tmp_path, monkeypatc
 def test_without_a_network_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
-    with pytest.raises(ValueError, match=r'/f: no connection to 127\.0\.0\.1:9 \(\w+\); check the network'):
+    with pytest.raises(ValueError, match='/f: ConnectionError, 5 times in a row; check the network'):
         download('http://127.0.0.1:9/f', str(tmp_path / 'f'))  # the discard port, where nobody listens
 
 

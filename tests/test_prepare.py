@@ -79,7 +79,7 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
                     'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'templates': []}
     assert os.listdir(tmp_path / 'data') == ['book']
     out = capsys.readouterr().out
-    assert 'note: seed has no effect' in out and f'tokenizer: char, {len(chars)} ids\n' in out
+    assert f'tokenizer: char, {len(chars)} ids\n' in out
     command = shlex.split(out.splitlines()[-1].split(': ')[1])
     assert command[:4] == ['python', 'train.py', 'config/quickstart.py', '--dataset=book']
 
@@ -142,8 +142,6 @@ def test_standard_input(tmp_path, make, monkeypatch):
     documents, _ = make('-', name='deep/x')
     assert documents['train'][0] + documents['val'][0] == 'some words ' * 100
     assert os.listdir(tmp_path / 'data' / 'deep') == ['x']  # its copy on the disk is gone
-    with pytest.raises(ValueError, match='standard input is named twice'):
-        make('-', val='-')
 
 
 def test_without_a_source_the_standard_library_is_prepared(tmp_path, monkeypatch):
@@ -192,7 +190,7 @@ def test_a_large_file_is_cut_at_the_end_of_a_line(tmp_path, make, monkeypatch, t
     assert [meta['splits'][split]['documents'] for split in ('train', 'val')] == [1, 1]
 
 
-def test_a_validation_source_of_its_own(tmp_path, make, capsys):
+def test_a_validation_source_of_its_own(tmp_path, make):
     for name, text in (('a', 'training'), ('b', 'validation'), ('c', 'more'), ('empty', '')):
         (tmp_path / f'{name}.txt').write_text(text)
     documents, meta = make(tmp_path / 'a.txt', val=tmp_path / 'b.txt')
@@ -201,7 +199,6 @@ def test_a_validation_source_of_its_own(tmp_path, make, capsys):
     documents, meta = make(tmp_path / 'a.txt', tmp_path / 'c.txt', val=tmp_path / 'b.txt')
     assert documents['val'] == ['validation'] and meta['splits']['val']['tokens'] == 11
     assert make(f'{tmp_path}/[abc].txt', val=tmp_path / 'b.txt')[0]['train'] == ['training', 'more']
-    assert '1 files are validated on and left out of training' in capsys.readouterr().out
     for val, words in (('a', 'none is left to train on'), ('empty', 'no text for the val split')):
         with pytest.raises(ValueError, match=words):
             make(tmp_path / 'a.txt', val=tmp_path / f'{val}.txt')
@@ -223,7 +220,7 @@ def test_shards_of_tokens(tmp_path, make, gpt2):
     assert train + val == tokens and val[0] == 50256 and 0.1 < len(val) / len(tokens) < 0.4
     (tmp_path / 'a.txt').write_text('text')
     for sources, settings in ((['val.bin', 'a.txt'], {}), (['val.bin'], {'tokenizer': 'byte'})):
-        with pytest.raises(ValueError, match="shards of GPT-2's tokens go with neither text nor tokenizer="):
+        with pytest.raises(ValueError, match="shards of GPT-2 tokens go with neither text nor tokenizer="):
             make(*(tmp_path / name for name in sources), **settings)
 
 
@@ -256,8 +253,8 @@ def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
     (data / 'nano' / 'train.bin').write_bytes(b'ab')
     (data / 'file').write_text('precious')
     before = contents(data)
-    for name, entry in (('deep', 'er'), ('nano', 'train.bin'), ('file', 'a file')):
-        with pytest.raises(ValueError, match=f'{name} exists and was not made by this program: {entry};'):
+    for name in ('deep', 'nano', 'file'):
+        with pytest.raises(ValueError, match=f'{name} exists and was not made by this program; choose'):
             make(notes, name=name)
     assert contents(data) == before
 
@@ -283,12 +280,12 @@ def test_the_command_that_makes_a_dataset_is_one_that_prepare_parses(name):
     (dict(tokenizer='gpt9'), r"tokenizer='gpt9' is not one of byte, char, bpe:SIZE \(257 to 1,048,576\)"),
     (dict(tokenizer='byte:5'), 'is not one of'), (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
-    (dict(val='a', val_fraction=0.1), 'leave out val_fraction'), (dict(name='a,b'), 'choose another --name'),
+    (dict(val='a', val_fraction=0.1), 'leave out val_fraction'), (dict(name='a,b'), 'not contain a comma'),
     (dict(shards=1), 'is for a corpus by name'), (dict(text_field='a'), "text_field='a' .*rows"),
-    (dict(name='downloads'), 'choose another --name'), (dict(name='../x'), 'must be a name below'),
-    (dict(val='shakespeare'), 'is a corpus by name'), (dict(separator='===='), "separator='===='"),
-    (dict(bos=True), "tokenizer='byte' has none"), (dict(inspect=True, seed=3), 'leave out seed'),
-    (dict(append=True), '(?s)append.*--dataset=A,B'), *((text, 'no text for') for text in ['', 'a'])])
+    (dict(name='../x'), 'must be a name below'),
+    (dict(val='shakespeare'), 'prepared alone'), (dict(separator='===='), "separator='===='"),
+    (dict(bos=True), "tokenizer='byte' has none"),
+    *((text, 'no text for') for text in ['', 'a'])])
 def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, settings, words):
     """So is a source, given here instead of settings, that has too little text."""
     is_text = isinstance(settings, str)
@@ -311,7 +308,5 @@ def test_inspect_shows_counts_and_a_window(tmp_path, capsys):
     assert 'train: 16 tokens, 0.81 bytes a token, 3 document ends, 7 different ids' in out
     assert 'most frequent: "\\x00" 50.0%, "<|endoftext|>" 18.8%' in out
     assert out.endswith('from 8 on: ab\\n<|endoftext|>[cd]<|endoftext|><|endoftext|>\n')
-    (tmp_path / 'x' / 'train.mask.bin').write_bytes(b'1')
-    for name, words in (('x', 'the mask has 1 bytes for 16 tokens'), ('y', 'y does not exist; make it with')):
-        with pytest.raises(ValueError, match=words):
-            prepare.main(['--inspect', name, f'--data_dir={tmp_path}'])
+    with pytest.raises(ValueError, match='y does not exist; make it with'):
+        prepare.main(['--inspect', 'y', f'--data_dir={tmp_path}'])
