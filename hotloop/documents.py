@@ -150,6 +150,8 @@ def token_pieces(file, progress):
         ends = np.flatnonzero(ids == 50256)  # a document begins with its end-of-text id here: cut before one
         if start + len(ids) < count and len(ends) and ends[-1]:
             ids = ids[:ends[-1]]
+        if ids.max() > 50256:
+            raise ValueError(f"{file.path} has token id {ids.max()}, beyond GPT-2's 50256")
         yield Piece(ids, True, True, file.name)
         start += len(ids)
         if progress:
