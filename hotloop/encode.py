@@ -100,32 +100,25 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
     pool = ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer, bos, eot))
     waiting = deque()
     try:
-        for batch in batches:
-            waiting.append(pool.submit(encode_in_worker, batch))
-            if len(waiting) > 2 * num_proc:
-                yield result_of(waiting.popleft())
-        while waiting:
-            yield result_of(waiting.popleft())
+        while True:
+            ahead = islice(batches, 2 * num_proc + 1 - len(waiting))
+            waiting.extend(pool.submit(encode_in_worker, batch) for batch in ahead)
+            if not waiting:
+                return
+            future = waiting.popleft()
+            if future.exception():
+                raise future.exception()  # from this file, where call_main() knows it as the user's
+            yield future.result()
     except BrokenProcessPool:
         raise ValueError('a tokenizing process died, perhaps out of memory; lower --num_proc') from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def result_of(future):
-    """The result of a future. Raises its error from this file, where call_main() knows it as the user's."""
-    if future.exception():
-        raise future.exception()
-    return future.result()
-
-
-_worker = None  # (tokenizer, bos, eot) in a process of the pool
-
-
 def start_worker(*settings):
     """Prepares a process of the pool. Ctrl-C reaches all processes; the parent decides when to end."""
     global _worker  # noqa: PLW0603
-    _worker = settings
+    _worker = settings  # (tokenizer, bos, eot)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
