@@ -12,7 +12,7 @@ import pytest
 from conftest import contents, error_of, noise, write_bins
 
 from hotloop import dataset
-from hotloop.dataset import BinWriter, dataset_folder, open_bin, open_datasets, partial_folder, read_meta, show
+from hotloop.dataset import BinWriter, dataset_folder, open_bin, open_datasets, partial_folder, read_meta
 from hotloop.encode import Encoded
 from hotloop.tokenizer import ByteTokenizer, CharTokenizer
 
@@ -189,7 +189,7 @@ def test_a_damaged_meta_pkl_is_one_sentence(tmp_path):
             3, {'vocab_size': 2, 'itos': {0: 'ab', 1: 'c'}}, {'vocab_size': 2, 'itos': {0: 'a', 1: 'a'}},
             {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 'x', 'itos': {0: 'a'}}])):
         (tmp_path / 'meta.pkl').write_bytes(raw)
-        assert "meta.pkl is not nanoGPT's meta.pkl of a character dataset (" in error_of(read_meta, str(tmp_path))
+        assert "meta.pkl is not nanoGPT's meta.pkl of a" in error_of(read_meta, str(tmp_path))
 
 
 def test_bins_that_are_missing_empty_or_cut(tmp_path):
@@ -205,8 +205,8 @@ def test_ids_are_counted_in_blocks_and_shown_on_one_line(monkeypatch):
     assert dataset.count_ids(tokens).tolist() == np.bincount(tokens).tolist()
     assert dataset.count_ids(tokens[:5], 400).tolist() == np.bincount(tokens[:5], minlength=400).tolist()
     shown = 'a\\n\\x1b\ufffd<|endoftext|><|endoftext|>\\t'
-    assert show(ByteTokenizer(), [*b'a\n\x1b\xff', 256, 256, 9]) == shown
-    assert show(CharTokenizer('ab'), [1, 0]) == 'ba'
+    assert dataset.show(ByteTokenizer(), [*b'a\n\x1b\xff', 256, 256, 9]) == shown
+    assert dataset.show(CharTokenizer('ab'), [1, 0]) == 'ba'
 
 
 @pytest.fixture(scope='module')
@@ -229,8 +229,8 @@ def test_weights_are_those_given_or_the_sizes(data):
 def test_datasets_that_cannot_be_opened(data):
     for text in ('a:x', 'a:x,wide:1', 'a:1,wide', 'a:0,wide:1', 'a:-1,wide:1', 'a:nan,wide:1', 'a:,wide:1'):
         assert 'give all of them a weight above 0' in error_of(open_datasets, text, data)
-    for text, words in (('a,nothing', 'nothing does not exist; make it with: python prepare.py'),
-                        ('a,,wide', 'must be a name below'), ('a,other', 'the tokenizers of a and other differ')):
+    for text, words in (('a,,wide', 'must be a name below'), ('a,other', 'tokenizers of a and other differ'),
+                        ('a,nothing', 'nothing does not exist; make it with: python prepare.py')):
         assert words in error_of(open_datasets, text, data)
 
 
