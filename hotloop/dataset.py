@@ -23,23 +23,21 @@ OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'meta.jso
 def dataset_folder(data_dir, dataset):
     """The folder of a dataset by name. ValueError for a name that leads out of data_dir."""
     parts = dataset.replace('\\', '/').rstrip('/').split('/')
-    if os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or '\0' in dataset or ':' in dataset:
-        raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}')
-    if any(re.search(r'\.partial(\.|$)', part) for part in parts):
-        raise ValueError(f'dataset={dataset!r} is a folder that prepare.py writes in; leave out .partial')
+    unsafe = os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or re.search('[\0:]', dataset)
+    if unsafe or any(re.search(r'\.partial(\.|$)', part) for part in parts):
+        raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}, without .partial')
     return os.path.join(data_dir, *parts)
 
 
 def write_meta(folder, meta):
-    """Writes the meta.json of a dataset."""
     with replacing(os.path.join(folder, 'meta.json')) as f:
         f.write(json.dumps(meta, indent=1).encode())
 
 
 def read_meta(folder):
     """
-    What is known about a dataset: its meta.json; or what nanoGPT's meta.pkl says; or, without either, what
-    nanoGPT assumes: uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, foreign, splits (then {}).
+    A dataset's meta.json; or what nanoGPT's meta.pkl says; or, without either, what nanoGPT assumes: uint16
+    ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, foreign, splits ({} if it is foreign).
     """
     path, old_path = os.path.join(folder, 'meta.json'), os.path.join(folder, 'meta.pkl')
     if os.path.exists(path):
@@ -69,7 +67,6 @@ def read_meta_json(path):
 
 class PlainUnpickler(pickle.Unpickler):
     """Loads containers, text and numbers. Refuses a pickle that names anything importable."""
-
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f'{module}.{name}')
 
@@ -102,15 +99,12 @@ class BinWriter:
     """Writes the bin of one split, its mask from the first prompt on, and counts what went in."""
 
     def __init__(self, folder, name, dtype):
-        self.path = os.path.join(folder, f'{name}.bin')
-        self.mask_path = os.path.join(folder, f'{name}.mask.bin')
-        self.dtype = np.dtype(dtype)
-        self.file = open(self.path, 'wb')  # noqa: SIM115
-        self.mask = None
+        self.file, self.mask = open(os.path.join(folder, f'{name}.bin'), 'wb'), None  # noqa: SIM115
+        self.mask_path, self.dtype = os.path.join(folder, f'{name}.mask.bin'), dtype
         self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
 
     def add(self, encoded):
-        """Appends an encode.Encoded: ids, and a mask, or None if all of them count in the loss."""
+        """Appends an encode.Encoded."""
         if encoded.mask is not None and self.mask is None:
             self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
             for start in range(0, self.counts['tokens'], 1 << 20):  # in blocks: they may exceed memory
@@ -125,15 +119,13 @@ class BinWriter:
 
     def close(self):
         """Flushes to the disk. Returns the counts with the SHA-256 of what is on it."""
-        for file in (self.file, self.mask):
+        for file, key in ((self.file, 'sha256'), (self.mask, 'mask_sha256')):
             if file is not None:
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-        counts = {**self.counts, 'sha256': hash_file(self.path)}
-        if self.mask is not None:
-            counts['mask_sha256'] = hash_file(self.mask_path)
-        return counts
+                self.counts[key] = hash_file(file.name)
+        return self.counts
 
 
 @contextlib.contextmanager
@@ -196,8 +188,8 @@ class Dataset(NamedTuple):
 
 def open_datasets(dataset, data_dir):
     """
-    The Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights, each dataset
-    weighs as much as it has training tokens. ValueError if one is missing, or their tokenizers differ.
+    The Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights, each weighs as
+    much as it has training tokens. ValueError if one is missing, or their tokenizers differ.
     """
     datasets, weighted = [], ':' in dataset
     for word in dataset.split(','):
@@ -208,8 +200,7 @@ def open_datasets(dataset, data_dir):
                 raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
         meta = read_meta(folder)
         if datasets and not same_tokenizer(meta['tokenizer'], datasets[0].meta['tokenizer']):
-            raise ValueError(f'the tokenizers of {datasets[0].name} and {name} differ; prepare one of them '
-                             'with the tokenizer of the other')
+            raise ValueError(f'the tokenizers of {datasets[0].name} and {name} differ; prepare both with one')
         if not weighted:
             weight = os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize
         elif not re.fullmatch(r'\d+\.?\d*|\.\d+', weight) or not float(weight):

@@ -20,10 +20,9 @@ BYTE = {'kind': 'byte'}
 
 
 def test_a_name_that_leads_elsewhere_is_refused():
-    for name in ('../x', '..', 'a/../../x', 'a/..', '/tmp/x', 'a\\..\\x', 'a\0b', '', 'C:x'):
+    for name in ('../x', '..', 'a/../../x', 'a/..', '/tmp/x', 'a\\..\\x', 'a\0b', '', 'C:x',
+                 'x.partial', 'x.partial/new', 'x.partial.123', 'a/x.partial/old'):
         assert 'must be a name below' in error_of(dataset_folder, 'data', name)
-    for name in ('x.partial', 'x.partial/new', 'x.partial.123', 'a/x.partial/old'):
-        assert 'leave out' in error_of(dataset_folder, 'data', name)
     for name in ('a/b..c', 'a.partially'):
         assert dataset_folder('data', name + '/') == os.path.join('data', *name.split('/'))
 
@@ -39,8 +38,8 @@ def test_bins_are_nanogpts_and_counted(tmp_path, dtype, itemsize):
     for ids in ([1, 2, 258], [], [3]):
         writer.add(encoded(ids))
     raw = b''.join(i.to_bytes(itemsize, 'little') for i in (1, 2, 258, 3))
-    assert writer.close() == {'tokens': 4, 'bytes': 4, 'documents': 3,
-                              'sha256': hashlib.sha256(raw).hexdigest()}
+    sha256 = hashlib.sha256(raw).hexdigest()
+    assert writer.close() == {'tokens': 4, 'bytes': 4, 'documents': 3, 'sha256': sha256}
     assert contents(tmp_path) == {'train.bin': raw}
     assert open_bin(str(tmp_path / 'train.bin'), np.dtype(dtype).name).tolist() == [1, 2, 258, 3]
 
@@ -73,7 +72,7 @@ def test_a_dataset_replaces_the_old_one_completely_or_not_at_all(tmp_path):
         assert os.listdir(partial) == []
         Path(partial, 'train.bin').touch()
         raise KeyboardInterrupt
-    assert set(contents(folder)) == {'train.bin', 'train.mask.bin', 'meta.json'}
+    assert len(contents(folder)) == 3
     write(folder, 'new')
     assert contents(folder) == files('new') and os.listdir(folder.parent) == ['x']
 
@@ -145,9 +144,8 @@ def test_a_damaged_meta_json_is_one_sentence(tmp_path, change):
     if isinstance(change, dict):
         change = json.dumps({**json.loads((tmp_path / 'meta.json').read_text()), **change}).encode()
     (tmp_path / 'meta.json').write_bytes(change)
-    with pytest.raises(ValueError, match=r'meta\.json is damaged or from a later version \(.*; prepare') as e:
-        read_meta(str(tmp_path))
-    assert '\n' not in str(e.value)
+    error = error_of(read_meta, str(tmp_path))
+    assert 'meta.json is damaged or from a later version (' in error and '\n' not in error
 
 
 def nanogpt_meta(chars):
@@ -179,9 +177,7 @@ def test_a_meta_pkl_cannot_run_code(tmp_path):
     pickle.loads(evil)['extra'].close()
     target.unlink()  # the trap itself works
     (tmp_path / 'meta.pkl').write_bytes(evil)
-    with pytest.raises(ValueError, match=r"meta\.pkl is not nanoGPT's .*UnpicklingError: \w+\.open"):
-        read_meta(str(tmp_path))
-    assert not target.exists()
+    assert 'UnpicklingError' in error_of(read_meta, str(tmp_path)) and not target.exists()
 
 
 def test_a_damaged_meta_pkl_is_one_sentence(tmp_path):
@@ -220,8 +216,8 @@ def data(tmp_path_factory):
 
 def test_weights_are_those_given_or_the_sizes(data):
     one, = open_datasets('a', data)
-    assert (one.name, one.folder, one.weight) == ('a', os.path.join(data, 'a'), 3001)
-    assert one.meta == read_meta(one.folder)
+    folder = os.path.join(data, 'a')
+    assert one == ('a', folder, read_meta(folder), 3001)
     assert [d.weight for d in open_datasets('a,wide', data)] == [3001, 501]
     assert [d.weight for d in open_datasets('a:0.7,wide:.3', data)] == [0.7, 0.3]
 

@@ -27,10 +27,9 @@ def tiny_gpt(**settings):
 @pytest.fixture
 def splits(tmp_path):
     """{'plain': ..., 'masked': ...}: the same tokens."""
-    write_bins(tmp_path / 'plain', TOKENS, TOKENS)
-    write_bins(tmp_path / 'masked', TOKENS, TOKENS, masks={'train': MASK, 'val': MASK})
-    return {name: Split(str(tmp_path / name), 'val', read_meta(str(tmp_path / name)), 16)
-            for name in ('plain', 'masked')}
+    masks = {'plain': None, 'masked': {'train': MASK, 'val': MASK}}
+    folders = {name: write_bins(tmp_path / name, TOKENS, TOKENS, masks=masks[name]) for name in masks}
+    return {name: Split(folders[name], 'val', read_meta(folders[name]), 16) for name in masks}
 
 
 def nats_by_hand(model):
