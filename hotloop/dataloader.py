@@ -175,7 +175,7 @@ def kept_on_device(split, cfg, env):
 
 
 def copy_to_device(split, device):
-    """(tokens, mask or None); tokens are int16 or int32, because torch cannot index unsigned types."""
+    """(tokens, mask or None); tokens are int16 or int32: torch cannot index unsigned types."""
     tokens, mask = np.concatenate([part.tokens for part in split.splits]), None
     if any(part.mask is not None for part in split.splits):
         masks = [np.ones(s.num_tokens, np.uint8) if s.mask is None else s.mask for s in split.splits]
@@ -185,15 +185,15 @@ def copy_to_device(split, device):
 
 class Batches:
     """
-    The micro-batches of this process, step by step. On a GPU the split is in its memory and gathered there;
-    if it is too large, a thread reads the next micro-batch into pinned memory while this one is computed.
+    The micro-batches of this process. On a GPU the split is in its memory; if it is too large, a thread reads
+    the next micro-batch into pinned memory while this one is computed.
     """
 
     def __init__(self, split, cfg, env):
         self.split, self.cfg, self.env = split, cfg, env
         sizes = cfg.batch_size, cfg.gradient_accumulation_steps
-        self.global_batch = math.prod(sizes)
         self.micro_batch, self.accumulation = share_batch(*sizes, env.world)
+        self.global_batch = math.prod(sizes)
         self.windows = functools.lru_cache(maxsize=2)(self.find_windows)  # of this step and of the next
         self.waited = 0.0  # seconds spent on loading
         self.tokens = self.mask = None  # the split, if it is kept on the device

@@ -37,19 +37,15 @@ def write_meta(folder, meta):
 def read_meta(folder):
     """
     A dataset's meta.json; or what nanoGPT's meta.pkl says; or, without either, what nanoGPT assumes: uint16
-    ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, foreign, splits ({} if it is foreign).
+    ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, foreign, splits ({} if it is foreign). ValueError
+    if it is damaged or from a later version.
     """
     path, old_path = os.path.join(folder, 'meta.json'), os.path.join(folder, 'meta.pkl')
-    if os.path.exists(path):
-        return read_meta_json(path)
-    size, tokenizer = 50304, {'kind': 'tiktoken', 'name': 'gpt2'}
-    if os.path.exists(old_path):
-        size, tokenizer = read_meta_pkl(old_path)
-    return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'foreign': True, 'splits': {}}
-
-
-def read_meta_json(path):
-    """A dataset's own meta.json. ValueError if it is damaged or from a later version."""
+    if not os.path.exists(path):
+        size, tokenizer = 50304, {'kind': 'tiktoken', 'name': 'gpt2'}
+        if os.path.exists(old_path):
+            size, tokenizer = read_meta_pkl(old_path)
+        return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'foreign': True, 'splits': {}}
     allowed = {'format': (0, FORMAT), 'dtype': ('uint16', 'uint32'), 'vocab_size': range(1, MAX_VOCAB + 1)}
     try:
         meta = read_json(path)

@@ -38,15 +38,13 @@ def encode_piece(tokenizer, piece, bos, eot):
     if isinstance(piece.parts, np.ndarray):  # already ids
         return piece.parts, None, int(np.count_nonzero(piece.parts == tokenizer.eot))
     ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
-    if piece.start and bos is not None:
-        ids = np.append(bos, ids)
-        if mask is not None:
-            mask = np.append(np.uint8(0), mask)
-    ends_with_eot = mask is not None and ids[-1] == eot  # a chat template ends with a mark, which may be eot
-    if piece.end and eot is not None and not ends_with_eot:
-        ids = np.append(ids, eot)
-        if mask is not None:
-            mask = np.append(mask, np.uint8(1))
+    before = int(piece.start and bos is not None)
+    # a chat template ends with a mark, which may be eot
+    after = int(piece.end and eot is not None and (mask is None or ids[-1] != eot))
+    ids = np.append(bos, ids) if before else ids
+    ids = np.append(ids, eot) if after else ids
+    if mask is not None:
+        mask = np.concatenate((np.zeros(before, np.uint8), mask, np.ones(after, np.uint8)))
     return ids, mask, int(piece.end)
 
 

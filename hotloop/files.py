@@ -37,8 +37,8 @@ def sync_folder(folder):
 
 def lock(path):
     """
-    Locks a file until the returned lock is released or this process ends, even by kill -9. Returns None where
-    the system has no such locks. ValueError names the process that holds the lock.
+    Locks a file until the returned lock is released or this process ends, even by kill -9; None where the
+    system has no such locks. ValueError names the process that holds the lock.
     """
     from filelock import FileLock, SoftFileLock, Timeout
     held = FileLock(path)

@@ -73,7 +73,7 @@ class TokenizerJson:
 
 
 def open_backend(text):
-    """The package's tokenizer of the contents of a tokenizer.json, for texts in which nothing is special."""
+    """The package's tokenizer of the text of a tokenizer.json; in what it encodes nothing is special."""
     package = optional('tokenizers', 'reads tokenizer.json files')
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # encode.py forks
     try:
