@@ -36,6 +36,8 @@ class Split:
             self.num_bytes += len(self.mask)
             if len(self.mask) != self.num_tokens:
                 raise ValueError(f'{mask_path} has {len(self.mask):,} bytes for {self.num_tokens:,} tokens')
+            if not self.mask.any():
+                raise ValueError(f'{self.path} has no target that counts: {mask_path} is 0 everywhere')
 
     def check_ids(self, vocab_size):
         """ValueError if a token is not below vocab_size; on a GPU it would end in a nameless assert."""
