@@ -36,10 +36,9 @@ def train_bpe(texts, num_tokens):
                 heapq.heappush(heap, (-pairs[pair], pair))
             continue
         merged = tokens[pair[0]] + tokens[pair[1]]
-        if merged not in rank:  # two merges can give the same token
-            rank[merged] = len(tokens)
+        new = rank.setdefault(merged, len(tokens))  # two merges can give the same token
+        if new == len(tokens):
             tokens.append(merged)
-        new = rank[merged]
         change = Counter()
         for i in words_with.pop(pair):
             for p in pairwise(words[i]):
@@ -64,9 +63,7 @@ def count_words(texts):
         counts.update(word[:1000] for word in split.findall(text))
         if len(counts) > 4 * MAX_WORDS:
             counts = Counter(dict(counts.most_common(2 * MAX_WORDS)))
-    if len(counts) > MAX_WORDS:
-        counts = Counter(dict(counts.most_common(MAX_WORDS)))
-    return counts
+    return dict(counts.most_common(MAX_WORDS))
 
 
 def merge(word, pair, new):

@@ -17,12 +17,11 @@ class Split:
     """One bin of a dataset, memory-mapped: windows of T tokens and their targets, the next tokens."""
 
     def __init__(self, folder, name, meta, T):
-        self.path, self.T = os.path.join(folder, f'{name}.bin'), T
+        self.path, self.T, self.splits = os.path.join(folder, f'{name}.bin'), T, [self]
         self.tokens = open_bin(self.path, meta['dtype'])
-        self.num_tokens, self.splits = len(self.tokens), [self]  # a Mixture has several splits
+        self.num_tokens = len(self.tokens)
         self.known_vocab = math.inf if meta['foreign'] else meta['vocab_size']
-        # a cache for each split: a shared one would evict orders of large mixtures or keep old epochs
-        self.order = functools.lru_cache(maxsize=2)(epoch_order)
+        self.order = functools.lru_cache(maxsize=2)(epoch_order)  # shared, it would evict those of mixtures
         expected = meta['splits'].get(name, {}).get('tokens', self.num_tokens)
         if self.num_tokens != expected:
             raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, but meta.json says {expected:,}; '
@@ -30,30 +29,31 @@ class Split:
         if self.num_tokens <= T:
             raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, too few for one window of '
                              f'block_size={T} and its target; use more text or a smaller block_size')
+        self.mask, self.num_bytes = None, self.tokens.nbytes
         mask_path = os.path.join(folder, f'{name}.mask.bin')
-        self.mask = open_bin(mask_path, np.uint8) if os.path.exists(mask_path) else None  # 0: not in the loss
-        if self.mask is not None and len(self.mask) != self.num_tokens:
-            raise ValueError(f'{mask_path} has {len(self.mask):,} bytes for {self.num_tokens:,} tokens')
-        if self.mask is not None and not self.mask.any():
-            raise ValueError(f'{self.path} has no target that counts: {mask_path} is 0 everywhere')
-        self.num_bytes = self.tokens.nbytes + (0 if self.mask is None else self.mask.nbytes)
+        if os.path.exists(mask_path):
+            self.mask = open_bin(mask_path, np.uint8)  # 0: not in the loss
+            self.num_bytes += len(self.mask)
+            if len(self.mask) != self.num_tokens:
+                raise ValueError(f'{mask_path} has {len(self.mask):,} bytes for {self.num_tokens:,} tokens')
+            if not self.mask.any():
+                raise ValueError(f'{self.path} has no target that counts: {mask_path} is 0 everywhere')
 
     def check_ids(self, vocab_size):
         """ValueError if a token is not below vocab_size; on a GPU it would end in a nameless assert."""
         if self.tokens.nbytes > 1e9 and self.known_vocab <= vocab_size:
             return  # reading it takes minutes, and prepare.py wrote only ids that it knew
-        largest = self.tokens.max()
-        if largest >= vocab_size:
-            raise ValueError(f'{self.path} has token id {largest}, but the vocabulary has {vocab_size} ids; '
-                             "prepare it with the model's tokenizer")
+        if self.tokens.max() >= vocab_size:
+            raise ValueError(f'{self.path} has token id {self.tokens.max()}, but the vocabulary has '
+                             f"{vocab_size} ids; prepare it with the model's tokenizer")
 
     def fingerprint(self):
         """A hash of the size and of 64 blocks spread over the bin and its mask."""
         h = hashlib.sha256(str(self.num_tokens).encode())
         for start in np.linspace(0, max(self.num_tokens - 4096, 0), 64).astype(np.int64):
-            h.update(self.tokens[start:start + 4096].tobytes())
-            if self.mask is not None:
-                h.update(self.mask[start:start + 4096].tobytes())
+            for part in (self.tokens, self.mask):
+                if part is not None:
+                    h.update(part[start:start + 4096].tobytes())
         return h.hexdigest()[:16]
 
     def starts(self, seed, index):
@@ -177,7 +177,7 @@ def kept_on_device(split, cfg, env):
 
 
 def copy_to_device(split, device):
-    """(tokens, mask or None); tokens are int16 or int32, because torch cannot index unsigned types."""
+    """(tokens, mask or None); tokens are int16 or int32: torch cannot index unsigned types."""
     tokens, mask = np.concatenate([part.tokens for part in split.splits]), None
     if any(part.mask is not None for part in split.splits):
         masks = [np.ones(s.num_tokens, np.uint8) if s.mask is None else s.mask for s in split.splits]
@@ -187,15 +187,16 @@ def copy_to_device(split, device):
 
 class Batches:
     """
-    The micro-batches of this process, step by step. On a GPU the split is in its memory and gathered there;
-    if it is too large, a thread reads the next micro-batch into pinned memory while this one is computed.
+    The micro-batches of this process. On a GPU the split is in its memory; if it is too large, a thread reads
+    the next micro-batch into pinned memory while this one is computed.
     """
 
     def __init__(self, split, cfg, env):
         self.split, self.cfg, self.env = split, cfg, env
-        batch_size, accumulation = cfg.batch_size, cfg.gradient_accumulation_steps
-        self.global_batch = batch_size * accumulation
-        self.micro_batch, self.accumulation = share_batch(batch_size, accumulation, env.world)
+        sizes = cfg.batch_size, cfg.gradient_accumulation_steps
+        self.micro_batch, self.accumulation = share_batch(*sizes, env.world)
+        self.global_batch = math.prod(sizes)
+        self.windows = functools.lru_cache(maxsize=2)(self.find_windows)  # of this step and of the next
         self.waited = 0.0  # seconds spent on loading
         self.tokens = self.mask = None  # the split, if it is kept on the device
         self.reader, self.ahead = None, {}  # {(step, micro): Future} of what is read ahead
@@ -204,27 +205,28 @@ class Batches:
         elif env.device.type == 'cuda':
             self.reader = ThreadPoolExecutor(1)
 
+    def find_windows(self, step):
+        """(targets of the global batch that count, positions of this process's windows by micro-batch)."""
+        index = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
+        starts = self.split.starts(self.cfg.seed, index)
+        mine = starts.reshape(self.env.world, self.accumulation, self.micro_batch)[self.env.rank]
+        return self.split.num_targets(starts), mine
+
     def step(self, step):
         """(targets of the global batch that count, a load() for each micro-batch of this process)."""
-        index = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
-        num_targets = self.split.num_targets(self.split.starts(self.cfg.seed, index))
-        return num_targets, [functools.partial(self.load, step, micro) for micro in range(self.accumulation)]
+        loads = [functools.partial(self.load, step, micro) for micro in range(self.accumulation)]
+        return self.windows(step)[0], loads
 
     def load(self, step, micro):
         """(x, y, seed) of a micro-batch: two (B, T) int64 tensors on the device, and dropout's seed."""
         began = time.perf_counter()
         if self.tokens is not None:
-            x, y = self.gather(torch.from_numpy(self.starts(step, micro)).to(self.env.device))
+            x, y = self.gather(torch.from_numpy(self.windows(step)[1][micro]).to(self.env.device))
         else:
             parts = self.read_ahead(step, micro) if self.reader else self.read(step, micro)
             x, y = (part.to(self.env.device, non_blocking=self.reader is not None) for part in parts)
         self.waited += time.perf_counter() - began
         return x, y, micro_seed(self.cfg.seed, step, self.env.rank * self.accumulation + micro)
-
-    def starts(self, step, micro):
-        """The positions of the windows of a micro-batch of this process."""
-        first = step * self.global_batch + (self.env.rank * self.accumulation + micro) * self.micro_batch
-        return self.split.starts(self.cfg.seed, np.arange(first, first + self.micro_batch))
 
     def gather(self, starts):
         """Split.gather() on the device."""
@@ -246,5 +248,5 @@ class Batches:
 
     def read(self, step, micro):
         """A micro-batch from disk; for a GPU in pinned memory, which torch keeps until the copy is done."""
-        parts = [torch.from_numpy(part) for part in self.split.gather(self.starts(step, micro))]
+        parts = [torch.from_numpy(part) for part in self.split.gather(self.windows(step)[1][micro])]
         return [part.pin_memory() for part in parts] if self.reader else parts

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from hotloop.sources import how_to_make
 from hotloop.tokenizer import MAX_VOCAB, same_tokenizer, tokenizer_from
 
 FORMAT = 1  # of meta.json
+COUNT_BLOCK = 1 << 24  # tokens
 SPLITS = ('train', 'val')
 OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'meta.json')
 
@@ -23,47 +23,38 @@ OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'meta.jso
 def dataset_folder(data_dir, dataset):
     """The folder of a dataset by name. ValueError for a name that leads out of data_dir."""
     parts = dataset.replace('\\', '/').rstrip('/').split('/')
-    if os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or '\0' in dataset or ':' in dataset:
-        raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}')
-    if any(re.search(r'\.partial(\.|$)', part) for part in parts):
-        raise ValueError(f'dataset={dataset!r} is a folder that prepare.py writes in; leave out .partial')
+    unsafe = os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or re.search('[\0:]', dataset)
+    if unsafe or any(re.search(r'\.partial(\.|$)', part) for part in parts):
+        raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}, without .partial')
     return os.path.join(data_dir, *parts)
 
 
 def write_meta(folder, meta):
-    """Writes the meta.json of a dataset."""
     with replacing(os.path.join(folder, 'meta.json')) as f:
         f.write(json.dumps(meta, indent=1).encode())
 
 
 def read_meta(folder):
     """
-    What is known about a dataset: its meta.json; or what nanoGPT's meta.pkl says; or, without either, what
-    nanoGPT assumes: uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, foreign, splits (then {}).
+    A dataset's meta.json; or what nanoGPT's meta.pkl says; or, without either, what nanoGPT assumes: uint16
+    ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, foreign, splits ({} if it is foreign). ValueError
+    if it is damaged or from a later version.
     """
-    path = os.path.join(folder, 'meta.json')
-    if os.path.exists(path):
-        return read_meta_json(path)
-    meta = {'dtype': 'uint16', 'splits': {}, 'foreign': True}
-    path = os.path.join(folder, 'meta.pkl')
-    if os.path.exists(path):
-        chars, vocab_size = read_meta_pkl(path)
-        return {**meta, 'vocab_size': vocab_size, 'tokenizer': {'kind': 'char', 'chars': chars, 'eot': False}}
-    return {**meta, 'vocab_size': 50304, 'tokenizer': {'kind': 'tiktoken', 'name': 'gpt2'}}
-
-
-def read_meta_json(path):
-    """A dataset's own meta.json. ValueError if it is damaged or from a later version."""
+    path, old_path = os.path.join(folder, 'meta.json'), os.path.join(folder, 'meta.pkl')
+    if not os.path.exists(path):
+        size, tokenizer = 50304, {'kind': 'tiktoken', 'name': 'gpt2'}
+        if os.path.exists(old_path):
+            size, tokenizer = read_meta_pkl(old_path)
+        return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'foreign': True, 'splits': {}}
     allowed = {'format': (0, FORMAT), 'dtype': ('uint16', 'uint32'), 'vocab_size': range(1, MAX_VOCAB + 1)}
     try:
         meta = read_json(path)
         for name, values in allowed.items():
             if meta[name] not in values:
                 raise ValueError(f'{name}={meta[name]!r}')
-        kind = meta['tokenizer']['kind']
         sizes = [meta['splits'][split]['tokens'] for split in SPLITS]
-        if not isinstance(kind, str) or not all(isinstance(size, int) for size in sizes):
-            raise ValueError(f'tokenizer of kind {kind!r}, splits of {sizes} tokens')
+        if 'kind' not in meta['tokenizer'] or not all(isinstance(size, int) for size in sizes):
+            raise ValueError(f'splits of {sizes} tokens')
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f'{path} is damaged or from a later version ({type(e).__name__}: {e}); prepare the '
                          'dataset again') from None
@@ -72,13 +63,12 @@ def read_meta_json(path):
 
 class PlainUnpickler(pickle.Unpickler):
     """Loads containers, text and numbers. Refuses a pickle that names anything importable."""
-
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f'{module}.{name}')
 
 
 def read_meta_pkl(path):
-    """(characters, vocabulary size) of the meta.pkl that nanoGPT writes. ValueError for anything else."""
+    """(vocabulary size, tokenizer's spec) of nanoGPT's meta.pkl. ValueError for anything else."""
     try:
         with open(path, 'rb') as f:
             meta = PlainUnpickler(f).load()
@@ -89,33 +79,28 @@ def read_meta_pkl(path):
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
         raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e});"
                          " without it the bins are read as GPT-2's tokens") from None
-    return chars, vocab_size
+    return vocab_size, {'kind': 'char', 'chars': chars, 'eot': False}
 
 
 def open_bin(path, dtype):
     """A bin as a mapped array of ids, empty if the file is missing. ValueError if it was cut."""
     dtype = np.dtype(dtype).newbyteorder('<')
     size = os.path.getsize(path) if os.path.exists(path) else 0
-    if not size:
-        return np.zeros(0, dtype=dtype)
     if size % dtype.itemsize:
         raise ValueError(f'{path} has {size:,} bytes, not a multiple of {dtype.itemsize}; prepare it again')
-    return np.memmap(path, dtype=dtype, mode='r')
+    return np.memmap(path, dtype=dtype, mode='r') if size else np.zeros(0, dtype=dtype)
 
 
 class BinWriter:
     """Writes the bin of one split, its mask from the first prompt on, and counts what went in."""
 
     def __init__(self, folder, name, dtype):
-        self.path = os.path.join(folder, f'{name}.bin')
-        self.mask_path = os.path.join(folder, f'{name}.mask.bin')
-        self.dtype = np.dtype(dtype)
-        self.file = open(self.path, 'wb')  # noqa: SIM115
-        self.mask = None
+        self.file, self.mask = open(os.path.join(folder, f'{name}.bin'), 'wb'), None  # noqa: SIM115
+        self.mask_path, self.dtype = os.path.join(folder, f'{name}.mask.bin'), dtype
         self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
 
     def add(self, encoded):
-        """Appends an encode.Encoded: ids, and a mask, or None if all of them count in the loss."""
+        """Appends an encode.Encoded."""
         if encoded.mask is not None and self.mask is None:
             self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
             for start in range(0, self.counts['tokens'], 1 << 20):  # in blocks: they may exceed memory
@@ -130,23 +115,21 @@ class BinWriter:
 
     def close(self):
         """Flushes to the disk. Returns the counts with the SHA-256 of what is on it."""
-        for file in (self.file, self.mask):
+        for file, key in ((self.file, 'sha256'), (self.mask, 'mask_sha256')):
             if file is not None:
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-        counts = {**self.counts, 'sha256': hash_file(self.path)}
-        if self.mask is not None:
-            counts['mask_sha256'] = hash_file(self.mask_path)
-        return counts
+                self.counts[key] = hash_file(file.name)
+        return self.counts
 
 
 @contextlib.contextmanager
 def partial_folder(folder):
     """
-    An empty folder to write a dataset into, which replaces `folder` when the block ends. After an error, or
-    a kill at any moment, `folder` is the old dataset or the complete new one; only a kill between the two
-    renames leaves neither, and the next call puts the old one back. ValueError if another process is at it.
+    An empty folder to write a dataset into, which replaces `folder` when the block ends. After an error or a
+    kill, `folder` is the old dataset or the complete new one; only a kill between the two renames leaves
+    neither, and the next call puts the old one back. ValueError if another process is at it.
     """
     work = folder + '.partial'
     new, old = os.path.join(work, 'new'), os.path.join(work, 'old')
@@ -171,29 +154,24 @@ def partial_folder(folder):
 
 
 def put_back(old, folder):
-    """Renames a dataset that was moved aside to its name, unless a new one has the name."""
+    """Gives a dataset that was moved aside its name back, unless a new one has it."""
     if os.path.isdir(old) and not os.path.exists(folder):
         os.rename(old, folder)
 
 
 def count_ids(tokens, at_least=0):
     """How often each id occurs, (largest id + 1,) or longer."""
-    counts = np.zeros(at_least, dtype=np.int64)
-    for start in range(0, len(tokens), 1 << 24):  # in blocks: a bin may be larger than memory
-        block = np.bincount(tokens[start:start + (1 << 24)], minlength=len(counts))
-        block[:len(counts)] += counts
-        counts = block
+    counts = np.zeros(max(int(tokens.max(initial=0)) + 1, at_least), dtype=np.int64)
+    for start in range(0, len(tokens), COUNT_BLOCK):  # in blocks: a bin may be larger than memory
+        counts += np.bincount(tokens[start:start + COUNT_BLOCK], minlength=len(counts))
     return counts
 
 
 def show(tokenizer, ids):
     """Ids as printable text on one line, ends of documents marked."""
-    text = ''
-    for is_end, run in groupby(ids, key=lambda i: i == tokenizer.eot):
-        run = list(run)
-        text += '<|endoftext|>' * len(run) if is_end else tokenizer.decode(run).decode('utf-8', 'replace')
-    escapes = {'\n': '\\n', '\r': '\\r', '\t': '\\t'}
-    return ''.join(c if c.isprintable() else escapes.get(c, f'\\x{ord(c):02x}') for c in text)
+    parts = [b'<|endoftext|>' if i == tokenizer.eot else tokenizer.decode([i]) for i in ids]
+    text = b''.join(parts).decode('utf-8', 'replace')
+    return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in text)
 
 
 class Dataset(NamedTuple):
@@ -206,10 +184,10 @@ class Dataset(NamedTuple):
 
 def open_datasets(dataset, data_dir):
     """
-    The Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights, each dataset
-    weighs as much as it has training tokens. ValueError if one is missing, or their tokenizers differ.
+    The Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights, each weighs as
+    much as it has training tokens. ValueError if one is missing, or their tokenizers differ.
     """
-    datasets, weights = [], []
+    datasets, weighted = [], ':' in dataset
     for word in dataset.split(','):
         name, _, weight = word.partition(':')
         folder = dataset_folder(data_dir, name)
@@ -218,30 +196,25 @@ def open_datasets(dataset, data_dir):
                 raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
         meta = read_meta(folder)
         if datasets and not same_tokenizer(meta['tokenizer'], datasets[0].meta['tokenizer']):
-            raise ValueError(f'the tokenizers of {datasets[0].name} and {name} differ; prepare one of them '
-                             'with the tokenizer of the other')
-        num_tokens = os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize
-        datasets.append(Dataset(name, folder, meta, float(num_tokens)))
-        weights.append(float(weight) if re.fullmatch(r'\d+\.?\d*|\.\d+', weight) else 0.0)
-    if ':' not in dataset:
-        return datasets
-    if 0.0 in weights:
-        raise ValueError(f'dataset={dataset!r}: give all of them a weight above 0 (a:0.7,b:0.3), or none')
-    return [d._replace(weight=weight) for d, weight in zip(datasets, weights, strict=True)]
+            raise ValueError(f'the tokenizers of {datasets[0].name} and {name} differ; prepare both with one')
+        if not weighted:
+            weight = os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize
+        elif not re.fullmatch(r'\d+\.?\d*|\.\d+', weight) or not float(weight):
+            raise ValueError(f'dataset={dataset!r}: give all of them a weight above 0 (a:0.7,b:0.3), or none')
+        datasets.append(Dataset(name, folder, meta, float(weight)))
+    return datasets
 
 
 def check_tokenizer(spec, meta):
     """ValueError if a checkpoint's tokenizer (None: unknown) is not the dataset's."""
-    if not spec or same_tokenizer(spec, meta['tokenizer']):
-        return
-    raise ValueError(f'the checkpoint has the tokenizer {describe(spec)}, but the dataset has '
-                     f'{describe(meta["tokenizer"])}; prepare the data with the tokenizer of the checkpoint')
+    if spec and not same_tokenizer(spec, meta['tokenizer']):
+        raise ValueError(f'the checkpoint has the tokenizer {describe(spec)}, but the dataset has '
+                         f'{describe(meta["tokenizer"])}; prepare the data with that of the checkpoint')
 
 
 def describe(spec):
     """The name of a tokenizer and, if it carries its own table, how many ids or characters that has."""
-    name = spec.get('name') or spec['kind']
-    table = spec.get('chars') or spec.get('tokens')
+    name, table = spec.get('name') or spec['kind'], spec.get('chars') or spec.get('tokens')
     return f'{name} ({len(table)} entries)' if table else name
 
 

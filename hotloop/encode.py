@@ -38,15 +38,13 @@ def encode_piece(tokenizer, piece, bos, eot):
     if isinstance(piece.parts, np.ndarray):  # already ids
         return piece.parts, None, int(np.count_nonzero(piece.parts == tokenizer.eot))
     ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
-    if piece.start and bos is not None:
-        ids = np.append(bos, ids)
-        if mask is not None:
-            mask = np.append(np.uint8(0), mask)
-    ends_with_eot = mask is not None and ids[-1] == eot  # a chat template ends with a mark, which may be eot
-    if piece.end and eot is not None and not ends_with_eot:
-        ids = np.append(ids, eot)
-        if mask is not None:
-            mask = np.append(mask, np.uint8(1))
+    before = int(piece.start and bos is not None)
+    # a chat template ends with a mark, which may be eot
+    after = int(piece.end and eot is not None and (mask is None or ids[-1] != eot))
+    ids = np.append(bos, ids) if before else ids
+    ids = np.append(ids, eot) if after else ids
+    if mask is not None:
+        mask = np.concatenate((np.zeros(before, np.uint8), mask, np.ones(after, np.uint8)))
     return ids, mask, int(piece.end)
 
 
@@ -100,32 +98,25 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
     pool = ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer, bos, eot))
     waiting = deque()
     try:
-        for batch in batches:
-            waiting.append(pool.submit(encode_in_worker, batch))
-            if len(waiting) > 2 * num_proc:
-                yield result_of(waiting.popleft())
-        while waiting:
-            yield result_of(waiting.popleft())
+        while True:
+            ahead = islice(batches, 2 * num_proc + 1 - len(waiting))
+            waiting.extend(pool.submit(encode_in_worker, batch) for batch in ahead)
+            if not waiting:
+                return
+            future = waiting.popleft()
+            if future.exception():
+                raise future.exception()  # from this file, where call_main() knows it as the user's
+            yield future.result()
     except BrokenProcessPool:
         raise ValueError('a tokenizing process died, perhaps out of memory; lower --num_proc') from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def result_of(future):
-    """The result of a future. Raises its error from this file, where call_main() knows it as the user's."""
-    if future.exception():
-        raise future.exception()
-    return future.result()
-
-
-_worker = None  # (tokenizer, bos, eot) in a process of the pool
-
-
 def start_worker(*settings):
     """Prepares a process of the pool. Ctrl-C reaches all processes; the parent decides when to end."""
     global _worker  # noqa: PLW0603
-    _worker = settings
+    _worker = settings  # (tokenizer, bos, eot)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=exit_with_parent, daemon=True).start()
 

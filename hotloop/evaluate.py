@@ -12,10 +12,8 @@ from hotloop.dataloader import Mixture
 
 def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None):
     """
-    The loss on fixed windows of a Split: all of them, the shorter last one included, or num_windows spread
-    evenly, whatever `batch` and the number of processes are. Dropout and label smoothing are off. A Mixture's
-    splits are averaged by weight. byte_counts: the UTF-8 bytes of each id, (V,).
-
+    The loss on fixed windows of a Split, all or num_windows spread evenly, without dropout and label
+    smoothing. A Mixture's splits are averaged by weight. byte_counts: the UTF-8 bytes of each id, (V,).
     Returns {'loss': nats per token, 'stderr': its standard error, 'tokens': targets that count, 'bpb': bits
     per byte or None}, of a Mixture also 'losses': {name: loss}; None if stop() was true on any process.
     """
@@ -27,15 +25,13 @@ def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None)
         results.append(evaluate_split(model, part, share, batch, env, byte_counts, stop))
         if results[-1] is None:
             return None
-    losses = [result['loss'] for result in results]
+    losses, stderrs, tokens = zip(*((r['loss'], r['stderr'], r['tokens']) for r in results), strict=True)
     loss, bpb = float(np.dot(split.weights, losses)), None
     if all(result['bpb'] for result in results):
         # loss / bpb is in proportion to the bytes per token, which average by weight; bpb itself does not
         bpb = float(loss / np.dot(split.weights, [result['loss'] / result['bpb'] for result in results]))
-    errors = np.multiply(split.weights, [result['stderr'] for result in results])
-    return {'loss': loss, 'stderr': float(np.linalg.norm(errors)), 'bpb': bpb,
-            'tokens': sum(result['tokens'] for result in results),
-            'losses': dict(zip(split.names, losses, strict=True))}
+    return {'loss': loss, 'stderr': math.hypot(*np.multiply(split.weights, stderrs)), 'tokens': sum(tokens),
+            'bpb': bpb, 'losses': dict(zip(split.names, losses, strict=True))}
 
 
 @torch.no_grad()
@@ -79,12 +75,10 @@ def standard_error(loss, targets):
     """The standard error of loss.sum() / targets.sum(), from the sums of each window, both (N,)."""
     # Losses within a window are correlated, so the sample is the windows. For a ratio of two sums over them
     # the residual, loss - mean * targets, is what varies (Cochran, Sampling Techniques, 1977, 6.4)
-    mean = loss.sum() / targets.sum()
-    residuals = (loss - mean * targets)[targets > 0]
-    n = len(residuals)
-    if n < 2:
+    residuals = (loss - loss.sum() / targets.sum() * targets)[targets > 0]
+    if len(residuals) < 2:
         return math.nan
-    return float(np.sqrt((residuals**2).sum() * n / (n - 1)) / targets.sum())
+    return float(residuals.std(ddof=1) * len(residuals)**0.5 / targets.sum())
 
 
 def eval_batch(split, windows, batch):
@@ -119,10 +113,9 @@ class Evaluation(NamedTuple):
 def evaluate_both(run, stop=None):
     """The Evaluation of a run; None if stop() returned True on any process before it was complete."""
     num_val, num_train = eval_windows(run.cfg, run.val.T)
-    batch, began, train = run.batches.micro_batch, time.perf_counter(), None
+    batch, began = run.batches.micro_batch, time.perf_counter()
     val = evaluate(run.compiled, run.val, num_val, batch, run.env, run.byte_counts, stop)
-    if val is not None:
-        train = evaluate(run.compiled, run.batches.split, num_train, batch, run.env, stop=stop)
-    if train is None:
+    if val is None:
         return None
-    return Evaluation(val, train, time.perf_counter() - began)
+    train = evaluate(run.compiled, run.batches.split, num_train, batch, run.env, None, stop)
+    return None if train is None else Evaluation(val, train, time.perf_counter() - began)

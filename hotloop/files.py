@@ -31,16 +31,14 @@ def sync_folder(folder):
     """Makes a rename in the folder durable. Windows cannot open folders, and syncs them itself."""
     if os.name == 'posix':
         descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def lock(path):
     """
-    Locks a file until the returned lock is released or this process ends, even by kill -9. Returns None where
-    the system has no such locks. ValueError names the process that holds the lock.
+    Locks a file until the returned lock is released or this process ends, even by kill -9; None where the
+    system has no such locks. ValueError names the process that holds the lock.
     """
     from filelock import FileLock, SoftFileLock, Timeout
     held = FileLock(path)
@@ -97,23 +95,20 @@ def optional(module, purpose):
 
 
 class Progress:
-    """A progress line on stderr with share, rate and time left, once the work has taken two seconds."""
+    """A progress line on stderr, once the work has taken two seconds. total: its bytes."""
 
     def __init__(self, total):
-        self.total, self.done, self.start, self.shown = max(total, 1), 0, time.time(), 0.0
+        self.total, self.done, self.start, self.shown = total, 0, time.time(), 0.0
 
     def add(self, num_bytes):
         self.done += num_bytes
         now = time.time()
         if now - self.start > 2 and now - self.shown > 0.5:
-            rate = self.done / (now - self.start)
-            left = max(self.total - self.done, 0) / rate
-            share = self.done / max(self.total, self.done)
-            line = f'{share:4.0%}  {rate / 1e6:.1f} MB/s  {left:.0f} s left '
-            print(f'\r{line}', end='', flush=True, file=sys.stderr)
+            rate = self.done / (now - self.start) / 1e6
+            line = f'\r{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB, {rate:.1f} MB/s '
+            print(line, end='', flush=True, file=sys.stderr)
             self.shown = now
 
     def close(self):
         if self.shown:
-            seconds = time.time() - self.start
-            print(f'\r100%  {self.done / 1e6:.1f} MB in {seconds:.0f} s        ', file=sys.stderr)
+            print(file=sys.stderr)

@@ -22,9 +22,8 @@ def orthogonalize(G, dtype):
 class Muon(torch.optim.Optimizer):
     """
     Orthogonalized momentum: each matrix moves by an update whose singular values are all near 1. Matrices of
-    one shape are stacked and shared out over the processes; torch.optim.Muon takes them one by one, which is
-    slow. rows: {parameter: [rows of each matrix in it]}; queries, keys and values are three matrices in one
-    parameter. With found_inf set to 1 a step changes nothing.
+    one shape are stacked and shared out over the processes; torch.optim.Muon is slower: one by one. rows:
+    {parameter: [rows of each matrix in it]}. With found_inf set to 1 a step changes nothing.
     """
 
     def __init__(self, params, rows, lr, momentum, weight_decay, env):
@@ -58,10 +57,9 @@ class Muon(torch.optim.Optimizer):
         for param, direction in zip(params, directions, strict=True):
             rows = self.rows[param]
             for weights, part in zip(param.split(rows), direction.split(rows), strict=True):
-                growth = 1.0
-                if part.size(0) > part.size(1):
-                    # a tall matrix has fewer singular values than rows, so its rows would move too little
-                    growth = (part.size(0) / part.size(1)) ** 0.5
+                # a tall matrix has fewer singular values than rows, so its rows would move too little
+                growth = max(part.size(0) / part.size(1), 1.0) ** 0.5
+                if growth > 1:
                     weights, part = weights.T, part.T
                 by_shape.setdefault(part.shape, []).append((weights, part, growth))
         for matrices in by_shape.values():
@@ -86,28 +84,27 @@ class Muon(torch.optim.Optimizer):
 
 def build_optimizers(model, cfg, env):
     """
-    Returns [AdamW] or [AdamW, Muon]; Muon takes the matrices inside blocks. Vectors and scalars do not decay:
-    nanoGPT's two groups, whose states fit. Each group has 'peak', its highest learning rate.
+    [AdamW] with nanoGPT's two groups, whose states fit, or [AdamW, Muon]; Muon takes the matrices inside
+    blocks. Vectors and scalars do not decay. Each group has 'peak', its highest learning rate.
     """
-    use_muon = cfg.optimizer == 'muon'
+    use_muon, lr, decay = cfg.optimizer == 'muon', cfg.learning_rate, cfg.weight_decay
     if cfg.embed_lr is not None and not use_muon:
         raise ValueError(f"embed_lr={cfg.embed_lr} acts under optimizer='muon' only")
-    embedding, in_blocks = model.transformer.wte.weight, set(model.transformer.h.parameters())
+    embedding, rows = model.transformer.wte.weight, matrix_rows(model)
     vectors = [p for p in model.parameters() if p.dim() < 2]
     matrices = [p for p in model.parameters() if p.dim() >= 2]
-    muon_matrices = [p for p in matrices if p in in_blocks]
     if use_muon:
-        matrices = [p for p in matrices if p not in in_blocks and p is not embedding]
-    groups = [{'params': matrices, 'weight_decay': cfg.weight_decay, 'peak': cfg.learning_rate},
-              {'params': vectors, 'weight_decay': 0.0, 'peak': cfg.learning_rate}]
+        matrices = [p for p in matrices if p not in rows and p is not embedding]
+    groups = [{'params': matrices, 'weight_decay': decay, 'peak': lr},
+              {'params': vectors, 'weight_decay': 0.0, 'peak': lr}]
     if use_muon:
-        embed_lr = cfg.learning_rate if cfg.embed_lr is None else cfg.embed_lr
-        groups.append({'params': [embedding], 'weight_decay': cfg.weight_decay, 'peak': embed_lr})
+        embed_lr = lr if cfg.embed_lr is None else cfg.embed_lr
+        groups.append({'params': [embedding], 'weight_decay': decay, 'peak': embed_lr})
     # fused: one kernel per group, which skips the update where train_step's found_inf is 1
-    adamw = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True)
     if not use_muon:
         return [adamw]
-    muon = Muon(muon_matrices, matrix_rows(model), cfg.muon_lr, cfg.muon_momentum, cfg.weight_decay, env)
+    muon = Muon(list(rows), rows, cfg.muon_lr, cfg.muon_momentum, decay, env)
     muon.param_groups[0]['peak'] = cfg.muon_lr
     return [adamw, muon]
 

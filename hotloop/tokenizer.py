@@ -143,10 +143,7 @@ class BPETokenizer(TiktokenTokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """
-    A Hugging Face tokenizer.json. file: a TokenizerJson. If it puts a space before a text, pieces and sizes
-    keep it, so they have one byte more than the text.
-    """
+    """By a TokenizerJson. If that puts a space before a text, its bytes are one more than the text's."""
 
     def __init__(self, file, eot, bos):
         self.file, self.eot, self.bos = file, eot, bos
@@ -156,8 +153,8 @@ class HFTokenizer(Tokenizer):
         return self.file.encode(fix_surrogates(text))
 
     def encode_next(self, text, after_special):
-        with_space = after_special and self.file.space == 'always'
-        return self.file.encode(fix_surrogates(text), inside=not with_space)
+        inside = not after_special or self.file.space != 'always'
+        return self.file.encode(fix_surrogates(text), inside)
 
     @cached_property
     def pieces(self):
@@ -167,13 +164,13 @@ class HFTokenizer(Tokenizer):
         return {'kind': 'hf', 'json': self.file.text, 'eot': self.eot, 'bos': self.bos}
 
 
+KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'bpe': BPETokenizer,
+         'hf': HFTokenizer}
+
+
 def read_tokenizer_json(path):
     """The HFTokenizer of a tokenizer.json or of the folder that has one. ValueError if it cannot be used."""
     return HFTokenizer(*read_file(path))
-
-
-KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'bpe': BPETokenizer,
-         'hf': HFTokenizer}
 
 
 def tokenizer_from(spec):
@@ -189,29 +186,15 @@ def tokenizer_from(spec):
         raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this version') from None
 
 
-# digits, contractions, spaces, line ends, scripts, accents: where rules of splitting and normalizing differ
-MIXED_TEXT = """It's 2024, they'LL pay 1234567.89€ (or £9) for DON'T-care; naïve e\u0301tude, Straße,
-日本語の текст, مرحبا ١٢٣\r\ndef f(x_1):\n\treturn  x_1**2 + 0xFF  # comment\n\n\n   if a != b:   pass \t\n
-http://example.com/a?b=c&d=1 <|endoftext|> <s> 😀👍🏽 \u200d\u2028 ½ ² Ⅷ ﬁ ... !!! \x00 the  end  """
-
-
 def same_tokenizer(a, b):
-    """
-    Whether two specs mean the same ids, as GPT-2's tokenizer.json and tiktoken's gpt2 do: they are equal, or
-    their ids have the same bytes and they encode MIXED_TEXT and their vocabulary alike.
-    """
+    """Whether two specs give each id the same bytes, as those of GPT-2's tokenizer.json and tiktoken's do."""
     if a == b:
         return True
     try:
         a, b = tokenizer_from(a), tokenizer_from(b)
-        if list(a.pieces) != list(b.pieces) or a.eot != b.eot:
-            return False
-        names = {name.encode() for name in (*a.specials, *b.specials)}
-        vocabulary = b'\n'.join(piece for piece in a.pieces if piece not in names)
-        text = MIXED_TEXT + vocabulary.decode('utf-8', 'replace')
-        return np.array_equal(a.encode(text), b.encode(text))
     except ValueError:  # one of them cannot be built here
         return False
+    return list(a.pieces) == list(b.pieces) and a.eot == b.eot
 
 
 def fix_surrogates(text):
@@ -233,16 +216,16 @@ def encode_parts(tokenizer, parts, start=True):
                 runs[-1][0] += word
             elif word or not runs:
                 runs.append([word, counts])
-    ids, mask, before = [], [], None if start else ''
-    for run, counts in runs:
+    ids, mask = [], []
+    for i, (run, counts) in enumerate(runs):
         if not isinstance(run, str):
             ids.append(np.array([run]))
-        elif before is None:
+        elif start and i == 0:
             ids.append(tokenizer.encode(run))
         else:
-            ids.append(tokenizer.encode_next(run, after_special=not isinstance(before, str)))
+            after_special = i > 0 and not isinstance(runs[i - 1][0], str)
+            ids.append(tokenizer.encode_next(run, after_special))
         mask.append(np.full(len(ids[-1]), counts, dtype=np.uint8))
-        before = run
     if len(parts) == 1 and not parts[0][1]:
         return ids[0], None
     return np.concatenate(ids), np.concatenate(mask)

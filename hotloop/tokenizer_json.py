@@ -17,9 +17,9 @@ BOS_NAMES = ('<|begin_of_text|>', '<s>', '<bos>')
 
 class TokenizerJson:
     """
-    The text of a tokenizer.json: a byte-level BPE (GPT-2, Llama 3, Qwen) or a sentencepiece BPE (Llama 2,
-    Mistral, Gemma); ValueError if it is neither. specials: {name: id}; encode() takes their names as text.
-    space: when it puts one before a text: 'never', 'first' (in a document), 'always' (also after special ids)
+    A byte-level BPE (GPT-2, Llama 3, Qwen) or sentencepiece BPE (Llama 2, Mistral, Gemma); ValueError if it
+    is neither. specials: {name: id}; encode() takes their names as text. space: when the file puts one before
+    a text: 'never', 'first' (in a document), 'always' (also after special ids).
     """
 
     def __init__(self, text):
@@ -52,8 +52,8 @@ class TokenizerJson:
     def encode(self, text, inside=False):
         """The ids of a text, (n,) uint32. inside: without the space that the file may put before a text."""
         backend = self.inside if inside else self.backend
-        encodings = backend.encode_batch_fast([text], add_special_tokens=False)  # encode() is slower: offsets
-        return np.array(encodings[0].ids, dtype=np.uint32)
+        encoding, = backend.encode_batch_fast([text], add_special_tokens=False)  # encode() is slower: offsets
+        return np.array(encoding.ids, dtype=np.uint32)
 
     def pieces(self, blank):
         """The bytes of each id; unused ids and those in `blank` have none."""
@@ -73,7 +73,7 @@ class TokenizerJson:
 
 
 def open_backend(text):
-    """The package's tokenizer of the contents of a tokenizer.json, for texts in which nothing is special."""
+    """The package's tokenizer of the text of a tokenizer.json; in what it encodes nothing is special."""
     package = optional('tokenizers', 'reads tokenizer.json files')
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # encode.py forks
     try:
@@ -101,13 +101,13 @@ def read_file(path):
                          f'AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})') from None
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
-    config_path = os.path.join(folder, 'tokenizer_config.json')
-    config = read_json(config_path) if os.path.exists(config_path) else {}
+    path = os.path.join(folder, 'tokenizer_config.json')
+    config = read_json(path) if os.path.exists(path) else {}
     ends = []
     for role, usual in (('eos_token', EOS_NAMES), ('bos_token', BOS_NAMES)):
         name = config.get(role)
         if isinstance(name, dict):
-            name = name.get('content')
-        ids = [file.specials[n] for n in (str(name), *usual) if n in file.specials]
+            name = name['content']
+        ids = [file.specials[n] for n in (name, *usual) if n in file.specials]
         ends.append(ids[0] if ids else None)
     return file, *ends

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def test_a_document_is_between_its_begin_and_end_ids():
 
 
 def test_only_answers_and_the_end_count():
-    """A text beside a chat counts in full. A template's mark that is the end-of-text id is not doubled."""
+    """A text beside a chat counts in full; an end-of-text id is not doubled; no token straddles an answer."""
     chat = Piece([('ask', True, False), ('tell', False, True)], True, True, 'k')
     marked = Piece([('ask', True, False), ('<|endoftext|>', True, True)], True, True, 'k')
     pieces = [('train', piece) for piece in (text_piece('text'), chat, marked)]
@@ -42,22 +43,15 @@ def test_only_answers_and_the_end_count():
     assert encoded.ids.tolist() == [0, *b'text', 256, 0, *b'asktell', 256, 0, *b'ask', 256]
     assert encoded.mask.tolist() == [1] * 6 + [0] * 4 + [1] * 5 + [0] * 4 + [1]
     assert encoded.mask.dtype == np.uint8 and encoded.num_bytes == 1 + 4 + 1 + 7 + 1 + 3
-
-
-def test_prompt_and_answer_are_encoded_apart():
-    """Joined text would let a token straddle the border, which the model never sees when it is asked."""
-    piece = Piece([('one th', True, False), ('ree', False, True)], True, True, 'k')
-    ids = encode_batch(BPE, [('train', piece)])['train'].ids.tolist()
+    apart = Piece([('one th', True, False), ('ree', False, True)], True, True, 'k')
+    ids = encode_batch(BPE, [('train', apart)])['train'].ids.tolist()
     assert ids == [*BPE.encode('one th'), *BPE.encode('ree')] != BPE.encode('one three').tolist()
 
 
-def test_ids_stay_ids_and_their_documents_are_counted():
+def test_ids_stay_ids_and_take_two_bytes_as_long_as_they_fit():
     ids = np.array([256, 5, 6, 256, 7], dtype='<u2')
     encoded = encode_batch(ByteTokenizer(), [('train', Piece(ids, True, True, 'shard'))], eot=256)['train']
     assert encoded.ids.tolist() == ids.tolist() and (encoded.documents, encoded.num_bytes) == (2, 3)
-
-
-def test_ids_take_two_bytes_as_long_as_they_fit():
     large = CharTokenizer(''.join(map(chr, range(0x20000, 0x20000 + 2**16))), eot=True)
     assert (id_type(CharTokenizer(large.chars)), id_type(large)) == ('<u2', '<u4')
     ids = encode_batch(large, [('train', text_piece(large.chars[-1]))], eot=large.eot)['train'].ids
@@ -71,8 +65,7 @@ def test_batches_keep_the_order_and_hold_a_piece_of_text(monkeypatch):
     pieces.insert(50, ('val', Piece(np.zeros(2000, np.uint16), True, True, 'shard')))
     batches = list(batches_of(iter(pieces)))
     assert [piece for batch in batches for piece in batch] == pieces
-    assert 10 < len(batches) < 40 and all(batches)
-    assert list(batches_of(iter([]))) == []
+    assert 10 < len(batches) < 40 and all(batches) and list(batches_of(iter([]))) == []
 
 
 def batches(n=12):
@@ -99,28 +92,23 @@ def test_what_fails_in_a_process_is_raised_here(monkeypatch, failure, words):
 
 
 def is_running(pid):
-    try:
-        with open(f'/proc/{pid}/stat') as f:
-            return f.read().rpartition(')')[2].split()[0] != 'Z'  # a zombie has ended
-    except FileNotFoundError:
-        return False
+    status = Path(f'/proc/{pid}/stat')
+    return status.exists() and status.read_text().rpartition(')')[2].split()[0] != 'Z'  # a zombie has ended
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
 def test_processes_end_with_the_one_that_started_them():
     """A kill -9 of the parent gives it no chance to end them."""
     code = '''if True:
-        import itertools, os, sys, time
+        import itertools, os, time
         from hotloop import encode, tokenizer
         encode.encode_batch = lambda *_: time.sleep(0.1)
         bpe = tokenizer.BPETokenizer([bytes([b]) for b in range(256)])
         for _ in encode.encode_all(bpe, itertools.repeat([]), num_proc=2):
-            children = open(f'/proc/self/task/{os.getpid()}/children').read()
-            print(children, flush=True)'''
-    parent = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
-    children = parent.stdout.readline().split()
-    parent.kill()
-    parent.wait()
+            print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)'''
+    with subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True) as parent:
+        children = parent.stdout.readline().split()
+        parent.kill()
     deadline = time.time() + 10
     while any(map(is_running, children)) and time.time() < deadline:
         time.sleep(0.02)

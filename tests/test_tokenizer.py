@@ -3,15 +3,17 @@
 import json
 import os
 import pickle
+import shutil
 import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import error_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotloop.bpe import GPT2_SPLIT, train_bpe
+from hotloop.bpe import train_bpe
 from hotloop.documents import safe_cut
 from hotloop.tokenizer import (
     BPETokenizer,
@@ -24,8 +26,8 @@ from hotloop.tokenizer import (
     tokenizer_from,
 )
 
-STDLIB = sorted(Path(os.__file__).parent.glob('*.py'))
-SOURCES = [path.read_text(encoding='utf-8')[:9000] for path in STDLIB[::20]]
+SOURCES = [path.read_text(encoding='utf-8')[:5000]
+           for path in sorted(Path(os.__file__).parent.glob('*.py'))[::20]]
 TEXTS = ['', ' ', "Hello, world! It's 2024; they'll pay 12345.67.", 'def f():\n\treturn  x\r\n\r\n\n   # e',
          'a  b   c    ', 'DON\'T "quote" — Größe, café, e\u0301 vs \u00e9', '日本語のテキスト、 текст',
          '😀👍🏽 \u200d\u200b\ufeff', '   ', '\n\n\n', '1 22 333 4444 ½ ² Ⅷ', 'x' * 300,
@@ -36,11 +38,7 @@ TEXTS = ['', ' ', "Hello, world! It's 2024; they'll pay 12345.67.", 'def f():\n\
 any_text = st.lists(st.characters() | st.integers(0xd800, 0xdfff).map(chr), max_size=40).map(''.join)
 
 
-def rebuilt(tokenizer):
-    return tokenizer_from(json.loads(json.dumps(tokenizer.spec())))
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(any_text, st.booleans(), any_text)
 def test_bytes_and_characters_round_trip(text, eot, other):
     chars = ''.join(sorted(set(text)))
@@ -51,18 +49,15 @@ def test_bytes_and_characters_round_trip(text, eot, other):
     assert char.n_vocab == len(chars) + eot and char.eot == (len(chars) if eot else None)
     for tokenizer in (byte, char):
         ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids.tolist()) == utf8 and tokenizer.sizes[ids].sum() == len(utf8)
+        end = [] if tokenizer.eot is None else [tokenizer.eot]
+        assert tokenizer.decode([*ids.tolist(), *end]) == utf8
+        assert tokenizer.sizes[ids].sum() == len(utf8) and not tokenizer.sizes[end].any()
         again = tokenizer_from(tokenizer.spec())  # JSON would join surrogates
         assert type(again) is type(tokenizer) and again.spec() == tokenizer.spec()
         assert again.pieces == tokenizer.pieces and again.encode(text).tolist() == ids.tolist()
-        if tokenizer.eot is not None:
-            assert tokenizer.decode([*ids.tolist(), tokenizer.eot]) == utf8
-            assert tokenizer.sizes[tokenizer.eot] == 0
     unknown = sorted(set(other) - set(text))[:20]
     if unknown:
-        with pytest.raises(ValueError, match='do not occur in the data') as e:
-            char.encode(other)
-        assert repr(''.join(unknown)) in str(e.value)
+        assert f'{"".join(unknown)!r} do not occur in the data' in error_of(char.encode, other)
 
 
 def test_gpt2_round_trips_and_its_sizes_are_bytes(gpt2):
@@ -73,21 +68,17 @@ def test_gpt2_round_trips_and_its_sizes_are_bytes(gpt2):
         assert gpt2.eot not in ids and gpt2.sizes[ids].sum() == len(utf8)
     assert (gpt2.eot, gpt2.n_vocab, gpt2.sizes.shape) == (50256, 50257, (50257,))
     assert gpt2.sizes[:50256].min() == 1 and gpt2.sizes[50256] == 0
-    assert rebuilt(gpt2).encode('hi there').tolist() == [5303, 612]
+    assert tokenizer_from(gpt2.spec()).encode('hi there').tolist() == [5303, 612]
+    assert same_tokenizer(BPETokenizer(gpt2.pieces[:-1]).spec(), gpt2.spec())
     assert prompt_ids(gpt2, 'hi<|endoftext|> there') == [5303, 50256, 612]
 
 
-@pytest.mark.parametrize('spec', [
-    None, 3, [], {}, {'kind': 'magic'}, {'kind': []}, {'kind': 'char'}, {'kind': 'char', 'chars': 3},
-    {'kind': 'tiktoken'}, {'kind': 'hf'}, {'kind': 'bpe', 'tokens': None}, {'kind': 'bpe', 'merges': []}])
-def test_a_spec_that_describes_nothing_is_refused(spec):
-    with pytest.raises(ValueError, match='does not describe a tokenizer'):
-        tokenizer_from(spec)
-
-
-def test_an_encoding_that_cannot_be_loaded_says_how_to_work_offline():
-    with pytest.raises(ValueError, match=r"'no-such-bpe' could not be loaded.*TIKTOKEN_CACHE_DIR"):
-        tokenizer_from({'kind': 'tiktoken', 'name': 'no-such-bpe'})
+def test_a_spec_that_cannot_be_used_is_refused():
+    for spec in (None, 3, {}, {'kind': 'magic'}, {'kind': []}, {'kind': 'char'}, {'kind': 'char', 'chars': 3},
+                 {'kind': 'hf'}, {'kind': 'bpe', 'tokens': None}, {'kind': 'bpe', 'merges': []}):
+        assert 'does not describe a tokenizer' in error_of(tokenizer_from, spec)
+    error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'no-such-bpe'})
+    assert "'no-such-bpe' could not be loaded" in error and 'TIKTOKEN_CACHE_DIR' in error
 
 
 def test_a_prompt_names_special_ids_and_is_never_empty():
@@ -111,25 +102,20 @@ def test_old_specs_made_from_a_tokenizer_json_still_encode():
     tokenizer, ab = tokenizer_from(old), tokens.index('ab')
     assert '12' in tokens and tokenizer.encode('12ab').tolist() == [tokens.index('1'), tokens.index('2'), ab]
     assert prompt_ids(tokenizer, '<s>ab</s>') == [270, ab, 268] and tokenizer.n_vocab == 271
-    assert tokenizer.decode([270, ab, 268]) == b'ab'
-    assert tokenizer.decode(tokenizer.encode('</s>')) == b'</s>'
+    assert tokenizer.decode([270, ab, 268, *tokenizer.encode('</s>')]) == b'ab</s>'
     assert tokenizer.encode('e\u0301').tolist() == tokenizer.encode('\u00e9').tolist()
     assert tokenizer.spec() == old and (tokenizer.eot, tokenizer.bos) == (268, 270)
 
 
-def test_equal_ids_under_two_names_are_the_same_tokenizer(gpt2):
+def test_equal_ids_under_two_names_are_the_same_tokenizer():
     """Data made with one goes with weights that carry the other."""
-    name, tokens = gpt2.spec(), gpt2.pieces[:-1]
-    assert same_tokenizer(BPETokenizer(tokens).spec(), name) and same_tokenizer(name, dict(name))
-    assert not same_tokenizer(name, BPETokenizer([*tokens[:-2], tokens[-1], tokens[-2]]).spec())
-    small, end = train_bpe(SOURCES, 600), {'<|endoftext|>': 600}
+    small, end = train_bpe(SOURCES, 300), {'<|endoftext|>': 300}
     own = BPETokenizer(small).spec()
-    assert same_tokenizer(BPETokenizer(small, specials=end, eot=600).spec(), own)
-    digit = GPT2_SPLIT.replace(r'\p{N}++', r'\p{N}')
-    others = [BPETokenizer(small, LLAMA3_SPLIT), BPETokenizer(small, digit), BPETokenizer(small, nfc=True),
-              BPETokenizer(small, specials=end), BPETokenizer([*small, b'qqq'])]
-    assert not any(same_tokenizer(other.spec(), own) for other in others)
-    for other in (None, {}, {'kind': []}, {'kind': 'bpe'}, 'gpt2', {'kind': 'byte'}):
+    assert same_tokenizer(own, dict(own))
+    assert same_tokenizer(BPETokenizer(small, specials=end, eot=300).spec(), own)
+    others = [BPETokenizer(small, specials=end), BPETokenizer([*small, b'qqq']),
+              BPETokenizer([*small[:-2], small[-1], small[-2]])]
+    for other in (*(other.spec() for other in others), None, {}, {'kind': []}, 'gpt2', {'kind': 'byte'}):
         assert not same_tokenizer(other, own) and not same_tokenizer(own, other)
 
 
@@ -138,8 +124,8 @@ def test_equal_ids_under_two_names_are_the_same_tokenizer(gpt2):
 
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
                 r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
-BYTE_LEVEL, SENTENCEPIECE = ('gpt2', 'llama3', 'qwen'), ('llama2', 'mistral', 'gemma')
-FAMILIES = BYTE_LEVEL + SENTENCEPIECE
+BYTE_LEVEL = ('gpt2', 'llama3', 'qwen')
+FAMILIES = (*BYTE_LEVEL, 'llama2', 'mistral', 'gemma')
 ENDS = {'llama3': ('<|end_of_text|>', '<|begin_of_text|>'), 'llama2': ('</s>', '<s>'),
         'mistral': ('</s>', '<s>'), 'gemma': ('<eos>', '<bos>')}
 
@@ -179,8 +165,8 @@ def sentencepiece(family):
     if family == 'llama2':
         file['normalizer'] = {'type': 'Sequence', 'normalizers': [{'type': 'Prepend', 'prepend': '▁'}, space]}
     elif family == 'mistral':
-        step = {'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first', 'split': False}
-        file['pre_tokenizer'] = step
+        file['pre_tokenizer'] = {'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first',
+                                 'split': False}
     else:
         file['normalizer'] = space
         for name in ('\n\n', '▁▁', '\n'):  # words of white space
@@ -203,7 +189,7 @@ def folders(tmp_path_factory):
 
 
 def hugging_face(folder, names_are_text):
-    """Hugging Face's encode, with the names of special ids in a text as text or as the ids."""
+    """Hugging Face's encode; names_are_text: those of special ids."""
     from tokenizers import Tokenizer
     backend = Tokenizer.from_file(str(folder / 'tokenizer.json'))
     backend.encode_special_tokens = names_are_text
@@ -219,14 +205,14 @@ def first_space(family, text):
 def test_ids_are_hugging_faces_and_their_bytes_are_the_texts(folders, family):
     expected = hugging_face(folders[family], names_are_text=True)
     tokenizer = read_tokenizer_json(str(folders[family]))
-    copies = (rebuilt(tokenizer), pickle.loads(pickle.dumps(tokenizer)))
+    spec = json.loads(json.dumps(tokenizer.spec()))
+    copies = (tokenizer_from(spec), pickle.loads(pickle.dumps(tokenizer)))
     rng = np.random.default_rng(0)
     letters = [*range(1, 0x250), 0x3b1, 0x4e00, 0x1f600, *b'   \n\r\t19aA']
-    wild = [''.join(map(chr, rng.choice(letters, 60))) for _ in range(50)]
-    specials = set(tokenizer.specials.values())
+    wild = [''.join(map(chr, rng.choice(letters, 60))) for _ in range(30)]
     for text in (*TEXTS, *wild, *SOURCES[:2]):
         ids = tokenizer.encode(text).tolist()
-        assert ids == expected(text) and not specials & set(ids), text
+        assert ids == expected(text) and not {*tokenizer.specials.values()} & {*ids}, text
         assert all(copy.encode(text).tolist() == ids for copy in copies)
         if family in BYTE_LEVEL or '▁' not in text:  # which sentencepiece reads as a space
             utf8 = first_space(family, text) + text.encode()
@@ -265,7 +251,7 @@ def test_end_and_begin_are_the_usual_ones_or_those_of_the_config(folders, tmp_pa
     eot, bos = ENDS.get(family, ('<|endoftext|>', None))
     assert (usual.eot, usual.bos) == (usual.specials[eot], usual.specials.get(bos))
     assert usual.decode([usual.eot]) == b'' == usual.decode([usual.n_vocab])
-    (tmp_path / 'tokenizer.json').write_bytes((folders[family] / 'tokenizer.json').read_bytes())
+    shutil.copy(folders[family] / 'tokenizer.json', tmp_path)
     config = {'eos_token': {'content': '<|im_end|>'}, 'bos_token': None}
     (tmp_path / 'tokenizer_config.json').write_text(json.dumps(config))
     chat = read_tokenizer_json(str(tmp_path))
@@ -288,26 +274,19 @@ def test_a_tokenizer_json_is_the_same_as_the_old_spec_made_from_it(folders):
 
 def test_a_tokenizer_json_that_cannot_be_used_is_refused(folders, tmp_path, monkeypatch):
     path = tmp_path / 'tokenizer.json'
-
-    def refused(words):
-        with pytest.raises(ValueError, match=words) as e:
-            read_tokenizer_json(str(tmp_path))
-        assert str(tmp_path) in str(e.value)
-    refused(r'cannot be read: No such file.*AutoTokenizer\.from_pretrained')
-    path.write_text('{"model": ')
-    refused('cannot be used: tokenizers .* cannot read it: EOF')
-    path.write_bytes(b'\xff')
-    refused("cannot be used: 'utf-8' codec")
+    assert 'transformers makes one of other files' in error_of(read_tokenizer_json, str(tmp_path))
     good = (folders['gpt2'] / 'tokenizer.json').read_text(encoding='utf-8')
-    words = {'type': 'WordLevel', 'vocab': {'a': 0}, 'unk_token': 'a'}
-    for change in ({'model': words}, {'pre_tokenizer': None}):
-        path.write_text(json.dumps(json.loads(good) | change))
-        refused('it is not a BPE like those of')
-    path.write_text(good.replace('"add_prefix_space": false', '"add_prefix_space": true', 1))
-    refused('it is not a BPE like those of')
+    words = {'model': {'type': 'WordLevel', 'vocab': {'a': 0}, 'unk_token': 'a'}}
+    for raw, sentence in (
+            ('{"model": ', 'cannot read it: EOF'), ('\xff', "cannot be used: 'utf-8' codec"),
+            (json.dumps(json.loads(good) | words), 'it is not a BPE like those of'),
+            (json.dumps(json.loads(good) | {'pre_tokenizer': None}), 'it is not a BPE like those of'),
+            (good.replace('"add_prefix_space": false', '"add_prefix_space": true', 1), 'it is not a BPE')):
+        path.write_text(raw, encoding='latin-1' if raw == '\xff' else 'utf-8')
+        error = error_of(read_tokenizer_json, str(tmp_path))
+        assert error.startswith(f'{path} cannot be used: ') and sentence in error
     path.write_text(good)
     (tmp_path / 'tokenizer_config.json').write_text('[]')
-    refused('does not hold a JSON object')
+    assert 'does not hold a JSON object' in error_of(read_tokenizer_json, str(tmp_path))
     monkeypatch.setattr('hotloop.files.find_spec', lambda name: None)
-    with pytest.raises(ValueError, match=r'tokenizers reads .*: pip install tokenizers'):
-        read_tokenizer_json(str(folders['gpt2']))
+    assert error_of(read_tokenizer_json, str(folders['gpt2'])).endswith(': pip install tokenizers')
