@@ -104,8 +104,10 @@ class Progress:
         self.done += num_bytes
         now = time.time()
         if now - self.start > 2 and now - self.shown > 0.5:
-            rate = self.done / (now - self.start) / 1e6
-            line = f'\r{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB, {rate:.1f} MB/s '
+            rate = self.done / (now - self.start)
+            left = max(self.total - self.done, 0) / rate
+            done = f'{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB'
+            line = f'\r{done}, {rate / 1e6:.1f} MB/s, {left:.0f} s left '
             print(line, end='', flush=True, file=sys.stderr)
             self.shown = now
 

@@ -258,7 +258,7 @@ def test_epochs_are_converted_to_steps(train_tiny, tmp_path, capsys):
 # evaluations, samples and saves leave the run alone
 
 @pytest.mark.parametrize('recipe', RECIPES)
-def test_evaluations_and_samples_do_not_disturb_training(train_tiny, tmp_path, recipe, capsys):
+def test_evaluations_and_samples_do_not_disturb_training(train_tiny, tmp_path, recipe):
     """With dropout, the weights are the same bits; and a step always writes the same sample."""
     runs = {'never': dict(eval_interval=100), 'often': dict(eval_interval=1, sample_interval=2),
             'samples': dict(eval_interval=100, sample_interval=1)}
@@ -271,7 +271,6 @@ def test_evaluations_and_samples_do_not_disturb_training(train_tiny, tmp_path, r
                   for out in ('often', 'samples'))
     assert [*few] == [2, 4] and few.items() <= every.items() and len(set(every.values())) == 4
     assert all(text.startswith('ab') for text in every.values())
-    assert 'note: sample_prompt has no effect' in capsys.readouterr().out  # of the run that samples never
 
 
 def test_a_sample_that_cannot_be_drawn_does_not_end_the_run(train_tiny, tmp_path, monkeypatch):
