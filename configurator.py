@@ -30,7 +30,7 @@ OWN_FILE = '# all settings of the run in this folder'  # the first words of the 
 # -----------------------------------------------------------------------------
 # values: what an annotation allows, from Python and from text
 
-IN_WORDS = {int: 'a whole number', float: 'a number', str: 'text', bool: 'True or False', type(None): 'None'}
+IN_WORDS = {int: 'an integer', float: 'a number', str: 'text', bool: 'True or False', type(None): 'None'}
 
 
 def alternatives(kind):

@@ -31,14 +31,14 @@ PRESETS = {
 @dataclass
 class GPTConfig:
     # --- model
-    preset: Literal['gpt2', 'modern'] = 'gpt2'  # gives a value to every setting below that is None
+    preset: Literal['gpt2', 'modern'] = 'gpt2'  # fills in every setting below that is None
     block_size: int = 1024  # context length in tokens
     vocab_size: int | None = None  # None: the tokenizer's, rounded up to a multiple of 64 if it is large
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # attention heads per block
-    n_kv_head: int | None = None  # heads of keys and values (grouped-query attention); None: n_head
-    n_embd: int = 768  # channels
-    n_ff: int | None = None  # channels inside the MLP; None: 4 * n_embd (swiglu: 8/3, rounded up to 64)
+    n_kv_head: int | None = None  # key/value heads (grouped-query attention); None: n_head
+    n_embd: int = 768  # embedding channels
+    n_ff: int | None = None  # hidden channels of the MLP; None: 4 * n_embd (swiglu: 8/3, rounded up to 64)
     dropout: float = 0.0  # 0 for pretraining, 0.1 or more if the data is seen many times
     bias: bool = False  # in Linears and LayerNorms, as in OpenAI's GPT-2; False is a bit better and faster
     position: Literal['learned', 'rope'] | None = None  # learned embeddings, or rotary (arXiv 2104.09864)
@@ -46,13 +46,13 @@ class GPTConfig:
     mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu'] | None = None  # OpenAI's weights need gelu_tanh
     qk_norm: bool | None = None  # RMSNorm on queries and keys, which bounds attention logits
     tie: bool | None = None  # token embedding and head share one matrix
-    zero_init: bool | None = None  # blocks start as the identity, the head as uniform
+    zero_init: bool | None = None  # blocks start as the identity; the head starts uniform
     softcap: float | None = None  # logits -> c * tanh(logits / c); 0: off
     x0_mix: bool | None = None  # each block sees a learned mix of the residual stream and the embedding
-    label_smoothing: float = 0.0  # over all vocab_size ids; in training only, never in evaluation
+    label_smoothing: float = 0.0  # over all vocab_size ids; used in training only
 
     def problems(self):
-        """A list of what is wrong with the settings, one sentence each."""
+        """The problems with the settings, one sentence each."""
         c = self.resolved()
         wrong = []
         for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head', 'n_ff'):

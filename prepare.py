@@ -1,15 +1,15 @@
 """
-Text into token bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin + meta.json.
+Tokenizes text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin + meta.json.
 
-    $ python prepare.py                             # the embedded corpus: this Python's standard library
+    $ python prepare.py                             # the built-in corpus: this Python's standard library
     $ python prepare.py book.txt notes/ --name=mine --tokenizer=bpe:8192   # files, and folders of files
     $ python prepare.py 'pages/*.jsonl.gz' --name=pages --tokenizer=gpt2   # a document a row; CSV, parquet
     $ zcat dump.gz | python prepare.py - --name=dump       # standard input; https://... is downloaded
-    $ python prepare.py fineweb_edu --shards=1             # a corpus by name
+    $ python prepare.py fineweb_edu --shards=1             # a named corpus
     $ python prepare.py --inspect mine                     # what is in a dataset
 
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 if the vocabulary needs it), no header.
-meta.json beside the bins holds the tokenizer itself and the counts. A dataset is renamed when it is complete.
+meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete.
 The same input gives the same bytes with any number of processes, and memory does not grow with the corpus.
 """
 
@@ -36,21 +36,21 @@ from hotloop.tokenizer import MAX_VOCAB, TIKTOKEN_NAMES, BPETokenizer, read_toke
 @dataclass
 class PrepareConfig:
     # --- dataset
-    name: str | None = None  # folder under data_dir; None: the source's own name
-    data_dir: str = 'data'  # where datasets live, and downloads
-    inspect: bool = False  # instead: show what is in the datasets that are named, ours or nanoGPT's
-    shards: int | None = None  # only so many files of a corpus by name
+    name: str | None = None  # folder under data_dir; None: the name of the source
+    data_dir: str = 'data'  # folder of datasets and downloads
+    inspect: bool = False  # only show the contents of the named datasets, ours or nanoGPT's
+    shards: int | None = None  # number of files to use from a named corpus; None: all
     # --- validation
-    val: str | None = None  # a source of its own; None: documents are held out, or the end of a single one
-    val_fraction: float | None = None  # how much is held out; None: 0.1, or what suits a corpus by name
+    val: str | None = None  # separate source; None: hold out documents, or the end of a single document
+    val_fraction: float | None = None  # fraction to hold out; None: 0.1, or a named corpus's default
     seed: int = 1337  # chooses which documents are held out
     # --- tokens
-    tokenizer: str | None = None  # byte, char, bpe:SIZE (learned here), gpt2 and the like, a tokenizer.json
+    tokenizer: str | None = None  # byte, char, bpe:SIZE (trained here), gpt2 etc., or a tokenizer.json
     bos: bool = False  # begin each document with the tokenizer's begin-of-text id
-    num_proc: int | None = None  # processes that tokenize; None: the machine's cores
+    num_proc: int | None = None  # number of tokenizer processes; None: one per CPU core
 
     def problems(self):
-        """What is wrong with the settings, a sentence each."""
+        """The problems with the settings, one sentence each."""
         problems = []
         name = self.tokenizer or 'byte'
         kind, _, size = name.partition(':')
@@ -62,7 +62,7 @@ class PrepareConfig:
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             problems.append(f'val_fraction={self.val_fraction} must be between 0 and 1')
         if self.val and self.val_fraction is not None:
-            problems.append(f'val={self.val!r} is a validation source of its own; leave out val_fraction')
+            problems.append(f'val={self.val!r} is a separate validation source; remove val_fraction')
         for name in ('shards', 'num_proc'):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -71,7 +71,7 @@ class PrepareConfig:
 
 
 # -----------------------------------------------------------------------------
-# names and sources: the words of the command line
+# names and sources: the positional arguments
 
 def default_name(sources):
     """The name of a dataset made from these sources. ValueError if they do not suggest one."""
@@ -91,7 +91,7 @@ def default_name(sources):
 
 
 def output_folder(data_dir, name):
-    """The folder of a new dataset. ValueError if it holds anything but a dataset of this program."""
+    """The folder of a new dataset. ValueError if it contains anything but a dataset of ours."""
     folder = dataset.dataset_folder(data_dir, name)
     if ',' in name:
         raise ValueError(f'name={name!r} must not contain a comma, which separates datasets')
@@ -99,18 +99,18 @@ def output_folder(data_dir, name):
     names = os.listdir(folder) if os.path.isdir(folder) else []
     is_own = set(names) <= {*dataset.OWN_FILES} and (not names or 'meta.json' in names)
     if not is_own or os.path.isfile(folder):
-        raise ValueError(f'{folder} exists and was not made by this program; choose another --name')
+        raise ValueError(f'{folder} exists and was not created by prepare.py; choose another --name')
     return folder
 
 
 def open_sources(sources, cfg, reading, spool):
     """
-    (training files, validation files) of the words of the command line. Standard input is copied to `spool`.
-    A tokenizer, val_fraction or separator that is None in the settings becomes that of the source.
+    (training files, validation files) of the positional arguments. Standard input is copied to `spool`.
+    A tokenizer, val_fraction or separator that is None in the settings takes the source's value.
     """
     is_corpus = len(sources) == 1 and sources[0] in CORPORA and not os.path.exists(sources[0])
     if cfg.shards and not is_corpus:
-        raise ValueError(f'shards={cfg.shards} is for a corpus by name: {", ".join(CORPORA)}')
+        raise ValueError(f'shards={cfg.shards} applies only to a named corpus: {", ".join(CORPORA)}')
     val_files = files_of(cfg.val, reading, cfg.data_dir, spool) if cfg.val else []
     if is_corpus:
         corpus = CORPORA[sources[0]]
@@ -133,12 +133,12 @@ def open_sources(sources, cfg, reading, spool):
     validated = {os.path.realpath(file.path) for file in val_files}
     kept = [file for file in files if os.path.realpath(file.path) not in validated]
     if not kept:
-        raise ValueError('all files are validated on, and none is left to train on')
+        raise ValueError('all files are validation files; none is left to train on')
     kinds = {file.kind for file in (*kept, *val_files)}
     check_kinds(kinds, reading, ' '.join(sources))
     if 'tokens' in kinds:
         if kinds != {'tokens'} or cfg.tokenizer not in (None, 'gpt2'):
-            raise ValueError(f"shards of GPT-2 tokens go with neither text nor tokenizer={cfg.tokenizer!r}; "
+            raise ValueError(f"shards of GPT-2 tokens exclude text and tokenizer={cfg.tokenizer!r}; "
                              'make two datasets, and train on both with --dataset=A,B')
         cfg.tokenizer = 'gpt2'
     cfg.tokenizer = cfg.tokenizer or 'byte'
@@ -148,11 +148,11 @@ def open_sources(sources, cfg, reading, spool):
 # -----------------------------------------------------------------------------
 # tokenizer
 
-BPE_BYTES = 1 << 28  # of files that merges are learned from
+BPE_BYTES = 1 << 28  # size of the files that merges are learned from
 
 
 def load_tokenizer(name):
-    """The tokenizer of a name; None for one that is made from the text."""
+    """The tokenizer with this name; None if it is built from the text."""
     if name == 'char' or name.startswith('bpe:'):
         return None
     if name == 'byte':
@@ -164,9 +164,9 @@ def load_tokenizer(name):
 
 def make_tokenizer(name, pieces, several, num_bytes):
     """
-    The tokenizer of a name. pieces: (split, Piece) of all documents, num_bytes of files. Characters are
-    collected from all of them. Merges are learned from the training split, above BPE_BYTES from some of its
-    pieces, evenly spread.
+    The tokenizer with this name. pieces: (split, Piece) of all documents, num_bytes of files. Characters
+    are collected from all of them. Merges are learned from the training split; above BPE_BYTES, from an
+    evenly spaced sample of its pieces.
     """
     if name == 'char':
         chars = set()
@@ -205,7 +205,7 @@ def write_dataset(folder, files, val_files, cfg, reading, source):
             writers[split].add(encoded)
     progress.close()
     if counts.skipped:
-        print(f'{counts.skipped:,} rows without text, or without an answer, were left out')
+        print(f'{counts.skipped:,} rows without text or without an answer were skipped')
     splits = {split: writer.close() for split, writer in writers.items()}
     empty = [split for split in splits if not splits[split]['bytes']]
     if empty:
@@ -221,7 +221,7 @@ def write_dataset(folder, files, val_files, cfg, reading, source):
 def inspect(name, data_dir):
     """
     Prints the tokenizer, counts of each split, the most frequent training tokens, and text from the middle of
-    the training split, in which brackets enclose what does not count in the loss.
+    the training split, with tokens that do not count toward the loss in brackets.
     """
     folder = dataset.dataset_folder(data_dir, name)
     if not os.path.exists(os.path.join(folder, 'train.bin')):
@@ -237,8 +237,8 @@ def inspect(name, data_dir):
         counts[split] = dataset.count_ids(tokens, tokenizer.n_vocab)
         num_bytes = counts[split][:tokenizer.n_vocab] @ tokenizer.sizes  # larger ids pad the vocabulary
         ends = 0 if tokenizer.eot is None else counts[split][tokenizer.eot]
-        print(f'{split:>5}: {len(tokens):,} tokens, {num_bytes / max(len(tokens), 1):.2f} bytes a token, '
-              f'{ends:,} document ends, {np.count_nonzero(counts[split]):,} different ids')
+        print(f'{split:>5}: {len(tokens):,} tokens, {num_bytes / max(len(tokens), 1):.2f} bytes per token, '
+              f'{ends:,} document ends, {np.count_nonzero(counts[split]):,} distinct ids')
     train = counts['train']
     most = np.argsort(-train, kind='stable')[:10].tolist()
     shares = [f'"{dataset.show(tokenizer, [i])}" {train[i] / train.sum():.1%}' for i in most if train[i]]
@@ -252,7 +252,7 @@ def inspect(name, data_dir):
     for counts_in_loss, run in groupby(zip(window, counted, strict=True), key=lambda pair: pair[1]):
         shown = dataset.show(tokenizer, [token for token, _ in run])
         text += shown if counts_in_loss else f'[{shown}]'
-    print(f'training tokens from {middle:,} on: {text}')
+    print(f'training tokens from position {middle:,}: {text}')
 
 
 def main(argv=None):
@@ -274,7 +274,7 @@ def main(argv=None):
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, {counts["documents"]:,} '
-              f'documents, {counts["bytes"] / max(counts["tokens"], 1):.2f} bytes a token')
+              f'documents, {counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
     command = f'python train.py config/quickstart.py --dataset={shlex.quote(name)}'
     if cfg.data_dir != PrepareConfig.data_dir:
         command += f' --data_dir={shlex.quote(cfg.data_dir)}'

@@ -4,8 +4,8 @@ Text from a checkpoint. The checkpoint holds the model's shape and its tokenizer
     $ python sample.py --start="The history of"                    # from the best checkpoint in out/
     $ python sample.py --out_dir=out.1 --start=FILE:prompt.txt     # a prompt from a file
     $ python sample.py --init_from=gpt2 --temperature=0            # OpenAI's weights, greedy
-    $ python sample.py --start=FILE:prompts.jsonl --output=jsonl   # many prompts of any lengths in one batch
-    $ python sample.py --chat                                      # in the template it was tuned in
+    $ python sample.py --start=FILE:prompts.jsonl --output=jsonl   # many prompts of any length in one batch
+    $ python sample.py --chat                                      # chat in the template of its training data
     $ python sample.py --score=book.txt                            # loss and bits per byte of each document
 """
 
@@ -39,36 +39,36 @@ class SampleConfig:
     init_from: str = 'resume'  # resume (from out_dir), gpt2 (-medium, -large, -xl), or a path
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
     data_dir: str = 'data'  # holds downloaded weights, and the tokenizers of nanoGPT's checkpoints
-    quantize: Literal['none', 'int8'] = 'none'  # int8: weights in 8 bits, except embeddings
+    quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
     # --- what to do
-    start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one a line), or - for standard input
-    chat: bool = False  # answer what is typed, until an empty line
-    template: Literal['auto', 'plain', 'joined', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of turns
+    start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
+    chat: bool = False  # interactive chat; an empty line ends it
+    template: Literal['auto', 'plain', 'joined', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # for chat
     score: str | None = None  # print the loss on each document of this file or folder
     text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # for score: bytes that are not UTF-8
     # --- text
-    num_samples: int | None = None  # texts to draw from each prompt; None: 3, or 1 if temperature=0
-    max_new_tokens: int = 500  # the most tokens of a text
-    temperature: float = 0.8  # below 1 is safer, 0 always takes the likeliest token
-    top_k: int | None = 200  # draw from the k likeliest tokens; None: from all
-    top_p: float | None = None  # draw from the likeliest tokens with this probability together; None: all
-    min_p: float | None = None  # draw from tokens with this share of the highest probability; None: all
+    num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
+    max_new_tokens: int = 500  # maximum number of new tokens per sample
+    temperature: float = 0.8  # below 1 is less random; 0 always picks the most likely token
+    top_k: int | None = 200  # sample from the k most likely tokens; None: all
+    top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
+    min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: none
     repetition_penalty: float = 1.0  # above 1 makes repeated tokens less likely (CTRL, arXiv 1909.05858)
     stop: str | None = None  # text or special token that ends a sample; several: a|||b; \n, \t
     past_context: Literal['slide', 'stop'] = 'slide'  # full context: drop its oldest eighth, or stop
-    seed: int = 1337  # of the first sample; each text depends on its own seed and prompt only
+    seed: int = 1337  # of the first sample; each sample depends only on its seed and prompt
     # --- output
-    output: Literal['text', 'jsonl'] = 'text'  # jsonl: one object a line, with the reason for its end
-    logprobs: bool = False  # in the jsonl: ids and their log-probabilities, stop tokens included
+    output: Literal['text', 'jsonl'] = 'text'  # jsonl: one object per line, with its finish reason
+    logprobs: bool = False  # in the jsonl: ids and their log-probabilities, including stop tokens
     # --- machine
-    batch_size: int = 64  # texts drawn at once
-    device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first of them that exists
+    batch_size: int = 64  # samples generated at once
+    device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 on newer GPUs
     compile: bool | Literal['auto'] = False  # torch.compile: 20 to 50 s for GPT-2 on a CPU; auto: no
 
     def problems(self):
-        """What is wrong with the settings, a sentence each."""
+        """The problems with the settings, one sentence each."""
         ranges = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
                   'top_k': (1, math.inf), 'top_p': (1e-6, 1), 'min_p': (1e-6, 1),
                   'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf)}
@@ -85,7 +85,7 @@ class SampleConfig:
 
 
 def load(cfg, device, dtype):
-    """(model on its device and ready for inference, tokenizer, template it was tuned in or 'none')."""
+    """(model on its device and ready for inference, tokenizer, template of its data or 'none')."""
     found = open_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from, cfg.data_dir)
     model = GPT.from_checkpoint(found.model_args, found.weights)
     spec = tokenizer_spec(found, cfg.data_dir)
@@ -104,8 +104,8 @@ def load(cfg, device, dtype):
 
 def tokenizer_spec(weights, data_dir):
     """
-    The spec of the tokenizer. For nanoGPT's checkpoints, which hold none, it is that of their dataset, or
-    GPT-2's if that has no meta file. ValueError if its size is not the model's.
+    The spec of the tokenizer. nanoGPT's checkpoints have none: theirs is that of their dataset, or
+    GPT-2's if the dataset has no meta file. ValueError if its size is not the model's.
     """
     if weights.tokenizer is not None:
         return weights.tokenizer
@@ -139,8 +139,8 @@ def read_prompts(start):
                 row = None
             prompt = row.get('prompt') if isinstance(row, dict) else row
             if not isinstance(prompt, str):
-                raise ValueError(f'{path}, line {number}: expected JSON: a text, or an object with the field '
-                                 'prompt')
+                raise ValueError(f'{path}, line {number}: expected a JSON string, or an object with the '
+                                 'field prompt')
             prompts.append(prompt)
     return prompts
 
@@ -163,7 +163,7 @@ class Text:
         self.tokenizer, self.start, self.seed = tokenizer, start, seed
         self.stop_texts, self.stop_ids = stops
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
-        self.text, self.pending = '', ''  # certain and not
+        self.text, self.pending = '', ''  # final text, and text that may still become a stop
         self.tokens, self.logprobs = [], []
         self.finish = None  # 'stop', 'length' or 'context'
 
@@ -186,15 +186,15 @@ class Text:
         self.pending = self.pending[certain:]
 
     def end(self, reason):
-        """Makes the rest certain. Bytes of an incomplete character become the replacement character."""
+        """Finishes the text. Bytes of an incomplete character become the replacement character."""
         self.finish = reason
         self.text += self.pending + self.decoder.decode(b'', final=True)
 
 
 def write(model, tokenizer, prompts, seeds, stops, cfg):
     """
-    Continues each prompt, (text, ids), once with each seed, in one batch. Yields the Texts at first and after
-    each step, ordered by prompt and seed; in the end all of them are finished.
+    Continues each prompt, (text, ids), once with each seed, in one batch. Yields the Texts before the first
+    step and after each step, ordered by prompt and seed. At the end all are finished.
     """
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p,
                         cfg.repetition_penalty, stop=stops[1], past_context=cfg.past_context,
@@ -257,7 +257,7 @@ def chat(model, tokenizer, template, cfg):
         template = cfg.template
     if template not in TEMPLATES:
         raise ValueError(f'the template is {template!r}; choose one with --template: {", ".join(TEMPLATES)}')
-    standard_input()  # fails early if it is closed
+    standard_input()  # fails early if stdin is closed
     stops, size = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1]), model.config.block_size
     limit = size - min(cfg.max_new_tokens, size // 4)  # leaves room for the answer
     turns, seed = [], cfg.seed
@@ -285,13 +285,13 @@ def fit_turns(tokenizer, turns, template, limit):
     for first in range(0, len(turns), 2):
         parts = render([*turns[first:], ('assistant', '')], template)
         if TEMPLATES[template]['assistant'][1]:
-            parts.pop()  # the mark that would end the answer
+            parts.pop()  # the end marker of the answer
         ids = begin + encode_parts(tokenizer, parts)[0].tolist()
         if len(ids) <= limit:
             if first:
                 print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
             return turns[first:], ids
-    raise ValueError(f'these are {len(ids):,} tokens, but the context has room for {limit:,} and an answer')
+    raise ValueError(f'the chat has {len(ids):,} tokens; the context has room for {limit:,} and an answer')
 
 
 def main(argv=None):

@@ -1,5 +1,5 @@
 """
-The training loop, all of it: precision, accumulation, compilation, data parallel, schedule, step and loop.
+The complete training loop: precision, accumulation, compilation, data parallelism, schedule and step.
 
     $ python train.py                                          # a recipe card chosen by the hardware
     $ python train.py config/shakespeare_char.py --device=cpu  # a recipe card, then flags
@@ -8,7 +8,7 @@ The training loop, all of it: precision, accumulation, compilation, data paralle
 
 A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, on any number of
 processes. Everything random (the order of the data, dropout) is a function of the seed, the step and the
-micro-batch. So a run that was killed resumes bit for bit, and a checkpoint holds tensors and counters only.
+micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds only tensors and counters.
 """
 
 import contextlib
@@ -60,63 +60,63 @@ class TrainConfig:
     out_dir: str = 'out'  # checkpoints, log and config of the run; an older run in it is moved aside
     init_from: str = 'scratch'  # scratch, resume, gpt2 (-medium, -large, -xl), or a checkpoint or folder
     eval_only: bool = False  # evaluate once and exit; nothing is written
-    seed: int = 1337  # of the initial weights, the order of the data and dropout
-    max_iters: int = 600000  # steps, counted from scratch
+    seed: int = 1337  # for initial weights, data order and dropout
+    max_iters: int = 600000  # total steps, including those before a resume
     max_epochs: float | None = None  # passes over the data; replaces max_iters
     max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
     # --- data
-    dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3 mixes
-    data_dir: str = 'data'  # where datasets live
-    data_on_device: bool | Literal['auto'] = 'auto'  # training split in GPU memory; auto: if a tenth holds it
-    batch_size: int | Literal['auto'] = 12  # sequences of a micro-batch, at most; auto: what fits, same step
-    gradient_accumulation_steps: int = 5 * 8  # micro-batches of a step over all processes
+    dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
+    data_dir: str = 'data'  # folder that contains the datasets
+    data_on_device: bool | Literal['auto'] = 'auto'  # keep training data in GPU memory; auto: up to 10%
+    batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: what fits
+    gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     # --- optimizer
     optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for matrices inside blocks, AdamW for the rest
-    learning_rate: float = 6e-4  # peak, of AdamW
-    muon_lr: float = 0.02  # peak, of Muon
-    embed_lr: float | None = None  # peak, of the token embedding with muon; None: learning_rate
+    learning_rate: float = 6e-4  # peak rate of AdamW
+    muon_lr: float = 0.02  # peak rate of Muon
+    embed_lr: float | None = None  # peak rate of the token embedding with muon; None: learning_rate
     weight_decay: float = 1e-1  # on matrices only
     beta1: float = 0.9  # of AdamW
     beta2: float = 0.95  # of AdamW
     muon_momentum: float = 0.95  # of Muon
-    grad_clip: float = 1.0  # largest norm of all gradients together; 0: off
+    grad_clip: float = 1.0  # maximum global gradient norm; 0: off
     # --- schedule
-    decay_lr: bool = True  # False: constant after the warm-up
-    lr_schedule: Literal['cosine', 'linear'] = 'cosine'  # linear: constant, then down over decay_fraction
-    warmup_iters: int = 2000  # steps from 0 to the peak
+    decay_lr: bool = True  # False: constant after warmup
+    lr_schedule: Literal['cosine', 'linear'] = 'cosine'  # linear: constant, then decay (decay_fraction)
+    warmup_iters: int = 2000  # warmup steps from 0 to the peak rate
     lr_decay_iters: int | None = None  # step at which the decay ends; None: max_iters
     min_lr: float = 6e-5  # final learning_rate of the decay; the other rates decay in proportion
-    decay_fraction: float = 0.5  # share of the run over which lr_schedule='linear' decays
+    decay_fraction: float = 0.5  # final fraction of the run in which lr_schedule='linear' decays
     # --- evaluation and logging
     eval_interval: int = 2000  # steps between evaluations; the last step is always evaluated
-    eval_tokens: int | None = 2**20  # most tokens of a split that one evaluation reads; None: all
-    eval_iters: int | None = None  # batches of each split instead, as in nanoGPT
+    eval_tokens: int | None = 2**20  # maximum tokens per split in one evaluation; None: all
+    eval_iters: int | None = None  # batches per split, as in nanoGPT; replaces eval_tokens
     log_interval: int = 1  # steps between log lines
-    sample_interval: int | None = None  # steps between samples written into the log; None: no samples
+    sample_interval: int | None = None  # steps between samples in the log; None: no samples
     sample_prompt: str = '\n'  # prompt of these samples
     sample_tokens: int = 100  # length of these samples
-    wandb_log: bool = False  # log to Weights & Biases too
-    wandb_project: str = 'hotloop'  # project there
-    wandb_run_name: str | None = None  # run name there; None: out_dir
+    wandb_log: bool = False  # also log to Weights & Biases
+    wandb_project: str = 'hotloop'  # Weights & Biases project
+    wandb_run_name: str | None = None  # Weights & Biases run name; None: out_dir
     # --- checkpoints
     always_save_checkpoint: bool = True  # save after each evaluation; False: only if the loss improved
-    save_interval: int | None = None  # also save every so many steps; None: by save_minutes alone
+    save_interval: int | None = None  # also save every N steps; None: only by save_minutes
     save_minutes: float = 15.0  # also save at least this often
-    keep_last: int = 2  # number of checkpoints kept, the latest included
+    keep_last: int = 2  # number of checkpoints to keep, including the latest
     mirror_dir: str | None = None  # a second folder, such as a mounted drive, to which checkpoints are copied
     # --- machine
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # of computation, not of weights
-    compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a small trial works
-    compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # of torch.compile
-    loss_chunks: int | Literal['auto'] = 'auto'  # head and loss in chunks: less memory, slower
-    threads: int | None = None  # CPU threads of a process; None: its share of the physical cores
-    deterministic: bool | Literal['auto'] = 'auto'  # same bits on every run; auto: on CPUs
-    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # of torch.distributed
+    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # compute dtype; weights are float32
+    compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a test compilation works
+    compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # torch.compile mode
+    loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in chunks: less memory, slower
+    threads: int | None = None  # CPU threads per process; None: its share of the physical cores
+    deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
+    backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
     timeout_minutes: float = 10.0  # how long a process waits for the others before it gives up
 
     def problems(self):
-        """What is wrong with the settings, a sentence each."""
+        """The problems with the settings, one sentence each."""
         wrong = []
         at_least_1 = ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'eval_tokens',
                       'eval_iters', 'log_interval', 'sample_interval', 'sample_tokens', 'save_interval',

@@ -1,4 +1,4 @@
-"""What a run is, printed once before it starts, with the reasons."""
+"""The summary of a run, printed once before it starts, with the reasons for its choices."""
 
 import torch
 
@@ -8,15 +8,15 @@ from hotloop.device import attention_kernels
 
 
 def announce(run, settings, meta):
-    """Prints what this run is, once, with the reasons."""
+    """Prints the summary of this run once, with the reasons for its choices."""
     origin = 'checkpoint' if settings.resumed else 'derived'
     changed = differences([settings.model, run.cfg], settings.given, origin)
     cfg, lines = run.cfg, [*settings.notes, f'settings that differ from the defaults:\n{changed}']
     lines += describe_machine(run) + describe_work(run, settings, meta)
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
-        lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will rise')
+        lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
     if cfg.warmup_iters >= cfg.max_iters:
-        lines.append(f'note: the warm-up of {cfg.warmup_iters} steps is longer than the run')
+        lines.append(f'note: the warmup of {cfg.warmup_iters} steps is longer than the run')
     for line in lines:
         run.env.print_once(line)
 

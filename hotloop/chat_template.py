@@ -35,7 +35,7 @@ def parts_of(row, where, reading, templates=None):
     if isinstance(row, str):
         row = {'text': row}
     if not isinstance(row, dict):
-        raise ValueError(f'{where}: a row must be an object or a text, not {json.dumps(row)[:50]}')
+        raise ValueError(f'{where}: a row must be an object or a string, not {json.dumps(row)[:50]}')
     turns, template = (None, None) if reading.text_field else turns_of(row, where)
     if turns is None:
         return text_parts(row, where, reading.text_field)
@@ -55,7 +55,7 @@ def text_parts(row, where, field):
     field = field or ('content' if 'content' in row and 'text' not in row else 'text')
     if field not in row and not is_null_chat:
         raise ValueError(f'{where} has no field {field!r}; its fields are: {", ".join(map(str, row))}. Name '
-                         'the one with the text by --text_field')
+                         'the one that holds the text with --text_field')
     text = check_text(row.get(field), f'{where}: field {field!r}')
     return [(text, False, True)] if text else None
 
@@ -63,7 +63,7 @@ def text_parts(row, where, field):
 def check_text(value, name):
     """A text of a row, '' for None. ValueError if it is anything else."""
     if value is not None and not isinstance(value, str):
-        raise ValueError(f'{name} must be a text, not {json.dumps(value, default=str)[:50]}')
+        raise ValueError(f'{name} must be a string, not {json.dumps(value, default=str)[:50]}')
     return fix_surrogates(value or '')
 
 
@@ -98,7 +98,7 @@ def turn_of(message, where):
     role = message.get('role') or message.get('from')
     role = OTHER_ROLES.get(str(role), role)
     if role not in SPEAKERS:
-        raise ValueError(f'{where}: a message has the role {role!r}; known are system, user and assistant')
+        raise ValueError(f'{where}: a message has the role {role!r}; expected system, user or assistant')
     return role, message.get('content') or message.get('value')
 
 

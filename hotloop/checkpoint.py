@@ -1,4 +1,4 @@
-"""Checkpoints: written so that a kill cannot destroy one, loaded only after their checksums match."""
+"""Checkpoints: a kill cannot destroy one, and none is loaded before its checksums match."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ OPTIMIZERS = ('optimizer', 'muon')  # names of their states in a checkpoint
 def load_checkpoint(path):
     """
     Loads a checkpoint of ours or of nanoGPT onto the CPU. Checksums are verified first, because torch.load
-    ignores them: of 400 files with one flipped bit it loaded 398 as wrong numbers.
+    ignores them: of 400 files with one flipped bit it loaded 398 with wrong values.
     """
     if torch.__version__ < (2, 10):  # weights_only=True can be made to run code there
         raise ValueError(f'torch {torch.__version__} cannot load checkpoints safely (CVE-2026-24747): '
@@ -30,7 +30,7 @@ def load_checkpoint(path):
         check_records(path)
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except UnpicklingError:  # torch's own message recommends weights_only=False
-        raise ValueError(f'{path} is refused: it holds more than plain values, and could run code') from None
+        raise ValueError(f'{path} was rejected: it is not plain data and could run code') from None
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
     except Exception as e:  # reading damaged bytes can raise nearly anything
@@ -49,15 +49,15 @@ def check_records(path):
     with zipfile.ZipFile(path) as z:
         # one flipped bit turns a record into a folder for torch, which then returns uninitialized memory
         if any(record.external_attr or record.compress_type or record.is_dir() for record in z.infolist()):
-            raise ValueError('the list of records is wrong')
+            raise ValueError('the list of records is invalid')
         if damaged := z.testzip():
             raise ValueError(f'the checksum of record {damaged} does not match')
 
 
 def save_checkpoint(path, checkpoint, keep_old=None):
     """
-    Replaces `path` at once: written under another name, read back, flushed to the disk, renamed. torch.save
-    onto the file left it destroyed by 43 of 100 kills. keep_old: a second name under which the old one stays.
+    Replaces `path` at once: written under another name, read back, flushed to the disk, renamed. Plain
+    torch.save left it destroyed by 43 of 100 kills. keep_old: a second name that keeps the old file.
     """
     try:
         with replacing(path) as f:
@@ -93,8 +93,8 @@ class RunState:
     best_val_loss: float = math.inf
     tokens_seen: int = 0
     logged: list = field(default_factory=list)  # [summed loss, targets, skipped, steps] since the last line
-    bad_in_a_row: int = 0  # the last steps that were not finite
-    spikes_in_a_row: int = 0  # the last steps whose loss was a spike
+    bad_in_a_row: int = 0  # consecutive non-finite steps up to now
+    spikes_in_a_row: int = 0  # consecutive loss spikes up to now
     recent: list = field(default_factory=list)  # losses of the last normal steps
 
 
@@ -145,7 +145,7 @@ def state_from(checkpoint):
 
 
 def context_of(datasets, splits, env):
-    """What a checkpoint records of its data, tokenizer and machine."""
+    """The data, tokenizer and machine as a checkpoint records them."""
     metas = [dataset.meta for dataset in datasets]
     fingerprints = {}
     for name, split in splits.items():
@@ -157,7 +157,7 @@ def context_of(datasets, splits, env):
                'machine': {'device': device, 'dtype': str(env.dtype), 'world': env.world,
                            'threads': env.threads, 'compile': env.compile}}
     templates = {template for meta in metas for template in meta.get('templates', [])}
-    if len(templates) == 1:  # with several, that of a chat is ambiguous
+    if len(templates) == 1:  # with several, the template for chat is ambiguous
         context['template'] = templates.pop()
     if all(meta.get('bos') is not None for meta in metas):
         context['bos'] = metas[0]['bos']  # the first token of a prompt
@@ -174,5 +174,5 @@ def compare_context(checkpoint, context):
     changed = []
     for name, now in {**context['versions'], **context['machine']}.items():
         if before.get(name, now) != now:
-            changed.append(f'{name} {before[name]} before, {now} from here on')
-    return [f'{"; ".join(changed)}; bits may differ from an uninterrupted run'] if changed else []
+            changed.append(f'{name} {before[name]} before, {now} now')
+    return [f'{"; ".join(changed)}; results may differ from an uninterrupted run'] if changed else []

@@ -37,7 +37,7 @@ class Split:
             if len(self.mask) != self.num_tokens:
                 raise ValueError(f'{mask_path} has {len(self.mask):,} bytes for {self.num_tokens:,} tokens')
             if not self.mask.any():
-                raise ValueError(f'{self.path} has no target that counts: {mask_path} is 0 everywhere')
+                raise ValueError(f'{self.path} has no unmasked target: {mask_path} is 0 everywhere')
 
     def check_ids(self, vocab_size):
         """ValueError if a token is not below vocab_size; on a GPU it would end in a nameless assert."""
@@ -158,7 +158,7 @@ def share_batch(batch_size, accumulation, world):
         low = total // world * world
         nearest = f'{low} or {low + world}' if low else f'{world}'
         raise ValueError(f'batch_size={batch_size} x gradient_accumulation_steps={accumulation} = {total} '
-                         f'sequences cannot be shared equally by {world} processes; {nearest} could')
+                         f'sequences cannot be divided evenly among {world} processes; use {nearest}')
     share = total // world
     micro_batch = max(n for n in range(1, min(batch_size, share) + 1) if share % n == 0)
     return micro_batch, share // micro_batch

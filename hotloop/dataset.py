@@ -21,11 +21,11 @@ OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'meta.jso
 
 
 def dataset_folder(data_dir, dataset):
-    """The folder of a dataset by name. ValueError for a name that leads out of data_dir."""
+    """The folder of a dataset by name. ValueError for a name outside data_dir."""
     parts = dataset.replace('\\', '/').rstrip('/').split('/')
     unsafe = os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or re.search('[\0:]', dataset)
     if unsafe or any(re.search(r'\.partial(\.|$)', part) for part in parts):
-        raise ValueError(f'dataset={dataset!r} must be a name below data_dir={data_dir!r}, without .partial')
+        raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, without .partial')
     return os.path.join(data_dir, *parts)
 
 
@@ -83,7 +83,7 @@ def read_meta_pkl(path):
 
 
 def open_bin(path, dtype):
-    """A bin as a mapped array of ids, empty if the file is missing. ValueError if it was cut."""
+    """A bin as a mapped array of ids, empty if the file is missing. ValueError if it is truncated."""
     dtype = np.dtype(dtype).newbyteorder('<')
     size = os.path.getsize(path) if os.path.exists(path) else 0
     if size % dtype.itemsize:
@@ -92,7 +92,7 @@ def open_bin(path, dtype):
 
 
 class BinWriter:
-    """Writes the bin of one split, its mask from the first prompt on, and counts what went in."""
+    """Writes the bin of one split, and its mask if any document has one, and counts tokens and documents."""
 
     def __init__(self, folder, name, dtype):
         self.file, self.mask = open(os.path.join(folder, f'{name}.bin'), 'wb'), None  # noqa: SIM115
@@ -114,7 +114,7 @@ class BinWriter:
         self.counts['documents'] += encoded.documents
 
     def close(self):
-        """Flushes to the disk. Returns the counts with the SHA-256 of what is on it."""
+        """Flushes to the disk. Returns the counts with the SHA-256 of the files."""
         for file, key in ((self.file, 'sha256'), (self.mask, 'mask_sha256')):
             if file is not None:
                 file.flush()
@@ -129,7 +129,7 @@ def partial_folder(folder):
     """
     An empty folder to write a dataset into, which replaces `folder` when the block ends. After an error or a
     kill, `folder` is the old dataset or the complete new one; only a kill between the two renames leaves
-    neither, and the next call puts the old one back. ValueError if another process is at it.
+    neither, and the next call restores the old one. ValueError if another process is writing it.
     """
     work = folder + '.partial'
     new, old = os.path.join(work, 'new'), os.path.join(work, 'old')
@@ -154,7 +154,7 @@ def partial_folder(folder):
 
 
 def put_back(old, folder):
-    """Gives a dataset that was moved aside its name back, unless a new one has it."""
+    """Moves a dataset that was set aside back to its name, unless a new one has that name."""
     if os.path.isdir(old) and not os.path.exists(folder):
         os.rename(old, folder)
 
@@ -175,7 +175,7 @@ def show(tokenizer, ids):
 
 
 class Dataset(NamedTuple):
-    """One dataset of a run. weight: its part of a mixture, in any unit."""
+    """One dataset of a run. weight: its share of a mixture, not normalized."""
     name: str
     folder: str
     meta: dict
@@ -184,8 +184,8 @@ class Dataset(NamedTuple):
 
 def open_datasets(dataset, data_dir):
     """
-    The Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights, each weighs as
-    much as it has training tokens. ValueError if one is missing, or their tokenizers differ.
+    The Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights, each is
+    weighted by its number of training tokens. ValueError if one is missing, or their tokenizers differ.
     """
     datasets, weighted = [], ':' in dataset
     for word in dataset.split(','):
@@ -196,11 +196,11 @@ def open_datasets(dataset, data_dir):
                 raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
         meta = read_meta(folder)
         if datasets and not same_tokenizer(meta['tokenizer'], datasets[0].meta['tokenizer']):
-            raise ValueError(f'the tokenizers of {datasets[0].name} and {name} differ; prepare both with one')
+            raise ValueError(f'the tokenizers of {datasets[0].name} and {name} differ; use the same for both')
         if not weighted:
             weight = os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize
         elif not re.fullmatch(r'\d+\.?\d*|\.\d+', weight) or not float(weight):
-            raise ValueError(f'dataset={dataset!r}: give all of them a weight above 0 (a:0.7,b:0.3), or none')
+            raise ValueError(f'dataset={dataset!r}: give every one a weight above 0 (a:0.7,b:0.3), or none')
         datasets.append(Dataset(name, folder, meta, float(weight)))
     return datasets
 
@@ -209,16 +209,16 @@ def check_tokenizer(spec, meta):
     """ValueError if a checkpoint's tokenizer (None: unknown) is not the dataset's."""
     if spec and not same_tokenizer(spec, meta['tokenizer']):
         raise ValueError(f'the checkpoint has the tokenizer {describe(spec)}, but the dataset has '
-                         f'{describe(meta["tokenizer"])}; prepare the data with that of the checkpoint')
+                         f'{describe(meta["tokenizer"])}; prepare the data with the one in the checkpoint')
 
 
 def describe(spec):
-    """The name of a tokenizer and, if it carries its own table, how many ids or characters that has."""
+    """The name of a tokenizer and, if it carries its own table, how many ids or characters it has."""
     name, table = spec.get('name') or spec['kind'], spec.get('chars') or spec.get('tokens')
     return f'{name} ({len(table)} entries)' if table else name
 
 
 def byte_table(meta, vocab_size):
-    """UTF-8 bytes of every id of a model, (vocab_size,). ValueError if the tokenizer cannot be had."""
+    """UTF-8 bytes of every id of a model, (vocab_size,). ValueError if the tokenizer is unavailable."""
     sizes = tokenizer_from(meta['tokenizer']).sizes
     return np.pad(sizes, (0, max(vocab_size - len(sizes), 0)))

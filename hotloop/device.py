@@ -20,13 +20,13 @@ def choose_device(name, local_rank=0):
     if not re.fullmatch(r'auto|cpu|mps|cuda(:[0-9]+)?', name):
         raise ValueError(f'device={name!r} is not one of auto, cuda, cuda:N, mps, cpu')
     has = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
-    reason = 'asked for'
+    reason = 'requested'
     if name == 'auto':
         name = next(kind for kind in has if has[kind])
         reason = 'no GPU found' if name == 'cpu' else 'GPU found'
     kind, _, number = name.partition(':')
     if not has[kind]:  # the version shows whether this PyTorch was built without CUDA
-        raise ValueError(f'device={name!r} was asked for, but PyTorch {torch.__version__} finds no such '
+        raise ValueError(f'device={name!r} was requested, but PyTorch {torch.__version__} found no such '
                          'device; use --device=cpu or --device=auto')
     if kind != 'cuda':
         return torch.device(kind), reason
@@ -44,17 +44,17 @@ def choose_dtype(name, device, training=False):
     """
     gpu_has_bf16 = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 0)
     if name == 'bfloat16' and device.type == 'cuda' and not gpu_has_bf16:
-        raise ValueError(f'dtype=bfloat16 was asked for, but {torch.cuda.get_device_name(device)} '
+        raise ValueError(f'dtype=bfloat16 was requested, but {torch.cuda.get_device_name(device)} '
                          'only emulates it; use --dtype=float16')
     if name != 'auto':
-        return getattr(torch, name), 'asked for'
+        return getattr(torch, name), 'requested'
     if gpu_has_bf16:
         return torch.bfloat16, 'this GPU has bf16 units'
     if device.type == 'cuda':
         return torch.float16, 'this GPU has no bf16 units; the loss is scaled'
     if device.type == 'cpu' and training and cpu_has_bf16():  # up to 1.4 times as fast as float32
         return torch.bfloat16, 'this CPU has bf16 units'
-    return torch.float32, f'the safe choice on {device.type}'
+    return torch.float32, f'the safe default on {device.type}'
 
 
 def cpu_has_bf16():
@@ -80,11 +80,11 @@ def try_compile(device):
 def choose_compile(asked, device):
     """(whether to use torch.compile, reason). asked: True, False or 'auto'. ValueError if True fails."""
     if asked is False:
-        return False, 'asked for'
+        return False, 'requested'
     failure = try_compile(device)
     if failure and asked is True:
-        raise ValueError(f'compile=True was asked for, but fails here: {failure}; use --compile=False')
-    return not failure, failure or 'a trial worked'
+        raise ValueError(f'compile=True was requested, but fails here: {failure}; use --compile=False')
+    return not failure, failure or 'a test compilation worked'
 
 
 # dense bf16 peak in FLOP/s (fp16 on GPUs without bf16), from the vendors' data sheets

@@ -1,4 +1,4 @@
-"""Processes that start together and stop together."""
+"""Distributed processes: their environment, start and stop."""
 
 import contextlib
 import errno
@@ -52,7 +52,7 @@ def print_safely(text):
 
 
 def open_process_group(backend, device, rank, world, timeout_minutes):
-    """Joins the process group that torchrun's environment variables describe. backend: auto, nccl or gloo."""
+    """Joins the process group described by torchrun's environment variables. backend: auto, nccl or gloo."""
     if backend == 'auto':
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
     options = {}
@@ -69,17 +69,17 @@ def open_process_group(backend, device, rank, world, timeout_minutes):
 
 
 def check_same_step(step, env):
-    """ValueError on every rank unless all found the same step, and so the same checkpoint, in out_dir."""
+    """ValueError on every rank unless all found the same step (the same checkpoint) in out_dir."""
     steps = np.zeros(env.world)
     steps[env.rank] = step
     steps = env.sum(steps)  # after this no process reads out_dir, so rank 0 may rename files in it
     if (steps != step).any():
         raise ValueError(f'rank {env.rank} starts from step {step:,}, but the mean of all {env.world} '
-                         f'processes is {steps.mean():,g}; out_dir must be a folder that all of them share')
+                         f'processes is {steps.mean():,g}; out_dir must be a folder that they all share')
 
 
 class StopRequest:
-    """Remembers a signal or the end of max_minutes: the loop saves and stops. A second SIGINT kills."""
+    """Records a signal or the end of max_minutes; the loop then saves and stops. A second SIGINT kills."""
 
     def __init__(self, max_minutes):
         self.signal = None
@@ -96,10 +96,10 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get('RANK', '0') == '0':
                 with contextlib.suppress(OSError):  # not print: the signal may have come inside print()
-                    os.write(2, b'\nstopping after the next save; Ctrl-C again ends at once, unsaved\n')
+                    os.write(2, b'\nstopping after the next save; Ctrl-C again exits without saving\n')
 
     def __call__(self):
-        """Whether to stop, because of a signal or of the time."""
+        """Whether to stop, because of a signal or the time limit."""
         return self.by_signal() or time.monotonic() >= self.deadline
 
     def by_signal(self):
@@ -111,7 +111,7 @@ class StopRequest:
 
 
 class DelayedFlag:
-    """Reads a flag that the device computes; on CUDA that of the call before, so that no call waits."""
+    """Reads a flag computed on the device. On CUDA it returns the previous call's flag, so no call waits."""
 
     def __init__(self):
         self.before = None  # (pinned copy, event) of the step before

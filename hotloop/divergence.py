@@ -1,16 +1,16 @@
-"""Steps whose loss or gradients were not finite, and spikes of the loss."""
+"""Steps with a non-finite loss or gradient, and loss spikes."""
 
 import numpy as np
 
 MAX_BAD_STEPS = 20  # a run has diverged after so many bad steps in a row; fp16 halves its loss scale at each
-SPIKE = 6.0  # a loss is a spike from so many standard deviations above the mean
-SPIKE_WINDOW = 128  # of so many losses before it
+SPIKE = 6.0  # a loss this many standard deviations above the mean is a spike
+SPIKE_WINDOW = 128  # number of previous losses in that mean
 
 
 def collect_steps(run, pending):
     """
     Waits for the steps in `pending`, a list of (StepResult, num_targets), and adds them to run.state. A
-    skipped step never enters an average. Sets run.diverged_at where MAX_BAD_STEPS in a row were not finite.
+    skipped step never enters an average. Sets run.diverged_at after MAX_BAD_STEPS bad steps in a row.
     """
     state = run.state
     loss_sum, targets, skipped, steps = state.logged or (0.0, 0, 0, 0)
@@ -31,14 +31,14 @@ def collect_steps(run, pending):
 
 
 def track_loss(run, step, loss):
-    """Logs the first of several spikes in a row; after MAX_BAD_STEPS of them the new level is normal."""
+    """Logs the first spike in a row. After MAX_BAD_STEPS spikes the new level counts as normal."""
     state, recent = run.state, run.state.recent
     if len(recent) < SPIKE_WINDOW // 4 or loss <= np.mean(recent) + SPIKE * max(np.std(recent), 1e-3):
         state.spikes_in_a_row = 0
         state.recent = [*recent, loss][-SPIKE_WINDOW:]
         return
     if state.spikes_in_a_row == 0:
-        run.log.write(f'step {step}: loss {loss:.4f} is a spike; the {len(recent)} steps before had '
+        run.log.write(f'step {step}: loss {loss:.4f} is a spike; the {len(recent)} steps before it averaged '
                       f'{np.mean(recent):.4f} +- {np.std(recent):.4f}', step=step, spike=loss)
     state.spikes_in_a_row += 1
     if state.spikes_in_a_row >= MAX_BAD_STEPS:
@@ -46,7 +46,7 @@ def track_loss(run, step, loss):
 
 
 def divergence_message(run):
-    """The error that ends a run which has diverged."""
+    """The error message of a run that has diverged."""
     return (f'step {run.diverged_at}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a row. '
-            'Those steps changed no weight. Lower the learning rate and resume with --init_from=resume; with '
+            'Those steps were skipped. Lower the learning rate and resume with --init_from=resume; with '
             'dtype=float16 try bfloat16 or float32')

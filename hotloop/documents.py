@@ -1,4 +1,4 @@
-"""Files -> documents, in pieces: a document may be larger than memory."""
+"""Splits files into documents, in pieces, because a document may be larger than memory."""
 
 import codecs
 import csv
@@ -16,29 +16,29 @@ from hotloop.chat_template import ROW_FIELDS, parts_of
 from hotloop.files import optional
 from hotloop.text_file import open_text
 
-PIECE = 1 << 20  # characters that are tokenized at a time
+PIECE = 1 << 20  # characters tokenized at a time
 
 
 @dataclass
 class ReadConfig:
     # --- reading
-    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens'] = 'auto'  # auto: by the name
-    text_field: str | None = None  # field of a row with its text; None: text, content, or instruction data
-    template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of chats
-    separator: str | None = None  # text between documents of a file, such as <|endoftext|>; \n is a line end
+    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens'] = 'auto'  # auto: by suffix
+    text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
+    template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # for chats
+    separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with bytes that are not UTF-8
 
     def problems(self):
-        """What is wrong with the settings, a sentence each."""
+        """The problems with the settings, one sentence each."""
         if self.template == 'auto' or not self.text_field:
             return []
         return [f'template={self.template!r} is for instruction data, and text_field={self.text_field!r} '
-                'selects one text of a row; leave out one of them']
+                'selects a single text field; remove one of them']
 
 
 @dataclass
 class RowCounts:
-    """What documents_in() counts: rows skipped for lack of a text or an answer, and chat templates used."""
+    """Counts of documents_in(): rows skipped because they lack text or an answer, and chat templates used."""
     skipped: int = 0
     templates: set = field(default_factory=set)
 
@@ -51,13 +51,13 @@ class Piece(NamedTuple):
     parts: list | np.ndarray
     start: bool  # of the document
     end: bool
-    key: str  # of the document: decides whether it is held out
+    key: str  # of the document; decides whether it is held out
 
 
 def documents_in(files, reading, progress=None, counts=None):
     """The pieces of all documents of the files, in order. Fills counts, a RowCounts, if one is given."""
     if files and files[0].kind == 'joined':
-        # WikiText: each row is a line of one document, and empty lines have lost their space and line end
+        # WikiText: each row is a line of one document, and empty lines have lost their space and newline
         rows = (row for file in files for _, row in rows_in(file, reading, progress))
         yield from pieces_of((row['text'] or ' \n' for row in rows), files[0].name)
         return
@@ -75,9 +75,9 @@ def documents_in(files, reading, progress=None, counts=None):
 
 def pieces_of(blocks, key=None, separator=None):
     """
-    The pieces of the documents in blocks of text: one document, or those between separators without the line
-    ends around them. A document's key is the given one, or its first piece. Tokenized one by one, the pieces
-    give the tokens of the document.
+    The pieces of the documents in blocks of text: a single document, or those between separators, without
+    the newlines around them. The default key of a document is its first piece. The pieces can be tokenized
+    separately and give the same tokens as the complete document.
     """
     text, start, name = '', True, key
     for block in chain(blocks, [None]):
@@ -100,16 +100,16 @@ def pieces_of(blocks, key=None, separator=None):
             start = False
 
 
-# places that no tokenizer's split rule crosses, best first
+# split points that no tokenizer merges across, best first
 SAFE_CUTS = [
     re.compile(r'(?<=\S\n)(?=[^\W\d_])'),  # before a line that begins with a letter
-    re.compile(r'(?<=[^\W\d_])(?=\r?\n)'),  # between a letter and a line end
+    re.compile(r'(?<=[^\W\d_])(?=\r?\n)'),  # between a letter and a newline
     re.compile(r'(?<=[^\W\d_])(?= )'),  # between a letter and a space
 ]
 
 
 def safe_cut(text, size):
-    """The last index up to `size` where a cut changes no token; `size` itself if there is none nearby."""
+    """The last index up to `size` where a cut does not change any token; `size` if there is none nearby."""
     for rule in SAFE_CUTS:
         for near in (1 << 10, 1 << 16):
             cuts = [match.start() for match in rule.finditer(text, max(size - near, 1), size + 1)]
@@ -126,7 +126,7 @@ def standard_input():
 
 
 def open_file(file, reading, progress):
-    """open_text() of a file as the settings want it."""
+    """open_text() of a file with the error handling of the settings."""
     return open_text(file.path, 'strict' if reading.bad_utf8 == 'refuse' else 'replace', progress)
 
 
@@ -147,7 +147,7 @@ def token_pieces(file, progress):
     start, size = 0, min(PIECE, max(count // 256, 1024))
     while start < count:
         ids = np.array(tokens[start:start + size])
-        ends = np.flatnonzero(ids == 50256)  # a document begins with its end-of-text id here: cut before one
+        ends = np.flatnonzero(ids == 50256)  # here a document begins with the end-of-text id: cut before one
         if start + len(ids) < count and len(ends) and ends[-1]:
             ids = ids[:ends[-1]]
         if ids.max() > 50256:
@@ -186,7 +186,7 @@ def parse(text, where):
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f'{where} is not JSON: {e}; --format=text reads the file as one text') from None
+        raise ValueError(f'{where} is not JSON: {e}; --format=text reads the file as plain text') from None
 
 
 def jsonl_rows(lines, path):
@@ -205,7 +205,7 @@ def csv_rows(lines, path):
     try:
         for row in reader:
             if None in row:
-                raise csv.Error(f'{len(row[None])} values too many for the header: {str(row[None])[:50]}')
+                raise csv.Error(f'{len(row[None])} values beyond the header: {str(row[None])[:50]}')
             yield f'{path}, line {reader.line_num}', row
     except csv.Error as e:
         raise ValueError(f'{path}, line {reader.line_num}: {e}') from None

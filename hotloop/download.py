@@ -37,7 +37,7 @@ def download(url, path, sha256=None):
         expected = sha256 or linked
         if expected and (found := hash_file(part)) != expected:
             os.remove(part)
-            raise ValueError(f'{url} has SHA-256 {found}, not {expected}; the download was deleted, run the '
+            raise ValueError(f'{url} has SHA-256 {found}, not {expected}; the download was deleted; run the '
                              'command again')
         os.replace(part, path)
         sync_folder(os.path.dirname(path) or '.')
@@ -60,7 +60,7 @@ def fetch(url, part):
     with requests.Session() as session:
         while failures < ATTEMPTS:
             time.sleep(BACKOFF * failures)
-            reason = 'the connection broke'
+            reason = 'the connection was lost'
             try:
                 with request(session, url, part) as answer:
                     if answer.status_code in BUSY:
@@ -93,7 +93,7 @@ def request(session, url, part):
         return request(session, url, part)
     if status not in (200, *BUSY) and not is_rest:
         hint = 'set HF_TOKEN to a token that may read it' if status in (401, 403) else 'check the address'
-        raise ValueError(f'{url} answers {status} {answer.reason}; {hint}')
+        raise ValueError(f'{url} returned {status} {answer.reason}; {hint}')
     is_page = 'text/html' in answer.headers.get('Content-Type', '')
     if status == 200 and is_page and not urlsplit(url).path.endswith(('.html', '.htm')):
         raise ValueError(f'{url} is a web page; give the address of the file itself')

@@ -65,7 +65,7 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
         return None
     loss, targets, num_bytes = np.reshape(sums, (3, -1))
     if not targets.any():
-        raise ValueError(f'{split.path} has no target that counts in these windows; raise eval_tokens')
+        raise ValueError(f'{split.path} has no unmasked target in these windows; raise eval_tokens')
     bpb = float(loss.sum() / math.log(2) / num_bytes.sum()) if num_bytes.any() else None
     return {'loss': float(loss.sum() / targets.sum()), 'stderr': standard_error(loss, targets),
             'tokens': int(targets.sum()), 'bpb': bpb}

@@ -104,7 +104,7 @@ def log_step(run, lr, norm, lap):
                'skipped': skipped or None, 'peak_memory_mb': memory and memory / 1e6}
     text = f'step {state.iter_num}/{cfg.max_iters}: loss {loss:.4f}, lr {lr:.2e}, norm {norm:.2f}, '
     if first:
-        text += f'{seconds:.1f} s, start-up included'
+        text += f'{seconds:.1f} s, including startup'
     else:
         each = seconds / steps
         tokens_per_s = run.batches.global_batch * run.val.T / each
@@ -116,7 +116,7 @@ def log_step(run, lr, norm, lap):
         left = datetime.timedelta(seconds=int((cfg.max_iters - state.iter_num) * each))
         text += f'data {waited / seconds:.1%}, {left} left'
     if skipped:
-        text += f'; {skipped} steps skipped, not finite'
+        text += f'; {skipped} non-finite steps skipped'
     run.log.write(text, step=state.iter_num, **numbers)
 
 
@@ -144,5 +144,5 @@ def log_done(run):
     """The last line of a run that has reached max_iters."""
     memory = peak_memory(run.env.device)
     peak = f', peak memory {memory / 1e6:,.0f} MB' if memory else ''
-    run.env.print_once(f'done: best val loss {run.state.best_val_loss:.4f}{peak}; to see what the model '
-                       f'writes: python sample.py --out_dir={shlex.quote(run.cfg.out_dir)}')
+    run.env.print_once(f'done: best val loss {run.state.best_val_loss:.4f}{peak}; to sample from the '
+                       f'model: python sample.py --out_dir={shlex.quote(run.cfg.out_dir)}')

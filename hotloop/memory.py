@@ -1,4 +1,4 @@
-"""What fits into memory: batch_size=auto, chunks of the loss."""
+"""What fits in memory: batch_size=auto and the chunks of the loss."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from hotloop.dataloader import kept_on_device, share_batch
 from hotloop.device import device_memory
 from hotloop.files import first_line
 
-MAX_TRIAL_TOKENS = 2**17  # of a micro-batch; larger ones are no faster
+MAX_TRIAL_TOKENS = 2**17  # per micro-batch; larger ones are no faster
 
 
 def choose_loss_chunks(asked, num_tokens, vocab_size, memory):
@@ -27,7 +27,7 @@ def choose_loss_chunks(asked, num_tokens, vocab_size, memory):
 
 
 def out_of_memory(error):
-    """Whether an exception means that memory ran out; on CPUs torch has no type for that."""
+    """Whether an exception is an out-of-memory error; torch has no type for these on CPUs."""
     return isinstance(error, MemoryError) or re.search('(allocate|out of) memory', str(error)) is not None
 
 
@@ -40,20 +40,20 @@ def choose_batch_size(model, split, env, cfg):
         reserve += split.num_bytes
     limit = min(sequences, max(MAX_TRIAL_TOKENS // c.block_size, 1))
     if env.device.type == 'cpu':
-        # Linux grants memory that it does not have and kills the process that uses it. So a CPU's limit is
+        # Linux overcommits memory and kills the process that uses it. So a CPU's limit is
         # estimated: half of its memory, at 12 bytes for each logit and 40 for each channel of each layer
         sequence_bytes = c.block_size * (12 * c.vocab_size + 40 * c.n_layer * c.n_embd)
         limit = min(limit, max((device_memory(env.device) // 2 - reserve) // sequence_bytes, 1))
     for batch in range(limit, 0, -1):
         if sequences % batch == 0 and batch_fits(model, batch, env, cfg, reserve):
             return batch
-    raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits the memory of '
+    raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits in the memory of '
                      f'{env.device}; use a smaller model or block_size, or --loss_chunks=16')
 
 
 def set_batch_size(cfg, micro_batch, T, notes):
-    """Puts the largest micro-batch that fits in place of the configured one, for the same step."""
-    if cfg.eval_iters is not None:  # it counts batches, and means those that were configured
+    """Replaces the configured micro-batch with the largest one that fits; the global batch stays the same."""
+    if cfg.eval_iters is not None:  # it counts batches of the configured size
         cfg.eval_tokens, cfg.eval_iters = cfg.eval_iters * cfg.batch_size * T, None
     total = cfg.batch_size * cfg.gradient_accumulation_steps
     cfg.batch_size, cfg.gradient_accumulation_steps = micro_batch, total // micro_batch
@@ -83,12 +83,12 @@ def batch_fits(model, batch, env, cfg, reserve):
 
 
 def memory_advice(run, env, error):
-    """The message for a model, if there is no run yet, a step or a micro-batch that does not fit."""
+    """The error message for a model (before there is a run), step or micro-batch that does not fit."""
     if run is None:
-        return (f'the model does not fit the memory of {env.device} ({first_line(error)}); reduce n_layer, '
-                'n_embd, block_size or batch_size')
+        return (f'the model does not fit in the memory of {env.device} ({first_line(error)}); reduce '
+                'n_layer, n_embd, block_size or batch_size')
     if isinstance(error, MemoryError):  # numpy's, for the windows of a step; torch has its own
         return (f'a step of {run.batches.global_batch:,} sequences, batch_size x '
-                f'gradient_accumulation_steps, does not fit memory: {first_line(error)}')
-    return (f'a micro-batch of {run.batches.micro_batch} sequences of {run.val.T} tokens does not fit the '
+                f'gradient_accumulation_steps, does not fit in memory: {first_line(error)}')
+    return (f'a micro-batch of {run.batches.micro_batch} sequences of {run.val.T} tokens does not fit in the '
             f'memory of {env.device}; --batch_size=auto finds the largest that does, for the same step')

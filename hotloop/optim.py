@@ -89,7 +89,7 @@ def build_optimizers(model, cfg, env):
     """
     use_muon, lr, decay = cfg.optimizer == 'muon', cfg.learning_rate, cfg.weight_decay
     if cfg.embed_lr is not None and not use_muon:
-        raise ValueError(f"embed_lr={cfg.embed_lr} acts under optimizer='muon' only")
+        raise ValueError(f"embed_lr={cfg.embed_lr} applies only with optimizer='muon'")
     embedding, rows = model.transformer.wte.weight, matrix_rows(model)
     vectors = [p for p in model.parameters() if p.dim() < 2]
     matrices = [p for p in model.parameters() if p.dim() >= 2]

@@ -54,5 +54,5 @@ def compare_settings(objects, given, base, bound):
             if name in bound:
                 raise ValueError(f'{given[name]}: {name}={now!r}, but the checkpoint has {before!r}, which '
                                  'cannot change on resume; for a new run from its weights: --init_from=PATH')
-            notes.append(f'{name}: {before!r} before, {now!r} from here on')
+            notes.append(f'{name}: {before!r} before, {now!r} now')
     return notes

@@ -41,7 +41,7 @@ class RunDir:
                 self.take_lock()
                 if os.name == 'nt':
                     self.release_lock()  # Windows cannot rename a folder with an open file
-                notes.append(f'{self.path} held a run: moved to {move_aside(self.path)}')
+                notes.append(f'{self.path} held a run, which was moved to {move_aside(self.path)}')
                 self.release_lock()  # the new folder gets its own
             os.makedirs(os.path.realpath(self.path), exist_ok=True)
             self.take_lock()
@@ -132,7 +132,7 @@ class Mirror:
         self.thread = threading.Thread(target=self.copy_on_request, daemon=True)
         try:
             if not ours and RunDir(path).holds_run():
-                print(f'mirror_dir: {path} held a run: moved to {move_aside(path)}', flush=True)
+                print(f'mirror_dir: {path} held a run, which was moved to {move_aside(path)}', flush=True)
             os.makedirs(os.path.realpath(path), exist_ok=True)
             remove_partial_files(path)
         except OSError as e:

@@ -31,7 +31,7 @@ def track_best(run, evaluation):
     last = state.iter_num >= run.cfg.max_iters
     if not loss < before:
         if last and not math.isfinite(before):
-            raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite, so it '
+            raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it '
                              'diverged; start again with a lower learning_rate')
         return False
     state.best_val_loss = loss

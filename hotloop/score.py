@@ -42,7 +42,7 @@ def score(model, tokenizer, template, cfg):
     total = Score(cfg.score, sum(s.tokens for s in scores), sum(s.bytes for s in scores),
                   sum(s.nats for s in scores))
     if not scores:
-        raise ValueError(f'{cfg.score} holds no token to score')
+        raise ValueError(f'{cfg.score} contains no tokens to score')
     if cfg.output == 'text':
         print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
     for number, s in [*enumerate(scores, 1), ('all', total)]:

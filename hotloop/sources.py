@@ -149,14 +149,14 @@ def files_of(source, reading, data_dir, spool):
             raise ValueError(f'{source} is a dataset; train on it, or prepare what it was made from')
         found = files_under(source, FOLDER_SUFFIXES if reading.format == 'auto' else '')
         if not found:
-            raise ValueError(f'{source} holds no files with a suffix of text; --format=text reads all')
+            raise ValueError(f'{source} contains no files with a text suffix; --format=text reads all')
         return [open_file(path, name, reading) for name, path in found]
     if os.path.isfile(source):
         return [open_file(source, os.path.basename(source), reading)]
     paths = sorted(path for path in glob.glob(source, recursive=True) if os.path.isfile(path))
     if not paths:
         raise ValueError(f'{source} is not a file, a folder, a pattern that matches files, or stdlib. These '
-                         f'corpora are prepared alone: {", ".join(CORPORA)}')
+                         f'corpora must be prepared alone: {", ".join(CORPORA)}')
     base = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [open_file(path, os.path.relpath(path, base).replace(os.sep, '/'), reading) for path in paths]
 
@@ -183,7 +183,7 @@ def open_corpus(name, cfg):
     share = len(train) / len(corpus.train)
     size, need = corpus.download * share / 1e6, (corpus.download + corpus.bins) * share / 1e6
     print(f'{name}: {corpus.about}; license {corpus.license}; {len(train) + len(val)} files to download, '
-          f'about {size:,.0f} MB; needs {need:,.0f} MB of disk with the bins', flush=True)
+          f'about {size:,.0f} MB; needs {need:,.0f} MB of disk space, bins included', flush=True)
     os.makedirs(cfg.data_dir, exist_ok=True)
     free = shutil.disk_usage(cfg.data_dir).free / 1e6
     downloaded = glob.glob(glob.escape(os.path.join(cfg.data_dir, 'downloads')) + '/*')

@@ -75,6 +75,6 @@ def open_text(path, errors='strict', progress=None):
         raise ValueError(f'{path} is not UTF-8 text: byte {e.object[e.start]:#04x} after {before!r}; convert '
                          'it, or use --bad_utf8=replace') from None
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as e:
-        raise ValueError(f'{path} is damaged or incomplete: {e}; get it again') from None
+        raise ValueError(f'{path} is damaged or incomplete: {e}; replace it with an intact copy') from None
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None

@@ -77,7 +77,7 @@ class CharTokenizer(Tokenizer):
         ids = self.table[np.minimum(points, len(self.table) - 1)]
         if (ids < 0).any():
             unknown = ''.join(sorted({chr(p) for p in points[ids < 0]})[:20])
-            raise ValueError(f'the characters {unknown!r} do not occur in the data of this char tokenizer')
+            raise ValueError(f'the characters {unknown!r} are not in the vocabulary of this char tokenizer')
         return ids
 
     def spec(self):

@@ -81,19 +81,19 @@ def test_a_row_without_text_or_answer_has_no_document(row):
 
 
 @pytest.mark.parametrize('row, words', [
-    ([1], r'a row must be an object or a text, not \[1\]'), (None, 'a row must be .* not null'),
+    ([1], r'a row must be an object or a string, not \[1\]'), (None, 'a row must be .* not null'),
     ({'title': 'a', 'n': 3}, r"has no field 'text'; its fields are: title, n\. Name the one .*--text_field"),
-    ({}, 'its fields are: '), ({'text': 3}, "field 'text' must be a text, not 3"),
+    ({}, 'its fields are: '), ({'text': 3}, "field 'text' must be a string, not 3"),
     ({'messages': [{'role': 'robot', 'content': 'hi'}]}, "a message has the role 'robot'"),
     ({'messages': [{'content': 'hi'}]}, 'a message has the role None'),
     ({'messages': [{'role': ['user'], 'content': 'hi'}]}, r"a message has the role \['user'\]"),
-    ({'messages': [{'role': 'user', 'content': [{'text': 'hi'}]}]}, "user's text must be a text"),
-    ({'prompt': ['a'], 'completion': 'b'}, r'user.s text must be a text, not \["a"\]'),
-    ({'prompt': 'a', 'completion': 3}, 'assistant.s text must be a text, not 3'),
+    ({'messages': [{'role': 'user', 'content': [{'text': 'hi'}]}]}, "user's text must be a string"),
+    ({'prompt': ['a'], 'completion': 'b'}, r'user.s text must be a string, not \["a"\]'),
+    ({'prompt': 'a', 'completion': 3}, 'assistant.s text must be a string, not 3'),
     ({**ALPACA, 'input': 3}, 'input.s text must be'), ({**ALPACA, 'system': 3}, 'system.s text must be'),
     *(({**ALPACA, 'history': history}, 'history must be') for history in
       ('ab', ['ab', 'cd'], [['a', 'b', 'c']], [['a']], 3, {'a': 'b'})),
-    ({**ALPACA, 'history': [[1, 2]]}, 'user.s text must be a text'),
+    ({**ALPACA, 'history': [[1, 2]]}, 'user.s text must be a string'),
 ])
 def test_a_bad_row_is_named_with_its_place(row, words):
     with pytest.raises(ValueError, match=f'^a.jsonl, line 1.*{words}'):

@@ -92,10 +92,10 @@ def test_flags(argv, name, value):
 
 
 @pytest.mark.parametrize('flag, words', [
-    *[(f'--n_layer={text}', 'a whole number') for text in
+    *[(f'--n_layer={text}', 'an integer') for text in
       ('six', '6.5', '', 'True', '5*8', 'nan', 'inf', 'None', '9' * 400, '9' * 5000)],
     *[(f'--learning_rate={text}', 'a number') for text in ('nan', '-inf', 'False', '9' * 400)],
-    ('--n_ff=x', 'a whole number or None'), ('--eval_only=1', 'True or False'),
+    ('--n_ff=x', 'an integer or None'), ('--eval_only=1', 'True or False'),
     ('--norm=batchnorm', 'layernorm or rmsnorm or None'), ('--compile=maybe', 'True or False or auto')])
 def test_a_flag_of_the_wrong_type_names_what_was_expected(flag, words):
     key, _, text = flag.partition('=')
@@ -154,9 +154,9 @@ n_ff = 1e3
     ('n_layer = 3\n\n# x\nnlayer = 1\n', ", line 4: unknown setting 'nlayer'; did you mean 'n_layer'?"),
     ('\nif True:\n    nlayer = 2\n', ', line 3: unknown'), ('n_ff = (\n  x := 3)\n', ', line 2: unknown'),
     ('for n_layers in (1, 2):\n    pass\n', ', line 1: unknown'), ('a_b, n_ff = 1, 2\n', ', line 1: unknown'),
-    ("\nn_layer = '3'", ", line 2: n_layer: expected a whole number, not '3'"),
+    ("\nn_layer = '3'", ", line 2: n_layer: expected an integer, not '3'"),
     ('n_layer = 10**5000', ', line 1: n_layer: '),  # more digits than Python prints
-    ("import numpy as np; n_layer = np.float32('inf')", ', line 1: n_layer: expected a whole number, not '),
+    ("import numpy as np; n_layer = np.float32('inf')", ', line 1: n_layer: expected an integer, not '),
     ('learning_rate = 1e-3,', ', line 1: learning_rate: expected a number, not (0.001,)'),
     ('learning_rate = 10**400', ', line 1: learning_rate: expected a number, not 1'),
     ('def compile():\n    pass\n', ': compile: expected '),

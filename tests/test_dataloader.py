@@ -206,7 +206,7 @@ def test_share_batch():
     (16, [1] * 16, 16, r'train\.bin has 16 tokens, too few for one window .*block_size=16 .*; use more'),
     (100, [1] * 100, 101, 'has 100 tokens, but meta.json says 101; prepare'),
     (100, [1] * 99, 100, r'train\.mask\.bin has 99 bytes for 100 tokens'),
-    (100, [0] * 100, 100, r'train\.bin has no target that counts: .*train\.mask\.bin is 0 everywhere')])
+    (100, [0] * 100, 100, r'train\.bin has no unmasked target: .*train\.mask\.bin is 0 everywhere')])
 def test_bins_and_masks_that_cannot_be(tmp_path, tokens, mask, said, words):
     write_bins(tmp_path, noise(tokens), noise(100), masks={'train': np.array(mask), 'val': np.ones(100)})
     meta = {**read_meta(str(tmp_path)), 'splits': {'train': {'tokens': said}}}

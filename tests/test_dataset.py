@@ -22,7 +22,7 @@ BYTE = {'kind': 'byte'}
 def test_a_name_that_leads_elsewhere_is_refused():
     for name in ('../x', '..', 'a/../../x', 'a/..', '/tmp/x', 'a\\..\\x', 'a\0b', '', 'C:x',
                  'x.partial', 'x.partial/new', 'x.partial.123', 'a/x.partial/old'):
-        assert 'must be a name below' in error_of(dataset_folder, 'data', name)
+        assert 'must be a name inside' in error_of(dataset_folder, 'data', name)
     for name in ('a/b..c', 'a.partially'):
         assert dataset_folder('data', name + '/') == os.path.join('data', *name.split('/'))
 
@@ -225,7 +225,7 @@ def test_weights_are_those_given_or_the_sizes(data):
 def test_datasets_that_cannot_be_opened(data):
     for text in ('a:x', 'a:x,wide:1', 'a:1,wide', 'a:0,wide:1', 'a:-1,wide:1', 'a:nan,wide:1', 'a:,wide:1'):
         assert 'give all of them a weight above 0' in error_of(open_datasets, text, data)
-    for text, words in (('a,,wide', 'must be a name below'), ('a,other', 'tokenizers of a and other differ'),
+    for text, words in (('a,,wide', 'must be a name inside'), ('a,other', 'tokenizers of a and other differ'),
                         ('a,nothing', 'nothing does not exist; make it with: python prepare.py')):
         assert words in error_of(open_datasets, text, data)
 

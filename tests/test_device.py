@@ -1,4 +1,4 @@
-"""A device, dtype or compilation asked for by name is used or is an error; auto gives its reason."""
+"""A device, dtype or compilation requested by name is used or is an error; auto gives its reason."""
 
 import os
 
@@ -14,7 +14,7 @@ CUDA = torch.device('cuda', 0)
 
 @pytest.mark.parametrize('name, words', [
     *((name, 'is not one of auto, cuda') for name in ('cuda:x', 'cuda:-1', 'cpu:7', 'CPU', 'cuda:', 'tpu')),
-    *((name, 'was asked for, but PyTorch .*; use --device=cpu') for name in ('cuda', 'cuda:1', 'mps'))])
+    *((name, 'was requested, but PyTorch .*; use --device=cpu') for name in ('cuda', 'cuda:1', 'mps'))])
 def test_a_device_that_does_not_exist_is_an_error(monkeypatch, name, words):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: False)
@@ -28,7 +28,7 @@ def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda index: f'GPU {index}')
     assert choose_device('auto', local_rank=1) == (torch.device('cuda', 1), 'GPU 1, GPU found')
-    assert choose_device('cuda:0', local_rank=1) == (CUDA, 'GPU 0, asked for')
+    assert choose_device('cuda:0', local_rank=1) == (CUDA, 'GPU 0, requested')
     with pytest.raises(ValueError, match=r'cuda:2 does not exist: .* has 2 GPUs; .*--nproc_per_node'):
         choose_device('cuda', local_rank=2)
 
@@ -36,7 +36,7 @@ def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch):
 def test_an_emulated_bfloat16_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (7, 0))
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda gpu: 'V100')
-    with pytest.raises(ValueError, match=r'dtype=bfloat16 was asked for, but V100 only emulates it.*float16'):
+    with pytest.raises(ValueError, match=r'dtype=bfloat16 was requested, but V100 only emulates it.*float16'):
         choose_dtype('bfloat16', CUDA)
     assert choose_dtype('auto', CUDA)[0] == torch.float16
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (8, 0))
@@ -52,7 +52,7 @@ def test_cpus_train_in_bf16_if_they_have_it_and_generate_in_float32(monkeypatch,
     monkeypatch.setattr(torch.backends.mkldnn, 'is_available', lambda: True)
     assert choose_dtype('auto', CPU)[0] == torch.float32
     assert choose_dtype('auto', CPU, training=True)[0] == (torch.bfloat16 if has else torch.float32)
-    assert choose_dtype('bfloat16', CPU) == (torch.bfloat16, 'asked for')
+    assert choose_dtype('bfloat16', CPU) == (torch.bfloat16, 'requested')
 
 
 def test_compilation_that_fails_is_one_line(monkeypatch):
@@ -62,10 +62,10 @@ def test_compilation_that_fails_is_one_line(monkeypatch):
     monkeypatch.setattr(torch, 'compile', fail)
     assert choose_compile('auto', CPU) == (False, 'No C++ compiler found')
     assert choose_compile('auto', torch.device('mps')) == (False, 'not tried on Apple GPUs')
-    with pytest.raises(ValueError, match=r'compile=True was asked for, but .* found; use --compile=False'):
+    with pytest.raises(ValueError, match=r'compile=True was requested, but .* found; use --compile=False'):
         choose_compile(True, CPU)
     monkeypatch.delattr(torch, 'compile')
-    assert choose_compile(False, CPU) == (False, 'asked for')
+    assert choose_compile(False, CPU) == (False, 'requested')
 
 
 @pytest.mark.parametrize('name, peak', [

@@ -63,7 +63,7 @@ def test_a_sum_leaves_its_argument_alone_and_only_rank_0_prints(monkeypatch, cap
 
 @pytest.mark.parametrize('steps, words', [
     ([5, 5, 5], ''), ([5, 5, 0], 'rank {} starts from step {}, but the mean of all 3 processes is 3.33333'),
-    ([0, 5, 10], 'rank {} starts from step {}, .* is 5; out_dir must be a folder that all of them share')])
+    ([0, 5, 10], 'rank {} starts from step {}, .* is 5; out_dir must be a folder that they all share')])
 def test_processes_that_start_from_different_steps_all_stop(steps, words):
     """Each of them, the one at the mean too: one that went on would wait for the others."""
     class Rank(Env):
@@ -157,7 +157,7 @@ def test_the_first_signal_asks_and_a_second_interrupt_ends(capfd):
         os.kill(os.getpid(), number)
         assert stop() and stop.by_signal()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL and stop.exit_code() == 143
-    assert 'Ctrl-C again ends at once' in capfd.readouterr().err
+    assert 'Ctrl-C again exits without saving' in capfd.readouterr().err
 
 
 @pytest.mark.parametrize('before, code', [(signal.SIG_DFL, 129), (signal.SIG_IGN, 0)])

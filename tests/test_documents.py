@@ -224,7 +224,7 @@ def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path):
     ('a.jsonl', b'{"text": "a"}\n{"text": \n', r'a\.jsonl, line 2 is not JSON'),
     ('a.jsonl', b'[' * 100_000, r'a\.jsonl, line 1 is not JSON'),
     ('a.jsonl', b'{"text": "a"}\n\n[1]\n', r'a\.jsonl, line 3'),
-    ('a.csv', b'text,label\nHello, world,1\n', r'a\.csv, line 2: 1 values too many for the header'),
+    ('a.csv', b'text,label\nHello, world,1\n', r'a\.csv, line 2: 1 values beyond the header'),
     ('a.csv', b'text,label\n"Hello,1\nsecond,2\n', r'a\.csv, line \d: unexpected end of data'),
     ('a.parquet', b'PAR1 not really', r'a\.parquet cannot be read as parquet')])
 def test_rows_that_cannot_be_read_are_named(tmp_path, name, data, words):

@@ -116,9 +116,9 @@ def test_it_begins_again_without_a_strong_etag_and_when_the_part_is_too_long(ser
 
 
 @pytest.mark.parametrize('reply, words, requests', [
-    (answer(b'', 404), 'answers 404 Not Found; check the address$', 1),
-    (answer(b'', 401), 'answers 401 Unauthorized; set HF_TOKEN to a token that may read it$', 1),
-    (answer(b'', 403), 'answers 403 Forbidden; set HF_TOKEN', 1),
+    (answer(b'', 404), 'returned 404 Not Found; check the address$', 1),
+    (answer(b'', 401), 'returned 401 Unauthorized; set HF_TOKEN to a token that may read it$', 1),
+    (answer(b'', 403), 'returned 403 Forbidden; set HF_TOKEN', 1),
     (answer(b'', 503), '503 Service Unavailable, 5 times in a row; check .* again later$', 5),
     (answer(b'', 302, Location='ftp://127.0.0.1/f'), r'cannot be downloaded to .*: No connection', 1),
     (answer(b'<html>Log in', Content_Type='text/html; charset=utf-8'), 'is a web page; give', 1),

@@ -83,7 +83,7 @@ def test_the_result_does_not_depend_on_the_processes(num_proc):
 
 @pytest.mark.parametrize('failure, words', [
     (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'a tokenizing process died.*--num_proc'),
-    (lambda *_: CharTokenizer('a').encode('b'), "the characters 'b' do not occur")])
+    (lambda *_: CharTokenizer('a').encode('b'), "the characters 'b' are not in the vocabulary")])
 def test_what_fails_in_a_process_is_raised_here(monkeypatch, failure, words):
     monkeypatch.setattr(encode, 'encode_batch', failure)
     with pytest.raises(ValueError, match=words) as e:

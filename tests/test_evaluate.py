@@ -133,7 +133,7 @@ def test_windows_without_a_target_that_counts_are_an_error(tmp_path):
     write_bins(tmp_path, noise(100), noise(100), masks={'train': mask, 'val': mask})
     split = Split(str(tmp_path), 'val', read_meta(str(tmp_path)), 16)
     error = error_of(evaluate, tiny_gpt(), split, 1, 4, Env())
-    assert 'val.bin has no target that counts in these windows; raise eval_tokens' in error
+    assert 'val.bin has no unmasked target in these windows; raise eval_tokens' in error
 
 
 @pytest.mark.parametrize('tokens, iters, windows', [

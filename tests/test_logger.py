@@ -75,9 +75,9 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
                  r'parameters, ',
                  r'^batch: 4 sequences x 2 micro-batches x 1 processes = 128 tokens per step$',
                  r'^run: 2 steps, 256 tokens, 0.06 epochs, into ',
-                 r'^note: min_lr=1 is above learning_rate: ', r'^note: the warm-up of 5 steps is longer',
-                 r'^step 1/2: loss [\d.]+, lr .*start-up included$',
+                 r'^note: min_lr=1 is above learning_rate: ', r'^note: the warmup of 5 steps is longer',
+                 r'^step 1/2: loss [\d.]+, lr .*including startup$',
                  r'^step 2/2: loss .*, [\d.]+ ms, [\d,]+ tok/s, data [\d.]+%, 0:00:00 left$',
-                 r'^done: best val loss [\d.]+, peak memory [\d,]+ MB; to see what the model writes: python '
+                 r'^done: best val loss [\d.]+, peak memory [\d,]+ MB; to sample from the model: python '
                  r'sample.py'):
         assert re.search(line, out, re.M), line

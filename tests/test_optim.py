@@ -69,7 +69,7 @@ def test_every_parameter_is_in_one_group(settings, optimizer):
 def test_the_embedding_has_a_rate_of_its_own_under_muon():
     adamw, _ = build_optimizers(make(), config(optimizer='muon', embed_lr=0.3), Env())
     assert [group['peak'] for group in adamw.param_groups] == [0.1, 0.1, 0.3]
-    words = "embed_lr=0.3 acts under optimizer='muon' only"
+    words = "embed_lr=0.3 applies only with optimizer='muon'"
     assert error_of(build_optimizers, make(), config(embed_lr=0.3), Env()) == words
 
 

@@ -131,7 +131,7 @@ def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
     for rows, templates in ((chats + pairs, ['chatml', 'joined']), (pairs, ['joined'])):
         (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}]))
         assert make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]['templates'] == templates
-        assert '1 rows without text, or without an answer, were left out' in capsys.readouterr().out
+        assert '1 rows without text or without an answer were skipped' in capsys.readouterr().out
     for split, counts in read_meta(str(tmp_path / 'data' / 'x'))['splits'].items():
         mask = (tmp_path / 'data' / 'x' / f'{split}.mask.bin').read_bytes()
         assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
@@ -220,7 +220,7 @@ def test_shards_of_tokens(tmp_path, make, gpt2):
     assert train + val == tokens and val[0] == 50256 and 0.1 < len(val) / len(tokens) < 0.4
     (tmp_path / 'a.txt').write_text('text')
     for sources, settings in ((['val.bin', 'a.txt'], {}), (['val.bin'], {'tokenizer': 'byte'})):
-        with pytest.raises(ValueError, match="shards of GPT-2 tokens go with neither text nor tokenizer="):
+        with pytest.raises(ValueError, match="shards of GPT-2 tokens exclude text and tokenizer="):
             make(*(tmp_path / name for name in sources), **settings)
 
 
@@ -254,7 +254,7 @@ def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
     (data / 'file').write_text('precious')
     before = contents(data)
     for name in ('deep', 'nano', 'file'):
-        with pytest.raises(ValueError, match=f'{name} exists and was not made by this program; choose'):
+        with pytest.raises(ValueError, match=f'{name} exists and was not created by prepare.py; choose'):
             make(notes, name=name)
     assert contents(data) == before
 
@@ -280,9 +280,9 @@ def test_the_command_that_makes_a_dataset_is_one_that_prepare_parses(name):
     (dict(tokenizer='gpt9'), r"tokenizer='gpt9' is not one of byte, char, bpe:SIZE \(257 to 1,048,576\)"),
     (dict(tokenizer='byte:5'), 'is not one of'), (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
-    (dict(val='a', val_fraction=0.1), 'leave out val_fraction'), (dict(name='a,b'), 'not contain a comma'),
-    (dict(shards=1), 'is for a corpus by name'), (dict(text_field='a'), "text_field='a' .*rows"),
-    (dict(name='../x'), 'must be a name below'),
+    (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a,b'), 'not contain a comma'),
+    (dict(shards=1), 'applies only to a named corpus'), (dict(text_field='a'), "text_field='a' .*rows"),
+    (dict(name='../x'), 'must be a name inside'),
     (dict(val='shakespeare'), 'prepared alone'), (dict(separator='===='), "separator='===='"),
     (dict(bos=True), "tokenizer='byte' has none"),
     *((text, 'no text for') for text in ['', 'a'])])
@@ -296,17 +296,17 @@ def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, sett
 
 
 def test_inspect_shows_counts_and_a_window(tmp_path, capsys):
-    """The window shows document ends, and in brackets what does not count in the loss."""
+    """The window shows document ends, and in brackets what does not count toward the loss."""
     ids = [*b'ab\n', 256, *b'cd', 256, 256]
     mask = np.array([1, 1, 1, 1, 0, 0, 1, 1])
     write_bins(tmp_path / 'x', [0] * 8 + ids, ids, masks={'train': np.append(np.ones(8), mask), 'val': mask})
     write_bins(tmp_path / 'padded', [1, 2, 300, 301], [], tokenizer={'kind': 'char', 'chars': 'abc'})
     prepare.main(['--inspect', 'padded', 'x', f'--data_dir={tmp_path}'])
     out = capsys.readouterr().out
-    assert 'train: 4 tokens, 0.50 bytes a token' in out and 'val: 0 tokens' in out
+    assert 'train: 4 tokens, 0.50 bytes per token' in out and 'val: 0 tokens' in out
     assert 'byte tokenizer of 257 ids, uint16, from by hand' in out
-    assert 'train: 16 tokens, 0.81 bytes a token, 3 document ends, 7 different ids' in out
+    assert 'train: 16 tokens, 0.81 bytes per token, 3 document ends, 7 distinct ids' in out
     assert 'most frequent: "\\x00" 50.0%, "<|endoftext|>" 18.8%' in out
-    assert out.endswith('from 8 on: ab\\n<|endoftext|>[cd]<|endoftext|><|endoftext|>\n')
+    assert out.endswith('from position 8: ab\\n<|endoftext|>[cd]<|endoftext|><|endoftext|>\n')
     with pytest.raises(ValueError, match='y does not exist; make it with'):
         prepare.main(['--inspect', 'y', f'--data_dir={tmp_path}'])

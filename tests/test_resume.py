@@ -179,7 +179,7 @@ def test_what_may_change_is_taken_and_printed(train_tiny, stopped, capsys):
     for name, before, now in (('learning_rate:', 0.005, 0.25), ('batch_size:', 4, 8), ('max_iters:', 10, 7),
                               ('embed_lr:', None, 0.02), ('threads', 1, 2),
                               ('torch', '2.11.0', torch.__version__)):
-        assert f'{name} {before} before, {now} from here on' in out
+        assert f'{name} {before} before, {now} now' in out
     checkpoint = load(stopped / 'ckpt.pt')
     assert checkpoint['iter_num'] == 7 and checkpoint['config']['dropout'] == 0.0
     assert [line['lr'] > 0.005 for line in log(stopped, 'step', 'lr')][-2:] == [True, True]

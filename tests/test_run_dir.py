@@ -104,7 +104,7 @@ def test_a_fresh_run_moves_the_old_one_aside(tmp_path):
     first = {name: data for name, data in contents(tmp_path / 'out').items() if not name.startswith('.lock')}
     for number in (1, 2):
         run = RunDir(str(tmp_path / 'out'))
-        assert run.open(True, '') == [f'{run.path} held a run: moved to {run.path}.{number}']
+        assert run.open(True, '') == [f'{run.path} held a run, which was moved to {run.path}.{number}']
         assert names(tmp_path / 'out') == ['config.py']
         (tmp_path / 'out' / 'best.pt').write_bytes(b'weights')
         run.release_lock()
@@ -213,7 +213,7 @@ def test_a_mirror_of_another_run_is_moved_aside(tmp_path, capsys):
     (tmp_path / 'drive' / 'ckpt.pt.77.tmp').write_text('half')
     assert 'ckpt.pt.77.tmp' not in mirrored(tmp_path, (2,), ours=True) and not (tmp_path / 'drive.1').exists()
     mirrored(tmp_path, (3,))
-    assert f'drive held a run: moved to {tmp_path}/drive.1' in capsys.readouterr().out
+    assert f'drive held a run, which was moved to {tmp_path}/drive.1' in capsys.readouterr().out
     assert contents(tmp_path / 'drive.1').keys() == first.keys()
 
 

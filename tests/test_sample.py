@@ -87,7 +87,7 @@ def play(monkeypatch, *tokens):
     ('a.JSONL', b'\xef\xbb\xbf"cab\\n"\n\n"b"', ['cab\n', 'b']),
     ('a.ndjson.gz', gzip.compress(b'{"prompt": "cab\\n", "id": 1}'), ['cab\n']),
     ('p.txt', b'caf\xe9', 'p.txt is not UTF-8 text'), ('-', b'caf\xe9', "can't decode byte 0xe9"),
-    ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2: expected JSON: a text, or an object'),
+    ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2: expected a JSON string, or an object'),
     ('p.jsonl', b'7', 'line 1: expected JSON'), ('p.jsonl', b'{"prompt"', 'line 1: expected JSON'),
     ('p.txt', None, 'p.txt cannot be read: No such file')])
 def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name, content, expected):
@@ -104,7 +104,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
 
 
 @pytest.mark.parametrize('flags, words', [
-    (dict(start='abéx'), "the characters 'xé' do not occur"),
+    (dict(start='abéx'), "the characters 'xé' are not in the vocabulary"),
     (dict(start='-'), 'standard input is closed'), (dict(chat=True, template='plain'), 'is closed'),
     (dict(chat=True), 'choose one with --template: plain, joined, alpaca, chatml'),
     (dict(logprobs=True), 'logprobs=True needs output=jsonl'),
@@ -267,14 +267,14 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(talk):
     assert 'one' not in prompts[2] and prompts[2].startswith('<|im_start|>user\ntwo')
     assert 'the context is full; the oldest 2 turns are dropped' in talk.err
     prompts = talk(['early', 'x' * 300, 'late'], ['first', 'second'], max_new_tokens=20)
-    assert 'tokens, but the context has room for 180 and an answer' in talk.err
+    assert 'tokens; the context has room for 180 and an answer' in talk.err
     assert 'early' in prompts[1] and 'late' in prompts[1]  # a refused line costs no turn
 
 
 @pytest.mark.parametrize('chars, dataset, words', [
     (CHARS, 'chars', None), ('', 'chars', 'chars has none for 10 ids; set --data_dir'),
     (CHARS[:5], 'chars', 'none for 10 ids'),
-    (CHARS, '../data/chars', 'must be a name below data_dir')])
+    (CHARS, '../data/chars', 'must be a name inside data_dir')])
 def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, chars, dataset, words):
     """And no other: nanoGPT falls back to GPT-2's whatever the vocabulary, and prints garbage."""
     (tmp_path / 'data' / 'chars').mkdir(parents=True)

@@ -97,7 +97,7 @@ def test_settings_of_reading_act_and_what_cannot_be_scored_is_refused(scored, tm
     assert scored(tmp_path / 'a.txt', bad_utf8='replace')[0]['tokens'] == 7
     assert '--text_field' in error_of(scored, tmp_path / 'a.jsonl')
     assert '--bad_utf8=replace' in error_of(scored, tmp_path / 'a.txt')
-    assert 'holds no token to score' in error_of(scored, tmp_path / 'empty.txt')
+    assert 'contains no tokens to score' in error_of(scored, tmp_path / 'empty.txt')
     assert 'ids of an unknown tokenizer; score the text itself' in error_of(scored, tmp_path / 'ids.bin')
     model = gpt(257)
     model.lm_head.weight.data[3, 4] = math.nan

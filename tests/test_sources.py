@@ -60,7 +60,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path, files):
     with pytest.raises(ValueError, match='is a dataset; train on it, or prepare what it was made from'):
         files(tmp_path / 'data' / 'x')
     (tmp_path / 'empty').mkdir()
-    with pytest.raises(ValueError, match='empty holds no files with a suffix of text;'):
+    with pytest.raises(ValueError, match='empty contains no files with a text suffix;'):
         files(tmp_path / 'empty')
 
 
@@ -82,7 +82,7 @@ def test_a_pattern_gives_names_below_what_all_files_share(tmp_path, files):
 
 @pytest.mark.parametrize('source', ['nowhere.txt', 'no/such/folder/', 'shakespeare', '*.pdf'])
 def test_a_source_that_is_not_there(files, source):
-    with pytest.raises(ValueError, match=r'is not a file, a folder, .* These corpora are prepared alone'):
+    with pytest.raises(ValueError, match=r'is not a file, a folder, .* These corpora must be prepared alone'):
         files(source)
 
 

@@ -447,7 +447,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(dataset='missing'), 'missing does not exist; make it with: python prepare.py'),
     (dict(device='tpu'), "device='tpu' is not one of"),
     (dict(keep_last=1), 'keep_last=1 must be at least 2'),
-    (dict(embed_lr=0.1), "embed_lr=0.1 acts under optimizer='muon' only"),
+    (dict(embed_lr=0.1), "embed_lr=0.1 applies only with optimizer='muon'"),
     (dict(eval_interval=0), 'eval_interval=0 must be at least 1'),
     (dict(beta2=1.0), 'beta2=1.0 must be at least 0 and below 1'),
     (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
@@ -467,7 +467,7 @@ def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):
 def test_compile_that_does_not_work(train_tiny, monkeypatch, capsys):
     """By name it is an error; auto runs without it and says why."""
     monkeypatch.setattr('hotloop.device.try_compile', lambda device: 'no C++ compiler')
-    assert re.search('compile=True was asked for, but .*no C.. compiler; use --compile=False',
+    assert re.search('compile=True was requested, but .*no C.. compiler; use --compile=False',
                      error_of(train_tiny, compile=True))
     assert train_tiny(compile='auto', max_iters=1) == 0
     assert 'compile: off (no C++ compiler)' in capsys.readouterr().out
@@ -479,13 +479,13 @@ def test_processes_that_cannot_work(train_tiny, monkeypatch):
     assert 'backend=nccl needs GPUs, and the device is cpu' in error_of(train_tiny, backend='nccl')
     monkeypatch.setattr(train, 'open_process_group', lambda *args: None)
     monkeypatch.setattr(train.dist, 'destroy_process_group', lambda: None)
-    assert '= 5 sequences cannot be shared equally by 2 processes; 4 or 6 could' in error_of(
+    assert '= 5 sequences cannot be divided evenly among 2 processes; use 4 or 6' in error_of(
         train_tiny, batch_size=5, gradient_accumulation_steps=1)
 
 
 @pytest.mark.parametrize('what, error, words', [
     ('build_model', RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-     'the model does not fit the memory of'),
+     'the model does not fit in the memory of'),
     ('train', MemoryError('Unable to allocate 29.8 GiB'), 'a step of 8 sequences, batch_size x')])
 def test_what_does_not_fit_the_memory_is_named(train_tiny, monkeypatch, what, error, words):
     def fail(*_):

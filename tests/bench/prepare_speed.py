@@ -1,7 +1,7 @@
 """
 How fast prepare.py is, end to end, and its peak memory, beside tiktoken alone and datasets.map.
 
-    $ python tests/bench/prepare_speed.py               # the embedded corpus, and the novels if there
+    $ python tests/bench/prepare_speed.py               # the built-in corpus, and the novels if there
     $ python tests/bench/prepare_speed.py --text=book.txt  # another text, plain or compressed
     $ python tests/bench/prepare_speed.py --gigabyte    # a text of 1 GB too, for the memory
     $ python tests/bench/prepare_speed.py --bpe         # merges learned here, beside the package tokenizers
@@ -117,7 +117,7 @@ def write_gigabyte(path):
 
 
 def learned_bpe(size):
-    """Rows on bpe:SIZE of the embedded corpus: seconds to learn, bytes a token, and whether merges agree."""
+    """Rows on bpe:SIZE of the built-in corpus: seconds to learn, bytes a token, and whether merges agree."""
     texts = [Path(path).read_bytes().decode() for _, path in stdlib_files()]
     start = time.perf_counter()
     tokens = train_bpe(texts, size)
