@@ -28,7 +28,7 @@ OWN_FILE = '# all settings of the run in this folder'  # the first words of the 
 
 
 # -----------------------------------------------------------------------------
-# values: what an annotation allows, from Python and from text
+# values: the ones an annotation allows, from Python and from text
 
 IN_WORDS = {int: 'an integer', float: 'a number', str: 'text', bool: 'True or False', type(None): 'None'}
 
@@ -67,7 +67,7 @@ def word(text):
 
 
 def parse(text, kind):
-    """The value of the annotation that the text of a flag stands for. Text is never run as code."""
+    """The value of a flag's text, in a type of the annotation. Text is never run as code."""
     for read in (word, int, float):
         with contextlib.suppress(ValueError):
             return accept(read(text), kind)
@@ -89,7 +89,7 @@ def fields_of(classes):
 
 
 def unknown(name, fields, removed):
-    """The sentence about a name that is not a setting."""
+    """The error message for a name that is not a setting."""
     if name in removed:
         return f'setting {name!r} was removed: {removed[name]}'
     nearest = difflib.get_close_matches(name, fields, n=1)
@@ -98,13 +98,13 @@ def unknown(name, fields, removed):
 
 
 def print_dropped(names, where):
-    """Prints the settings of an older version that are ignored, once however many processes there are."""
+    """Prints the ignored settings of an older version, once for all processes."""
     if names and os.environ.get('RANK', '0') == '0':
         print(f'{where}: dropped settings that this version does not have: {", ".join(names)}')
 
 
 def read_base(base, settings, fields, flags):
-    """Puts a checkpoint's values into the settings. Returns the problems of those that no flag replaces."""
+    """Copies a checkpoint's values into the settings. Returns problems with those that no flag overrides."""
     problems = []
     for name, value in base.items():
         try:
@@ -195,12 +195,12 @@ def read_argv(argv, fields, removed):
 
 def configure(*classes, argv=None, files=True, about='', base=None, removed=None):
     """
-    Reads a command line into one object per dataclass. What their methods problems() return are errors.
+    Reads a command line into one object per dataclass. Their problems() methods return the errors.
 
     files:   whether positional words are config files to run
     about:   the text above the settings in --help
     base:    {name: value} below files and flags: the settings of a checkpoint
-    removed: {name of an older version: a sentence on what to do instead}
+    removed: {removed setting: a sentence on what to do instead}
 
     Returns the objects, {name: place} of what files and flags set, and the positional words.
     ValueError has one line for each problem.
@@ -275,16 +275,16 @@ def as_file(objects, title):
 
 def call_main(main):
     """
-    Runs a script's main and exits with the status that it returns. A ValueError raised by our own files is
-    printed as one sentence, with status 1. One from deeper is a bug and keeps its traceback.
+    Runs a script's main and exits with the status that it returns. A ValueError raised in our own files is
+    printed as one message, with status 1. A ValueError from a library is a bug and keeps its traceback.
     """
-    sys.stdout.reconfigure(errors='backslashreplace')  # printing a rare character must not end a run
+    sys.stdout.reconfigure(errors='backslashreplace')  # an unprintable character must not end a run
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         print(file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output is gone, like `head`
+    except BrokenPipeError:  # the reader of our output has exited, like `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit fails
         sys.exit(141)
     except ValueError as e:

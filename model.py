@@ -4,8 +4,8 @@ The transformer: config, attention, MLP, block, loss, initial weights, counts. I
 Letters: B batch, T time, C channels (n_embd), H heads, K key/value heads, D channels of a head,
 V vocabulary, L layers.
 
-Two presets name values of a few independent settings (PRESETS). 'gpt2' is OpenAI's GPT-2 as nanoGPT has it,
-weight for weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat.
+Two presets (PRESETS) set a few independent settings. 'gpt2' is OpenAI's GPT-2 as in nanoGPT, weight for
+weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat.
 __init__ resolves each setting to a module or a function, so forward branches only on cache and loss.
 """
 
@@ -86,8 +86,8 @@ class GPTConfig:
 
     def model_args(self):
         """
-        The settings that rebuild the model from a checkpoint: nanoGPT's seven names for a shape that it has,
-        and all of ours for any other, so that nanoGPT refuses them instead of computing something else.
+        The settings that rebuild the model from a checkpoint: nanoGPT's seven names for a shape it supports,
+        all of ours for any other, so that nanoGPT rejects them instead of computing something else.
         """
         names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
         nanogpt = {name: getattr(self, name) for name in names}
@@ -265,7 +265,7 @@ def head_gradients(x, w, targets, cap, smoothing):
 class ChunkedLoss(torch.autograd.Function):
     """
     The summed cross-entropy of a head, (1,), without all logits in memory at once. forward computes the
-    gradients of each chunk while its logits exist; every term of a sum gets the same factor in backward.
+    gradients of each chunk while its logits exist; backward scales them all by the same factor.
     """
 
     @staticmethod
@@ -299,8 +299,8 @@ class GPT(nn.Module):
             raise ValueError('; '.join(wrong))
         assert config.vocab_size is not None, 'vocab_size comes from the data; see train.py'
         self.config = c = config.resolved()
-        self.compute_dtype = torch.float32  # train.py and sample.py set the fastest of the machine
-        self.loss_chunks = 1  # of the batch, for head and loss; train.py sets more if memory is short
+        self.compute_dtype = torch.float32  # train.py and sample.py set the machine's fastest dtype
+        self.loss_chunks = 1  # for head and loss; train.py uses more if memory is short
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(c.vocab_size, c.n_embd),
             wpe=PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else Identity(),
@@ -345,11 +345,11 @@ class GPT(nn.Module):
         """
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         Without targets, returns the logits of the last position, (B, V), float32. With targets, (B, T) ids
-        or -1 for a token that does not count, returns the summed cross-entropy of each sequence, (B,),
+        or -1 for a masked token, returns the summed cross-entropy of each sequence, (B,),
         float32, in nats; with gradients and loss_chunks above 1, that of all sequences, (1,).
         """
         T = idx.size(1)
-        assert 0 < T <= self.config.block_size, f'{T} tokens do not fit block_size={self.config.block_size}'
+        assert 0 < T <= self.config.block_size, f'{T} tokens exceed block_size={self.config.block_size}'
         if cache is None:
             position = torch.arange(T, device=idx.device)
             cos, sin = self.cos[:T], self.sin[:T]  # (T, D/2)

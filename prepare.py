@@ -3,7 +3,7 @@ Tokenizes text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bi
 
     $ python prepare.py                             # the built-in corpus: this Python's standard library
     $ python prepare.py book.txt notes/ --name=mine --tokenizer=bpe:8192   # files, and folders of files
-    $ python prepare.py 'pages/*.jsonl.gz' --name=pages --tokenizer=gpt2   # a document a row; CSV, parquet
+    $ python prepare.py 'pages/*.jsonl.gz' --name=pages --tokenizer=gpt2   # one document per row; CSV, ...
     $ zcat dump.gz | python prepare.py - --name=dump       # standard input; https://... is downloaded
     $ python prepare.py fineweb_edu --shards=1             # a named corpus
     $ python prepare.py --inspect mine                     # what is in a dataset
@@ -186,7 +186,7 @@ def make_tokenizer(name, pieces, several, num_bytes):
 # the dataset
 
 def write_dataset(folder, files, val_files, cfg, reading, source):
-    """Writes the documents of the files into an empty folder. Returns the meta."""
+    """Writes the documents of the files to an empty folder. Returns the metadata."""
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
     print(f'{source}: {len(files) + len(val_files):,} files, {num_bytes / 1e6:.1f} MB', flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)

@@ -1,5 +1,5 @@
 """
-Text from a checkpoint. The checkpoint holds the model's shape and its tokenizer, so nothing else is needed.
+Samples from a checkpoint. It contains the model's shape and its tokenizer, so nothing else is needed.
 
     $ python sample.py --start="The history of"                    # from the best checkpoint in out/
     $ python sample.py --out_dir=out.1 --start=FILE:prompt.txt     # a prompt from a file
@@ -168,7 +168,7 @@ class Text:
         self.finish = None  # 'stop', 'length' or 'context'
 
     def add(self, token, logprob):
-        """Takes a token. Bytes of an incomplete character wait, and so does what may begin a stop text."""
+        """Adds a token. Holds back bytes of an incomplete character and a possible start of a stop text."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in self.stop_ids:
@@ -215,7 +215,7 @@ def write(model, tokenizer, prompts, seeds, stops, cfg):
 
 
 def sample(model, tokenizer, cfg):
-    """Draws num_samples texts from each prompt, batch_size of them at once, and prints them in order."""
+    """Draws num_samples samples per prompt, batch_size at a time, and prints them in order."""
     prompts = [(start, prompt_ids(tokenizer, start)) for start in read_prompts(cfg.start)]
     longest, size = max((len(ids) for _, ids in prompts), default=0), model.config.block_size
     if longest > size:

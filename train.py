@@ -150,7 +150,7 @@ REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a ste
 
 
 # -----------------------------------------------------------------------------
-# settings: recipe cards and flags, and on resume the checkpoint
+# settings from recipe cards, flags and, on resume, the checkpoint
 
 SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
 BOUND = SHAPE | {'dataset', 'optimizer'}  # a resumed run cannot change these
@@ -158,10 +158,10 @@ BOUND = SHAPE | {'dataset', 'optimizer'}  # a resumed run cannot change these
 
 @dataclass
 class Settings:
-    """What a command line means."""
+    """The settings of a command line."""
     model: GPTConfig
     train: TrainConfig
-    given: dict  # {name: place} of what a file or a flag sets
+    given: dict  # {name: place} of settings in a file or a flag
     resumed: Resumed | None
     notes: list  # lines to print once
     auto_batch: bool  # batch_size=auto: build_run() finds the largest micro-batch
@@ -191,10 +191,10 @@ def read_settings(argv=None):
         model_cfg, cfg, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
     auto_batch = cfg.batch_size == 'auto'
-    if auto_batch and resumed:  # the step of the run stays
+    if auto_batch and resumed:  # the global batch of the run stays
         cfg.batch_size = base['batch_size']
         cfg.gradient_accumulation_steps = base['gradient_accumulation_steps']
-    elif auto_batch:  # and so does that of the files below the flag
+    elif auto_batch:  # and so does that of the config files
         below = read(argv=files)[1].batch_size
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
@@ -205,7 +205,7 @@ def read_settings(argv=None):
 
 
 def card_for_machine(device):
-    """(recipe card, reason) for this machine, or for the device that was asked for."""
+    """(recipe card, reason) for this machine, or for the requested device."""
     if not torch.cuda.is_available() or not device.startswith(('auto', 'cuda')):
         return 'config/quickstart.py', 'no GPU'
     memory = torch.cuda.get_device_properties(choose_device(device)[0]).total_memory / 1e9
@@ -217,14 +217,14 @@ def card_for_machine(device):
 # setup: device, precision, processes, compilation
 
 def setup(cfg):
-    """Chooses device, dtype and compilation, and joins the process group. ValueError if cfg asks too much."""
+    """Chooses device, dtype and compilation, and joins the process group. ValueError if cfg is impossible."""
     rank, world = int(os.environ.get('RANK', '0')), int(os.environ.get('WORLD_SIZE', '1'))
     device, why_device = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads memory unwritten
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads uninitialized memory
     threads = cfg.threads or max(1, cores(physical=True) // int(os.environ.get('LOCAL_WORLD_SIZE', '1')))
     torch.set_num_threads(threads)
     if cfg.backend == 'nccl' and device.type != 'cuda' and world > 1:
@@ -240,14 +240,14 @@ def setup(cfg):
 
 
 def wrap(model, cfg, env):
-    """(the compiled model, the data-parallel one around it), each the model itself where that is off."""
+    """(the compiled model, the data-parallel wrapper of it). Either is the model itself if that is off."""
     if env.compile:
         if env.device.type == 'cpu' and model.num_params() > 10**7:
-            # recompute in the backward pass what its matrix products read, such as bf16 copies of weights:
-            # 0.88 of the memory of a 124M step in the same time. A private switch, not measured on GPUs
+            # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
+            # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
             functorch = importlib.import_module('torch._functorch.config')
             functorch.ban_recompute_materialized_backward = False
-        # one graph: cut into DDP's buckets it would compute other bits
+        # one graph: splitting it at DDP's buckets would change the bits
         importlib.import_module('torch._dynamo.config').optimize_ddp = False
         model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
     if env.world == 1:
@@ -262,7 +262,7 @@ def wrap(model, cfg, env):
 # the schedule and the step
 
 def learning_rate(step, cfg):
-    """The rate of a step, counted from 0: warm-up, then cosine, or constant and linear, to min_lr."""
+    """The rate of a step, counted from 0: warmup, then cosine, or constant and linear, to min_lr."""
     end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
     if step < cfg.warmup_iters:
         return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
@@ -286,17 +286,17 @@ def set_learning_rate(optimizers, lr, peak):
 
 
 class StepResult(NamedTuple):
-    """What a step computed: 0-d tensors on the device, which the host has not waited for."""
+    """The results of a step: 0-d tensors on the device, not yet synchronized with the host."""
     loss: torch.Tensor  # summed over the targets of all processes, in nats
     norm: torch.Tensor  # of the gradients, before clipping
-    skipped: torch.Tensor  # 1 if loss or gradients were not finite, and so nothing was updated
-    stops: torch.Tensor  # how many processes were asked to stop
+    skipped: torch.Tensor  # 1 if loss or gradients were not finite: nothing was updated
+    stops: torch.Tensor  # number of processes that were asked to stop
 
 
 def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
     """
     One optimizer update over the micro-batches that the functions in `loads` return. The loss is the mean
-    over num_targets, the targets of the global batch that count, however unevenly masks fall on micro-batches
+    over num_targets, the unmasked targets of the global batch, even if masks are uneven across micro-batches
     and processes. Returns a StepResult; None if this is the only process and a signal came between two
     micro-batches, in which case no weight has changed.
     """
@@ -344,13 +344,13 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
 
 @dataclass
 class Run:
-    """What the loop works with; build_run() puts it together."""
+    """Everything that the loop needs; build_run() creates it."""
     cfg: TrainConfig
-    settings: dict  # all settings, flat, as the checkpoint keeps them
+    settings: dict  # all settings in one dictionary, as saved in checkpoints
     env: Env
     model: GPT
-    compiled: torch.nn.Module  # the model, compiled if that was chosen: what evaluations call
-    forward: torch.nn.Module  # the same, data parallel: what training calls
+    compiled: torch.nn.Module  # the model, compiled if enabled; evaluations call it
+    forward: torch.nn.Module  # the same, data parallel; training calls it
     batches: Batches
     val: Split | Mixture
     byte_counts: np.ndarray | None  # UTF-8 bytes of each token id
@@ -358,12 +358,12 @@ class Run:
     scaler: torch.amp.GradScaler
     state: RunState
     out: RunDir
-    context: dict  # what a checkpoint records about tokenizer, data and machine
-    tokenizer: Tokenizer | None = None  # if samples are asked for
+    context: dict  # tokenizer, data and machine, for the checkpoint
+    tokenizer: Tokenizer | None = None  # if samples are requested
     log: Log | None = None
     mirror: Mirror | None = None
     failed_saves: int = 0
-    diverged_at: int | None = None  # the step; the run stops where all processes are at the same one
+    diverged_at: int | None = None  # the step; the run stops once all processes reach the same step
 
 
 def build_model(settings, meta, env):
@@ -402,7 +402,7 @@ def build_model(settings, meta, env):
 
 
 def build_run(settings, datasets, env):
-    """The Run, ready to train but for its folder. Adds to settings.notes."""
+    """The Run, ready to train except for its folder. Adds to settings.notes."""
     cfg, notes, resumed = settings.train, settings.notes, settings.resumed
     meta = datasets[0].meta
     model = build_model(settings, meta, env)
@@ -455,7 +455,7 @@ def build_run(settings, datasets, env):
 # the loop
 
 class Due(NamedTuple):
-    """What comes after a step. It depends on the step alone, so that all processes agree."""
+    """The actions due after a step. They depend only on the step, so all processes agree."""
     last: bool
     log: bool
     evaluation: bool
@@ -482,7 +482,7 @@ def train(run):
     if first_step >= cfg.max_iters:
         env.print_once(f'nothing to do: the run is at step {first_step:,} of {cfg.max_iters:,}')
     gc.collect()
-    gc.freeze()  # no more walks through what exists now: nanochat measured pauses of half a second
+    gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
     timer, saved_at, postponed = StepTimer(batches, first_step), time.monotonic(), False
 
     while state.iter_num < cfg.max_iters:
@@ -512,7 +512,7 @@ def train(run):
         timer.pause()
         evaluation, best = None, False
         if due.last:
-            save(run)  # before the evaluation, which may take longer than a scheduler waits after its signal
+            save(run)  # before the evaluation, which may outlast the grace period of a scheduler
         if due.evaluation and (due.last or not stopping):
             evaluation = evaluate_both(run, None if due.last else env.stop.by_signal)
             best = evaluation is not None and track_best(run, evaluation)
@@ -520,7 +520,7 @@ def train(run):
             save_due = save_due or best or due.last or stopping or cfg.always_save_checkpoint
         if due.sample:
             write_sample(run)
-        # checkpoints of a run that is diverging would push out the last good ones
+        # checkpoints of a diverging run would replace the last good ones
         postponed = save_due and not (stopping or due.last) and state.bad_in_a_row > 0
         if save_due and not postponed:
             save(run, final=stopping or due.last)
@@ -535,7 +535,7 @@ def train(run):
 
 
 def evaluate_missing(run):
-    """Does the evaluation of the first step if it is due and the log lacks it. Returns whether to go on."""
+    """Runs the evaluation of the first step if it is due and not in the log. Returns whether to continue."""
     state, missing = run.state, 0.0
     if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
         missing = float(run.log.lacks_evaluation(state.iter_num))
@@ -573,9 +573,9 @@ def main(argv=None):
     finally:
         gc.unfreeze()
         if env.world > 1:
-            gc.collect()  # DDP, which holds on to the process group: its threads must end before Python does
+            gc.collect()  # DDP, which references the process group: its threads must end before Python exits
             dist.destroy_process_group()
-            # torchrun then signals the others; Python would die by that signal while it shuts down
+            # torchrun then signals the others; Python would die from that signal during shutdown
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 

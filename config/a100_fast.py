@@ -15,7 +15,7 @@ n_embd = 768  # 123,980,544 parameters
 block_size = 512
 
 batch_size = 32
-gradient_accumulation_steps = 1  # 16,384 tokens a step
+gradient_accumulation_steps = 1  # 16,384 tokens per step
 max_iters = 3000
 
 learning_rate = 3e-4

@@ -15,7 +15,7 @@ n_embd = 1024  # 354,075,648 parameters
 block_size = 512
 
 batch_size = 16
-gradient_accumulation_steps = 4  # 32,768 tokens a step
+gradient_accumulation_steps = 4  # 32,768 tokens per step
 max_iters = 20000
 
 learning_rate = 3e-4

@@ -15,7 +15,7 @@ n_embd = 1280  # 772,926,720 parameters
 block_size = 512
 
 batch_size = 8
-gradient_accumulation_steps = 8  # 32,768 tokens a step
+gradient_accumulation_steps = 8  # 32,768 tokens per step
 max_iters = 30000
 
 learning_rate = 3e-4

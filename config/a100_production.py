@@ -15,7 +15,7 @@ n_embd = 1024  # 203,056,128 parameters
 block_size = 512
 
 batch_size = 20
-gradient_accumulation_steps = 2  # 20,480 tokens a step
+gradient_accumulation_steps = 2  # 20,480 tokens per step
 max_iters = 10000
 
 learning_rate = 3e-4

@@ -1,4 +1,4 @@
-# evaluates weights on all of the validation split and exits; writes nothing
+# evaluates weights on the full validation split and exits; writes nothing
 #
 #   python train.py config/eval.py --init_from=gpt2-xl --dataset=openwebtext   # OpenAI's weights, of any size
 #   python train.py config/eval.py --init_from=out --dataset=stdlib            # the best checkpoint of a run
@@ -8,6 +8,6 @@
 
 init_from = 'gpt2'
 eval_only = True
-eval_tokens = None  # all of the split
+eval_tokens = None  # the full split
 batch_size = 8
 gradient_accumulation_steps = 8

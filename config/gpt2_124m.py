@@ -1,4 +1,4 @@
-# GPT-2 124M, nanoGPT's recipe: OpenAI's shape, AdamW, half a million tokens a step
+# GPT-2 124M, nanoGPT's recipe: OpenAI's shape, AdamW, half a million tokens per step
 #
 #   python prepare.py openwebtext
 #   torchrun --standalone --nproc_per_node=8 train.py config/gpt2_124m.py
@@ -15,7 +15,7 @@ n_embd = 768  # 124,373,760 parameters
 block_size = 1024
 
 batch_size = 12
-gradient_accumulation_steps = 5 * 8  # 480 sequences, 491,520 tokens a step
+gradient_accumulation_steps = 5 * 8  # 480 sequences, 491,520 tokens per step
 max_iters = 600000
 
 learning_rate = 6e-4

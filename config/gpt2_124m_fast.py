@@ -1,4 +1,4 @@
-# a modern GPT of GPT-2 124M's width and depth: rotary positions, QK-norm, ReLU^2, Muon
+# a modern GPT with the width and depth of GPT-2 124M: rotary positions, QK-norm, ReLU^2, Muon
 #
 #   python prepare.py openwebtext
 #   python train.py config/gpt2_124m_fast.py
@@ -11,11 +11,11 @@ dataset = 'openwebtext'
 preset = 'modern'
 n_layer = 12
 n_head = 6  # heads of 128 channels
-n_embd = 768  # 162,201,624 parameters, of which the head, not tied to the embedding, has 38,633,472
+n_embd = 768  # 162,201,624 parameters, including 38,633,472 in the untied head
 block_size = 1024
 
 batch_size = 32
-gradient_accumulation_steps = 16  # 512 sequences, 524,288 tokens a step
+gradient_accumulation_steps = 16  # 512 sequences, 524,288 tokens per step
 max_iters = 5000
 
 optimizer = 'muon'

@@ -4,7 +4,7 @@
 #   python train.py config/quickstart.py
 #   python sample.py --start="def "
 #
-# hardware: 2 CPU cores. measured there: 2 to 3 minutes, 1.62 bits per byte on all of the held-out split
+# hardware: 2 CPU cores. measured there: 2 to 3 minutes, 1.62 bits per byte on the full held-out split
 # (24 files)
 
 dataset = 'stdlib'  # bytes

@@ -1,1 +1,1 @@
-"""The parts behind the five commands, one idea a file. Nothing here imports a command."""
+"""The library behind the five top-level files, one topic per file. It imports only configurator from them."""

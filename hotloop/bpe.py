@@ -4,7 +4,7 @@ import heapq
 from collections import Counter, defaultdict
 from itertools import pairwise
 
-# Merges never cross the words of this rule: GPT-2's (https://github.com/openai/tiktoken).
+# Merges never cross the words of this pattern, GPT-2's (https://github.com/openai/tiktoken).
 GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 BYTES_IN_GPT2S_ORDER = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES_IN_GPT2S_ORDER += [b for b in range(256) if b not in BYTES_IN_GPT2S_ORDER]
@@ -13,9 +13,9 @@ MAX_WORDS = 400_000  # distinct words to learn from; each takes about a kilobyte
 
 def train_bpe(texts, num_tokens):
     """
-    The tokens of a BPE learned from texts, as bytes, in order of rank: the 256 bytes, then one per merge,
-    at most num_tokens in all. Each step merges the most frequent pair of adjacent tokens, of several the one
-    with the smallest ranks, as Hugging Face does. A merge visits only the words that contain its pair.
+    Trains a BPE. Returns its tokens, as bytes, in order of rank: the 256 bytes, then one per merge,
+    at most num_tokens in total. Each step merges the most frequent pair of adjacent tokens. Ties go to the
+    smallest ranks, as in Hugging Face. A merge visits only the words that contain its pair.
     """
     tokens = [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
     rank = {token: i for i, token in enumerate(tokens)}

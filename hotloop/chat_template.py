@@ -1,4 +1,4 @@
-"""Rows and conversations -> parts of a document. Only the assistant's words count in the loss."""
+"""Turns rows and conversations into parts of a document. Only the assistant's text counts toward the loss."""
 
 import json
 
@@ -8,7 +8,7 @@ ANSWERS = ('completion', 'response', 'output', 'answer')
 ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'instruction', 'input', 'system',
               'history', *ANSWERS]
 SPEAKERS = ('system', 'user', 'assistant')
-# what stands before and after a turn of each role; the mark after an answer is learned with it
+# text before and after a turn of each role; the marker after an answer is part of its loss
 TEMPLATES = {
     'plain': dict.fromkeys(SPEAKERS, ('', '')),
     'joined': dict.fromkeys(SPEAKERS, ('', '')),  # of prompt and completion
@@ -41,7 +41,7 @@ def parts_of(row, where, reading, templates=None):
         return text_parts(row, where, reading.text_field)
     if not any(role == 'assistant' and text for role, text in turns):
         return None
-    # in the plain template, too, nothing stands between a prompt and its completion
+    # the plain template also puts nothing between a prompt and its completion
     if reading.template != 'auto' and (reading.template, template) != ('plain', 'joined'):
         template = reading.template
     if templates is not None:
@@ -103,7 +103,7 @@ def turn_of(message, where):
 
 
 def render(turns, template):
-    """The parts of a conversation. Only the assistant's words and the mark after them count in the loss."""
+    """The parts of a conversation. Only the assistant's text and its end marker count toward the loss."""
     roles, merged = [role for role, _ in turns], []
     if template == 'alpaca' and roles[0] != 'system':
         merged.append(('system', ALPACA_SYSTEM.format(ALPACA_INPUT if 'input' in roles else '')))

@@ -1,4 +1,4 @@
-"""Which tokens a step sees, as a pure function of the seed and the step."""
+"""The order of the data, as a pure function of the seed and the step."""
 
 import functools
 import hashlib
@@ -21,7 +21,7 @@ class Split:
         self.tokens = open_bin(self.path, meta['dtype'])
         self.num_tokens = len(self.tokens)
         self.known_vocab = math.inf if meta['foreign'] else meta['vocab_size']
-        self.order = functools.lru_cache(maxsize=2)(epoch_order)  # shared, it would evict those of mixtures
+        self.order = functools.lru_cache(maxsize=2)(epoch_order)  # per split, for mixtures
         expected = meta['splits'].get(name, {}).get('tokens', self.num_tokens)
         if self.num_tokens != expected:
             raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, but meta.json says {expected:,}; '
@@ -40,9 +40,9 @@ class Split:
                 raise ValueError(f'{self.path} has no unmasked target: {mask_path} is 0 everywhere')
 
     def check_ids(self, vocab_size):
-        """ValueError if a token is not below vocab_size; on a GPU it would end in a nameless assert."""
+        """ValueError if a token is not below vocab_size; on a GPU it would trigger an opaque assert."""
         if self.tokens.nbytes > 1e9 and self.known_vocab <= vocab_size:
-            return  # reading it takes minutes, and prepare.py wrote only ids that it knew
+            return  # reading it takes minutes, and prepare.py wrote only valid ids
         if self.tokens.max() >= vocab_size:
             raise ValueError(f'{self.path} has token id {self.tokens.max()}, but the vocabulary has '
                              f"{vocab_size} ids; prepare it with the model's tokenizer")
@@ -75,7 +75,7 @@ class Split:
         return np.ascontiguousarray(x), y
 
     def num_targets(self, starts):
-        """How many targets of the windows at these positions count."""
+        """The number of unmasked targets in the windows at these positions."""
         if self.mask is None:
             return len(starts) * self.T
         return sum(int(np.count_nonzero(self.mask[s + 1:s + 1 + self.T])) for s in starts)
@@ -87,7 +87,7 @@ def windows_per_epoch(num_tokens, T):
 
 
 def epoch_order(seed, num_tokens, T, epoch):
-    """The positions of an epoch's windows, shuffled; each epoch cuts the text at another offset."""
+    """The positions of an epoch's windows, shuffled; each epoch starts at another offset."""
     rng = np.random.default_rng((seed, epoch))
     windows = windows_per_epoch(num_tokens, T)
     offset = rng.integers(num_tokens - windows * T)
@@ -95,7 +95,7 @@ def epoch_order(seed, num_tokens, T, epoch):
 
 
 class Mixture:
-    """Splits, drawn by weight: of INTERLEAVE windows each has its exact share, shuffled by the seed."""
+    """Splits, mixed by weight: each has its exact share of INTERLEAVE windows, shuffled by the seed."""
     INTERLEAVE = 10_000
 
     def __init__(self, names, splits, weights):
@@ -165,7 +165,7 @@ def share_batch(batch_size, accumulation, world):
 
 
 def micro_seed(seed, step, micro):
-    """Dropout's seed for micro-batch `micro` of the global batch, whatever process computes it."""
+    """The dropout seed of micro-batch `micro` of the global batch, on whichever process computes it."""
     return int(np.random.SeedSequence((seed, step, micro)).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -206,14 +206,14 @@ class Batches:
             self.reader = ThreadPoolExecutor(1)
 
     def find_windows(self, step):
-        """(targets of the global batch that count, positions of this process's windows by micro-batch)."""
+        """(unmasked targets of the global batch, positions of this process's windows by micro-batch)."""
         index = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
         starts = self.split.starts(self.cfg.seed, index)
         mine = starts.reshape(self.env.world, self.accumulation, self.micro_batch)[self.env.rank]
         return self.split.num_targets(starts), mine
 
     def step(self, step):
-        """(targets of the global batch that count, a load() for each micro-batch of this process)."""
+        """(unmasked targets of the global batch, a load() for each micro-batch of this process)."""
         loads = [functools.partial(self.load, step, micro) for micro in range(self.accumulation)]
         return self.windows(step)[0], loads
 
@@ -240,7 +240,7 @@ class Batches:
         return x.contiguous(), y.contiguous()
 
     def read_ahead(self, step, micro):
-        """A micro-batch that the thread has read; the thread starts on the next one."""
+        """A micro-batch that the thread has read. The thread then reads the next one."""
         ready = self.ahead.get((step, micro)) or self.reader.submit(self.read, step, micro)
         following = (step, micro + 1) if micro + 1 < self.accumulation else (step + 1, 0)
         self.ahead = {following: self.reader.submit(self.read, *following)}

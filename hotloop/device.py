@@ -1,4 +1,4 @@
-"""Device, dtype and compilation, each chosen with its reason; peak FLOP/s and memory of a device."""
+"""Device, dtype and compilation, each with the reason for its choice; peak FLOP/s and memory of a device."""
 
 import contextlib
 import re
@@ -15,7 +15,7 @@ from hotloop.files import first_line
 def choose_device(name, local_rank=0):
     """
     Returns (device, reason). name: auto, cuda, cuda:N, mps or cpu; cuda without a number is the GPU
-    of the local rank. ValueError if the device does not exist: no other one is used in its place.
+    of the local rank. ValueError if the device does not exist: there is no fallback.
     """
     if not re.fullmatch(r'auto|cpu|mps|cuda(:[0-9]+)?', name):
         raise ValueError(f'device={name!r} is not one of auto, cuda, cuda:N, mps, cpu')
@@ -95,7 +95,7 @@ PEAK_FLOPS = {'H200': 989e12, 'GH200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 
 
 
 def peak_flops(device, dtype):
-    """Peak FLOP/s of a GPU in bf16 or fp16; None if unknown, because no number is better than a wrong one."""
+    """Peak FLOP/s of a GPU in bf16 or fp16; None if unknown, because a wrong number is worse."""
     if device.type != 'cuda' or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
@@ -125,7 +125,7 @@ def attention_kernels(config, env):
     k, names = q[:, :kv_heads], []
     for name in ('CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH'):
         with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, name)):
-            warnings.simplefilter('ignore')  # torch says at length why a kernel does not fit
+            warnings.simplefilter('ignore')  # torch warns at length about unsupported kernels
             with contextlib.suppress(RuntimeError):
                 F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=kv_heads < heads)
                 names.append(name.lower().removesuffix('_attention'))

@@ -62,7 +62,7 @@ def open_process_group(backend, device, rank, world, timeout_minutes):
         store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), world)
         store = dist.PrefixStore(f'try{os.environ["TORCHELASTIC_RESTART_COUNT"]}', store)
         options = {'store': store, 'rank': rank, 'world_size': world}
-    # Optimizers import this module at their first step, and its default arguments hold on to the group that
+    # Optimizers import this module at their first step, and its default arguments reference the group that
     # exists then: gloo's threads outlived destroy_process_group and aborted 4 of 128 finished runs
     importlib.import_module('torch.distributed.nn.functional')
     dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **options)

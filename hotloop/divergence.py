@@ -2,7 +2,7 @@
 
 import numpy as np
 
-MAX_BAD_STEPS = 20  # a run has diverged after so many bad steps in a row; fp16 halves its loss scale at each
+MAX_BAD_STEPS = 20  # a run with this many bad steps in a row has diverged; fp16 halves its loss scale at each
 SPIKE = 6.0  # a loss this many standard deviations above the mean is a spike
 SPIKE_WINDOW = 128  # number of previous losses in that mean
 

@@ -1,4 +1,4 @@
-"""Downloads: retried, resumed, checked."""
+"""Downloads with retries, resuming and checksums."""
 
 import contextlib
 import os
@@ -11,8 +11,8 @@ from hotloop.files import Progress, first_line, hash_file, lock, sync_folder
 
 BACKOFF = 1.0  # seconds before another attempt; grows with each that fails
 PATIENCE = 30.0  # seconds without a byte before a connection counts as lost
-ATTEMPTS = 5  # in a row that bring nothing new
-BUSY = (408, 425, 429, 500, 502, 503, 504)  # statuses that another attempt may change
+ATTEMPTS = 5  # in a row without progress
+BUSY = (408, 425, 429, 500, 502, 503, 504)  # status codes worth a retry
 
 
 def hub():
@@ -53,7 +53,7 @@ def download(url, path, sha256=None):
 
 
 def fetch(url, part):
-    """Downloads to the file part, resuming after cuts. Returns the SHA-256 that the hub sends, or None."""
+    """Downloads to the file part, with resuming. Returns the SHA-256 that the hub sends, or None."""
     import requests
     transient = requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError
     failures, most = 0, 0
@@ -88,7 +88,7 @@ def request(session, url, part):
     answer = session.get(url, headers=headers, stream=True, timeout=(min(PATIENCE, 10), PATIENCE))
     status, rest = answer.status_code, answer.headers.get('Content-Range', '')
     is_rest = status == 206 and rest.startswith(f'bytes {have}-') and answer.headers.get('ETag') == etag
-    if 'Range' in headers and status in (206, 416) and not is_rest:  # of another version: begin again
+    if 'Range' in headers and status in (206, 416) and not is_rest:  # of another version: start over
         os.remove(part + '.etag')
         return request(session, url, part)
     if status not in (200, *BUSY) and not is_rest:
@@ -103,7 +103,7 @@ def request(session, url, part):
 def receive(answer, part):
     """Writes an answer to the file part, or appends it (206). Returns whether the file is complete."""
     etag, length = answer.headers.get('ETag', ''), answer.headers.get('Content-Length')
-    if 'Content-Encoding' in answer.headers:  # length and ranges are of other bytes
+    if 'Content-Encoding' in answer.headers:  # length and ranges refer to the encoded bytes
         etag, length = '', None
     with open(part, 'ab' if answer.status_code == 206 else 'wb') as f:
         have = f.tell()
@@ -123,7 +123,7 @@ def receive(answer, part):
 
 
 def linked_hash(answer):
-    """The SHA-256 that the hub sends before it redirects to where the bytes are; None if there is none."""
+    """The SHA-256 that the hub sends before it redirects to the file; None if there is none."""
     for one in (*answer.history, answer):
         if found := re.fullmatch('(?:W/)?"?([0-9a-f]{64})"?', one.headers.get('X-Linked-ETag', '')):
             return found[1]

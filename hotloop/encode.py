@@ -1,4 +1,4 @@
-"""Documents -> token ids, in several processes."""
+"""Encodes documents as token ids, in several processes."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from hotloop.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
 
 
 class Encoded(NamedTuple):
-    """What a batch adds to a split. mask: 1 where a token counts in the loss; None where all do."""
+    """The part of a split from one batch. mask: 1 where a token counts toward the loss; None: all do."""
     ids: np.ndarray
     mask: np.ndarray | None
     num_bytes: int
@@ -49,7 +49,7 @@ def encode_piece(tokenizer, piece, bos, eot):
 
 
 def combine(tokenizer, pieces):
-    """The Encoded of a list of (ids, mask, documents). Next to a mask, ids without one all count."""
+    """The Encoded of a list of (ids, mask, documents). If one has a mask, all ids without one count."""
     ids = np.concatenate([ids for ids, _, _ in pieces])
     assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
     mask = None
@@ -84,8 +84,8 @@ def batches_of(pieces):
 
 def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
     """
-    Yields encode_batch() of each batch, in order. Four batches and more go to num_proc processes; bytes and
-    characters do not: they are encoded faster than they are sent. ValueError if a process dies.
+    Yields encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes and
+    characters do not, because encoding them is faster than sending them. ValueError if a process dies.
     """
     first = list(islice(batches, 4))
     batches = chain(first, batches)
@@ -105,7 +105,7 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
                 return
             future = waiting.popleft()
             if future.exception():
-                raise future.exception()  # from this file, where call_main() knows it as the user's
+                raise future.exception()  # from this file, so call_main() prints it without a traceback
             yield future.result()
     except BrokenProcessPool:
         raise ValueError('a tokenizing process died, perhaps out of memory; lower --num_proc') from None

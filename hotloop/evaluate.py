@@ -14,7 +14,7 @@ def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None)
     """
     The loss on fixed windows of a Split, all or num_windows spread evenly, without dropout and label
     smoothing. A Mixture's splits are averaged by weight. byte_counts: the UTF-8 bytes of each id, (V,).
-    Returns {'loss': nats per token, 'stderr': its standard error, 'tokens': targets that count, 'bpb': bits
+    Returns {'loss': nats per token, 'stderr': its standard error, 'tokens': unmasked targets, 'bpb': bits
     per byte or None}, of a Mixture also 'losses': {name: loss}; None if stop() was true on any process.
     """
     if not isinstance(split, Mixture):
@@ -52,7 +52,7 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
         rows = mine[first:first + batch]
         x, y = eval_batch(split, windows[rows], batch)
         losses = model(torch.from_numpy(x).to(env.device), torch.from_numpy(y).to(env.device))  # (batch,)
-        batch_losses.append(losses[:len(rows)])  # on the device: reading them now would wait for it
+        batch_losses.append(losses[:len(rows)])  # stays on the device: reading it now would synchronize
         y = y[:len(rows)]
         sums[1, rows] = (y >= 0).sum(1)
         if byte_counts is not None:
@@ -95,10 +95,10 @@ def eval_batch(split, windows, batch):
 
 
 def eval_windows(cfg, T):
-    """How many windows an evaluation reads of the validation split (None: all) and of the training split."""
+    """The numbers of windows that an evaluation reads: validation split (None: all), training split."""
     if cfg.eval_iters is not None:  # batches of batch_size, as in nanoGPT
         return cfg.eval_iters * cfg.batch_size, cfg.eval_iters * cfg.batch_size
-    # the training loss is there to show over-fitting, for which a quarter is enough
+    # the training loss is there to show overfitting; a quarter is enough for that
     num_train = max((cfg.eval_tokens or 2**20) // 4 // T, 1)
     return cfg.eval_tokens and max(cfg.eval_tokens // T, 1), num_train
 

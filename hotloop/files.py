@@ -1,4 +1,4 @@
-"""Files: replaced at once or not at all, locked, hashed; JSON; a progress line."""
+"""Files: atomic replacement, locks, hashes, JSON; a progress line."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 @contextlib.contextmanager
 def replacing(path):
-    """A binary file that becomes `path` when the block ends. An error or a kill leaves `path` what it was."""
+    """A binary file that becomes `path` when the block ends. An error or a kill leaves `path` unchanged."""
     partial = f'{path}.{os.getpid()}.tmp'
     try:
         with open(partial, 'wb') as f:
@@ -38,11 +38,11 @@ def sync_folder(folder):
 def lock(path):
     """
     Locks a file until the returned lock is released or this process ends, even by kill -9; None where the
-    system has no such locks. ValueError names the process that holds the lock.
+    system does not support that. ValueError names the process that holds the lock.
     """
     from filelock import FileLock, SoftFileLock, Timeout
     held = FileLock(path)
-    owner = path + '.pid'  # apart, because some versions of filelock truncate the locked file
+    owner = path + '.pid'  # a separate file, because some versions of filelock truncate the locked file
     try:
         held.acquire(timeout=0)
     except Timeout:
@@ -59,7 +59,7 @@ def lock(path):
 
 
 def is_inside(path, folder):
-    """Whether `path` is `folder` or lies below it, links followed."""
+    """Whether `path` is `folder` or is inside it, after resolving links."""
     return os.path.join(os.path.realpath(path), '').startswith(os.path.join(os.path.realpath(folder), ''))
 
 

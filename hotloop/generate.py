@@ -1,4 +1,4 @@
-"""Text generation, one token a step for a batch of prompts: how a token is drawn, how a step is compiled."""
+"""Text generation, one token per step for a batch of prompts: sampling, and compilation of the step."""
 
 import math
 import warnings
@@ -30,12 +30,12 @@ class Sampling:
 
 
 def sample_token(logits, number, sampling):
-    """One id a row, (B, 1), from (B, V) logits and a uniform number in [0, 1) a row, (B, 1)."""
+    """One id per row, (B, 1), from (B, V) logits and a uniform number in [0, 1) per row, (B, 1)."""
     s, V = sampling, logits.size(-1)
     if s.temperature < GREEDY_BELOW:
         return logits.argmax(dim=-1, keepdim=True)
     order = None
-    if s.top_k is not None or s.top_p is not None:  # top_k first: it leaves little to sort and to sum
+    if s.top_k is not None or s.top_p is not None:  # top_k first: it leaves less to sort and sum
         k = min(s.top_k or V, V)
         logits, order = logits.sort(descending=True) if k == V else logits.topk(k)
     probs = (logits / s.temperature).softmax(dim=-1)
@@ -52,8 +52,8 @@ def sample_token(logits, number, sampling):
 
 def draw(logits, seen, numbers, sampling):
     """
-    One token a row from (B, V) logits, as (B, 2) float32: its id, exact below 2^24, and its log-probability
-    (0 unless asked for, NaN where logits are not finite). seen: (B, V), the ids that occurred in each row.
+    One token per row from (B, V) logits, as (B, 2) float32: its id, exact below 2^24, and its log-probability
+    (0 unless requested, NaN where logits are not finite). seen: (B, V), the ids that occurred in each row.
     """
     logits = limited = logits[:, :sampling.vocab]
     if sampling.repetition_penalty != 1:
@@ -74,7 +74,7 @@ def decode_step(model, cache, tokens, seen, numbers, sampling):
 
 
 # On a CPU weights become constants, laid out for products that Inductor writes and times against the
-# library's: GPT-2 124M in int8 from 14.5 to 7.3 ms a token. The cache on disk would store those constants;
+# library's: GPT-2 124M in int8 from 14.5 to 7.3 ms per token. The cache on disk would store those constants;
 # the last two keep tables off the terminal.
 CPU_STEP = dict(freezing=True, max_autotune=True, fx_graph_cache=False, autotune_num_choices_displayed=0,
                 max_autotune_report_choices_stats=False)
@@ -105,14 +105,14 @@ def compile_step(device):
 
 
 class Row(NamedTuple):
-    """What the host knows of one row of the batch."""
+    """The state of one row of the batch on the host."""
     sequence: int
     context: list  # ids of the prompt and the text; the newest is not in the cache yet
     generator: torch.Generator
 
 
 def uniform_numbers(rows, device):
-    """The next number in [0, 1) of each row, (B, 1). Made on the CPU, so that every device gets the same."""
+    """The next number in [0, 1) of each row, (B, 1). Made on the CPU, so it is the same on every device."""
     numbers = torch.stack([torch.rand(1, dtype=torch.float64, generator=row.generator) for row in rows])
     return numbers.to(device, torch.float32 if device.type == 'mps' else torch.float64)  # MPS has no float64
 
@@ -144,7 +144,7 @@ def slide(model, cache, rows, stopped):
 
 
 def read(drawn, rows, sampling, size, stopped):
-    """Appends what was drawn, and stops rows that end with it. Returns what generate yields."""
+    """Appends the drawn tokens and stops rows that end. Returns what generate yields."""
     new = []
     for row, (token, logprob) in zip(rows, drawn.tolist(), strict=True):
         row.context.append(int(token))
@@ -164,7 +164,7 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
     Continues prompts, lists of ids of any lengths, in one batch. Yields a list of (sequence, token,
     log-probability) each step; sequence i * num_samples + j is the j-th sample of prompt i.
 
-    seeds: one a sequence, whose text is a function of prompt and seed. stopped: a set of finished sequences,
+    seeds: one per sequence; its text depends only on prompt and seed. stopped: a set of finished sequences,
     to which the caller may add; they leave the batch when they are half of it. compiled: compile the step; on
     a CPU the weights are constants then. Raises ValueError when logits are not finite.
     """

@@ -1,4 +1,4 @@
-"""What is held out for validation: a source of its own, the end of one document, or documents by hash."""
+"""The validation split: a separate source, the end of one document, or documents chosen by hash."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ SMALL = 1 << 24  # bytes of files; larger ones are cut at the end of a line, or 
 class Holdout(NamedTuple):
     """How documents are split: by a cut, or by hash, those in held_out or below limit for validation."""
     several: bool  # documents, whose ends are marked
-    cut: int | None = None  # so many characters of one document, or tokens of shards, are trained on
+    cut: int | None = None  # number of characters of one document, or tokens of shards, to train on
     at_line: bool = False  # the cut moves back to the end of a line
     seed: int | None = None  # of the hash
     held_out: frozenset = frozenset()
@@ -28,7 +28,7 @@ def holdout_hash(key, seed):
 def hold_out(sizes, fraction):
     """
     The hashes of the documents to hold out, from {hash: bytes}: the lowest ones, up to the fraction of all
-    bytes. Each side gets at least one document. A document of more than half of all bytes is trained on.
+    bytes. Each side gets at least one document. A document with more than half of all bytes is for training.
     """
     total, held_bytes, held_out = sum(sizes.values()), 0, set()
     candidates = sorted(key for key in sizes if 2 * sizes[key] <= total)
@@ -48,8 +48,8 @@ def is_single(files, reading):
 def plan_holdout(files, val_files, cfg, reading):
     """
     The Holdout of these files. One document is cut at a character, above SMALL at the end of a line. The last
-    pieces of token shards are held out. Otherwise documents are, up to the fraction of all bytes, or, if they
-    are many, each with that probability. Reads the files once more, unless each is a document.
+    pieces of token shards are held out. Otherwise documents are held out, up to the fraction of bytes or,
+    if there are many, each with that probability. Reads the files once more, unless each is a document.
     """
     single = is_single(files, reading) and (not val_files or is_single(val_files, reading))
     if val_files:
@@ -82,7 +82,7 @@ def split_pieces(files, val_files, reading, holdout, progress=None, counts=None)
             yield split, piece
     elif files[0].kind == 'tokens':
         left = holdout.cut
-        for piece in pieces:  # is not cut, because each begins with a document
+        for piece in pieces:  # never split, because each begins with a document
             left -= len(piece.parts)
             yield 'train' if left >= 0 else 'val', piece
     else:

@@ -1,4 +1,4 @@
-"""CPUs and memory of this machine, as far as a container lets this process use them. Imports no torch."""
+"""CPUs and memory of this machine, within the limits of a container. Does not import torch."""
 
 import contextlib
 import math
@@ -8,7 +8,7 @@ import sys
 
 def cores(physical=False, system='/sys'):
     """
-    The CPUs this process may use: those of its affinity mask, and no more than a container's quota pays for.
+    The CPUs this process may use: those in its affinity mask, limited by a container's quota.
     physical: count the hyper-threads of a core once, because they share its multiplication units.
     """
     cpus = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count() or 1)

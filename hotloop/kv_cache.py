@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of what a batch has seen, so that a step computes one token a row."""
+"""The KV cache: keys and values of previous tokens, so that a step computes only one token per row."""
 
 import math
 
@@ -10,9 +10,9 @@ from hotloop.quantize import Int8Linear
 
 class KVCache:
     """
-    k[layer] and v[layer] are (B, K, num_positions, D), of which row b fills the first length[b] positions.
-    An empty cache takes prompts of any lengths, padded on the right; after that it takes one token a row.
-    static: no shape depends on what is filled, as a compiled step requires.
+    k[layer] and v[layer] are (B, K, num_positions, D), where row b fills the first length[b] positions.
+    An empty cache takes prompts of any lengths, padded on the right; after that it takes one token per row.
+    static: no shape depends on the number of tokens, as a compiled step requires.
     """
 
     def __init__(self, config, batch, num_positions, device, dtype, static=False):
@@ -37,7 +37,7 @@ class KVCache:
         return positions
 
     def attend(self, layer, q, k, v):
-        """Stores k and v, (B, K, T, D); returns what q, (B, H, T, D), reads from all its row has seen."""
+        """Stores k and v, (B, K, T, D); returns the attention of q, (B, H, T, D), to all of its row."""
         for cached, new in ((self.k[layer], k), (self.v[layer], v)):
             if self.mask is None:
                 cached[:, :, self.end - new.size(2):self.end] = new
@@ -80,7 +80,7 @@ def attend_in_sums(q, k, v, mask):
     keys in 1.1 ms (12 layers of 12 heads, 1,024 keys of 64); the kernel takes 2.5 and float32 keys.
     """
     B, K, _, D = k.shape
-    q = q.view(B, K, -1, 1, D) * D**-0.5  # queries that share keys stand side by side
+    q = q.view(B, K, -1, 1, D) * D**-0.5  # queries that share keys are adjacent
     scores = (q * k[:, :, None].float()).sum(-1)  # (B, K, H / K, T)
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
     return (weights[..., None] * v[:, :, None].float()).sum(-2).view(B, -1, 1, D)
@@ -92,7 +92,7 @@ def new_cache(model, batch, num_positions, static=False):
     if static:  # powers of two, so that few prompts need another compilation
         num_positions = max(128, 2**(num_positions - 1).bit_length())
     if device.type == 'cpu' and not static:
-        dtype = torch.float32  # what Attention computes in on a CPU
+        dtype = torch.float32  # the dtype of Attention on a CPU
     elif device.type == 'cpu' and isinstance(model.lm_head, Int8Linear):
-        dtype = torch.bfloat16  # to which int8 products round their inputs anyway
+        dtype = torch.bfloat16  # int8 products round their inputs to it anyway
     return KVCache(model.config, batch, min(num_positions, model.config.block_size), device, dtype, static)

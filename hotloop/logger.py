@@ -13,10 +13,10 @@ from hotloop.files import replacing
 
 
 class Log:
-    """Writes the same numbers to the terminal, log.jsonl and, if asked for, wandb. Only rank 0 has a log."""
+    """Writes the same numbers to the terminal, log.jsonl and, if enabled, wandb. Only rank 0 has a log."""
 
     def __init__(self, out, cfg, settings, env, state):
-        """state: of a run that resumes, whose later lines are dropped; None for a new run."""
+        """state: of a resumed run, whose later lines are dropped; None for a new run."""
         self.env, self.file, self.wandb, self.failed = env, None, None, False
         if env.rank:
             return
@@ -93,7 +93,7 @@ class StepTimer:
 
 
 def log_step(run, lr, norm, lap):
-    """One line about the steps of a lap; the seconds of the first one contain the compilation."""
+    """One line about the steps of a lap; the first one includes compilation."""
     state, cfg, env = run.state, run.cfg, run.env
     steps, seconds, waited, first = lap
     loss_sum, targets, skipped, _ = state.logged

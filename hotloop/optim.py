@@ -1,4 +1,4 @@
-"""Muon, and which parameters go to which optimizer."""
+"""Muon, and the assignment of parameters to optimizers."""
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def orthogonalize(G, dtype):
 class Muon(torch.optim.Optimizer):
     """
     Orthogonalized momentum: each matrix moves by an update whose singular values are all near 1. Matrices of
-    one shape are stacked and shared out over the processes; torch.optim.Muon is slower: one by one. rows:
+    one shape are stacked and divided among processes; torch.optim.Muon is slower: one at a time. rows:
     {parameter: [rows of each matrix in it]}. With found_inf set to 1 a step changes nothing.
     """
 
@@ -33,7 +33,7 @@ class Muon(torch.optim.Optimizer):
         # bf16 takes half the time where the run computes in it, and the iteration tolerates its rounding
         self.dtype = torch.bfloat16 if env.dtype == torch.bfloat16 else torch.float32
         self.orthogonalize = orthogonalize
-        if env.compile and env.device.type == 'cuda':  # on a CPU it is all matmul: there is nothing to fuse
+        if env.compile and env.device.type == 'cuda':  # on a CPU it is only matmuls, with nothing to fuse
             self.orthogonalize = torch.compile(orthogonalize, dynamic=False)
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
 
 def build_optimizers(model, cfg, env):
     """
-    [AdamW] with nanoGPT's two groups, whose states fit, or [AdamW, Muon]; Muon takes the matrices inside
+    [AdamW] with nanoGPT's two groups, for its states, or [AdamW, Muon]; Muon takes the matrices inside
     blocks. Vectors and scalars do not decay. Each group has 'peak', its highest learning rate.
     """
     use_muon, lr, decay = cfg.optimizer == 'muon', cfg.learning_rate, cfg.weight_decay

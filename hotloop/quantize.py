@@ -1,4 +1,4 @@
-"""Weights prepared for inference: in 8 bits, or in the layout that oneDNN reads fastest."""
+"""Weights for inference: in 8 bits, or in the layout that oneDNN reads fastest."""
 
 import functools
 import time
@@ -20,7 +20,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight = linear.weight.detach()
         self.bias = None if linear.bias is None else linear.bias.detach().to(weight.dtype)
-        # 8 is the number of rows that the layout is chosen for; it is as good for 1, and no worse for many
+        # 8 is the number of rows that the layout is chosen for; it is as fast for 1 and no slower for many
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
 
     def forward(self, x):
@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
 def can_pack(device, dtype):
     """
     Whether PackedLinear works here and is faster, by trying it: it calls private functions of torch, and was
-    slower on a Xeon without bf16 units. One round of five is enough, so that a busy machine does not decide.
+    slower on a Xeon without bf16 units. Winning one of five rounds is enough, because a machine may be busy.
     """
     if device.type != 'cpu' or not torch.backends.mkldnn.is_available():
         return False
@@ -56,7 +56,7 @@ def seconds(module, x):
 
 class Int8Linear(nn.Module):
     """
-    A Linear with weights in 8 bits, q * s, and one scale s for each row of the matrix. A weight moves by at
+    A Linear with weights in 8 bits, q * s, and one scale s for each row of the matrix. A weight changes by at
     most half a step, s / 2 = max|w| / 254 (s is rounded up to bf16). On a CPU inputs and outputs are bf16.
     """
 
@@ -74,9 +74,9 @@ class Int8Linear(nn.Module):
         rows = x.reshape(-1, x.size(-1))
         if self.on_cpu and len(rows) <= 32:
             y = torch._weight_int8pack_mm(rows.bfloat16(), self.weight, self.scale)
-        elif self.on_cpu:  # faster for many rows; rounded as the kernel rounds, so the batch changes no text
+        elif self.on_cpu:  # faster for many rows; rounds like the kernel, so texts do not depend on the batch
             y = (F.linear(rows.bfloat16().float(), self.weight.float()) * self.scale.float()).bfloat16()
-        else:  # divided by 128, because float16 ends at 65504 and these weights are up to 127
+        else:  # divided by 128, because the maximum of float16 is 65504 and these weights are up to 127
             y = F.linear(rows / 128, self.weight.to(x.dtype)) * (self.scale.float() * 128).to(x.dtype)
         y = y.view(*x.shape[:-1], -1).to(x.dtype)
         return y if self.bias is None else y + self.bias.to(x.dtype)

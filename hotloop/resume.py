@@ -5,7 +5,7 @@ import os
 
 from hotloop.run_dir import RunDir, find_latest
 
-# these belong to a command and its machine, and are not taken from a checkpoint
+# these depend on the command and its machine, and do not come from a checkpoint
 OWN = {'out_dir', 'init_from', 'eval_only', 'max_minutes', 'device', 'backend'}
 
 

@@ -25,7 +25,7 @@ class RunDir:
 
     def checkpoints(self):
         """Checkpoint files, the newest first."""
-        pattern = glob.escape(self / 'ckpt-') + '[0-9]' * 9 + '.pt'  # not the copies that a user made
+        pattern = glob.escape(self / 'ckpt-') + '[0-9]' * 9 + '.pt'  # excludes a user's own copies
         older = sorted(glob.glob(pattern), reverse=True)
         return [path for path in [self / 'ckpt.pt', *older] if os.path.exists(path)]
 
@@ -53,7 +53,7 @@ class RunDir:
         return notes
 
     def take_lock(self):
-        """Held until the process ends, even by kill -9."""
+        """Takes the lock. It is held until the process ends, even by kill -9."""
         try:
             self.lock = lock(self / '.lock')
         except ValueError as e:
@@ -89,8 +89,8 @@ def move_aside(path):
     while os.path.lexists(f'{folder}.{number}'):
         number += 1
     if is_inside(os.curdir, folder):
-        raise ValueError(f'{path} holds a run and cannot be moved aside, because this command was started in '
-                         'it; choose another folder, or resume that run with --init_from=resume')
+        raise ValueError(f'{path} holds a run and cannot be moved aside, because it contains the current '
+                         'directory; choose another folder, or resume that run with --init_from=resume')
     os.rename(folder, f'{folder}.{number}')
     return f'{folder}.{number}'
 
@@ -124,7 +124,7 @@ def find_latest(run_dir):
 
 
 class Mirror:
-    """A second folder for the files of a run. A thread copies them, so the run waits for no slow disk."""
+    """A second folder for the files of a run. A thread copies them, so a slow disk does not block the run."""
 
     def __init__(self, run_dir, path, ours):
         """Moves a run in `path` aside unless it is ours; run_dir must be locked by now."""
@@ -144,7 +144,7 @@ class Mirror:
         self.requests.put('copy')
 
     def close(self, seconds):
-        """Waits up to so many seconds for a last copy."""
+        """Waits up to this many seconds for a last copy."""
         self.update()
         self.requests.put(None)
         self.thread.join(seconds)

@@ -6,7 +6,7 @@ from hotloop.tokenizer import prompt_ids, tokenizer_from
 
 
 def sampling_tokenizer(cfg, meta, context):
-    """The tokenizer for sample_interval, or None. ValueError already now if it cannot read the prompt."""
+    """The tokenizer for sample_interval, or None. ValueError early if it cannot encode the prompt."""
     if not cfg.sample_interval:
         return None
     tokenizer = tokenizer_from(meta['tokenizer'])
@@ -16,7 +16,7 @@ def sampling_tokenizer(cfg, meta, context):
 
 
 def write_sample(run):
-    """Logs a text that the model writes now, from a seed of its own, so that training does not change."""
+    """Logs a sample of the current model. It uses a separate seed, so training does not change."""
     if run.env.rank:
         return  # and wait at the next reduction
     cfg, tokenizer, step = run.cfg, run.tokenizer, run.state.iter_num
@@ -27,7 +27,7 @@ def write_sample(run):
         for drawn in generate(run.model, [prompt], sampling, seeds=[micro_seed(cfg.seed, step, 0)]):
             ids += [token for _, token, _ in drawn if token != tokenizer.eot]
         text = cfg.sample_prompt + tokenizer.decode(ids).decode('utf-8', 'replace')
-    except ValueError as e:  # logits that are not finite; the losses decide what becomes of the run
+    except ValueError as e:  # logits that are not finite; losses decide whether the run stops
         text = f'no text: {e}'
     run.model.train(was_training)
     run.log.write(f'--- sample at step {step}:\n{text}\n---', step=step, sample=text)

@@ -50,7 +50,7 @@ def track_best(run, evaluation):
 
 
 def save(run, final=False):
-    """Saves the latest checkpoint. The third failure in a row is an error, and so is that of a final save."""
+    """Saves the latest checkpoint. The third failure in a row, or one in a final save, is an error."""
     if run.env.rank:
         return
     checkpoint = checkpoint_of(run)

@@ -23,7 +23,7 @@ SEPARATOR = '<|endoftext|>'  # between the documents of a text file
 
 @dataclass
 class Score:
-    """A document's targets: how many they are, their UTF-8 bytes, and their summed loss in nats."""
+    """A document's targets: their number, their UTF-8 bytes, and their summed loss in nats."""
     file: str
     tokens: int
     bytes: int
@@ -56,7 +56,7 @@ def score(model, tokenizer, template, cfg):
 
 
 def documents_of(cfg, tokenizer, reading):
-    """Yields (file name, ids, mask) of each document; mask is 1 where a token counts in the loss."""
+    """Yields (file name, ids, mask) of each document; mask is 1 where a token counts toward the loss."""
     with tempfile.TemporaryDirectory() as folder:  # standard input is stored there
         files = files_of(cfg.score, reading, cfg.data_dir, os.path.join(folder, 'stdin'))
         check_kinds({file.kind for file in files}, cfg, cfg.score)
@@ -79,7 +79,7 @@ def documents_of(cfg, tokenizer, reading):
 def windows_of(documents, tokenizer, T, scores):
     """
     Appends the Score of each document and yields (Score, inputs, targets) of windows of up to T tokens that
-    cover it. A target counts in its first window only: most see T / 2 tokens or more.
+    cover it. A target counts only in its first window; most have T / 2 tokens of context or more.
     """
     begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
     for name, ids, mask in documents:

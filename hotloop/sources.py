@@ -1,4 +1,4 @@
-"""A source as the command line names it -> files, in a fixed order."""
+"""Turns a source named on the command line into files, in a fixed order."""
 
 import glob
 import hashlib
@@ -88,7 +88,7 @@ FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) if s != '.bi
 def files_under(folder, suffixes, left_out=()):
     """
     [(relative path, path)] of the files below a folder with one of the suffixes, sorted. Hidden files and
-    folders, datasets and the folders left_out are skipped; links are followed, each folder is entered once.
+    folders, datasets and the folders left_out are skipped; links are followed; each folder is visited once.
     """
     def fail(error):
         raise ValueError(f'{error.filename} cannot be read: {error.strerror}') from None
@@ -173,8 +173,8 @@ def download_source(url, data_dir, sha256=None):
 def open_corpus(name, cfg):
     """
     [training files, validation files] of a corpus by name, downloaded: cfg.shards of the training files, and
-    the corpus's own validation files unless cfg.val or cfg.val_fraction is given. Prints what the corpus is
-    and needs before it downloads. ValueError if the disk is too small.
+    the corpus's own validation files unless cfg.val or cfg.val_fraction is given. Describes the corpus and
+    the space it needs before the download. ValueError if the disk is too small.
     """
     corpus = CORPORA[name]
     train, val = corpus.train[:cfg.shards], corpus.val

@@ -1,4 +1,4 @@
-"""Text files: opened whatever their compression, with one kind of error."""
+"""Opens text files of any compression. All failures are ValueErrors."""
 
 import bz2
 import contextlib
@@ -12,7 +12,7 @@ from hotloop.files import optional
 
 
 class ProgressFile(io.FileIO):
-    """A file that reports the bytes read from the disk, so that compressed files are measured right."""
+    """A file that reports the bytes read from the disk, so that progress is correct for compressed files."""
 
     def __init__(self, path, progress):
         super().__init__(path)
@@ -26,7 +26,7 @@ class ProgressFile(io.FileIO):
 
 
 class ZstdFile(io.RawIOBase):
-    """A .zst file, decompressed. The reader of the package takes a cut file for a complete one."""
+    """A .zst file, decompressed. The package's own reader accepts a truncated file as complete."""
 
     def __init__(self, raw):
         self.zstandard = optional('zstandard', 'reads .zst files')

@@ -23,7 +23,7 @@ class Tokenizer:
     n_vocab, eot, bos, begin = 0, None, None, None
 
     def encode_next(self, text, after_special):
-        """The ids of a text inside a document; differs from encode() if that puts a space before a text."""
+        """The ids of a text inside a document; differs from encode() if encode() adds a leading space."""
         return self.encode(text)
 
     def decode(self, ids):
@@ -85,7 +85,7 @@ class CharTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """One of OpenAI's encodings by the package tiktoken, which downloads it once and keeps a copy."""
+    """One of OpenAI's encodings, from the tiktoken package, which downloads it once and caches it."""
 
     def __init__(self, name):
         import tiktoken
@@ -143,7 +143,7 @@ class BPETokenizer(TiktokenTokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """By a TokenizerJson. If that puts a space before a text, its bytes are one more than the text's."""
+    """Wraps a TokenizerJson. If that adds a leading space, the ids have one byte more than the text."""
 
     def __init__(self, file, eot, bos):
         self.file, self.eot, self.bos = file, eot, bos
@@ -205,9 +205,9 @@ def fix_surrogates(text):
 def encode_parts(tokenizer, parts, start=True):
     """
     (ids, mask) of a stretch of a document. parts: those of a Piece. start: whether the document begins here.
-    mask: 1 where a token counts in the loss; None for a single part of plain text.
+    mask: 1 where a token counts toward the loss; None for a single part of plain text.
     """
-    runs = []  # [text or special id, counts]; adjacent texts that count alike are one run
+    runs = []  # [text or special id, counts]; adjacent texts with equal `counts` form one run
     for text, markup, counts in parts:
         for word in tokenizer.special_names.split(text) if markup else [text]:
             if markup and word in tokenizer.specials:

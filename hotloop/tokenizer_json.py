@@ -1,4 +1,4 @@
-"""The tokenizer.json of Hugging Face, by the optional package tokenizers: text to ids, and their bytes."""
+"""Hugging Face's tokenizer.json, with the optional tokenizers package: text to ids, and their bytes."""
 
 import json
 import os
@@ -46,7 +46,7 @@ class TokenizerJson:
         self.specials = {self.added[i].content: i for i in sorted(self.added) if self.added[i].special}
         self.n_vocab = max(self.backend.get_vocab().values()) + 1
 
-    def __reduce__(self):  # the package's own pickle forgets that texts have no special ids
+    def __reduce__(self):  # the package's own pickle loses encode_special_tokens
         return TokenizerJson, (self.text,)
 
     def encode(self, text, inside=False):
@@ -73,7 +73,7 @@ class TokenizerJson:
 
 
 def open_backend(text):
-    """The package's tokenizer of the text of a tokenizer.json; in what it encodes nothing is special."""
+    """The package's tokenizer from the text of a tokenizer.json. It encodes special names as plain text."""
     package = optional('tokenizers', 'reads tokenizer.json files')
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # encode.py forks
     try:

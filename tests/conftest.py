@@ -19,7 +19,7 @@ from hotloop.tokenizer import TiktokenTokenizer
 torch.set_num_threads(1)  # faster in models this small
 SHARED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__))), 'shared', 'data')
 
-# ten steps take a third of a second, with a warm-up, a decay and three evaluations
+# ten steps take a third of a second, with a warmup, a decay and three evaluations
 TINY = dict(dataset='tiny', device='cpu', dtype='float32', compile=False, threads=1, n_layer=2, n_head=2,
             n_embd=32, block_size=16, batch_size=4, gradient_accumulation_steps=2, max_iters=10,
             warmup_iters=3, learning_rate=5e-3, min_lr=5e-4, eval_interval=4, eval_tokens=1024)

@@ -1,4 +1,4 @@
-"""Chat templates: the parts that a row becomes, and which of them count in the loss."""
+"""Chat templates: the parts that a row becomes, and which of them count toward the loss."""
 
 import pytest
 

@@ -62,21 +62,21 @@ def test_readme_names_every_file_and_every_card():
 
 
 def test_counts_in_cards_are_exact():
-    """Of parameters, and of tokens a step."""
+    """Of parameters, and of tokens per step."""
     vocabulary = {'stdlib': 257, 'shakespeare_char': 65}  # of each dataset; otherwise GPT-2's, padded
-    found = {'parameters': 0, 'tokens a step': 0}
+    found = {'parameters': 0, 'tokens per step': 0}
     for card in CARDS:
         config, cfg, *_ = configure(GPTConfig, TrainConfig, argv=[str(card)])
         config.vocab_size = vocabulary.get(cfg.dataset, 50304)
         with torch.device('meta'):
-            exact = {'parameters': GPT(config).num_params(), 'tokens a step':
+            exact = {'parameters': GPT(config).num_params(), 'tokens per step':
                      cfg.batch_size * cfg.gradient_accumulation_steps * config.block_size}
         for what, number in exact.items():
             stated = re.search(rf'([\d,]+) {what}', card.read_text(encoding='utf-8'))
             if stated:
                 assert f'{number:,}' == stated[1], card.name
                 found[what] += 1
-    assert found['parameters'] >= 7 and found['tokens a step'] >= 6
+    assert found['parameters'] >= 7 and found['tokens per step'] >= 6
 
 
 @pytest.mark.parametrize('card', CARDS, ids=lambda c: c.stem)

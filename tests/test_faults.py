@@ -177,7 +177,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_the_last_checkpoint(run,
 @pytest.mark.parametrize('recipe, steps', [(RECIPE, 4), pytest.param(RECIPE, 20, marks=pytest.mark.slow),
                                            pytest.param(RECIPES[0], 20, marks=pytest.mark.slow)])
 def test_a_resume_from_every_step_ends_with_the_same_bits_and_losses(run, tmp_path, recipe, steps):
-    """Dropout, accumulation, clipping, warm-up and decay, each resume in a process of its own."""
+    """Dropout, accumulation, clipping, warmup and decay, each resume in a process of its own."""
     settings = dict(recipe, max_iters=steps, eval_interval=3)
     assert run('whole', save_interval=1, keep_last=20, **settings) == 0
     for step in range(1, steps):

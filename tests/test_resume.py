@@ -41,7 +41,7 @@ def change(out, function):
 
 @pytest.mark.parametrize('recipe', RECIPES)
 def test_ten_steps_equal_five_plus_five(train_tiny, tmp_path, monkeypatch, recipe):
-    """Weights, optimizers, counters and the log; with dropout, accumulation, clipping, warm-up and decay."""
+    """Weights, optimizers, counters and the log; with dropout, accumulation, clipping, warmup and decay."""
     train_tiny('whole', **recipe)
     interrupted(train_tiny, monkeypatch, 'parts', 5, **recipe)
     assert load(tmp_path / 'parts' / 'ckpt.pt')['iter_num'] == 5

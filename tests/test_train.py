@@ -218,7 +218,7 @@ def test_a_bf16_step_is_near_the_float32_step(masked):
     (dict(warmup_iters=0), {0: 1.0, 10: 0.55, 20: 0.1}),
 ])
 def test_learning_rates_by_hand(settings, expected):
-    """Peak 1, min_lr 0.1, 4 steps of warm-up, 20 steps."""
+    """Peak 1, min_lr 0.1, 4 warmup steps, 20 steps."""
     cfg = TrainConfig(**dict(dict(learning_rate=1.0, min_lr=0.1, warmup_iters=4, max_iters=20), **settings))
     for step, lr in expected.items():
         assert train.learning_rate(step, cfg) == pytest.approx(lr, rel=1e-9), step

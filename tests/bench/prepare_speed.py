@@ -6,7 +6,7 @@ How fast prepare.py is, end to end, and its peak memory, beside tiktoken alone a
     $ python tests/bench/prepare_speed.py --gigabyte    # a text of 1 GB too, for the memory
     $ python tests/bench/prepare_speed.py --bpe         # merges learned here, beside the package tokenizers
 
-tiktoken alone is encode_ordinary on one core over the same text in memory, without its start-up. prepare.py
+tiktoken alone is encode_ordinary on one core over the same text in memory, without its startup. prepare.py
 is the complete command, from the start of Python to the renamed folder. Needs GPT-2's ranks, from
 TIKTOKEN_CACHE_DIR or a network.
 """
