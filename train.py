@@ -67,7 +67,7 @@ class TrainConfig:
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
-    data_on_device: bool | Literal['auto'] = 'auto'  # keep training data in GPU memory; auto: up to 10%
+    data_on_device: bool | Literal['auto'] = 'auto'  # training data in GPU memory; auto: if it takes up to 10%
     batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: what fits
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     # --- optimizer
@@ -191,10 +191,10 @@ def read_settings(argv=None):
         model_cfg, cfg, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
     auto_batch = cfg.batch_size == 'auto'
-    if auto_batch and resumed:  # the global batch of the run stays
+    if auto_batch and resumed:  # the run keeps its global batch
         cfg.batch_size = base['batch_size']
         cfg.gradient_accumulation_steps = base['gradient_accumulation_steps']
-    elif auto_batch:  # and so does that of the config files
+    elif auto_batch:  # so do the config files
         below = read(argv=files)[1].batch_size
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:

@@ -99,7 +99,7 @@ class RunState:
 
 
 def checkpoint_of(run):
-    """What a resume needs, in plain types, under nanoGPT's names. ValueError if a weight is not finite."""
+    """The state for a resume, in plain types, with nanoGPT's names. ValueError if a weight is not finite."""
     if not all(torch.isfinite(p).all() for p in run.model.parameters()):
         raise ValueError(f'step {run.state.iter_num}: weights are not finite and are not saved; '
                          'resume from the last checkpoint with --init_from=resume')

@@ -39,7 +39,7 @@ def choose_device(name, local_rank=0):
 
 def choose_dtype(name, device, training=False):
     """
-    Returns (dtype, reason). auto: bfloat16 where the hardware computes in it, on CPUs for training only,
+    Returns (dtype, reason). auto: bfloat16 where the hardware supports it, on CPUs for training only,
     float16 on older GPUs, float32 elsewhere. ValueError for a bfloat16 that the GPU would emulate.
     """
     gpu_has_bf16 = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -95,7 +95,7 @@ def optional(module, purpose):
 
 
 class Progress:
-    """A progress line on stderr, once the work has taken two seconds. total: its bytes."""
+    """A progress line on stderr, shown after two seconds of work. total: bytes in total."""
 
     def __init__(self, total):
         self.total, self.done, self.start, self.shown = total, 0, time.time(), 0.0

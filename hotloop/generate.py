@@ -16,7 +16,7 @@ NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it div
 
 @dataclass(frozen=True)
 class Sampling:
-    """How texts are drawn. The order is repetition_penalty, top_k, temperature, top_p, min_p."""
+    """The sampling settings. The order is repetition_penalty, top_k, temperature, top_p, min_p."""
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy
     top_k: int | None = None  # only the k most probable ids

@@ -1,4 +1,4 @@
-"""The log of a run: lines for people, log.jsonl for programs, wandb."""
+"""The log of a run: readable lines, log.jsonl for programs, wandb."""
 
 import contextlib
 import datetime
@@ -93,7 +93,7 @@ class StepTimer:
 
 
 def log_step(run, lr, norm, lap):
-    """One line about the steps of a lap; the first one includes compilation."""
+    """Logs one line for the steps of a lap. The first lap includes compilation."""
     state, cfg, env = run.state, run.cfg, run.env
     steps, seconds, waited, first = lap
     loss_sum, targets, skipped, _ = state.logged
@@ -121,7 +121,7 @@ def log_step(run, lr, norm, lap):
 
 
 def log_evaluation(run, evaluation):
-    """One line about an Evaluation; with eval_only it is printed and not logged."""
+    """Logs one line for an Evaluation. With eval_only it is printed, not logged."""
     val, train, step = evaluation.val, evaluation.train, run.state.iter_num
     numbers = {f'val_{name}': val[name] for name in ('loss', 'stderr', 'bpb', 'tokens')}
     numbers |= {'val_perplexity': math.exp(min(val['loss'], 700)), 'train_loss': train['loss'],

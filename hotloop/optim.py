@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
 
 def build_optimizers(model, cfg, env):
     """
-    [AdamW] with nanoGPT's two groups, for its states, or [AdamW, Muon]; Muon takes the matrices inside
+    [AdamW] with nanoGPT's two groups, or [AdamW, Muon]; Muon takes the matrices inside
     blocks. Vectors and scalars do not decay. Each group has 'peak', its highest learning rate.
     """
     use_muon, lr, decay = cfg.optimizer == 'muon', cfg.learning_rate, cfg.weight_decay

@@ -89,7 +89,7 @@ def load_gpt2(folder):
     embedding = weights.get('transformer.wte.weight')
     if model_args['tie'] and embedding is not None:
         head = weights.setdefault('lm_head.weight', embedding)
-        model_args['tie'] = torch.equal(head, embedding)  # like transformers, keep a head that differs
+        model_args['tie'] = torch.equal(head, embedding)  # like transformers, keeps a different head
     return model_args, weights
 
 

@@ -117,7 +117,7 @@ def main():
             rows.append([shape, name, f'{ms:.1f}', f'{ms / base[0]:.2f}', f'{peak:,.0f}',
                          f'{peak / base[1]:.2f}'])
     print(f'{machine()}, {args.processes} processes, medians of {args.rounds} rounds; shapes: {SHAPES}')
-    print(table(['larger part', 'gradients summed', 'ms per step', 'ratio', 'peak MB', 'ratio'], rows))
+    print(table(['larger part', 'gradients summed by', 'ms per step', 'ratio', 'peak MB', 'ratio'], rows))
 
 
 if __name__ == '__main__':

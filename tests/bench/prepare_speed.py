@@ -117,7 +117,7 @@ def write_gigabyte(path):
 
 
 def learned_bpe(size):
-    """Rows on bpe:SIZE of the built-in corpus: seconds to learn, bytes a token, and whether merges agree."""
+    """Rows on bpe:SIZE of the built-in corpus: seconds to learn, bytes per token, and whether merges agree."""
     texts = [Path(path).read_bytes().decode() for _, path in stdlib_files()]
     start = time.perf_counter()
     tokens = train_bpe(texts, size)
@@ -154,7 +154,7 @@ def main():
         os.environ.setdefault('TIKTOKEN_CACHE_DIR', os.path.join(SHARED, 'tiktoken_cache'))
     print(machine())
     if args.bpe:
-        print(table(['tokenizer', 'seconds to learn', 'bytes a token', 'merges'], learned_bpe(8192)))
+        print(table(['tokenizer', 'seconds to learn', 'bytes per token', 'merges'], learned_bpe(8192)))
         return
     with tempfile.TemporaryDirectory() as folder:
         sources = args.text or ['stdlib', *glob.glob(os.path.join(SHARED, 'novels.txt.xz'))]
@@ -171,7 +171,7 @@ def main():
             path = os.path.join(folder, 'gigabyte.txt')
             write_gigabyte(path)
             rows += speed(path, folder, 1, not args.alone)
-    print(table(['text', 'by', 'MB/s', 'of tiktoken alone, a process', 'peak MB'], rows))
+    print(table(['text', 'tool', 'MB/s', 'relative to tiktoken alone, per process', 'peak MB'], rows))
 
 
 if __name__ == '__main__':
