@@ -53,7 +53,7 @@ class SampleConfig:
     temperature: float = 0.8  # below 1 is less random; 0 always picks the most likely token
     top_k: int | None = 200  # sample from the k most likely tokens; None: all
     top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
-    min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: none
+    min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: off
     repetition_penalty: float = 1.0  # above 1 makes repeated tokens less likely (CTRL, arXiv 1909.05858)
     stop: str | None = None  # text or special token that ends a sample; several: a|||b; \n, \t
     past_context: Literal['slide', 'stop'] = 'slide'  # full context: drop its oldest eighth, or stop

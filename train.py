@@ -67,7 +67,7 @@ class TrainConfig:
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
-    data_on_device: bool | Literal['auto'] = 'auto'  # training data in GPU memory; auto: if it takes up to 10%
+    data_on_device: bool | Literal['auto'] = 'auto'  # training data in GPU memory; auto: if under 10% of it
     batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: what fits
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     # --- optimizer

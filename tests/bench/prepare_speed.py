@@ -117,7 +117,7 @@ def write_gigabyte(path):
 
 
 def learned_bpe(size):
-    """Rows on bpe:SIZE of the built-in corpus: seconds to learn, bytes per token, and whether merges agree."""
+    """Rows on bpe:SIZE of the built-in corpus: seconds to learn, bytes per token, whether merges agree."""
     texts = [Path(path).read_bytes().decode() for _, path in stdlib_files()]
     start = time.perf_counter()
     tokens = train_bpe(texts, size)

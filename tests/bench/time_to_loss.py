@@ -198,7 +198,7 @@ def main():
                      'never' if seconds is None else f'{seconds:.1f}',
                      '' if seconds is None else f'1/{base / seconds:.1f}', len(of_seeds)])
     print(f'{machine()}, {args.threads} threads; loss to reach: {target:.4f}')
-    print(table(['run', 'final loss', 'total seconds', 'seconds to that loss', 'relative to nanoGPT', 'seeds'],
+    print(table(['run', 'final loss', 'total seconds', 'seconds to the loss', 'relative to nanoGPT', 'seeds'],
                 rows))
     print(json.dumps(curves), file=sys.stderr)
 
