@@ -15,16 +15,24 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import glob
 import inspect
 import math
 import numbers
 import os
 import re
 import sys
+import time
 import traceback
+import types
 import typing
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 OWN_FILE = '# all settings of the run in this folder'  # the first words of the config.py that a run writes
+
+
+class SettingsError(ValueError):
+    """An error in the settings. Every process of a run finds it, so only one prints it."""
 
 
 # -----------------------------------------------------------------------------
@@ -117,15 +125,60 @@ def read_base(base, settings, fields, flags):
     return problems
 
 
+def outer_nodes(tree):
+    """The syntax nodes of a file outside functions, classes and annotations without a value."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop(0)
+        yield node
+        if isinstance(node, ast.AnnAssign) and node.value is None:
+            continue
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+
+
 def assigned_lines(tree):
-    """{name: line} of the names that the top-level statements of a file assign; the last line counts."""
+    """{name: line} of the names that a file assigns outside functions and classes; the last line counts."""
     lines = {}
-    for statement in tree.body:
-        if not isinstance(statement, ast.FunctionDef | ast.ClassDef):  # their names are their own
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    lines[node.id] = node.lineno
+    for node in outer_nodes(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            lines[node.id] = max(node.lineno, lines.get(node.id, 0))
     return lines
+
+
+def lines_without_effect(tree, path):
+    """One problem for each line that looks like a setting but sets nothing: `a: 8`, `a == 8`, `a`."""
+    acting, problems = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom, []
+    for node in outer_nodes(tree):
+        name, value = 'NAME', None
+        match node:
+            case (ast.AnnAssign(ast.Name(name), value, None)
+                  | ast.Expr(ast.Compare(ast.Name(name), _, [value]))):
+                if any(isinstance(part, ast.Name) for part in ast.walk(value)):
+                    value = None  # a type
+            case ast.Expr(ast.Constant(str() | types.EllipsisType())):
+                continue  # a comment, or an empty block
+            case ast.Expr() if not any(isinstance(part, acting) for part in ast.walk(node)):
+                pass
+            case _:
+                continue
+        problems.append(f'{path}, line {node.lineno}: {ast.unparse(node)!r} sets nothing; '
+                        f'write {name} = {ast.unparse(value) if value else "VALUE"}')
+    return problems
+
+
+def meant(word, fields):
+    """A question that names what a word, which is not a file, may stand for: a flag or a card; or ''."""
+    name, equals, value = word.lstrip('-').partition('=')
+    name = name.replace('-', '_')
+    if equals or word.startswith('-') or name in fields:
+        known = {field: f'--{field}{equals}{value}' for field in fields}
+    else:
+        cards = glob.glob(os.path.join(HERE, 'config', '*.py'))
+        known = {os.path.splitext(os.path.basename(card))[0]: os.path.relpath(card) for card in cards}
+        name = os.path.splitext(os.path.basename(word))[0]
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f'; did you mean {known[nearest[0]]}?' if nearest else ''
 
 
 def read_file(path, settings, fields, removed):
@@ -134,18 +187,20 @@ def read_file(path, settings, fields, removed):
     assigns must be a setting, a module or a function, or start with an underscore. Returns the problems.
     """
     values = {name: value for name, (value, _) in settings.items()}
-    namespace = {**values, '__name__': 'config', '__file__': path}
+    namespace, problems = {**values, '__name__': 'config', '__file__': path}, []
     try:
         with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
             source = f.read()
-        lines = assigned_lines(ast.parse(source, path))
+        tree = ast.parse(source, path)
+        lines, problems = assigned_lines(tree), lines_without_effect(tree, path)
         exec(compile(source, path, 'exec'), namespace)
     except (Exception, SystemExit) as e:
         places = [entry.lineno for entry in traceback.extract_tb(e.__traceback__) if entry.filename == path]
         place = f'{path}, line {places[-1]}' if places else path
-        reason = getattr(e, 'strerror', None)  # of an OSError
-        return [f'{place}: {reason or f"{type(e).__name__}: {e}"}']
-    problems, dropped = [], []
+        reason = getattr(e, 'strerror', None) or f'{type(e).__name__}: {e}'  # strerror: of an OSError
+        hint = meant(path, fields) if isinstance(e, FileNotFoundError) and not places else ''
+        return problems or [f'{place}: {reason}{hint}']
+    dropped = []
     for name, value in namespace.items():
         place = f'{path}, line {lines[name]}' if name in lines else path
         helper = name.startswith('_') or callable(value) or inspect.ismodule(value)
@@ -203,7 +258,7 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
     removed: {removed setting: a sentence on what to do instead}
 
     Returns the objects, {name: place} of what files and flags set, and the positional words.
-    ValueError has one line for each problem.
+    SettingsError has one line for each problem.
     """
     argv = sys.argv[1:] if argv is None else argv
     if '--help' in argv or '-h' in argv:
@@ -222,7 +277,7 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
         for o in objects:
             problems += o.problems()
     if problems:
-        raise ValueError('\n'.join(problems))
+        raise SettingsError('\n'.join(problems))
     given = {name: place for name, (_, place) in settings.items() if place}
     return *objects, given, words
 
@@ -273,14 +328,17 @@ def as_file(objects, title):
 # -----------------------------------------------------------------------------
 # the entry point of a script
 
-def call_main(main):
+def call_main(main, *args):
     """
-    Runs a script's main and exits with the status that it returns. A ValueError raised in our own files is
-    printed as one message, with status 1. A ValueError from a library is a bug and keeps its traceback.
+    Runs a script's main and exits with the status that it returns, if it returns one. A ValueError raised in
+    our own files is printed as one message, with status 1; a SettingsError by one process of a machine only.
+    A ValueError from a library is a bug and keeps its traceback.
     """
     sys.stdout.reconfigure(errors='backslashreplace')  # an unprintable character must not end a run
     try:
-        sys.exit(main())
+        status = main(*args)
+        if status is not None:
+            sys.exit(status)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         sys.exit(130)
@@ -288,9 +346,12 @@ def call_main(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit fails
         sys.exit(141)
     except ValueError as e:
-        here = os.path.dirname(os.path.abspath(__file__))
         origin = os.path.dirname(traceback.extract_tb(e.__traceback__)[-1].filename)
-        if origin not in (here, os.path.join(here, 'hotloop')):  # .venv lies in the same folder
+        if origin not in (HERE, os.path.join(HERE, 'hotloop')):  # .venv lies in the same folder
             raise
-        print(f'error: {e}', file=sys.stderr)
+        rank = os.environ.get('LOCAL_RANK', os.environ.get('RANK', '0'))
+        if isinstance(e, SettingsError) and rank != '0':
+            time.sleep(5)  # torchrun kills all processes when the first one ends, and rank 0 has to print
+        else:
+            print(f'error: {e}', file=sys.stderr)
         sys.exit(1)

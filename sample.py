@@ -9,6 +9,11 @@ Samples from a checkpoint. It contains the model's shape and its tokenizer, so n
     $ python sample.py --score=book.txt                            # loss and bits per byte of each document
 """
 
+if __name__ == '__main__':  # before torch, whose import takes seconds
+    from configurator import call_main
+    from hotloop.early import check_early
+    call_main(check_early, 'sample.py')
+
 import codecs
 import json
 import math

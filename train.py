@@ -11,6 +11,11 @@ processes. Everything random (the order of the data, dropout) is a function of t
 micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds only tensors and counters.
 """
 
+if __name__ == '__main__':  # before torch, whose import takes seconds
+    from configurator import call_main
+    from hotloop.early import check_early
+    call_main(check_early, 'model.py', 'train.py')
+
 import contextlib
 import dataclasses
 import functools
@@ -41,7 +46,7 @@ from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, 
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
 from hotloop.files import is_inside
-from hotloop.host import cores
+from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.optim import build_optimizers
@@ -110,7 +115,7 @@ class TrainConfig:
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a test compilation works
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # torch.compile mode
     loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in chunks: less memory, slower
-    threads: int | None = None  # CPU threads per process; None: its share of the physical cores
+    threads: int | None = None  # CPU threads per process; None: OMP_NUM_THREADS, or its share of the cores
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
     timeout_minutes: float = 10.0  # how long a process waits for the others before it gives up
@@ -225,7 +230,7 @@ def setup(cfg):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads uninitialized memory
-    threads = cfg.threads or max(1, cores(physical=True) // int(os.environ.get('LOCAL_WORLD_SIZE', '1')))
+    threads = cfg.threads or threads_for(int(os.environ.get('LOCAL_WORLD_SIZE', '1')))
     torch.set_num_threads(threads)
     if cfg.backend == 'nccl' and device.type != 'cuda' and world > 1:
         raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo')

@@ -5,6 +5,27 @@ import math
 import os
 import sys
 
+# iterations that an idle OpenMP thread of torch (libgomp) spins before it sleeps: about 40 microseconds. Its
+# own value is 300,000, 12 milliseconds; two runs on the same cores then wait for each other at every barrier
+SPINS = 1000
+
+
+def end_spins_early():
+    """Sets SPINS before torch is imported, unless the user has set how threads wait."""
+    if 'OMP_WAIT_POLICY' not in os.environ:
+        os.environ.setdefault('GOMP_SPINCOUNT', str(SPINS))
+
+
+def threads_for(processes):
+    """
+    CPU threads for each of the processes on this machine: OMP_NUM_THREADS if the user has set it, otherwise a
+    share of the physical cores. torchrun sets 1 for several processes, so a 1 counts for a single one only.
+    """
+    asked = os.environ.get('OMP_NUM_THREADS', '').split(',')[0].strip()  # the first of nested levels
+    if asked.isdecimal() and int(asked) > (processes > 1):
+        return int(asked)
+    return max(1, cores(physical=True) // processes)
+
 
 def cores(physical=False, system='/sys'):
     """

@@ -1,0 +1,66 @@
+"""What a script does before its imports, of which torch takes seconds: it checks the command line."""
+
+import ast
+import contextlib
+import os
+import sys
+import types
+
+from configurator import HERE, OWN_FILE, configure, fields_of, read_argv
+from hotloop import host
+
+
+def settings_module(path):
+    """
+    A module with the settings of a source file: its dataclasses *Config and its assignments, as far as these
+    need only the standard library. Nothing else in the file runs. NameError if a dataclass needs more.
+    """
+    module = sys.modules[path] = types.ModuleType(path)  # inspect.getsource looks there for --help
+    module.__file__ = path
+    with open(path, encoding='utf-8') as f:
+        tree = ast.parse(f.read(), path)
+    module.__doc__ = ast.get_docstring(tree, clean=False)
+    for node in tree.body:
+        match node:
+            case ast.Import([ast.alias(name)]) | ast.ImportFrom(name):
+                needed = name.split('.')[0] in sys.stdlib_module_names
+            case ast.ClassDef(name):
+                needed = name.endswith('Config')
+            case _:
+                needed = False
+        code = compile(ast.Module([node], []), path, 'exec')
+        if needed:
+            exec(code, vars(module))
+        elif isinstance(node, ast.Assign):
+            with contextlib.suppress(NameError):
+                exec(code, vars(module))
+    return module
+
+
+def may_run_twice(path):
+    """Whether a config file does nothing but set: it calls nothing, and is no pipe, which is read once."""
+    if not os.path.isfile(path):
+        return not os.path.exists(path)
+    with open(path, encoding='utf-8-sig', errors='replace') as f:
+        source = f.read()
+    with contextlib.suppress(SyntaxError, ValueError):  # it will be refused before it runs
+        called = any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(source)))
+        return not called and not source.startswith(OWN_FILE)  # its dropped settings are printed
+    return True
+
+
+def check_early(*sources):
+    """
+    Prints --help or raises SettingsError before the imports of a script, of which torch takes seconds.
+    sources: files beside this one with settings classes; the script comes last. What cannot be known here is
+    left to the script: problems() that need an import, and config files that must not run twice.
+    """
+    host.end_spins_early()
+    with contextlib.suppress(NameError):
+        modules = [settings_module(os.path.join(HERE, source)) for source in sources]
+        classes, removed = [], getattr(modules[-1], 'REMOVED', {})
+        for module in modules:
+            classes += [value for name, value in vars(module).items() if name.endswith('Config')]
+        words, _, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
+        if problems or all(map(may_run_twice, words)):
+            configure(*classes, about=modules[-1].__doc__, removed=removed)
