@@ -26,7 +26,7 @@ from hotloop import dataset
 from hotloop.bpe import train_bpe
 from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
-from hotloop.files import Progress
+from hotloop.files import Progress, counted
 from hotloop.holdout import plan_holdout, split_pieces
 from hotloop.host import cores
 from hotloop.sources import COMPRESSED, CORPORA, check_kinds, files_of, how_to_make, open_corpus
@@ -188,7 +188,7 @@ def make_tokenizer(name, pieces, several, num_bytes):
 def write_dataset(folder, files, val_files, cfg, reading, source):
     """Writes the documents of the files to an empty folder. Returns the metadata."""
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
-    print(f'{source}: {len(files) + len(val_files):,} files, {num_bytes / 1e6:.1f} MB', flush=True)
+    print(f'{source}: {counted(len(files) + len(val_files), "file")}, {num_bytes / 1e6:.1f} MB', flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
     pieces = split_pieces(files, val_files, reading, holdout)
     tokenizer = make_tokenizer(cfg.tokenizer, pieces, holdout.several, num_bytes)
@@ -205,7 +205,7 @@ def write_dataset(folder, files, val_files, cfg, reading, source):
             writers[split].add(encoded)
     progress.close()
     if counts.skipped:
-        print(f'{counts.skipped:,} rows without text or without an answer were skipped')
+        print(f'skipped {counted(counts.skipped, "row")} without text or without an answer')
     splits = {split: writer.close() for split, writer in writers.items()}
     empty = [split for split in splits if not splits[split]['bytes']]
     if empty:
@@ -273,8 +273,9 @@ def main(argv=None):
         raise ValueError(f'{folder} could not be made: {e}') from e
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
-        print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, {counts["documents"]:,} '
-              f'documents, {counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
+        print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, '
+              f'{counted(counts["documents"], "document")}, '
+              f'{counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
     command = f'python train.py config/quickstart.py --dataset={shlex.quote(name)}'
     if cfg.data_dir != PrepareConfig.data_dir:
         command += f' --data_dir={shlex.quote(cfg.data_dir)}'

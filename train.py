@@ -39,13 +39,21 @@ from torch.nn.parallel import DistributedDataParallel
 from configurator import call_main, configure
 from hotloop.announce import announce
 from hotloop.checkpoint import RunState, compare_context, context_of, restore, state_from
-from hotloop.dataloader import Batches, Mixture, Split, open_split, windows_per_epoch
+from hotloop.dataloader import (
+    Batches,
+    Mixture,
+    Split,
+    check_lengths,
+    open_split,
+    share_batch,
+    windows_per_epoch,
+)
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.device import choose_compile, choose_device, choose_dtype, device_memory
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
-from hotloop.files import is_inside
+from hotloop.files import counted, is_inside
 from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
@@ -206,6 +214,8 @@ def read_settings(argv=None):
         notes += compare_settings([model_cfg, cfg], given, base, BOUND)
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
         cfg.max_epochs = None  # the flag replaces the max_epochs of a card or a checkpoint
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises before the processes meet
     return Settings(model_cfg, cfg, given, resumed, notes, auto_batch)
 
 
@@ -372,7 +382,10 @@ class Run:
 
 
 def build_model(settings, meta, env):
-    """The model on the CPU: new, or from a checkpoint or weights. ValueError if settings differ."""
+    """
+    (the model on the CPU: new, or from a checkpoint or weights; the step of its weights, 0 if unknown).
+    ValueError if settings differ.
+    """
     model_cfg, cfg, given = settings.model, settings.train, settings.given
     if cfg.init_from == 'scratch':
         size = meta['vocab_size']
@@ -383,12 +396,13 @@ def build_model(settings, meta, env):
             raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids '
                              f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
-        return GPT(config)
+        return GPT(config), 0
     if settings.resumed:
         checkpoint = settings.resumed.checkpoint
         check_tokenizer(checkpoint.get('tokenizer'), meta)
-        return GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
-                                   label_smoothing=model_cfg.label_smoothing)
+        model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
+                                    label_smoothing=model_cfg.label_smoothing)
+        return model, state_from(checkpoint).iter_num
     if env.rank:
         env.sum(np.zeros(1))  # waits for rank 0, which downloads for all
     source = open_weights(cfg.init_from, cfg.data_dir)
@@ -403,16 +417,17 @@ def build_model(settings, meta, env):
         asked = getattr(model_cfg, name)
         if name in given and asked not in (None, has):
             raise ValueError(f'{given[name]}: {name}={asked!r}, but {cfg.init_from} has {has!r}; omit it')
-    return model
+    return model, source.checkpoint.get('iter_num', 0)
 
 
 def build_run(settings, datasets, env):
     """The Run, ready to train except for its folder. Adds to settings.notes."""
     cfg, notes, resumed = settings.train, settings.notes, settings.resumed
     meta = datasets[0].meta
-    model = build_model(settings, meta, env)
+    model, step = build_model(settings, meta, env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
     train_split, val_split = (open_split(datasets, name, T) for name in ('train', 'val'))
+    check_lengths(train_split.splits + val_split.splits, T)
     if env.rank == 0:
         for split in train_split.splits + val_split.splits:
             split.check_ids(vocab_size)
@@ -425,20 +440,18 @@ def build_run(settings, datasets, env):
     model.to(env.device)
     model.compute_dtype = env.dtype
     if settings.auto_batch and not cfg.eval_only:
-        set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, notes)
+        set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, env, notes)
     batches = Batches(train_split, cfg, env)
     memory = device_memory(env.device)
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, memory)
     if cfg.max_epochs is not None:
         per_epoch = windows_per_epoch(train_split.num_tokens, T)
         cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)
-        notes.append(f'max_epochs={cfg.max_epochs:g}: {cfg.max_iters:,} steps')
+        notes.append(f'max_epochs={cfg.max_epochs:g}: {counted(cfg.max_iters, "step")}')
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
-    state = RunState()
-    if resumed and cfg.eval_only:
-        state = state_from(resumed.checkpoint)
-    elif resumed:
+    state = RunState(step if cfg.eval_only else 0)
+    if resumed and not cfg.eval_only:
         state = restore(resumed.checkpoint, model, optimizers, scaler)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError('the initial weights are not finite; start from an earlier checkpoint')

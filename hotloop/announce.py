@@ -5,6 +5,7 @@ import torch
 from configurator import differences
 from hotloop.dataloader import Mixture, windows_per_epoch
 from hotloop.device import attention_kernels
+from hotloop.files import counted
 
 
 def announce(run, settings, meta):
@@ -12,11 +13,9 @@ def announce(run, settings, meta):
     origin = 'checkpoint' if settings.resumed else 'derived'
     changed = differences([settings.model, run.cfg], settings.given, origin)
     cfg, lines = run.cfg, [*settings.notes, f'settings that differ from the defaults:\n{changed}']
-    lines += describe_machine(run) + describe_work(run, settings, meta)
-    if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
-        lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
-    if cfg.warmup_iters >= cfg.max_iters:
-        lines.append(f'note: the warmup of {cfg.warmup_iters} steps is longer than the run')
+    lines += describe_machine(run) + describe_work(run, meta)
+    if not cfg.eval_only:
+        lines += describe_length(run, settings)
     for line in lines:
         run.env.print_once(line)
 
@@ -25,7 +24,8 @@ def describe_machine(run):
     """Device, processes, dtype, compilation, attention."""
     env = run.env
     kernels = ', '.join(attention_kernels(run.model.config, env))
-    lines = [f'device: {env.device} ({env.reasons["device"]}), {env.world} x {env.threads} threads',
+    threads = counted(env.threads, 'thread')
+    lines = [f'device: {env.device} ({env.reasons["device"]}), {env.world} x {threads}',
              f'dtype: {str(env.dtype).removeprefix("torch.")} ({env.reasons["dtype"]})',
              f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})',
              f'attention: scaled_dot_product_attention; kernels available: {kernels}']
@@ -36,8 +36,8 @@ def describe_machine(run):
     return lines
 
 
-def describe_work(run, settings, meta):
-    """Data, model, batch and length of the run."""
+def describe_work(run, meta):
+    """Data, model and batch of the run."""
     cfg, batches, model, c = run.cfg, run.batches, run.model, run.model.config
     data = cfg.dataset
     if isinstance(run.val, Mixture):
@@ -48,15 +48,26 @@ def describe_work(run, settings, meta):
         data += " (no meta.json: read with nanoGPT's assumptions)"
     if batches.tokens is not None:
         data += ', in GPU memory'
-    tokens = batches.global_batch * c.block_size
-    epochs = cfg.max_iters * batches.global_batch / windows_per_epoch(batches.split.num_tokens, c.block_size)
-    resuming = f'; resuming at step {run.state.iter_num:,}' if settings.resumed else ''
     chunks = f', loss in {model.loss_chunks} chunks to save memory' if model.loss_chunks > 1 else ''
     return [f'data: {data}',
-            f'model: {c.preset}, {c.n_layer} layers x {c.n_embd} channels x {c.n_head} heads, context '
-            f'{c.block_size}, vocabulary {c.vocab_size}: {model.num_params():,} parameters, '
-            f'{model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP per token',
-            f'batch: {batches.micro_batch} sequences x {batches.accumulation} micro-batches x '
-            f'{run.env.world} processes = {tokens:,} tokens per step{chunks}',
-            f'run: {cfg.max_iters:,} steps, {cfg.max_iters * tokens:,} tokens, {epochs:.2f} epochs, '
-            f'into {cfg.out_dir}{resuming}']
+            f'model: {c.preset}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x '
+            f'{counted(c.n_head, "head")}, context {c.block_size}, vocabulary {c.vocab_size}: '
+            f'{model.num_params():,} parameters, {model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP per token',
+            f'batch: {counted(batches.micro_batch, "sequence")} x '
+            f'{counted(batches.accumulation, "micro-batch")} x {counted(run.env.world, "process")} = '
+            f'{batches.global_batch * c.block_size:,} tokens per step{chunks}']
+
+
+def describe_length(run, settings):
+    """Length and folder of the run, and notes on a schedule that is probably a mistake."""
+    cfg, batches = run.cfg, run.batches
+    windows = cfg.max_iters * batches.global_batch
+    epochs = windows / windows_per_epoch(batches.split.num_tokens, run.val.T)
+    resuming = f'; resuming at step {run.state.iter_num:,}' if settings.resumed else ''
+    lines = [f'run: {counted(cfg.max_iters, "step")}, {windows * run.val.T:,} tokens, {epochs:.2f} epochs, '
+             f'into {cfg.out_dir}{resuming}']
+    if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
+        lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
+    if cfg.warmup_iters >= cfg.max_iters:
+        lines.append(f'note: the warmup of {counted(cfg.warmup_iters, "step")} is longer than the run')
+    return lines

@@ -13,6 +13,7 @@ from pickle import UnpicklingError
 import numpy as np
 import torch
 
+from hotloop.divergence import what_next
 from hotloop.files import first_line, replacing
 
 OPTIMIZERS = ('optimizer', 'muon')  # names of their states in a checkpoint
@@ -101,8 +102,8 @@ class RunState:
 def checkpoint_of(run):
     """The state for a resume, in plain types, with nanoGPT's names. ValueError if a weight is not finite."""
     if not all(torch.isfinite(p).all() for p in run.model.parameters()):
-        raise ValueError(f'step {run.state.iter_num}: weights are not finite and are not saved; '
-                         'resume from the last checkpoint with --init_from=resume')
+        raise ValueError(f'step {run.state.iter_num}: weights are not finite and are not saved. '
+                         f'{what_next(run)}')
     checkpoint = {'model': run.model.state_dict(), 'scaler': run.scaler.state_dict(),
                   'model_args': run.model.config.model_args(), 'iter_num': run.state.iter_num,
                   'best_val_loss': run.state.best_val_loss, 'config': run.settings,

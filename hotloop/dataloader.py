@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import math
+import operator
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from configurator import SettingsError
 from hotloop.dataset import open_bin
+from hotloop.files import counted
 
 
 class Split:
@@ -26,9 +29,6 @@ class Split:
         if self.num_tokens != expected:
             raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, but meta.json says {expected:,}; '
                              'prepare it again')
-        if self.num_tokens <= T:
-            raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, too few for one window of '
-                             f'block_size={T} and its target; use more text or a smaller block_size')
         self.mask, self.num_bytes = None, self.tokens.nbytes
         mask_path = os.path.join(folder, f'{name}.mask.bin')
         if os.path.exists(mask_path):
@@ -151,13 +151,22 @@ def open_split(datasets, name, T):
     return Mixture([dataset.name for dataset in datasets], splits, [dataset.weight for dataset in datasets])
 
 
+def check_lengths(splits, T):
+    """ValueError if one of the Splits is too short for a window of T tokens and its target."""
+    shortest = min(splits, key=operator.attrgetter('num_tokens'))
+    if shortest.num_tokens <= T:
+        remedy = f' or --block_size={shortest.num_tokens - 1} at most' if shortest.num_tokens > 1 else ''
+        raise ValueError(f'{shortest.path} has {counted(shortest.num_tokens, "token")}, too few for one '
+                         f'window of block_size={T} and its target; use more text{remedy}')
+
+
 def share_batch(batch_size, accumulation, world):
     """(micro-batch, accumulation) of each process for the same global batch, micro-batch <= batch_size."""
     total = batch_size * accumulation
     if total % world:
         low = total // world * world
         nearest = f'{low} or {low + world}' if low else f'{world}'
-        raise ValueError(f'batch_size={batch_size} x gradient_accumulation_steps={accumulation} = {total} '
+        raise SettingsError(f'batch_size={batch_size} x gradient_accumulation_steps={accumulation} = {total} '
                          f'sequences cannot be divided evenly among {world} processes; use {nearest}')
     share = total // world
     micro_batch = max(n for n in range(1, min(batch_size, share) + 1) if share % n == 0)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop import host
-from hotloop.files import first_line
+from hotloop.files import counted, first_line
 
 
 def choose_device(name, local_rank=0):
@@ -32,7 +32,8 @@ def choose_device(name, local_rank=0):
         return torch.device(kind), reason
     index = int(number or local_rank)
     if index >= torch.cuda.device_count():
-        raise ValueError(f'cuda:{index} does not exist: this machine has {torch.cuda.device_count()} GPUs; '
+        count = counted(torch.cuda.device_count(), 'GPU')
+        raise ValueError(f'cuda:{index} does not exist: this machine has {count}; '
                          'under torchrun, start one process for each (--nproc_per_node)')
     return torch.device('cuda', index), f'{torch.cuda.get_device_name(index)}, {reason}'
 
@@ -54,6 +55,8 @@ def choose_dtype(name, device, training=False):
         return torch.float16, 'this GPU has no bf16 units; the loss is scaled'
     if device.type == 'cpu' and training and cpu_has_bf16():  # up to 1.4 times as fast as float32
         return torch.bfloat16, 'this CPU has bf16 units'
+    if device.type == 'cpu' and training:
+        return torch.float32, 'this CPU has no bf16 units'
     return torch.float32, f'the safe default on {device.type}'
 
 

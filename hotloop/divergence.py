@@ -48,5 +48,11 @@ def track_loss(run, step, loss):
 def divergence_message(run):
     """The error message of a run that has diverged."""
     return (f'step {run.diverged_at}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a row. '
-            'Those steps were skipped. Lower the learning rate and resume with --init_from=resume; with '
-            'dtype=float16 try bfloat16 or float32')
+            f'Those steps were skipped. {what_next(run)}; with dtype=float16 try bfloat16 or float32')
+
+
+def what_next(run):
+    """What to do after a divergence. Without a checkpoint there is nothing to resume from."""
+    if run.out.checkpoints():
+        return 'Lower the learning rate and resume with --init_from=resume'
+    return 'Start again with a lower learning_rate'

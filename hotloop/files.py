@@ -81,6 +81,12 @@ def read_json(path):
     return value
 
 
+def counted(number, noun):
+    """A number and its noun: 1 step, 1,200 steps, 2 processes."""
+    plural = 'es' if noun.endswith(('s', 'ch')) else 's'
+    return f'{number:,} {noun}{"" if number == 1 else plural}'
+
+
 def first_line(error):
     """The first line of an exception's text."""
     return str(error).strip().split('\n')[0]

@@ -9,7 +9,7 @@ import shlex
 import time
 
 from hotloop.device import peak_flops, peak_memory
-from hotloop.files import replacing
+from hotloop.files import counted, replacing
 
 
 class Log:
@@ -116,7 +116,7 @@ def log_step(run, lr, norm, lap):
         left = datetime.timedelta(seconds=int((cfg.max_iters - state.iter_num) * each))
         text += f'data {waited / seconds:.1%}, {left} left'
     if skipped:
-        text += f'; {skipped} non-finite steps skipped'
+        text += f'; {counted(skipped, "non-finite step")} skipped'
     run.log.write(text, step=state.iter_num, **numbers)
 
 
@@ -126,8 +126,9 @@ def log_evaluation(run, evaluation):
     numbers = {f'val_{name}': val[name] for name in ('loss', 'stderr', 'bpb', 'tokens')}
     numbers |= {'val_perplexity': math.exp(min(val['loss'], 700)), 'train_loss': train['loss'],
                 'eval_seconds': evaluation.seconds}
-    text = (f'step {step}: val loss {val["loss"]:.4f} +- {val["stderr"]:.4f}, '
-            f'perplexity {numbers["val_perplexity"]:.2f}')
+    text = f'step {step}: ' if step else ''  # with eval_only the step of the weights may be unknown
+    text += (f'val loss {val["loss"]:.4f} +- {val["stderr"]:.4f}, '
+             f'perplexity {numbers["val_perplexity"]:.2f}')
     if val['bpb'] is not None:
         text += f', {val["bpb"]:.4f} bits per byte'
     text += f' ({val["tokens"]:,} tokens); train loss {train["loss"]:.4f}; {evaluation.seconds:.1f} s'

@@ -8,7 +8,7 @@ import torch
 
 from hotloop.dataloader import kept_on_device, share_batch
 from hotloop.device import device_memory
-from hotloop.files import first_line
+from hotloop.files import counted, first_line
 
 MAX_TRIAL_TOKENS = 2**17  # per micro-batch; larger ones are no faster
 
@@ -51,13 +51,26 @@ def choose_batch_size(model, split, env, cfg):
                      f'{env.device}; use a smaller model or block_size, or --loss_chunks=16')
 
 
-def set_batch_size(cfg, micro_batch, T, notes):
+def set_batch_size(cfg, micro_batch, T, env, notes):
     """Replaces the configured micro-batch with the largest one that fits; the global batch stays the same."""
     if cfg.eval_iters is not None:  # it counts batches of the configured size
         cfg.eval_tokens, cfg.eval_iters = cfg.eval_iters * cfg.batch_size * T, None
     total = cfg.batch_size * cfg.gradient_accumulation_steps
     cfg.batch_size, cfg.gradient_accumulation_steps = micro_batch, total // micro_batch
-    notes.append(f'batch_size=auto: {micro_batch}, gradient_accumulation_steps={total // micro_batch}')
+    why = why_largest(micro_batch, total // env.world, T, env.device)
+    notes.append(f'batch_size=auto: {micro_batch} ({why}), '
+                 f'gradient_accumulation_steps={total // micro_batch}')
+
+
+def why_largest(micro_batch, sequences, T, device):
+    """Why choose_batch_size() found no larger micro-batch for the sequences of a process."""
+    if micro_batch == sequences:
+        return f'all {sequences} sequences of each process fit'
+    following = min(n for n in range(micro_batch + 1, sequences + 1) if sequences % n == 0)
+    if following * T > MAX_TRIAL_TOKENS:
+        return f'more than {MAX_TRIAL_TOKENS:,} tokens at once are no faster'
+    memory = f'{device_memory(device) / 1e9:.0f} GB of memory here'
+    return f'the largest that fits {"half of the" if device.type == "cpu" else "the"} {memory}'
 
 
 def batch_fits(model, batch, env, cfg, reserve):
@@ -88,7 +101,8 @@ def memory_advice(run, env, error):
         return (f'the model does not fit in the memory of {env.device} ({first_line(error)}); reduce '
                 'n_layer, n_embd, block_size or batch_size')
     if isinstance(error, MemoryError):  # numpy's, for the windows of a step; torch has its own
-        return (f'a step of {run.batches.global_batch:,} sequences, batch_size x '
+        return (f'a step of {counted(run.batches.global_batch, "sequence")}, batch_size x '
                 f'gradient_accumulation_steps, does not fit in memory: {first_line(error)}')
-    return (f'a micro-batch of {run.batches.micro_batch} sequences of {run.val.T} tokens does not fit in the '
-            f'memory of {env.device}; --batch_size=auto finds the largest that does, for the same step')
+    return (f'a micro-batch of {counted(run.batches.micro_batch, "sequence")} of {run.val.T} tokens does not '
+            f'fit in the memory of {env.device}; '
+            '--batch_size=auto finds the largest that does, for the same step')

@@ -35,8 +35,11 @@ def find_resumed(cfg, notes):
 def settings_of(checkpoint, shape):
     """{name: value} that a checkpoint gives the run that resumes it; shape: resolved, of its model."""
     saved = {**checkpoint['model_args'], **checkpoint.get('config', {}), **shape}
-    # nanoGPT's, without 'state': its dtype and compile were chosen for another machine
-    own = OWN if 'state' in checkpoint else OWN | {'dtype', 'compile'}
+    own = OWN
+    if 'state' not in checkpoint:  # nanoGPT's: its dtype and compile were chosen for another machine
+        own = OWN | {'dtype', 'compile'}
+        if saved.get('compile') is False:  # not its default, so a wish
+            own = OWN | {'dtype'}
     return {name: value for name, value in saved.items() if name not in own}
 
 

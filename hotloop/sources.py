@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from hotloop.documents import standard_input
 from hotloop.download import download, hub
+from hotloop.files import counted
 
 
 class File(NamedTuple):
@@ -182,7 +183,8 @@ def open_corpus(name, cfg):
         val = ()
     share = len(train) / len(corpus.train)
     size, need = corpus.download * share / 1e6, (corpus.download + corpus.bins) * share / 1e6
-    print(f'{name}: {corpus.about}; license {corpus.license}; {len(train) + len(val)} files to download, '
+    files = counted(len(train) + len(val), 'file')
+    print(f'{name}: {corpus.about}; license {corpus.license}; {files} to download, '
           f'about {size:,.0f} MB; needs {need:,.0f} MB of disk space, bins included', flush=True)
     os.makedirs(cfg.data_dir, exist_ok=True)
     free = shutil.disk_usage(cfg.data_dir).free / 1e6

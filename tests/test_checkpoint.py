@@ -216,8 +216,11 @@ def test_a_checkpoint_has_nanogpts_names_and_plain_values(path):
 def test_weights_that_are_not_finite_are_not_saved():
     run = tiny_run()
     run.model.transformer.wte.weight.data[0, 0] = math.nan
-    with pytest.raises(ValueError, match=r'step 1: weights are not finite.*--init_from=resume'):
-        checkpoint_of(run)
+    for saved, remedy in ((['ckpt.pt'], 'resume with --init_from=resume'),
+                          ([], 'Start again with a lower learning_rate')):
+        run.out = SimpleNamespace(checkpoints=lambda saved=saved: saved)
+        with pytest.raises(ValueError, match=f'step 1: weights are not finite.*{remedy}'):
+            checkpoint_of(run)
 
 
 @pytest.mark.parametrize('change, words', [

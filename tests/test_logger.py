@@ -67,13 +67,13 @@ def test_speed_is_measured_without_pauses(monkeypatch):
 def test_what_a_run_prints_about_itself(train_tiny, capsys):
     train_tiny(max_iters=2, min_lr=1, warmup_iters=5)
     out = capsys.readouterr().out
-    for line in (r'^  max_iters = 2  \(--max_iters\)$', r'^device: cpu \(requested\), 1 x 1 threads$',
+    for line in (r'^  max_iters = 2  \(--max_iters\)$', r'^device: cpu \(requested\), 1 x 1 thread$',
                  r'^dtype: float32 \(requested\)$', r'^compile: off \(requested\)$',
                  r'^attention: scaled_dot_product_attention; kernels available: .*math',
                  r'^data: tiny, 4,001 training and 487 validation tokens, byte tokenizer$',
                  r'^model: gpt2, 2 layers x 32 channels x 2 heads, context 16, vocabulary 257: [\d,]+ '
                  r'parameters, ',
-                 r'^batch: 4 sequences x 2 micro-batches x 1 processes = 128 tokens per step$',
+                 r'^batch: 4 sequences x 2 micro-batches x 1 process = 128 tokens per step$',
                  r'^run: 2 steps, 256 tokens, 0.06 epochs, into ',
                  r'^note: min_lr=1 is above learning_rate: ', r'^note: the warmup of 5 steps is longer',
                  r'^step 1/2: loss [\d.]+, lr .*including startup$',

@@ -131,7 +131,7 @@ def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
     for rows, templates in ((chats + pairs, ['chatml', 'joined']), (pairs, ['joined'])):
         (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}]))
         assert make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]['templates'] == templates
-        assert '1 rows without text or without an answer were skipped' in capsys.readouterr().out
+        assert 'skipped 1 row without text or without an answer' in capsys.readouterr().out
     for split, counts in read_meta(str(tmp_path / 'data' / 'x'))['splits'].items():
         mask = (tmp_path / 'data' / 'x' / f'{split}.mask.bin').read_bytes()
         assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
