@@ -52,7 +52,8 @@ def describe_work(run, meta):
     return [f'data: {data}',
             f'model: {c.preset}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x '
             f'{counted(c.n_head, "head")}, context {c.block_size}, vocabulary {c.vocab_size}: '
-            f'{model.num_params():,} parameters, {model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP per token',
+            f'{model.num_params():,} parameters, '
+            f'{model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP per token',
             f'batch: {counted(batches.micro_batch, "sequence")} x '
             f'{counted(batches.accumulation, "micro-batch")} x {counted(run.env.world, "process")} = '
             f'{batches.global_batch * c.block_size:,} tokens per step{chunks}']

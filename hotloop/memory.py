@@ -57,20 +57,20 @@ def set_batch_size(cfg, micro_batch, T, env, notes):
         cfg.eval_tokens, cfg.eval_iters = cfg.eval_iters * cfg.batch_size * T, None
     total = cfg.batch_size * cfg.gradient_accumulation_steps
     cfg.batch_size, cfg.gradient_accumulation_steps = micro_batch, total // micro_batch
-    why = why_largest(micro_batch, total // env.world, T, env.device)
+    why = why_largest(micro_batch, total // env.world, T, env)
     notes.append(f'batch_size=auto: {micro_batch} ({why}), '
                  f'gradient_accumulation_steps={total // micro_batch}')
 
 
-def why_largest(micro_batch, sequences, T, device):
+def why_largest(micro_batch, sequences, T, env):
     """Why choose_batch_size() found no larger micro-batch for the sequences of a process."""
     if micro_batch == sequences:
-        return f'all {sequences} sequences of each process fit'
+        return f'all {sequences} sequences of {"the step" if env.world == 1 else "each process"} fit'
     following = min(n for n in range(micro_batch + 1, sequences + 1) if sequences % n == 0)
     if following * T > MAX_TRIAL_TOKENS:
         return f'more than {MAX_TRIAL_TOKENS:,} tokens at once are no faster'
-    memory = f'{device_memory(device) / 1e9:.0f} GB of memory here'
-    return f'the largest that fits {"half of the" if device.type == "cpu" else "the"} {memory}'
+    memory = f'{device_memory(env.device) / 1e9:.0f} GB of memory here'
+    return f'the largest that fits {"half of the" if env.device.type == "cpu" else "the"} {memory}'
 
 
 def batch_fits(model, batch, env, cfg, reserve):
