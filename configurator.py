@@ -146,7 +146,7 @@ def assigned_lines(tree):
     return lines
 
 
-def lines_without_effect(tree, path):
+def lines_without_effect(source, tree, path):
     """One problem for each line that looks like a setting but sets nothing: `a: 8`, `a == 8`, `a`."""
     acting, problems = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom, []
     for node in outer_nodes(tree):
@@ -162,8 +162,9 @@ def lines_without_effect(tree, path):
                 pass
             case _:
                 continue
-        problems.append(f'{path}, line {node.lineno}: {ast.unparse(node)!r} sets nothing; '
-                        f'write {name} = {ast.unparse(value) if value else "VALUE"}')
+        remedy = f'write {name} = {ast.get_source_segment(source, value) if value else "VALUE"}'
+        line = ast.get_source_segment(source, node)
+        problems.append(f'{path}, line {node.lineno}: {line!r} sets nothing; {remedy}')
     return problems
 
 
@@ -192,7 +193,7 @@ def read_file(path, settings, fields, removed):
         with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
             source = f.read()
         tree = ast.parse(source, path)
-        lines, problems = assigned_lines(tree), lines_without_effect(tree, path)
+        lines, problems = assigned_lines(tree), lines_without_effect(source, tree, path)
         exec(compile(source, path, 'exec'), namespace)
     except (Exception, SystemExit) as e:
         places = [entry.lineno for entry in traceback.extract_tb(e.__traceback__) if entry.filename == path]

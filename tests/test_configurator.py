@@ -1,5 +1,6 @@
 """Settings: what files and flags may contain, what is refused, and in which words."""
 
+import ast
 import dataclasses
 import enum
 import os
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import configurator
-from configurator import accept, as_file, call_main, configure, differences
+from configurator import SettingsError, accept, as_file, assigned_lines, call_main, configure, differences
 
 REPO = os.path.dirname(os.path.abspath(configurator.__file__))
 
@@ -171,6 +172,65 @@ def test_what_is_wrong_in_a_file_is_an_error_with_its_line(card, text, problem):
     assert line.startswith(path + problem)
 
 
+@pytest.mark.parametrize('text, line, remedy', [
+    ('n_layer: 8\n', 1, 'n_layer = 8'), ('\nmax_iters == 5\n', 2, 'max_iters = 5'),
+    ('n_lair: int\n', 1, 'n_lair = VALUE'), ('n_ff: int | None\n', 1, 'n_ff = VALUE'),
+    ("if True:\n    norm: 'rmsnorm'\n", 2, "norm = 'rmsnorm'"), ('min_lr == 1e-3\n', 1, 'min_lr = 1e-3'),
+    ('for _ in (1, 2):\n    n_layer\n', 2, 'NAME = VALUE'), ('8\n', 1, 'NAME = VALUE'),
+    ('with open(__file__) as _f:\n    n_layer == 3\n', 2, 'n_layer = 3'), ('1, 2\n', 1, 'NAME = VALUE'),
+    ('try:\n    n_layer == 3\nexcept OSError:\n    pass\n', 2, 'n_layer = 3'),
+    ('try:\n    pass\nexcept OSError:\n    n_layer == 3\n', 4, 'n_layer = 3')])
+def test_a_line_that_sets_nothing_is_an_error_with_its_remedy(card, text, line, remedy):
+    """`batch_size: 8` and `max_iters == 5` are valid Python, and training would start at the defaults."""
+    path = card(text)
+    source = text.splitlines()[line - 1].strip()
+    assert refusal(path) == [f'{path}, line {line}: {source!r} sets nothing; write {remedy}']
+
+
+def test_lines_that_act_or_comment_set_nothing_and_are_fine(card):
+    values, given, _ = conf(card('''\
+"""A docstring."""
+n_layer: int = 8
+'a comment'
+if n_layer > 9:
+    ...
+print(end='')
+[print(end='') for _ in range(2)]
+n_head == 5 or print(end='')
+(n_ff := 3)
+def double(n):
+    n_head: int
+    n == 5
+    return 2 * n
+class Helper:
+    n_head: int
+'''))
+    assert set(given) == {'n_layer', 'n_ff'} and (values['n_layer'], values['n_ff']) == (8, 3)
+
+
+def test_only_an_assignment_counts_as_one():
+    tree = ast.parse('a: int = 1\nb: 8\nif a:\n    c = 2\n    c: 3\n    def d():\n        e = 4\na = 2\n')
+    assert assigned_lines(tree) == {'a': 8, 'c': 4}
+
+
+@pytest.mark.parametrize('word, hint', [
+    ('quickstart', 'config/quickstart.py'), ('config/quickstart', 'config/quickstart.py'),
+    ('config/quikstart.py', 'config/quickstart.py'),
+    ('train_shakespeare_char.py', 'config/shakespeare_char.py'),  # nanoGPT's
+    ('n_layer=8', '--n_layer=8'), ('-n_layer=8', '--n_layer=8'), ('n-layer=8', '--n_layer=8'),
+    ('n_layr=8', '--n_layer=8'), ('-eval_only', '--eval_only'), ('n_layer', '--n_layer')])
+def test_a_word_that_is_no_file_gets_a_suggestion(monkeypatch, word, hint):
+    """The nearest card beside the scripts, or the flag without its dashes."""
+    monkeypatch.chdir(REPO)
+    assert refusal(word) == [f'{word}: No such file or directory; did you mean {hint}?']
+
+
+def test_a_word_like_nothing_gets_no_suggestion(card):
+    assert refusal('qqqqqqq') == ['qqqqqqq: No such file or directory']
+    path = card("open('quickstart')\n")  # a file that a card misses is not a card
+    assert refusal(path)[0].endswith('No such file or directory')
+
+
 def test_the_encoding_of_a_file(card, tmp_path):
     (tmp_path / 'latin.py').write_bytes(b"out_dir = 'caf\xe9'\n")
     assert 'decode byte 0xe9' in refusal(str(tmp_path / 'latin.py'))[0]
@@ -296,6 +356,25 @@ def test_exactly_two_folders_are_ours(capsys, file, ours):
     with pytest.raises(SystemExit if ours else ValueError):
         call_main(namespace['fail'])
     assert capsys.readouterr().err == ('error: deep\n' if ours else '')
+
+
+def test_one_process_prints_an_error_in_the_settings(capsys, monkeypatch):
+    """The others wait for it, because torchrun kills all once one has ended. Other errors are of a rank."""
+    waits = []
+    monkeypatch.setattr('time.sleep', waits.append)
+    for rank in '012':
+        monkeypatch.setenv('RANK', rank)
+        monkeypatch.setenv('LOCAL_RANK', rank)
+        code, out, err = run(lambda: configure(Shape, argv=['--n_head=x']), capsys)
+        assert (code, out) == (1, '')
+        assert err == ('error: --n_head: expected an integer, not \'x\'\n' if rank == '0' else '')
+    assert len(waits) == 2 and issubclass(SettingsError, ValueError)
+    assert run(lambda: accept('x', int), capsys)[2] == "error: expected an integer, not 'x'\n"
+
+
+def test_a_main_without_a_status_returns(capsys):
+    """check_early() comes before the rest of a script."""
+    assert call_main(print, 'checked') is None and capsys.readouterr().out == 'checked\n'
 
 
 def test_an_interrupt_and_a_closed_pipe_end_without_a_traceback(capsys):

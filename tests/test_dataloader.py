@@ -14,6 +14,7 @@ from hotloop.dataloader import (
     Batches,
     Mixture,
     Split,
+    check_lengths,
     epoch_order,
     kept_on_device,
     micro_seed,
@@ -211,6 +212,20 @@ def test_bins_and_masks_that_cannot_be(tmp_path, tokens, mask, said, words):
     meta = {**read_meta(str(tmp_path)), 'splits': {'train': {'tokens': said}}}
     with pytest.raises(ValueError, match=words):
         Split(str(tmp_path), 'train', meta, T)
+
+
+def test_a_window_must_fit_every_split(tmp_path):
+    """The error names the largest block_size for both splits, not for the first that is too short."""
+    write_bins(tmp_path, noise(16), noise(9))
+    splits = [Split(str(tmp_path), name, read_meta(str(tmp_path)), T) for name in ('train', 'val')]
+    with pytest.raises(ValueError, match=r'val\.bin has 9 tokens, too few for one window of block_size=16 '
+                                         r'and its target; use more text or --block_size=8 at most$'):
+        check_lengths(splits, T)
+    check_lengths(splits, 8)
+    write_bins(tmp_path, noise(16), noise(1))
+    splits[1] = Split(str(tmp_path), 'val', read_meta(str(tmp_path)), T)
+    with pytest.raises(ValueError, match=r'has 1 token, .*; use more text$'):
+        check_lengths(splits, T)
 
 
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path):

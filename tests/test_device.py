@@ -51,7 +51,8 @@ def test_cpus_train_in_bf16_if_they_have_it_and_generate_in_float32(monkeypatch,
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: has, raising=False)
     monkeypatch.setattr(torch.backends.mkldnn, 'is_available', lambda: True)
     assert choose_dtype('auto', CPU)[0] == torch.float32
-    assert choose_dtype('auto', CPU, training=True)[0] == (torch.bfloat16 if has else torch.float32)
+    assert choose_dtype('auto', CPU, training=True) == (
+        (torch.bfloat16, 'this CPU has bf16 units') if has else (torch.float32, 'this CPU has no bf16 units'))
     assert choose_dtype('bfloat16', CPU) == (torch.bfloat16, 'requested')
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from hotloop.checkpoint import RunState
-from hotloop.divergence import MAX_BAD_STEPS, SPIKE_WINDOW, collect_steps
+from hotloop.divergence import MAX_BAD_STEPS, SPIKE_WINDOW, collect_steps, divergence_message
 
 
 def collected(losses, at_once=1):
@@ -36,6 +36,14 @@ def test_the_step_of_a_divergence_does_not_depend_on_when_steps_are_read():
     losses = [*steady(10), None, 2.0, *[None] * (MAX_BAD_STEPS + 5)]
     assert {collected(losses, n).diverged_at for n in (1, len(losses))} == {12 + MAX_BAD_STEPS}
     assert collected(losses[:11 + MAX_BAD_STEPS]).diverged_at is None
+
+
+def test_a_divergence_before_the_first_save_is_no_reason_to_resume():
+    for saved, remedy in ((['ckpt.pt'], 'Lower the learning rate and resume with --init_from=resume;'),
+                          ([], 'Start again with a lower learning_rate;')):
+        out = SimpleNamespace(checkpoints=lambda saved=saved: saved)
+        message = divergence_message(SimpleNamespace(diverged_at=20, out=out))
+        assert message.startswith('step 20: ') and remedy in message and ('resume' in message) == bool(saved)
 
 
 def test_a_spike_is_logged_once_and_does_not_enter_the_usual_losses():

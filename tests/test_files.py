@@ -7,8 +7,18 @@ import signal
 import pytest
 from conftest import contents, error_of
 
-from hotloop.files import Progress, first_line, hash_file, is_inside, lock, optional, read_json, replacing
-from hotloop.host import cores, memory, peak_memory
+from hotloop.files import (
+    Progress,
+    counted,
+    first_line,
+    hash_file,
+    is_inside,
+    lock,
+    optional,
+    read_json,
+    replacing,
+)
+from hotloop.host import cores, memory, peak_memory, threads_for
 
 
 def test_a_file_is_replaced_when_it_is_complete(tmp_path):
@@ -65,6 +75,8 @@ def test_small_helpers(tmp_path, capsys):
     assert is_inside(tmp_path / 'a' / '..' / 'a' / 'f', tmp_path / 'a') and is_inside(tmp_path, tmp_path)
     assert not is_inside(tmp_path / 'ab', tmp_path / 'a')
     assert first_line(ValueError('\none\ntwo')) == 'one'
+    assert [counted(1, 'step'), counted(1200, 'step'), counted(0, 'process'), counted(2, 'micro-batch')] == [
+        '1 step', '1,200 steps', '0 processes', '2 micro-batches']
     assert error_of(optional, 'nothing.part', 'reads dreams') == 'nothing reads dreams: pip install nothing'
     progress = Progress(100e6)
     progress.start -= 10
@@ -85,6 +97,18 @@ def test_cores_are_those_of_the_affinity_mask_and_of_a_quota(tmp_path, monkeypat
                                      ('1000 100000', 1, 1), ('nonsense', 6, 4)):
         (tmp_path / 'fs/cgroup/cpu.max').write_text(quota + '\n')
         assert (cores(system=tmp_path), cores(physical=True, system=tmp_path)) == (logical, physical)
+
+
+def test_threads_are_those_of_omp_num_threads_or_a_share_of_the_cores(monkeypatch):
+    """torchrun sets OMP_NUM_THREADS=1 for several processes if the user has not set it."""
+    monkeypatch.setattr('hotloop.host.cores', lambda physical: 8)
+    for asked, alone, of_four in ((None, 8, 2), ('1', 1, 2), ('3', 3, 3), ('6,2', 6, 6), ('', 8, 2),
+                                  ('x', 8, 2), ('0', 8, 2)):
+        monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+        if asked is not None:
+            monkeypatch.setenv('OMP_NUM_THREADS', asked)
+        assert (threads_for(1), threads_for(4)) == (alone, of_four), asked
+    assert threads_for(16) == 1
 
 
 def test_memory_is_that_of_the_container(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hotloop.distributed import Env
-from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice
+from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, why_largest
 from model import GPT, GPTConfig
 
 GB = 2**30
@@ -68,6 +68,17 @@ def test_a_cpu_is_not_asked_for_more_than_half_its_memory(model, monkeypatch):
     memory = 2 * (5 * sequence + 8 * model.num_params())
     monkeypatch.setattr('hotloop.memory.device_memory', lambda device: memory)
     assert choose_batch_size(model, SPLIT, Env(), config(24, 1)) == 4 and tried == [4]
+
+
+def test_the_choice_has_a_reason(monkeypatch):
+    """64 sequences of 1,024 tokens: all of them, as many as fit, as many as are useful."""
+    monkeypatch.setattr('hotloop.memory.device_memory', lambda device: 24e9)
+    gpu = Env(device=torch.device('cuda'))
+    assert why_largest(64, 64, 1024, Env()) == 'all 64 sequences of the step fit'
+    assert why_largest(64, 64, 1024, Env(0, 2)) == 'all 64 sequences of each process fit'
+    assert why_largest(16, 64, 1024, Env()) == 'the largest that fits half of the 24 GB of memory here'
+    assert why_largest(16, 64, 1024, gpu) == 'the largest that fits the 24 GB of memory here'
+    assert why_largest(128, 512, 1024, gpu) == 'more than 131,072 tokens at once are no faster'
 
 
 @pytest.mark.parametrize('error, kind, words', [

@@ -19,6 +19,7 @@ from hotloop.dataloader import Batches, Split
 from hotloop.dataset import read_meta
 from hotloop.device import try_compile
 from hotloop.distributed import Env
+from hotloop.resume import settings_of
 from model import GPT, GPTConfig
 
 RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
@@ -298,6 +299,13 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     for name, weight in gpt.state_dict().items():
         assert torch.allclose(ours['model'][name], weight, atol=1e-5), name
     assert 'char tokenizer' in capsys.readouterr().out
+
+
+def test_a_run_of_nanogpt_without_compilation_stays_without():
+    """compile=False was a wish of its user; compile=True is nanoGPT's default."""
+    for asked, ours in ((False, {'seed': 1, 'compile': False}), (True, {'seed': 1})):
+        config = {'compile': asked, 'dtype': 'bfloat16', 'device': 'cuda', 'seed': 1}
+        assert settings_of({'model_args': {}, 'config': config}, {}) == ours
 
 
 def test_weights_that_are_not_finite_are_not_resumed(train_tiny, stopped):

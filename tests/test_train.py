@@ -20,6 +20,7 @@ import torch
 from conftest import TINY, at_step, error_of, load, noise, rows, same, write_bins
 
 import train
+from configurator import SettingsError
 from hotloop.dataloader import Batches, Split, windows_per_epoch
 from hotloop.dataset import read_meta
 from hotloop.distributed import Env
@@ -436,7 +437,9 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     for out, source in (('out', 'resume'), ('new', tmp_path / 'out'), ('new', 'scratch')):
         assert train_tiny(out, eval_only=True, init_from=source) == 0
         assert files() == before and not (tmp_path / 'new').exists()
-        assert (loss in capsys.readouterr().out) == (source != 'scratch')
+        out = capsys.readouterr().out
+        assert (loss in out) == (source != 'scratch') and not re.search('^run: ', out, re.M)
+        assert ('step 4: val loss' in out) == (source != 'scratch') and 'step 0' not in out
 
 
 @pytest.mark.parametrize('settings, match', [
@@ -477,10 +480,14 @@ def test_processes_that_cannot_work(train_tiny, monkeypatch):
     for name, value in (('WORLD_SIZE', '2'), ('RANK', '0'), ('LOCAL_RANK', '0'), ('LOCAL_WORLD_SIZE', '2')):
         monkeypatch.setenv(name, value)
     assert 'backend=nccl needs GPUs, and the device is cpu' in error_of(train_tiny, backend='nccl')
-    monkeypatch.setattr(train, 'open_process_group', lambda *args: None)
-    monkeypatch.setattr(train.dist, 'destroy_process_group', lambda: None)
-    assert '= 5 sequences cannot be divided evenly among 2 processes; use 4 or 6' in error_of(
-        train_tiny, batch_size=5, gradient_accumulation_steps=1)
+
+
+def test_the_share_of_the_batch_is_checked_before_the_processes_meet(train_tiny, monkeypatch):
+    """Every process finds this error, and one prints it."""
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setattr(train, 'setup', lambda cfg: pytest.fail('too late'))
+    with pytest.raises(SettingsError, match=r'= 5 sequences cannot be .* among 2 processes; use 4 or 6'):
+        train_tiny(batch_size=5, gradient_accumulation_steps=1)
 
 
 @pytest.mark.parametrize('what, error, words', [

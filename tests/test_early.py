@@ -1,0 +1,104 @@
+"""The check before the imports: it refuses what the script would refuse, at once, and nothing else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sample
+import train
+from configurator import configure
+from hotloop import early
+from hotloop.early import check_early, may_run_twice
+from model import GPTConfig
+
+ROOT = Path(train.__file__).parent
+SCRIPTS = {'train.py': (('model.py', 'train.py'), (GPTConfig, train.TrainConfig), train),
+           'sample.py': (('sample.py',), (sample.SampleConfig,), sample)}
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """check(script, *argv): the text of its error, None if there is none."""
+    monkeypatch.setattr(early.host, 'end_spins_early', lambda: None)
+
+    def check_words(script, *argv):
+        monkeypatch.setattr(sys, 'argv', [script, *map(str, argv)])
+        try:
+            return check_early(*SCRIPTS[script][0])
+        except ValueError as e:
+            return str(e)
+    return check_words
+
+
+@pytest.mark.parametrize('script, argv', [
+    ('train.py', ['--bath_size=8']), ('train.py', ['--batch_size=x', '--nlayer=2']),
+    ('train.py', ['quickstart']),
+    ('train.py', ['--keep_last=1']), ('train.py', ['--n_head=5']), ('train.py', ['--profile']),
+    ('train.py', ['config/quickstart.py', '--n_head=5']), ('train.py', ['--mirror_dir=', '--seed=-1']),
+    ('sample.py', ['--top_p=2']), ('sample.py', ['--logprobs']), ('sample.py', ['--hepl'])])
+def test_it_refuses_in_the_words_of_the_script(check, monkeypatch, script, argv):
+    monkeypatch.chdir(ROOT)
+    _, classes, module = SCRIPTS[script]
+    with pytest.raises(ValueError) as e:
+        configure(*classes, argv=argv, removed=getattr(module, 'REMOVED', None))
+    assert check(script, *argv) == str(e.value)
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_it_prints_the_help_of_the_script(check, capsys, script):
+    _, classes, module = SCRIPTS[script]
+    with pytest.raises(SystemExit):
+        check(script, '--help')
+    early_help = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        configure(*classes, argv=['-h'], about=module.__doc__)
+    assert early_help == capsys.readouterr().out and len(early_help) > 1000
+
+
+@pytest.mark.parametrize('card', sorted((ROOT / 'config').glob('*.py')), ids=lambda card: card.stem)
+def test_it_checks_every_card(check, card):
+    """None of them calls anything, so a wrong value beside them is found at once."""
+    assert may_run_twice(card) and check('train.py', card) is None
+    assert check('train.py', card, '--keep_last=1').startswith('keep_last=1 must be')
+
+
+def test_it_leaves_to_the_script_what_it_cannot_know(check, tmp_path, capsys):
+    """A file that calls something runs once; problems() may need imports, here that of is_inside."""
+    (tmp_path / 'card.py').write_text("print('once')\nn_head = 5\n")
+    assert check('train.py', tmp_path / 'card.py') is None and capsys.readouterr().out == ''
+    assert 'unknown setting' in check('train.py', tmp_path / 'card.py', '--bath_size=8')
+    assert capsys.readouterr().out == 'once\n'  # the process ends, so all errors are shown together
+    assert check('train.py', f'--out_dir={tmp_path}/a/b', f'--mirror_dir={tmp_path}/a') is None
+
+
+def test_a_pipe_is_read_once(check, tmp_path):
+    """`python train.py <(echo n_head = 5)`; opening this one would wait for a writer."""
+    os.mkfifo(tmp_path / 'pipe.py')
+    assert not may_run_twice(tmp_path / 'pipe.py') and check('train.py', tmp_path / 'pipe.py') is None
+
+
+def test_notes_on_a_config_of_an_older_run_are_printed_once(check, tmp_path, capsys):
+    path = tmp_path / 'config.py'
+    path.write_text('# all settings of the run in this folder\nprofile = False\n')
+    assert check('train.py', path) is None and capsys.readouterr().out == ''
+
+
+@pytest.mark.parametrize('script', SCRIPTS)
+def test_a_script_that_refuses_has_not_imported_torch(script):
+    done = subprocess.run([sys.executable, '-X', 'importtime', script, '--nonsense=1'], cwd=ROOT, text=True,
+                          capture_output=True, check=False)
+    *imports, error = done.stderr.splitlines()
+    assert done.returncode == 1 and error == "error: --nonsense: unknown setting 'nonsense'"
+    assert len(imports) > 20 and not any(line.endswith(('| torch', '| numpy')) for line in imports)
+
+
+@pytest.mark.parametrize('given, expected', [
+    ({}, {'GOMP_SPINCOUNT': str(early.host.SPINS)}), ({'GOMP_SPINCOUNT': '7'}, {'GOMP_SPINCOUNT': '7'}),
+    ({'OMP_WAIT_POLICY': 'active'}, {'OMP_WAIT_POLICY': 'active'})])
+def test_threads_sleep_early_unless_the_user_has_set_how_they_wait(monkeypatch, given, expected):
+    monkeypatch.setattr(os, 'environ', dict(given))
+    early.host.end_spins_early()
+    assert os.environ == expected
