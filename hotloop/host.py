@@ -5,8 +5,8 @@ import math
 import os
 import sys
 
-# iterations that an idle OpenMP thread of torch (libgomp) spins before it sleeps: about 40 microseconds. Its
-# own value is 300,000, 12 milliseconds; two runs on the same cores then wait for each other at every barrier
+# iterations that an idle OpenMP thread of torch (libgomp) spins before it sleeps: about 25 microseconds. Its
+# own value is 300,000, 7 milliseconds; two runs on the same cores then wait for each other at every barrier
 SPINS = 1000
 
 
