@@ -1,8 +1,8 @@
 """
 A step of config/quickstart.py alone, and two runs at the same time on the same cores.
 
-    $ python tests/bench/side_by_side.py                     # libgomp's own spinning, and ours
-    $ python tests/bench/side_by_side.py --spins 0 100 10000   # other settings of GOMP_SPINCOUNT too
+    $ python tests/bench/side_by_side.py --compile             # libgomp's own spinning, and ours
+    $ python tests/bench/side_by_side.py --spins 0 100 10000   # other values of GOMP_SPINCOUNT too
 
 Each row has two processes with their own setting. They stay and wait for their turn; all rows alternate. The
 ratio is the step of one of two runs over the step of one alone: 2 if the two only share the cores.
@@ -19,12 +19,12 @@ from step_speed import SHAPES, Side, write_data
 from hotloop.host import SPINS
 
 
-def start(spins, folder, threads):
+def start(spins, folder, threads, compiling):
     """Two workers with the step of config/quickstart.py and this GOMP_SPINCOUNT; None: libgomp's own."""
     os.environ.pop('GOMP_SPINCOUNT', None)
     if spins is not None:
         os.environ['GOMP_SPINCOUNT'] = str(spins)
-    recipe = dict(shape='quickstart', preset='modern', optimizer='muon', batch=8, compile='auto')
+    recipe = dict(shape='quickstart', preset='modern', optimizer='muon', batch=8, compile=compiling)
     return [Side(f'spins {spins}', folder=folder, device='cpu', threads=threads, dtype='auto', **recipe)
             for _ in range(2)]
 
@@ -45,11 +45,14 @@ def main():
     parser.add_argument('--steps', type=int, default=20, help='of each turn')
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--threads', type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument('--compile', action='store_true', help='compile the step, as the card does')
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_data(folder, SHAPES['quickstart']['vocab_size'], 2_000_000)
-        pairs = {spins: start(spins, folder, args.threads) for spins in (None, SPINS, *args.spins)}
+        pairs = {}
+        for spins in (None, SPINS, *args.spins):
+            pairs[spins] = start(spins, folder, args.threads, args.compile)
         alone, both = {spins: [] for spins in pairs}, {spins: [] for spins in pairs}
         for _ in range(args.rounds):
             for spins, pair in pairs.items():
