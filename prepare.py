@@ -23,14 +23,16 @@ import numpy as np
 
 from configurator import call_main, configure
 from hotloop import dataset
-from hotloop.bpe import train_bpe
+from hotloop.bpe import count_words, learn_merges
+from hotloop.chat_template import MARK, marks_of
 from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
 from hotloop.files import Progress
 from hotloop.holdout import plan_holdout, split_pieces
 from hotloop.host import cores
 from hotloop.sources import COMPRESSED, CORPORA, check_kinds, files_of, how_to_make, open_corpus
-from hotloop.tokenizer import MAX_VOCAB, TIKTOKEN_NAMES, BPETokenizer, read_tokenizer_json, tokenizer_from
+from hotloop.tokenizer import BPETokenizer, tokenizer_from
+from hotloop.tokenizer_source import find_tokenizer
 
 
 @dataclass
@@ -45,20 +47,13 @@ class PrepareConfig:
     val_fraction: float | None = None  # fraction to hold out; None: 0.1, or a named corpus's default
     seed: int = 1337  # chooses which documents are held out
     # --- tokens
-    tokenizer: str | None = None  # byte, char, bpe:SIZE (trained here), gpt2 etc., or a tokenizer.json
+    tokenizer: str | None = None  # byte, char, bpe:SIZE (trained here), gpt2 etc.; or a dataset, run or file
     bos: bool = False  # begin each document with the tokenizer's begin-of-text id
     num_proc: int | None = None  # number of tokenizer processes; None: one per CPU core
 
     def problems(self):
         """The problems with the settings, one sentence each."""
         problems = []
-        name = self.tokenizer or 'byte'
-        kind, _, size = name.partition(':')
-        is_bpe = kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB
-        is_file = os.path.basename(name) == 'tokenizer.json' or os.path.isdir(name)
-        if not is_bpe and not is_file and name not in ('byte', 'char', *TIKTOKEN_NAMES):
-            problems.append(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
-                            f'{", ".join(TIKTOKEN_NAMES)}, or the path of a tokenizer.json')
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             problems.append(f'val_fraction={self.val_fraction} must be between 0 and 1')
         if self.val and self.val_fraction is not None:
@@ -105,19 +100,21 @@ def output_folder(data_dir, name):
 
 def open_sources(sources, cfg, reading, spool):
     """
-    (training files, validation files) of the positional arguments. Standard input is copied to `spool`.
-    A tokenizer, val_fraction or separator that is None in the settings takes the source's value.
+    (training files, validation files, Tokenizer or None) of the positional arguments. Standard input is
+    copied to `spool`. A tokenizer, val_fraction or separator that is None in the settings takes the source's
+    value. The Tokenizer is None if it is built from the text.
     """
     is_corpus = len(sources) == 1 and sources[0] in CORPORA and not os.path.exists(sources[0])
     if cfg.shards and not is_corpus:
         raise ValueError(f'shards={cfg.shards} applies only to a named corpus: {", ".join(CORPORA)}')
+    if is_corpus:
+        cfg.tokenizer = cfg.tokenizer or CORPORA[sources[0]].tokenizer
+    tokenizer = find_tokenizer(cfg.tokenizer or 'byte', cfg.data_dir)  # an error comes before downloads
     val_files = files_of(cfg.val, reading, cfg.data_dir, spool) if cfg.val else []
     if is_corpus:
         corpus = CORPORA[sources[0]]
         fraction = corpus.val_fraction
-        cfg.tokenizer = cfg.tokenizer or corpus.tokenizer
         reading.separator = reading.separator or corpus.separator
-        load_tokenizer(cfg.tokenizer)  # if it is missing, say so before the download
         files, own_val_files = open_corpus(sources[0], cfg)
         val_files = val_files or own_val_files
     else:
@@ -140,9 +137,9 @@ def open_sources(sources, cfg, reading, spool):
         if kinds != {'tokens'} or cfg.tokenizer not in (None, 'gpt2'):
             raise ValueError(f"shards of GPT-2 tokens exclude text and tokenizer={cfg.tokenizer!r}; "
                              'make two datasets, and train on both with --dataset=A,B')
-        cfg.tokenizer = 'gpt2'
+        cfg.tokenizer, tokenizer = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
     cfg.tokenizer = cfg.tokenizer or 'byte'
-    return kept, val_files
+    return kept, val_files, tokenizer
 
 
 # -----------------------------------------------------------------------------
@@ -151,22 +148,12 @@ def open_sources(sources, cfg, reading, spool):
 BPE_BYTES = 1 << 28  # size of the files that merges are learned from
 
 
-def load_tokenizer(name):
-    """The tokenizer with this name; None if it is built from the text."""
-    if name == 'char' or name.startswith('bpe:'):
-        return None
-    if name == 'byte':
-        return tokenizer_from({'kind': 'byte'})
-    if name in TIKTOKEN_NAMES:
-        return tokenizer_from({'kind': 'tiktoken', 'name': name})
-    return read_tokenizer_json(name)
-
-
-def make_tokenizer(name, pieces, several, num_bytes):
+def make_tokenizer(name, pieces, counts, several, num_bytes):
     """
-    The tokenizer with this name. pieces: (split, Piece) of all documents, num_bytes of files. Characters
-    are collected from all of them. Merges are learned from the training split; above BPE_BYTES, from an
-    evenly spaced sample of its pieces.
+    The tokenizer `char` or `bpe:SIZE` of the text. pieces: (split, Piece) of all documents, which fill the
+    RowCounts; num_bytes: of files. Characters are collected from all pieces. Merges are learned from the
+    training split; above BPE_BYTES, from an evenly spaced sample of its pieces. The marks of chat templates
+    become special ids. ValueError if SIZE has no room for them.
     """
     if name == 'char':
         chars = set()
@@ -174,24 +161,37 @@ def make_tokenizer(name, pieces, several, num_bytes):
             for text, *_ in piece.parts:
                 chars.update(text)
         return tokenizer_from({'kind': 'char', 'chars': ''.join(sorted(chars)), 'eot': several})
-    if name.startswith('bpe:'):
-        every = max(-(-num_bytes // BPE_BYTES), 1)
-        sample = (piece for i, (split, piece) in enumerate(pieces) if split == 'train' and i % every == 0)
-        texts = (text for piece in sample for text, *_ in piece.parts)
-        return BPETokenizer(train_bpe(texts, int(name[4:]) - 1))
-    return load_tokenizer(name)
+    every = max(-(-num_bytes // BPE_BYTES), 1)
+    sample = (piece for i, (split, piece) in enumerate(pieces) if split == 'train' and i % every == 0)
+    parts = (part for piece in sample for part in piece.parts)
+    words = count_words(MARK.sub('', text) if markup else text for text, markup, _ in parts)
+    specials = [*marks_of(counts.templates), '<|endoftext|>']
+    size = int(name[4:]) - len(specials)
+    if size < 256:
+        raise ValueError(f'tokenizer={name} has no room for 256 bytes and the special ids '
+                         f'{", ".join(specials)}; use bpe:{256 + len(specials)} or more')
+    tokens = learn_merges(words, size)
+    ids = {special: len(tokens) + i for i, special in enumerate(specials)}
+    return BPETokenizer(tokens, specials=ids, eot=ids['<|endoftext|>'])
 
 
 # -----------------------------------------------------------------------------
 # the dataset
 
-def write_dataset(folder, files, val_files, cfg, reading, source):
-    """Writes the documents of the files to an empty folder. Returns the metadata."""
+# the flags that command_for() adds, or that do not change a dataset
+OTHER_FLAGS = ('name', 'data_dir', 'tokenizer', 'num_proc', 'inspect')
+
+
+def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
+    """Writes the documents of the files to an empty folder. Returns the metadata, which includes `origin`."""
+    source = origin['source']
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
     print(f'{source}: {len(files) + len(val_files):,} files, {num_bytes / 1e6:.1f} MB', flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
-    pieces = split_pieces(files, val_files, reading, holdout)
-    tokenizer = make_tokenizer(cfg.tokenizer, pieces, holdout.several, num_bytes)
+    if tokenizer is None:
+        counts = RowCounts()
+        pieces = split_pieces(files, val_files, reading, holdout, counts=counts)
+        tokenizer = make_tokenizer(cfg.tokenizer, pieces, counts, holdout.several, num_bytes)
     if cfg.bos and tokenizer.bos is None:
         raise ValueError(f'bos=True needs a begin-of-text id, and tokenizer={cfg.tokenizer!r} has none')
     bos = tokenizer.bos if cfg.bos else None
@@ -212,8 +212,8 @@ def write_dataset(folder, files, val_files, cfg, reading, source):
         raise ValueError(f'{source} has no text for the {empty[0]} split with val={cfg.val!r}, '
                          f'val_fraction={cfg.val_fraction}, separator={reading.separator!r}')
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(dtype).name, 'vocab_size': tokenizer.n_vocab,
-            'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot, 'splits': splits, 'source': source,
-            'templates': sorted(counts.templates), 'bos': bos}
+            'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot, 'splits': splits,
+            'templates': sorted(counts.templates), 'bos': bos, **origin}
     dataset.write_meta(folder, meta)
     return meta
 
@@ -256,19 +256,21 @@ def inspect(name, data_dir):
 
 
 def main(argv=None):
-    cfg, reading, _, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__)
+    cfg, reading, given, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__)
     if cfg.inspect:
         for name in sources or [cfg.name or 'stdlib']:
             inspect(name, cfg.data_dir)
         return
     sources = sources or ['stdlib']
-    source = ' '.join(sources)
+    values = {**vars(cfg), **vars(reading)}
+    flags = [f'--{key}={values[key]}' for key in given if key not in OTHER_FLAGS]
+    origin = {'source': shlex.join(sources), 'flags': flags}
     name = cfg.name or default_name(sources)
     folder = output_folder(cfg.data_dir, name)
     try:
         with dataset.partial_folder(folder) as partial:
-            files, val_files = open_sources(sources, cfg, reading, f'{partial}.stdin')
-            meta = write_dataset(partial, files, val_files, cfg, reading, source)
+            files, val_files, tokenizer = open_sources(sources, cfg, reading, f'{partial}.stdin')
+            meta = write_dataset(partial, files, val_files, cfg, reading, tokenizer, origin)
     except OSError as e:
         raise ValueError(f'{folder} could not be made: {e}') from e
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')

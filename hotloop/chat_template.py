@@ -1,6 +1,7 @@
 """Turns rows and conversations into parts of a document. Only the assistant's text counts toward the loss."""
 
 import json
+import re
 
 from hotloop.tokenizer import fix_surrogates
 
@@ -19,6 +20,7 @@ TEMPLATES = {
     'llama3': {role: (f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>') for role in SPEAKERS},
 }
 BETWEEN_TURNS = {'plain': '\n', 'joined': '', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}
+MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it
 OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
 ALPACA_SYSTEM = ('Below is an instruction that describes a task{}. Write a response that appropriately '
                  'completes the request.')
@@ -47,6 +49,12 @@ def parts_of(row, where, reading, templates=None):
     if templates is not None:
         templates.add(template)
     return render(turns, template)
+
+
+def marks_of(templates):
+    """The marks in the templates with these names, sorted."""
+    texts = (text for name in templates for turn in TEMPLATES[name].values() for text in turn)
+    return sorted({mark for text in texts for mark in MARK.findall(text)})
 
 
 def text_parts(row, where, field):

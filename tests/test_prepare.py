@@ -76,7 +76,8 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
                                          'sha256': hashlib.sha256(raw).hexdigest()}
     assert meta == {'format': 1, 'dtype': 'uint16', 'vocab_size': len(chars), 'eot': None, 'foreign': False,
                     'tokenizer': {'kind': 'char', 'chars': ''.join(chars), 'eot': False}, 'bos': None,
-                    'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'templates': []}
+                    'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'templates': [],
+                    'flags': ['--seed=1']}
     assert os.listdir(tmp_path / 'data') == ['book']
     out = capsys.readouterr().out
     assert f'tokenizer: char, {len(chars)} ids\n' in out
@@ -241,7 +242,63 @@ def test_an_interruption_leaves_what_was_there(notes, make, tmp_path, monkeypatc
     (tmp_path / 'data' / 'x' / 'meta.json').write_text('{')  # a damaged dataset is replaced
     make(notes)
     assert set(contents(tmp_path / 'data' / 'x')) == {'train.bin', 'val.bin', 'meta.json'}
-    assert os.listdir(tmp_path / 'data') == ['x']
+    assert sorted(os.listdir(tmp_path / 'data')) == ['x', 'x.1']
+
+
+def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tmp_path, capsys):
+    """The same: in tokens and tokenizer, whatever the settings are called, and still intact on the disk."""
+    data = tmp_path / 'data'
+    make(notes, val_fraction=0.5)
+    first = contents(data / 'x')
+    capsys.readouterr()
+    make(notes, val_fraction=0.5, num_proc=1, seed=1337)
+    assert f'{data}/x: unchanged\n' in capsys.readouterr().out
+    assert contents(data / 'x') == first and os.listdir(data) == ['x']
+    make(notes, val_fraction=0.5, tokenizer='char')
+    assert f'{data}/x held another dataset, which was moved to {data}/x.1\n' in capsys.readouterr().out
+    assert contents(data / 'x.1') == first and prepare.main(['--inspect', 'x.1', f'--data_dir={data}']) is None
+    second = contents(data / 'x')
+    with open(data / 'x' / 'val.bin', 'ab') as f:
+        f.write(b'damage')
+    make(notes, val_fraction=0.5, tokenizer='char')
+    assert contents(data / 'x') == second and sorted(os.listdir(data)) == ['x', 'x.1', 'x.2']
+    (data / 'new').mkdir()
+    make(notes, name='new')
+    assert sorted(os.listdir(data)) == ['new', 'x', 'x.1', 'x.2']
+
+
+CHAT = [{'messages': [{'role': 'user', 'content': f'Which number is {i}? <|im_end|>'},
+                      {'role': 'assistant', 'content': f'It is {i}.'}]} for i in range(40)]
+
+
+@pytest.mark.parametrize('template, marks', [
+    ('auto', ['<|im_end|>', '<|im_start|>']), ('gemma', ['<end_of_turn>', '<start_of_turn>']),
+    ('llama3', ['<|end_header_id|>', '<|eot_id|>', '<|start_header_id|>']), ('alpaca', [])])
+def test_marks_of_a_template_are_special_ids_of_a_learned_tokenizer(tmp_path, make, template, marks):
+    """Each mark costs one token, the size includes them, and no merge is learned from their names."""
+    (tmp_path / 'a.jsonl').write_text(as_jsonl(CHAT))
+    _, meta = make(tmp_path / 'a.jsonl', tokenizer='bpe:300', template=template)
+    tokenizer = tokenizer_from(meta['tokenizer'])
+    assert tokenizer.n_vocab == meta['vocab_size'] == 300
+    assert tokenizer.specials == {name: 300 - len(marks) - 1 + i for i, name in enumerate([*marks, '<|endoftext|>'])}
+    assert not any(b'start' in piece for piece in tokenizer.pieces[:-len(marks) - 1])
+    ids = np.fromfile(tmp_path / 'data' / 'x' / 'train.bin', '<u2').tolist()
+    documents = meta['splits']['train']['documents']
+    assert [ids.count(tokenizer.specials[mark]) >= 2 * documents - 1 for mark in marks] == [True] * len(marks)
+    text = tokenizer.decode(ids).decode()
+    assert text.count('? <|im_end|>') == documents  # that of the data is text
+    if marks:
+        with pytest.raises(ValueError, match=f'no room .* use bpe:{257 + len(marks)} or more'):
+            make(tmp_path / 'a.jsonl', tokenizer=f'bpe:{256 + len(marks)}', template=template)
+
+
+def test_a_learned_tokenizer_that_has_marks_is_used_again(tmp_path, make):
+    """From the dataset; its marks are one id each in data that were not there when it was learned."""
+    (tmp_path / 'a.jsonl').write_text(as_jsonl(CHAT))
+    (tmp_path / 'b.jsonl').write_text(as_jsonl(CHAT[::-1] + [{'text': 'plain'}]))
+    _, first = make(tmp_path / 'a.jsonl', tokenizer='bpe:300', name='a')
+    _, second = make(tmp_path / 'b.jsonl', tokenizer='a', name='b')
+    assert first['tokenizer'] == second['tokenizer'] and second['templates'] == ['chatml']
 
 
 def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
@@ -278,6 +335,7 @@ def test_the_command_that_makes_a_dataset_is_one_that_prepare_parses(name):
 
 @pytest.mark.parametrize('settings, words', [
     (dict(tokenizer='gpt9'), r"tokenizer='gpt9' is not one of byte, char, bpe:SIZE \(257 to 1,048,576\)"),
+    (dict(tokenizer='gpt9'), r'neither gpt9 nor .*data/gpt9 is a checkpoint, a tokenizer\.json, or a folder'),
     (dict(tokenizer='byte:5'), 'is not one of'), (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
     (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a,b'), 'not contain a comma'),
