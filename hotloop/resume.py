@@ -41,7 +41,7 @@ def settings_of(checkpoint, shape):
 
 
 def is_renamed(checkpoint, dataset):
-    """Whether `dataset` may name the data of a checkpoint: it has their fingerprints, and weights are equal."""
+    """Whether `dataset` may name the data of a checkpoint: they have fingerprints and equal weights."""
     settings = [checkpoint.get('config', {}).get('dataset', ''), dataset]
     before, now = ([word.partition(':')[2] for word in setting.split(',')] for setting in settings)
     return 'data' in checkpoint and before == now
