@@ -6,10 +6,12 @@ Tokenizes text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bi
     $ python prepare.py 'pages/*.jsonl.gz' --name=pages --tokenizer=gpt2   # one document per row; CSV, ...
     $ zcat dump.gz | python prepare.py - --name=dump       # standard input; https://... is downloaded
     $ python prepare.py fineweb_edu --shards=1             # a named corpus
+    $ python prepare.py chats.jsonl --tokenizer=out        # the tokenizer of a run, for tuning from it
     $ python prepare.py --inspect mine                     # what is in a dataset
 
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 if the vocabulary needs it), no header.
-meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete.
+meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete, and
+another one of that name is moved to NAME.1, NAME.2, ...
 The same input gives the same bytes with any number of processes, and memory does not grow with the corpus.
 """
 

@@ -246,7 +246,7 @@ def open_datasets(dataset, data_dir):
 def check_tokenizer(spec, path, dataset, data_dir):
     """ValueError if the tokenizer of the checkpoint at this path (None: unknown) is not the Dataset's."""
     if spec and not same_tokenizer(spec, dataset.meta['tokenizer']):
-        raise ValueError(f'the checkpoint has the tokenizer {describe(spec)}, but {dataset.name} has '
+        raise ValueError(f'the checkpoint has the tokenizer {describe(spec)}, but the dataset has '
                          f'{describe(dataset.meta["tokenizer"])}; prepare the data with the tokenizer of the '
                          f'checkpoint: {command_for(dataset, data_dir, spec, path)}')
 

@@ -244,7 +244,7 @@ def test_a_checkpoints_tokenizer_must_be_the_datasets():
     for spec in (BYTE, None):
         dataset.check_tokenizer(spec, 'out', ours, 'data')
     error = error_of(dataset.check_tokenizer, abc, 'my run', ours, 'data')
-    assert 'the tokenizer char (3 entries), but x has byte; prepare the data with the tokenizer' in error
+    assert 'the tokenizer char (3 entries), but the dataset has byte; prepare the data' in error
     command = "python prepare.py 'a b' c --name=x '--separator=\\n\\n' '--tokenizer=my run'"
     assert error.endswith(f'checkpoint: {command}')
     error = error_of(dataset.check_tokenizer, BYTE, 'out', theirs, 'd')

@@ -13,6 +13,7 @@ import pytest
 from conftest import SHARED, contents, write_bins
 
 import prepare
+import sample
 from configurator import configure
 from hotloop.dataset import read_meta
 from hotloop.holdout import hold_out, holdout_hash
@@ -295,12 +296,15 @@ def test_marks_of_a_template_are_special_ids_of_a_learned_tokenizer(tmp_path, ma
 
 
 def test_a_learned_tokenizer_that_has_marks_is_used_again(tmp_path, make):
-    """From the dataset; its marks are one id each in data that were not there when it was learned."""
+    """From the dataset, by name."""
     (tmp_path / 'a.jsonl').write_text(as_jsonl(CHAT))
     (tmp_path / 'b.jsonl').write_text(as_jsonl([*CHAT[::-1], {'text': 'plain'}]))
     _, first = make(tmp_path / 'a.jsonl', tokenizer='bpe:300', name='a')
     _, second = make(tmp_path / 'b.jsonl', tokenizer='a', name='b')
     assert first['tokenizer'] == second['tokenizer'] and second['templates'] == ['chatml']
+    tokenizer = tokenizer_from(second['tokenizer'])
+    ends = {tokenizer.specials['<|im_end|>'], tokenizer.eot}
+    assert sample.stops_of(tokenizer, None, '<|im_end|>') == ([], ends)  # a chat ends at the id
 
 
 def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
