@@ -88,7 +88,7 @@ def play(monkeypatch, *tokens):
     ('a.ndjson.gz', gzip.compress(b'{"prompt": "cab\\n", "id": 1}'), ['cab\n']),
     ('p.txt', b'caf\xe9', 'p.txt is not UTF-8 text'), ('-', b'caf\xe9', "can't decode byte 0xe9"),
     ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2: expected a JSON string, or an object'),
-    ('p.jsonl', b'7', 'line 1: expected JSON'), ('p.jsonl', b'{"prompt"', 'line 1: expected JSON'),
+    ('p.jsonl', b'7', 'line 1: expected a JSON'), ('p.jsonl', b'{"prompt"', 'line 1: expected a JSON'),
     ('p.txt', None, 'p.txt cannot be read: No such file')])
 def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name, content, expected):
     start, path = f'FILE:{tmp_path / name}', tmp_path / name
