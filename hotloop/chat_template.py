@@ -147,3 +147,28 @@ def render(turns, template):
         parts += [(between + before, True, False), (text, False, counts), (after, True, counts)]
         between = BETWEEN_TURNS[template]
     return [part for part in parts if part[0]]
+
+
+def prompt_of(row, where):
+    """
+    (the prompt as given, [(role, text)] up to the last user's turn, the template that suits them) of a row of
+    prompts: a chat, or an instruction, prompt or question with or without its answer. ValueError for others.
+    """
+    row = {name: value for name, value in as_object(row, where).items() if name not in ANSWERS}
+    row['completion'] = ''
+    suited, fields = form_of(row)
+    if suited is None:
+        raise ValueError(f'{where}: expected a JSON string, or an object with messages, instruction, prompt '
+                         'or question')
+    turns = turns_of(row, where, suited, fields)
+    while turns and turns[-1][0] not in ('user', 'input'):
+        turns.pop()
+    if not turns:
+        raise ValueError(f'{where}: the chat has no turn of the user')
+    return row[fields[0]], turns, suited
+
+
+def parts_before_answer(turns, template):
+    """The parts of a conversation and of what comes before the text of the assistant's next turn."""
+    parts = render([*turns, ('assistant', '')], template)
+    return parts[:-1] if TEMPLATES[template]['assistant'][1] else parts

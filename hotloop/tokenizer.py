@@ -95,8 +95,8 @@ class TiktokenTokenizer(Tokenizer):
             self.encoding = tiktoken.get_encoding(name)
         except Exception as e:  # requests, urllib3 and the file system raise many types here
             raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; without a '
-                             "network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's cache, or learn "
-                             'a tokenizer from the text (--tokenizer=bpe:8192)') from None
+                             "network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's cache, or "
+                             'prepare the data with --tokenizer=bpe:8192') from None
         self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
 
     def encode(self, text):
