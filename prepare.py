@@ -29,7 +29,15 @@ from hotloop.encode import batches_of, encode_all, id_type
 from hotloop.files import Progress
 from hotloop.holdout import plan_holdout, split_pieces
 from hotloop.host import cores
-from hotloop.sources import COMPRESSED, CORPORA, check_kinds, files_of, how_to_make, matches, open_corpus
+from hotloop.sources import (
+    COMPRESSED,
+    CORPORA,
+    check_kinds,
+    files_matching,
+    files_of,
+    how_to_make,
+    open_corpus,
+)
 from hotloop.tokenizer import MAX_VOCAB, TIKTOKEN_NAMES, BPETokenizer, read_tokenizer_json, tokenizer_from
 
 
@@ -87,7 +95,7 @@ def default_name(sources):
     if len(sources) > 1 or is_pattern:
         for word in sources:
             if word not in ('-', 'stdlib') and not word.startswith(URLS) and not os.path.exists(word):
-                matches(word)
+                files_matching(word)
         raise ValueError(f'{" ".join(sources)}: give the dataset a name with --name')
     name = os.path.basename(os.path.abspath(source))
     if os.path.isdir(source):

@@ -171,22 +171,25 @@ def make_prompts(tokenizer, tuned_in, cfg):
     if asked == 'auto':
         asked = tuned_in if tuned_in in TEMPLATES else 'none'
     for given, turns, suited in read_prompts(cfg.start):
+        text = given if isinstance(given, str) else turns[-1][1]
         is_plain = asked == 'none' or (cfg.template == 'auto' and suited is None)
         if is_plain and suited in (None, 'joined'):
             if cfg.system:
                 raise ValueError(f'system={cfg.system!r} needs a template: {one_of_templates()}')
-            text = turns[-1][1]
             prompts.append(Prompt(given, text, prompt_ids(tokenizer, text)))
         elif is_plain:
-            raise ValueError(f'{cfg.start} has chats, and the template is {asked!r}: {one_of_templates()}')
+            raise ValueError(f'{cfg.start} has a chat or an instruction, which needs a template: '
+                             f'{one_of_templates()}')
         else:
             template = choose_template(asked, suited)
             ids = turn_ids(tokenizer, with_system(turns, cfg.system), template)
-            prompts.append(Prompt(given, f'{turns[-1][1]}\n', ids, TEMPLATES[template]['assistant'][1]))
+            shown = text if template == 'joined' else f'{text}\n'
+            prompts.append(Prompt(given, shown, ids, TEMPLATES[template]['assistant'][1]))
     return prompts
 
 
 def one_of_templates():
+    """The end of an error message about a template that is missing."""
     return f'choose one with --template: {", ".join(TEMPLATES)}'
 
 

@@ -35,7 +35,7 @@ class ReadConfig:
         """The problems with the settings, one sentence each."""
         problems = []
         try:
-            io.TextIOWrapper(io.BytesIO(), self.encoding)
+            io.TextIOWrapper(io.BytesIO(), codecs.lookup(self.encoding).name)  # a codec of text
         except (LookupError, ValueError):
             problems.append(f'encoding={self.encoding!r} is not a text encoding of Python, such as utf-8, '
                             'latin-1, cp1252 or utf-16')

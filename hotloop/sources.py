@@ -153,12 +153,12 @@ def files_of(source, reading, data_dir, spool):
         return [open_file(path, name, reading) for name, path in found]
     if os.path.isfile(source):
         return [open_file(source, os.path.basename(source), reading)]
-    paths = matches(source)
+    paths = files_matching(source)
     base = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [open_file(path, os.path.relpath(path, base).replace(os.sep, '/'), reading) for path in paths]
 
 
-def matches(pattern):
+def files_matching(pattern):
     """The files that match a glob pattern, sorted. ValueError if there are none."""
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
     if not paths:

@@ -278,7 +278,7 @@ def test_an_encoding_by_name(tmp_path, encoding):
 
 
 def test_a_wrong_encoding_is_refused(tmp_path):
-    for name in ('klingon', 'hex', 'rot13', '\0', '\ud800'):
+    for name in ('klingon', 'hex', 'rot13', 'locale', '', '\0', '\ud800'):
         assert 'is not a text encoding of Python, such as utf-8' in ReadConfig(encoding=name).problems()[0]
     (tmp_path / 'a.txt').write_bytes(b'ab\x81')
     for encoding, words in (('utf-8', 'is not UTF-8 text: byte 0x81 after .ab.*=replace, or .* --encoding='),

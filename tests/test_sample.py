@@ -269,7 +269,7 @@ def test_a_prompt_is_in_a_template_where_one_is_known(tmp_path):
         '<start_of_turn>user\nBe brief.\n\nhi<end_of_turn>\n<start_of_turn>model\n']
     assert made([{'prompt': ''}], 'joined') == ['']
     for row in (ROWS[-1], {'instruction': 'hi'}):
-        assert "has chats, and the template is 'none': choose one with --te" in error_of(made, [row], 'none')
+        assert 'which needs a template: choose one with --template' in error_of(made, [row], 'none')
     assert "system='Be brief.' needs a template" in error_of(made, ['hi'], 'chatml', system='Be brief.')
 
 
@@ -283,6 +283,8 @@ def test_the_answers_to_chats_end_at_the_mark(draw, out, tmp_path, monkeypatch):
     assert [row['prompt'] for row in rows[::2]] == ['Two?', ROWS[-1]['messages'], 'Two?']
     assert {(row['text'], row['finish']) for row in rows} == {('Four.', 'stop')}
     assert draw(start=start) == ['Two?\nFour.', 'c\nFour.', 'Two?Four.']
+    (tmp_path / 'p.jsonl').write_text('\n'.join(map(json.dumps, ROWS[:3])))
+    assert draw(start=start, template='joined', stop='<') == ['Two?Four.', 'Two?Four.', 'Add.Four.']
 
 
 def test_jsonl_names_what_ended_a_text(draw, byte_out, monkeypatch):
