@@ -32,7 +32,15 @@ from hotloop.encode import batches_of, encode_all, id_type
 from hotloop.files import Progress
 from hotloop.holdout import plan_holdout, split_pieces
 from hotloop.host import cores
-from hotloop.sources import COMPRESSED, CORPORA, check_kinds, files_of, how_to_make, open_corpus
+from hotloop.sources import (
+    COMPRESSED,
+    CORPORA,
+    check_kinds,
+    files_matching,
+    files_of,
+    how_to_make,
+    open_corpus,
+)
 from hotloop.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.tokenizer_source import find_tokenizer
 
@@ -70,15 +78,21 @@ class PrepareConfig:
 # -----------------------------------------------------------------------------
 # names and sources: the positional arguments
 
+URLS = ('http://', 'https://')
+
+
 def default_name(sources):
-    """The name of a dataset made from these sources. ValueError if they do not suggest one."""
+    """The name of a dataset made from these sources. ValueError if they do not exist or suggest no name."""
     source = sources[0]
     if source == '-':
         return 'stdin'
-    if source.startswith(('http://', 'https://')):
+    if source.startswith(URLS):
         source = urlsplit(source).path
     is_pattern = any(c in source for c in '*?[') and not os.path.exists(source)
     if len(sources) > 1 or is_pattern:
+        for word in sources:
+            if word not in ('-', 'stdlib') and not word.startswith(URLS) and not os.path.exists(word):
+                files_matching(word)
         raise ValueError(f'{" ".join(sources)}: give the dataset a name with --name')
     name = os.path.basename(os.path.abspath(source))
     if os.path.isdir(source):
@@ -89,9 +103,10 @@ def default_name(sources):
 
 def output_folder(data_dir, name):
     """The folder of a new dataset. ValueError if it contains anything but a dataset of ours."""
+    for mark, use in ((',', 'separates datasets'), (':', 'gives a weight')):
+        if mark in name:
+            raise ValueError(f'name={name!r} must not contain {mark!r}, which {use} in --dataset=A:0.7,B:0.3')
     folder = dataset.dataset_folder(data_dir, name)
-    if ',' in name:
-        raise ValueError(f'name={name!r} must not contain a comma, which separates datasets')
     folder = os.path.realpath(folder) if os.path.islink(folder) else folder
     names = os.listdir(folder) if os.path.isdir(folder) else []
     is_own = set(names) <= {*dataset.OWN_FILES} and (not names or 'meta.json' in names)
@@ -130,7 +145,7 @@ def open_sources(sources, cfg, reading, spool):
             files += found
     cfg.val_fraction = cfg.val_fraction or fraction
     validated = {os.path.realpath(file.path) for file in val_files}
-    kept = [file for file in files if os.path.realpath(file.path) not in validated]
+    kept = [file for file in filled(files) if os.path.realpath(file.path) not in validated]
     if not kept:
         raise ValueError('all files are validation files; none is left to train on')
     kinds = {file.kind for file in (*kept, *val_files)}
@@ -141,7 +156,12 @@ def open_sources(sources, cfg, reading, spool):
                              'make two datasets, and train on both with --dataset=A,B')
         cfg.tokenizer, tokenizer = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
     cfg.tokenizer = cfg.tokenizer or 'byte'
-    return kept, val_files, tokenizer
+    return kept, filled(val_files), tokenizer
+
+
+def filled(files):
+    """The files without the empty texts, which are not documents; all of them if there are no others."""
+    return [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files
 
 
 # -----------------------------------------------------------------------------
@@ -200,14 +220,17 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     eot = tokenizer.eot if holdout.several else None
     dtype = id_type(tokenizer)
     writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
-    progress, counts = Progress(num_bytes), RowCounts()
+    progress, counts, in_loss = Progress(num_bytes), RowCounts(), 0
     batches = batches_of(split_pieces(files, val_files, reading, holdout, progress, counts))
     for batch in encode_all(tokenizer, batches, cfg.num_proc or cores(), bos, eot):
         for split, encoded in batch.items():
             writers[split].add(encoded)
+            in_loss += len(encoded.ids) if encoded.mask is None else int(encoded.mask.sum())
     progress.close()
-    if counts.skipped:
-        print(f'{counts.skipped:,} rows without text or without an answer were skipped')
+    report(counts, in_loss, sum(writer.counts['tokens'] for writer in writers.values()))
+    if '\r' in getattr(tokenizer, 'chars', ''):
+        print('note: the text has carriage returns (CRLF line ends), and tokenizer=char has an id for them; '
+              'convert the line ends unless the model should write them')
     splits = {split: writer.close() for split, writer in writers.items()}
     empty = [split for split in splits if not splits[split]['bytes']]
     if empty:
@@ -218,6 +241,29 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
             'templates': sorted(counts.templates), 'bos': bos, **origin}
     dataset.write_meta(folder, meta)
     return meta
+
+
+def report(counts, in_loss, tokens):
+    """Prints what was made of the rows and the bytes: a RowCounts, and the number of tokens in the loss."""
+    if counts.kinds:
+        kinds = ', '.join(f'{number:,} {kind}' for kind, number in sorted(counts.kinds.items()))
+        print(f'instruction data ({kinds}) in {named_templates(counts.templates)}: {in_loss:,} of {tokens:,} '
+              f'tokens ({in_loss / max(tokens, 1):.0%}) count in the loss')
+    unused = [name for name, is_used in counts.fields.items() if not is_used]
+    if unused:
+        more = ', ...' if len(unused) > 10 else ''
+        print(f'fields not used: {", ".join(unused[:10])}{more}; --text_field picks another')
+    if counts.skipped:
+        print(f'{counts.skipped:,} rows without text or without an answer were skipped')
+    if counts.replaced:
+        print(f'{counts.replaced.total():,} bytes in {len(counts.replaced):,} files could not be decoded and '
+              'were replaced')
+
+
+def named_templates(names):
+    """Names of templates in words."""
+    words = ', '.join(sorted(names))
+    return f'the {words} template' if len(names) == 1 else f'the templates {words}'
 
 
 def inspect(name, data_dir):
@@ -233,14 +279,18 @@ def inspect(name, data_dir):
     kind = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
     origin = "nanoGPT's: no meta.json" if meta['foreign'] else f'from {meta.get("source", "unknown")}'
     print(f'{folder}: {kind} tokenizer of {tokenizer.n_vocab:,} ids, {meta["dtype"]}, {origin}')
+    if meta.get('templates'):
+        print(f'instruction data in {named_templates(meta["templates"])}')
     counts = {}
     for split in dataset.SPLITS:
         tokens = dataset.open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
         counts[split] = dataset.count_ids(tokens, tokenizer.n_vocab)
         num_bytes = counts[split][:tokenizer.n_vocab] @ tokenizer.sizes  # larger ids pad the vocabulary
         ends = 0 if tokenizer.eot is None else counts[split][tokenizer.eot]
+        mask = dataset.open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')
+        share = f', {np.count_nonzero(mask) / len(mask):.0%} of tokens in the loss' if len(mask) else ''
         print(f'{split:>5}: {len(tokens):,} tokens, {num_bytes / max(len(tokens), 1):.2f} bytes per token, '
-              f'{ends:,} document ends, {np.count_nonzero(counts[split]):,} distinct ids')
+              f'{ends:,} document ends, {np.count_nonzero(counts[split]):,} distinct ids{share}')
     train = counts['train']
     most = np.argsort(-train, kind='stable')[:10].tolist()
     shares = [f'"{dataset.show(tokenizer, [i])}" {train[i] / train.sum():.1%}' for i in most if train[i]]

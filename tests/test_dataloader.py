@@ -197,7 +197,7 @@ def test_share_batch():
     assert share_batch(20, 2, 8) == (5, 1) and share_batch(12, 40, 8) == (12, 5)
     assert share_batch(32, 1, 1) == (32, 1) and share_batch(8, 8, 2) == (8, 4)
     for size, accumulation, world, nearest in ((10, 1, 8, '8 or 16'), (3, 1, 4, '4'), (7, 3, 2, '20 or 22')):
-        words = rf'= {size * accumulation} sequences cannot be .* {world} processes; {nearest} could'
+        words = rf'= {size * accumulation} sequences cannot be .* {world} processes; use {nearest}'
         with pytest.raises(ValueError, match=words):
             share_batch(size, accumulation, world)
 

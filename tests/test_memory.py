@@ -71,7 +71,7 @@ def test_a_cpu_is_not_asked_for_more_than_half_its_memory(model, monkeypatch):
 
 
 @pytest.mark.parametrize('error, kind, words', [
-    (None, ValueError, 'not even one sequence of 16 tokens fits the memory of cpu'),
+    (None, ValueError, 'not even one sequence of 16 tokens fits in the memory of cpu'),
     (RuntimeError('CUDA error: illegal memory access'), RuntimeError, 'illegal memory access')])
 def test_what_does_not_fit_at_all_and_any_other_error_end_the_search(model, monkeypatch, error, kind, words):
     short_of_memory(monkeypatch, 0, error)

@@ -4,7 +4,9 @@ import hashlib
 import io
 import json
 import os
+import re
 import shlex
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -130,13 +132,59 @@ def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
     chats = [{'messages': [{'role': 'user', 'content': f'{i}?'}, {'role': 'assistant', 'content': 'Four.'}]}
              for i in range(30)]
     pairs = [{'prompt': f'{i} ask', 'completion': ' tell'} for i in range(30)]
-    for rows, templates in ((chats + pairs, ['chatml', 'joined']), (pairs, ['joined'])):
+    for rows, templates, words in (
+            (chats + pairs, ['chatml', 'joined'],
+             '(30 chats, 30 prompts with completions) in the templates chatml, joined: 660 of '),
+            (pairs, ['joined'], '(30 prompts with completions) in the joined template: 180 of ')):
         (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}]))
         assert make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]['templates'] == templates
-        assert '1 rows without text or without an answer were skipped' in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert '1 rows without text or without an answer were skipped' in out and 'not used' not in out
+        assert f'instruction data {words}' in out and re.search(r' tokens \(\d\d%\) count in the loss\n', out)
+    prepare.main(['--inspect', 'x', f'--data_dir={tmp_path / "data"}'])
+    out = capsys.readouterr().out
+    assert 'instruction data in the joined template\n' in out
+    assert len(re.findall(r'distinct ids, 5\d% of tokens in the loss\n', out)) == 2
     for split, counts in read_meta(str(tmp_path / 'data' / 'x'))['splits'].items():
         mask = (tmp_path / 'data' / 'x' / f'{split}.mask.bin').read_bytes()
         assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
+
+
+def test_what_was_made_of_the_input_is_printed(tmp_path, make, capsys, monkeypatch):
+    """The same whatever the number of processes."""
+    small_pieces(monkeypatch, 50)
+    (tmp_path / 'a.jsonl').write_bytes(b'{"id": 1, "text": "caf\xe9 noir", "code": "x"}\n' * 30)
+    (tmp_path / 'b.txt').write_bytes(b'\xe9\r\n')
+    sources, said = [tmp_path / 'a.jsonl', tmp_path / 'b.txt'], []
+    for num_proc in (1, 3):
+        make(*sources, tokenizer='bpe:260', bad_utf8='replace', num_proc=num_proc)
+        said.append(capsys.readouterr().out)
+        shutil.rmtree(tmp_path / 'data')  # a second time it is unchanged
+    assert said[0] == said[1]
+    assert 'fields not used: id, code; --text_field picks another\n' in said[0]
+    assert '\n31 bytes in 2 files could not be decoded and were replaced\n' in said[0]
+    assert 'instruction data' not in said[0] and 'carriage' not in said[0]
+    make(tmp_path / 'b.txt', tokenizer='char', encoding='latin-1', val_fraction=0.5)
+    out = capsys.readouterr().out
+    assert 'note: the text has carriage returns (CRLF line ends), and tokenizer=char has' in out
+    assert 'replaced' not in out and 'fields' not in out
+
+
+def test_empty_files_are_not_documents(notes, make, tmp_path):
+    """Neither for the counts nor for what is held out; beside them, one text is a single document."""
+    for number in range(9):
+        (notes / f'e{number}.txt').write_text('')
+    documents, meta = make(notes, name='x')
+    for path in notes.glob('*.txt'):
+        if not path.stat().st_size:
+            path.unlink()
+    expected, expected_meta = make(notes, name='y')
+    assert documents == expected and meta['splits'] == expected_meta['splits']
+    assert sum(split['documents'] for split in meta['splits'].values()) == len(NOTES)
+    for name, text in (('only/a.txt', 'some text'), ('only/b.txt', ''), ('only/c.txt', '')):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert make(tmp_path / 'only')[0] == make(tmp_path / 'only' / 'a.txt')[0]
 
 
 def test_standard_input(tmp_path, make, monkeypatch):
@@ -327,7 +375,12 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     for source, name in (('notes/', 'notes'), ('book.txt.gz', 'book'), ('-', 'stdin'), ('.', tmp_path.name),
                          ('https://x.org/a/pages.jsonl.xz?raw=1', 'pages'), ('wikitext2', 'wikitext2')):
         assert prepare.default_name([source]) == name
-    for sources in (['a.txt', 'b.txt'], ['*.txt']):
+    for sources in (['*.pdf'], ['a.txt', 'b.txt']):
+        with pytest.raises(ValueError, match=r'^(\*\.pdf|a\.txt) is not a file, .*, a pattern that matches'):
+            prepare.default_name(sources)
+    for name in ('a.txt', 'b.txt'):
+        (tmp_path / name).write_text(name)
+    for sources in (['a.txt', 'b.txt'], ['*.txt'], ['*.txt', '-', 'stdlib', 'https://x.org/a']):
         with pytest.raises(ValueError, match='give the dataset a name with --name'):
             prepare.default_name(sources)
 
@@ -344,7 +397,9 @@ def test_the_command_that_makes_a_dataset_is_one_that_prepare_parses(name):
     (dict(tokenizer='gpt9'), r'neither gpt9 nor .*data/gpt9 is a checkpoint, a tokenizer\.json, or a folder'),
     (dict(tokenizer='byte:5'), 'is not one of'), (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
-    (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a,b'), 'not contain a comma'),
+    (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a,b'), 'not contain .,., which'),
+    (dict(name='a:b'), "name='a:b' must not contain ':', which gives a weight in --dataset=A:0.7,B:0.3"),
+    (dict(encoding='klingon'), "encoding='klingon' is not a text encoding"),
     (dict(shards=1), 'applies only to a named corpus'), (dict(text_field='a'), "text_field='a' .*rows"),
     (dict(name='../x'), 'must be a name inside'),
     (dict(val='shakespeare'), 'prepared alone'), (dict(separator='===='), "separator='===='"),
