@@ -4,6 +4,7 @@ import collections
 import glob
 import io
 import os
+import re
 import zipfile
 
 from hotloop.dataset import PlainUnpickler, read_meta
@@ -32,9 +33,8 @@ def find_tokenizer(name, data_dir):
 
 def tokenizer_at(path, data_dir):
     """The tokenizer of a file, or of a folder; None if that has none. ValueError if it is damaged."""
-    names = set(os.listdir(path)) if os.path.isdir(path) else set()
-    is_file = os.path.basename(path) == 'tokenizer.json'
-    if is_file or names & {'tokenizer.json', 'tokenizer_config.json', 'config.json'}:
+    names = os.listdir(path) if os.path.isdir(path) else {os.path.basename(path)} & {'tokenizer.json'}
+    if {'tokenizer.json', 'tokenizer_config.json', 'config.json'} & set(names):
         return read_tokenizer_json(path)
     if 'train.bin' in names:
         return tokenizer_from(read_meta(path)['tokenizer'])
@@ -57,8 +57,7 @@ def checkpoint_tokenizer(path, data_dir):
     try:
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
-            data = z.read(record)  # verifies its checksum
-        checkpoint = CheckpointUnpickler(io.BytesIO(data)).load()
+            checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()  # read() checks its CRC
         spec, vocab_size = checkpoint.get('tokenizer'), checkpoint['model_args']['vocab_size']
         folder = os.path.join(data_dir, checkpoint.get('config', {}).get('dataset', ''))
     except Exception as e:  # damaged bytes can raise nearly anything
@@ -72,14 +71,12 @@ def checkpoint_tokenizer(path, data_dir):
 
 class CheckpointUnpickler(PlainUnpickler):
     """Loads what torch.save wrote, with None for each tensor and its storage. It imports nothing."""
-
     def persistent_load(self, *args):
         return None
 
     def find_class(self, module, name):
         if (module, name) == ('collections', 'OrderedDict'):
             return collections.OrderedDict
-        builds = module == 'torch._utils' and name in ('_rebuild_tensor_v2', '_rebuild_parameter')
-        if builds or (module == 'torch' and name.endswith('Storage')):
+        if re.fullmatch(r'torch\.\w+Storage|torch\._utils\._rebuild_(tensor_v2|parameter)', f'{module}.{name}'):
             return self.persistent_load
         return super().find_class(module, name)
