@@ -1,4 +1,4 @@
-"""Finds the tokenizer that --tokenizer names, also in a dataset, a run or a checkpoint. Without torch."""
+"""Finds the tokenizer that --tokenizer names: built in, or of a dataset, a run, a file. Without torch."""
 
 import collections
 import glob
@@ -77,6 +77,6 @@ class CheckpointUnpickler(PlainUnpickler):
     def find_class(self, module, name):
         if (module, name) == ('collections', 'OrderedDict'):
             return collections.OrderedDict
-        if re.fullmatch(r'torch\.\w+Storage|torch\._utils\._rebuild_(tensor_v2|parameter)', f'{module}.{name}'):
+        if re.fullmatch(r'torch\.(\w+Storage|_utils\._rebuild_(tensor_v2|parameter))', f'{module}.{name}'):
             return self.persistent_load
         return super().find_class(module, name)
