@@ -1,16 +1,11 @@
 """The KV cache: keys and values of previous tokens, so that a step computes only one token per row."""
 
-import contextlib
 import math
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop.quantize import Int8Linear
-
-# cuDNN would build a plan for each number of keys, which takes 23 to 37 ms of the host (H100)
-WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class KVCache:
@@ -52,9 +47,8 @@ class KVCache:
         k, v = self.k[layer][:, :, :self.end], self.v[layer][:, :, :self.end]
         if self.static and q.device.type == 'cpu':
             return attend_in_sums(q, k, v, self.mask)
-        with contextlib.nullcontext() if self.static else sdpa_kernel(WITHOUT_CUDNN):
-            return F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=q.size(2) > 1,
-                                                  enable_gqa=q.size(1) > k.size(1))
+        return F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=q.size(2) > 1,
+                                              enable_gqa=q.size(1) > k.size(1))
 
     def finish(self, x):
         """Counts the new tokens when all layers are done. (B, T, C) -> (B, C), each row's last token."""
