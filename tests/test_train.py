@@ -14,6 +14,7 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -586,6 +587,19 @@ def python(*command, **flags):
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_sides_of_the_step_bench_take_turns_or_the_gpu_one_after_another(monkeypatch):
+    """A GPU cannot hold all of them: each keeps its memory until it ends."""
+    monkeypatch.syspath_prepend(os.path.join(ROOT, 'tests', 'bench'))
+    bench, gpu = importlib.import_module('step_speed'), Mock()
+    bench.measure([gpu.a, gpu.b], rounds=2, steps=5, together=True)
+    in_turns = [name for name, *_ in gpu.mock_calls]
+    assert in_turns == ['a.start', 'b.start', *['a.measure', 'b.measure'] * 2, 'a.close', 'b.close']
+    gpu.reset_mock()
+    bench.measure([gpu.a, gpu.b], rounds=2, steps=5, together=False)
+    one_by_one = [name for name, *_ in gpu.mock_calls]
+    assert one_by_one == [f'{side}.{call}' for side in 'ab' for call in ('start', *['measure'] * 2, 'close')]
 
 
 @pytest.mark.slow
