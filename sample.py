@@ -363,8 +363,13 @@ def fit_turns(tokenizer, turns, template, limit, system=None):
 def main(argv=None):
     cfg, *_ = configure(SampleConfig, argv=argv, about=__doc__)
     device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # torch makes streams, events and CUDA graphs on the current device
     dtype, _ = choose_dtype(cfg.dtype, device)
     cfg.compile, _ = choose_compile(cfg.compile is True, device)
+    if device.type == 'cuda' and cfg.quantize == 'int8' and not cfg.compile:
+        print('note: quantize=int8 saves memory, but without --compile=True each token converts all weights, '
+              f'which is slower than {str(dtype).removeprefix("torch.")} on {device}', file=sys.stderr)
     model, tokenizer, template = load(cfg, device, dtype)
     if cfg.score is not None:
         score(model, tokenizer, template, cfg)

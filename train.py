@@ -36,7 +36,7 @@ from hotloop.announce import announce
 from hotloop.checkpoint import RunState, compare_context, context_of, restore, state_from
 from hotloop.dataloader import Batches, Mixture, Split, open_split, windows_per_epoch
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
-from hotloop.device import choose_compile, choose_device, choose_dtype, device_memory
+from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
@@ -232,7 +232,7 @@ def setup(cfg):
         raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'
+        torch.set_float32_matmul_precision('high')  # TF32; Inductor's autotuning fails under the newer switch
     if world > 1:
         open_process_group(cfg.backend, device, rank, world, cfg.timeout_minutes)
     compiles, why_compile = choose_compile(cfg.compile, device)
@@ -423,8 +423,7 @@ def build_run(settings, datasets, env):
     if settings.auto_batch and not cfg.eval_only:
         set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, notes)
     batches = Batches(train_split, cfg, env)
-    memory = device_memory(env.device)
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, memory)
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env)
     if cfg.max_epochs is not None:
         per_epoch = windows_per_epoch(train_split.num_tokens, T)
         cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)

@@ -82,6 +82,24 @@ def play(monkeypatch, *tokens):
     return calls
 
 
+@pytest.mark.parametrize('flags, warned', [
+    (dict(quantize='int8', compile=False), True), (dict(quantize='int8', compile=True), False),
+    (dict(compile=False), False)])
+def test_a_gpu_becomes_the_current_device_and_eager_int8_gives_a_warning(draw, monkeypatch, flags, warned):
+    """Streams, events and graphs of another GPU would not see this one's work."""
+    gpu, current = torch.device('cuda', 1), []
+    monkeypatch.setattr('sample.choose_device', lambda name: (gpu, 'requested'))
+    monkeypatch.setattr('sample.choose_compile', lambda asked, device: (asked, 'requested'))
+    monkeypatch.setattr('sample.prepare_for_inference', lambda model, *args, **kwargs: model)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (8, 0))
+    monkeypatch.setattr(torch.cuda, 'set_device', current.append)
+    play(monkeypatch, 2)
+    draw(device='cuda:1', **flags)
+    assert current == [gpu]
+    warning = '--compile=True each token converts all weights, which is slower than bfloat16 on cuda:1\n'
+    assert (warning in draw.err) == warned
+
+
 @pytest.mark.parametrize('name, content, expected', [
     ('a.txt.gz', gzip.compress(b'\xef\xbb\xbfa\r\nb\n'), ['a\r\nb\n']),
     ('-', b'\xef\xbb\xbfcab\n', ['cab\n']),
