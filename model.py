@@ -12,7 +12,7 @@ __init__ resolves each setting to a module or a function, so forward branches on
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -262,6 +262,12 @@ def head_gradients(x, w, targets, cap, smoothing):
     return loss.view(1), d @ w, d.T @ x
 
 
+@cache
+def compiled_head_gradients():
+    """head_gradients, compiled at its first call."""
+    return torch.compile(head_gradients, dynamic=False)
+
+
 class ChunkedLoss(torch.autograd.Function):
     """
     The summed cross-entropy of a head, (1,), without all logits in memory at once. forward computes the
@@ -270,7 +276,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, cap, smoothing, chunks, compiled):
-        gradients = torch.compile(head_gradients, dynamic=False) if compiled else head_gradients
+        gradients = compiled_head_gradients() if compiled else head_gradients
         w, total, dx, dw = weight.to(x.dtype), 0.0, [], torch.zeros_like(weight)
         for part, target in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
             loss, d_part, d_weight = gradients(part, w, target, cap, smoothing)

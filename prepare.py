@@ -6,10 +6,12 @@ Tokenizes text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bi
     $ python prepare.py 'pages/*.jsonl.gz' --name=pages --tokenizer=gpt2   # one document per row; CSV, ...
     $ zcat dump.gz | python prepare.py - --name=dump       # standard input; https://... is downloaded
     $ python prepare.py fineweb_edu --shards=1             # a named corpus
+    $ python prepare.py chats.jsonl --tokenizer=out        # the tokenizer of a run, for tuning from it
     $ python prepare.py --inspect mine                     # what is in a dataset
 
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 if the vocabulary needs it), no header.
-meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete.
+meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete, and
+another one of that name is moved to NAME.1, NAME.2, ...
 The same input gives the same bytes with any number of processes, and memory does not grow with the corpus.
 """
 
@@ -23,14 +25,24 @@ import numpy as np
 
 from configurator import call_main, configure
 from hotloop import dataset
-from hotloop.bpe import train_bpe
+from hotloop.bpe import count_words, learn_merges
+from hotloop.chat_template import MARK, marks_of
 from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
 from hotloop.files import Progress, counted
 from hotloop.holdout import plan_holdout, split_pieces
 from hotloop.host import cores
-from hotloop.sources import COMPRESSED, CORPORA, check_kinds, files_of, how_to_make, open_corpus
-from hotloop.tokenizer import MAX_VOCAB, TIKTOKEN_NAMES, BPETokenizer, read_tokenizer_json, tokenizer_from
+from hotloop.sources import (
+    COMPRESSED,
+    CORPORA,
+    check_kinds,
+    files_matching,
+    files_of,
+    how_to_make,
+    open_corpus,
+)
+from hotloop.tokenizer import BPETokenizer, tokenizer_from
+from hotloop.tokenizer_source import find_tokenizer
 
 
 @dataclass
@@ -45,20 +57,13 @@ class PrepareConfig:
     val_fraction: float | None = None  # fraction to hold out; None: 0.1, or a named corpus's default
     seed: int = 1337  # chooses which documents are held out
     # --- tokens
-    tokenizer: str | None = None  # byte, char, bpe:SIZE (trained here), gpt2 etc., or a tokenizer.json
+    tokenizer: str | None = None  # byte, char, bpe:SIZE (trained here), gpt2 etc.; or a dataset, run or file
     bos: bool = False  # begin each document with the tokenizer's begin-of-text id
     num_proc: int | None = None  # number of tokenizer processes; None: one per CPU core
 
     def problems(self):
         """The problems with the settings, one sentence each."""
         problems = []
-        name = self.tokenizer or 'byte'
-        kind, _, size = name.partition(':')
-        is_bpe = kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB
-        is_file = os.path.basename(name) == 'tokenizer.json' or os.path.isdir(name)
-        if not is_bpe and not is_file and name not in ('byte', 'char', *TIKTOKEN_NAMES):
-            problems.append(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
-                            f'{", ".join(TIKTOKEN_NAMES)}, or the path of a tokenizer.json')
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             problems.append(f'val_fraction={self.val_fraction} must be between 0 and 1')
         if self.val and self.val_fraction is not None:
@@ -73,15 +78,21 @@ class PrepareConfig:
 # -----------------------------------------------------------------------------
 # names and sources: the positional arguments
 
+URLS = ('http://', 'https://')
+
+
 def default_name(sources):
-    """The name of a dataset made from these sources. ValueError if they do not suggest one."""
+    """The name of a dataset made from these sources. ValueError if they do not exist or suggest no name."""
     source = sources[0]
     if source == '-':
         return 'stdin'
-    if source.startswith(('http://', 'https://')):
+    if source.startswith(URLS):
         source = urlsplit(source).path
     is_pattern = any(c in source for c in '*?[') and not os.path.exists(source)
     if len(sources) > 1 or is_pattern:
+        for word in sources:
+            if word not in ('-', 'stdlib') and not word.startswith(URLS) and not os.path.exists(word):
+                files_matching(word)
         raise ValueError(f'{" ".join(sources)}: give the dataset a name with --name')
     name = os.path.basename(os.path.abspath(source))
     if os.path.isdir(source):
@@ -92,9 +103,10 @@ def default_name(sources):
 
 def output_folder(data_dir, name):
     """The folder of a new dataset. ValueError if it contains anything but a dataset of ours."""
+    for mark, use in ((',', 'separates datasets'), (':', 'gives a weight')):
+        if mark in name:
+            raise ValueError(f'name={name!r} must not contain {mark!r}, which {use} in --dataset=A:0.7,B:0.3')
     folder = dataset.dataset_folder(data_dir, name)
-    if ',' in name:
-        raise ValueError(f'name={name!r} must not contain a comma, which separates datasets')
     folder = os.path.realpath(folder) if os.path.islink(folder) else folder
     names = os.listdir(folder) if os.path.isdir(folder) else []
     is_own = set(names) <= {*dataset.OWN_FILES} and (not names or 'meta.json' in names)
@@ -105,19 +117,21 @@ def output_folder(data_dir, name):
 
 def open_sources(sources, cfg, reading, spool):
     """
-    (training files, validation files) of the positional arguments. Standard input is copied to `spool`.
-    A tokenizer, val_fraction or separator that is None in the settings takes the source's value.
+    (training files, validation files, Tokenizer or None) of the positional arguments. Standard input is
+    copied to `spool`. A tokenizer, val_fraction or separator that is None in the settings takes the source's
+    value. The Tokenizer is None if it is built from the text.
     """
     is_corpus = len(sources) == 1 and sources[0] in CORPORA and not os.path.exists(sources[0])
     if cfg.shards and not is_corpus:
         raise ValueError(f'shards={cfg.shards} applies only to a named corpus: {", ".join(CORPORA)}')
+    if is_corpus:
+        cfg.tokenizer = cfg.tokenizer or CORPORA[sources[0]].tokenizer
+    tokenizer = find_tokenizer(cfg.tokenizer or 'byte', cfg.data_dir)  # an error comes before downloads
     val_files = files_of(cfg.val, reading, cfg.data_dir, spool) if cfg.val else []
     if is_corpus:
         corpus = CORPORA[sources[0]]
         fraction = corpus.val_fraction
-        cfg.tokenizer = cfg.tokenizer or corpus.tokenizer
         reading.separator = reading.separator or corpus.separator
-        load_tokenizer(cfg.tokenizer)  # if it is missing, say so before the download
         files, own_val_files = open_corpus(sources[0], cfg)
         val_files = val_files or own_val_files
     else:
@@ -131,7 +145,7 @@ def open_sources(sources, cfg, reading, spool):
             files += found
     cfg.val_fraction = cfg.val_fraction or fraction
     validated = {os.path.realpath(file.path) for file in val_files}
-    kept = [file for file in files if os.path.realpath(file.path) not in validated]
+    kept = [file for file in filled(files) if os.path.realpath(file.path) not in validated]
     if not kept:
         raise ValueError('all files are validation files; none is left to train on')
     kinds = {file.kind for file in (*kept, *val_files)}
@@ -140,9 +154,14 @@ def open_sources(sources, cfg, reading, spool):
         if kinds != {'tokens'} or cfg.tokenizer not in (None, 'gpt2'):
             raise ValueError(f"shards of GPT-2 tokens exclude text and tokenizer={cfg.tokenizer!r}; "
                              'make two datasets, and train on both with --dataset=A,B')
-        cfg.tokenizer = 'gpt2'
+        cfg.tokenizer, tokenizer = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
     cfg.tokenizer = cfg.tokenizer or 'byte'
-    return kept, val_files
+    return kept, filled(val_files), tokenizer
+
+
+def filled(files):
+    """The files without the empty texts, which are not documents; all of them if there are no others."""
+    return [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files
 
 
 # -----------------------------------------------------------------------------
@@ -151,22 +170,12 @@ def open_sources(sources, cfg, reading, spool):
 BPE_BYTES = 1 << 28  # size of the files that merges are learned from
 
 
-def load_tokenizer(name):
-    """The tokenizer with this name; None if it is built from the text."""
-    if name == 'char' or name.startswith('bpe:'):
-        return None
-    if name == 'byte':
-        return tokenizer_from({'kind': 'byte'})
-    if name in TIKTOKEN_NAMES:
-        return tokenizer_from({'kind': 'tiktoken', 'name': name})
-    return read_tokenizer_json(name)
-
-
-def make_tokenizer(name, pieces, several, num_bytes):
+def make_tokenizer(name, pieces, counts, several, num_bytes):
     """
-    The tokenizer with this name. pieces: (split, Piece) of all documents, num_bytes of files. Characters
-    are collected from all of them. Merges are learned from the training split; above BPE_BYTES, from an
-    evenly spaced sample of its pieces.
+    The tokenizer `char` or `bpe:SIZE` of the text. pieces: (split, Piece) of all documents, which fill the
+    RowCounts; num_bytes: of files. Characters are collected from all pieces. Merges are learned from the
+    training split; above BPE_BYTES, from an evenly spaced sample of its pieces. The marks of chat templates
+    become special ids. ValueError if SIZE has no room for them.
     """
     if name == 'char':
         chars = set()
@@ -174,48 +183,87 @@ def make_tokenizer(name, pieces, several, num_bytes):
             for text, *_ in piece.parts:
                 chars.update(text)
         return tokenizer_from({'kind': 'char', 'chars': ''.join(sorted(chars)), 'eot': several})
-    if name.startswith('bpe:'):
-        every = max(-(-num_bytes // BPE_BYTES), 1)
-        sample = (piece for i, (split, piece) in enumerate(pieces) if split == 'train' and i % every == 0)
-        texts = (text for piece in sample for text, *_ in piece.parts)
-        return BPETokenizer(train_bpe(texts, int(name[4:]) - 1))
-    return load_tokenizer(name)
+    every = max(-(-num_bytes // BPE_BYTES), 1)
+    sample = (piece for i, (split, piece) in enumerate(pieces) if split == 'train' and i % every == 0)
+    parts = (part for piece in sample for part in piece.parts)
+    words = count_words(MARK.sub('', text) if markup else text for text, markup, _ in parts)
+    specials = [*marks_of(counts.templates), '<|endoftext|>']
+    size = int(name[4:]) - len(specials)
+    if size < 256:
+        raise ValueError(f'tokenizer={name} has no room for 256 bytes and the special ids '
+                         f'{", ".join(specials)}; use bpe:{256 + len(specials)} or more')
+    tokens = learn_merges(words, size)
+    ids = {special: len(tokens) + i for i, special in enumerate(specials)}
+    return BPETokenizer(tokens, specials=ids, eot=ids['<|endoftext|>'])
 
 
 # -----------------------------------------------------------------------------
 # the dataset
 
-def write_dataset(folder, files, val_files, cfg, reading, source):
-    """Writes the documents of the files to an empty folder. Returns the metadata."""
+# the flags that command_for() adds, or that do not change a dataset
+OTHER_FLAGS = ('name', 'data_dir', 'tokenizer', 'num_proc', 'inspect')
+
+
+def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
+    """Writes the documents of the files to an empty folder. Returns the metadata, which includes `origin`."""
+    source = origin['source']
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
     print(f'{source}: {counted(len(files) + len(val_files), "file")}, {num_bytes / 1e6:.1f} MB', flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
-    pieces = split_pieces(files, val_files, reading, holdout)
-    tokenizer = make_tokenizer(cfg.tokenizer, pieces, holdout.several, num_bytes)
+    if tokenizer is None:
+        counts = RowCounts()
+        pieces = split_pieces(files, val_files, reading, holdout, counts=counts)
+        tokenizer = make_tokenizer(cfg.tokenizer, pieces, counts, holdout.several, num_bytes)
     if cfg.bos and tokenizer.bos is None:
         raise ValueError(f'bos=True needs a begin-of-text id, and tokenizer={cfg.tokenizer!r} has none')
     bos = tokenizer.bos if cfg.bos else None
     eot = tokenizer.eot if holdout.several else None
     dtype = id_type(tokenizer)
     writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
-    progress, counts = Progress(num_bytes), RowCounts()
+    progress, counts, in_loss = Progress(num_bytes), RowCounts(), 0
     batches = batches_of(split_pieces(files, val_files, reading, holdout, progress, counts))
     for batch in encode_all(tokenizer, batches, cfg.num_proc or cores(), bos, eot):
         for split, encoded in batch.items():
             writers[split].add(encoded)
+            in_loss += len(encoded.ids) if encoded.mask is None else int(encoded.mask.sum())
     progress.close()
-    if counts.skipped:
-        print(f'skipped {counted(counts.skipped, "row")} without text or without an answer')
+    report(counts, in_loss, sum(writer.counts['tokens'] for writer in writers.values()))
+    if '\r' in getattr(tokenizer, 'chars', ''):
+        print('note: the text has carriage returns (CRLF line ends), and tokenizer=char has an id for them; '
+              'convert the line ends unless the model should write them')
     splits = {split: writer.close() for split, writer in writers.items()}
     empty = [split for split in splits if not splits[split]['bytes']]
     if empty:
         raise ValueError(f'{source} has no text for the {empty[0]} split with val={cfg.val!r}, '
                          f'val_fraction={cfg.val_fraction}, separator={reading.separator!r}')
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(dtype).name, 'vocab_size': tokenizer.n_vocab,
-            'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot, 'splits': splits, 'source': source,
-            'templates': sorted(counts.templates), 'bos': bos}
+            'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot, 'splits': splits,
+            'templates': sorted(counts.templates), 'bos': bos, **origin}
     dataset.write_meta(folder, meta)
     return meta
+
+
+def report(counts, in_loss, tokens):
+    """Prints what was made of the rows and the bytes: a RowCounts, and the number of tokens in the loss."""
+    if counts.kinds:
+        kinds = ', '.join(f'{number:,} {kind}' for kind, number in sorted(counts.kinds.items()))
+        print(f'instruction data ({kinds}) in {named_templates(counts.templates)}: {in_loss:,} of {tokens:,} '
+              f'tokens ({in_loss / max(tokens, 1):.0%}) count in the loss')
+    unused = [name for name, is_used in counts.fields.items() if not is_used]
+    if unused:
+        more = ', ...' if len(unused) > 10 else ''
+        print(f'fields not used: {", ".join(unused[:10])}{more}; --text_field picks another')
+    if counts.skipped:
+        print(f'skipped {counted(counts.skipped, "row")} without text or without an answer')
+    if counts.replaced:
+        print(f'{counts.replaced.total():,} bytes in {counted(len(counts.replaced), "file")} could not be '
+              'decoded and were replaced')
+
+
+def named_templates(names):
+    """Names of templates in words."""
+    words = ', '.join(sorted(names))
+    return f'the {words} template' if len(names) == 1 else f'the templates {words}'
 
 
 def inspect(name, data_dir):
@@ -231,14 +279,18 @@ def inspect(name, data_dir):
     kind = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
     origin = "nanoGPT's: no meta.json" if meta['foreign'] else f'from {meta.get("source", "unknown")}'
     print(f'{folder}: {kind} tokenizer of {tokenizer.n_vocab:,} ids, {meta["dtype"]}, {origin}')
+    if meta.get('templates'):
+        print(f'instruction data in {named_templates(meta["templates"])}')
     counts = {}
     for split in dataset.SPLITS:
         tokens = dataset.open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
         counts[split] = dataset.count_ids(tokens, tokenizer.n_vocab)
         num_bytes = counts[split][:tokenizer.n_vocab] @ tokenizer.sizes  # larger ids pad the vocabulary
         ends = 0 if tokenizer.eot is None else counts[split][tokenizer.eot]
+        mask = dataset.open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')
+        share = f', {np.count_nonzero(mask) / len(mask):.0%} of tokens in the loss' if len(mask) else ''
         print(f'{split:>5}: {len(tokens):,} tokens, {num_bytes / max(len(tokens), 1):.2f} bytes per token, '
-              f'{ends:,} document ends, {np.count_nonzero(counts[split]):,} distinct ids')
+              f'{ends:,} document ends, {np.count_nonzero(counts[split]):,} distinct ids{share}')
     train = counts['train']
     most = np.argsort(-train, kind='stable')[:10].tolist()
     shares = [f'"{dataset.show(tokenizer, [i])}" {train[i] / train.sum():.1%}' for i in most if train[i]]
@@ -256,19 +308,21 @@ def inspect(name, data_dir):
 
 
 def main(argv=None):
-    cfg, reading, _, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__)
+    cfg, reading, given, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__)
     if cfg.inspect:
         for name in sources or [cfg.name or 'stdlib']:
             inspect(name, cfg.data_dir)
         return
     sources = sources or ['stdlib']
-    source = ' '.join(sources)
+    values = {**vars(cfg), **vars(reading)}
+    flags = [f'--{key}={values[key]}' for key in given if key not in OTHER_FLAGS]
+    origin = {'source': shlex.join(sources), 'flags': flags}
     name = cfg.name or default_name(sources)
     folder = output_folder(cfg.data_dir, name)
     try:
         with dataset.partial_folder(folder) as partial:
-            files, val_files = open_sources(sources, cfg, reading, f'{partial}.stdin')
-            meta = write_dataset(partial, files, val_files, cfg, reading, source)
+            files, val_files, tokenizer = open_sources(sources, cfg, reading, f'{partial}.stdin')
+            meta = write_dataset(partial, files, val_files, cfg, reading, tokenizer, origin)
     except OSError as e:
         raise ValueError(f'{folder} could not be made: {e}') from e
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')

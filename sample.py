@@ -4,7 +4,7 @@ Samples from a checkpoint. It contains the model's shape and its tokenizer, so n
     $ python sample.py --start="The history of"                    # from the best checkpoint in out/
     $ python sample.py --out_dir=out.1 --start=FILE:prompt.txt     # a prompt from a file
     $ python sample.py --init_from=gpt2 --temperature=0            # OpenAI's weights, greedy
-    $ python sample.py --start=FILE:prompts.jsonl --output=jsonl   # many prompts of any length in one batch
+    $ python sample.py --start=FILE:prompts.jsonl --output=jsonl   # many prompts or chats in one batch
     $ python sample.py --chat                                      # chat in the template of its training data
     $ python sample.py --score=book.txt                            # loss and bits per byte of each document
 """
@@ -20,12 +20,12 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from configurator import call_main, configure
-from hotloop.chat_template import TEMPLATES, render
+from hotloop.chat_template import TEMPLATES, choose_template, parts_before_answer, prompt_of
 from hotloop.dataset import dataset_folder, read_meta
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.documents import open_text, standard_input
@@ -48,7 +48,8 @@ class SampleConfig:
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
     chat: bool = False  # interactive chat; an empty line ends it
-    template: Literal['auto', 'plain', 'joined', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # for chat
+    template: Literal['auto', 'none', *TEMPLATES] = 'auto'  # of chats and prompts; auto: the training data's
+    system: str | None = None  # system prompt of chats and of prompts in a template
     score: str | None = None  # print the loss on each document of this file or folder
     text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # for score: bytes that are not UTF-8
@@ -86,6 +87,8 @@ class SampleConfig:
             wrong.append(f'stop={self.stop!r} contains an empty string; separate stop strings with |||')
         if self.logprobs and self.output != 'jsonl':
             wrong.append('logprobs=True needs output=jsonl')
+        if self.template == 'none' and (self.chat or self.score is not None):
+            wrong.append("template='none' keeps prompts as they are; chat and score need a template")
         return wrong
 
 
@@ -125,29 +128,86 @@ def tokenizer_spec(weights, data_dir):
     return meta['tokenizer']
 
 
+class Prompt(NamedTuple):
+    """A prompt: as given (a chat: its messages), as shown above its answer, its ids and the mark after it."""
+    given: object
+    shown: str
+    ids: list
+    mark: str = ''
+
+
 def read_prompts(start):
-    """The prompts that `start` stands for: itself, standard input, a file, or each line of a .jsonl file."""
+    """
+    The prompts that `start` stands for: itself, standard input, a file, or each line of a .jsonl file, as
+    (the prompt as given, [(role, text)], the template that suits a row, or None for a text).
+    """
     if start == '-':
-        return [standard_input().read().decode().removeprefix('\ufeff')]
+        return [as_turn(standard_input().read().decode().removeprefix('\ufeff'))]
     if not start.startswith('FILE:'):
-        return [start]
+        return [as_turn(start)]
     path, prompts = start.removeprefix('FILE:'), []
     with open_text(path) as f:
         if not re.search(r'\.(jsonl|ndjson)(\.\w+)?$', path.lower()):  # compressed or not
-            return [f.read()]
+            return [as_turn(f.read())]
         for number, line in enumerate(f, 1):
+            where = f'{path}, line {number}'
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError:
-                row = None
-            prompt = row.get('prompt') if isinstance(row, dict) else row
-            if not isinstance(prompt, str):
-                raise ValueError(f'{path}, line {number}: expected a JSON string, or an object with the '
-                                 'field prompt')
-            prompts.append(prompt)
+            except (ValueError, RecursionError):
+                raise ValueError(f'{where} is not JSON') from None
+            prompts.append(as_turn(row) if isinstance(row, str) else prompt_of(row, where))
     return prompts
+
+
+def as_turn(text):
+    """A text as read_prompts() returns it."""
+    return text, [('user', text)], None
+
+
+def make_prompts(tokenizer, tuned_in, cfg):
+    """
+    The Prompts of the settings. A template that the settings name is for all of them. Otherwise rows of a
+    .jsonl file get tuned_in, the template of the model's data. ValueError for a chat without a template, and
+    for a system prompt that no prompt can use.
+    """
+    asked, prompts = cfg.template, []
+    if asked == 'auto':
+        asked = tuned_in if tuned_in in TEMPLATES else 'none'
+    for given, turns, suited in read_prompts(cfg.start):
+        text = given if isinstance(given, str) else turns[-1][1]
+        is_plain = asked == 'none' or (cfg.template == 'auto' and suited is None)
+        if is_plain and suited in (None, 'joined'):
+            if cfg.system:
+                raise ValueError(f'system={cfg.system!r} needs a template: {one_of_templates()}')
+            prompts.append(Prompt(given, text, prompt_ids(tokenizer, text)))
+        elif is_plain:
+            raise ValueError(f'{cfg.start} has a chat or an instruction, which needs a template: '
+                             f'{one_of_templates()}')
+        else:
+            template = choose_template(asked, suited)
+            ids = turn_ids(tokenizer, with_system(turns, cfg.system), template)
+            shown = text if template == 'joined' else f'{text}\n'
+            prompts.append(Prompt(given, shown, ids, TEMPLATES[template]['assistant'][1]))
+    return prompts
+
+
+def one_of_templates():
+    """The end of an error message about a template that is missing."""
+    return f'choose one with --template: {", ".join(TEMPLATES)}'
+
+
+def with_system(turns, system):
+    """The turns with a system prompt (None: without) before them, unless they have one."""
+    return turns if system is None or 'system' in dict(turns) else [('system', system), *turns]
+
+
+def turn_ids(tokenizer, turns, template):
+    """The ids of a conversation up to the assistant's next answer, as in training; never empty."""
+    begin = [] if tokenizer.begin is None else [tokenizer.begin]
+    parts = parts_before_answer(turns, template)
+    return begin + encode_parts(tokenizer, parts)[0].tolist() if parts else prompt_ids(tokenizer, '')
 
 
 def stops_of(tokenizer, stop, mark=''):
@@ -164,8 +224,9 @@ def stops_of(tokenizer, stop, mark=''):
 class Text:
     """The text of one sequence as its tokens arrive. It ends before a stop text or a stop id."""
 
-    def __init__(self, tokenizer, stops, start='', seed=None):
-        self.tokenizer, self.start, self.seed = tokenizer, start, seed
+    def __init__(self, tokenizer, stops, prompt, seed):
+        self.tokenizer, self.seed = tokenizer, seed
+        self.given, self.start = prompt.given, prompt.shown
         self.stop_texts, self.stop_ids = stops
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
         self.text, self.pending = '', ''  # final text, and text that may still become a stop
@@ -198,15 +259,16 @@ class Text:
 
 def write(model, tokenizer, prompts, seeds, stops, cfg):
     """
-    Continues each prompt, (text, ids), once with each seed, in one batch. Yields the Texts before the first
+    Continues each Prompt once with each seed, in one batch. Yields the Texts before the first
     step and after each step, ordered by prompt and seed. At the end all are finished.
     """
     sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p,
                         cfg.repetition_penalty, stop=stops[1], past_context=cfg.past_context,
                         vocab=tokenizer.n_vocab, logprobs=cfg.logprobs)
-    texts, stopped = [Text(tokenizer, stops, start, seed) for start, _ in prompts for seed in seeds], set()
+    texts = [Text(tokenizer, stops, prompt, seed) for prompt in prompts for seed in seeds]
+    stopped = set()
     yield texts
-    for step in generate(model, [ids for _, ids in prompts], sampling, num_samples=len(seeds),
+    for step in generate(model, [prompt.ids for prompt in prompts], sampling, num_samples=len(seeds),
                          seeds=[text.seed for text in texts], stopped=stopped, compiled=cfg.compile):
         for index, token, logprob in step:
             texts[index].add(token, logprob)
@@ -219,24 +281,26 @@ def write(model, tokenizer, prompts, seeds, stops, cfg):
     yield texts
 
 
-def sample(model, tokenizer, cfg):
+def sample(model, tokenizer, tuned_in, cfg):
     """Draws num_samples samples per prompt, batch_size at a time, and prints them in order."""
-    prompts = [(start, prompt_ids(tokenizer, start)) for start in read_prompts(cfg.start)]
-    longest, size = max((len(ids) for _, ids in prompts), default=0), model.config.block_size
+    prompts = make_prompts(tokenizer, tuned_in, cfg)
+    longest, size = max((len(prompt.ids) for prompt in prompts), default=0), model.config.block_size
     if longest > size:
         print(f'note: the prompt has {longest:,} tokens; the last {size:,} fit the context', file=sys.stderr)
     num_samples = cfg.num_samples or (1 if cfg.temperature < GREEDY_BELOW else 3)
-    prompts_at_once, stops = max(cfg.batch_size // num_samples, 1), stops_of(tokenizer, cfg.stop)
+    prompts_at_once = max(cfg.batch_size // num_samples, 1)
+    stops = stops_of(tokenizer, cfg.stop, max((prompt.mark for prompt in prompts), default=''))
     for i in range(0, len(prompts), prompts_at_once):
+        batch = prompts[i:i + prompts_at_once]
         for j in range(0, num_samples, cfg.batch_size):
             seeds = range(cfg.seed + j, cfg.seed + min(j + cfg.batch_size, num_samples))
-            steps = write(model, tokenizer, prompts[i:i + prompts_at_once], seeds, stops, cfg)
+            steps = write(model, tokenizer, batch, seeds, stops, cfg)
             if cfg.output == 'text':
                 print_in_order(steps, '\n---------------\n')
                 continue
             *_, texts = steps
             for text in texts:
-                row = {'prompt': text.start, 'seed': text.seed, 'text': text.text, 'finish': text.finish}
+                row = {'prompt': text.given, 'seed': text.seed, 'text': text.text, 'finish': text.finish}
                 if cfg.logprobs:
                     row |= {'tokens': text.tokens, 'logprobs': text.logprobs}
                 print_json(row)
@@ -257,41 +321,43 @@ def print_in_order(steps, end):
 
 
 def chat(model, tokenizer, template, cfg):
-    """Answers the user's lines until an empty line, 'exit' or the end of the input."""
+    """Answers the user's messages until an empty one, 'exit' or the end of the input."""
     if cfg.template != 'auto':
         template = cfg.template
     if template not in TEMPLATES:
-        raise ValueError(f'the template is {template!r}; choose one with --template: {", ".join(TEMPLATES)}')
+        raise ValueError(f'the template is {template!r}; {one_of_templates()}')
     standard_input()  # fails early if stdin is closed
+    print('a line that ends with \\ continues on the next; an empty line ends the chat', file=sys.stderr)
     stops, size = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1]), model.config.block_size
     limit = size - min(cfg.max_new_tokens, size // 4)  # leaves room for the answer
     turns, seed = [], cfg.seed
-    while True:
+    while (message := read_message()).strip() not in ('', 'exit'):
         try:
-            line = input('> ')
-        except (EOFError, KeyboardInterrupt):
-            line = ''
-            print()
-        if line.strip() in ('', 'exit'):
-            return
-        try:
-            asked, ids = fit_turns(tokenizer, [*turns, ('user', line)], template, limit)
+            asked, ids = fit_turns(tokenizer, [*turns, ('user', message)], template, limit, cfg.system)
         except ValueError as e:  # too long, or characters that the tokenizer lacks
             print(f'note: {e}', file=sys.stderr)
             continue
-        (answer,) = print_in_order(write(model, tokenizer, [('', ids)], [seed], stops, cfg), '\n')
+        (answer,) = print_in_order(write(model, tokenizer, [Prompt('', '', ids)], [seed], stops, cfg), '\n')
         turns = [*asked, ('assistant', answer.text)]
         seed += 1
 
 
-def fit_turns(tokenizer, turns, template, limit):
+def read_message():
+    """The user's next lines, up to one that does not end with a backslash; '' at the end of the input."""
+    lines = []
+    try:
+        while not lines or lines[-1].endswith('\\'):
+            lines.append(input('. ' if lines else '> '))
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return ''
+    return '\n'.join(line.removesuffix('\\') for line in lines)
+
+
+def fit_turns(tokenizer, turns, template, limit, system=None):
     """(the newest turns of at most `limit` ids, those ids up to the answer). ValueError if there are none."""
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
     for first in range(0, len(turns), 2):
-        parts = render([*turns[first:], ('assistant', '')], template)
-        if TEMPLATES[template]['assistant'][1]:
-            parts.pop()  # the end marker of the answer
-        ids = begin + encode_parts(tokenizer, parts)[0].tolist()
+        ids = turn_ids(tokenizer, with_system(turns[first:], system), template)
         if len(ids) <= limit:
             if first:
                 print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
@@ -302,15 +368,20 @@ def fit_turns(tokenizer, turns, template, limit):
 def main(argv=None):
     cfg, *_ = configure(SampleConfig, argv=argv, about=__doc__)
     device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # torch makes streams, events and CUDA graphs on the current device
     dtype, _ = choose_dtype(cfg.dtype, device)
     cfg.compile, _ = choose_compile(cfg.compile is True, device)
+    if device.type == 'cuda' and cfg.quantize == 'int8' and not cfg.compile:
+        print('note: quantize=int8 saves memory, but without --compile=True each token converts all weights, '
+              f'which is slower than {str(dtype).removeprefix("torch.")} on {device}', file=sys.stderr)
     model, tokenizer, template = load(cfg, device, dtype)
     if cfg.score is not None:
         score(model, tokenizer, template, cfg)
     elif cfg.chat:
         chat(model, tokenizer, template, cfg)
     else:
-        sample(model, tokenizer, cfg)
+        sample(model, tokenizer, template, cfg)
     return 0
 
 

@@ -49,7 +49,7 @@ from hotloop.dataloader import (
     windows_per_epoch,
 )
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
-from hotloop.device import choose_compile, choose_device, choose_dtype, device_memory
+from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
@@ -59,7 +59,7 @@ from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.optim import build_optimizers
 from hotloop.pretrained import open_weights
-from hotloop.resume import compare_settings, find_resumed, settings_of
+from hotloop.resume import compare_settings, find_resumed, is_renamed, settings_of
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import save, take_folder, track_best
@@ -211,7 +211,8 @@ def read_settings(argv=None):
         below = read(argv=files)[1].batch_size
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
-        notes += compare_settings([model_cfg, cfg], given, base, BOUND)
+        renamed = is_renamed(resumed.checkpoint, cfg.dataset)  # compare_context() identifies the data
+        notes += compare_settings([model_cfg, cfg], given, base, BOUND - {'dataset'} if renamed else BOUND)
     if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
         cfg.max_epochs = None  # the flag replaces the max_epochs of a card or a checkpoint
     world = int(os.environ.get('WORLD_SIZE', '1'))
@@ -246,7 +247,7 @@ def setup(cfg):
         raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'
+        torch.set_float32_matmul_precision('high')  # TF32; Inductor's autotuning fails under the newer switch
     if world > 1:
         open_process_group(cfg.backend, device, rank, world, cfg.timeout_minutes)
     compiles, why_compile = choose_compile(cfg.compile, device)
@@ -381,12 +382,12 @@ class Run:
     diverged_at: int | None = None  # the step; the run stops once all processes reach the same step
 
 
-def build_model(settings, meta, env):
+def build_model(settings, dataset, env):
     """
     (the model on the CPU: new, or from a checkpoint or weights; the step of its weights, 0 if unknown).
     ValueError if settings differ.
     """
-    model_cfg, cfg, given = settings.model, settings.train, settings.given
+    model_cfg, cfg, given, meta = settings.model, settings.train, settings.given, dataset.meta
     if cfg.init_from == 'scratch':
         size = meta['vocab_size']
         if not meta['foreign'] and size >= 4096:  # GPUs multiply multiples of 64 faster
@@ -399,7 +400,6 @@ def build_model(settings, meta, env):
         return GPT(config), 0
     if settings.resumed:
         checkpoint = settings.resumed.checkpoint
-        check_tokenizer(checkpoint.get('tokenizer'), meta)
         model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
                                     label_smoothing=model_cfg.label_smoothing)
         return model, state_from(checkpoint).iter_num
@@ -408,7 +408,7 @@ def build_model(settings, meta, env):
     source = open_weights(cfg.init_from, cfg.data_dir)
     if env.rank == 0:
         env.sum(np.zeros(1))
-    check_tokenizer(source.tokenizer, meta)
+    check_tokenizer(source.tokenizer, cfg.init_from, dataset, cfg.data_dir)
     override = {name: getattr(model_cfg, name) for name in ('dropout', 'label_smoothing') if name in given}
     model = GPT.from_checkpoint(source.model_args, source.weights, **override)
     if 'block_size' in given and model_cfg.block_size < model.config.block_size:
@@ -424,16 +424,17 @@ def build_run(settings, datasets, env):
     """The Run, ready to train except for its folder. Adds to settings.notes."""
     cfg, notes, resumed = settings.train, settings.notes, settings.resumed
     meta = datasets[0].meta
-    model, step = build_model(settings, meta, env)
+    model, step = build_model(settings, datasets[0], env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
     train_split, val_split = (open_split(datasets, name, T) for name in ('train', 'val'))
     check_lengths(train_split.splits + val_split.splits, T)
+    context = context_of(datasets, {'train': train_split, 'val': val_split}, env)
+    if resumed:
+        notes += compare_context(resumed.checkpoint, context, cfg)
+        check_tokenizer(resumed.checkpoint.get('tokenizer'), resumed.path, datasets[0], cfg.data_dir)
     if env.rank == 0:
         for split in train_split.splits + val_split.splits:
             split.check_ids(vocab_size)
-    context = context_of(datasets, {'train': train_split, 'val': val_split}, env)
-    if resumed:
-        notes += compare_context(resumed.checkpoint, context)
     tokenizer = sampling_tokenizer(cfg, meta, context)
     if not cfg.eval_only:
         env.stop = StopRequest(cfg.max_minutes)
@@ -442,8 +443,7 @@ def build_run(settings, datasets, env):
     if settings.auto_batch and not cfg.eval_only:
         set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, env, notes)
     batches = Batches(train_split, cfg, env)
-    memory = device_memory(env.device)
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, memory)
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env)
     if cfg.max_epochs is not None:
         per_epoch = windows_per_epoch(train_split.num_tokens, T)
         cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)

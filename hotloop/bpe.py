@@ -12,14 +12,18 @@ MAX_WORDS = 400_000  # distinct words to learn from; each takes about a kilobyte
 
 
 def train_bpe(texts, num_tokens):
+    """Trains a BPE on texts; see learn_merges()."""
+    return learn_merges(count_words(texts), num_tokens)
+
+
+def learn_merges(word_counts, num_tokens):
     """
-    Trains a BPE. Returns its tokens, as bytes, in order of rank: the 256 bytes, then one per merge,
-    at most num_tokens in total. Each step merges the most frequent pair of adjacent tokens. Ties go to the
-    smallest ranks, as in Hugging Face. A merge visits only the words that contain its pair.
+    Trains a BPE on {word: count}. Returns its tokens, as bytes, in order of rank: the 256 bytes, then one per
+    merge, at most num_tokens in total. Each step merges the most frequent pair of adjacent tokens. Ties go to
+    the smallest ranks, as in Hugging Face. A merge visits only the words that contain its pair.
     """
     tokens = [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
     rank = {token: i for i, token in enumerate(tokens)}
-    word_counts = count_words(texts)
     words = [[rank[bytes([b])] for b in word.encode('utf-8', 'surrogatepass')] for word in word_counts]
     counts = list(word_counts.values())
     pairs, words_with = Counter(), defaultdict(set)  # pair -> its count, the indices of words that contain it

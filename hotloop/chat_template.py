@@ -1,12 +1,13 @@
 """Turns rows and conversations into parts of a document. Only the assistant's text counts toward the loss."""
 
 import json
+import re
 
 from hotloop.tokenizer import fix_surrogates
 
 ANSWERS = ('completion', 'response', 'output', 'answer')
-ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'instruction', 'input', 'system',
-              'history', *ANSWERS]
+ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'question', 'instruction', 'input',
+              'system', 'history', *ANSWERS]
 SPEAKERS = ('system', 'user', 'assistant')
 # text before and after a turn of each role; the marker after an answer is part of its loss
 TEMPLATES = {
@@ -18,41 +19,77 @@ TEMPLATES = {
               for role, name in zip(SPEAKERS, ('user', 'user', 'model'), strict=True)},
     'llama3': {role: (f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>') for role in SPEAKERS},
 }
+KINDS = {'chatml': 'chats', 'alpaca': 'instructions with outputs (Alpaca)',
+         'joined': 'prompts with completions'}  # of rows, by the template that suits them
 BETWEEN_TURNS = {'plain': '\n', 'joined': '', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}
+MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it
 OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
 ALPACA_SYSTEM = ('Below is an instruction that describes a task{}. Write a response that appropriately '
                  'completes the request.')
 ALPACA_INPUT = ', paired with an input that provides further context'
 
 
-def parts_of(row, where, reading, templates=None):
+def parts_of(row, where, reading, counts=None):
     """
     The parts [(text, markup, counts)] of the document in a row, or None if it has no text or no answer. A row
     is a text, or an object with the field reading.text_field, with messages (a chat), instruction and output
-    (Alpaca), prompt and completion, text, or content. where: file and line, for the ValueError that a bad row
-    raises. The set templates gets the name of the template used.
+    (Alpaca), prompt or question and completion or answer, text, or content. where: file and line, for the
+    ValueError that a bad row raises. The RowCounts get the row's kind and the template used.
     """
-    if isinstance(row, str):
-        row = {'text': row}
-    if not isinstance(row, dict):
-        raise ValueError(f'{where}: a row must be an object or a string, not {json.dumps(row)[:50]}')
-    turns, template = (None, None) if reading.text_field else turns_of(row, where)
-    if turns is None:
-        return text_parts(row, where, reading.text_field)
+    row = as_object(row, where)
+    suited, fields = form_of(row, reading.text_field)
+    if suited is None:
+        return text_parts(row, where, fields[0], bool(reading.text_field))
+    turns = turns_of(row, where, suited, fields)
     if not any(role == 'assistant' and text for role, text in turns):
         return None
-    # the plain template also puts nothing between a prompt and its completion
-    if reading.template != 'auto' and (reading.template, template) != ('plain', 'joined'):
-        template = reading.template
-    if templates is not None:
-        templates.add(template)
+    template = choose_template(reading.template, suited)
+    if counts is not None:
+        counts.kinds[KINDS[suited]] += 1
+        counts.templates.add(template)
     return render(turns, template)
 
 
-def text_parts(row, where, field):
-    """The part of a row with one text, in `field` if that is given; None if the text is empty."""
-    is_null_chat = not field and None in (row.get('messages', ''), row.get('conversations', ''))
-    field = field or ('content' if 'content' in row and 'text' not in row else 'text')
+def marks_of(templates):
+    """The marks in the templates with these names, sorted."""
+    texts = (text for name in templates for turn in TEMPLATES[name].values() for text in turn)
+    return sorted({mark for text in texts for mark in MARK.findall(text)})
+
+
+def as_object(row, where):
+    """A row as a dict; a string is its text. ValueError for anything else."""
+    if isinstance(row, str):
+        return {'text': row}
+    if not isinstance(row, dict):
+        raise ValueError(f'{where}: a row must be an object or a string, not {json.dumps(row)[:50]}')
+    return row
+
+
+def form_of(row, text_field=None):
+    """(the template that suits a row, or None for a text; the names of the fields that are used)."""
+    if text_field:
+        return None, [text_field]
+    chat = 'conversations' if row.get('messages') is None else 'messages'
+    question = next((name for name in ('prompt', 'question') if name in row), None)
+    answer = next((name for name in ANSWERS if name in row), None)
+    if isinstance(row.get(chat), list) and all(isinstance(message, dict) for message in row[chat]):
+        return 'chatml', [chat, 'system']
+    if 'instruction' in row and answer:
+        return 'alpaca', ['instruction', 'input', 'history', 'system', answer]
+    if question and answer:
+        return 'joined', [question, answer]
+    return None, ['content' if 'content' in row and 'text' not in row else 'text']
+
+
+def choose_template(asked, suited):
+    """The template of a row: the one asked for, unless that is auto, or the one that suits the row."""
+    # the plain template also puts nothing between a prompt and its completion
+    return suited if asked == 'auto' or (asked, suited) == ('plain', 'joined') else asked
+
+
+def text_parts(row, where, field, is_named):
+    """The part of a row with one text, in `field`, which the user may have named; None if it is empty."""
+    is_null_chat = not is_named and None in (row.get('messages', ''), row.get('conversations', ''))
     if field not in row and not is_null_chat:
         raise ValueError(f'{where} has no field {field!r}; its fields are: {", ".join(map(str, row))}. Name '
                          'the one that holds the text with --text_field')
@@ -67,14 +104,12 @@ def check_text(value, name):
     return fix_surrogates(value or '')
 
 
-def turns_of(row, where):
-    """([(role, text)], the template that suits them), or (None, None) if the row is not instruction data."""
-    chat = row.get('conversations') if row.get('messages') is None else row['messages']
-    answer = next((name for name in ANSWERS if name in row), None)
-    if isinstance(chat, list) and all(isinstance(message, dict) for message in chat):
-        turns, template = [turn_of(message, where) for message in chat], 'chatml'
-    elif 'instruction' in row and answer:
-        turns, template = [], 'alpaca'
+def turns_of(row, where, suited, fields):
+    """[(role, text)] of a row of instruction data, which form_of() describes."""
+    turns = []
+    if suited == 'chatml':
+        turns = [turn_of(message, where) for message in row[fields[0]]]
+    elif suited == 'alpaca':
         past = row.get('history') or []
         if not isinstance(past, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in past):
             raise ValueError(f'{where}: history must be a list of [question, answer] pairs')
@@ -83,14 +118,12 @@ def turns_of(row, where):
         turns.append(('user', row['instruction']))
         if row.get('input'):
             turns.append(('input', row['input']))
-        turns.append(('assistant', row[answer]))
-    elif 'prompt' in row and answer:
-        turns, template = [('user', row['prompt']), ('assistant', row[answer])], 'joined'
+        turns.append(('assistant', row[fields[-1]]))
     else:
-        return None, None
-    if template != 'joined' and row.get('system') and 'system' not in dict(turns):
+        turns = [(role, row[name]) for role, name in zip(('user', 'assistant'), fields, strict=True)]
+    if suited != 'joined' and row.get('system') and 'system' not in dict(turns):
         turns.insert(0, ('system', row['system']))
-    return [(role, check_text(text, f"{where}: the {role}'s text")) for role, text in turns], template
+    return [(role, check_text(text, f"{where}: the {role}'s text")) for role, text in turns]
 
 
 def turn_of(message, where):
@@ -122,3 +155,28 @@ def render(turns, template):
         parts += [(between + before, True, False), (text, False, counts), (after, True, counts)]
         between = BETWEEN_TURNS[template]
     return [part for part in parts if part[0]]
+
+
+def prompt_of(row, where):
+    """
+    (the prompt as given, [(role, text)] up to the last user's turn, the template that suits them) of a row of
+    prompts: a chat, or an instruction, prompt or question with or without its answer. ValueError for others.
+    """
+    row = {name: value for name, value in as_object(row, where).items() if name not in ANSWERS}
+    row['completion'] = ''
+    suited, fields = form_of(row)
+    if suited is None:
+        raise ValueError(f'{where}: expected a JSON string, or an object with messages, instruction, prompt '
+                         'or question')
+    turns = turns_of(row, where, suited, fields)
+    while turns and turns[-1][0] not in ('user', 'input'):
+        turns.pop()
+    if not turns:
+        raise ValueError(f'{where}: the chat has no turn of the user')
+    return row[fields[0]], turns, suited
+
+
+def parts_before_answer(turns, template):
+    """The parts of a conversation and of what comes before the text of the assistant's next turn."""
+    parts = render([*turns, ('assistant', '')], template)
+    return parts[:-1] if TEMPLATES[template]['assistant'][1] else parts

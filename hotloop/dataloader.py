@@ -194,6 +194,14 @@ def copy_to_device(split, device):
     return torch.from_numpy(tokens.view(f'i{tokens.itemsize}')).to(device), mask
 
 
+def upload(array, device):
+    """A copy of a numpy array on a device. For a GPU it is from pinned memory, so the host does not wait."""
+    tensor = torch.from_numpy(array)
+    if device.type == 'cuda':
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 class Batches:
     """
     The micro-batches of this process. On a GPU the split is in its memory; if it is too large, a thread reads
@@ -223,14 +231,19 @@ class Batches:
 
     def step(self, step):
         """(unmasked targets of the global batch, a load() for each micro-batch of this process)."""
-        loads = [functools.partial(self.load, step, micro) for micro in range(self.accumulation)]
-        return self.windows(step)[0], loads
+        num_targets, starts = self.windows(step)
+        if self.tokens is not None:
+            starts = upload(starts, self.env.device)
+        return num_targets, [functools.partial(self.load, step, n, starts[n]) for n in range(len(starts))]
 
-    def load(self, step, micro):
-        """(x, y, seed) of a micro-batch: two (B, T) int64 tensors on the device, and dropout's seed."""
+    def load(self, step, micro, starts):
+        """
+        (x, y, seed) of a micro-batch: two (B, T) int64 tensors on the device, and dropout's seed. starts: its
+        positions, (B,), which are on the device if the split is.
+        """
         began = time.perf_counter()
         if self.tokens is not None:
-            x, y = self.gather(torch.from_numpy(self.windows(step)[1][micro]).to(self.env.device))
+            x, y = self.gather(starts)
         else:
             parts = self.read_ahead(step, micro) if self.reader else self.read(step, micro)
             x, y = (part.to(self.env.device, non_blocking=self.reader is not None) for part in parts)

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 from typing import NamedTuple
 
@@ -127,9 +128,10 @@ class BinWriter:
 @contextlib.contextmanager
 def partial_folder(folder):
     """
-    An empty folder to write a dataset into, which replaces `folder` when the block ends. After an error or a
-    kill, `folder` is the old dataset or the complete new one; only a kill between the two renames leaves
-    neither, and the next call restores the old one. ValueError if another process is writing it.
+    An empty folder to write a dataset into, which becomes `folder` when the block ends, unless it is the same
+    dataset. An old one is moved to the first free folder.1, folder.2, ... After an error or a kill, `folder`
+    is the old dataset or the complete new one; only a kill between the two renames leaves neither, and the
+    next call restores the old one. ValueError if another process is writing it.
     """
     work = folder + '.partial'
     new, old = os.path.join(work, 'new'), os.path.join(work, 'old')
@@ -137,10 +139,12 @@ def partial_folder(folder):
     held = lock(os.path.join(work, '.lock'))
     try:
         put_back(old, folder)
-        for path in (new, old):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         os.mkdir(new)
         yield new
+        if same_dataset(folder, new):
+            print(f'{folder}: unchanged')
+            return
         sync_folder(new)
         if os.path.isdir(folder):
             os.rename(folder, old)
@@ -154,9 +158,40 @@ def partial_folder(folder):
 
 
 def put_back(old, folder):
-    """Moves a dataset that was set aside back to its name, unless a new one has that name."""
-    if os.path.isdir(old) and not os.path.exists(folder):
+    """
+    Moves a dataset that was set aside back to its name. If a new one has that name, the old one gets the name
+    with the first free number; an empty folder is removed.
+    """
+    if not os.path.isdir(old):
+        return
+    if not os.listdir(old):
+        os.rmdir(old)
+    elif not os.path.exists(folder):
         os.rename(old, folder)
+    else:
+        number = 1
+        while os.path.lexists(f'{folder}.{number}'):
+            number += 1
+        os.rename(old, f'{folder}.{number}')
+        print(f'{folder} held another dataset, which was moved to {folder}.{number}')
+    sync_folder(os.path.dirname(folder) or '.')
+
+
+def same_dataset(folder, new):
+    """Whether two folders hold the same tokens, masks and tokenizer. Reads the bins of the first one."""
+    try:
+        before, now = (read_json(os.path.join(path, 'meta.json')) for path in (folder, new))
+    except ValueError:  # there is none, or it is damaged
+        return False
+    names = ('format', 'dtype', 'vocab_size', 'tokenizer', 'eot', 'bos', 'templates', 'splits')
+    if any((before.get(name) or None) != (now.get(name) or None) for name in names):
+        return False
+    for split, counts in now['splits'].items():
+        for file, key in ((f'{split}.bin', 'sha256'), (f'{split}.mask.bin', 'mask_sha256')):
+            path = os.path.join(folder, file)
+            if (hash_file(path) if os.path.exists(path) else None) != counts.get(key):
+                return False
+    return True
 
 
 def count_ids(tokens, at_least=0):
@@ -196,7 +231,10 @@ def open_datasets(dataset, data_dir):
                 raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
         meta = read_meta(folder)
         if datasets and not same_tokenizer(meta['tokenizer'], datasets[0].meta['tokenizer']):
-            raise ValueError(f'the tokenizers of {datasets[0].name} and {name} differ; use the same for both')
+            first, other = datasets[0], Dataset(name, folder, meta, 0.0)
+            command = command_for(other, data_dir, first.meta['tokenizer'], first.folder)
+            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} with the '
+                             f'tokenizer of {first.name}: {command}')
         if not weighted:
             weight = os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize
         elif not re.fullmatch(r'\d+\.?\d*|\.\d+', weight) or not float(weight):
@@ -205,11 +243,21 @@ def open_datasets(dataset, data_dir):
     return datasets
 
 
-def check_tokenizer(spec, meta):
-    """ValueError if a checkpoint's tokenizer (None: unknown) is not the dataset's."""
-    if spec and not same_tokenizer(spec, meta['tokenizer']):
+def check_tokenizer(spec, path, dataset, data_dir):
+    """ValueError if the tokenizer of the checkpoint at this path (None: unknown) is not the Dataset's."""
+    if spec and not same_tokenizer(spec, dataset.meta['tokenizer']):
         raise ValueError(f'the checkpoint has the tokenizer {describe(spec)}, but the dataset has '
-                         f'{describe(meta["tokenizer"])}; prepare the data with the one in the checkpoint')
+                         f'{describe(dataset.meta["tokenizer"])}; prepare the data with the tokenizer of the '
+                         f'checkpoint: {command_for(dataset, data_dir, spec, path)}')
+
+
+def command_for(dataset, data_dir, spec, path):
+    """The command that prepares a Dataset again with another tokenizer, from its spec and where it is."""
+    tokenizer = {'byte': 'byte', 'tiktoken': spec.get('name')}.get(spec['kind'], path)
+    flags = [f'--name={"NEW_NAME" if dataset.meta["foreign"] else dataset.name}',
+             *dataset.meta.get('flags', []), f'--tokenizer={tokenizer}', f'--data_dir={data_dir}']
+    source = dataset.meta.get('source', 'FILE_OR_FOLDER')
+    return f'python prepare.py {source} {shlex.join(flags)}'.removesuffix(' --data_dir=data')
 
 
 def describe(spec):

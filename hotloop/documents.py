@@ -2,17 +2,19 @@
 
 import codecs
 import csv
+import io
 import json
 import os
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hotloop.chat_template import ROW_FIELDS, parts_of
+from hotloop.chat_template import ROW_FIELDS, as_object, form_of, parts_of
 from hotloop.files import optional
 from hotloop.text_file import open_text
 
@@ -26,21 +28,31 @@ class ReadConfig:
     text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
     template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # for chats
     separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline
+    encoding: str = 'utf-8'  # of files, such as latin-1, cp1252 or utf-16
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with bytes that are not UTF-8
 
     def problems(self):
         """The problems with the settings, one sentence each."""
-        if self.template == 'auto' or not self.text_field:
-            return []
-        return [f'template={self.template!r} is for instruction data, and text_field={self.text_field!r} '
-                'selects a single text field; remove one of them']
+        problems = []
+        try:
+            io.TextIOWrapper(io.BytesIO(), codecs.lookup(self.encoding).name)  # a codec of text
+        except (LookupError, ValueError):
+            problems.append(f'encoding={self.encoding!r} is not a text encoding of Python, such as utf-8, '
+                            'latin-1, cp1252 or utf-16')
+        if self.template != 'auto' and self.text_field:
+            problems.append(f'template={self.template!r} is for instruction data, and text_field='
+                            f'{self.text_field!r} selects a single text field; remove one of them')
+        return problems
 
 
 @dataclass
 class RowCounts:
-    """Counts of documents_in(): rows skipped because they lack text or an answer, and chat templates used."""
-    skipped: int = 0
-    templates: set = field(default_factory=set)
+    """What documents_in() found: counts of rows and replaced bytes, chat templates, fields of rows."""
+    skipped: int = 0  # rows without text or without an answer
+    kinds: Counter = field(default_factory=Counter)  # rows of instruction data, by kind
+    templates: set = field(default_factory=set)  # of those rows
+    fields: dict = field(default_factory=dict)  # {field of the first rows: whether it is used}
+    replaced: Counter = field(default_factory=Counter)  # bytes that are not UTF-8, by file
 
 
 class Piece(NamedTuple):
@@ -67,7 +79,7 @@ def documents_in(files, reading, progress=None, counts=None):
         if file.kind == 'tokens':
             yield from token_pieces(file, progress)
         elif file.kind == 'text':
-            blocks = text_blocks(file, reading, progress)
+            blocks = text_blocks(file, reading, progress, counts)
             yield from pieces_of(blocks, None if separator else file.name, separator)
         else:
             yield from row_pieces(file, reading, progress, counts)
@@ -125,14 +137,21 @@ def standard_input():
     return sys.stdin.buffer
 
 
-def open_file(file, reading, progress):
-    """open_text() of a file with the error handling of the settings."""
-    return open_text(file.path, 'strict' if reading.bad_utf8 == 'refuse' else 'replace', progress)
+def open_file(file, reading, progress, counts=None):
+    """open_text() of a file with the encoding and error handling of the settings."""
+    def replace(error):
+        counts.replaced[file.path] += error.end - error.start
+        return '\ufffd', error.end
+    errors = 'strict' if reading.bad_utf8 == 'refuse' else 'replace'
+    if errors == 'replace' and counts:
+        errors = 'hotloop.count'
+        codecs.register_error(errors, replace)  # for all readers, but one file is read at a time
+    return open_text(file.path, errors, progress, reading.encoding)
 
 
-def text_blocks(file, reading, progress):
+def text_blocks(file, reading, progress, counts):
     """A file's text in blocks of about a megabyte."""
-    with open_file(file, reading, progress) as f:
+    with open_file(file, reading, progress, counts) as f:
         blocks = iter(lambda: f.buffer.read(1 << 20), b'')  # f.read(size) is a third slower
         yield from codecs.iterdecode(blocks, f.encoding, f.errors)
 
@@ -160,8 +179,12 @@ def token_pieces(file, progress):
 
 def row_pieces(file, reading, progress, counts):
     """The pieces of the documents in a file of rows."""
-    for where, row in rows_in(file, reading, progress):
-        parts = parts_of(row, where, reading, counts.templates)
+    for number, (where, row) in enumerate(rows_in(file, reading, progress, counts)):
+        parts = parts_of(row, where, reading, counts)
+        if number < 100:
+            row = as_object(row, where)
+            used = form_of(row, reading.text_field)[1]
+            counts.fields |= {name: name in used or counts.fields.get(name, False) for name in row}
         if parts is None:
             counts.skipped += 1
         elif len(parts) == 1:
@@ -171,11 +194,11 @@ def row_pieces(file, reading, progress, counts):
             yield Piece(parts, True, True, '\0'.join(text for text, *_ in parts))
 
 
-def rows_in(file, reading, progress):
+def rows_in(file, reading, progress, counts=None):
     """(where, row) of each row of a file; a row is a dict, or a str in a JSON file of texts."""
     readers = {'jsonl': jsonl_rows, 'csv': csv_rows, 'json': json_rows}
     if file.kind in readers:
-        with open_file(file, reading, progress) as f:
+        with open_file(file, reading, progress, counts) as f:
             yield from readers[file.kind](f, file.path)
     else:
         yield from parquet_rows(file, reading, progress)
@@ -223,18 +246,19 @@ def json_rows(lines, path):
 
 
 def parquet_rows(file, reading, progress):
-    """(where, row) of a parquet file, a few hundred rows in memory at a time. Other fields are not read."""
+    """(where, row) of a parquet file, a few hundred rows in memory at a time. Unread fields are None."""
     pyarrow = optional('pyarrow', 'reads parquet files')
     parquet = optional('pyarrow.parquet', 'reads parquet files')
     wanted = (reading.text_field,) if reading.text_field else ROW_FIELDS
     number, size = 0, os.path.getsize(file.path)
     try:
         with parquet.ParquetFile(file.path) as table:
-            fields = [name for name in table.schema_arrow.names if name in wanted] or None
+            names = table.schema_arrow.names
+            fields = [name for name in names if name in wanted] or None
             for batch in table.iter_batches(256, columns=fields):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f'{file.path}, row {number}', row
+                    yield f'{file.path}, row {number}', dict.fromkeys(names) | row
                 if progress:
                     progress.add(size * batch.num_rows // table.metadata.num_rows)
     except (OSError, pyarrow.ArrowException) as e:

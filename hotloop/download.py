@@ -7,11 +7,12 @@ import sys
 import time
 from urllib.parse import urlsplit
 
-from hotloop.files import Progress, first_line, hash_file, lock, sync_folder
+from hotloop.files import Progress, first_line, hash_file, lock, reason_of, sync_folder
 
 BACKOFF = 1.0  # seconds before another attempt; grows with each that fails
 PATIENCE = 30.0  # seconds without a byte before a connection counts as lost
 ATTEMPTS = 5  # in a row without progress
+UNREACHED = 2  # attempts while the host has not answered at all
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # status codes worth a retry
 
 
@@ -56,22 +57,26 @@ def fetch(url, part):
     """Downloads to the file part, with resuming. Returns the SHA-256 that the hub sends, or None."""
     import requests
     transient = requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError
-    failures, most = 0, 0
+    failures, most, reached = 0, 0, False
     with requests.Session() as session:
-        while failures < ATTEMPTS:
+        while failures < (ATTEMPTS if reached else UNREACHED):
             time.sleep(BACKOFF * failures)
             reason = 'the connection was lost'
             try:
                 with request(session, url, part) as answer:
+                    reached = True
                     if answer.status_code in BUSY:
                         reason = f'{answer.status_code} {answer.reason}'
                     elif receive(answer, part):
                         return linked_hash(answer)
             except transient as e:
-                reason = type(e).__name__
+                reason = reason_of(e)
             size = os.path.getsize(part) if os.path.exists(part) else 0
-            failures = 0 if size > most else failures + 1
+            failures = 0 if reached and size > most else failures + 1
             most = max(size, most)
+    if not reached:
+        raise ValueError(f'{url} cannot be reached: {reason}; check the network and the proxy settings, or '
+                         f'put the file at {part.removesuffix(".part")}')
     raise ValueError(f'{url}: {reason}, {ATTEMPTS} times in a row; check the network and the proxy settings, '
                      'or run the command again later')
 
@@ -85,7 +90,7 @@ def request(session, url, part):
         etag, have = f.read(), os.path.getsize(part)
     if etag and have:
         headers |= {'Range': f'bytes={have}-', 'If-Range': etag}
-    answer = session.get(url, headers=headers, stream=True, timeout=(min(PATIENCE, 10), PATIENCE))
+    answer = session.get(url, headers=headers, stream=True, timeout=(min(PATIENCE, 5), PATIENCE))
     status, rest = answer.status_code, answer.headers.get('Content-Range', '')
     is_rest = status == 206 and rest.startswith(f'bytes {have}-') and answer.headers.get('ETag') == etag
     if 'Range' in headers and status in (206, 416) and not is_rest:  # of another version: start over

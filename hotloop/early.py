@@ -10,10 +10,23 @@ from configurator import HERE, OWN_FILE, configure, fields_of, read_argv
 from hotloop import host
 
 
+@contextlib.contextmanager
+def without_torch():
+    """Inside, `import torch` is an ImportError, also for the modules that are imported here."""
+    torch = sys.modules.get('torch')
+    sys.modules['torch'] = None
+    try:
+        yield
+    finally:
+        del sys.modules['torch']
+        if torch:
+            sys.modules['torch'] = torch
+
+
 def settings_module(path):
     """
-    A module with the settings of a source file: its dataclasses *Config and its assignments, as far as these
-    need only the standard library. Nothing else in the file runs. NameError if a dataclass needs more.
+    A module with the settings of a source file: its dataclasses *Config and its assignments, with the imports
+    that do not need torch. Nothing else in the file runs. NameError if a dataclass needs more.
     """
     module = sys.modules[path] = types.ModuleType(path)  # inspect.getsource looks there for --help
     module.__file__ = path
@@ -21,19 +34,15 @@ def settings_module(path):
         tree = ast.parse(f.read(), path)
     module.__doc__ = ast.get_docstring(tree, clean=False)
     for node in tree.body:
-        match node:
-            case ast.Import([ast.alias(name)]) | ast.ImportFrom(name):
-                needed = name.split('.')[0] in sys.stdlib_module_names
-            case ast.ClassDef(name):
-                needed = name.endswith('Config')
-            case _:
-                needed = False
         code = compile(ast.Module([node], []), path, 'exec')
-        if needed:
-            exec(code, vars(module))
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            with contextlib.suppress(ImportError):
+                exec(code, vars(module))
         elif isinstance(node, ast.Assign):
             with contextlib.suppress(NameError):
                 exec(code, vars(module))
+        elif isinstance(node, ast.ClassDef) and node.name.endswith('Config'):
+            exec(code, vars(module))
     return module
 
 
@@ -53,14 +62,16 @@ def check_early(*sources):
     """
     Prints --help or raises SettingsError before the imports of a script, of which torch takes seconds.
     sources: files beside this one with settings classes; the script comes last. What cannot be known here is
-    left to the script: problems() that need an import, and config files that must not run twice.
+    left to the script: settings that need torch, and config files that must not run twice.
     """
     host.end_spins_early()
-    with contextlib.suppress(NameError):
+    with without_torch(), contextlib.suppress(NameError):
         modules = [settings_module(os.path.join(HERE, source)) for source in sources]
         classes, removed = [], getattr(modules[-1], 'REMOVED', {})
         for module in modules:
-            classes += [value for name, value in vars(module).items() if name.endswith('Config')]
+            for name, value in vars(module).items():
+                if name.endswith('Config') and value.__module__ == module.__name__:  # not an imported one
+                    classes.append(value)
         words, _, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
         if problems or all(map(may_run_twice, words)):
             configure(*classes, about=modules[-1].__doc__, removed=removed)

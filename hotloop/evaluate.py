@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hotloop.dataloader import Mixture
+from hotloop.dataloader import Mixture, upload
 
 
 def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None):
@@ -51,7 +51,7 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
             break
         rows = mine[first:first + batch]
         x, y = eval_batch(split, windows[rows], batch)
-        losses = model(torch.from_numpy(x).to(env.device), torch.from_numpy(y).to(env.device))  # (batch,)
+        losses = model(upload(x, env.device), upload(y, env.device))  # (batch,)
         batch_losses.append(losses[:len(rows)])  # stays on the device: reading it now would synchronize
         y = y[:len(rows)]
         sums[1, rows] = (y >= 0).sum(1)

@@ -92,6 +92,14 @@ def first_line(error):
     return str(error).strip().split('\n')[0]
 
 
+def reason_of(error):
+    """The system's words for the cause of an exception, such as Connection refused; otherwise its type."""
+    cause = error
+    while cause is not None and not getattr(cause, 'strerror', None):
+        cause = cause.__context__
+    return cause.strerror if cause else type(error).__name__
+
+
 def optional(module, purpose):
     """Imports a package that requirements.txt does not list. ValueError if it is missing."""
     package = module.split('.')[0]

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop.kv_cache import new_cache
+from hotloop.quantize import Int8Linear
 
 GREEDY_BELOW = 1e-6  # temperatures that mean 0; dividing by a smaller one would overflow
 NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it diverged, or its numbers exceed '
               'the range of float16 (then use --dtype=float32)')
+# where lengths vary: cuDNN would build a plan for each, which takes tens of milliseconds on the host (Hopper)
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,20 @@ CPU_STEP = dict(freezing=True, max_autotune=True, fx_graph_cache=False, autotune
                 max_autotune_report_choices_stats=False)
 
 
-def compile_step(device):
-    """decode_step, compiled for fixed shapes; on CUDA as a graph."""
+# Under this setting Inductor generates the product of one row with int8 weights on CUDA; without it each step
+# writes the weights in bf16 and reads them again
+INT8_CUDA_STEP = dict(coordinate_descent_tuning=True)
+
+
+def compile_step(model):
+    """decode_step of a model, compiled for fixed shapes; on CUDA as a graph."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
-    options = CPU_STEP if device.type == 'cpu' else {}
+    device, options = model.cos.device, {}
+    if device.type == 'cpu':
+        options = CPU_STEP
+    elif device.type == 'cuda' and isinstance(model.lm_head, Int8Linear):
+        options = INT8_CUDA_STEP
     mode = 'reduce-overhead' if device.type == 'cuda' else None
     compiled, known = torch.compile(decode_step, dynamic=False, mode=mode), set()
 
@@ -117,6 +130,7 @@ def uniform_numbers(rows, device):
     return numbers.to(device, torch.float32 if device.type == 'mps' else torch.float64)  # MPS has no float64
 
 
+@sdpa_kernel(WITHOUT_CUDNN)
 def prefill(model, contexts):
     """Feeds lists of ids in one forward. Returns a cache that holds them and the (B, V) logits after each."""
     device, longest = model.cos.device, max(map(len, contexts))
@@ -186,7 +200,7 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
     cache.put(slice(None), prefilled, prompt_of)
     drawn = draw(logits[prompt_of], seen, uniform_numbers(rows, device), sampling)
     del prefilled, logits
-    step = compile_step(device) if compiled else decode_step
+    step = compile_step(model) if compiled else sdpa_kernel(WITHOUT_CUDNN)(decode_step)
     for left in reversed(range(sampling.max_new_tokens)):
         tokens = drawn[:, :1].long()  # a copy, because a CUDA graph overwrites at each step what it returned
         seen.scatter_(1, tokens, True)

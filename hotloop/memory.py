@@ -13,14 +13,16 @@ from hotloop.files import counted, first_line
 MAX_TRIAL_TOKENS = 2**17  # per micro-batch; larger ones are no faster
 
 
-def choose_loss_chunks(asked, num_tokens, vocab_size, memory):
+def choose_loss_chunks(asked, num_tokens, vocab_size, env):
     """
     The number of chunks in which the head and the loss of num_tokens are computed. auto: one, which is
-    fastest, unless it needs over a quarter of `memory` bytes; then as many as reduce that to a sixteenth.
+    fastest, unless it needs over a quarter of the device's memory; then as many as reduce it to a sixteenth.
     """
     if asked != 'auto':
         return min(asked, num_tokens)
-    need = 12 * num_tokens * vocab_size  # bytes: logits and gradients in bf16, float32 copies of both
+    # bytes: logit and gradient in bf16, float32 copies of both; a compiled step does not store the copies
+    per_logit = 2.5 * env.dtype.itemsize if env.compile else 12
+    need, memory = per_logit * num_tokens * vocab_size, device_memory(env.device)
     if need <= memory / 4:
         return 1
     return min(math.ceil(16 * need / memory), num_tokens)
@@ -75,8 +77,8 @@ def why_largest(micro_batch, sequences, T, env):
 
 def batch_fits(model, batch, env, cfg, reserve):
     """Whether forward and backward of `batch` sequences fit beside `reserve` bytes, on all processes."""
-    c, failed, loss_chunks, memory = model.config, 0.0, model.loss_chunks, device_memory(env.device)
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size, memory)
+    c, failed, loss_chunks = model.config, 0.0, model.loss_chunks
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size, env)
     try:
         reserved = torch.empty(reserve, dtype=torch.uint8, device=env.device)
         for p in model.parameters():

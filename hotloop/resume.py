@@ -43,6 +43,13 @@ def settings_of(checkpoint, shape):
     return {name: value for name, value in saved.items() if name not in own}
 
 
+def is_renamed(checkpoint, dataset):
+    """Whether `dataset` may name the data of a checkpoint: they have fingerprints and equal weights."""
+    settings = [checkpoint.get('config', {}).get('dataset', ''), dataset]
+    before, now = ([word.partition(':')[2] for word in setting.split(',')] for setting in settings)
+    return 'data' in checkpoint and before == now
+
+
 def compare_settings(objects, given, base, bound):
     """
     A note for each setting given with another value than `base`, the checkpoint's. ValueError for one in

@@ -1,5 +1,7 @@
 """Texts that a model writes into the log while it trains."""
 
+import torch
+
 from hotloop.dataloader import micro_seed
 from hotloop.generate import Sampling, generate
 from hotloop.tokenizer import prompt_ids, tokenizer_from
@@ -23,11 +25,15 @@ def write_sample(run):
     sampling = Sampling(cfg.sample_tokens, 0.8, 200, stop={tokenizer.eot}, vocab=tokenizer.n_vocab)
     prompt, ids, was_training = prompt_ids(tokenizer, cfg.sample_prompt), [], run.model.training
     run.model.eval()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)  # the draw sums probabilities, which CUDA refuses under it
     try:
         for drawn in generate(run.model, [prompt], sampling, seeds=[micro_seed(cfg.seed, step, 0)]):
             ids += [token for _, token, _ in drawn if token != tokenizer.eot]
         text = cfg.sample_prompt + tokenizer.decode(ids).decode('utf-8', 'replace')
     except ValueError as e:  # logits that are not finite; losses decide whether the run stops
         text = f'no text: {e}'
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
     run.model.train(was_training)
     run.log.write(f'--- sample at step {step}:\n{text}\n---', step=step, sample=text)

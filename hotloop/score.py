@@ -7,6 +7,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hotloop.chat_template import TEMPLATES
 from hotloop.documents import ReadConfig, documents_in, open_text
+from hotloop.files import Progress
 from hotloop.generate import NOT_FINITE
 from hotloop.sources import check_kinds, files_of
 from hotloop.tokenizer import encode_parts
@@ -38,7 +40,13 @@ def score(model, tokenizer, template, cfg):
     if cfg.template != 'auto' or template not in TEMPLATES:
         template = cfg.template
     reading = ReadConfig(text_field=cfg.text_field, template=template, bad_utf8=cfg.bad_utf8)
-    scores = measure(model, tokenizer, documents_of(cfg, tokenizer, reading), cfg.batch_size)
+    with tempfile.TemporaryDirectory() as folder:  # standard input is stored there
+        files = files_of(cfg.score, reading, cfg.data_dir, os.path.join(folder, 'stdin'))
+        check_kinds({file.kind for file in files}, cfg, cfg.score)
+        progress = Progress(sum(os.path.getsize(file.path) for file in files))
+        documents = documents_of(files, tokenizer, reading)
+        scores = measure(model, tokenizer, documents, cfg.batch_size, progress)
+        progress.close()
     total = Score(cfg.score, sum(s.tokens for s in scores), sum(s.bytes for s in scores),
                   sum(s.nats for s in scores))
     if not scores:
@@ -55,34 +63,36 @@ def score(model, tokenizer, template, cfg):
             print_json(row)
 
 
-def documents_of(cfg, tokenizer, reading):
-    """Yields (file name, ids, mask) of each document; mask is 1 where a token counts toward the loss."""
-    with tempfile.TemporaryDirectory() as folder:  # standard input is stored there
-        files = files_of(cfg.score, reading, cfg.data_dir, os.path.join(folder, 'stdin'))
-        check_kinds({file.kind for file in files}, cfg, cfg.score)
-        for file in files:
-            if file.kind == 'tokens':
-                raise ValueError(f'{file.path} holds the ids of an unknown tokenizer; score the text itself')
-            separator = None  # with one, line ends around documents are dropped
-            if file.kind == 'text':
-                with open_text(file.path, errors='replace') as f:
-                    separator = SEPARATOR if any(SEPARATOR in line for line in f) else None
-            parts = []
-            for piece in documents_in([file], replace(reading, separator=separator)):
-                parts += piece.parts
-                if piece.end:
-                    ids, mask = encode_parts(tokenizer, parts)
-                    yield file.name, ids, np.ones(len(ids), np.uint8) if mask is None else mask
-                    parts = []
+def documents_of(files, tokenizer, reading):
+    """
+    Yields (file name, ids, mask, bytes read) of each document; mask is 1 where a token counts toward the
+    loss. The bytes are those read from the disk since the last document.
+    """
+    for file in files:
+        if file.kind == 'tokens':
+            raise ValueError(f'{file.path} holds the ids of an unknown tokenizer; score the text itself')
+        separator = None  # with one, line ends around documents are dropped
+        if file.kind == 'text':
+            with open_text(file.path, errors='replace') as f:
+                separator = SEPARATOR if any(SEPARATOR in line for line in f) else None
+        parts, read = [], []  # read: numbers of bytes
+        counter = SimpleNamespace(add=read.append)
+        for piece in documents_in([file], replace(reading, separator=separator), counter):
+            parts += piece.parts
+            if piece.end:
+                ids, mask = encode_parts(tokenizer, parts)
+                yield file.name, ids, np.ones(len(ids), np.uint8) if mask is None else mask, sum(read)
+                parts, read[:] = [], []
 
 
 def windows_of(documents, tokenizer, T, scores):
     """
-    Appends the Score of each document and yields (Score, inputs, targets) of windows of up to T tokens that
-    cover it. A target counts only in its first window; most have T / 2 tokens of context or more.
+    Appends the Score of each document and yields (Score, inputs, targets, its share of the bytes read) of
+    windows of up to T tokens that cover it. A target counts only in its first window; most have T / 2 tokens
+    of context or more.
     """
     begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
-    for name, ids, mask in documents:
+    for name, ids, mask, num_bytes in documents:
         if begin is not None:  # without it, nothing predicts the first token
             ids, mask = np.append(begin, ids), np.append(0, mask)
         ids = ids.astype(np.int64)
@@ -95,23 +105,25 @@ def windows_of(documents, tokenizer, T, scores):
         while done < len(targets):
             y = targets[start:start + T].copy()
             y[:done - start] = -1
-            yield scores[-1], torch.from_numpy(ids[start:start + len(y)]), torch.from_numpy(y)
+            share = num_bytes * (start + len(y) - done) / len(targets)
+            yield scores[-1], torch.from_numpy(ids[start:start + len(y)]), torch.from_numpy(y), share
             done, start = start + len(y), start + max(T // 2, 1)
 
 
 @torch.no_grad()
-def measure(model, tokenizer, documents, batch_size):
-    """The Score of each document, (file name, ids, mask)."""
+def measure(model, tokenizer, documents, batch_size, progress):
+    """The Score of each document of documents_of(). progress gets the bytes of what is computed."""
     T, device, scores = model.config.block_size, model.cos.device, []
     windows = windows_of(documents, tokenizer, T, scores)
     most = max(2**26 // (T * model.config.vocab_size), 1)  # their logits take 256 MB
     while batch := list(islice(windows, min(batch_size, most))):
-        x = pad_sequence([x for _, x, _ in batch], batch_first=True)
-        y = pad_sequence([y for _, _, y in batch], batch_first=True, padding_value=-1)
-        for (s, _, _), loss in zip(batch, model(x.to(device), y.to(device)).tolist(), strict=True):
+        x = pad_sequence([x for _, x, _, _ in batch], batch_first=True)
+        y = pad_sequence([y for _, _, y, _ in batch], batch_first=True, padding_value=-1)
+        for (s, _, _, share), loss in zip(batch, model(x.to(device), y.to(device)).tolist(), strict=True):
             if not math.isfinite(loss):
                 raise ValueError(NOT_FINITE.format(f'a loss on {s.file} that is'))
             s.nats += loss
+            progress.add(share)
     return scores
 
 

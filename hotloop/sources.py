@@ -154,12 +154,18 @@ def files_of(source, reading, data_dir, spool):
         return [open_file(path, name, reading) for name, path in found]
     if os.path.isfile(source):
         return [open_file(source, os.path.basename(source), reading)]
-    paths = sorted(path for path in glob.glob(source, recursive=True) if os.path.isfile(path))
-    if not paths:
-        raise ValueError(f'{source} is not a file, a folder, a pattern that matches files, or stdlib. These '
-                         f'corpora must be prepared alone: {", ".join(CORPORA)}')
+    paths = files_matching(source)
     base = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [open_file(path, os.path.relpath(path, base).replace(os.sep, '/'), reading) for path in paths]
+
+
+def files_matching(pattern):
+    """The files that match a glob pattern, sorted. ValueError if there are none."""
+    paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+    if not paths:
+        raise ValueError(f'{pattern} is not a file, a folder, a pattern that matches files, or stdlib. These '
+                         f'corpora must be prepared alone: {", ".join(CORPORA)}')
+    return paths
 
 
 def download_source(url, data_dir, sha256=None):

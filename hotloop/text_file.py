@@ -1,6 +1,7 @@
 """Opens text files of any compression. All failures are ValueErrors."""
 
 import bz2
+import codecs
 import contextlib
 import gzip
 import io
@@ -56,24 +57,28 @@ def open_zstd(raw):
 
 
 @contextlib.contextmanager
-def open_text(path, errors='strict', progress=None):
+def open_text(path, errors='strict', progress=None, encoding='utf-8'):
     """
-    Opens a text file for a with statement: UTF-8 without its byte-order mark, decompressed by the suffix of
-    its name, line ends unchanged; a line ends with a line feed. ValueError, also while reading: a file that
-    cannot be read, is damaged or cut, or is not UTF-8 (unless errors='replace').
+    Opens a text file for a with statement: decoded without the byte-order mark of UTF-8, decompressed by the
+    suffix of its name, line ends unchanged; a line ends with a line feed. errors: a handler of codecs.
+    ValueError, also while reading: a file that cannot be read, is damaged or cut, or has another encoding.
     """
+    name = 'UTF-8' if codecs.lookup(encoding).name == 'utf-8' else encoding
     openers = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open, '.zst': open_zstd}
     opener = openers.get(os.path.splitext(path)[1].lower())
     try:
         with io.BufferedReader(ProgressFile(path, progress), 1 << 17) as raw:
             data = opener(raw) if opener else raw
-            text = io.TextIOWrapper(data, 'utf-8-sig', errors, newline='\n')
+            text = io.TextIOWrapper(data, 'utf-8-sig' if name == 'UTF-8' else name, errors, newline='\n')
             text._CHUNK_SIZE = 1 << 16  # rows of compressed files are read 10% faster than in blocks of 8 KB
             yield text
-    except UnicodeDecodeError as e:
-        before = e.object[max(e.start - 20, 0):e.start].decode(errors='replace')
-        raise ValueError(f'{path} is not UTF-8 text: byte {e.object[e.start]:#04x} after {before!r}; convert '
-                         'it, or use --bad_utf8=replace') from None
+    except UnicodeError as e:
+        reason = str(e)
+        if isinstance(e, UnicodeDecodeError):
+            before = e.object[max(e.start - 20, 0):e.start].decode(encoding, 'replace')
+            reason = f'byte {e.object[e.start]:#04x} after {before!r}'
+        raise ValueError(f'{path} is not {name} text: {reason}; convert it, use --bad_utf8=replace, or name '
+                         'its encoding to prepare.py, such as --encoding=latin-1') from None
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as e:
         raise ValueError(f'{path} is damaged or incomplete: {e}; replace it with an intact copy') from None
     except OSError as e:

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from hotloop.bpe import GPT2_SPLIT
+from hotloop.files import reason_of
 from hotloop.tokenizer_json import TokenizerJson, read_file
 
 MAX_VOCAB = 2**20  # ids of a tokenizer
@@ -93,8 +94,9 @@ class TiktokenTokenizer(Tokenizer):
         try:
             self.encoding = tiktoken.get_encoding(name)
         except Exception as e:  # requests, urllib3 and the file system raise many types here
-            raise ValueError(f'the tokenizer {name!r} could not be loaded ({type(e).__name__}); without a '
-                             "network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's cache") from e
+            raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; without a '
+                             "network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's cache, or "
+                             'prepare the data with --tokenizer=bpe:8192') from None
         self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
 
     def encode(self, text):

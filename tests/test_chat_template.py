@@ -3,7 +3,7 @@
 import pytest
 
 from hotloop.chat_template import BETWEEN_TURNS, TEMPLATES, parts_of, render
-from hotloop.documents import ReadConfig
+from hotloop.documents import ReadConfig, RowCounts
 from hotloop.tokenizer import BPETokenizer, ByteTokenizer, encode_parts
 
 ASK, ANSWER = {'role': 'user', 'content': 'Two and two?'}, {'role': 'assistant', 'content': 'Four.'}
@@ -35,6 +35,9 @@ def shown(row, template='auto'):
     (PAIR, 'auto', '[Q: 2+2?\nA:] 4'),
     (PAIR, 'plain', '[Q: 2+2?\nA:] 4'),
     ({'prompt': 'a', 'response': 'b'}, 'plain', '[a]b'),
+    ({'question': '2+2?', 'answer': ' 4', 'id': 3}, 'auto', '[2+2?] 4'),
+    ({'question': 'hi', 'response': 'ho'}, 'llama3', LLAMA3.replace('Four.', 'ho')),
+    ({'prompt': 'a', 'question': 'b', 'answer': 'c'}, 'auto', '[a]c'),
     (PAIR, 'alpaca', f'[{TASK}{WRITE}Q: 2+2?\nA:\n\n### Response:\n] 4'),
     (ALPACA, 'auto', f'[{TASK}, paired with an input that provides further context{WRITE}'
      'Add.\n\n### Input:\n2 and 2\n\n### Response:\n]4'),
@@ -101,15 +104,16 @@ def test_a_bad_row_is_named_with_its_place(row, words):
 
 
 def test_the_template_used_is_reported():
-    """A checkpoint carries it for sample.py --chat. Rows without an answer do not count."""
-    used = set()
-    for row in (PAIR, CHAT, {'text': 'abc'}, {**ALPACA, 'output': ''}):
-        parts_of(row, 'line 1', ReadConfig(), used)
-    assert used == {'joined', 'chatml'}
-    used = set()
+    """And the kinds of rows. A checkpoint carries the template. Rows without an answer do not count."""
+    counts = RowCounts()
+    for row in (PAIR, CHAT, CHAT, {'text': 'abc'}, {**ALPACA, 'output': ''}):
+        parts_of(row, 'line 1', ReadConfig(), counts)
+    assert counts.templates == {'joined', 'chatml'}
+    assert counts.kinds == {'chats': 2, 'prompts with completions': 1}
+    counts = RowCounts()
     for row in (PAIR, CHAT, ALPACA):
-        parts_of(row, 'line 1', ReadConfig(template='gemma'), used)
-    assert used == {'gemma'}
+        parts_of(row, 'line 1', ReadConfig(template='gemma'), counts)
+    assert counts.templates == {'gemma'} and counts.kinds.total() == 3
 
 
 def test_every_template_has_every_role():

@@ -254,9 +254,10 @@ def test_the_context_of_a_run_is_compared_on_resume():
     now = context_of([chat, other], splits, Env(threads=2))
     assert before['data'] == {'train': 'abc abc'} and before['template'] == 'chatml' and before['bos'] == 1
     assert 'template' not in now and 'bos' not in now
-    assert compare_context(before, before) == compare_context({}, now) == []
+    cfg = TrainConfig()
+    assert compare_context(before, before, cfg) == compare_context({}, now, cfg) == []
     before['versions'] = {**before['versions'], 'numpy': '1.0'}
-    [note] = compare_context(before, now)
+    [note] = compare_context(before, now, cfg)
     assert re.match(r'numpy 1\.0 before, .* now; threads 1 before, 2 now; results may ', note)
     with pytest.raises(ValueError, match=r"not the one this run was trained on.*'abc abc'.*'x'.*--init_from"):
-        compare_context(before, {**now, 'data': {'train': 'x'}})
+        compare_context(before, {**now, 'data': {'train': 'x'}}, cfg)

@@ -20,6 +20,7 @@ from hotloop.dataloader import (
     micro_seed,
     open_split,
     share_batch,
+    upload,
     windows_per_epoch,
 )
 from hotloop.dataset import read_meta
@@ -172,6 +173,33 @@ def test_data_on_the_device_is_the_same_data(splits, kind):
     batches = [Batches(splits[kind], config(device=there), Env(1, 2)) for there in (False, True)]
     assert batches[0].tokens is None and batches[1].tokens is not None
     assert_same(*(load_all(each, range(9)) for each in batches))
+
+
+def test_a_step_uploads_its_positions_before_its_first_load(splits, monkeypatch):
+    """An upload between micro-batches would wait until the GPU has computed the one before."""
+    _, loads = Batches(splits['masked'], config(device=True), Env()).step(0)
+    monkeypatch.setattr(torch, 'from_numpy', lambda array: pytest.fail('a load uploads'))
+    assert len([load() for load in loads]) == 4
+
+
+def copies_to_a_gpu(monkeypatch):
+    """A GPU whose tensors stay on the CPU. Returns a list: for each copy to it, whether the host waits."""
+    waits, pinned, original = [], [], torch.Tensor.to
+
+    def to(tensor, *args, non_blocking=False, **kwargs):
+        if args != (torch.device('cuda'),):
+            return original(tensor, *args, non_blocking=non_blocking, **kwargs)
+        waits.append(not (non_blocking and any(tensor is each for each in pinned)))
+        return tensor
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, 'to', to)
+    return waits
+
+
+def test_an_upload_to_a_gpu_is_not_waited_for(monkeypatch):
+    waits = copies_to_a_gpu(monkeypatch)
+    assert upload(np.arange(3), torch.device('cuda')).tolist() == [0, 1, 2] and waits == [False]
+    assert upload(np.arange(3), torch.device('cpu')).tolist() == [0, 1, 2] and waits == [False]
 
 
 def test_reading_ahead_gives_the_same_micro_batches(splits, monkeypatch):

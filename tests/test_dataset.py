@@ -73,8 +73,10 @@ def test_a_dataset_replaces_the_old_one_completely_or_not_at_all(tmp_path):
         Path(partial, 'train.bin').touch()
         raise KeyboardInterrupt
     assert len(contents(folder)) == 3
+    (folder.parent / 'x.1').touch()
     write(folder, 'new')
-    assert contents(folder) == files('new') and os.listdir(folder.parent) == ['x']
+    assert contents(folder) == files('new') and len(contents(folder.parent / 'x.2')) == 3
+    assert sorted(os.listdir(folder.parent)) == ['x', 'x.1', 'x.2']
 
 
 def finishes(action, calls):
@@ -112,8 +114,12 @@ def test_a_kill_at_any_moment_costs_no_dataset(tmp_path, before):
         with pytest.raises(KeyboardInterrupt), partial_folder(str(folder)):
             raise KeyboardInterrupt  # the next command puts back what was there, even if it fails
         assert contents(folder) == (after or old)
+        assert contents(parent / 'x.1') == (old if contents(folder) == files('new') else {})
+        replaced = contents(folder)
         write(folder, 'next')
-        assert contents(parent) == {os.path.join('x', name): raw for name, raw in files('next').items()}
+        assert contents(folder) == files('next') and not (parent / 'x.partial').exists()
+        assert replaced in ({}, contents(parent / 'x.1'), contents(parent / 'x.2'))
+        assert len(os.listdir(parent)) == 1 + bool(replaced) + (before and replaced == files('new'))
         calls += 1
     assert calls > 8
 
@@ -231,11 +237,18 @@ def test_datasets_that_cannot_be_opened(data):
 
 
 def test_a_checkpoints_tokenizer_must_be_the_datasets():
+    """The error has the command that makes it so, for a dataset of ours and of nanoGPT's."""
     abc = {'kind': 'char', 'chars': 'abc', 'eot': False}
+    meta = {'tokenizer': BYTE, 'foreign': False, 'source': "'a b' c", 'flags': ['--separator=\\n\\n']}
+    ours, theirs = (dataset.Dataset('x', 'd/x', m, 1.0) for m in (meta, {'tokenizer': abc, 'foreign': True}))
     for spec in (BYTE, None):
-        dataset.check_tokenizer(spec, {'tokenizer': BYTE})
-    words = 'has the tokenizer char (3 entries), but the dataset has byte;'
-    assert words in error_of(dataset.check_tokenizer, abc, {'tokenizer': BYTE})
+        dataset.check_tokenizer(spec, 'out', ours, 'data')
+    error = error_of(dataset.check_tokenizer, abc, 'my run', ours, 'data')
+    assert 'the tokenizer char (3 entries), but the dataset has byte; prepare the data' in error
+    command = "python prepare.py 'a b' c --name=x '--separator=\\n\\n' '--tokenizer=my run'"
+    assert error.endswith(f'checkpoint: {command}')
+    error = error_of(dataset.check_tokenizer, BYTE, 'out', theirs, 'd')
+    assert error.endswith(' FILE_OR_FOLDER --name=NEW_NAME --tokenizer=byte --data_dir=d')
 
 
 def test_bytes_of_every_id():

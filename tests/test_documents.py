@@ -239,7 +239,53 @@ def test_rows_are_counted(tmp_path):
     (tmp_path / 'a.jsonl').write_bytes(as_jsonl(rows))
     counts = RowCounts()
     assert read(tmp_path / 'a.jsonl', counts=counts) == ['a', 'b', 'Q A']
-    assert counts == RowCounts(skipped=2, templates={'joined'})
+    assert counts == RowCounts(skipped=2, kinds={'prompts with completions': 1}, templates={'joined'},
+                               fields={'text': True, 'prompt': True, 'completion': True})
+
+
+@pytest.mark.parametrize('name, write', [('a.jsonl', as_jsonl), ('a.csv', as_csv), ('a.parquet', as_parquet)])
+@pytest.mark.parametrize('row, options, unused', [
+    ({'id': 1, 'text': 'Add.', 'code': '+'}, {}, ['id', 'code']),
+    ({'id': 1, 'text': 'Add.', 'code': '+'}, {'text_field': 'code'}, ['id', 'text']),
+    ({'question': '2?', 'answer': '4', 'type': 'sum'}, {}, ['type']), ({'text': 'Add.'}, {}, [])])
+def test_fields_that_are_not_used_are_known(tmp_path, name, write, row, options, unused):
+    """Parquet files too, of which only the fields that are used are read."""
+    (tmp_path / name).write_bytes(write([row, row]))
+    counts = RowCounts()
+    read(tmp_path / name, counts=counts, **options)
+    assert [field for field, is_used in counts.fields.items() if not is_used] == unused
+
+
+@pytest.mark.parametrize('name, data, expected', [
+    ('a.txt', b'caf\xe9 \xe9\xe8 noir', 3), ('b.txt', b'\xef\xbf\xbd', 0),
+    ('c.jsonl', b'{"text": "\xff"}', 1)])
+def test_replaced_bytes_are_counted(tmp_path, name, data, expected):
+    """A replacement character in the file is not one."""
+    (tmp_path / name).write_bytes(data)
+    counts = RowCounts()
+    texts = read(tmp_path / name, counts=counts, bad_utf8='replace')
+    assert counts.replaced == ({str(tmp_path / name): expected} if expected else {})
+    assert texts == read(tmp_path / name, bad_utf8='replace') and '\ufffd' in texts[0]
+
+
+@pytest.mark.parametrize('encoding', ['latin-1', 'cp1252', 'utf-16', 'utf_8'])
+def test_an_encoding_by_name(tmp_path, encoding):
+    text = 'déjà vu\r\n' * 100_000
+    (tmp_path / 'a.txt').write_bytes(text.encode(encoding))
+    (tmp_path / 'b.csv').write_bytes('text\r\ndéjà\r\n'.encode(encoding))
+    assert read(tmp_path / 'a.txt', encoding=encoding) == [text]
+    assert read(tmp_path / 'b.csv', encoding=encoding) == ['déjà']
+
+
+def test_a_wrong_encoding_is_refused(tmp_path):
+    for name in ('klingon', 'hex', 'rot13', 'locale', '', '\0', '\ud800'):
+        assert 'is not a text encoding of Python, such as utf-8' in ReadConfig(encoding=name).problems()[0]
+    (tmp_path / 'a.txt').write_bytes(b'ab\x81')
+    for encoding, words in (('utf-8', 'is not UTF-8 text: byte 0x81 after .ab.*=replace, or .* --encoding='),
+                            ('cp1252', 'is not cp1252 text: byte 0x81 after .ab'),
+                            ('utf-16', 'is not utf-16 text: .*BOM')):
+        with pytest.raises(ValueError, match=words):
+            read(tmp_path / 'a.txt', encoding=encoding)
 
 
 # -----------------------------------------------------------------------------

@@ -5,12 +5,15 @@ import gzip
 import hashlib
 import http.server
 import os
+import socket
 import threading
 from types import SimpleNamespace
 
 import pytest
-from conftest import contents
+import requests
+from conftest import contents, error_of
 
+from hotloop import download as download_room
 from hotloop.download import download
 from hotloop.files import lock
 
@@ -174,11 +177,39 @@ def test_a_connection_that_hangs_is_cut_and_resumed(server, tmp_path, monkeypatc
     assert contents(tmp_path) == {'f': BODY} and starts(server)[1] > 0
 
 
-def test_without_a_network_it_says_so(monkeypatch, tmp_path):
+@pytest.mark.parametrize('url, words', [
+    ('http://127.0.0.1:9/f', 'Connection refused'),  # the discard port, where nobody listens
+    ('http://nowhere.invalid/f', 'Name or service not known')])
+def test_without_a_network_it_says_so_after_two_attempts(monkeypatch, tmp_path, url, words):
+    """Also when there is the start of the file, from an earlier command."""
+    tries, connect = [], socket.getaddrinfo
+
+    def resolve(host, *args, **kwargs):
+        tries.append(host)
+        if host == '127.0.0.1':
+            return connect(host, *args, **kwargs)
+        raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')
+    monkeypatch.setattr('socket.getaddrinfo', resolve)
     monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
-    monkeypatch.setenv('NO_PROXY', '127.0.0.1')
-    with pytest.raises(ValueError, match='/f: ConnectionError, 5 times in a row; check the network'):
-        download('http://127.0.0.1:9/f', str(tmp_path / 'f'))  # the discard port, where nobody listens
+    monkeypatch.setenv('NO_PROXY', '*')
+    (tmp_path / 'f.part').write_bytes(b'start')
+    error = error_of(download, url, str(tmp_path / 'f'))
+    assert error == (f'{url} cannot be reached: {words}; check the network and the proxy settings, or put '
+                     f'the file at {tmp_path / "f"}')
+    assert len(tries) == 2
+
+
+def test_a_host_that_answered_is_given_time_to_come_back(server, tmp_path, monkeypatch):
+    original, fails = download_room.request, [requests.ConnectionError('gone')] * 4
+
+    def flaky(*args):
+        if server.seen and fails:
+            raise fails.pop()
+        return original(*args)
+    monkeypatch.setattr('hotloop.download.request', flaky)
+    server.script = [answer(cut=300_000), answer()]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY} and not fails
 
 
 def test_a_file_that_is_there_or_being_downloaded_is_not_fetched(server, tmp_path):

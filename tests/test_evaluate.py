@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import error_of, noise, write_bins
+from test_dataloader import copies_to_a_gpu
 
 from hotloop.dataloader import Mixture, Split
 from hotloop.dataset import read_meta
@@ -72,6 +73,13 @@ def evaluate_on(world, model, split, num_windows, batch, stop=None):
     for rank in range(world):
         result = evaluate(model, split, num_windows, batch, Rank(rank, world), BYTES, stop and stop(rank))
     return result
+
+
+def test_an_evaluation_on_a_gpu_gathers_while_the_gpu_computes(splits, monkeypatch):
+    """It uploads two tensors for each batch, and waits for neither."""
+    waits, model = copies_to_a_gpu(monkeypatch), tiny_gpt()
+    on_gpu = evaluate(model, splits['plain'], 30, 10, Env(device=torch.device('cuda')))
+    assert waits == [False] * 6 and on_gpu == evaluate(model, splits['plain'], 30, 10, Env())
 
 
 @pytest.mark.parametrize('num_windows', [None, 30, 2])

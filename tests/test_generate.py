@@ -2,12 +2,14 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_model import SHAPES, make
+from torch.nn import functional as F
 
-from hotloop.generate import Sampling, generate, sample_token
+from hotloop.generate import Sampling, compile_step, generate, sample_token
 from hotloop.kv_cache import new_cache
 from hotloop.quantize import prepare_for_inference
 from model import GPT
@@ -70,6 +72,35 @@ def test_samples_share_a_prefill_and_a_slide_costs_one_in_an_eighth_of_the_conte
     texts = run(make(block_size=32), [ids(32), ids(5)], 21, num_samples=3, seeds=range(6))
     assert shapes[0] == (2, 32) and len(set(map(tuple, texts))) == 6
     assert shapes.count((3, 28)) == 5 and shapes.count((6, 1)) == 20 and len(shapes) == 26
+
+
+def test_where_lengths_vary_attention_is_not_cudnns(monkeypatch):
+    """It builds a plan for each length."""
+    enabled, original = [], F.scaled_dot_product_attention
+
+    def attention(*args, **kwargs):
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return original(*args, **kwargs)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', attention)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    steps = generate(make(), PROMPTS, Sampling(20))
+    assert next(steps) and torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert len(list(steps)) == 19 and len(enabled) >= 40 and not any(enabled)
+
+
+@pytest.mark.parametrize('quantize, expected', [('int8', True), ('none', False)])
+def test_inductor_generates_the_int8_products_of_a_step_on_a_gpu(monkeypatch, quantize, expected):
+    """Only the setting is tested: no kernel runs here."""
+    from torch._inductor import config as inductor
+    model = prepare_for_inference(make(n_embd=64), torch.device('cpu'), torch.float32, quantize, pack=False)
+    settings, cache = [], new_cache(model, 1, 4)
+    on_gpu = SimpleNamespace(cos=SimpleNamespace(device=torch.device('cuda')), lm_head=model.lm_head)
+
+    def compiled(model, cache):
+        settings.append(inductor.coordinate_descent_tuning)
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: compiled)
+    compile_step(on_gpu)(on_gpu, cache)
+    assert settings == [expected] and not inductor.coordinate_descent_tuning
 
 
 @pytest.mark.parametrize('size', [1, 2])

@@ -99,9 +99,15 @@ def test_the_message_names_what_does_not_fit():
                      memory_advice(run, Env(), RuntimeError('out of memory')))
 
 
-def test_the_loss_is_computed_in_chunks_if_its_logits_would_fill_the_memory():
-    assert choose_loss_chunks('auto', 12 * 1024, 50304, 80 * GB) == 1
-    chunks = choose_loss_chunks('auto', 32768, 262144, 80 * GB)
-    assert 12 * 32768 * 262144 / chunks <= 80 * GB / 16 < 12 * 32768 * 262144
-    assert choose_loss_chunks(4, 12 * 1024, 50304, 80 * GB) == 4
-    assert choose_loss_chunks(99, 10, 50304, 80 * GB) == 10
+@pytest.mark.parametrize('env, per_logit', [
+    (Env(), 12), (Env(dtype=torch.bfloat16), 12),
+    (Env(dtype=torch.bfloat16, compile=True), 5), (Env(compile=True), 10)])
+def test_the_loss_is_computed_in_chunks_if_its_logits_would_fill_the_memory(monkeypatch, env, per_logit):
+    """A compiled step needs fewer bytes for each logit."""
+    monkeypatch.setattr('hotloop.memory.device_memory', lambda device: 80 * GB)
+    most = 80 * GB // 4 // per_logit // 50304  # tokens
+    assert choose_loss_chunks('auto', most, 50304, env) == 1
+    chunks = choose_loss_chunks('auto', most + 1, 50304, env)
+    assert 4 <= chunks <= 5 and per_logit * (most + 1) * 50304 / chunks <= 80 * GB / 16
+    assert choose_loss_chunks(4, 12 * 1024, 50304, env) == 4
+    assert choose_loss_chunks(99, 10, 50304, env) == 10

@@ -2,13 +2,14 @@
 
 import math
 import shutil
+from functools import cache
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, PRESETS, GPTConfig, config_from
+from model import GPT, PRESETS, ChunkedLoss, GPTConfig, compiled_head_gradients, config_from
 
 SHAPES = {'gpt2': dict(bias=True), 'modern': dict(preset='modern'),
           'swiglu, grouped': dict(preset='modern', mlp='swiglu', n_kv_head=2),
@@ -75,6 +76,15 @@ def test_a_loss_in_chunks_is_the_loss_and_has_its_gradients(settings, chunks):
             results.append([loss.detach(), model(x, y), *(p.grad.clone() for p in model.parameters())])
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_the_head_of_a_loss_in_chunks_is_wrapped_for_compilation_once(monkeypatch):
+    wrapped = []
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: wrapped.append(function) or function)
+    monkeypatch.setattr('model.compiled_head_gradients', cache(compiled_head_gradients.__wrapped__))
+    for _ in range(2):
+        ChunkedLoss.apply(torch.ones(4, 8), torch.ones(5, 8), torch.arange(4), 0.0, 0.0, 2, True)
+    assert len(wrapped) == 1
 
 
 def test_label_smoothing_acts_in_training_only_and_softcap_bounds_logits():

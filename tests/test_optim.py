@@ -115,10 +115,14 @@ def test_muon_moves_every_matrix_of_a_block_by_an_orthogonal_one(dtype):
     assert not update['lm_head.weight'].any() and not update['transformer.wte.weight'].any()
 
 
-@pytest.mark.parametrize('world', [2, 3])
-def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world):
-    """Also if the matrices do not divide by them. The last process to gather has the shares of all."""
-    shares, stack = [], torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('world', [2, 3, 6])
+def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world, dtype):
+    """
+    Also if the matrices do not divide by them. The last process to gather has the shares of all, sent in the
+    dtype in which they were computed.
+    """
+    shares, parts = [], torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0)).unbind()
 
     def all_gather(gathered, mine):
         shares.append(mine)
@@ -126,6 +130,7 @@ def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world):
             gathered.copy_(torch.cat(shares))
     monkeypatch.setattr(torch.distributed, 'all_gather_single', all_gather, raising=False)
     for rank in range(world):
-        *_, muon = build_optimizers(make(), config(optimizer='muon'), Env(rank, world))
-        together = muon.orthogonalize_shared(stack)
-    assert torch.allclose(together, orthogonalize(stack, torch.float32), atol=1e-5)
+        *_, muon = build_optimizers(make(), config(optimizer='muon'), Env(rank, world, dtype=dtype))
+        together = muon.orthogonalize_shared(parts)
+    alone = orthogonalize(torch.stack(parts), dtype)
+    assert torch.allclose(together, alone, atol=1e-5) and together.dtype == shares[0].dtype == dtype

@@ -4,7 +4,9 @@ import hashlib
 import io
 import json
 import os
+import re
 import shlex
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import pytest
 from conftest import SHARED, contents, write_bins
 
 import prepare
+import sample
 from configurator import configure
 from hotloop.dataset import read_meta
 from hotloop.holdout import hold_out, holdout_hash
@@ -76,7 +79,8 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
                                          'sha256': hashlib.sha256(raw).hexdigest()}
     assert meta == {'format': 1, 'dtype': 'uint16', 'vocab_size': len(chars), 'eot': None, 'foreign': False,
                     'tokenizer': {'kind': 'char', 'chars': ''.join(chars), 'eot': False}, 'bos': None,
-                    'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'templates': []}
+                    'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'templates': [],
+                    'flags': ['--seed=1']}
     assert os.listdir(tmp_path / 'data') == ['book']
     out = capsys.readouterr().out
     assert f'tokenizer: char, {len(chars)} ids\n' in out
@@ -128,13 +132,59 @@ def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
     chats = [{'messages': [{'role': 'user', 'content': f'{i}?'}, {'role': 'assistant', 'content': 'Four.'}]}
              for i in range(30)]
     pairs = [{'prompt': f'{i} ask', 'completion': ' tell'} for i in range(30)]
-    for rows, templates in ((chats + pairs, ['chatml', 'joined']), (pairs, ['joined'])):
+    for rows, templates, words in (
+            (chats + pairs, ['chatml', 'joined'],
+             '(30 chats, 30 prompts with completions) in the templates chatml, joined: 660 of '),
+            (pairs, ['joined'], '(30 prompts with completions) in the joined template: 180 of ')):
         (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}]))
         assert make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]['templates'] == templates
-        assert 'skipped 1 row without text or without an answer' in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert 'skipped 1 row without text or without an answer' in out and 'not used' not in out
+        assert f'instruction data {words}' in out and re.search(r' tokens \(\d\d%\) count in the loss\n', out)
+    prepare.main(['--inspect', 'x', f'--data_dir={tmp_path / "data"}'])
+    out = capsys.readouterr().out
+    assert 'instruction data in the joined template\n' in out
+    assert len(re.findall(r'distinct ids, 5\d% of tokens in the loss\n', out)) == 2
     for split, counts in read_meta(str(tmp_path / 'data' / 'x'))['splits'].items():
         mask = (tmp_path / 'data' / 'x' / f'{split}.mask.bin').read_bytes()
         assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
+
+
+def test_what_was_made_of_the_input_is_printed(tmp_path, make, capsys, monkeypatch):
+    """The same whatever the number of processes."""
+    small_pieces(monkeypatch, 50)
+    (tmp_path / 'a.jsonl').write_bytes(b'{"id": 1, "text": "caf\xe9 noir", "code": "x"}\n' * 30)
+    (tmp_path / 'b.txt').write_bytes(b'\xe9\r\n')
+    sources, said = [tmp_path / 'a.jsonl', tmp_path / 'b.txt'], []
+    for num_proc in (1, 3):
+        make(*sources, tokenizer='bpe:260', bad_utf8='replace', num_proc=num_proc)
+        said.append(capsys.readouterr().out)
+        shutil.rmtree(tmp_path / 'data')  # a second time it is unchanged
+    assert said[0] == said[1]
+    assert 'fields not used: id, code; --text_field picks another\n' in said[0]
+    assert '\n31 bytes in 2 files could not be decoded and were replaced\n' in said[0]
+    assert 'instruction data' not in said[0] and 'carriage' not in said[0]
+    make(tmp_path / 'b.txt', tokenizer='char', encoding='latin-1', val_fraction=0.5)
+    out = capsys.readouterr().out
+    assert 'note: the text has carriage returns (CRLF line ends), and tokenizer=char has' in out
+    assert 'replaced' not in out and 'fields' not in out
+
+
+def test_empty_files_are_not_documents(notes, make, tmp_path):
+    """Neither for the counts nor for what is held out; beside them, one text is a single document."""
+    for number in range(9):
+        (notes / f'e{number}.txt').write_text('')
+    documents, meta = make(notes, name='x')
+    for path in notes.glob('*.txt'):
+        if not path.stat().st_size:
+            path.unlink()
+    expected, expected_meta = make(notes, name='y')
+    assert documents == expected and meta['splits'] == expected_meta['splits']
+    assert sum(split['documents'] for split in meta['splits'].values()) == len(NOTES)
+    for name, text in (('only/a.txt', 'some text'), ('only/b.txt', ''), ('only/c.txt', '')):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert make(tmp_path / 'only')[0] == make(tmp_path / 'only' / 'a.txt')[0]
 
 
 def test_standard_input(tmp_path, make, monkeypatch):
@@ -241,7 +291,68 @@ def test_an_interruption_leaves_what_was_there(notes, make, tmp_path, monkeypatc
     (tmp_path / 'data' / 'x' / 'meta.json').write_text('{')  # a damaged dataset is replaced
     make(notes)
     assert set(contents(tmp_path / 'data' / 'x')) == {'train.bin', 'val.bin', 'meta.json'}
-    assert os.listdir(tmp_path / 'data') == ['x']
+    assert sorted(os.listdir(tmp_path / 'data')) == ['x', 'x.1']
+
+
+def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tmp_path, capsys):
+    """The same: in tokens and tokenizer, whatever the settings are called, and still intact on the disk."""
+    data = tmp_path / 'data'
+    make(notes, val_fraction=0.5)
+    first = contents(data / 'x')
+    capsys.readouterr()
+    make(notes, val_fraction=0.5, num_proc=1, seed=1337)
+    assert f'{data}/x: unchanged\n' in capsys.readouterr().out
+    assert contents(data / 'x') == first and os.listdir(data) == ['x']
+    make(notes, val_fraction=0.5, tokenizer='char')
+    assert f'{data}/x held another dataset, which was moved to {data}/x.1\n' in capsys.readouterr().out
+    assert contents(data / 'x.1') == first
+    prepare.main(['--inspect', 'x.1', f'--data_dir={data}'])
+    second = contents(data / 'x')
+    with open(data / 'x' / 'val.bin', 'ab') as f:
+        f.write(b'damage')
+    make(notes, val_fraction=0.5, tokenizer='char')
+    assert contents(data / 'x') == second and sorted(os.listdir(data)) == ['x', 'x.1', 'x.2']
+    (data / 'new').mkdir()
+    make(notes, name='new')
+    assert sorted(os.listdir(data)) == ['new', 'x', 'x.1', 'x.2']
+
+
+CHAT = [{'messages': [{'role': 'user', 'content': f'Which number is {i}? <|im_end|>'},
+                      {'role': 'assistant', 'content': f'It is {i}.'}]} for i in range(40)]
+
+
+@pytest.mark.parametrize('template, marks', [
+    ('auto', ['<|im_end|>', '<|im_start|>']), ('gemma', ['<end_of_turn>', '<start_of_turn>']),
+    ('llama3', ['<|end_header_id|>', '<|eot_id|>', '<|start_header_id|>']), ('alpaca', [])])
+def test_marks_of_a_template_are_special_ids_of_a_learned_tokenizer(tmp_path, make, template, marks):
+    """Each mark costs one token, the size includes them, and no merge is learned from their names."""
+    (tmp_path / 'a.jsonl').write_text(as_jsonl(CHAT))
+    _, meta = make(tmp_path / 'a.jsonl', tokenizer='bpe:300', template=template)
+    tokenizer = tokenizer_from(meta['tokenizer'])
+    assert tokenizer.n_vocab == meta['vocab_size'] == 300
+    assert list(tokenizer.specials) == [*marks, '<|endoftext|>']
+    assert list(tokenizer.specials.values()) == list(range(299 - len(marks), 300))
+    assert not any(b'start' in piece for piece in tokenizer.pieces[:-len(marks) - 1])
+    ids = np.fromfile(tmp_path / 'data' / 'x' / 'train.bin', '<u2').tolist()
+    documents = meta['splits']['train']['documents']
+    assert [ids.count(tokenizer.specials[mark]) >= 2 * documents - 1 for mark in marks] == [True] * len(marks)
+    text = tokenizer.decode(ids).decode()
+    assert text.count('? <|im_end|>') == documents  # that of the data is text
+    if marks:
+        with pytest.raises(ValueError, match=f'no room .* use bpe:{257 + len(marks)} or more'):
+            make(tmp_path / 'a.jsonl', tokenizer=f'bpe:{256 + len(marks)}', template=template)
+
+
+def test_a_learned_tokenizer_that_has_marks_is_used_again(tmp_path, make):
+    """From the dataset, by name."""
+    (tmp_path / 'a.jsonl').write_text(as_jsonl(CHAT))
+    (tmp_path / 'b.jsonl').write_text(as_jsonl([*CHAT[::-1], {'text': 'plain'}]))
+    _, first = make(tmp_path / 'a.jsonl', tokenizer='bpe:300', name='a')
+    _, second = make(tmp_path / 'b.jsonl', tokenizer='a', name='b')
+    assert first['tokenizer'] == second['tokenizer'] and second['templates'] == ['chatml']
+    tokenizer = tokenizer_from(second['tokenizer'])
+    ends = {tokenizer.specials['<|im_end|>'], tokenizer.eot}
+    assert sample.stops_of(tokenizer, None, '<|im_end|>') == ([], ends)  # a chat ends at the id
 
 
 def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
@@ -264,7 +375,12 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     for source, name in (('notes/', 'notes'), ('book.txt.gz', 'book'), ('-', 'stdin'), ('.', tmp_path.name),
                          ('https://x.org/a/pages.jsonl.xz?raw=1', 'pages'), ('wikitext2', 'wikitext2')):
         assert prepare.default_name([source]) == name
-    for sources in (['a.txt', 'b.txt'], ['*.txt']):
+    for sources in (['*.pdf'], ['a.txt', 'b.txt']):
+        with pytest.raises(ValueError, match=r'^(\*\.pdf|a\.txt) is not a file, .*, a pattern that matches'):
+            prepare.default_name(sources)
+    for name in ('a.txt', 'b.txt'):
+        (tmp_path / name).write_text(name)
+    for sources in (['a.txt', 'b.txt'], ['*.txt'], ['*.txt', '-', 'stdlib', 'https://x.org/a']):
         with pytest.raises(ValueError, match='give the dataset a name with --name'):
             prepare.default_name(sources)
 
@@ -278,9 +394,12 @@ def test_the_command_that_makes_a_dataset_is_one_that_prepare_parses(name):
 
 @pytest.mark.parametrize('settings, words', [
     (dict(tokenizer='gpt9'), r"tokenizer='gpt9' is not one of byte, char, bpe:SIZE \(257 to 1,048,576\)"),
+    (dict(tokenizer='gpt9'), r'neither gpt9 nor .*data/gpt9 is a checkpoint, a tokenizer\.json, or a folder'),
     (dict(tokenizer='byte:5'), 'is not one of'), (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
-    (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a,b'), 'not contain a comma'),
+    (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a,b'), 'not contain .,., which'),
+    (dict(name='a:b'), "name='a:b' must not contain ':', which gives a weight in --dataset=A:0.7,B:0.3"),
+    (dict(encoding='klingon'), "encoding='klingon' is not a text encoding"),
     (dict(shards=1), 'applies only to a named corpus'), (dict(text_field='a'), "text_field='a' .*rows"),
     (dict(name='../x'), 'must be a name inside'),
     (dict(val='shakespeare'), 'prepared alone'), (dict(separator='===='), "separator='===='"),

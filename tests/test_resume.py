@@ -1,12 +1,17 @@
 """The laws of exact resume: a run that was stopped ends with the bits and the log of an uninterrupted one."""
 
 import functools
+import json
 import math
 import os
 import pickle
 import re
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +19,7 @@ import torch
 from conftest import TINY, at_step, contents, error_of, load, noise, same, write_bins
 from faults import final, log
 
+import prepare
 import train
 from hotloop.dataloader import Batches, Split
 from hotloop.dataset import read_meta
@@ -22,6 +28,7 @@ from hotloop.distributed import Env
 from hotloop.resume import settings_of
 from model import GPT, GPTConfig
 
+ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
 
 
@@ -171,6 +178,64 @@ def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, set
     assert contents(stopped) == before
 
 
+@pytest.mark.parametrize('dataset, found, flags', [
+    ('tiny', 'tiny.1', ['--tokenizer=char']), ('a:0.7,tiny:0.3', 'a:0.7,tiny.1:0.3', [])])
+def test_a_resume_says_where_its_replaced_dataset_is(train_tiny, tmp_path, dataset, found, flags):
+    """It resumes with that name. Other weights of a mixture, or other data, are refused."""
+    data = tmp_path / 'data'
+    prepare_text(data, 'a', 'some words ' * 400)
+    prepare_text(data, 'tiny', 'other words ' * 400)
+    train_tiny(data_dir=data, dataset=dataset, max_iters=2, eval_tokens=64)
+    settings = dict(init_from='resume', data_dir=data, max_iters=3)
+    prepare_text(data, 'tiny', 'new words, and characters ' * 400, *flags)
+    before = contents(tmp_path / 'out')
+    for now in (dataset, dataset.replace('tiny', 'a')):
+        error = error_of(train_tiny, **settings, dataset=now)
+        assert error.endswith(f'; the one it was trained on is now in {data}: resume with --dataset={found}')
+    if ',' in dataset:
+        assert "'a:0.5,tiny.1:0.5', but" in error_of(train_tiny, **settings, dataset='a:0.5,tiny.1:0.5')
+    assert contents(tmp_path / 'out') == before
+    assert train_tiny(**settings, dataset=found) == 0
+    checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
+    assert (checkpoint['iter_num'], checkpoint['config']['dataset']) == (3, found)
+    shutil.rmtree(data / 'tiny.1')
+    assert error_of(train_tiny, **settings, dataset=dataset).endswith('start a new run with --init_from=PATH')
+
+
+def prepare_text(data_dir, name, text, *flags):
+    path = data_dir.parent / f'{name}.txt'
+    path.write_text(text)
+    prepare.main([str(path), f'--data_dir={data_dir}', *flags])
+
+
+def run_command(error):
+    """Runs the command of prepare.py at the end of an error."""
+    words = shlex.split(error.split(': python ')[1])
+    assert words.pop(0) == 'prepare.py'
+    prepare.main(words)
+
+
+def test_the_command_in_the_error_about_another_tokenizer_prepares_the_data(train_tiny, tmp_path):
+    """For tuning from a file and from a run, and for a mixture; with the settings the data were made with."""
+    data = tmp_path / 'my data'
+    where = dict(data_dir=data, block_size=8, max_iters=1, eval_tokens=64)
+    prepare_text(data, 'old', 'some words ' * 400, '--tokenizer=bpe:270')
+    rows = [json.dumps({'about': 'x', 'a body': f'number {i}'}) for i in range(60)]
+    (tmp_path / 'my rows.jsonl').write_text('\n'.join(rows))
+    train_tiny('my run', **where, dataset='old')
+    for init_from in (tmp_path / 'my run', tmp_path / 'my run' / 'ckpt.pt', None):
+        prepare.main([str(tmp_path / 'my rows.jsonl'), f'--data_dir={data}', '--text_field=a body',
+                      '--name=new', '--tokenizer=char', '--val_fraction=0.4'])
+        settings = dict(init_from=init_from, dataset='new') if init_from else dict(dataset='old,new')
+        error = error_of(train_tiny, 'tuned', **where, **settings)
+        assert 'prepare the data with the tok' in error or 'differ; prepare new with the tok' in error
+        run_command(error)
+        meta = read_meta(str(data / 'new'))
+        assert meta['tokenizer'] == read_meta(str(data / 'old'))['tokenizer']
+        assert meta['splits']['train']['documents'] < 40
+        assert train_tiny('tuned', **where, **settings) == 0
+
+
 def test_what_may_change_is_taken_and_printed(train_tiny, stopped, capsys):
     """With both values: rates, batches, lengths, and the machine."""
     change(stopped, lambda checkpoint: checkpoint['versions'].update(torch='2.11.0'))
@@ -311,3 +376,31 @@ def test_a_run_of_nanogpt_without_compilation_stays_without():
 def test_weights_that_are_not_finite_are_not_resumed(train_tiny, stopped):
     change(stopped, lambda checkpoint: checkpoint['model']['lm_head.weight'][0, 0].fill_(math.nan))
     assert re.search('weights .*are not finite', error_of(train_tiny, init_from='resume'))
+
+
+# -----------------------------------------------------------------------------
+# from a text to a chat
+
+@pytest.mark.slow
+def test_a_model_is_trained_on_text_tuned_on_instructions_and_chatted_with(tmp_path):
+    """Through the commands of a user. The tokenizer that was learned on the text is that of the run."""
+    def command(script, *words, text=''):
+        ran = subprocess.run([sys.executable, ROOT / script, *words], cwd=tmp_path, input=text, check=False,
+                             capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+    (tmp_path / 'book.txt').write_text('The answer to each question is a number, such as seven. ' * 500)
+    rows = [{'messages': [{'role': 'user', 'content': f'What is {i}?'},
+                          {'role': 'assistant', 'content': f'A number: {i}.'}]} for i in range(200)]
+    (tmp_path / 'chats.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    shape = [f'--{name}={value}' for name, value in TINY.items() if name not in ('dataset', 'out_dir')]
+    command('prepare.py', 'book.txt', '--tokenizer=bpe:300')
+    command('train.py', '--dataset=book', '--out_dir=base', *shape, '--block_size=128')
+    command('prepare.py', 'chats.jsonl', '--tokenizer=base')
+    recipe = [flag for flag in shape if not flag.startswith(('--n_', '--block_size'))]
+    command('train.py', '--init_from=base', '--dataset=chats', '--out_dir=tuned', *recipe)
+    out = command('sample.py', '--out_dir=tuned', '--chat', '--device=cpu', '--max_new_tokens=8',
+                  text='What is 7?\nWhat is 8?\n\n')
+    assert out.count('> ') == 3
+    metas = [read_meta(str(tmp_path / 'data' / name)) for name in ('book', 'chats')]
+    assert metas[0]['tokenizer'] == metas[1]['tokenizer'] == load(tmp_path / 'tuned' / 'best.pt')['tokenizer']

@@ -12,10 +12,11 @@ import torch
 from conftest import error_of
 
 import sample
-from hotloop.chat_template import render
+from hotloop.chat_template import TEMPLATES, parts_of, render
 from hotloop.checkpoint import save_checkpoint
+from hotloop.documents import ReadConfig
 from hotloop.pretrained import Weights
-from hotloop.tokenizer import ByteTokenizer, CharTokenizer
+from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, encode_parts
 from model import GPT, GPTConfig
 
 CHARS = '\n abcdefgh'  # ten
@@ -81,6 +82,24 @@ def play(monkeypatch, *tokens):
     return calls
 
 
+@pytest.mark.parametrize('flags, warned', [
+    (dict(quantize='int8', compile=False), True), (dict(quantize='int8', compile=True), False),
+    (dict(compile=False), False)])
+def test_a_gpu_becomes_the_current_device_and_eager_int8_gives_a_warning(draw, monkeypatch, flags, warned):
+    """Streams, events and graphs of another GPU would not see this one's work."""
+    gpu, current = torch.device('cuda', 1), []
+    monkeypatch.setattr('sample.choose_device', lambda name: (gpu, 'requested'))
+    monkeypatch.setattr('sample.choose_compile', lambda asked, device: (asked, 'requested'))
+    monkeypatch.setattr('sample.prepare_for_inference', lambda model, *args, **kwargs: model)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (8, 0))
+    monkeypatch.setattr(torch.cuda, 'set_device', current.append)
+    play(monkeypatch, 2)
+    draw(device='cuda:1', **flags)
+    assert current == [gpu]
+    warning = '--compile=True each token converts all weights, which is slower than bfloat16 on cuda:1\n'
+    assert (warning in draw.err) == warned
+
+
 @pytest.mark.parametrize('name, content, expected', [
     ('a.txt.gz', gzip.compress(b'\xef\xbb\xbfa\r\nb\n'), ['a\r\nb\n']),
     ('-', b'\xef\xbb\xbfcab\n', ['cab\n']),
@@ -88,7 +107,10 @@ def play(monkeypatch, *tokens):
     ('a.ndjson.gz', gzip.compress(b'{"prompt": "cab\\n", "id": 1}'), ['cab\n']),
     ('p.txt', b'caf\xe9', 'p.txt is not UTF-8 text'), ('-', b'caf\xe9', "can't decode byte 0xe9"),
     ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2: expected a JSON string, or an object'),
-    ('p.jsonl', b'7', 'line 1: expected JSON'), ('p.jsonl', b'{"prompt"', 'line 1: expected JSON'),
+    ('p.jsonl', b'7', 'line 1: a row must be an object or a string, not 7'),
+    ('p.jsonl', b'{"prompt"', 'line 1 is not JSON'), ('p.jsonl', b'[' * 100_000, 'line 1 is not JSON'),
+    ('p.jsonl', b'{"messages": []}', 'line 1: the chat has no turn of the user'),
+    ('p.jsonl', b'{"prompt": 3}', "line 1: the user's text must be a string, not 3"),
     ('p.txt', None, 'p.txt cannot be read: No such file')])
 def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name, content, expected):
     start, path = f'FILE:{tmp_path / name}', tmp_path / name
@@ -98,7 +120,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
     elif content is not None:
         path.write_bytes(content)
     if isinstance(expected, list):
-        assert sample.read_prompts(start) == expected
+        assert [given for given, *_ in sample.read_prompts(start)] == expected
     else:
         assert expected in error_of(sample.read_prompts, start)
 
@@ -107,6 +129,8 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
     (dict(start='abéx'), "the characters 'xé' are not in the vocabulary"),
     (dict(start='-'), 'standard input is closed'), (dict(chat=True, template='plain'), 'is closed'),
     (dict(chat=True), 'choose one with --template: plain, joined, alpaca, chatml'),
+    (dict(chat=True, template='none'), 'chat and score need a template'),
+    (dict(system='Be brief.'), "system='Be brief.' needs a template: choose one with --template: plain"),
     (dict(logprobs=True), 'logprobs=True needs output=jsonl'),
     (dict(stop='a|||'), 'contains an empty string'),
     (dict(repetition_penalty=0), 'repetition_penalty=0.0 must be from 0.01 to 100'),
@@ -156,7 +180,7 @@ def test_int8_and_compile(draw, out, monkeypatch):
     (['lo!'], b'elo lo', ['e', 'e', 'e', 'elo ', 'elo ', 'elo ', 'elo lo'])])
 def test_text_appears_when_it_is_certain(stops, tokens, texts):
     """A character with its last byte; what may become a stop text waits, and no more."""
-    text, seen = sample.Text(ByteTokenizer(), (stops, set())), []
+    text, seen = sample.Text(ByteTokenizer(), (stops, set()), sample.Prompt('', '', []), 1), []
     for token in tokens:
         text.add(token, 0.0)
         seen.append(text.text)
@@ -217,6 +241,70 @@ def test_prompts_of_a_file_are_drawn_together_as_each_alone(draw, tmp_path):
     assert {row['finish'] for row in found} == {'length'}
 
 
+ROWS = [
+    {'prompt': 'Two?', 'completion': ' 2'}, {'question': 'Two?', 'answer': '2'},
+    {'instruction': 'Add.', 'input': '1, 1', 'output': '2'},
+    {'messages': [{'role': 'user', 'content': 'Two?'}, {'role': 'assistant', 'content': ' 2'}]},
+    {'messages': [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'a'},
+                  {'role': 'assistant', 'content': 'b'}, {'role': 'user', 'content': 'c'},
+                  {'role': 'assistant', 'content': 'd'}]}]
+
+
+@pytest.mark.parametrize('template', ['plain', 'joined', 'alpaca', 'chatml', 'gemma', 'llama3'])
+@pytest.mark.parametrize('row', ROWS, ids=lambda row: next(iter(row)))
+def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path, template, row):
+    """Of the template that the model was tuned in, and of one that is named."""
+    specials = {'<|im_end|>': 256, '<e>': 257}
+    tokenizer = BPETokenizer([bytes([b]) for b in range(256)], specials=specials, eot=257)
+    tokenizer.begin = 257
+    ids, mask = encode_parts(tokenizer, parts_of(row, 'a', ReadConfig(template=template)))
+    expected = [257, *ids[:len(mask) - mask[::-1].argmin()].tolist()]
+    (tmp_path / 'p.jsonl').write_text(json.dumps(row))
+    for tuned_in, asked in ((template, 'auto'), ('chatml', template), ('none', template)):
+        cfg = sample.SampleConfig(start=f'FILE:{tmp_path / "p.jsonl"}', template=asked)
+        prompt, = sample.make_prompts(tokenizer, tuned_in, cfg)
+        assert prompt.ids == expected and prompt.mark == TEMPLATES[template]['assistant'][1]
+
+
+def test_a_prompt_is_in_a_template_where_one_is_known(tmp_path):
+    """Texts are plain unless a template is named; so are the prompts of rows for a model that knows none."""
+    path, tokenizer = tmp_path / 'p.jsonl', ByteTokenizer()
+
+    def made(rows, tuned_in, **settings):
+        path.write_text('\n'.join(map(json.dumps, rows)))
+        prompts = sample.make_prompts(tokenizer, tuned_in, sample.SampleConfig(
+            **{'start': f'FILE:{path}', **settings}))
+        return [tokenizer.decode(prompt.ids).decode() for prompt in prompts]
+    hi, chatml = {'prompt': 'hi'}, '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n'
+    system = '<|im_start|>system\nBe brief.<|im_end|>\n'
+    assert made(['hi', hi, {'question': 'hi'}, {'instruction': 'hi'}], 'chatml') == ['hi'] + [chatml] * 3
+    assert made([hi], 'chatml', template='none') == made([hi], 'none') == made([hi], 'joined') == ['hi']
+    assert made(['hi', hi], 'joined', template='chatml') == [chatml] * 2
+    assert made([], 'none', template='chatml', start='hi', system='Be brief.') == [system + chatml]
+    assert made([hi, ROWS[-1]], 'chatml', system='Be brief.')[0] == system + chatml
+    assert made([ROWS[-1]], 'chatml', system='Not this.') == made([ROWS[-1]], 'chatml')
+    assert made([hi], 'gemma', system='Be brief.') == [
+        '<start_of_turn>user\nBe brief.\n\nhi<end_of_turn>\n<start_of_turn>model\n']
+    assert made([{'prompt': ''}], 'joined') == ['']
+    for row in (ROWS[-1], {'instruction': 'hi'}):
+        assert 'which needs a template: choose one with --template' in error_of(made, [row], 'none')
+    assert "system='Be brief.' needs a template" in error_of(made, ['hi'], 'chatml', system='Be brief.')
+
+
+def test_the_answers_to_chats_end_at_the_mark(draw, out, tmp_path, monkeypatch):
+    """The output has the prompt as it was given."""
+    write(out / 'best.pt', gpt(257), ByteTokenizer(), template='chatml')
+    (tmp_path / 'p.jsonl').write_text('\n'.join(map(json.dumps, [ROWS[0], ROWS[-1], 'Two?'])))
+    play(monkeypatch, *b'Four.<|im_end|>no')
+    start = f'FILE:{tmp_path / "p.jsonl"}'
+    rows = draw(start=start, output='jsonl', num_samples=2)
+    assert [row['prompt'] for row in rows[::2]] == ['Two?', ROWS[-1]['messages'], 'Two?']
+    assert {(row['text'], row['finish']) for row in rows} == {('Four.', 'stop')}
+    assert draw(start=start) == ['Two?\nFour.', 'c\nFour.', 'Two?Four.']
+    (tmp_path / 'p.jsonl').write_text('\n'.join(map(json.dumps, ROWS[:3])))
+    assert draw(start=start, template='joined', stop='<') == ['Two?Four.', 'Two?Four.', 'Add.Four.']
+
+
 def test_jsonl_names_what_ended_a_text(draw, byte_out, monkeypatch):
     (row,) = draw(output='jsonl', past_context='stop')
     assert row['finish'] == 'context' and len(row['text'].encode()) >= 7  # block_size is 8
@@ -260,6 +348,18 @@ def test_a_chat_is_in_the_template_that_training_saw(talk):
 @pytest.mark.parametrize('template, end, prompt', [('plain', '', 'hi \n'), ('joined', 'exit', 'hi ')])
 def test_a_template_by_name_and_the_end_of_a_chat(talk, template, end, prompt):
     assert talk(['hi ', end, 'b'], ['x', 'y'], template=template) == [prompt]
+
+
+def test_a_system_prompt_and_a_message_of_several_lines(talk):
+    flags = dict(system='Be brief.', max_new_tokens=1)
+    prompts = talk(['a\\', ' b \\', '', 'three', 'left\\'], ['x', 'y'], **flags)
+    turns = [('system', 'Be brief.'), ('user', 'a\n b \n'), ('assistant', 'x'), ('user', 'three')]
+    complete = ''.join(text for text, *_ in render([*turns, ('assistant', '')], 'chatml'))
+    assert complete == prompts[1] + '<|im_end|>'
+    assert prompts[1].startswith(prompts[0]) and len(prompts) == 2
+    assert talk.out == '> . . x\n> y\n> . \n' and 'ends with \\ continues on the next' in talk.err
+    prompts = talk(['one ' * 10, 'two ' * 10, 'three'], ['', '', ''], **flags)
+    assert 'one' not in prompts[2] and prompts[2].startswith('<|im_start|>system\nBe brief.')
 
 
 def test_the_oldest_turns_are_dropped_when_the_context_is_full(talk):

@@ -89,6 +89,21 @@ def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, tu
     assert first['loss'] == pytest.approx(nats / mask.sum().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize('name, content', [
+    ('a.txt', b'some words ' * 50), ('a.jsonl', b'{"id": 1, "text": "some words"}\n' * 40)])
+def test_progress_is_in_bytes_of_the_file_while_it_computes(scored, tmp_path, monkeypatch, name, content):
+    """A long document advances with each batch of its windows."""
+    added = []
+
+    def progress(total):
+        return types.SimpleNamespace(add=added.append, close=lambda: added.append(f'of {total}'))
+    monkeypatch.setattr('hotloop.score.Progress', progress)
+    (tmp_path / name).write_bytes(content)
+    scored(tmp_path / name, gpt(257, block_size=16), batch_size=4)
+    assert added.pop() == f'of {len(content)}' and len(added) > 30
+    assert sum(added) == pytest.approx(len(content))
+
+
 def test_settings_of_reading_act_and_what_cannot_be_scored_is_refused(scored, tmp_path):
     files = {'a.jsonl': b'{"body": "ab"}', 'a.txt': b'ab\xffcd', 'empty.txt': b'', 'ids.bin': bytes(1024)}
     for name, content in files.items():

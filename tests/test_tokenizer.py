@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import socket
 import unicodedata
 from pathlib import Path
 
@@ -79,6 +80,21 @@ def test_a_spec_that_cannot_be_used_is_refused():
         assert 'does not describe a tokenizer' in error_of(tokenizer_from, spec)
     error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'no-such-bpe'})
     assert "'no-such-bpe' could not be loaded" in error and 'TIKTOKEN_CACHE_DIR' in error
+
+
+def test_without_a_network_tiktokens_download_is_one_sentence(monkeypatch, tmp_path):
+    tries = []
+
+    def resolve(host, *args, **kwargs):
+        tries.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')
+    monkeypatch.setattr('socket.getaddrinfo', resolve)
+    monkeypatch.setenv('NO_PROXY', '*')
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+    monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
+    error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'gpt2'})
+    assert "'gpt2' could not be loaded: Name or service not known; without a network, set" in error
+    assert len(tries) == 1 and '\n' not in error
 
 
 def test_a_prompt_names_special_ids_and_is_never_empty():

@@ -14,6 +14,7 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -282,6 +283,19 @@ def test_a_sample_that_cannot_be_drawn_does_not_end_the_run(train_tiny, tmp_path
     assert rows(tmp_path / 'out', 'sample')[0]['sample'].startswith('no text: the model returned logits')
 
 
+def test_samples_are_drawn_where_algorithms_must_be_deterministic(train_tiny, tmp_path, monkeypatch):
+    """Where the draw's cumsum is refused on CUDA. After a sample the rule holds again."""
+    original = torch.Tensor.cumsum
+
+    def cumsum(tensor, *args, **kwargs):
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError('cumsum_cuda_kernel does not have a deterministic implementation')
+        return original(tensor, *args, **kwargs)
+    monkeypatch.setattr(torch.Tensor, 'cumsum', cumsum)
+    train_tiny(max_iters=2, sample_interval=1, sample_tokens=2, deterministic=True)
+    assert len(rows(tmp_path / 'out', 'sample')) == 2 and torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_sample_prompt_that_cannot_be_read_is_refused_at_the_start(train_tiny, tmp_path):
     write_bins(tmp_path / 'chars', noise(4001, low=0, high=3), noise(487, low=0, high=3), vocab_size=3,
                tokenizer={'kind': 'char', 'chars': 'abc', 'eot': False})
@@ -476,6 +490,20 @@ def test_compile_that_does_not_work(train_tiny, monkeypatch, capsys):
     assert 'compile: off (no C++ compiler)' in capsys.readouterr().out
 
 
+def test_tf32_is_allowed_by_a_switch_that_autotuning_can_read(monkeypatch):
+    """Under the newer fp32_precision the getters that Inductor's autotuning calls raise."""
+    gpu, current = torch.device('cuda', 1), []
+    monkeypatch.setattr(train, 'choose_device', lambda name, local_rank: (gpu, 'requested'))
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (8, 0))
+    monkeypatch.setattr(torch.cuda, 'set_device', current.append)
+    try:
+        train.setup(train.TrainConfig(device='cuda:1', compile=False, threads=1))
+        assert torch.get_float32_matmul_precision() == 'high' and torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision('highest')
+    assert current == [gpu]
+
+
 def test_processes_that_cannot_work(train_tiny, monkeypatch):
     for name, value in (('WORLD_SIZE', '2'), ('RANK', '0'), ('LOCAL_RANK', '0'), ('LOCAL_WORLD_SIZE', '2')):
         monkeypatch.setenv(name, value)
@@ -566,6 +594,19 @@ def python(*command, **flags):
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_sides_of_the_step_bench_take_turns_or_the_gpu_one_after_another(monkeypatch):
+    """A GPU cannot hold all of them: each keeps its memory until it ends."""
+    monkeypatch.syspath_prepend(os.path.join(ROOT, 'tests', 'bench'))
+    bench, gpu = importlib.import_module('step_speed'), Mock()
+    bench.measure([gpu.a, gpu.b], rounds=2, steps=5, together=True)
+    in_turns = [name for name, *_ in gpu.mock_calls]
+    assert in_turns == ['a.start', 'b.start', *['a.measure', 'b.measure'] * 2, 'a.close', 'b.close']
+    gpu.reset_mock()
+    bench.measure([gpu.a, gpu.b], rounds=2, steps=5, together=False)
+    one_by_one = [name for name, *_ in gpu.mock_calls]
+    assert one_by_one == [f'{side}.{call}' for side in 'ab' for call in ('start', *['measure'] * 2, 'close')]
 
 
 @pytest.mark.slow

@@ -4,12 +4,14 @@ Tokens per second and peak memory of one training step: forward, loss, backward,
     $ python tests/bench/step_speed.py --peer=../nanoGPT   # the CPU shape of nanoGPT's README, both sides
     $ python tests/bench/step_speed.py --peer=../nanoGPT --shape=124m --batch=2 --steps=2 --rounds=3
     $ python tests/bench/step_speed.py --table                   # each optimization switched off in turn
+    $ python tests/bench/step_speed.py --table float32 'unfused AdamW'   # only these
     $ python tests/bench/step_speed.py --loop                    # the loop of train.py against its step
 
 The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each side is
 a process that stays and waits for its turn, compiles before the first one, and has the machine to itself
-while it is measured. Memory is the most that the process holds during the steps, beyond one that has only
-imported torch; on a GPU it is the allocator's peak. --before=CLONE measures an earlier commit of this
+while it is measured. On a GPU, whose memory does not hold all sides, each runs all of its rounds and ends
+before the next one starts. Memory is the most that the process holds during the steps, beyond one that has
+only imported torch; on a GPU it is the allocator's peak. --before=CLONE measures an earlier commit of this
 repository beside this one.
 """
 
@@ -199,11 +201,13 @@ class Side:
 
     def __init__(self, name, before=None, **a):
         self.name, self.a = name, a
-        env = {**os.environ, 'OMP_NUM_THREADS': str(a['threads'])}
-        script = os.path.join(before, 'tests', 'bench', 'step_speed.py') if before else __file__
-        self.process = subprocess.Popen([sys.executable, script, '--work', json.dumps(a)],
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.script = os.path.join(before, 'tests', 'bench', 'step_speed.py') if before else __file__
         self.seconds, self.peak = [], 0
+
+    def start(self):
+        env = {**os.environ, 'OMP_NUM_THREADS': str(self.a['threads'])}
+        self.process = subprocess.Popen([sys.executable, self.script, '--work', json.dumps(self.a)],
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.about = self.read()
 
     def read(self):
@@ -231,6 +235,18 @@ class Side:
                 f'{self.peak / 1e6:,.0f}', f'{self.peak / reference.peak:.2f}']
 
 
+def measure(sides, rounds, steps, together):
+    """Runs the rounds of all sides: together in turns, or one side after another."""
+    for group in [sides] if together else [[side] for side in sides]:
+        for side in group:
+            side.start()
+        for _ in range(rounds):
+            for side in group:
+                side.measure(steps)
+        for side in group:
+            side.close()
+
+
 def main():
     import torch
     parser = parser_of(__doc__)
@@ -247,7 +263,8 @@ def main():
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--dtype', default='auto')
     parser.add_argument('--compile', default='auto', choices=['auto', 'on', 'off'])
-    parser.add_argument('--table', action='store_true', help='each optimization switched off in turn')
+    parser.add_argument('--table', nargs='*', choices=WITHOUT, metavar='NAME',
+                        help='each optimization switched off in turn, or only these')
     parser.add_argument('--loop', action='store_true', help="the step on one batch, and train.py's loop")
     args = parser.parse_args()
     if args.work:
@@ -265,24 +282,20 @@ def main():
         if args.before and not args.loop:
             sides.append(Side('before', args.before, batch=args.batch, **ours))
         sides += [Side('ours', batch=b, **ours) for b in [args.batch, *args.batches] if not args.loop]
-        if args.table:
-            for name, change in WITHOUT.items():
-                if args.shape != 'small' or 'vocab_size' not in change:
-                    sides.append(Side(name, batch=args.batch, **{**ours, **change}))
+        if args.table is not None:
+            for name in args.table or WITHOUT:
+                if args.shape != 'small' or 'vocab_size' not in WITHOUT[name]:
+                    sides.append(Side(name, batch=args.batch, **{**ours, **WITHOUT[name]}))
         if args.loop:
             if args.before:
                 sides.append(Side('the loop before', args.before, batch=args.batch, **ours, loop=True))
             sides += [Side('the step alone', batch=args.batch, **ours, fixed=True),
                      Side("train.py's loop", batch=args.batch, **ours, loop=True)]
-        for _ in range(args.rounds):
-            for side in sides:
-                side.measure(args.steps)
+        measure(sides, args.rounds, args.steps, together=args.device != 'cuda')
         device = torch.cuda.get_device_name() if args.device == 'cuda' else machine()
         print(f'{device}, torch {torch.__version__}, {args.threads} threads, {args.shape}: {shape}')
         print(table(['step of', 'batch', 'dtype', 'compile', 'ms', 'tokens/s', 'ratio', 'peak MB', 'ratio'],
                     [side.row(sides[0]) for side in sides]))
-        for side in sides:
-            side.close()
 
 
 if __name__ == '__main__':

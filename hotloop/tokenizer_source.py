@@ -1,0 +1,82 @@
+"""Finds the tokenizer that --tokenizer names: built in, or of a dataset, a run, a file. Without torch."""
+
+import collections
+import glob
+import io
+import os
+import re
+import zipfile
+
+from hotloop.dataset import PlainUnpickler, read_meta
+from hotloop.tokenizer import MAX_VOCAB, TIKTOKEN_NAMES, read_tokenizer_json, tokenizer_from
+
+
+def find_tokenizer(name, data_dir):
+    """
+    The tokenizer with this name, or of the file or folder at this path, or at this path in data_dir; None if
+    it is built from the text. ValueError if there is none.
+    """
+    kind, _, size = name.partition(':')
+    if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
+        return None
+    if name == 'byte':
+        return tokenizer_from({'kind': 'byte'})
+    if name in TIKTOKEN_NAMES:
+        return tokenizer_from({'kind': 'tiktoken', 'name': name})
+    in_data_dir = os.path.join(data_dir, name)
+    if found := tokenizer_at(name, data_dir) or tokenizer_at(in_data_dir, data_dir):
+        return found
+    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
+                     f'{", ".join(TIKTOKEN_NAMES)}, and neither {name} nor {in_data_dir} is a checkpoint, a '
+                     'tokenizer.json, or a folder with one of them or with a dataset')
+
+
+def tokenizer_at(path, data_dir):
+    """The tokenizer of a file, or of a folder; None if that has none. ValueError if it is damaged."""
+    names = os.listdir(path) if os.path.isdir(path) else {os.path.basename(path)} & {'tokenizer.json'}
+    if {'tokenizer.json', 'tokenizer_config.json', 'config.json'} & set(names):
+        return read_tokenizer_json(path)
+    if 'train.bin' in names:
+        return tokenizer_from(read_meta(path)['tokenizer'])
+    paths = [path] if os.path.isfile(path) else []
+    for pattern in ('best.pt', 'ckpt.pt', 'ckpt-*.pt'):
+        paths += sorted(glob.glob(os.path.join(glob.escape(path), pattern)), reverse=True)
+    for checkpoint in paths[:-1]:
+        try:
+            return checkpoint_tokenizer(checkpoint, data_dir)
+        except ValueError as e:
+            print(f'{e}; trying the next checkpoint')
+    return checkpoint_tokenizer(paths[-1], data_dir) if paths else None
+
+
+def checkpoint_tokenizer(path, data_dir):
+    """
+    The tokenizer of a checkpoint. nanoGPT's have none: theirs is that of their dataset, as in sample.py.
+    ValueError if the file is damaged, or that dataset is not in data_dir.
+    """
+    try:
+        with zipfile.ZipFile(path) as z:
+            record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
+            checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()  # read() checks its CRC
+        spec, vocab_size = checkpoint.get('tokenizer'), checkpoint['model_args']['vocab_size']
+        folder = os.path.join(data_dir, checkpoint.get('config', {}).get('dataset', ''))
+    except Exception as e:  # damaged bytes can raise nearly anything
+        raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
+    tokenizer = tokenizer_from(spec or read_meta(folder)['tokenizer'])
+    if not spec and vocab_size not in (tokenizer.n_vocab, -(-tokenizer.n_vocab // 64) * 64):  # as is, padded
+        raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
+                         '--data_dir to the folder of its dataset')
+    return tokenizer
+
+
+class CheckpointUnpickler(PlainUnpickler):
+    """Loads what torch.save wrote, with None for each tensor and its storage. It imports nothing."""
+    def persistent_load(self, *args):
+        return None
+
+    def find_class(self, module, name):
+        if (module, name) == ('collections', 'OrderedDict'):
+            return collections.OrderedDict
+        if re.fullmatch(r'torch\.(\w+Storage|_utils\._rebuild_(tensor_v2|parameter))', f'{module}.{name}'):
+            return self.persistent_load
+        return super().find_class(module, name)

@@ -1,0 +1,116 @@
+"""What --tokenizer finds: datasets, runs, checkpoints; without torch, and without running code."""
+
+import collections
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import error_of, noise, write_bins
+from test_dataset import Touch, nanogpt_meta
+
+import prepare
+from hotloop.tokenizer import BPETokenizer
+from hotloop.tokenizer_source import checkpoint_tokenizer, find_tokenizer
+
+BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
+CHAR = {'kind': 'char', 'chars': 'abc', 'eot': False}
+
+
+def save(path, **more):
+    """A checkpoint with a model, tensors of several types and a tokenizer."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    types = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)
+    tensors = [torch.nn.Parameter(torch.zeros(2)), *(torch.zeros(2, dtype=dtype) for dtype in types)]
+    checkpoint = {'model': torch.nn.Linear(2, 3).state_dict(), 'model_args': {'vocab_size': 257},
+                  'tensors': tensors, 'config': {}}
+    torch.save({**checkpoint, **more}, path)
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Data of three kinds in data/, runs beside it, and the current directory there."""
+    monkeypatch.chdir(tmp_path)
+    write_bins('data/own', noise(99), noise(99), tokenizer=BPE)
+    write_bins('data/theirs', [0, 1], [2], tokenizer=False)
+    Path('data/theirs/meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('abc')))
+    save('out/best.pt', tokenizer=BPE)
+    save('out/ckpt.pt', tokenizer=CHAR)
+    save('older/ckpt-000000100.pt', tokenizer=CHAR)
+    save('older/ckpt-000000200.pt', tokenizer=BPE)
+    save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 64})
+    Path('text').mkdir()
+    Path('text/a.txt').write_text('abc' * 50)
+
+
+@pytest.mark.parametrize('name, spec', [
+    ('own', BPE), ('data/own', BPE), ('theirs', CHAR), ('data/theirs/', CHAR),
+    ('out', BPE), ('out/best.pt', BPE), ('out/ckpt.pt', CHAR), ('older', BPE),
+    ('nano', CHAR), ('nano/ckpt.pt', CHAR), ('byte', {'kind': 'byte'})])
+def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
+    assert find_tokenizer(name, 'data').spec() == spec
+
+
+def test_built_in_names_come_first_then_paths_then_datasets(places):
+    for name in ('byte', 'char', 'text', 'out'):
+        write_bins(f'data/{name}', noise(9), noise(9), tokenizer=CHAR)
+    shutil.copytree('data/char', 'char')
+    assert find_tokenizer('byte', 'data').spec() == {'kind': 'byte'}
+    assert find_tokenizer('char', 'data') is find_tokenizer('bpe:300', 'data') is None
+    assert find_tokenizer('./char', 'data').spec() == find_tokenizer('data/char', '').spec() == CHAR
+    assert find_tokenizer('out', 'data').spec() == BPE  # the run, not the dataset
+    assert find_tokenizer('text', 'data').spec() == CHAR  # the folder of texts has none
+
+
+def test_what_has_no_tokenizer_is_named(places, capsys):
+    for name in ('nowhere', 'text', 'bpe:256', '/tmp/none', '../x', ''):
+        error = error_of(find_tokenizer, name, 'data')
+        assert error.startswith(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to 1,048,576), ')
+        assert f'and neither {name} nor {os.path.join("data", name)} is a checkpoint, a ' in error
+    error = error_of(find_tokenizer, 'text/a.txt', 'data')
+    assert 'text/a.txt is damaged or not a checkpoint (BadZipFile:' in error
+    os.truncate('older/ckpt-000000200.pt', 1000)
+    assert find_tokenizer('older', 'data').spec() == CHAR
+    assert 'ckpt-000000200.pt is damaged or not a checkpoint' in capsys.readouterr().out
+    save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 99})
+    assert 'nano/ckpt.pt has no tokenizer, and data/theirs has none for 99 ids; set' in error_of(
+        find_tokenizer, 'nano', 'data')
+    assert 'tokenizer.json cannot be read' in error_of(find_tokenizer, 'text/tokenizer.json', 'data')
+
+
+def test_a_flipped_bit_is_found(places):
+    data = bytearray(Path('out/best.pt').read_bytes())
+    data[data.index(b'tokenizer') + 20] ^= 1
+    Path('out/bad.pt').write_bytes(data)
+    assert 'Bad CRC-32' in error_of(checkpoint_tokenizer, 'out/bad.pt', 'data')
+
+
+def evil(path, value):
+    """The path of a checkpoint that has this value."""
+    checkpoint = {'model_args': {'vocab_size': 3}, 'tokenizer': CHAR, 'x': value}
+    with zipfile.ZipFile(path, 'w') as z:
+        z.writestr('ckpt/data.pkl', pickle.dumps(checkpoint))
+    return path
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    """Names of torch that only look like storages, and all others, import nothing."""
+    path = evil(str(tmp_path / 'a.pt'), Touch(tmp_path / 'touched'))
+    assert 'UnpicklingError: ' in error_of(checkpoint_tokenizer, path, '')
+    assert not (tmp_path / 'touched').exists()
+    for value in (torch.load, torch.nn.Linear, collections.Counter, subprocess.run, print):
+        assert 'UnpicklingError: ' in error_of(checkpoint_tokenizer, evil(path, value), '')
+    assert checkpoint_tokenizer(evil(path, collections.OrderedDict(a=1)), '').spec() == CHAR
+
+
+def test_prepare_reads_a_checkpoint_without_torch(places):
+    code = ("import sys; sys.modules['torch'] = None; import prepare; "
+            "prepare.main(['text/a.txt', '--name=x', '--tokenizer=out/ckpt.pt'])")
+    ran = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False,
+                         env={**os.environ, 'PYTHONPATH': str(Path(prepare.__file__).parent)})
+    assert ran.returncode == 0 and 'tokenizer: out/ckpt.pt, 3 ids' in ran.stdout, ran.stderr
