@@ -75,7 +75,7 @@ class RunDir:
         self.remove_older(keep)
 
     def write(self, name, checkpoint, keep_old=None):
-        """Saves a checkpoint as `name`. On a full disk it removes the older checkpoints and tries once more."""
+        """Saves a checkpoint as `name`. On a full disk it removes the older ones and tries once more."""
         try:
             save_checkpoint(self / name, checkpoint, keep_old)
         except DiskFull:
@@ -98,7 +98,8 @@ class RunDir:
         """A clause for an error: the step that is saved, and the command that resumes from it."""
         if self.saved_step is None:
             return 'no step of this run is saved'
-        return (f'step {self.saved_step} is saved in {self / "ckpt.pt"}; resume with: python train.py '
+        launcher = 'python' if os.environ.get('WORLD_SIZE', '1') == '1' else 'torchrun ...'
+        return (f'step {self.saved_step} is saved in {self / "ckpt.pt"}; resume with: {launcher} train.py '
                 f'--init_from=resume --out_dir={shlex.quote(self.path)}')
 
     def promote(self, resumed):

@@ -111,8 +111,8 @@ def test_a_full_disk_at_the_last_save_of_a_run(train_tiny, tmp_path, monkeypatch
         assert train_tiny() == 0
     else:
         message = error_of(train_tiny)
-        assert message.endswith(f'; free space; step 8 is saved in {out}/ckpt.pt; resume with: python train.py '
-                                f'--init_from=resume --out_dir={out}'), message
+        assert message.endswith(f'; free space; step 8 is saved in {out}/ckpt.pt; resume with: '
+                                f'python train.py --init_from=resume --out_dir={out}'), message
     assert 'the disk is full: removed ckpt-000000004.pt\n' in capsys.readouterr().out
     assert load(out / 'ckpt.pt')['iter_num'] == (10 if kept else 8)
 
