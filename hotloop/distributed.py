@@ -86,7 +86,7 @@ class Env:
         raise ValueError(message) from None
 
     def share_end(self, end):
-        """Shares how this process ends. After a loss it returns how each rank did, or [] if that is unknown."""
+        """Shares how this process ends. After a loss it returns how each rank did; [] if that is unknown."""
         ends = []
         with contextlib.suppress(RuntimeError):  # rank 0 is gone, and it hosted the store
             self.store.set(f'end/{self.rank}', end)

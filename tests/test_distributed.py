@@ -152,7 +152,7 @@ def test_runs_of_four_processes_end(tmp_path, data_dir):
             process.wait()
 
 
-GLOO = '[/pytorch/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused'
+GLOO = '[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused'
 
 
 def ended(rank, ends, error, run=None):
