@@ -215,7 +215,7 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
     (FORWARD, 3, [INT], 130, 1),  # between the micro-batches of step 2, which is given up
     (FORWARD, 4, [HUP], 129, 2), (FORWARD, 4, [TERM, INT], 143, 2),  # in the last one of step 2
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
-    ('hotloop.run_dir.save_checkpoint', 2, [TERM], 143, 6),  # the save is completed
+    ('hotloop.run_dir.save_checkpoint', 4, [TERM], 143, 6),  # after best.pt twice; the save is completed
     ('train.evaluate_both', 3, [TERM], 0, 8),  # there is nothing left to resume
     ('train.evaluate_both', 2, [INT, INT], -INT, 3)])  # nothing more is saved
 def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, numbers, code, step):
