@@ -344,7 +344,7 @@ def full_disk(monkeypatch, fails):
 def test_failed_saves(train_tiny, tmp_path, monkeypatch, capsys):
     """Two in a row are reported and do not end the run, three do; the last good checkpoint stays."""
     with monkeypatch.context() as m:
-        full_disk(m, lambda number, _: number in (2, 3, 5, 6))
+        full_disk(m, lambda _, checkpoint: checkpoint['iter_num'] in (2, 3, 5, 6))
         assert train_tiny(save_interval=1, eval_interval=100, max_iters=7) == 0
     messages = re.findall(r'could not be written.* MB are free, .* MB are needed; training continues',
                           capsys.readouterr().out)
@@ -505,7 +505,7 @@ def test_processes_that_cannot_work(train_tiny, monkeypatch):
     for name, value in (('WORLD_SIZE', '2'), ('RANK', '0'), ('LOCAL_RANK', '0'), ('LOCAL_WORLD_SIZE', '2')):
         monkeypatch.setenv(name, value)
     assert 'backend=nccl needs GPUs, and the device is cpu' in error_of(train_tiny, backend='nccl')
-    monkeypatch.setattr(train, 'open_process_group', lambda *args: None)
+    monkeypatch.setattr(train, 'open_process_group', lambda *args: train.dist.HashStore())
     monkeypatch.setattr(train.dist, 'destroy_process_group', lambda: None)
     assert '= 5 sequences cannot be divided evenly among 2 processes; use 4 or 6' in error_of(
         train_tiny, batch_size=5, gradient_accumulation_steps=1)
