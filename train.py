@@ -25,7 +25,6 @@ import importlib.util
 import math
 import os
 import shlex
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -248,11 +247,12 @@ def setup(cfg):
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')  # TF32; Inductor's autotuning fails under the newer switch
+    store = None
     if world > 1:
-        open_process_group(cfg.backend, device, rank, world, cfg.timeout_minutes)
+        store = open_process_group(cfg.backend, device, rank, world, cfg.timeout_minutes)
     compiles, why_compile = choose_compile(cfg.compile, device)
     reasons = {'device': why_device, 'dtype': why_dtype, 'compile': why_compile}
-    return Env(rank, world, device, dtype, compiles, threads, reasons)
+    return Env(rank, world, device, dtype, compiles, threads, reasons, store=store)
 
 
 def wrap(model, cfg, env):
@@ -590,11 +590,7 @@ def main(argv=None):
         return execute(settings, datasets, env)
     finally:
         gc.unfreeze()
-        if env.world > 1:
-            gc.collect()  # DDP, which references the process group: its threads must end before Python exits
-            dist.destroy_process_group()
-            # torchrun then signals the others; Python would die from that signal during shutdown
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        env.leave(failed=sys.exc_info()[0] is not None)
 
 
 def execute(settings, datasets, env):
@@ -609,8 +605,9 @@ def execute(settings, datasets, env):
         take_folder(run, settings.resumed)
         code = train(run)
         return code
-    except (RuntimeError, MemoryError) as e:
-        if not out_of_memory(e):
+    except Exception as e:
+        env.explain_loss(e, run)
+        if not isinstance(e, (RuntimeError, MemoryError)) or not out_of_memory(e):
             raise
         raise ValueError(memory_advice(run, env, e)) from None
     finally:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import glob
 import math
 import os
@@ -20,6 +21,10 @@ from hotloop.divergence import what_next
 from hotloop.files import first_line, replacing
 
 OPTIMIZERS = ('optimizer', 'muon')  # names of their states in a checkpoint
+
+
+class DiskFull(ValueError):
+    """There was no room for a checkpoint."""
 
 
 def load_checkpoint(path):
@@ -62,6 +67,7 @@ def save_checkpoint(path, checkpoint, keep_old=None):
     """
     Replaces `path` at once: written under another name, read back, flushed to the disk, renamed. Plain
     torch.save left it destroyed by 43 of 100 kills. keep_old: a second name that keeps the old file.
+    ValueError if that fails, and DiskFull, which is one, for want of space.
     """
     try:
         with replacing(path) as f:
@@ -75,12 +81,13 @@ def save_checkpoint(path, checkpoint, keep_old=None):
                     shutil.copyfile(path, keep_old)
     except (OSError, RuntimeError, ValueError, zipfile.BadZipFile) as e:
         why = getattr(e, 'strerror', None) or first_line(e)
+        kind = DiskFull if getattr(e, 'errno', None) in (errno.ENOSPC, errno.EDQUOT) else ValueError
         if 'unexpected pos' in why:  # torch's text for a full disk
-            why = 'the disk is full'
+            kind, why = DiskFull, 'the disk is full'
         with contextlib.suppress(OSError):  # the folder may be gone
             free = shutil.disk_usage(os.path.dirname(path) or '.').free
             why += f'; {free / 1e6:,.1f} MB are free, {size_in_bytes(checkpoint) / 1e6:,.1f} MB are needed'
-        raise ValueError(f'{path} could not be written: {why}') from e
+        raise kind(f'{path} could not be written: {why}') from e
 
 
 def size_in_bytes(value):

@@ -2,18 +2,23 @@
 
 import contextlib
 import errno
+import gc
 import importlib
 import math
 import os
+import re
 import signal
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+GRACE = 2.0  # seconds in which all processes notice that one was lost
 
 
 @dataclass
@@ -27,6 +32,7 @@ class Env:
     threads: int = 1
     reasons: dict = field(default_factory=dict)
     stop: 'StopRequest | None' = None
+    store: dist.Store | None = None  # shared by the processes
 
     def print_once(self, text):
         """Prints on rank 0 only."""
@@ -41,6 +47,56 @@ class Env:
         dist.all_reduce(total)
         return total.cpu().numpy()
 
+    def leave(self, failed=False):
+        """Leaves the process group. After an error NCCL would wait for processes that are gone, and stays."""
+        if self.world > 1 and dist.is_initialized() and not (failed and dist.get_backend() == 'nccl'):
+            gc.collect()  # DDP, which references the group: its threads must end before Python exits
+            dist.destroy_process_group()
+            # torchrun then signals the others; Python would die from that signal during shutdown
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def explain_loss(self, error, run):
+        """
+        Takes the error that ends this process, and the run or None. If the reason is the loss of another
+        process, the lowest rank left raises a ValueError that names it, and the others exit with status 1.
+        """
+        if self.world == 1:
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending, as in leave()
+        by_gloo = isinstance(error, RuntimeError) and 'gloo' in str(error)  # in a path of its source
+        is_loss = by_gloo or isinstance(error, dist.DistError)
+        if is_loss and dist.get_backend() == 'gloo':
+            # the connections close, or a process that waits for this one, not for the lost one, never notices
+            traceback.clear_frames(error.__traceback__)
+            if run:
+                run.forward = None  # DDP references the group
+            gc.unfreeze()
+            self.leave()
+        ends = self.share_end('loss' if is_loss else 'error')
+        if not is_loss:
+            return
+        if ends and ends.index('loss') != self.rank:
+            sys.exit(1)
+        message = lost_message(ends, error)
+        if run and run.log:
+            go_on = 'run the same command with --init_from=resume'
+            if self.rank == 0:
+                go_on = run.out.how_to_go_on()
+            message += f'; this was after step {run.state.iter_num}; {go_on}'
+        raise ValueError(message) from None
+
+    def share_end(self, end):
+        """Shares how this process ends. After a loss it returns how each rank did; [] if that is unknown."""
+        ends = []
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone, and it hosted the store
+            self.store.set(f'end/{self.rank}', end)
+            if end == 'loss':
+                time.sleep(1.5 * GRACE if self.rank == 0 else GRACE)  # the host of the store leaves last
+                for rank in range(self.world):
+                    is_set = self.store.check([f'end/{rank}'])
+                    ends.append(self.store.get(f'end/{rank}').decode() if is_set else None)
+        return ends
+
 
 def print_safely(text):
     """Prints. A closed terminal or a broken pipe must not end a training run."""
@@ -52,20 +108,35 @@ def print_safely(text):
 
 
 def open_process_group(backend, device, rank, world, timeout_minutes):
-    """Joins the process group described by torchrun's environment variables. backend: auto, nccl or gloo."""
+    """
+    Joins the process group described by torchrun's environment variables; returns the store of its processes.
+    backend: auto, nccl or gloo.
+    """
     if backend == 'auto':
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
-    options = {}
-    if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
-        # torchrun keeps one store over all restarts. Without a prefix for each restart, the keys of dead
-        # processes are read again: 9 of 14 restarts failed (pytorch#135712)
-        store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), world)
-        store = dist.PrefixStore(f'try{os.environ["TORCHELASTIC_RESTART_COUNT"]}', store)
-        options = {'store': store, 'rank': rank, 'world_size': world}
+    # torchrun hosts the store and keeps it over all restarts. Without a prefix for each restart, the keys of
+    # dead processes are read again: 9 of 14 restarts failed (pytorch#135712)
+    hosts = rank == 0 and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
+    store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), world, hosts)
+    store = dist.PrefixStore(f'try{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}', store)
     # Optimizers import this module at their first step, and its default arguments reference the group that
     # exists then: gloo's threads outlived destroy_process_group and aborted 4 of 128 finished runs
     importlib.import_module('torch.distributed.nn.functional')
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **options)
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), store=store, rank=rank,
+                            world_size=world, device_id=device if backend == 'nccl' else None)
+    return store
+
+
+def lost_message(ends, error):
+    """Which processes were lost, by how each rank ended: 'loss', 'error' or None. No ends: it is unknown."""
+    lost = [str(rank) for rank, end in enumerate(ends) if end is None]
+    failed = [str(rank) for rank, end in enumerate(ends) if end == 'error']
+    if failed and not lost:
+        return f'rank {", ".join(failed)} of {len(ends)} processes ended with an error of its own'
+    # gloo adds its source file and a guess
+    why = re.sub(r'^\[[^]]*gloo[^]]*\] |\. This is typically.*', '', str(error).strip().split('\n')[0])
+    who = f'rank {", ".join(lost)} of {len(ends)} processes' if lost else 'another process'
+    return f'{who} was lost ({why})'
 
 
 def check_same_step(step, env):

@@ -4,11 +4,13 @@ import contextlib
 import glob
 import os
 import queue
+import shlex
 import shutil
 import threading
 from dataclasses import dataclass
 
-from hotloop.checkpoint import load_checkpoint, save_checkpoint
+from hotloop.checkpoint import DiskFull, load_checkpoint, save_checkpoint
+from hotloop.distributed import print_safely
 from hotloop.files import is_inside, lock, replacing
 
 RUN_FILES = ('config.py', 'log.jsonl', 'best.pt', 'ckpt.pt')
@@ -68,11 +70,37 @@ class RunDir:
         step, keep_old = checkpoint['iter_num'], None
         if self.saved_step not in (None, step):
             keep_old = self / f'ckpt-{self.saved_step:09d}.pt'
-        save_checkpoint(self / 'ckpt.pt', checkpoint, keep_old)
+        self.write('ckpt.pt', checkpoint, keep_old)
         self.saved_step = step
+        self.remove_older(keep)
+
+    def write(self, name, checkpoint, keep_old=None):
+        """Saves a checkpoint as `name`. On a full disk it removes the older ones and tries once more."""
+        try:
+            save_checkpoint(self / name, checkpoint, keep_old)
+        except DiskFull:
+            removed = self.remove_older(1)
+            if not removed:
+                raise
+            print_safely(f'the disk is full: removed {", ".join(removed)}')
+            save_checkpoint(self / name, checkpoint)  # without keep_old, which takes space
+
+    def remove_older(self, keep):
+        """Removes all but the newest `keep` checkpoints; returns the names of the removed ones."""
+        removed = []
         for path in self.checkpoints()[keep:]:
             with contextlib.suppress(OSError):  # the next save tries again
                 os.remove(path)
+                removed.append(os.path.basename(path))
+        return removed
+
+    def how_to_go_on(self):
+        """A clause for an error: the step that is saved, and the command that resumes from it."""
+        if self.saved_step is None:
+            return 'no step of this run is saved'
+        launcher = 'python' if os.environ.get('WORLD_SIZE', '1') == '1' else 'torchrun ...'
+        return (f'step {self.saved_step} is saved in {self / "ckpt.pt"}; resume with: {launcher} train.py '
+                f'--init_from=resume --out_dir={shlex.quote(self.path)}')
 
     def promote(self, resumed):
         """Makes the checkpoint of a resume the latest one, and renames the damaged ones."""

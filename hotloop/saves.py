@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from configurator import as_file
-from hotloop.checkpoint import OPTIMIZERS, checkpoint_of, save_checkpoint
+from hotloop.checkpoint import OPTIMIZERS, DiskFull, checkpoint_of
 from hotloop.logger import Log
 from hotloop.run_dir import Mirror
 
@@ -40,10 +40,10 @@ def track_best(run, evaluation):
         for name in (*OPTIMIZERS, 'scaler', 'state'):
             best.pop(name, None)
         try:
-            save_checkpoint(run.out / 'best.pt', best)
+            run.out.write('best.pt', best)
         except ValueError as e:
             if last:
-                raise
+                raise save_error(run, e) from e
             state.best_val_loss = before  # the next improvement is saved
             run.env.print_once(f'{e}; training continues')
     return True
@@ -59,9 +59,15 @@ def save(run, final=False):
     except ValueError as e:
         run.failed_saves += 1
         if run.failed_saves == 3 or final:
-            raise
+            raise save_error(run, e) from e
         run.env.print_once(f'{e}; training continues')
         return
     run.failed_saves = 0
     if run.mirror:
         run.mirror.update()
+
+
+def save_error(run, error):
+    """The ValueError that ends a run whose save failed: why, what is saved, and how to go on."""
+    advice = 'free space; ' if isinstance(error, DiskFull) else ''
+    return ValueError(f'{error}; {advice}{run.out.how_to_go_on()}')

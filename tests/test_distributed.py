@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -83,14 +84,17 @@ def test_the_backend_and_the_timeout_are_those_of_the_settings(monkeypatch, aske
     """And the module whose default arguments would hold on to a group is imported before there is one."""
     calls = []
 
-    def init_process_group(backend, timeout):
-        calls.append((backend, timeout.total_seconds(), 'torch.distributed.nn.functional' in sys.modules))
+    def init_process_group(backend, timeout, device_id, **group):
+        imported = 'torch.distributed.nn.functional' in sys.modules
+        calls.append((backend, timeout.total_seconds(), device_id, group['world_size'], imported))
     monkeypatch.setattr(dist, 'init_process_group', init_process_group)
-    monkeypatch.delenv('TORCHELASTIC_USE_AGENT_STORE', raising=False)
+    monkeypatch.setattr(dist, 'TCPStore', lambda host, port, world, hosts: dist.HashStore())
+    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
+    monkeypatch.setenv('MASTER_PORT', '1')
     for name in [name for name in sys.modules if name.startswith('torch.distributed.nn')]:
         monkeypatch.delitem(sys.modules, name)
-    open_process_group(asked, torch.device(device), 0, 2, 1.5)
-    assert calls == [(backend, 90.0, True)]
+    open_process_group(asked, torch.device(device, 3), 0, 2, 1.5)
+    assert calls == [(backend, 90.0, torch.device('cuda', 3) if backend == 'nccl' else None, 2, True)]
 
 
 WORK = """
@@ -146,6 +150,59 @@ def test_runs_of_four_processes_end(tmp_path, data_dir):
         finally:
             process.terminate()  # torchrun then ends its processes
             process.wait()
+
+
+GLOO = '[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused'
+
+
+def ended(rank, ends, error, run=None):
+    """(exit code, message) of a rank that ends with this error, after others ended as in {rank: how}."""
+    store = dist.HashStore()
+    for other, end in ends.items():
+        store.set(f'end/{other}', end)
+    try:
+        Env(rank, 4, store=store).explain_loss(error, run)
+    except ValueError as e:
+        return 1, str(e)
+    except SystemExit as e:
+        return e.code, ''
+    return store.get(f'end/{rank}').decode(), ''
+
+
+def run_at_step(step):
+    out = SimpleNamespace(how_to_go_on=lambda: 'step 5 is saved')
+    return SimpleNamespace(forward=None, log=True, state=SimpleNamespace(iter_num=step), out=out)
+
+
+@pytest.mark.parametrize('rank, ends, result', [
+    (0, {1: 'loss', 3: 'loss'}, (1, 'rank 2 of 4 processes was lost (Connection closed by peer [::1]:9); '
+                                    'this was after step 7; step 5 is saved')),
+    (1, {2: 'loss'}, (1, 'rank 0, 3 of 4 processes was lost (Connection closed by peer [::1]:9); '
+                         'this was after step 7; run the same command with --init_from=resume')),
+    (1, {0: 'error', 2: 'loss', 3: 'error'}, (1, 'rank 0, 3 of 4 processes ended with an error of its own; '
+     'this was after step 7; run the same command with --init_from=resume')),
+    (3, {0: 'loss'}, (1, ''))])  # rank 0 prints
+def test_one_sentence_names_the_process_that_was_lost(monkeypatch, rank, ends, result):
+    monkeypatch.setattr(distributed, 'GRACE', 0)
+    monkeypatch.setattr(dist, 'get_backend', lambda: 'nccl')
+    assert ended(rank, ends, RuntimeError(GLOO), run_at_step(7)) == result
+
+
+def test_an_error_of_its_own_stays_as_it_is_and_is_shared(monkeypatch):
+    monkeypatch.setattr(time, 'sleep', lambda seconds: pytest.fail('it need not wait'))
+    for error in (ValueError('the file data/gloo is damaged'), RuntimeError('shapes differ'), MemoryError()):
+        assert ended(2, {}, error) == ('error', '')
+    assert Env().explain_loss(RuntimeError(GLOO), None) is None  # a single process
+
+
+def test_without_the_store_the_rank_is_not_known(monkeypatch):
+    """Rank 0 hosts it where there is no torchrun. The first evaluation of a run has no log yet."""
+    class Gone:
+        def set(self, key, value):
+            raise dist.DistNetworkError('Broken pipe')
+    monkeypatch.setattr(dist, 'get_backend', lambda: 'nccl')
+    with pytest.raises(ValueError, match=r'^another process was lost \(NCCL error\)$'):
+        Env(1, 4, store=Gone()).explain_loss(dist.DistBackendError('NCCL error\nin detail'), None)
 
 
 def test_the_first_signal_asks_and_a_second_interrupt_ends(capfd):

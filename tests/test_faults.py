@@ -170,7 +170,9 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_the_last_checkpoint(run,
     assert run('out', 'small files', 4, 1000, 50_000, **settings) == 1
     lines = run.printed('out').splitlines()
     assert sum('training continues' in line for line in lines) == 2
-    assert re.fullmatch(r'error: .*ckpt\.pt could not .*: the disk is full; .* free, .* needed', lines[-1])
+    error = (r'error: .*ckpt\.pt could not .*: the disk is full; .* free, .* needed; free space; step 3 '
+             r'is saved in .*ckpt\.pt; resume with: python train\.py --init_from=resume --out_dir=.*/out')
+    assert re.fullmatch(error, lines[-1])
     assert step_of(tmp_path / 'out') == 3 and leftovers(tmp_path / 'out') == 0
 
 
@@ -213,7 +215,7 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
     (FORWARD, 3, [INT], 130, 1),  # between the micro-batches of step 2, which is given up
     (FORWARD, 4, [HUP], 129, 2), (FORWARD, 4, [TERM, INT], 143, 2),  # in the last one of step 2
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
-    ('hotloop.run_dir.save_checkpoint', 2, [TERM], 143, 6),  # the save is completed
+    ('hotloop.run_dir.save_checkpoint', 4, [TERM], 143, 6),  # after best.pt twice; the save is completed
     ('train.evaluate_both', 3, [TERM], 0, 8),  # there is nothing left to resume
     ('train.evaluate_both', 2, [INT, INT], -INT, 3)])  # nothing more is saved
 def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, numbers, code, step):
@@ -233,11 +235,12 @@ def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, n
 
 @pytest.fixture
 def torchrun(tmp_path, data_dir):
-    """torchrun(out, fault, step, ...) starts TINY on two gloo processes, with the fault in the last one."""
+    """torchrun(out, fault, step, ...) starts TINY on gloo processes, with the fault in the last one."""
     started = []
 
-    def start(out, fault='', step=0, restarts=0, **settings):
-        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+    def start(out, fault='', step=0, restarts=0, processes=2, **settings):
+        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
+                   f'--nproc_per_node={processes}',
                    f'--max-restarts={restarts}', faults.__file__, fault, str(step),
                    *faults.flags(tmp_path / out, data_dir, **settings)]
         process = subprocess.Popen(command, env=faults.environment(), text=True, stdout=subprocess.PIPE,
@@ -283,6 +286,25 @@ def test_torchrun_restarts_a_run_whose_process_was_killed(run, torchrun, tmp_pat
         assert code == 0, err
         assert out.count('torchrun restarted this run: resuming') == 1 and 'resuming at step 15' in out
         assert_equal_runs(tmp_path / f'out{n}', tmp_path / 'whole')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('how, words', [('kill', r'was lost \(.*\)'),
+                                        ('raise', 'ended with an error of its own')])
+def test_the_processes_that_are_left_name_the_one_that_ended(torchrun, tmp_path, how, words):
+    """Of four, so that one waits for none but the others. Its own error is printed, theirs are not."""
+    settings = dict(RESTARTED, batch_size=2, gradient_accumulation_steps=4, processes=4)
+    code, _, err = ended(torchrun('out', how, 8, **settings))
+    sentences = re.findall('^error: .*', err, re.MULTILINE)
+    assert code == 1 and len(sentences) == 1, err
+    go_on = r'step 5 is saved in .*; resume with: torchrun \.+ train\.py --init_from=resume --out_dir=.*'
+    assert re.fullmatch(f'error: rank 3 of 4 processes {words}; this was after step 7; {go_on}', sentences[0])
+    assert re.findall(r'rank +: (\d) .*\n.*exitcode +: (-?\d+)', err.split('Root Cause')[0]) == [
+        ('0', '1'), ('1', '1'), ('2', '1')], err
+    own = 'IndexError: a bad batch'
+    assert (own in err) is (how == 'raise') and 'RuntimeError' not in err
+    if how == 'raise':
+        assert err.index(own) < err.index(sentences[0])
 
 
 @pytest.mark.slow

@@ -345,7 +345,7 @@ def full_disk(monkeypatch, fails):
 def test_failed_saves(train_tiny, tmp_path, monkeypatch, capsys):
     """Two in a row are reported and do not end the run, three do; the last good checkpoint stays."""
     with monkeypatch.context() as m:
-        full_disk(m, lambda number, _: number in (2, 3, 5, 6))
+        full_disk(m, lambda _, checkpoint: checkpoint['iter_num'] in (2, 3, 5, 6))
         assert train_tiny(save_interval=1, eval_interval=100, max_iters=7) == 0
     messages = re.findall(r'could not be written.* MB are free, .* MB are needed; training continues',
                           capsys.readouterr().out)
