@@ -46,10 +46,11 @@ from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.optim import build_optimizers
 from hotloop.pretrained import open_weights
-from hotloop.resume import compare_settings, find_resumed, settings_of
+from hotloop.resume import compare_settings, find_resumed, resolve_auto, settings_of
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import save, take_folder, track_best
+from hotloop.schedule import learning_rate, set_learning_rate
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
 
@@ -58,7 +59,7 @@ from model import GPT, GPTConfig, config_from
 class TrainConfig:
     # --- run
     out_dir: str = 'out'  # checkpoints, log and config of the run; an older run in it is moved aside
-    init_from: str = 'scratch'  # scratch, resume, gpt2 (-medium, -large, -xl), or a checkpoint or folder
+    init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2 (-medium, -large, -xl), or a checkpoint
     eval_only: bool = False  # evaluate once and exit; nothing is written
     seed: int = 1337  # for initial weights, data order and dropout
     max_iters: int = 600000  # total steps, including those before a resume
@@ -82,8 +83,9 @@ class TrainConfig:
     grad_clip: float = 1.0  # maximum global gradient norm; 0: off
     # --- schedule
     decay_lr: bool = True  # False: constant after warmup
-    lr_schedule: Literal['cosine', 'linear'] = 'cosine'  # linear: constant, then decay (decay_fraction)
-    warmup_iters: int = 2000  # warmup steps from 0 to the peak rate
+    lr_schedule: Literal['cosine', 'linear', 'onecycle'] = 'cosine'  # see hotloop/schedule.py
+    warmup_iters: int = 2000  # warmup steps from 0 (onecycle: from min_lr) to the peak rate
+    warmup_fraction: float | None = None  # the same as a fraction of max_iters; replaces warmup_iters
     lr_decay_iters: int | None = None  # step at which the decay ends; None: max_iters
     min_lr: float = 6e-5  # final learning_rate of the decay; the other rates decay in proportion
     decay_fraction: float = 0.5  # final fraction of the run in which lr_schedule='linear' decays
@@ -130,6 +132,8 @@ class TrainConfig:
                 wrong.append(f'{name}={value} must be at least 0 and below 1')
         if not 0 < self.decay_fraction <= 1:
             wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
+        if self.warmup_fraction is not None and self.warmup_fraction > 1:
+            wrong.append(f'warmup_fraction={self.warmup_fraction} must be at least 0 and at most 1')
         if self.seed >= 2**63:
             wrong.append(f'seed={self.seed} must be below 2**63')
         if self.keep_last < 2:
@@ -173,6 +177,9 @@ def read_settings(argv=None):
     read = functools.partial(configure, GPTConfig, TrainConfig, about=__doc__, removed=REMOVED)
     model_cfg, cfg, given, files = read(argv=argv)
     notes, base = [], {}
+    if cfg.init_from == 'auto':
+        argv = argv + resolve_auto(cfg, notes)
+        model_cfg, cfg, given, files = read(argv=argv)
     if files:
         notes.append(f'card: {" ".join(files)}')
     elif cfg.init_from == 'scratch' and 'dataset' not in given:
@@ -199,8 +206,9 @@ def read_settings(argv=None):
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
         notes += compare_settings([model_cfg, cfg], given, base, BOUND)
-    if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
-        cfg.max_epochs = None  # the flag replaces the max_epochs of a card or a checkpoint
+    for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
+        if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
+            setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
     return Settings(model_cfg, cfg, given, resumed, notes, auto_batch)
 
 
@@ -259,31 +267,7 @@ def wrap(model, cfg, env):
 
 
 # -----------------------------------------------------------------------------
-# the schedule and the step
-
-def learning_rate(step, cfg):
-    """The rate of a step, counted from 0: warmup, then cosine, or constant and linear, to min_lr."""
-    end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
-    if step < cfg.warmup_iters:
-        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
-    if not cfg.decay_lr:
-        return cfg.learning_rate
-    if step >= end:
-        return cfg.min_lr
-    if cfg.lr_schedule == 'cosine':
-        progress = (step - cfg.warmup_iters) / (end - cfg.warmup_iters)
-        share = 0.5 * (1 + math.cos(math.pi * progress))
-    else:
-        share = min(1.0, (end - step) / (cfg.decay_fraction * end))
-    return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
-
-
-def set_learning_rate(optimizers, lr, peak):
-    """Every group follows the schedule in proportion to its own peak."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group['lr'] = group['peak'] * (lr / peak if peak else 0.0)
-
+# the step
 
 class StepResult(NamedTuple):
     """The results of a step: 0-d tensors on the device, not yet synchronized with the host."""
@@ -428,6 +412,9 @@ def build_run(settings, datasets, env):
         per_epoch = windows_per_epoch(train_split.num_tokens, T)
         cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)
         notes.append(f'max_epochs={cfg.max_epochs:g}: {cfg.max_iters:,} steps')
+    if cfg.warmup_fraction is not None:
+        cfg.warmup_iters = round(cfg.warmup_fraction * cfg.max_iters)
+        notes.append(f'warmup_fraction={cfg.warmup_fraction:g}: {cfg.warmup_iters:,} steps')
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     state = RunState()

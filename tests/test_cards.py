@@ -75,7 +75,7 @@ WEIGHTS = dict(
     zero_init=True, softcap=2, x0_mix=True, label_smoothing=0.1, seed=1, max_iters=4, max_epochs=0.05,
     max_minutes=0, dataset='other', batch_size=3, gradient_accumulation_steps=3, optimizer='muon',
     learning_rate=1e-3, weight_decay=0.0, beta1=0.8, beta2=0.8, grad_clip=0.1, decay_lr=False,
-    lr_schedule='linear', warmup_iters=0, lr_decay_iters=2, min_lr=4e-3, dtype='bfloat16')
+    lr_schedule='linear', warmup_iters=0, warmup_fraction=1, lr_decay_iters=2, min_lr=4e-3, dtype='bfloat16')
 # name: (what must change, the changed value, settings of both runs, a patch around both)
 TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'muon_lr': ('weights', 0.1, MUON),
