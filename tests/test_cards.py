@@ -23,6 +23,7 @@ import train
 from configurator import configure
 from hotloop.dataloader import share_batch
 from hotloop.documents import ReadConfig
+from hotloop.sources import CORPORA
 from model import GPTConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
@@ -219,8 +220,8 @@ def test_every_card_resolves_and_runs_on_any_number_of_gpus(card):
 
 
 @pytest.mark.parametrize('memory, device, card', [
-    (80, 'auto', 'gpt2_124m_fast'), (40, 'cuda', 'gpt2_124m_fast'), (39, 'cuda:0', 'quickstart'),
-    (80, 'cpu', 'quickstart'), (None, 'auto', 'quickstart')])
+    (80, 'auto', 'a100_fast'), (42, 'cuda', 'a100_fast'), (24, 'cuda:0', 'vram_24gb'),
+    (16, 'auto', 'vram_16gb'), (8, 'auto', 'vram_8gb'), (6, 'auto', 'quickstart'), (80, 'cpu', 'quickstart'), (None, 'cpu', 'quickstart')])
 def test_the_card_of_a_machine(monkeypatch, memory, device, card):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: memory is not None)
     monkeypatch.setattr(torch.cuda, 'get_device_properties',
@@ -229,6 +230,21 @@ def test_the_card_of_a_machine(monkeypatch, memory, device, card):
     found, reason = train.card_for_machine(device)
     assert found == f'config/{card}.py' and (ROOT / found).exists()
     assert reason == (f'{memory} GB of GPU memory' if memory and device != 'cpu' else 'no GPU')
+
+
+@pytest.mark.parametrize('apple, device, card, reason', [
+    (True, 'auto', 'shakespeare_char', 'Apple GPU'), (True, 'mps', 'shakespeare_char', 'Apple GPU'),
+    (True, 'cpu', 'quickstart', 'no GPU'), (False, 'auto', 'quickstart', 'no GPU')])
+def test_the_card_of_a_machine_without_cuda(monkeypatch, apple, device, card, reason):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: apple)
+    assert train.card_for_machine(device) == (f'config/{card}.py', reason)
+
+
+def test_no_machine_is_sent_to_a_large_download():
+    for card in [name for _, name in train.CARDS] + ['shakespeare_char']:
+        dataset = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / f'{card}.py')])[1].dataset
+        assert dataset == 'stdlib' or CORPORA[dataset].download < 0.5e9, card
 
 
 def test_a_command_without_card_and_dataset_takes_the_card_of_the_machine(monkeypatch, tmp_path, capsys):
