@@ -33,14 +33,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure
 from hotloop.announce import announce
+from hotloop.cards import card_for_machine
 from hotloop.checkpoint import RunState, compare_context, context_of, restore, state_from
-from hotloop.dataloader import Batches, Mixture, Split, open_split, windows_per_epoch
+from hotloop.dataloader import Batches, Mixture, Split, open_split
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.device import choose_compile, choose_device, choose_dtype, device_memory
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
 from hotloop.files import is_inside
+from hotloop.forecast import forecast, model_args_of
 from hotloop.host import cores
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
@@ -50,7 +52,7 @@ from hotloop.resume import compare_settings, find_resumed, resolve_auto, setting
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import save, take_folder, track_best
-from hotloop.schedule import learning_rate, set_learning_rate
+from hotloop.schedule import learning_rate, set_learning_rate, set_length
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
 
@@ -61,6 +63,7 @@ class TrainConfig:
     out_dir: str = 'out'  # checkpoints, log and config of the run; an older run in it is moved aside
     init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2 (-medium, -large, -xl), or a checkpoint
     eval_only: bool = False  # evaluate once and exit; nothing is written
+    dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written
     seed: int = 1337  # for initial weights, data order and dropout
     max_iters: int = 600000  # total steps, including those before a resume
     max_epochs: float | None = None  # passes over the data; replaces max_iters
@@ -210,22 +213,6 @@ def read_settings(argv=None):
         if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
             setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
     return Settings(model_cfg, cfg, given, resumed, notes, auto_batch)
-
-
-# (least GB of GPU memory, card), on data that is small to download; GPUs have up to a tenth less than their
-# name says
-CARDS = ((36, 'a100_fast'), (21.6, 'vram_24gb'), (14.4, 'vram_16gb'), (7.2, 'vram_8gb'), (0, 'quickstart'))
-
-
-def card_for_machine(device):
-    """(recipe card, reason) for this machine, or for the requested device."""
-    if torch.cuda.is_available() and device.startswith(('auto', 'cuda')):
-        memory = torch.cuda.get_device_properties(choose_device(device)[0]).total_memory / 1e9
-        fits = [card for least, card in CARDS if memory >= least]
-        return f'config/{fits[0]}.py', f'{memory:.0f} GB of GPU memory'
-    if torch.backends.mps.is_available() and device in ('auto', 'mps'):
-        return 'config/shakespeare_char.py', 'Apple GPU'
-    return 'config/quickstart.py', 'no GPU'
 
 
 # -----------------------------------------------------------------------------
@@ -415,13 +402,7 @@ def build_run(settings, datasets, env):
     batches = Batches(train_split, cfg, env)
     memory = device_memory(env.device)
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, memory)
-    if cfg.max_epochs is not None:
-        per_epoch = windows_per_epoch(train_split.num_tokens, T)
-        cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)
-        notes.append(f'max_epochs={cfg.max_epochs:g}: {cfg.max_iters:,} steps')
-    if cfg.warmup_fraction is not None:
-        cfg.warmup_iters = round(cfg.warmup_fraction * cfg.max_iters)
-        notes.append(f'warmup_fraction={cfg.warmup_fraction:g}: {cfg.warmup_iters:,} steps')
+    notes += set_length(cfg, train_split.num_tokens, T, batches.global_batch)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     state = RunState()
@@ -558,8 +539,32 @@ def stop_run(run):
 
 # -----------------------------------------------------------------------------
 
+def dry_run(settings):
+    """Prints the forecast of a command, on the meta device: nothing is downloaded or written."""
+    cfg, notes, model_args = settings.train, settings.notes, model_args_of(settings)
+    datasets, meta, tokens = [], {'vocab_size': 50304, 'foreign': False}, None
+    try:
+        datasets = open_datasets(cfg.dataset, cfg.data_dir)
+        meta = datasets[0].meta
+    except ValueError as e:
+        notes.append(f'data: tokens unknown, 50,304 ids assumed: {e}')
+    with torch.device('meta'):
+        model = GPT(config_from(model_args)) if model_args else build_model(settings, meta, Env())
+    if datasets:
+        tokens = open_split(datasets, 'train', model.config.block_size).num_tokens
+    if tokens or cfg.max_epochs is None:
+        sequences = cfg.batch_size * cfg.gradient_accumulation_steps
+        notes += set_length(cfg, tokens, model.config.block_size, sequences)
+    device = choose_device(cfg.device)[0]
+    dtype = choose_dtype(cfg.dtype, device, training=True)[0]
+    print('\n'.join(notes + forecast(model, cfg, tokens, device, dtype)))
+    return 0
+
+
 def main(argv=None):
     settings = read_settings(argv)
+    if settings.train.dry_run:
+        return dry_run(settings)
     datasets = open_datasets(settings.train.dataset, settings.train.data_dir)
     env = setup(settings.train)
     try:

@@ -1,6 +1,8 @@
-"""The learning rate of each step."""
+"""The length of a run, and the learning rate of each step."""
 
 import math
+
+from hotloop.dataloader import windows_per_epoch
 
 
 def learning_rate(step, cfg):
@@ -30,6 +32,18 @@ def learning_rate(step, cfg):
     else:
         share = min(1.0, (end - step) / (cfg.decay_fraction * end))
     return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
+
+
+def set_length(cfg, num_tokens, T, global_batch):
+    """Turns max_epochs into max_iters, warmup_fraction into warmup_iters; returns notes. T: block_size."""
+    notes = []
+    if cfg.max_epochs is not None:
+        cfg.max_iters = math.ceil(cfg.max_epochs * windows_per_epoch(num_tokens, T) / global_batch)
+        notes.append(f'max_epochs={cfg.max_epochs:g}: {cfg.max_iters:,} steps')
+    if cfg.warmup_fraction is not None:
+        cfg.warmup_iters = round(cfg.warmup_fraction * cfg.max_iters)
+        notes.append(f'warmup_fraction={cfg.warmup_fraction:g}: {cfg.warmup_iters:,} steps')
+    return notes
 
 
 def half_cosine(progress):

@@ -21,6 +21,7 @@ import prepare
 import sample
 import train
 from configurator import configure
+from hotloop import cards
 from hotloop.dataloader import share_batch
 from hotloop.documents import ReadConfig
 from hotloop.sources import CORPORA
@@ -85,6 +86,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'decay_fraction': ('weights', 1.0, dict(lr_schedule='linear')),
     'out_dir': ('files', 'elsewhere'),
     'eval_only': ('files', True),
+    'dry_run': ('files', True),
     # at a learning rate of 0 no evaluation after the first improves
     'always_save_checkpoint': ('files', False, dict(learning_rate=0, min_lr=0, eval_interval=1, keep_last=3)),
     'save_interval': ('files', 1),
@@ -221,12 +223,13 @@ def test_every_card_resolves_and_runs_on_any_number_of_gpus(card):
 
 @pytest.mark.parametrize('memory, device, card', [
     (80, 'auto', 'a100_fast'), (42, 'cuda', 'a100_fast'), (24, 'cuda:0', 'vram_24gb'),
-    (16, 'auto', 'vram_16gb'), (8, 'auto', 'vram_8gb'), (6, 'auto', 'quickstart'), (80, 'cpu', 'quickstart'), (None, 'cpu', 'quickstart')])
+    (16, 'auto', 'vram_16gb'), (8, 'auto', 'vram_8gb'), (6, 'auto', 'quickstart'), (80, 'cpu', 'quickstart'),
+    (None, 'cpu', 'quickstart')])
 def test_the_card_of_a_machine(monkeypatch, memory, device, card):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: memory is not None)
     monkeypatch.setattr(torch.cuda, 'get_device_properties',
                         lambda device: types.SimpleNamespace(total_memory=memory * 1e9))
-    monkeypatch.setattr(train, 'choose_device', lambda name: (torch.device('cuda', 0), 'it is there'))
+    monkeypatch.setattr('hotloop.cards.choose_device', lambda name: (torch.device('cuda', 0), 'it is there'))
     found, reason = train.card_for_machine(device)
     assert found == f'config/{card}.py' and (ROOT / found).exists()
     assert reason == (f'{memory} GB of GPU memory' if memory and device != 'cpu' else 'no GPU')
@@ -242,7 +245,7 @@ def test_the_card_of_a_machine_without_cuda(monkeypatch, apple, device, card, re
 
 
 def test_no_machine_is_sent_to_a_large_download():
-    for card in [name for _, name in train.CARDS] + ['shakespeare_char']:
+    for card in [*(name for _, name in cards.CARDS), cards.APPLE_CARD]:
         dataset = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / f'{card}.py')])[1].dataset
         assert dataset == 'stdlib' or CORPORA[dataset].download < 0.5e9, card
 
