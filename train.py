@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from configurator import call_main, configure
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine
+from hotloop.check import check
 from hotloop.checkpoint import RunState, compare_context, context_of, restore, state_from
 from hotloop.dataloader import Batches, Mixture, Split, open_split
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
@@ -63,6 +64,7 @@ class TrainConfig:
     out_dir: str = 'out'  # checkpoints, log and config of the run; an older run in it is moved aside
     init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2 (-medium, -large, -xl), or a checkpoint
     eval_only: bool = False  # evaluate once and exit; nothing is written
+    check: bool = False  # report what this machine can do and exit
     dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written
     seed: int = 1337  # for initial weights, data order and dropout
     max_iters: int = 600000  # total steps, including those before a resume
@@ -540,7 +542,7 @@ def stop_run(run):
 # -----------------------------------------------------------------------------
 
 def dry_run(settings):
-    """Prints the forecast of a command, on the meta device: nothing is downloaded or written."""
+    """The lines of the forecast of a command. Nothing is downloaded or written."""
     cfg, notes, model_args = settings.train, settings.notes, model_args_of(settings)
     datasets, meta, tokens = [], {'vocab_size': 50304, 'foreign': False}, None
     try:
@@ -557,14 +559,14 @@ def dry_run(settings):
         notes += set_length(cfg, tokens, model.config.block_size, sequences)
     device = choose_device(cfg.device)[0]
     dtype = choose_dtype(cfg.dtype, device, training=True)[0]
-    print('\n'.join(notes + forecast(model, cfg, tokens, device, dtype)))
-    return 0
+    return notes + forecast(model, cfg, tokens, device, dtype)
 
 
 def main(argv=None):
     settings = read_settings(argv)
-    if settings.train.dry_run:
-        return dry_run(settings)
+    if settings.train.check or settings.train.dry_run:
+        print('\n'.join(check(settings.train) if settings.train.check else dry_run(settings)))
+        return 0
     datasets = open_datasets(settings.train.dataset, settings.train.data_dir)
     env = setup(settings.train)
     try:

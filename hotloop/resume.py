@@ -6,7 +6,7 @@ import os
 from hotloop.run_dir import RunDir, find_latest
 
 # these depend on the command and its machine, and do not come from a checkpoint
-OWN = {'out_dir', 'init_from', 'eval_only', 'dry_run', 'max_minutes', 'device', 'backend'}
+OWN = {'out_dir', 'init_from', 'eval_only', 'check', 'dry_run', 'max_minutes', 'device', 'backend'}
 
 
 def resolve_auto(cfg, notes):
