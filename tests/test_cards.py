@@ -78,6 +78,7 @@ WEIGHTS = dict(
     lr_schedule='linear', warmup_iters=0, lr_decay_iters=2, min_lr=4e-3, dtype='bfloat16')
 # name: (what must change, the changed value, settings of both runs, a patch around both)
 TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
+    'rope_base': ('weights', 500, dict(position='rope')),
     'muon_lr': ('weights', 0.1, MUON),
     'embed_lr': ('weights', 0.1, MUON),
     'muon_momentum': ('weights', 0.5, MUON),
