@@ -368,13 +368,13 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x, x0, cos, sin, cache)
         if targets is not None:
-            return self.loss(self.transformer.ln_f(x), targets)
+            return self.loss(x, targets)
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
         return self.softcap(self.lm_head(self.transformer.ln_f(x)).float())
 
     def loss(self, x, targets):
-        """The summed cross-entropy, as forward returns it, from (B, T, C) inputs of the head."""
-        c, chunks = self.config, self.loss_chunks
+        """The summed cross-entropy, as forward returns it, from the (B, T, C) output of the blocks."""
+        c, chunks, x = self.config, self.loss_chunks, self.transformer.ln_f(x)
         smoothing = c.label_smoothing if self.training else 0.0
         if chunks > 1 and torch.is_grad_enabled():
             return chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), c.softcap, smoothing,

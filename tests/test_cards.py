@@ -52,6 +52,14 @@ def fake_compile(m):
     m.setattr(torch, 'compile', compile_model)
 
 
+def fake_checkpoint(m):
+    """Recomputation that prints that it is on."""
+    def checkpoint(run, *args, **options):
+        print('recomputed')
+        return run(*args)
+    m.setattr('hotloop.parallel.checkpoint', checkpoint)
+
+
 def fake_wandb(m):
     """A package wandb that prints what it is given."""
     wandb = types.ModuleType('wandb')
@@ -104,6 +112,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'compile': ('lines', True, {}, fake_compile),
     'compile_mode': ('lines', 'max-autotune-no-cudagraphs', dict(compile=True), fake_compile),
     'loss_chunks': ('lines', 4),
+    'recompute': ('lines', 'full', {}, fake_checkpoint),
     'threads': ('lines', 2),
     'deterministic': ('lines', False, {}, fake_determinism),
     'init_from': ('error', 'resume'),
