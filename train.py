@@ -48,6 +48,7 @@ from hotloop.host import cores
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.optim import build_optimizers
+from hotloop.parallel import set_blocks
 from hotloop.pretrained import open_weights
 from hotloop.resume import compare_settings, find_resumed, resolve_auto, settings_of
 from hotloop.run_dir import Mirror, Resumed, RunDir
@@ -117,6 +118,7 @@ class TrainConfig:
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a test compilation works
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # torch.compile mode
     loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in chunks: less memory, slower
+    recompute: Literal['none', 'selective', 'full'] = 'none'  # in backward; selective: all but attention
     threads: int | None = None  # CPU threads per process; None: its share of the physical cores
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
@@ -245,14 +247,13 @@ def setup(cfg):
 
 def wrap(model, cfg, env):
     """(the compiled model, the data-parallel wrapper of it). Either is the model itself if that is off."""
-    if env.compile:
-        if env.device.type == 'cpu' and model.num_params() > 10**7:
-            # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
-            # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
-            functorch = importlib.import_module('torch._functorch.config')
-            functorch.ban_recompute_materialized_backward = False
-        # one graph: splitting it at DDP's buckets would change the bits
-        importlib.import_module('torch._dynamo.config').optimize_ddp = False
+    if env.compile and env.device.type == 'cpu' and model.num_params() > 10**7:
+        # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
+        # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
+        functorch = importlib.import_module('torch._functorch.config')
+        functorch.ban_recompute_materialized_backward = False
+    set_blocks(model, cfg.recompute, cfg.compile_mode if env.compile and env.world > 1 else None)
+    if env.compile and env.world == 1:
         model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
     if env.world == 1:
         return model, model

@@ -54,6 +54,14 @@ def fake_compile(m):
     m.setattr(torch, 'compile', compile_model)
 
 
+def fake_checkpoint(m):
+    """Recomputation that prints that it is on."""
+    def checkpoint(run, *args, **options):
+        print('recomputed')
+        return run(*args)
+    m.setattr('hotloop.parallel.checkpoint', checkpoint)
+
+
 def fake_wandb(m):
     """A package wandb that prints what it is given."""
     wandb = types.ModuleType('wandb')
@@ -80,6 +88,7 @@ WEIGHTS = dict(
     lr_schedule='linear', warmup_iters=0, warmup_fraction=1, lr_decay_iters=2, min_lr=4e-3, dtype='bfloat16')
 # name: (what must change, the changed value, settings of both runs, a patch around both)
 TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
+    'rope_base': ('weights', 500, dict(position='rope')),
     'muon_lr': ('weights', 0.1, MUON),
     'embed_lr': ('weights', 0.1, MUON),
     'muon_momentum': ('weights', 0.5, MUON),
@@ -107,6 +116,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'compile': ('lines', True, {}, fake_compile),
     'compile_mode': ('lines', 'max-autotune-no-cudagraphs', dict(compile=True), fake_compile),
     'loss_chunks': ('lines', 4),
+    'recompute': ('lines', 'full', {}, fake_checkpoint),
     'threads': ('lines', 2),
     'deterministic': ('lines', False, {}, fake_determinism),
     'init_from': ('error', 'resume'),
