@@ -9,6 +9,7 @@
 dataset = 'fineweb_edu'
 
 position = 'rope'  # a learned table of 32,768 positions would be 50 million parameters
+rope_base = 500000
 n_layer = 24
 n_head = 12  # heads of 128 channels
 n_embd = 1536  # 756,819,456 parameters
@@ -16,6 +17,7 @@ block_size = 32768
 
 batch_size = 1
 gradient_accumulation_steps = 16  # 524,288 tokens per step
+recompute = 'selective'  # without it a step needs more than 80 GB
 max_iters = 5000
 
 learning_rate = 3e-4

@@ -9,6 +9,7 @@
 dataset = 'fineweb_edu'
 
 position = 'rope'  # a learned table of 32,768 positions would be 50 million parameters
+rope_base = 500000
 n_layer = 12
 n_head = 12  # heads of 128 channels
 n_embd = 1536  # 417,043,968 parameters

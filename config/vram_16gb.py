@@ -17,6 +17,7 @@ label_smoothing = 0.1
 
 batch_size = 128
 gradient_accumulation_steps = 4  # 131,072 tokens per step
+recompute = 'selective'  # without it a step needs 20 GB
 max_iters = 3600  # 4 epochs
 
 learning_rate = 6e-4

@@ -17,6 +17,7 @@ label_smoothing = 0.1
 
 batch_size = 256
 gradient_accumulation_steps = 2  # 262,144 tokens per step
+recompute = 'full'  # without it a step needs 180 GB
 max_iters = 1800  # 4 epochs
 
 learning_rate = 3e-4

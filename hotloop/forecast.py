@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from hotloop.dataloader import share_batch, windows_per_epoch
 from hotloop.device import PEAK_FLOPS, device_memory
 from hotloop.optim import matrix_rows
+from hotloop.parallel import set_blocks
 from hotloop.pretrained import GPT2_SHAPES, open_weights
 
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
@@ -78,11 +79,14 @@ def flash_on_meta():
 def count_step(model, batch):
     """
     (bytes stored for the backward pass when the loss begins, bytes at most) of forward and backward of
-    `batch` sequences, beside weights and buffers. On the meta device nothing is computed.
+    `batch` sequences, beside weights, gradients and buffers. On the meta device nothing is computed.
     """
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # as after the micro-batches before
     device, T = model.lm_head.weight.device, model.config.block_size
     ids = torch.zeros(batch, T, dtype=torch.int64, device=device)
-    live, stored = LiveBytes([ids, *model.parameters(), *model.buffers()]), []
+    known = [ids, *model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]
+    live, stored = LiveBytes(known), []
     hook = model.transformer.ln_f.register_forward_hook(lambda *_: stored.append(live.now))
     with live, flash_on_meta() if device.type == 'meta' else contextlib.nullcontext():
         model(ids, ids).sum().backward()
@@ -91,16 +95,18 @@ def count_step(model, batch):
     return stored[0], live.peak
 
 
-def activation_bytes(model, batch, dtype, chunks):
+def activation_bytes(model, batch, dtype, chunks, recompute='none'):
     """
     (bytes of activations, bytes of logits, loss and other temporaries) of a step of `batch` sequences in
-    `dtype`, uncompiled, with the loss in `chunks`. One and two blocks are counted; the others are like them.
+    `dtype`, uncompiled, with the loss in `chunks` and blocks recomputed as set_blocks() says. One and two
+    blocks are counted; the others are like them.
     """
     counts = []
     for n_layer in (1, 2):
         with torch.device('meta'):
             small = type(model)(dataclasses.replace(model.config, n_layer=n_layer))
         small.compute_dtype, small.loss_chunks = dtype, chunks
+        set_blocks(small, recompute)
         counts.append(count_step(small, batch))
     (one, _), (two, peak) = counts
     return two + (model.config.n_layer - 2) * (two - one), peak - two
@@ -110,7 +116,7 @@ class Need:
     """The memory that steps of a model need, in bytes, by part."""
 
     def __init__(self, model, cfg):
-        self.model, self.asked_chunks = model, cfg.loss_chunks
+        self.model, self.asked_chunks, self.recompute = model, cfg.loss_chunks, cfg.recompute
         self.weights = 4 * model.num_params()  # float32
         muon = sum(p.numel() for p in matrix_rows(model)) if cfg.optimizer == 'muon' else 0
         self.optimizer = 2 * self.weights - 4 * muon  # AdamW has two moments, Muon one
@@ -131,16 +137,16 @@ class Need:
 
     def parts(self, batch, dtype, chunks):
         """{part: bytes} of a micro-batch."""
-        activations, logits = self.count(batch, dtype, chunks)
+        activations, logits = self.count(batch, dtype, chunks, self.recompute)
         return {'weights': self.weights, 'gradients': self.weights, 'optimizer': self.optimizer,
                 'activations': activations, 'logits and loss': logits}
 
-    def fits(self, batch, dtype, memory):
+    def fits(self, batch, dtype, memory, recompute):
         """Whether a micro-batch fits on a machine with this much memory."""
         usable = MARGIN * memory - 2 * self.weights - self.optimizer
-        if self.count(batch, dtype, 1)[0] > usable:  # counting the chunks takes longer
+        if self.count(batch, dtype, 1, recompute)[0] > usable:  # counting the chunks takes longer
             return False
-        return sum(self.count(batch, dtype, self.chunks(batch, memory))) <= usable
+        return sum(self.count(batch, dtype, self.chunks(batch, memory), recompute)) <= usable
 
 
 # -----------------------------------------------------------------------------
@@ -165,6 +171,8 @@ def forecast(model, cfg, num_tokens, device, dtype):
     machines.append((f'this {device.type}', dtype, device_memory(device), measure_flops(device, dtype)))
     for name, machine_dtype, memory, flops in machines:
         rate = MFU * flops / flops_per_token if flops else None
+        if rate and cfg.recompute != 'none':
+            rate *= 3 / 4  # a second forward pass, beside the first and a backward pass of two
         hours = f'{steps * tokens / rate / 3600:,.1f}' if steps is not None and rate else 'unknown'
         lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {f"{rate:,.0f}" if rate else "unknown":>12} '
                      f'{hours:>9}  {advise(need, batch, accumulation, machine_dtype, memory)}')
@@ -196,15 +204,17 @@ def describe_model(model):
 
 def describe_memory(need, batch, dtype):
     """Memory by part, disk."""
-    chunks = 1 if need.asked_chunks == 'auto' else need.asked_chunks
+    size = MACHINES['H100'][1]
+    chunks = need.chunks(batch, size)
     parts = need.parts(batch, dtype, chunks)
     text = ', '.join(f'{part} {size / 1e9:,.2f}' for part, size in parts.items())
     pieces = f' in {chunks} chunks' if chunks > 1 else ''
-    less = '' if need.asked_chunks != 'auto' else '; loss_chunks=auto divides the last where memory is short'
+    if need.asked_chunks == 'auto':
+        pieces += f' (loss_chunks=auto with {size / 1e9:.0f} GB)'
     name, checkpoint = str(dtype).removeprefix('torch.'), need.weights + need.optimizer
     return [f'memory: {sum(parts.values()) / 1e9:,.2f} GB for a micro-batch of {batch} x '
             f'{need.model.config.block_size} tokens in {name}; compiled, it needs less',
-            f'  in GB: {text}{pieces}{less}',
+            f'  in GB: {text}{pieces}',
             f'disk: {checkpoint / 1e9:,.2f} GB for a checkpoint, {need.weights / 1e9:,.2f} GB for best.pt']
 
 
@@ -220,16 +230,24 @@ def describe_length(model, steps, tokens, num_tokens):
 
 
 def advise(need, batch, accumulation, dtype, memory):
-    """Whether a micro-batch fits, and otherwise the largest that does, for the same step."""
-    sequences = batch * accumulation
-    for smaller in range(batch, 0, -1):
-        if sequences % smaller == 0 and need.fits(smaller, dtype, memory):
-            chunks = need.chunks(smaller, memory)
-            pieces = f', the loss in {chunks} chunks' if chunks > 1 else ''
-            if smaller == batch:
-                return f'fits{pieces}'
-            return (f'does not fit; the same step with --batch_size={smaller} '
-                    f'--gradient_accumulation_steps={sequences // smaller} does{pieces}')
+    """Whether a micro-batch fits, and otherwise what to change for the same step."""
+    sequences, remedies = batch * accumulation, []
+    for recompute in dict.fromkeys([need.recompute, 'full']):
+        fitting = (n for n in range(batch, 0, -1)
+                   if sequences % n == 0 and need.fits(n, dtype, memory, recompute))
+        largest = next(fitting, None)
+        if largest is None:
+            continue
+        chunks = need.chunks(largest, memory)
+        pieces = f' (the loss in {chunks} chunks)' if chunks > 1 else ''
+        if largest == batch and recompute == need.recompute:
+            return f'fits{pieces}'
+        flags = [] if recompute == need.recompute else ['--recompute=full']
+        if largest < batch:
+            flags += [f'--batch_size={largest}', f'--gradient_accumulation_steps={sequences // largest}']
+        remedies.append(' '.join(flags) + pieces)
+    if remedies:
+        return f'does not fit; the same step fits with {" or ".join(remedies)}'
     total = sum(need.parts(1, dtype, need.chunks(1, memory)).values())
     return f'does not fit: one sequence needs {total / 1e9:,.1f} GB; reduce n_layer, n_embd or block_size'
 

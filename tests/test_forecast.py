@@ -14,6 +14,7 @@ import train
 from hotloop.distributed import Env
 from hotloop.forecast import MACHINES, PARTS, Need, activation_bytes, advise, count_step, describe_model
 from hotloop.optim import build_optimizers
+from hotloop.parallel import set_blocks
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -28,24 +29,28 @@ def gpt(device, **settings):
 
 @pytest.mark.parametrize('settings', [
     {}, dict(preset='modern'), dict(mlp='swiglu', n_layer=1, bias=True), dict(preset='modern', n_kv_head=1)])
-@pytest.mark.parametrize('chunks', [1, 4])
-def test_a_step_on_the_meta_device_stores_what_a_real_step_stores(settings, chunks):
+@pytest.mark.parametrize('chunks, recompute', [(1, 'none'), (4, 'none'), (1, 'selective'), (1, 'full')])
+def test_a_step_on_the_meta_device_stores_what_a_real_step_stores(settings, chunks, recompute):
     """In bytes, when the loss begins and at most."""
     real, meta = gpt('cpu', **settings), gpt('meta', **settings)
-    real.loss_chunks = meta.loss_chunks = chunks
+    for model in (real, meta):
+        model.loss_chunks = chunks
+        set_blocks(model, recompute)
     for stored, counted in zip(count_step(real, 3), count_step(meta, 3), strict=True):
         assert abs(stored - counted) < 200, 'the state of the dropout generator is all that may differ'
-        assert stored > 3 * 64 * 32 * 4 * 10
+        assert stored > 3 * 64 * 32 * 4
 
 
 @pytest.mark.parametrize('settings', [dict(n_layer=5), dict(n_layer=7, preset='modern', block_size=32)])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_two_blocks_tell_what_all_of_them_store(settings, dtype):
+@pytest.mark.parametrize('dtype, recompute', [
+    (torch.float32, 'none'), (torch.bfloat16, 'none'), (torch.bfloat16, 'selective')])
+def test_two_blocks_tell_what_all_of_them_store(settings, dtype, recompute):
     """A count of one and two blocks equals a full count, at another size."""
     model = gpt('meta', **settings)
     model.compute_dtype = dtype
+    set_blocks(model, recompute)
     stored, most = count_step(model, 4)
-    assert activation_bytes(model, 4, dtype, 1) == (stored, most - stored)
+    assert activation_bytes(model, 4, dtype, 1, recompute) == (stored, most - stored)
 
 
 def test_attention_weights_are_not_stored():
@@ -78,20 +83,30 @@ def test_the_parts_add_up(preset):
     assert sum(parts) == total == model.num_params() and len(parts) == len(PARTS) - (preset == 'gpt2')
 
 
-def need_of(per_sequence, fixed=0):
-    """A Need without a model: every sequence needs this many bytes."""
-    return SimpleNamespace(fits=lambda batch, dtype, memory: fixed + batch * per_sequence <= memory,
-                           chunks=lambda batch, memory: 1 + (memory < 100),
-                           parts=lambda batch, dtype, chunks: {'all': fixed + batch * per_sequence})
+def need_of(size, recomputed):
+    """A Need without a model: the bytes of a sequence, and if blocks are recomputed."""
+    def fits(batch, dtype, memory, recompute):
+        return batch * {'none': size, 'full': recomputed}[recompute] <= memory
+    return SimpleNamespace(recompute='none', fits=fits, chunks=lambda batch, memory: 1 + (memory < 30),
+                           parts=lambda batch, dtype, chunks: {'all': batch * size})
 
 
-def test_what_does_not_fit_comes_with_what_does():
-    assert advise(need_of(1), 24, 2, None, 100) == 'fits'
-    assert advise(need_of(1), 24, 2, None, 24) == 'fits, the loss in 2 chunks'
-    assert advise(need_of(1), 24, 2, None, 20) == (
-        'does not fit; the same step with --batch_size=16 --gradient_accumulation_steps=3 does, the loss in '
-        '2 chunks')
-    assert re.search(r'one sequence needs 9\.0 GB; reduce n_layer', advise(need_of(9e9), 24, 2, None, 20))
+@pytest.mark.parametrize('memory, words', [
+    (100, 'fits'), (24, 'fits (the loss in 2 chunks)'),
+    (20, 'does not fit; the same step fits with --batch_size=16 --gradient_accumulation_steps=3 (the loss in '
+         '2 chunks) or --recompute=full (the loss in 2 chunks)'),
+    (0.5, 'does not fit; the same step fits with --recompute=full --batch_size=4 '
+          '--gradient_accumulation_steps=12 (the loss in 2 chunks)'),
+    (0.1, 'does not fit: one sequence needs 0.0 GB; reduce n_layer, n_embd or block_size')])
+def test_what_does_not_fit_comes_with_what_does(memory, words):
+    """24 sequences x 2, of 1 byte each, or of 1/8."""
+    assert advise(need_of(1, 0.125), 24, 2, None, memory) == words
+
+
+def test_recomputation_costs_a_quarter_of_the_speed(forecast_of):
+    rates = [float(re.search(r'H100 +85.0 GB +([\d,]+)', forecast_of(recompute=how))[1].replace(',', ''))
+             for how in ('none', 'full')]
+    assert rates[1] == pytest.approx(0.75 * rates[0], abs=1)
 
 
 @pytest.fixture
