@@ -217,6 +217,8 @@ def test_a_bf16_step_is_near_the_float32_step(masked):
     (dict(lr_schedule='linear', min_lr=0.0, lr_decay_iters=16, decay_fraction=0.5),
      {8: 1.0, 12: 0.5, 15: 0.125}),
     (dict(warmup_iters=0), {0: 1.0, 10: 0.55, 20: 0.1}),
+    (dict(lr_schedule='onecycle', warmup_iters=5), {0: 0.1, 2: 0.55, 4: 1.0, 19: 0.1, 20: 0.1}),
+    (dict(lr_schedule='onecycle', warmup_iters=1), {0: 1.0, 19: 0.1}),
 ])
 def test_learning_rates_by_hand(settings, expected):
     """Peak 1, min_lr 0.1, 4 warmup steps, 20 steps."""
@@ -225,6 +227,35 @@ def test_learning_rates_by_hand(settings, expected):
         assert train.learning_rate(step, cfg) == pytest.approx(lr, rel=1e-9), step
     rates = [train.learning_rate(step, cfg) for step in range(20)]
     assert rates[0] > 0 and max(rates) == 1.0
+
+
+@pytest.mark.parametrize('warmup', [0, 2, 7, 19])
+@pytest.mark.parametrize('min_lr', [1e-4, 1e-3])
+def test_onecycle_is_torchs(warmup, min_lr):
+    """OneCycleLR with cosine annealing, from min_lr to learning_rate to min_lr."""
+    cfg = TrainConfig(lr_schedule='onecycle', learning_rate=3e-3, min_lr=min_lr, warmup_iters=warmup,
+                      max_iters=20)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 3e-3, total_steps=20, pct_start=warmup / 20, div_factor=3e-3 / min_lr, final_div_factor=1,
+        cycle_momentum=False)
+    for step in range(20):
+        expected = optimizer.param_groups[0]['lr']
+        assert train.learning_rate(step, cfg) == pytest.approx(expected, rel=1e-9), step
+        optimizer.step()
+        if step < 19:
+            scheduler.step()
+
+
+def test_the_warmup_can_be_a_fraction_of_the_run(train_tiny, tmp_path, capsys):
+    """Of the steps that max_epochs gives, too. A flag for the one replaces the other of a card."""
+    train_tiny(warmup_fraction=0.25, max_epochs=0.5, eval_interval=100)
+    assert 'warmup_fraction=0.25: 4 steps' in capsys.readouterr().out
+    assert rows(tmp_path / 'out', 'lr')[0]['lr'] == pytest.approx(5e-3 / 5)
+    assert 'warmup_fraction=1.5 must be' in error_of(train_tiny, warmup_fraction=1.5)
+    (tmp_path / 'card.py').write_text('warmup_fraction = 0.25\nmax_epochs = 2\n')
+    cfg = train.read_settings([f'{tmp_path}/card.py', '--warmup_iters=3', '--max_iters=9']).train
+    assert cfg.warmup_fraction is None and cfg.max_epochs is None
 
 
 def test_every_peak_follows_the_schedule_in_proportion():
