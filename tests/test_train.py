@@ -1,5 +1,6 @@
 """Laws of training: the step, its gradient on any number of processes, the schedule, saves, settings."""
 
+import functools
 import importlib.util
 import itertools
 import math
@@ -101,7 +102,9 @@ def rank(number, world, port, folder, accumulation=4, compiled=False):
                       LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
     warnings.simplefilter('ignore')  # torch announces a new name of broadcast_buffers
     env = train.setup(TrainConfig(device='cpu', dtype='float32', compile=compiled, threads=1))
-    found = pickle.dumps(one_step(folder, 4, accumulation, env))
+    with pytest.MonkeyPatch.context() as m:  # Inductor would take minutes
+        m.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
+        found = pickle.dumps(one_step(folder, 4, accumulation, env))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found
