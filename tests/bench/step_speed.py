@@ -38,9 +38,7 @@ WITHOUT = {'without compile': dict(compile=False), 'float32': dict(dtype='float3
            'no flash attention': dict(attention='math'), 'data not resident': dict(data_on_device=False),
            'with a mask of ones': dict(mask=True), 'not deterministic': dict(deterministic=False),
            'loss in 4 chunks': dict(loss_chunks=4), 'casts computed again': dict(recompute=True),
-           'casts kept': dict(recompute=False), 'blocks computed again': dict(blocks='full'),
-           'all but attention computed again': dict(blocks='selective'),
-           'modern, Muon': dict(preset='modern', optimizer='muon')}
+           'casts kept': dict(recompute=False), 'modern, Muon': dict(preset='modern', optimizer='muon')}
 
 
 def write_data(folder, vocab_size, num_tokens):
@@ -73,7 +71,7 @@ def our_step(a, folder, device):
     from hotloop.dataset import read_meta
     shape = {**SHAPES[a['shape']], **chosen(a, 'vocab_size', 'preset')}
     cfg = train.TrainConfig(batch_size=a['batch'], gradient_accumulation_steps=1, device=device,
-                            learning_rate=1e-3, recompute=a.get('blocks', 'none'),
+                            learning_rate=1e-3,
                             **chosen(a, 'dtype', 'compile', 'optimizer', 'data_on_device', 'deterministic'))
     env = train.setup(cfg)
     torch.manual_seed(0)
