@@ -42,6 +42,7 @@ class GPTConfig:
     dropout: float = 0.0  # 0 for pretraining, 0.1 or more if the data is seen many times
     bias: bool = False  # in Linears and LayerNorms, as in OpenAI's GPT-2; False is a bit better and faster
     position: Literal['learned', 'rope'] | None = None  # learned embeddings, or rotary (arXiv 2104.09864)
+    rope_base: float = 10000.0  # of rotary positions; contexts beyond 8K use 500000 (Llama 3) or more
     norm: Literal['layernorm', 'rmsnorm'] | None = None  # rmsnorm has no weights here
     mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu'] | None = None  # OpenAI's weights need gelu_tanh
     qk_norm: bool | None = None  # RMSNorm on queries and keys, which bounds attention logits
@@ -67,6 +68,10 @@ class GPTConfig:
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; try n_embd={nearest}')
         elif c.position == 'rope' and D % 2:
             wrong.append(f'n_embd / n_head = {D} is odd; rotary positions rotate pairs of channels')
+        if not 1 < c.rope_base < math.inf:
+            wrong.append(f'rope_base={c.rope_base} must be above 1 and finite')
+        elif c.rope_base != 10000 and c.position != 'rope':
+            wrong.append(f"rope_base={c.rope_base} applies only with position='rope'")
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
         for name in ('dropout', 'label_smoothing'):
@@ -154,11 +159,12 @@ def softcap(logits, cap):
     return cap * torch.tanh(logits / cap)
 
 
-def rotation_angles(num_positions, D, base=10000.0):
+def rotation_angles(num_positions, D, base):
     """cos and sin of position * base^(-2i/D): two tensors of (T, D/2), always float32."""
-    frequency = base ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)  # (D/2)
-    angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequency  # (T, D/2)
-    return angle.cos(), angle.sin()
+    # in float32 an angle at position 32,000 would be wrong by 2e-3
+    frequency = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)  # (D/2)
+    angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency  # (T, D/2)
+    return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x, cos, sin):
@@ -320,7 +326,7 @@ class GPT(nn.Module):
         self.softcap = partial(softcap, cap=c.softcap) if c.softcap else Identity()
         if c.tie:
             self.transformer.wte.weight = self.lm_head.weight
-        cos, sin = rotation_angles(c.block_size, c.n_embd // c.n_head)
+        cos, sin = rotation_angles(c.block_size, c.n_embd // c.n_head, c.rope_base)
         self.register_buffer('cos', cos, persistent=False)  # (T, D/2)
         self.register_buffer('sin', sin, persistent=False)
         self.init_weights()
@@ -368,13 +374,13 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x, x0, cos, sin, cache)
         if targets is not None:
-            return self.loss(self.transformer.ln_f(x), targets)
+            return self.loss(x, targets)
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
         return self.softcap(self.lm_head(self.transformer.ln_f(x)).float())
 
     def loss(self, x, targets):
-        """The summed cross-entropy, as forward returns it, from (B, T, C) inputs of the head."""
-        c, chunks = self.config, self.loss_chunks
+        """The summed cross-entropy, as forward returns it, from the (B, T, C) output of the blocks."""
+        c, chunks, x = self.config, self.loss_chunks, self.transformer.ln_f(x)
         smoothing = c.label_smoothing if self.training else 0.0
         if chunks > 1 and torch.is_grad_enabled():
             return chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), c.softcap, smoothing,

@@ -37,31 +37,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure
 from hotloop.announce import announce
+from hotloop.cards import card_for_machine
+from hotloop.check import check
 from hotloop.checkpoint import RunState, compare_context, context_of, restore, state_from
-from hotloop.dataloader import (
-    Batches,
-    Mixture,
-    Split,
-    check_lengths,
-    open_split,
-    share_batch,
-    windows_per_epoch,
-)
+from hotloop.dataloader import Batches, Mixture, Split, check_lengths, open_split, share_batch
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
-from hotloop.files import counted, is_inside
+from hotloop.files import is_inside
+from hotloop.forecast import forecast, model_args_of
 from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.optim import build_optimizers
+from hotloop.parallel import set_blocks
 from hotloop.pretrained import open_weights
-from hotloop.resume import compare_settings, find_resumed, is_renamed, settings_of
+from hotloop.resume import compare_settings, find_resumed, is_renamed, resolve_auto, settings_of
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import save, take_folder, track_best
+from hotloop.schedule import learning_rate, set_learning_rate, set_length
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
 
@@ -70,8 +67,10 @@ from model import GPT, GPTConfig, config_from
 class TrainConfig:
     # --- run
     out_dir: str = 'out'  # checkpoints, log and config of the run; an older run in it is moved aside
-    init_from: str = 'scratch'  # scratch, resume, gpt2 (-medium, -large, -xl), or a checkpoint or folder
+    init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2 (-medium, -large, -xl), or a checkpoint
     eval_only: bool = False  # evaluate once and exit; nothing is written
+    check: bool = False  # report what this machine can do and exit
+    dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written
     seed: int = 1337  # for initial weights, data order and dropout
     max_iters: int = 600000  # total steps, including those before a resume
     max_epochs: float | None = None  # passes over the data; replaces max_iters
@@ -94,8 +93,9 @@ class TrainConfig:
     grad_clip: float = 1.0  # maximum global gradient norm; 0: off
     # --- schedule
     decay_lr: bool = True  # False: constant after warmup
-    lr_schedule: Literal['cosine', 'linear'] = 'cosine'  # linear: constant, then decay (decay_fraction)
-    warmup_iters: int = 2000  # warmup steps from 0 to the peak rate
+    lr_schedule: Literal['cosine', 'linear', 'onecycle'] = 'cosine'  # see hotloop/schedule.py
+    warmup_iters: int = 2000  # warmup steps from 0 (onecycle: from min_lr) to the peak rate
+    warmup_fraction: float | None = None  # the same as a fraction of max_iters; replaces warmup_iters
     lr_decay_iters: int | None = None  # step at which the decay ends; None: max_iters
     min_lr: float = 6e-5  # final learning_rate of the decay; the other rates decay in proportion
     decay_fraction: float = 0.5  # final fraction of the run in which lr_schedule='linear' decays
@@ -122,6 +122,7 @@ class TrainConfig:
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a test compilation works
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # torch.compile mode
     loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in chunks: less memory, slower
+    recompute: Literal['none', 'selective', 'full'] = 'none'  # in backward; selective: all but attention
     threads: int | None = None  # CPU threads per process; None: OMP_NUM_THREADS, or its share of the cores
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
@@ -142,6 +143,8 @@ class TrainConfig:
                 wrong.append(f'{name}={value} must be at least 0 and below 1')
         if not 0 < self.decay_fraction <= 1:
             wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
+        if self.warmup_fraction is not None and self.warmup_fraction > 1:
+            wrong.append(f'warmup_fraction={self.warmup_fraction} must be at least 0 and at most 1')
         if self.seed >= 2**63:
             wrong.append(f'seed={self.seed} must be below 2**63')
         if self.keep_last < 2:
@@ -185,6 +188,9 @@ def read_settings(argv=None):
     read = functools.partial(configure, GPTConfig, TrainConfig, about=__doc__, removed=REMOVED)
     model_cfg, cfg, given, files = read(argv=argv)
     notes, base = [], {}
+    if cfg.init_from == 'auto':
+        argv = argv + resolve_auto(cfg, notes)
+        model_cfg, cfg, given, files = read(argv=argv)
     if files:
         notes.append(f'card: {" ".join(files)}')
     elif cfg.init_from == 'scratch' and 'dataset' not in given:
@@ -212,20 +218,12 @@ def read_settings(argv=None):
     if resumed:
         renamed = is_renamed(resumed.checkpoint, cfg.dataset)  # compare_context() identifies the data
         notes += compare_settings([model_cfg, cfg], given, base, BOUND - {'dataset'} if renamed else BOUND)
-    if given.get('max_iters') == '--max_iters' and given.get('max_epochs') != '--max_epochs':
-        cfg.max_epochs = None  # the flag replaces the max_epochs of a card or a checkpoint
+    for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
+        if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
+            setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
     world = int(os.environ.get('WORLD_SIZE', '1'))
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises before the processes meet
     return Settings(model_cfg, cfg, given, resumed, notes, auto_batch)
-
-
-def card_for_machine(device):
-    """(recipe card, reason) for this machine, or for the requested device."""
-    if not torch.cuda.is_available() or not device.startswith(('auto', 'cuda')):
-        return 'config/quickstart.py', 'no GPU'
-    memory = torch.cuda.get_device_properties(choose_device(device)[0]).total_memory / 1e9
-    card = 'config/gpt2_124m_fast.py' if memory >= 40 else 'config/quickstart.py'
-    return card, f'{memory:.0f} GB of GPU memory'
 
 
 # -----------------------------------------------------------------------------
@@ -257,14 +255,13 @@ def setup(cfg):
 
 def wrap(model, cfg, env):
     """(the compiled model, the data-parallel wrapper of it). Either is the model itself if that is off."""
-    if env.compile:
-        if env.device.type == 'cpu' and model.num_params() > 10**7:
-            # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
-            # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
-            functorch = importlib.import_module('torch._functorch.config')
-            functorch.ban_recompute_materialized_backward = False
-        # one graph: splitting it at DDP's buckets would change the bits
-        importlib.import_module('torch._dynamo.config').optimize_ddp = False
+    if env.compile and env.device.type == 'cpu' and model.num_params() > 10**7:
+        # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
+        # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
+        functorch = importlib.import_module('torch._functorch.config')
+        functorch.ban_recompute_materialized_backward = False
+    set_blocks(model, cfg.recompute, cfg.compile_mode if env.compile and env.world > 1 else None)
+    if env.compile and env.world == 1:
         model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
     if env.world == 1:
         return model, model
@@ -275,31 +272,7 @@ def wrap(model, cfg, env):
 
 
 # -----------------------------------------------------------------------------
-# the schedule and the step
-
-def learning_rate(step, cfg):
-    """The rate of a step, counted from 0: warmup, then cosine, or constant and linear, to min_lr."""
-    end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
-    if step < cfg.warmup_iters:
-        return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
-    if not cfg.decay_lr:
-        return cfg.learning_rate
-    if step >= end:
-        return cfg.min_lr
-    if cfg.lr_schedule == 'cosine':
-        progress = (step - cfg.warmup_iters) / (end - cfg.warmup_iters)
-        share = 0.5 * (1 + math.cos(math.pi * progress))
-    else:
-        share = min(1.0, (end - step) / (cfg.decay_fraction * end))
-    return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
-
-
-def set_learning_rate(optimizers, lr, peak):
-    """Every group follows the schedule in proportion to its own peak."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group['lr'] = group['peak'] * (lr / peak if peak else 0.0)
-
+# the step
 
 class StepResult(NamedTuple):
     """The results of a step: 0-d tensors on the device, not yet synchronized with the host."""
@@ -444,10 +417,7 @@ def build_run(settings, datasets, env):
         set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, env, notes)
     batches = Batches(train_split, cfg, env)
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env)
-    if cfg.max_epochs is not None:
-        per_epoch = windows_per_epoch(train_split.num_tokens, T)
-        cfg.max_iters = math.ceil(cfg.max_epochs * per_epoch / batches.global_batch)
-        notes.append(f'max_epochs={cfg.max_epochs:g}: {counted(cfg.max_iters, "step")}')
+    notes += set_length(cfg, train_split.num_tokens, T, batches.global_batch)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     state = RunState(step if cfg.eval_only else 0)
@@ -582,8 +552,32 @@ def stop_run(run):
 
 # -----------------------------------------------------------------------------
 
+def dry_run(settings):
+    """The lines of the forecast of a command. Nothing is downloaded or written."""
+    cfg, notes, model_args = settings.train, settings.notes, model_args_of(settings)
+    datasets, meta, tokens = [], {'vocab_size': 50304, 'foreign': False}, None
+    try:
+        datasets = open_datasets(cfg.dataset, cfg.data_dir)
+        meta = datasets[0].meta
+    except ValueError as e:
+        notes.append(f'data: tokens unknown, 50,304 ids assumed: {e}')
+    with torch.device('meta'):
+        model = GPT(config_from(model_args)) if model_args else build_model(settings, meta, Env())
+    if datasets:
+        tokens = open_split(datasets, 'train', model.config.block_size).num_tokens
+    if tokens or cfg.max_epochs is None:
+        sequences = cfg.batch_size * cfg.gradient_accumulation_steps
+        notes += set_length(cfg, tokens, model.config.block_size, sequences)
+    device = choose_device(cfg.device)[0]
+    dtype = choose_dtype(cfg.dtype, device, training=True)[0]
+    return notes + forecast(model, cfg, tokens, device, dtype)
+
+
 def main(argv=None):
     settings = read_settings(argv)
+    if settings.train.check or settings.train.dry_run:
+        print('\n'.join(check(settings.train) if settings.train.check else dry_run(settings)))
+        return 0
     datasets = open_datasets(settings.train.dataset, settings.train.data_dir)
     env = setup(settings.train)
     try:

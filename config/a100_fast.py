@@ -8,7 +8,6 @@
 
 dataset = 'wikitext103'
 
-preset = 'gpt2'
 n_layer = 12
 n_head = 12
 n_embd = 768  # 123,980,544 parameters
@@ -16,13 +15,11 @@ block_size = 512
 
 batch_size = 32
 gradient_accumulation_steps = 1  # 16,384 tokens per step
-max_iters = 3000
+max_iters = 3000  # 49 million tokens
 
-learning_rate = 3e-4
+learning_rate = 3e-4  # of AdamW with the default betas and weight decay
 min_lr = 3e-5  # cosine down to a tenth
-beta1, beta2 = 0.9, 0.95
-weight_decay = 0.1
-warmup_iters = 150
+warmup_fraction = 0.05
 
 eval_interval = 500
 log_interval = 10

@@ -8,7 +8,6 @@
 
 dataset = 'wikitext103'
 
-preset = 'gpt2'
 n_layer = 24
 n_head = 16
 n_embd = 1024  # 354,075,648 parameters
@@ -16,13 +15,12 @@ block_size = 512
 
 batch_size = 16
 gradient_accumulation_steps = 4  # 32,768 tokens per step
-max_iters = 20000
+max_iters = 20000  # 655 million tokens; OKADFA, whose sizes these are, counted micro-batches:
+# its 20,000 steps are 164 million tokens (--max_iters=5000)
 
-learning_rate = 3e-4
+learning_rate = 3e-4  # of AdamW with the default betas and weight decay
 min_lr = 3e-5  # cosine down to a tenth
-beta1, beta2 = 0.9, 0.95
-weight_decay = 0.1
-warmup_iters = 1000
+warmup_fraction = 0.05
 
 eval_interval = 2000
 log_interval = 10

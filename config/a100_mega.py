@@ -8,7 +8,6 @@
 
 dataset = 'wikitext103'
 
-preset = 'gpt2'
 n_layer = 36
 n_head = 20
 n_embd = 1280  # 772,926,720 parameters
@@ -16,13 +15,12 @@ block_size = 512
 
 batch_size = 8
 gradient_accumulation_steps = 8  # 32,768 tokens per step
-max_iters = 30000
+max_iters = 30000  # 983 million tokens; OKADFA, whose sizes these are, counted micro-batches:
+# its 30,000 steps are 123 million tokens (--max_iters=3750)
 
-learning_rate = 3e-4
+learning_rate = 3e-4  # of AdamW with the default betas and weight decay
 min_lr = 3e-5  # cosine down to a tenth
-beta1, beta2 = 0.9, 0.95
-weight_decay = 0.1
-warmup_iters = 1500
+warmup_fraction = 0.05
 
 eval_interval = 3000
 log_interval = 10

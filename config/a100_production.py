@@ -8,7 +8,6 @@
 
 dataset = 'wikitext103'
 
-preset = 'gpt2'
 n_layer = 12
 n_head = 16
 n_embd = 1024  # 203,056,128 parameters
@@ -16,13 +15,12 @@ block_size = 512
 
 batch_size = 20
 gradient_accumulation_steps = 2  # 20,480 tokens per step
-max_iters = 10000
+max_iters = 10000  # 205 million tokens; OKADFA, whose sizes these are, counted micro-batches:
+# its 10,000 steps are 102 million tokens (--max_iters=5000)
 
-learning_rate = 3e-4
+learning_rate = 3e-4  # of AdamW with the default betas and weight decay
 min_lr = 3e-5  # cosine down to a tenth
-beta1, beta2 = 0.9, 0.95
-weight_decay = 0.1
-warmup_iters = 500
+warmup_fraction = 0.05
 
 eval_interval = 1000
 log_interval = 10

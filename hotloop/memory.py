@@ -9,6 +9,7 @@ import torch
 from hotloop.dataloader import kept_on_device, share_batch
 from hotloop.device import device_memory
 from hotloop.files import counted, first_line
+from hotloop.parallel import set_blocks
 
 MAX_TRIAL_TOKENS = 2**17  # per micro-batch; larger ones are no faster
 
@@ -40,17 +41,22 @@ def choose_batch_size(model, split, env, cfg):
     reserve = 8 * model.num_params()  # the optimizer's two moments
     if kept_on_device(split, cfg, env):
         reserve += split.num_bytes
+    set_blocks(model, cfg.recompute)
     limit = min(sequences, max(MAX_TRIAL_TOKENS // c.block_size, 1))
     if env.device.type == 'cpu':
         # Linux overcommits memory and kills the process that uses it. So a CPU's limit is
-        # estimated: half of its memory, at 12 bytes for each logit and 40 for each channel of each layer
-        sequence_bytes = c.block_size * (12 * c.vocab_size + 40 * c.n_layer * c.n_embd)
+        # estimated: half of its memory, at 12 bytes for each logit and 40 for each channel of each layer,
+        # or what recompute keeps of all layers but one
+        kept = {'none': 40, 'selective': 8, 'full': 4}[cfg.recompute]
+        channel_bytes = 40 + kept * (c.n_layer - 1)
+        sequence_bytes = c.block_size * (12 * c.vocab_size + channel_bytes * c.n_embd)
         limit = min(limit, max((device_memory(env.device) // 2 - reserve) // sequence_bytes, 1))
     for batch in range(limit, 0, -1):
         if sequences % batch == 0 and batch_fits(model, batch, env, cfg, reserve):
             return batch
     raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits in the memory of '
-                     f'{env.device}; use a smaller model or block_size, or --loss_chunks=16')
+                     f'{env.device}; use a smaller model or block_size, --loss_chunks=16 '
+                     'or --recompute=full')
 
 
 def set_batch_size(cfg, micro_batch, T, env, notes):
@@ -106,5 +112,5 @@ def memory_advice(run, env, error):
         return (f'a step of {counted(run.batches.global_batch, "sequence")}, batch_size x '
                 f'gradient_accumulation_steps, does not fit in memory: {first_line(error)}')
     return (f'a micro-batch of {counted(run.batches.micro_batch, "sequence")} of {run.val.T} tokens does not '
-            f'fit in the memory of {env.device}; '
-            '--batch_size=auto finds the largest that does, for the same step')
+            f'fit in the memory of {env.device}; --batch_size=auto finds the largest that does, for the same '
+            'step, and --recompute=full needs less memory')

@@ -15,7 +15,11 @@ from hotloop.files import read_json
 from hotloop.run_dir import RunDir
 from hotloop.tokenizer import read_tokenizer_json
 
-GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=1024, vocab_size=50257,
+                          bias=True, mlp='gelu_tanh')
+               for name, n_layer, n_head, n_embd in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
+                                                     ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
+GPT2_NAMES = tuple(GPT2_SHAPES)
 GPT2_SPEC = {'kind': 'tiktoken', 'name': 'gpt2'}
 GPT2_VOCAB_SIZES = (50257, 50304)  # OpenAI's, and padded to a multiple of 64
 MLP_OF = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}

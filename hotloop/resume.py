@@ -6,7 +6,22 @@ import os
 from hotloop.run_dir import RunDir, find_latest
 
 # these depend on the command and its machine, and do not come from a checkpoint
-OWN = {'out_dir', 'init_from', 'eval_only', 'max_minutes', 'device', 'backend'}
+OWN = {'out_dir', 'init_from', 'eval_only', 'check', 'dry_run', 'max_minutes', 'device', 'backend'}
+
+
+def resolve_auto(cfg, notes):
+    """
+    The flags that init_from=auto stands for: resume if out_dir, or only the mirror, holds a checkpoint, even
+    a damaged one; otherwise scratch. Adds to the notes.
+    """
+    if RunDir(cfg.out_dir).checkpoints():
+        return ['--init_from=resume']
+    if cfg.mirror_dir and RunDir(cfg.mirror_dir).checkpoints():
+        notes.append(f'init_from=auto: {cfg.out_dir} holds no checkpoint, but its mirror does: the run '
+                     f'continues in {cfg.mirror_dir}')
+        return ['--init_from=resume', f'--out_dir={cfg.mirror_dir}', '--mirror_dir=None']
+    notes.append(f'init_from=auto: {cfg.out_dir} holds no checkpoint; starting from scratch')
+    return ['--init_from=scratch']
 
 
 def find_resumed(cfg, notes):

@@ -21,8 +21,10 @@ import prepare
 import sample
 import train
 from configurator import configure
+from hotloop import cards
 from hotloop.dataloader import share_batch
 from hotloop.documents import ReadConfig
+from hotloop.sources import CORPORA
 from model import GPTConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
@@ -52,6 +54,14 @@ def fake_compile(m):
     m.setattr(torch, 'compile', compile_model)
 
 
+def fake_checkpoint(m):
+    """Recomputation that prints that it is on."""
+    def checkpoint(run, *args, **options):
+        print('recomputed')
+        return run(*args)
+    m.setattr('hotloop.parallel.checkpoint', checkpoint)
+
+
 def fake_wandb(m):
     """A package wandb that prints what it is given."""
     wandb = types.ModuleType('wandb')
@@ -75,15 +85,18 @@ WEIGHTS = dict(
     zero_init=True, softcap=2, x0_mix=True, label_smoothing=0.1, seed=1, max_iters=4, max_epochs=0.05,
     max_minutes=0, dataset='other', batch_size=3, gradient_accumulation_steps=3, optimizer='muon',
     learning_rate=1e-3, weight_decay=0.0, beta1=0.8, beta2=0.8, grad_clip=0.1, decay_lr=False,
-    lr_schedule='linear', warmup_iters=0, lr_decay_iters=2, min_lr=4e-3, dtype='bfloat16')
+    lr_schedule='linear', warmup_iters=0, warmup_fraction=1, lr_decay_iters=2, min_lr=4e-3, dtype='bfloat16')
 # name: (what must change, the changed value, settings of both runs, a patch around both)
 TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
+    'rope_base': ('weights', 500, dict(position='rope')),
     'muon_lr': ('weights', 0.1, MUON),
     'embed_lr': ('weights', 0.1, MUON),
     'muon_momentum': ('weights', 0.5, MUON),
     'decay_fraction': ('weights', 1.0, dict(lr_schedule='linear')),
     'out_dir': ('files', 'elsewhere'),
     'eval_only': ('files', True),
+    'check': ('files', True, {}, fake_compile),
+    'dry_run': ('files', True),
     # at a learning rate of 0 no evaluation after the first improves
     'always_save_checkpoint': ('files', False, dict(learning_rate=0, min_lr=0, eval_interval=1, keep_last=3)),
     'save_interval': ('files', 1),
@@ -103,6 +116,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'compile': ('lines', True, {}, fake_compile),
     'compile_mode': ('lines', 'max-autotune-no-cudagraphs', dict(compile=True), fake_compile),
     'loss_chunks': ('lines', 4),
+    'recompute': ('lines', 'full', {}, fake_checkpoint),
     'threads': ('lines', 2),
     'deterministic': ('lines', False, {}, fake_determinism),
     'init_from': ('error', 'resume'),
@@ -219,16 +233,32 @@ def test_every_card_resolves_and_runs_on_any_number_of_gpus(card):
 
 
 @pytest.mark.parametrize('memory, device, card', [
-    (80, 'auto', 'gpt2_124m_fast'), (40, 'cuda', 'gpt2_124m_fast'), (39, 'cuda:0', 'quickstart'),
-    (80, 'cpu', 'quickstart'), (None, 'auto', 'quickstart')])
+    (80, 'auto', 'a100_fast'), (42, 'cuda', 'a100_fast'), (24, 'cuda:0', 'vram_24gb'),
+    (16, 'auto', 'vram_16gb'), (8, 'auto', 'vram_8gb'), (6, 'auto', 'quickstart'), (80, 'cpu', 'quickstart'),
+    (None, 'cpu', 'quickstart')])
 def test_the_card_of_a_machine(monkeypatch, memory, device, card):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: memory is not None)
     monkeypatch.setattr(torch.cuda, 'get_device_properties',
                         lambda device: types.SimpleNamespace(total_memory=memory * 1e9))
-    monkeypatch.setattr(train, 'choose_device', lambda name: (torch.device('cuda', 0), 'it is there'))
+    monkeypatch.setattr('hotloop.cards.choose_device', lambda name: (torch.device('cuda', 0), 'it is there'))
     found, reason = train.card_for_machine(device)
     assert found == f'config/{card}.py' and (ROOT / found).exists()
     assert reason == (f'{memory} GB of GPU memory' if memory and device != 'cpu' else 'no GPU')
+
+
+@pytest.mark.parametrize('apple, device, card, reason', [
+    (True, 'auto', 'shakespeare_char', 'Apple GPU'), (True, 'mps', 'shakespeare_char', 'Apple GPU'),
+    (True, 'cpu', 'quickstart', 'no GPU'), (False, 'auto', 'quickstart', 'no GPU')])
+def test_the_card_of_a_machine_without_cuda(monkeypatch, apple, device, card, reason):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: apple)
+    assert train.card_for_machine(device) == (f'config/{card}.py', reason)
+
+
+def test_no_machine_is_sent_to_a_large_download():
+    for card in [*(name for _, name in cards.CARDS), cards.APPLE_CARD]:
+        dataset = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / f'{card}.py')])[1].dataset
+        assert dataset == 'stdlib' or CORPORA[dataset].download < 0.5e9, card
 
 
 def test_a_command_without_card_and_dataset_takes_the_card_of_the_machine(monkeypatch, tmp_path, capsys):

@@ -18,9 +18,9 @@ def model():
     return GPT(GPTConfig(block_size=16, vocab_size=61, n_layer=1, n_head=2, n_embd=16))
 
 
-def config(batch_size, accumulation):
+def config(batch_size, accumulation, recompute='none'):
     return SimpleNamespace(batch_size=batch_size, gradient_accumulation_steps=accumulation,
-                           loss_chunks='auto', data_on_device='auto')
+                           loss_chunks='auto', data_on_device='auto', recompute=recompute)
 
 
 SPLIT = SimpleNamespace(T=16, num_bytes=0)
@@ -81,6 +81,18 @@ def test_the_choice_has_a_reason(monkeypatch):
     assert why_largest(128, 512, 1024, gpu) == 'more than 131,072 tokens at once are no faster'
 
 
+def test_the_trial_and_the_estimate_see_what_is_recomputed(model, monkeypatch):
+    """Here a layer keeps 4 of 40 bytes; the trial runs each block a second time in its backward pass."""
+    deep = GPT(GPTConfig(block_size=16, vocab_size=61, n_layer=10, n_head=2, n_embd=16))
+    kept = 16 * (12 * 61 + (40 + 9 * 4) * 16)
+    memory = 2 * (4 * kept + 8 * deep.num_params())
+    monkeypatch.setattr('hotloop.memory.device_memory', lambda device: memory)
+    calls = []
+    deep.transformer.h[3].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert choose_batch_size(deep, SPLIT, Env(), config(4, 1)) == 1 and len(calls) == 1
+    assert choose_batch_size(deep, SPLIT, Env(), config(4, 1, 'full')) == 4 and len(calls) == 3
+
+
 @pytest.mark.parametrize('error, kind, words', [
     (None, ValueError, 'not even one sequence of 16 tokens fits in the memory of cpu'),
     (RuntimeError('CUDA error: illegal memory access'), RuntimeError, 'illegal memory access')])
@@ -95,7 +107,7 @@ def test_the_message_names_what_does_not_fit():
     run = SimpleNamespace(batches=batches, val=SPLIT)
     assert 'the model does not fit' in memory_advice(None, Env(), full)
     assert 'a step of 16 sequences' in memory_advice(run, Env(), full)
-    assert re.search('a micro-batch of 8 sequences of 16 tokens .* cpu; --batch_size=auto',
+    assert re.search('a micro-batch of 8 sequences of 16 .* cpu; --batch_size=auto .* --recompute=full',
                      memory_advice(run, Env(), RuntimeError('out of memory')))
 
 

@@ -123,6 +123,18 @@ def test_compiled_equals_eager(shape):
     assert (results[0] - results[1]).norm() < 1e-5 * results[0].norm()
 
 
+def test_rotary_angles_are_exact_at_long_contexts_and_follow_the_base():
+    """float32 angles would be wrong by 2e-3 at position 32,767. A larger base turns the channels slower."""
+    for base in (10000.0, 5e5):
+        model = make('modern', rope_base=base, block_size=2**15)
+        angles = [32767 * base ** (-2 * i / 8) for i in range(4)]
+        assert model.cos[-1].tolist() == pytest.approx(list(map(math.cos, angles)), abs=1e-7)
+        assert model.sin[-1].tolist() == pytest.approx(list(map(math.sin, angles)), abs=1e-7)
+    args = model.config.model_args()
+    assert config_from(args).rope_base == args.pop('rope_base') == 5e5
+    assert config_from(args).rope_base == 10000  # a checkpoint of an earlier version
+
+
 def test_gpt2_has_as_many_parameters_as_openais():
     with torch.device('meta'):
         assert GPT(GPTConfig(vocab_size=50257, bias=True)).num_params() == 124_439_808
@@ -167,7 +179,9 @@ def test_modern_blocks_start_as_the_identity_and_the_head_as_uniform():
     (dict(n_head=4, n_embd=64, n_kv_head=3), 'n_head=4 is not divisible by n_kv_head=3'),
     (dict(n_layer=0, vocab_size=0), 'vocab_size=0 must be at least 1; n_layer=0'),
     (dict(dropout=1.0, softcap=math.nan), 'dropout=1.0.*softcap=nan'),
-    (dict(preset='modern', n_embd=12, n_head=4), 'n_embd / n_head = 3 is odd')])
+    (dict(preset='modern', n_embd=12, n_head=4), 'n_embd / n_head = 3 is odd'),
+    (dict(preset='modern', rope_base=1.0), 'rope_base=1.0 must be above 1 and finite'),
+    (dict(rope_base=5e5), "rope_base=500000.0 applies only with position='rope'")])
 def test_settings_that_do_not_fit(settings, words):
     with pytest.raises(ValueError, match=words):
         GPT(GPTConfig(**{'vocab_size': 61, **settings}))

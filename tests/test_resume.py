@@ -127,6 +127,46 @@ def test_a_resume_needs_no_settings(halves, stopped, capsys):
     assert 'resuming at step 5' in capsys.readouterr().out
 
 
+def test_auto_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, monkeypatch, capsys, halves):
+    """Started, killed, started again with the same flags, it gives one run's bits; then it does nothing."""
+    flags = dict(init_from='auto', save_interval=5, **RECIPES[1])
+    interrupted(train_tiny, monkeypatch, 'out', 5, **flags)
+    printed = capsys.readouterr().out
+    assert f'init_from=auto: {tmp_path}/out holds no checkpoint; starting from scratch' in printed
+    train_tiny(**flags)
+    assert same(final(tmp_path / 'out'), final(halves / 'whole'))
+    assert log(tmp_path / 'out') == log(halves / 'whole')
+    assert 'resuming at step 5' in capsys.readouterr().out and not (tmp_path / 'out.1').exists()
+    train_tiny(**flags)
+    assert 'nothing to do: the run is at step 10 of 10' in capsys.readouterr().out
+
+
+def test_auto_never_starts_over_where_checkpoints_are(train_tiny, stopped):
+    """A run whose checkpoints are all damaged is an error, not a new run."""
+    for path in stopped.glob('ckpt*.pt'):
+        os.truncate(path, path.stat().st_size - 500)
+    assert 'holds no intact checkpoint' in error_of(train_tiny, init_from='auto')
+
+
+def test_auto_takes_the_card_of_the_machine_only_for_a_new_run(stopped, monkeypatch):
+    """The checkpoint has the dataset and the shape."""
+    monkeypatch.setattr(train, 'card_for_machine', lambda device: ('config/quickstart.py', 'a test'))
+    resumed = train.read_settings(['--init_from=auto', f'--out_dir={stopped}'])
+    assert resumed.train.dataset == 'tiny' and resumed.train.init_from == 'resume'
+    new = train.read_settings(['--init_from=auto', f'--out_dir={stopped}/empty'])
+    assert new.train.dataset == 'stdlib' and new.train.init_from == 'scratch'
+
+
+def test_auto_continues_in_the_mirror_of_a_lost_folder(train_tiny, tmp_path, monkeypatch, capsys, halves):
+    """A machine whose disk is gone and whose drive is left runs the same command."""
+    flags = dict(init_from='auto', save_interval=5, mirror_dir=tmp_path / 'drive', **RECIPES[1])
+    interrupted(train_tiny, monkeypatch, 'out', 5, **flags)
+    shutil.rmtree(tmp_path / 'out')
+    train_tiny(**flags)
+    assert f'the run continues in {tmp_path}/drive' in capsys.readouterr().out
+    assert same(final(tmp_path / 'drive')['model'], final(halves / 'whole')['model'])
+
+
 def test_a_damaged_checkpoint_costs_steps_and_no_bits(train_tiny, tmp_path, monkeypatch, capsys, halves):
     interrupted(train_tiny, monkeypatch, 'out', 7, save_interval=5, **RECIPES[1])
     newest = tmp_path / 'out' / 'ckpt.pt'

@@ -1,5 +1,6 @@
 """Laws of training: the step, its gradient on any number of processes, the schedule, saves, settings."""
 
+import functools
 import importlib.util
 import itertools
 import math
@@ -97,13 +98,15 @@ def test_gradient_does_not_depend_on_how_the_batch_is_split(masked, shape):
     assert found['loss'] == pytest.approx(loss.item(), rel=1e-6)
 
 
-def rank(number, world, port, folder):
+def rank(number, world, port, folder, accumulation=4, compiled=False):
     """What one_step finds in one of several gloo processes, pickled."""
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world),
                       LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
     warnings.simplefilter('ignore')  # torch announces a new name of broadcast_buffers
-    env = train.setup(TrainConfig(device='cpu', dtype='float32', compile=False, threads=1))
-    found = pickle.dumps(one_step(folder, 4, 4, env))
+    env = train.setup(TrainConfig(device='cpu', dtype='float32', compile=compiled, threads=1))
+    with pytest.MonkeyPatch.context() as m:  # Inductor would take minutes
+        m.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
+        found = pickle.dumps(one_step(folder, 4, accumulation, env))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found
@@ -116,16 +119,29 @@ if hasattr(os, 'fork'):
     RANKS.submit(int).result()
 
 
-@pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
-@pytest.mark.parametrize('world', [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_several_processes_compute_what_one_does(masked, world):
-    """Gradient, loss, the update of a sharded Muon and the evaluation; DistributedDataParallel over gloo."""
-    one = one_step(masked, 4, 4, Env())
+def on_ranks(world, *args):
+    """What one_step finds in each of `world` processes."""
     with socket.create_server(('127.0.0.1', 0)) as free:
         port = free.getsockname()[1]
-    jobs = [RANKS.submit(rank, number, world, port, masked) for number in range(world)]
-    for job in jobs:
-        many = pickle.loads(job.result(timeout=120))
+    jobs = [RANKS.submit(rank, number, world, port, *args) for number in range(world)]
+    return [pickle.loads(job.result(timeout=300)) for job in jobs]
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
+def test_two_processes_of_one_micro_batch_each_find_the_bits_of_one_process(masked):
+    one = one_step(masked, 4, 2, Env())
+    for many in on_ranks(2, masked, 2):
+        assert torch.equal(many['gradient'], one['gradient']) and many['loss'] == one['loss']
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
+@pytest.mark.parametrize('world, compiled', [
+    (2, False), pytest.param(4, False, marks=pytest.mark.slow),
+    pytest.param(8, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)])
+def test_several_processes_compute_what_one_does(masked, world, compiled):
+    """Gradient, loss, the update of a sharded Muon and the evaluation; DistributedDataParallel over gloo."""
+    one = one_step(masked, 4, 4, Env())
+    for many in on_ranks(world, masked, 4, compiled):
         assert distance(many['gradient'], one['gradient']) < 1e-6
         assert many['loss'] == pytest.approx(one['loss'], rel=1e-6)
         assert many['val'] == pytest.approx(one['val'], rel=1e-6)
@@ -218,6 +234,8 @@ def test_a_bf16_step_is_near_the_float32_step(masked):
     (dict(lr_schedule='linear', min_lr=0.0, lr_decay_iters=16, decay_fraction=0.5),
      {8: 1.0, 12: 0.5, 15: 0.125}),
     (dict(warmup_iters=0), {0: 1.0, 10: 0.55, 20: 0.1}),
+    (dict(lr_schedule='onecycle', warmup_iters=5), {0: 0.1, 2: 0.55, 4: 1.0, 19: 0.1, 20: 0.1}),
+    (dict(lr_schedule='onecycle', warmup_iters=1), {0: 1.0, 19: 0.1}),
 ])
 def test_learning_rates_by_hand(settings, expected):
     """Peak 1, min_lr 0.1, 4 warmup steps, 20 steps."""
@@ -226,6 +244,35 @@ def test_learning_rates_by_hand(settings, expected):
         assert train.learning_rate(step, cfg) == pytest.approx(lr, rel=1e-9), step
     rates = [train.learning_rate(step, cfg) for step in range(20)]
     assert rates[0] > 0 and max(rates) == 1.0
+
+
+@pytest.mark.parametrize('warmup', [0, 2, 7, 19])
+@pytest.mark.parametrize('min_lr', [1e-4, 1e-3])
+def test_onecycle_is_torchs(warmup, min_lr):
+    """OneCycleLR with cosine annealing, from min_lr to learning_rate to min_lr."""
+    cfg = TrainConfig(lr_schedule='onecycle', learning_rate=3e-3, min_lr=min_lr, warmup_iters=warmup,
+                      max_iters=20)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 3e-3, total_steps=20, pct_start=warmup / 20, div_factor=3e-3 / min_lr, final_div_factor=1,
+        cycle_momentum=False)
+    for step in range(20):
+        expected = optimizer.param_groups[0]['lr']
+        assert train.learning_rate(step, cfg) == pytest.approx(expected, rel=1e-9), step
+        optimizer.step()
+        if step < 19:
+            scheduler.step()
+
+
+def test_the_warmup_can_be_a_fraction_of_the_run(train_tiny, tmp_path, capsys):
+    """Of the steps that max_epochs gives, too. A flag for the one replaces the other of a card."""
+    train_tiny(warmup_fraction=0.25, max_epochs=0.5, eval_interval=100)
+    assert 'warmup_fraction=0.25: 4 steps' in capsys.readouterr().out
+    assert rows(tmp_path / 'out', 'lr')[0]['lr'] == pytest.approx(5e-3 / 5)
+    assert 'warmup_fraction=1.5 must be' in error_of(train_tiny, warmup_fraction=1.5)
+    (tmp_path / 'card.py').write_text('warmup_fraction = 0.25\nmax_epochs = 2\n')
+    cfg = train.read_settings([f'{tmp_path}/card.py', '--warmup_iters=3', '--max_iters=9']).train
+    assert cfg.warmup_fraction is None and cfg.max_epochs is None
 
 
 def test_every_peak_follows_the_schedule_in_proportion():

@@ -1,11 +1,12 @@
 """
-Time and peak memory of a data-parallel step: DistributedDataParallel against one all-reduce by hand.
+Time and peak memory of a data-parallel step: DistributedDataParallel, also with blocks that are recomputed
+in the backward pass, against one all-reduce by hand.
 
-    $ python tests/bench/parallel_speed.py                   # two gloo processes on this machine, two shapes
+    $ python tests/bench/parallel_speed.py                   # two gloo processes on this machine
     $ python tests/bench/parallel_speed.py --processes=8     # on a node with eight GPUs, by NCCL
 
 By hand means: after the last micro-batch all gradients are concatenated, summed by one all-reduce and copied
-back, as this repository did before it used DDP. Both sides run the same two micro-batches with the same
+back, as this repository did before it used DDP. All sides run the same two micro-batches with the same
 weights, one thread per process, without compilation, and take turns. Memory is the most that rank 0 holds
 during the steps, beyond a process that has only imported torch and joined the group; on a GPU it is the
 allocator's peak.
@@ -23,7 +24,10 @@ from bench import alternate, machine, memory_now, parser_of, run, table
 
 SHAPES = {  # (model, sequences of a micro-batch)
     'activations': (dict(n_layer=2, n_head=4, n_embd=128, block_size=256, vocab_size=512), 8),
+    'layers': (dict(n_layer=12, n_head=4, n_embd=128, block_size=256, vocab_size=512), 8),
     'parameters': (dict(n_layer=4, n_head=8, n_embd=768, block_size=64, vocab_size=8192), 1)}
+SIDES = {'by hand': 'none', 'DDP': 'none', 'DDP, all but attention recomputed': 'selective',
+         'DDP, blocks recomputed': 'full'}
 STEPS = 5
 
 
@@ -32,7 +36,7 @@ def work(side, shape, result):
     import torch.distributed as dist
 
     import train
-    cfg = train.TrainConfig(compile=False, threads=1, dtype='float32')
+    cfg = train.TrainConfig(compile=False, threads=1, dtype='float32', recompute=SIDES[side])
     env = train.setup(cfg)
     found = measure(train, side, shape, cfg, env)
     if env.rank == 0:
@@ -75,7 +79,7 @@ def measure(train, side, shape, cfg, env):
             optimizer.step()
 
     step = step_by_hand
-    if side == 'DDP':
+    if side != 'by hand':
         forward = train.wrap(model, cfg, env)[1]
         step = partial(train.train_step, forward, loads, num_targets, optimizers, scaler, cfg, env)
     step()
@@ -109,7 +113,7 @@ def main():
                 return json.load(f)
     rows = []
     for shape in SHAPES:
-        results = alternate({name: partial(turn, name, shape) for name in ('by hand', 'DDP')}, args.rounds)
+        results = alternate({name: partial(turn, name, shape) for name in SIDES}, args.rounds)
         base = None
         for name, found in results.items():
             ms, peak = median([r['ms'] for r in found]), median([r['peak'] for r in found])

@@ -1,0 +1,40 @@
+"""What acts on each block of a model by itself: recomputation in the backward pass, and compilation."""
+
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention.default,
+             torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+             torch.ops.aten._scaled_dot_product_efficient_attention.default,
+             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+
+
+def set_blocks(model, recompute, compile_mode=None):
+    """
+    Sets how training runs each block of a GPT. recompute: 'none' keeps all that the backward pass needs,
+    'full' only a block's inputs, and computes the rest again; 'selective' also keeps the output of attention.
+    The bits are the same. compile_mode: torch.compile's, for each block and for the head with the loss, so
+    that gradients leave while the backward pass goes on; None: not compiled here.
+    """
+    if recompute == 'none' and compile_mode is None:
+        return
+    blocks = model.transformer.h
+    plain = run = type(blocks[0]).forward
+    if recompute != 'none':
+        keep = {}
+        if recompute == 'selective':
+            keep = {'context_fn': partial(create_selective_checkpoint_contexts, ATTENTION)}
+        run = partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=model.config.dropout > 0,
+                      **keep)
+    if compile_mode:
+        torch._dynamo.config.optimize_ddp = False  # it would split a block at the end of a bucket
+        run = torch.compile(run, dynamic=False, mode=compile_mode)  # compiled once for all blocks
+        model.loss = torch.compile(model.loss, dynamic=False, mode=compile_mode)
+
+    def forward(block, x, x0, cos, sin, cache=None):
+        return (run if cache is None else plain)(block, x, x0, cos, sin, cache)
+
+    for block in blocks:
+        block.forward = partial(forward, block)

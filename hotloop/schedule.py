@@ -1,0 +1,59 @@
+"""The length of a run, and the learning rate of each step."""
+
+import math
+
+from hotloop.dataloader import windows_per_epoch
+from hotloop.files import counted
+
+
+def learning_rate(step, cfg):
+    """
+    The rate of a step, counted from 0: warmup to learning_rate, then a decay to min_lr.
+
+    cosine    a linear warmup, then half a cosine
+    linear    a linear warmup, a constant rate, and a linear decay in the last decay_fraction of the steps
+    onecycle  half a cosine up from min_lr, half a cosine down: torch's OneCycleLR with total_steps = the end
+              of the decay, pct_start = warmup_iters / total_steps, div_factor = learning_rate / min_lr and
+              final_div_factor = 1, so the last step has min_lr
+    """
+    end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
+    share = None  # of the way from min_lr up to learning_rate
+    if step < cfg.warmup_iters:
+        if cfg.lr_schedule != 'onecycle':
+            return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
+        share = half_cosine(1 - step / (cfg.warmup_iters - 1)) if cfg.warmup_iters > 1 else 1.0
+    elif not cfg.decay_lr:
+        share = 1.0
+    elif step >= end:
+        share = 0.0
+    elif cfg.lr_schedule == 'cosine':
+        share = half_cosine((step - cfg.warmup_iters) / (end - cfg.warmup_iters))
+    elif cfg.lr_schedule == 'onecycle':  # the last step of the warmup has the peak rate
+        share = half_cosine((step - cfg.warmup_iters + 1) / (end - cfg.warmup_iters))
+    else:
+        share = min(1.0, (end - step) / (cfg.decay_fraction * end))
+    return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
+
+
+def set_length(cfg, num_tokens, T, global_batch):
+    """Turns max_epochs into max_iters, warmup_fraction into warmup_iters; returns notes. T: block_size."""
+    notes = []
+    if cfg.max_epochs is not None:
+        cfg.max_iters = math.ceil(cfg.max_epochs * windows_per_epoch(num_tokens, T) / global_batch)
+        notes.append(f'max_epochs={cfg.max_epochs:g}: {counted(cfg.max_iters, "step")}')
+    if cfg.warmup_fraction is not None:
+        cfg.warmup_iters = round(cfg.warmup_fraction * cfg.max_iters)
+        notes.append(f'warmup_fraction={cfg.warmup_fraction:g}: {counted(cfg.warmup_iters, "step")}')
+    return notes
+
+
+def half_cosine(progress):
+    """From 1 at progress 0 down to 0 at progress 1."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizers, lr, peak):
+    """Every group follows the schedule in proportion to its own peak."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group['lr'] = group['peak'] * (lr / peak if peak else 0.0)
