@@ -41,7 +41,7 @@ from hotloop.cards import card_for_machine
 from hotloop.check import check
 from hotloop.checkpoint import RunState, compare_context, context_of, restore, state_from
 from hotloop.dataloader import Batches, Mixture, Split, check_lengths, open_split, share_batch
-from hotloop.dataset import byte_table, check_tokenizer, open_datasets
+from hotloop.dataset import Dataset, byte_table, check_tokenizer, open_datasets
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
@@ -555,14 +555,15 @@ def stop_run(run):
 def dry_run(settings):
     """The lines of the forecast of a command. Nothing is downloaded or written."""
     cfg, notes, model_args = settings.train, settings.notes, model_args_of(settings)
-    datasets, meta, tokens = [], {'vocab_size': 50304, 'foreign': False}, None
+    datasets, tokens = [], None
+    first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': False}, 1.0)
     try:
         datasets = open_datasets(cfg.dataset, cfg.data_dir)
-        meta = datasets[0].meta
+        first = datasets[0]
     except ValueError as e:
         notes.append(f'data: tokens unknown, 50,304 ids assumed: {e}')
     with torch.device('meta'):
-        model = GPT(config_from(model_args)) if model_args else build_model(settings, meta, Env())
+        model = GPT(config_from(model_args)) if model_args else build_model(settings, first, Env())[0]
     if datasets:
         tokens = open_split(datasets, 'train', model.config.block_size).num_tokens
     if tokens or cfg.max_epochs is None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import time
 import weakref
 
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from hotloop.dataloader import share_batch, windows_per_epoch
 from hotloop.device import PEAK_FLOPS, device_memory
+from hotloop.memory import EAGER_LOGIT, chunks_within
 from hotloop.optim import matrix_rows
 from hotloop.parallel import set_blocks
 from hotloop.pretrained import GPT2_SHAPES, open_weights
@@ -130,10 +130,8 @@ class Need:
     def chunks(self, batch, memory):
         """The chunks of the loss on a machine with this much memory, as choose_loss_chunks decides."""
         tokens = batch * self.model.config.block_size
-        logits, chunks = 12 * tokens * self.model.config.vocab_size, self.asked_chunks
-        if chunks == 'auto':
-            chunks = 1 if logits <= memory / 4 else math.ceil(16 * logits / memory)
-        return min(chunks, tokens)
+        need = EAGER_LOGIT * tokens * self.model.config.vocab_size
+        return chunks_within(self.asked_chunks, tokens, need, memory)
 
     def parts(self, batch, dtype, chunks):
         """{part: bytes} of a micro-batch."""

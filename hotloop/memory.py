@@ -11,22 +11,26 @@ from hotloop.device import device_memory
 from hotloop.files import counted, first_line
 from hotloop.parallel import set_blocks
 
+EAGER_LOGIT = 12  # bytes of a logit in an uncompiled step
 MAX_TRIAL_TOKENS = 2**17  # per micro-batch; larger ones are no faster
 
 
 def choose_loss_chunks(asked, num_tokens, vocab_size, env):
-    """
-    The number of chunks in which the head and the loss of num_tokens are computed. auto: one, which is
-    fastest, unless it needs over a quarter of the device's memory; then as many as reduce it to a sixteenth.
-    """
-    if asked != 'auto':
-        return min(asked, num_tokens)
+    """The number of chunks in which the head and the loss of num_tokens are computed on this device."""
     # bytes: logit and gradient in bf16, float32 copies of both; a compiled step does not store the copies
-    per_logit = 2.5 * env.dtype.itemsize if env.compile else 12
-    need, memory = per_logit * num_tokens * vocab_size, device_memory(env.device)
-    if need <= memory / 4:
-        return 1
-    return min(math.ceil(16 * need / memory), num_tokens)
+    per_logit = 2.5 * env.dtype.itemsize if env.compile else EAGER_LOGIT
+    return chunks_within(asked, num_tokens, per_logit * num_tokens * vocab_size, device_memory(env.device))
+
+
+def chunks_within(asked, num_tokens, need, memory):
+    """
+    The number of chunks, `asked` or by need. auto: one, which is fastest, unless the `need` in bytes is over
+    a quarter of the memory; then as many as reduce it to a sixteenth.
+    """
+    chunks = asked
+    if asked == 'auto':
+        chunks = 1 if need <= memory / 4 else math.ceil(16 * need / memory)
+    return min(chunks, num_tokens)
 
 
 def out_of_memory(error):
