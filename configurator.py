@@ -329,6 +329,30 @@ def as_file(objects, title):
 # -----------------------------------------------------------------------------
 # the entry point of a script
 
+def settings_module(path):
+    """
+    A module with the settings of a source file: its dataclasses *Config and its assignments, with the imports
+    that work (hotloop/early.py blocks torch). Nothing else in the file runs. path: one of our own files.
+    NameError if a dataclass needs more.
+    """
+    module = sys.modules[path] = types.ModuleType(path)  # inspect.getsource looks there for --help
+    module.__file__ = path
+    with open(path, encoding='utf-8') as f:
+        tree = ast.parse(f.read(), path)
+    module.__doc__ = ast.get_docstring(tree, clean=False)
+    for node in tree.body:
+        code = compile(ast.Module([node], []), path, 'exec')
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            with contextlib.suppress(ImportError):
+                exec(code, vars(module))
+        elif isinstance(node, ast.Assign):
+            with contextlib.suppress(NameError):
+                exec(code, vars(module))
+        elif isinstance(node, ast.ClassDef) and node.name.endswith('Config'):
+            exec(code, vars(module))
+    return module
+
+
 def call_main(main, *args):
     """
     Runs a script's main and exits with the status that it returns, if it returns one. A ValueError raised in

@@ -4,9 +4,8 @@ import ast
 import contextlib
 import os
 import sys
-import types
 
-from configurator import HERE, OWN_FILE, configure, fields_of, read_argv
+from configurator import HERE, OWN_FILE, configure, fields_of, read_argv, settings_module
 from hotloop import host
 
 
@@ -21,29 +20,6 @@ def without_torch():
         del sys.modules['torch']
         if torch:
             sys.modules['torch'] = torch
-
-
-def settings_module(path):
-    """
-    A module with the settings of a source file: its dataclasses *Config and its assignments, with the imports
-    that do not need torch. Nothing else in the file runs. NameError if a dataclass needs more.
-    """
-    module = sys.modules[path] = types.ModuleType(path)  # inspect.getsource looks there for --help
-    module.__file__ = path
-    with open(path, encoding='utf-8') as f:
-        tree = ast.parse(f.read(), path)
-    module.__doc__ = ast.get_docstring(tree, clean=False)
-    for node in tree.body:
-        code = compile(ast.Module([node], []), path, 'exec')
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            with contextlib.suppress(ImportError):
-                exec(code, vars(module))
-        elif isinstance(node, ast.Assign):
-            with contextlib.suppress(NameError):
-                exec(code, vars(module))
-        elif isinstance(node, ast.ClassDef) and node.name.endswith('Config'):
-            exec(code, vars(module))
-    return module
 
 
 def may_run_twice(path):
