@@ -25,8 +25,11 @@ def start(spins, folder, threads, compiling):
     if spins is not None:
         os.environ['GOMP_SPINCOUNT'] = str(spins)
     recipe = dict(shape='quickstart', preset='modern', optimizer='muon', batch=8, compile=compiling)
-    return [Side(f'spins {spins}', folder=folder, device='cpu', threads=threads, dtype='auto', **recipe)
+    pair = [Side(f'spins {spins}', folder=folder, device='cpu', threads=threads, dtype='auto', **recipe)
             for _ in range(2)]
+    for side in pair:
+        side.start()
+    return pair
 
 
 def measure(sides, steps):
