@@ -28,12 +28,13 @@ from configurator import call_main, configure
 from hotloop.chat_template import TEMPLATES, choose_template, parts_before_answer, prompt_of
 from hotloop.dataset import dataset_folder, read_meta
 from hotloop.device import choose_compile, choose_device, choose_dtype
-from hotloop.documents import open_text, standard_input
+from hotloop.documents import standard_input
 from hotloop.generate import GREEDY_BELOW, Sampling, generate
 from hotloop.host import cores
 from hotloop.pretrained import GPT2_SPEC, GPT2_VOCAB_SIZES, open_weights
 from hotloop.quantize import prepare_for_inference
 from hotloop.score import print_json, score
+from hotloop.text_file import open_text
 from hotloop.tokenizer import encode_parts, prompt_ids, tokenizer_from
 from model import GPT
 
@@ -71,7 +72,7 @@ class SampleConfig:
     batch_size: int = 64  # samples generated at once
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 on newer GPUs
-    compile: bool | Literal['auto'] = False  # torch.compile: 20 to 50 s for GPT-2 on a CPU; auto: no
+    compile: bool = False  # torch.compile: 20 to 50 s for GPT-2 on a CPU
 
     def problems(self):
         """The problems with the settings, one sentence each."""
@@ -262,9 +263,9 @@ def write(model, tokenizer, prompts, seeds, stops, cfg):
     Continues each Prompt once with each seed, in one batch. Yields the Texts before the first
     step and after each step, ordered by prompt and seed. At the end all are finished.
     """
-    sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p,
-                        cfg.repetition_penalty, stop=stops[1], past_context=cfg.past_context,
-                        vocab=tokenizer.n_vocab, logprobs=cfg.logprobs)
+    sampling = Sampling(cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p,
+                        min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty, stop=stops[1],
+                        past_context=cfg.past_context, vocab=tokenizer.n_vocab, logprobs=cfg.logprobs)
     texts = [Text(tokenizer, stops, prompt, seed) for prompt in prompts for seed in seeds]
     stopped = set()
     yield texts
@@ -371,7 +372,7 @@ def main(argv=None):
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # torch makes streams, events and CUDA graphs on the current device
     dtype, _ = choose_dtype(cfg.dtype, device)
-    cfg.compile, _ = choose_compile(cfg.compile is True, device)
+    cfg.compile, _ = choose_compile(cfg.compile, device)
     if device.type == 'cuda' and cfg.quantize == 'int8' and not cfg.compile:
         print('note: quantize=int8 saves memory, but without --compile=True each token converts all weights, '
               f'which is slower than {str(dtype).removeprefix("torch.")} on {device}', file=sys.stderr)

@@ -22,7 +22,8 @@ def write_sample(run):
     if run.env.rank:
         return  # and wait at the next reduction
     cfg, tokenizer, step = run.cfg, run.tokenizer, run.state.iter_num
-    sampling = Sampling(cfg.sample_tokens, 0.8, 200, stop={tokenizer.eot}, vocab=tokenizer.n_vocab)
+    sampling = Sampling(cfg.sample_tokens, temperature=0.8, top_k=200, stop={tokenizer.eot},
+                        vocab=tokenizer.n_vocab)
     prompt, ids, was_training = prompt_ids(tokenizer, cfg.sample_prompt), [], run.model.training
     run.model.eval()
     deterministic = torch.are_deterministic_algorithms_enabled()

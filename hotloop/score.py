@@ -14,10 +14,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hotloop.chat_template import TEMPLATES
-from hotloop.documents import ReadConfig, documents_in, open_text
+from hotloop.documents import ReadConfig, documents_in
 from hotloop.files import Progress
 from hotloop.generate import NOT_FINITE
 from hotloop.sources import check_kinds, files_of
+from hotloop.text_file import open_text
 from hotloop.tokenizer import encode_parts
 
 SEPARATOR = '<|endoftext|>'  # between the documents of a text file

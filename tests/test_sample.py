@@ -167,7 +167,7 @@ def test_int8_and_compile(draw, out, monkeypatch):
     monkeypatch.setattr('hotloop.device.try_compile', lambda device: None)
     monkeypatch.setattr('hotloop.quantize.PACK_FROM', 0)
     monkeypatch.setattr('hotloop.quantize.can_pack', lambda *args: True)
-    for flags in ({'quantize': 'int8', 'compile': 'auto'}, {'compile': True}, {}):
+    for flags in ({'quantize': 'int8'}, {'compile': True}, {}):
         draw(**flags)
     assert [call.kind for call in calls] == ['Int8Linear', 'Linear', 'PackedLinear']
     assert [call.compiled for call in calls] == [False, True, False]
