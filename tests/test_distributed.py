@@ -139,11 +139,11 @@ def test_two_processes_sum_share_muon_and_restart():
 
 @pytest.mark.slow
 def test_runs_of_four_processes_end(tmp_path, data_dir):
-    """Three of three, in two minutes each. One hung in gloo at exit: DDP still held the process group."""
+    """Two of two, in two minutes each. One hung in gloo at exit: DDP still held the process group."""
     settings = {**TINY, 'data_dir': data_dir, 'batch_size': 2, 'gradient_accumulation_steps': 4}
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=4',
                'train.py', *(f'--{name}={value}' for name, value in settings.items())]
-    for run in range(3):
+    for run in range(2):
         process = subprocess.Popen([*command, f'--out_dir={tmp_path}/{run}'], cwd=ROOT)
         try:
             assert process.wait(timeout=120) == 0

@@ -57,7 +57,7 @@ def assert_equal_runs(a, b):
 # -----------------------------------------------------------------------------
 # checkpoints: killed while they are written, damaged, without room
 
-KILLS = int(os.environ.get('KILLS', '100'))
+KILLS = int(os.environ.get('KILLS', '60'))
 
 
 @pytest.mark.parametrize('kills', [3, pytest.param(KILLS, marks=pytest.mark.slow)])
@@ -135,7 +135,7 @@ def spoiled(data, rng):
     return data[:at] + bytes(end - at) + data[end:]
 
 
-DAMAGED = int(os.environ.get('DAMAGED', '2000'))
+DAMAGED = int(os.environ.get('DAMAGED', '1000'))
 
 
 @pytest.mark.parametrize('count', [60, pytest.param(DAMAGED, marks=pytest.mark.slow)])
@@ -277,11 +277,14 @@ def test_a_run_may_change_the_number_of_its_processes_and_keeps_its_bits(run, to
 RESTARTED = dict(RECIPE, max_iters=24, save_interval=5, eval_interval=100)
 
 
+RESTARTS = int(os.environ.get('RESTARTS', '2'))
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_process_was_killed(run, torchrun, tmp_path):
-    """Five times of five, with the bits of an undisturbed run."""
+    """Each time, with the bits of an undisturbed run."""
     assert run('whole', **RESTARTED) == 0
-    for n in range(5):
+    for n in range(RESTARTS):
         code, out, err = ended(torchrun(f'out{n}', 'kill', 20, restarts=2, **RESTARTED))
         assert code == 0, err
         assert out.count('torchrun restarted this run: resuming') == 1 and 'resuming at step 15' in out
