@@ -26,16 +26,16 @@ import torch
 
 from configurator import call_main, configure
 from hotloop.chat_template import TEMPLATES, choose_template, parts_before_answer, prompt_of
-from hotloop.dataset import dataset_folder, read_meta
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.documents import standard_input
 from hotloop.generate import GREEDY_BELOW, Sampling, generate
 from hotloop.host import cores
-from hotloop.pretrained import GPT2_SPEC, GPT2_VOCAB_SIZES, open_weights
+from hotloop.pretrained import open_weights
 from hotloop.quantize import prepare_for_inference
 from hotloop.score import print_json, score
 from hotloop.text_file import open_text
 from hotloop.tokenizer import encode_parts, prompt_ids, tokenizer_from
+from hotloop.tokenizer_source import dataset_spec
 from model import GPT
 
 
@@ -112,21 +112,11 @@ def load(cfg, device, dtype):
 
 
 def tokenizer_spec(weights, data_dir):
-    """
-    The spec of the tokenizer. nanoGPT's checkpoints have none: theirs is that of their dataset, or
-    GPT-2's if the dataset has no meta file. ValueError if its size is not the model's.
-    """
+    """The spec of the tokenizer: the checkpoint's, or its dataset's. ValueError if neither has one."""
     if weights.tokenizer is not None:
         return weights.tokenizer
-    vocab_size = weights.model_args['vocab_size']
-    dataset = weights.checkpoint.get('config', {}).get('dataset')
-    folder = dataset_folder(data_dir, dataset) if dataset else data_dir
-    meta = read_meta(folder)
-    sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
-    if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
-        raise ValueError(f'{weights.path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; '
-                         'set --data_dir to where its dataset is, or add the tokenizer.json of the model')
-    return meta['tokenizer']
+    return dataset_spec(weights.path, weights.checkpoint.get('config', {}), weights.model_args['vocab_size'],
+                        data_dir)
 
 
 class Prompt(NamedTuple):

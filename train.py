@@ -1,5 +1,5 @@
 """
-The complete training loop: precision, accumulation, compilation, data parallelism, schedule and step.
+The complete training loop: precision, accumulation, compilation, data parallelism and step.
 
     $ python train.py                                          # a recipe card chosen by the hardware
     $ python train.py config/shakespeare_char.py --device=cpu  # a recipe card, then flags

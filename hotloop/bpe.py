@@ -11,11 +11,6 @@ BYTES_IN_GPT2S_ORDER += [b for b in range(256) if b not in BYTES_IN_GPT2S_ORDER]
 MAX_WORDS = 400_000  # distinct words to learn from; each takes about a kilobyte
 
 
-def train_bpe(texts, num_tokens):
-    """Trains a BPE on texts; see learn_merges()."""
-    return learn_merges(count_words(texts), num_tokens)
-
-
 def learn_merges(word_counts, num_tokens):
     """
     Trains a BPE on {word: count}. Returns its tokens, as bytes, in order of rank: the 256 bytes, then one per

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotloop.files import hash_file, lock, read_json, replacing, sync_folder
+from hotloop.files import free_number, hash_file, lock, read_json, replacing, sync_folder
 from hotloop.sources import how_to_make
-from hotloop.tokenizer import MAX_VOCAB, same_tokenizer, tokenizer_from
+from hotloop.tokenizer import GPT2_SPEC, MAX_VOCAB, same_tokenizer, tokenizer_from
 
 FORMAT = 1  # of meta.json
 COUNT_BLOCK = 1 << 24  # tokens
@@ -43,7 +43,7 @@ def read_meta(folder):
     """
     path, old_path = os.path.join(folder, 'meta.json'), os.path.join(folder, 'meta.pkl')
     if not os.path.exists(path):
-        size, tokenizer = 50304, {'kind': 'tiktoken', 'name': 'gpt2'}
+        size, tokenizer = 50304, GPT2_SPEC
         if os.path.exists(old_path):
             size, tokenizer = read_meta_pkl(old_path)
         return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'foreign': True, 'splits': {}}
@@ -169,11 +169,9 @@ def put_back(old, folder):
     elif not os.path.exists(folder):
         os.rename(old, folder)
     else:
-        number = 1
-        while os.path.lexists(f'{folder}.{number}'):
-            number += 1
-        os.rename(old, f'{folder}.{number}')
-        print(f'{folder} held another dataset, which was moved to {folder}.{number}')
+        target = free_number(folder)
+        os.rename(old, target)
+        print(f'{folder} held another dataset, which was moved to {target}')
     sync_folder(os.path.dirname(folder) or '.')
 
 

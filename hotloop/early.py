@@ -23,7 +23,7 @@ def without_torch():
 
 
 def may_run_twice(path):
-    """Whether a config file does nothing but set: it calls nothing, and is no pipe, which is read once."""
+    """Whether a config file only sets values. One that calls something, or a pipe, must run once."""
     if not os.path.isfile(path):
         return not os.path.exists(path)
     with open(path, encoding='utf-8-sig', errors='replace') as f:

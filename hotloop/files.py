@@ -58,6 +58,14 @@ def lock(path):
     return held
 
 
+def free_number(path):
+    """The first of path.1, path.2, ... that does not exist."""
+    number = 1
+    while os.path.lexists(f'{path}.{number}'):
+        number += 1
+    return f'{path}.{number}'
+
+
 def is_inside(path, folder):
     """Whether `path` is `folder` or is inside it, after resolving links."""
     return os.path.join(os.path.realpath(path), '').startswith(os.path.join(os.path.realpath(folder), ''))

@@ -16,7 +16,7 @@ def set_blocks(model, recompute, compile_mode=None):
     Sets how training runs each block of a GPT. recompute: 'none' keeps all that the backward pass needs,
     'full' only a block's inputs, and computes the rest again; 'selective' also keeps the output of attention.
     The bits are the same. compile_mode: torch.compile's, for each block and for the head with the loss, so
-    that gradients leave while the backward pass goes on; None: not compiled here.
+    that gradients leave during the backward pass; None: not compiled here.
     """
     if recompute == 'none' and compile_mode is None:
         return

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hotloop.checkpoint import DiskFull, load_checkpoint, save_checkpoint
 from hotloop.distributed import print_safely
-from hotloop.files import is_inside, lock, replacing
+from hotloop.files import free_number, is_inside, lock, replacing
 
 RUN_FILES = ('config.py', 'log.jsonl', 'best.pt', 'ckpt.pt')
 
@@ -113,14 +113,13 @@ class RunDir:
 
 def move_aside(path):
     """Renames a folder, or what a link points to, to the first free path.1, path.2, ...; returns that."""
-    folder, number = os.path.realpath(path), 1
-    while os.path.lexists(f'{folder}.{number}'):
-        number += 1
+    folder = os.path.realpath(path)
     if is_inside(os.curdir, folder):
         raise ValueError(f'{path} holds a run and cannot be moved aside, because it contains the current '
                          'directory; choose another folder, or resume that run with --init_from=resume')
-    os.rename(folder, f'{folder}.{number}')
-    return f'{folder}.{number}'
+    target = free_number(folder)
+    os.rename(folder, target)
+    return target
 
 
 def remove_partial_files(folder):

@@ -12,6 +12,8 @@ from hotloop.files import reason_of
 from hotloop.tokenizer_json import TokenizerJson, read_file
 
 MAX_VOCAB = 2**20  # ids of a tokenizer
+GPT2_SPEC = {'kind': 'tiktoken', 'name': 'gpt2'}
+GPT2_VOCAB_SIZES = (50257, 50304)  # OpenAI's, and padded to a multiple of 64
 TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
 
 

@@ -7,8 +7,15 @@ import os
 import re
 import zipfile
 
-from hotloop.dataset import PlainUnpickler, read_meta
-from hotloop.tokenizer import MAX_VOCAB, TIKTOKEN_NAMES, read_tokenizer_json, tokenizer_from
+from hotloop.dataset import PlainUnpickler, dataset_folder, read_meta
+from hotloop.tokenizer import (
+    GPT2_SPEC,
+    GPT2_VOCAB_SIZES,
+    MAX_VOCAB,
+    TIKTOKEN_NAMES,
+    read_tokenizer_json,
+    tokenizer_from,
+)
 
 
 def find_tokenizer(name, data_dir):
@@ -50,23 +57,31 @@ def tokenizer_at(path, data_dir):
 
 
 def checkpoint_tokenizer(path, data_dir):
-    """
-    The tokenizer of a checkpoint. nanoGPT's have none: theirs is that of their dataset, as in sample.py.
-    ValueError if the file is damaged, or that dataset is not in data_dir.
-    """
+    """The tokenizer of a checkpoint. ValueError if the file is damaged, or if there is none for it."""
     try:
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
             checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()  # read() checks its CRC
         spec, vocab_size = checkpoint.get('tokenizer'), checkpoint['model_args']['vocab_size']
-        folder = os.path.join(data_dir, checkpoint.get('config', {}).get('dataset', ''))
+        config = checkpoint.get('config', {})
     except Exception as e:  # damaged bytes can raise nearly anything
         raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
-    tokenizer = tokenizer_from(spec or read_meta(folder)['tokenizer'])
-    if not spec and vocab_size not in (tokenizer.n_vocab, -(-tokenizer.n_vocab // 64) * 64):  # as is, padded
+    return tokenizer_from(spec or dataset_spec(path, config, vocab_size, data_dir))
+
+
+def dataset_spec(path, config, vocab_size, data_dir):
+    """
+    The spec of the tokenizer of a checkpoint that has none, as nanoGPT's: that of the dataset in its config,
+    or GPT-2's if the dataset has no meta file. ValueError if its size is not the model's.
+    """
+    dataset = config.get('dataset')
+    folder = dataset_folder(data_dir, dataset) if dataset else data_dir
+    meta = read_meta(folder)
+    sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
+    if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
         raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
-                         '--data_dir to the folder of its dataset')
-    return tokenizer
+                         '--data_dir to where its dataset is, or add the tokenizer.json of the model')
+    return meta['tokenizer']
 
 
 class CheckpointUnpickler(PlainUnpickler):

@@ -14,6 +14,7 @@ import torch
 
 import prepare
 import train
+from hotloop.bpe import count_words, learn_merges
 from hotloop.tokenizer import TiktokenTokenizer
 
 torch.set_num_threads(1)  # faster in models this small
@@ -40,6 +41,10 @@ def write_bins(folder, tokens, val, tokenizer=None, vocab_size=257, dtype='uint1
         with open(f'{folder}/meta.json', 'w', encoding='utf-8') as f:
             json.dump(meta, f)
     return str(folder)
+
+
+def train_bpe(texts, num_tokens):
+    return learn_merges(count_words(texts), num_tokens)
 
 
 def noise(n, seed=0, low=32, high=96):

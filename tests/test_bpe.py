@@ -4,11 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotloop import bpe
-from hotloop.bpe import BYTES_IN_GPT2S_ORDER, count_words, train_bpe
+from hotloop.bpe import BYTES_IN_GPT2S_ORDER, count_words
 from hotloop.tokenizer import BPETokenizer, prompt_ids
 
 SOURCES = [path.read_text(encoding='utf-8') for path in sorted(Path(os.__file__).parent.glob('*.py'))[::40]]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import train_bpe
 
 from hotloop import encode
-from hotloop.bpe import train_bpe
 from hotloop.documents import Piece
 from hotloop.encode import batches_of, encode_all, encode_batch, id_type
 from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer

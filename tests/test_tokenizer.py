@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import error_of
+from conftest import error_of, train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotloop.bpe import train_bpe
 from hotloop.documents import safe_cut
 from hotloop.tokenizer import (
     BPETokenizer,

@@ -26,7 +26,7 @@ from statistics import median
 
 from bench import ROOT, SHARED, alternate, machine, parser_of, run, table
 
-from hotloop.bpe import BYTES_IN_GPT2S_ORDER, train_bpe
+from hotloop.bpe import BYTES_IN_GPT2S_ORDER, count_words, learn_merges
 from hotloop.documents import ReadConfig, documents_in
 from hotloop.sources import files_of, stdlib_files
 from hotloop.tokenizer import BPETokenizer, TiktokenTokenizer
@@ -120,7 +120,7 @@ def learned_bpe(size):
     """Rows on bpe:SIZE of the built-in corpus: seconds to learn, bytes per token, whether merges agree."""
     texts = [Path(path).read_bytes().decode() for _, path in stdlib_files()]
     start = time.perf_counter()
-    tokens = train_bpe(texts, size)
+    tokens = learn_merges(count_words(texts), size)
     seconds = time.perf_counter() - start
     sample = '\n'.join(texts[::7])
     rows = [[f'bpe:{size}', f'{seconds:.1f}'], ['gpt2', '']]
