@@ -24,7 +24,6 @@ import importlib
 import importlib.util
 import math
 import os
-import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ from hotloop.resume import compare_settings, find_resumed, is_renamed, resolve_a
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import save, take_folder, track_best
-from hotloop.schedule import learning_rate, set_learning_rate, set_length
+from hotloop.schedule import learning_rate, set_learning_rate, set_length, what_is_due
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
 
@@ -442,25 +441,6 @@ def build_run(settings, datasets, env):
 # -----------------------------------------------------------------------------
 # the loop
 
-class Due(NamedTuple):
-    """The actions due after a step. They depend only on the step, so all processes agree."""
-    last: bool
-    log: bool
-    evaluation: bool
-    sample: bool
-    save: bool
-
-
-def what_is_due(step, cfg):
-    """The Due after `step` updates."""
-    last = step == cfg.max_iters
-    return Due(last,
-               log=last or step == 1 or step % cfg.log_interval == 0,
-               evaluation=last or step % cfg.eval_interval == 0,
-               sample=bool(cfg.sample_interval) and step % cfg.sample_interval == 0,
-               save=bool(cfg.save_interval) and step % cfg.save_interval == 0)
-
-
 def train(run):
     """The loop. Returns the exit code: 0, or 128 + the number of the signal that ended it."""
     cfg, env, state, batches = run.cfg, run.env, run.state, run.batches
@@ -540,12 +520,10 @@ def evaluate_missing(run):
 
 def stop_run(run):
     """Prints how to resume; returns the exit code."""
-    step, folder = run.state.iter_num, shlex.quote(run.cfg.out_dir)
-    text = 'stopped before step 1: there is nothing to save'
-    if step:
-        text = (f'stopped at step {step} and saved; resume with: python train.py --init_from=resume '
-                f'--out_dir={folder}')
-    run.env.print_once(text)
+    saved = 'this was before step 1; there is nothing to save'
+    if run.state.iter_num:
+        saved = run.out.how_to_go_on()
+    run.env.print_once(f'stopped: {saved}')
     run.env.sum(np.zeros(1))  # torchrun kills the others 30 seconds after the first has ended
     return run.env.stop.exit_code()
 

@@ -1,6 +1,7 @@
-"""The length of a run, and the learning rate of each step."""
+"""The length of a run, the learning rate of each step, and what is due after it."""
 
 import math
+from typing import NamedTuple
 
 from hotloop.dataloader import windows_per_epoch
 from hotloop.files import counted
@@ -57,3 +58,22 @@ def set_learning_rate(optimizers, lr, peak):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group['lr'] = group['peak'] * (lr / peak if peak else 0.0)
+
+
+class Due(NamedTuple):
+    """The actions due after a step. They depend only on the step, so all processes agree."""
+    last: bool
+    log: bool
+    evaluation: bool
+    sample: bool
+    save: bool
+
+
+def what_is_due(step, cfg):
+    """The Due after `step` updates."""
+    last = step == cfg.max_iters
+    return Due(last,
+               log=last or step == 1 or step % cfg.log_interval == 0,
+               evaluation=last or step % cfg.eval_interval == 0,
+               sample=bool(cfg.sample_interval) and step % cfg.sample_interval == 0,
+               save=bool(cfg.save_interval) and step % cfg.save_interval == 0)

@@ -223,7 +223,7 @@ def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, n
     assert run('out', 'signal in', when, times, *map(int, numbers), **SIGNALED) == code, run.printed('out')
     assert step_of(tmp_path / 'out') == step and leftovers(tmp_path / 'out') == 0
     if code > 0:
-        how = f'stopped at step {step} and saved' if step else 'stopped before step 1'
+        how = f'stopped: step {step} is saved' if step else 'stopped: this was before step 1'
         assert how in run.printed('out')
     if code:
         assert run('out', init_from='resume' if step else 'scratch', **SIGNALED) == 0
@@ -353,7 +353,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step(run, torchrun, tmp_path):
     settings = dict(RECIPE, max_iters=24)
     assert run('whole', **settings) == 0
     code, out, err = ended(torchrun('out', 'terminate', 13, **settings))
-    assert code == 1 and len(re.findall(r'stopped at step 1[34] and saved', out)) == 1
+    assert code == 1 and len(re.findall(r'stopped: step 1[34] is saved', out)) == 1
     assert re.search(r'exitcode *: 143', err) and not re.search(r'exitcode *: (?!143)', err), err
     assert ended(torchrun('out', init_from='resume', **settings))[0] == 0
     assert_equal_runs(tmp_path / 'out', tmp_path / 'whole')
