@@ -7,6 +7,7 @@ Samples from a checkpoint. It contains the model's shape and its tokenizer, so n
     $ python sample.py --start=FILE:prompts.jsonl --output=jsonl   # many prompts or chats in one batch
     $ python sample.py --chat                                      # chat in the template of its training data
     $ python sample.py --score=book.txt                            # loss and bits per byte of each document
+    $ python sample.py --eval_code=HumanEval.jsonl.gz --run_code   # syntax, BLEU and pass@1 of its code
 """
 
 if __name__ == '__main__':  # before torch, whose import takes seconds
@@ -15,8 +16,8 @@ if __name__ == '__main__':  # before torch, whose import takes seconds
     call_main(check_early, 'sample.py')
 
 import codecs
-import json
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ import torch
 
 from configurator import call_main, configure
 from hotloop.chat_template import TEMPLATES, choose_template, parts_before_answer, prompt_of
+from hotloop.code_eval import judge, report, task_of
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.documents import standard_input
+from hotloop.files import counted, json_lines
 from hotloop.generate import GREEDY_BELOW, Sampling, generate
 from hotloop.host import cores
 from hotloop.pretrained import open_weights
@@ -54,10 +57,12 @@ class SampleConfig:
     score: str | None = None  # print the loss on each document of this file or folder
     text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # for score: bytes that are not UTF-8
+    eval_code: str | None = None  # judge the code that answers this .jsonl of HumanEval, MBPP or instructions
+    run_code: bool = False  # for eval_code: run the answers and their tests, in a child with limits: pass@1
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
     max_new_tokens: int = 500  # maximum number of new tokens per sample
-    temperature: float = 0.8  # below 1 is less random; 0 always picks the most likely token
+    temperature: float = 0.8  # below 1 is less random; 0 always picks the most likely token (eval_code: 0)
     top_k: int | None = 200  # sample from the k most likely tokens; None: all
     top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
     min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: off
@@ -90,6 +95,11 @@ class SampleConfig:
             wrong.append('logprobs=True needs output=jsonl')
         if self.template == 'none' and (self.chat or self.score is not None):
             wrong.append("template='none' keeps prompts as they are; chat and score need a template")
+        if self.run_code and self.eval_code is None:
+            wrong.append('run_code=True needs eval_code, the file with the tasks')
+        if self.run_code and os.name == 'nt':
+            wrong.append('run_code=True needs Linux or macOS, because Windows does not limit the memory and '
+                         'the processes of a child; use WSL, or leave it out')
         return wrong
 
 
@@ -136,20 +146,12 @@ def read_prompts(start):
         return [as_turn(standard_input().read().decode().removeprefix('\ufeff'))]
     if not start.startswith('FILE:'):
         return [as_turn(start)]
-    path, prompts = start.removeprefix('FILE:'), []
+    path = start.removeprefix('FILE:')
     with open_text(path) as f:
         if not re.search(r'\.(jsonl|ndjson)(\.\w+)?$', path.lower()):  # compressed or not
             return [as_turn(f.read())]
-        for number, line in enumerate(f, 1):
-            where = f'{path}, line {number}'
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                raise ValueError(f'{where} is not JSON') from None
-            prompts.append(as_turn(row) if isinstance(row, str) else prompt_of(row, where))
-    return prompts
+        return [as_turn(row) if isinstance(row, str) else prompt_of(row, where)
+                for where, row in json_lines(f, path)]
 
 
 def as_turn(text):
@@ -157,16 +159,16 @@ def as_turn(text):
     return text, [('user', text)], None
 
 
-def make_prompts(tokenizer, tuned_in, cfg):
+def make_prompts(rows, tokenizer, tuned_in, cfg):
     """
-    The Prompts of the settings. A template that the settings name is for all of them. Otherwise rows of a
-    .jsonl file get tuned_in, the template of the model's data. ValueError for a chat without a template, and
-    for a system prompt that no prompt can use.
+    The Prompts of rows as read_prompts() returns them. A template that the settings name is for all of them.
+    Otherwise rows of a .jsonl file get tuned_in, the template of the model's data. ValueError for a chat
+    without a template, and for a system prompt that no prompt can use.
     """
     asked, prompts = cfg.template, []
     if asked == 'auto':
         asked = tuned_in if tuned_in in TEMPLATES else 'none'
-    for given, turns, suited in read_prompts(cfg.start):
+    for given, turns, suited in rows:
         text = given if isinstance(given, str) else turns[-1][1]
         is_plain = asked == 'none' or (cfg.template == 'auto' and suited is None)
         if is_plain and suited in (None, 'joined'):
@@ -174,8 +176,8 @@ def make_prompts(tokenizer, tuned_in, cfg):
                 raise ValueError(f'system={cfg.system!r} needs a template: {one_of_templates()}')
             prompts.append(Prompt(given, text, prompt_ids(tokenizer, text)))
         elif is_plain:
-            raise ValueError(f'{cfg.start} has a chat or an instruction, which needs a template: '
-                             f'{one_of_templates()}')
+            raise ValueError(f'{cfg.eval_code or cfg.start} has a chat or an instruction, which needs a '
+                             f'template: {one_of_templates()}')
         else:
             template = choose_template(asked, suited)
             ids = turn_ids(tokenizer, with_system(turns, cfg.system), template)
@@ -272,29 +274,59 @@ def write(model, tokenizer, prompts, seeds, stops, cfg):
     yield texts
 
 
-def sample(model, tokenizer, tuned_in, cfg):
-    """Draws num_samples samples per prompt, batch_size at a time, and prints them in order."""
-    prompts = make_prompts(tokenizer, tuned_in, cfg)
+def batches(model, tokenizer, prompts, cfg, stops=()):
+    """
+    Continues each prompt num_samples times, batch_size at a time. Yields what write() does for each batch, in
+    order. stops: texts that end a sample beside those of the settings.
+    """
     longest, size = max((len(prompt.ids) for prompt in prompts), default=0), model.config.block_size
     if longest > size:
         print(f'note: the prompt has {longest:,} tokens; the last {size:,} fit the context', file=sys.stderr)
     num_samples = cfg.num_samples or (1 if cfg.temperature < GREEDY_BELOW else 3)
     prompts_at_once = max(cfg.batch_size // num_samples, 1)
-    stops = stops_of(tokenizer, cfg.stop, max((prompt.mark for prompt in prompts), default=''))
+    texts, ids = stops_of(tokenizer, cfg.stop, max((prompt.mark for prompt in prompts), default=''))
     for i in range(0, len(prompts), prompts_at_once):
         batch = prompts[i:i + prompts_at_once]
         for j in range(0, num_samples, cfg.batch_size):
             seeds = range(cfg.seed + j, cfg.seed + min(j + cfg.batch_size, num_samples))
-            steps = write(model, tokenizer, batch, seeds, stops, cfg)
-            if cfg.output == 'text':
-                print_in_order(steps, '\n---------------\n')
-                continue
-            *_, texts = steps
-            for text in texts:
-                row = {'prompt': text.given, 'seed': text.seed, 'text': text.text, 'finish': text.finish}
-                if cfg.logprobs:
-                    row |= {'tokens': text.tokens, 'logprobs': text.logprobs}
-                print_json(row)
+            yield write(model, tokenizer, batch, seeds, ([*texts, *stops], ids), cfg)
+
+
+def sample(model, tokenizer, tuned_in, cfg):
+    """Prints samples of each prompt, in order."""
+    prompts = make_prompts(read_prompts(cfg.start), tokenizer, tuned_in, cfg)
+    for steps in batches(model, tokenizer, prompts, cfg):
+        if cfg.output == 'text':
+            print_in_order(steps, '\n---------------\n')
+            continue
+        *_, texts = steps
+        for text in texts:
+            row = {'prompt': text.given, 'seed': text.seed, 'text': text.text, 'finish': text.finish}
+            if cfg.logprobs:
+                row |= {'tokens': text.tokens, 'logprobs': text.logprobs}
+            print_json(row)
+
+
+def eval_code(model, tokenizer, tuned_in, cfg):
+    """Judges the answers to the tasks of a file: prints the metrics, with output=jsonl the answers too."""
+    template = tuned_in if cfg.template == 'auto' else cfg.template
+    is_chat = template in TEMPLATES and template not in ('plain', 'joined')
+    with open_text(cfg.eval_code) as f:
+        tasks = [task_of(row, where, is_chat) for where, row in json_lines(f, cfg.eval_code)]
+    if not tasks or (cfg.run_code and not any(task.tests for task in tasks)):
+        raise ValueError(f'{cfg.eval_code} has no {"tests to run" if tasks else "tasks"}')
+    prompts = make_prompts([(task, task.turns, task.template) for task in tasks], tokenizer, tuned_in, cfg)
+    stops = () if is_chat else {stop for task in tasks for stop in task.stops}
+    verdicts = []
+    for steps in batches(model, tokenizer, prompts, cfg, stops):
+        *_, texts = steps
+        for text in texts:
+            verdict = judge(text.given, text.seed, text.text, cfg.run_code)
+            verdicts.append(verdict)
+            if cfg.output == 'jsonl':
+                print_json({**verdict._asdict(), 'task': verdict.task.name})
+        print(f'{counted(len(verdicts), "answer")} to {counted(len(tasks), "task")}', file=sys.stderr)
+    report(verdicts, cfg.output)
 
 
 def print_in_order(steps, end):
@@ -357,7 +389,9 @@ def fit_turns(tokenizer, turns, template, limit, system=None):
 
 
 def main(argv=None):
-    cfg, *_ = configure(SampleConfig, argv=argv, about=__doc__)
+    cfg, given, _ = configure(SampleConfig, argv=argv, about=__doc__)
+    if cfg.eval_code is not None and 'temperature' not in given:
+        cfg.temperature = 0.0
     device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # torch makes streams, events and CUDA graphs on the current device
@@ -369,6 +403,8 @@ def main(argv=None):
     model, tokenizer, template = load(cfg, device, dtype)
     if cfg.score is not None:
         score(model, tokenizer, template, cfg)
+    elif cfg.eval_code is not None:
+        eval_code(model, tokenizer, template, cfg)
     elif cfg.chat:
         chat(model, tokenizer, template, cfg)
     else:

@@ -89,6 +89,18 @@ def read_json(path):
     return value
 
 
+def json_lines(lines, path):
+    """Yields (where, value) of each line of JSON that is not empty. ValueError names the line."""
+    for number, line in enumerate(lines, 1):
+        where = f'{path}, line {number}'
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                raise ValueError(f'{where} is not JSON') from None
+            yield where, value
+
+
 def counted(number, noun):
     """A number and its noun: 1 step, 1,200 steps, 2 processes."""
     plural = 'es' if noun.endswith(('s', 'ch')) else 's'

@@ -262,7 +262,7 @@ def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path,
     (tmp_path / 'p.jsonl').write_text(json.dumps(row))
     for tuned_in, asked in ((template, 'auto'), ('chatml', template), ('none', template)):
         cfg = sample.SampleConfig(start=f'FILE:{tmp_path / "p.jsonl"}', template=asked)
-        prompt, = sample.make_prompts(tokenizer, tuned_in, cfg)
+        prompt, = sample.make_prompts(sample.read_prompts(cfg.start), tokenizer, tuned_in, cfg)
         assert prompt.ids == expected and prompt.mark == TEMPLATES[template]['assistant'][1]
 
 
@@ -272,8 +272,8 @@ def test_a_prompt_is_in_a_template_where_one_is_known(tmp_path):
 
     def made(rows, tuned_in, **settings):
         path.write_text('\n'.join(map(json.dumps, rows)))
-        prompts = sample.make_prompts(tokenizer, tuned_in, sample.SampleConfig(
-            **{'start': f'FILE:{path}', **settings}))
+        cfg = sample.SampleConfig(**{'start': f'FILE:{path}', **settings})
+        prompts = sample.make_prompts(sample.read_prompts(cfg.start), tokenizer, tuned_in, cfg)
         return [tokenizer.decode(prompt.ids).decode() for prompt in prompts]
     hi, chatml = {'prompt': 'hi'}, '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n'
     system = '<|im_start|>system\nBe brief.<|im_end|>\n'

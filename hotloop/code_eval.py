@@ -1,0 +1,208 @@
+"""
+Judges answers that should be Python code: syntax accuracy, BLEU against a reference, and pass@1 on tasks with
+tests, in the formats of HumanEval (arXiv 2107.03374) and MBPP (arXiv 2108.07732). Tasks without tests are
+rows of instruction data.
+"""
+
+import ast
+import math
+import re
+import statistics
+import sys
+import textwrap
+import warnings
+from typing import NamedTuple
+
+from hotloop.chat_template import as_object, check_text, form_of, prompt_of, turns_of
+from hotloop.files import optional
+from hotloop.run_code import run_code
+from hotloop.score import print_json
+
+FENCE = re.compile(r'^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)', re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r'(?:[ \t].*\n?|\n)*')  # lines that are indented or empty
+# where the continuation of a bare prompt ends: the first are Codex's, for a function's body (2107.03374)
+BODY_STOPS = ('\nclass', '\ndef', '\n#', '\nif', '\nprint', '\n```')
+PROGRAM_STOPS = ('\nassert', '\nif', '\nprint', '\n"""', '\n```')
+ACTS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom)  # what gives an expression an effect
+EMPTY = (ast.Pass, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom,
+         ast.Global, ast.Nonlocal)  # statements that do nothing by themselves
+
+
+class Task(NamedTuple):
+    """A task for a model. tests: code that raises an exception after a wrong answer; '' if there is none."""
+    name: str
+    turns: list  # [(role, text)] up to the answer
+    template: str  # the one that suits them
+    prompt: str  # what an answer must not copy; code, if the answer may continue it
+    reference: str  # a right answer, '' if there is none
+    entry: str = ''  # the function that the prompt begins (HumanEval)
+    tests: str = ''
+    stops: tuple = ()  # texts that end the answer to a bare prompt
+
+
+class Verdict(NamedTuple):
+    """A judged answer. outcome: 'passed', the reason of a failure, or None if its tests were not run."""
+    task: Task
+    seed: int
+    answer: str
+    code: str
+    parses: bool
+    outcome: str | None
+
+
+def task_of(row, where, is_chat):
+    """
+    The Task in a row: HumanEval's (prompt, test, entry_point), MBPP's (text or prompt, test_list), or
+    instruction data. is_chat: the question goes into a chat template; otherwise the model continues the code
+    of HumanEval, or for MBPP a docstring with the text and the tests. ValueError for other rows.
+    """
+    row = as_object(row, where)
+    name = str(row.get('task_id', where))
+
+    def text(field):
+        return check_text(row.get(field), f'{where}: field {field!r}')
+    if {'prompt', 'test', 'entry_point'} <= row.keys():
+        prompt, entry = text('prompt'), text('entry_point')
+        question = f'Complete this Python function:\n\n{prompt}' if is_chat else prompt
+        return Task(name, [('user', question)], 'joined', prompt, text('canonical_solution'), entry,
+                    f'{text("test")}\ncheck({entry})\n', BODY_STOPS)
+    if 'test_list' in row:
+        lists = [row.get('test_imports') or [], row['test_list']]
+        if not all(isinstance(part, list) and all(isinstance(line, str) for line in part) for part in lists):
+            raise ValueError(f'{where}: test_imports and test_list must be lists of strings')
+        prompt, tests = text('text') or text('prompt'), '\n'.join(row['test_list'])
+        question = f'{prompt}\nThe code should pass these tests:\n\n{tests}'
+        if not is_chat:
+            question = f'"""\n{prompt}\n{tests}\n"""\n'
+        return Task(name, [('user', question)], 'joined', prompt, text('code'), '',
+                    '\n'.join([*lists[0], text('test_setup_code'), tests]), PROGRAM_STOPS)
+    suited, fields = form_of(row)
+    reply = ('', '') if suited is None else turns_of(row, where, suited, fields)[-1]
+    if reply[0] != 'assistant':
+        raise ValueError(f'{where}: expected a task of HumanEval (prompt, test, entry_point) or MBPP (text, '
+                         'test_list), or a row with a question and its answer; its fields are: '
+                         f'{", ".join(row)}')
+    _, turns, suited = prompt_of(row, where)
+    return Task(name, turns, suited, turns[-1][1], reply[1])
+
+
+def judge(task, seed, answer, run):
+    """The Verdict on an answer. run: run its tests, in a child process."""
+    code = code_of(answer, task.entry)
+    parses, outcome = is_code(code, task.prompt), None
+    if run and task.tests:
+        program = f'{completed(code, task)}\n{task.tests}'
+        outcome = (run_code(program) or 'passed') if parses else 'not code'
+    return Verdict(task, seed, answer, code, parses, outcome)
+
+
+def code_in(text):
+    """The first fenced block in a text (``` to ``` or to the end), or else the complete text; dedented."""
+    fenced = FENCE.search(text)
+    return textwrap.dedent(fenced[1] if fenced else text)
+
+
+def code_of(answer, entry):
+    """
+    The code in an answer: its first fenced block, or all of it, dedented. Where it should define the function
+    `entry` and does not, it is the body: its indented lines up to the first new statement at the top level.
+    """
+    fenced = FENCE.search(answer)
+    code = fenced[1] if fenced else answer
+    body = INDENTED.match(code)[0]
+    if entry and not defines(code, entry) and body.strip():
+        code = body
+    return textwrap.dedent(code).strip('\n')
+
+
+def defines(code, entry):
+    """Whether the code defines the function `entry`, a name that is not ''."""
+    return bool(entry and re.search(rf'^\s*(async )?def {re.escape(entry)}\b', code, re.MULTILINE))
+
+
+def completed(code, task):
+    """The program of an answer: after the prompt that it continues, or alone."""
+    if not task.entry:
+        return code
+    body = code if defines(code, task.entry) else textwrap.indent(code, '    ')
+    return f'{task.prompt.rstrip()}\n{body}'
+
+
+def is_code(code, prompt):
+    """
+    Whether ast.parse reads the code and a statement in it has an effect. Empty code, pass, ..., a word, a
+    docstring, an import or a copy of the prompt is not enough.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # about strings such as '\d'
+            tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of null bytes and deep nesting
+        return False
+    is_copy = code.split() in (prompt.split(), code_in(prompt).split())
+    return not is_copy and any(has_effect(node) for node in ast.walk(tree))
+
+
+def has_effect(node):
+    """Whether a node is a statement that does something by itself."""
+    if isinstance(node, ast.Expr):
+        return any(isinstance(part, ACTS) for part in ast.walk(node))
+    is_bare = isinstance(node, ast.AnnAssign) and node.value is None  # a prose line, such as Answer: yes
+    return isinstance(node, ast.stmt) and not isinstance(node, EMPTY) and not is_bare
+
+
+def wilson(rate, n):
+    """The 95% interval (low, high) of a rate of n tasks (Wilson 1927); also at 0 and 1."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    center, scale = rate + z * z / (2 * n), 1 + z * z / n
+    half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    return max((center - half) / scale, 0.0), min((center + half) / scale, 1.0)
+
+
+def bleu(verdicts):
+    """
+    (sacrebleu's BLEU from 0 to 100, low, high) of code against its references. The 95% interval is from 1000
+    bootstrap samples of the tasks. ValueError if sacrebleu is missing.
+    """
+    metric = optional('sacrebleu.metrics', 'computes BLEU').BLEU(force=True)  # quiet about text with spaces
+    codes = [without_prompt(v.code, v.task) for v in verdicts]
+    score = metric.corpus_score(codes, [[code_in(v.task.reference) for v in verdicts]], n_bootstrap=1000)
+    return score.score, score._mean - score._ci, score._mean + score._ci
+
+
+def without_prompt(code, task):
+    """The code without lines of the prompt, if it repeats the function that the reference only continues."""
+    if not defines(code, task.entry):
+        return code
+    known = {line.strip() for line in task.prompt.split('\n')}
+    return '\n'.join(line for line in code.split('\n') if line.strip() not in known)
+
+
+def metrics_of(verdicts):
+    """[(metric, tasks, answers, value, low, high)] of verdicts, equally many for each task."""
+    rates, rows = {'syntax': [v.parses for v in verdicts]}, []
+    if run := [v.outcome == 'passed' for v in verdicts if v.outcome is not None]:
+        rates['pass@1'] = run
+    samples = len({v.seed for v in verdicts})
+    for metric, values in rates.items():
+        n, rate = len(values) // samples, statistics.mean(values)
+        rows.append((metric, n, len(values), rate, *wilson(rate, n)))
+    first = [v for v in verdicts if v.seed == verdicts[0].seed and v.task.reference]
+    if first:
+        try:
+            rows.append(('bleu', len(first), len(first), *bleu(first)))
+        except ValueError as e:
+            print(f'note: no BLEU; {e}', file=sys.stderr)
+    return rows
+
+
+def report(verdicts, output):
+    """Prints a row for each metric. output: 'text' or 'jsonl'."""
+    if output == 'text':
+        print('metric  tasks  answers    value  95% interval')
+    for row in metrics_of(verdicts):
+        if output == 'text':
+            interval = 'bootstrap' if row[0] == 'bleu' else 'Wilson'
+            print('{:<6}  {:>5,}  {:>7,}  {:>7.4g}  {:.4g} to {:.4g}'.format(*row), f'({interval})')
+        else:
+            print_json(dict(zip(('metric', 'tasks', 'answers', 'value', 'low', 'high'), row, strict=True)))
