@@ -85,7 +85,7 @@ def test_the_question_of_a_task():
 
 @pytest.mark.parametrize('row, words', [
     ({'prompt': 'hi'}, 'line 4: expected a task of HumanEval (prompt, test, entry_point) or MBPP'),
-    ({'messages': [{'role': 'user', 'content': 'hi'}]}, 'a row with a question and its answer; its fields are'),
+    ({'messages': [{'role': 'user', 'content': 'hi'}]}, 'a row with a question and its answer; its fields'),
     ({**ADD, 'test': 3}, "line 4: field 'test' must be a string, not 3"),
     (3, 'line 4: a row must be an object'),
     ({**SQUARE, 'test_list': 'assert 1'}, 'line 4: test_imports and test_list must be lists of strings')])
