@@ -38,14 +38,24 @@ class GPTConfig:
     n_head: int = 12  # attention heads per block
     n_kv_head: int | None = None  # key/value heads (grouped-query attention); None: n_head
     n_embd: int = 768  # embedding channels
-    n_ff: int | None = None  # hidden channels of the MLP; None: 4 * n_embd (swiglu: 8/3, rounded up to 64)
+    head_dim: int | None = None  # channels of a head; None: n_embd / n_head
+    n_ff: int | None = None  # hidden channels of the MLP; None: 4 * n_embd (gated: 8/3, rounded up to 64)
     dropout: float = 0.0  # 0 for pretraining, 0.1 or more if the data is seen many times
     bias: bool = False  # in Linears and LayerNorms, as in OpenAI's GPT-2; False is a bit better and faster
+    qkv_bias: bool | None = None  # biases of queries, keys and values (Qwen 2); None: bias
     position: Literal['learned', 'rope'] | None = None  # learned embeddings, or rotary (arXiv 2104.09864)
     rope_base: float = 10000.0  # of rotary positions; contexts beyond 8K use 500000 (Llama 3) or more
-    norm: Literal['layernorm', 'rmsnorm'] | None = None  # rmsnorm has no weights here
-    mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu'] | None = None  # OpenAI's weights need gelu_tanh
+    rope_local_base: float | None = None  # rope_base of layers with a window (Gemma 3); None: rope_base
+    rope_scaling: str | None = None  # linear:FACTOR, or llama3:FACTOR,LOW,HIGH,CONTEXT; not of local layers
+    norm: Literal['layernorm', 'rmsnorm', 'rmsnorm_weight', 'rmsnorm_offset'] | None = None  # see RMSNorm
+    norm_eps: float | None = None  # added to the variance; None: 1e-5 for layernorm, 1e-6 for the others
+    post_norm: bool = False  # also normalize the outputs of attention and MLP (Gemma 2)
+    embed_norm: bool | None = None  # RMSNorm after the embedding; None: with rotary positions
+    embed_scale: float = 1.0  # factor of the embedding (Gemma: sqrt(n_embd))
+    mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'] | None = None  # OpenAI's is gelu_tanh
     qk_norm: bool | None = None  # RMSNorm on queries and keys, which bounds attention logits
+    query_scale: float | None = None  # factor of attention logits; None: head_dim ** -0.5
+    attn_softcap: float = 0.0  # like softcap, of attention logits (Gemma 2); 0: off
     tie: bool | None = None  # token embedding and head share one matrix
     zero_init: bool | None = None  # blocks start as the identity; the head starts uniform
     softcap: float | None = None  # logits -> c * tanh(logits / c); 0: off
@@ -62,32 +72,64 @@ class GPTConfig:
                 wrong.append(f'{name}={value} must be at least 1')
         if wrong:
             return wrong
-        D = c.n_embd // c.n_head
-        if c.n_embd % c.n_head:
+        if self.head_dim is None and c.n_embd % c.n_head:
             nearest = max(1, round(c.n_embd / c.n_head)) * c.n_head
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; try n_embd={nearest}')
-        elif c.position == 'rope' and D % 2:
-            wrong.append(f'n_embd / n_head = {D} is odd; rotary positions rotate pairs of channels')
-        if not 1 < c.rope_base < math.inf:
-            wrong.append(f'rope_base={c.rope_base} must be above 1 and finite')
-        elif c.rope_base != 10000 and c.position != 'rope':
-            wrong.append(f"rope_base={c.rope_base} applies only with position='rope'")
+        elif c.head_dim < 1:
+            wrong.append(f'head_dim={c.head_dim} must be at least 1')
+        elif c.position == 'rope' and c.head_dim % 2:
+            what = 'n_embd / n_head' if self.head_dim is None else 'head_dim'
+            wrong.append(f'{what} = {c.head_dim} is odd; rotary positions rotate pairs of channels')
+        wrong += c.rope_problems()
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
         for name in ('dropout', 'label_smoothing'):
             if not 0 <= getattr(c, name) < 1:
                 wrong.append(f'{name}={getattr(c, name)} must be at least 0 and below 1')
-        if not 0 <= c.softcap < math.inf:
-            wrong.append(f'softcap={c.softcap} must be at least 0 and finite; 0 turns it off')
+        for name in ('softcap', 'attn_softcap'):
+            if not 0 <= getattr(c, name) < math.inf:
+                wrong.append(f'{name}={getattr(c, name)} must be at least 0 and finite; 0 turns it off')
+        for name in ('norm_eps', 'embed_scale', 'query_scale'):
+            value = getattr(c, name)
+            if value is not None and not 0 < value < math.inf:
+                wrong.append(f'{name}={value} must be above 0 and finite')
+        if c.embed_norm and c.embed_scale != 1:
+            wrong.append(f'embed_scale={c.embed_scale} has no effect with embed_norm=True')
+        return wrong
+
+    def rope_problems(self):
+        """The problems with the settings of rotary positions, one sentence each."""
+        wrong, used = [], {'rope_base': self.rope_base}
+        for name in ('rope_local_base', 'rope_scaling'):
+            if getattr(self, name) is not None:
+                used[name] = getattr(self, name)
+        for name, value in used.items():
+            if name != 'rope_scaling' and not 1 < value < math.inf:
+                wrong.append(f'{name}={value} must be above 1 and finite')
+            elif self.position != 'rope' and (name, value) != ('rope_base', 10000):
+                wrong.append(f"{name}={value} applies only with position='rope'")
+        if self.rope_scaling is not None and read_scaling(self.rope_scaling) is None:
+            wrong.append(f'rope_scaling={self.rope_scaling!r} must be linear:FACTOR or llama3:FACTOR,LOW,'
+                         'HIGH,CONTEXT, with numbers above 0 and LOW below HIGH, such as llama3:8,1,4,8192')
         return wrong
 
     def resolved(self):
         """A copy with the preset's values in place of None. vocab_size stays None if it is None."""
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        c = GPTConfig(**{'n_kv_head': self.n_head, **PRESETS[self.preset], **given})
+        c = GPTConfig(**{'n_kv_head': self.n_head, 'head_dim': self.n_embd // max(self.n_head, 1),
+                         'qkv_bias': self.bias, **PRESETS[self.preset], **given})
         if c.n_ff is None:
-            c.n_ff = math.ceil(8 * c.n_embd / 3 / 64) * 64 if c.mlp == 'swiglu' else 4 * c.n_embd
+            c.n_ff = math.ceil(8 * c.n_embd / 3 / 64) * 64 if c.is_gated else 4 * c.n_embd
+        if c.norm_eps is None:
+            c.norm_eps = 1e-5 if c.norm == 'layernorm' else 1e-6
+        if c.embed_norm is None:  # without learned positions nothing else sets the scale of the stream
+            c.embed_norm = c.position == 'rope'
         return c
+
+    @property
+    def is_gated(self):
+        """Whether the MLP multiplies two projections, which c_fc holds: up, gate (arXiv 2002.05202)."""
+        return self.mlp in ('swiglu', 'geglu')
 
     def model_args(self):
         """
@@ -117,15 +159,40 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
-def rms_norm(size):
-    """x / sqrt(mean(x^2)) over the last dimension, of this size, without weights (arXiv 1910.07467)."""
-    return nn.RMSNorm(size, eps=1e-6, elementwise_affine=False)
+class RMSNorm(nn.Module):
+    """
+    x w / sqrt(mean(x^2) + eps) over the last dimension (arXiv 1910.07467); with offset 1 the factor is 1 + w
+    (Gemma). Computes in float32 and returns the dtype of its input.
+    """
+
+    def __init__(self, size, eps, offset):
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+
+    def forward(self, x):
+        weight = self.weight.float() + self.offset
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+
+
+def rms_norm(config, size):
+    """The RMSNorm of a config; it has weights only if norm is rmsnorm_weight or rmsnorm_offset."""
+    if config.norm in ('rmsnorm_weight', 'rmsnorm_offset'):
+        return RMSNorm(size, config.norm_eps, offset=float(config.norm == 'rmsnorm_offset'))
+    eps = 1e-6 if config.norm == 'layernorm' else config.norm_eps
+    return nn.RMSNorm(size, eps=eps, elementwise_affine=False)
 
 
 def norm_of(config):
     if config.norm == 'layernorm':
-        return LayerNorm(config.n_embd, bias=config.bias)
-    return rms_norm(config.n_embd)
+        return LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+    return rms_norm(config, config.n_embd)
+
+
+def scale_of_embedding(config):
+    if config.embed_norm:
+        return rms_norm(config, config.n_embd)
+    return Scale(config.embed_scale) if config.embed_scale != 1 else Identity()
 
 
 class Identity(nn.Module):
@@ -133,6 +200,17 @@ class Identity(nn.Module):
 
     def forward(self, x, *_):
         return x
+
+
+class Scale(nn.Module):
+    """Multiplies by a number, which is rounded to the dtype of the input, as it was in Gemma's training."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.register_buffer('factor', torch.tensor(factor), persistent=False)
+
+    def forward(self, x):
+        return x * self.factor.to(x.dtype)
 
 
 class PositionEmbedding(nn.Embedding):
@@ -159,10 +237,40 @@ def softcap(logits, cap):
     return cap * torch.tanh(logits / cap)
 
 
-def rotation_angles(num_positions, D, base):
+def read_scaling(text):
+    """(kind, numbers) of a rope_scaling, such as 'linear:8'; None if it is not one."""
+    kind, _, numbers = text.partition(':')
+    try:
+        numbers = [float(number) for number in numbers.split(',')]
+    except ValueError:
+        return None
+    if not all(0 < number < math.inf for number in numbers):
+        return None
+    if kind == 'linear' and len(numbers) == 1:
+        return kind, numbers
+    return (kind, numbers) if kind == 'llama3' and len(numbers) == 4 and numbers[1] < numbers[2] else None
+
+
+def scale_frequencies(frequency, scaling):
+    """
+    Rotary frequencies for a context longer than that of the training. linear: all are divided by the factor.
+    llama3: only the slow ones, with fewer than LOW turns in the old CONTEXT; those with more than HIGH stay.
+    """
+    kind, (factor, *numbers) = read_scaling(scaling)
+    if kind == 'linear':
+        return frequency / factor
+    low, high, context = numbers
+    turns = context * frequency / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
+
+
+def rotation_angles(num_positions, D, base, scaling=None):
     """cos and sin of position * base^(-2i/D): two tensors of (T, D/2), always float32."""
     # in float32 an angle at position 32,000 would be wrong by 2e-3
     frequency = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)  # (D/2)
+    if scaling is not None:
+        frequency = scale_frequencies(frequency, scaling)
     angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency  # (T, D/2)
     return angle.cos().float(), angle.sin().float()
 
@@ -179,21 +287,22 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.n_head, self.n_kv_head = layer, config.n_head, config.n_kv_head
-        D = config.n_embd // config.n_head
+        self.head_dim = D = config.head_dim
         # queries, keys and values of all heads in one matrix, in that order
-        self.c_attn = Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * D, bias=config.bias)
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.qk_norm = rms_norm(D) if config.qk_norm else Identity()
+        self.c_attn = Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
+        self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
+        self.q_norm = rms_norm(config, D) if config.qk_norm else Identity()
+        self.k_norm = rms_norm(config, D) if config.qk_norm else Identity()
         self.rotate = rotate if config.position == 'rope' else Identity()
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, cos, sin, cache=None):
-        B, T, C = x.shape
-        H, K = self.n_head, self.n_kv_head
-        qkv = self.c_attn(x).view(B, T, H + 2 * K, C // H).transpose(1, 2)  # (B, H + 2K, T, D)
+        B, T, _ = x.shape
+        H, K, D = self.n_head, self.n_kv_head, self.head_dim
+        qkv = self.c_attn(x).view(B, T, H + 2 * K, D).transpose(1, 2)  # (B, H + 2K, T, D)
         q, k, v = qkv.split((H, K, K), dim=1)
-        q = self.rotate(self.qk_norm(q), cos, sin)
-        k = self.rotate(self.qk_norm(k), cos, sin)
+        q = self.rotate(self.q_norm(q), cos, sin)
+        k = self.rotate(self.k_norm(k), cos, sin)
         if x.device.type == 'cpu':
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC)
             q, k, v = q.float(), k.float(), v.float()
@@ -203,7 +312,7 @@ class Attention(nn.Module):
             # no mask: it disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
             dropout = self.dropout.p if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=K < H)
-        y = y.to(x.dtype).transpose(1, 2).reshape(B, T, C)  # of (B, H, T, D)
+        y = y.to(x.dtype).transpose(1, 2).reshape(B, T, H * D)  # of (B, H, T, D)
         return self.dropout(self.c_proj(y))
 
 
@@ -216,16 +325,20 @@ def swiglu(x):
     return up * F.silu(gate)
 
 
+def geglu(x):
+    up, gate = x.chunk(2, dim=-1)
+    return up * F.gelu(gate, approximate='tanh')
+
+
 ACTIVATIONS = {'gelu': F.gelu, 'gelu_tanh': partial(F.gelu, approximate='tanh'),
-               'relu2': relu2, 'swiglu': swiglu}
+               'relu2': relu2, 'swiglu': swiglu, 'geglu': geglu}
 
 
 class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        matrices = 2 if config.mlp == 'swiglu' else 1  # swiglu: up and gate in one (arXiv 2002.05202)
-        self.c_fc = Linear(config.n_embd, matrices * config.n_ff, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, (1 + config.is_gated) * config.n_ff, bias=config.bias)
         self.act = ACTIVATIONS[config.mlp]
         self.c_proj = Linear(config.n_ff, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -241,13 +354,15 @@ class Block(nn.Module):
         self.mix = X0Mix() if config.x0_mix else Identity()
         self.ln_1 = norm_of(config)
         self.attn = Attention(config, layer)
+        self.ln_1_post = norm_of(config) if config.post_norm else Identity()
         self.ln_2 = norm_of(config)
         self.mlp = MLP(config)
+        self.ln_2_post = norm_of(config) if config.post_norm else Identity()
 
     def forward(self, x, x0, cos, sin, cache=None):
         x = self.mix(x, x0)
-        x = x + self.attn(self.ln_1(x), cos, sin, cache)
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.ln_1_post(self.attn(self.ln_1(x), cos, sin, cache))
+        return x + self.ln_2_post(self.mlp(self.ln_2(x)))
 
 
 def head_gradients(x, w, targets, cap, smoothing):
@@ -316,8 +431,7 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(c.vocab_size, c.n_embd),
             wpe=PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else Identity(),
-            # without learned positions nothing else sets the scale at which the residual stream starts
-            ln_e=rms_norm(c.n_embd) if c.position == 'rope' else Identity(),
+            ln_e=scale_of_embedding(c),
             drop=nn.Dropout(c.dropout),
             h=nn.ModuleList([Block(c, layer) for layer in range(c.n_layer)]),
             ln_f=norm_of(c),
@@ -326,7 +440,7 @@ class GPT(nn.Module):
         self.softcap = partial(softcap, cap=c.softcap) if c.softcap else Identity()
         if c.tie:
             self.transformer.wte.weight = self.lm_head.weight
-        cos, sin = rotation_angles(c.block_size, c.n_embd // c.n_head, c.rope_base)
+        cos, sin = rotation_angles(c.block_size, c.head_dim, c.rope_base, c.rope_scaling)
         self.register_buffer('cos', cos, persistent=False)  # (T, D/2)
         self.register_buffer('sin', sin, persistent=False)
         self.init_weights()
@@ -404,10 +518,10 @@ class GPT(nn.Module):
         multiplies (not embeddings), plus causal attention over (T + 1) / 2 positions on average.
         """
         c = self.config
-        qkv = c.n_embd + 2 * c.n_kv_head * (c.n_embd // c.n_head)
-        mlp = c.n_ff * (3 if c.mlp == 'swiglu' else 2)
-        weights = c.n_embd * (c.n_layer * (qkv + c.n_embd + mlp) + c.vocab_size)
-        attention = c.n_layer * 2 * c.n_embd * (T + 1) / 2  # multiply-adds: q k^T, weights v
+        projections = 2 * (c.n_head + c.n_kv_head) * c.head_dim
+        mlp = c.n_ff * (2 + c.is_gated)
+        weights = c.n_embd * (c.n_layer * (projections + mlp) + c.vocab_size)
+        attention = c.n_layer * 2 * c.n_head * c.head_dim * (T + 1) / 2  # multiply-adds: q k^T, weights v
         return 6 * (weights + attention)
 
     def crop_block_size(self, block_size):

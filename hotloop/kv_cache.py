@@ -16,7 +16,7 @@ class KVCache:
     """
 
     def __init__(self, config, batch, num_positions, device, dtype, static=False):
-        shape = (batch, config.n_kv_head, num_positions, config.n_embd // config.n_head)
+        shape = (batch, config.n_kv_head, num_positions, config.head_dim)
         # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
