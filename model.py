@@ -45,6 +45,8 @@ class GPTConfig:
     rope_base: float = 10000.0  # of rotary positions; contexts beyond 8K use 500000 (Llama 3) or more
     norm: Literal['layernorm', 'rmsnorm'] | None = None  # rmsnorm has no weights here
     mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu'] | None = None  # OpenAI's weights need gelu_tanh
+    window: int | None = None  # attention reaches this many tokens, with the query's own; None: the context
+    window_pattern: str | None = None  # layers that have the window (S) or not (L), repeated; None: S
     qk_norm: bool | None = None  # RMSNorm on queries and keys, which bounds attention logits
     tie: bool | None = None  # token embedding and head share one matrix
     zero_init: bool | None = None  # blocks start as the identity; the head starts uniform
@@ -56,7 +58,8 @@ class GPTConfig:
         """The problems with the settings, one sentence each."""
         c = self.resolved()
         wrong = []
-        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head', 'n_ff'):
+        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head', 'n_ff',
+                     'window'):
             value = getattr(c, name)
             if value is not None and value < 1:
                 wrong.append(f'{name}={value} must be at least 1')
@@ -72,6 +75,9 @@ class GPTConfig:
             wrong.append(f'rope_base={c.rope_base} must be above 1 and finite')
         elif c.rope_base != 10000 and c.position != 'rope':
             wrong.append(f"rope_base={c.rope_base} applies only with position='rope'")
+        pattern = c.window_pattern
+        if pattern is not None and (c.window is None or not {'S'} <= set(pattern) <= {'S', 'L'}):
+            wrong.append(f'window_pattern={pattern!r} must contain an S, only S and L, and need a window')
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
         for name in ('dropout', 'label_smoothing'):
@@ -88,6 +94,12 @@ class GPTConfig:
         if c.n_ff is None:
             c.n_ff = math.ceil(8 * c.n_embd / 3 / 64) * 64 if c.mlp == 'swiglu' else 4 * c.n_embd
         return c
+
+    def windows(self):
+        """The window of each layer, in tokens; None where attention reaches the complete context."""
+        pattern = self.window_pattern or 'S'
+        kinds = [pattern[layer % len(pattern)] for layer in range(self.n_layer)]
+        return [self.window if kind == 'S' else None for kind in kinds]
 
     def model_args(self):
         """
@@ -173,12 +185,79 @@ def rotate(x, cos, sin):
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
+def positions_in(documents):
+    """The position of each token within its document, (B, T). documents: (B, T), their numbers in order."""
+    position = torch.arange(documents.size(1), device=documents.device)
+    begins = F.pad(documents.diff(dim=1) != 0, (1, 0))
+    return position - (position * begins).cummax(1).values
+
+
+QUERIES = 512  # that attend_in_window() computes at once
+
+
+def attend_in_window(q, k, v, dropout, window):
+    """
+    Causal attention over the last `window` keys (None: all), in blocks of queries with the keys they reach:
+    there is no T x T mask, and no work beyond the window. q: (B, H, T, D), k, v: (B, K, T, D).
+    """
+    T, gqa = q.size(2), q.size(1) > k.size(1)
+    if window is None or window >= T:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa)
+    size = min(T, QUERIES)
+    # rows: a block of queries; columns: the keys of the window before the block, then its own
+    row, column = torch.arange(size, device=q.device), torch.arange(window - 1 + size, device=q.device)
+    age = row[:, None] + window - 1 - column
+    mask = torch.zeros_like(age, dtype=q.dtype).masked_fill((age < 0) | (age >= window), -math.inf)
+    parts = []
+    for start in range(0, T, size):
+        end, first = min(start + size, T), max(start - window + 1, 0)
+        left = first - (start - window + 1)  # columns before the first key
+        parts.append(F.scaled_dot_product_attention(
+            q[:, :, start:end], k[:, :, first:end], v[:, :, first:end],
+            mask[:end - start, left:left + end - first], dropout, enable_gqa=gqa))
+    return torch.cat(parts, 2)
+
+
+@torch.compiler.disable  # the shapes of documents depend on the data
+def attend_within(q, k, v, dropout, window, documents):
+    """attend_in_window() within each document. documents: (B, T), numbers that rise; None: one a row."""
+    if documents is None:
+        return attend_in_window(q, k, v, dropout, window)
+    rows = []
+    for row, numbers in enumerate(documents):
+        lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
+        parts = zip(*(tensor[row:row + 1].split(lengths, 2) for tensor in (q, k, v)), strict=True)
+        rows.append(torch.cat([attend_in_window(*part, dropout, window) for part in parts], 2))
+    return torch.cat(rows)
+
+
+@cache
+def compiled_flex():
+    """create_block_mask and flex_attention; uncompiled, they would hold all T x T scores."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    return torch.compile(create_block_mask, dynamic=False), torch.compile(flex_attention, dynamic=False)
+
+
+def block_mask(T, window, documents, device):
+    """FlexAttention's mask of what attend_within() reaches."""
+    def visible(b, h, i, j):
+        seen = j <= i
+        if window is not None:
+            seen = seen & (i - j < window)
+        if documents is not None:
+            seen = seen & (documents[b, i] == documents[b, j])
+        return seen
+    rows = None if documents is None else len(documents)
+    return compiled_flex()[0](visible, rows, None, T, T, device=device)
+
+
 class Attention(nn.Module):
     """Causal self-attention with optional rotary positions, QK-norm and grouped queries."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.n_head, self.n_kv_head = layer, config.n_head, config.n_kv_head
+        self.window = config.windows()[layer]
         D = config.n_embd // config.n_head
         # queries, keys and values of all heads in one matrix, in that order
         self.c_attn = Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * D, bias=config.bias)
@@ -187,7 +266,24 @@ class Attention(nn.Module):
         self.rotate = rotate if config.position == 'rope' else Identity()
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, cos, sin, cache=None):
+    def attend(self, q, k, v, within=None):
+        """
+        The attention of q, (B, H, T, D), over k and v, (B, K, T, D). within: documents, (B, T), or on a GPU
+        block masks of documents and windows by window; None: windows only.
+        """
+        dropout = self.dropout.p if self.training else 0.0
+        if isinstance(within, dict):  # not run: it needs a GPU
+            if dropout:
+                raise ValueError(f'dropout={dropout} cannot be combined with window or document_mask on a '
+                                 'GPU; use --dropout=0')
+            flex, mask = compiled_flex()[1], within[self.window]
+            return flex(q, k, v, block_mask=mask, enable_gqa=q.size(1) > k.size(1))
+        if within is None and (self.window is None or self.window >= q.size(2)):
+            # no mask: it disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
+            return attend_in_window(q, k, v, dropout, None)
+        return attend_within(q, k, v, dropout, self.window, within)
+
+    def forward(self, x, cos, sin, cache=None, within=None):
         B, T, C = x.shape
         H, K = self.n_head, self.n_kv_head
         qkv = self.c_attn(x).view(B, T, H + 2 * K, C // H).transpose(1, 2)  # (B, H + 2K, T, D)
@@ -197,12 +293,7 @@ class Attention(nn.Module):
         if x.device.type == 'cpu':
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC)
             q, k, v = q.float(), k.float(), v.float()
-        if cache is not None:
-            y = cache.attend(self.layer, q, k, v)
-        else:
-            # no mask: it disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
-            dropout = self.dropout.p if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=K < H)
+        y = self.attend(q, k, v, within) if cache is None else cache.attend(self, q, k, v)
         y = y.to(x.dtype).transpose(1, 2).reshape(B, T, C)  # of (B, H, T, D)
         return self.dropout(self.c_proj(y))
 
@@ -244,9 +335,9 @@ class Block(nn.Module):
         self.ln_2 = norm_of(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, x0, cos, sin, cache=None):
+    def forward(self, x, x0, cos, sin, cache=None, within=None):
         x = self.mix(x, x0)
-        x = x + self.attn(self.ln_1(x), cos, sin, cache)
+        x = x + self.attn(self.ln_1(x), cos, sin, cache, within)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -353,9 +444,11 @@ class GPT(nn.Module):
             elif name.endswith('bias'):  # other vectors start as their modules made them
                 nn.init.zeros_(p)
 
-    def forward(self, idx, targets=None, cache=None):
+    def forward(self, idx, targets=None, cache=None, documents=None):
         """
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
+        documents: (B, T), the number of each token's document, rising along a row: attention stays within a
+        document, and learned positions begin again with it. None: each row is one. Not with a cache.
         Without targets, returns the logits of the last position, (B, V), float32. With targets, (B, T) ids
         or -1 for a masked token, returns the summed cross-entropy of each sequence, (B,),
         float32, in nats; with gradients and loss_chunks above 1, that of all sequences, (1,).
@@ -363,7 +456,7 @@ class GPT(nn.Module):
         T = idx.size(1)
         assert 0 < T <= self.config.block_size, f'{T} tokens exceed block_size={self.config.block_size}'
         if cache is None:
-            position = torch.arange(T, device=idx.device)
+            position = torch.arange(T, device=idx.device) if documents is None else positions_in(documents)
             cos, sin = self.cos[:T], self.sin[:T]  # (T, D/2)
         else:
             position = cache.begin(T)
@@ -371,8 +464,12 @@ class GPT(nn.Module):
             sin = self.sin[position].unsqueeze(-3)
         x = self.transformer.wpe(self.transformer.wte(idx), position)  # (B, T, C)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
+        within = documents
+        if cache is None and x.device.type == 'cuda' and (documents is not None or self.config.window):
+            windows = set(self.config.windows())
+            within = {window: block_mask(T, window, documents, x.device) for window in windows}
         for block in self.transformer.h:
-            x = block(x, x0, cos, sin, cache)
+            x = block(x, x0, cos, sin, cache, within)
         if targets is not None:
             return self.loss(x, targets)
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
@@ -401,13 +498,16 @@ class GPT(nn.Module):
     def flops_per_token(self, T):
         """
         Floating-point operations per token, forward and backward, in sequences of T: 6 for each weight that
-        multiplies (not embeddings), plus causal attention over (T + 1) / 2 positions on average.
+        multiplies (not embeddings), plus causal attention over (T + 1) / 2 positions on average,
+        or fewer where a window ends before that.
         """
         c = self.config
         qkv = c.n_embd + 2 * c.n_kv_head * (c.n_embd // c.n_head)
         mlp = c.n_ff * (3 if c.mlp == 'swiglu' else 2)
         weights = c.n_embd * (c.n_layer * (qkv + c.n_embd + mlp) + c.vocab_size)
-        attention = c.n_layer * 2 * c.n_embd * (T + 1) / 2  # multiply-adds: q k^T, weights v
+        reach = [min(window or T, T) for window in c.windows()]
+        keys = sum(W - W * (W - 1) / (2 * T) for W in reach)  # on average over the positions, in all layers
+        attention = 2 * c.n_embd * keys  # multiply-adds: q k^T, weights v
         return 6 * (weights + attention)
 
     def crop_block_size(self, block_size):
