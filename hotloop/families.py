@@ -10,8 +10,8 @@ GEMMA = LLAMA | dict(norm='rmsnorm_offset', mlp='geglu', post_norm=True)
 SETTINGS = {'gpt2': dict(bias=True), 'llama': LLAMA, 'mistral': LLAMA, 'qwen2': LLAMA | dict(qkv_bias=True),
             'qwen3': LLAMA | dict(qk_norm=True), 'gemma2': GEMMA, 'gemma3_text': GEMMA | dict(qk_norm=True)}
 
-# The keys of a config.json that change what transformers computes and that have no setting here, each with the
-# values that GPT computes; a missing key has the first one. Keys that are not here do not change it.
+# The keys of a config.json that change what transformers computes and that have no setting here, each with
+# the values that GPT computes; a missing key has the first one. Keys that are not here do not change it.
 LLAMA_KEYS = {'hidden_act': ['silu'], 'attention_bias': [False], 'mlp_bias': [False],
               'partial_rotary_factor': [None, 1]}
 GEMMA_KEYS = {'hidden_activation': ['gelu_pytorch_tanh'], 'attention_bias': [False],
@@ -59,10 +59,7 @@ def settings_of(config, path):
     if kind not in SETTINGS:
         raise ValueError(f'{path}: model_type={kind!r} is not supported, only {", ".join(SETTINGS)}')
     config = {**DEFAULTS.get(kind, {}), **config}
-    for key, values in {**EVERY_KEYS, **SUPPORTED.get(kind, LLAMA_KEYS)}.items():
-        if config.get(key, values[0]) not in values:
-            only = ', '.join(str(value) for value in values if value is not None) or 'none'
-            raise ValueError(f'{path}: {key}={str(config[key])[:80]} is not supported, only {only}')
+    check_keys(config, {**EVERY_KEYS, **SUPPORTED.get(kind, LLAMA_KEYS)}, path)
     try:
         if kind == 'gpt2':
             return SETTINGS[kind] | gpt2_settings(config)
@@ -107,19 +104,19 @@ def attention_of(config, kind, path):
     if rope is None:
         rope = {'rope_theta': config.get('rope_theta', 10000.0), **(config.get('rope_scaling') or {})}
     rope = {**rope, **rope.get('full_attention', {})}
-    settings = {'rope_base': float(rope['rope_theta']), 'rope_scaling': scaling_of(rope, path)}
+    settings = {'rope_base': float(rope['rope_theta']), **scaling_of(rope, path)}
     if kind == 'gemma3_text' and windows:
         local = rope.get('sliding_attention', {'rope_theta': config['rope_local_base_freq']})
-        if scaling_of(local, path):
-            raise ValueError(f'{path}: rope scaling of layers with a sliding window is not supported')
+        check_keys({'rope_type': 'default', **local}, {'rope_type': ['default']}, path)
         settings['rope_local_base'] = float(local['rope_theta'])
     return windows | settings
 
 
 def pattern_of(config, kind, path):
     """A letter for each layer, or for each of a few that repeat: S for a sliding window, L for none."""
-    window, layers = config.get('sliding_window'), config['num_hidden_layers']
-    if window is None or kind == 'llama' or (kind.startswith('qwen') and not config.get('use_sliding_window')):
+    layers, is_qwen = config['num_hidden_layers'], kind.startswith('qwen')
+    if config.get('sliding_window') is None or kind == 'llama' or \
+            (is_qwen and not config.get('use_sliding_window')):
         return 'L'
     if kind == 'mistral':
         return 'S'
@@ -138,18 +135,27 @@ def pattern_of(config, kind, path):
 
 
 def scaling_of(rope, path):
-    """GPTConfig.rope_scaling of the parameters of rotary positions. ValueError if they are of another kind."""
+    """The settings of scaled rotary positions; {} if they are not scaled. ValueError for other kinds."""
     kind = rope.get('rope_type', rope.get('type', 'default'))
-    if rope.get('partial_rotary_factor') not in (None, 1):
-        raise ValueError(f'{path}: partial_rotary_factor={rope["partial_rotary_factor"]} is not supported')
-    if kind == 'default':
-        return None
-    if kind == 'linear':
-        return f'linear:{rope["factor"]}'
+    only = {'partial_rotary_factor': [None, 1]}
     if kind == 'llama3':
-        names = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
-        return f'llama3:{",".join(str(rope[name]) for name in names)}'
+        only |= {'low_freq_factor': [1], 'high_freq_factor': [4]}
+    check_keys(rope, only, path)
+    if kind == 'default':
+        return {}
+    if kind == 'linear':
+        return {'rope_factor': float(rope['factor'])}
+    if kind == 'llama3':
+        return {'rope_factor': float(rope['factor']), 'rope_context': rope['original_max_position_embeddings']}
     raise ValueError(f'{path}: rope_type={kind!r} is not supported, only default, linear, llama3')
+
+
+def check_keys(config, supported, path):
+    """ValueError if a key has a value that is not in supported, {key: values}; a missing one has the first."""
+    for key, values in supported.items():
+        if config.get(key, values[0]) not in values:
+            only = ', '.join(str(value) for value in values if value is not None) or 'none'
+            raise ValueError(f'{path}: {key}={str(config[key])[:80]} is not supported, only {only}')
 
 
 # -----------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def model_files(folder):
 
 
 def hub_model(name, data_dir):
-    """The folder of a model of the hub with weights and, if it has one, tokenizer. ValueError without them."""
+    """The folder of a model of the hub, with its weights and, if it has one, its tokenizer."""
     found = find_on_disk(name, data_dir, model_files)
     if found:
         return found
