@@ -27,6 +27,15 @@ PRESETS = {
                    softcap=15.0, x0_mix=True),
 }
 
+# the values that settings may have: (least, all below, in words, names)
+LIMITS = (
+    (1, math.inf, 'at least 1', ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head',
+                                 'n_ff', 'head_dim', 'window', 'rope_context')),
+    (0, 1, 'at least 0 and below 1', ('dropout', 'label_smoothing')),
+    (0, math.inf, 'at least 0 and finite; 0 turns it off', ('softcap', 'attn_softcap')),
+    (1e-30, math.inf, 'above 0 and finite', ('norm_eps', 'embed_scale', 'query_scale', 'rope_factor')),
+    (1 + 1e-9, math.inf, 'above 1 and finite', ('rope_base', 'rope_local_base')))
+
 
 @dataclass
 class GPTConfig:
@@ -38,14 +47,27 @@ class GPTConfig:
     n_head: int = 12  # attention heads per block
     n_kv_head: int | None = None  # key/value heads (grouped-query attention); None: n_head
     n_embd: int = 768  # embedding channels
-    n_ff: int | None = None  # hidden channels of the MLP; None: 4 * n_embd (swiglu: 8/3, rounded up to 64)
+    head_dim: int | None = None  # channels of a head; None: n_embd / n_head
+    n_ff: int | None = None  # hidden channels of the MLP; None: 4 * n_embd (gated: 8/3, rounded up to 64)
     dropout: float = 0.0  # 0 for pretraining, 0.1 or more if the data is seen many times
     bias: bool = False  # in Linears and LayerNorms, as in OpenAI's GPT-2; False is a bit better and faster
+    qkv_bias: bool | None = None  # biases of queries, keys and values (Qwen 2); None: bias
     position: Literal['learned', 'rope'] | None = None  # learned embeddings, or rotary (arXiv 2104.09864)
     rope_base: float = 10000.0  # of rotary positions; contexts beyond 8K use 500000 (Llama 3) or more
-    norm: Literal['layernorm', 'rmsnorm'] | None = None  # rmsnorm has no weights here
-    mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu'] | None = None  # OpenAI's weights need gelu_tanh
+    rope_local_base: float | None = None  # rope_base of layers with a window (Gemma 3); None: rope_base
+    rope_factor: float = 1.0  # divides the frequencies of rope_base, for a context longer than in training
+    rope_context: int | None = None  # that context; then fast frequencies stay (Llama 3); None: none do
+    norm: Literal['layernorm', 'rmsnorm', 'rmsnorm_weight', 'rmsnorm_offset'] | None = None  # see RMSNorm
+    norm_eps: float | None = None  # added to the variance; None: 1e-5 for layernorm, 1e-6 for the others
+    post_norm: bool = False  # also normalize the outputs of attention and MLP (Gemma 2)
+    embed_norm: bool | None = None  # RMSNorm after the embedding; None: with rotary positions
+    embed_scale: float = 1.0  # factor of the embedding (Gemma: sqrt(n_embd))
+    mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'] | None = None  # OpenAI's is gelu_tanh
+    window: int | None = None  # attention reaches this many tokens, with the query's own; None: the context
+    window_pattern: str | None = None  # layers that have the window (S) or not (L), repeated; None: S
     qk_norm: bool | None = None  # RMSNorm on queries and keys, which bounds attention logits
+    query_scale: float | None = None  # factor of attention logits; None: head_dim ** -0.5
+    attn_softcap: float = 0.0  # like softcap, of attention logits (Gemma 2); 0: off
     tie: bool | None = None  # token embedding and head share one matrix
     zero_init: bool | None = None  # blocks start as the identity; the head starts uniform
     softcap: float | None = None  # logits -> c * tanh(logits / c); 0: off
@@ -56,38 +78,58 @@ class GPTConfig:
         """The problems with the settings, one sentence each."""
         c = self.resolved()
         wrong = []
-        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head', 'n_ff'):
-            value = getattr(c, name)
-            if value is not None and value < 1:
-                wrong.append(f'{name}={value} must be at least 1')
+        for least, below, words, names in LIMITS:
+            for name in names:
+                value = getattr(c, name)
+                if value is not None and not least <= value < below:
+                    wrong.append(f'{name}={value} must be {words}')
         if wrong:
             return wrong
-        D = c.n_embd // c.n_head
-        if c.n_embd % c.n_head:
+        if self.head_dim is None and c.n_embd % c.n_head:
             nearest = max(1, round(c.n_embd / c.n_head)) * c.n_head
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; try n_embd={nearest}')
-        elif c.position == 'rope' and D % 2:
-            wrong.append(f'n_embd / n_head = {D} is odd; rotary positions rotate pairs of channels')
-        if not 1 < c.rope_base < math.inf:
-            wrong.append(f'rope_base={c.rope_base} must be above 1 and finite')
-        elif c.rope_base != 10000 and c.position != 'rope':
-            wrong.append(f"rope_base={c.rope_base} applies only with position='rope'")
+        elif c.position == 'rope' and c.head_dim % 2:
+            what = 'n_embd / n_head' if self.head_dim is None else 'head_dim'
+            wrong.append(f'{what} = {c.head_dim} is odd; rotary positions rotate pairs of channels')
+        is_rope = c.position == 'rope'
+        for name, acts, where in (
+                ('rope_base', is_rope, "position='rope'"), ('rope_factor', is_rope, "position='rope'"),
+                ('rope_context', is_rope and c.rope_factor != 1, "position='rope' and a rope_factor"),
+                ('rope_local_base', is_rope and c.window, "position='rope' and a window"),
+                ('embed_scale', not c.embed_norm, 'embed_norm=False')):
+            value = getattr(c, name)
+            if value != getattr(GPTConfig, name) and not acts:
+                wrong.append(f'{name}={value} applies only with {where}')
+        pattern = c.window_pattern
+        if pattern is not None and (c.window is None or not {'S'} <= set(pattern) <= {'S', 'L'}):
+            wrong.append(f'window_pattern={pattern!r} must contain an S, only S and L, and need a window')
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
-        for name in ('dropout', 'label_smoothing'):
-            if not 0 <= getattr(c, name) < 1:
-                wrong.append(f'{name}={getattr(c, name)} must be at least 0 and below 1')
-        if not 0 <= c.softcap < math.inf:
-            wrong.append(f'softcap={c.softcap} must be at least 0 and finite; 0 turns it off')
         return wrong
 
     def resolved(self):
         """A copy with the preset's values in place of None. vocab_size stays None if it is None."""
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        c = GPTConfig(**{'n_kv_head': self.n_head, **PRESETS[self.preset], **given})
+        c = GPTConfig(**{'n_kv_head': self.n_head, 'head_dim': self.n_embd // max(self.n_head, 1),
+                         'qkv_bias': self.bias, **PRESETS[self.preset], **given})
         if c.n_ff is None:
-            c.n_ff = math.ceil(8 * c.n_embd / 3 / 64) * 64 if c.mlp == 'swiglu' else 4 * c.n_embd
+            c.n_ff = math.ceil(8 * c.n_embd / 3 / 64) * 64 if c.is_gated else 4 * c.n_embd
+        if c.norm_eps is None:
+            c.norm_eps = 1e-5 if c.norm == 'layernorm' else 1e-6
+        if c.embed_norm is None:  # without learned positions nothing else sets the scale of the stream
+            c.embed_norm = c.position == 'rope'
         return c
+
+    @property
+    def is_gated(self):
+        """Whether the MLP multiplies two projections, which c_fc holds: up, gate (arXiv 2002.05202)."""
+        return self.mlp in ('swiglu', 'geglu')
+
+    def windows(self):
+        """The window of each layer, in tokens; None where attention reaches the complete context."""
+        pattern = self.window_pattern or 'S'
+        kinds = [pattern[layer % len(pattern)] for layer in range(self.n_layer)]
+        return [self.window if kind == 'S' else None for kind in kinds]
 
     def model_args(self):
         """
@@ -117,15 +159,34 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
-def rms_norm(size):
-    """x / sqrt(mean(x^2)) over the last dimension, of this size, without weights (arXiv 1910.07467)."""
-    return nn.RMSNorm(size, eps=1e-6, elementwise_affine=False)
+class RMSNorm(nn.RMSNorm):
+    """With weights (arXiv 1910.07467). Computes in float32 and returns the dtype of its input."""
+    offset = 0.0
+
+    def forward(self, x):
+        weight = self.weight.float() + self.offset
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """Multiplies by 1 + weight (Gemma)."""
+    offset = 1.0
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+def rms_norm(config, size):
+    """x / sqrt(mean(x^2) + eps) over the last dimension, of this size. Two kinds of norm have weights."""
+    if config.norm in ('rmsnorm_weight', 'rmsnorm_offset'):
+        return (RMSNorm if config.norm == 'rmsnorm_weight' else OffsetRMSNorm)(size, config.norm_eps)
+    return nn.RMSNorm(size, 1e-6 if config.norm == 'layernorm' else config.norm_eps, elementwise_affine=False)
 
 
 def norm_of(config):
     if config.norm == 'layernorm':
-        return LayerNorm(config.n_embd, bias=config.bias)
-    return rms_norm(config.n_embd)
+        return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
+    return rms_norm(config, config.n_embd)
 
 
 class Identity(nn.Module):
@@ -133,6 +194,18 @@ class Identity(nn.Module):
 
     def forward(self, x, *_):
         return x
+
+
+class Scale(nn.Module):
+    """Multiplies by a number, which is rounded to the dtype of the input, as it was in Gemma's training."""
+
+    def __init__(self, factor):
+        super().__init__()
+        dtypes = torch.float32, torch.bfloat16, torch.float16
+        self.factors = {dtype: torch.tensor(factor, dtype=dtype, device='cpu').item() for dtype in dtypes}
+
+    def forward(self, x):
+        return x * self.factors[x.dtype]
 
 
 class PositionEmbedding(nn.Embedding):
@@ -154,15 +227,22 @@ class X0Mix(nn.Module):
         return a * x + b * x0
 
 
-def softcap(logits, cap):
-    """Bounds logits to (-cap, cap), smoothly (Gemma 2, arXiv 2408.00118)."""
+def softcap(logits, *_, cap):
+    """Bounds logits to (-cap, cap), smoothly (Gemma 2, arXiv 2408.00118); a score_mod of FlexAttention."""
     return cap * torch.tanh(logits / cap)
 
 
-def rotation_angles(num_positions, D, base):
-    """cos and sin of position * base^(-2i/D): two tensors of (T, D/2), always float32."""
+def rotation_angles(num_positions, D, base, factor=1.0, context=None):
+    """
+    cos and sin of position * base^(-2i/D): two tensors of (T, D/2), always float32. factor: divides the
+    frequencies; with an old context only those of one turn in it or fewer, and those of four or more stay.
+    """
     # in float32 an angle at position 32,000 would be wrong by 2e-3
     frequency = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)  # (D/2)
+    kept = 0.0
+    if context is not None:
+        kept = ((context * frequency / (2 * math.pi) - 1) / 3).clamp(0, 1)
+    frequency = frequency * (kept + (1 - kept) / factor)
     angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency  # (T, D/2)
     return angle.cos().float(), angle.sin().float()
 
@@ -173,37 +253,142 @@ def rotate(x, cos, sin):
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
+def rotate_part(x, cos, sin, part):
+    """rotate() where angles for two bases stand side by side, (T, D): 0 is rope_base, 1 rope_local_base."""
+    return rotate(x, cos.chunk(2, dim=-1)[part], sin.chunk(2, dim=-1)[part])
+
+
+def positions_in(documents):
+    """The position of each token within its document, (B, T). documents: (B, T), their numbers in order."""
+    position = torch.arange(documents.size(1), device=documents.device)
+    begins = F.pad(documents.diff(dim=1) != 0, (1, 0))
+    return position - (position * begins).cummax(1).values
+
+
+QUERIES = 512  # that attend_in_window() computes at once
+
+
+def capped_attention(q, k, v, attn_mask=None, dropout_p=0.0, enable_gqa=True, *, cap):
+    """F.scaled_dot_product_attention with softcap() on the logits, for which it has no kernel."""
+    k, v = (tensor.repeat_interleave(q.size(1) // k.size(1), 1) for tensor in (k, v))
+    logits = softcap((q @ k.mT).float() * q.size(-1)**-0.5, cap=cap)  # (B, H, T, keys)
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        logits = logits.masked_fill(~attn_mask, -math.inf) if is_bool else logits + attn_mask
+    return F.dropout(logits.softmax(-1).to(v.dtype), dropout_p) @ v
+
+
+def attend_in_window(q, k, v, dropout, window, kernel=None):
+    """
+    Causal attention over the last `window` keys (None: all), in blocks of queries with the keys they reach:
+    there is no T x T mask, and no work beyond the window. q: (B, H, T, D), k, v: (B, K, T, D). kernel:
+    capped_attention() of a cap, or None for torch's.
+    """
+    T, gqa = q.size(2), q.size(1) > k.size(1)
+    size, window = min(T, QUERIES), min(window or T, T)
+    if window == T and kernel is None:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa)
+    kernel = kernel or F.scaled_dot_product_attention
+    # rows: a block of queries; columns: the keys of the window before the block, then its own
+    row, column = torch.arange(size, device=q.device), torch.arange(window - 1 + size, device=q.device)
+    age = row[:, None] + window - 1 - column
+    mask = torch.zeros_like(age, dtype=q.dtype).masked_fill((age < 0) | (age >= window), -math.inf)
+    parts = []
+    for start in range(0, T, size):
+        end, first = min(start + size, T), max(start - window + 1, 0)
+        left = first - (start - window + 1)  # columns before the first key
+        parts.append(kernel(
+            q[:, :, start:end], k[:, :, first:end], v[:, :, first:end],
+            mask[:end - start, left:left + end - first], dropout, enable_gqa=gqa))
+    return torch.cat(parts, 2)
+
+
+@torch.compiler.disable  # the shapes of documents depend on the data
+def attend_within(q, k, v, dropout, window, documents, kernel=None):
+    """attend_in_window() within each document. documents: (B, T), numbers that rise; None: one a row."""
+    if documents is None:
+        return attend_in_window(q, k, v, dropout, window, kernel)
+    rows = []
+    for row, numbers in enumerate(documents):
+        lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
+        parts = zip(*(tensor[row:row + 1].split(lengths, 2) for tensor in (q, k, v)), strict=True)
+        rows.append(torch.cat([attend_in_window(*part, dropout, window, kernel) for part in parts], 2))
+    return torch.cat(rows)
+
+
+@cache
+def compiled_flex():
+    """create_block_mask and flex_attention; uncompiled, they would hold all T x T scores."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    return torch.compile(create_block_mask, dynamic=False), torch.compile(flex_attention, dynamic=False)
+
+
+def block_mask(T, window, documents, device):
+    """FlexAttention's mask of what attend_within() reaches."""
+    def visible(b, h, i, j):
+        seen = j <= i
+        if window is not None:
+            seen = seen & (i - j < window)
+        if documents is not None:
+            seen = seen & (documents[b, i] == documents[b, j])
+        return seen
+    rows = None if documents is None else len(documents)
+    return compiled_flex()[0](visible, rows, None, T, T, device=device)
+
+
 class Attention(nn.Module):
     """Causal self-attention with optional rotary positions, QK-norm and grouped queries."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.n_head, self.n_kv_head = layer, config.n_head, config.n_kv_head
-        D = config.n_embd // config.n_head
+        self.window = config.windows()[layer]
+        self.head_dim = D = config.head_dim
         # queries, keys and values of all heads in one matrix, in that order
-        self.c_attn = Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * D, bias=config.bias)
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.qk_norm = rms_norm(D) if config.qk_norm else Identity()
+        self.c_attn = Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
+        self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
+        self.q_norm = rms_norm(config, D) if config.qk_norm else Identity()
+        self.k_norm = rms_norm(config, D) if config.qk_norm else Identity()
         self.rotate = rotate if config.position == 'rope' else Identity()
+        if config.rope_local_base is not None:
+            self.rotate = partial(rotate_part, part=int(self.window is not None))
+        self.scale_query = Identity()
+        if config.query_scale not in (None, D**-0.5):  # by which attention multiplies in any case
+            self.scale_query = partial(torch.mul, other=config.query_scale * D**0.5)
+        self.cap = config.attn_softcap
+        self.kernel = partial(capped_attention, cap=self.cap) if self.cap else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, cos, sin, cache=None):
-        B, T, C = x.shape
-        H, K = self.n_head, self.n_kv_head
-        qkv = self.c_attn(x).view(B, T, H + 2 * K, C // H).transpose(1, 2)  # (B, H + 2K, T, D)
+    def attend(self, q, k, v, within=None):
+        """
+        The attention of q, (B, H, T, D), over k and v, (B, K, T, D). within: documents, (B, T), or on a GPU
+        block masks of documents and windows by window; None: windows only.
+        """
+        dropout = self.dropout.p if self.training else 0.0
+        if isinstance(within, dict):  # not run: it needs a GPU
+            if dropout:
+                raise ValueError(f'dropout={dropout} cannot be combined with window or document_mask '
+                                 'or attn_softcap on a GPU; use --dropout=0')
+            flex, cap = compiled_flex()[1], partial(softcap, cap=self.cap) if self.cap else None
+            return flex(q, k, v, cap, within[self.window], enable_gqa=q.size(1) > k.size(1))
+        if within is None and (self.window is None or self.window >= q.size(2)):
+            # no mask: it disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
+            return attend_in_window(q, k, v, dropout, None, self.kernel)
+        return attend_within(q, k, v, dropout, self.window, within, self.kernel)
+
+    def forward(self, x, cos, sin, cache=None, within=None):
+        B, T, _ = x.shape
+        H, K, D = self.n_head, self.n_kv_head, self.head_dim
+        qkv = self.c_attn(x).view(B, T, H + 2 * K, D).transpose(1, 2)  # (B, H + 2K, T, D)
         q, k, v = qkv.split((H, K, K), dim=1)
-        q = self.rotate(self.qk_norm(q), cos, sin)
-        k = self.rotate(self.qk_norm(k), cos, sin)
+        q = self.rotate(self.q_norm(q), cos, sin)
+        k = self.rotate(self.k_norm(k), cos, sin)
         if x.device.type == 'cpu':
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC)
             q, k, v = q.float(), k.float(), v.float()
-        if cache is not None:
-            y = cache.attend(self.layer, q, k, v)
-        else:
-            # no mask: it disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
-            dropout = self.dropout.p if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=K < H)
-        y = y.to(x.dtype).transpose(1, 2).reshape(B, T, C)  # of (B, H, T, D)
+        q = self.scale_query(q)
+        y = self.attend(q, k, v, within) if cache is None else cache.attend(self, q, k, v)
+        y = y.to(x.dtype).transpose(1, 2).reshape(B, T, H * D)  # of (B, H, T, D)
         return self.dropout(self.c_proj(y))
 
 
@@ -211,21 +396,21 @@ def relu2(x):
     return F.relu(x).square()
 
 
-def swiglu(x):
+def gated(x, activation):
     up, gate = x.chunk(2, dim=-1)
-    return up * F.silu(gate)
+    return up * activation(gate)
 
 
-ACTIVATIONS = {'gelu': F.gelu, 'gelu_tanh': partial(F.gelu, approximate='tanh'),
-               'relu2': relu2, 'swiglu': swiglu}
+gelu_tanh = partial(F.gelu, approximate='tanh')
+ACTIVATIONS = {'gelu': F.gelu, 'gelu_tanh': gelu_tanh, 'relu2': relu2,
+               'swiglu': partial(gated, activation=F.silu), 'geglu': partial(gated, activation=gelu_tanh)}
 
 
 class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        matrices = 2 if config.mlp == 'swiglu' else 1  # swiglu: up and gate in one (arXiv 2002.05202)
-        self.c_fc = Linear(config.n_embd, matrices * config.n_ff, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, (1 + config.is_gated) * config.n_ff, bias=config.bias)
         self.act = ACTIVATIONS[config.mlp]
         self.c_proj = Linear(config.n_ff, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -241,13 +426,15 @@ class Block(nn.Module):
         self.mix = X0Mix() if config.x0_mix else Identity()
         self.ln_1 = norm_of(config)
         self.attn = Attention(config, layer)
+        self.ln_1_post = norm_of(config) if config.post_norm else Identity()
         self.ln_2 = norm_of(config)
         self.mlp = MLP(config)
+        self.ln_2_post = norm_of(config) if config.post_norm else Identity()
 
-    def forward(self, x, x0, cos, sin, cache=None):
+    def forward(self, x, x0, cos, sin, cache=None, within=None):
         x = self.mix(x, x0)
-        x = x + self.attn(self.ln_1(x), cos, sin, cache)
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.ln_1_post(self.attn(self.ln_1(x), cos, sin, cache, within))
+        return x + self.ln_2_post(self.mlp(self.ln_2(x)))
 
 
 def head_gradients(x, w, targets, cap, smoothing):
@@ -257,7 +444,7 @@ def head_gradients(x, w, targets, cap, smoothing):
     """
     logits = (x @ w.T).float()  # (N, V)
     if cap:
-        logits = softcap(logits, cap)
+        logits = softcap(logits, cap=cap)
     loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum', label_smoothing=smoothing)
     V = w.size(0)
     d = logits.softmax(1) - smoothing / V
@@ -316,8 +503,8 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(c.vocab_size, c.n_embd),
             wpe=PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else Identity(),
-            # without learned positions nothing else sets the scale at which the residual stream starts
-            ln_e=rms_norm(c.n_embd) if c.position == 'rope' else Identity(),
+            ln_e=(rms_norm(c, c.n_embd) if c.embed_norm else
+                  Scale(c.embed_scale) if c.embed_scale != 1 else Identity()),
             drop=nn.Dropout(c.dropout),
             h=nn.ModuleList([Block(c, layer) for layer in range(c.n_layer)]),
             ln_f=norm_of(c),
@@ -326,10 +513,18 @@ class GPT(nn.Module):
         self.softcap = partial(softcap, cap=c.softcap) if c.softcap else Identity()
         if c.tie:
             self.transformer.wte.weight = self.lm_head.weight
-        cos, sin = rotation_angles(c.block_size, c.n_embd // c.n_head, c.rope_base)
-        self.register_buffer('cos', cos, persistent=False)  # (T, D/2)
-        self.register_buffer('sin', sin, persistent=False)
+        self.compute_angles()
         self.init_weights()
+
+    def compute_angles(self):
+        """The buffers cos and sin, (T, D/2), or (T, D) where layers with a window have their own base."""
+        c = self.config
+        tables = [rotation_angles(c.block_size, c.head_dim, c.rope_base, c.rope_factor, c.rope_context)]
+        if c.rope_local_base is not None:
+            tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
+        cos, sin = zip(*tables, strict=True)
+        self.register_buffer('cos', torch.cat(cos, dim=1), persistent=False)
+        self.register_buffer('sin', torch.cat(sin, dim=1), persistent=False)
 
     @torch.no_grad()
     def init_weights(self):
@@ -353,17 +548,19 @@ class GPT(nn.Module):
             elif name.endswith('bias'):  # other vectors start as their modules made them
                 nn.init.zeros_(p)
 
-    def forward(self, idx, targets=None, cache=None):
+    def forward(self, idx, targets=None, cache=None, documents=None):
         """
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
+        documents: (B, T), the number of each token's document, rising along a row: attention stays within a
+        document, and learned positions begin again with it. None: each row is one. Not with a cache.
         Without targets, returns the logits of the last position, (B, V), float32. With targets, (B, T) ids
         or -1 for a masked token, returns the summed cross-entropy of each sequence, (B,),
         float32, in nats; with gradients and loss_chunks above 1, that of all sequences, (1,).
         """
-        T = idx.size(1)
-        assert 0 < T <= self.config.block_size, f'{T} tokens exceed block_size={self.config.block_size}'
+        T, c = idx.size(1), self.config
+        assert 0 < T <= c.block_size, f'{T} tokens exceed block_size={c.block_size}'
         if cache is None:
-            position = torch.arange(T, device=idx.device)
+            position = torch.arange(T, device=idx.device) if documents is None else positions_in(documents)
             cos, sin = self.cos[:T], self.sin[:T]  # (T, D/2)
         else:
             position = cache.begin(T)
@@ -371,8 +568,12 @@ class GPT(nn.Module):
             sin = self.sin[position].unsqueeze(-3)
         x = self.transformer.wpe(self.transformer.wte(idx), position)  # (B, T, C)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
+        within = documents
+        masked = documents is not None or c.window or c.attn_softcap
+        if masked and cache is None and x.device.type == 'cuda':
+            within = {window: block_mask(T, window, documents, x.device) for window in set(c.windows())}
         for block in self.transformer.h:
-            x = block(x, x0, cos, sin, cache)
+            x = block(x, x0, cos, sin, cache, within)
         if targets is not None:
             return self.loss(x, targets)
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
@@ -401,13 +602,16 @@ class GPT(nn.Module):
     def flops_per_token(self, T):
         """
         Floating-point operations per token, forward and backward, in sequences of T: 6 for each weight that
-        multiplies (not embeddings), plus causal attention over (T + 1) / 2 positions on average.
+        multiplies (not embeddings), plus causal attention over (T + 1) / 2 positions on average,
+        or fewer where a window ends before that.
         """
         c = self.config
-        qkv = c.n_embd + 2 * c.n_kv_head * (c.n_embd // c.n_head)
-        mlp = c.n_ff * (3 if c.mlp == 'swiglu' else 2)
-        weights = c.n_embd * (c.n_layer * (qkv + c.n_embd + mlp) + c.vocab_size)
-        attention = c.n_layer * 2 * c.n_embd * (T + 1) / 2  # multiply-adds: q k^T, weights v
+        projections = 2 * (c.n_head + c.n_kv_head) * c.head_dim
+        mlp = c.n_ff * (2 + c.is_gated)
+        weights = c.n_embd * (c.n_layer * (projections + mlp) + c.vocab_size)
+        reach = [min(window or T, T) for window in c.windows()]
+        keys = sum(W - W * (W - 1) / (2 * T) for W in reach)  # on average over the positions, in all layers
+        attention = 2 * c.n_head * c.head_dim * keys  # multiply-adds: q k^T, weights v
         return 6 * (weights + attention)
 
     def crop_block_size(self, block_size):
@@ -422,7 +626,12 @@ class GPT(nn.Module):
     @classmethod
     def from_checkpoint(cls, model_args, weights, **override):
         """A GPT of a checkpoint. override: settings to replace. ValueError if args and weights do not fit."""
-        model = cls(dataclasses.replace(config_from(model_args), **override))
+        with torch.device('meta'):  # without initial weights, which take minutes for billions
+            model = cls(dataclasses.replace(config_from(model_args), **override))
+        model.to_empty(device='cpu')
+        if model.config.tie:  # to_empty() gave each its own memory
+            model.transformer.wte.weight = model.lm_head.weight
+        model.compute_angles()
         model.load_weights(weights)
         return model
 

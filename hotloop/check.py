@@ -61,7 +61,7 @@ def check_gpus():
 
 def check_attention(device, dtype):
     """The kernels of scaled_dot_product_attention that run, each tried alone."""
-    shape = SimpleNamespace(n_head=12, n_kv_head=12, n_embd=768)
+    shape = SimpleNamespace(n_head=12, n_kv_head=12, head_dim=64)
     kernels = attention_kernels(shape, SimpleNamespace(device=device, dtype=dtype))
     lines = [f'attention kernels that run: {", ".join(kernels) or "none"}']
     if not {'cudnn', 'flash', 'efficient'} & set(kernels) and device.type != 'mps':

@@ -123,7 +123,7 @@ def peak_memory(device):
 def attention_kernels(config, env):
     """Names of torch's attention kernels that run here for the heads of a model."""
     dtype = torch.float32 if env.device.type == 'cpu' else env.dtype  # see Attention in model.py
-    heads, kv_heads, channels = config.n_head, config.n_kv_head, config.n_embd // config.n_head
+    heads, kv_heads, channels = config.n_head, config.n_kv_head, config.head_dim
     q = torch.zeros(1, heads, 128, channels, device=env.device, dtype=dtype)
     k, names = q[:, :kv_heads], []
     for name in ('CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH'):

@@ -16,16 +16,38 @@ UNREACHED = 2  # attempts while the host has not answered at all
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # status codes worth a retry
 
 
+class Refused(ValueError):
+    """A server's answer with an error status."""
+
+    def __init__(self, message, status):
+        super().__init__(message)
+        self.status = status
+
+
 def hub():
     """The address of the Hugging Face hub, or of the mirror in HF_ENDPOINT."""
     return os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')
+
+
+def hub_home():
+    """The folder where Hugging Face's own tools keep models and the token."""
+    return os.environ.get('HF_HOME') or os.path.expanduser('~/.cache/huggingface')
+
+
+def hub_token():
+    """The token in HF_TOKEN, or the one of `hf auth login`; '' if there is none."""
+    if token := os.environ.get('HF_TOKEN'):
+        return token
+    with contextlib.suppress(OSError), open(os.path.join(hub_home(), 'token'), encoding='utf-8') as f:
+        return f.read().strip()
+    return ''
 
 
 def download(url, path, sha256=None):
     """
     Downloads a file unless it is there, and returns its path. It is written to path.part, which a later call
     resumes, and renamed once its length and its SHA-256 (the argument, or what the hub sends) are right.
-    HF_ENDPOINT, HF_TOKEN (sent to the hub alone) and proxies apply. ValueError says what is wrong.
+    HF_ENDPOINT, HF_HOME, HF_TOKEN (sent to the hub alone) and proxies apply. ValueError says what is wrong.
     """
     if os.path.exists(path):
         return path
@@ -84,8 +106,8 @@ def fetch(url, part):
 def request(session, url, part):
     """The server's answer: the rest of the file if part is the start of the same version, or all of it."""
     headers, etag, have = {'Accept-Encoding': 'identity'}, '', 0
-    if url.startswith(hub() + '/') and os.environ.get('HF_TOKEN'):
-        headers['Authorization'] = f'Bearer {os.environ["HF_TOKEN"]}'
+    if url.startswith(hub() + '/') and (token := hub_token()):
+        headers['Authorization'] = f'Bearer {token}'
     with contextlib.suppress(OSError), open(part + '.etag', encoding='utf-8') as f:
         etag, have = f.read(), os.path.getsize(part)
     if etag and have:
@@ -98,7 +120,7 @@ def request(session, url, part):
         return request(session, url, part)
     if status not in (200, *BUSY) and not is_rest:
         hint = 'set HF_TOKEN to a token that may read it' if status in (401, 403) else 'check the address'
-        raise ValueError(f'{url} returned {status} {answer.reason}; {hint}')
+        raise Refused(f'{url} returned {status} {answer.reason}; {hint}', status)
     is_page = 'text/html' in answer.headers.get('Content-Type', '')
     if status == 200 and is_page and not urlsplit(url).path.endswith(('.html', '.htm')):
         raise ValueError(f'{url} is a web page; give the address of the file itself')

@@ -104,7 +104,10 @@ def activation_bytes(model, batch, dtype, chunks, recompute='none'):
     counts = []
     for n_layer in (1, 2):
         with torch.device('meta'):
-            small = type(model)(dataclasses.replace(model.config, n_layer=n_layer))
+            # windows and soft-caps take the memory of none, and their kernels are not on this device
+            config = dataclasses.replace(model.config, n_layer=n_layer, window=None, window_pattern=None,
+                                         rope_local_base=None, attn_softcap=0.0)
+            small = type(model)(config)
         small.compute_dtype, small.loss_chunks = dtype, chunks
         set_blocks(small, recompute)
         counts.append(count_step(small, batch))

@@ -16,7 +16,7 @@ class KVCache:
     """
 
     def __init__(self, config, batch, num_positions, device, dtype, static=False):
-        shape = (batch, config.n_kv_head, num_positions, config.n_embd // config.n_head)
+        shape = (batch, config.n_kv_head, num_positions, config.head_dim)
         # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
@@ -33,26 +33,35 @@ class KVCache:
             assert T == 1 or not any(lengths), 'a cache that is not empty takes one token at a time'
             self.end = max(lengths) + T
         if self.static or min(lengths) < max(lengths):  # without a mask a CPU saves a fifth of the time
-            self.mask = (torch.arange(self.end, device=device) <= positions)[:, None, None]  # (B, 1, 1, end)
+            self.age = (positions - torch.arange(self.end, device=device))[:, None, None]
+            self.mask = self.age >= 0  # (B, 1, 1, end)
         return positions
 
-    def attend(self, layer, q, k, v):
+    def attend(self, attention, q, k, v):
         """Stores k and v, (B, K, T, D); returns the attention of q, (B, H, T, D), to all of its row."""
+        layer, window, end = attention.layer, attention.window, self.end
         for cached, new in ((self.k[layer], k), (self.v[layer], v)):
             if self.mask is None:
-                cached[:, :, self.end - new.size(2):self.end] = new
+                cached[:, :, end - new.size(2):end] = new
             else:
                 rows = torch.arange(new.size(0), device=new.device)
                 cached[rows, :, self.length] = new[:, :, 0].to(cached.dtype)
-        k, v = self.k[layer][:, :, :self.end], self.v[layer][:, :, :self.end]
+        if q.size(2) > 1:  # prompts, into an empty cache
+            return attention.attend(q, k, v)
+        first, mask = 0, self.mask
+        if window is not None and mask is None:
+            first = max(end - window, 0)
+        elif window is not None:
+            mask = mask & (self.age < window)
+        k, v = self.k[layer][:, :, first:end], self.v[layer][:, :, first:end]
         if self.static and q.device.type == 'cpu':
-            return attend_in_sums(q, k, v, self.mask)
-        return F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=q.size(2) > 1,
-                                              enable_gqa=q.size(1) > k.size(1))
+            return attend_in_sums(q, k, v, mask, attention.cap)
+        kernel = attention.kernel or F.scaled_dot_product_attention
+        return kernel(q, k, v, mask, enable_gqa=q.size(1) > k.size(1))
 
     def finish(self, x):
         """Counts the new tokens when all layers are done. (B, T, C) -> (B, C), each row's last token."""
-        self.mask = None  # or a compiled step would return it
+        self.mask = self.age = None  # or a compiled step would return it
         if self.prompt_lengths is None:
             self.length += x.size(1)
             return x[:, -1]
@@ -74,7 +83,7 @@ class KVCache:
             self.v[layer] = self.v[layer][rows]
 
 
-def attend_in_sums(q, k, v, mask):
+def attend_in_sums(q, k, v, mask, cap):
     """
     Attention of one query, (B, H, 1, D), to (B, K, T, D) keys, as sums. Compiled for a CPU they read bf16
     keys in 1.1 ms (12 layers of 12 heads, 1,024 keys of 64); the kernel takes 2.5 and float32 keys.
@@ -82,6 +91,8 @@ def attend_in_sums(q, k, v, mask):
     B, K, _, D = k.shape
     q = q.view(B, K, -1, 1, D) * D**-0.5  # queries that share keys are adjacent
     scores = (q * k[:, :, None].float()).sum(-1)  # (B, K, H / K, T)
+    if cap:  # Attention's soft-cap
+        scores = cap * torch.tanh(scores / cap)
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
     return (weights[..., None] * v[:, :, None].float()).sum(-2).view(B, -1, 1, D)
 

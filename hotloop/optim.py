@@ -119,10 +119,10 @@ def build_optimizers(model, cfg, env):
 def matrix_rows(model):
     """{parameter: [rows of each independent matrix in it]} of the matrices inside blocks."""
     c = model.config
-    kv_rows = c.n_kv_head * (c.n_embd // c.n_head)
+    q_rows, kv_rows = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
     rows = {p: [p.size(0)] for p in model.transformer.h.parameters() if p.dim() == 2}
     for block in model.transformer.h:
-        rows[block.attn.c_attn.weight] = [c.n_embd, kv_rows, kv_rows]  # queries, keys, values
-        if c.mlp == 'swiglu':
+        rows[block.attn.c_attn.weight] = [q_rows, kv_rows, kv_rows]  # queries, keys, values
+        if c.is_gated:
             rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]  # up, gate
     return rows

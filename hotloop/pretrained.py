@@ -1,4 +1,4 @@
-"""Weights to start from: a run, a checkpoint, a Hugging Face folder, GPT-2 from the hub (safetensors)."""
+"""Weights to start from: a run, a checkpoint, a Hugging Face folder, a model of the hub (safetensors)."""
 
 import json
 import mmap
@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from hotloop.checkpoint import load_checkpoint
-from hotloop.download import download, hub
+from hotloop.families import CONV1D, our_name, settings_of
 from hotloop.files import read_json
+from hotloop.hub import hub_model, is_hub_name, weight_files
 from hotloop.run_dir import RunDir
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
 
@@ -20,8 +21,6 @@ GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_s
                for name, n_layer, n_head, n_embd in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
                                                      ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
 GPT2_NAMES = tuple(GPT2_SHAPES)
-MLP_OF = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
-CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16,
           'I64': torch.int64, 'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8,
           'U8': torch.uint8, 'BOOL': torch.bool}  # as safetensors names them
@@ -37,30 +36,40 @@ class Weights(NamedTuple):
 
 def open_weights(source, data_dir):
     """
-    The Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file; or gpt2 (-medium, -large,
-    -xl), downloaded once to data_dir/pretrained. ValueError if nothing is there or nothing is intact.
+    The Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file; or a model of the hub,
+    gpt2 (-medium, -large, -xl) among them, downloaded once to data_dir/pretrained. ValueError if nothing is
+    there, nothing is intact, or GPT cannot compute it.
     """
-    folder = source
-    if source in GPT2_NAMES and not os.path.exists(source):
-        folder = os.path.join(data_dir, 'pretrained', source)
-        for name in ('config.json', 'model.safetensors'):
-            download(f'{hub()}/openai-community/{source}/resolve/main/{name}', os.path.join(folder, name))
-    if not os.path.exists(os.path.join(folder, 'config.json')):
+    folder, is_gpt2 = find_folder(source, data_dir), source in GPT2_NAMES
+    if folder is None:
         path, checkpoint = open_checkpoint(source)
         model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
         return Weights(path, model_args, weights, checkpoint.get('tokenizer'), checkpoint)
-    model_args, weights = load_gpt2(folder)
-    tokenizer = GPT2_SPEC if model_args['vocab_size'] in GPT2_VOCAB_SIZES else None
-    if os.path.exists(os.path.join(folder, 'tokenizer.json')):
-        tokenizer = read_tokenizer_json(folder).spec()
-    return Weights(folder, model_args, weights, tokenizer, {})
+    model_args, weights = load_folder(folder)
+    spec, habits = None, {}
+    if any(os.path.exists(os.path.join(folder, name)) for name in ('tokenizer.json', 'tokenizer.model')):
+        tokenizer = read_tokenizer_json(folder)
+        spec, habits = tokenizer.spec(), habits_of(folder, tokenizer)
+    elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
+        spec = GPT2_SPEC
+    return Weights(folder, model_args, weights, spec, habits)
+
+
+def find_folder(source, data_dir):
+    """The Hugging Face folder that `source` names, downloaded if it is not here; None for a checkpoint."""
+    if not os.path.exists(source):
+        if source in GPT2_NAMES:
+            return hub_model(f'openai-community/{source}', data_dir)
+        return hub_model(source, data_dir) if is_hub_name(source) else None
+    return source if os.path.exists(os.path.join(source, 'config.json')) else None
 
 
 def open_checkpoint(source):
     """(path, checkpoint) of a file, or of a run folder's first intact one: best.pt, ckpt.pt, older ones."""
     if not os.path.exists(source):
         raise ValueError(f'{source!r} does not exist; train first (python train.py --out_dir={source}), or '
-                         f'name a run, a checkpoint, a Hugging Face folder or one of {", ".join(GPT2_NAMES)}')
+                         f'name a run, a checkpoint, a Hugging Face folder, one of {", ".join(GPT2_NAMES)}, or a '
+                         'model of the hub such as Qwen/Qwen2.5-0.5B')
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
     run = RunDir(source)
@@ -75,41 +84,33 @@ def open_checkpoint(source):
     return paths[-1], load_checkpoint(paths[-1])
 
 
-def load_gpt2(folder):
-    """(model_args, weights) of a Hugging Face folder of the GPT-2 family, in one file or in shards."""
-    model_args, weights, files = gpt2_args(os.path.join(folder, 'config.json')), {}, ['model.safetensors']
-    index = os.path.join(folder, 'model.safetensors.index.json')
-    if os.path.exists(index):
-        files = sorted({os.path.basename(name) for name in read_json(index)['weight_map'].values()})
+def load_folder(folder):
+    """
+    (model_args, weights) of a Hugging Face folder. Weights keep their dtype and stay in the mapped files, but
+    for matrices that are joined here.
+    """
+    path, found = os.path.join(folder, 'config.json'), {}
+    config = read_json(path)
+    model_args, kind = settings_of(config, path), config['model_type']
+    files = weight_files(folder)
+    if not os.path.exists(os.path.join(folder, files[0])):
+        raise ValueError(f'{os.path.join(folder, files[0])} does not exist, and other formats are not read: '
+                         'they can run code. If you trust it, transformers converts it: AutoModelForCausalLM'
+                         f'.from_pretrained({folder!r}).save_pretrained({folder!r})')
     for file in files:
         for name, tensor in read_safetensors(os.path.join(folder, file)).items():
-            if not name.startswith(('transformer.', 'lm_head.')):
-                name = f'transformer.{name}'
-            if name.endswith(CONV1D):  # OpenAI's "Conv1D" stores (in, out)
-                tensor = tensor.t()
-            weights[name] = tensor.float()
+            if ours := our_name(name, kind):
+                is_conv = kind == 'gpt2' and name.endswith(CONV1D)  # OpenAI's "Conv1D" stores (in, out)
+                found.setdefault(ours[0], {})[ours[1]] = tensor.t() if is_conv else tensor
+    weights = {}
+    for name, parts in found.items():
+        parts = [parts[place] for place in sorted(parts)]
+        weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     embedding = weights.get('transformer.wte.weight')
     if model_args['tie'] and embedding is not None:
         head = weights.setdefault('lm_head.weight', embedding)
         model_args['tie'] = torch.equal(head, embedding)  # like transformers, keeps a different head
     return model_args, weights
-
-
-def gpt2_args(path):
-    """The model_args in a config.json of the GPT-2 family. ValueError if GPT cannot compute it."""
-    config = read_json(path)
-    supported = {'model_type': ['gpt2'], 'activation_function': list(MLP_OF), 'layer_norm_epsilon': [1e-5],
-                 'scale_attn_weights': [True], 'scale_attn_by_inverse_layer_idx': [False],
-                 'add_cross_attention': [False]}
-    for name, values in supported.items():
-        if config.get(name, values[0]) not in values:
-            only = ', '.join(map(str, values))
-            raise ValueError(f'{path}: {name}={config[name]!r} is not supported, only {only}')
-    return dict(n_layer=config['n_layer'], n_head=config['n_head'], n_embd=config['n_embd'],
-                n_ff=config.get('n_inner'), block_size=config.get('n_positions', 1024),
-                vocab_size=config['vocab_size'], bias=True,
-                mlp=MLP_OF[config.get('activation_function', 'gelu_new')],
-                tie=config.get('tie_word_embeddings', True))
 
 
 def read_safetensors(path):

@@ -165,6 +165,7 @@ def hub(monkeypatch):
     monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{server.server_port}/')
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     monkeypatch.delenv('HF_TOKEN', raising=False)
+    monkeypatch.setenv('HF_HOME', '/nonexistent')  # with a token or models of this machine's user
     monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
 
     def serve(file, body):

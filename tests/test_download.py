@@ -27,6 +27,7 @@ def server(monkeypatch):
     monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     monkeypatch.delenv('HF_TOKEN', raising=False)
+    monkeypatch.setenv('HF_HOME', '/nonexistent')  # with a token or models of this machine's user
     state = SimpleNamespace(script=[], seen=[])
 
     class Handler(http.server.BaseHTTPRequestHandler):

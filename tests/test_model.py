@@ -7,13 +7,24 @@ from functools import cache
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, PRESETS, ChunkedLoss, GPTConfig, compiled_head_gradients, config_from
+from model import (
+    GPT,
+    PRESETS,
+    ChunkedLoss,
+    GPTConfig,
+    attend_within,
+    block_mask,
+    compiled_head_gradients,
+    config_from,
+)
 
 SHAPES = {'gpt2': dict(bias=True), 'modern': dict(preset='modern'),
           'swiglu, grouped': dict(preset='modern', mlp='swiglu', n_kv_head=2),
-          'tied rope': dict(position='rope', softcap=5.0)}
+          'tied rope': dict(position='rope', softcap=5.0),
+          'windows': dict(preset='modern', n_kv_head=2, window=5, window_pattern='SL')}
 SMALL = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32)
 
 
@@ -48,6 +59,80 @@ def test_a_token_changes_later_outputs_and_no_earlier_one(shape):
         b[0, place] = (b[0, place] + 1) % 61
         changed = (all_logits(model, a) != all_logits(model, b)).any(-1)[0]
         assert not changed[:place].any() and changed[place:].all()
+
+
+def visible(T, window=None, documents=None):
+    """The dense mask that attention within windows and documents equals, (T, T) or (B, 1, T, T)."""
+    age = torch.arange(T)[:, None] - torch.arange(T)
+    seen = (age >= 0) & (age < (window or T))
+    return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None])
+
+
+DOCUMENTS = torch.tensor([[0] * 9 + [1] + [2] * 3 + [4] * 10, [3] * 23])
+CASES = [(5, None), (1, None), (23, None), (None, DOCUMENTS), (4, DOCUMENTS), (9, DOCUMENTS), (30, DOCUMENTS)]
+
+
+@pytest.mark.parametrize('block', [4, 7, 512])
+@pytest.mark.parametrize('window, documents', CASES)
+def test_attention_within_windows_and_documents_equals_a_dense_mask(monkeypatch, window, documents, block):
+    monkeypatch.setattr('model.QUERIES', block)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 23, 8, requires_grad=True) for heads in (4, 2, 2))
+    weights, results = torch.randn(2, 4, 23, 8), []
+    dense = F.scaled_dot_product_attention(q, k, v, visible(23, window, documents), enable_gqa=True)
+    for y in (dense, attend_within(q, k, v, 0.0, window, documents)):
+        results.append([y, *torch.autograd.grad((y * weights).sum(), (q, k, v))])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize('window, documents', [CASES[0], CASES[3], CASES[4]])
+def test_the_block_mask_of_a_gpu_equals_the_dense_mask(monkeypatch, window, documents):
+    """FlexAttention's own, whose kernel needs a GPU; here it is evaluated uncompiled, without gradients."""
+    monkeypatch.setattr('model.compiled_flex', lambda: (create_block_mask, flex_attention))
+    monkeypatch.setattr('torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG', True)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 23, 8) for heads in (4, 2, 2))
+    mask = block_mask(23, window, documents, 'cpu')
+    attention = make(window=window).transformer.h[0].attn
+    dense = F.scaled_dot_product_attention(q, k, v, visible(23, window, documents), enable_gqa=True)
+    torch.testing.assert_close(attention.attend(q, k, v, {window: mask}), dense)
+    attention.train().dropout.p = 0.1
+    with pytest.raises(ValueError, match=r'dropout=0\.1 cannot be combined with window or document_mask'):
+        attention.attend(q, k, v, {window: mask})
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_a_document_in_a_row_is_computed_as_if_it_stood_alone(shape):
+    """Its logits, and the gradients of all; rotary positions are relative, learned ones begin again."""
+    model, x, y, lengths = make(shape), ids(2, 16), ids(2, 16, seed=1), [(6, 1, 9), (16,)]
+    documents = torch.tensor([[0] * 6 + [1] + [2] * 9, [5] * 16])
+    results = []
+    for losses in ([model(x, y, documents=documents).sum()],
+                   [model(a[None], b[None]).sum() for row in range(2) for a, b in
+                    zip(x[row].split(lengths[row]), y[row].split(lengths[row]), strict=True)]):
+        loss = sum(losses)
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+    changed = x.clone()
+    changed[0, 3] = (x[0, 3] + 1) % 61
+    kept = []
+    hook = model.transformer.ln_f.register_forward_hook(lambda module, args, out: kept.append(out))
+    for tokens in (x, changed):
+        model(tokens, y, documents=documents)
+    hook.remove()
+    same = (kept[0] == kept[1]).all(-1)
+    assert not same[0, 3:6].any() and same[0, :3].all() and same[0, 6:].all() and same[1].all()
+
+
+def test_layers_take_the_windows_of_the_pattern_and_reach_no_further():
+    config = GPTConfig(n_layer=5, window=4, window_pattern='SSL')
+    assert config.windows() == [4, 4, None, 4, 4]
+    assert GPTConfig(n_layer=2, window=4).windows() == [4, 4] and GPTConfig(n_layer=2).windows() == [None] * 2
+    model, a = make(window=4), ids(1, 16)
+    b = a.clone()
+    b[0, 2] = (b[0, 2] + 1) % 61
+    changed = (all_logits(model, a) != all_logits(model, b)).any(-1)[0]
+    assert changed.nonzero().flatten().tolist() == list(range(2, 2 + 2 * 3 + 1))  # three more in each layer
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -147,8 +232,9 @@ def test_flops_equal_what_torch_counts(shape):
     with FlopCounterMode(display=False) as counter:
         model(x, x).sum().backward()
     matmuls = sum(n for op, n in counter.get_flop_counts()['Global'].items() if 'attention' not in str(op))
-    pairs = 16 * 17 / 2  # of a query and a key that it sees, in each sequence
-    attention = 2 * 2 * 6 * pairs * 32  # 2 layers, 2 FLOPs, 2 matmuls forward and 4 backward, 32 channels
+    # pairs of a query and a key that it sees, in each layer of a sequence
+    pairs = sum(int(visible(16, window).sum()) for window in model.config.windows())
+    attention = 2 * 6 * pairs * 32  # 2 FLOPs, 2 matmuls forward and 4 backward, 32 channels
     assert model.flops_per_token(16) == pytest.approx(matmuls / (2 * 16) + attention / 16)
 
 
@@ -181,6 +267,9 @@ def test_modern_blocks_start_as_the_identity_and_the_head_as_uniform():
     (dict(dropout=1.0, softcap=math.nan), 'dropout=1.0.*softcap=nan'),
     (dict(preset='modern', n_embd=12, n_head=4), 'n_embd / n_head = 3 is odd'),
     (dict(preset='modern', rope_base=1.0), 'rope_base=1.0 must be above 1 and finite'),
+    (dict(window=0), 'window=0 must be at least 1'),
+    (dict(window_pattern='SL'), "window_pattern='SL' must contain an S, only S and L, and need a window"),
+    (dict(window=8, window_pattern='LX'), "window_pattern='LX' must contain an S"),
     (dict(rope_base=5e5), "rope_base=500000.0 applies only with position='rope'")])
 def test_settings_that_do_not_fit(settings, words):
     with pytest.raises(ValueError, match=words):
@@ -192,7 +281,8 @@ def test_shapes_of_nanogpt_have_its_seven_names_and_others_all():
     assert as_gpt2.model_args()['preset'] == 'modern'  # or a resume with the same flags would contradict it
     seven = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout'}
     assert set(make(dropout=0.1, label_smoothing=0.1).config.model_args()) == seven
-    for other in (dict(mlp='gelu_tanh'), dict(preset='modern'), dict(n_ff=64), dict(tie=False)):
+    for other in (dict(mlp='gelu_tanh'), dict(preset='modern'), dict(n_ff=64), dict(tie=False),
+                  dict(window=8, window_pattern='SL')):
         config = make(**other).config
         assert set(config.model_args()) > seven
         assert config_from(config.model_args()).resolved() == config

@@ -1,0 +1,181 @@
+"""Model families of Hugging Face: a config.json as settings of GPTConfig, and the names of the weights."""
+
+import math
+import re
+
+MLP_OF = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
+LLAMA = dict(position='rope', norm='rmsnorm_weight', mlp='swiglu', bias=False, embed_norm=False)
+GEMMA = LLAMA | dict(norm='rmsnorm_offset', mlp='geglu', post_norm=True)
+# {model_type: settings of GPTConfig that all its models share}
+SETTINGS = {'gpt2': dict(bias=True), 'llama': LLAMA, 'mistral': LLAMA, 'qwen2': LLAMA | dict(qkv_bias=True),
+            'qwen3': LLAMA | dict(qk_norm=True), 'gemma2': GEMMA, 'gemma3_text': GEMMA | dict(qk_norm=True)}
+
+# The keys of a config.json that change what transformers computes and that have no setting here, each with
+# the values that GPT computes; a missing key has the first one. Keys that are not here do not change it.
+LLAMA_KEYS = {'hidden_act': ['silu'], 'attention_bias': [False], 'mlp_bias': [False],
+              'partial_rotary_factor': [None, 1]}
+GEMMA_KEYS = {'hidden_activation': ['gelu_pytorch_tanh'], 'attention_bias': [False],
+              'use_bidirectional_attention': [None, False]}
+GPT2_KEYS = {'activation_function': list(MLP_OF), 'scale_attn_weights': [True],
+             'scale_attn_by_inverse_layer_idx': [False], 'add_cross_attention': [False]}
+EVERY_KEYS = {'quantization_config': [None], 'auto_map': [None]}
+SUPPORTED = {'gpt2': GPT2_KEYS, 'gemma2': GEMMA_KEYS, 'gemma3_text': GEMMA_KEYS}  # others: LLAMA_KEYS
+
+# what transformers assumes for keys that a config.json may lack
+GEMMA_DEFAULTS = {'head_dim': 256, 'tie_word_embeddings': True, 'query_pre_attn_scalar': 256}
+DEFAULTS = {
+    'gpt2': {'n_positions': 1024, 'activation_function': 'gelu_new', 'layer_norm_epsilon': 1e-5,
+             'tie_word_embeddings': True},
+    'llama': {'num_key_value_heads': None},  # as many as attention heads
+    'mistral': {'sliding_window': 4096},
+    'qwen3': {'head_dim': 128},
+    'gemma2': GEMMA_DEFAULTS | {'sliding_window': 4096, 'attn_logit_softcapping': 50.0,
+                                'final_logit_softcapping': 30.0},
+    'gemma3_text': GEMMA_DEFAULTS | {'sliding_window': 4096, 'sliding_window_pattern': 6,
+                                     'rope_theta': 1e6, 'rope_local_base_freq': 1e4}}
+LETTERS = {'sliding_attention': 'S', 'full_attention': 'L'}  # of GPTConfig.window_pattern
+
+# {module of a block: the modules of Hugging Face that it holds, one after the other}
+BLOCK = {'ln_1': ('input_layernorm',), 'ln_2': ('post_attention_layernorm',),
+         'attn.c_attn': ('self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj'),
+         'attn.c_proj': ('self_attn.o_proj',),
+         'attn.q_norm': ('self_attn.q_norm',), 'attn.k_norm': ('self_attn.k_norm',),
+         'mlp.c_fc': ('mlp.up_proj', 'mlp.gate_proj'), 'mlp.c_proj': ('mlp.down_proj',)}
+GEMMA_BLOCK = BLOCK | {'ln_1_post': ('post_attention_layernorm',), 'ln_2': ('pre_feedforward_layernorm',),
+                       'ln_2_post': ('post_feedforward_layernorm',)}
+OUTSIDE = {'embed_tokens': 'transformer.wte', 'norm': 'transformer.ln_f', 'lm_head': 'lm_head'}
+CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
+
+
+# -----------------------------------------------------------------------------
+# settings
+
+def settings_of(config, path):
+    """
+    The settings of GPTConfig, as model_args, that a config.json stands for; path: for messages. It may be
+    that of transformers 4 or 5. ValueError names the key that GPT cannot follow.
+    """
+    kind = config.get('model_type')
+    if kind not in SETTINGS:
+        raise ValueError(f'{path}: model_type={kind!r} is not supported, only {", ".join(SETTINGS)}')
+    config = {**DEFAULTS.get(kind, {}), **config}
+    check_keys(config, {**EVERY_KEYS, **SUPPORTED.get(kind, LLAMA_KEYS)}, path)
+    try:
+        if kind == 'gpt2':
+            return SETTINGS[kind] | gpt2_settings(config)
+        return SETTINGS[kind] | shape_of(config) | attention_of(config, kind, path) | scales_of(config, kind)
+    except KeyError as e:
+        raise ValueError(f'{path} has no {e}') from None
+
+
+def gpt2_settings(config):
+    return dict(n_layer=config['n_layer'], n_head=config['n_head'], n_embd=config['n_embd'],
+                n_ff=config.get('n_inner'), block_size=config['n_positions'],
+                vocab_size=config['vocab_size'], norm_eps=config['layer_norm_epsilon'],
+                mlp=MLP_OF[config['activation_function']], tie=config['tie_word_embeddings'])
+
+
+def shape_of(config):
+    """The sizes of a model of any other family."""
+    heads = config['num_attention_heads']
+    return dict(n_layer=config['num_hidden_layers'], n_head=heads, n_embd=config['hidden_size'],
+                n_kv_head=config['num_key_value_heads'] or heads,
+                head_dim=config.get('head_dim') or config['hidden_size'] // heads,
+                n_ff=config['intermediate_size'], block_size=config['max_position_embeddings'],
+                vocab_size=config['vocab_size'], norm_eps=config['rms_norm_eps'],
+                tie=config.get('tie_word_embeddings', False))
+
+
+def scales_of(config, kind):
+    """Gemma's scale of embeddings and queries, and its soft-caps."""
+    if not kind.startswith('gemma'):
+        return {}
+    return dict(embed_scale=math.sqrt(config['hidden_size']),
+                query_scale=config['query_pre_attn_scalar'] ** -0.5,
+                attn_softcap=config.get('attn_logit_softcapping') or 0.0,
+                softcap=config.get('final_logit_softcapping') or 0.0)
+
+
+def attention_of(config, kind, path):
+    """Windows and rotary positions."""
+    pattern = pattern_of(config, kind, path)
+    windows = {'window': config['sliding_window'], 'window_pattern': pattern} if 'S' in pattern else {}
+    rope = config.get('rope_parameters')  # of transformers 5
+    if rope is None:
+        rope = {'rope_theta': config.get('rope_theta', 10000.0), **(config.get('rope_scaling') or {})}
+    rope = {**rope, **rope.get('full_attention', {})}
+    settings = {'rope_base': float(rope['rope_theta']), **scaling_of(rope, path)}
+    if kind == 'gemma3_text' and windows:
+        local = rope.get('sliding_attention', {'rope_theta': config['rope_local_base_freq']})
+        check_keys({'rope_type': 'default', **local}, {'rope_type': ['default']}, path)
+        settings['rope_local_base'] = float(local['rope_theta'])
+    return windows | settings
+
+
+def pattern_of(config, kind, path):
+    """A letter for each layer, or for each of a few that repeat: S for a sliding window, L for none."""
+    layers, is_qwen = config['num_hidden_layers'], kind.startswith('qwen')
+    if config.get('sliding_window') is None or kind == 'llama' or \
+            (is_qwen and not config.get('use_sliding_window')):
+        return 'L'
+    if kind == 'mistral':
+        return 'S'
+    if config.get('layer_types'):
+        unknown = set(config['layer_types']) - LETTERS.keys()
+        if unknown:
+            raise ValueError(f'{path}: layer_types={", ".join(sorted(unknown))} is not supported, only '
+                             f'{", ".join(LETTERS)}')
+        return ''.join(LETTERS[name] for name in config['layer_types'])
+    if kind == 'gemma2':
+        return 'SL'
+    if kind == 'gemma3_text':
+        return 'S' * (config['sliding_window_pattern'] - 1) + 'L'
+    first = min(config.get('max_window_layers', 28), layers)
+    return 'L' * first + 'S' * (layers - first)
+
+
+def scaling_of(rope, path):
+    """The settings of scaled rotary positions; {} if they are not scaled. ValueError for other kinds."""
+    kind = rope.get('rope_type', rope.get('type', 'default'))
+    only = {'partial_rotary_factor': [None, 1]}
+    if kind == 'llama3':
+        only |= {'low_freq_factor': [1], 'high_freq_factor': [4]}
+    check_keys(rope, only, path)
+    if kind == 'default':
+        return {}
+    if kind == 'linear':
+        return {'rope_factor': float(rope['factor'])}
+    if kind == 'llama3':
+        return {'rope_factor': float(rope['factor']), 'rope_context': rope['original_max_position_embeddings']}
+    raise ValueError(f'{path}: rope_type={kind!r} is not supported, only default, linear, llama3')
+
+
+def check_keys(config, supported, path):
+    """ValueError if a key has a value that is not in supported, {key: values}; a missing one has the first."""
+    for key, values in supported.items():
+        if config.get(key, values[0]) not in values:
+            only = ', '.join(str(value) for value in values if value is not None) or 'none'
+            raise ValueError(f'{path}: {key}={str(config[key])[:80]} is not supported, only {only}')
+
+
+# -----------------------------------------------------------------------------
+# weights
+
+def our_name(name, kind):
+    """
+    (our name of the weight that Hugging Face calls `name`, its place among those that are joined there); a
+    name that is not known stays as it is. None for what is not a weight.
+    """
+    if name.endswith(('.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq')):  # buffers of old versions
+        return None
+    if kind == 'gpt2':
+        return (name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}'), 0
+    name = name.removeprefix('model.')
+    layer = re.fullmatch(r'layers\.(\d+)\.(.+)\.(weight|bias)', name)
+    if layer:
+        block = GEMMA_BLOCK if kind.startswith('gemma') else BLOCK
+        for ours, theirs in block.items():
+            if layer[2] in theirs:
+                return f'transformer.h.{layer[1]}.{ours}.{layer[3]}', theirs.index(layer[2])
+    module, _, suffix = name.rpartition('.')
+    return f'{OUTSIDE.get(module, module)}.{suffix}', 0
