@@ -352,9 +352,8 @@ class Attention(nn.Module):
         self.rotate = rotate if config.position == 'rope' else Identity()
         if config.rope_local_base is not None:
             self.rotate = partial(rotate_part, part=int(self.window is not None))
-        self.scale_query = Identity()
-        if config.query_scale not in (None, D**-0.5):  # by which attention multiplies in any case
-            self.scale_query = partial(torch.mul, other=config.query_scale * D**0.5)
+        own_scale = config.query_scale not in (None, D**-0.5)  # by which attention multiplies in any case
+        self.scale_query = partial(torch.mul, other=config.query_scale * D**0.5) if own_scale else Identity()
         self.cap = config.attn_softcap
         self.kernel = partial(capped_attention, cap=self.cap) if self.cap else None
         self.dropout = nn.Dropout(config.dropout)

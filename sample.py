@@ -109,7 +109,7 @@ def load(cfg, device, dtype):
     model = GPT.from_checkpoint(found.model_args, found.weights)
     spec = tokenizer_spec(found, cfg.data_dir)
     tokenizer = tokenizer_from(spec)
-    tokenizer.begin = found.checkpoint.get('bos')
+    tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
     if tokenizer.n_vocab > model.config.vocab_size:
         raise ValueError(f'{found.path}: the tokenizer has {tokenizer.n_vocab:,} ids, but the model has '
                          f'{model.config.vocab_size:,}')
@@ -205,7 +205,7 @@ def turn_ids(tokenizer, turns, template):
 
 def stops_of(tokenizer, stop, mark=''):
     """(texts, ids) that end a sample: those of the setting stop, a template's mark, the end-of-text id."""
-    texts, ids = [], {tokenizer.eot} - {None}
+    texts, ids = [], {tokenizer.eot, *tokenizer.ends} - {None}
     for text in [*(stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||'), mark]:
         if text in tokenizer.specials:
             ids.add(tokenizer.specials[text])

@@ -143,15 +143,16 @@ def scaling_of(rope, path):
     check_keys(rope, only, path)
     if kind == 'default':
         return {}
-    if kind == 'linear':
-        return {'rope_factor': float(rope['factor'])}
+    if kind not in ('linear', 'llama3'):
+        raise ValueError(f'{path}: rope_type={kind!r} is not supported, only default, linear, llama3')
+    settings = {'rope_factor': float(rope['factor'])}
     if kind == 'llama3':
-        return {'rope_factor': float(rope['factor']), 'rope_context': rope['original_max_position_embeddings']}
-    raise ValueError(f'{path}: rope_type={kind!r} is not supported, only default, linear, llama3')
+        settings['rope_context'] = rope['original_max_position_embeddings']
+    return settings
 
 
 def check_keys(config, supported, path):
-    """ValueError if a key has a value that is not in supported, {key: values}; a missing one has the first."""
+    """ValueError if a key has another value than supported, {key: values}; a missing one has the first."""
     for key, values in supported.items():
         if config.get(key, values[0]) not in values:
             only = ', '.join(str(value) for value in values if value is not None) or 'none'

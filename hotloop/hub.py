@@ -6,6 +6,7 @@ import re
 from hotloop.download import Refused, download, hub, hub_home
 from hotloop.files import read_json
 
+GPT2_OWNER = 'openai-community/'  # on the hub; here its models have short names
 INDEX, SINGLE = 'model.safetensors.index.json', 'model.safetensors'
 
 
@@ -38,7 +39,7 @@ def find_on_disk(name, data_dir, needed):
 
 
 def own_folder(name, data_dir):
-    return os.path.join(data_dir, 'pretrained', name)
+    return os.path.join(data_dir, 'pretrained', name.removeprefix(GPT2_OWNER))
 
 
 def model_files(folder):
@@ -52,11 +53,11 @@ def hub_model(name, data_dir):
         return found
     folder = own_folder(name, data_dir)
     fetch(name, 'config.json', folder)
-    for file in ('generation_config.json', 'tokenizer_config.json', 'chat_template.jinja'):
-        fetch(name, file, folder, required=False)
-    if not fetch(name, 'tokenizer.json', folder, required=False):
-        fetch(name, 'tokenizer.model', folder, required=False)
-    fetch(name, INDEX, folder, required=False)
+    if not name.startswith(GPT2_OWNER):  # of which tiktoken has the tokenizer
+        for file in ('generation_config.json', 'tokenizer_config.json', 'chat_template.jinja', INDEX):
+            fetch(name, file, folder, required=False)
+        if not fetch(name, 'tokenizer.json', folder, required=False):
+            fetch(name, 'tokenizer.model', folder, required=False)
     for file in weight_files(folder):
         fetch(name, file, folder)
     return folder

@@ -12,7 +12,7 @@ import torch
 from hotloop.checkpoint import load_checkpoint
 from hotloop.families import CONV1D, our_name, settings_of
 from hotloop.files import read_json
-from hotloop.hub import hub_model, is_hub_name, weight_files
+from hotloop.hub import GPT2_OWNER, hub_model, is_hub_name, weight_files
 from hotloop.run_dir import RunDir
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
 
@@ -21,6 +21,7 @@ GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_s
                for name, n_layer, n_head, n_embd in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
                                                      ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
 GPT2_NAMES = tuple(GPT2_SHAPES)
+CHAT_MARKS = {'chatml': '<|im_start|>', 'gemma': '<start_of_turn>', 'llama3': '<|start_header_id|>'}
 DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16,
           'I64': torch.int64, 'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8,
           'U8': torch.uint8, 'BOOL': torch.bool}  # as safetensors names them
@@ -40,14 +41,16 @@ def open_weights(source, data_dir):
     gpt2 (-medium, -large, -xl) among them, downloaded once to data_dir/pretrained. ValueError if nothing is
     there, nothing is intact, or GPT cannot compute it.
     """
-    folder, is_gpt2 = find_folder(source, data_dir), source in GPT2_NAMES
+    folder = find_folder(source, data_dir)
     if folder is None:
         path, checkpoint = open_checkpoint(source)
         model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
         return Weights(path, model_args, weights, checkpoint.get('tokenizer'), checkpoint)
     model_args, weights = load_folder(folder)
     spec, habits = None, {}
-    if any(os.path.exists(os.path.join(folder, name)) for name in ('tokenizer.json', 'tokenizer.model')):
+    is_gpt2 = source in GPT2_NAMES and folder != source
+    names = [] if is_gpt2 else os.listdir(folder)  # tiktoken has GPT-2's tokenizer
+    if 'tokenizer.json' in names or 'tokenizer.model' in names:
         tokenizer = read_tokenizer_json(folder)
         spec, habits = tokenizer.spec(), habits_of(folder, tokenizer)
     elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
@@ -55,11 +58,34 @@ def open_weights(source, data_dir):
     return Weights(folder, model_args, weights, spec, habits)
 
 
+def habits_of(folder, tokenizer):
+    """
+    What a Hugging Face folder says about texts, as a checkpoint says it: bos, the id that begins them; ends,
+    the ids that end an answer; template, the one of its chats, recognized by a mark.
+    """
+    files = {}
+    for name in ('config.json', 'generation_config.json', 'tokenizer_config.json'):
+        path = os.path.join(folder, name)
+        files[name] = read_json(path) if os.path.exists(path) else {}
+    ends = files['generation_config.json'].get('eos_token_id', files['config.json'].get('eos_token_id'))
+    ends = ends if isinstance(ends, list) else [ends]
+    chat = str(files['tokenizer_config.json'].get('chat_template', ''))
+    path = os.path.join(folder, 'chat_template.jinja')
+    if os.path.exists(path):
+        with open(path, encoding='utf-8') as f:
+            chat = f.read()
+    habits = {'bos': tokenizer.file.first_id(), 'ends': [i for i in ends if i is not None]}
+    for template, mark in CHAT_MARKS.items():
+        if mark in chat:
+            habits['template'] = template
+    return habits
+
+
 def find_folder(source, data_dir):
     """The Hugging Face folder that `source` names, downloaded if it is not here; None for a checkpoint."""
     if not os.path.exists(source):
         if source in GPT2_NAMES:
-            return hub_model(f'openai-community/{source}', data_dir)
+            return hub_model(f'{GPT2_OWNER}{source}', data_dir)
         return hub_model(source, data_dir) if is_hub_name(source) else None
     return source if os.path.exists(os.path.join(source, 'config.json')) else None
 
@@ -68,8 +94,8 @@ def open_checkpoint(source):
     """(path, checkpoint) of a file, or of a run folder's first intact one: best.pt, ckpt.pt, older ones."""
     if not os.path.exists(source):
         raise ValueError(f'{source!r} does not exist; train first (python train.py --out_dir={source}), or '
-                         f'name a run, a checkpoint, a Hugging Face folder, one of {", ".join(GPT2_NAMES)}, or a '
-                         'model of the hub such as Qwen/Qwen2.5-0.5B')
+                         f'name a run, a checkpoint, a Hugging Face folder, one of {", ".join(GPT2_NAMES)}, '
+                         'or a model of the hub such as Qwen/Qwen2.5-0.5B')
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
     run = RunDir(source)

@@ -20,10 +20,11 @@ TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
 class Tokenizer:
     """
     What all tokenizers share; each adds encode(text) -> array of ids, and spec(). eot, bos: the ids that end
-    and begin a document, or None. begin: bos if the data was made with it. pieces: the bytes of each id; eot,
-    bos and unused ids have none. specials: {name: id}, for prompts and templates; encode() never returns one.
+    and begin a document, or None. begin: bos if the data was made with it. ends: other ids that end a text.
+    pieces: the bytes of each id; eot, bos and unused ids have none. specials: {name: id}, for prompts and
+    templates; encode() never returns one.
     """
-    n_vocab, eot, bos, begin = 0, None, None, None
+    n_vocab, eot, bos, begin, ends = 0, None, None, None, ()
 
     def encode_next(self, text, after_special):
         """The ids of a text inside a document; differs from encode() if encode() adds a leading space."""

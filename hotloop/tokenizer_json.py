@@ -55,6 +55,11 @@ class TokenizerJson:
         encoding, = backend.encode_batch_fast([text], add_special_tokens=False)  # encode() is slower: offsets
         return np.array(encoding.ids, dtype=np.uint32)
 
+    def first_id(self):
+        """The special id that the file puts before each text; None if it puts none."""
+        ids = self.backend.encode('', add_special_tokens=True).ids
+        return ids[0] if ids and ids[0] in self.specials.values() else None
+
     def pieces(self, blank):
         """The bytes of each id; unused ids and those in `blank` have none."""
         pieces = [b''] * self.n_vocab
