@@ -8,6 +8,7 @@ Samples from a checkpoint. It contains the model's shape and its tokenizer, so n
     $ python sample.py --chat                                      # chat in the template of its training data
     $ python sample.py --score=book.txt                            # loss and bits per byte of each document
     $ python sample.py --eval_code=HumanEval.jsonl.gz --run_code   # syntax, BLEU and pass@1 of its code
+    $ python sample.py --export=folder                             # write it for transformers
 """
 
 if __name__ == '__main__':  # before torch, whose import takes seconds
@@ -30,6 +31,7 @@ from hotloop.chat_template import TEMPLATES, choose_template, parts_before_answe
 from hotloop.code_eval import judge, report, task_of
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.documents import standard_input
+from hotloop.export import export
 from hotloop.files import counted, json_lines
 from hotloop.generate import GREEDY_BELOW, Sampling, generate
 from hotloop.host import cores
@@ -59,6 +61,7 @@ class SampleConfig:
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # for score: bytes that are not UTF-8
     eval_code: str | None = None  # judge the code that answers this .jsonl of HumanEval, MBPP or instructions
     run_code: bool = False  # for eval_code: run the answers and their tests, in a child with limits: pass@1
+    export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
     max_new_tokens: int = 500  # maximum number of new tokens per sample
@@ -95,6 +98,8 @@ class SampleConfig:
             wrong.append('logprobs=True needs output=jsonl')
         if self.template == 'none' and (self.chat or self.score is not None):
             wrong.append("template='none' keeps prompts as they are; chat and score need a template")
+        if self.export is not None and self.quantize != 'none':
+            wrong.append(f'export={self.export} writes no int8 weights; leave quantize={self.quantize} out')
         if self.run_code and self.eval_code is None:
             wrong.append('run_code=True needs eval_code, the file with the tasks')
         if self.run_code and os.name == 'nt':
@@ -103,22 +108,28 @@ class SampleConfig:
         return wrong
 
 
-def load(cfg, device, dtype):
-    """(model on its device and ready for inference, tokenizer, template of its data or 'none')."""
+def open_model(cfg):
+    """(Weights, the float32 model on the CPU, tokenizer, template of its data or 'none')."""
     found = open_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from, cfg.data_dir)
     model = GPT.from_checkpoint(found.model_args, found.weights)
-    spec = tokenizer_spec(found, cfg.data_dir)
-    tokenizer = tokenizer_from(spec)
+    tokenizer = tokenizer_from(tokenizer_spec(found, cfg.data_dir))
     tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
     if tokenizer.n_vocab > model.config.vocab_size:
         raise ValueError(f'{found.path}: the tokenizer has {tokenizer.n_vocab:,} ids, but the model has '
                          f'{model.config.vocab_size:,}')
+    return found, model, tokenizer, found.checkpoint.get('template', 'none')
+
+
+def load(cfg, device, dtype):
+    """(model on its device and ready for inference, tokenizer, template of its data or 'none')."""
+    found, model, tokenizer, template = open_model(cfg)
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit
     model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile)
     step = f', step {found.checkpoint["iter_num"]}' if 'iter_num' in found.checkpoint else ''
+    spec = tokenizer.spec()
     print(f'weights: {found.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
           f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
-    return model, tokenizer, found.checkpoint.get('template', 'none')
+    return model, tokenizer, template
 
 
 def tokenizer_spec(weights, data_dir):
@@ -392,6 +403,10 @@ def main(argv=None):
     cfg, given, _ = configure(SampleConfig, argv=argv, about=__doc__)
     if cfg.eval_code is not None and 'temperature' not in given:
         cfg.temperature = 0.0
+    if cfg.export is not None:
+        _, model, tokenizer, template = open_model(cfg)
+        export(model, tokenizer, template, cfg.export, getattr(torch, cfg.dtype, torch.float32))
+        return 0
     device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # torch makes streams, events and CUDA graphs on the current device
