@@ -15,6 +15,7 @@ another one of that name is moved to NAME.1, NAME.2, ...
 The same input gives the same bytes with any number of processes, and memory does not grow with the corpus.
 """
 
+import json
 import os
 import shlex
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ from hotloop.chat_template import MARK, marks_of
 from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
 from hotloop.files import Progress, counted
-from hotloop.holdout import plan_holdout, split_pieces
+from hotloop.holdout import held_out_files, plan_holdout, split_pieces
 from hotloop.host import cores
+from hotloop.rows import rows_in
 from hotloop.sources import (
     COMPRESSED,
     CORPORA,
@@ -210,6 +212,8 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
     print(f'{source}: {counted(len(files) + len(val_files), "file")}, {num_bytes / 1e6:.1f} MB', flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
+    if files[0].kind == 'functions':
+        write_rows(os.path.join(folder, 'val.jsonl'), val_files or held_out_files(files, holdout), reading)
     if tokenizer is None:
         counts = RowCounts()
         pieces = split_pieces(files, val_files, reading, holdout, counts=counts)
@@ -243,6 +247,14 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     return meta
 
 
+def write_rows(path, files, reading):
+    """Writes the rows of files to a .jsonl file, by which sample.py --eval_code judges a model."""
+    with open(path, 'w', encoding='utf-8') as f:
+        for file in files:
+            for _, row in rows_in(file, reading):
+                f.write(json.dumps(row) + '\n')
+
+
 def report(counts, in_loss, tokens):
     """Prints what was made of the rows and the bytes: a RowCounts, and the number of tokens in the loss."""
     if counts.kinds:
@@ -255,6 +267,10 @@ def report(counts, in_loss, tokens):
         print(f'fields not used: {", ".join(unused[:10])}{more}; --text_field picks another')
     if counts.skipped:
         print(f'skipped {counted(counts.skipped, "row")} without text or without an answer')
+    if counts.not_python:
+        more = ', ...' if len(counts.not_python) > 3 else ''
+        print(f'skipped {counted(len(counts.not_python), "file")} that this Python cannot parse: '
+              f'{"; ".join(counts.not_python[:3])}{more}')
     if counts.replaced:
         print(f'{counts.replaced.total():,} bytes in {counted(len(counts.replaced), "file")} could not be '
               'decoded and were replaced')

@@ -35,10 +35,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure
+from hotloop import resume
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine
 from hotloop.check import check
-from hotloop.checkpoint import RunState, compare_context, context_of, restore, state_from
+from hotloop.checkpoint import RunState, context_of, restore, state_from
 from hotloop.dataloader import Batches, Mixture, Split, check_lengths, open_split, share_batch
 from hotloop.dataset import Dataset, byte_table, check_tokenizer, open_datasets
 from hotloop.device import choose_compile, choose_device, choose_dtype
@@ -53,7 +54,6 @@ from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice,
 from hotloop.optim import build_optimizers
 from hotloop.parallel import set_blocks
 from hotloop.pretrained import open_weights
-from hotloop.resume import compare_settings, find_resumed, is_renamed, resolve_auto, settings_of
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import save, take_folder, track_best
@@ -188,7 +188,7 @@ def read_settings(argv=None):
     model_cfg, cfg, given, files = read(argv=argv)
     notes, base = [], {}
     if cfg.init_from == 'auto':
-        argv = argv + resolve_auto(cfg, notes)
+        argv = argv + resume.resolve_auto(cfg, notes)
         model_cfg, cfg, given, files = read(argv=argv)
     if files:
         notes.append(f'card: {" ".join(files)}')
@@ -198,10 +198,10 @@ def read_settings(argv=None):
         files = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card)]
         argv = files + argv
         model_cfg, cfg, given, _ = read(argv=argv)
-    resumed = find_resumed(cfg, notes)
+    resumed = resume.find_resumed(cfg, notes)
     if resumed:
         shape = dataclasses.asdict(config_from(resumed.checkpoint['model_args']).resolved())
-        base = settings_of(resumed.checkpoint, {name: shape[name] for name in SHAPE})
+        base = resume.settings_of(resumed.checkpoint, {name: shape[name] for name in SHAPE})
         if base.get('mirror_dir') and is_inside(cfg.out_dir, base['mirror_dir']):
             base['mirror_dir'] = None
             notes.append('mirror_dir: off, because out_dir is the mirror of the run')
@@ -215,8 +215,10 @@ def read_settings(argv=None):
         below = read(argv=files)[1].batch_size
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
-        renamed = is_renamed(resumed.checkpoint, cfg.dataset)  # compare_context() identifies the data
-        notes += compare_settings([model_cfg, cfg], given, base, BOUND - {'dataset'} if renamed else BOUND)
+        bound = BOUND
+        if resume.is_renamed(resumed.checkpoint, cfg.dataset):  # compare_context() identifies the data
+            bound = BOUND - {'dataset'}
+        notes += resume.compare_settings([model_cfg, cfg], given, base, bound)
     for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
         if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
             setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
@@ -402,7 +404,7 @@ def build_run(settings, datasets, env):
     check_lengths(train_split.splits + val_split.splits, T)
     context = context_of(datasets, {'train': train_split, 'val': val_split}, env)
     if resumed:
-        notes += compare_context(resumed.checkpoint, context, cfg)
+        notes += resume.compare_context(resumed.checkpoint, context, cfg)
         check_tokenizer(resumed.checkpoint.get('tokenizer'), resumed.path, datasets[0], cfg.data_dir)
     if env.rank == 0:
         for split in train_split.splits + val_split.splits:

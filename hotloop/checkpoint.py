@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import glob
 import math
 import os
 import re
@@ -15,8 +14,6 @@ from pickle import UnpicklingError
 import numpy as np
 import torch
 
-from hotloop.dataloader import Split
-from hotloop.dataset import dataset_folder, read_meta
 from hotloop.divergence import what_next
 from hotloop.files import first_line, replacing
 
@@ -173,40 +170,3 @@ def context_of(datasets, splits, env):
     if all(meta.get('bos') is not None for meta in metas):
         context['bos'] = metas[0]['bos']  # the first token of a prompt
     return context
-
-
-def compare_context(checkpoint, context, cfg):
-    """A list with a note if versions or the machine differ. ValueError if the data differ."""
-    if 'data' in checkpoint and checkpoint['data'] != context['data']:
-        name = checkpoint.get('config', {}).get('dataset', '')
-        found = name and find_data(checkpoint['data'], name, cfg.data_dir)
-        remedy = 'restore it, or start a new run with --init_from=PATH'
-        if found:
-            remedy = f'the one it was trained on is now in {cfg.data_dir}: resume with --dataset={found}'
-        raise ValueError(f'the dataset is not the one this run was trained on: dataset={cfg.dataset!r} now, '
-                         f'{name!r} before, with fingerprints {checkpoint["data"]} before, {context["data"]} '
-                         f'now; {remedy}')
-    before = {**checkpoint.get('versions', {}), **checkpoint.get('machine', {})}
-    changed = []
-    for name, now in {**context['versions'], **context['machine']}.items():
-        if before.get(name, now) != now:
-            changed.append(f'{name} {before[name]} before, {now} now')
-    return [f'{"; ".join(changed)}; results may differ from an uninterrupted run'] if changed else []
-
-
-def find_data(fingerprints, dataset, data_dir):
-    """
-    The setting `dataset` with the names that its data have now, such as NAME.1, by their fingerprints,
-    {split: one for each dataset}; None if they are not in data_dir.
-    """
-    found = []
-    for i, word in enumerate(dataset.split(',')):
-        name, colon, weight = word.partition(':')
-        folder = dataset_folder(data_dir, name)
-        for path in [folder, *sorted(glob.glob(f'{glob.escape(folder)}.*'))]:
-            with contextlib.suppress(ValueError):  # a damaged one
-                splits = {split: Split(path, split, read_meta(path), 1) for split in fingerprints}
-                if all(splits[split].fingerprint() == fingerprints[split].split()[i] for split in splits):
-                    found.append(name + path.removeprefix(folder) + colon + weight)
-                    break
-    return ','.join(found) if len(found) == i + 1 else None

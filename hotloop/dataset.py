@@ -18,7 +18,7 @@ from hotloop.tokenizer import GPT2_SPEC, MAX_VOCAB, same_tokenizer, tokenizer_fr
 FORMAT = 1  # of meta.json
 COUNT_BLOCK = 1 << 24  # tokens
 SPLITS = ('train', 'val')
-OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'meta.json')
+OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'val.jsonl', 'meta.json')
 
 
 def dataset_folder(data_dir, dataset):

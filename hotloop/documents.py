@@ -1,9 +1,7 @@
 """Splits files into documents, in pieces, because a document may be larger than memory."""
 
 import codecs
-import csv
 import io
-import json
 import os
 import re
 import sys
@@ -14,9 +12,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hotloop.chat_template import ROW_FIELDS, as_object, form_of, parts_of
-from hotloop.files import optional
-from hotloop.text_file import open_text
+from hotloop.chat_template import as_object, form_of, parts_of
+from hotloop.rows import rows_in
+from hotloop.text_file import open_file
 
 PIECE = 1 << 20  # characters tokenized at a time
 
@@ -24,7 +22,8 @@ PIECE = 1 << 20  # characters tokenized at a time
 @dataclass
 class ReadConfig:
     # --- reading
-    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens'] = 'auto'  # auto: by suffix
+    # auto: by suffix; functions: Python source, its documented functions as prompts and completions
+    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens', 'functions'] = 'auto'
     text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
     template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # for chats
     separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline
@@ -53,6 +52,7 @@ class RowCounts:
     templates: set = field(default_factory=set)  # of those rows
     fields: dict = field(default_factory=dict)  # {field of the first rows: whether it is used}
     replaced: Counter = field(default_factory=Counter)  # bytes that are not UTF-8, by file
+    not_python: list = field(default_factory=list)  # files, as the reason why each was skipped
 
 
 class Piece(NamedTuple):
@@ -137,18 +137,6 @@ def standard_input():
     return sys.stdin.buffer
 
 
-def open_file(file, reading, progress, counts=None):
-    """open_text() of a file with the encoding and error handling of the settings."""
-    def replace(error):
-        counts.replaced[file.path] += error.end - error.start
-        return '\ufffd', error.end
-    errors = 'strict' if reading.bad_utf8 == 'refuse' else 'replace'
-    if errors == 'replace' and counts:
-        errors = 'hotloop.count'
-        codecs.register_error(errors, replace)  # for all readers, but one file is read at a time
-    return open_text(file.path, errors, progress, reading.encoding)
-
-
 def text_blocks(file, reading, progress, counts):
     """A file's text in blocks of about a megabyte."""
     with open_file(file, reading, progress, counts) as f:
@@ -191,75 +179,6 @@ def row_pieces(file, reading, progress, counts):
             text = parts[0][0]
             yield from pieces_of(text[i:i + PIECE] for i in range(0, len(text), PIECE))
         else:
-            yield Piece(parts, True, True, '\0'.join(text for text, *_ in parts))
-
-
-def rows_in(file, reading, progress, counts=None):
-    """(where, row) of each row of a file; a row is a dict, or a str in a JSON file of texts."""
-    readers = {'jsonl': jsonl_rows, 'csv': csv_rows, 'json': json_rows}
-    if file.kind in readers:
-        with open_file(file, reading, progress, counts) as f:
-            yield from readers[file.kind](f, file.path)
-    else:
-        yield from parquet_rows(file, reading, progress)
-
-
-def parse(text, where):
-    """The value of a JSON text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f'{where} is not JSON: {e}; --format=text reads the file as plain text') from None
-
-
-def jsonl_rows(lines, path):
-    """(where, row) of lines of JSON."""
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f'{path}, line {number}'
-            yield where, parse(line, where)
-
-
-def csv_rows(lines, path):
-    """(where, row) of lines of CSV, or of TSV by the name of the file. The first line names the fields."""
-    csv.field_size_limit(2**31 - 1)
-    delimiter = '\t' if '.tsv' in os.path.basename(path).lower() else ','
-    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
-    try:
-        for row in reader:
-            if None in row:
-                raise csv.Error(f'{len(row[None])} values beyond the header: {str(row[None])[:50]}')
-            yield f'{path}, line {reader.line_num}', row
-    except csv.Error as e:
-        raise ValueError(f'{path}, line {reader.line_num}: {e}') from None
-
-
-def json_rows(lines, path):
-    """(where, row) of a .json file: a list of rows, or an object per line. Anything else is one text."""
-    text = ''.join(lines)  # lines.read() would bypass the progress
-    if re.match(r'\s*\{.*\}\s*\n\s*\{', text):
-        yield from jsonl_rows(text.split('\n'), path)
-        return
-    rows = parse(text, path) if text.lstrip().startswith('[') else [text]  # such as package.json
-    for number, row in enumerate(rows, 1):
-        yield f'{path}, element {number}', row
-
-
-def parquet_rows(file, reading, progress):
-    """(where, row) of a parquet file, a few hundred rows in memory at a time. Unread fields are None."""
-    pyarrow = optional('pyarrow', 'reads parquet files')
-    parquet = optional('pyarrow.parquet', 'reads parquet files')
-    wanted = (reading.text_field,) if reading.text_field else ROW_FIELDS
-    number, size = 0, os.path.getsize(file.path)
-    try:
-        with parquet.ParquetFile(file.path) as table:
-            names = table.schema_arrow.names
-            fields = [name for name in names if name in wanted] or None
-            for batch in table.iter_batches(256, columns=fields):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f'{file.path}, row {number}', dict.fromkeys(names) | row
-                if progress:
-                    progress.add(size * batch.num_rows // table.metadata.num_rows)
-    except (OSError, pyarrow.ArrowException) as e:
-        raise ValueError(f'{file.path} cannot be read as parquet: {str(e)[:200]}') from None
+            # functions of one file resemble each other: all of them are held out, or none
+            key = file.name if file.kind == 'functions' else '\0'.join(text for text, *_ in parts)
+            yield Piece(parts, True, True, key)

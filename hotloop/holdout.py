@@ -59,7 +59,7 @@ def plan_holdout(files, val_files, cfg, reading):
         pieces = documents_in(files, reading)
         length = sum(len(piece.parts[0][0] if single else piece.parts) for piece in pieces)
         return Holdout(not single, int(length * (1 - cfg.val_fraction)), at_line=single and num_bytes > SMALL)
-    if all(file.kind == 'text' for file in files) and not reading.separator:
+    if all(file.kind in ('text', 'functions') for file in files) and not reading.separator:
         sizes = {holdout_hash(file.name, cfg.seed): os.path.getsize(file.path) for file in files}
     else:
         sizes = Counter()
@@ -69,6 +69,11 @@ def plan_holdout(files, val_files, cfg, reading):
                 limit = int(cfg.val_fraction * 2**64).to_bytes(8, 'big')
                 return Holdout(several=True, seed=cfg.seed, limit=limit)
     return Holdout(several=True, seed=cfg.seed, held_out=hold_out(sizes, cfg.val_fraction))
+
+
+def held_out_files(files, holdout):
+    """The validation files among files that are held out by name."""
+    return [file for file in files if holdout_hash(file.name, holdout.seed) in holdout.held_out]
 
 
 def split_pieces(files, val_files, reading, holdout, progress=None, counts=None):

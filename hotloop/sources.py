@@ -135,7 +135,8 @@ def files_of(source, reading, data_dir, spool):
     copied to the file spool, because it can be read only once). ValueError if there is nothing.
     """
     if source == 'stdlib':
-        return [File(path, name, 'text') for name, path in stdlib_files()]
+        kind = 'functions' if reading.format == 'functions' else 'text'
+        return [File(path, name, kind) for name, path in stdlib_files()]
     if source == '-':
         stream = standard_input()
         os.makedirs(os.path.dirname(spool), exist_ok=True)
@@ -148,9 +149,10 @@ def files_of(source, reading, data_dir, spool):
     if os.path.isdir(source):
         if {'meta.json', 'train.bin'} <= set(os.listdir(source)):
             raise ValueError(f'{source} is a dataset; train on it, or prepare what it was made from')
-        found = files_under(source, FOLDER_SUFFIXES if reading.format == 'auto' else '')
+        suffixes = {'auto': FOLDER_SUFFIXES, 'functions': '.py'}.get(reading.format, '')
+        found = files_under(source, suffixes)
         if not found:
-            raise ValueError(f'{source} contains no files with a text suffix; --format=text reads all')
+            raise ValueError(f'{source} contains no files with a known suffix; --format=text reads all')
         return [open_file(path, name, reading) for name, path in found]
     if os.path.isfile(source):
         return [open_file(source, os.path.basename(source), reading)]

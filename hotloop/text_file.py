@@ -83,3 +83,15 @@ def open_text(path, errors='strict', progress=None, encoding='utf-8'):
         raise ValueError(f'{path} is damaged or incomplete: {e}; replace it with an intact copy') from None
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
+
+
+def open_file(file, reading, progress, counts=None):
+    """open_text() of a file with the encoding and error handling of the settings."""
+    def replace(error):
+        counts.replaced[file.path] += error.end - error.start
+        return '\ufffd', error.end
+    errors = 'strict' if reading.bad_utf8 == 'refuse' else 'replace'
+    if errors == 'replace' and counts:
+        errors = 'hotloop.count'
+        codecs.register_error(errors, replace)  # for all readers, but one file is read at a time
+    return open_text(file.path, errors, progress, reading.encoding)

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import math
 import os
-import re
 import shutil
 import warnings
 import zipfile
@@ -19,8 +18,6 @@ from torch.torch_version import TorchVersion
 from hotloop.checkpoint import (
     RunState,
     checkpoint_of,
-    compare_context,
-    context_of,
     load_checkpoint,
     restore,
     save_checkpoint,
@@ -242,22 +239,3 @@ def test_the_state_of_nanogpt_and_of_earlier_versions_is_read():
     assert state_from({'iter_num': 3, 'best_val_loss': torch.tensor(4.5)}) == RunState(3, 4.5)
     earlier = {'iter_num': 7, 'best_val_loss': 2.0, 'evaluation_left': True, 'skips': [[5, 20]]}
     assert state_from({'iter_num': 7, 'state': earlier}) == RunState(7, 2.0)
-
-
-def test_the_context_of_a_run_is_compared_on_resume():
-    """Other data are an error; another machine is a note, because the bits may differ."""
-    part = SimpleNamespace(fingerprint=lambda: 'abc')
-    splits = {'train': SimpleNamespace(splits=[part, part])}
-    chat = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'bos': 1, 'templates': ['chatml']})
-    other = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'templates': ['gemma']})
-    before = context_of([chat], splits, Env(threads=1))
-    now = context_of([chat, other], splits, Env(threads=2))
-    assert before['data'] == {'train': 'abc abc'} and before['template'] == 'chatml' and before['bos'] == 1
-    assert 'template' not in now and 'bos' not in now
-    cfg = TrainConfig()
-    assert compare_context(before, before, cfg) == compare_context({}, now, cfg) == []
-    before['versions'] = {**before['versions'], 'numpy': '1.0'}
-    [note] = compare_context(before, now, cfg)
-    assert re.match(r'numpy 1\.0 before, .* now; threads 1 before, 2 now; results may ', note)
-    with pytest.raises(ValueError, match=r"not the one this run was trained on.*'abc abc'.*'x'.*--init_from"):
-        compare_context(before, {**now, 'data': {'train': 'x'}}, cfg)

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 import hotloop.documents as documents_room
 from hotloop.bpe import GPT2_SPLIT
-from hotloop.documents import PIECE, ReadConfig, RowCounts, documents_in, open_text, pieces_of, safe_cut
+from hotloop.documents import PIECE, ReadConfig, RowCounts, documents_in, pieces_of, safe_cut
 from hotloop.sources import File, open_file, stdlib_files
+from hotloop.text_file import open_text
 
 ROWS = [f'row {i} — ünï\n' * (i + 1) for i in range(12)]
 

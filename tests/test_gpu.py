@@ -1,8 +1,8 @@
 """
 What only a GPU can show: the laws of resume, data and decoding in bf16, with its kernels, compiled.
 
-    $ python -m pytest -s tests/test_gpu.py                    # skips where there is no GPU
-    $ TEST_DEVICE=cpu python -m pytest -s tests/test_gpu.py    # tries the tests themselves
+    $ python -m pytest -n 0 -s tests/test_gpu.py                    # skips where there is no GPU
+    $ TEST_DEVICE=cpu python -m pytest -n 0 -s tests/test_gpu.py    # tries the tests themselves
 """
 
 import os

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,12 +22,14 @@ from faults import final, log
 
 import prepare
 import train
+from hotloop.checkpoint import context_of
 from hotloop.dataloader import Batches, Split
 from hotloop.dataset import read_meta
 from hotloop.device import try_compile
 from hotloop.distributed import Env
-from hotloop.resume import settings_of
+from hotloop.resume import compare_context, settings_of
 from model import GPT, GPTConfig
+from train import TrainConfig
 
 ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
@@ -444,3 +447,22 @@ def test_a_model_is_trained_on_text_tuned_on_instructions_and_chatted_with(tmp_p
     assert out.count('> ') == 3
     metas = [read_meta(str(tmp_path / 'data' / name)) for name in ('book', 'chats')]
     assert metas[0]['tokenizer'] == metas[1]['tokenizer'] == load(tmp_path / 'tuned' / 'best.pt')['tokenizer']
+
+
+def test_the_context_of_a_run_is_compared():
+    """Other data are an error; another machine is a note, because the bits may differ."""
+    part = SimpleNamespace(fingerprint=lambda: 'abc')
+    splits = {'train': SimpleNamespace(splits=[part, part])}
+    chat = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'bos': 1, 'templates': ['chatml']})
+    other = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'templates': ['gemma']})
+    before = context_of([chat], splits, Env(threads=1))
+    now = context_of([chat, other], splits, Env(threads=2))
+    assert before['data'] == {'train': 'abc abc'} and before['template'] == 'chatml' and before['bos'] == 1
+    assert 'template' not in now and 'bos' not in now
+    cfg = TrainConfig()
+    assert compare_context(before, before, cfg) == compare_context({}, now, cfg) == []
+    before['versions'] = {**before['versions'], 'numpy': '1.0'}
+    [note] = compare_context(before, now, cfg)
+    assert re.match(r'numpy 1\.0 before, .* now; threads 1 before, 2 now; results may ', note)
+    with pytest.raises(ValueError, match=r"not the one this run was trained on.*'abc abc'.*'x'.*--init_from"):
+        compare_context(before, {**now, 'data': {'train': 'x'}}, cfg)

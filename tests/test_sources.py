@@ -60,7 +60,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path, files):
     with pytest.raises(ValueError, match='is a dataset; train on it, or prepare what it was made from'):
         files(tmp_path / 'data' / 'x')
     (tmp_path / 'empty').mkdir()
-    with pytest.raises(ValueError, match='empty contains no files with a text suffix;'):
+    with pytest.raises(ValueError, match='empty contains no files with a known suffix;'):
         files(tmp_path / 'empty')
 
 

@@ -1,0 +1,89 @@
+"""Python functions as rows for tuning."""
+
+import ast
+import json
+
+import pytest
+
+import prepare
+from hotloop.functions import function_rows
+from hotloop.holdout import holdout_hash
+
+SOURCE = '''
+@cache
+def area(w, h):
+    """The area."""
+
+    # of a rectangle
+    return w * h
+
+class Shape:
+    async def grow(
+            self, by):
+        """
+        Grows.
+        """
+        self.w += by  # in place
+        def inner(x):
+            """Inner."""
+            return x
+        return inner
+
+    def undocumented(self):
+        return 1
+
+    def abstract(self):
+        """Only a docstring."""
+
+    def one_line(self): "doc"; return 1
+
+    def margin(self):
+        """A string at
+margin."""
+        return 1
+'''
+
+
+def test_documented_functions_become_prompts_and_bodies():
+    """Without decorators, at the margin; functions without a body of their own are left out."""
+    rows = list(function_rows(SOURCE))
+    assert [row['prompt'] for row in rows] == [
+        'def area(w, h):\n    """The area."""\n',
+        'async def grow(\n        self, by):\n    """\n    Grows.\n    """\n',
+        'def inner(x):\n    """Inner."""\n']
+    assert [row['completion'] for row in rows] == [
+        '\n    # of a rectangle\n    return w * h\n',
+        '    self.w += by  # in place\n    def inner(x):\n        """Inner."""\n        return x\n'
+        '    return inner\n',
+        '    return x\n']
+    for row in rows:
+        ast.parse(row['prompt'] + row['completion'])
+
+
+@pytest.mark.parametrize('source', ['print "2"', 'def f(:', 'x = "\0"'])
+def test_what_is_not_python_is_an_error(source):
+    with pytest.raises((SyntaxError, ValueError)):
+        list(function_rows(source))
+
+
+def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys):
+    """The held-out files are those of the same texts, so a model of the texts has not seen them."""
+    monkeypatch.chdir(tmp_path)
+    for i in range(20):
+        body = ''.join(f'def f{n}():\n    """File {i}."""\n    return {n}\n' for n in range(1 + i % 3))
+        (tmp_path / 'code').mkdir(exist_ok=True)
+        (tmp_path / 'code' / f'm{i}.py').write_text(body)
+    (tmp_path / 'code' / 'old.py').write_text('print "2"\n')
+    (tmp_path / 'code' / 'notes.txt').write_text('not code')
+    prepare.main(['code', '--format=functions', '--name=rows'])
+    out = capsys.readouterr().out
+    assert 'skipped 1 file that this Python cannot parse: code/old.py: ' in out
+    assert 'prompts with completions) in the joined template' in out
+    lines = (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()
+    held = [json.loads(line) for line in lines]
+    files = {row['prompt'].split('File ')[1].split('.')[0] for row in held}
+    hashes = sorted(holdout_hash(f'm{i}.py', 1337) for i in range(20))
+    assert 0 < len(files) < 10 and {holdout_hash(f'm{i}.py', 1337) for i in files} <= set(hashes[:5])
+    assert all(len([row for row in held if f'File {i}.' in row['prompt']]) == 1 + int(i) % 3 for i in files)
+    prepare.main(['--inspect', 'rows'])
+    assert 'val: ' in capsys.readouterr().out
