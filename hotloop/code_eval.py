@@ -35,7 +35,7 @@ class Task(NamedTuple):
     template: str  # the one that suits them
     prompt: str  # what an answer must not copy; code, if the answer may continue it
     reference: str  # a right answer, '' if there is none
-    entry: str = ''  # the function that the prompt begins (HumanEval)
+    entry: str = ''  # the function that the prompt begins, '' if it begins none
     tests: str = ''
     stops: tuple = ()  # texts that end the answer to a bare prompt
 
@@ -83,7 +83,16 @@ def task_of(row, where, is_chat):
                          'test_list), or a row with a question and its answer; its fields are: '
                          f'{", ".join(row)}')
     _, turns, suited = prompt_of(row, where)
-    return Task(name, turns, suited, turns[-1][1], reply[1])
+    prompt = turns[-1][1]
+    entry = function_begun(prompt) if suited == 'joined' else ''
+    return Task(name, turns, suited, prompt, reply[1], entry, stops=BODY_STOPS if entry else ())
+
+
+def function_begun(prompt):
+    """The name of the function at the end of a prompt that is Python, as prepare.py's functions are; or ''."""
+    tree = parsed(prompt)
+    last = tree.body[-1] if tree and tree.body else None
+    return last.name if isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)) else ''
 
 
 def judge(task, seed, answer, run):
@@ -133,14 +142,19 @@ def is_code(code, prompt):
     Whether ast.parse reads the code and a statement in it has an effect. Empty code, pass, ..., a word, a
     docstring, an import or a copy of the prompt is not enough.
     """
+    tree = parsed(code)
+    is_copy = code.split() in (prompt.split(), code_in(prompt).split())
+    return tree is not None and not is_copy and any(has_effect(node) for node in ast.walk(tree))
+
+
+def parsed(code):
+    """ast.parse(code), or None if it is not Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # about strings such as '\d'
-            tree = ast.parse(code)
+            return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # of null bytes and deep nesting
-        return False
-    is_copy = code.split() in (prompt.split(), code_in(prompt).split())
-    return not is_copy and any(has_effect(node) for node in ast.walk(tree))
+        return None
 
 
 def has_effect(node):

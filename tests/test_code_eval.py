@@ -83,6 +83,18 @@ def test_the_question_of_a_task():
         assert task.name == 'a.jsonl, line 3' and judge(task, 0, 'x = 1', True).outcome is None
 
 
+def test_a_row_whose_prompt_begins_a_function_has_a_body_as_its_answer():
+    """As prepare.py --format=functions writes them to val.jsonl."""
+    row = {'prompt': ADD['prompt'], 'completion': ADD['canonical_solution']}
+    task = task_of(row, 'line 1', False)
+    assert task.entry == 'add' and '\ndef' in task.stops and task.reference == row['completion']
+    verdict = judge(task, 0, '    return a + b\n\nprint(add(1, 2))', False)
+    assert verdict.code == 'return a + b' and verdict.parses
+    for prompt in ('Add two numbers', 'add', 'import math', ''):
+        task = task_of({'prompt': prompt, 'completion': 'x'}, 'line 1', False)
+        assert (task.entry, task.stops) == ('', ())
+
+
 @pytest.mark.parametrize('row, words', [
     ({'prompt': 'hi'}, 'line 4: expected a task of HumanEval (prompt, test, entry_point) or MBPP'),
     ({'messages': [{'role': 'user', 'content': 'hi'}]}, 'a row with a question and its answer; its fields'),
