@@ -89,7 +89,7 @@ def task_of(row, where, is_chat):
 
 
 def function_begun(prompt):
-    """The name of the function at the end of a prompt that is Python, as prepare.py's functions are; or ''."""
+    """The name of the function at the end of a prompt that is Python, as prepare.py makes them; or ''."""
     tree = parsed(prompt)
     last = tree.body[-1] if tree and tree.body else None
     return last.name if isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)) else ''
