@@ -11,7 +11,7 @@ import torch
 
 from hotloop.checkpoint import load_checkpoint
 from hotloop.families import CONV1D, our_name, settings_of
-from hotloop.files import read_json, replacing
+from hotloop.files import read_json
 from hotloop.hub import GPT2_OWNER, hub_model, is_hub_name, weight_files
 from hotloop.run_dir import RunDir
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
@@ -163,20 +163,3 @@ def read_safetensors(path):
     except Exception as e:  # damaged bytes can raise nearly anything
         raise ValueError(f'{path} is damaged or not a safetensors file: {e!r}') from None
     return tensors
-
-
-def write_safetensors(path, tensors):
-    """Writes {name: tensor} as a safetensors file. Larger elements come first, so that all are aligned."""
-    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header, end = {'__metadata__': {'format': 'pt'}}, 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {'dtype': names[tensor.dtype], 'shape': list(tensor.shape),
-                        'data_offsets': [start, end]}
-    text = json.dumps(header, separators=(',', ':')).encode()
-    text += b' ' * (-len(text) % 8)
-    with replacing(path) as f:
-        f.write(struct.pack('<Q', len(text)) + text)
-        for tensor in tensors.values():
-            f.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
