@@ -66,7 +66,7 @@ from model import GPT, GPTConfig, config_from
 class TrainConfig:
     # --- run
     out_dir: str = 'out'  # checkpoints, log and config of the run; an older run in it is moved aside
-    init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2 (-medium, -large, -xl), or a checkpoint
+    init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2 (-medium, ...), a path, or a hub model
     eval_only: bool = False  # evaluate once and exit; nothing is written
     check: bool = False  # report what this machine can do and exit
     dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written

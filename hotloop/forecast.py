@@ -15,7 +15,7 @@ from hotloop.device import PEAK_FLOPS, device_memory
 from hotloop.memory import EAGER_LOGIT, chunks_within
 from hotloop.optim import matrix_rows
 from hotloop.parallel import set_blocks
-from hotloop.pretrained import GPT2_SHAPES, open_weights
+from hotloop.pretrained import GPT2_SHAPES, shape_of
 
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
 MARGIN = 0.93  # usable share of a GPU's memory; the rest is CUDA's own and fragments
@@ -187,7 +187,7 @@ def model_args_of(settings):
         return settings.resumed.checkpoint['model_args']
     if cfg.init_from in GPT2_SHAPES:
         return GPT2_SHAPES[cfg.init_from]
-    return None if cfg.init_from == 'scratch' else open_weights(cfg.init_from, cfg.data_dir).model_args
+    return None if cfg.init_from == 'scratch' else shape_of(cfg.init_from, cfg.data_dir)
 
 
 def describe_model(model):
