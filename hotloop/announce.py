@@ -3,9 +3,9 @@
 import torch
 
 from configurator import differences
-from hotloop.dataloader import Mixture, windows_per_epoch
 from hotloop.device import attention_kernels
 from hotloop.files import counted
+from hotloop.mixture import Mixture
 
 
 def announce(run, settings, meta):
@@ -63,7 +63,7 @@ def describe_length(run, settings):
     """Length and folder of the run, and notes on a schedule that is probably a mistake."""
     cfg, batches = run.cfg, run.batches
     windows = cfg.max_iters * batches.global_batch
-    epochs = windows / windows_per_epoch(batches.split.num_tokens, run.val.T)
+    epochs = windows / batches.split.num_windows
     resuming = f'; resuming at step {run.state.iter_num:,}' if settings.resumed else ''
     lines = [f'run: {counted(cfg.max_iters, "step")}, {windows * run.val.T:,} tokens, {epochs:.2f} epochs, '
              f'into {cfg.out_dir}{resuming}']

@@ -88,6 +88,10 @@ WEIGHTS = dict(
     lr_schedule='linear', warmup_iters=0, warmup_fraction=1, lr_decay_iters=2, min_lr=4e-3, dtype='bfloat16')
 # name: (what must change, the changed value, settings of both runs, a patch around both)
 TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
+    'window': ('weights', 3),
+    'window_pattern': ('weights', 'LS', dict(window=3)),
+    'document_mask': ('error', True),
+    'pack_rows': ('error', True),
     'rope_base': ('weights', 500, dict(position='rope')),
     'muon_lr': ('weights', 0.1, MUON),
     'embed_lr': ('weights', 0.1, MUON),

@@ -12,19 +12,18 @@ from conftest import noise, write_bins
 
 from hotloop.dataloader import (
     Batches,
-    Mixture,
     Split,
     check_lengths,
     epoch_order,
     kept_on_device,
     micro_seed,
-    open_split,
     share_batch,
     upload,
     windows_per_epoch,
 )
 from hotloop.dataset import read_meta
 from hotloop.distributed import Env
+from hotloop.mixture import Mixture, open_split
 
 Dataset = namedtuple('Dataset', 'name folder meta weight')
 T = 16
