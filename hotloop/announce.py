@@ -22,13 +22,16 @@ def announce(run, settings, meta):
 
 def describe_machine(run):
     """Device, processes, dtype, compilation, attention."""
-    env = run.env
+    env, cfg = run.env, run.cfg
     kernels = ', '.join(attention_kernels(run.model.config, env))
     threads = counted(env.threads, 'thread')
     lines = [f'device: {env.device} ({env.reasons["device"]}), {env.world} x {threads}',
              f'dtype: {str(env.dtype).removeprefix("torch.")} ({env.reasons["dtype"]})',
              f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})',
              f'attention: scaled_dot_product_attention; kernels available: {kernels}']
+    if run.model.config.window or cfg.document_mask or cfg.pack_rows:
+        how = 'FlexAttention' if env.device.type == 'cuda' else 'by documents and blocks of queries'
+        lines.append(f'attention within windows and documents: {how}')
     gpus = torch.cuda.device_count()
     if env.device.type == 'cuda' and gpus > env.world == 1:
         lines.append(f'note: for all {gpus} GPUs, replace "python" with "torchrun --standalone '
