@@ -547,7 +547,7 @@ class GPT(nn.Module):
             elif name.endswith('bias'):  # other vectors start as their modules made them
                 nn.init.zeros_(p)
 
-    def forward(self, idx, targets=None, cache=None, documents=None):
+    def forward(self, idx, targets=None, documents=None, cache=None):
         """
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         documents: (B, T), the number of each token's document, rising along a row: attention stays within a

@@ -231,7 +231,7 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     if '\r' in getattr(tokenizer, 'chars', ''):
         print('note: the text has carriage returns (CRLF line ends), and tokenizer=char has an id for them; '
               'convert the line ends unless the model should write them')
-    splits = {split: writer.close() for split, writer in writers.items()}
+    splits = {split: writer.close(rows=bool(counts.templates)) for split, writer in writers.items()}
     empty = [split for split in splits if not splits[split]['bytes']]
     if empty:
         raise ValueError(f'{source} has no text for the {empty[0]} split with val={cfg.val!r}, '
