@@ -295,7 +295,8 @@ def test_a_long_prompt_with_a_soft_cap_is_computed_in_blocks_of_queries(monkeypa
 
 
 @pytest.mark.parametrize('settings, words', [
-    (dict(head_dim=5), 'head_dim = 5 is odd'), (dict(head_dim=0), 'head_dim=0 must be at least 1'),
+    (dict(head_dim=5), 'head_dim, or n_embd / n_head = 5 is odd'),
+    (dict(head_dim=0), 'head_dim=0 must be at least 1'),
     (dict(norm_eps=0.0), 'norm_eps=0.0 must be above 0'),
     (dict(query_scale=-1.0), 'query_scale=-1.0 must be above 0'),
     (dict(attn_softcap=math.inf), 'attn_softcap=inf must be at least 0 and finite'),
