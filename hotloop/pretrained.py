@@ -12,7 +12,16 @@ import torch
 from hotloop.checkpoint import load_checkpoint
 from hotloop.families import CONV1D, our_name, settings_of
 from hotloop.files import read_json
-from hotloop.hub import GPT2_OWNER, find_on_disk, hub_model, is_hub_name, model_files, weight_files
+from hotloop.hub import (
+    GPT2_OWNER,
+    INDEX,
+    SINGLE,
+    find_on_disk,
+    hub_model,
+    is_hub_name,
+    model_files,
+    weight_files,
+)
 from hotloop.run_dir import RunDir
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
 
@@ -130,12 +139,12 @@ def load_folder(folder):
     path, found = os.path.join(folder, 'config.json'), {}
     config = read_json(path)
     model_args, kind = settings_of(config, path), config['model_type']
-    files = weight_files(folder)
-    if not os.path.exists(os.path.join(folder, files[0])):
-        raise ValueError(f'{os.path.join(folder, files[0])} does not exist, and other formats are not read: '
-                         'they can run code. If you trust it, transformers converts it: AutoModelForCausalLM'
+    names = os.listdir(folder)
+    if SINGLE not in names and INDEX not in names:
+        raise ValueError(f'{folder} has no {SINGLE}, and other formats are not read, because they can run '
+                         'code. If you trust its source, transformers converts it: AutoModelForCausalLM'
                          f'.from_pretrained({folder!r}).save_pretrained({folder!r})')
-    for file in files:
+    for file in weight_files(folder):
         for name, tensor in read_safetensors(os.path.join(folder, file)).items():
             if ours := our_name(name, kind):
                 is_conv = kind == 'gpt2' and name.endswith(CONV1D)  # OpenAI's "Conv1D" stores (in, out)

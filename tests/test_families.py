@@ -1,13 +1,18 @@
 """Model families: the same logits and text as transformers, every switch seen, every other one refused."""
 
 import copy
+import json
 import math
+import shutil
 
+import conftest
 import pytest
 import torch
-from conftest import error_of
+from conftest import error_of, load, same
 from torch.utils.flop_counter import FlopCounterMode
 
+import prepare
+import sample
 from hotloop.families import settings_of
 from hotloop.generate import Sampling, generate, prefill
 from hotloop.kv_cache import new_cache
@@ -212,6 +217,86 @@ def test_a_switch_that_gpt_cannot_follow_is_refused_by_name(kind, keys, words):
               if value is not None}
     error = error_of(settings_of, config, 'x/config.json')
     assert words in error and error.startswith('x/config.json')
+
+
+# -----------------------------------------------------------------------------
+# a folder as a base: prepare, tune, resume, sample
+
+TEMPLATE = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{% endfor %}"
+
+
+@pytest.fixture
+def llama_folder(families, tmp_path):
+    """A copy of the tiny Llama 3 with a tokenizer that begins texts, two end ids and a chat template."""
+    tokenizers = pytest.importorskip('tokenizers')
+    folder = tmp_path / 'llama'
+    shutil.copytree(families('llama 3')[0], folder)
+    names = ['<|begin_of_text|>', '<|end_of_text|>', '<|eot_id|>', '<|start_header_id|>', '<|end_header_id|>']
+    vocab = {name: i for i, name in enumerate([*names, *map(chr, range(33, 120))])}  # 92 of 97 ids
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.add_special_tokens(names)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single='<|begin_of_text|> $A', special_tokens=[('<|begin_of_text|>', 0)])
+    backend.save(str(folder / 'tokenizer.json'))
+    config = {'eos_token': '<|eot_id|>', 'bos_token': '<|begin_of_text|>', 'chat_template': TEMPLATE}
+    (folder / 'tokenizer_config.json').write_text(json.dumps(config))
+    (folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': [1, 2]}))
+    return folder
+
+
+def test_a_folder_gives_the_habits_of_its_texts(llama_folder):
+    """The begin id before prompts and chats, both end ids, the template that the chat template looks like."""
+    cfg = sample.SampleConfig(init_from=str(llama_folder))
+    model, tokenizer, template = sample.load(cfg, torch.device('cpu'), torch.float32)
+    assert (tokenizer.begin, template, model.config.vocab_size) == (0, 'llama3', 97)
+    assert sample.stops_of(tokenizer, None) == ([], {1, 2})
+    assert sample.prompt_ids(tokenizer, 'abc')[0] == 0 and tokenizer.n_vocab == 92
+    ids = sample.turn_ids(tokenizer, [('user', 'Hi')], 'llama3')
+    assert ids[:2] == [0, 3] and ids.count(3) == 2
+
+
+def test_special_ids_beyond_the_vocabulary_of_the_model_are_not_used(llama_folder):
+    """As the one for images in Gemma 3's tokenizer."""
+    tokenizer = json.loads((llama_folder / 'tokenizer.json').read_text())
+    for i in range(92, 98):
+        entry = {**tokenizer['added_tokens'][0], 'id': i, 'content': f'<extra_{i}>', 'special': i == 97}
+        tokenizer['added_tokens'].append(entry)
+    (llama_folder / 'tokenizer.json').write_text(json.dumps(tokenizer))
+    cfg = sample.SampleConfig(init_from=str(llama_folder))
+    _, tokenizer, _ = sample.load(cfg, torch.device('cpu'), torch.float32)
+    assert tokenizer.n_vocab == 97 and '<extra_97>' not in tokenizer.specials
+
+
+def test_a_tuned_family_needs_its_folder_no_more(llama_folder, hub, train_tiny, tmp_path, capsys):
+    """It is resumed to the same bits, and sampled."""
+    rows = [json.dumps({'prompt': f'Say{i}', 'completion': 'Yes' * 9}) for i in range(60)]
+    (tmp_path / 'rows.jsonl').write_text('\n'.join(rows))
+    for name in ('tokenizer.json', 'tokenizer_config.json'):
+        hub.answers[f'/org/llama/resolve/main/{name}'] = (200, {}, (llama_folder / name).read_bytes())
+    data_dir = str(tmp_path / 'data')
+    prepare.main([str(tmp_path / 'rows.jsonl'), '--tokenizer=org/llama', f'--data_dir={data_dir}'])
+    meta = json.loads((tmp_path / 'data' / 'rows' / 'meta.json').read_text())
+    assert (meta['bos'], meta['eot']) == (0, 2)  # as the tokenizer's file begins and ends texts
+    settings = dict(dataset='rows', data_dir=data_dir, eval_tokens=128, decay_lr=False)
+    tune(train_tiny, 'a', settings, init_from=llama_folder, max_iters=4)
+    shutil.copytree(tmp_path / 'a', tmp_path / 'b')
+    tune(train_tiny, 'a', settings, init_from='resume', max_iters=6)
+    shutil.rmtree(llama_folder)
+    tune(train_tiny, 'b', settings, init_from='resume', max_iters=6)
+    assert same(*(load(tmp_path / out / 'ckpt.pt')['model'] for out in 'ab'))
+    capsys.readouterr()
+    sample.main([f'--out_dir={tmp_path / "b"}', '--start=Say1', '--max_new_tokens=3', '--device=cpu'])
+    assert capsys.readouterr().out.count('Say1') == 3
+
+
+def tune(train_tiny, out, settings, **more):
+    """A short run from a base, whose shape it takes."""
+    with pytest.MonkeyPatch.context() as m:
+        for name in ('n_layer', 'n_head', 'n_embd', 'block_size'):
+            m.delitem(conftest.TINY, name)
+        m.setitem(conftest.TINY, 'batch_size', 2)
+        assert train_tiny(out, **settings, **more) == 0
 
 
 # -----------------------------------------------------------------------------
