@@ -89,8 +89,7 @@ class GPTConfig:
             nearest = max(1, round(c.n_embd / c.n_head)) * c.n_head
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; try n_embd={nearest}')
         elif c.position == 'rope' and c.head_dim % 2:
-            what = 'n_embd / n_head' if self.head_dim is None else 'head_dim'
-            wrong.append(f'{what} = {c.head_dim} is odd; rotary positions rotate pairs of channels')
+            wrong.append(f'head_dim, or n_embd / n_head = {c.head_dim} is odd; rotary positions rotate pairs')
         is_rope = c.position == 'rope'
         for name, acts, where in (
                 ('rope_base', is_rope, "position='rope'"), ('rope_factor', is_rope, "position='rope'"),
@@ -110,14 +109,13 @@ class GPTConfig:
     def resolved(self):
         """A copy with the preset's values in place of None. vocab_size stays None if it is None."""
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        known = {**PRESETS[self.preset], **given}
         c = GPTConfig(**{'n_kv_head': self.n_head, 'head_dim': self.n_embd // max(self.n_head, 1),
-                         'qkv_bias': self.bias, **PRESETS[self.preset], **given})
+                         'qkv_bias': self.bias, 'norm_eps': 1e-5 if known['norm'] == 'layernorm' else 1e-6,
+                         # without learned positions nothing else sets the scale of the residual stream
+                         'embed_norm': known['position'] == 'rope', **known})
         if c.n_ff is None:
             c.n_ff = math.ceil(8 * c.n_embd / 3 / 64) * 64 if c.is_gated else 4 * c.n_embd
-        if c.norm_eps is None:
-            c.norm_eps = 1e-5 if c.norm == 'layernorm' else 1e-6
-        if c.embed_norm is None:  # without learned positions nothing else sets the scale of the stream
-            c.embed_norm = c.position == 'rope'
         return c
 
     @property
@@ -281,8 +279,7 @@ def capped_attention(q, k, v, attn_mask=None, dropout_p=0.0, enable_gqa=True, *,
 def attend_in_window(q, k, v, dropout, window, kernel=None):
     """
     Causal attention over the last `window` keys (None: all), in blocks of queries with the keys they reach:
-    there is no T x T mask, and no work beyond the window. q: (B, H, T, D), k, v: (B, K, T, D). kernel:
-    capped_attention() of a cap, or None for torch's.
+    there is no T x T mask, and no work beyond the window. q: (B, H, T, D), k, v: (B, K, T, D).
     """
     T, gqa = q.size(2), q.size(1) > k.size(1)
     size, window = min(T, QUERIES), min(window or T, T)
@@ -521,9 +518,8 @@ class GPT(nn.Module):
         tables = [rotation_angles(c.block_size, c.head_dim, c.rope_base, c.rope_factor, c.rope_context)]
         if c.rope_local_base is not None:
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
-        cos, sin = zip(*tables, strict=True)
-        self.register_buffer('cos', torch.cat(cos, dim=1), persistent=False)
-        self.register_buffer('sin', torch.cat(sin, dim=1), persistent=False)
+        for name, parts in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
+            self.register_buffer(name, torch.cat(parts, dim=1), persistent=False)
 
     @torch.no_grad()
     def init_weights(self):
@@ -547,14 +543,14 @@ class GPT(nn.Module):
             elif name.endswith('bias'):  # other vectors start as their modules made them
                 nn.init.zeros_(p)
 
-    def forward(self, idx, targets=None, cache=None, documents=None):
+    def forward(self, idx, targets=None, documents=None, cache=None):
         """
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         documents: (B, T), the number of each token's document, rising along a row: attention stays within a
         document, and learned positions begin again with it. None: each row is one. Not with a cache.
-        Without targets, returns the logits of the last position, (B, V), float32. With targets, (B, T) ids
-        or -1 for a masked token, returns the summed cross-entropy of each sequence, (B,),
-        float32, in nats; with gradients and loss_chunks above 1, that of all sequences, (1,).
+        Without targets, returns the logits of the last position, (B, V), float32. With targets, (B, T) ids or
+        -1 for a masked token, returns the summed cross-entropy of each sequence, (B,), float32, in nats; with
+        gradients and loss_chunks above 1, that of all sequences, (1,).
         """
         T, c = idx.size(1), self.config
         assert 0 < T <= c.block_size, f'{T} tokens exceed block_size={c.block_size}'
@@ -601,13 +597,12 @@ class GPT(nn.Module):
     def flops_per_token(self, T):
         """
         Floating-point operations per token, forward and backward, in sequences of T: 6 for each weight that
-        multiplies (not embeddings), plus causal attention over (T + 1) / 2 positions on average,
-        or fewer where a window ends before that.
+        multiplies (not embeddings), plus causal attention over (T + 1) / 2 positions on average, or fewer
+        where a window ends before that.
         """
         c = self.config
         projections = 2 * (c.n_head + c.n_kv_head) * c.head_dim
-        mlp = c.n_ff * (2 + c.is_gated)
-        weights = c.n_embd * (c.n_layer * (projections + mlp) + c.vocab_size)
+        weights = c.n_embd * (c.n_layer * (projections + c.n_ff * (2 + c.is_gated)) + c.vocab_size)
         reach = [min(window or T, T) for window in c.windows()]
         keys = sum(W - W * (W - 1) / (2 * T) for W in reach)  # on average over the positions, in all layers
         attention = 2 * c.n_head * c.head_dim * keys  # multiply-adds: q k^T, weights v

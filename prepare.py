@@ -59,8 +59,8 @@ class PrepareConfig:
     val_fraction: float | None = None  # fraction to hold out; None: 0.1, or a named corpus's default
     seed: int = 1337  # chooses which documents are held out
     # --- tokens
-    tokenizer: str | None = None  # byte, char, bpe:SIZE (trained here), gpt2 etc.; or a dataset, run or file
-    bos: bool = False  # begin each document with the tokenizer's begin-of-text id
+    tokenizer: str | None = None  # byte, char, bpe:SIZE (trained here), gpt2 etc.; or a dataset, run, model
+    bos: bool | None = None  # begin documents with the begin-of-text id; None: if the tokenizer's file does
     num_proc: int | None = None  # number of tokenizer processes; None: one per CPU core
 
     def problems(self):
@@ -220,7 +220,7 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
         tokenizer = make_tokenizer(cfg.tokenizer, pieces, counts, holdout.several, num_bytes)
     if cfg.bos and tokenizer.bos is None:
         raise ValueError(f'bos=True needs a begin-of-text id, and tokenizer={cfg.tokenizer!r} has none')
-    bos = tokenizer.bos if cfg.bos else None
+    bos = tokenizer.first if cfg.bos is None else tokenizer.bos if cfg.bos else None
     eot = tokenizer.eot if holdout.several else None
     dtype = id_type(tokenizer)
     writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
@@ -235,7 +235,7 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     if '\r' in getattr(tokenizer, 'chars', ''):
         print('note: the text has carriage returns (CRLF line ends), and tokenizer=char has an id for them; '
               'convert the line ends unless the model should write them')
-    splits = {split: writer.close() for split, writer in writers.items()}
+    splits = {split: writer.close(rows=bool(counts.templates)) for split, writer in writers.items()}
     empty = [split for split in splits if not splits[split]['bytes']]
     if empty:
         raise ValueError(f'{source} has no text for the {empty[0]} split with val={cfg.val!r}, '

@@ -47,7 +47,7 @@ from model import GPT
 @dataclass
 class SampleConfig:
     # --- model
-    init_from: str = 'resume'  # resume (from out_dir), gpt2 (-medium, -large, -xl), or a path
+    init_from: str = 'resume'  # resume (from out_dir), gpt2 (-medium, -large, -xl), a path, or a hub model
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
     data_dir: str = 'data'  # holds downloaded weights, and the tokenizers of nanoGPT's checkpoints
     quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
@@ -114,6 +114,10 @@ def open_model(cfg):
     model = GPT.from_checkpoint(found.model_args, found.weights)
     tokenizer = tokenizer_from(tokenizer_spec(found, cfg.data_dir))
     tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
+    unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]
+    if unused and tokenizer.n_vocab - len(unused) == model.config.vocab_size:  # of images in Gemma 3
+        tokenizer.specials = {name: i for name, i in tokenizer.specials.items() if name not in unused}
+        tokenizer.n_vocab = model.config.vocab_size
     if tokenizer.n_vocab > model.config.vocab_size:
         raise ValueError(f'{found.path}: the tokenizer has {tokenizer.n_vocab:,} ids, but the model has '
                          f'{model.config.vocab_size:,}')

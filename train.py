@@ -40,7 +40,7 @@ from hotloop.announce import announce
 from hotloop.cards import card_for_machine
 from hotloop.check import check
 from hotloop.checkpoint import RunState, context_of, restore, state_from
-from hotloop.dataloader import Batches, Mixture, Split, check_lengths, open_split, share_batch
+from hotloop.dataloader import Batches, Split, check_lengths, share_batch
 from hotloop.dataset import Dataset, byte_table, check_tokenizer, open_datasets
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
@@ -51,6 +51,7 @@ from hotloop.forecast import forecast, model_args_of
 from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
+from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
 from hotloop.parallel import set_blocks
 from hotloop.pretrained import open_weights
@@ -66,7 +67,7 @@ from model import GPT, GPTConfig, config_from
 class TrainConfig:
     # --- run
     out_dir: str = 'out'  # checkpoints, log and config of the run; an older run in it is moved aside
-    init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2 (-medium, -large, -xl), or a checkpoint
+    init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2 (-medium, ...), a path, or a hub model
     eval_only: bool = False  # evaluate once and exit; nothing is written
     check: bool = False  # report what this machine can do and exit
     dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written
@@ -78,6 +79,8 @@ class TrainConfig:
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
     data_on_device: bool | Literal['auto'] = 'auto'  # training data in GPU memory; auto: if under 10% of it
+    document_mask: bool = False  # attention stays within documents, which the dataset's end-of-text id ends
+    pack_rows: bool = False  # windows of complete rows of instruction data, which do not see one another
     batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: what fits
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     # --- optimizer
@@ -154,6 +157,10 @@ class TrainConfig:
                 wrong.append(f'{name}={path!r} is not a valid folder name')
         if not wrong and self.mirror_dir and is_inside(self.out_dir, self.mirror_dir):
             wrong.append(f'out_dir={self.out_dir!r} lies inside mirror_dir={self.mirror_dir!r}')
+        if self.pack_rows and self.document_mask:
+            wrong.append('pack_rows=True keeps rows apart already; remove document_mask=True')
+        if self.pack_rows and self.data_on_device is True:
+            wrong.append('pack_rows=True puts windows together on the host; remove data_on_device=True')
         if self.wandb_log and importlib.util.find_spec('wandb') is None:
             wrong.append('wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False')
         return wrong
@@ -300,14 +307,14 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
     for i, load in enumerate(loads):
         if env.world == 1 and env.stop and env.stop.by_signal():
             return None
-        x, y, seed = load()
+        *batch, seed = load()
         if env.device.type == 'cpu':
             torch.default_generator.manual_seed(seed)  # of dropout; 2 microseconds, not 170 for all devices
         else:
             torch.manual_seed(seed)
         reduces = env.world == 1 or i + 1 == len(loads)
         with contextlib.nullcontext() if reduces else model.no_sync():
-            loss = model(x, y).sum()
+            loss = model(*batch).sum()
             # DDP averages gradients over the processes, and the gradient of the sum is wanted
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
         loss_and_stops[0] += loss.detach()
@@ -400,14 +407,19 @@ def build_run(settings, datasets, env):
     meta = datasets[0].meta
     model, step = build_model(settings, datasets[0], env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
-    train_split, val_split = (open_split(datasets, name, T) for name in ('train', 'val'))
-    check_lengths(train_split.splits + val_split.splits, T)
+    train_split, val_split = (open_split(datasets, name, T, cfg.document_mask, cfg.pack_rows)
+                              for name in ('train', 'val'))
+    splits = train_split.splits + val_split.splits
+    if cfg.pack_rows:
+        notes += [split.note for split in splits]
+    else:
+        check_lengths(splits, T)
     context = context_of(datasets, {'train': train_split, 'val': val_split}, env)
     if resumed:
         notes += resume.compare_context(resumed.checkpoint, context, cfg)
         check_tokenizer(resumed.checkpoint.get('tokenizer'), resumed.path, datasets[0], cfg.data_dir)
     if env.rank == 0:
-        for split in train_split.splits + val_split.splits:
+        for split in splits:
             split.check_ids(vocab_size)
     tokenizer = sampling_tokenizer(cfg, meta, context)
     if not cfg.eval_only:
@@ -418,7 +430,7 @@ def build_run(settings, datasets, env):
         set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, env, notes)
     batches = Batches(train_split, cfg, env)
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env)
-    notes += set_length(cfg, train_split.num_tokens, T, batches.global_batch)
+    notes += set_length(cfg, train_split.num_windows, batches.global_batch)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     state = RunState(step if cfg.eval_only else 0)
@@ -535,7 +547,7 @@ def stop_run(run):
 def dry_run(settings):
     """The lines of the forecast of a command. Nothing is downloaded or written."""
     cfg, notes, model_args = settings.train, settings.notes, model_args_of(settings)
-    datasets, tokens = [], None
+    datasets, num_windows = [], None
     first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': False}, 1.0)
     try:
         datasets = open_datasets(cfg.dataset, cfg.data_dir)
@@ -545,13 +557,14 @@ def dry_run(settings):
     with torch.device('meta'):
         model = GPT(config_from(model_args)) if model_args else build_model(settings, first, Env())[0]
     if datasets:
-        tokens = open_split(datasets, 'train', model.config.block_size).num_tokens
-    if tokens or cfg.max_epochs is None:
+        split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
+        num_windows = split.num_windows
+    if num_windows or cfg.max_epochs is None:
         sequences = cfg.batch_size * cfg.gradient_accumulation_steps
-        notes += set_length(cfg, tokens, model.config.block_size, sequences)
+        notes += set_length(cfg, num_windows, sequences)
     device = choose_device(cfg.device)[0]
     dtype = choose_dtype(cfg.dtype, device, training=True)[0]
-    return notes + forecast(model, cfg, tokens, device, dtype)
+    return notes + forecast(model, cfg, num_windows, device, dtype)
 
 
 def main(argv=None):

@@ -3,9 +3,9 @@
 import torch
 
 from configurator import differences
-from hotloop.dataloader import Mixture, windows_per_epoch
 from hotloop.device import attention_kernels
 from hotloop.files import counted
+from hotloop.mixture import Mixture
 
 
 def announce(run, settings, meta):
@@ -22,13 +22,16 @@ def announce(run, settings, meta):
 
 def describe_machine(run):
     """Device, processes, dtype, compilation, attention."""
-    env = run.env
+    env, cfg = run.env, run.cfg
     kernels = ', '.join(attention_kernels(run.model.config, env))
     threads = counted(env.threads, 'thread')
     lines = [f'device: {env.device} ({env.reasons["device"]}), {env.world} x {threads}',
              f'dtype: {str(env.dtype).removeprefix("torch.")} ({env.reasons["dtype"]})',
              f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})',
              f'attention: scaled_dot_product_attention; kernels available: {kernels}']
+    if run.model.config.window or cfg.document_mask or cfg.pack_rows:
+        how = 'FlexAttention' if env.device.type == 'cuda' else 'by documents and blocks of queries'
+        lines.append(f'attention within windows and documents: {how}')
     gpus = torch.cuda.device_count()
     if env.device.type == 'cuda' and gpus > env.world == 1:
         lines.append(f'note: for all {gpus} GPUs, replace "python" with "torchrun --standalone '
@@ -63,7 +66,7 @@ def describe_length(run, settings):
     """Length and folder of the run, and notes on a schedule that is probably a mistake."""
     cfg, batches = run.cfg, run.batches
     windows = cfg.max_iters * batches.global_batch
-    epochs = windows / windows_per_epoch(batches.split.num_tokens, run.val.T)
+    epochs = windows / batches.split.num_windows
     resuming = f'; resuming at step {run.state.iter_num:,}' if settings.resumed else ''
     lines = [f'run: {counted(cfg.max_iters, "step")}, {windows * run.val.T:,} tokens, {epochs:.2f} epochs, '
              f'into {cfg.out_dir}{resuming}']

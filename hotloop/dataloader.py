@@ -24,7 +24,9 @@ class Split:
         self.tokens = open_bin(self.path, meta['dtype'])
         self.num_tokens = len(self.tokens)
         self.known_vocab = math.inf if meta['foreign'] else meta['vocab_size']
-        self.order = functools.lru_cache(maxsize=2)(epoch_order)  # per split, for mixtures
+        self.num_windows = windows_per_epoch(self.num_tokens, T)
+        self.order = functools.lru_cache(maxsize=2)(self.epoch_order)
+        self.end_id = None  # the last id of a document, if windows carry the documents of their tokens
         expected = meta['splits'].get(name, {}).get('tokens', self.num_tokens)
         if self.num_tokens != expected:
             raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, but meta.json says {expected:,}; '
@@ -58,27 +60,40 @@ class Split:
 
     def starts(self, seed, index):
         """The positions of windows by number, counted over all epochs. index: int64 array of any shape."""
-        per_epoch = windows_per_epoch(self.num_tokens, self.T)
-        epochs, starts = index // per_epoch, np.empty_like(index)
+        epochs, starts = index // self.num_windows, np.empty_like(index)
         for epoch in np.unique(epochs).tolist():
             chosen = epochs == epoch
-            starts[chosen] = self.order(seed, self.num_tokens, self.T, epoch)[index[chosen] % per_epoch]
+            starts[chosen] = self.order(seed, epoch)[index[chosen] % self.num_windows]
         return starts
 
+    def epoch_order(self, seed, epoch):
+        return epoch_order(seed, self.num_tokens, self.T, epoch)
+
     def gather(self, starts):
-        """Inputs and targets of the windows at these positions: two (B, T) int64 arrays; -1 where masked."""
+        """
+        Inputs and targets of the windows at these positions: two (B, T) int64 arrays; -1 where masked. With
+        end_id also their documents.
+        """
         positions = np.asarray(starts)[:, None] + np.arange(self.T + 1)  # (B, T + 1)
         tokens = self.tokens[positions].astype(np.int64)
         x, y = tokens[:, :-1], tokens[:, 1:].copy()
         if self.mask is not None:
             y[self.mask[positions[:, 1:]] == 0] = -1
-        return np.ascontiguousarray(x), y
+        x = np.ascontiguousarray(x)
+        return (x, y) if self.end_id is None else (x, y, documents_of(x, self.end_id))
 
     def num_targets(self, starts):
         """The number of unmasked targets in the windows at these positions."""
         if self.mask is None:
             return len(starts) * self.T
         return sum(int(np.count_nonzero(self.mask[s + 1:s + 1 + self.T])) for s in starts)
+
+
+def documents_of(tokens, end_id):
+    """The number of each token's document within its row, (B, T), of a numpy array or a torch tensor."""
+    documents = 0 * tokens
+    documents[:, 1:] = (tokens[:, :-1] == end_id).cumsum(1)
+    return documents
 
 
 def windows_per_epoch(num_tokens, T):
@@ -92,63 +107,6 @@ def epoch_order(seed, num_tokens, T, epoch):
     windows = windows_per_epoch(num_tokens, T)
     offset = rng.integers(num_tokens - windows * T)
     return offset + T * rng.permutation(windows)
-
-
-class Mixture:
-    """Splits, mixed by weight: each has its exact share of INTERLEAVE windows, shuffled by the seed."""
-    INTERLEAVE = 10_000
-
-    def __init__(self, names, splits, weights):
-        self.names, self.splits, self.T = names, splits, splits[0].T
-        self.weights = [weight / sum(weights) for weight in weights]
-        ends = np.cumsum([split.num_tokens for split in splits])
-        self.num_tokens, self.num_bytes = int(ends[-1]), sum(split.num_bytes for split in splits)
-        self.bases = [0, *ends[:-1].tolist()]  # positions continue from one split to the next
-        last = np.round(np.cumsum(self.weights) * self.INTERLEAVE).astype(np.int64)
-        self.shares = tuple(np.diff(last, prepend=0).tolist())
-        if not all(self.shares):
-            raise ValueError(f'{names[self.shares.index(0)]} would never be drawn: its weight is below '
-                             f'1/{2 * self.INTERLEAVE} of the sum; raise it, or leave the dataset out')
-
-    def starts(self, seed, index):
-        blocks, places, starts = index // self.INTERLEAVE, index % self.INTERLEAVE, np.empty_like(index)
-        for block in np.unique(blocks).tolist():
-            split_of, nth_of = interleave(seed, block, self.shares)
-            for k, split in enumerate(self.splits):
-                chosen = (blocks == block) & (split_of[places] == k)
-                windows = block * self.shares[k] + nth_of[k][places[chosen]]
-                starts[chosen] = self.bases[k] + split.starts(seed + k, windows)
-        return starts
-
-    def by_split(self, starts):
-        """Yields (split, which of the starts lie in it, their positions there)."""
-        owner = np.searchsorted(self.bases, starts, side='right') - 1
-        for k, split in enumerate(self.splits):
-            yield split, owner == k, starts[owner == k] - self.bases[k]
-
-    def gather(self, starts):
-        x, y = np.empty((2, len(starts), self.T), dtype=np.int64)
-        for split, chosen, positions in self.by_split(starts):
-            x[chosen], y[chosen] = split.gather(positions)
-        return x, y
-
-    def num_targets(self, starts):
-        return sum(split.num_targets(positions) for split, _, positions in self.by_split(starts))
-
-
-@functools.lru_cache(maxsize=2)  # a step can meet two blocks
-def interleave(seed, block, shares):
-    """(the split of each window of a block, for each split: how many of its windows come before)."""
-    split_of = np.random.default_rng((seed, block)).permutation(np.repeat(np.arange(len(shares)), shares))
-    return split_of, [np.cumsum(split_of == k) - 1 for k in range(len(shares))]
-
-
-def open_split(datasets, name, T):
-    """The Split 'train' or 'val' of one dataset, or the Mixture of several."""
-    splits = [Split(dataset.folder, name, dataset.meta, T) for dataset in datasets]
-    if len(splits) == 1:
-        return splits[0]
-    return Mixture([dataset.name for dataset in datasets], splits, [dataset.weight for dataset in datasets])
 
 
 def check_lengths(splits, T):
@@ -238,17 +196,17 @@ class Batches:
 
     def load(self, step, micro, starts):
         """
-        (x, y, seed) of a micro-batch: two (B, T) int64 tensors on the device, and dropout's seed. starts: its
-        positions, (B,), which are on the device if the split is.
+        (x, y, seed) of a micro-batch: two (B, T) int64 tensors on the device, and dropout's seed; (x, y,
+        documents, seed) if windows carry those. starts: its positions, (B,), on the device if the split is.
         """
         began = time.perf_counter()
         if self.tokens is not None:
-            x, y = self.gather(starts)
+            batch = self.gather(starts)
         else:
             parts = self.read_ahead(step, micro) if self.reader else self.read(step, micro)
-            x, y = (part.to(self.env.device, non_blocking=self.reader is not None) for part in parts)
+            batch = [part.to(self.env.device, non_blocking=self.reader is not None) for part in parts]
         self.waited += time.perf_counter() - began
-        return x, y, micro_seed(self.cfg.seed, step, self.env.rank * self.accumulation + micro)
+        return *batch, micro_seed(self.cfg.seed, step, self.env.rank * self.accumulation + micro)
 
     def gather(self, starts):
         """Split.gather() on the device."""
@@ -259,7 +217,8 @@ class Batches:
         x, y = tokens[:, :-1], tokens[:, 1:]
         if self.mask is not None:
             y = torch.where(self.mask[positions[:, 1:]] == 0, -1, y)
-        return x.contiguous(), y.contiguous()
+        x, y, end_id = x.contiguous(), y.contiguous(), self.split.end_id
+        return (x, y) if end_id is None else (x, y, documents_of(x, end_id))
 
     def read_ahead(self, step, micro):
         """A micro-batch that the thread has read. The thread then reads the next one."""

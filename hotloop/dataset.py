@@ -18,7 +18,8 @@ from hotloop.tokenizer import GPT2_SPEC, MAX_VOCAB, same_tokenizer, tokenizer_fr
 FORMAT = 1  # of meta.json
 COUNT_BLOCK = 1 << 24  # tokens
 SPLITS = ('train', 'val')
-OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'val.jsonl', 'meta.json')
+OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'train.docs.bin', 'val.docs.bin',
+             'val.jsonl', 'meta.json')
 
 
 def dataset_folder(data_dir, dataset):
@@ -93,10 +94,11 @@ def open_bin(path, dtype):
 
 
 class BinWriter:
-    """Writes the bin of one split, and its mask if any document has one, and counts tokens and documents."""
+    """Writes one split: its bin, a mask if a document has one, the ends of documents as uint64; counts."""
 
     def __init__(self, folder, name, dtype):
         self.file, self.mask = open(os.path.join(folder, f'{name}.bin'), 'wb'), None  # noqa: SIM115
+        self.docs = open(os.path.join(folder, f'{name}.docs.bin'), 'wb')  # noqa: SIM115
         self.mask_path, self.dtype = os.path.join(folder, f'{name}.mask.bin'), dtype
         self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
 
@@ -110,13 +112,18 @@ class BinWriter:
         if self.mask is not None:
             mask = np.ones(len(encoded.ids), np.uint8) if encoded.mask is None else encoded.mask
             self.mask.write(mask.tobytes())
+        self.docs.write((self.counts['tokens'] + encoded.ends).astype('<u8').tobytes())
         self.counts['tokens'] += len(encoded.ids)
         self.counts['bytes'] += encoded.num_bytes
-        self.counts['documents'] += encoded.documents
+        self.counts['documents'] += len(encoded.ends)
 
-    def close(self):
-        """Flushes to the disk. Returns the counts with the SHA-256 of the files."""
-        for file, key in ((self.file, 'sha256'), (self.mask, 'mask_sha256')):
+    def close(self, rows=False):
+        """Flushes to the disk. Returns the counts with the SHA-256 of the files. rows: keeps their ends."""
+        if not rows:
+            self.docs.close()
+            os.remove(self.docs.name)
+            self.docs = None
+        for file, key in ((self.file, 'sha256'), (self.mask, 'mask_sha256'), (self.docs, 'docs_sha256')):
             if file is not None:
                 file.flush()
                 os.fsync(file.fileno())
@@ -185,8 +192,8 @@ def same_dataset(folder, new):
     if any((before.get(name) or None) != (now.get(name) or None) for name in names):
         return False
     for split, counts in now['splits'].items():
-        for file, key in ((f'{split}.bin', 'sha256'), (f'{split}.mask.bin', 'mask_sha256')):
-            path = os.path.join(folder, file)
+        for kind, key in (('bin', 'sha256'), ('mask.bin', 'mask_sha256'), ('docs.bin', 'docs_sha256')):
+            path = os.path.join(folder, f'{split}.{kind}')
             if (hash_file(path) if os.path.exists(path) else None) != counts.get(key):
                 return False
     return True

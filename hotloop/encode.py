@@ -18,25 +18,28 @@ from hotloop.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
 
 
 class Encoded(NamedTuple):
-    """The part of a split from one batch. mask: 1 where a token counts toward the loss; None: all do."""
+    """
+    The part of a split from one batch. mask: 1 where a token counts toward the loss; None: all do. ends: the
+    positions after the documents that end here.
+    """
     ids: np.ndarray
     mask: np.ndarray | None
     num_bytes: int
-    documents: int
+    ends: np.ndarray
 
 
 def encode_batch(tokenizer, batch, bos=None, eot=None):
     """{split: Encoded} of a batch of (split, Piece). bos, eot: the ids around each document, or None."""
-    encoded = {}  # split: list of (ids, mask, number of documents)
+    encoded = {}  # split: list of (ids, mask, ends)
     for split, piece in batch:
         encoded.setdefault(split, []).append(encode_piece(tokenizer, piece, bos, eot))
     return {split: combine(tokenizer, pieces) for split, pieces in encoded.items()}
 
 
 def encode_piece(tokenizer, piece, bos, eot):
-    """(ids, mask or None, number of documents that end here) of a Piece."""
+    """(ids, mask or None, positions after the documents that end here) of a Piece."""
     if isinstance(piece.parts, np.ndarray):  # already ids
-        return piece.parts, None, int(np.count_nonzero(piece.parts == tokenizer.eot))
+        return piece.parts, None, np.flatnonzero(piece.parts == tokenizer.eot) + 1
     ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
     before = int(piece.start and bos is not None)
     # a chat template ends with a mark, which may be eot
@@ -45,19 +48,20 @@ def encode_piece(tokenizer, piece, bos, eot):
     ids = np.append(ids, eot) if after else ids
     if mask is not None:
         mask = np.concatenate((np.zeros(before, np.uint8), mask, np.ones(after, np.uint8)))
-    return ids, mask, int(piece.end)
+    return ids, mask, np.full(int(piece.end), len(ids))
 
 
 def combine(tokenizer, pieces):
-    """The Encoded of a list of (ids, mask, documents). If one has a mask, all ids without one count."""
+    """The Encoded of a list of (ids, mask, ends). If one has a mask, all ids without one count."""
     ids = np.concatenate([ids for ids, _, _ in pieces])
     assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
     mask = None
     if any(mask is not None for _, mask, _ in pieces):
         masks = [np.ones(len(ids), np.uint8) if mask is None else mask for ids, mask, _ in pieces]
         mask = np.concatenate(masks)
-    documents = sum(documents for _, _, documents in pieces)
-    return Encoded(ids.astype(id_type(tokenizer)), mask, int(tokenizer.sizes[ids].sum()), documents)
+    sizes = np.cumsum([0, *(len(ids) for ids, _, _ in pieces)])  # of the pieces before
+    ends = np.concatenate([size + ends for size, (_, _, ends) in zip(sizes[:-1], pieces, strict=True)])
+    return Encoded(ids.astype(id_type(tokenizer)), mask, int(tokenizer.sizes[ids].sum()), ends)
 
 
 def id_type(tokenizer):

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hotloop.dataloader import Mixture, upload
+from hotloop.dataloader import documents_of, upload
+from hotloop.mixture import Mixture
+from hotloop.packing import Packed
 
 
 def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None):
@@ -37,10 +39,12 @@ def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None)
 @torch.no_grad()
 def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
     """evaluate() of one Split."""
-    windows = np.arange(-(-(split.num_tokens - 1) // split.T))
-    if num_windows is not None and num_windows < len(windows):
-        last_full = (split.num_tokens - 1) // split.T - 1
-        windows = np.linspace(0, last_full, num_windows).round().astype(np.int64)
+    total, full = -(-(split.num_tokens - 1) // split.T), (split.num_tokens - 1) // split.T
+    if isinstance(split, Packed):
+        total = full = split.num_windows
+    windows = np.arange(total)
+    if num_windows is not None and num_windows < total:
+        windows = np.linspace(0, full - 1, num_windows).round().astype(np.int64)
     mine = np.arange(env.rank, len(windows), env.world)
     sums = np.zeros((3, len(windows)))  # loss, targets and bytes; zero at the windows of other processes
     batch_losses, stopped, was_training = [], False, model.training
@@ -50,10 +54,10 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
         if stopped:
             break
         rows = mine[first:first + batch]
-        x, y = eval_batch(split, windows[rows], batch)
-        losses = model(upload(x, env.device), upload(y, env.device))  # (batch,)
+        parts = eval_batch(split, windows[rows], batch)
+        losses = model(*[upload(part, env.device) for part in parts])  # (batch,)
         batch_losses.append(losses[:len(rows)])  # stays on the device: reading it now would synchronize
-        y = y[:len(rows)]
+        y = parts[1][:len(rows)]
         sums[1, rows] = (y >= 0).sum(1)
         if byte_counts is not None:
             sums[2, rows] = np.where(y >= 0, byte_counts[np.maximum(y, 0)], 0).sum(1)
@@ -82,8 +86,15 @@ def standard_error(loss, targets):
 
 
 def eval_batch(split, windows, batch):
-    """Inputs and targets of windows by number: two (batch, T) int64 arrays; -1 where there is no target."""
+    """
+    Inputs and targets of windows by number: two (batch, T) int64 arrays; -1 where there is no target. Also
+    the documents, if training has them.
+    """
     T = split.T  # one shape, also where rows or the end of the last window are missing: compiled once
+    if isinstance(split, Packed):
+        missing = (0, batch - len(windows)), (0, 0)
+        x, y, documents = split.gather(windows)
+        return np.pad(x, missing), np.pad(y, missing, constant_values=-1), np.pad(documents, missing)
     x, y = np.zeros((batch, T), dtype=np.int64), np.full((batch, T), -1, dtype=np.int64)
     for row, start in enumerate(windows * T):
         tokens = split.tokens[start:start + T + 1].astype(np.int64)
@@ -91,7 +102,7 @@ def eval_batch(split, windows, batch):
         x[row, :n], y[row, :n] = tokens[:-1], tokens[1:]
         if split.mask is not None:
             y[row, :n][split.mask[start + 1:start + T + 1] == 0] = -1
-    return x, y
+    return (x, y) if split.end_id is None else (x, y, documents_of(x, split.end_id))
 
 
 def eval_windows(cfg, T):

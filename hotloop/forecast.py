@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hotloop.dataloader import share_batch, windows_per_epoch
+from hotloop.dataloader import share_batch
 from hotloop.device import PEAK_FLOPS, device_memory
 from hotloop.memory import EAGER_LOGIT, chunks_within
 from hotloop.optim import matrix_rows
 from hotloop.parallel import set_blocks
-from hotloop.pretrained import GPT2_SHAPES, open_weights
+from hotloop.pretrained import GPT2_SHAPES, shape_of
 
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
 MARGIN = 0.93  # usable share of a GPU's memory; the rest is CUDA's own and fragments
@@ -153,19 +153,19 @@ class Need:
 # -----------------------------------------------------------------------------
 # the report
 
-def forecast(model, cfg, num_tokens, device, dtype):
+def forecast(model, cfg, num_windows, device, dtype):
     """
-    The lines of the forecast. model: on the meta device. num_tokens: of the training split; None: unknown.
+    The lines of the forecast. model: on the meta device. num_windows: of an epoch; None: unknown.
     device, dtype: of this machine.
     """
     batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, 1)
-    steps = None if num_tokens is None and cfg.max_epochs is not None else cfg.max_iters
+    steps = None if num_windows is None and cfg.max_epochs is not None else cfg.max_iters
     tokens = batch * accumulation * model.config.block_size  # per step
     flops_per_token = model.flops_per_token(model.config.block_size)
     gpu_dtype = torch.bfloat16 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
     need = Need(model, cfg)
     lines = ['a forecast, counted without a run; only a run gives measured numbers', *describe_model(model),
-             *describe_memory(need, batch, gpu_dtype), describe_length(model, steps, tokens, num_tokens),
+             *describe_memory(need, batch, gpu_dtype), describe_length(model, steps, tokens, num_windows),
              f'machine           memory     tokens/s     hours  (at {MFU:.0%} of the peak, on one device)']
     machines = [(name, gpu_dtype, size, None if gpu_dtype == torch.float32 else PEAK_FLOPS[key])
                 for name, (key, size) in MACHINES.items()]
@@ -187,7 +187,7 @@ def model_args_of(settings):
         return settings.resumed.checkpoint['model_args']
     if cfg.init_from in GPT2_SHAPES:
         return GPT2_SHAPES[cfg.init_from]
-    return None if cfg.init_from == 'scratch' else open_weights(cfg.init_from, cfg.data_dir).model_args
+    return None if cfg.init_from == 'scratch' else shape_of(cfg.init_from, cfg.data_dir)
 
 
 def describe_model(model):
@@ -219,14 +219,13 @@ def describe_memory(need, batch, dtype):
             f'disk: {checkpoint / 1e9:,.2f} GB for a checkpoint, {need.weights / 1e9:,.2f} GB for best.pt']
 
 
-def describe_length(model, steps, tokens, num_tokens):
+def describe_length(model, steps, tokens, num_windows):
     """Steps, tokens and epochs."""
     if steps is None:
         return f'run: unknown steps of {tokens:,} tokens'
     epochs = 'unknown epochs'
-    if num_tokens is not None:
-        T = model.config.block_size
-        epochs = f'{steps * (tokens // T) / windows_per_epoch(num_tokens, T):,.2f} epochs'
+    if num_windows is not None:
+        epochs = f'{steps * (tokens // model.config.block_size) / num_windows:,.2f} epochs'
     return f'run: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens, {epochs}'
 
 

@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention.default,
              torch.ops.aten._scaled_dot_product_cudnn_attention.default,
              torch.ops.aten._scaled_dot_product_efficient_attention.default,
-             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+             torch.ops.higher_order.flex_attention]  # not run: it needs a GPU
 
 
 def set_blocks(model, recompute, compile_mode=None):

@@ -12,7 +12,16 @@ import torch
 from hotloop.checkpoint import load_checkpoint
 from hotloop.families import CONV1D, our_name, settings_of
 from hotloop.files import read_json
-from hotloop.hub import GPT2_OWNER, hub_model, is_hub_name, weight_files
+from hotloop.hub import (
+    GPT2_OWNER,
+    INDEX,
+    SINGLE,
+    find_on_disk,
+    hub_model,
+    is_hub_name,
+    model_files,
+    weight_files,
+)
 from hotloop.run_dir import RunDir
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
 
@@ -74,7 +83,7 @@ def habits_of(folder, tokenizer):
     if os.path.exists(path):
         with open(path, encoding='utf-8') as f:
             chat = f.read()
-    habits = {'bos': tokenizer.file.first_id(), 'ends': [i for i in ends if i is not None]}
+    habits = {'bos': tokenizer.first, 'ends': [i for i in ends if i is not None]}
     for template, mark in CHAT_MARKS.items():
         if mark in chat:
             habits['template'] = template
@@ -88,6 +97,18 @@ def find_folder(source, data_dir):
             return hub_model(f'{GPT2_OWNER}{source}', data_dir)
         return hub_model(source, data_dir) if is_hub_name(source) else None
     return source if os.path.exists(os.path.join(source, 'config.json')) else None
+
+
+def shape_of(source, data_dir):
+    """The model_args of what open_weights() would open, without a download. ValueError if it is not here."""
+    if is_hub_name(source) and find_on_disk(source, data_dir, model_files) is None:
+        raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python sample.py '
+                         f'--init_from={source} downloads it')
+    folder = find_folder(source, data_dir)
+    if folder is None:
+        return open_checkpoint(source)[1]['model_args']
+    path = os.path.join(folder, 'config.json')
+    return settings_of(read_json(path), path)
 
 
 def open_checkpoint(source):
@@ -118,12 +139,12 @@ def load_folder(folder):
     path, found = os.path.join(folder, 'config.json'), {}
     config = read_json(path)
     model_args, kind = settings_of(config, path), config['model_type']
-    files = weight_files(folder)
-    if not os.path.exists(os.path.join(folder, files[0])):
-        raise ValueError(f'{os.path.join(folder, files[0])} does not exist, and other formats are not read: '
-                         'they can run code. If you trust it, transformers converts it: AutoModelForCausalLM'
+    names = os.listdir(folder)
+    if SINGLE not in names and INDEX not in names:
+        raise ValueError(f'{folder} has no {SINGLE}, and other formats are not read, because they can run '
+                         'code. If you trust its source, transformers converts it: AutoModelForCausalLM'
                          f'.from_pretrained({folder!r}).save_pretrained({folder!r})')
-    for file in files:
+    for file in weight_files(folder):
         for name, tensor in read_safetensors(os.path.join(folder, file)).items():
             if ours := our_name(name, kind):
                 is_conv = kind == 'gpt2' and name.endswith(CONV1D)  # OpenAI's "Conv1D" stores (in, out)

@@ -3,7 +3,6 @@
 import math
 from typing import NamedTuple
 
-from hotloop.dataloader import windows_per_epoch
 from hotloop.files import counted
 
 
@@ -36,11 +35,11 @@ def learning_rate(step, cfg):
     return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
 
 
-def set_length(cfg, num_tokens, T, global_batch):
-    """Turns max_epochs into max_iters, warmup_fraction into warmup_iters; returns notes. T: block_size."""
+def set_length(cfg, num_windows, global_batch):
+    """Turns max_epochs into max_iters, warmup_fraction into warmup_iters; num_windows: of an epoch."""
     notes = []
     if cfg.max_epochs is not None:
-        cfg.max_iters = math.ceil(cfg.max_epochs * windows_per_epoch(num_tokens, T) / global_batch)
+        cfg.max_iters = math.ceil(cfg.max_epochs * num_windows / global_batch)
         notes.append(f'max_epochs={cfg.max_epochs:g}: {counted(cfg.max_iters, "step")}')
     if cfg.warmup_fraction is not None:
         cfg.warmup_iters = round(cfg.warmup_fraction * cfg.max_iters)

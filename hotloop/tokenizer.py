@@ -21,10 +21,11 @@ class Tokenizer:
     """
     What all tokenizers share; each adds encode(text) -> array of ids, and spec(). eot, bos: the ids that end
     and begin a document, or None. begin: bos if the data was made with it. ends: other ids that end a text.
-    pieces: the bytes of each id; eot, bos and unused ids have none. specials: {name: id}, for prompts and
-    templates; encode() never returns one.
+    first: bos if each text begins with it, as in most families of Hugging Face. pieces: the bytes of each id;
+    eot, bos and unused ids have none. specials: {name: id}, for prompts and templates; encode() never returns
+    one.
     """
-    n_vocab, eot, bos, begin, ends = 0, None, None, None, ()
+    n_vocab, eot, bos, begin, first, ends = 0, None, None, None, None, ()
 
     def encode_next(self, text, after_special):
         """The ids of a text inside a document; differs from encode() if encode() adds a leading space."""
@@ -152,7 +153,7 @@ class HFTokenizer(Tokenizer):
 
     def __init__(self, file, eot, bos):
         self.file, self.eot, self.bos = file, eot, bos
-        self.specials, self.n_vocab = file.specials, file.n_vocab
+        self.specials, self.n_vocab, self.first = file.specials, file.n_vocab, file.first_id()
 
     def encode(self, text):
         return self.file.encode(fix_surrogates(text))

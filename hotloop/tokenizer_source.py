@@ -8,6 +8,7 @@ import re
 import zipfile
 
 from hotloop.dataset import PlainUnpickler, dataset_folder, read_meta
+from hotloop.hub import hub_tokenizer, is_hub_name
 from hotloop.tokenizer import (
     GPT2_SPEC,
     GPT2_VOCAB_SIZES,
@@ -20,8 +21,8 @@ from hotloop.tokenizer import (
 
 def find_tokenizer(name, data_dir):
     """
-    The tokenizer with this name, or of the file or folder at this path, or at this path in data_dir; None if
-    it is built from the text. ValueError if there is none.
+    The tokenizer with this name, or of the file or folder at this path, or at this path in data_dir, or of a
+    model of the hub; None if it is built from the text. ValueError if there is none.
     """
     kind, _, size = name.partition(':')
     if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
@@ -33,9 +34,12 @@ def find_tokenizer(name, data_dir):
     in_data_dir = os.path.join(data_dir, name)
     if found := tokenizer_at(name, data_dir) or tokenizer_at(in_data_dir, data_dir):
         return found
+    if is_hub_name(name):
+        return read_tokenizer_json(hub_tokenizer(name, data_dir))
     raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
-                     f'{", ".join(TIKTOKEN_NAMES)}, and neither {name} nor {in_data_dir} is a checkpoint, a '
-                     'tokenizer.json, or a folder with one of them or with a dataset')
+                     f'{", ".join(TIKTOKEN_NAMES)} or a model of the hub such as Qwen/Qwen2.5-0.5B, and '
+                     f'neither {name} nor {in_data_dir} is a checkpoint, a tokenizer.json, or a folder with '
+                     'one of them or with a dataset')
 
 
 def tokenizer_at(path, data_dir):

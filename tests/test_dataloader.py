@@ -1,32 +1,28 @@
 """Data is a pure function of seed and step, whatever the processes and wherever the tokens are kept."""
 
-import os
-from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import noise, write_bins
+from conftest import noise, same, write_bins
 
 from hotloop.dataloader import (
     Batches,
-    Mixture,
     Split,
     check_lengths,
     epoch_order,
     kept_on_device,
     micro_seed,
-    open_split,
     share_batch,
     upload,
     windows_per_epoch,
 )
 from hotloop.dataset import read_meta
 from hotloop.distributed import Env
+from hotloop.mixture import Mixture
 
-Dataset = namedtuple('Dataset', 'name folder meta weight')
 T = 16
 
 
@@ -48,7 +44,11 @@ def splits(tmp_path_factory):
     write_bins(folder / 'masked', noise(700), noise(100), masks=masks)
     write_bins(folder / 'wide', noise(800, low=2**17, high=2**31 - 1), noise(100), dtype='uint32')
     kinds = {name: open_folder(folder / name) for name in ('plain', 'masked', 'wide')}
-    return {**kinds, 'mixture': Mixture(list(kinds), list(kinds.values()), [0.5, 0.3, 0.2])}
+    write_bins(folder / 'ended', noise(900, low=65500, high=65535), noise(100))
+    documents = [open_folder(folder / 'ended'), open_folder(folder / 'masked')]
+    documents[0].end_id, documents[1].end_id = 65505, 40
+    return {**kinds, 'mixture': Mixture(list(kinds), list(kinds.values()), [0.5, 0.3, 0.2]),
+            'documents': documents[0], 'mixed documents': Mixture(['a', 'b'], documents, [0.5, 0.5])}
 
 
 KINDS = ['plain', 'masked', 'wide', 'mixture']
@@ -60,9 +60,9 @@ def load_all(batches, steps):
 
 
 def assert_same(ours, theirs):
-    for (x, y, seed), (x2, y2, seed2) in zip(ours, theirs, strict=True):
-        assert torch.equal(x, x2) and torch.equal(y, y2) and seed == seed2
-        assert x2.dtype == y2.dtype == torch.int64 and x2.is_contiguous() and y2.is_contiguous()
+    for (*batch, seed), (*batch2, seed2) in zip(ours, theirs, strict=True):
+        assert same(batch, batch2) and seed == seed2
+        assert all(part.dtype == torch.int64 and part.is_contiguous() for part in batch2)
 
 
 def test_the_order_is_that_of_earlier_versions(tmp_path):
@@ -103,29 +103,6 @@ def test_an_epoch_sees_each_of_its_windows_once(tmp_path, num_tokens):
     assert len({tuple(order - order.min()) for order in orders}) > 50
 
 
-def test_a_mixture_draws_by_weight_and_each_split_in_its_own_order(splits):
-    mixture = splits['mixture']
-    starts = mixture.starts(7, np.arange(30_000))
-    owner = np.searchsorted(mixture.bases, starts, side='right') - 1
-    for block in owner.reshape(3, 10_000):
-        assert np.bincount(block).tolist() == [5000, 3000, 2000]
-    assert abs(int((owner[:500] == 0).sum()) - 250) < 50  # any stretch has about its share
-    for k, split in enumerate(mixture.splits):
-        mine = starts[owner == k] - mixture.bases[k]
-        assert np.array_equal(mine, split.starts(7 + k, np.arange(len(mine))))
-
-
-def test_one_dataset_is_a_split_and_several_are_a_mixture(splits):
-    def datasets(**weights):
-        folders = {name: os.path.dirname(splits[name].path) for name in weights}
-        return [Dataset(name, folders[name], read_meta(folders[name]), weights[name]) for name in weights]
-    assert isinstance(open_split(datasets(plain=1), 'train', T), Split)
-    mixture = open_split(datasets(plain=1, wide=3), 'train', T)
-    assert mixture.weights == [0.25, 0.75] and mixture.names == ['plain', 'wide']
-    with pytest.raises(ValueError, match='wide would never be drawn: its weight is below 1/20000 of the sum'):
-        open_split(datasets(plain=1, wide=1e-5), 'train', T)
-
-
 @pytest.mark.parametrize('kind', KINDS)
 def test_targets_are_the_next_tokens(splits, kind):
     """Which a loss that looks good does not prove; -1 where the mask is 0; num_targets counts the others."""
@@ -141,6 +118,16 @@ def test_targets_are_the_next_tokens(splits, kind):
         assert np.array_equal(y[row], np.where(counted, tokens[start + 1:start + T + 1], -1))
     assert split.num_targets(starts) == (y >= 0).sum()
     assert ((y < 0).any()) == (kind in ('masked', 'mixture'))
+
+
+@pytest.mark.parametrize('kind', ['documents', 'mixed documents'])
+def test_a_document_begins_after_an_end_id_and_at_the_start_of_a_window(splits, kind):
+    split = splits[kind]
+    x, _, documents = split.gather(split.starts(3, np.arange(60)))
+    assert documents.max() > 1
+    for tokens, numbers in zip(x, documents, strict=True):
+        end = 65505 if tokens[0] > 60000 else 40
+        assert numbers.tolist() == [int((tokens[:t] == end).sum()) for t in range(T)]
 
 
 def test_any_mask_but_0_counts_once(tmp_path):
@@ -168,7 +155,7 @@ def test_processes_share_the_global_batch(splits, kind, world):
     assert list(seeds) == [micro_seed(1337, 6, micro) for micro in range(len(x))]
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [*KINDS, 'documents'])
 def test_data_on_the_device_is_the_same_data(splits, kind):
     batches = [Batches(splits[kind], config(device=there), Env(1, 2)) for there in (False, True)]
     assert batches[0].tokens is None and batches[1].tokens is not None
@@ -202,10 +189,11 @@ def test_an_upload_to_a_gpu_is_not_waited_for(monkeypatch):
     assert upload(np.arange(3), torch.device('cpu')).tolist() == [0, 1, 2] and waits == [False]
 
 
-def test_reading_ahead_gives_the_same_micro_batches(splits, monkeypatch):
+@pytest.mark.parametrize('kind', ['mixture', 'mixed documents'])
+def test_reading_ahead_gives_the_same_micro_batches(splits, monkeypatch, kind):
     """In order, after a jump, and over the end of a step."""
     monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda tensor: tensor)
-    plain, ahead = (Batches(splits['mixture'], config(accumulation=6), Env(1, 2)) for _ in range(2))
+    plain, ahead = (Batches(splits[kind], config(accumulation=6), Env(1, 2)) for _ in range(2))
     ahead.reader = ThreadPoolExecutor(1)
     assert_same(load_all(plain, [0, 1, 2, 9, 10, 3]), load_all(ahead, [0, 1, 2, 9, 10, 3]))
     assert list(ahead.ahead) == [(4, 0)]

@@ -28,7 +28,8 @@ def test_a_name_that_leads_elsewhere_is_refused():
 
 
 def encoded(ids, mask=None):
-    return Encoded(np.array(ids, np.int64), None if mask is None else np.array(mask, np.uint8), len(ids), 1)
+    mask = None if mask is None else np.array(mask, np.uint8)
+    return Encoded(np.array(ids, np.int64), mask, len(ids), np.array([len(ids)]))
 
 
 @pytest.mark.parametrize('dtype, itemsize', [('<u2', 2), ('<u4', 4)])
@@ -50,8 +51,12 @@ def test_a_mask_begins_with_the_first_prompt_and_all_text_counts(tmp_path):
     writer.add(encoded([1, 2, 3], [0, 0, 1]))
     writer.add(encoded([4, 5]))
     mask = b'\1' * ((1 << 20) + 5) + b'\0\0\1\1\1'
-    assert writer.close()['mask_sha256'] == hashlib.sha256(mask).hexdigest()
+    counts = writer.close(rows=True)
+    assert counts['mask_sha256'] == hashlib.sha256(mask).hexdigest()
     assert (tmp_path / 'val.mask.bin').read_bytes() == mask
+    ends = np.array([(1 << 20) + 5, (1 << 20) + 8, (1 << 20) + 10], '<u8').tobytes()
+    assert (tmp_path / 'val.docs.bin').read_bytes() == ends
+    assert counts['docs_sha256'] == hashlib.sha256(ends).hexdigest()
 
 
 def files(text):

@@ -30,7 +30,8 @@ def test_a_document_is_between_its_begin_and_end_ids():
     encoded = encode_batch(ByteTokenizer(), pieces, bos=1, eot=256)
     train, val = encoded['train'], encoded['val']
     assert train.ids.tolist() == [1, *b'ab', 256, 1, *b'cd', 256, 1, *'é'.encode(), 256]
-    assert (train.num_bytes, train.documents) == (6 + 3, 3) and train.mask is None and val.documents == 1
+    assert (train.num_bytes, len(train.ends)) == (6 + 3, 3) and train.mask is None and len(val.ends) == 1
+    assert train.ends.tolist() == [4, 8, 12] and val.ends.tolist() == [3]
     assert encode_batch(ByteTokenizer(), pieces)['train'].ids.tolist() == list('abcdé'.encode())
 
 
@@ -51,7 +52,7 @@ def test_only_answers_and_the_end_count():
 def test_ids_stay_ids_and_take_two_bytes_as_long_as_they_fit():
     ids = np.array([256, 5, 6, 256, 7], dtype='<u2')
     encoded = encode_batch(ByteTokenizer(), [('train', Piece(ids, True, True, 'shard'))], eot=256)['train']
-    assert encoded.ids.tolist() == ids.tolist() and (encoded.documents, encoded.num_bytes) == (2, 3)
+    assert encoded.ids.tolist() == ids.tolist() and (encoded.ends.tolist(), encoded.num_bytes) == ([1, 4], 3)
     large = CharTokenizer(''.join(map(chr, range(0x20000, 0x20000 + 2**16))), eot=True)
     assert (id_type(CharTokenizer(large.chars)), id_type(large)) == ('<u2', '<u4')
     ids = encode_batch(large, [('train', text_piece(large.chars[-1]))], eot=large.eot)['train'].ids

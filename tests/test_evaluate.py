@@ -9,10 +9,11 @@ import torch
 from conftest import error_of, noise, write_bins
 from test_dataloader import copies_to_a_gpu
 
-from hotloop.dataloader import Mixture, Split
+from hotloop.dataloader import Split
 from hotloop.dataset import read_meta
 from hotloop.distributed import Env
 from hotloop.evaluate import eval_batch, eval_windows, evaluate
+from hotloop.mixture import Mixture
 from model import GPT, GPTConfig
 
 TOKENS = noise(487, seed=1)  # 30 windows of 16 and a tail of 6

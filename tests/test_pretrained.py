@@ -9,7 +9,7 @@ import torch
 from conftest import error_of
 
 from hotloop.checkpoint import save_checkpoint
-from hotloop.pretrained import DTYPES, GPT2_SPEC, load_gpt2, open_weights, read_safetensors
+from hotloop.pretrained import DTYPES, GPT2_SPEC, load_folder, open_weights, read_safetensors, shape_of
 from hotloop.tokenizer import ByteTokenizer
 from model import GPT
 
@@ -89,12 +89,13 @@ def test_a_folder_gives_args_weights_and_tokenizer(gpt2_folder, monkeypatch):
     assert model.config.mlp == 'gelu_tanh' and model.config.tie and model.config.block_size == 5
     (gpt2_folder / 'tokenizer.json').write_text('{}')
     monkeypatch.setattr('hotloop.pretrained.read_tokenizer_json', lambda folder: ByteTokenizer())
-    assert open_weights(str(gpt2_folder), 'data').tokenizer == {'kind': 'byte'}
+    found = open_weights(str(gpt2_folder), 'data')
+    assert found.tokenizer == {'kind': 'byte'} and found.checkpoint == {'bos': None, 'ends': []}
 
 
 def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeypatch):
     args = {}
-    monkeypatch.setattr('hotloop.pretrained.load_gpt2', lambda folder: (args, {}))
+    monkeypatch.setattr('hotloop.pretrained.load_folder', lambda folder: (args, {}))
     for args['vocab_size'], expected in ((50257, GPT2_SPEC), (50304, GPT2_SPEC), (50256, None)):
         assert open_weights(str(gpt2_folder), 'data').tokenizer == expected
 
@@ -106,14 +107,14 @@ def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
     embedding = weights['wte.weight']
     for head, tie in ((embedding.clone(), True), (embedding + 1, False)):
         write_safetensors(gpt2_folder / 'model.safetensors', {**weights, 'lm_head.weight': head})
-        args, loaded = load_gpt2(str(gpt2_folder))
+        args, loaded = load_folder(str(gpt2_folder))
         model = GPT.from_checkpoint(args, loaded)
         assert model.config.tie == tie and torch.equal(model.lm_head.weight, head)
         assert torch.equal(model.transformer.wte.weight, embedding)
 
 
 @pytest.mark.parametrize('name, content, words', [
-    ('config.json', {'model_type': 'llama'}, "model_type='llama' is not supported"),
+    ('config.json', {'model_type': 'mamba'}, "model_type='mamba' is not supported"),
     ('config.json', {'model_type': 'gpt2', 'scale_attn_weights': False}, 'scale_attn_weights=False'),
     ('config.json', [], 'does not hold a JSON object'),
     ('model.safetensors.index.json', {'weight_map': {'x': 'y.safetensors'}}, 'y.safetensors cannot be read'),
@@ -134,7 +135,7 @@ def test_hugging_faces_gpt2_computes_the_same(tmp_path):
     for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.3)
     theirs.save_pretrained(tmp_path, max_shard_size='20KB')
-    args, weights = load_gpt2(str(tmp_path))
+    args, weights = load_folder(str(tmp_path))
     x = torch.randint(61, (2, 32))
     with torch.no_grad():
         expected = theirs(x).logits[:, -1]
@@ -153,6 +154,70 @@ def test_gpt2_by_name_is_downloaded_once(hub, gpt2_folder):
         assert found.path == os.path.join(data_dir, 'pretrained', 'gpt2') and len(found.weights) == 17
     assert [path for path, _ in hub.requests] == ['/openai-community/gpt2/resolve/main/config.json',
                                                   '/openai-community/gpt2/resolve/main/model.safetensors']
+
+
+def test_a_hub_model_is_downloaded_once_with_what_its_texts_need(hub, gpt2_folder, monkeypatch):
+    """An index with two shards; later the folder is found, in the data folder or in the hub's own cache."""
+    weights = read_safetensors(str(gpt2_folder / 'model.safetensors'))
+    tensors = {name: tensor.clone() for name, tensor in weights.items()}
+    first = {name: tensors.pop(name) for name in list(tensors)[:5]}
+    for shard, part in (('a.safetensors', first), ('b.safetensors', tensors)):
+        write_safetensors(gpt2_folder / shard, part)
+    index = {'weight_map': dict.fromkeys(first, 'a.safetensors') | dict.fromkeys(tensors, 'b.safetensors')}
+    files = {'config.json': (gpt2_folder / 'config.json').read_bytes(), 'tokenizer.json': b'{}',
+             'model.safetensors.index.json': json.dumps(index).encode(),
+             'generation_config.json': b'{"eos_token_id": [3, 4]}', 'chat_template.jinja': b"'<|im_start|>'",
+             'a.safetensors': (gpt2_folder / 'a.safetensors').read_bytes(),
+             'b.safetensors': (gpt2_folder / 'b.safetensors').read_bytes()}
+    for name, body in files.items():
+        hub.answers[f'/org/model/resolve/main/{name}'] = (200, {}, body)
+    monkeypatch.setattr('hotloop.pretrained.read_tokenizer_json', lambda folder: ByteTokenizer())
+    monkeypatch.setenv('HF_HOME', str(gpt2_folder / 'home'))
+    data_dir = str(gpt2_folder / 'data')
+    assert "'org/model' is not on disk, and a dry run downloads" in error_of(shape_of, 'org/model', data_dir)
+    for _ in range(2):
+        found = open_weights('org/model', data_dir)
+        assert found.path == os.path.join(data_dir, 'pretrained', 'org/model') and len(found.weights) == 17
+        assert found.checkpoint == {'bos': None, 'ends': [3, 4], 'template': 'chatml'}
+    assert len(hub.requests) == len(files) + 1  # tokenizer_config.json is not there
+    assert shape_of('org/model', data_dir)['n_head'] == 2
+    snapshot = gpt2_folder / 'home' / 'hub' / 'models--org--model' / 'snapshots' / 'abc'
+    os.makedirs(snapshot.parent)
+    os.rename(found.path, snapshot)
+    head = gpt2_folder / 'home' / 'hub' / 'models--org--model' / 'refs' / 'main'
+    os.makedirs(head.parent)
+    head.write_text('abc\n')
+    assert open_weights('org/model', data_dir).path == str(snapshot) and len(hub.requests) == len(files) + 1
+
+
+@pytest.mark.parametrize('status, words', [
+    (404, 'returned 404 Not Found; check the address; see http://'),
+    (401, 'returned 401 Unauthorized; set HF_TOKEN to a token that may read it; check the name, and accept'),
+    (403, 'accept the license of a gated model at http://')])
+def test_a_hub_model_that_is_missing_or_gated_is_one_sentence(hub, tmp_path, status, words):
+    hub.answers['/org/model/resolve/main/config.json'] = (status, {}, b'')
+    error = error_of(open_weights, 'org/model', str(tmp_path))
+    assert error.startswith("'org/model' is not on disk, and http://127.0.0.1") and words in error
+    assert '/org/model/resolve/main/config.json' in error and len(hub.requests) == 1
+
+
+def test_the_token_of_hugging_faces_own_tools_is_sent(hub, tmp_path, monkeypatch):
+    (tmp_path / 'token').write_text('of-the-file\n')
+    monkeypatch.setenv('HF_HOME', str(tmp_path))
+    error_of(open_weights, 'org/model', str(tmp_path))
+    monkeypatch.setenv('HF_TOKEN', 'of-the-variable')
+    error_of(open_weights, 'org/model', str(tmp_path))
+    assert [headers['Authorization'] for _, headers in hub.requests] == ['Bearer of-the-file',
+                                                                         'Bearer of-the-variable']
+
+
+def test_a_folder_without_safetensors_or_tokenizer_json_is_refused_with_the_conversion(gpt2_folder):
+    (gpt2_folder / 'tokenizer.model').write_bytes(b'')
+    error = error_of(open_weights, str(gpt2_folder), 'data')
+    assert 'tokenizer.json cannot be read' in error and 'AutoTokenizer.from_pretrained' in error
+    os.rename(gpt2_folder / 'model.safetensors', gpt2_folder / 'pytorch_model.bin')
+    error = error_of(open_weights, str(gpt2_folder), 'data')
+    assert 'has no model.safetensors' in error and 'AutoModelForCausalLM.from_pretrained' in error
 
 
 def test_every_dtype_of_safetensors(tmp_path):
