@@ -14,7 +14,7 @@ micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds 
 if __name__ == '__main__':  # before torch, whose import takes seconds
     from configurator import call_main
     from hotloop.early import check_early
-    call_main(check_early, 'model.py', 'train.py')
+    call_main(check_early, 'model.py', 'hotloop/lora.py', 'train.py')
 
 import contextlib
 import dataclasses
@@ -49,10 +49,11 @@ from hotloop.files import is_inside
 from hotloop.forecast import forecast, model_args_of
 from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
+from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.optim import build_optimizers
 from hotloop.parallel import set_blocks
-from hotloop.pretrained import open_weights
+from hotloop.pretrained import hash_source, open_base, open_weights
 from hotloop.resume import compare_settings, find_resumed, is_renamed, resolve_auto, settings_of
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
@@ -167,7 +168,8 @@ REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a ste
 # settings from recipe cards, flags and, on resume, the checkpoint
 
 SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
-BOUND = SHAPE | {'dataset', 'optimizer'}  # a resumed run cannot change these
+ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
+BOUND = SHAPE | ADAPTERS | {'dataset', 'optimizer'}  # a resumed run cannot change these
 
 
 @dataclass
@@ -175,6 +177,7 @@ class Settings:
     """The settings of a command line."""
     model: GPTConfig
     train: TrainConfig
+    lora: LoRAConfig
     given: dict  # {name: place} of settings in a file or a flag
     resumed: Resumed | None
     notes: list  # lines to print once
@@ -184,12 +187,12 @@ class Settings:
 def read_settings(argv=None):
     """The Settings of a command line. ValueError if they contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else argv
-    read = functools.partial(configure, GPTConfig, TrainConfig, about=__doc__, removed=REMOVED)
-    model_cfg, cfg, given, files = read(argv=argv)
+    read = functools.partial(configure, GPTConfig, TrainConfig, LoRAConfig, about=__doc__, removed=REMOVED)
+    model_cfg, cfg, lora, given, files = read(argv=argv)
     notes, base = [], {}
     if cfg.init_from == 'auto':
         argv = argv + resolve_auto(cfg, notes)
-        model_cfg, cfg, given, files = read(argv=argv)
+        model_cfg, cfg, lora, given, files = read(argv=argv)
     if files:
         notes.append(f'card: {" ".join(files)}')
     elif cfg.init_from == 'scratch' and 'dataset' not in given:
@@ -197,15 +200,16 @@ def read_settings(argv=None):
         notes.append(f'card: {card} ({why}); name a card to choose another')
         files = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card)]
         argv = files + argv
-        model_cfg, cfg, given, _ = read(argv=argv)
+        model_cfg, cfg, lora, given, _ = read(argv=argv)
     resumed = find_resumed(cfg, notes)
     if resumed:
         shape = dataclasses.asdict(config_from(resumed.checkpoint['model_args']).resolved())
         base = settings_of(resumed.checkpoint, {name: shape[name] for name in SHAPE})
+        base = {**dataclasses.asdict(LoRAConfig()), **base}  # earlier versions had no adapters
         if base.get('mirror_dir') and is_inside(cfg.out_dir, base['mirror_dir']):
             base['mirror_dir'] = None
             notes.append('mirror_dir: off, because out_dir is the mirror of the run')
-        model_cfg, cfg, given, _ = read(argv=argv, base=base)
+        model_cfg, cfg, lora, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
     auto_batch = cfg.batch_size == 'auto'
     if auto_batch and resumed:  # the run keeps its global batch
@@ -216,13 +220,15 @@ def read_settings(argv=None):
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
         renamed = is_renamed(resumed.checkpoint, cfg.dataset)  # compare_context() identifies the data
-        notes += compare_settings([model_cfg, cfg], given, base, BOUND - {'dataset'} if renamed else BOUND)
+        notes += compare_settings([model_cfg, cfg, lora], given, base, BOUND - {'dataset'} if renamed else BOUND)
     for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
         if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
             setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
+    if lora.lora_rank:
+        check_lora(lora, cfg)
     world = int(os.environ.get('WORLD_SIZE', '1'))
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises before the processes meet
-    return Settings(model_cfg, cfg, given, resumed, notes, auto_batch)
+    return Settings(model_cfg, cfg, lora, given, resumed, notes, auto_batch)
 
 
 # -----------------------------------------------------------------------------
@@ -288,7 +294,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
     and processes. Returns a StepResult; None if this is the only process and a signal came between two
     micro-batches, in which case no weight has changed.
     """
-    params = list(model.parameters())
+    params = trainable(model)
     for p in params:
         if env.world == 1:
             p.grad = None  # makes room for activations
@@ -334,6 +340,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
 class Run:
     """Everything that the loop needs; build_run() creates it."""
     cfg: TrainConfig
+    lora: LoRAConfig
     settings: dict  # all settings in one dictionary, as saved in checkpoints
     env: Env
     model: GPT
@@ -356,10 +363,11 @@ class Run:
 
 def build_model(settings, dataset, env):
     """
-    (the model on the CPU: new, or from a checkpoint or weights; the step of its weights, 0 if unknown).
-    ValueError if settings differ.
+    (the model on the CPU: new, or from a checkpoint or weights; the step of its weights, 0 if unknown; the
+    name and the hash of its weights if adapters are added to them). ValueError if settings differ.
     """
     model_cfg, cfg, given, meta = settings.model, settings.train, settings.given, dataset.meta
+    resumed = settings.resumed.checkpoint if settings.resumed else {}
     if cfg.init_from == 'scratch':
         size = meta['vocab_size']
         if not meta['foreign'] and size >= 4096:  # GPUs multiply multiples of 64 faster
@@ -369,34 +377,49 @@ def build_model(settings, dataset, env):
             raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids '
                              f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
-        return GPT(config), 0
-    if settings.resumed:
-        checkpoint = settings.resumed.checkpoint
-        model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
+        return GPT(config), 0, None
+    if resumed and not settings.lora.lora_rank:
+        model = GPT.from_checkpoint(resumed['model_args'], resumed['model'], dropout=model_cfg.dropout,
                                     label_smoothing=model_cfg.label_smoothing)
-        return model, state_from(checkpoint).iter_num
+        return model, state_from(resumed).iter_num, None
+    name, source, base = open_source(settings, env)
+    check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
+    kept = [field for field in ('dropout', 'label_smoothing') if resumed or field in given]
+    model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
+    if (resumed or 'block_size' in given) and model_cfg.block_size < model.config.block_size:
+        model.crop_block_size(model_cfg.block_size)
+    for field, has in dataclasses.asdict(model.config).items():
+        asked = getattr(model_cfg, field)
+        if field in given and asked not in (None, has):
+            raise ValueError(f'{given[field]}: {field}={asked!r}, but {name} has {has!r}; omit it')
+    return model, (resumed or source.checkpoint).get('iter_num', 0), base
+
+
+def open_source(settings, env):
+    """
+    (name, Weights, {'base': name, 'sha256': hash} if adapters are added to them, else None) of the weights
+    that a run starts from or, resumed, adds its adapters to.
+    """
+    cfg, resumed, base = settings.train, settings.resumed, None
     if env.rank:
         env.sum(np.zeros(1))  # waits for rank 0, which downloads for all
-    source = open_weights(cfg.init_from, cfg.data_dir)
+    if resumed:
+        base = {name: resumed.checkpoint['lora'][name] for name in ('base', 'sha256')}
+        source = open_base(base, resumed.path, cfg.data_dir)
+    else:
+        source = open_weights(cfg.init_from, cfg.data_dir)
+        if settings.lora.lora_rank:
+            base = {'base': cfg.init_from, 'sha256': hash_source(source)}
     if env.rank == 0:
         env.sum(np.zeros(1))
-    check_tokenizer(source.tokenizer, cfg.init_from, dataset, cfg.data_dir)
-    override = {name: getattr(model_cfg, name) for name in ('dropout', 'label_smoothing') if name in given}
-    model = GPT.from_checkpoint(source.model_args, source.weights, **override)
-    if 'block_size' in given and model_cfg.block_size < model.config.block_size:
-        model.crop_block_size(model_cfg.block_size)
-    for name, has in dataclasses.asdict(model.config).items():
-        asked = getattr(model_cfg, name)
-        if name in given and asked not in (None, has):
-            raise ValueError(f'{given[name]}: {name}={asked!r}, but {cfg.init_from} has {has!r}; omit it')
-    return model, source.checkpoint.get('iter_num', 0)
+    return base['base'] if base else cfg.init_from, source, base
 
 
 def build_run(settings, datasets, env):
     """The Run, ready to train except for its folder. Adds to settings.notes."""
     cfg, notes, resumed = settings.train, settings.notes, settings.resumed
     meta = datasets[0].meta
-    model, step = build_model(settings, datasets[0], env)
+    model, step, base = build_model(settings, datasets[0], env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
     train_split, val_split = (open_split(datasets, name, T) for name in ('train', 'val'))
     check_lengths(train_split.splits + val_split.splits, T)
@@ -410,6 +433,9 @@ def build_run(settings, datasets, env):
     tokenizer = sampling_tokenizer(cfg, meta, context)
     if not cfg.eval_only:
         env.stop = StopRequest(cfg.max_minutes)
+    if base:
+        context['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
+        notes.append(describe_adapters(context['lora'], model, env.dtype))
     model.to(env.device)
     model.compute_dtype = env.dtype
     if settings.auto_batch and not cfg.eval_only:
@@ -431,10 +457,12 @@ def build_run(settings, datasets, env):
         byte_counts = byte_table(meta, vocab_size)
     except ValueError as e:  # the tokenizer is not available here
         notes.append(f'bits per byte: not reported, because {e}')
-    flat = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
+    flat = {}
+    for part in (model.config, cfg, settings.lora):
+        flat |= dataclasses.asdict(part)
     if resumed:  # keep where the weights first came from
         flat['init_from'] = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
-    return Run(cfg, flat, env, model, compiled, forward, batches, val_split,
+    return Run(cfg, settings.lora, flat, env, model, compiled, forward, batches, val_split,
                byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir), context, tokenizer)
 
 

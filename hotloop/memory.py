@@ -9,6 +9,7 @@ import torch
 from hotloop.dataloader import kept_on_device, share_batch
 from hotloop.device import device_memory
 from hotloop.files import counted, first_line
+from hotloop.lora import trainable
 from hotloop.parallel import set_blocks
 
 EAGER_LOGIT = 12  # bytes of a logit in an uncompiled step
@@ -42,7 +43,7 @@ def choose_batch_size(model, split, env, cfg):
     """The largest micro-batch that fits and gives the same step, found by trial. ValueError if none fits."""
     micro_batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, env.world)
     sequences, c = micro_batch * accumulation, model.config  # of this process
-    reserve = 8 * model.num_params()  # the optimizer's two moments
+    reserve = 8 * sum(p.numel() for p in trainable(model))  # the optimizer's two moments
     if kept_on_device(split, cfg, env):
         reserve += split.num_bytes
     set_blocks(model, cfg.recompute)
@@ -91,7 +92,7 @@ def batch_fits(model, batch, env, cfg, reserve):
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size, env)
     try:
         reserved = torch.empty(reserve, dtype=torch.uint8, device=env.device)
-        for p in model.parameters():
+        for p in trainable(model):
             p.grad = torch.zeros_like(p)  # of the micro-batches before
         ids = torch.zeros(batch, c.block_size, dtype=torch.int64, device=env.device)
         model(ids, ids).sum().backward()  # eager; compiled, it needs less

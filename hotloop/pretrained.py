@@ -12,6 +12,7 @@ import torch
 from hotloop.checkpoint import load_checkpoint
 from hotloop.download import download, hub
 from hotloop.files import read_json
+from hotloop.lora import adapters_of, frozen_weights, hash_weights, merge
 from hotloop.run_dir import RunDir
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
 
@@ -47,6 +48,8 @@ def open_weights(source, data_dir):
             download(f'{hub()}/openai-community/{source}/resolve/main/{name}', os.path.join(folder, name))
     if not os.path.exists(os.path.join(folder, 'config.json')):
         path, checkpoint = open_checkpoint(source)
+        if 'lora' in checkpoint:
+            checkpoint['model'] = merge_base(checkpoint, path, data_dir)
         model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
         return Weights(path, model_args, weights, checkpoint.get('tokenizer'), checkpoint)
     model_args, weights = load_gpt2(folder)
@@ -54,6 +57,35 @@ def open_weights(source, data_dir):
     if os.path.exists(os.path.join(folder, 'tokenizer.json')):
         tokenizer = read_tokenizer_json(folder).spec()
     return Weights(folder, model_args, weights, tokenizer, {})
+
+
+def open_base(record, path, data_dir):
+    """The Weights that the adapters in `path` were trained on. ValueError if they are gone or have changed."""
+    try:
+        base = open_weights(record['base'], data_dir)
+    except ValueError as e:
+        raise ValueError(f'{path} holds adapters of {record["base"]!r}, which cannot be read: {e}') from None
+    if hash_source(base) != record['sha256']:
+        raise ValueError(f'{path} holds adapters of {record["base"]!r}, whose weights have changed since '
+                         f'(SHA-256 {record["sha256"][:12]}... before); restore them there')
+    return base
+
+
+def hash_source(source):
+    """The SHA-256 of Weights. Sums with adapters depend on the machine, so it is that of their summands."""
+    return source.checkpoint.get('sha256') or hash_weights(source.weights)
+
+
+def merge_base(checkpoint, path, data_dir):
+    """{name: tensor} of a run that trained adapters: the weights of its base plus the adapters, float32."""
+    lora = checkpoint['lora']
+    checkpoint['sha256'] = hash_weights(checkpoint['model'], lora['sha256'])
+    weights = frozen_weights(open_base(lora, path, data_dir).weights, lora['quantize'])
+    if 'transformer.wpe.weight' in weights:  # the run may have shortened the context
+        rows = checkpoint['model_args']['block_size']
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:rows]
+    merge(weights, adapters_of(checkpoint), lora['scale'])
+    return weights
 
 
 def open_checkpoint(source):
