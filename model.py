@@ -297,7 +297,8 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
-        return (dx.float() * grad).to(dx.dtype), None if dw is None else dw * grad, None, None, None, None, None
+        dx = (dx.float() * grad).to(dx.dtype)
+        return dx, None if dw is None else dw * grad, None, None, None, None, None
 
 
 # compiled together with the model, the chunks would be fused again, so each chunk is compiled alone

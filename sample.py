@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from configurator import call_main, configure
+from hotloop.adapter import base_of, merge_adapter
 from hotloop.chat_template import TEMPLATES, choose_template, parts_before_answer, prompt_of
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.documents import standard_input
@@ -45,6 +46,7 @@ class SampleConfig:
     init_from: str = 'resume'  # resume (from out_dir), gpt2 (-medium, -large, -xl), or a path
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
     data_dir: str = 'data'  # holds downloaded weights, and the tokenizers of nanoGPT's checkpoints
+    adapter: str | None = None  # a folder of train.py or peft, merged; init_from: its base, or by its config
     quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
@@ -95,8 +97,13 @@ class SampleConfig:
 
 def load(cfg, device, dtype):
     """(model on its device and ready for inference, tokenizer, template of its data or 'none')."""
-    found = open_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from, cfg.data_dir)
+    source = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
+    if cfg.adapter and cfg.init_from == 'resume':
+        source = base_of(cfg.adapter)
+    found = open_weights(source, cfg.data_dir)
     model = GPT.from_checkpoint(found.model_args, found.weights)
+    if cfg.adapter:
+        merge_adapter(model, cfg.adapter, found)
     spec = tokenizer_spec(found, cfg.data_dir)
     tokenizer = tokenizer_from(spec)
     tokenizer.begin = found.checkpoint.get('bos')

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure
+from hotloop.adapter import open_start
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine
 from hotloop.check import check
@@ -53,7 +54,6 @@ from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.optim import build_optimizers
 from hotloop.parallel import set_blocks
-from hotloop.pretrained import hash_source, open_base, open_weights
 from hotloop.resume import compare_settings, find_resumed, is_renamed, resolve_auto, settings_of
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
@@ -220,7 +220,8 @@ def read_settings(argv=None):
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
         renamed = is_renamed(resumed.checkpoint, cfg.dataset)  # compare_context() identifies the data
-        notes += compare_settings([model_cfg, cfg, lora], given, base, BOUND - {'dataset'} if renamed else BOUND)
+        bound = BOUND - {'dataset'} if renamed else BOUND
+        notes += compare_settings([model_cfg, cfg, lora], given, base, bound)
     for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
         if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
             setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
@@ -382,7 +383,7 @@ def build_model(settings, dataset, env):
         model = GPT.from_checkpoint(resumed['model_args'], resumed['model'], dropout=model_cfg.dropout,
                                     label_smoothing=model_cfg.label_smoothing)
         return model, state_from(resumed).iter_num, None
-    name, source, base = open_source(settings, env)
+    name, source, base = open_start(cfg, settings.resumed, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
     kept = [field for field in ('dropout', 'label_smoothing') if resumed or field in given]
     model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
@@ -393,26 +394,6 @@ def build_model(settings, dataset, env):
         if field in given and asked not in (None, has):
             raise ValueError(f'{given[field]}: {field}={asked!r}, but {name} has {has!r}; omit it')
     return model, (resumed or source.checkpoint).get('iter_num', 0), base
-
-
-def open_source(settings, env):
-    """
-    (name, Weights, {'base': name, 'sha256': hash} if adapters are added to them, else None) of the weights
-    that a run starts from or, resumed, adds its adapters to.
-    """
-    cfg, resumed, base = settings.train, settings.resumed, None
-    if env.rank:
-        env.sum(np.zeros(1))  # waits for rank 0, which downloads for all
-    if resumed:
-        base = {name: resumed.checkpoint['lora'][name] for name in ('base', 'sha256')}
-        source = open_base(base, resumed.path, cfg.data_dir)
-    else:
-        source = open_weights(cfg.init_from, cfg.data_dir)
-        if settings.lora.lora_rank:
-            base = {'base': cfg.init_from, 'sha256': hash_source(source)}
-    if env.rank == 0:
-        env.sum(np.zeros(1))
-    return base['base'] if base else cfg.init_from, source, base
 
 
 def build_run(settings, datasets, env):
@@ -441,7 +422,8 @@ def build_run(settings, datasets, env):
     if settings.auto_batch and not cfg.eval_only:
         set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, env, notes)
     batches = Batches(train_split, cfg, env)
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env)
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
+                                           frozen=base is not None)
     notes += set_length(cfg, train_split.num_tokens, T, batches.global_batch)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)

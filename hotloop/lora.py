@@ -18,7 +18,7 @@ from hotloop.nf4 import NF4Linear, rounded
 @dataclass
 class LoRAConfig:
     # --- adapters
-    lora_rank: int = 0  # train adapters of this rank and freeze the weights of init_from; 0: train all weights
+    lora_rank: int = 0  # train adapters of this rank beside the frozen weights of init_from; 0: off
     lora_alpha: float = 16.0  # an adapter's output is scaled by lora_alpha / lora_rank
     lora_rs: bool = False  # by lora_alpha / sqrt(lora_rank) instead (rsLoRA, arXiv 2312.03732)
     lora_dropout: float = 0.0  # on the inputs of adapters
@@ -37,7 +37,7 @@ class LoRAConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default and not self.lora_rank:
-                wrong.append(f'{field.name}={value!r} applies only to adapters, with --lora_rank=16 or the like')
+                wrong.append(f'{field.name}={value!r} applies only with lora_rank, such as --lora_rank=16')
         return wrong
 
     def scale(self):
@@ -95,8 +95,8 @@ def sizes(parts):
 
 def projections(model):
     """
-    {name: (matrix in a block, first row, last row + 1)} of all that adapters can be put on. Names are those of
-    peft: GPT-2's where positions are learned, whose c_attn has one adapter, and Llama's elsewhere.
+    {name: (matrix in a block, first row, last row + 1)} of all that can have adapters. The names are peft's:
+    GPT-2's where positions are learned, with one adapter for c_attn, and Llama's elsewhere.
     """
     attn, mlp = model.transformer.h[0].attn, model.transformer.h[0].mlp
     rows = {name: len(getattr(part, matrix).weight) for name, part, matrix in (
@@ -154,7 +154,8 @@ def add_adapters(model, cfg, origin, env, seed):
     for p in model.parameters():
         if p.dim() > 1 and not p.requires_grad:
             p.data = p.data.to(env.dtype)
-    return {**origin, **dataclasses.asdict(cfg), 'scale': cfg.scale(), 'parts': parts, 'parameters': num_params}
+    return {**origin, **dataclasses.asdict(cfg), 'scale': cfg.scale(), 'parts': parts,
+            'parameters': num_params}
 
 
 def describe_adapters(record, model, dtype):
@@ -164,8 +165,9 @@ def describe_adapters(record, model, dtype):
     stored = str(dtype).removeprefix('torch.')
     if record['quantize'] == 'nf4':
         stored = f'NF4, embedding and head in {stored}'
-    return (f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}, on {", ".join(names)}; {count:,} '
-            f'parameters are trained; the {record["parameters"]:,} of {record["base"]} are frozen in {stored}')
+    return (f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}, on {", ".join(names)}; '
+            f'{count:,} parameters are trained, and the {record["parameters"]:,} of {record["base"]} are '
+            f'frozen in {stored}')
 
 
 def trainable(model):

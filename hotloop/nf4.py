@@ -68,7 +68,8 @@ class NF4Linear(nn.Module):
             self.register_buffer(name, tensor)
 
     def product(self, x):
-        weight = dequantize(NF4(self.codes, self.scales, self.steps, self.mean), self.pairs, self.shape, x.dtype)
+        nf4 = NF4(self.codes, self.scales, self.steps, self.mean)
+        weight = dequantize(nf4, self.pairs, self.shape, x.dtype)
         return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
     def forward(self, x):

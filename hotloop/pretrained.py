@@ -60,7 +60,7 @@ def open_weights(source, data_dir):
 
 
 def open_base(record, path, data_dir):
-    """The Weights that the adapters in `path` were trained on. ValueError if they are gone or have changed."""
+    """The Weights below the adapters in `path`. ValueError if they are gone or have changed."""
     try:
         base = open_weights(record['base'], data_dir)
     except ValueError as e:

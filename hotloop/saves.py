@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from configurator import as_file
+from hotloop.adapter import write_adapter
 from hotloop.checkpoint import OPTIMIZERS, DiskFull, checkpoint_of
 from hotloop.logger import Log
 from hotloop.run_dir import Mirror
@@ -41,6 +42,8 @@ def track_best(run, evaluation):
             best.pop(name, None)
         try:
             run.out.write('best.pt', best)
+            if 'lora' in best:
+                write_adapter(run.out / 'adapter', best)
         except ValueError as e:
             if last:
                 raise save_error(run, e) from e
