@@ -176,8 +176,8 @@ BOUND = SHAPE | ADAPTERS | {'dataset', 'optimizer'}  # a resumed run cannot chan
 class Settings:
     """The settings of a command line."""
     model: GPTConfig
-    train: TrainConfig
     lora: LoRAConfig
+    train: TrainConfig
     given: dict  # {name: place} of settings in a file or a flag
     resumed: Resumed | None
     notes: list  # lines to print once
@@ -187,12 +187,12 @@ class Settings:
 def read_settings(argv=None):
     """The Settings of a command line. ValueError if they contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else argv
-    read = functools.partial(configure, GPTConfig, TrainConfig, LoRAConfig, about=__doc__, removed=REMOVED)
-    model_cfg, cfg, lora, given, files = read(argv=argv)
+    read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__, removed=REMOVED)
+    model_cfg, lora, cfg, given, files = read(argv=argv)
     notes, base = [], {}
     if cfg.init_from == 'auto':
         argv = argv + resolve_auto(cfg, notes)
-        model_cfg, cfg, lora, given, files = read(argv=argv)
+        model_cfg, lora, cfg, given, files = read(argv=argv)
     if files:
         notes.append(f'card: {" ".join(files)}')
     elif cfg.init_from == 'scratch' and 'dataset' not in given:
@@ -200,7 +200,7 @@ def read_settings(argv=None):
         notes.append(f'card: {card} ({why}); name a card to choose another')
         files = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card)]
         argv = files + argv
-        model_cfg, cfg, lora, given, _ = read(argv=argv)
+        model_cfg, lora, cfg, given, _ = read(argv=argv)
     resumed = find_resumed(cfg, notes)
     if resumed:
         shape = dataclasses.asdict(config_from(resumed.checkpoint['model_args']).resolved())
@@ -209,19 +209,19 @@ def read_settings(argv=None):
         if base.get('mirror_dir') and is_inside(cfg.out_dir, base['mirror_dir']):
             base['mirror_dir'] = None
             notes.append('mirror_dir: off, because out_dir is the mirror of the run')
-        model_cfg, cfg, lora, given, _ = read(argv=argv, base=base)
+        model_cfg, lora, cfg, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
     auto_batch = cfg.batch_size == 'auto'
     if auto_batch and resumed:  # the run keeps its global batch
         cfg.batch_size = base['batch_size']
         cfg.gradient_accumulation_steps = base['gradient_accumulation_steps']
     elif auto_batch:  # so do the config files
-        below = read(argv=files)[1].batch_size
+        below = read(argv=files)[2].batch_size
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
         renamed = is_renamed(resumed.checkpoint, cfg.dataset)  # compare_context() identifies the data
         bound = BOUND - {'dataset'} if renamed else BOUND
-        notes += compare_settings([model_cfg, cfg, lora], given, base, bound)
+        notes += compare_settings([model_cfg, lora, cfg], given, base, bound)
     for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
         if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
             setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
@@ -229,7 +229,7 @@ def read_settings(argv=None):
         check_lora(lora, cfg)
     world = int(os.environ.get('WORLD_SIZE', '1'))
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises before the processes meet
-    return Settings(model_cfg, cfg, lora, given, resumed, notes, auto_batch)
+    return Settings(model_cfg, lora, cfg, given, resumed, notes, auto_batch)
 
 
 # -----------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def build_run(settings, datasets, env):
     except ValueError as e:  # the tokenizer is not available here
         notes.append(f'bits per byte: not reported, because {e}')
     flat = {}
-    for part in (model.config, cfg, settings.lora):
+    for part in (model.config, settings.lora, cfg):
         flat |= dataclasses.asdict(part)
     if resumed:  # keep where the weights first came from
         flat['init_from'] = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
@@ -544,6 +544,8 @@ def dry_run(settings):
     """The lines of the forecast of a command. Nothing is downloaded or written."""
     cfg, notes, model_args = settings.train, settings.notes, model_args_of(settings)
     datasets, tokens = [], None
+    if settings.lora.lora_rank:
+        notes.append('lora_rank: this forecast counts the training of all weights; adapters need less memory')
     first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': False}, 1.0)
     try:
         datasets = open_datasets(cfg.dataset, cfg.data_dir)

@@ -98,8 +98,8 @@ def merge_adapter(model, folder, source):
         record = read_json(origin)
         quantize = record['quantize']
         if record['sha256'] != hash_source(source):
-            raise ValueError(f'{folder} was trained on {record["base"]} (SHA-256 {record["sha256"][:12]}...); '
-                             f'{source.path} has other weights; name its base with --init_from')
+            raise ValueError(f'{folder} was trained on {record["base"]}, with other weights than '
+                             f'{source.path}; name its base with --init_from')
     weights = frozen_weights(model.state_dict(), quantize)
     merge(weights, adapters, scale)
     model.load_weights(weights)

@@ -11,7 +11,7 @@ from hotloop.files import counted
 def announce(run, settings, meta):
     """Prints the summary of this run once, with the reasons for its choices."""
     origin = 'checkpoint' if settings.resumed else 'derived'
-    changed = differences([settings.model, run.cfg, settings.lora], settings.given, origin)
+    changed = differences([settings.model, settings.lora, run.cfg], settings.given, origin)
     cfg, lines = run.cfg, [*settings.notes, f'settings that differ from the defaults:\n{changed}']
     lines += describe_machine(run) + describe_work(run, meta)
     if not cfg.eval_only:

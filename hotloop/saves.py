@@ -14,7 +14,7 @@ def take_folder(run, resumed):
     """Locks out_dir and the mirror for this run, and opens the log."""
     cfg, env = run.cfg, run.env
     if env.rank == 0:
-        repeats = [run.model.config, dataclasses.replace(cfg, init_from=run.settings['init_from']), run.lora]
+        repeats = [run.model.config, run.lora, dataclasses.replace(cfg, init_from=run.settings['init_from'])]
         text = as_file(repeats, 'all settings of the run in this folder; as a config file it repeats the run')
         for note in run.out.open(resumed is None, text):
             env.print_once(note)

@@ -33,6 +33,7 @@ from sample import SampleConfig
 from train import TrainConfig
 
 ROOT = Path(train.__file__).parent
+SETTINGS = (GPTConfig, LoRAConfig, TrainConfig)
 CARDS = sorted((ROOT / 'config').glob('*.py'))
 
 
@@ -191,7 +192,7 @@ def observe(tmp_path_factory, data_dir):
 
 def test_the_table_has_a_row_for_every_setting():
     """A new setting needs a row: a change that shows that it acts."""
-    assert set(TABLE) == {f.name for cls in (GPTConfig, TrainConfig, LoRAConfig) for f in dataclasses.fields(cls)}
+    assert set(TABLE) == {f.name for cls in SETTINGS for f in dataclasses.fields(cls)}
 
 
 def check(observe, name, where, value, both=None, patch=None):
@@ -217,7 +218,7 @@ def test_the_table_can_fail(observe):
 # --help
 
 @pytest.mark.parametrize('program, classes', [
-    (train, (GPTConfig, TrainConfig, LoRAConfig)), (sample, (SampleConfig,)), (prepare, (PrepareConfig, ReadConfig))])
+    (train, SETTINGS), (sample, (SampleConfig,)), (prepare, (PrepareConfig, ReadConfig))])
 def test_help_lists_every_setting(program, classes, capsys):
     """With its default, its own comment and its section, in the order of the source."""
     with pytest.raises(SystemExit) as end:

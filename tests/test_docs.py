@@ -18,7 +18,7 @@ from train import TrainConfig
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 CARDS = sorted((ROOT / 'config').glob('*.py'))
-SETTINGS = {'train.py': (GPTConfig, TrainConfig, LoRAConfig), 'sample.py': (SampleConfig,),
+SETTINGS = {'train.py': (GPTConfig, LoRAConfig, TrainConfig), 'sample.py': (SampleConfig,),
             'prepare.py': (PrepareConfig, ReadConfig)}
 NANOGPTS = ('config/train_shakespeare_char.py', '../nanoGPT/config/train_shakespeare_char.py')
 
