@@ -433,10 +433,10 @@ class Block(nn.Module):
         return x + self.ln_2_post(self.mlp(self.ln_2(x)))
 
 
-def head_gradients(x, w, targets, cap, smoothing):
+def head_gradients(x, w, targets, cap, smoothing, frozen):
     """
     The summed cross-entropy of a head, (1,), and its gradients, (N, C) and (V, C), with respect to its inputs
-    x, (N, C), and weights w, (V, C). targets: (N).
+    x, (N, C), and weights w, (V, C). targets: (N). frozen: the weights need none; it is None.
     """
     logits = (x @ w.T).float()  # (N, V)
     if cap:
@@ -448,7 +448,7 @@ def head_gradients(x, w, targets, cap, smoothing):
     if cap:
         d = d * (1 - (logits / cap).square())
     d = (d * (targets >= 0)[:, None]).to(x.dtype)
-    return loss.view(1), d @ w, d.T @ x
+    return loss.view(1), d @ w, None if frozen else d.T @ x
 
 
 @cache
@@ -466,19 +466,22 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, cap, smoothing, chunks, compiled):
         gradients = compiled_head_gradients() if compiled else head_gradients
-        w, total, dx, dw = weight.to(x.dtype), 0.0, [], torch.zeros_like(weight)
+        frozen = not ctx.needs_input_grad[1]
+        w, total, dx, dw = weight.to(x.dtype), 0.0, [], None if frozen else torch.zeros_like(weight)
         for part, target in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
-            loss, d_part, d_weight = gradients(part, w, target, cap, smoothing)
+            loss, d_part, d_weight = gradients(part, w, target, cap, smoothing, frozen)
             total = total + loss
             dx.append(d_part)
-            dw += d_weight
+            if not frozen:
+                dw += d_weight
         ctx.save_for_backward(torch.cat(dx), dw)
         return total
 
     @staticmethod
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
-        return (dx.float() * grad).to(dx.dtype), dw * grad, None, None, None, None, None
+        dx = (dx.float() * grad).to(dx.dtype)
+        return dx, None if dw is None else dw * grad, None, None, None, None, None
 
 
 # compiled together with the model, the chunks would be fused again, so each chunk is compiled alone

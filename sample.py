@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from configurator import call_main, configure
+from hotloop.adapter import base_of, merge_adapter
 from hotloop.chat_template import TEMPLATES, choose_template, parts_before_answer, prompt_of
 from hotloop.code_eval import judge, report, task_of
 from hotloop.device import choose_compile, choose_device, choose_dtype
@@ -50,6 +51,7 @@ class SampleConfig:
     init_from: str = 'resume'  # resume (from out_dir), gpt2 (-medium, -large, -xl), a path, or a hub model
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
     data_dir: str = 'data'  # holds downloaded weights, and the tokenizers of nanoGPT's checkpoints
+    adapter: str | None = None  # a folder of train.py or peft, merged; init_from: its base, or by its config
     quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
@@ -110,8 +112,13 @@ class SampleConfig:
 
 def open_model(cfg):
     """(Weights, the float32 model on the CPU, tokenizer, template of its data or 'none')."""
-    found = open_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from, cfg.data_dir)
+    source = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
+    if cfg.adapter and cfg.init_from == 'resume':
+        source = base_of(cfg.adapter)
+    found = open_weights(source, cfg.data_dir)
     model = GPT.from_checkpoint(found.model_args, found.weights)
+    if cfg.adapter:
+        merge_adapter(model, cfg.adapter, found)
     tokenizer = tokenizer_from(tokenizer_spec(found, cfg.data_dir))
     tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
     unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]

@@ -14,7 +14,7 @@ micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds 
 if __name__ == '__main__':  # before torch, whose import takes seconds
     from configurator import call_main
     from hotloop.early import check_early
-    call_main(check_early, 'model.py', 'train.py')
+    call_main(check_early, 'model.py', 'hotloop/lora.py', 'train.py')
 
 import contextlib
 import dataclasses
@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure
 from hotloop import resume
+from hotloop.adapter import open_start
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine
 from hotloop.check import check
@@ -50,11 +51,11 @@ from hotloop.files import is_inside
 from hotloop.forecast import forecast, model_args_of
 from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
+from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
 from hotloop.parallel import set_blocks
-from hotloop.pretrained import open_weights
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import save, take_folder, track_best
@@ -174,13 +175,15 @@ REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a ste
 # settings from recipe cards, flags and, on resume, the checkpoint
 
 SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
-BOUND = SHAPE | {'dataset', 'optimizer'}  # a resumed run cannot change these
+ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
+BOUND = SHAPE | ADAPTERS | {'dataset', 'optimizer'}  # a resumed run cannot change these
 
 
 @dataclass
 class Settings:
     """The settings of a command line."""
     model: GPTConfig
+    lora: LoRAConfig
     train: TrainConfig
     given: dict  # {name: place} of settings in a file or a flag
     resumed: Resumed | None
@@ -191,12 +194,12 @@ class Settings:
 def read_settings(argv=None):
     """The Settings of a command line. ValueError if they contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else argv
-    read = functools.partial(configure, GPTConfig, TrainConfig, about=__doc__, removed=REMOVED)
-    model_cfg, cfg, given, files = read(argv=argv)
+    read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__, removed=REMOVED)
+    model_cfg, lora, cfg, given, files = read(argv=argv)
     notes, base = [], {}
     if cfg.init_from == 'auto':
         argv = argv + resume.resolve_auto(cfg, notes)
-        model_cfg, cfg, given, files = read(argv=argv)
+        model_cfg, lora, cfg, given, files = read(argv=argv)
     if files:
         notes.append(f'card: {" ".join(files)}')
     elif cfg.init_from == 'scratch' and 'dataset' not in given:
@@ -204,34 +207,37 @@ def read_settings(argv=None):
         notes.append(f'card: {card} ({why}); name a card to choose another')
         files = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card)]
         argv = files + argv
-        model_cfg, cfg, given, _ = read(argv=argv)
+        model_cfg, lora, cfg, given, _ = read(argv=argv)
     resumed = resume.find_resumed(cfg, notes)
     if resumed:
         shape = dataclasses.asdict(config_from(resumed.checkpoint['model_args']).resolved())
         base = resume.settings_of(resumed.checkpoint, {name: shape[name] for name in SHAPE})
+        base = {**dataclasses.asdict(LoRAConfig()), **base}  # earlier versions had no adapters
         if base.get('mirror_dir') and is_inside(cfg.out_dir, base['mirror_dir']):
             base['mirror_dir'] = None
             notes.append('mirror_dir: off, because out_dir is the mirror of the run')
-        model_cfg, cfg, given, _ = read(argv=argv, base=base)
+        model_cfg, lora, cfg, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
     auto_batch = cfg.batch_size == 'auto'
     if auto_batch and resumed:  # the run keeps its global batch
         cfg.batch_size = base['batch_size']
         cfg.gradient_accumulation_steps = base['gradient_accumulation_steps']
     elif auto_batch:  # so do the config files
-        below = read(argv=files)[1].batch_size
+        below = read(argv=files)[2].batch_size
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
     if resumed:
         bound = BOUND
         if resume.is_renamed(resumed.checkpoint, cfg.dataset):  # compare_context() identifies the data
             bound = BOUND - {'dataset'}
-        notes += resume.compare_settings([model_cfg, cfg], given, base, bound)
+        notes += resume.compare_settings([model_cfg, lora, cfg], given, base, bound)
     for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
         if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
             setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
+    if lora.lora_rank:
+        check_lora(lora, cfg)
     world = int(os.environ.get('WORLD_SIZE', '1'))
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises before the processes meet
-    return Settings(model_cfg, cfg, given, resumed, notes, auto_batch)
+    return Settings(model_cfg, lora, cfg, given, resumed, notes, auto_batch)
 
 
 # -----------------------------------------------------------------------------
@@ -297,7 +303,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
     and processes. Returns a StepResult; None if this is the only process and a signal came between two
     micro-batches, in which case no weight has changed.
     """
-    params = list(model.parameters())
+    params = trainable(model)
     for p in params:
         if env.world == 1:
             p.grad = None  # makes room for activations
@@ -343,6 +349,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
 class Run:
     """Everything that the loop needs; build_run() creates it."""
     cfg: TrainConfig
+    lora: LoRAConfig
     settings: dict  # all settings in one dictionary, as saved in checkpoints
     env: Env
     model: GPT
@@ -365,10 +372,11 @@ class Run:
 
 def build_model(settings, dataset, env):
     """
-    (the model on the CPU: new, or from a checkpoint or weights; the step of its weights, 0 if unknown).
-    ValueError if settings differ.
+    (the model on the CPU: new, or from a checkpoint or weights; the step of its weights, 0 if unknown; the
+    name and the hash of its weights if adapters are added to them). ValueError if settings differ.
     """
     model_cfg, cfg, given, meta = settings.model, settings.train, settings.given, dataset.meta
+    resumed = settings.resumed.checkpoint if settings.resumed else {}
     if cfg.init_from == 'scratch':
         size = meta['vocab_size']
         if not meta['foreign'] and size >= 4096:  # GPUs multiply multiples of 64 faster
@@ -378,34 +386,29 @@ def build_model(settings, dataset, env):
             raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids '
                              f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
-        return GPT(config), 0
-    if settings.resumed:
-        checkpoint = settings.resumed.checkpoint
-        model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
+        return GPT(config), 0, None
+    if resumed and not settings.lora.lora_rank:
+        model = GPT.from_checkpoint(resumed['model_args'], resumed['model'], dropout=model_cfg.dropout,
                                     label_smoothing=model_cfg.label_smoothing)
-        return model, state_from(checkpoint).iter_num
-    if env.rank:
-        env.sum(np.zeros(1))  # waits for rank 0, which downloads for all
-    source = open_weights(cfg.init_from, cfg.data_dir)
-    if env.rank == 0:
-        env.sum(np.zeros(1))
-    check_tokenizer(source.tokenizer, cfg.init_from, dataset, cfg.data_dir)
-    override = {name: getattr(model_cfg, name) for name in ('dropout', 'label_smoothing') if name in given}
-    model = GPT.from_checkpoint(source.model_args, source.weights, **override)
-    if 'block_size' in given and model_cfg.block_size < model.config.block_size:
+        return model, state_from(resumed).iter_num, None
+    name, source, base = open_start(cfg, settings.resumed, settings.lora.lora_rank > 0, env)
+    check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
+    kept = [field for field in ('dropout', 'label_smoothing') if resumed or field in given]
+    model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
+    if (resumed or 'block_size' in given) and model_cfg.block_size < model.config.block_size:
         model.crop_block_size(model_cfg.block_size)
-    for name, has in dataclasses.asdict(model.config).items():
-        asked = getattr(model_cfg, name)
-        if name in given and asked not in (None, has):
-            raise ValueError(f'{given[name]}: {name}={asked!r}, but {cfg.init_from} has {has!r}; omit it')
-    return model, source.checkpoint.get('iter_num', 0)
+    for field, has in dataclasses.asdict(model.config).items():
+        asked = getattr(model_cfg, field)
+        if field in given and asked not in (None, has):
+            raise ValueError(f'{given[field]}: {field}={asked!r}, but {name} has {has!r}; omit it')
+    return model, (resumed or source.checkpoint).get('iter_num', 0), base
 
 
 def build_run(settings, datasets, env):
     """The Run, ready to train except for its folder. Adds to settings.notes."""
     cfg, notes, resumed = settings.train, settings.notes, settings.resumed
     meta = datasets[0].meta
-    model, step = build_model(settings, datasets[0], env)
+    model, step, base = build_model(settings, datasets[0], env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
     train_split, val_split = (open_split(datasets, name, T, cfg.document_mask, cfg.pack_rows)
                               for name in ('train', 'val'))
@@ -424,12 +427,16 @@ def build_run(settings, datasets, env):
     tokenizer = sampling_tokenizer(cfg, meta, context)
     if not cfg.eval_only:
         env.stop = StopRequest(cfg.max_minutes)
+    if base:
+        context['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
+        notes.append(describe_adapters(context['lora'], model, env.dtype))
     model.to(env.device)
     model.compute_dtype = env.dtype
     if settings.auto_batch and not cfg.eval_only:
         set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, env, notes)
     batches = Batches(train_split, cfg, env)
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env)
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
+                                           frozen=base is not None)
     notes += set_length(cfg, train_split.num_windows, batches.global_batch)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
@@ -445,10 +452,12 @@ def build_run(settings, datasets, env):
         byte_counts = byte_table(meta, vocab_size)
     except ValueError as e:  # the tokenizer is not available here
         notes.append(f'bits per byte: not reported, because {e}')
-    flat = {**dataclasses.asdict(model.config), **dataclasses.asdict(cfg)}
+    flat = {}
+    for part in (model.config, settings.lora, cfg):
+        flat |= dataclasses.asdict(part)
     if resumed:  # keep where the weights first came from
         flat['init_from'] = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
-    return Run(cfg, flat, env, model, compiled, forward, batches, val_split,
+    return Run(cfg, settings.lora, flat, env, model, compiled, forward, batches, val_split,
                byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir), context, tokenizer)
 
 
@@ -548,6 +557,8 @@ def dry_run(settings):
     """The lines of the forecast of a command. Nothing is downloaded or written."""
     cfg, notes, model_args = settings.train, settings.notes, model_args_of(settings)
     datasets, num_windows = [], None
+    if settings.lora.lora_rank:
+        notes.append('lora_rank: this forecast counts the training of all weights; adapters need less memory')
     first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': False}, 1.0)
     try:
         datasets = open_datasets(cfg.dataset, cfg.data_dir)

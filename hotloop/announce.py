@@ -11,7 +11,7 @@ from hotloop.mixture import Mixture
 def announce(run, settings, meta):
     """Prints the summary of this run once, with the reasons for its choices."""
     origin = 'checkpoint' if settings.resumed else 'derived'
-    changed = differences([settings.model, run.cfg], settings.given, origin)
+    changed = differences([settings.model, settings.lora, run.cfg], settings.given, origin)
     cfg, lines = run.cfg, [*settings.notes, f'settings that differ from the defaults:\n{changed}']
     lines += describe_machine(run) + describe_work(run, meta)
     if not cfg.eval_only:
@@ -51,11 +51,12 @@ def describe_work(run, meta):
         data += " (no meta.json: read with nanoGPT's assumptions)"
     if batches.tokens is not None:
         data += ', in GPU memory'
+    num_params = run.context.get('lora', {}).get('parameters') or model.num_params()
     chunks = f', loss in {model.loss_chunks} chunks to save memory' if model.loss_chunks > 1 else ''
     return [f'data: {data}',
             f'model: {c.preset}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x '
             f'{counted(c.n_head, "head")}, context {c.block_size}, vocabulary {c.vocab_size}: '
-            f'{model.num_params():,} parameters, '
+            f'{num_params:,} parameters, '
             f'{model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP per token',
             f'batch: {counted(batches.micro_batch, "sequence")} x '
             f'{counted(batches.accumulation, "micro-batch")} x {counted(run.env.world, "process")} = '

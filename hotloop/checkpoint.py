@@ -16,6 +16,7 @@ import torch
 
 from hotloop.divergence import what_next
 from hotloop.files import first_line, replacing
+from hotloop.lora import weights_to_save
 
 OPTIMIZERS = ('optimizer', 'muon')  # names of their states in a checkpoint
 
@@ -111,7 +112,7 @@ def checkpoint_of(run):
     if not all(torch.isfinite(p).all() for p in run.model.parameters()):
         raise ValueError(f'step {run.state.iter_num}: weights are not finite and are not saved. '
                          f'{what_next(run)}')
-    checkpoint = {'model': run.model.state_dict(), 'scaler': run.scaler.state_dict(),
+    checkpoint = {'model': weights_to_save(run.model), 'scaler': run.scaler.state_dict(),
                   'model_args': run.model.config.model_args(), 'iter_num': run.state.iter_num,
                   'best_val_loss': run.state.best_val_loss, 'config': run.settings,
                   'state': dataclasses.asdict(run.state), **run.context}
@@ -122,7 +123,10 @@ def checkpoint_of(run):
 
 def restore(checkpoint, model, optimizers, scaler):
     """Restores weights, optimizers and scaler; returns the RunState. ValueError if one does not fit."""
-    model.load_weights(checkpoint['model'])
+    weights = checkpoint['model']
+    if 'lora' in checkpoint:  # adapters alone; the frozen weights stay
+        weights = {**model.state_dict(), **weights}
+    model.load_weights(weights)
     saved = [checkpoint[name] for name in OPTIMIZERS if name in checkpoint]
     if len(saved) != len(optimizers):
         raise ValueError(f'the checkpoint has the state of {len(saved)} optimizers, not of {len(optimizers)} '

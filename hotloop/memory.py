@@ -9,17 +9,20 @@ import torch
 from hotloop.dataloader import kept_on_device, share_batch
 from hotloop.device import device_memory
 from hotloop.files import counted, first_line
+from hotloop.lora import trainable
 from hotloop.parallel import set_blocks
 
 EAGER_LOGIT = 12  # bytes of a logit in an uncompiled step
+FROZEN_HEAD = 4 * 2**30  # bytes that count as the memory where the head is frozen; its chunks cost no time
 MAX_TRIAL_TOKENS = 2**17  # per micro-batch; larger ones are no faster
 
 
-def choose_loss_chunks(asked, num_tokens, vocab_size, env):
-    """The number of chunks in which the head and the loss of num_tokens are computed on this device."""
+def choose_loss_chunks(asked, num_tokens, vocab_size, env, frozen=False):
+    """The number of chunks in which a head, frozen or not, and the loss of num_tokens are computed here."""
+    memory = min(device_memory(env.device), FROZEN_HEAD if frozen else math.inf)
     # bytes: logit and gradient in bf16, float32 copies of both; a compiled step does not store the copies
     per_logit = 2.5 * env.dtype.itemsize if env.compile else EAGER_LOGIT
-    return chunks_within(asked, num_tokens, per_logit * num_tokens * vocab_size, device_memory(env.device))
+    return chunks_within(asked, num_tokens, per_logit * num_tokens * vocab_size, memory)
 
 
 def chunks_within(asked, num_tokens, need, memory):
@@ -42,7 +45,7 @@ def choose_batch_size(model, split, env, cfg):
     """The largest micro-batch that fits and gives the same step, found by trial. ValueError if none fits."""
     micro_batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, env.world)
     sequences, c = micro_batch * accumulation, model.config  # of this process
-    reserve = 8 * model.num_params()  # the optimizer's two moments
+    reserve = 8 * sum(p.numel() for p in trainable(model))  # the optimizer's two moments
     if kept_on_device(split, cfg, env):
         reserve += split.num_bytes
     set_blocks(model, cfg.recompute)
@@ -88,10 +91,11 @@ def why_largest(micro_batch, sequences, T, env):
 def batch_fits(model, batch, env, cfg, reserve):
     """Whether forward and backward of `batch` sequences fit beside `reserve` bytes, on all processes."""
     c, failed, loss_chunks = model.config, 0.0, model.loss_chunks
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size, env)
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size, env,
+                                           frozen=not model.lm_head.weight.requires_grad)
     try:
         reserved = torch.empty(reserve, dtype=torch.uint8, device=env.device)
-        for p in model.parameters():
+        for p in trainable(model):
             p.grad = torch.zeros_like(p)  # of the micro-batches before
         ids = torch.zeros(batch, c.block_size, dtype=torch.int64, device=env.device)
         model(ids, ids).sum().backward()  # eager; compiled, it needs less

@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -27,8 +28,8 @@ def set_blocks(model, recompute, compile_mode=None):
         keep = {}
         if recompute == 'selective':
             keep = {'context_fn': partial(create_selective_checkpoint_contexts, ATTENTION)}
-        run = partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=model.config.dropout > 0,
-                      **keep)
+        draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in blocks.modules())
+        run = partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=draws, **keep)
     if compile_mode:
         torch._dynamo.config.optimize_ddp = False  # it would split a block at the end of a bucket
         run = torch.compile(run, dynamic=False, mode=compile_mode)  # compiled once for all blocks

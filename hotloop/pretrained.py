@@ -22,6 +22,7 @@ from hotloop.hub import (
     model_files,
     weight_files,
 )
+from hotloop.lora import adapters_of, frozen_weights, hash_weights, merge
 from hotloop.run_dir import RunDir
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
 
@@ -53,6 +54,8 @@ def open_weights(source, data_dir):
     folder = find_folder(source, data_dir)
     if folder is None:
         path, checkpoint = open_checkpoint(source)
+        if 'lora' in checkpoint:
+            checkpoint['model'] = merge_base(checkpoint, path, data_dir)
         model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
         return Weights(path, model_args, weights, checkpoint.get('tokenizer'), checkpoint)
     model_args, weights = load_folder(folder)
@@ -109,6 +112,35 @@ def shape_of(source, data_dir):
         return open_checkpoint(source)[1]['model_args']
     path = os.path.join(folder, 'config.json')
     return settings_of(read_json(path), path)
+
+
+def open_base(record, path, data_dir):
+    """The Weights below the adapters in `path`. ValueError if they are gone or have changed."""
+    try:
+        base = open_weights(record['base'], data_dir)
+    except ValueError as e:
+        raise ValueError(f'{path} holds adapters of {record["base"]!r}, which cannot be read: {e}') from None
+    if hash_source(base) != record['sha256']:
+        raise ValueError(f'{path} holds adapters of {record["base"]!r}, whose weights have changed since '
+                         f'(SHA-256 {record["sha256"][:12]}... before); restore them there')
+    return base
+
+
+def hash_source(source):
+    """The SHA-256 of Weights. Sums with adapters depend on the machine, so it is that of their summands."""
+    return source.checkpoint.get('sha256') or hash_weights(source.weights)
+
+
+def merge_base(checkpoint, path, data_dir):
+    """{name: tensor} of a run that trained adapters: the weights of its base plus the adapters, float32."""
+    lora = checkpoint['lora']
+    checkpoint['sha256'] = hash_weights(checkpoint['model'], lora['sha256'])
+    weights = frozen_weights(open_base(lora, path, data_dir).weights, lora['quantize'])
+    if 'transformer.wpe.weight' in weights:  # the run may have shortened the context
+        rows = checkpoint['model_args']['block_size']
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:rows]
+    merge(weights, adapters_of(checkpoint), lora['scale'])
+    return weights
 
 
 def open_checkpoint(source):

@@ -13,7 +13,9 @@ from hotloop.checkpoint import DiskFull, load_checkpoint, save_checkpoint
 from hotloop.distributed import print_safely
 from hotloop.files import free_number, is_inside, lock, replacing
 
-RUN_FILES = ('config.py', 'log.jsonl', 'best.pt', 'ckpt.pt')
+ADAPTER_FILES = tuple(f'adapter/{name}' for name in (
+    'adapter_config.json', 'adapter_model.safetensors', 'hotloop.json'))  # of a run with lora_rank
+RUN_FILES = ('config.py', 'log.jsonl', 'best.pt', 'ckpt.pt', *ADAPTER_FILES)
 
 
 class RunDir:
@@ -192,6 +194,7 @@ class Mirror:
             stat = os.fstat(source.fileno())
             version = stat.st_ino, stat.st_mtime_ns, stat.st_size
             if self.copied.get(name) != version:
+                os.makedirs(os.path.dirname(os.path.join(self.path, name)), exist_ok=True)
                 with replacing(os.path.join(self.path, name)) as target:
                     shutil.copyfileobj(source, target, 1 << 20)
                 self.copied[name] = version

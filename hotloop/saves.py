@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from configurator import as_file
+from hotloop.adapter import write_adapter
 from hotloop.checkpoint import OPTIMIZERS, DiskFull, checkpoint_of
 from hotloop.logger import Log
 from hotloop.run_dir import Mirror
@@ -13,7 +14,7 @@ def take_folder(run, resumed):
     """Locks out_dir and the mirror for this run, and opens the log."""
     cfg, env = run.cfg, run.env
     if env.rank == 0:
-        repeats = [run.model.config, dataclasses.replace(cfg, init_from=run.settings['init_from'])]
+        repeats = [run.model.config, run.lora, dataclasses.replace(cfg, init_from=run.settings['init_from'])]
         text = as_file(repeats, 'all settings of the run in this folder; as a config file it repeats the run')
         for note in run.out.open(resumed is None, text):
             env.print_once(note)
@@ -41,6 +42,8 @@ def track_best(run, evaluation):
             best.pop(name, None)
         try:
             run.out.write('best.pt', best)
+            if 'lora' in best:
+                write_adapter(run.out / 'adapter', best)
         except ValueError as e:
             if last:
                 raise save_error(run, e) from e

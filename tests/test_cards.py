@@ -24,13 +24,16 @@ from configurator import configure
 from hotloop import cards
 from hotloop.dataloader import share_batch
 from hotloop.documents import ReadConfig
+from hotloop.lora import LoRAConfig
+from hotloop.pretrained import Weights
 from hotloop.sources import CORPORA
-from model import GPTConfig
+from model import GPT, GPTConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
 from train import TrainConfig
 
 ROOT = Path(train.__file__).parent
+SETTINGS = (GPTConfig, LoRAConfig, TrainConfig)
 CARDS = sorted((ROOT / 'config').glob('*.py'))
 
 
@@ -76,8 +79,17 @@ def fake_determinism(m):
     m.setattr(torch, 'use_deterministic_algorithms', lambda on: print('deterministic:', on))
 
 
+def fake_base(m):
+    """Weights with the shape of run_once() for adapters to be added to."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=257))
+    found = Weights('base', model.config.model_args(), model.state_dict(), {'kind': 'byte'}, {})
+    m.setattr('hotloop.adapter.open_weights', lambda name, data_dir: found)
+
+
 MUON = dict(optimizer='muon')
 ROPE = dict(position='rope')
+LORA = dict(init_from='base', lora_rank=2)
 SAMPLES = dict(sample_interval=2, sample_tokens=3)
 # changed alone, these change the weights
 WEIGHTS = dict(
@@ -103,6 +115,12 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'embed_lr': ('weights', 0.1, MUON),
     'muon_momentum': ('weights', 0.5, MUON),
     'decay_fraction': ('weights', 1.0, dict(lr_schedule='linear')),
+    'lora_rank': ('weights', 4, LORA, fake_base),
+    'lora_alpha': ('weights', 4, LORA, fake_base),
+    'lora_rs': ('weights', True, LORA, fake_base),
+    'lora_dropout': ('weights', 0.5, LORA, fake_base),
+    'lora_targets': ('weights', 'mlp', LORA, fake_base),
+    'quantize': ('weights', 'nf4', LORA, fake_base),
     'out_dir': ('files', 'elsewhere'),
     'eval_only': ('files', True),
     'check': ('files', True, {}, fake_compile),
@@ -184,7 +202,7 @@ def observe(tmp_path_factory, data_dir):
 
 def test_the_table_has_a_row_for_every_setting():
     """A new setting needs a row: a change that shows that it acts."""
-    assert set(TABLE) == {f.name for cls in (GPTConfig, TrainConfig) for f in dataclasses.fields(cls)}
+    assert set(TABLE) == {f.name for cls in SETTINGS for f in dataclasses.fields(cls)}
 
 
 def check(observe, name, where, value, both=None, patch=None):
@@ -210,7 +228,7 @@ def test_the_table_can_fail(observe):
 # --help
 
 @pytest.mark.parametrize('program, classes', [
-    (train, (GPTConfig, TrainConfig)), (sample, (SampleConfig,)), (prepare, (PrepareConfig, ReadConfig))])
+    (train, SETTINGS), (sample, (SampleConfig,)), (prepare, (PrepareConfig, ReadConfig))])
 def test_help_lists_every_setting(program, classes, capsys):
     """With its default, its own comment and its section, in the order of the source."""
     with pytest.raises(SystemExit) as end:

@@ -9,6 +9,7 @@ import torch
 
 from configurator import configure
 from hotloop.documents import ReadConfig
+from hotloop.lora import LoRAConfig
 from model import GPT, GPTConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
@@ -17,7 +18,7 @@ from train import TrainConfig
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 CARDS = sorted((ROOT / 'config').glob('*.py'))
-SETTINGS = {'train.py': (GPTConfig, TrainConfig), 'sample.py': (SampleConfig,),
+SETTINGS = {'train.py': (GPTConfig, LoRAConfig, TrainConfig), 'sample.py': (SampleConfig,),
             'prepare.py': (PrepareConfig, ReadConfig)}
 NANOGPTS = ('config/train_shakespeare_char.py', '../nanoGPT/config/train_shakespeare_char.py')
 

@@ -15,7 +15,8 @@ from hotloop.early import check_early, may_run_twice
 from model import GPTConfig
 
 ROOT = Path(train.__file__).parent
-SCRIPTS = {'train.py': (('model.py', 'train.py'), (GPTConfig, train.TrainConfig), train),
+SCRIPTS = {'train.py': (('model.py', 'hotloop/lora.py', 'train.py'),
+                        (GPTConfig, train.LoRAConfig, train.TrainConfig), train),
            'sample.py': (('sample.py',), (sample.SampleConfig,), sample)}
 
 

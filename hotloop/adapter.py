@@ -1,0 +1,133 @@
+"""Adapters and their base: what a run starts from, and folders in the format of peft, written and read."""
+
+import json
+import os
+import re
+import struct
+
+import numpy as np
+
+from hotloop.files import read_json, replacing
+from hotloop.lora import Adapter, LoRAConfig, adapters_of, frozen_weights, merge, projections
+from hotloop.pretrained import DTYPES, hash_source, open_base, open_weights, read_safetensors
+
+CONFIG, TENSORS, ORIGIN = 'adapter_config.json', 'adapter_model.safetensors', 'hotloop.json'
+# of adapter_config.json: what else would compute something that merge() does not
+ONLY = {'peft_type': 'LORA', 'bias': 'none', 'use_dora': False, 'lora_bias': False, 'modules_to_save': None,
+        'rank_pattern': {}, 'alpha_pattern': {}, 'target_parameters': None, 'trainable_token_indices': None}
+
+
+def open_start(cfg, resumed, adapts, env):
+    """
+    (name, Weights, {'base': name, 'sha256': hash} or None) of the weights that a run starts from or, resumed,
+    adds its adapters to. adapts: whether it trains adapters.
+    """
+    name, base = cfg.init_from, None
+    if env.rank:
+        env.sum(np.zeros(1))  # waits for rank 0, which downloads for all
+    if resumed:
+        base = {key: resumed.checkpoint['lora'][key] for key in ('base', 'sha256')}
+        name, source = base['base'], open_base(base, resumed.path, cfg.data_dir)
+    else:
+        source = open_weights(name, cfg.data_dir)
+        if adapts:
+            base = {'base': name, 'sha256': hash_source(source)}
+    if env.rank == 0:
+        env.sum(np.zeros(1))
+    return name, source, base
+
+
+def write_adapter(folder, checkpoint):
+    """
+    Writes the adapters of a checkpoint so that peft loads them onto the base in its Hugging Face form. A file
+    of ours beside them, hotloop.json, identifies the base. ValueError if the disk is full.
+    """
+    lora, tensors, targets = checkpoint['lora'], {}, []
+    for a in adapters_of(checkpoint):
+        is_gpt2 = a.projection == a.matrix
+        blocks, projection = 'transformer.h', a.projection
+        if not is_gpt2:
+            blocks, projection = 'model.layers', re.sub('^attn', 'self_attn', projection)
+        module = f'base_model.model.{blocks}.{a.layer}.{projection}'
+        tensors |= {f'{module}.lora_A.weight': a.A, f'{module}.lora_B.weight': a.B}
+        targets.append(projection)
+    config = {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'base_model_name_or_path': lora['base'],
+              'r': lora['lora_rank'], 'lora_alpha': lora['lora_alpha'], 'use_rslora': lora['lora_rs'],
+              'lora_dropout': lora['lora_dropout'], 'target_modules': list(dict.fromkeys(targets)),
+              'fan_in_fan_out': is_gpt2, 'bias': 'none', 'inference_mode': True}
+    origin = {name: lora[name] for name in ('base', 'sha256', 'quantize')}
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for name, value in ((CONFIG, config), (ORIGIN, origin)):
+            with replacing(os.path.join(folder, name)) as f:
+                f.write(json.dumps(value, indent=2).encode())
+        write_safetensors(os.path.join(folder, TENSORS), tensors)
+    except OSError as e:
+        raise ValueError(f'{folder} could not be written: {e.strerror or e}') from None
+
+
+def write_safetensors(path, tensors):
+    """Writes {name: tensor} as read_safetensors() reads it."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header, end = {'__metadata__': {'format': 'pt'}}, 0
+    for name, tensor in tensors.items():
+        header[name] = {'dtype': names[tensor.dtype], 'shape': list(tensor.shape),
+                        'data_offsets': [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)  # so that the tensors are aligned
+    with replacing(path) as f:
+        f.write(struct.pack('<Q', len(text)) + text)
+        for tensor in tensors.values():
+            f.write(tensor.contiguous().numpy())
+
+
+def base_of(folder):
+    """The name of the weights that an adapter was trained on."""
+    return read_json(os.path.join(folder, CONFIG)).get('base_model_name_or_path') or 'an unknown base'
+
+
+def merge_adapter(model, folder, source):
+    """
+    Adds an adapter folder, ours or peft's, to the float32 weights of a model. source: the Weights that the
+    model has. ValueError if the adapter was trained on others.
+    """
+    adapters, scale = read_adapter(folder, model, source.path)
+    origin, quantize = os.path.join(folder, ORIGIN), 'none'
+    if os.path.exists(origin):  # peft writes none
+        record = read_json(origin)
+        quantize = record['quantize']
+        if record['sha256'] != hash_source(source):
+            raise ValueError(f'{folder} was trained on {record["base"]}, with other weights than '
+                             f'{source.path}; name its base with --init_from')
+    weights = frozen_weights(model.state_dict(), quantize)
+    merge(weights, adapters, scale)
+    model.load_weights(weights)
+
+
+def read_adapter(folder, model, path):
+    """([Adapter], scale) of a peft folder. path: of the model's weights, for errors."""
+    config = read_json(os.path.join(folder, CONFIG))
+    for name, value in ONLY.items():
+        found = config.get(name, value)
+        if found and found != value:
+            raise ValueError(f'{folder}/{CONFIG}: {name}={found!r} is not supported, only {value!r}')
+    scale = LoRAConfig(config['r'], config['lora_alpha'], config.get('use_rslora', False)).scale()
+    tensors, table, adapters = read_safetensors(os.path.join(folder, TENSORS)), projections(model), []
+    trained_on = f'it was trained on {base_of(folder)}'
+    for name in sorted(tensors):
+        found = re.fullmatch(r'base_model\.model\.(?:transformer\.h|model\.layers)\.(\d+)\.(?:self_)?(.+)'
+                             r'\.lora_([AB])\.weight', name)
+        if not found or found[2] not in table or int(found[1]) >= model.config.n_layer:
+            raise ValueError(f'{folder} does not fit {path}, which has nothing for {name}; {trained_on}')
+        if found[3] == 'B':
+            continue
+        matrix, start, end = table[found[2]]
+        A, B = tensors[name].float(), tensors[name.replace('lora_A', 'lora_B')].float()
+        in_features = model.transformer.h[0].get_submodule(matrix).in_features
+        shapes = [(len(B), A.size(1)), (end - start, in_features)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f'{folder} does not fit {path}: {name} is for a matrix of {shapes[0]}, not of '
+                             f'{shapes[1]}; {trained_on}')
+        adapters.append(Adapter(int(found[1]), found[2], matrix, start, end, A, B))
+    return adapters, scale

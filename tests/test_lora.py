@@ -1,0 +1,459 @@
+"""LoRA: peft's arithmetic, files both ways, runs that resume to the same bits, errors that name the base."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, at_step, error_of, load, rows, same
+from faults import final, log
+
+import sample
+import train
+from hotloop.adapter import merge_adapter, read_adapter, write_adapter
+from hotloop.distributed import Env
+from hotloop.lora import (
+    LoRAConfig,
+    LoRALinear,
+    adapters_of,
+    add_adapters,
+    chosen,
+    hash_weights,
+    projections,
+    trainable,
+    weights_to_save,
+)
+from hotloop.memory import choose_loss_chunks
+from hotloop.nf4 import NF4Linear
+from hotloop.pretrained import Weights, open_weights
+from hotloop.run_dir import RUN_FILES
+from model import GPT, GPTConfig, Linear
+
+ROOT = Path(train.__file__).parent
+LLAMA = dict(preset='modern', mlp='swiglu', n_kv_head=2, n_ff=48, zero_init=False)
+GPT2 = dict(bias=True, mlp='gelu_tanh')
+
+
+def gpt(n_embd=32, **settings):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=n_embd, **settings))
+
+
+def adapt(model, dtype=torch.float32, **settings):
+    """Adds adapters whose B is not zero. Returns the checkpoint of such a run, as far as adapters go."""
+    cfg = LoRAConfig(**{'lora_rank': 4, **settings})
+    origin = {'base': 'out/base', 'sha256': hash_weights(model.state_dict())}
+    record = add_adapters(model, cfg, origin, Env(dtype=dtype), 1)
+    for name, p in model.named_parameters():
+        if name.endswith('lora_B'):
+            torch.nn.init.normal_(p, std=0.1)
+    return {'model': weights_to_save(model), 'lora': record}
+
+
+def logits(model):
+    model.eval()
+    with torch.no_grad():
+        return model(torch.arange(32).view(2, 16))
+
+
+# -----------------------------------------------------------------------------
+# arithmetic
+
+@pytest.mark.parametrize('parts', [[(0, 24)], [(0, 8), (8, 12), (12, 24)], [(2, 8), (12, 20)]])
+@pytest.mark.parametrize('rs', [False, True])
+def test_each_part_gains_its_own_product(parts, rs):
+    """Values and gradients of the formula, part by part; rows without a part are those of the base."""
+    torch.manual_seed(0)
+    base, x = Linear(16, 24).requires_grad_(False), torch.randn(2, 5, 16, requires_grad=True)
+    module = LoRALinear(base, 16, parts, LoRAConfig(lora_rank=4, lora_alpha=8, lora_rs=rs))
+    assert torch.equal(module(x), base(x)) and not module.lora_B.any()
+    assert module.lora_A.abs().max() <= 16**-0.5 and module.lora_A.std() > 0.5 * 16**-0.5
+    torch.nn.init.normal_(module.lora_B)
+    pieces = list(base(x).split(1, dim=-1))
+    Bs = module.lora_B.split([end - start for start, end in parts])
+    for (start, end), A, B in zip(parts, module.lora_A.split(4), Bs, strict=True):
+        added = (8 / 2 if rs else 8 / 4) * x @ A.T @ B.T
+        for row in range(start, end):
+            pieces[row] = pieces[row] + added[..., row - start:row - start + 1]
+    expected, weights = torch.cat(pieces, dim=-1), torch.randn(2, 5, 24)
+    learned = [x, module.lora_A, module.lora_B]
+    torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(torch.autograd.grad((module(x) * weights).sum(), learned),
+                               torch.autograd.grad((expected * weights).sum(), learned))
+
+
+@pytest.mark.parametrize('settings, names', [
+    (GPT2, 'attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj'),
+    (dict(preset='modern'), 'attn.q_proj attn.k_proj attn.v_proj attn.o_proj mlp.up_proj mlp.down_proj'),
+    (LLAMA, 'attn.q_proj attn.k_proj attn.v_proj attn.o_proj mlp.up_proj mlp.gate_proj mlp.down_proj')])
+def test_projections_have_the_names_of_peft_and_cover_every_row(settings, names):
+    model = gpt(**settings)
+    table, covered = projections(model), {}
+    assert list(table) == names.split()
+    for matrix, start, end in table.values():
+        covered.setdefault(matrix, []).extend(range(start, end))
+    for matrix, found in covered.items():
+        assert found == list(range(len(model.transformer.h[0].get_submodule(matrix).weight)))
+    assert chosen('all', table) == table
+    assert list(chosen('attn', table)) == [name for name in table if name.startswith('attn')]
+    assert list(chosen('mlp', table)) == [name for name in table if name.startswith('mlp')]
+
+
+def test_targets_are_named_as_in_peft():
+    table = projections(gpt(**LLAMA))
+    assert list(chosen('v_proj, q_proj', table)) == ['attn.q_proj', 'attn.v_proj']
+    assert list(chosen('c_proj', projections(gpt()))) == ['attn.c_proj', 'mlp.c_proj']  # both, as in peft
+    assert list(chosen('attn.c_proj', projections(gpt()))) == ['attn.c_proj']
+    for targets, word in (('q_proj,gate', 'gate'), ('', '')):
+        error = error_of(chosen, targets, table)
+        assert f'lora_targets={targets!r}: {word!r} matches nothing; this model has q_proj, k_proj' in error
+
+
+@pytest.mark.parametrize('settings', [GPT2, LLAMA])
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+def test_only_adapters_learn_and_the_start_is_the_base(settings, quantize):
+    """In float32, beside frozen weights of 16 bits or 4; embedding and head stay 16 bits."""
+    model = gpt(**settings)
+    expected = logits(model)
+    cfg = LoRAConfig(lora_rank=2, quantize=quantize)
+    add_adapters(model, cfg, {}, Env(dtype=torch.bfloat16), 1)
+    assert all('.lora_' in name and p.dtype == torch.float32
+               for name, p in model.named_parameters() if p.requires_grad)
+    table = projections(gpt(**settings))
+    features = {'attn.c_attn': 32, 'attn.c_proj': 32, 'mlp.c_fc': 32, 'mlp.c_proj': model.config.n_ff}
+    assert sum(p.numel() for p in trainable(model)) == sum(
+        2 * 2 * (end - start + features[matrix]) for matrix, start, end in table.values())
+    assert model.lm_head.weight.dtype == model.transformer.wte.weight.dtype == torch.bfloat16
+    assert sum(isinstance(m, NF4Linear) for m in model.modules()) == (8 if quantize == 'nf4' else 0)
+    model.compute_dtype = torch.bfloat16
+    assert (logits(model) - expected).norm() < (0.3 if quantize == 'nf4' else 0.03) * expected.norm()
+
+
+def gradients(recompute='none', compiled=False, **settings):
+    """The loss and the gradients of adapters, with dropout, in one tensor."""
+    model = gpt(**LLAMA)
+    adapt(model, lora_dropout=0.1, **settings)
+    forward = train.wrap(model, train.TrainConfig(recompute=recompute), Env(compile=compiled))[1]
+    torch.manual_seed(2)
+    loss = forward(*torch.randint(61, (2, 2, 16))).sum()
+    loss.backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    return torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in trainable(model))])
+
+
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+@pytest.mark.parametrize('recompute', ['selective', 'full'])
+def test_recomputation_changes_no_bit(recompute, quantize):
+    assert torch.equal(gradients(recompute, quantize=quantize), gradients(quantize=quantize))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('recompute', ['none', 'full'])
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+def test_a_compiled_step_is_the_same(monkeypatch, recompute, quantize):
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='aot_eager'))
+    torch._dynamo.reset()
+    found = gradients(recompute, compiled=True, quantize=quantize)
+    torch.testing.assert_close(found, gradients(quantize=quantize), rtol=1e-4, atol=1e-6)
+
+
+def test_a_frozen_head_is_chunked_and_has_no_gradient():
+    """256,000 ids are chunked by themselves; chunks give the gradients of one piece."""
+    assert choose_loss_chunks('auto', 8 * 768, 256_000, Env(), frozen=True) > 16
+    assert choose_loss_chunks('auto', 512, 50304, Env(), frozen=True) == 1
+    found = []
+    for chunks in (1, 4):
+        model = gpt(**LLAMA)
+        adapt(model)
+        model.loss_chunks = chunks
+        model(*torch.arange(64).view(2, 2, 16) % 61).sum().backward()
+        assert model.lm_head.weight.grad is None
+        found.append([p.grad for p in trainable(model)])
+    torch.testing.assert_close(*found)
+
+
+# -----------------------------------------------------------------------------
+# folders in peft's format
+
+def as_weights(model, path='out/base'):
+    return Weights(path, model.config.model_args(), model.state_dict(), None, {})
+
+
+@pytest.mark.parametrize('settings', [GPT2, LLAMA])
+@pytest.mark.parametrize('quantize, rs', [('none', True), ('nf4', False)])
+def test_a_folder_merged_into_the_base_computes_what_was_trained(tmp_path, settings, quantize, rs):
+    tuned, base = gpt(**settings), gpt(**settings)
+    checkpoint = adapt(tuned, quantize=quantize, lora_rs=rs)
+    write_adapter(tmp_path / 'adapter', checkpoint)
+    before = logits(base)
+    merge_adapter(base, tmp_path / 'adapter', as_weights(base))
+    assert (logits(tuned) - before).norm() > 0.05 * before.norm()
+    torch.testing.assert_close(logits(base), logits(tuned), rtol=1e-5, atol=1e-5)
+    assert {f'adapter/{path.name}' for path in (tmp_path / 'adapter').iterdir()} <= set(RUN_FILES)
+
+
+def test_the_folder_has_the_names_of_peft(tmp_path):
+    for settings, names in ((GPT2, 'transformer.h.0.attn.c_attn transformer.h.1.mlp.c_proj'),
+                            (LLAMA, 'model.layers.0.self_attn.q_proj model.layers.1.mlp.gate_proj')):
+        write_adapter(tmp_path, adapt(gpt(**settings), lora_alpha=32))
+        adapters, scale = read_adapter(tmp_path, gpt(**settings), 'out/base')
+        header = (tmp_path / 'adapter_model.safetensors').read_bytes()
+        for name in names.split():
+            for letter in 'AB':
+                assert f'"base_model.model.{name}.lora_{letter}.weight"'.encode() in header
+        config = json.loads((tmp_path / 'adapter_config.json').read_text())
+        assert config['r'] == 4 and config['lora_alpha'] == 32 and scale == 8
+        assert config['fan_in_fan_out'] == (settings == GPT2)
+        assert len(adapters) == 2 * len(config['target_modules']) == 2 * len(projections(gpt(**settings)))
+
+
+def test_an_adapter_for_another_base(tmp_path):
+    """Other shapes, names, or weights: the sentence has the base, and the shapes if they differ."""
+    folder = tmp_path / 'adapter'
+    write_adapter(folder, adapt(gpt(**LLAMA)))
+    wide, gpt2, other = gpt(n_embd=64, **LLAMA), gpt(), gpt(**LLAMA)
+    other.transformer.ln_f.eps = 1  # not a weight
+    other.lm_head.weight.data[0, 0] += 1
+    for model, words in ((wide, 'is for a matrix of (32, 48), not of (64, 48); it was trained on out/base'),
+                         (gpt2, 'which has nothing for base_model.model.model.layers.0.mlp.down_proj.lora_A'),
+                         (other, 'was trained on out/base, with other weights than here')):
+        error = error_of(merge_adapter, model, folder, as_weights(model, 'here'))
+        assert words in error and str(folder) in error and 'here' in error and 'out/base' in error
+
+
+@pytest.mark.parametrize('name, value', [('use_dora', True), ('peft_type', 'IA3'), ('bias', 'all'),
+                                         ('rank_pattern', {'q_proj': 2}), ('modules_to_save', ['lm_head'])])
+def test_what_peft_can_do_and_merge_cannot_is_refused(tmp_path, name, value):
+    write_adapter(tmp_path, adapt(gpt()))
+    config = json.loads((tmp_path / 'adapter_config.json').read_text())
+    (tmp_path / 'adapter_config.json').write_text(json.dumps({**config, name: value}))
+    error = error_of(read_adapter, tmp_path, gpt(), 'out/base')
+    assert f'{name}={value!r} is not supported, only' in error and 'adapter_config.json' in error
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+@pytest.fixture
+def base(train_tiny, tmp_path):
+    """A trained base; its folder is an absolute path, as if it were named on a command line."""
+    train_tiny('base', max_iters=4)
+    return dict(init_from=tmp_path / 'base', lora_rank=4)
+
+
+@pytest.mark.parametrize('settings', [dict(lora_dropout=0.1, dropout=0.1), dict(quantize='nf4'),
+                                      dict(lora_targets='c_attn', block_size=8, dtype='bfloat16')])
+def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, monkeypatch, capsys, settings):
+    """Adapters, optimizer, counters and the log; settings come from the checkpoint, and so does the base."""
+    train_tiny('whole', **base, **settings)
+    printed = capsys.readouterr().out
+    at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train_tiny('parts', **base, **settings) == 143
+    given = {name: settings[name] for name in ('block_size', 'dtype') if name in settings}  # TINY's flags differ
+    train_tiny('parts', init_from='resume', **given)
+    assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
+    assert log(tmp_path / 'parts') == log(tmp_path / 'whole')
+    assert same(load(tmp_path / 'parts' / 'best.pt')['model'], load(tmp_path / 'whole' / 'best.pt')['model'])
+    checkpoint = load(tmp_path / 'whole' / 'ckpt.pt')
+    assert all('.lora_' in name for name in checkpoint['model'])
+    assert checkpoint['lora']['base'] == str(base['init_from'])
+    count = sum(weight.numel() for weight in checkpoint['model'].values())
+    assert f'{count:,} parameters are trained, and the 33,' in printed
+    assert 'adapters: rank 4, scale 4, on attn.c_attn' in printed
+
+
+@pytest.mark.parametrize('settings', [dict(lora_rank=8), dict(quantize='nf4', lora_rank=4)])
+def test_best_pt_alone_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tmp_path, base, data_dir,
+                                                                        settings):
+    train_tiny('tuned', **{**base, **settings}, learning_rate=2e-2, eval_interval=10)
+    best = rows(tmp_path / 'tuned', 'val_loss')[-1]['val_loss']
+    flags = ['--eval_only', '--eval_tokens=1024', '--device=cpu', '--dtype=float32', '--compile=False',
+             '--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={tmp_path / "elsewhere"}']
+    losses = []
+    for name in ('tuned', 'base'):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            train.main([f'--init_from={tmp_path / name}', *flags])
+        losses.append(float(printed.getvalue().split('val loss ')[1].split()[0]))
+    assert losses[0] == pytest.approx(best, abs=1e-4) and losses[1] > best + 1e-3
+    cfg = sample.SampleConfig(adapter=str(tmp_path / 'tuned' / 'adapter'), data_dir=data_dir)
+    by_folder = sample.load(cfg, torch.device('cpu'), torch.float32)[0]
+    cfg = sample.SampleConfig(out_dir=str(tmp_path / 'tuned'), data_dir=data_dir)
+    by_run = sample.load(cfg, torch.device('cpu'), torch.float32)[0]
+    assert torch.equal(logits(by_folder), logits(by_run))
+
+
+def test_a_tuned_run_is_a_base_again(train_tiny, tmp_path, base, monkeypatch):
+    """The base of a base is opened too; its hash does not depend on how sums are rounded."""
+    train_tiny('first', **base)
+    second = {**base, 'init_from': tmp_path / 'first', 'lora_targets': 'mlp'}
+    train_tiny('second', **second, max_iters=4)
+    monkeypatch.setattr('hotloop.pretrained.merge', lambda weights, adapters, scale: None)  # other sums
+    assert train_tiny('second', init_from='resume', max_iters=6) == 0
+
+
+def test_a_base_that_changed_or_is_gone_is_named_on_resume(train_tiny, tmp_path, base):
+    train_tiny('tuned', **base, max_iters=4)
+    best = tmp_path / 'base' / 'best.pt'
+    checkpoint = load(best)
+    checkpoint['model']['transformer.ln_f.weight'][3] += 1e-6
+    torch.save(checkpoint, best)
+    error = error_of(train_tiny, 'tuned', init_from='resume')
+    assert f"adapters of '{tmp_path / 'base'}', whose weights have changed since (SHA-256" in error
+    assert 'tuned/ckpt.pt' in error
+    shutil.rmtree(tmp_path / 'base')
+    error = error_of(train_tiny, 'tuned', init_from='resume')
+    assert f"adapters of '{tmp_path / 'base'}', which cannot be read: " in error and 'does not exist' in error
+
+
+def test_a_checkpoint_of_adapters_is_no_model_by_itself(train_tiny, tmp_path, base):
+    """nanoGPT and earlier versions of ours load it as strictly as this."""
+    train_tiny('tuned', **base, max_iters=4)
+    checkpoint = load(tmp_path / 'tuned' / 'ckpt.pt')
+    assert len(checkpoint['model_args']) == 7
+    error = error_of(GPT.from_checkpoint, checkpoint['model_args'], checkpoint['model'])
+    assert 'the weights do not fit the model' in error and 'Missing key(s)' in error
+
+
+@pytest.mark.parametrize('settings, words', [
+    (dict(lora_rank=4), 'lora_rank=4 adapts trained weights; name them with --init_from'),
+    (dict(lora_rank=4, init_from='gpt2', optimizer='muon'), "optimizer='muon': adapters are trained by"),
+    (dict(quantize='nf4'), "quantize='nf4' applies only with lora_rank"),
+    (dict(lora_dropout=0.1), 'lora_dropout=0.1 applies only with lora_rank, such as --lora_rank=16'),
+    (dict(lora_rank=-1), 'lora_rank=-1 must not be negative'),
+    (dict(lora_rank=1, lora_alpha=0), 'lora_alpha=0.0 must be above 0'),
+    (dict(lora_rank=1, lora_dropout=1), 'lora_dropout=1.0 must be at least 0 and below 1')])
+def test_settings_that_contradict_each_other(train_tiny, settings, words):
+    assert words in error_of(train_tiny, **settings)
+
+
+def test_a_base_is_not_moved_aside_and_adapters_do_not_appear_on_resume(train_tiny, tmp_path, base):
+    error = error_of(train_tiny, 'base', **base)
+    assert 'base\' would be moved aside by this run' in error and 'choose another --out_dir' in error
+    error = error_of(train_tiny, 'base', init_from='resume', lora_rank=4)
+    assert '--lora_rank: lora_rank=4, but the checkpoint has 0, which cannot change on resume' in error
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:.broadcast_buffers')
+def test_two_processes_tune_as_one_does(train_tiny, tmp_path, base, data_dir):
+    """One micro-batch each, over gloo: the same global batches, so the same adapters within rounding."""
+    train_tiny('one', **base, quantize='nf4')
+    flags = {**TINY, **base, 'quantize': 'nf4', 'data_dir': data_dir, 'out_dir': tmp_path / 'two'}
+    launcher = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', str(ROOT / 'train.py')]
+    subprocess.run([sys.executable, *launcher, *(f'--{k}={v}' for k, v in flags.items())], check=True,
+                   env={**os.environ, 'OMP_NUM_THREADS': '1'}, cwd=ROOT, capture_output=True, timeout=300)
+    one, two = (load(tmp_path / name / 'ckpt.pt')['model'] for name in ('one', 'two'))
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+
+
+# -----------------------------------------------------------------------------
+# against peft
+
+def peft_model(kind, **settings):
+    """A tiny random model of transformers, with peft's adapters on all of its linears, B not zero."""
+    transformers, peft = pytest.importorskip('transformers'), pytest.importorskip('peft')
+    torch.manual_seed(0)
+    shape = dict(vocab_size=61, bos_token_id=0, eos_token_id=0)
+    if kind == 'gpt2':
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0,
+                                         embd_pdrop=0, attn_pdrop=0, **shape)
+    else:
+        config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                          num_attention_heads=4, num_key_value_heads=2, **shape)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    targets = ['c_attn', 'c_proj', 'c_fc'] if kind == 'gpt2' else [
+        'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, fan_in_fan_out=kind == 'gpt2',
+                             task_type='CAUSAL_LM', **settings)
+    tuned = peft.get_peft_model(model, config)
+    for name, p in tuned.named_parameters():
+        if 'lora_B' in name:
+            torch.nn.init.normal_(p, std=0.1)
+    return tuned
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('rs', [False, True])
+def test_gpt2_equals_peft_and_loads_its_files(tmp_path, rs):
+    """Logits, gradients and merged weights to 1e-5; its folder into ours, ours into peft."""
+    theirs, ids = peft_model('gpt2', use_rslora=rs), torch.randint(61, (2, 16))
+    theirs.save_pretrained(tmp_path / 'peft')
+    theirs.unload().save_pretrained(tmp_path / 'base')
+    source = open_weights(str(tmp_path / 'base'), 'data')
+    ours, merged = (GPT.from_checkpoint(source.model_args, source.weights) for _ in range(2))
+    merge_adapter(merged, tmp_path / 'peft', source)
+    import peft
+    import transformers
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    tuned = peft.PeftModel.from_pretrained(tuned, tmp_path / 'peft', is_trainable=True)
+    checkpoint = adapt(ours, lora_rs=rs)
+    own = dict(ours.named_parameters())
+    pairs = []  # (our parameter, theirs)
+    for name, p in tuned.named_parameters():
+        if 'lora_' in name:
+            path, letter = name.removeprefix('base_model.model.').split('.lora_')
+            pairs.append((own[f'{path}.lora_{letter[0]}'], p))
+    assert len(pairs) == len(trainable(ours)) == 16
+    with torch.no_grad():
+        for mine, p in pairs:
+            mine.copy_(p)
+    targets = torch.roll(ids, -1, 1)
+    expected = tuned(ids).logits
+    torch.testing.assert_close(logits_of_all(ours, ids), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of_all(merged, ids), expected, rtol=1e-5, atol=1e-5)
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction='sum').backward()
+    ours(ids, targets).sum().backward()
+    for mine, p in pairs:
+        assert (mine.grad - p.grad).norm() < 1e-5 * p.grad.norm()
+    write_adapter(tmp_path / 'ours', {**checkpoint, 'model': weights_to_save(ours)})
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    again = peft.PeftModel.from_pretrained(again, tmp_path / 'ours')
+    torch.testing.assert_close(again(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def logits_of_all(model, ids):
+    """The logits of all positions, which forward() computes only for the loss."""
+    kept = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
+    model(ids, ids)
+    hook.remove()
+    return kept[0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore')
+def test_llamas_names_load_both_ways(tmp_path):
+    """The fused queries, keys, values and up, gate are seven adapters of peft; merged weights are the same."""
+    import peft
+    theirs, base = peft_model('llama'), gpt(**LLAMA)
+    theirs.save_pretrained(tmp_path / 'peft')
+    adapters, scale = read_adapter(tmp_path / 'peft', base, 'here')
+    assert len(adapters) == 2 * 7
+    frozen = {name: p.clone() for name, p in theirs.unload().named_parameters()}
+    merged = dict(peft_model('llama').merge_and_unload().named_parameters())
+    for a in adapters:
+        name = f'model.layers.{a.layer}.{a.projection.replace("attn", "self_attn")}.weight'
+        added = merged[name] - frozen[name]
+        assert (scale * a.B @ a.A - added).norm() < 1e-5 * added.norm()
+    checkpoint = adapt(base)
+    write_adapter(tmp_path / 'ours', checkpoint)
+    loaded = peft.PeftModel.from_pretrained(peft_model('llama').unload(), tmp_path / 'ours').state_dict()
+    count = 0
+    for a in adapters_of(checkpoint):
+        name = f'base_model.model.model.layers.{a.layer}.{a.projection.replace("attn", "self_attn")}.lora_'
+        assert torch.equal(loaded[f'{name}A.default.weight'], a.A)
+        assert torch.equal(loaded[f'{name}B.default.weight'], a.B)
+        count += 1
+    assert count == 14
