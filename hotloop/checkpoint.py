@@ -87,6 +87,24 @@ def save_checkpoint(path, checkpoint, keep_old=None):
         raise kind(f'{path} could not be written: {why}') from e
 
 
+def snapshot(value, copies):
+    """
+    A copy of a nested value with all tensors in host memory, for a thread to write while the run goes on.
+    copies: {} at first; a tensor with two names, such as a tied head, is copied once.
+    """
+    if isinstance(value, dict):
+        return {name: snapshot(item, copies) for name, item in value.items()}
+    if isinstance(value, list):
+        return [snapshot(item, copies) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    key = value.data_ptr(), value.shape
+    if key not in copies:  # from a GPU several times as fast into pinned memory
+        copy = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
+        copies[key] = copy.copy_(value, non_blocking=value.is_cuda)
+    return copies[key]
+
+
 def size_in_bytes(value):
     """Bytes of all tensors in nested dictionaries."""
     if isinstance(value, dict):
