@@ -21,6 +21,7 @@ from hotloop.checkpoint import (
     load_checkpoint,
     restore,
     save_checkpoint,
+    snapshot,
     state_from,
 )
 from hotloop.distributed import Env
@@ -199,6 +200,19 @@ def test_the_old_file_keeps_a_second_name_that_is_never_overwritten(path, monkey
 
 # -----------------------------------------------------------------------------
 # what a run saves and restores
+
+def test_a_snapshot_stays_as_it_is_while_the_run_goes_on(tmp_path):
+    """And the tied matrix stays one, so the file has the same size."""
+    run, undisturbed = tiny_run('muon', preset='modern', tie=True), tiny_run('muon', preset='modern', tie=True)
+    checkpoint = checkpoint_of(run)
+    copy = snapshot(checkpoint, {})
+    for o in run.optimizers:
+        o.step()
+    assert same(copy, checkpoint_of(undisturbed)) and not same(checkpoint, copy)
+    save_checkpoint(str(tmp_path / 'run.pt'), checkpoint)
+    save_checkpoint(str(tmp_path / 'copy.pt'), copy)
+    assert (tmp_path / 'run.pt').stat().st_size == (tmp_path / 'copy.pt').stat().st_size
+
 
 def test_a_checkpoint_has_nanogpts_names_and_plain_values(path):
     checkpoint = load_checkpoint(str(path))

@@ -97,6 +97,16 @@ def test_the_backend_and_the_timeout_are_those_of_the_settings(monkeypatch, aske
     assert calls == [(backend, 90.0, torch.device('cuda', 3) if backend == 'nccl' else None, 2, True)]
 
 
+def test_processes_wait_longer_for_rank_0_where_it_works_alone(monkeypatch):
+    waits = []
+    monkeypatch.setattr(dist.distributed_c10d, '_set_pg_timeout', lambda wait: waits.append(wait.total_seconds()))
+    with Env(timeout_minutes=2.0).patience():
+        assert waits == []
+    with Env(1, 2, timeout_minutes=2.0).patience():
+        assert waits == [24 * 3600]
+    assert waits == [24 * 3600, 120]
+
+
 WORK = """
 import os, sys
 import torch
