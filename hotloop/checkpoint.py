@@ -1,6 +1,7 @@
 """Checkpoints: a kill cannot destroy one, and none is loaded before its checksums match."""
 
 import contextlib
+import copy
 import dataclasses
 import errno
 import math
@@ -89,20 +90,23 @@ def save_checkpoint(path, checkpoint, keep_old=None):
 
 def snapshot(value, copies):
     """
-    A copy of a nested value with all tensors in host memory, for a thread to write while the run goes on.
-    copies: {} at first; a tensor with two names, such as a tied head, is copied once.
+    A copy of a nested value with all tensors in host memory, for a thread to write while the run goes on. The
+    file is the same. copies: {} at first; a tensor with two names, such as a tied head, is copied once.
     """
     if isinstance(value, dict):
-        return {name: snapshot(item, copies) for name, item in value.items()}
+        copied = copy.copy(value)  # state_dict() has an attribute
+        for name, item in value.items():
+            copied[name] = snapshot(item, copies)
+        return copied
     if isinstance(value, list):
         return [snapshot(item, copies) for item in value]
     if not isinstance(value, torch.Tensor):
         return value
     key = value.data_ptr(), value.shape
     if key not in copies:  # from a GPU several times as fast into pinned memory
-        copy = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
-        copies[key] = copy.copy_(value, non_blocking=value.is_cuda)
-    return copies[key]
+        copies[key] = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
+        copies[key].copy_(value, non_blocking=value.is_cuda)
+    return copies[key].detach()  # two names stay two tensors of one storage
 
 
 def size_in_bytes(value):
