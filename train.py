@@ -39,7 +39,7 @@ from hotloop import resume
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine
 from hotloop.check import check
-from hotloop.checkpoint import RunState, context_of, restore, state_from
+from hotloop.checkpoint import OPTIMIZERS, RunState, context_of, restore, state_from
 from hotloop.dataloader import Batches, Mixture, Split, check_lengths, open_split, share_batch
 from hotloop.dataset import Dataset, byte_table, check_tokenizer, open_datasets
 from hotloop.device import choose_compile, choose_device, choose_dtype
@@ -427,6 +427,9 @@ def build_run(settings, datasets, env):
     state = RunState(step if cfg.eval_only else 0)
     if resumed and not cfg.eval_only:
         state = restore(resumed.checkpoint, model, optimizers, scaler)
+    if resumed:
+        for name in ('model', *OPTIMIZERS):  # frees their memory
+            resumed.checkpoint.pop(name, None)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
     check_same_step(state.iter_num, env)

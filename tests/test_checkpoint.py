@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -69,6 +70,19 @@ def test_names_lose_the_prefixes_of_compile_and_ddp(path, prefix):
     checkpoint = load_checkpoint(str(path))
     torch.save({**checkpoint, 'model': {prefix + k: v for k, v in checkpoint['model'].items()}}, path)
     assert same(load_checkpoint(str(path)), checkpoint)
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/maps'), reason='not Linux')
+def test_several_processes_share_the_memory_of_a_file(path, monkeypatch):
+    """Each may change its tensors, and a save may replace the file; the values are the same."""
+    maps, alone = Path('/proc/self/maps'), load_checkpoint(str(path))
+    assert str(path) not in maps.read_text()
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    shared = load_checkpoint(str(path))
+    assert str(path) in maps.read_text() and same(alone, shared)
+    shared['model']['lm_head.weight'].zero_()
+    save_checkpoint(str(path), alone)
+    assert same(load_checkpoint(str(path)), alone) and not shared['model']['lm_head.weight'].any()
 
 
 @pytest.mark.parametrize('bias', [True, False])

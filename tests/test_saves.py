@@ -138,3 +138,15 @@ def test_the_last_save_must_succeed(train_tiny, monkeypatch):
             raise ValueError('no room')
     before_each_save(monkeypatch, fail)
     assert error_of(train_tiny, save_interval=8).startswith('no room; step 8 is saved in')
+
+
+def test_a_resumed_run_does_not_keep_the_tensors_of_its_checkpoint(train_tiny, monkeypatch):
+    kept, take_folder = [], train.take_folder
+
+    def look(run, resumed):
+        kept.extend(resumed.checkpoint)
+        take_folder(run, resumed)
+    train_tiny(max_iters=1, optimizer='muon')
+    monkeypatch.setattr(train, 'take_folder', look)
+    assert train_tiny(init_from='resume', max_iters=2, optimizer='muon') == 0
+    assert kept and not {'model', 'optimizer', 'muon'} & set(kept)
