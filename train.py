@@ -36,11 +36,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure
 from hotloop import resume
-from hotloop.adapter import open_start
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine
 from hotloop.check import check
-from hotloop.checkpoint import RunState, context_of, restore, state_from
+from hotloop.checkpoint import OPTIMIZERS, RunState, context_of, restore, state_from
 from hotloop.dataloader import Batches, Split, check_lengths, share_batch
 from hotloop.dataset import Dataset, byte_table, check_tokenizer, open_datasets
 from hotloop.device import choose_compile, choose_device, choose_dtype
@@ -56,9 +55,10 @@ from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice,
 from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
 from hotloop.parallel import set_blocks
+from hotloop.pretrained import open_start
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
-from hotloop.saves import save, take_folder, track_best
+from hotloop.saves import finish_save, is_best, save, take_folder
 from hotloop.schedule import learning_rate, set_learning_rate, set_length, what_is_due
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
@@ -264,7 +264,7 @@ def setup(cfg):
         store = open_process_group(cfg.backend, device, rank, world, cfg.timeout_minutes)
     compiles, why_compile = choose_compile(cfg.compile, device)
     reasons = {'device': why_device, 'dtype': why_dtype, 'compile': why_compile}
-    return Env(rank, world, device, dtype, compiles, threads, reasons, store=store)
+    return Env(rank, world, device, dtype, compiles, threads, reasons, None, store, cfg.timeout_minutes)
 
 
 def wrap(model, cfg, env):
@@ -421,9 +421,11 @@ def build_run(settings, datasets, env):
     if resumed:
         notes += resume.compare_context(resumed.checkpoint, context, cfg)
         check_tokenizer(resumed.checkpoint.get('tokenizer'), resumed.path, datasets[0], cfg.data_dir)
-    if env.rank == 0:
-        for split in splits:
-            split.check_ids(vocab_size)
+    with env.patience():
+        if env.rank == 0:
+            for split in splits:
+                split.check_ids(vocab_size)
+        env.sum(np.zeros(1))  # waits for rank 0
     tokenizer = sampling_tokenizer(cfg, meta, context)
     if not cfg.eval_only:
         env.stop = StopRequest(cfg.max_minutes)
@@ -443,6 +445,9 @@ def build_run(settings, datasets, env):
     state = RunState(step if cfg.eval_only else 0)
     if resumed and not cfg.eval_only:
         state = restore(resumed.checkpoint, model, optimizers, scaler)
+    if resumed:
+        for name in ('model', *OPTIMIZERS):  # frees their memory
+            resumed.checkpoint.pop(name, None)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
     check_same_step(state.iter_num, env)
@@ -492,10 +497,14 @@ def train(run):
         stopping = env.stop() if env.world == 1 else stop_asked(result.stops)
 
         due = what_is_due(state.iter_num, cfg)
-        save_due = due.save or stopping or postponed or time.monotonic() - saved_at > 60 * cfg.save_minutes
         together = due.log or due.evaluation or due.save or stopping or state.iter_num % 50 == 0
+        late = time.monotonic() - saved_at > 60 * cfg.save_minutes
+        if env.world > 1:  # all processes call save(), and their clocks differ
+            late = together and env.sum(np.array([float(late)]))[0] > 0
+        save_due = due.save or stopping or postponed or late
         if together or save_due:
             collect_steps(run, pending)  # waits for the device
+        finish_save(run, wait=False)
         if together and run.diverged_at is not None:
             raise ValueError(divergence_message(run))
         if due.log:
@@ -506,18 +515,20 @@ def train(run):
             save(run)  # before the evaluation, which may outlast the grace period of a scheduler
         if due.evaluation and (due.last or not stopping):
             evaluation = evaluate_both(run, None if due.last else env.stop.by_signal)
-            best = evaluation is not None and track_best(run, evaluation)
+            best = evaluation is not None and is_best(run, evaluation)
             stopping = stopping or evaluation is None
             save_due = save_due or best or due.last or stopping or cfg.always_save_checkpoint
         if due.sample:
             write_sample(run)
         # checkpoints of a diverging run would replace the last good ones
-        postponed = save_due and not (stopping or due.last) and state.bad_in_a_row > 0
+        postponed = save_due and not (stopping or due.last or best) and state.bad_in_a_row > 0
         if save_due and not postponed:
             save(run, final=stopping or due.last)
             saved_at = time.monotonic()
         if evaluation:
-            log_evaluation(run, evaluation)  # after the save: a logged evaluation is never repeated
+            # The log has each evaluation once: a resume drops the lines after its checkpoint, and one of this
+            # step holds the result. That of due.last does not, but the final save has replaced it by now
+            log_evaluation(run, evaluation)
         timer.resume()
         if stopping and not due.last:
             return stop_run(run)
@@ -535,8 +546,9 @@ def evaluate_missing(run):
     evaluation = evaluate_both(run, run.env.stop.by_signal)
     if evaluation is None:
         return False
-    track_best(run, evaluation)
+    is_best(run, evaluation)
     save(run)
+    finish_save(run)  # the checkpoint of this step lacks the result, so a new one comes before the log line
     log_evaluation(run, evaluation)
     return True
 
@@ -611,6 +623,7 @@ def execute(settings, datasets, env):
         raise ValueError(memory_advice(run, env, e)) from None
     finally:
         if run and run.log:
+            run.out.wait()
             run.log.close()
             if run.mirror:  # torchrun kills 30 seconds after a signal
                 run.mirror.close(300 if code == 0 else 20)

@@ -3,38 +3,15 @@
 import json
 import os
 import re
-import struct
-
-import numpy as np
 
 from hotloop.files import read_json, replacing
-from hotloop.lora import Adapter, LoRAConfig, adapters_of, frozen_weights, merge, projections
-from hotloop.pretrained import DTYPES, hash_source, open_base, open_weights, read_safetensors
+from hotloop.lora import Adapter, LoRAConfig, adapters_of, frozen_weights, hash_source, merge, projections
+from hotloop.safetensors_file import read_safetensors, write_safetensors
 
 CONFIG, TENSORS, ORIGIN = 'adapter_config.json', 'adapter_model.safetensors', 'hotloop.json'
 # of adapter_config.json: what else would compute something that merge() does not
 ONLY = {'peft_type': 'LORA', 'bias': 'none', 'use_dora': False, 'lora_bias': False, 'modules_to_save': None,
         'rank_pattern': {}, 'alpha_pattern': {}, 'target_parameters': None, 'trainable_token_indices': None}
-
-
-def open_start(cfg, resumed, adapts, env):
-    """
-    (name, Weights, {'base': name, 'sha256': hash} or None) of the weights that a run starts from or, resumed,
-    adds its adapters to. adapts: whether it trains adapters.
-    """
-    name, base = cfg.init_from, None
-    if env.rank:
-        env.sum(np.zeros(1))  # waits for rank 0, which downloads for all
-    if resumed:
-        base = {key: resumed.checkpoint['lora'][key] for key in ('base', 'sha256')}
-        name, source = base['base'], open_base(base, resumed.path, cfg.data_dir)
-    else:
-        source = open_weights(name, cfg.data_dir)
-        if adapts:
-            base = {'base': name, 'sha256': hash_source(source)}
-    if env.rank == 0:
-        env.sum(np.zeros(1))
-    return name, source, base
 
 
 def write_adapter(folder, checkpoint):
@@ -64,22 +41,6 @@ def write_adapter(folder, checkpoint):
         write_safetensors(os.path.join(folder, TENSORS), tensors)
     except OSError as e:
         raise ValueError(f'{folder} could not be written: {e.strerror or e}') from None
-
-
-def write_safetensors(path, tensors):
-    """Writes {name: tensor} as read_safetensors() reads it."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header, end = {'__metadata__': {'format': 'pt'}}, 0
-    for name, tensor in tensors.items():
-        header[name] = {'dtype': names[tensor.dtype], 'shape': list(tensor.shape),
-                        'data_offsets': [end, end + tensor.nbytes]}
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b' ' * (-len(text) % 8)  # so that the tensors are aligned
-    with replacing(path) as f:
-        f.write(struct.pack('<Q', len(text)) + text)
-        for tensor in tensors.values():
-            f.write(tensor.contiguous().numpy())
 
 
 def base_of(folder):

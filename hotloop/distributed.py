@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 GRACE = 2.0  # seconds in which all processes notice that one was lost
+PATIENCE = timedelta(days=1)
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Env:
     reasons: dict = field(default_factory=dict)
     stop: 'StopRequest | None' = None
     store: dist.Store | None = None  # shared by the processes
+    timeout_minutes: float = 10.0  # how long a process waits for the others
 
     def print_once(self, text):
         """Prints on rank 0 only."""
@@ -46,6 +48,15 @@ class Env:
         total = torch.tensor(array, dtype=torch.float64, device=self.device)  # a copy, reduced in place
         dist.all_reduce(total)
         return total.cpu().numpy()
+
+    @contextlib.contextmanager
+    def patience(self):
+        """In this block processes wait up to a day for rank 0, which downloads, reads or saves alone."""
+        if self.world > 1:
+            dist.distributed_c10d._set_pg_timeout(PATIENCE)
+        yield
+        if self.world > 1:
+            dist.distributed_c10d._set_pg_timeout(timedelta(minutes=self.timeout_minutes))
 
     def leave(self, failed=False):
         """Leaves the process group. After an error NCCL would wait for processes that are gone, and stays."""

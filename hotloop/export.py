@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import struct
 import sys
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from hotloop.export_tokenizer import tokenizer_files
 from hotloop.families import BLOCK, CONV1D, GEMMA_BLOCK, LETTERS, MLP_OF, OUTSIDE, SETTINGS, settings_of
 from hotloop.files import replacing
-from hotloop.pretrained import DTYPES
+from hotloop.safetensors_file import write_safetensors
 
 ARCHITECTURES = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
                  'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM', 'gemma2': 'Gemma2ForCausalLM',
@@ -153,20 +152,3 @@ def hf_tensors(model, config):
             for part, matrix in zip(theirs, tensor.split(rows), strict=True):
                 tensors[f'model.layers.{layer[1]}.{part}.{suffix}'] = matrix
     return tensors
-
-
-def write_safetensors(path, tensors):
-    """Writes {name: tensor} as a safetensors file. Larger elements come first, so that all are aligned."""
-    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header, end = {'__metadata__': {'format': 'pt'}}, 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {'dtype': names[tensor.dtype], 'shape': list(tensor.shape),
-                        'data_offsets': [start, end]}
-    text = json.dumps(header, separators=(',', ':')).encode()
-    text += b' ' * (-len(text) % 8)
-    with replacing(path) as f:
-        f.write(struct.pack('<Q', len(text)) + text)
-        for tensor in tensors.values():
-            f.write(tensor.contiguous().flatten().view(torch.uint8).numpy())

@@ -204,6 +204,11 @@ def hash_weights(weights, before=''):
     return digest.hexdigest()
 
 
+def hash_source(source):
+    """The SHA-256 of Weights. Sums with adapters depend on the machine, so it is that of their summands."""
+    return source.checkpoint.get('sha256') or hash_weights(source.weights)
+
+
 def adapters_of(checkpoint):
     """The Adapters in the checkpoint of a run."""
     tensors, parts = checkpoint['model'], checkpoint['lora']['parts']

@@ -1,12 +1,10 @@
 """Weights to start from: a run, a checkpoint, a Hugging Face folder, a model of the hub (safetensors)."""
 
-import json
-import mmap
 import os
-import struct
 import sys
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hotloop.checkpoint import load_checkpoint
@@ -22,8 +20,9 @@ from hotloop.hub import (
     model_files,
     weight_files,
 )
-from hotloop.lora import adapters_of, frozen_weights, hash_weights, merge
+from hotloop.lora import adapters_of, frozen_weights, hash_source, hash_weights, merge
 from hotloop.run_dir import RunDir
+from hotloop.safetensors_file import read_safetensors
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
 
 GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=1024, vocab_size=50257,
@@ -32,9 +31,6 @@ GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_s
                                                      ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
 GPT2_NAMES = tuple(GPT2_SHAPES)
 CHAT_MARKS = {'chatml': '<|im_start|>', 'gemma': '<start_of_turn>', 'llama3': '<|start_header_id|>'}
-DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16,
-          'I64': torch.int64, 'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8,
-          'U8': torch.uint8, 'BOOL': torch.bool}  # as safetensors names them
 
 
 class Weights(NamedTuple):
@@ -114,6 +110,27 @@ def shape_of(source, data_dir):
     return settings_of(read_json(path), path)
 
 
+def open_start(cfg, resumed, adapts, env):
+    """
+    (name, Weights, {'base': name, 'sha256': hash} or None) of the weights that a run starts from or, resumed,
+    adds its adapters to. adapts: whether it trains adapters.
+    """
+    name, base = cfg.init_from, None
+    with env.patience():
+        if env.rank:
+            env.sum(np.zeros(1))  # waits for rank 0, which downloads for all
+        if resumed:
+            base = {key: resumed.checkpoint['lora'][key] for key in ('base', 'sha256')}
+            name, source = base['base'], open_base(base, resumed.path, cfg.data_dir)
+        else:
+            source = open_weights(name, cfg.data_dir)
+            if adapts:
+                base = {'base': name, 'sha256': hash_source(source)}
+        if env.rank == 0:
+            env.sum(np.zeros(1))
+    return name, source, base
+
+
 def open_base(record, path, data_dir):
     """The Weights below the adapters in `path`. ValueError if they are gone or have changed."""
     try:
@@ -124,11 +141,6 @@ def open_base(record, path, data_dir):
         raise ValueError(f'{path} holds adapters of {record["base"]!r}, whose weights have changed since '
                          f'(SHA-256 {record["sha256"][:12]}... before); restore them there')
     return base
-
-
-def hash_source(source):
-    """The SHA-256 of Weights. Sums with adapters depend on the machine, so it is that of their summands."""
-    return source.checkpoint.get('sha256') or hash_weights(source.weights)
 
 
 def merge_base(checkpoint, path, data_dir):
@@ -190,29 +202,3 @@ def load_folder(folder):
         head = weights.setdefault('lm_head.weight', embedding)
         model_args['tie'] = torch.equal(head, embedding)  # like transformers, keeps a different head
     return model_args, weights
-
-
-def read_safetensors(path):
-    """
-    {name: tensor} of a safetensors file, memory-mapped: 8 bytes of header length, a JSON header, raw
-    row-major bytes (https://github.com/huggingface/safetensors). ValueError if it is cut or damaged.
-    """
-    tensors = {}
-    try:
-        with open(path, 'rb') as f:
-            data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-        first = 8 + struct.unpack_from('<Q', data)[0]  # byte of the tensors
-        header = json.loads(data[8:first])
-        header.pop('__metadata__', None)
-        for name, entry in header.items():
-            dtype, (start, end) = DTYPES[entry['dtype']], entry['data_offsets']
-            if not 0 <= start < end:
-                raise ValueError(f'{name} is at bytes {start} to {end}')
-            count = (end - start) // dtype.itemsize
-            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=first + start)
-            tensors[name] = flat.view(entry['shape'])
-    except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror}; only safetensors is supported') from None
-    except Exception as e:  # damaged bytes can raise nearly anything
-        raise ValueError(f'{path} is damaged or not a safetensors file: {e!r}') from None
-    return tensors

@@ -1,28 +1,34 @@
-"""The folder of a run: its lock, the latest, best and older checkpoints, its mirror."""
+"""The folder of a run: its lock, the latest, best and older checkpoints, a thread that saves, a mirror."""
 
 import contextlib
 import glob
+import math
 import os
 import queue
 import shlex
 import shutil
 import threading
+from concurrent import futures
 from dataclasses import dataclass
 
-from hotloop.checkpoint import DiskFull, load_checkpoint, save_checkpoint
+from hotloop.adapter import write_adapter
+from hotloop.checkpoint import OPTIMIZERS, DiskFull, load_checkpoint, save_checkpoint
 from hotloop.distributed import print_safely
 from hotloop.files import free_number, is_inside, lock, replacing
 
 ADAPTER_FILES = tuple(f'adapter/{name}' for name in (
     'adapter_config.json', 'adapter_model.safetensors', 'hotloop.json'))  # of a run with lora_rank
 RUN_FILES = ('config.py', 'log.jsonl', 'best.pt', 'ckpt.pt', *ADAPTER_FILES)
+NOT_IN_BEST = (*OPTIMIZERS, 'scaler', 'state')
 
 
 class RunDir:
     """The folder of a run, locked by one process at a time."""
 
     def __init__(self, path):
-        self.path, self.lock, self.saved_step = path, None, None  # the step of ckpt.pt
+        self.path, self.lock = path, None
+        self.saved_step, self.best_loss = None, math.inf  # of ckpt.pt and best.pt
+        self.writer, self.saving = futures.ThreadPoolExecutor(1), None  # a Future: the save under way
 
     def __truediv__(self, name):
         return os.path.join(self.path, name)
@@ -67,8 +73,26 @@ class RunDir:
         if self.lock:
             self.lock.release()
 
+    def start_save(self, checkpoint, keep):
+        """save() in a thread. The result is in `saving`, a Future; the save before must have ended."""
+        self.saving = self.writer.submit(self.save, checkpoint, keep)
+
+    def wait(self):
+        """Waits for the save under way, whether or not it succeeds."""
+        if self.saving:
+            futures.wait([self.saving])
+
     def save(self, checkpoint, keep):
-        """Saves the latest checkpoint, renames the one before by its step, and removes all but `keep`."""
+        """
+        Saves the latest checkpoint, renames the one before by its step, and removes all but `keep`. If its
+        best_val_loss is a new one, these weights are the best, and best.pt is saved first: a checkpoint never
+        has the loss of a best.pt that could not be written.
+        """
+        if checkpoint['best_val_loss'] < self.best_loss:
+            self.write('best.pt', {k: value for k, value in checkpoint.items() if k not in NOT_IN_BEST})
+            if 'lora' in checkpoint:
+                write_adapter(self / 'adapter', checkpoint)
+            self.best_loss = checkpoint['best_val_loss']
         step, keep_old = checkpoint['iter_num'], None
         if self.saved_step not in (None, step):
             keep_old = self / f'ckpt-{self.saved_step:09d}.pt'
@@ -98,6 +122,7 @@ class RunDir:
 
     def how_to_go_on(self):
         """A clause for an error: the step that is saved, and the command that resumes from it."""
+        self.wait()
         if self.saved_step is None:
             return 'no step of this run is saved'
         launcher = 'python' if os.environ.get('WORLD_SIZE', '1') == '1' else 'torchrun ...'

@@ -1,11 +1,14 @@
-"""Saving during a run: its folder, the latest checkpoint, the best weights, and failed saves."""
+"""Saving during a run: its folder, checkpoints that a thread writes while the run goes on, failed saves."""
 
 import dataclasses
 import math
 
+import numpy as np
+import torch
+
 from configurator import as_file
-from hotloop.adapter import write_adapter
-from hotloop.checkpoint import OPTIMIZERS, DiskFull, checkpoint_of
+from hotloop.checkpoint import DiskFull, checkpoint_of, size_in_bytes, snapshot
+from hotloop.host import memory
 from hotloop.logger import Log
 from hotloop.run_dir import Mirror
 
@@ -23,43 +26,64 @@ def take_folder(run, resumed):
         if cfg.mirror_dir:
             ours = resumed and resumed.checkpoint.get('config', {}).get('mirror_dir') == cfg.mirror_dir
             run.mirror = Mirror(run.out, cfg.mirror_dir, ours)
+    run.out.best_loss = run.state.best_val_loss
     run.log = Log(run.out, cfg, run.settings, env, run.state if resumed else None)
 
 
-def track_best(run, evaluation):
-    """Saves best.pt, without optimizers, if this is the lowest validation loss yet; returns whether it is."""
-    state, loss, before = run.state, evaluation.val['loss'], run.state.best_val_loss
-    last = state.iter_num >= run.cfg.max_iters
-    if not loss < before:
-        if last and not math.isfinite(before):
-            raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it '
-                             'diverged; start again with a lower learning_rate')
-        return False
-    state.best_val_loss = loss
-    if run.env.rank == 0:
-        best = checkpoint_of(run)
-        for name in (*OPTIMIZERS, 'scaler', 'state'):
-            best.pop(name, None)
-        try:
-            run.out.write('best.pt', best)
-            if 'lora' in best:
-                write_adapter(run.out / 'adapter', best)
-        except ValueError as e:
-            if last:
-                raise save_error(run, e) from e
-            state.best_val_loss = before  # the next improvement is saved
-            run.env.print_once(f'{e}; training continues')
-    return True
+def is_best(run, evaluation):
+    """
+    Whether this is the lowest validation loss yet; the next save() then writes best.pt too. All processes
+    call it.
+    """
+    state, loss = run.state, evaluation.val['loss']
+    with run.env.patience():
+        finish_save(run)  # if it fails, the loss that counts is the one before
+        # only rank 0 knows that, and the processes save together
+        is_lower = float(run.env.rank == 0 and loss < state.best_val_loss)
+        is_lower = run.env.sum(np.array([is_lower]))[0] > 0
+    if is_lower:
+        state.best_val_loss = loss
+    elif state.iter_num >= run.cfg.max_iters and not math.isfinite(state.best_val_loss):
+        raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it '
+                         'diverged; start again with a lower learning_rate')
+    return is_lower
 
 
 def save(run, final=False):
-    """Saves the latest checkpoint. The third failure in a row, or one in a final save, is an error."""
-    if run.env.rank:
+    """
+    Saves the latest checkpoint, and best.pt after is_best(), from a thread: the run waits for the save before
+    this one and for a copy of the tensors. Without memory for a copy it waits for the disk. All processes
+    call it. final: wait; a failure is an error.
+    """
+    with run.env.patience():
+        if run.env.rank == 0:
+            finish_save(run)
+            checkpoint = checkpoint_of(run)
+            # batch_size=auto takes half of the memory of a CPU for a step; a copy takes at most a quarter
+            waits = final or size_in_bytes(checkpoint) > memory() / 4
+            if not waits:
+                checkpoint = snapshot(checkpoint, {})
+                if run.env.device.type == 'cuda':
+                    torch.cuda.synchronize()
+            run.out.start_save(checkpoint, run.cfg.keep_last)
+            if waits:
+                finish_save(run, final=final)
+        run.env.sum(np.zeros(1))  # waits for rank 0
+
+
+def finish_save(run, wait=True, final=False):
+    """
+    Reports how the save under way ended, if there is one; without wait, only if it has ended. A failure is
+    printed; the third in a row, or a final one, is an error.
+    """
+    saving = run.out.saving
+    if saving is None or not (wait or saving.done()):
         return
-    checkpoint = checkpoint_of(run)
+    run.out.saving = None
     try:
-        run.out.save(checkpoint, run.cfg.keep_last)
+        saving.result()
     except ValueError as e:
+        run.state.best_val_loss = run.out.best_loss  # the next improvement is saved
         run.failed_saves += 1
         if run.failed_saves == 3 or final:
             raise save_error(run, e) from e

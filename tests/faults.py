@@ -28,6 +28,7 @@ import train
 from configurator import call_main
 
 STEP = 'train.train_step'
+SAVE = 'hotloop.run_dir.RunDir.save'  # runs in a thread
 HANGS = 300  # seconds after which a forked run that hangs is killed
 
 
@@ -102,14 +103,19 @@ def naive_saves():
 
 
 def small_files(first, last, size):
-    """The disk takes no file above this size from one step to another. Python ignores the signal for it."""
+    """The disk takes no file above this size from one save to another. Python ignores the signal for it."""
     import resource
 
     def limit(limits, *args):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    before_call(STEP, first, functools.partial(limit, (size, hard)))
-    before_call(STEP, last, functools.partial(limit, (hard, hard)))
+    before_call(SAVE, first, functools.partial(limit, (size, hard)))
+    before_call(SAVE, last, functools.partial(limit, (hard, hard)))
+
+
+def slow_saves(seconds):
+    """Each save takes this long."""
+    before_call(SAVE, None, lambda *args: time.sleep(seconds))
 
 
 def signal_in(name, times, *numbers):
@@ -129,7 +135,7 @@ def dies_before(number):
 
 
 FAULTS = {'naive saves': naive_saves, 'small files': small_files, 'signal in': signal_in,
-          'dies before': dies_before}
+          'slow saves': slow_saves, 'dies before': dies_before}
 
 
 def happen(name, *args):
@@ -231,7 +237,7 @@ def main():
         return serve()
     name, step, *argv = sys.argv[1:]
     last_rank = int(os.environ.get('RANK', '0')) == int(os.environ.get('WORLD_SIZE', '1')) - 1
-    if last_rank and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':
+    if (last_rank or name == 'slow saves') and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':
         happen(name, int(step))
     return call_main(functools.partial(train.main, argv))
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from hotloop.checkpoint import (
     load_checkpoint,
     restore,
     save_checkpoint,
+    snapshot,
     state_from,
 )
 from hotloop.distributed import Env
@@ -68,6 +70,19 @@ def test_names_lose_the_prefixes_of_compile_and_ddp(path, prefix):
     checkpoint = load_checkpoint(str(path))
     torch.save({**checkpoint, 'model': {prefix + k: v for k, v in checkpoint['model'].items()}}, path)
     assert same(load_checkpoint(str(path)), checkpoint)
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/maps'), reason='not Linux')
+def test_several_processes_share_the_memory_of_a_file(path, monkeypatch):
+    """Each may change its tensors, and a save may replace the file; the values are the same."""
+    maps, alone = Path('/proc/self/maps'), load_checkpoint(str(path))
+    assert str(path) not in maps.read_text()
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    shared = load_checkpoint(str(path))
+    assert str(path) in maps.read_text() and same(alone, shared)
+    shared['model']['lm_head.weight'].zero_()
+    save_checkpoint(str(path), alone)
+    assert same(load_checkpoint(str(path)), alone) and not shared['model']['lm_head.weight'].any()
 
 
 @pytest.mark.parametrize('bias', [True, False])
@@ -199,6 +214,20 @@ def test_the_old_file_keeps_a_second_name_that_is_never_overwritten(path, monkey
 
 # -----------------------------------------------------------------------------
 # what a run saves and restores
+
+def test_a_snapshot_stays_as_it_is_while_the_run_goes_on(tmp_path):
+    """And the file is the same to the byte: the tied matrix is in it once."""
+    run, undisturbed = (tiny_run('muon', preset='modern', tie=True) for _ in range(2))
+    checkpoint = checkpoint_of(run)
+    copy = snapshot(checkpoint, {})
+    for name, value in (('a', checkpoint), ('b', copy)):
+        (tmp_path / name).mkdir()
+        save_checkpoint(str(tmp_path / name / 'c.pt'), value)
+    assert (tmp_path / 'a' / 'c.pt').read_bytes() == (tmp_path / 'b' / 'c.pt').read_bytes()
+    for o in run.optimizers:
+        o.step()
+    assert same(copy, checkpoint_of(undisturbed)) and not same(checkpoint, copy)
+
 
 def test_a_checkpoint_has_nanogpts_names_and_plain_values(path):
     checkpoint = load_checkpoint(str(path))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,6 +96,16 @@ def test_the_backend_and_the_timeout_are_those_of_the_settings(monkeypatch, aske
         monkeypatch.delitem(sys.modules, name)
     open_process_group(asked, torch.device(device, 3), 0, 2, 1.5)
     assert calls == [(backend, 90.0, torch.device('cuda', 3) if backend == 'nccl' else None, 2, True)]
+
+
+def test_processes_wait_longer_for_rank_0_where_it_works_alone(monkeypatch):
+    waits = []
+    monkeypatch.setattr(dist.distributed_c10d, '_set_pg_timeout', waits.append)
+    with Env(timeout_minutes=2.0).patience():
+        assert waits == []
+    with Env(1, 2, timeout_minutes=2.0).patience():
+        assert waits == [timedelta(days=1)]
+    assert waits == [timedelta(days=1), timedelta(minutes=2)]
 
 
 WORK = """

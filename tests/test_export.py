@@ -10,9 +10,10 @@ from conftest import error_of, same, train_bpe
 from test_sample import CHARS, gpt, main, write
 
 from hotloop.chat_template import TEMPLATES, parts_before_answer
-from hotloop.export import counterpart, export, write_safetensors
+from hotloop.export import counterpart, export
 from hotloop.export_tokenizer import CHATS, tokenizer_files
-from hotloop.pretrained import open_weights, read_safetensors
+from hotloop.pretrained import open_weights
+from hotloop.safetensors_file import read_safetensors, write_safetensors
 from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, read_tokenizer_json
 from model import GPT, GPTConfig
 

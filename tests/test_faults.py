@@ -13,7 +13,7 @@ from pathlib import Path
 import faults
 import pytest
 from conftest import noise, same, write_bins
-from faults import Server, final, log
+from faults import SAVE, Server, final, log
 
 import train
 from hotloop.checkpoint import load_checkpoint
@@ -22,7 +22,7 @@ from hotloop.run_dir import RunDir, find_latest
 ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
 RECIPE = RECIPES[1]  # Muon's state beside AdamW's
-SAVE = 'hotloop.run_dir.RunDir.save'
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 
 
@@ -63,26 +63,28 @@ KILLS = int(os.environ.get('KILLS', '60'))
 @pytest.mark.parametrize('kills', [3, pytest.param(KILLS, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(run, tmp_path, kills):
     """
-    kill -9 after one to three saves and some milliseconds, many of them inside a save, until the run
-    has finished; then the next run. Each process finds an intact checkpoint, or it would exit with 1.
+    kill -9 or SIGTERM after one to three saves and some milliseconds, many of them inside a save, until the
+    run has finished; then the next run. Each process finds an intact checkpoint, or it would exit with 1.
     """
     settings = dict(RECIPE, max_iters=8, save_interval=1, eval_interval=5, eval_tokens=64)
     assert run('whole', **settings) == 0
-    rng, killed, inside = random.Random(kills), 0, 0
+    rng, killed, terminated, inside = random.Random(kills), 0, 0, 0
     while killed < kills or not inside:
         code = -9
         shutil.rmtree(tmp_path / 'out', ignore_errors=True)
-        while code == -9:
+        while code in (-9, 143):
             started = (tmp_path / 'out').exists()
             delay = rng.choice([0.004, 0.12]) * rng.random()
             code = run('out', calls=SAVE, times=rng.randint(2, 4), delay=delay,
+                       number=rng.choice([signal.SIGKILL] * 3 + [TERM]),
                        init_from='resume' if started else 'scratch', **settings)
             killed += code == -9
+            terminated += code == 143
             inside += code == -9 and leftovers(tmp_path / 'out') > 0
         assert code == 0, run.printed('out')
         assert_equal_runs(tmp_path / 'out', tmp_path / 'whole')
         assert killed < kills + 100, 'no kill was inside a save, so this has proved nothing'
-    print(f'{killed} kills, {inside} inside a save: 0 unreadable, 0 differences')
+    print(f'{killed} kills, {inside} inside a save, {terminated} SIGTERMs: 0 unreadable, 0 differences')
 
 
 def test_the_same_kills_destroy_checkpoints_that_are_written_in_place(run, tmp_path):
@@ -194,7 +196,6 @@ def test_a_resume_from_every_step_ends_with_the_same_bits_and_losses(run, tmp_pa
 # -----------------------------------------------------------------------------
 # signals
 
-TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 FORWARD = 'model.GPT.forward'  # twice a step, and twice an evaluation
 
 
@@ -215,7 +216,7 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
     (FORWARD, 3, [INT], 130, 1),  # between the micro-batches of step 2, which is given up
     (FORWARD, 4, [HUP], 129, 2), (FORWARD, 4, [TERM, INT], 143, 2),  # in the last one of step 2
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
-    ('hotloop.run_dir.save_checkpoint', 4, [TERM], 143, 6),  # after best.pt twice; the save is completed
+    ('hotloop.run_dir.RunDir.start_save', 2, [TERM], 143, 6),  # the save under way is completed
     ('train.evaluate_both', 3, [TERM], 0, 8),  # there is nothing left to resume
     ('train.evaluate_both', 2, [INT, INT], -INT, 3)])  # nothing more is saved
 def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, numbers, code, step):
@@ -325,6 +326,14 @@ def test_a_process_that_hangs_is_given_up_and_the_run_restarted(run, torchrun, t
         assert code == 0 and 'resuming at step 15' in out, err
         assert re.search('[Tt]imed out|[Tt]imeout', err), 'the reason is not shown'
         assert same(final(tmp_path / how), final(tmp_path / 'whole'))
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_slower_than_the_timeout_ends_no_run(torchrun, tmp_path):
+    """Rank 0 waits for the save of step 1 and for the last ones. save_minutes=0: all processes save then."""
+    code, _, err = ended(torchrun('out', 'slow saves', 8, max_iters=2, save_minutes=0, eval_interval=100,
+                                  timeout_minutes=5 / 60))
+    assert code == 0 and step_of(tmp_path / 'out') == 2, err
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from hotloop.checkpoint import load_checkpoint
 from hotloop.dataloader import Split
 from hotloop.dataset import read_meta
 from hotloop.documents import ReadConfig
-from hotloop.pretrained import read_safetensors
+from hotloop.safetensors_file import read_safetensors
 from model import GPTConfig
 from prepare import PrepareConfig
 from sample import SampleConfig

@@ -257,7 +257,7 @@ def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, mo
     printed = capsys.readouterr().out
     at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train_tiny('parts', **base, **settings) == 143
-    given = {name: settings[name] for name in ('block_size', 'dtype') if name in settings}  # TINY's flags differ
+    given = {name: settings[name] for name in ('block_size', 'dtype') if name in settings}
     train_tiny('parts', init_from='resume', **given)
     assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
     assert log(tmp_path / 'parts') == log(tmp_path / 'whole')
@@ -435,7 +435,7 @@ def logits_of_all(model, ids):
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore')
 def test_llamas_names_load_both_ways(tmp_path):
-    """The fused queries, keys, values and up, gate are seven adapters of peft; merged weights are the same."""
+    """The fused queries, keys, values and up, gate are seven adapters of peft; merged weights agree."""
     import peft
     theirs, base = peft_model('llama'), gpt(**LLAMA)
     theirs.save_pretrained(tmp_path / 'peft')

@@ -9,7 +9,8 @@ import torch
 from conftest import error_of
 
 from hotloop.checkpoint import save_checkpoint
-from hotloop.pretrained import DTYPES, GPT2_SPEC, load_folder, open_weights, read_safetensors, shape_of
+from hotloop.pretrained import GPT2_SPEC, load_folder, open_weights, shape_of
+from hotloop.safetensors_file import DTYPES, read_safetensors
 from hotloop.tokenizer import ByteTokenizer
 from model import GPT
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import os
 import shutil
 import signal
@@ -19,7 +20,8 @@ posix = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 
 
 def checkpoint(step):
-    return {'model': {'w': torch.full((99,), float(step))}, 'model_args': {}, 'iter_num': step}
+    return {'model': {'w': torch.full((99,), float(step))}, 'model_args': {}, 'iter_num': step,
+            'best_val_loss': math.inf}
 
 
 def saved_run(path, steps=(1,), keep=9):
