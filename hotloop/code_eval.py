@@ -68,8 +68,9 @@ def task_of(row, where, is_chat):
                     f'{text("test")}\ncheck({entry})\n', BODY_STOPS)
     if 'test_list' in row:
         lists = [row.get('test_imports') or [], row['test_list']]
-        if not all(isinstance(part, list) and all(isinstance(line, str) for line in part) for part in lists):
-            raise ValueError(f'{where}: test_imports and test_list must be lists of strings')
+        are_lists = all(isinstance(lines, list) for lines in lists)
+        if not are_lists or not lists[1] or not all(isinstance(line, str) for line in sum(lists, [])):
+            raise ValueError(f'{where}: test_imports and test_list must be lists of strings, the last not empty')
         prompt, tests = text('text') or text('prompt'), '\n'.join(row['test_list'])
         question = f'{prompt}\nThe code should pass these tests:\n\n{tests}'
         if not is_chat:

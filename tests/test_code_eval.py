@@ -100,7 +100,8 @@ def test_a_row_whose_prompt_begins_a_function_has_a_body_as_its_answer():
     ({'messages': [{'role': 'user', 'content': 'hi'}]}, 'a row with a question and its answer; its fields'),
     ({**ADD, 'test': 3}, "line 4: field 'test' must be a string, not 3"),
     (3, 'line 4: a row must be an object'),
-    ({**SQUARE, 'test_list': 'assert 1'}, 'line 4: test_imports and test_list must be lists of strings')])
+    ({**SQUARE, 'test_list': 'assert 1'}, 'line 4: test_imports and test_list must be lists of strings'),
+    ({**SQUARE, 'test_list': []}, 'must be lists of strings, the last not empty')])
 def test_a_row_that_is_not_a_task_is_refused(row, words):
     assert words in error_of(task_of, row, 'line 4', False)
 
