@@ -5,6 +5,7 @@ rows of instruction data.
 """
 
 import ast
+import json
 import math
 import re
 import statistics
@@ -67,16 +68,13 @@ def task_of(row, where, is_chat):
         return Task(name, [('user', question)], 'joined', prompt, text('canonical_solution'), entry,
                     f'{text("test")}\ncheck({entry})\n', BODY_STOPS)
     if 'test_list' in row:
-        lists = [row.get('test_imports') or [], row['test_list']]
-        are_lists = all(isinstance(lines, list) for lines in lists)
-        if not are_lists or not lists[1] or not all(isinstance(line, str) for line in sum(lists, [])):
-            raise ValueError(f'{where}: test_imports and test_list must be lists of strings, the last not empty')
-        prompt, tests = text('text') or text('prompt'), '\n'.join(row['test_list'])
+        prompt, tests = text('text') or text('prompt'), lines_of(row['test_list'], where)
         question = f'{prompt}\nThe code should pass these tests:\n\n{tests}'
         if not is_chat:
             question = f'"""\n{prompt}\n{tests}\n"""\n'
-        return Task(name, [('user', question)], 'joined', prompt, text('code'), '',
-                    '\n'.join([*lists[0], text('test_setup_code'), tests]), PROGRAM_STOPS)
+        setup = f'{lines_of(row.get("test_imports") or [""], where)}\n{text("test_setup_code")}'
+        return Task(name, [('user', question)], 'joined', prompt, text('code'), '', f'{setup}\n{tests}\n',
+                    PROGRAM_STOPS)
     suited, fields = form_of(row)
     reply = ('', '') if suited is None else turns_of(row, where, suited, fields)[-1]
     if reply[0] != 'assistant':
@@ -87,6 +85,14 @@ def task_of(row, where, is_chat):
     prompt = turns[-1][1]
     entry = function_begun(prompt) if suited == 'joined' else ''
     return Task(name, turns, suited, prompt, reply[1], entry, stops=BODY_STOPS if entry else ())
+
+
+def lines_of(values, where):
+    """The lines of code in a list of MBPP, as a text. ValueError for anything else or nothing."""
+    if not values or not isinstance(values, list) or not all(isinstance(line, str) for line in values):
+        raise ValueError(f'{where}: test_list and test_imports must be lists of strings, not '
+                         f'{json.dumps(values)[:50]}')
+    return '\n'.join(values)
 
 
 def function_begun(prompt):

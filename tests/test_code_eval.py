@@ -100,8 +100,9 @@ def test_a_row_whose_prompt_begins_a_function_has_a_body_as_its_answer():
     ({'messages': [{'role': 'user', 'content': 'hi'}]}, 'a row with a question and its answer; its fields'),
     ({**ADD, 'test': 3}, "line 4: field 'test' must be a string, not 3"),
     (3, 'line 4: a row must be an object'),
-    ({**SQUARE, 'test_list': 'assert 1'}, 'line 4: test_imports and test_list must be lists of strings'),
-    ({**SQUARE, 'test_list': []}, 'must be lists of strings, the last not empty')])
+    ({**SQUARE, 'test_list': 'assert 1'}, 'must be lists of strings, not "assert 1"'),
+    ({**SQUARE, 'test_imports': [1]}, 'line 4: test_list and test_imports must be lists of strings, not [1]'),
+    ({**SQUARE, 'test_list': []}, 'must be lists of strings, not []')])
 def test_a_row_that_is_not_a_task_is_refused(row, words):
     assert words in error_of(task_of, row, 'line 4', False)
 
