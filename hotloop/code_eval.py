@@ -177,7 +177,8 @@ def wilson(rate, n):
     z = statistics.NormalDist().inv_cdf(0.975)
     center, scale = rate + z * z / (2 * n), 1 + z * z / n
     half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    return max((center - half) / scale, 0.0), min((center + half) / scale, 1.0)
+    # the roots are exactly 0 and 1 there
+    return (center - half) / scale if rate > 0 else 0.0, (center + half) / scale if rate < 1 else 1.0
 
 
 def bleu(verdicts):
@@ -188,7 +189,7 @@ def bleu(verdicts):
     metric = optional('sacrebleu.metrics', 'computes BLEU').BLEU(force=True)  # quiet about text with spaces
     codes = [without_prompt(v.code, v.task) for v in verdicts]
     score = metric.corpus_score(codes, [[code_in(v.task.reference) for v in verdicts]], n_bootstrap=1000)
-    return score.score, score._mean - score._ci, score._mean + score._ci
+    return score.score, max(score._mean - score._ci, 0.0), min(score._mean + score._ci, 100.0)
 
 
 def without_prompt(code, task):
@@ -220,10 +221,12 @@ def metrics_of(verdicts):
 def report(verdicts, output):
     """Prints a row for each metric. output: 'text' or 'jsonl'."""
     if output == 'text':
-        print('metric  tasks  answers    value  95% interval')
-    for row in metrics_of(verdicts):
-        if output == 'text':
-            interval = 'bootstrap' if row[0] == 'bleu' else 'Wilson'
-            print('{:<6}  {:>5,}  {:>7,}  {:>7.4g}  {:.4g} to {:.4g}'.format(*row), f'({interval})')
-        else:
-            print_json(dict(zip(('metric', 'tasks', 'answers', 'value', 'low', 'high'), row, strict=True)))
+        print('metric  tasks  answers   value  95% interval')
+    for metric, tasks, answers, value, low, high in metrics_of(verdicts):
+        if output == 'jsonl':
+            print_json({'metric': metric, 'tasks': tasks, 'answers': answers, 'value': value, 'low': low,
+                        'high': high})
+            continue
+        digits, interval = (2, 'bootstrap') if metric == 'bleu' else (4, 'Wilson')
+        print(f'{metric:<6}  {tasks:>5,}  {answers:>7,}  {value:>6.{digits}f}  {low:.{digits}f} to '
+              f'{high:.{digits}f} ({interval})')
