@@ -4,10 +4,9 @@ import json
 from itertools import pairwise
 
 from hotloop.bpe import GPT2_SPLIT
-from hotloop.chat_template import ALPACA_SYSTEM, BETWEEN_TURNS, SPEAKERS, TEMPLATES
+from hotloop.chat_template import ALPACA_SYSTEM, BETWEEN_TURNS, CHATS, SPEAKERS, TEMPLATES
 from hotloop.tokenizer_json import BYTE_OF
 
-CHATS = ('alpaca', 'chatml', 'gemma', 'llama3')  # the templates that mark turns
 LETTER_OF = {byte: letter for letter, byte in BYTE_OF.items()}
 
 
@@ -64,7 +63,7 @@ def tokenizer_json(tokenizer, begin):
     the special id that begins a text, or None.
     """
     ranks, specials, pattern = {bytes([b]): b for b in range(256)}, tokenizer.specials, GPT2_SPLIT
-    if encoding := getattr(tokenizer, 'encoding', None):
+    if encoding := getattr(tokenizer, 'encoding', None):  # private names, as tiktoken's pattern has no other
         ranks, specials, pattern = encoding._mergeable_ranks, encoding._special_tokens, encoding._pat_str
     ranks = dict(sorted(ranks.items(), key=lambda item: item[1]))
     pairs = [pair for token in ranks if (pair := pair_of(token, ranks))]
