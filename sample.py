@@ -28,7 +28,7 @@ import torch
 
 from configurator import call_main, configure
 from hotloop.adapter import base_of, merge_adapter
-from hotloop.chat_template import TEMPLATES, choose_template, parts_before_answer, prompt_of
+from hotloop.chat_template import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
 from hotloop.code_eval import judge, report, task_of
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.documents import standard_input
@@ -332,7 +332,7 @@ def sample(model, tokenizer, tuned_in, cfg):
 def eval_code(model, tokenizer, tuned_in, cfg):
     """Judges the answers to the tasks of a file: prints the metrics, with output=jsonl the answers too."""
     template = tuned_in if cfg.template == 'auto' else cfg.template
-    is_chat = template in TEMPLATES and template not in ('plain', 'joined')
+    is_chat = template in CHATS
     with open_text(cfg.eval_code) as f:
         tasks = [task_of(row, where, is_chat) for where, row in json_lines(f, cfg.eval_code)]
     if not tasks or (cfg.run_code and not any(task.tests for task in tasks)):
@@ -416,7 +416,8 @@ def main(argv=None):
         cfg.temperature = 0.0
     if cfg.export is not None:
         _, model, tokenizer, template = open_model(cfg)
-        export(model, tokenizer, template, cfg.export, getattr(torch, cfg.dtype, torch.float32))
+        dtype = torch.float32 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
+        export(model, tokenizer, template, cfg.export, dtype)
         return 0
     device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
     if device.type == 'cuda':

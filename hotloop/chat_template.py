@@ -19,6 +19,7 @@ TEMPLATES = {
               for role, name in zip(SPEAKERS, ('user', 'user', 'model'), strict=True)},
     'llama3': {role: (f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>') for role in SPEAKERS},
 }
+CHATS = tuple(name for name in TEMPLATES if name not in ('plain', 'joined'))  # those that mark turns
 KINDS = {'chatml': 'chats', 'alpaca': 'instructions with outputs (Alpaca)',
          'joined': 'prompts with completions'}  # of rows, by the template that suits them
 BETWEEN_TURNS = {'plain': '\n', 'joined': '', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}

@@ -5,6 +5,7 @@ rows of instruction data.
 """
 
 import ast
+import json
 import math
 import re
 import statistics
@@ -67,15 +68,13 @@ def task_of(row, where, is_chat):
         return Task(name, [('user', question)], 'joined', prompt, text('canonical_solution'), entry,
                     f'{text("test")}\ncheck({entry})\n', BODY_STOPS)
     if 'test_list' in row:
-        lists = [row.get('test_imports') or [], row['test_list']]
-        if not all(isinstance(part, list) and all(isinstance(line, str) for line in part) for part in lists):
-            raise ValueError(f'{where}: test_imports and test_list must be lists of strings')
-        prompt, tests = text('text') or text('prompt'), '\n'.join(row['test_list'])
+        prompt, tests = text('text') or text('prompt'), lines_of(row['test_list'], where)
         question = f'{prompt}\nThe code should pass these tests:\n\n{tests}'
         if not is_chat:
             question = f'"""\n{prompt}\n{tests}\n"""\n'
-        return Task(name, [('user', question)], 'joined', prompt, text('code'), '',
-                    '\n'.join([*lists[0], text('test_setup_code'), tests]), PROGRAM_STOPS)
+        setup = f'{lines_of(row.get("test_imports") or [""], where)}\n{text("test_setup_code")}'
+        return Task(name, [('user', question)], 'joined', prompt, text('code'), '', f'{setup}\n{tests}\n',
+                    PROGRAM_STOPS)
     suited, fields = form_of(row)
     reply = ('', '') if suited is None else turns_of(row, where, suited, fields)[-1]
     if reply[0] != 'assistant':
@@ -86,6 +85,14 @@ def task_of(row, where, is_chat):
     prompt = turns[-1][1]
     entry = function_begun(prompt) if suited == 'joined' else ''
     return Task(name, turns, suited, prompt, reply[1], entry, stops=BODY_STOPS if entry else ())
+
+
+def lines_of(values, where):
+    """The lines of code in a list of MBPP, as a text. ValueError for anything else or nothing."""
+    if not values or not isinstance(values, list) or not all(isinstance(line, str) for line in values):
+        raise ValueError(f'{where}: test_list and test_imports must be lists of strings, not '
+                         f'{json.dumps(values)[:50]}')
+    return '\n'.join(values)
 
 
 def function_begun(prompt):
@@ -170,7 +177,8 @@ def wilson(rate, n):
     z = statistics.NormalDist().inv_cdf(0.975)
     center, scale = rate + z * z / (2 * n), 1 + z * z / n
     half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    return max((center - half) / scale, 0.0), min((center + half) / scale, 1.0)
+    # the roots are exactly 0 and 1 there
+    return (center - half) / scale if rate > 0 else 0.0, (center + half) / scale if rate < 1 else 1.0
 
 
 def bleu(verdicts):
@@ -181,7 +189,7 @@ def bleu(verdicts):
     metric = optional('sacrebleu.metrics', 'computes BLEU').BLEU(force=True)  # quiet about text with spaces
     codes = [without_prompt(v.code, v.task) for v in verdicts]
     score = metric.corpus_score(codes, [[code_in(v.task.reference) for v in verdicts]], n_bootstrap=1000)
-    return score.score, score._mean - score._ci, score._mean + score._ci
+    return score.score, max(score._mean - score._ci, 0.0), min(score._mean + score._ci, 100.0)
 
 
 def without_prompt(code, task):
@@ -213,10 +221,12 @@ def metrics_of(verdicts):
 def report(verdicts, output):
     """Prints a row for each metric. output: 'text' or 'jsonl'."""
     if output == 'text':
-        print('metric  tasks  answers    value  95% interval')
-    for row in metrics_of(verdicts):
-        if output == 'text':
-            interval = 'bootstrap' if row[0] == 'bleu' else 'Wilson'
-            print('{:<6}  {:>5,}  {:>7,}  {:>7.4g}  {:.4g} to {:.4g}'.format(*row), f'({interval})')
-        else:
-            print_json(dict(zip(('metric', 'tasks', 'answers', 'value', 'low', 'high'), row, strict=True)))
+        print('metric  tasks  answers   value  95% interval')
+    for metric, tasks, answers, value, low, high in metrics_of(verdicts):
+        if output == 'jsonl':
+            print_json({'metric': metric, 'tasks': tasks, 'answers': answers, 'value': value, 'low': low,
+                        'high': high})
+            continue
+        digits, interval = (2, 'bootstrap') if metric == 'bleu' else (4, 'Wilson')
+        print(f'{metric:<6}  {tasks:>5,}  {answers:>7,}  {value:>6.{digits}f}  {low:.{digits}f} to '
+              f'{high:.{digits}f} ({interval})')

@@ -53,10 +53,10 @@ def counterpart(config):
     The config.json of the model of transformers that computes what a GPTConfig does. ValueError if there is
     none: with the settings in which the nearest one differs.
     """
-    ours, candidates = function_of(config), []
+    ours, candidates, GPTConfig = function_of(config), [], type(config)  # parts do not import model.py
     for kind in SETTINGS:
         made = gpt2_config(config) if kind == 'gpt2' else llama_config(config, kind)
-        theirs = function_of(type(config)(**settings_of(made, 'config.json')).resolved())
+        theirs = function_of(GPTConfig(**settings_of(made, 'config.json')).resolved())
         candidates.append(([name for name in ours if ours[name] != theirs[name]
                             and not (name in BIASES and theirs[name])], made))  # zeros
     differing, made = min(candidates, key=lambda candidate: len(candidate[0]))

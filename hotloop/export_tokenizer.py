@@ -4,10 +4,9 @@ import json
 from itertools import pairwise
 
 from hotloop.bpe import GPT2_SPLIT
-from hotloop.chat_template import ALPACA_SYSTEM, BETWEEN_TURNS, SPEAKERS, TEMPLATES
+from hotloop.chat_template import ALPACA_SYSTEM, BETWEEN_TURNS, CHATS, SPEAKERS, TEMPLATES
 from hotloop.tokenizer_json import BYTE_OF
 
-CHATS = ('alpaca', 'chatml', 'gemma', 'llama3')  # the templates that mark turns
 LETTER_OF = {byte: letter for letter, byte in BYTE_OF.items()}
 
 
@@ -25,13 +24,13 @@ def tokenizer_files(tokenizer, template, max_length):
     for role, i in (('eos_token', tokenizer.eot), ('bos_token', begin)):
         if i in names:
             config[role] = names[i]
-    ends = {tokenizer.eot, *tokenizer.ends} - {None}
+    ends = {tokenizer.eot, *tokenizer.ends}
     if template in CHATS:
         config['chat_template'] = chat_template(template, tokenizer.begin is not None)
-        ends |= {tokenizer.specials.get(TEMPLATES[template]['assistant'][1], tokenizer.eot)}
+        ends.add(tokenizer.specials.get(TEMPLATES[template]['assistant'][1]))
     content = spec['json'] if spec['kind'] == 'hf' else tokenizer_json(tokenizer, names.get(tokenizer.begin))
     return {'tokenizer.json': content, 'tokenizer_config.json': config,
-            'generation_config.json': {'eos_token_id': sorted(ends), 'bos_token_id': begin}}
+            'generation_config.json': {'eos_token_id': sorted(ends - {None}) or None, 'bos_token_id': begin}}
 
 
 def chat_template(name, begins):
@@ -47,7 +46,9 @@ def chat_template(name, begins):
         start += when(f'not {is_system}', put(json.dumps(ALPACA_SYSTEM.format(''))) + between)
     elif name == 'gemma':
         start += when(is_system, put('raise_exception("put the system prompt into the first turn")'))
-    content, turns = "message['content']" + ' | trim' * (name in ('gemma', 'llama3')), ''
+    content, turns = "message['content']", ''
+    if name in ('gemma', 'llama3'):
+        content += ' | trim'
     for role in SPEAKERS:
         before, after = TEMPLATES[name][role]
         turns += when(f"message['role'] == '{role}'",
@@ -62,7 +63,7 @@ def tokenizer_json(tokenizer, begin):
     the special id that begins a text, or None.
     """
     ranks, specials, pattern = {bytes([b]): b for b in range(256)}, tokenizer.specials, GPT2_SPLIT
-    if encoding := getattr(tokenizer, 'encoding', None):
+    if encoding := getattr(tokenizer, 'encoding', None):  # private names, as tiktoken's pattern has no other
         ranks, specials, pattern = encoding._mergeable_ranks, encoding._special_tokens, encoding._pat_str
     ranks = dict(sorted(ranks.items(), key=lambda item: item[1]))
     pairs = [pair for token in ranks if (pair := pair_of(token, ranks))]

@@ -16,6 +16,7 @@ import types
 SECONDS = 10  # of a program, on the clock and on the CPU
 MEMORY = 2**30  # bytes of its address space
 FILE_SIZE = 2**20  # bytes of a file that it writes
+ENVIRONMENT = {'OMP_NUM_THREADS': '1'}  # numpy's threads would each take memory
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # audit events (docs.python.org/3/library/audit_events.html) by their beginnings
 REFUSED = ('os.fork', 'os.exec', 'os.posix_spawn', 'os.spawn', 'os.system', 'os.kill', 'pty.spawn',
@@ -28,12 +29,12 @@ CHANGES = ('os.remove', 'os.rename', 'os.rmdir', 'os.mkdir', 'os.link', 'os.syml
 def run_code(program, seconds=SECONDS):
     """
     None if the program, a text, runs to its end; otherwise the reason, such as AssertionError. It has a
-    folder of its own, deleted afterwards, and no environment, input or output. Not for Windows.
+    folder of its own, deleted afterwards, and no input, output or variables of ours. Not for Windows.
     """
     done = secrets.token_hex(8)  # the child answers with it; exit(0) before the tests does not
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as answer:
         command = [sys.executable, '-I', '-B', os.path.abspath(__file__), str(seconds)]
-        child = subprocess.Popen(command, cwd=folder, env={}, stdin=subprocess.PIPE, stdout=answer,
+        child = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=answer,
                                  stderr=subprocess.DEVNULL, start_new_session=True)
         try:
             child.communicate(f'{done}\n{program}'.encode('utf-8', 'surrogatepass'), seconds)

@@ -100,12 +100,15 @@ def test_a_row_whose_prompt_begins_a_function_has_a_body_as_its_answer():
     ({'messages': [{'role': 'user', 'content': 'hi'}]}, 'a row with a question and its answer; its fields'),
     ({**ADD, 'test': 3}, "line 4: field 'test' must be a string, not 3"),
     (3, 'line 4: a row must be an object'),
-    ({**SQUARE, 'test_list': 'assert 1'}, 'line 4: test_imports and test_list must be lists of strings')])
+    ({**SQUARE, 'test_list': 'assert 1'}, 'must be lists of strings, not "assert 1"'),
+    ({**SQUARE, 'test_imports': [1]}, 'line 4: test_list and test_imports must be lists of strings, not [1]'),
+    ({**SQUARE, 'test_list': []}, 'must be lists of strings, not []')])
 def test_a_row_that_is_not_a_task_is_refused(row, words):
     assert words in error_of(task_of, row, 'line 4', False)
 
 
 def test_intervals_are_wilsons():
+    assert wilson(0, 5)[0] == 0 and wilson(1, 5)[1] == 1
     for rate, n, low, high in ((0, 10, 0, 0.27753), (0.5, 10, 0.23659, 0.76341), (1, 164, 0.97711, 1)):
         assert wilson(rate, n) == pytest.approx((low, high), abs=1e-5)
 
@@ -177,8 +180,8 @@ def test_the_table_and_explicit_sampling(tasks, monkeypatch, capsys):
     main(out_dir=out, eval_code=tasks, temperature=0.5, batch_size=3)
     printed, err = capsys.readouterr()
     lines = printed.splitlines()
-    assert lines[0] == 'metric  tasks  answers    value  95% interval'
-    assert lines[1] == 'syntax      2        6        1  0.3424 to 1 (Wilson)' and 'pass@1' not in printed
+    assert lines[0] == 'metric  tasks  answers   value  95% interval'
+    assert lines[1] == 'syntax      2        6  1.0000  0.3424 to 1.0000 (Wilson)' and 'pass@1' not in printed
     assert [call.sampling.temperature for call in calls] == [0.5, 0.5]
     assert '3 answers to 2 tasks\n6 answers to 2 tasks\n' in err
 
