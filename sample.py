@@ -97,6 +97,7 @@ def load(cfg, device, dtype):
     """(model on its device and ready for inference, tokenizer, template of its data or 'none')."""
     found = open_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from, cfg.data_dir)
     model = GPT.from_checkpoint(found.model_args, found.weights)
+    found.weights.clear()  # the model has its own copy
     spec = tokenizer_spec(found, cfg.data_dir)
     tokenizer = tokenizer_from(spec)
     tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
