@@ -27,11 +27,12 @@ def arguments():
     parser.add_argument('--window', type=int, default=None)
     parser.add_argument('--window_pattern', default=None)
     parser.add_argument('--document', type=int, default=None, help='tokens of a document; default: no mask')
-    parser.add_argument('--dtype', default='auto')
+    parser.add_argument('--dtype', default=None, help='auto; with --check float32')
     parser.add_argument('--threads', type=int, default=None)
     parser.add_argument('--check', action='store_true')
     args = parser.parse_args()
     args.tokens = args.tokens or (2048 if args.check else 32768)
+    args.dtype = args.dtype or ('float32' if args.check else 'auto')
     return args
 
 
