@@ -119,6 +119,7 @@ def open_model(cfg):
     model = GPT.from_checkpoint(found.model_args, found.weights)
     if cfg.adapter:
         merge_adapter(model, cfg.adapter, found)
+    found.weights.clear()  # the model has its own copy
     tokenizer = tokenizer_from(tokenizer_spec(found, cfg.data_dir))
     tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
     unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]

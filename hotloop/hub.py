@@ -3,7 +3,7 @@
 import os
 import re
 
-from hotloop.download import Refused, download, hub, hub_home
+from hotloop.download import download, hub, hub_home
 from hotloop.files import read_json
 
 GPT2_OWNER = 'openai-community/'  # on the hub; here its models have short names
@@ -78,12 +78,13 @@ def fetch(name, file, folder, required=True):
     """Downloads a file of a model. Returns whether the model has it. ValueError if it is required."""
     try:
         download(f'{hub()}/{name}/resolve/main/{file}', os.path.join(folder, file))
-    except Refused as e:
-        if e.status == 404 and not required:
+    except ValueError as e:
+        status, page, hint = getattr(e, 'status', None), f'{hub()}/{name}', ''
+        if status == 404 and not required:
             return False
-        page = f'{hub()}/{name}'
-        hint = f'check the name, and accept the license of a gated model at {page}'
-        if e.status == 404:
-            hint = f'see {page}/tree/main: a model needs config.json, safetensors and tokenizer.json'
-        raise ValueError(f'{name!r} is not on disk, and {e}; {hint}') from None
+        if status == 404:
+            hint = f'; see {page}/tree/main: a model needs config.json, safetensors and tokenizer.json'
+        elif status in (401, 403):
+            hint = f'; check the name, and accept the license of a gated model at {page}'
+        raise ValueError(f'{name!r} is not on disk, and {e}{hint}') from None
     return True

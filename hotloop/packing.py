@@ -60,8 +60,8 @@ class Packed(Split):
     def describe(self, name, lengths, kept):
         """The line about the windows of this split. lengths: of all rows; kept: those that fit."""
         padding = 1 - lengths[kept].sum() / (self.num_windows * (self.T + 1))
-        note = (f'packing: {name}, {counted(len(kept), "row")} in {counted(self.num_windows, "window")}, '
-                f'{padding:.1%} of it padding')
+        note = (f'packing: {name}, {counted(len(kept), "row")} in {counted(self.num_windows, "window")} of '
+                f'{self.T + 1} tokens, {padding:.1%} padding')
         left_out = len(lengths) - len(kept)
         if left_out:
             note += (f'; {counted(left_out, "row")} left out, longer than block_size={self.T} and one target '

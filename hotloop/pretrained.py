@@ -38,7 +38,7 @@ class Weights(NamedTuple):
     model_args: dict  # for GPT.from_checkpoint
     weights: dict  # {name: tensor}
     tokenizer: dict | None  # its spec; None if the source has none
-    checkpoint: dict  # everything else in the checkpoint; {} for Hugging Face weights
+    checkpoint: dict  # everything else in the checkpoint; of a Hugging Face folder, habits_of() it
 
 
 def open_weights(source, data_dir):

@@ -9,15 +9,18 @@ import conftest
 import pytest
 import torch
 from conftest import error_of, load, same
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import prepare
 import sample
 from hotloop.families import settings_of
+from hotloop.forecast import activation_bytes, describe_model
 from hotloop.generate import Sampling, generate, prefill
 from hotloop.kv_cache import new_cache
-from hotloop.pretrained import load_folder
-from model import GPT, GPTConfig, config_from
+from hotloop.optim import matrix_rows
+from hotloop.pretrained import load_folder, shape_of
+from model import GPT, GPTConfig, block_mask, config_from
 
 # large eps, small soft-caps and short windows, so that each matters in a tiny model
 TINY = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
@@ -353,6 +356,45 @@ def test_a_model_with_every_setting_writes_the_same_text_with_a_compiled_steps_c
         for place in range(8, 12):
             logits = model(ids[:, place:place + 1], cache=cache)
             torch.testing.assert_close(logits, model(ids[:, :place + 1]), rtol=1e-4, atol=1e-5)
+
+
+def test_the_soft_cap_of_a_gpu_equals_the_one_written_out(monkeypatch):
+    """FlexAttention's, whose kernel needs a GPU; here it is evaluated uncompiled."""
+    monkeypatch.setattr('model.compiled_flex', lambda: (create_block_mask, flex_attention))
+    monkeypatch.setattr('torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG', True)
+    attention = everything().transformer.h[0].attn
+    q, k, v = (3 * torch.randn(2, heads, 16, 6) for heads in (4, 2, 2))
+    masks = {5: block_mask(16, 5, None, 'cpu')}
+    torch.testing.assert_close(attention.attend(q, k, v, masks), attention.attend(q, k, v))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which('g++') is None, reason='torch.compile needs a C++ compiler')
+def test_a_compiled_model_with_every_setting_equals_the_eager_one():
+    torch._dynamo.reset()
+    model = everything(n_layer=1, window_pattern=None).train()
+    ids, results = torch.randint(61, (2, 16)), []
+    for forward in (model, torch.compile(model, dynamic=False)):
+        model.zero_grad()
+        loss = forward(ids, ids).sum()
+        loss.backward()
+        results.append(torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())]))
+    assert (results[0] - results[1]).norm() < 1e-5 * results[0].norm()
+
+
+def test_muon_sees_each_matrix_of_wide_heads_and_gated_mlps():
+    model = everything(n_ff=40)
+    rows, block = matrix_rows(model), model.transformer.h[0]
+    assert rows[block.attn.c_attn.weight] == [24, 12, 12] and rows[block.mlp.c_fc.weight] == [40, 40]
+    assert all(sum(parts) == p.size(0) for p, parts in rows.items())
+
+
+def test_a_forecast_counts_a_family_from_its_config_json(families):
+    folder, theirs, *_ = families('gemma2')
+    with torch.device('meta'):
+        model = GPT(config_from(shape_of(str(folder), 'data')))
+    assert describe_model(model)[0].startswith(f'parameters: {theirs.num_parameters():,} (')
+    assert all(count > 0 for count in activation_bytes(model, 1, torch.bfloat16, 1))
 
 
 def test_flops_of_wide_heads_equal_what_torch_counts():

@@ -195,14 +195,16 @@ def test_a_shorter_context_computes_the_same_and_bfloat16_is_close(shape):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which('g++') is None, reason='torch.compile needs a C++ compiler')
-@pytest.mark.parametrize('shape', ['gpt2', 'modern'])
-def test_compiled_equals_eager(shape):
+@pytest.mark.parametrize('shape, masked', [('gpt2', False), ('modern', False), ('windows', False),
+                                           ('gpt2', True)])
+def test_compiled_equals_eager(shape, masked):
     torch._dynamo.reset()
     model, x = make(shape, n_layer=1).train(), ids(2, 16)
+    documents = torch.tensor([[0] * 11 + [1] * 5, [0] * 16]) if masked else None
     results = []
     for forward in (model, torch.compile(model, dynamic=False)):
         model.zero_grad()
-        loss = forward(x, x).sum()
+        loss = forward(x, x, documents).sum()
         loss.backward()
         results.append(torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())]))
     assert (results[0] - results[1]).norm() < 1e-5 * results[0].norm()

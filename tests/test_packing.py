@@ -87,7 +87,7 @@ def test_rows_that_do_not_fit_are_counted_and_left_out(data_dir):
     short = open_rows(data_dir, T=limit - 1)
     kept = int((lengths <= limit).sum())
     assert 0 < kept < len(lengths) and sum(map(len, short.rows)) == kept
-    assert re.fullmatch(rf'packing: train, {kept} rows in \d+ windows, \d+\.\d% of it padding; '
+    assert re.fullmatch(rf'packing: train, {kept} rows in \d+ windows of {limit} tokens, \d+\.\d% padding; '
                         rf'{len(lengths) - kept} rows left out, longer than block_size={limit - 1} and one '
                         rf'target \(the longest has {lengths.max()} tokens\)', short.note)
     words = rf'no row of .*train\.bin fits into block_size=3; .* {lengths.min()} tokens: use --block_size='
@@ -168,7 +168,7 @@ def train_rows(tmp_path, data_dir):
 def test_a_run_learns_says_how_it_packs_and_resumes_bit_for_bit(train_rows, capsys):
     complete = train_rows('a', max_epochs=8)
     out = capsys.readouterr().out
-    note, = re.findall(r'packing: train, \d+ rows in (\d+) windows, \d+\.\d% of it padding\n', out)
+    note, = re.findall(r'packing: train, \d+ rows in (\d+) windows of 65 tokens, \d+\.\d% padding\n', out)
     steps = -(-8 * int(note) // 8)
     assert f'max_epochs=8: {steps} steps' in out and f'into {complete}' in out and ' 8.' in out
     assert 'attention within windows and documents: ' in out

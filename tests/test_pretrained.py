@@ -53,6 +53,8 @@ def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
     found = open_weights('gpt2', 'data')
     assert found.checkpoint['iter_num'] == 3 and found.tokenizer is None  # as in nanoGPT's checkpoints
     assert "'gpt2-mine' does not exist; train first" in error_of(open_weights, 'gpt2-mine', 'data')
+    os.makedirs('org/model')
+    assert "'org/model' holds neither" in error_of(open_weights, 'org/model', 'data')
 
 
 @pytest.fixture
@@ -181,6 +183,7 @@ def test_a_hub_model_is_downloaded_once_with_what_its_texts_need(hub, gpt2_folde
         assert found.path == os.path.join(data_dir, 'pretrained', 'org/model') and len(found.weights) == 17
         assert found.checkpoint == {'bos': None, 'ends': [3, 4], 'template': 'chatml'}
     assert len(hub.requests) == len(files) + 1  # tokenizer_config.json is not there
+    assert sorted(os.listdir(found.path)) == sorted(files)  # and left nothing behind
     assert shape_of('org/model', data_dir)['n_head'] == 2
     snapshot = gpt2_folder / 'home' / 'hub' / 'models--org--model' / 'snapshots' / 'abc'
     os.makedirs(snapshot.parent)
