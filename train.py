@@ -16,7 +16,6 @@ if __name__ == '__main__':  # before torch, whose import takes seconds
     from hotloop.early import check_early
     call_main(check_early, 'model.py', 'train.py')
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -52,12 +51,13 @@ from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.optim import build_optimizers
-from hotloop.parallel import set_blocks
+from hotloop.parallel import micro_batch, set_blocks
 from hotloop.pretrained import open_weights
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import save, take_folder, track_best
 from hotloop.schedule import learning_rate, set_learning_rate, set_length, what_is_due
+from hotloop.shard import is_sharded, local, shard_model
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
 
@@ -122,6 +122,7 @@ class TrainConfig:
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # torch.compile mode
     loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in chunks: less memory, slower
     recompute: Literal['none', 'selective', 'full'] = 'none'  # in backward; selective: all but attention
+    shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide among processes; full: also the weights
     threads: int | None = None  # CPU threads per process; None: OMP_NUM_THREADS, or its share of the cores
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
@@ -266,6 +267,9 @@ def wrap(model, cfg, env):
         model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
     if env.world == 1:
         return model, model
+    if cfg.shard != 'none':
+        shard_model(model, cfg.shard, env)
+        return model, model
     device_ids = [env.device] if env.device.type == 'cuda' else None
     # the only buffers are RoPE tables, which are the same on every process
     return model, DistributedDataParallel(model, device_ids, broadcast_buffers=False,
@@ -292,7 +296,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
     """
     params = list(model.parameters())
     for p in params:
-        if env.world == 1:
+        if not isinstance(model, DistributedDataParallel):
             p.grad = None  # makes room for activations
         elif p.grad is not None:
             p.grad.zero_()  # it lies in a bucket of DDP
@@ -305,10 +309,9 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
             torch.default_generator.manual_seed(seed)  # of dropout; 2 microseconds, not 170 for all devices
         else:
             torch.manual_seed(seed)
-        reduces = env.world == 1 or i + 1 == len(loads)
-        with contextlib.nullcontext() if reduces else model.no_sync():
+        with micro_batch(model, cfg.shard, last=i + 1 == len(loads)):
             loss = model(x, y).sum()
-            # DDP averages gradients over the processes, and the gradient of the sum is wanted
+            # gradients are averaged over the processes, and the gradient of the sum is wanted
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
         loss_and_stops[0] += loss.detach()
     if env.world > 1:
@@ -316,7 +319,11 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
         dist.all_reduce(loss_and_stops)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+    norm = torch.nn.utils.get_total_norm([local(p.grad) for p in params])
+    if is_sharded(model):
+        norm = norm.square()  # of the rows of this process
+        dist.all_reduce(norm)
+        norm = norm.sqrt()
     skipped = (~torch.isfinite(norm + loss_and_stops[0])).float()
     if cfg.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
@@ -412,22 +419,23 @@ def build_run(settings, datasets, env):
     tokenizer = sampling_tokenizer(cfg, meta, context)
     if not cfg.eval_only:
         env.stop = StopRequest(cfg.max_minutes)
-    model.to(env.device)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
+    if cfg.shard == 'none' or env.world == 1:  # else each process moves its part, in wrap()
+        model.to(env.device)
     model.compute_dtype = env.dtype
     if settings.auto_batch and not cfg.eval_only:
         set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, env, notes)
     batches = Batches(train_split, cfg, env)
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env)
     notes += set_length(cfg, train_split.num_tokens, T, batches.global_batch)
-    optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
+    compiled, forward = wrap(model, cfg, env)
+    optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)  # of what wrap() may have sharded
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     state = RunState(step if cfg.eval_only else 0)
     if resumed and not cfg.eval_only:
-        state = restore(resumed.checkpoint, model, optimizers, scaler)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
+        state = restore(resumed.checkpoint, optimizers, scaler)
     check_same_step(state.iter_num, env)
-    compiled, forward = wrap(model, cfg, env)
     byte_counts = None
     try:
         byte_counts = byte_table(meta, vocab_size)
@@ -471,8 +479,11 @@ def train(run):
         stopping = env.stop() if env.world == 1 else stop_asked(result.stops)
 
         due = what_is_due(state.iter_num, cfg)
-        save_due = due.save or stopping or postponed or time.monotonic() - saved_at > 60 * cfg.save_minutes
+        late = time.monotonic() - saved_at > 60 * cfg.save_minutes
         together = due.log or due.evaluation or due.save or stopping or state.iter_num % 50 == 0
+        if is_sharded(run.model):  # all processes save together, and their clocks differ
+            late = together and env.sum(np.array([float(late)]))[0] > 0
+        save_due = due.save or stopping or postponed or late
         if together or save_due:
             collect_steps(run, pending)  # waits for the device
         if together and run.diverged_at is not None:

@@ -3,10 +3,13 @@
 import dataclasses
 import math
 
+import numpy as np
+
 from configurator import as_file
 from hotloop.checkpoint import OPTIMIZERS, DiskFull, checkpoint_of
 from hotloop.logger import Log
 from hotloop.run_dir import Mirror
+from hotloop.shard import is_sharded
 
 
 def take_folder(run, resumed):
@@ -29,14 +32,15 @@ def track_best(run, evaluation):
     """Saves best.pt, without optimizers, if this is the lowest validation loss yet; returns whether it is."""
     state, loss, before = run.state, evaluation.val['loss'], run.state.best_val_loss
     last = state.iter_num >= run.cfg.max_iters
-    if not loss < before:
+    # only rank 0 knows whether the best one before was saved, and a sharded run saves together
+    if not run.env.sum(np.array([float(run.env.rank == 0 and loss < before)]))[0]:
         if last and not math.isfinite(before):
             raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it '
                              'diverged; start again with a lower learning_rate')
         return False
     state.best_val_loss = loss
+    best = checkpoint_of(run) if run.env.rank == 0 or is_sharded(run.model) else None
     if run.env.rank == 0:
-        best = checkpoint_of(run)
         for name in (*OPTIMIZERS, 'scaler', 'state'):
             best.pop(name, None)
         try:
@@ -51,9 +55,11 @@ def track_best(run, evaluation):
 
 def save(run, final=False):
     """Saves the latest checkpoint. The third failure in a row, or one in a final save, is an error."""
-    if run.env.rank:
+    if run.env.rank and not is_sharded(run.model):
         return
     checkpoint = checkpoint_of(run)
+    if run.env.rank:
+        return
     try:
         run.out.save(checkpoint, run.cfg.keep_last)
     except ValueError as e:
