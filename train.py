@@ -46,7 +46,7 @@ from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, 
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
 from hotloop.files import is_inside
-from hotloop.forecast import forecast, model_args_of
+from hotloop.forecast import fits_sharded, forecast, model_args_of
 from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
@@ -421,11 +421,15 @@ def build_run(settings, datasets, env):
         env.stop = StopRequest(cfg.max_minutes)
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
-    if cfg.shard == 'none' or env.world == 1:  # else each process moves its part, in wrap()
+    if cfg.shard != 'none' and env.world == 1:
+        notes.append(f'shard={cfg.shard}: no effect, because there is only one process')
+    sharded = cfg.shard != 'none' and env.world > 1
+    if not sharded:  # else wrap() moves the part of this process
         model.to(env.device)
     model.compute_dtype = env.dtype
     if settings.auto_batch and not cfg.eval_only:
-        set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, env, notes)
+        choose = functools.partial(choose_batch_size, fits=fits_sharded) if sharded else choose_batch_size
+        set_batch_size(cfg, choose(model, train_split, env, cfg), T, env, notes)
     batches = Batches(train_split, cfg, env)
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env)
     notes += set_length(cfg, train_split.num_tokens, T, batches.global_batch)

@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
             self.update(updates[:mine, :shape[0]], [rows] * mine, matrices[:mine, :shape[0]], one)
             stack = matrices_to_rows(updates, world)
             for padded, (weights, _) in zip(stack, pairs, strict=False):
-                weights.add_(padded[:len(weights)] * scale)
+                weights.add_(padded[:len(weights)].float() * scale)
 
     def update(self, params, rows, directions, scale):
         """
