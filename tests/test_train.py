@@ -41,16 +41,6 @@ def tiny_gpt(seed=0, **settings):
 # -----------------------------------------------------------------------------
 # the step
 
-@pytest.fixture
-def masked(tmp_path):
-    """A mask that gets denser along the text: no two micro-batches have the same number of targets."""
-    def mask(n):
-        random = torch.rand(n, generator=torch.Generator().manual_seed(2))
-        return (random < torch.linspace(0.05, 1, n) ** 2).numpy()
-    return write_bins(tmp_path / 'masked', noise(4001), noise(487, seed=1),
-                      masks={'train': mask(4001), 'val': mask(487)})
-
-
 def gradient_of(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
