@@ -2,6 +2,10 @@
 
 import functools
 import os
+import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -275,3 +279,57 @@ def test_the_largest_micro_batch_of_a_sharded_run_is_counted(monkeypatch, failin
     split = SimpleNamespace(T=16, num_bytes=0)
     assert choose_batch_size(gpt(), split, Two(0, 2), cfg, fits_sharded) == batch
     assert set(asked) == {('full', 2)}
+
+
+# -----------------------------------------------------------------------------
+# torchrun
+
+@pytest.fixture
+def torchrun(tmp_path, data_dir):
+    """torchrun(words, fault, step, out, ...) starts an agent on TINY, with the fault in the last process."""
+    started = []
+
+    def start(words, fault, step, out, **settings):
+        command = [sys.executable, '-m', 'torch.distributed.run', *words, faults.__file__, fault, str(step),
+                   *faults.flags(tmp_path / out, data_dir, **settings)]
+        started.append(subprocess.Popen(command, cwd=ROOT, env=faults.environment(), text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        return started[-1]
+    yield start
+    for process in started:
+        process.terminate()  # so that it ends its own
+        process.communicate()
+
+
+SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, save_interval=5, eval_interval=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shard', ['optimizer', 'full'])
+def test_torchrun_restarts_a_sharded_run_whose_process_was_killed(train_tiny, torchrun, tmp_path, shard):
+    """Without a restart, the one that is left names it."""
+    assert train_tiny('whole', **SETTINGS) == 0
+    two = ['--standalone', '--nproc_per_node=2']
+    out, err = torchrun(two, 'kill', 20, 'lost', shard=shard, **SETTINGS).communicate(timeout=200)
+    assert re.search('error: rank 1 of 2 processes was lost .* after step 19; step 15 is saved in', err), err
+    process = torchrun([*two, '--max-restarts=2'], 'kill', 20, 'out', shard=shard, **SETTINGS)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and 'resuming at step 15' in out, err
+    assert_equal_checkpoints(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'whole' / 'ckpt.pt')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shard', ['none', 'full'])
+def test_two_agents_are_two_nodes(train_tiny, torchrun, tmp_path, shard):
+    """The command lines of the README, with both nodes on this machine; they share out_dir."""
+    assert train_tiny('whole', **SETTINGS) == 0
+    with socket.create_server(('127.0.0.1', 0)) as free:
+        port = free.getsockname()[1]
+    node = ['--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d', f'--rdzv_endpoint=localhost:{port}',
+            '--rdzv_id=one', '--local_addr=127.0.0.1']
+    agents = [torchrun(node, '', 0, 'out', shard=shard, **SETTINGS) for _ in range(2)]
+    for agent in agents:
+        assert agent.wait(200) == 0, agent.stderr.read()
+    losses = [[row['loss'] for row in rows(tmp_path / out, 'loss')] for out in ('out', 'whole')]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert_equal_checkpoints(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'whole' / 'ckpt.pt')
