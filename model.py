@@ -154,7 +154,8 @@ class LayerNorm(nn.LayerNorm):
     """Computes in float32 and returns the dtype of its input."""
 
     def forward(self, x):
-        return F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)
+        bias = None if self.bias is None else self.bias.float()  # sharded, parameters come in compute_dtype
+        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), bias, self.eps).to(x.dtype)
 
 
 class RMSNorm(nn.RMSNorm):

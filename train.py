@@ -16,7 +16,6 @@ if __name__ == '__main__':  # before torch, whose import takes seconds
     from hotloop.early import check_early
     call_main(check_early, 'model.py', 'hotloop/lora.py', 'train.py')
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -47,19 +46,20 @@ from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, 
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
 from hotloop.files import is_inside
-from hotloop.forecast import forecast, model_args_of
+from hotloop.forecast import fits_sharded, forecast, model_args_of
 from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
-from hotloop.parallel import set_blocks
+from hotloop.parallel import micro_batch, set_blocks
 from hotloop.pretrained import open_start
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import finish_save, is_best, save, take_folder
 from hotloop.schedule import learning_rate, set_learning_rate, set_length, what_is_due
+from hotloop.shard import is_sharded, local, shard_model
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
 
@@ -126,6 +126,7 @@ class TrainConfig:
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # torch.compile mode
     loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in chunks: less memory, slower
     recompute: Literal['none', 'selective', 'full'] = 'none'  # in backward; selective: all but attention
+    shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide among processes; full: also the weights
     threads: int | None = None  # CPU threads per process; None: OMP_NUM_THREADS, or its share of the cores
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
@@ -279,6 +280,9 @@ def wrap(model, cfg, env):
         model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
     if env.world == 1:
         return model, model
+    if cfg.shard != 'none':
+        shard_model(model, cfg.shard, env)
+        return model, model
     device_ids = [env.device] if env.device.type == 'cuda' else None
     # the only buffers are RoPE tables, which are the same on every process
     return model, DistributedDataParallel(model, device_ids, broadcast_buffers=False,
@@ -305,7 +309,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
     """
     params = trainable(model)
     for p in params:
-        if env.world == 1:
+        if not isinstance(model, DistributedDataParallel):
             p.grad = None  # makes room for activations
         elif p.grad is not None:
             p.grad.zero_()  # it lies in a bucket of DDP
@@ -318,10 +322,9 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
             torch.default_generator.manual_seed(seed)  # of dropout; 2 microseconds, not 170 for all devices
         else:
             torch.manual_seed(seed)
-        reduces = env.world == 1 or i + 1 == len(loads)
-        with contextlib.nullcontext() if reduces else model.no_sync():
+        with micro_batch(model, cfg.shard, last=i + 1 == len(loads)):
             loss = model(*batch).sum()
-            # DDP averages gradients over the processes, and the gradient of the sum is wanted
+            # gradients are averaged over the processes, and the gradient of the sum is wanted
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
         loss_and_stops[0] += loss.detach()
     if env.world > 1:
@@ -329,7 +332,11 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
         dist.all_reduce(loss_and_stops)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+    norm = torch.nn.utils.get_total_norm([local(p.grad) for p in params])
+    if is_sharded(model):
+        norm = norm.square()  # of the rows of this process
+        dist.all_reduce(norm)
+        norm = norm.sqrt()
     skipped = (~torch.isfinite(norm + loss_and_stops[0])).float()
     if cfg.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
@@ -432,26 +439,33 @@ def build_run(settings, datasets, env):
     if base:
         context['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
         notes.append(describe_adapters(context['lora'], model, env.dtype))
-    model.to(env.device)
+        if resumed:
+            model.load_weights({**model.state_dict(), **resumed.checkpoint['model']})
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
+    if cfg.shard != 'none' and env.world == 1:
+        notes.append(f'shard={cfg.shard}: no effect, because there is only one process')
+    sharded = cfg.shard != 'none' and env.world > 1
+    if not sharded:  # else wrap() moves the part of this process
+        model.to(env.device)
     model.compute_dtype = env.dtype
     if settings.auto_batch and not cfg.eval_only:
-        set_batch_size(cfg, choose_batch_size(model, train_split, env, cfg), T, env, notes)
+        choose = functools.partial(choose_batch_size, fits=fits_sharded) if sharded else choose_batch_size
+        set_batch_size(cfg, choose(model, train_split, env, cfg), T, env, notes)
     batches = Batches(train_split, cfg, env)
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=base is not None)
     notes += set_length(cfg, train_split.num_windows, batches.global_batch)
-    optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
+    compiled, forward = wrap(model, cfg, env)
+    optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)  # of what wrap() may have sharded
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     state = RunState(step if cfg.eval_only else 0)
     if resumed and not cfg.eval_only:
-        state = restore(resumed.checkpoint, model, optimizers, scaler)
+        state = restore(resumed.checkpoint, optimizers, scaler)
     if resumed:
         for name in ('model', *OPTIMIZERS):  # frees their memory
             resumed.checkpoint.pop(name, None)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
     check_same_step(state.iter_num, env)
-    compiled, forward = wrap(model, cfg, env)
     byte_counts = None
     try:
         byte_counts = byte_table(meta, vocab_size)

@@ -7,6 +7,9 @@ from hotloop.device import attention_kernels
 from hotloop.files import counted
 from hotloop.mixture import Mixture
 
+SHARDED = {'optimizer': 'the optimizer states; weights are gathered once a step (FSDP2)',
+           'full': 'weights, gradients and optimizer states; each block is gathered when it runs (FSDP2)'}
+
 
 def announce(run, settings, meta):
     """Prints the summary of this run once, with the reasons for its choices."""
@@ -36,6 +39,9 @@ def describe_machine(run):
     if env.device.type == 'cuda' and gpus > env.world == 1:
         lines.append(f'note: for all {gpus} GPUs, replace "python" with "torchrun --standalone '
                      f'--nproc_per_node={gpus}"')
+    if env.world > 1 and run.cfg.shard != 'none':
+        lines.append(f'parallel: shard={run.cfg.shard}: each process holds 1/{env.world} of '
+                     f'{SHARDED[run.cfg.shard]}')
     return lines
 
 

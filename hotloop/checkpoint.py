@@ -18,6 +18,7 @@ import torch
 from hotloop.divergence import what_next
 from hotloop.files import first_line, replacing
 from hotloop.lora import weights_to_save
+from hotloop.shard import gather, is_sharded, shard_state
 
 OPTIMIZERS = ('optimizer', 'muon')  # names of their states in a checkpoint
 
@@ -132,25 +133,26 @@ class RunState:
 
 
 def checkpoint_of(run):
-    """The state for a resume, in plain types, with nanoGPT's names. ValueError if a weight is not finite."""
-    if not all(torch.isfinite(p).all() for p in run.model.parameters()):
-        raise ValueError(f'step {run.state.iter_num}: weights are not finite and are not saved. '
-                         f'{what_next(run)}')
+    """
+    The state for a resume, in plain types, with nanoGPT's names. All processes of a sharded run must call it;
+    rank 0 has the tensors. ValueError if a weight is not finite.
+    """
     checkpoint = {'model': weights_to_save(run.model), 'scaler': run.scaler.state_dict(),
                   'model_args': run.model.config.model_args(), 'iter_num': run.state.iter_num,
                   'best_val_loss': run.state.best_val_loss, 'config': run.settings,
                   'state': dataclasses.asdict(run.state), **run.context}
     for name, optimizer in zip(OPTIMIZERS, run.optimizers, strict=False):
         checkpoint[name] = optimizer.state_dict()
+    if is_sharded(run.model):
+        checkpoint = gather(checkpoint)
+    if not all(torch.isfinite(w).all() for w in checkpoint['model'].values()):
+        raise ValueError(f'step {run.state.iter_num}: weights are not finite and are not saved. '
+                         f'{what_next(run)}')
     return checkpoint
 
 
-def restore(checkpoint, model, optimizers, scaler):
-    """Restores weights, optimizers and scaler; returns the RunState. ValueError if one does not fit."""
-    weights = checkpoint['model']
-    if 'lora' in checkpoint:  # adapters alone; the frozen weights stay
-        weights = {**model.state_dict(), **weights}
-    model.load_weights(weights)
+def restore(checkpoint, optimizers, scaler):
+    """Restores optimizers and scaler; returns the RunState. ValueError if one does not fit."""
     saved = [checkpoint[name] for name in OPTIMIZERS if name in checkpoint]
     if len(saved) != len(optimizers):
         raise ValueError(f'the checkpoint has the state of {len(saved)} optimizers, not of {len(optimizers)} '
@@ -159,7 +161,7 @@ def restore(checkpoint, model, optimizers, scaler):
         groups = []
         for now, before in zip(optimizer.param_groups, old['param_groups'], strict=True):
             groups.append({**now, 'params': before['params']})  # rates and kernels are those of the settings
-        optimizer.load_state_dict({'state': old['state'], 'param_groups': groups})
+        optimizer.load_state_dict({'state': shard_state(old['state'], optimizer), 'param_groups': groups})
         for p, values in optimizer.state.items():
             for name, value in values.items():
                 shape = torch.Size() if name == 'step' else p.shape

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import time
 import warnings
 
 import torch
@@ -133,3 +134,14 @@ def attention_kernels(config, env):
                 F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=kv_heads < heads)
                 names.append(name.lower().removesuffix('_attention'))
     return names
+
+
+def measure_flops(device, dtype):
+    """FLOP/s of a large matrix product on this machine, the best of five."""
+    n = 8192 if device.type == 'cuda' else 1024
+    a, best = torch.ones(n, n, device=device, dtype=dtype), float('inf')
+    for _ in range(5):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best

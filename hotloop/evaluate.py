@@ -10,6 +10,7 @@ import torch
 from hotloop.dataloader import documents_of, upload
 from hotloop.mixture import Mixture
 from hotloop.packing import Packed
+from hotloop.shard import is_sharded, reshard
 
 
 def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None):
@@ -49,8 +50,11 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
     sums = np.zeros((3, len(windows)))  # loss, targets and bytes; zero at the windows of other processes
     batch_losses, stopped, was_training = [], False, model.training
     model.eval()
-    for first in range(0, len(mine), batch):
+    together = is_sharded(model)  # then all processes run as many batches as rank 0
+    for first in range(0, -(-len(windows) // env.world) if together else len(mine), batch):
         stopped = stop is not None and stop()
+        if together and stop is not None:
+            stopped = env.sum(np.array([float(stopped)]))[0] > 0
         if stopped:
             break
         rows = mine[first:first + batch]
@@ -62,6 +66,7 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
         if byte_counts is not None:
             sums[2, rows] = np.where(y >= 0, byte_counts[np.maximum(y, 0)], 0).sum(1)
     model.train(was_training)
+    reshard(model)
     if batch_losses and not stopped:
         sums[0, mine] = torch.cat(batch_losses).cpu().double().numpy()
     *sums, stops = env.sum(np.append(sums.ravel(), float(stopped)))

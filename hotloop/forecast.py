@@ -2,16 +2,16 @@
 
 import contextlib
 import dataclasses
-import time
 import weakref
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hotloop.dataloader import share_batch
-from hotloop.device import PEAK_FLOPS, device_memory
+from hotloop.device import PEAK_FLOPS, device_memory, measure_flops
 from hotloop.memory import EAGER_LOGIT, chunks_within
 from hotloop.optim import matrix_rows
 from hotloop.parallel import set_blocks
@@ -118,12 +118,25 @@ def activation_bytes(model, batch, dtype, chunks, recompute='none'):
 class Need:
     """The memory that steps of a model need, in bytes, by part."""
 
-    def __init__(self, model, cfg):
+    def __init__(self, model, cfg, world=1):
+        self.sharing = cfg.shard, world
         self.model, self.asked_chunks, self.recompute = model, cfg.loss_chunks, cfg.recompute
         self.weights = 4 * model.num_params()  # float32
         muon = sum(p.numel() for p in matrix_rows(model)) if cfg.optimizer == 'muon' else 0
         self.optimizer = 2 * self.weights - 4 * muon  # AdamW has two moments, Muon one
         self.counted = {}
+
+    def standing(self, dtype, shard='none', world=1):
+        """Bytes of weights, gradients and optimizer state on one of `world` processes with this `shard`."""
+        if shard == 'none' or world == 1:
+            return 2 * self.weights + self.optimizer
+        blocks = 4 * sum(p.numel() for p in self.model.transformer.h.parameters())
+        block, rest = blocks // self.model.config.n_layer, self.weights - blocks
+        if shard == 'optimizer':  # weights in the compute dtype and gradients are complete
+            held, gathered, gradients = self.weights + self.optimizer, blocks, self.weights
+        else:  # of one block, and the weights of the next one
+            held, gathered, gradients = 2 * self.weights + self.optimizer, 2 * block, block + rest
+        return held // world + gathered * dtype.itemsize // 4 + rest + gradients
 
     def count(self, *key):
         if key not in self.counted:
@@ -144,10 +157,20 @@ class Need:
 
     def fits(self, batch, dtype, memory, recompute):
         """Whether a micro-batch fits on a machine with this much memory."""
-        usable = MARGIN * memory - 2 * self.weights - self.optimizer
+        usable = MARGIN * memory - self.standing(dtype, *self.sharing)
         if self.count(batch, dtype, 1, recompute)[0] > usable:  # counting the chunks takes longer
             return False
         return sum(self.count(batch, dtype, self.chunks(batch, memory), recompute)) <= usable
+
+
+def fits_sharded(model, batch, env, cfg, reserve):
+    """
+    batch_fits() of a model that will be sharded, by counting: after a trial that failed on one process, the
+    others would wait for it.
+    """
+    data = reserve - 8 * model.num_params()
+    fits = Need(model, cfg, env.world).fits(batch, env.dtype, device_memory(env.device) - data, cfg.recompute)
+    return env.sum(np.array([float(not fits)]))[0] == 0
 
 
 # -----------------------------------------------------------------------------
@@ -213,9 +236,13 @@ def describe_memory(need, batch, dtype):
     if need.asked_chunks == 'auto':
         pieces += f' (loss_chunks=auto with {size / 1e9:.0f} GB)'
     name, checkpoint = str(dtype).removeprefix('torch.'), need.weights + need.optimizer
-    return [f'memory: {sum(parts.values()) / 1e9:,.2f} GB for a micro-batch of {batch} x '
-            f'{need.model.config.block_size} tokens in {name}; compiled, it needs less',
-            f'  in GB: {text}{pieces}',
+    lines = [f'memory: {sum(parts.values()) / 1e9:,.2f} GB for a micro-batch of {batch} x '
+             f'{need.model.config.block_size} tokens in {name}; compiled, it needs less',
+             f'  in GB: {text}{pieces}']
+    for shard in ('optimizer', 'full'):
+        each = ', '.join(f'{need.standing(dtype, shard, world) / 1e9:,.2f}' for world in (2, 4, 8))
+        lines.append(f'  weights, gradients and optimizer with shard={shard} on each of 2, 4, 8 GPUs: {each}')
+    return [*lines,
             f'disk: {checkpoint / 1e9:,.2f} GB for a checkpoint, {need.weights / 1e9:,.2f} GB for best.pt']
 
 
@@ -250,14 +277,3 @@ def advise(need, batch, accumulation, dtype, memory):
         return f'does not fit; the same step fits with {" or ".join(remedies)}'
     total = sum(need.parts(1, dtype, need.chunks(1, memory)).values())
     return f'does not fit: one sequence needs {total / 1e9:,.1f} GB; reduce n_layer, n_embd or block_size'
-
-
-def measure_flops(device, dtype):
-    """FLOP/s of a large matrix product on this machine, the best of five."""
-    n = 8192 if device.type == 'cuda' else 1024
-    a, best = torch.ones(n, n, device=device, dtype=dtype), float('inf')
-    for _ in range(5):
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best

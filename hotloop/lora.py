@@ -48,6 +48,8 @@ def check_lora(lora, cfg):
     """Raises ValueError if adapters contradict other settings of the run."""
     if cfg.optimizer == 'muon':
         raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained by AdamW; use --optimizer=adamw')
+    if cfg.shard != 'none':
+        raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; omit it')
     if cfg.init_from == 'scratch':
         raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with --init_from')
     if cfg.init_from != 'resume' and is_inside(cfg.init_from, cfg.out_dir):

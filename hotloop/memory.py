@@ -41,8 +41,31 @@ def out_of_memory(error):
     return isinstance(error, MemoryError) or re.search('(allocate|out of) memory', str(error)) is not None
 
 
-def choose_batch_size(model, split, env, cfg):
-    """The largest micro-batch that fits and gives the same step, found by trial. ValueError if none fits."""
+def batch_fits(model, batch, env, cfg, reserve):
+    """Whether forward and backward of `batch` sequences fit beside `reserve` bytes, on all processes."""
+    c, failed, loss_chunks = model.config, 0.0, model.loss_chunks
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size, env,
+                                           frozen=not model.lm_head.weight.requires_grad)
+    try:
+        reserved = torch.empty(reserve, dtype=torch.uint8, device=env.device)
+        for p in trainable(model):
+            p.grad = torch.zeros_like(p)  # of the micro-batches before
+        ids = torch.zeros(batch, c.block_size, dtype=torch.int64, device=env.device)
+        model(ids, ids).sum().backward()  # eager; compiled, it needs less
+        del reserved
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        failed = 1.0
+    model.zero_grad()
+    model.loss_chunks = loss_chunks
+    if env.device.type == 'cuda':
+        torch.cuda.empty_cache()
+    return env.sum(np.array([failed]))[0] == 0
+
+
+def choose_batch_size(model, split, env, cfg, fits=batch_fits):
+    """The largest micro-batch that fits and gives the same step, found by trials. ValueError if none fits."""
     micro_batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, env.world)
     sequences, c = micro_batch * accumulation, model.config  # of this process
     reserve = 8 * sum(p.numel() for p in trainable(model))  # the optimizer's two moments
@@ -59,7 +82,7 @@ def choose_batch_size(model, split, env, cfg):
         sequence_bytes = c.block_size * (12 * c.vocab_size + channel_bytes * c.n_embd)
         limit = min(limit, max((device_memory(env.device) // 2 - reserve) // sequence_bytes, 1))
     for batch in range(limit, 0, -1):
-        if sequences % batch == 0 and batch_fits(model, batch, env, cfg, reserve):
+        if sequences % batch == 0 and fits(model, batch, env, cfg, reserve):
             return batch
     raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits in the memory of '
                      f'{env.device}; use a smaller model or block_size, --loss_chunks=16 '
@@ -86,29 +109,6 @@ def why_largest(micro_batch, sequences, T, env):
         return f'more than {MAX_TRIAL_TOKENS:,} tokens at once are no faster'
     memory = f'{device_memory(env.device) / 1e9:.0f} GB of memory here'
     return f'the largest that fits {"half of the" if env.device.type == "cpu" else "the"} {memory}'
-
-
-def batch_fits(model, batch, env, cfg, reserve):
-    """Whether forward and backward of `batch` sequences fit beside `reserve` bytes, on all processes."""
-    c, failed, loss_chunks = model.config, 0.0, model.loss_chunks
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size, env,
-                                           frozen=not model.lm_head.weight.requires_grad)
-    try:
-        reserved = torch.empty(reserve, dtype=torch.uint8, device=env.device)
-        for p in trainable(model):
-            p.grad = torch.zeros_like(p)  # of the micro-batches before
-        ids = torch.zeros(batch, c.block_size, dtype=torch.int64, device=env.device)
-        model(ids, ids).sum().backward()  # eager; compiled, it needs less
-        del reserved
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        failed = 1.0
-    model.zero_grad()
-    model.loss_chunks = loss_chunks
-    if env.device.type == 'cuda':
-        torch.cuda.empty_cache()
-    return env.sum(np.array([failed]))[0] == 0
 
 
 def memory_advice(run, env, error):

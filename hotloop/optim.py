@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from hotloop.shard import local, matrices_to_rows, rows_to_matrices
+
 NS_STEPS = 5
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's, https://kellerjordan.github.io/posts/muon
 
@@ -32,6 +34,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, rows, lr, momentum, weight_decay, env):
         super().__init__(params, {'lr': lr, 'momentum': momentum, 'weight_decay': weight_decay})
         self.rows, self.env, self.growths = rows, env, {}
+        self.sharded = any(local(p) is not p for p in rows)
         self.found_inf = torch.zeros((), device=env.device)
         # bf16 takes half the time where the run computes in it, and the iteration tolerates its rounding
         self.dtype = torch.bfloat16 if env.dtype == torch.bfloat16 else torch.float32
@@ -44,44 +47,73 @@ class Muon(torch.optim.Optimizer):
         keep = 1.0 - self.found_inf  # 0 in a step that must change nothing
         for group in self.param_groups:
             params, momentum = group['params'], group['momentum']
-            grads = [torch.where(self.found_inf > 0, 0.0, p.grad) for p in params]  # 0 * inf would be NaN
-            for p, grad in zip(params, grads, strict=True):
+            weights, grads, buffers = [], [], []
+            for p in params:
                 if not self.state[p]:
                     self.state[p]['momentum_buffer'] = torch.zeros_like(p)
-                self.state[p]['momentum_buffer'].lerp_(grad, (1 - momentum) * keep)
-            buffers = [self.state[p]['momentum_buffer'] for p in params]
+                weights.append(local(p))
+                grads.append(torch.where(self.found_inf > 0, 0.0, local(p.grad)))  # 0 * inf would be NaN
+                buffers.append(local(self.state[p]['momentum_buffer']))
+                buffers[-1].lerp_(grads[-1], (1 - momentum) * keep)
             nesterov = torch._foreach_lerp(grads, buffers, momentum)
-            torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'] * keep)
-            self.update(params, nesterov, -group['lr'] * keep)
+            torch._foreach_mul_(weights, 1 - group['lr'] * group['weight_decay'] * keep)
+            if self.sharded:
+                self.update_rows(params, nesterov, -group['lr'] * keep)
+            else:
+                self.update(params, [self.rows[p] for p in params], nesterov, -group['lr'] * keep)
 
-    def update(self, params, directions, scale):
-        """Adds scale x the orthogonalized directions to params, all matrices of one shape at a time."""
+    def update_rows(self, params, directions, scale):
+        """
+        update() of sharded parameters: this process has some rows of each. It receives all rows of its share
+        of the directions, orthogonalizes these, and gives the rows back.
+        """
+        by_shape, world, one = {}, self.env.world, torch.ones_like(scale)
+        for p, direction in zip(params, directions, strict=True):
+            by_shape.setdefault((p.shape, tuple(self.rows[p])), []).append((local(p), direction))
+        for (shape, rows), pairs in by_shape.items():
+            r, share = -(-shape[0] // world), -(-len(pairs) // world)
+            # padded: neither the matrices nor their rows need divide evenly
+            stack = scale.new_zeros(world * share, r, shape[1], dtype=self.dtype)
+            for padded, (_, direction) in zip(stack, pairs, strict=False):
+                padded[:len(direction)] = direction
+            matrices = rows_to_matrices(stack, world)
+            updates = torch.zeros_like(matrices)
+            mine = min(max(len(pairs) - self.env.rank * share, 0), share)
+            self.update(updates[:mine, :shape[0]], [rows] * mine, matrices[:mine, :shape[0]], one)
+            stack = matrices_to_rows(updates, world)
+            for padded, (weights, _) in zip(stack, pairs, strict=False):
+                weights.add_(padded[:len(weights)].float() * scale)
+
+    def update(self, params, rows, directions, scale):
+        """
+        Adds scale x the orthogonalized directions to params, all matrices of one shape at a time. rows: those
+        of the matrices in each.
+        """
         by_shape = {}
-        for param, direction in zip(params, directions, strict=True):
-            rows = self.rows[param]
-            for weights, part in zip(param.split(rows), direction.split(rows), strict=True):
+        for param, sizes, direction in zip(params, rows, directions, strict=True):
+            for weights, part in zip(param.split(sizes), direction.split(sizes), strict=True):
                 # a tall matrix has fewer singular values than rows, so its rows would move too little
                 growth = max(part.size(0) / part.size(1), 1.0) ** 0.5
                 if growth > 1:
                     weights, part = weights.T, part.T
                 by_shape.setdefault(part.shape, []).append((weights, part, growth))
-        for shape, matrices in by_shape.items():
+        for matrices in by_shape.values():
             weights, parts, growths = zip(*matrices, strict=True)
-            if shape not in self.growths:  # uploaded once: a copy in each step would wait for the GPU
-                self.growths[shape] = torch.tensor(growths, device=scale.device)[:, None, None]
-            updates = self.orthogonalize_shared(parts) * (scale * self.growths[shape])  # (N, m, n), float32
+            if growths not in self.growths:  # uploaded once: a copy in each step would wait for the GPU
+                self.growths[growths] = torch.tensor(growths, device=scale.device)[:, None, None]
+            updates = self.orthogonalize_shared(parts) * (scale * self.growths[growths])  # (N, m, n), float32
             torch._foreach_add_(weights, updates.unbind())
 
     def orthogonalize_shared(self, parts):
         """Each process orthogonalizes its share of N (m, n) matrices and receives all of them, (N, m, n)."""
         world, rank = self.env.world, self.env.rank
+        if world == 1 or self.sharded:
+            return self.orthogonalize(torch.stack(parts), self.dtype)
         share = -(-len(parts) // world)
         mine = parts[rank * share:(rank + 1) * share]
         missing = share - len(mine)  # on the last processes, if the matrices do not divide evenly
         stack = torch.stack((*mine, *[torch.zeros_like(parts[0])] * missing))
         mine = self.orthogonalize(stack, self.dtype)
-        if world == 1:
-            return mine
         gathered = mine.new_empty(share * world, *mine.shape[1:])  # in bf16 half the traffic of float32
         # torch 2.13 renamed all_gather_into_tensor
         all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor

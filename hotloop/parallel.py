@@ -1,10 +1,14 @@
-"""What acts on each block of a model by itself: recomputation in the backward pass, and compilation."""
+"""Recomputation and compilation of each block by itself; which micro-batches reduce gradients."""
 
+import contextlib
 from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from hotloop.shard import is_sharded
 
 ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention.default,
              torch.ops.aten._scaled_dot_product_cudnn_attention.default,
@@ -40,3 +44,16 @@ def set_blocks(model, recompute, compile_mode=None):
 
     for block in blocks:
         block.forward = partial(forward, block)
+
+
+def micro_batch(forward, shard, last):
+    """
+    The context of forward and backward of a micro-batch. Gradients are reduced in the last one of a step;
+    with shard='full' in each, so that no process keeps all of them.
+    """
+    if is_sharded(forward) and shard == 'optimizer':
+        forward.set_requires_gradient_sync(last)
+        forward.set_reshard_after_backward(last)
+    elif isinstance(forward, DistributedDataParallel) and not last:
+        return forward.no_sync()
+    return contextlib.nullcontext()

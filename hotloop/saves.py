@@ -11,6 +11,7 @@ from hotloop.checkpoint import DiskFull, checkpoint_of, size_in_bytes, snapshot
 from hotloop.host import memory
 from hotloop.logger import Log
 from hotloop.run_dir import Mirror
+from hotloop.shard import is_sharded
 
 
 def take_folder(run, resumed):
@@ -55,13 +56,16 @@ def save(run, final=False):
     this one and for a copy of the tensors. Without memory for a copy it waits for the disk. All processes
     call it. final: wait; a failure is an error.
     """
+    is_first, sharded = run.env.rank == 0, is_sharded(run.model)
     with run.env.patience():
-        if run.env.rank == 0:
+        if is_first:
             finish_save(run)
+        if is_first or sharded:
             checkpoint = checkpoint_of(run)
+        if is_first:
             # batch_size=auto takes half of the memory of a CPU for a step; a copy takes at most a quarter
             waits = final or size_in_bytes(checkpoint) > memory() / 4
-            if not waits:
+            if not (waits or sharded):  # a sharded one is a copy
                 checkpoint = snapshot(checkpoint, {})
                 if run.env.device.type == 'cuda':
                     torch.cuda.synchronize()

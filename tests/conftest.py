@@ -62,6 +62,16 @@ def data_dir(tmp_path_factory):
 
 
 @pytest.fixture
+def masked(tmp_path):
+    """A mask that gets denser along the text: no two micro-batches have the same number of targets."""
+    def mask(n):
+        random = torch.rand(n, generator=torch.Generator().manual_seed(2))
+        return (random < torch.linspace(0.05, 1, n) ** 2).numpy()
+    return write_bins(tmp_path / 'masked', noise(4001), noise(487, seed=1),
+                      masks={'train': mask(4001), 'val': mask(487)})
+
+
+@pytest.fixture
 def train_tiny(tmp_path, data_dir):
     """train_tiny(out, *words, **settings) runs train.main on TINY with these; returns its exit code."""
     def run(out='out', *words, **settings):

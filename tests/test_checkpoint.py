@@ -261,7 +261,7 @@ def test_an_optimizer_state_that_does_not_fit_is_an_error(change, words):
     run, checkpoint = tiny_run(), checkpoint_of(tiny_run())
     change(checkpoint)
     with pytest.raises(ValueError, match=words):
-        restore(checkpoint, run.model, run.optimizers, NO_SCALER)
+        restore(checkpoint, run.optimizers, NO_SCALER)
 
 
 def test_the_state_of_nanogpt_and_of_earlier_versions_is_read():

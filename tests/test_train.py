@@ -8,18 +8,15 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
-import warnings
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import TINY, at_step, error_of, load, noise, rows, same, write_bins
+from ranks import forks, on_ranks
 
 import train
 from configurator import SettingsError
@@ -43,16 +40,6 @@ def tiny_gpt(seed=0, **settings):
 
 # -----------------------------------------------------------------------------
 # the step
-
-@pytest.fixture
-def masked(tmp_path):
-    """A mask that gets denser along the text: no two micro-batches have the same number of targets."""
-    def mask(n):
-        random = torch.rand(n, generator=torch.Generator().manual_seed(2))
-        return (random < torch.linspace(0.05, 1, n) ** 2).numpy()
-    return write_bins(tmp_path / 'masked', noise(4001), noise(487, seed=1),
-                      masks={'train': mask(4001), 'val': mask(487)})
-
 
 def gradient_of(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -98,50 +85,32 @@ def test_gradient_does_not_depend_on_how_the_batch_is_split(masked, shape):
     assert found['loss'] == pytest.approx(loss.item(), rel=1e-6)
 
 
-def rank(number, world, port, folder, accumulation=4, compiled=False):
-    """What one_step finds in one of several gloo processes, pickled."""
-    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world),
-                      LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
-    warnings.simplefilter('ignore')  # torch announces a new name of broadcast_buffers
+def one_step_of_rank(folder, accumulation=4, compiled=False):
+    """one_step() in one of several processes."""
     env = train.setup(TrainConfig(device='cpu', dtype='float32', compile=compiled, threads=1))
     with pytest.MonkeyPatch.context() as m:  # Inductor would take minutes
         m.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
-        found = pickle.dumps(one_step(folder, 4, accumulation, env))
+        found = one_step(folder, 4, accumulation, env)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found
 
 
-# Forks need no import of torch, but autograd refuses to run in forks of a process in which it has run. So
-# the forks are made here, when pytest collects.
-if hasattr(os, 'fork'):
-    RANKS = ProcessPoolExecutor(8, get_context('fork'))
-    RANKS.submit(int).result()
-
-
-def on_ranks(world, *args):
-    """What one_step finds in each of `world` processes."""
-    with socket.create_server(('127.0.0.1', 0)) as free:
-        port = free.getsockname()[1]
-    jobs = [RANKS.submit(rank, number, world, port, *args) for number in range(world)]
-    return [pickle.loads(job.result(timeout=300)) for job in jobs]
-
-
-@pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
+@forks
 def test_two_processes_of_one_micro_batch_each_find_the_bits_of_one_process(masked):
     one = one_step(masked, 4, 2, Env())
-    for many in on_ranks(2, masked, 2):
+    for many in on_ranks(2, one_step_of_rank, masked, 2):
         assert torch.equal(many['gradient'], one['gradient']) and many['loss'] == one['loss']
 
 
-@pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
+@forks
 @pytest.mark.parametrize('world, compiled', [
     (2, False), pytest.param(4, False, marks=pytest.mark.slow),
     pytest.param(8, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_several_processes_compute_what_one_does(masked, world, compiled):
     """Gradient, loss, the update of a sharded Muon and the evaluation; DistributedDataParallel over gloo."""
     one = one_step(masked, 4, 4, Env())
-    for many in on_ranks(world, masked, 4, compiled):
+    for many in on_ranks(world, one_step_of_rank, masked, 4, compiled):
         assert distance(many['gradient'], one['gradient']) < 1e-6
         assert many['loss'] == pytest.approx(one['loss'], rel=1e-6)
         assert many['val'] == pytest.approx(one['val'], rel=1e-6)

@@ -1,0 +1,335 @@
+"""Sharded runs compute what one process computes, and their checkpoints are those of one process."""
+
+import functools
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import faults
+import pytest
+import torch
+from conftest import load, rows, same
+from ranks import forks, on_ranks
+from torch.utils._pytree import tree_flatten_with_path
+
+import train
+from hotloop.dataloader import Batches, Split
+from hotloop.dataset import read_meta
+from hotloop.distributed import Env
+from hotloop.evaluate import evaluate
+from hotloop.forecast import Need, fits_sharded
+from hotloop.memory import choose_batch_size
+from hotloop.optim import build_optimizers
+from hotloop.run_dir import RunDir
+from hotloop.shard import gather, local
+from model import GPT, GPTConfig
+from train import TrainConfig
+
+ROOT = Path(train.__file__).parent
+RECIPES = [dict(optimizer='adamw', bias=True), dict(optimizer='muon', preset='modern', mlp='swiglu')]
+pytestmark = forks
+
+
+def gpt(**settings):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{**dict(vocab_size=257, block_size=16, n_layer=3, n_head=3, n_embd=30,
+                                   zero_init=False, dropout=0.1), **settings}))
+
+
+def steps(folder, number, dtype='float32', compiled=False, scale=None, optimizer='adamw', shard='none',
+          recompute='none', **shape):
+    """
+    What `number` steps of 16 sequences compute, on any number of processes: the gradient and the norm of the
+    first one, and of all the losses, weights and scales, with an evaluation.
+    """
+    cfg = TrainConfig(device='cpu', dtype=dtype, compile=compiled, threads=1, optimizer=optimizer,
+                      shard=shard, batch_size=4, gradient_accumulation_steps=4, recompute=recompute)
+    env = train.setup(cfg) if 'WORLD_SIZE' in os.environ else Env(dtype=getattr(torch, dtype))
+    model, scaler = gpt(**shape), torch.amp.GradScaler('cpu', init_scale=scale or 1.0, enabled=bool(scale))
+    model.compute_dtype = env.dtype
+    compiled, forward = train.wrap(model, cfg, env)
+    optimizers = build_optimizers(model, cfg, env)
+    splits = [Split(folder, name, read_meta(folder), 16) for name in ('train', 'val')]
+    batches, found = Batches(splits[0], cfg, env), SimpleNamespace(losses=[], scales=[])
+    for step in range(number):
+        num_targets, loads = batches.step(step)
+        result = train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
+        found.losses.append(result.loss.item())
+        found.scales.append(scaler.get_scale())
+        if step == 0:
+            gradients = gather([p.grad for p in model.parameters()])
+            found.gradient = torch.cat([gradient.flatten() for gradient in gradients])
+            found.norm = result.norm.item()
+    found.val = evaluate(compiled, splits[1], None, 5, env)['loss']  # 31 windows
+    found.weights = gather(model.state_dict())
+    last = env.rank + 1 == env.world
+    found.stopped = evaluate(compiled, splits[1], None, 5, env, stop=lambda: last) is None
+    return found
+
+
+def steps_of_rank(*args, **settings):
+    """steps() in one of several processes."""
+    with pytest.MonkeyPatch.context() as m:  # Inductor would take minutes
+        m.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
+        found = steps(*args, **settings)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def assert_equal_steps(found, one):
+    assert distance(found.gradient, one.gradient) < 1e-6
+    assert found.norm == pytest.approx(one.norm, rel=1e-6)
+    assert found.losses == pytest.approx(one.losses, rel=1e-4)
+    assert found.val == pytest.approx(one.val, rel=1e-4)
+    assert found.weights.keys() == one.weights.keys()
+    for name, weight in one.weights.items():
+        assert torch.allclose(found.weights[name], weight, atol=1e-4), name
+
+
+@pytest.mark.parametrize('recipe', RECIPES)
+@pytest.mark.parametrize('world, shard, number', [
+    (2, 'optimizer', 3), (2, 'full', 3),
+    *(pytest.param(world, shard, 20, marks=pytest.mark.slow)
+      for world in (2, 4) for shard in ('none', 'optimizer', 'full'))])
+def test_sharded_steps_are_those_of_one_process(masked, world, shard, number, recipe):
+    """
+    With uneven masks, dropout and rows that do not divide evenly, and an evaluation of 31 windows. Rank 0 has
+    everything. A wish to stop on one process ends the evaluation on all.
+    """
+    one = steps(masked, number, **recipe)
+    first, *others = on_ranks(world, steps_of_rank, masked, number, shard=shard, **recipe)
+    assert_equal_steps(first, one)
+    for other in others:
+        assert other.losses == first.losses and other.val == first.val
+        assert shard == 'none' or not any(weight.numel() for weight in other.weights.values())
+    assert all(found.stopped for found in (first, *others))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shard', ['optimizer', 'full'])
+@pytest.mark.parametrize('recompute', ['none', 'selective', 'full'])
+def test_blocks_are_compiled_and_recomputed_in_sharded_steps(masked, shard, recompute):
+    """Without dropout, whose random numbers a compiled block draws in another order."""
+    settings = dict(dropout=0.0, preset='modern')
+    one = steps(masked, 3, **settings)
+    for compiled in (False, True):
+        settings.update(shard=shard, recompute=recompute, compiled=compiled)
+        assert_equal_steps(on_ranks(2, steps_of_rank, masked, 3, **settings)[0], one)
+
+
+@pytest.mark.parametrize('shard', ['optimizer', 'full'])
+def test_sharded_steps_in_other_dtypes(masked, shard):
+    """In float16 an overflow skips the same steps and halves the scale; in bfloat16 the gradient is near."""
+    one = steps(masked, 20, dtype='float16', scale=2.0**30)
+    found = on_ranks(2, steps_of_rank, masked, 20, dtype='float16', scale=2.0**30, shard=shard)[0]
+    assert found.scales[0] == 2.0**29 and found.scales[-1] > 1
+    assert found.scales[-1] == pytest.approx(one.scales[-1], rel=3) and found.scales[-1] == found.scales[-3]
+    one = steps(masked, 1, dtype='bfloat16', bias=True)
+    found = on_ranks(2, steps_of_rank, masked, 1, dtype='bfloat16', shard=shard, bias=True)[0]
+    assert distance(found.gradient, one.gradient) < 0.02
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+def main_of_rank(argv, fault=(), rank=0):
+    """train.main() in one of several processes, with a change of a function in one of them."""
+    with pytest.MonkeyPatch.context() as m:
+        if fault and os.environ['RANK'] == str(rank):
+            m.setattr(fault[0], FAULTS[fault[1]])
+        return train.main(argv)
+
+
+def slow_clock():
+    return 0.0
+
+
+def fail_first(out, name, *args, write=RunDir.write, failed=[]):  # noqa: B006
+    if name == 'best.pt' and not failed:
+        failed.append(name)
+        raise ValueError('best.pt could not be written')
+    write(out, name, *args)
+
+
+FAULTS = {'slow clock': slow_clock, 'fail first': fail_first}
+
+
+@pytest.fixture
+def run_on(tmp_path, data_dir, train_tiny):
+    """run_on(world, out, **settings) trains TINY on so many processes; returns their exit codes."""
+    def run(world, out, fault=(), rank=0, **settings):
+        if world == 1:
+            return [train_tiny(out, **settings)]
+        argv = faults.flags(tmp_path / out, data_dir, timeout_minutes=1, **settings)
+        return on_ranks(world, main_of_rank, argv, fault, rank)
+    return run
+
+
+def assert_equal_checkpoints(path, expected_path):
+    """The same names and shapes, and values within 1e-4, in plain tensors of their own size."""
+    found, expected = load(path), load(expected_path)
+    assert found.keys() == expected.keys() and found['model_args'] == expected['model_args']
+    for part in ('model', 'optimizer', 'muon'):
+        states = [state.get(part, {}) for state in (found, expected)]
+        flat = [dict(tree_flatten_with_path(state.get('state', state))[0]) for state in states]
+        assert flat[0].keys() == flat[1].keys()
+        for name, value in flat[1].items():
+            assert torch.allclose(flat[0][name], value, atol=1e-4), name
+    assert os.path.getsize(path) == pytest.approx(os.path.getsize(expected_path), rel=0.1)
+
+
+CHAIN = [(1, 'none'), (2, 'full'), (4, 'optimizer'), (4, 'none'), (2, 'optimizer'), (1, 'full')]
+
+
+@pytest.mark.parametrize('recipe, stages', [
+    (RECIPES[0], [(2, 'full'), (1, 'none')]), (RECIPES[1], [(1, 'none'), (2, 'optimizer')]),
+    *(pytest.param(recipe, CHAIN, marks=pytest.mark.slow) for recipe in RECIPES)])
+def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, recipe, stages):
+    """Losses, evaluations, samples, ckpt.pt and best.pt are those of one process without a stop."""
+    last = 4 * len(stages)
+    settings = dict(recipe, batch_size=2, gradient_accumulation_steps=4, dropout=0.1, sample_interval=4,
+                    sample_tokens=20, lr_decay_iters=last)
+    assert run_on(1, 'whole', max_iters=last, **settings) == [0]
+    for n, (world, shard) in enumerate(stages, 1):
+        init_from = 'scratch' if n == 1 else 'resume'
+        codes = run_on(world, 'out', shard=shard, max_iters=4 * n, init_from=init_from, **settings)
+        assert codes == [0] * world
+    whole, out = tmp_path / 'whole', tmp_path / 'out'
+    for name in ('ckpt.pt', 'best.pt'):
+        assert_equal_checkpoints(out / name, whole / name)
+    assert len(faults.log(out)) == len(faults.log(whole))
+    for found, expected in zip(faults.log(out), faults.log(whole), strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
+    samples, expected = rows(out, 'sample'), rows(whole, 'sample')
+    assert [row['step'] for row in samples] == [row['step'] for row in expected]
+    # the modern head is so near to uniform yet that rounding changes the order of ids
+    assert 'preset' in recipe or samples == expected
+
+
+def test_saves_of_a_sharded_run_are_agreed_on(run_on, tmp_path):
+    """
+    Rank 1's clock never says that save_minutes are over; rank 0 could not write best.pt, so the same loss is
+    an improvement later. If each process decided alone, they would wait for each other.
+    """
+    settings = dict(shard='full', max_iters=6, eval_interval=2, save_minutes=0)
+    assert run_on(2, 'clock', ('train.time.monotonic', 'slow clock'), 1, **settings) == [0, 0]
+    assert (tmp_path / 'clock' / 'ckpt-000000005.pt').exists()
+    settings.update(learning_rate=0, min_lr=0)
+    assert run_on(2, 'best', ('hotloop.run_dir.RunDir.write', 'fail first'), 0, **settings) == [0, 0]
+    assert load(tmp_path / 'best' / 'best.pt')['iter_num'] == 4
+
+
+def test_one_process_has_nothing_to_shard(train_tiny, tmp_path, capsys):
+    """It says so, and its bits are those of a run without the setting."""
+    train_tiny('plain', max_iters=2)
+    assert 'shard' not in capsys.readouterr().out
+    train_tiny('out', max_iters=2, shard='full')
+    assert 'shard=full: no effect, because there is only one process' in capsys.readouterr().out
+    assert same(load(tmp_path / 'out' / 'ckpt.pt')['model'], load(tmp_path / 'plain' / 'ckpt.pt')['model'])
+    train_tiny('out', max_iters=3, init_from='resume', shard='none')
+    assert "shard: 'full' before, 'none' now" in capsys.readouterr().out
+
+
+def standing_of_rank(shard):
+    """The bytes of weights, gradients and optimizer states that one of several processes holds."""
+    cfg = TrainConfig(device='cpu', dtype='float32', compile=False, threads=1, shard=shard, optimizer='muon')
+    env, model = train.setup(cfg), gpt(preset='modern')
+    forward = train.wrap(model, cfg, env)[1]
+    optimizers = build_optimizers(model, cfg, env)
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    forward(ids, ids).sum().backward()
+    held = [*model.parameters(), *(p.grad for p in model.parameters())]
+    for optimizer in optimizers:
+        optimizer.found_inf = torch.zeros(())
+        optimizer.step()
+        held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    env.leave()
+    storages = [local(tensor).untyped_storage() for tensor in held]  # gradients share one
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_a_process_holds_its_share(shard='full'):
+    """Of weights, gradients and moments; the forecast adds what is gathered for a moment."""
+    held = on_ranks(2, standing_of_rank, shard)
+    need = Need(gpt(preset='modern'), TrainConfig(shard=shard, optimizer='muon'))
+    assert held == pytest.approx([(2 * need.weights + need.optimizer) / 2] * 2, rel=0.03)
+    alone, two, eight = (need.standing(torch.float32, shard, world) for world in (1, 2, 8))
+    assert alone == 2 * need.weights + need.optimizer and held[0] < two and eight < two
+
+
+@pytest.mark.parametrize('failing, batch', [(False, 8), (True, 2)])
+def test_the_largest_micro_batch_of_a_sharded_run_is_counted(monkeypatch, failing, batch):
+    """No process runs a forward, and all take what fits on all of them."""
+    class Two(Env):
+        def sum(self, values):
+            return values + (failing and len(asked) < 3)
+    asked = []
+    monkeypatch.setattr('hotloop.forecast.Need.fits', lambda self, *args: asked.append(self.sharing) or True)
+    monkeypatch.setattr(GPT, 'forward', lambda *args: pytest.fail('a trial'))
+    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=4, shard='full', data_on_device=False)
+    split = SimpleNamespace(T=16, num_bytes=0)
+    assert choose_batch_size(gpt(), split, Two(0, 2), cfg, fits_sharded) == batch
+    assert set(asked) == {('full', 2)}
+
+
+# -----------------------------------------------------------------------------
+# torchrun
+
+@pytest.fixture
+def torchrun(tmp_path, data_dir):
+    """torchrun(words, fault, step, out, ...) starts an agent on TINY, with the fault in the last process."""
+    started = []
+
+    def start(words, fault, step, out, **settings):
+        command = [sys.executable, '-m', 'torch.distributed.run', *words, faults.__file__, fault, str(step),
+                   *faults.flags(tmp_path / out, data_dir, **settings)]
+        started.append(subprocess.Popen(command, cwd=ROOT, env=faults.environment(), text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        return started[-1]
+    yield start
+    for process in started:
+        process.terminate()  # so that it ends its own
+        process.communicate()
+
+
+SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, save_interval=5, eval_interval=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shard', ['optimizer', 'full'])
+def test_torchrun_restarts_a_sharded_run_whose_process_was_killed(train_tiny, torchrun, tmp_path, shard):
+    """Without a restart, the one that is left names it."""
+    assert train_tiny('whole', **SETTINGS) == 0
+    two = ['--standalone', '--nproc_per_node=2']
+    out, err = torchrun(two, 'kill', 20, 'lost', shard=shard, **SETTINGS).communicate(timeout=200)
+    assert re.search('error: rank 1 of 2 processes was lost .* after step 19; step 15 is saved in', err), err
+    process = torchrun([*two, '--max-restarts=2'], 'kill', 20, 'out', shard=shard, **SETTINGS)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and 'resuming at step 15' in out, err
+    assert_equal_checkpoints(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'whole' / 'ckpt.pt')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shard', ['none', 'full'])
+def test_two_agents_are_two_nodes(train_tiny, torchrun, tmp_path, shard):
+    """The command lines of the README, with both nodes on this machine; they share out_dir."""
+    assert train_tiny('whole', **SETTINGS) == 0
+    with socket.create_server(('127.0.0.1', 0)) as free:
+        port = free.getsockname()[1]
+    node = ['--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d', f'--rdzv_endpoint=localhost:{port}',
+            '--rdzv_id=one', '--local_addr=127.0.0.1']
+    agents = [torchrun(node, '', 0, 'out', shard=shard, **SETTINGS) for _ in range(2)]
+    for agent in agents:
+        assert agent.wait(200) == 0, agent.stderr.read()
+    losses = [[row['loss'] for row in rows(tmp_path / out, 'loss')] for out in ('out', 'whole')]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert_equal_checkpoints(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'whole' / 'ckpt.pt')
