@@ -81,7 +81,7 @@ class TrainConfig:
     batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: what fits
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     # --- optimizer
-    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for matrices inside blocks, AdamW for the rest
+    optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: for matrices in blocks, AdamW the rest
     learning_rate: float = 6e-4  # peak rate of AdamW
     muon_lr: float = 0.02  # peak rate of Muon
     embed_lr: float | None = None  # peak rate of the token embedding with muon; None: learning_rate
@@ -154,6 +154,8 @@ class TrainConfig:
                 wrong.append(f'{name}={path!r} is not a valid folder name')
         if not wrong and self.mirror_dir and is_inside(self.out_dir, self.mirror_dir):
             wrong.append(f'out_dir={self.out_dir!r} lies inside mirror_dir={self.mirror_dir!r}')
+        if self.optimizer == 'adamw8bit' and importlib.util.find_spec('bitsandbytes') is None:
+            wrong.append("optimizer='adamw8bit' needs the package bitsandbytes: pip install bitsandbytes")
         if self.wandb_log and importlib.util.find_spec('wandb') is None:
             wrong.append('wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False')
         return wrong

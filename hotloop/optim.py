@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from hotloop.adamw8bit import adamw8bit
+
 NS_STEPS = 5
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's, https://kellerjordan.github.io/posts/muon
 
@@ -107,6 +109,8 @@ def build_optimizers(model, cfg, env):
     if use_muon:
         embed_lr = lr if cfg.embed_lr is None else cfg.embed_lr
         groups.append({'params': [embedding], 'weight_decay': decay, 'peak': embed_lr})
+    if cfg.optimizer == 'adamw8bit':
+        return [adamw8bit(groups, lr, (cfg.beta1, cfg.beta2), env.device)]
     # fused: one kernel per group, which skips the update where train_step's found_inf is 1
     adamw = torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True)
     if not use_muon:
