@@ -56,7 +56,7 @@ from hotloop.parallel import set_blocks
 from hotloop.pretrained import open_weights
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
-from hotloop.saves import finish_save, is_best, save, take_folder
+from hotloop.saves import finish_save, save, take_folder, track_best
 from hotloop.schedule import learning_rate, set_learning_rate, set_length, what_is_due
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
@@ -486,7 +486,7 @@ def train(run):
         save_due = due.save or stopping or postponed or late
         if together or save_due:
             collect_steps(run, pending)  # waits for the device
-        finish_save(run, wait=False)
+        finish_save(run, wait=run.diverged_at is not None)  # the message below depends on what is saved
         if together and run.diverged_at is not None:
             raise ValueError(divergence_message(run))
         if due.log:
@@ -497,7 +497,7 @@ def train(run):
             save(run)  # before the evaluation, which may outlast the grace period of a scheduler
         if due.evaluation and (due.last or not stopping):
             evaluation = evaluate_both(run, None if due.last else env.stop.by_signal)
-            best = evaluation is not None and is_best(run, evaluation)
+            best = evaluation is not None and track_best(run, evaluation)
             stopping = stopping or evaluation is None
             save_due = save_due or best or due.last or stopping or cfg.always_save_checkpoint
         if due.sample:
@@ -528,7 +528,7 @@ def evaluate_missing(run):
     evaluation = evaluate_both(run, run.env.stop.by_signal)
     if evaluation is None:
         return False
-    is_best(run, evaluation)
+    track_best(run, evaluation)
     save(run)
     finish_save(run)  # the checkpoint of this step lacks the result, so a new one comes before the log line
     log_evaluation(run, evaluation)
