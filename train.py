@@ -57,7 +57,7 @@ from hotloop.parallel import micro_batch, set_blocks
 from hotloop.pretrained import open_start
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
-from hotloop.saves import finish_save, is_best, save, take_folder
+from hotloop.saves import finish_save, save, take_folder, track_best
 from hotloop.schedule import learning_rate, set_learning_rate, set_length, what_is_due
 from hotloop.shard import is_sharded, local, shard_model
 from hotloop.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ class TrainConfig:
     batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: what fits
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     # --- optimizer
-    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for matrices inside blocks, AdamW for the rest
+    optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: for matrices in blocks, AdamW the rest
     learning_rate: float = 6e-4  # peak rate of AdamW
     muon_lr: float = 0.02  # peak rate of Muon
     embed_lr: float | None = None  # peak rate of the token embedding with muon; None: learning_rate
@@ -163,6 +163,10 @@ class TrainConfig:
             wrong.append('pack_rows=True keeps rows apart already; remove document_mask=True')
         if self.pack_rows and self.data_on_device is True:
             wrong.append('pack_rows=True puts windows together on the host; remove data_on_device=True')
+        if self.shard != 'none' and self.optimizer == 'adamw8bit':
+            wrong.append(f'shard={self.shard!r} divides the states of adamw and muon, not of adamw8bit')
+        if self.optimizer == 'adamw8bit' and importlib.util.find_spec('bitsandbytes') is None:
+            wrong.append("optimizer='adamw8bit' needs the package bitsandbytes: pip install bitsandbytes")
         if self.wandb_log and importlib.util.find_spec('wandb') is None:
             wrong.append('wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False')
         return wrong
@@ -518,7 +522,7 @@ def train(run):
         save_due = due.save or stopping or postponed or late
         if together or save_due:
             collect_steps(run, pending)  # waits for the device
-        finish_save(run, wait=False)
+        finish_save(run, wait=run.diverged_at is not None)  # the message below depends on what is saved
         if together and run.diverged_at is not None:
             raise ValueError(divergence_message(run))
         if due.log:
@@ -529,7 +533,7 @@ def train(run):
             save(run)  # before the evaluation, which may outlast the grace period of a scheduler
         if due.evaluation and (due.last or not stopping):
             evaluation = evaluate_both(run, None if due.last else env.stop.by_signal)
-            best = evaluation is not None and is_best(run, evaluation)
+            best = evaluation is not None and track_best(run, evaluation)
             stopping = stopping or evaluation is None
             save_due = save_due or best or due.last or stopping or cfg.always_save_checkpoint
         if due.sample:
@@ -560,7 +564,7 @@ def evaluate_missing(run):
     evaluation = evaluate_both(run, run.env.stop.by_signal)
     if evaluation is None:
         return False
-    is_best(run, evaluation)
+    track_best(run, evaluation)
     save(run)
     finish_save(run)  # the checkpoint of this step lacks the result, so a new one comes before the log line
     log_evaluation(run, evaluation)

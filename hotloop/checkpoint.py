@@ -164,13 +164,20 @@ def restore(checkpoint, optimizers, scaler):
         optimizer.load_state_dict({'state': shard_state(old['state'], optimizer), 'param_groups': groups})
         for p, values in optimizer.state.items():
             for name, value in values.items():
-                shape = torch.Size() if name == 'step' else p.shape
-                if value.shape != shape:  # AdamW's fused kernel would write beyond a shorter tensor
+                found, shape = torch.as_tensor(value).shape, state_shape(name, p)
+                if found != shape:  # AdamW's fused kernel would write beyond a shorter tensor
                     raise ValueError(f'the optimizer state of the checkpoint does not fit: {name} has shape '
-                                     f'{tuple(value.shape)}, not {tuple(shape)}')
+                                     f'{tuple(found)}, not {tuple(shape)}')
     if scaler.is_enabled() and checkpoint.get('scaler'):
         scaler.load_state_dict(checkpoint['scaler'])
     return state_from(checkpoint)
+
+
+def state_shape(name, p):
+    """The shape of a parameter's optimizer state by its name; the last four are those of adamw8bit."""
+    scales = (-(-p.numel() // 256),)
+    special = {'step': (), 'absmax1': scales, 'absmax2': scales, 'qmap1': (256,), 'qmap2': (256,)}
+    return torch.Size(special.get(name, p.shape))
 
 
 def state_from(checkpoint):

@@ -104,6 +104,14 @@ def fetch(url, part):
                      'or run the command again later')
 
 
+def read_url(url):
+    """The bytes at an address, in one attempt; raises what requests raises."""
+    import requests
+    answer = requests.get(url, timeout=(min(PATIENCE, 5), PATIENCE))
+    answer.raise_for_status()
+    return answer.content
+
+
 def request(session, url, part):
     """The server's answer: the rest of the file if part is the start of the same version, or all of it."""
     headers, etag, have = {'Accept-Encoding': 'identity'}, '', 0

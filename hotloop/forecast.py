@@ -124,6 +124,8 @@ class Need:
         self.weights = 4 * model.num_params()  # float32
         muon = sum(p.numel() for p in matrix_rows(model)) if cfg.optimizer == 'muon' else 0
         self.optimizer = 2 * self.weights - 4 * muon  # AdamW has two moments, Muon one
+        if cfg.optimizer == 'adamw8bit':  # of a byte each, and two scales for 256 values
+            self.optimizer = self.weights // 2 + self.weights // 128
         self.counted = {}
 
     def standing(self, dtype, shard='none', world=1):

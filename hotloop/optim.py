@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from hotloop.adamw8bit import adamw8bit
 from hotloop.shard import local, matrices_to_rows, rows_to_matrices
 
 NS_STEPS = 5
@@ -140,6 +141,8 @@ def build_optimizers(model, cfg, env):
     if use_muon:
         embed_lr = lr if cfg.embed_lr is None else cfg.embed_lr
         groups.append({'params': [embedding], 'weight_decay': decay, 'peak': embed_lr})
+    if cfg.optimizer == 'adamw8bit':
+        return [adamw8bit(groups, lr, (cfg.beta1, cfg.beta2), env.device)]
     # fused: one kernel per group, which skips the update where train_step's found_inf is 1
     adamw = torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True)
     if not use_muon:

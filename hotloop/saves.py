@@ -31,10 +31,10 @@ def take_folder(run, resumed):
     run.log = Log(run.out, cfg, run.settings, env, run.state if resumed else None)
 
 
-def is_best(run, evaluation):
+def track_best(run, evaluation):
     """
-    Whether this is the lowest validation loss yet; the next save() then writes best.pt too. All processes
-    call it.
+    Returns whether this is the lowest validation loss yet; the next save() then writes best.pt too. All
+    processes call it.
     """
     state, loss = run.state, evaluation.val['loss']
     with run.env.patience():
@@ -52,9 +52,9 @@ def is_best(run, evaluation):
 
 def save(run, final=False):
     """
-    Saves the latest checkpoint, and best.pt after is_best(), from a thread: the run waits for the save before
-    this one and for a copy of the tensors. Without memory for a copy it waits for the disk. All processes
-    call it. final: wait; a failure is an error.
+    Saves the latest checkpoint, and best.pt after track_best(), from a thread: the run waits only for the
+    save before and a copy of the tensors. Without memory for a copy it waits for the disk. All processes call
+    it. final: wait; a failure is an error.
     """
     is_first, sharded = run.env.rank == 0, is_sharded(run.model)
     with run.env.patience():

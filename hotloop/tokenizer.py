@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from hotloop.bpe import GPT2_SPLIT
+from hotloop.download import read_url
 from hotloop.files import reason_of
 from hotloop.tokenizer_json import TokenizerJson, read_file
 
@@ -93,7 +94,8 @@ class TiktokenTokenizer(Tokenizer):
     """One of OpenAI's encodings, from the tiktoken package, which downloads it once and caches it."""
 
     def __init__(self, name):
-        import tiktoken
+        import tiktoken.load
+        tiktoken.load.read_file = read_url  # its own would wait for ever behind a firewall that drops packets
         self.name = name
         try:
             self.encoding = tiktoken.get_encoding(name)

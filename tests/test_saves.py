@@ -105,10 +105,10 @@ def test_the_loss_of_a_best_that_was_not_written_does_not_count(tmp_path, monkey
     run = SimpleNamespace(env=Env(), out=out, state=SimpleNamespace(best_val_loss=3.0, iter_num=4),
                           cfg=SimpleNamespace(max_iters=9), failed_saves=0, mirror=None)
     evaluation = SimpleNamespace(val={'loss': 2.0})
-    assert saves.is_best(run, evaluation) and run.state.best_val_loss == 2.0
+    assert saves.track_best(run, evaluation) and run.state.best_val_loss == 2.0
     out.start_save({'iter_num': 4, 'best_val_loss': 2.0}, 2)
     evaluation.val['loss'] = 2.5
-    assert saves.is_best(run, evaluation) and run.state.best_val_loss == 2.5
+    assert saves.track_best(run, evaluation) and run.state.best_val_loss == 2.5
     assert capsys.readouterr().out == 'no room; training continues\n'
     assert run.failed_saves == 1 and out.best_loss == 3.0 and not list(tmp_path.glob('*.pt'))
 

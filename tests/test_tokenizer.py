@@ -96,6 +96,18 @@ def test_without_a_network_tiktokens_download_is_one_sentence(monkeypatch, tmp_p
     assert len(tries) == 1 and '\n' not in error
 
 
+def test_a_network_that_drops_packets_does_not_hang_tiktokens_download(monkeypatch, tmp_path):
+    with socket.create_server(('127.0.0.1', 0)) as server:  # nobody answers
+        monkeypatch.setenv('HTTPS_PROXY', f'http://127.0.0.1:{server.getsockname()[1]}')
+        for name in ('NO_PROXY', 'no_proxy', 'https_proxy'):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+        monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
+        monkeypatch.setattr('hotloop.download.PATIENCE', 0.05)
+        error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'gpt2'})
+    assert error.startswith("the tokenizer 'gpt2' could not be loaded: ReadTimeout; without a network, set")
+
+
 def test_a_prompt_names_special_ids_and_is_never_empty():
     byte, char = ByteTokenizer(), CharTokenizer('ab', eot=True)
     assert prompt_ids(byte, 'a<|endoftext|>b') == [97, 256, 98]

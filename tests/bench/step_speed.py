@@ -117,7 +117,7 @@ def the_loop(train, cfg, env, gpt, compiled, forward, batches, optimizers, scale
         def lacks_evaluation(self, step):
             return False
 
-    for name in ('evaluate_both', 'track_best', 'log_evaluation', 'save', 'log_done'):
+    for name in ('evaluate_both', 'track_best', 'log_evaluation', 'save', 'finish_save', 'log_done'):
         setattr(train, name, lambda *args, **kwargs: False)
     env.stop = train.StopRequest(None)
     run = train.Run(cfg, {}, env, gpt, compiled, forward, batches, batches.split, None, optimizers, scaler,
