@@ -310,7 +310,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
         loss_and_stops[0] += loss.detach()
     if env.world > 1:
-        loss_and_stops[1] = float(bool(env.stop and env.stop()))
+        loss_and_stops[1].fill_(bool(env.stop and env.stop()))  # an assignment would wait for the GPU
         dist.all_reduce(loss_and_stops)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)

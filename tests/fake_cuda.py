@@ -1,0 +1,298 @@
+"""
+CUDA paths without CUDA: the real step, evaluation and generation on fake tensors, which have a device, a
+dtype and a shape, but no memory. A host tensor in a step, a host sync or a mix of dtypes raises; the bytes
+that exist are counted. Kernels, streams, collectives, graphs and numbers are not seen.
+
+    $ python tests/fake_cuda.py SHIM [options of pytest]  # as test_fake_cuda.py does; SHIM: fake_cuda.cpp, built
+"""
+
+import ctypes
+import sys
+
+import pytest
+
+if __name__ == '__main__':  # before torch is imported, which asks its registries only once
+    ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+    sys.exit(pytest.main([__file__, *sys.argv[2:]]))
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from conftest import noise, write_bins
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train
+from hotloop.dataloader import Batches, Split
+from hotloop.distributed import Env
+from hotloop.evaluate import evaluate
+from hotloop.forecast import LiveBytes, Need, flash_on_meta
+from hotloop.generate import Sampling, generate
+from hotloop.memory import choose_loss_chunks
+from hotloop.optim import build_optimizers
+from hotloop.quantize import prepare_for_inference
+from model import ACTIVATIONS, GPT, MLP, GPTConfig, Linear, PositionEmbedding, relu2
+from train import TrainConfig
+
+CUDA = torch.device('cuda', 0)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+aten = torch.ops.aten
+ONE_DTYPE = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.index_put, aten.index_put_,
+             aten._scaled_dot_product_flash_attention)
+COPIES = (aten._to_copy, aten.copy_)
+
+
+class Strict(TorchDispatchMode):
+    """Raises for what fake kernels let pass: arguments of several dtypes and, if asked, copies that wait."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.copies = copies
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        name = func.overloadpacket
+        dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        if name in ONE_DTYPE and len(dtypes) > 1:
+            raise RuntimeError(f'{name} of several dtypes: {sorted(map(str, dtypes))}')
+        result = func(*args, **kwargs)
+        if self.copies and name in COPIES and result.device != tensors[-1].device:
+            source, without_wait = tensors[-1], kwargs.get('non_blocking') or True in args[2:]
+            if not (without_wait and getattr(source, 'pinned', False)):
+                raise RuntimeError(f'a copy from {source.device} to {result.device} that waits')
+        return result
+
+
+def pin_memory(tensor):
+    tensor.pinned = True
+    return tensor
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    """Fake tensors everywhere; what torch would ask of a GPU."""
+    monkeypatch.setattr('torch.cuda.amp.common.amp_definitely_not_available', lambda: False)
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', pin_memory)
+    from_numpy = torch.from_numpy
+    with FakeTensorMode() as mode:
+        monkeypatch.setattr(torch, 'from_numpy', lambda array: mode.from_tensor(from_numpy(array)))
+        yield
+
+
+@pytest.fixture
+def split(tmp_path):
+    """split(T) -> a training Split of windows of T tokens."""
+    def build(T):
+        write_bins(tmp_path / 'data', noise(20 * T), noise(5 * T))
+        meta = {'dtype': 'uint16', 'vocab_size': 257, 'foreign': False, 'splits': {}}
+        return Split(str(tmp_path / 'data'), 'train', meta, T)
+    return build
+
+
+def fake_gpt(dtype, chunks=1, **settings):
+    tiny = dict(block_size=16, vocab_size=257, n_layer=1, n_head=4, n_embd=32)
+    with CUDA:
+        model = GPT(GPTConfig(**{**tiny, **settings}))
+    model.compute_dtype, model.loss_chunks = dtype, chunks
+    return model
+
+
+def sum_bucket(_, bucket):
+    """The work of a fake process group has no result, which DDP's own hook would read."""
+    dist.all_reduce(bucket.buffer())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def run_steps(model, split, world=1, **settings):
+    """Two real steps as train.py sets them up, two micro-batches each; returns the bytes in use at most."""
+    sizes = dict(batch_size=4, gradient_accumulation_steps=2 * world, data_on_device=True)
+    cfg, dtype = TrainConfig(**{**sizes, **settings}), model.compute_dtype
+    env = Env(rank=3 if world > 1 else 0, world=world, device=CUDA, dtype=dtype)
+    batches = Batches(split(model.config.block_size), cfg, env)
+    optimizers = build_optimizers(model, cfg, env)
+    scaler = torch.amp.GradScaler('cuda', enabled=dtype == FP16)
+    _, forward = train.wrap(model, cfg, env)
+    if world > 1:
+        forward.register_comm_hook(None, sum_bucket)
+    known = [*model.parameters(), *model.buffers()]
+    live = LiveBytes(known)
+    for step in range(2):
+        num_targets, loads = batches.step(step)
+        # the first step may copy what later ones keep on the device
+        with live, Strict(copies=step > 0), flash_on_meta():
+            result = train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
+        assert {tensor.device for tensor in result} == {CUDA}
+    return sum(tensor.nbytes for tensor in known) + live.peak
+
+
+# -----------------------------------------------------------------------------
+# the step
+
+def test_a_step(split):
+    run_steps(fake_gpt(BF16, preset='modern', n_kv_head=2), split, optimizer='muon')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('dtype', [BF16, FP16, FP32])
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.parametrize('preset', ['gpt2', 'modern'])
+def test_a_step_of_each_dtype(split, preset, optimizer, dtype):
+    run_steps(fake_gpt(dtype, preset=preset), split, optimizer=optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('preset', ['gpt2', 'modern'])
+@pytest.mark.parametrize('shape, chunks, settings', [
+    (dict(n_kv_head=2), 1, {}), (dict(mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
+    (dict(dropout=0.1, label_smoothing=0.1), 4, {}), (dict(softcap=15.0), 3, {}),
+    (dict(dropout=0.1), 1, dict(recompute='selective')), ({}, 4, dict(recompute='full')),
+    ({}, 1, dict(data_on_device=False, grad_clip=0.0))], ids=str)
+def test_a_step_of_other_settings(split, preset, shape, chunks, settings):
+    run_steps(fake_gpt(BF16, chunks, preset=preset, **shape), split, **settings)
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """Rank 3 of 8. DDP's constructor, its buckets and its logger read memory, which fake tensors do not have."""
+    ddp, c10d = 'torch.nn.parallel.distributed', torch._C._distributed_c10d
+    monkeypatch.setattr(f'{ddp}._verify_param_shape_across_processes', lambda *args: None)
+    monkeypatch.setattr(c10d.Reducer, '_rebuild_buckets', lambda self: False)
+    monkeypatch.setattr(c10d.Logger, 'set_runtime_stats_and_log', lambda self: None)
+    dist.init_process_group('fake', store=FakeStore(), rank=3, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:.broadcast_buffers')  # torch announces a new name
+@pytest.mark.parametrize('preset, dtype, settings', [
+    ('gpt2', FP16, dict(recompute='full')), ('modern', BF16, dict(optimizer='muon', data_on_device=False))])
+def test_a_step_of_rank_3_of_8(split, group, preset, dtype, settings):
+    run_steps(fake_gpt(dtype, preset=preset), split, world=8, **settings)
+
+
+# -----------------------------------------------------------------------------
+# planted defects: what each check is there for
+
+def position_on_host(monkeypatch):
+    def forward(self, x, position):
+        return x + F.embedding(torch.arange(x.size(1)), self.weight)
+    monkeypatch.setattr(PositionEmbedding, 'forward', forward)
+
+
+def found_inf_on_host(monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def with_host_tensor(self):
+        self.found_inf = torch.zeros(())
+        step(self)
+    monkeypatch.setattr(torch.optim.AdamW, 'step', with_host_tensor)
+
+
+def in_mlp(action):
+    """A defect: action(x) in each MLP."""
+    def plant(monkeypatch):
+        forward = MLP.forward
+
+        def with_action(self, x):
+            action(x)
+            return forward(self, x)
+        monkeypatch.setattr(MLP, 'forward', with_action)
+    return plant
+
+
+def weights_not_cast(monkeypatch):
+    monkeypatch.setattr(Linear, 'forward', lambda self, x: F.linear(x, self.weight))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('defect, words', [
+    (position_on_host, 'at least two devices, cuda:0 and cpu'),
+    (found_inf_on_host, 'a copy from cpu to cuda:0 that waits'),
+    (in_mlp(lambda x: bool(x.isfinite().all())), '_local_scalar_dense'),
+    (in_mlp(lambda x: x.sum().item()), '_local_scalar_dense'),
+    (in_mlp(lambda x: x.cpu()), 'a copy from cuda:0 to cpu that waits'),
+    (in_mlp(lambda x: torch.ones(3).to(CUDA, non_blocking=True)), 'a copy from cpu to cuda:0 that waits'),
+    (in_mlp(lambda x: torch.from_numpy(np.ones(3)).pin_memory().to(CUDA)), 'a copy from cpu to cuda:0'),
+    (weights_not_cast, r"aten.mm of several dtypes: \['torch.bfloat16', 'torch.float32'\]")])
+def test_a_planted_defect_is_found(split, monkeypatch, defect, words):
+    model = fake_gpt(BF16)
+    defect(monkeypatch)
+    with pytest.raises((RuntimeError, DataDependentOutputException), match=words):
+        run_steps(model, split)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('call', [
+    lambda x, y: x[0] @ y[0], lambda x, y: torch.addmm(x[0], x[0], y[0]), lambda x, y: x @ y,
+    lambda x, y: torch.baddbmm(x, x, y), lambda x, y: x.index_put((torch.tensor([1]),), y[0]),
+    lambda x, y: x.index_put_((torch.tensor([1]),), y[0])])
+def test_each_mix_of_dtypes_is_found(call):
+    x = torch.zeros(2, 4, 4, device=CUDA, dtype=BF16)
+    with Strict(copies=False):
+        call(x, x)
+        with pytest.raises(RuntimeError, match='several dtypes'):
+            call(x, x.float())
+
+
+# -----------------------------------------------------------------------------
+# evaluation and generation
+
+@pytest.fixture
+def answers(monkeypatch):
+    """A list of what the host reads of the device, in order; generation and evaluation read nothing else."""
+    queue = []
+    monkeypatch.setattr(FakeTensor, 'tolist', lambda tensor: queue.pop(0))
+    monkeypatch.setattr(FakeTensor, 'cpu', lambda tensor: queue.pop(0))
+    yield queue
+    assert not queue
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('preset, dtype, chunks', [('gpt2', BF16, 1), ('modern', FP16, 3), ('modern', FP32, 1)])
+def test_an_evaluation_reads_the_device_once(split, answers, preset, dtype, chunks):
+    """7 windows in batches of 4."""
+    losses = SimpleNamespace(double=lambda: SimpleNamespace(numpy=lambda: np.full(7, 32.0)))
+    answers.append(losses)
+    model = fake_gpt(dtype, chunks, preset=preset)
+    with Strict(copies=True), flash_on_meta():
+        result = evaluate(model, split(16), 7, 4, Env(device=CUDA))
+    assert (result['loss'], result['tokens']) == (2.0, 7 * 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('quantize', ['none', 'int8'])
+@pytest.mark.parametrize('preset, dtype', [('gpt2', BF16), ('modern', FP16), ('modern', FP32)])
+@pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'fixed shapes'])
+def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize, compiled):
+    """
+    The first is at the end of the context and slides; the last two stop at the second token. Eager steps read
+    the lengths. The compiled step runs uncompiled.
+    """
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: function)
+    monkeypatch.setattr(GPT, 'to', lambda model, device: model)  # it is there, and fake parameters cannot move
+    model = prepare_for_inference(fake_gpt(dtype, preset=preset, n_kv_head=2), CUDA, dtype, quantize)
+    drawn = [[7.0, -1.0], [8.0, -1.0], [9.0, -1.0]]
+    answers += [[0, 0, 0], drawn, [0], [14, 3, 5], drawn, [15], drawn[:1]]
+    if compiled:
+        answers[:] = [answer for answer in answers if answer not in ([14, 3, 5], [15])]
+    sampling = Sampling(3, 0.8, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1, logprobs=True)
+    stopped, texts = set(), []
+    with Strict(copies=False):
+        for new in generate(model, [[1] * 16, [2] * 3, [3] * 5], sampling, 1, [1, 2, 3], stopped, compiled):
+            texts.append([sequence for sequence, _, _ in new])
+            if len(texts) == 2:
+                stopped |= {1, 2}
+    assert texts == [[0, 1, 2], [0, 1, 2], [0]]
+
+
+# -----------------------------------------------------------------------------
+# memory
