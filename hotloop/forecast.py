@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 import weakref
 
@@ -12,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from hotloop.dataloader import share_batch, windows_per_epoch
 from hotloop.device import PEAK_FLOPS, device_memory
+from hotloop.distributed import Env
 from hotloop.memory import EAGER_LOGIT, chunks_within
-from hotloop.optim import matrix_rows
+from hotloop.optim import Muon, matrix_rows
 from hotloop.parallel import set_blocks
 from hotloop.pretrained import GPT2_SHAPES, open_weights
 
@@ -95,6 +97,7 @@ def count_step(model, batch):
     return stored[0], live.peak
 
 
+@functools.cache
 def activation_bytes(model, batch, dtype, chunks, recompute='none'):
     """
     (bytes of activations, bytes of logits, loss and other temporaries) of a step of `batch` sequences in
@@ -112,20 +115,29 @@ def activation_bytes(model, batch, dtype, chunks, recompute='none'):
     return two + (model.config.n_layer - 2) * (two - one), peak - two
 
 
+@functools.cache
+def update_bytes(model, dtype):
+    """Bytes at most that Muon allocates in an update. AdamW's fused kernel allocates nothing."""
+    rows, device = matrix_rows(model), model.lm_head.weight.device
+    muon = Muon(list(rows), rows, 0.0, 0.0, 0.0, Env(device=device, dtype=dtype))
+    for p in rows:
+        p.grad = torch.zeros_like(p)
+    with LiveBytes([*rows, *(p.grad for p in rows)]) as live:
+        muon.step()  # the first, which also creates the momenta
+    model.zero_grad()
+    return live.peak - sum(p.nbytes for p in rows)
+
+
 class Need:
     """The memory that steps of a model need, in bytes, by part."""
 
     def __init__(self, model, cfg):
         self.model, self.asked_chunks, self.recompute = model, cfg.loss_chunks, cfg.recompute
+        self.sequences = cfg.batch_size * cfg.gradient_accumulation_steps
         self.weights = 4 * model.num_params()  # float32
-        muon = sum(p.numel() for p in matrix_rows(model)) if cfg.optimizer == 'muon' else 0
-        self.optimizer = 2 * self.weights - 4 * muon  # AdamW has two moments, Muon one
-        self.counted = {}
-
-    def count(self, *key):
-        if key not in self.counted:
-            self.counted[key] = activation_bytes(self.model, *key)
-        return self.counted[key]
+        self.by_muon = matrix_rows(model) if cfg.optimizer == 'muon' else ()
+        # AdamW has two moments, Muon one
+        self.optimizer = 2 * self.weights - sum(p.nbytes for p in self.by_muon)
 
     def chunks(self, batch, memory):
         """The chunks of the loss on a machine with this much memory, as choose_loss_chunks decides."""
@@ -133,18 +145,22 @@ class Need:
         need = EAGER_LOGIT * tokens * self.model.config.vocab_size
         return chunks_within(self.asked_chunks, tokens, need, memory)
 
-    def parts(self, batch, dtype, chunks):
-        """{part: bytes} of a micro-batch."""
-        activations, logits = self.count(batch, dtype, chunks, self.recompute)
-        return {'weights': self.weights, 'gradients': self.weights, 'optimizer': self.optimizer,
-                'activations': activations, 'logits and loss': logits}
+    def parts(self, batch, dtype, chunks, recompute=None):
+        """{part: bytes} when a step in micro-batches of `batch` sequences needs most."""
+        parts = {'weights': self.weights, 'gradients': self.weights, 'optimizer': self.optimizer}
+        activations, logits = activation_bytes(self.model, batch, dtype, chunks, recompute or self.recompute)
+        before = self.weights if batch < self.sequences else 0  # gradients of earlier micro-batches
+        update = update_bytes(self.model, dtype) if self.by_muon else 0
+        if before + activations + logits < self.weights + update:
+            return parts | {'update': update}
+        return parts | {'gradients': before, 'activations': activations, 'logits and loss': logits}
 
     def fits(self, batch, dtype, memory, recompute):
         """Whether a micro-batch fits on a machine with this much memory."""
-        usable = MARGIN * memory - 2 * self.weights - self.optimizer
-        if self.count(batch, dtype, 1, recompute)[0] > usable:  # counting the chunks takes longer
-            return False
-        return sum(self.count(batch, dtype, self.chunks(batch, memory), recompute)) <= usable
+        if activation_bytes(self.model, batch, dtype, 1, recompute)[0] > MARGIN * memory:
+            return False  # counting the chunks takes longer
+        parts = self.parts(batch, dtype, self.chunks(batch, memory), recompute)
+        return sum(parts.values()) <= MARGIN * memory
 
 
 # -----------------------------------------------------------------------------
@@ -205,7 +221,7 @@ def describe_memory(need, batch, dtype):
     size = MACHINES['H100'][1]
     chunks = need.chunks(batch, size)
     parts = need.parts(batch, dtype, chunks)
-    text = ', '.join(f'{part} {size / 1e9:,.2f}' for part, size in parts.items())
+    text = ', '.join(f'{part} {size / 1e9:,.2f}' for part, size in parts.items() if size)
     pieces = f' in {chunks} chunks' if chunks > 1 else ''
     if need.asked_chunks == 'auto':
         pieces += f' (loss_chunks=auto with {size / 1e9:.0f} GB)'

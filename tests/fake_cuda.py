@@ -3,7 +3,7 @@ CUDA paths without CUDA: the real step, evaluation and generation on fake tensor
 dtype and a shape, but no memory. A host tensor in a step, a host sync or a mix of dtypes raises; the bytes
 that exist are counted. Kernels, streams, collectives, graphs and numbers are not seen.
 
-    $ python tests/fake_cuda.py SHIM [options of pytest]  # as test_fake_cuda.py does; SHIM: fake_cuda.cpp, built
+    $ python tests/fake_cuda.py SHIM [options of pytest]  # SHIM: fake_cuda.cpp, built as in test_fake_cuda.py
 """
 
 import ctypes
@@ -21,7 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import noise, write_bins
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,7 +166,7 @@ def test_a_step_of_other_settings(split, preset, shape, chunks, settings):
 
 @pytest.fixture
 def group(monkeypatch):
-    """Rank 3 of 8. DDP's constructor, its buckets and its logger read memory, which fake tensors do not have."""
+    """Rank 3 of 8. Three functions of DDP read memory, which fake tensors do not have."""
     ddp, c10d = 'torch.nn.parallel.distributed', torch._C._distributed_c10d
     monkeypatch.setattr(f'{ddp}._verify_param_shape_across_processes', lambda *args: None)
     monkeypatch.setattr(c10d.Reducer, '_rebuild_buckets', lambda self: False)
@@ -257,7 +262,8 @@ def answers(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('preset, dtype, chunks', [('gpt2', BF16, 1), ('modern', FP16, 3), ('modern', FP32, 1)])
+@pytest.mark.parametrize('preset, dtype, chunks', [
+    ('gpt2', BF16, 1), ('modern', FP16, 3), ('modern', FP32, 1)])
 def test_an_evaluation_reads_the_device_once(split, answers, preset, dtype, chunks):
     """7 windows in batches of 4."""
     losses = SimpleNamespace(double=lambda: SimpleNamespace(numpy=lambda: np.full(7, 32.0)))
@@ -278,7 +284,7 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
     the lengths. The compiled step runs uncompiled.
     """
     monkeypatch.setattr(torch, 'compile', lambda function, **options: function)
-    monkeypatch.setattr(GPT, 'to', lambda model, device: model)  # it is there, and fake parameters cannot move
+    monkeypatch.setattr(GPT, 'to', lambda model, device: model)  # fake parameters cannot be moved
     model = prepare_for_inference(fake_gpt(dtype, preset=preset, n_kv_head=2), CUDA, dtype, quantize)
     drawn = [[7.0, -1.0], [8.0, -1.0], [9.0, -1.0]]
     answers += [[0, 0, 0], drawn, [0], [14, 3, 5], drawn, [15], drawn[:1]]
@@ -296,3 +302,51 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
 
 # -----------------------------------------------------------------------------
 # memory
+
+GPT2_124M = dict(vocab_size=50304, block_size=1024, n_layer=12, n_head=12, n_embd=768)
+LONG = dict(preset='modern', vocab_size=50304, block_size=2**15, n_layer=8, n_head=8, n_embd=1024)
+
+
+def forecast_of(settings, dtype, chunks, cfg):
+    """The bytes that --dry_run forecasts for a step on a GPU."""
+    with unset_fake_temporarily(), torch.device('meta'):
+        need = Need(GPT(GPTConfig(**settings)), cfg)
+        return sum(need.parts(cfg.batch_size, dtype, chunks).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shape, batch, cfg, memory, limit', [
+    (GPT2_124M, 8, {}, 80e9, 10.25e9),  # 9.94 GB
+    ({**GPT2_124M, 'preset': 'modern'}, 8, dict(optimizer='muon'), 80e9, 13.5e9),  # 13.10 GB
+    (LONG, 1, dict(recompute='selective'), 24e9, 8e9),  # 7.24 GB in 13 chunks; in 1, as 80 GB allow, 31
+    (LONG, 4, dict(recompute='full'), 80e9, 18e9),  # 16.18 GB in 15 chunks
+], ids=['124M', '124M modern', '32K', '4 x 32K'])
+def test_a_step_needs_no_more_memory(split, monkeypatch, shape, batch, cfg, memory, limit):
+    """Eager, in as many chunks as train.py chooses for a GPU with this much memory. The forecast agrees."""
+    monkeypatch.setattr('hotloop.memory.device_memory', lambda device: memory)
+    env = Env(device=CUDA, dtype=BF16)
+    chunks = choose_loss_chunks('auto', batch * shape['block_size'], shape['vocab_size'], env)
+    peak = run_steps(fake_gpt(BF16, chunks, **shape), split, batch_size=batch, **cfg)
+    assert peak < limit
+    cfg = TrainConfig(batch_size=batch, gradient_accumulation_steps=2, **cfg)
+    assert forecast_of(shape, BF16, chunks, cfg) == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('cfg', [{}, dict(optimizer='muon')])
+@pytest.mark.parametrize('micro_batches', [1, 2])
+def test_where_no_activations_decide(split, cfg, micro_batches):
+    """128 tokens a micro-batch: the update needs most, or weights and moments with the gradients."""
+    shape = {**GPT2_124M, 'block_size': 128, 'n_layer': 4}
+    cfg = dict(batch_size=1, gradient_accumulation_steps=micro_batches, **cfg)
+    peak = run_steps(fake_gpt(BF16, **shape), split, **cfg)
+    assert forecast_of(shape, BF16, 1, TrainConfig(**cfg)) == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_planted_use_of_memory_is_found(split, monkeypatch):
+    """A float32 copy of what an activation stores."""
+    shape = dict(preset='modern', vocab_size=512, block_size=256, n_layer=2)
+    before = run_steps(fake_gpt(BF16, **shape), split)
+    monkeypatch.setitem(ACTIVATIONS, 'relu2', lambda x: relu2(x.float()).to(x.dtype))
+    assert run_steps(fake_gpt(BF16, **shape), split) > 1.03 * before
