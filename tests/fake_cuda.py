@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
@@ -52,25 +51,23 @@ ONE_DTYPE = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.index_put, aten.i
 COPIES = (aten._to_copy, aten.copy_)
 
 
-class Strict(TorchDispatchMode):
+class Strict(LiveBytes):
     """Raises for what fake kernels let pass: arguments of several dtypes and, if asked, copies that wait."""
 
-    def __init__(self, copies):
-        super().__init__()
+    def __init__(self, known=(), copies=False):
+        super().__init__(known)
         self.copies = copies
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        name = func.overloadpacket
+        name, tensors = func.overloadpacket, [leaf for leaf in tree_leaves(args) if torch.is_tensor(leaf)]
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
         if name in ONE_DTYPE and len(dtypes) > 1:
             raise RuntimeError(f'{name} of several dtypes: {sorted(map(str, dtypes))}')
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.copies and name in COPIES and result.device != tensors[-1].device:
-            source, without_wait = tensors[-1], kwargs.get('non_blocking') or True in args[2:]
-            if not (without_wait and getattr(source, 'pinned', False)):
-                raise RuntimeError(f'a copy from {source.device} to {result.device} that waits')
+            non_blocking = (kwargs or {}).get('non_blocking') or True in args[2:]
+            if not (non_blocking and hasattr(tensors[-1], 'pinned')):
+                raise RuntimeError(f'a copy from {tensors[-1].device} to {result.device} that waits')
         return result
 
 
@@ -128,14 +125,14 @@ def run_steps(model, split, world=1, **settings):
     if world > 1:
         forward.register_comm_hook(None, sum_bucket)
     known = [*model.parameters(), *model.buffers()]
-    live = LiveBytes(known)
+    strict = Strict(known)
     for step in range(2):
         num_targets, loads = batches.step(step)
-        # the first step may copy what later ones keep on the device
-        with live, Strict(copies=step > 0), flash_on_meta():
+        strict.copies = step > 0  # the first step may copy what later ones keep on the device
+        with strict, flash_on_meta():
             result = train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
         assert {tensor.device for tensor in result} == {CUDA}
-    return sum(tensor.nbytes for tensor in known) + live.peak
+    return sum(tensor.nbytes for tensor in known) + strict.peak
 
 
 # -----------------------------------------------------------------------------
@@ -242,7 +239,7 @@ def test_a_planted_defect_is_found(split, monkeypatch, defect, words):
     lambda x, y: x.index_put_((torch.tensor([1]),), y[0])])
 def test_each_mix_of_dtypes_is_found(call):
     x = torch.zeros(2, 4, 4, device=CUDA, dtype=BF16)
-    with Strict(copies=False):
+    with Strict():
         call(x, x)
         with pytest.raises(RuntimeError, match='several dtypes'):
             call(x, x.float())
@@ -292,7 +289,7 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
         answers[:] = [answer for answer in answers if answer not in ([14, 3, 5], [15])]
     sampling = Sampling(3, 0.8, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1, logprobs=True)
     stopped, texts = set(), []
-    with Strict(copies=False):
+    with Strict():
         for new in generate(model, [[1] * 16, [2] * 3, [3] * 5], sampling, 1, [1, 2, 3], stopped, compiled):
             texts.append([sequence for sequence, _, _ in new])
             if len(texts) == 2:
@@ -337,7 +334,7 @@ def test_a_step_needs_no_more_memory(split, monkeypatch, shape, batch, cfg, memo
 @pytest.mark.parametrize('micro_batches', [1, 2])
 def test_where_no_activations_decide(split, cfg, micro_batches):
     """128 tokens a micro-batch: the update needs most, or weights and moments with the gradients."""
-    shape = {**GPT2_124M, 'block_size': 128, 'n_layer': 4}
+    shape = {**GPT2_124M, 'block_size': 128, 'n_layer': 2}
     cfg = dict(batch_size=1, gradient_accumulation_steps=micro_batches, **cfg)
     peak = run_steps(fake_gpt(BF16, **shape), split, **cfg)
     assert forecast_of(shape, BF16, 1, TrainConfig(**cfg)) == pytest.approx(peak, rel=0.1)

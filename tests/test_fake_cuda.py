@@ -1,5 +1,6 @@
 """Runs fake_cuda.py, the CUDA paths on fake tensors, in a process whose torch is given a 'cuda' device."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,8 @@ def shim(tmp_path_factory):
 
 @pytest.mark.parametrize('which', ['not slow', pytest.param('slow', marks=pytest.mark.slow)])
 def test_cuda_paths(shim, which):
-    command = [sys.executable, TESTS / 'fake_cuda.py', shim, '-q', '-m', which, '-p', 'no:cacheprovider']
-    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    command = [sys.executable, TESTS / 'fake_cuda.py', shim, '-q', '-m', which, '-p', 'no:cacheprovider',
+               '--assert=plain']  # rewriting asserts takes a second
+    env = {**os.environ, 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
+    done = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
