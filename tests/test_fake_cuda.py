@@ -1,4 +1,4 @@
-"""Runs fake_cuda.py, the CUDA paths on fake tensors, in a process whose torch is given a 'cuda' device."""
+"""Runs fake_cuda.py, the CUDA paths on fake tensors, in a process with a 'cuda' device that is not there."""
 
 import os
 import shutil
@@ -10,12 +10,12 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
-ROOT = Path(torch.__file__).parent
+TORCH = Path(torch.__file__).parent
 
 
 @pytest.fixture(scope='session')
 def shim(tmp_path_factory):
-    """fake_cuda.cpp, built: torch's interfaces for it are private, so only for the torch that is tested."""
+    """fake_cuda.cpp, built. Its interfaces are private to torch, so only the pinned version is tried."""
     pinned = next(line for line in (TESTS.parent / 'constraints.txt').read_text(encoding='utf-8').splitlines()
                   if line.startswith('torch=='))
     if torch.version.cuda or f'torch=={torch.__version__.split("+")[0]}' != pinned:
@@ -23,8 +23,8 @@ def shim(tmp_path_factory):
     if not shutil.which('g++'):
         pytest.skip('there is no g++ to build the shim')
     path = tmp_path_factory.mktemp('shim') / 'fake_cuda.so'
-    command = ['g++', '-O0', '-shared', '-fPIC', '-std=c++20', TESTS / 'fake_cuda.cpp', f'-I{ROOT}/include',
-               f'-L{ROOT}/lib', f'-Wl,-rpath,{ROOT}/lib', '-lc10', '-ltorch_cpu', '-o', path]
+    command = ['g++', '-O0', '-shared', '-fPIC', '-std=c++20', TESTS / 'fake_cuda.cpp', f'-I{TORCH}/include',
+               f'-L{TORCH}/lib', f'-Wl,-rpath,{TORCH}/lib', '-lc10', '-ltorch_cpu', '-o', path]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode:
         pytest.skip(f'the shim does not build: {built.stderr.strip()[:300]}')
