@@ -46,7 +46,8 @@ from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, 
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
 from hotloop.files import is_inside
-from hotloop.forecast import fits_sharded, forecast, model_args_of
+from hotloop.footprint import fits_sharded
+from hotloop.forecast import forecast, model_args_of
 from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
@@ -57,7 +58,7 @@ from hotloop.parallel import micro_batch, set_blocks
 from hotloop.pretrained import open_start
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
-from hotloop.saves import finish_save, save, take_folder, track_best
+from hotloop.saves import evaluate_missing, finish_save, save, take_folder, track_best
 from hotloop.schedule import learning_rate, set_learning_rate, set_length, what_is_due
 from hotloop.shard import is_sharded, local, shard_model
 from hotloop.tokenizer import Tokenizer
@@ -332,7 +333,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
         loss_and_stops[0] += loss.detach()
     if env.world > 1:
-        loss_and_stops[1] = float(bool(env.stop and env.stop()))
+        loss_and_stops[1].fill_(bool(env.stop and env.stop()))  # an assignment would wait for the GPU
         dist.all_reduce(loss_and_stops)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -552,23 +553,6 @@ def train(run):
             return stop_run(run)
     log_done(run)
     return 0
-
-
-def evaluate_missing(run):
-    """Runs the evaluation of the first step if it is due and not in the log. Returns whether to continue."""
-    state, missing = run.state, 0.0
-    if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
-        missing = float(run.log.lacks_evaluation(state.iter_num))
-    if not run.env.sum(np.array([missing]))[0]:  # only rank 0 has a log
-        return True
-    evaluation = evaluate_both(run, run.env.stop.by_signal)
-    if evaluation is None:
-        return False
-    track_best(run, evaluation)
-    save(run)
-    finish_save(run)  # the checkpoint of this step lacks the result, so a new one comes before the log line
-    log_evaluation(run, evaluation)
-    return True
 
 
 def stop_run(run):

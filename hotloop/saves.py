@@ -8,9 +8,11 @@ import torch
 
 from configurator import as_file
 from hotloop.checkpoint import DiskFull, checkpoint_of, size_in_bytes, snapshot
+from hotloop.evaluate import evaluate_both
 from hotloop.host import memory
-from hotloop.logger import Log
+from hotloop.logger import Log, log_evaluation
 from hotloop.run_dir import Mirror
+from hotloop.schedule import what_is_due
 from hotloop.shard import is_sharded
 
 
@@ -96,6 +98,23 @@ def finish_save(run, wait=True, final=False):
     run.failed_saves = 0
     if run.mirror:
         run.mirror.update()
+
+
+def evaluate_missing(run):
+    """Runs the evaluation of the first step if it is due and not in the log. Returns whether to continue."""
+    state, missing = run.state, 0.0
+    if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
+        missing = float(run.log.lacks_evaluation(state.iter_num))
+    if not run.env.sum(np.array([missing]))[0]:  # only rank 0 has a log
+        return True
+    evaluation = evaluate_both(run, run.env.stop.by_signal)
+    if evaluation is None:
+        return False
+    track_best(run, evaluation)
+    save(run)
+    finish_save(run)  # the checkpoint of this step lacks the result, so a new one comes before the log line
+    log_evaluation(run, evaluation)
+    return True
 
 
 def save_error(run, error):

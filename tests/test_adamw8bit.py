@@ -9,7 +9,7 @@ from conftest import error_of, load, same
 
 import train
 from hotloop.adamw8bit import adamw8bit
-from hotloop.forecast import Need
+from hotloop.footprint import Need
 from model import GPT, GPTConfig
 
 missing = importlib.util.find_spec('bitsandbytes') is None

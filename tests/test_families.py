@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import prepare
 import sample
 from hotloop.families import settings_of
-from hotloop.forecast import activation_bytes, describe_model
+from hotloop.footprint import activation_bytes
+from hotloop.forecast import describe_model
 from hotloop.generate import Sampling, generate, prefill
 from hotloop.kv_cache import new_cache
 from hotloop.optim import matrix_rows

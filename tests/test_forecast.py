@@ -12,8 +12,9 @@ from conftest import contents, noise, write_bins
 
 import train
 from hotloop.distributed import Env
-from hotloop.forecast import MACHINES, PARTS, Need, activation_bytes, advise, count_step, describe_model
-from hotloop.optim import build_optimizers
+from hotloop.footprint import Need, activation_bytes, count_step, update_bytes
+from hotloop.forecast import MACHINES, PARTS, advise, describe_model
+from hotloop.optim import build_optimizers, matrix_rows
 from hotloop.parallel import set_blocks
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -73,6 +74,24 @@ def test_the_state_of_the_optimizer_is_counted(optimizer, settings):
     held = sum(value.nbytes for o in optimizers for state in o.state.values() for value in state.values()
                if value.dim())
     assert Need(model, cfg).optimizer == held
+
+
+def test_what_muon_allocates_in_an_update_is_counted():
+    """It decides where micro-batches are small. AdamW allocates nothing."""
+    real, meta = (gpt(device, preset='modern', block_size=4) for device in ('cpu', 'meta'))
+    allocated = update_bytes(meta, torch.bfloat16)
+    assert update_bytes(real, torch.bfloat16) == allocated > 2 * sum(p.nbytes for p in matrix_rows(meta))
+    cfg = TrainConfig(optimizer='muon', batch_size=1)
+    assert Need(meta, cfg).parts(1, torch.bfloat16, 1)['update'] == allocated
+    assert 'update' not in Need(meta, cfg).parts(500, torch.bfloat16, 1)
+    assert 'update' not in Need(meta, TrainConfig(batch_size=1)).parts(1, torch.bfloat16, 1)
+
+
+def test_one_micro_batch_starts_without_gradients():
+    model = gpt('meta')
+    one, two = (Need(model, TrainConfig(batch_size=8, gradient_accumulation_steps=n)) for n in (1, 2))
+    difference = sum(two.parts(8, torch.float32, 1).values()) - sum(one.parts(8, torch.float32, 1).values())
+    assert difference == one.weights and one.parts(8, torch.float32, 1)['activations'] > one.weights
 
 
 @pytest.mark.parametrize('preset', ['gpt2', 'modern'])

@@ -21,7 +21,7 @@ from hotloop.dataloader import Batches, Split
 from hotloop.dataset import read_meta
 from hotloop.distributed import Env
 from hotloop.evaluate import evaluate
-from hotloop.forecast import Need, fits_sharded
+from hotloop.footprint import Need, fits_sharded
 from hotloop.memory import choose_batch_size
 from hotloop.optim import build_optimizers
 from hotloop.run_dir import RunDir
@@ -273,7 +273,7 @@ def test_the_largest_micro_batch_of_a_sharded_run_is_counted(monkeypatch, failin
         def sum(self, values):
             return values + (failing and len(asked) < 3)
     asked = []
-    monkeypatch.setattr('hotloop.forecast.Need.fits', lambda self, *args: asked.append(self.sharing) or True)
+    monkeypatch.setattr('hotloop.footprint.Need.fits', lambda self, *args: asked.append(self.sharing) or True)
     monkeypatch.setattr(GPT, 'forward', lambda *args: pytest.fail('a trial'))
     cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=4, shard='full', data_on_device=False)
     split = SimpleNamespace(T=16, num_bytes=0)

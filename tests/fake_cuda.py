@@ -1,0 +1,346 @@
+"""
+CUDA paths without CUDA: the real step, evaluation and generation on fake tensors, which have a device, a
+dtype and a shape, but no memory. A host tensor in a step, a host sync or a mix of dtypes raises; the bytes
+that exist are counted. Kernels, streams, collectives, graphs and numbers are not seen.
+
+    $ python tests/fake_cuda.py SHIM [options of pytest]  # SHIM: fake_cuda.cpp, built as in test_fake_cuda.py
+"""
+
+import ctypes
+import sys
+
+import pytest
+
+if __name__ == '__main__':  # before torch is imported, which asks its registries only once
+    ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+    sys.exit(pytest.main([__file__, *sys.argv[2:]]))
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from conftest import noise, write_bins
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+import train
+from hotloop.dataloader import Batches, Split
+from hotloop.distributed import Env
+from hotloop.evaluate import evaluate
+from hotloop.footprint import LiveBytes, Need, flash_on_meta
+from hotloop.forecast import MACHINES
+from hotloop.generate import Sampling, generate
+from hotloop.memory import choose_loss_chunks
+from hotloop.optim import build_optimizers
+from hotloop.quantize import prepare_for_inference
+from model import ACTIVATIONS, GPT, MLP, GPTConfig, Linear, PositionEmbedding, relu2
+from train import TrainConfig
+
+CUDA = torch.device('cuda', 0)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+aten = torch.ops.aten
+ONE_DTYPE = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.index_put, aten.index_put_,
+             aten._scaled_dot_product_flash_attention)
+COPIES = (aten._to_copy, aten.copy_)
+
+
+class Strict(LiveBytes):
+    """Raises for what fake kernels let pass: arguments of several dtypes and, if asked, copies that wait."""
+
+    def __init__(self, known=(), copies=False):
+        super().__init__(known)
+        self.copies = copies
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, tensors = func.overloadpacket, [leaf for leaf in tree_leaves(args) if torch.is_tensor(leaf)]
+        dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        if name in ONE_DTYPE and len(dtypes) > 1:
+            raise RuntimeError(f'{name} of several dtypes: {sorted(map(str, dtypes))}')
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.copies and name in COPIES and result.device != tensors[-1].device:
+            non_blocking = (kwargs or {}).get('non_blocking') or True in args[2:]
+            if not (non_blocking and hasattr(tensors[-1], 'pinned')):
+                raise RuntimeError(f'a copy from {tensors[-1].device} to {result.device} that waits')
+        return result
+
+
+def pin_memory(tensor):
+    """Fake tensors cannot be pinned; Strict looks for this mark."""
+    tensor.pinned = True
+    return tensor
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    """Every tensor is fake; three functions that do not take fake tensors, or ask for a GPU, are replaced."""
+    monkeypatch.setattr('torch.cuda.amp.common.amp_definitely_not_available', lambda: False)
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', pin_memory)
+    from_numpy = torch.from_numpy
+    with FakeTensorMode() as mode:
+        monkeypatch.setattr(torch, 'from_numpy', lambda array: mode.from_tensor(from_numpy(array)))
+        yield
+
+
+@pytest.fixture
+def split(tmp_path):
+    """split(T) -> a training Split of windows of T tokens."""
+    def build(T):
+        write_bins(tmp_path / 'data', noise(20 * T), noise(5 * T))
+        meta = {'dtype': 'uint16', 'vocab_size': 257, 'foreign': False, 'splits': {}}
+        return Split(str(tmp_path / 'data'), 'train', meta, T)
+    return build
+
+
+def fake_gpt(dtype, chunks=1, **settings):
+    tiny = dict(block_size=16, vocab_size=257, n_layer=1, n_head=4, n_embd=32)
+    with CUDA:
+        model = GPT(GPTConfig(**{**tiny, **settings}))
+    model.compute_dtype, model.loss_chunks = dtype, chunks
+    return model
+
+
+def sum_bucket(_, bucket):
+    """The work of a fake process group has no result, which DDP's own hook would read."""
+    dist.all_reduce(bucket.buffer())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def run_steps(model, split, world=1, **settings):
+    """Two real steps as train.py sets them up, two micro-batches each; returns the bytes in use at most."""
+    sizes = dict(batch_size=4, gradient_accumulation_steps=2 * world, data_on_device=True)
+    cfg, dtype = TrainConfig(**{**sizes, **settings}), model.compute_dtype
+    env = Env(rank=3 if world > 1 else 0, world=world, device=CUDA, dtype=dtype)
+    batches = Batches(split(model.config.block_size), cfg, env)
+    optimizers = build_optimizers(model, cfg, env)
+    scaler = torch.amp.GradScaler('cuda', enabled=dtype == FP16)
+    _, forward = train.wrap(model, cfg, env)
+    if world > 1:
+        forward.register_comm_hook(None, sum_bucket)
+    known = [*model.parameters(), *model.buffers()]
+    strict = Strict(known)
+    for step in range(2):
+        num_targets, loads = batches.step(step)
+        strict.copies = step > 0  # the first step may copy what later ones keep on the device
+        with strict, flash_on_meta():
+            result = train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
+        assert {tensor.device for tensor in result} == {CUDA}
+    return sum(tensor.nbytes for tensor in known) + strict.peak
+
+
+# -----------------------------------------------------------------------------
+# the step
+
+def test_a_step(split):
+    run_steps(fake_gpt(BF16, preset='modern', n_kv_head=2), split, optimizer='muon')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('dtype', [BF16, FP16, FP32])
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.parametrize('preset', ['gpt2', 'modern'])
+def test_a_step_of_each_dtype(split, preset, optimizer, dtype):
+    run_steps(fake_gpt(dtype, preset=preset), split, optimizer=optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('preset', ['gpt2', 'modern'])
+@pytest.mark.parametrize('shape, chunks, settings', [
+    (dict(n_kv_head=2), 1, {}), (dict(mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
+    (dict(dropout=0.1, label_smoothing=0.1), 4, {}), (dict(softcap=15.0), 3, {}),
+    (dict(dropout=0.1), 1, dict(recompute='selective')), ({}, 4, dict(recompute='full')),
+    ({}, 1, dict(data_on_device=False, grad_clip=0.0))], ids=str)
+def test_a_step_of_other_settings(split, preset, shape, chunks, settings):
+    run_steps(fake_gpt(BF16, chunks, preset=preset, **shape), split, **settings)
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """Rank 3 of 8. Three functions of DDP read memory, which fake tensors do not have."""
+    ddp, c10d = 'torch.nn.parallel.distributed', torch._C._distributed_c10d
+    monkeypatch.setattr(f'{ddp}._verify_param_shape_across_processes', lambda *args: None)
+    monkeypatch.setattr(c10d.Reducer, '_rebuild_buckets', lambda self: False)
+    monkeypatch.setattr(c10d.Logger, 'set_runtime_stats_and_log', lambda self: None)
+    dist.init_process_group('fake', store=FakeStore(), rank=3, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:.broadcast_buffers')  # torch announces a new name
+@pytest.mark.parametrize('preset, dtype, settings', [
+    ('gpt2', FP16, dict(recompute='full')), ('modern', BF16, dict(optimizer='muon', data_on_device=False))])
+def test_a_step_of_rank_3_of_8(split, group, preset, dtype, settings):
+    run_steps(fake_gpt(dtype, preset=preset), split, world=8, **settings)
+
+
+# -----------------------------------------------------------------------------
+# planted defects: what each check is there for
+
+def position_on_host(monkeypatch):
+    def forward(self, x, position):
+        return x + F.embedding(torch.arange(x.size(1)), self.weight)
+    monkeypatch.setattr(PositionEmbedding, 'forward', forward)
+
+
+def found_inf_on_host(monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def with_host_tensor(self):
+        self.found_inf = torch.zeros(())
+        step(self)
+    monkeypatch.setattr(torch.optim.AdamW, 'step', with_host_tensor)
+
+
+def in_mlp(action):
+    """A defect: action(x) in each MLP."""
+    def plant(monkeypatch):
+        forward = MLP.forward
+
+        def with_action(self, x):
+            action(x)
+            return forward(self, x)
+        monkeypatch.setattr(MLP, 'forward', with_action)
+    return plant
+
+
+def weights_not_cast(monkeypatch):
+    monkeypatch.setattr(Linear, 'forward', lambda self, x: F.linear(x, self.weight))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('defect, words', [
+    (position_on_host, 'at least two devices, cuda:0 and cpu'),
+    (found_inf_on_host, 'a copy from cpu to cuda:0 that waits'),
+    (in_mlp(lambda x: bool(x.isfinite().all())), '_local_scalar_dense'),
+    (in_mlp(lambda x: x.sum().item()), '_local_scalar_dense'),
+    (in_mlp(lambda x: x.cpu()), 'a copy from cuda:0 to cpu that waits'),
+    (in_mlp(lambda x: torch.ones(3).to(CUDA, non_blocking=True)), 'a copy from cpu to cuda:0 that waits'),
+    (in_mlp(lambda x: torch.from_numpy(np.ones(3)).pin_memory().to(CUDA)), 'a copy from cpu to cuda:0'),
+    (weights_not_cast, r"aten.mm of several dtypes: \['torch.bfloat16', 'torch.float32'\]")])
+def test_a_planted_defect_is_found(split, monkeypatch, defect, words):
+    model = fake_gpt(BF16)
+    defect(monkeypatch)
+    with pytest.raises(RuntimeError, match=words):
+        run_steps(model, split)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('call', [
+    lambda x, y: x[0] @ y[0], lambda x, y: torch.addmm(x[0], x[0], y[0]), lambda x, y: x @ y,
+    lambda x, y: torch.baddbmm(x, x, y), lambda x, y: x.index_put((torch.tensor([1]),), y[0]),
+    lambda x, y: x.index_put_((torch.tensor([1]),), y[0])])
+def test_each_mix_of_dtypes_is_found(call):
+    x = torch.zeros(2, 4, 4, device=CUDA, dtype=BF16)
+    with Strict():
+        call(x, x)
+        with pytest.raises(RuntimeError, match='several dtypes'):
+            call(x, x.float())
+
+
+# -----------------------------------------------------------------------------
+# evaluation and generation
+
+@pytest.fixture
+def answers(monkeypatch):
+    """A list of what the host reads from the device, in order. Any other read raises."""
+    queue = []
+    monkeypatch.setattr(FakeTensor, 'tolist', lambda tensor: queue.pop(0))
+    monkeypatch.setattr(FakeTensor, 'cpu', lambda tensor: queue.pop(0))
+    yield queue
+    assert not queue
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('preset, dtype, chunks', [
+    ('gpt2', BF16, 1), ('modern', FP16, 3), ('modern', FP32, 1)])
+def test_an_evaluation_reads_the_device_once(split, answers, preset, dtype, chunks):
+    """7 windows in batches of 4."""
+    answers.append(SimpleNamespace(double=lambda: SimpleNamespace(numpy=lambda: np.full(7, 32.0))))
+    model = fake_gpt(dtype, chunks, preset=preset)
+    with Strict(copies=True), flash_on_meta():
+        result = evaluate(model, split(16), 7, 4, Env(device=CUDA))
+    assert (result['loss'], result['tokens']) == (2.0, 7 * 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('quantize', ['none', 'int8'])
+@pytest.mark.parametrize('preset, dtype', [('gpt2', BF16), ('modern', FP16), ('modern', FP32)])
+@pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'fixed shapes'])
+def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize, compiled):
+    """
+    The first fills the context, which slides; the other two stop at the second token. Eager steps also read
+    the lengths. The step of fixed shapes is not compiled.
+    """
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: function)
+    monkeypatch.setattr(GPT, 'to', lambda model, device: model)  # fake parameters cannot be moved
+    model = prepare_for_inference(fake_gpt(dtype, preset=preset, n_kv_head=2), CUDA, dtype, quantize)
+    drawn = [[7.0, -1.0], [8.0, -1.0], [9.0, -1.0]]
+    if compiled:
+        answers += [[0, 0, 0], drawn, [0], drawn, drawn[:1]]
+    else:
+        answers += [[0, 0, 0], drawn, [0], [14, 3, 5], drawn, [15], drawn[:1]]
+    sampling = Sampling(3, 0.8, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1, logprobs=True)
+    stopped, texts = set(), []
+    with Strict():
+        for new in generate(model, [[1] * 16, [2] * 3, [3] * 5], sampling, 1, [1, 2, 3], stopped, compiled):
+            texts.append([sequence for sequence, _, _ in new])
+            if len(texts) == 2:
+                stopped |= {1, 2}
+    assert texts == [[0, 1, 2], [0, 1, 2], [0]]
+
+
+# -----------------------------------------------------------------------------
+# memory
+
+GPT2_124M = dict(vocab_size=50304, block_size=1024, n_layer=12, n_head=12, n_embd=768)
+LONG = dict(preset='modern', vocab_size=50304, block_size=2**15, n_layer=8, n_head=8, n_embd=1024)
+
+
+def forecast_of(settings, dtype, chunks, cfg):
+    """The bytes that --dry_run forecasts for a step on a GPU."""
+    with unset_fake_temporarily(), torch.device('meta'):
+        need = Need(GPT(GPTConfig(**settings)), cfg)
+        return sum(need.parts(cfg.batch_size, dtype, chunks).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shape, batch, cfg, machine, limit', [
+    (GPT2_124M, 8, {}, 'H100', 10.25e9),  # 9.94 GB
+    ({**GPT2_124M, 'preset': 'modern'}, 8, dict(optimizer='muon'), 'H100', 13.5e9),  # 13.10 GB
+    (LONG, 1, dict(recompute='selective'), 'RTX 4090', 8e9),  # 7.24 GB in 13 chunks; 31 in 1, as on an H100
+    (LONG, 4, dict(recompute='full'), 'H100', 18e9),  # 16.18 GB in 15 chunks
+], ids=['124M', '124M modern', '32K', '4 x 32K'])
+def test_a_step_needs_no_more_memory(split, monkeypatch, shape, batch, cfg, machine, limit):
+    """Uncompiled, in as many chunks as train.py chooses on this GPU. The forecast is the count."""
+    monkeypatch.setattr('hotloop.memory.device_memory', lambda device: MACHINES[machine][1])
+    env = Env(device=CUDA, dtype=BF16)
+    chunks = choose_loss_chunks('auto', batch * shape['block_size'], shape['vocab_size'], env)
+    peak = run_steps(fake_gpt(BF16, chunks, **shape), split, batch_size=batch, **cfg)
+    assert peak < limit
+    cfg = TrainConfig(batch_size=batch, gradient_accumulation_steps=2, **cfg)
+    assert forecast_of(shape, BF16, chunks, cfg) == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('cfg', [{}, dict(optimizer='muon')])
+@pytest.mark.parametrize('micro_batches', [1, 2])
+def test_the_forecast_of_small_micro_batches(split, cfg, micro_batches):
+    """Of 128 tokens: the update of Muon needs most, or gradients are a large part."""
+    shape = {**GPT2_124M, 'block_size': 128, 'n_layer': 2}
+    cfg = dict(batch_size=1, gradient_accumulation_steps=micro_batches, **cfg)
+    peak = run_steps(fake_gpt(BF16, **shape), split, **cfg)
+    assert forecast_of(shape, BF16, 1, TrainConfig(**cfg)) == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_planted_use_of_memory_is_found(split, monkeypatch):
+    """A float32 copy of what an activation stores."""
+    shape = dict(preset='modern', vocab_size=512, block_size=256, n_layer=2)
+    before = run_steps(fake_gpt(BF16, **shape), split)
+    monkeypatch.setitem(ACTIVATIONS, 'relu2', lambda x: relu2(x.float()).to(x.dtype))
+    assert run_steps(fake_gpt(BF16, **shape), split) > 1.03 * before
