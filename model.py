@@ -235,11 +235,11 @@ def attend_within(q, k, v, dropout, window, documents):
 def compiled_flex():
     """create_block_mask and flex_attention; uncompiled, they would hold all T x T scores."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    return torch.compile(create_block_mask, dynamic=False), torch.compile(flex_attention, dynamic=False)
+    return torch.compile(create_block_mask), torch.compile(flex_attention)
 
 
 def block_mask(T, window, documents, device):
-    """FlexAttention's mask of what attend_within() reaches."""
+    """FlexAttention's mask for T tokens of what attend_within() reaches. Not run: it needs a GPU."""
     def visible(b, h, i, j):
         seen = j <= i
         if window is not None:
