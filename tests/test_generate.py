@@ -35,7 +35,7 @@ def shapes(monkeypatch):
 
     def watched(self, idx, targets=None, cache=None):
         seen.append(tuple(idx.shape))
-        return forward(self, idx, targets, cache)
+        return forward(self, idx, targets, cache=cache)
     monkeypatch.setattr(GPT, 'forward', watched)
     return seen
 
