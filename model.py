@@ -238,9 +238,7 @@ def rotation_angles(num_positions, D, base, factor=1.0, context=None):
     """
     # in float32 an angle at position 32,000 would be wrong by 2e-3
     frequency = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)  # (D/2)
-    kept = 0.0
-    if context is not None:
-        kept = ((context * frequency / (2 * math.pi) - 1) / 3).clamp(0, 1)
+    kept = 0.0 if context is None else ((context * frequency / (2 * math.pi) - 1) / 3).clamp(0, 1)
     frequency = frequency * (kept + (1 - kept) / factor)
     angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency  # (T, D/2)
     return angle.cos().float(), angle.sin().float()
@@ -264,7 +262,7 @@ def positions_in(documents):
     return position - (position * begins).cummax(1).values
 
 
-QUERIES = 512  # that attend_in_window() computes at once
+QUERIES = 512  # that attend_in_window() computes at once; of 64 to 1,024, 256 and 512 were fastest on a CPU
 
 
 def capped_attention(q, k, v, attn_mask=None, dropout_p=0.0, enable_gqa=True, *, cap):
@@ -315,14 +313,14 @@ def attend_within(q, k, v, dropout, window, documents, kernel=None):
 
 
 @cache
-def compiled_flex():
-    """create_block_mask and flex_attention; uncompiled, they would hold all T x T scores."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    return torch.compile(create_block_mask, dynamic=False), torch.compile(flex_attention, dynamic=False)
+def compiled(function, **options):
+    """A function, compiled at its first call."""
+    return torch.compile(function, **options)
 
 
 def block_mask(T, window, documents, device):
-    """FlexAttention's mask of what attend_within() reaches."""
+    """FlexAttention's mask for T tokens of what attend_within() reaches. Not run: it needs a GPU."""
+    from torch.nn.attention.flex_attention import create_block_mask
     def visible(b, h, i, j):
         seen = j <= i
         if window is not None:
@@ -331,7 +329,8 @@ def block_mask(T, window, documents, device):
             seen = seen & (documents[b, i] == documents[b, j])
         return seen
     rows = None if documents is None else len(documents)
-    return compiled_flex()[0](visible, rows, None, T, T, device=device)
+    # uncompiled, both would hold all T x T scores
+    return compiled(create_block_mask)(visible, rows, None, T, T, device=device)
 
 
 class Attention(nn.Module):
@@ -358,20 +357,21 @@ class Attention(nn.Module):
 
     def attend(self, q, k, v, within=None):
         """
-        The attention of q, (B, H, T, D), over k and v, (B, K, T, D). within: documents, (B, T), or on a GPU
-        block masks of documents and windows by window; None: windows only.
+        The attention of q, (B, H, T, D), over k and v, (B, K, T, D). within: documents, (B, T), or
+        FlexAttention's mask of documents and window; None: one document.
         """
         dropout = self.dropout.p if self.training else 0.0
-        if isinstance(within, dict):  # not run: it needs a GPU
-            if dropout:
-                raise ValueError(f'dropout={dropout} cannot be combined with window or document_mask '
-                                 'or attn_softcap on a GPU; use --dropout=0')
-            flex, cap = compiled_flex()[1], partial(softcap, cap=self.cap) if self.cap else None
-            return flex(q, k, v, cap, within[self.window], enable_gqa=q.size(1) > k.size(1))
         if within is None and (self.window is None or self.window >= q.size(2)):
             # no mask: it disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
             return attend_in_window(q, k, v, dropout, None, self.kernel)
-        return attend_within(q, k, v, dropout, self.window, within, self.kernel)
+        if within is None or isinstance(within, torch.Tensor):
+            return attend_within(q, k, v, dropout, self.window, within, self.kernel)
+        if dropout:
+            raise ValueError(f'dropout={dropout} cannot be combined with window, document_mask, pack_rows or '
+                             'attn_softcap on a GPU; use --dropout=0')
+        from torch.nn.attention.flex_attention import flex_attention
+        cap = partial(softcap, cap=self.cap) if self.cap else None
+        return compiled(flex_attention)(q, k, v, cap, within, enable_gqa=q.size(1) > k.size(1))
 
     def forward(self, x, cos, sin, cache=None, within=None):
         B, T, _ = x.shape
@@ -452,12 +452,6 @@ def head_gradients(x, w, targets, cap, smoothing, frozen):
     return loss.view(1), d @ w, None if frozen else d.T @ x
 
 
-@cache
-def compiled_head_gradients():
-    """head_gradients, compiled at its first call."""
-    return torch.compile(head_gradients, dynamic=False)
-
-
 class ChunkedLoss(torch.autograd.Function):
     """
     The summed cross-entropy of a head, (1,), without all logits in memory at once. forward computes the
@@ -465,8 +459,8 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, cap, smoothing, chunks, compiled):
-        gradients = compiled_head_gradients() if compiled else head_gradients
+    def forward(ctx, x, weight, targets, cap, smoothing, chunks, compiles):
+        gradients = compiled(head_gradients, dynamic=False) if compiles else head_gradients
         frozen = not ctx.needs_input_grad[1]
         w, total, dx, dw = weight.to(x.dtype), 0.0, [], None if frozen else torch.zeros_like(weight)
         for part, target in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
@@ -567,12 +561,14 @@ class GPT(nn.Module):
             sin = self.sin[position].unsqueeze(-3)
         x = self.transformer.wpe(self.transformer.wte(idx), position)  # (B, T, C)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
-        within = documents
-        masked = documents is not None or c.window or c.attn_softcap
-        if masked and cache is None and x.device.type == 'cuda':
-            within = {window: block_mask(T, window, documents, x.device) for window in set(c.windows())}
-        for block in self.transformer.h:
-            x = block(x, x0, cos, sin, cache, within)
+        windows = c.windows()
+        within = [documents] * len(windows)
+        if cache is None and x.device.type == 'cuda':
+            masks = {window: block_mask(T, window, documents, x.device) for window in set(windows)
+                     if documents is not None or c.attn_softcap or (window or T) < T}
+            within = [masks.get(window) for window in windows]
+        for block, reach in zip(self.transformer.h, within, strict=True):
+            x = block(x, x0, cos, sin, cache, reach)
         if targets is not None:
             return self.loss(x, targets)
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)

@@ -90,7 +90,10 @@ class Split:
 
 
 def documents_of(tokens, end_id):
-    """The number of each token's document within its row, (B, T), of a numpy array or a torch tensor."""
+    """
+    The number of each token's document within its row, (B, T), of a numpy array or a torch tensor. The first
+    token of a document stays a target: the id that ends the one before predicts it.
+    """
     documents = 0 * tokens
     documents[:, 1:] = (tokens[:, :-1] == end_id).cumsum(1)
     return documents

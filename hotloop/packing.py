@@ -25,7 +25,10 @@ def mask_documents(split, dataset):
 
 
 class Packed(Split):
-    """A split of rows. A window holds complete rows, each a document, and padding; starts are its numbers."""
+    """
+    A split of rows of instruction data. A window holds complete rows, each a document, and padding; its
+    `start` is its number. Each epoch shuffles the windows. Their rows stay: they do not affect one another.
+    """
 
     def __init__(self, folder, name, meta, T):
         super().__init__(folder, name, meta, T)

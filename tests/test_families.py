@@ -9,7 +9,6 @@ import conftest
 import pytest
 import torch
 from conftest import error_of, load, same
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 import prepare
@@ -361,7 +360,7 @@ def test_a_model_with_every_setting_writes_the_same_text_with_a_compiled_steps_c
 
 def test_the_soft_cap_of_a_gpu_equals_the_one_written_out(monkeypatch):
     """FlexAttention's, whose kernel needs a GPU; here it is evaluated uncompiled."""
-    monkeypatch.setattr('model.compiled_flex', lambda: (create_block_mask, flex_attention))
+    monkeypatch.setattr('model.compiled', lambda function: function)
     monkeypatch.setattr('torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG', True)
     attention = everything().transformer.h[0].attn
     q, k, v = (3 * torch.randn(2, heads, 16, 6) for heads in (4, 2, 2))

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from conftest import TINY, noise, write_bins
-from test_model import make
+from test_model import ids, make
 
 import train
 from hotloop.generate import Sampling, generate
@@ -52,6 +52,23 @@ def test_resume_is_exact(run, recipe):
         difference = furthest(whole, run(f'halves{deterministic}', **settings, init_from='resume'))
         print(f'{settings}: the furthest weights differ by {difference:.1e}')
         assert not deterministic or difference == 0
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+@pytest.mark.parametrize('window, masked', [(100, False), (None, True), (100, True)])
+def test_attention_within_windows_and_documents_is_that_of_a_cpu(window, masked, compiled):
+    """FlexAttention with its gradients, in float32."""
+    torch._dynamo.reset()
+    model, x = make('modern', n_embd=128, n_head=2, block_size=300, window=window).train(), ids(2, 300)
+    documents = (torch.arange(600).view(2, 300) // 130) if masked else None
+    results = []
+    for device in ('cpu', DEVICE):
+        model.to(device).zero_grad()
+        forward = torch.compile(model, dynamic=False) if compiled and device == DEVICE else model
+        batch = [part.to(device) for part in (x, x, documents) if part is not None]
+        forward(*batch).sum().backward()
+        results.append(torch.cat([p.grad.flatten().cpu() for p in model.parameters()]))
+    assert (results[0] - results[1]).norm() < 1e-3 * results[0].norm()
 
 
 def test_data_in_the_devices_memory_is_the_data_that_is_read_ahead(run):

@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import (
@@ -17,7 +16,7 @@ from model import (
     GPTConfig,
     attend_within,
     block_mask,
-    compiled_head_gradients,
+    compiled,
     config_from,
 )
 
@@ -88,17 +87,17 @@ def test_attention_within_windows_and_documents_equals_a_dense_mask(monkeypatch,
 @pytest.mark.parametrize('window, documents', [CASES[0], CASES[3], CASES[4]])
 def test_the_block_mask_of_a_gpu_equals_the_dense_mask(monkeypatch, window, documents):
     """FlexAttention's own, whose kernel needs a GPU; here it is evaluated uncompiled, without gradients."""
-    monkeypatch.setattr('model.compiled_flex', lambda: (create_block_mask, flex_attention))
+    monkeypatch.setattr('model.compiled', lambda function: function)
     monkeypatch.setattr('torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG', True)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 23, 8) for heads in (4, 2, 2))
     mask = block_mask(23, window, documents, 'cpu')
     attention = make(window=window).transformer.h[0].attn
     dense = F.scaled_dot_product_attention(q, k, v, visible(23, window, documents), enable_gqa=True)
-    torch.testing.assert_close(attention.attend(q, k, v, {window: mask}), dense)
+    torch.testing.assert_close(attention.attend(q, k, v, mask), dense)
     attention.train().dropout.p = 0.1
-    with pytest.raises(ValueError, match=r'dropout=0\.1 cannot be combined with window or document_mask'):
-        attention.attend(q, k, v, {window: mask})
+    with pytest.raises(ValueError, match=r'dropout=0\.1 cannot be combined with window, document_mask or'):
+        attention.attend(q, k, v, mask)
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -166,7 +165,7 @@ def test_a_loss_in_chunks_is_the_loss_and_has_its_gradients(settings, chunks):
 def test_the_head_of_a_loss_in_chunks_is_wrapped_for_compilation_once(monkeypatch):
     wrapped = []
     monkeypatch.setattr(torch, 'compile', lambda function, **options: wrapped.append(function) or function)
-    monkeypatch.setattr('model.compiled_head_gradients', cache(compiled_head_gradients.__wrapped__))
+    monkeypatch.setattr('model.compiled', cache(compiled.__wrapped__))
     for _ in range(2):
         ChunkedLoss.apply(torch.ones(4, 8), torch.ones(5, 8), torch.arange(4), 0.0, 0.0, 2, True)
     assert len(wrapped) == 1

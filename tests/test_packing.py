@@ -194,6 +194,10 @@ def test_what_has_no_rows_is_refused(tmp_path, train_rows):
         np.array(ends, '<u8').tofile(f'{folder}/train.docs.bin')
         words = error_of(train_rows, 'a', data_dir=tmp_path, dataset='old')
         assert 'train.docs.bin does not divide 900 tokens; prepare the dataset again' in words
+    np.array([400, 900], '<u8').tofile(f'{folder}/train.docs.bin')
+    (tmp_path / 'old' / 'train.mask.bin').unlink()  # as if these rows were texts, beside chats in val.bin
+    split = Packed(folder, 'train', read_meta(folder), 500)
+    assert split.num_targets([0, 1]) == 898 and split.note.startswith('packing: train, 2 rows in 2 windows')
     assert 'remove document_mask=True' in error_of(train_rows, 'a', document_mask=True)
     assert 'remove data_on_device=True' in error_of(train_rows, 'a', data_on_device=True)
 
