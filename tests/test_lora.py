@@ -437,8 +437,8 @@ def logits_of_all(model, ids):
 @pytest.mark.filterwarnings('ignore')
 def test_llamas_names_load_both_ways(tmp_path):
     """Our four matrices are seven adapters of peft; merged weights are the same."""
-    import peft
     theirs, base = peft_model('llama'), gpt(**LLAMA)
+    import peft
     theirs.save_pretrained(tmp_path / 'peft')
     adapters, scale = read_adapter(tmp_path / 'peft', base, 'here')
     assert len(adapters) == 2 * 7
