@@ -364,8 +364,8 @@ def test_the_soft_cap_of_a_gpu_equals_the_one_written_out(monkeypatch):
     monkeypatch.setattr('torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG', True)
     attention = everything().transformer.h[0].attn
     q, k, v = (3 * torch.randn(2, heads, 16, 6) for heads in (4, 2, 2))
-    masks = {5: block_mask(16, 5, None, 'cpu')}
-    torch.testing.assert_close(attention.attend(q, k, v, masks), attention.attend(q, k, v))
+    mask = block_mask(16, 5, None, 'cpu')
+    torch.testing.assert_close(attention.attend(q, k, v, mask), attention.attend(q, k, v))
 
 
 @pytest.mark.slow

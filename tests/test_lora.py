@@ -167,8 +167,9 @@ def test_a_compiled_step_is_the_same(monkeypatch, recompute, quantize):
 
 def test_a_frozen_head_is_chunked_and_has_no_gradient():
     """256,000 ids are chunked by themselves; chunks give the gradients of one piece."""
-    assert choose_loss_chunks('auto', 8 * 768, 256_000, Env(), frozen=True) > 16
-    assert choose_loss_chunks('auto', 512, 50304, Env(), frozen=True) == 1
+    assert choose_loss_chunks('auto', 8 * 768, 256_000, Env(), frozen=True) >= 12
+    assert choose_loss_chunks('auto', 8 * 768, 257, Env(), frozen=True) == 1
+    assert choose_loss_chunks(2, 8 * 768, 256_000, Env(), frozen=True) == 2
     found = []
     for chunks in (1, 4):
         model = gpt(**LLAMA)
@@ -257,7 +258,7 @@ def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, mo
     printed = capsys.readouterr().out
     at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train_tiny('parts', **base, **settings) == 143
-    given = {name: settings[name] for name in ('block_size', 'dtype') if name in settings}
+    given = {name: settings[name] for name in ('block_size', 'dtype') if name in settings}  # unlike TINY
     train_tiny('parts', init_from='resume', **given)
     assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
     assert log(tmp_path / 'parts') == log(tmp_path / 'whole')
@@ -435,9 +436,9 @@ def logits_of_all(model, ids):
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore')
 def test_llamas_names_load_both_ways(tmp_path):
-    """The fused queries, keys, values and up, gate are seven adapters of peft; merged weights agree."""
-    import peft
+    """Our four matrices are seven adapters of peft; merged weights are the same."""
     theirs, base = peft_model('llama'), gpt(**LLAMA)
+    import peft
     theirs.save_pretrained(tmp_path / 'peft')
     adapters, scale = read_adapter(tmp_path / 'peft', base, 'here')
     assert len(adapters) == 2 * 7
