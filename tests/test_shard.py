@@ -53,7 +53,7 @@ def steps(folder, number, dtype='float32', compiled=False, scale=None, optimizer
                       shard=shard, batch_size=4, gradient_accumulation_steps=4, recompute=recompute)
     env = train.setup(cfg) if 'WORLD_SIZE' in os.environ else Env(dtype=getattr(torch, dtype))
     model, scaler = gpt(**shape), torch.amp.GradScaler('cpu', init_scale=scale or 1.0, enabled=bool(scale))
-    model.compute_dtype = env.dtype
+    model.compute_dtype, model.loss_chunks = env.dtype, 2 if optimizer == 'muon' else 1
     compiled, forward = train.wrap(model, cfg, env)
     optimizers = build_optimizers(model, cfg, env)
     splits = [Split(folder, name, read_meta(folder), 16) for name in ('train', 'val')]
@@ -129,13 +129,12 @@ def test_blocks_are_compiled_and_recomputed_in_sharded_steps(masked, shard, reco
         assert_equal_steps(on_ranks(2, steps_of_rank, masked, 3, **settings)[0], one)
 
 
-@pytest.mark.parametrize('shard', ['optimizer', 'full'])
+@pytest.mark.parametrize('shard', ['optimizer', pytest.param('full', marks=pytest.mark.slow)])
 def test_sharded_steps_in_other_dtypes(masked, shard):
     """In float16 an overflow skips the same steps and halves the scale; in bfloat16 the gradient is near."""
-    one = steps(masked, 20, dtype='float16', scale=2.0**30)
-    found = on_ranks(2, steps_of_rank, masked, 20, dtype='float16', scale=2.0**30, shard=shard)[0]
-    assert found.scales[0] == 2.0**29 and found.scales[-1] > 1
-    assert found.scales[-1] == pytest.approx(one.scales[-1], rel=3) and found.scales[-1] == found.scales[-3]
+    one = steps(masked, 5, dtype='float16', scale=2.0**22)
+    found, other = on_ranks(2, steps_of_rank, masked, 5, dtype='float16', scale=2.0**22, shard=shard)
+    assert found.scales == other.scales == one.scales and one.scales[2] == one.scales[3] == 2.0**19
     one = steps(masked, 1, dtype='bfloat16', bias=True)
     found = on_ranks(2, steps_of_rank, masked, 1, dtype='bfloat16', shard=shard, bias=True)[0]
     assert distance(found.gradient, one.gradient) < 0.02

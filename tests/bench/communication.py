@@ -9,9 +9,9 @@ dispatch mode sees each collective and its bytes. DDP's reducer does not run on 
 torch's buckets for these parameters, its bytes those of the gradients.
 
 The efficiency is predicted, not measured. Assumed: H100s at 40% of their peak of 989 TFLOP/s; a ring, in
-which each GPU sends (W - 1) / W of what is gathered or reduced and scattered, and twice that of an all-reduce;
-370 GB/s for this in a node, 25 GB/s between two nodes of 8. It lies between two figures: without any overlap,
-and with communication hidden behind all computation.
+which each GPU sends (W - 1) / W of what is gathered or reduced and scattered, and twice that of an
+all-reduce; 370 GB/s for this in a node, 25 GB/s between two nodes of 8. It lies between two figures: without
+any overlap, and with communication hidden behind all computation.
 """
 
 from unittest.mock import patch
@@ -41,7 +41,7 @@ MFU = 0.4
 
 
 class Count(TorchDispatchMode):
-    """{kind: [calls, bytes]} of collectives: bytes of the complete tensor; of all-to-all what a process has."""
+    """{kind: [calls, bytes]} of collectives: of the complete tensors; of all-to-all, what a process has."""
 
     def __init__(self):
         super().__init__()
