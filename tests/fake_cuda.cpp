@@ -1,42 +1,28 @@
-// The two interfaces that torch's own C++ asks about CUDA, answered without it: enough for fake tensors, which
-// have no memory, to lie on the device 'cuda' of a CPU build of torch. Nothing here computes or waits.
+// The least that autograd and DDP ask about CUDA from C++, answered without CUDA: one device with one stream.
+// A CPU build of torch then runs backward passes of fake tensors, which have no memory, on the device 'cuda'.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {
 
-using namespace c10;
+const c10::Device DEVICE(c10::DeviceType::CUDA, 0);
 
-const Device DEVICE(DeviceType::CUDA, 0);
-const Stream STREAM(Stream::DEFAULT, DEVICE);
-
-struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
-  Device exchangeDevice(Device) const override { return DEVICE; }
-  Device getDevice() const override { return DEVICE; }
-  Stream getStream(Device) const noexcept override { return STREAM; }
-  Stream getNewStream(Device, int) const override { return STREAM; }
-  Stream exchangeStream(Stream) const noexcept override { return STREAM; }
-  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::Device getDevice() const override { return DEVICE; }
+  c10::Stream getStream(c10::Device) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, DEVICE);
+  }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 }  // namespace
 
-namespace at {  // where the registry of hooks looks
+namespace at {  // torch looks the hooks up by this name
 
 struct CUDAHooks final : CUDAHooksInterface {
-  CUDAHooks(CUDAHooksArgs) {}
-  void init() const override {}
-  bool hasCUDA() const override { return true; }
+  explicit CUDAHooks(CUDAHooksArgs) {}
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 
