@@ -13,9 +13,10 @@ from hotloop.lora import trainable
 from hotloop.parallel import set_blocks
 
 EAGER_LOGIT = 12  # bytes of a logit in an uncompiled step
-# tokens; a frozen head has no gradient, so chunks cost no time. On a Xeon the logits of 128 tokens stay in
-# the cache: 1.5 times the tokens/s of one piece. For GPUs it is an estimate, not measured
+# tokens in a chunk of a frozen head, which has no gradient. Uncompiled on a Xeon, 128 keep the logits in the
+# cache: 1.5 times the tokens/s of one piece; compiled, 0.7 times. For GPUs these are estimates
 FROZEN_CHUNK = {'cpu': 128, 'cuda': 1024, 'mps': 1024}
+FROZEN_LOGITS = {False: 2**28, True: 2**32}  # bytes from which on it is chunked, by whether it is compiled
 MAX_TRIAL_TOKENS = 2**17  # per micro-batch; larger ones are no faster
 
 
@@ -24,7 +25,7 @@ def choose_loss_chunks(asked, num_tokens, vocab_size, env, frozen=False):
     # bytes: logit and gradient in bf16, float32 copies of both; a compiled step does not store the copies
     per_logit = 2.5 * env.dtype.itemsize if env.compile else EAGER_LOGIT
     need = per_logit * num_tokens * vocab_size
-    if asked == 'auto' and frozen and need > 2**28:
+    if asked == 'auto' and frozen and need > FROZEN_LOGITS[env.compile]:
         fewest = math.ceil(num_tokens / FROZEN_CHUNK[env.device.type])
         return max(chunks_within(asked, num_tokens, need, device_memory(env.device)), fewest)
     return chunks_within(asked, num_tokens, need, device_memory(env.device))

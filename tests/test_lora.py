@@ -167,7 +167,8 @@ def test_a_compiled_step_is_the_same(monkeypatch, recompute, quantize):
 
 def test_a_frozen_head_is_chunked_and_has_no_gradient():
     """256,000 ids are chunked by themselves; chunks give the gradients of one piece."""
-    assert choose_loss_chunks('auto', 8 * 768, 256_000, Env(), frozen=True) >= 12
+    for env in (Env(), Env(dtype=torch.bfloat16, compile=True)):
+        assert choose_loss_chunks('auto', 8 * 768, 256_000, env, frozen=True) >= 12
     assert choose_loss_chunks('auto', 8 * 768, 257, Env(), frozen=True) == 1
     assert choose_loss_chunks(2, 8 * 768, 256_000, Env(), frozen=True) == 2
     found = []
