@@ -58,16 +58,16 @@ def save(run, final=False):
     save before and a copy of the tensors. Without memory for a copy it waits for the disk. All processes call
     it. final: wait; a failure is an error.
     """
-    is_first, sharded = run.env.rank == 0, is_sharded(run.model)
+    is_first = run.env.rank == 0
     with run.env.patience():
         if is_first:
             finish_save(run)
-        if is_first or sharded:
+        if is_first or is_sharded(run.model):
             checkpoint = checkpoint_of(run)
         if is_first:
             # batch_size=auto takes half of the memory of a CPU for a step; a copy takes at most a quarter
             waits = final or size_in_bytes(checkpoint) > memory() / 4
-            if not (waits or sharded):  # a sharded one is a copy
+            if not waits:
                 checkpoint = snapshot(checkpoint, {})
                 if run.env.device.type == 'cuda':
                     torch.cuda.synchronize()

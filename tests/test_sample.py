@@ -101,10 +101,10 @@ def test_a_gpu_becomes_the_current_device_and_eager_int8_gives_a_warning(draw, m
 
 
 @pytest.mark.parametrize('name, content, expected', [
-    ('a.txt.gz', gzip.compress(b'\xef\xbb\xbfa\r\nb\n'), ['a\r\nb\n']),
+    ('a.txt.gz', gzip.compress(b'\xef\xbb\xbfa\r\nb\n', mtime=0), ['a\r\nb\n']),
     ('-', b'\xef\xbb\xbfcab\n', ['cab\n']),
     ('a.JSONL', b'\xef\xbb\xbf"cab\\n"\n\n"b"', ['cab\n', 'b']),
-    ('a.ndjson.gz', gzip.compress(b'{"prompt": "cab\\n", "id": 1}'), ['cab\n']),
+    ('a.ndjson.gz', gzip.compress(b'{"prompt": "cab\\n", "id": 1}', mtime=0), ['cab\n']),
     ('p.txt', b'caf\xe9', 'p.txt is not UTF-8 text'), ('-', b'caf\xe9', "can't decode byte 0xe9"),
     ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2: expected a JSON string, or an object'),
     ('p.jsonl', b'7', 'line 1: a row must be an object or a string, not 7'),
