@@ -22,8 +22,8 @@ PIECE = 1 << 20  # characters tokenized at a time
 @dataclass
 class ReadConfig:
     # --- reading
-    # auto: by suffix; functions: Python source, its documented functions as prompts and completions
-    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens', 'functions'] = 'auto'
+    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens',
+                    'functions'] = 'auto'  # auto: by suffix; functions: those of Python source, as rows
     text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
     template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # for chats
     separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline

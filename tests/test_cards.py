@@ -145,6 +145,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'compile_mode': ('lines', 'max-autotune-no-cudagraphs', dict(compile=True), fake_compile),
     'loss_chunks': ('lines', 4),
     'recompute': ('lines', 'full', {}, fake_checkpoint),
+    'shard': ('lines', 'full', {}, None),
     'threads': ('lines', 2),
     'deterministic': ('lines', False, {}, fake_determinism),
     'init_from': ('error', 'resume'),

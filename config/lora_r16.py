@@ -1,0 +1,29 @@
+# LoRA of rank 16 on Gemma 2 2B for Python tasks
+#
+#   python prepare.py rows.jsonl --name=python_rows --tokenizer=google/gemma-2-2b
+#   python train.py config/lora_r16.py
+#   python sample.py --out_dir=out-lora-r16 --eval_code=held_out.jsonl
+#
+# hardware: one GPU of 40 GB (A100). time and score: not measured
+
+out_dir = 'out-lora-r16'
+init_from = 'google/gemma-2-2b'
+dataset = 'python_rows'
+pack_rows = True
+block_size = 768
+
+lora_rank = 16
+lora_alpha = 32
+
+batch_size = 8
+gradient_accumulation_steps = 2
+max_epochs = 3
+
+learning_rate = 2.5e-4
+weight_decay = 0.01
+beta2 = 0.999
+warmup_iters = 150
+min_lr = 0.0
+
+eval_interval = 400
+log_interval = 25

@@ -1,0 +1,29 @@
+# teaches a model of Python source to write the body of a function from its signature and docstring (LoRA)
+#
+#   python prepare.py stdlib --name=stdlib_4096 --tokenizer=bpe:4096 --val_fraction=0.1
+#   python train.py config/quickstart.py --dataset=stdlib_4096 --out_dir=out-stdlib --max_iters=2000
+#   python prepare.py stdlib --format=functions --name=functions --tokenizer=out-stdlib --val_fraction=0.1
+#   python train.py config/tune_stdlib.py
+#   python sample.py --out_dir=out-tune-stdlib --eval_code=data/functions/val.jsonl
+#
+# hardware: 2 CPU cores.
+
+out_dir = 'out-tune-stdlib'
+init_from = 'out-stdlib'
+dataset = 'functions'
+pack_rows = True
+
+lora_rank = 16
+lora_alpha = 32
+
+batch_size = 8
+gradient_accumulation_steps = 1
+max_epochs = 3
+
+learning_rate = 1e-3
+weight_decay = 0.0
+warmup_fraction = 0.05
+min_lr = 0.0
+
+eval_interval = 500
+log_interval = 50
