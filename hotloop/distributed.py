@@ -35,6 +35,7 @@ class Env:
     stop: 'StopRequest | None' = None
     store: dist.Store | None = None  # shared by the processes
     timeout_minutes: float = 10.0  # how long a process waits for the others
+    mesh: object = None  # the DeviceMesh of a sharded model
 
     def print_once(self, text):
         """Prints on rank 0 only."""
@@ -62,6 +63,8 @@ class Env:
         """Leaves the process group. After an error NCCL would wait for processes that are gone, and stays."""
         if self.world > 1 and dist.is_initialized() and not (failed and dist.get_backend() == 'nccl'):
             gc.collect()  # DDP, which references the group: its threads must end before Python exits
+            if self.mesh:  # DTensor's caches keep the mesh, and it keeps the group
+                getattr(self.mesh, '_pg_registry', {}).clear()
             dist.destroy_process_group()
             # torchrun then signals the others; Python would die from that signal during shutdown
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

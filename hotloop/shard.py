@@ -13,7 +13,7 @@ def shard_model(model, shard, env):
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    mesh = init_device_mesh(env.device.type, (env.world,))
+    env.mesh = mesh = init_device_mesh(env.device.type, (env.world,))
     # Blocks cast their weights to the compute dtype, so these are sent in it. Embedding and head are not:
     # if they are one matrix, their gradients are added before they are reduced
     dtype = None if env.dtype == torch.float32 else env.dtype
