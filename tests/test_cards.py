@@ -253,7 +253,7 @@ def test_help_lists_every_setting(program, classes, capsys):
 @pytest.mark.parametrize('card', CARDS, ids=lambda card: card.stem)
 def test_every_card_resolves_and_runs_on_any_number_of_gpus(card):
     """No unknown name, wrong type or impossible combination; one global batch on 1, 2, 4 and 8 GPUs."""
-    _, cfg, given, _ = configure(GPTConfig, TrainConfig, argv=[str(card)])
+    _, _, cfg, given, _ = configure(*SETTINGS, argv=[str(card)])
     assert given
     for world in (1, 2, 4, 8):
         micro, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)
