@@ -17,13 +17,13 @@ from hotloop.rows import rows_in
 from hotloop.text_file import open_file
 
 PIECE = 1 << 20  # characters tokenized at a time
+Format = Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens', 'functions']
 
 
 @dataclass
 class ReadConfig:
     # --- reading
-    format: Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens',
-                    'functions'] = 'auto'  # auto: by suffix; functions: those of Python source, as rows
+    format: Format = 'auto'  # auto: by suffix; functions: those of Python source, as rows
     text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
     template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # for chats
     separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline
