@@ -8,7 +8,7 @@ One training step over a long context: minutes and peak memory; or its gradient 
 
 The modern preset, 1,024 channels x 8 layers, rotary base 500,000, one sequence of random tokens, forward and
 backward, without compilation and optimizer. Blocks are recomputed in the backward pass, except attention, and
-the loss is in chunks as train.py chooses them for this machine's memory. Memory is the most that the process
+the loss is in at least 4 chunks, more if train.py would choose so here. Memory is the most that the process
 holds, weights and gradients included. --check computes the gradient also without recomputation and chunks,
 and without blocks of queries: with a T x T mask.
 """
