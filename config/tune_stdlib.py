@@ -18,7 +18,7 @@ lora_alpha = 32
 
 batch_size = 8
 gradient_accumulation_steps = 1
-max_epochs = 3
+max_epochs = 1
 
 learning_rate = 1e-3
 weight_decay = 0.0

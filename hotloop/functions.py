@@ -22,4 +22,6 @@ def function_rows(source):
         rows = text.splitlines(keepends=True)
         count = docstring_end - first
         if rows[0].startswith(('def ', 'async def ')):  # a string at the margin keeps dedent from moving it
-            yield {'prompt': ''.join(rows[:count]), 'completion': ''.join(rows[count:])}
+            # the newline between them belongs to the body, as tokenizers join it with the indentation
+            prompt = ''.join(rows[:count]).rstrip('\n')
+            yield {'prompt': prompt, 'completion': text[len(prompt):]}

@@ -48,14 +48,14 @@ def test_documented_functions_become_prompts_and_bodies():
     """Without decorators, at the margin; functions without a body of their own are left out."""
     rows = list(function_rows(SOURCE))
     assert [row['prompt'] for row in rows] == [
-        'def area(w, h):\n    """The area."""\n',
-        'async def grow(\n        self, by):\n    """\n    Grows.\n    """\n',
-        'def inner(x):\n    """Inner."""\n']
+        'def area(w, h):\n    """The area."""',
+        'async def grow(\n        self, by):\n    """\n    Grows.\n    """',
+        'def inner(x):\n    """Inner."""']
     assert [row['completion'] for row in rows] == [
-        '\n    # of a rectangle\n    return w * h\n',
-        '    self.w += by  # in place\n    def inner(x):\n        """Inner."""\n        return x\n'
+        '\n\n    # of a rectangle\n    return w * h\n',
+        '\n    self.w += by  # in place\n    def inner(x):\n        """Inner."""\n        return x\n'
         '    return inner\n',
-        '    return x\n']
+        '\n    return x\n']
     for row in rows:
         ast.parse(row['prompt'] + row['completion'])
 
