@@ -136,7 +136,7 @@ class Need:
     def __init__(self, model, cfg, lora=None, world=1):
         self.sharing = cfg.shard, world
         self.model, self.asked_chunks, self.recompute = model, cfg.loss_chunks, cfg.recompute
-        self.lora, self.record, self.counted = lora, None, {}
+        self.lora, self.counted = lora, {}
         self.sequences = cfg.batch_size * cfg.gradient_accumulation_steps
         self.weights = 4 * model.num_params()  # those that are trained, in float32
         self.frozen_matrices = self.frozen_rest = 0  # values in the run's dtype; bytes in NF4 or float32
@@ -150,6 +150,7 @@ class Need:
 
     def count_adapters(self):
         model, self.record = with_adapters(type(self.model), self.model.config, self.lora, torch.float32)
+        self.adapted = model
         self.weights = sum(p.nbytes for p in trainable(model))
         frozen = [p for p in model.parameters() if not p.requires_grad]
         self.frozen_matrices = sum(p.numel() for p in frozen if p.dim() > 1)

@@ -97,7 +97,7 @@ def test_one_micro_batch_starts_without_gradients():
 @pytest.mark.parametrize('preset', ['gpt2', 'modern'])
 def test_the_parts_add_up(preset):
     model = gpt('meta', preset=preset, bias=True)
-    line, _ = describe_model(model)
+    line = describe_model(model)
     total, *parts = [int(n.replace(',', '')) for n in re.findall(r' ([\d,]+)(?=[ ,;)])', line)]
     assert sum(parts) == total == model.num_params() and len(parts) == len(PARTS) - (preset == 'gpt2')
 
