@@ -86,9 +86,9 @@ def count_step(model, batch):
     return stored[0], live.peak
 
 
-def with_adapters(kind, config, lora, dtype):
+def as_trained(kind, config, lora, dtype):
     """
-    (the GPT, of the class `kind`, that a run in `dtype` trains, on the meta device; the record of its
+    (the GPT that a run in `dtype` trains, of the class `kind` and on the meta device; the record of its
     adapters, None without lora).
     """
     meta = torch.device('meta')
@@ -109,7 +109,7 @@ def activation_bytes(model, batch, dtype, chunks, recompute='none', lora=None):
         # windows and soft-caps take the memory of none, and their kernels are not on this device
         config = dataclasses.replace(model.config, n_layer=n_layer, window=None, window_pattern=None,
                                      rope_local_base=None, attn_softcap=0.0)
-        small, _ = with_adapters(type(model), config, lora, dtype)
+        small, _ = as_trained(type(model), config, lora, dtype)
         small.compute_dtype, small.loss_chunks = dtype, chunks
         set_blocks(small, recompute)
         counts.append(count_step(small, batch))
@@ -139,7 +139,6 @@ class Need:
         self.lora, self.counted = lora, {}
         self.sequences = cfg.batch_size * cfg.gradient_accumulation_steps
         self.weights = 4 * model.num_params()  # those that are trained, in float32
-        self.frozen_matrices = self.frozen_rest = 0  # values in the run's dtype; bytes in NF4 or float32
         if lora:
             self.count_adapters()
         self.by_muon = matrix_rows(model) if cfg.optimizer == 'muon' else ()
@@ -149,12 +148,14 @@ class Need:
             self.optimizer = self.weights // 2 + self.weights // 128
 
     def count_adapters(self):
-        model, self.record = with_adapters(type(self.model), self.model.config, self.lora, torch.float32)
-        self.adapted = model
-        self.weights = sum(p.nbytes for p in trainable(model))
-        frozen = [p for p in model.parameters() if not p.requires_grad]
+        """Sets weights; frozen_matrices, values in the run's dtype; frozen_rest, bytes in NF4 or float32."""
+        kind, config = type(self.model), self.model.config
+        self.adapted, self.record = as_trained(kind, config, self.lora, torch.float32)
+        self.weights = sum(p.nbytes for p in trainable(self.adapted))
+        frozen = [p for p in self.adapted.parameters() if not p.requires_grad]
         self.frozen_matrices = sum(p.numel() for p in frozen if p.dim() > 1)
-        self.frozen_rest = sum(t.nbytes for t in [*frozen, *model.buffers()]) - 4 * self.frozen_matrices
+        held = sum(tensor.nbytes for tensor in [*frozen, *self.adapted.buffers()])
+        self.frozen_rest = held - 4 * self.frozen_matrices
 
     def standing(self, dtype, shard, world):
         """Bytes of weights, gradients and optimizer state on one of `world` processes with this `shard`."""
@@ -173,7 +174,7 @@ class Need:
         tokens = batch * self.model.config.block_size
         need = EAGER_LOGIT * tokens * self.model.config.vocab_size
         chunks = chunks_within(self.asked_chunks, tokens, need, memory)
-        # a frozen head: as in a compiled step in 16 bits on a GPU; other steps have as many chunks or more
+        # of a frozen head: as in a compiled step in 16 bits on a GPU; no other step has fewer
         if self.lora and self.asked_chunks == 'auto' and need * 5 / EAGER_LOGIT > FROZEN_LOGITS[True]:
             chunks = max(chunks, math.ceil(tokens / FROZEN_CHUNK['cuda']))
         return chunks

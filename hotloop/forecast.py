@@ -21,8 +21,8 @@ PARTS = {'embeddings': ('.wte.', '.wpe.'), 'attention': ('.attn.',), 'MLP': ('.m
 
 def forecast(model, settings, num_windows, device, dtype):
     """
-    The lines of the forecast. model: on the meta device, without adapters. settings: train.py's. num_windows: of
-    an epoch; None: unknown. device, dtype: of this machine.
+    The lines of the forecast. model: on the meta device, without adapters. settings: train.py's Settings.
+    num_windows: of an epoch; None: unknown. device, dtype: of this machine.
     """
     cfg = settings.train
     batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, 1)
@@ -95,7 +95,9 @@ def describe_memory(need, batch, dtype):
     lines = [f'memory: {sum(parts.values()) / 1e9:,.2f} GB for a micro-batch of {batch} x '
              f'{need.model.config.block_size} tokens in {name}; compiled, it needs less',
              f'  in GB: {text}{pieces}']
-    for shard in () if need.lora else ('optimizer', 'full'):  # adapters are not sharded
+    for shard in ('optimizer', 'full'):
+        if need.lora:  # adapters are not sharded
+            continue
         each = ', '.join(f'{need.standing(dtype, shard, world) / 1e9:,.2f}' for world in (2, 4, 8))
         lines.append(f'  weights, gradients and optimizer with shard={shard} on each of 2, 4, 8 GPUs: {each}')
     return [*lines,
@@ -132,4 +134,7 @@ def advise(need, batch, accumulation, dtype, memory):
     if remedies:
         return f'does not fit; the same step fits with {" or ".join(remedies)}'
     total = sum(need.parts(1, dtype, need.chunks(1, memory)).values())
-    return f'does not fit: one sequence needs {total / 1e9:,.1f} GB; reduce n_layer, n_embd or block_size'
+    remedy = 'reduce n_layer, n_embd or block_size'
+    if need.lora:
+        remedy = 'use --quantize=nf4 and a smaller block_size'
+    return f'does not fit: one sequence needs {total / 1e9:,.1f} GB; {remedy}'

@@ -175,7 +175,7 @@ def test_the_loss_of_a_frozen_head_is_chunked_as_in_a_compiled_step(monkeypatch,
 
 
 def test_frozen_weights_cost_no_products_for_their_gradients():
-    """Torch counts fewer: in the first block nothing below the first adapter has a gradient."""
+    """Torch counts fewer: the first block has no gradients below its first adapter."""
     lora, shape = LoRAConfig(lora_rank=4, lora_targets='mlp'), dict(n_layer=3)
     forward, both = flops_of(Need(gpt('meta', **shape), TrainConfig(), lora))
     model, ids = adapted('cpu', lora, **shape), torch.zeros(1, 64, dtype=torch.int64)
@@ -189,7 +189,9 @@ def test_frozen_weights_cost_no_products_for_their_gradients():
         counted.append(sum(n for op, n in counts if 'attention' not in str(op)) / 64)
     attention = 6 * 3 * 32 * (64 + 1)  # 3 blocks, 32 channels, half of 64 + 1 keys, two products
     skipped = 2 * (4 * 32 * 32 + 4 * 32 * 32 + 4 * 32)  # by attention, c_fc and its A
-    assert counted == pytest.approx([forward - attention / 3, both - attention - skipped])
+    in_place = 2 * 3 * (4 * 128 + 4 * 32)  # forward products with B, which torch does not count
+    assert counted == pytest.approx([forward - in_place - attention / 3,
+                                     both - in_place - attention - skipped])
 
 
 @pytest.mark.slow
@@ -216,7 +218,8 @@ def need_of(size, recomputed):
     """A Need without a model: the bytes of a sequence, and if blocks are recomputed."""
     def fits(batch, dtype, memory, recompute):
         return batch * {'none': size, 'full': recomputed}[recompute] <= memory
-    return SimpleNamespace(recompute='none', fits=fits, chunks=lambda batch, memory: 1 + (memory < 30),
+    return SimpleNamespace(recompute='none', lora=None, fits=fits,
+                           chunks=lambda batch, memory: 1 + (memory < 30),
                            parts=lambda batch, dtype, chunks: {'all': batch * size})
 
 
@@ -230,6 +233,11 @@ def need_of(size, recomputed):
 def test_what_does_not_fit_comes_with_what_does(memory, words):
     """24 sequences x 2, of 1 byte each, or of 1/8."""
     assert advise(need_of(1, 0.125), 24, 2, None, memory) == words
+
+
+def test_adapters_that_do_not_fit_come_with_their_own_remedies():
+    need = SimpleNamespace(**vars(need_of(1, 1)) | {'lora': LoRAConfig(lora_rank=4)})
+    assert advise(need, 4, 1, None, 0.1).endswith('use --quantize=nf4 and a smaller block_size')
 
 
 def test_recomputation_costs_a_quarter_of_the_speed(forecast_of):
@@ -300,7 +308,7 @@ def test_the_lines_of_a_run_with_adapters(forecast_of, train_tiny, tmp_path):
                      dict(init_from='resume', out_dir=tmp_path / 'tuned')):
         printed = forecast_of(dataset='tiny', **settings)
         assert 'adapters: rank 4, scale 2, on attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj; ' in printed
-        assert f'of {tmp_path / "base"} are frozen in NF4, embedding and head in bfloat16' in printed
+        assert f'of {tmp_path / "base"} are frozen in NF4, embedding and head in ' in printed
         assert re.search(r'in GB: frozen weights [\d.]+, adapters [\d.]+, ', printed)
         assert 'shard=' not in printed
 
@@ -309,7 +317,7 @@ def test_the_size_of_a_checkpoint_of_adapters(train_tiny, tmp_path):
     """It holds no frozen weights."""
     shape, flags = dict(n_embd=128, n_layer=3, block_size=16, vocab_size=300), dict(lora_rank=32)
     train_tiny('base', max_iters=1, **shape)
-    train_tiny('tuned', max_iters=1, init_from=tmp_path / 'base', **flags)
+    train_tiny('tuned', max_iters=1, init_from=tmp_path / 'base', **shape, **flags)
     need = Need(gpt('meta', **shape), TrainConfig(), LoRAConfig(**flags))
     for name, size in (('ckpt.pt', need.weights + need.optimizer), ('best.pt', need.weights)):
         assert 0 <= (tmp_path / 'tuned' / name).stat().st_size - size < 6e4, name
