@@ -571,8 +571,6 @@ def dry_run(settings):
     """The lines of the forecast of a command. Nothing is downloaded or written."""
     cfg, notes, model_args = settings.train, settings.notes, model_args_of(settings)
     datasets, num_windows = [], None
-    if settings.lora.lora_rank:
-        notes.append('lora_rank: this forecast counts the training of all weights; adapters need less memory')
     first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': False}, 1.0)
     try:
         datasets = open_datasets(cfg.dataset, cfg.data_dir)
@@ -581,6 +579,9 @@ def dry_run(settings):
         notes.append(f'data: tokens unknown, 50,304 ids assumed: {e}')
     with torch.device('meta'):
         model = GPT(config_from(model_args)) if model_args else build_model(settings, first, Env())[0]
+        asked = settings.model.block_size
+        if (settings.resumed or 'block_size' in settings.given) and asked < model.config.block_size:
+            model.crop_block_size(asked)
     if datasets:
         split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
         num_windows = split.num_windows
@@ -589,7 +590,7 @@ def dry_run(settings):
         notes += set_length(cfg, num_windows, sequences)
     device = choose_device(cfg.device)[0]
     dtype = choose_dtype(cfg.dtype, device, training=True)[0]
-    return notes + forecast(model, cfg, num_windows, device, dtype)
+    return notes + forecast(model, settings, num_windows, device, dtype)
 
 
 def main(argv=None):

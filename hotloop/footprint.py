@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import weakref
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from hotloop.device import device_memory
 from hotloop.distributed import Env
-from hotloop.memory import EAGER_LOGIT, chunks_within
+from hotloop.lora import add_adapters, trainable
+from hotloop.memory import EAGER_LOGIT, FROZEN_CHUNK, FROZEN_LOGITS, chunks_within
 from hotloop.optim import Muon, matrix_rows
 from hotloop.parallel import set_blocks
 
@@ -70,11 +72,11 @@ def count_step(model, batch):
     (bytes stored for the backward pass when the loss begins, bytes at most) of forward and backward of
     `batch` sequences, beside weights, gradients and buffers. On the meta device nothing is computed.
     """
-    for p in model.parameters():
+    for p in trainable(model):
         p.grad = torch.zeros_like(p)  # as after the micro-batches before
     device, T = model.lm_head.weight.device, model.config.block_size
     ids = torch.zeros(batch, T, dtype=torch.int64, device=device)
-    known = [ids, *model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]
+    known = [ids, *model.parameters(), *(p.grad for p in trainable(model)), *model.buffers()]
     live, stored = LiveBytes(known), []
     hook = model.transformer.ln_f.register_forward_hook(lambda *_: stored.append(live.now))
     with live, flash_on_meta() if device.type == 'meta' else contextlib.nullcontext():
@@ -84,20 +86,30 @@ def count_step(model, batch):
     return stored[0], live.peak
 
 
-@functools.cache
-def activation_bytes(model, batch, dtype, chunks, recompute='none'):
+def as_trained(kind, config, lora, dtype):
+    """
+    (the GPT that a run in `dtype` trains, of the class `kind` and on the meta device; the record of its
+    adapters, None without lora).
+    """
+    meta = torch.device('meta')
+    with meta:
+        model = kind(config)
+        record = add_adapters(model, lora, {}, Env(device=meta, dtype=dtype), 0) if lora else None
+    return model, record
+
+
+def activation_bytes(model, batch, dtype, chunks, recompute='none', lora=None):
     """
     (bytes of activations, bytes of logits, loss and other temporaries) of a step of `batch` sequences in
-    `dtype`, uncompiled, with the loss in `chunks` and blocks recomputed as set_blocks() says. One and two
-    blocks are counted; the others are like them.
+    `dtype`, uncompiled, with the loss in `chunks`, blocks recomputed as set_blocks() says and the adapters of
+    `lora` if it is given. One and two blocks are counted; the others are like the second.
     """
     counts = []
     for n_layer in (1, 2):
-        with torch.device('meta'):
-            # windows and soft-caps take the memory of none, and their kernels are not on this device
-            config = dataclasses.replace(model.config, n_layer=n_layer, window=None, window_pattern=None,
-                                         rope_local_base=None, attn_softcap=0.0)
-            small = type(model)(config)
+        # windows and soft-caps take the memory of none, and their kernels are not on this device
+        config = dataclasses.replace(model.config, n_layer=n_layer, window=None, window_pattern=None,
+                                     rope_local_base=None, attn_softcap=0.0)
+        small, _ = as_trained(type(model), config, lora, dtype)
         small.compute_dtype, small.loss_chunks = dtype, chunks
         set_blocks(small, recompute)
         counts.append(count_step(small, batch))
@@ -119,18 +131,31 @@ def update_bytes(model, dtype):
 
 
 class Need:
-    """The memory that steps of a model need, in bytes, by part."""
+    """The memory that steps of a model need, in bytes, by part. lora: the LoRAConfig of adapters, or None."""
 
-    def __init__(self, model, cfg, world=1):
+    def __init__(self, model, cfg, lora=None, world=1):
         self.sharing = cfg.shard, world
         self.model, self.asked_chunks, self.recompute = model, cfg.loss_chunks, cfg.recompute
+        self.lora, self.counted = lora, {}
         self.sequences = cfg.batch_size * cfg.gradient_accumulation_steps
-        self.weights = 4 * model.num_params()  # float32
+        self.weights = 4 * model.num_params()  # those that are trained, in float32
+        if lora:
+            self.count_adapters()
         self.by_muon = matrix_rows(model) if cfg.optimizer == 'muon' else ()
         # AdamW has two moments, Muon one
         self.optimizer = 2 * self.weights - sum(p.nbytes for p in self.by_muon)
         if cfg.optimizer == 'adamw8bit':  # of a byte each, and two scales for 256 values
             self.optimizer = self.weights // 2 + self.weights // 128
+
+    def count_adapters(self):
+        """Sets weights; frozen_matrices, values in the run's dtype; frozen_rest, bytes in NF4 or float32."""
+        kind, config = type(self.model), self.model.config
+        self.adapted, self.record = as_trained(kind, config, self.lora, torch.float32)
+        self.weights = sum(p.nbytes for p in trainable(self.adapted))
+        frozen = [p for p in self.adapted.parameters() if not p.requires_grad]
+        self.frozen_matrices = sum(p.numel() for p in frozen if p.dim() > 1)
+        held = sum(tensor.nbytes for tensor in [*frozen, *self.adapted.buffers()])
+        self.frozen_rest = held - 4 * self.frozen_matrices
 
     def standing(self, dtype, shard, world):
         """Bytes of weights, gradients and optimizer state on one of `world` processes with this `shard`."""
@@ -148,12 +173,26 @@ class Need:
         """The chunks of the loss on a machine with this much memory, as choose_loss_chunks decides."""
         tokens = batch * self.model.config.block_size
         need = EAGER_LOGIT * tokens * self.model.config.vocab_size
-        return chunks_within(self.asked_chunks, tokens, need, memory)
+        chunks = chunks_within(self.asked_chunks, tokens, need, memory)
+        # of a frozen head: as in a compiled step in 16 bits on a GPU; no other step has fewer
+        if self.lora and self.asked_chunks == 'auto' and need * 5 / EAGER_LOGIT > FROZEN_LOGITS[True]:
+            chunks = max(chunks, math.ceil(tokens / FROZEN_CHUNK['cuda']))
+        return chunks
+
+    def activations(self, batch, dtype, chunks, recompute):
+        """activation_bytes(), counted once."""
+        key = batch, dtype, chunks, recompute
+        if key not in self.counted:
+            self.counted[key] = activation_bytes(self.model, *key, self.lora)
+        return self.counted[key]
 
     def parts(self, batch, dtype, chunks, recompute=None):
         """{part: bytes} when a step in micro-batches of `batch` sequences needs most."""
         parts = {'weights': self.weights, 'gradients': self.weights, 'optimizer': self.optimizer}
-        activations, logits = activation_bytes(self.model, batch, dtype, chunks, recompute or self.recompute)
+        if self.lora:
+            frozen = self.frozen_matrices * dtype.itemsize + self.frozen_rest
+            parts = {'frozen weights': frozen, 'adapters': parts.pop('weights'), **parts}
+        activations, logits = self.activations(batch, dtype, chunks, recompute or self.recompute)
         before = self.weights if batch < self.sequences else 0  # gradients of earlier micro-batches
         update = update_bytes(self.model, dtype) if self.by_muon else 0
         if before + activations + logits < self.weights + update:
@@ -162,14 +201,14 @@ class Need:
 
     def fits(self, batch, dtype, memory, recompute):
         """Whether a micro-batch fits on a machine with this much memory."""
-        if activation_bytes(self.model, batch, dtype, 1, recompute)[0] > MARGIN * memory:
+        if self.activations(batch, dtype, 1, recompute)[0] > MARGIN * memory:
             return False  # counting the chunks takes longer
         chunks = self.chunks(batch, memory)
         need = sum(self.parts(batch, dtype, chunks, recompute).values())
         shard, world = self.sharing
         if shard != 'none' and world > 1:
             need = self.standing(dtype, shard, world)
-            need += sum(activation_bytes(self.model, batch, dtype, chunks, recompute))
+            need += sum(self.activations(batch, dtype, chunks, recompute))
         return need <= MARGIN * memory
 
 
@@ -179,5 +218,6 @@ def fits_sharded(model, batch, env, cfg, reserve):
     others would wait for it.
     """
     data = reserve - 8 * model.num_params()
-    fits = Need(model, cfg, env.world).fits(batch, env.dtype, device_memory(env.device) - data, cfg.recompute)
+    need, memory = Need(model, cfg, world=env.world), device_memory(env.device) - data
+    fits = need.fits(batch, env.dtype, memory, cfg.recompute)
     return env.sum(np.array([float(not fits)]))[0] == 0

@@ -1,10 +1,12 @@
 """What a run will need: parameters, memory, time and disk, counted without a run."""
 
 import torch
+from torch import nn
 
 from hotloop.dataloader import share_batch
 from hotloop.device import PEAK_FLOPS, device_memory, measure_flops
 from hotloop.footprint import Need
+from hotloop.lora import describe_adapters
 from hotloop.pretrained import GPT2_SHAPES, shape_of
 
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
@@ -17,27 +19,31 @@ PARTS = {'embeddings': ('.wte.', '.wpe.'), 'attention': ('.attn.',), 'MLP': ('.m
          'norms and mixes': ('.ln_', '.mix.')}
 
 
-def forecast(model, cfg, num_windows, device, dtype):
+def forecast(model, settings, num_windows, device, dtype):
     """
-    The lines of the forecast. model: on the meta device. num_windows: of an epoch; None: unknown.
-    device, dtype: of this machine.
+    The lines of the forecast. model: on the meta device, without adapters. settings: train.py's Settings.
+    num_windows: of an epoch; None: unknown. device, dtype: of this machine.
     """
+    cfg = settings.train
     batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, 1)
     steps = None if num_windows is None and cfg.max_epochs is not None else cfg.max_iters
     tokens = batch * accumulation * model.config.block_size  # per step
-    flops_per_token = model.flops_per_token(model.config.block_size)
     gpu_dtype = torch.bfloat16 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
-    need = Need(model, cfg)
-    lines = ['a forecast, counted without a run; only a run gives measured numbers', *describe_model(model),
+    need = Need(model, cfg, settings.lora if settings.lora.lora_rank else None)
+    forward, flops_per_token = flops_of(need)
+    lines = ['a forecast, counted without a run; only a run gives measured numbers', describe_model(model)]
+    if need.lora:
+        base = settings.resumed.checkpoint['lora']['base'] if settings.resumed else cfg.init_from
+        lines.append(describe_adapters({**need.record, 'base': base}, need.adapted, gpu_dtype))
+    lines = [*lines, f'compute: {flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward',
              *describe_memory(need, batch, gpu_dtype), describe_length(model, steps, tokens, num_windows),
              f'machine           memory     tokens/s     hours  (at {MFU:.0%} of the peak, on one device)']
     machines = [(name, gpu_dtype, size, None if gpu_dtype == torch.float32 else PEAK_FLOPS[key])
                 for name, (key, size) in MACHINES.items()]
     machines.append((f'this {device.type}', dtype, device_memory(device), measure_flops(device, dtype)))
     for name, machine_dtype, memory, flops in machines:
-        rate = MFU * flops / flops_per_token if flops else None
-        if rate and cfg.recompute != 'none':
-            rate *= 3 / 4  # a second forward pass, beside the first and a backward pass of two
+        repeated = 0 if cfg.recompute == 'none' else forward
+        rate = MFU * flops / (flops_per_token + repeated) if flops else None
         hours = f'{steps * tokens / rate / 3600:,.1f}' if steps is not None and rate else 'unknown'
         lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {f"{rate:,.0f}" if rate else "unknown":>12} '
                      f'{hours:>9}  {advise(need, batch, accumulation, machine_dtype, memory)}')
@@ -54,17 +60,26 @@ def model_args_of(settings):
     return None if cfg.init_from == 'scratch' else shape_of(cfg.init_from, cfg.data_dir)
 
 
+def flops_of(need):
+    """FLOPs per token: (of the forward pass, forward and backward). Frozen weights have no gradients."""
+    model = need.model
+    total = model.flops_per_token(model.config.block_size)
+    if not need.lora:
+        return total / 3, total
+    frozen = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    adapters = need.weights // 4
+    return total / 3 + 2 * adapters, total - 2 * frozen + 6 * adapters
+
+
 def describe_model(model):
-    """Parameters by part, FLOPs."""
+    """Parameters by part."""
     counts = dict.fromkeys(PARTS, 0)
     for name, p in model.named_parameters():
         part = next(part for part, marks in PARTS.items() if any(mark in name for mark in marks))
         counts[part] += p.numel()
     text = ', '.join(f'{part} {n:,}' for part, n in counts.items() if n)
     tied = '; the head is the token embedding' if model.config.tie else ''
-    flops = model.flops_per_token(model.config.block_size)
-    return [f'parameters: {model.num_params():,} ({text}{tied})',
-            f'compute: {flops / 1e6:,.1f} MFLOP per token, forward and backward']
+    return f'parameters: {model.num_params():,} ({text}{tied})'
 
 
 def describe_memory(need, batch, dtype):
@@ -81,6 +96,8 @@ def describe_memory(need, batch, dtype):
              f'{need.model.config.block_size} tokens in {name}; compiled, it needs less',
              f'  in GB: {text}{pieces}']
     for shard in ('optimizer', 'full'):
+        if need.lora:  # adapters are not sharded
+            continue
         each = ', '.join(f'{need.standing(dtype, shard, world) / 1e9:,.2f}' for world in (2, 4, 8))
         lines.append(f'  weights, gradients and optimizer with shard={shard} on each of 2, 4, 8 GPUs: {each}')
     return [*lines,
@@ -117,4 +134,7 @@ def advise(need, batch, accumulation, dtype, memory):
     if remedies:
         return f'does not fit; the same step fits with {" or ".join(remedies)}'
     total = sum(need.parts(1, dtype, need.chunks(1, memory)).values())
-    return f'does not fit: one sequence needs {total / 1e9:,.1f} GB; reduce n_layer, n_embd or block_size'
+    remedy = 'reduce n_layer, n_embd or block_size'
+    if need.lora:
+        remedy = 'use --quantize=nf4 and a smaller block_size'
+    return f'does not fit: one sequence needs {total / 1e9:,.1f} GB; {remedy}'

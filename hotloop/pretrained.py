@@ -102,7 +102,7 @@ def shape_of(source, data_dir):
     """The model_args of what open_weights() would open, without a download. ValueError if it is not here."""
     if is_hub_name(source) and find_on_disk(source, data_dir, model_files) is None:
         raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python sample.py '
-                         f'--init_from={source} downloads it')
+                         f'--init_from={source} downloads it, or name a folder with its config.json')
     folder = find_folder(source, data_dir)
     if folder is None:
         return open_checkpoint(source)[1]['model_args']

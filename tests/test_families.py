@@ -393,7 +393,7 @@ def test_a_forecast_counts_a_family_from_its_config_json(families):
     folder, theirs, *_ = families('gemma2')
     with torch.device('meta'):
         model = GPT(config_from(shape_of(str(folder), 'data')))
-    assert describe_model(model)[0].startswith(f'parameters: {theirs.num_parameters():,} (')
+    assert describe_model(model).startswith(f'parameters: {theirs.num_parameters():,} (')
     assert all(count > 0 for count in activation_bytes(model, 1, torch.bfloat16, 1))
 
 

@@ -1,5 +1,6 @@
 """The forecast of --dry_run: counts equal those of real steps, and nothing is downloaded or written."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,14 +10,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import contents, noise, write_bins
+from torch.utils.flop_counter import FlopCounterMode
 
 import train
 from hotloop.distributed import Env
+from hotloop.families import settings_of
 from hotloop.footprint import Need, activation_bytes, count_step, update_bytes
-from hotloop.forecast import MACHINES, PARTS, advise, describe_model
+from hotloop.forecast import MACHINES, PARTS, advise, describe_model, flops_of
+from hotloop.lora import LoRAConfig, add_adapters, trainable
+from hotloop.memory import choose_loss_chunks
 from hotloop.optim import build_optimizers, matrix_rows
 from hotloop.parallel import set_blocks
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, config_from
 from train import TrainConfig
 
 ROOT = Path(train.__file__).parent
@@ -97,16 +102,124 @@ def test_one_micro_batch_starts_without_gradients():
 @pytest.mark.parametrize('preset', ['gpt2', 'modern'])
 def test_the_parts_add_up(preset):
     model = gpt('meta', preset=preset, bias=True)
-    line, _ = describe_model(model)
+    line = describe_model(model)
     total, *parts = [int(n.replace(',', '')) for n in re.findall(r' ([\d,]+)(?=[ ,;)])', line)]
     assert sum(parts) == total == model.num_params() and len(parts) == len(PARTS) - (preset == 'gpt2')
 
+
+# -----------------------------------------------------------------------------
+# adapters
+
+GEMMA_2_2B = dict(  # its published config.json, without what transformers assumes
+    model_type='gemma2', num_hidden_layers=26, hidden_size=2304, num_attention_heads=8,
+    num_key_value_heads=4, intermediate_size=9216, vocab_size=256000, max_position_embeddings=8192,
+    rms_norm_eps=1e-6, hidden_activation='gelu_pytorch_tanh')
+GATED = dict(preset='modern', mlp='swiglu', n_kv_head=1)
+
+
+def adapted(device, lora, dtype=torch.float32, **settings):
+    model = gpt(device, **settings)
+    with torch.device(device):
+        add_adapters(model, lora, {}, Env(device=torch.device(device), dtype=dtype), 0)
+    model.compute_dtype = dtype
+    return model
+
+
+@pytest.mark.parametrize('settings', [dict(bias=True), GATED])
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+@pytest.mark.parametrize('chunks, recompute', [(1, 'none'), (4, 'full')])
+def test_a_step_with_adapters_stores_on_the_meta_device_what_it_stores(settings, quantize, chunks, recompute):
+    lora, counts = LoRAConfig(lora_rank=4, quantize=quantize), []
+    for device in ('cpu', 'meta'):
+        model = adapted(device, lora, **settings)
+        model.loss_chunks = chunks
+        set_blocks(model, recompute)
+        counts.append(count_step(model, 3))
+    for stored, counted in zip(*counts, strict=True):
+        assert abs(stored - counted) < 200 < stored
+
+
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+@pytest.mark.parametrize('recompute', ['none', 'full'])
+def test_two_blocks_with_adapters_tell_what_all_of_them_store(quantize, recompute):
+    """The first block, whose input has no gradient, is counted as such."""
+    lora = LoRAConfig(lora_rank=4, lora_targets='mlp', quantize=quantize)
+    model = adapted('meta', lora, torch.bfloat16, n_layer=5)
+    set_blocks(model, recompute)
+    stored, most = count_step(model, 4)
+    plain = gpt('meta', n_layer=5)
+    assert activation_bytes(plain, 4, torch.bfloat16, 1, recompute, lora) == (stored, most - stored)
+
+
+@pytest.mark.parametrize('settings', [dict(bias=True), GATED])
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+def test_frozen_weights_adapters_and_their_optimizer_are_counted(settings, quantize):
+    """In bytes, those of a run in bfloat16."""
+    lora, cfg = LoRAConfig(lora_rank=4, quantize=quantize), TrainConfig(batch_size=1)
+    model = adapted('cpu', lora, torch.bfloat16, **settings)
+    parts = Need(gpt('meta', **settings), cfg, lora).parts(1, torch.bfloat16, 1)
+    learned = sum(p.nbytes for p in trainable(model))
+    assert parts['adapters'] == parts['gradients'] == learned and parts['optimizer'] == 2 * learned
+    held = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    assert parts['frozen weights'] == held - learned
+
+
+@pytest.mark.parametrize('tokens, vocab_size, chunks', [(768, 50304, 1), (6144, 50304, 1), (6144, 256000, 6)])
+def test_the_loss_of_a_frozen_head_is_chunked_as_in_a_compiled_step(monkeypatch, tokens, vocab_size, chunks):
+    monkeypatch.setattr('hotloop.memory.device_memory', lambda device: 85e9)
+    model, lora = gpt('meta', block_size=tokens, vocab_size=vocab_size), LoRAConfig(lora_rank=4)
+    env = Env(device=torch.device('cuda'), dtype=torch.bfloat16, compile=True)
+    assert choose_loss_chunks('auto', tokens, vocab_size, env, frozen=True) == chunks
+    assert Need(model, TrainConfig(), lora).chunks(1, 85e9) == chunks
+    assert Need(model, TrainConfig(loss_chunks=3), lora).chunks(1, 85e9) == 3
+
+
+def test_frozen_weights_cost_no_products_for_their_gradients():
+    """Torch counts fewer: the first block has no gradients below its first adapter."""
+    lora, shape = LoRAConfig(lora_rank=4, lora_targets='mlp'), dict(n_layer=3)
+    forward, both = flops_of(Need(gpt('meta', **shape), TrainConfig(), lora))
+    model, ids = adapted('cpu', lora, **shape), torch.zeros(1, 64, dtype=torch.int64)
+    counted = []
+    for grad in (False, True):
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(grad):
+            loss = model(ids, ids).sum()
+            if grad:
+                loss.backward()
+        counts = counter.get_flop_counts()['Global'].items()
+        counted.append(sum(n for op, n in counts if 'attention' not in str(op)) / 64)
+    attention = 6 * 3 * 32 * (64 + 1)  # 3 blocks, 32 channels, half of 64 + 1 keys, two products
+    skipped = 2 * (4 * 32 * 32 + 4 * 32 * 32 + 4 * 32)  # by attention, c_fc and its A
+    in_place = 2 * 3 * (4 * 128 + 4 * 32)  # forward products with B, which torch does not count
+    assert counted == pytest.approx([forward - in_place - attention / 3,
+                                     both - in_place - attention - skipped])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('quantize, recompute, expected', [
+    ('nf4', 'full', 7.63), ('nf4', 'selective', 8.28), ('nf4', 'none', 29.71),
+    ('none', 'full', 10.63), ('none', 'selective', 11.29), ('none', 'none', 32.71)])
+def test_adapters_of_rank_16_on_gemma_2_2b(quantize, recompute, expected):
+    """In GB, 8 x 768 tokens on an H100, uncompiled."""
+    with torch.device('meta'):
+        model = GPT(config_from(settings_of(GEMMA_2_2B, 'config.json')))
+    model.crop_block_size(768)
+    cfg = TrainConfig(batch_size=8, gradient_accumulation_steps=2, recompute=recompute)
+    need = Need(model, cfg, LoRAConfig(lora_rank=16, quantize=quantize))
+    chunks = need.chunks(8, MACHINES['H100'][1])
+    parts = need.parts(8, torch.bfloat16, chunks)
+    assert chunks == 6 and sum(parts.values()) / 1e9 == pytest.approx(expected, abs=0.01)
+    assert parts['frozen weights'] / 1e9 == pytest.approx(2.23 if quantize == 'nf4' else 5.23, abs=0.01)
+
+
+# -----------------------------------------------------------------------------
+# the lines
 
 def need_of(size, recomputed):
     """A Need without a model: the bytes of a sequence, and if blocks are recomputed."""
     def fits(batch, dtype, memory, recompute):
         return batch * {'none': size, 'full': recomputed}[recompute] <= memory
-    return SimpleNamespace(recompute='none', fits=fits, chunks=lambda batch, memory: 1 + (memory < 30),
+    return SimpleNamespace(recompute='none', lora=None, fits=fits,
+                           chunks=lambda batch, memory: 1 + (memory < 30),
                            parts=lambda batch, dtype, chunks: {'all': batch * size})
 
 
@@ -120,6 +233,11 @@ def need_of(size, recomputed):
 def test_what_does_not_fit_comes_with_what_does(memory, words):
     """24 sequences x 2, of 1 byte each, or of 1/8."""
     assert advise(need_of(1, 0.125), 24, 2, None, memory) == words
+
+
+def test_adapters_that_do_not_fit_come_with_their_own_remedies():
+    need = SimpleNamespace(**vars(need_of(1, 1)) | {'lora': LoRAConfig(lora_rank=4)})
+    assert advise(need, 4, 1, None, 0.1).endswith('use --quantize=nf4 and a smaller block_size')
 
 
 def test_recomputation_costs_a_quarter_of_the_speed(forecast_of):
@@ -179,6 +297,40 @@ def test_the_size_of_a_checkpoint(forecast_of, train_tiny, tmp_path):
     need = Need(gpt('meta', **settings), TrainConfig())
     for name, size in (('ckpt.pt', need.weights + need.optimizer), ('best.pt', need.weights)):
         assert 0 <= (tmp_path / 'out' / name).stat().st_size - size < 6e4, name
+
+
+def test_the_lines_of_a_run_with_adapters(forecast_of, train_tiny, tmp_path):
+    """No line is about sharding, which adapters do not have."""
+    train_tiny('base', max_iters=1)
+    flags = dict(lora_rank=4, lora_alpha=8.0, quantize='nf4')
+    train_tiny('tuned', max_iters=1, init_from=tmp_path / 'base', **flags)
+    for settings in (dict(init_from=tmp_path / 'base', **flags),
+                     dict(init_from='resume', out_dir=tmp_path / 'tuned')):
+        printed = forecast_of(dataset='tiny', **settings)
+        assert 'adapters: rank 4, scale 2, on attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj; ' in printed
+        assert f'of {tmp_path / "base"} are frozen in NF4, embedding and head in ' in printed
+        assert re.search(r'in GB: frozen weights [\d.]+, adapters [\d.]+, ', printed)
+        assert 'shard=' not in printed
+
+
+def test_the_size_of_a_checkpoint_of_adapters(train_tiny, tmp_path):
+    """It holds no frozen weights."""
+    shape, flags = dict(n_embd=128, n_layer=3, block_size=16, vocab_size=300), dict(lora_rank=32)
+    train_tiny('base', max_iters=1, **shape)
+    train_tiny('tuned', max_iters=1, init_from=tmp_path / 'base', **shape, **flags)
+    need = Need(gpt('meta', **shape), TrainConfig(), LoRAConfig(**flags))
+    for name, size in (('ckpt.pt', need.weights + need.optimizer), ('best.pt', need.weights)):
+        assert 0 <= (tmp_path / 'tuned' / name).stat().st_size - size < 6e4, name
+
+
+def test_a_folder_needs_only_its_config_and_the_context_is_that_of_the_run(forecast_of, tmp_path):
+    """Of 8,192 tokens in its config.json the run asks for 16."""
+    sizes = dict(num_hidden_layers=2, hidden_size=32, head_dim=8, intermediate_size=64, vocab_size=97)
+    (tmp_path / 'tiny-gemma').mkdir()
+    (tmp_path / 'tiny-gemma' / 'config.json').write_text(json.dumps(GEMMA_2_2B | sizes))
+    for settings, tokens in ((dict(block_size=16, lora_rank=2), 16), ({}, 8192)):
+        printed = forecast_of(init_from='tiny-gemma', **settings)
+        assert f'for a micro-batch of 2 x {tokens} tokens in bfloat16' in printed
 
 
 @pytest.mark.slow
