@@ -20,8 +20,9 @@ from model import GPT
 ROOT = Path(__file__).resolve().parent.parent
 CHATML = ('{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}'
           '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}')
-SIZES = ('--block_size=128 --batch_size=2 --gradient_accumulation_steps=2 --max_epochs=20 --learning_rate=1e-2 '
-         '--warmup_iters=2 --eval_interval=20 --log_interval=1 --device=cpu --dtype=float32 --compile=False')
+SIZES = ('--block_size=128 --batch_size=2 --gradient_accumulation_steps=2 --max_epochs=20 --warmup_iters=2 '
+         '--learning_rate=1e-2 --eval_interval=20 --log_interval=1 --device=cpu --dtype=float32 '
+         '--compile=False')
 GREEDY = '--temperature=0 --max_new_tokens=12 --device=cpu --dtype=float32'
 
 
