@@ -27,7 +27,7 @@ import numpy as np
 from configurator import call_main, configure
 from hotloop import dataset
 from hotloop.bpe import count_words, learn_merges
-from hotloop.chat_template import MARK, marks_of
+from hotloop.chat_template import ANSWERS, MARK, marks_of
 from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
 from hotloop.files import Progress, counted
@@ -237,6 +237,10 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
               'convert the line ends unless the model should write them')
     splits = {split: writer.close(rows=bool(counts.templates)) for split, writer in writers.items()}
     empty = [split for split in splits if not splits[split]['bytes']]
+    if 'train' in empty and counts.skipped:
+        raise ValueError(f'{source}: {counted(counts.skipped, "row")} without text or without an answer, and '
+                         f'none to train on; an answer is in one of {", ".join(ANSWERS)}, or in a message of '
+                         'the assistant; --text_field names the field of a text')
     if empty:
         raise ValueError(f'{source} has no text for the {empty[0]} split with val={cfg.val!r}, '
                          f'val_fraction={cfg.val_fraction}, separator={reading.separator!r}')

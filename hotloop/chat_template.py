@@ -93,7 +93,8 @@ def text_parts(row, where, field, is_named):
     is_null_chat = not is_named and None in (row.get('messages', ''), row.get('conversations', ''))
     if field not in row and not is_null_chat:
         raise ValueError(f'{where} has no field {field!r}; its fields are: {", ".join(map(str, row))}. Name '
-                         'the one that holds the text with --text_field')
+                         'the one that holds the text with --text_field; the field of an answer is one of '
+                         f'{", ".join(ANSWERS)}')
     text = check_text(row.get(field), f'{where}: field {field!r}')
     return [(text, False, True)] if text else None
 

@@ -200,3 +200,17 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert 'note: without a tokenizer, because tokenizer.json has no form' in capsys.readouterr().err
     assert sorted(p.name for p in (tmp_path / 'chars').iterdir()) == ['config.json', 'model.safetensors']
     assert 'leave quantize=int8 out' in error_of(main, out_dir=path.parent, export=folder, quantize='int8')
+
+
+def test_a_run_of_adapters_is_exported_merged(train_tiny, tmp_path):
+    """The weights are those that sample.py computes with, not the base's."""
+    llama = dict(position='rope', norm='rmsnorm_weight', mlp='swiglu', embed_norm=False, n_ff=48)
+    train_tiny('base', **llama, max_iters=2)
+    train_tiny('tuned', init_from=tmp_path / 'base', lora_rank=4, max_iters=4, learning_rate=2e-2)
+    assert main(out_dir=tmp_path / 'tuned', export=tmp_path / 'hf') == 0
+    exported, run, base = (open_weights(str(tmp_path / name), 'data').weights
+                           for name in ('hf', 'tuned', 'base'))
+    assert all(torch.equal(exported[name], run[name]) for name in run)
+    assert {name for name in run if not torch.equal(run[name], base[name])} == {
+        f'transformer.h.{layer}.{matrix}.weight' for layer in range(2)
+        for matrix in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')}

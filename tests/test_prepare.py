@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import SHARED, contents, write_bins
+from conftest import SHARED, contents, error_of, write_bins
 
 import prepare
 import sample
@@ -148,6 +148,22 @@ def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
     for split, counts in read_meta(str(tmp_path / 'data' / 'x'))['splits'].items():
         mask = (tmp_path / 'data' / 'x' / f'{split}.mask.bin').read_bytes()
         assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
+
+
+@pytest.mark.parametrize('row', [
+    {'instruction': 'Add.', 'output': ''}, {'prompt': 'Add.', 'completion': None},
+    {'messages': [{'role': 'user', 'content': 'Add.'}]}, {'text': ''}])
+@pytest.mark.parametrize('tokenizer', ['byte', 'char', 'bpe:300'])
+def test_rows_without_any_answer_are_no_dataset(tmp_path, make, row, tokenizer):
+    path = tmp_path / 'a.jsonl'
+    path.write_text(as_jsonl([row] * 3))
+    assert error_of(make, path, tokenizer=tokenizer) == (
+        f'{path}: 3 rows without text or without an answer, and none to train on; an answer is in one of '
+        'completion, response, output, answer, or in a message of the assistant; --text_field names the field '
+        'of a text')
+    path.write_text(as_jsonl([{'prompt': 'Add.'}]))
+    assert error_of(make, path).endswith(
+        'with --text_field; the field of an answer is one of completion, response, output, answer')
 
 
 def test_what_was_made_of_the_input_is_printed(tmp_path, make, capsys, monkeypatch):
