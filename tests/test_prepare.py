@@ -159,8 +159,8 @@ def test_rows_without_any_answer_are_no_dataset(tmp_path, make, row, tokenizer):
     path.write_text(as_jsonl([row] * 3))
     assert error_of(make, path, tokenizer=tokenizer) == (
         f'{path}: 3 rows without text or without an answer, and none to train on; an answer is in one of '
-        'completion, response, output, answer, or in a message of the assistant; --text_field names the field '
-        'of a text')
+        'completion, response, output, answer, or in a message of the assistant; --text_field names the '
+        'field of a text')
     path.write_text(as_jsonl([{'prompt': 'Add.'}]))
     assert error_of(make, path).endswith(
         'with --text_field; the field of an answer is one of completion, response, output, answer')
