@@ -7,6 +7,7 @@
 block_size = 512
 batch_size = 4
 gradient_accumulation_steps = 4
+recompute = 'full'
 
 learning_rate = 2e-4
 warmup_iters = 100
