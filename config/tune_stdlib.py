@@ -4,9 +4,10 @@
 #   python train.py config/quickstart.py --dataset=stdlib_4096 --out_dir=out-stdlib --max_iters=2000
 #   python prepare.py stdlib --format=functions --name=functions --tokenizer=out-stdlib --val_fraction=0.1
 #   python train.py config/tune_stdlib.py
-#   python sample.py --out_dir=out-tune-stdlib --eval_code=data/functions/val.jsonl
+#   python sample.py --out_dir=out-tune-stdlib --eval_code=data/functions/val.jsonl --max_new_tokens=200
 #
-# hardware: 2 CPU cores. time and score: not measured
+# hardware: 2 CPU cores. measured there on the 569 held-out functions: syntax accuracy from 0.34 to 0.44,
+# BLEU 1.5 before and after
 
 out_dir = 'out-tune-stdlib'
 init_from = 'out-stdlib'
