@@ -19,14 +19,31 @@ import pytest
 forks = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 
 
-def rank(number, world, port, module, name, args, settings):
-    """What a function returns, pickled, in a process with torchrun's environment variables."""
+def call(sender, number, world, port, module, name, args, settings):
+    """Sends (True, what a function returns) or (False, its exception). It has the environment of torchrun."""
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world),
                       LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
     warnings.simplefilter('ignore')  # torch announces a new name of broadcast_buffers
     if not hasattr(sys.modules.get(module), name):
         sys.modules.pop(module, None)  # it was being imported when this process was forked
-    return pickle.dumps(getattr(importlib.import_module(module), name)(*args, **settings))
+    try:
+        result = True, getattr(importlib.import_module(module), name)(*args, **settings)
+    except BaseException as e:
+        result = False, e
+    sender.send_bytes(pickle.dumps(result))
+
+
+def rank(*job):
+    """What call() sends, in a process of its own: torch keeps meshes of a run, and the next one met them."""
+    context = get_context('fork')
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=call, args=(sender, *job))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv_bytes()
+    finally:
+        process.join()
 
 
 def on_ranks(world, function, *args, **settings):
@@ -35,7 +52,13 @@ def on_ranks(world, function, *args, **settings):
         port = free.getsockname()[1]
     name = function.__module__, function.__name__
     jobs = [RANKS.submit(rank, number, world, port, *name, args, settings) for number in range(world)]
-    return [pickle.loads(job.result(timeout=300)) for job in jobs]
+    results = []
+    for job in jobs:
+        succeeded, result = pickle.loads(job.result(timeout=300))
+        if not succeeded:
+            raise result
+        results.append(result)
+    return results
 
 
 if hasattr(os, 'fork'):
