@@ -1,7 +1,7 @@
 """
 Communication of a training step, counted, and the efficiency it allows on eight GPUs and on two nodes.
 
-    $ python tests/bench/communication.py                                   # 124M, 354M, 773M; ten minutes
+    $ python tests/bench/communication.py                                   # 124M, 354M, 773M; half an hour
     $ python tests/bench/communication.py --micro_batches=1 --sizes=124M
 
 train.py's own step runs on fake tensors in a fake group of 8, in bf16, so nothing is computed or sent; a
