@@ -120,8 +120,8 @@ def the_loop(train, cfg, env, gpt, compiled, forward, batches, optimizers, scale
     for name in ('evaluate_both', 'track_best', 'log_evaluation', 'save', 'finish_save', 'log_done'):
         setattr(train, name, lambda *args, **kwargs: False)
     env.stop = train.StopRequest(None)
-    run = train.Run(cfg, {}, env, gpt, compiled, forward, batches, batches.split, None, optimizers, scaler,
-                    train.RunState(), None, {}, log=Lines())
+    run = train.Run(cfg, train.LoRAConfig(), {}, env, gpt, compiled, forward, batches, batches.split, None,
+                    optimizers, scaler, train.RunState(), None, {}, log=Lines())
 
     def steps(n, number=1):
         cfg.max_iters = n + number
