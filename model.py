@@ -350,8 +350,8 @@ class Attention(nn.Module):
             self.rotate = partial(rotate_part, part=int(self.window is not None))
         own_scale = config.query_scale not in (None, D**-0.5)  # by which attention multiplies in any case
         self.scale_query = partial(torch.mul, other=config.query_scale * D**0.5) if own_scale else Identity()
-        self.cap = config.attn_softcap
-        self.kernel = partial(capped_attention, cap=self.cap) if self.cap else None
+        self.cap = partial(softcap, cap=config.attn_softcap) if config.attn_softcap else None
+        self.kernel = partial(capped_attention, cap=config.attn_softcap) if self.cap else None
         self.dropout = nn.Dropout(config.dropout)
 
     def attend(self, q, k, v, within=None):
@@ -369,8 +369,7 @@ class Attention(nn.Module):
             raise ValueError(f'dropout={dropout} cannot be combined with window, document_mask, pack_rows or '
                              'attn_softcap on a GPU; use --dropout=0')
         from torch.nn.attention.flex_attention import flex_attention
-        cap = partial(softcap, cap=self.cap) if self.cap else None
-        return compiled(flex_attention)(q, k, v, cap, within, enable_gqa=q.size(1) > k.size(1))
+        return compiled(flex_attention)(q, k, v, self.cap, within, enable_gqa=q.size(1) > k.size(1))
 
     def forward(self, x, cos, sin, cache=None, within=None):
         B, T, _ = x.shape

@@ -407,13 +407,44 @@ def build_model(settings, dataset, env):
     check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
     kept = [field for field in ('dropout', 'label_smoothing') if resumed or field in given]
     model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
-    if (resumed or 'block_size' in given) and model_cfg.block_size < model.config.block_size:
-        model.crop_block_size(model_cfg.block_size)
+    shorten_context(model, settings)
     for field, has in dataclasses.asdict(model.config).items():
         asked = getattr(model_cfg, field)
         if field in given and asked not in (None, has):
             raise ValueError(f'{given[field]}: {field}={asked!r}, but {name} has {has!r}; omit it')
     return model, (resumed or source.checkpoint).get('iter_num', 0), base
+
+
+def shorten_context(model, settings):
+    """Crops the context of a loaded model to the block_size of the command, or of the run to resume."""
+    asked = settings.model.block_size
+    if (settings.resumed or 'block_size' in settings.given) and asked < model.config.block_size:
+        model.crop_block_size(asked)
+
+
+def open_data(settings, datasets, config, env):
+    """
+    {'train': split, 'val': split} and the context for checkpoints, checked against the model's config and the
+    run to resume. Adds to settings.notes.
+    """
+    cfg, notes, resumed = settings.train, settings.notes, settings.resumed
+    by_name = {name: open_split(datasets, name, config.block_size, cfg.document_mask, cfg.pack_rows)
+               for name in ('train', 'val')}
+    splits = by_name['train'].splits + by_name['val'].splits
+    if cfg.pack_rows:
+        notes += [split.note for split in splits]
+    else:
+        check_lengths(splits, config.block_size)
+    context = context_of(datasets, by_name, env)
+    if resumed:
+        notes += resume.compare_context(resumed.checkpoint, context, cfg)
+        check_tokenizer(resumed.checkpoint.get('tokenizer'), resumed.path, datasets[0], cfg.data_dir)
+    with env.patience():
+        if env.rank == 0:
+            for split in splits:
+                split.check_ids(config.vocab_size)
+        env.sum(np.zeros(1))  # waits for rank 0
+    return by_name, context
 
 
 def build_run(settings, datasets, env):
@@ -422,22 +453,7 @@ def build_run(settings, datasets, env):
     meta = datasets[0].meta
     model, step, base = build_model(settings, datasets[0], env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
-    train_split, val_split = (open_split(datasets, name, T, cfg.document_mask, cfg.pack_rows)
-                              for name in ('train', 'val'))
-    splits = train_split.splits + val_split.splits
-    if cfg.pack_rows:
-        notes += [split.note for split in splits]
-    else:
-        check_lengths(splits, T)
-    context = context_of(datasets, {'train': train_split, 'val': val_split}, env)
-    if resumed:
-        notes += resume.compare_context(resumed.checkpoint, context, cfg)
-        check_tokenizer(resumed.checkpoint.get('tokenizer'), resumed.path, datasets[0], cfg.data_dir)
-    with env.patience():
-        if env.rank == 0:
-            for split in splits:
-                split.check_ids(vocab_size)
-        env.sum(np.zeros(1))  # waits for rank 0
+    splits, context = open_data(settings, datasets, model.config, env)
     tokenizer = sampling_tokenizer(cfg, meta, context)
     if not cfg.eval_only:
         env.stop = StopRequest(cfg.max_minutes)
@@ -456,11 +472,11 @@ def build_run(settings, datasets, env):
     model.compute_dtype = env.dtype
     if settings.auto_batch and not cfg.eval_only:
         choose = functools.partial(choose_batch_size, fits=fits_sharded) if sharded else choose_batch_size
-        set_batch_size(cfg, choose(model, train_split, env, cfg), T, env, notes)
-    batches = Batches(train_split, cfg, env)
+        set_batch_size(cfg, choose(model, splits['train'], env, cfg), T, env, notes)
+    batches = Batches(splits['train'], cfg, env)
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=base is not None)
-    notes += set_length(cfg, train_split.num_windows, batches.global_batch)
+    notes += set_length(cfg, splits['train'].num_windows, batches.global_batch)
     compiled, forward = wrap(model, cfg, env)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)  # of what wrap() may have sharded
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
@@ -481,7 +497,7 @@ def build_run(settings, datasets, env):
         flat |= dataclasses.asdict(part)
     if resumed:  # keep where the weights first came from
         flat['init_from'] = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
-    return Run(cfg, settings.lora, flat, env, model, compiled, forward, batches, val_split,
+    return Run(cfg, settings.lora, flat, env, model, compiled, forward, batches, splits['val'],
                byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir), context, tokenizer)
 
 
@@ -579,9 +595,7 @@ def dry_run(settings):
         notes.append(f'data: tokens unknown, 50,304 ids assumed: {e}')
     with torch.device('meta'):
         model = GPT(config_from(model_args)) if model_args else build_model(settings, first, Env())[0]
-        asked = settings.model.block_size
-        if (settings.resumed or 'block_size' in settings.given) and asked < model.config.block_size:
-            model.crop_block_size(asked)
+        shorten_context(model, settings)
     if datasets:
         split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
         num_windows = split.num_windows

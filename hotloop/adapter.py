@@ -1,4 +1,4 @@
-"""Adapters and their base: what a run starts from, and folders in the format of peft, written and read."""
+"""Writes and reads folders of adapters in the format of peft, and merges them into their base."""
 
 import json
 import os

@@ -39,9 +39,9 @@ def describe_machine(run):
     if env.device.type == 'cuda' and gpus > env.world == 1:
         lines.append(f'note: for all {gpus} GPUs, replace "python" with "torchrun --standalone '
                      f'--nproc_per_node={gpus}"')
-    if env.world > 1 and run.cfg.shard != 'none':
-        lines.append(f'parallel: shard={run.cfg.shard}: each process holds 1/{env.world} of '
-                     f'{SHARDED[run.cfg.shard]}')
+    if env.world > 1 and cfg.shard != 'none':
+        lines.append(f'parallel: shard={cfg.shard}: each process holds 1/{env.world} of '
+                     f'{SHARDED[cfg.shard]}')
     return lines
 
 

@@ -94,8 +94,8 @@ def save_checkpoint(path, checkpoint, keep_old=None):
 
 def snapshot(value, copies):
     """
-    A copy of a nested value with all tensors in host memory, for a thread to write while the run goes on. The
-    file is the same. copies: {} at first; a tensor with two names, such as a tied head, is copied once.
+    A copy of a nested value with all tensors in host memory, for a thread to write while the run continues.
+    The file is the same. copies: {} at first; a tensor with two names, such as a tied head, is copied once.
     """
     if isinstance(value, dict):
         copied = copy.copy(value)  # state_dict() has an attribute

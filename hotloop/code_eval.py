@@ -112,10 +112,10 @@ def judge(task, seed, answer, run):
     return Verdict(task, seed, answer, code, parses, outcome)
 
 
-def code_in(text):
-    """The first fenced block in a text (``` to ``` or to the end), or else the complete text; dedented."""
+def unfenced(text):
+    """The first fenced block in a text (``` to ``` or to the end), or else the complete text."""
     fenced = FENCE.search(text)
-    return textwrap.dedent(fenced[1] if fenced else text)
+    return fenced[1] if fenced else text
 
 
 def code_of(answer, entry):
@@ -123,8 +123,7 @@ def code_of(answer, entry):
     The code in an answer: its first fenced block, or all of it, dedented. Where it should define the function
     `entry` and does not, it is the body: its indented lines up to the first new statement at the top level.
     """
-    fenced = FENCE.search(answer)
-    code = fenced[1] if fenced else answer
+    code = unfenced(answer)
     body = INDENTED.match(code)[0]
     if entry and not defines(code, entry) and body.strip():
         code = body
@@ -150,7 +149,7 @@ def is_code(code, prompt):
     docstring, an import or a copy of the prompt is not enough.
     """
     tree = parsed(code)
-    is_copy = code.split() in (prompt.split(), code_in(prompt).split())
+    is_copy = code.split() in (prompt.split(), unfenced(prompt).split())
     return tree is not None and not is_copy and any(has_effect(node) for node in ast.walk(tree))
 
 
@@ -188,7 +187,8 @@ def bleu(verdicts):
     """
     metric = optional('sacrebleu.metrics', 'computes BLEU').BLEU(force=True)  # quiet about text with spaces
     codes = [without_prompt(v.code, v.task) for v in verdicts]
-    score = metric.corpus_score(codes, [[code_in(v.task.reference) for v in verdicts]], n_bootstrap=1000)
+    references = [textwrap.dedent(unfenced(v.task.reference)) for v in verdicts]
+    score = metric.corpus_score(codes, [references], n_bootstrap=1000)
     return score.score, max(score._mean - score._ci, 0.0), min(score._mean + score._ci, 100.0)
 
 

@@ -89,16 +89,20 @@ def read_json(path):
     return value
 
 
-def json_lines(lines, path):
-    """Yields (where, value) of each line of JSON that is not empty. ValueError names the line."""
+def parse_json(text, where, remedy=''):
+    """The value of a JSON text. ValueError says where it is wrong, and the remedy."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f'{where} is not JSON: {e}{remedy}') from None
+
+
+def json_lines(lines, path, remedy=''):
+    """Yields (where, value) of each line of JSON that is not empty. ValueError as in parse_json()."""
     for number, line in enumerate(lines, 1):
         where = f'{path}, line {number}'
         if line.strip():
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                raise ValueError(f'{where} is not JSON') from None
-            yield where, value
+            yield where, parse_json(line, where, remedy)
 
 
 def counted(number, noun):

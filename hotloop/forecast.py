@@ -95,9 +95,7 @@ def describe_memory(need, batch, dtype):
     lines = [f'memory: {sum(parts.values()) / 1e9:,.2f} GB for a micro-batch of {batch} x '
              f'{need.model.config.block_size} tokens in {name}; compiled, it needs less',
              f'  in GB: {text}{pieces}']
-    for shard in ('optimizer', 'full'):
-        if need.lora:  # adapters are not sharded
-            continue
+    for shard in () if need.lora else ('optimizer', 'full'):  # adapters are not sharded
         each = ', '.join(f'{need.standing(dtype, shard, world) / 1e9:,.2f}' for world in (2, 4, 8))
         lines.append(f'  weights, gradients and optimizer with shard={shard} on each of 2, 4, 8 GPUs: {each}')
     return [*lines,

@@ -91,8 +91,8 @@ def attend_in_sums(q, k, v, mask, cap):
     B, K, _, D = k.shape
     q = q.view(B, K, -1, 1, D) * D**-0.5  # queries that share keys are adjacent
     scores = (q * k[:, :, None].float()).sum(-1)  # (B, K, H / K, T)
-    if cap:  # Attention's soft-cap
-        scores = cap * torch.tanh(scores / cap)
+    if cap:
+        scores = cap(scores)
     weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
     return (weights[..., None] * v[:, :, None].float()).sum(-2).view(B, -1, 1, D)
 

@@ -77,7 +77,7 @@ class Packed(Split):
     def gather(self, starts):
         """
         Inputs, targets and documents of these windows: three (B, T) int64 arrays. The first token of a row is
-        no target, because the last one of another row would predict it.
+        not a target, because the last one of another row would predict it.
         """
         shape = len(starts), self.T + 1
         tokens, targets = np.full(shape, self.padding_id), np.full(shape, -1)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hotloop.chat_template import MARK, TEMPLATES
 from hotloop.checkpoint import load_checkpoint
 from hotloop.families import CONV1D, our_name, settings_of
 from hotloop.files import read_json
@@ -30,7 +31,6 @@ GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_s
                for name, n_layer, n_head, n_embd in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
                                                      ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
 GPT2_NAMES = tuple(GPT2_SHAPES)
-CHAT_MARKS = {'chatml': '<|im_start|>', 'gemma': '<start_of_turn>', 'llama3': '<|start_header_id|>'}
 
 
 class Weights(NamedTuple):
@@ -83,8 +83,9 @@ def habits_of(folder, tokenizer):
         with open(path, encoding='utf-8') as f:
             chat = f.read()
     habits = {'bos': tokenizer.first, 'ends': [i for i in ends if i is not None]}
-    for template, mark in CHAT_MARKS.items():
-        if mark in chat:
+    for template in TEMPLATES:
+        mark = MARK.match(TEMPLATES[template]['user'][0])  # each begins a turn in its own way
+        if mark and mark[0] in chat:
             habits['template'] = template
     return habits
 

@@ -1,19 +1,21 @@
 """Reads files of rows: JSON lines, JSON, CSV, parquet, and the functions of Python source."""
 
 import csv
-import json
 import os
 import re
+from functools import partial
 
 from hotloop.chat_template import ROW_FIELDS
-from hotloop.files import first_line, optional
+from hotloop.files import first_line, json_lines, optional, parse_json
 from hotloop.functions import function_rows
 from hotloop.text_file import open_file
+
+AS_TEXT = '; --format=text reads the file as plain text'
 
 
 def rows_in(file, reading, progress=None, counts=None):
     """(where, row) of each row of a file; a row is a dict, or a str in a JSON file of texts."""
-    readers = {'jsonl': jsonl_rows, 'csv': csv_rows, 'json': json_rows}
+    readers = {'jsonl': partial(json_lines, remedy=AS_TEXT), 'csv': csv_rows, 'json': json_rows}
     if file.kind == 'functions':
         yield from functions_in(file, reading, progress, counts)
     elif file.kind in readers:
@@ -21,22 +23,6 @@ def rows_in(file, reading, progress=None, counts=None):
             yield from readers[file.kind](f, file.path)
     else:
         yield from parquet_rows(file, reading, progress)
-
-
-def parse(text, where):
-    """The value of a JSON text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f'{where} is not JSON: {e}; --format=text reads the file as plain text') from None
-
-
-def jsonl_rows(lines, path):
-    """(where, row) of lines of JSON."""
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f'{path}, line {number}'
-            yield where, parse(line, where)
 
 
 def csv_rows(lines, path):
@@ -57,9 +43,10 @@ def json_rows(lines, path):
     """(where, row) of a .json file: a list of rows, or an object per line. Anything else is one text."""
     text = ''.join(lines)  # lines.read() would bypass the progress
     if re.match(r'\s*\{.*\}\s*\n\s*\{', text):
-        yield from jsonl_rows(text.split('\n'), path)
+        yield from json_lines(text.split('\n'), path, AS_TEXT)
         return
-    rows = parse(text, path) if text.lstrip().startswith('[') else [text]  # such as package.json
+    is_list = text.lstrip().startswith('[')  # package.json, for example, is a text
+    rows = parse_json(text, path, AS_TEXT) if is_list else [text]
     for number, row in enumerate(rows, 1):
         yield f'{path}, element {number}', row
 

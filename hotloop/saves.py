@@ -1,4 +1,4 @@
-"""Saving during a run: its folder, checkpoints that a thread writes while the run goes on, failed saves."""
+"""Saving during a run: its folder, checkpoints that a thread writes while the run continues, failed saves."""
 
 import dataclasses
 import math
