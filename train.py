@@ -19,7 +19,6 @@ if __name__ == '__main__':  # before torch, whose import takes seconds
 import dataclasses
 import functools
 import gc
-import importlib
 import importlib.util
 import math
 import os
@@ -54,13 +53,13 @@ from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
-from hotloop.parallel import micro_batch, set_blocks
+from hotloop.parallel import micro_batch, wrap
 from hotloop.pretrained import open_start
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
-from hotloop.saves import evaluate_missing, finish_save, save, take_folder, track_best
+from hotloop.saves import evaluate_missing, finish_save, save, save_is_late, stop_run, take_folder, track_best
 from hotloop.schedule import learning_rate, set_learning_rate, set_length, what_is_due
-from hotloop.shard import is_sharded, local, shard_model
+from hotloop.shard import is_sharded, local
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
 
@@ -273,27 +272,6 @@ def setup(cfg):
     return Env(rank, world, device, dtype, compiles, threads, reasons, None, store, cfg.timeout_minutes)
 
 
-def wrap(model, cfg, env):
-    """(the compiled model, the data-parallel wrapper of it). Either is the model itself if that is off."""
-    if env.compile and env.device.type == 'cpu' and model.num_params() > 10**7:
-        # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
-        # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
-        functorch = importlib.import_module('torch._functorch.config')
-        functorch.ban_recompute_materialized_backward = False
-    set_blocks(model, cfg.recompute, cfg.compile_mode if env.compile and env.world > 1 else None)
-    if env.compile and env.world == 1:
-        model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
-    if env.world == 1:
-        return model, model
-    if cfg.shard != 'none':
-        shard_model(model, cfg.shard, env)
-        return model, model
-    device_ids = [env.device] if env.device.type == 'cuda' else None
-    # the only buffers are RoPE tables, which are the same on every process
-    return model, DistributedDataParallel(model, device_ids, broadcast_buffers=False,
-                                          gradient_as_bucket_view=True)
-
-
 # -----------------------------------------------------------------------------
 # the step
 
@@ -378,6 +356,7 @@ class Run:
     tokenizer: Tokenizer | None = None  # if samples are requested
     log: Log | None = None
     mirror: Mirror | None = None
+    saved_at: float = dataclasses.field(default_factory=time.monotonic)
     failed_saves: int = 0
     diverged_at: int | None = None  # the step; the run stops once all processes reach the same step
 
@@ -510,11 +489,7 @@ def train(run):
     first_step, pending, stop_asked = state.iter_num, [], DelayedFlag()
     if not evaluate_missing(run):
         return stop_run(run)
-    if first_step >= cfg.max_iters:
-        env.print_once(f'nothing to do: the run is at step {first_step:,} of {cfg.max_iters:,}')
-    gc.collect()
-    gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
-    timer, saved_at, postponed = StepTimer(batches, first_step), time.monotonic(), False
+    timer, postponed = StepTimer(batches, first_step), False
 
     while state.iter_num < cfg.max_iters:
         lr = learning_rate(state.iter_num, cfg)
@@ -533,10 +508,7 @@ def train(run):
 
         due = what_is_due(state.iter_num, cfg)
         together = due.log or due.evaluation or due.save or stopping or state.iter_num % 50 == 0
-        late = time.monotonic() - saved_at > 60 * cfg.save_minutes
-        if env.world > 1:  # all processes call save(), and their clocks differ
-            late = together and env.sum(np.array([float(late)]))[0] > 0
-        save_due = due.save or stopping or postponed or late
+        save_due = due.save or stopping or postponed or save_is_late(run, together)
         if together or save_due:
             collect_steps(run, pending)  # waits for the device
         finish_save(run, wait=run.diverged_at is not None)  # the message below depends on what is saved
@@ -559,7 +531,6 @@ def train(run):
         postponed = save_due and not (stopping or due.last or best) and state.bad_in_a_row > 0
         if save_due and not postponed:
             save(run, final=stopping or due.last)
-            saved_at = time.monotonic()
         if evaluation:
             # The log has each evaluation once: a resume drops the lines after its checkpoint, and one of this
             # step holds the result. That of due.last does not, but the final save has replaced it by now
@@ -569,16 +540,6 @@ def train(run):
             return stop_run(run)
     log_done(run)
     return 0
-
-
-def stop_run(run):
-    """Prints how to resume; returns the exit code."""
-    saved = 'this was before step 1; there is nothing to save'
-    if run.state.iter_num:
-        saved = run.out.how_to_go_on()
-    run.env.print_once(f'stopped: {saved}')
-    run.env.sum(np.zeros(1))  # torchrun kills the others 30 seconds after the first has ended
-    return run.env.stop.exit_code()
 
 
 # -----------------------------------------------------------------------------
@@ -631,6 +592,8 @@ def execute(settings, datasets, env):
             log_evaluation(run, evaluate_both(run))
             return 0
         take_folder(run, settings.resumed)
+        gc.collect()
+        gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
         code = train(run)
         return code
     except Exception as e:

@@ -79,6 +79,8 @@ def describe_length(run, settings):
              f'into {cfg.out_dir}{resuming}']
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
         lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
+    if run.state.iter_num >= cfg.max_iters:
+        lines.append(f'nothing to do: the run is at step {run.state.iter_num:,} of {cfg.max_iters:,}')
     if cfg.warmup_iters >= cfg.max_iters:
         lines.append(f'note: the warmup of {counted(cfg.warmup_iters, "step")} is longer than the run')
     return lines

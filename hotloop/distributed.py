@@ -50,6 +50,10 @@ class Env:
         dist.all_reduce(total)
         return total.cpu().numpy()
 
+    def any(self, flag):
+        """Whether a flag is true on any process; all of them must call it."""
+        return bool(self.sum(np.array([float(flag)]))[0] > 0)
+
     @contextlib.contextmanager
     def patience(self):
         """In this block processes wait up to a day for rank 0, which downloads, reads or saves alone."""

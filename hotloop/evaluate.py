@@ -54,7 +54,7 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
     for first in range(0, -(-len(windows) // env.world) if together else len(mine), batch):
         stopped = stop is not None and stop()
         if together and stop is not None:
-            stopped = env.sum(np.array([float(stopped)]))[0] > 0
+            stopped = env.any(stopped)
         if stopped:
             break
         rows = mine[first:first + batch]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 
 import numpy as np
 import torch
@@ -42,8 +43,7 @@ def track_best(run, evaluation):
     with run.env.patience():
         finish_save(run)  # if it fails, the loss that counts is the one before
         # only rank 0 knows that, and the processes save together
-        is_lower = float(run.env.rank == 0 and loss < state.best_val_loss)
-        is_lower = run.env.sum(np.array([is_lower]))[0] > 0
+        is_lower = run.env.any(run.env.rank == 0 and loss < state.best_val_loss)
     if is_lower:
         state.best_val_loss = loss
     elif state.iter_num >= run.cfg.max_iters and not math.isfinite(state.best_val_loss):
@@ -75,6 +75,13 @@ def save(run, final=False):
             if waits:
                 finish_save(run, final=final)
         run.env.sum(np.zeros(1))  # waits for rank 0
+    run.saved_at = time.monotonic()
+
+
+def save_is_late(run, together):
+    """Whether the last save was save_minutes ago; processes, whose clocks differ, agree where all call it."""
+    late = time.monotonic() - run.saved_at > 60 * run.cfg.save_minutes
+    return late if run.env.world == 1 else together and run.env.any(late)
 
 
 def finish_save(run, wait=True, final=False):
@@ -102,10 +109,10 @@ def finish_save(run, wait=True, final=False):
 
 def evaluate_missing(run):
     """Runs the evaluation of the first step if it is due and not in the log. Returns whether to continue."""
-    state, missing = run.state, 0.0
+    state, missing = run.state, False
     if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
-        missing = float(run.log.lacks_evaluation(state.iter_num))
-    if not run.env.sum(np.array([missing]))[0]:  # only rank 0 has a log
+        missing = run.log.lacks_evaluation(state.iter_num)
+    if not run.env.any(missing):  # only rank 0 has a log
         return True
     evaluation = evaluate_both(run, run.env.stop.by_signal)
     if evaluation is None:
@@ -121,3 +128,13 @@ def save_error(run, error):
     """The ValueError that ends a run whose save failed: why, what is saved, and how to go on."""
     advice = 'free space; ' if isinstance(error, DiskFull) else ''
     return ValueError(f'{error}; {advice}{run.out.how_to_go_on()}')
+
+
+def stop_run(run):
+    """Prints how to resume; returns the exit code."""
+    saved = 'this was before step 1; there is nothing to save'
+    if run.state.iter_num:
+        saved = run.out.how_to_go_on()
+    run.env.print_once(f'stopped: {saved}')
+    run.env.sum(np.zeros(1))  # torchrun kills the others 30 seconds after the first has ended
+    return run.env.stop.exit_code()
