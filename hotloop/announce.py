@@ -6,6 +6,7 @@ from configurator import differences
 from hotloop.device import attention_kernels
 from hotloop.files import counted
 from hotloop.mixture import Mixture
+from hotloop.schedule import NO_LIMIT, is_open
 
 SHARDED = {'optimizer': 'the optimizer states; weights are gathered once a step (FSDP2)',
            'full': 'weights, gradients and optimizer states; each block is gathered when it runs (FSDP2)'}
@@ -75,8 +76,12 @@ def describe_length(run, settings):
     windows = cfg.max_iters * batches.global_batch
     epochs = windows / batches.split.num_windows
     resuming = f'; resuming at step {run.state.iter_num:,}' if settings.resumed else ''
-    lines = [f'run: {counted(cfg.max_iters, "step")}, {windows * run.val.T:,} tokens, {epochs:.2f} epochs, '
-             f'into {cfg.out_dir}{resuming}']
+    length = f'{counted(cfg.max_iters, "step")}, {windows * run.val.T:,} tokens, {epochs:.2f} epochs'
+    if is_open(cfg):
+        most = f', at most {length}' if cfg.max_iters < NO_LIMIT else ''
+        used = f', of which {run.state.seconds_used / 60:.1f} are used' if settings.resumed else ''
+        length = f'time_budget={cfg.time_budget:g} minutes{used}{most}'
+    lines = [f'run: {length}, into {cfg.out_dir}{resuming}']
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
         lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
     if run.state.iter_num >= cfg.max_iters:

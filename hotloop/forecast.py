@@ -8,6 +8,7 @@ from hotloop.device import PEAK_FLOPS, device_memory, measure_flops
 from hotloop.footprint import Need
 from hotloop.lora import describe_adapters
 from hotloop.pretrained import GPT2_SHAPES, shape_of
+from hotloop.schedule import is_open
 
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
 # {name: (key of PEAK_FLOPS, bytes of memory as PyTorch reports them, about)}
@@ -26,7 +27,9 @@ def forecast(model, settings, num_windows, device, dtype):
     """
     cfg = settings.train
     batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, 1)
-    steps = None if num_windows is None and cfg.max_epochs is not None else cfg.max_iters
+    steps = cfg.max_iters
+    if is_open(cfg) or (num_windows is None and cfg.max_epochs is not None):
+        steps = None
     tokens = batch * accumulation * model.config.block_size  # per step
     gpu_dtype = torch.bfloat16 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
     need = Need(model, cfg, settings.lora if settings.lora.lora_rank else None)

@@ -10,6 +10,7 @@ import time
 
 from hotloop.device import peak_flops, peak_memory
 from hotloop.files import counted, replacing
+from hotloop.schedule import is_open
 
 
 class Log:
@@ -102,7 +103,8 @@ def log_step(run, lr, norm, lap):
     memory = peak_memory(env.device)
     numbers = {'loss': loss, 'lr': lr, 'grad_norm': norm, 'tokens_seen': state.tokens_seen,
                'skipped': skipped or None, 'peak_memory_mb': memory and memory / 1e6}
-    text = f'step {state.iter_num}/{cfg.max_iters}: loss {loss:.4f}, lr {lr:.2e}, norm {norm:.2f}, '
+    total = '' if is_open(cfg) else f'/{cfg.max_iters}'
+    text = f'step {state.iter_num}{total}: loss {loss:.4f}, lr {lr:.2e}, norm {norm:.2f}, '
     if first:
         text += f'{seconds:.1f} s, including startup'
     else:
@@ -113,7 +115,10 @@ def log_step(run, lr, norm, lap):
         if peak := peak_flops(env.device, env.dtype):
             numbers['mfu'] = tokens_per_s * run.model.flops_per_token(run.val.T) / env.world / peak
             text += f'mfu {numbers["mfu"]:.1%}, '
-        left = datetime.timedelta(seconds=int((cfg.max_iters - state.iter_num) * each))
+        left = (cfg.max_iters - state.iter_num) * each
+        if is_open(cfg):
+            left = max(run.deadline.left(), 0)
+        left = datetime.timedelta(seconds=int(left))
         text += f'data {waited / seconds:.1%}, {left} left'
     if skipped:
         text += f'; {counted(skipped, "non-finite step")} skipped'

@@ -10,6 +10,7 @@ import torch
 from configurator import as_file
 from hotloop.checkpoint import DiskFull, checkpoint_of, size_in_bytes, snapshot
 from hotloop.evaluate import evaluate_both
+from hotloop.files import replacing
 from hotloop.host import memory
 from hotloop.logger import Log, log_evaluation
 from hotloop.run_dir import Mirror
@@ -21,9 +22,7 @@ def take_folder(run, resumed):
     """Locks out_dir and the mirror for this run, and opens the log."""
     cfg, env = run.cfg, run.env
     if env.rank == 0:
-        repeats = [run.model.config, run.lora, dataclasses.replace(cfg, init_from=run.settings['init_from'])]
-        text = as_file(repeats, 'all settings of the run in this folder; as a config file it repeats the run')
-        for note in run.out.open(resumed is None, text):
+        for note in run.out.open(resumed is None, config_text(run)):
             env.print_once(note)
         if resumed:
             run.out.promote(resumed)
@@ -32,6 +31,25 @@ def take_folder(run, resumed):
             run.mirror = Mirror(run.out, cfg.mirror_dir, ours)
     run.out.best_loss = run.state.best_val_loss
     run.log = Log(run.out, cfg, run.settings, env, run.state if resumed else None)
+
+
+def config_text(run):
+    """The config.py of a run. With the schedule that its time budget has led to, it needs no clock."""
+    cfg = dataclasses.replace(run.cfg, init_from=run.settings['init_from'])
+    if cfg.decay_start is not None:
+        cfg.time_budget = None
+    repeats = [run.model.config, run.lora, cfg]
+    return as_file(repeats, 'all settings of the run in this folder; as a config file it repeats the run')
+
+
+def rewrite_config(run):
+    """Replaces config.py after the settings have changed. A failure must not end the run."""
+    path = run.out / 'config.py'
+    try:
+        with replacing(path) as f:
+            f.write(config_text(run).encode())
+    except OSError as e:
+        run.env.print_once(f'{path} could not be written: {e.strerror or e}')
 
 
 def track_best(run, evaluation):
@@ -62,6 +80,8 @@ def save(run, final=False):
     with run.env.patience():
         if is_first:
             finish_save(run)
+        if run.deadline:
+            run.state.seconds_used = run.deadline.used()
         if is_first or is_sharded(run.model):
             checkpoint = checkpoint_of(run)
         if is_first:
