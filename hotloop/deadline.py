@@ -8,6 +8,7 @@ the final evaluation, is reserved. What was decided is in the settings, so a res
 
 import bisect
 import contextlib
+import functools
 import math
 from typing import NamedTuple
 
@@ -22,9 +23,7 @@ from hotloop.schedule import NO_LIMIT, is_open
 
 ENOUGH_STEPS, ENOUGH_SECONDS = 10, 3.0  # what the first estimate of the speed is made from
 EVALUATIONS = 0.1  # share of the budget that evaluations take at most, if there is more than the final one
-# seconds, at least, of the save before and the one after the final evaluation. Until a run has saved, its
-# saves are unknown; those of 3 million parameters took 0.1 s on a local disk
-SAVE = 0.1
+SAVE = 0.1  # seconds, at least, of each of the two saves around the final evaluation
 EXIT = 0.5  # seconds from the last line of a run to the end of its process: 0.3 to 0.7 on 2 CPU cores
 
 
@@ -91,6 +90,7 @@ class Deadline:
         self.budget, self.before = 60 * cfg.time_budget, state.seconds_used
         self.evaluating = 0.0  # seconds in evaluations since the start of this process
         self.evaluation = 0.0  # seconds of one: estimated, then those of the last one
+        self.pace = None  # seconds of a step at that time; None: not known yet
         self.measured = False
         self.at_decay = None  # the Plan by which this process began the decay
         self.distance = cfg.eval_interval  # the smallest between evaluations
@@ -113,7 +113,7 @@ class Deadline:
 
     def evaluated(self, seconds):
         """Counts an evaluation."""
-        self.evaluation = seconds
+        self.evaluation, self.pace = seconds, None
         self.evaluating += seconds
 
     def mark(self, step):
@@ -167,11 +167,12 @@ def look_at_clock(run, pending):
         run.cfg.eval_interval = run.settings['eval_interval'] = int(plan.eval_interval)
         run.state.eval_fitted = True
     start = (1 - run.cfg.decay_fraction) * plan.last
-    if step >= start:
+    begins = step >= start or plan.last <= step + 2
+    if begins:
         begin_decay(run, plan)
     else:
         deadline.next_look = step + max(int((start - step) / 4), 1)
-    return is_first or step >= start
+    return is_first or begins
 
 
 def try_evaluation(run):
@@ -207,31 +208,26 @@ def make_plan(run):
     cfg, deadline, step = run.cfg, run.deadline, run.state.iter_num
     steps, seconds = deadline.measured_steps()
     each = seconds / max(steps, 1)
-    reserved = deadline.evaluation + 2 * max(run.out.save_seconds, SAVE) + EXIT
-    left, interval = deadline.left() - reserved, cfg.eval_interval
-    last = last_step(run, each, left, interval)
-    if deadline.evaluation and not run.state.eval_fitted:
-        most = int(EVALUATIONS * deadline.budget / deadline.evaluation)
+    deadline.pace = deadline.pace or each
+    # where others use the machine too, an evaluation has become slower or faster as the steps have
+    evaluation = deadline.evaluation * each / deadline.pace if deadline.pace else deadline.evaluation
+    left = deadline.left() - evaluation - 2 * max(run.out.save_seconds, SAVE) - EXIT
+
+    def seconds_to(interval, last):
+        evaluations = (last - 1) // interval - (step - 1) // interval  # one due after this step is to come
+        return (last - step) * each + evaluations * evaluation
+
+    def last_within(interval):
+        steps = range(step, cfg.max_iters + 1)
+        return step + bisect.bisect(steps, left, key=functools.partial(seconds_to, interval)) - 1
+
+    interval = cfg.eval_interval
+    if evaluation and not run.state.eval_fitted:
+        most = int(EVALUATIONS * deadline.budget / evaluation)
         if most > 1:  # there is always the final one
-            interval = max(deadline.distance, step, math.ceil(last / most))
-            last = last_step(run, each, left, interval)
-    last = min(max(last, step + 2), cfg.max_iters)  # with a single step the rate would not decay
-    spare = left - seconds_between(step, last, each, interval, deadline.evaluation)
-    return Plan(last, interval, spare, each, deadline.evaluation)
-
-
-def last_step(run, each, left, interval):
-    """The last step, at most max_iters, that is reached in the seconds `left`, at `each` seconds a step."""
-    step = run.state.iter_num
-
-    def seconds_to(last):
-        return seconds_between(step, last, each, interval, run.deadline.evaluation)
-    return step + max(bisect.bisect(range(step, run.cfg.max_iters + 1), left, key=seconds_to) - 1, 0)
-
-
-def seconds_between(step, last, each, interval, evaluation):
-    """Seconds from a step to the last one, with the evaluations between them, also one due after `step`."""
-    return (last - step) * each + ((last - 1) // interval - (step - 1) // interval) * evaluation
+            interval = max(deadline.distance, step, math.ceil(last_within(NO_LIMIT) / most))
+    last = min(max(last_within(interval), step + 2), cfg.max_iters)  # of a single step no rate would decay
+    return Plan(last, interval, left - seconds_to(interval, last), each, evaluation)
 
 
 def begin_decay(run, plan):
@@ -257,10 +253,11 @@ def report_end(run):
     deadline = run.deadline
     if deadline is None or run.state.iter_num == deadline.first_step:
         return
-    used, why = deadline.used() + EXIT, []
+    used, why = deadline.used() + EXIT, ['it was interrupted in its decay']
     if used - deadline.budget <= max(0.05 * deadline.budget, 4):
         return
-    if plan := deadline.at_decay:  # else another process took the decision
+    if plan := deadline.at_decay:
+        why = []
         (first, began), (last, now) = deadline.marks[0], deadline.marks[-1]
         each = (now - began) / max(last - first, 1)
         if plan.spare < -1:
@@ -268,7 +265,7 @@ def report_end(run):
         if each > 1.03 * plan.step_seconds > 0:
             why.append(f'a step took {each * 1000:.1f} ms in the decay and {plan.step_seconds * 1000:.1f} ms '
                        'before it')
-        if deadline.evaluation > 1.1 * plan.evaluation:
+        if deadline.evaluation > 1.1 * plan.evaluation > 0:
             why.append(f'the final evaluation took {deadline.evaluation:.1f} s, not {plan.evaluation:.1f} s')
     reasons = f': {", ".join(why)}' if why else ''
     run.env.print_once(f'late: the run took {clock(used)} of {clock(deadline.budget)}{reasons}')
