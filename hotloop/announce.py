@@ -80,7 +80,7 @@ def describe_length(run, settings):
     if is_open(cfg):
         most = f', at most {length}' if cfg.max_iters < NO_LIMIT else ''
         used = f', of which {run.state.seconds_used / 60:.1f} are used' if settings.resumed else ''
-        length = f'time_budget={cfg.time_budget:g} minutes{used}{most}'
+        length = f'a time budget of {cfg.time_budget:g} min{used}{most}'
     lines = [f'run: {length}, into {cfg.out_dir}{resuming}']
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
         lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')

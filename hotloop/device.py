@@ -81,8 +81,8 @@ def try_compile(device):
     return None
 
 
-# minutes of a time budget. On 2 CPU cores compiling took 25 to 60 s, and steps of config/quickstart.py were
-# then 1.2 to 1.5 times as fast: at 35 s and 1.3 it has paid after 2.5 minutes. Not measured on GPUs
+# minutes of a time budget. On 2 CPU cores compiling config/quickstart.py took 35 s (7 s if cached), and its
+# steps were then 1.25 to 1.5 times as fast: that has paid after 1.8 to 2.9 minutes. Not measured on GPUs
 COMPILE_PAYS = {'cpu': 3.0, 'cuda': 2.0}
 
 

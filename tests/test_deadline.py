@@ -4,7 +4,11 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from hotloop.device import choose_compile
 from hotloop.schedule import NO_LIMIT
 from model import GPT
 
+ROOT = Path(train.__file__).parent
 STARTUP = 2.0  # seconds of a process before its first step
 # an evaluation reads 4 + 1 batches: half a second of the clock below, if a process is alone
 FEW = {**TINY, 'gradient_accumulation_steps': 1, 'eval_interval': 1, 'eval_tokens': 256, 'max_iters': 1000}
@@ -95,7 +100,7 @@ def test_a_run_ends_on_time_with_a_decayed_rate(budget, clock, tmp_path, capsys)
     assert lrs[start:] == pytest.approx(ends)
     out = capsys.readouterr().out
     assert f'time budget: the decay begins at step {start}; the last step is {last}, expected at 0:39' in out
-    assert 'run: time_budget=0.666667 minutes, at most 1,000 steps' in out and 'late:' not in out
+    assert 'run: a time budget of 0.666667 min, at most 1,000 steps' in out and 'late:' not in out
     assert re.search('^step 12: loss .* 0:00:2[2-6] left$', out, re.M) and f'step {last}/{last}: ' in out
 
 
@@ -257,6 +262,15 @@ def test_the_clock_of_rank_0_decides_for_all(tmp_path, data_dir):
     config = settings_of(tmp_path / 'out')
     assert code == 0 and 37 < now <= 40 and others[0][:2] == (0, steps)
     assert steps == config['max_iters'] and config['decay_start'] == pytest.approx(steps / 2, abs=1)
+
+
+def test_the_clock_starts_before_torch_is_imported_and_never_jumps(monkeypatch):
+    code = "import sys, hotloop.early as early; print(early.host.STARTED > 0, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == 'True False\n'
+    monkeypatch.setattr(time, 'time', lambda: 0.0)
+    before = host.process_seconds()
+    assert host.process_seconds() >= before > 0
 
 
 # -----------------------------------------------------------------------------
