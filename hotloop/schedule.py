@@ -17,8 +17,9 @@ def schedule_problems(cfg):
         wrong.append(f'warmup_fraction={cfg.warmup_fraction} must be at least 0 and at most 1')
     if cfg.time_budget == 0:
         wrong.append('time_budget=0 must be above 0 minutes')
-    if cfg.decay_start is not None and cfg.time_budget is None and cfg.lr_schedule != 'linear':
-        wrong.append(f"decay_start={cfg.decay_start} applies only with lr_schedule='linear'")
+    decays = cfg.time_budget is not None or (cfg.lr_schedule == 'linear' and cfg.decay_lr)
+    if cfg.decay_start is not None and not decays:
+        wrong.append(f"decay_start={cfg.decay_start} applies only with lr_schedule='linear', decay_lr=True")
     if cfg.decay_start is not None and cfg.max_epochs is None and cfg.decay_start >= cfg.max_iters:
         wrong.append(f'decay_start={cfg.decay_start} must be below max_iters={cfg.max_iters}')
     return wrong
