@@ -24,7 +24,7 @@ from hotloop.schedule import NO_LIMIT, is_open
 ENOUGH_STEPS, ENOUGH_SECONDS = 10, 3.0  # what the first estimate of the speed is made from
 EVALUATIONS = 0.1  # share of the budget that evaluations take at most, if there is more than the final one
 SAVE = 0.1  # seconds, at least, of each of the two saves around the final evaluation
-EXIT = 0.5  # seconds from the last line of a run to the end of its process: 0.3 to 0.7 on 2 CPU cores
+EXIT = 1.0  # seconds from the last save to the end of the process: 0.9, compiled 1.7, on 2 busy CPU cores
 
 
 def set_budget(cfg, given, resumed, notes):
