@@ -355,6 +355,7 @@ def test_torchrun_restarts_a_sharded_run_whose_process_was_killed(train_tiny, to
     process = torchrun(command, 'kill', 20, 'out', shard=shard, **SETTINGS)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0 and 'resuming at step 15' in out, err
+    assert 'error: rank 1 of 2 processes was lost' in err
     assert_equal_checkpoints(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'whole' / 'ckpt.pt')
 
 
