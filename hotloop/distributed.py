@@ -145,7 +145,8 @@ def lost_message(ends, error):
     """Which processes were lost, by how each rank ended: 'loss', 'error' or None. No ends: it is unknown."""
     lost, failed = ([str(rank) for rank, end in enumerate(ends) if end == kind] for kind in (None, 'error'))
     if failed and not lost:
-        return f'rank {" and ".join(failed)} of {len(ends)} processes ended with an error of its own'
+        noun, own = ('ranks', 'errors of their own') if len(failed) > 1 else ('rank', 'an error of its own')
+        return f'{noun} {" and ".join(failed)} of {len(ends)} processes ended with {own}'
     # gloo adds its source file and a guess
     why = re.sub(r'^\[[^]]*gloo[^]]*\] |\. This is typically.*', '', str(error).strip().split('\n')[0])
     if len(lost) > 1:
