@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -134,14 +135,27 @@ def open_start(cfg, resumed, adapts, env):
 
 def open_base(record, path, data_dir):
     """The Weights below the adapters in `path`. ValueError if they are gone or have changed."""
-    try:
-        base = open_weights(record['base'], data_dir)
-    except ValueError as e:
-        raise ValueError(f'{path} holds adapters of {record["base"]!r}, which cannot be read: {e}') from None
-    if hash_source(base) != record['sha256']:
-        raise ValueError(f'{path} holds adapters of {record["base"]!r}, whose weights have changed since '
-                         f'(SHA-256 {record["sha256"][:12]}... before); restore them there')
-    return base
+    wrong = []
+    for name in places_of(record['base'], path):
+        try:
+            base = open_weights(name, data_dir)
+            if hash_source(base) == record['sha256']:
+                return base
+            wrong.append(f'{name!r}, whose weights have changed since (SHA-256 {record["sha256"][:12]}... '
+                         'before); restore them there')
+        except ValueError as e:
+            wrong.append(f'{name!r}, which cannot be read: {e}')
+    raise ValueError(f'{path} holds adapters of {wrong[0]}')
+
+
+def places_of(base, path):
+    """
+    Where the base of the adapters in `path` may be, at least one name: as it was given, and from each folder
+    above `path`, because a relative name is of the working folder of the run, which may have been moved.
+    """
+    above = Path(path).absolute().parents
+    found = [name for name in (base, *(str(folder / base) for folder in above)) if os.path.exists(name)]
+    return list(dict.fromkeys(found)) or [base]
 
 
 def merge_base(checkpoint, path, data_dir):

@@ -316,6 +316,25 @@ def test_a_base_that_changed_or_is_gone_is_named_on_resume(train_tiny, tmp_path,
     assert f"adapters of '{tmp_path / 'base'}', which cannot be read: " in error and 'does not exist' in error
 
 
+def test_a_relative_base_is_found_from_elsewhere_and_after_a_move(train_tiny, tmp_path, monkeypatch):
+    """By a resume, by sample.py from the run and from its adapters. Another folder of that name is not it."""
+    home, away = tmp_path / 'home', tmp_path / 'away' / 'project'
+    train_tiny(home / 'base', max_iters=2)
+    monkeypatch.chdir(home)
+    train_tiny(home / 'runs' / 'tuned', init_from='base', lora_rank=4, max_iters=4)
+    (tmp_path / 'away').mkdir()
+    monkeypatch.chdir(tmp_path / 'away')
+    home.rename(away)
+    tuned = away / 'runs' / 'tuned'
+    for word in (f'--out_dir={tuned}', f'--adapter={tuned / "adapter"}'):
+        sample.main([word, '--max_new_tokens=2', '--device=cpu'])
+    train_tiny(tmp_path / 'away' / 'base', max_iters=2, seed=2)
+    assert train_tiny(tuned, init_from='resume', max_iters=6) == 0
+    assert load(tuned / 'ckpt.pt')['lora']['base'] == 'base'
+    shutil.rmtree(away / 'base')
+    assert "adapters of 'base', whose weights have changed" in error_of(train_tiny, tuned, init_from='resume')
+
+
 def test_a_checkpoint_of_adapters_is_no_model_by_itself(train_tiny, tmp_path, base):
     """nanoGPT and earlier versions of ours load it as strictly as this."""
     train_tiny('tuned', **base, max_iters=4)
