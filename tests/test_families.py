@@ -282,7 +282,9 @@ def test_a_tuned_family_needs_its_folder_no_more(llama_folder, hub, train_tiny, 
     meta = json.loads((tmp_path / 'data' / 'rows' / 'meta.json').read_text())
     assert (meta['bos'], meta['eot']) == (0, 2)  # as the tokenizer's file begins and ends texts
     settings = dict(dataset='rows', data_dir=data_dir, eval_tokens=128, decay_lr=False)
+    capsys.readouterr()
     tune(train_tiny, 'a', settings, init_from=llama_folder, max_iters=4)
+    assert 'model: llama architecture, 3 layers x 48 channels' in capsys.readouterr().out
     shutil.copytree(tmp_path / 'a', tmp_path / 'b')
     tune(train_tiny, 'a', settings, init_from='resume', max_iters=6)
     shutil.rmtree(llama_folder)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -314,6 +315,17 @@ def test_a_base_that_changed_or_is_gone_is_named_on_resume(train_tiny, tmp_path,
     shutil.rmtree(tmp_path / 'base')
     error = error_of(train_tiny, 'tuned', init_from='resume')
     assert f"adapters of '{tmp_path / 'base'}', which cannot be read: " in error and 'does not exist' in error
+
+
+def test_the_log_counts_no_gradients_of_frozen_weights(train_tiny, tmp_path, base, monkeypatch):
+    monkeypatch.setattr('hotloop.logger.peak_flops', lambda device, dtype: 1e12)
+    train_tiny('tuned', **base, quantize='nf4', max_iters=2)
+    line, = rows(tmp_path / 'tuned', 'mfu')
+    adapters = sum(weight.numel() for weight in load(tmp_path / 'tuned' / 'ckpt.pt')['model'].values())
+    model = GPT.from_checkpoint(*itemgetter('model_args', 'model')(load(tmp_path / 'base' / 'ckpt.pt')))
+    frozen = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
+    assert line['mfu'] * 1e12 / line['tokens_per_s'] == pytest.approx(
+        model.flops_per_token(16) - 2 * frozen + 6 * adapters)
 
 
 def test_a_relative_base_is_found_from_elsewhere_and_after_a_move(train_tiny, tmp_path, monkeypatch):
