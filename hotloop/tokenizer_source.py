@@ -42,6 +42,24 @@ def find_tokenizer(name, data_dir):
                      'one of them or with a dataset')
 
 
+def model_named(name, data_dir):
+    """
+    (what init_from takes, whether that is a run) for the model whose tokenizer find_tokenizer() found by this
+    name; (None, False) if it is of no model.
+    """
+    if name in ('byte', 'char', *TIKTOKEN_NAMES):
+        return None, False
+    in_data_dir = os.path.join(data_dir, name)
+    for path in (name, in_data_dir):
+        names = os.listdir(path) if os.path.isdir(path) else [path] if os.path.isfile(path) else []
+        if 'config.json' in names:
+            return path, False
+        if any(file.endswith('.pt') for file in names):
+            return path, True
+    is_model = is_hub_name(name) and not os.path.exists(in_data_dir)
+    return (name, False) if is_model else (None, False)
+
+
 def tokenizer_at(path, data_dir):
     """The tokenizer of a file, or of a folder; None if that has none. ValueError if it is damaged."""
     names = os.listdir(path) if os.path.isdir(path) else {os.path.basename(path)} & {'tokenizer.json'}
