@@ -44,7 +44,7 @@ from hotloop.sources import (
     open_corpus,
 )
 from hotloop.tokenizer import BPETokenizer, tokenizer_from
-from hotloop.tokenizer_source import find_tokenizer, model_named
+from hotloop.tokenizer_source import find_tokenizer, model_named, template_named
 
 
 @dataclass
@@ -347,6 +347,8 @@ def main(argv=None):
     try:
         with dataset.partial_folder(folder) as partial:
             files, val_files, tokenizer = open_sources(sources, cfg, reading, f'{partial}.stdin')
+            if reading.template == 'auto' and files[0].kind != 'functions':  # which are continued, not asked
+                reading.template = template_named(cfg.tokenizer, cfg.data_dir) or 'auto'
             meta = write_dataset(partial, files, val_files, cfg, reading, tokenizer, origin)
     except OSError as e:
         raise ValueError(f'{folder} could not be made: {e}') from e

@@ -22,5 +22,5 @@ beta2 = 0.999
 warmup_fraction = 0.05
 min_lr = 0.0
 
-eval_interval = 50
+eval_interval = 20
 log_interval = 5

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hotloop.chat_template import MARK, TEMPLATES
 from hotloop.checkpoint import load_checkpoint
 from hotloop.families import CONV1D, our_name, settings_of
 from hotloop.files import read_json
@@ -26,6 +25,7 @@ from hotloop.lora import adapters_of, frozen_weights, hash_source, hash_weights,
 from hotloop.run_dir import RunDir
 from hotloop.safetensors_file import read_safetensors
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
+from hotloop.tokenizer_source import template_of
 
 GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=1024, vocab_size=50257,
                           bias=True, mlp='gelu_tanh')
@@ -70,25 +70,17 @@ def open_weights(source, data_dir):
 def habits_of(folder, tokenizer):
     """
     What a Hugging Face folder says about texts, as a checkpoint says it: bos, the id that begins them; ends,
-    the ids that end an answer; template, the one of its chats, recognized by a mark.
+    the ids that end an answer; template, the one of its chats.
     """
     files = {}
-    for name in ('config.json', 'generation_config.json', 'tokenizer_config.json'):
+    for name in ('config.json', 'generation_config.json'):
         path = os.path.join(folder, name)
         files[name] = read_json(path) if os.path.exists(path) else {}
     ends = files['generation_config.json'].get('eos_token_id', files['config.json'].get('eos_token_id'))
     ends = ends if isinstance(ends, list) else [ends]
-    chat = str(files['tokenizer_config.json'].get('chat_template', ''))
-    path = os.path.join(folder, 'chat_template.jinja')
-    if os.path.exists(path):
-        with open(path, encoding='utf-8') as f:
-            chat = f.read()
     habits = {'bos': tokenizer.first, 'ends': [i for i in ends if i is not None]}
-    for template in TEMPLATES:
-        mark = MARK.match(TEMPLATES[template]['user'][0])  # each begins a turn in its own way
-        if mark and mark[0] in chat:
-            habits['template'] = template
-    return habits
+    template = template_of(folder)
+    return habits | {'template': template} if template else habits
 
 
 def find_folder(source, data_dir):

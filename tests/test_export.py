@@ -15,6 +15,7 @@ from hotloop.export_tokenizer import tokenizer_files
 from hotloop.pretrained import open_weights
 from hotloop.safetensors_file import read_safetensors, write_safetensors
 from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, read_tokenizer_json
+from hotloop.tokenizer_source import template_of
 from model import GPT, GPTConfig
 
 BASE = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=288)
@@ -187,6 +188,7 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert main(out_dir=path.parent, export=folder, dtype='bfloat16') == 0
     assert capsys.readouterr().out == f'wrote {folder}: GPT2LMHeadModel, bfloat16\n'
     assert '### Response' in json.loads((folder / 'tokenizer_config.json').read_text())['chat_template']
+    assert template_of(folder) == 'alpaca'
     config = json.loads((folder / 'config.json').read_text())
     assert (config['dtype'], config['eos_token_id'], config['bos_token_id']) == ('bfloat16', [256], 256)
     weights = read_safetensors(str(folder / 'model.safetensors'))

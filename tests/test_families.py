@@ -281,6 +281,7 @@ def test_a_tuned_family_needs_its_folder_no_more(llama_folder, hub, train_tiny, 
     prepare.main([str(tmp_path / 'rows.jsonl'), '--tokenizer=org/llama', f'--data_dir={data_dir}'])
     meta = json.loads((tmp_path / 'data' / 'rows' / 'meta.json').read_text())
     assert (meta['bos'], meta['eot']) == (0, 2)  # as the tokenizer's file begins and ends texts
+    assert meta['templates'] == ['llama3']  # the model's own
     settings = dict(dataset='rows', data_dir=data_dir, eval_tokens=128, decay_lr=False)
     capsys.readouterr()
     tune(train_tiny, 'a', settings, init_from=llama_folder, max_iters=4)
