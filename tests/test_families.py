@@ -5,10 +5,9 @@ import json
 import math
 import shutil
 
-import conftest
 import pytest
 import torch
-from conftest import error_of, load, same
+from conftest import all_logits, error_against, error_of, load, same
 from torch.utils.flop_counter import FlopCounterMode
 
 import prepare
@@ -81,21 +80,6 @@ def families(tmp_path_factory):
                 made[name] = folder, theirs, ids, theirs(ids).logits
         return made[name]
     return make
-
-
-@torch.no_grad()
-def all_logits(model, ids):
-    """(B, T, V): the logits of every position."""
-    kept = []
-    hook = model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
-    model(ids, ids)
-    hook.remove()
-    return model.softcap(kept[0])
-
-
-def error_against(expected, logits):
-    """The largest difference as a share of the largest logit."""
-    return ((logits - expected).abs().max() / expected.abs().max()).item()
 
 
 @pytest.mark.parametrize('name', ALL)
@@ -225,6 +209,7 @@ def test_a_switch_that_gpt_cannot_follow_is_refused_by_name(kind, keys, words):
 # -----------------------------------------------------------------------------
 # a folder as a base: prepare, tune, resume, sample
 
+SHAPE = dict(n_layer=3, n_head=4, n_embd=48, block_size=96)  # of TINY
 TEMPLATE = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{% endfor %}"
 
 
@@ -282,27 +267,18 @@ def test_a_tuned_family_needs_its_folder_no_more(llama_folder, hub, train_tiny, 
     meta = json.loads((tmp_path / 'data' / 'rows' / 'meta.json').read_text())
     assert (meta['bos'], meta['eot']) == (0, 2)  # as the tokenizer's file begins and ends texts
     assert meta['templates'] == ['llama3']  # the model's own
-    settings = dict(dataset='rows', data_dir=data_dir, eval_tokens=128, decay_lr=False)
+    settings = dict(dataset='rows', data_dir=data_dir, eval_tokens=128, decay_lr=False, batch_size=2, **SHAPE)
     capsys.readouterr()
-    tune(train_tiny, 'a', settings, init_from=llama_folder, max_iters=4)
+    train_tiny('a', **settings, init_from=llama_folder, max_iters=4)
     assert 'model: llama architecture, 3 layers x 48 channels' in capsys.readouterr().out
     shutil.copytree(tmp_path / 'a', tmp_path / 'b')
-    tune(train_tiny, 'a', settings, init_from='resume', max_iters=6)
+    train_tiny('a', **settings, init_from='resume', max_iters=6)
     shutil.rmtree(llama_folder)
-    tune(train_tiny, 'b', settings, init_from='resume', max_iters=6)
+    train_tiny('b', **settings, init_from='resume', max_iters=6)
     assert same(*(load(tmp_path / out / 'ckpt.pt')['model'] for out in 'ab'))
     capsys.readouterr()
     sample.main([f'--out_dir={tmp_path / "b"}', '--start=Say1', '--max_new_tokens=3', '--device=cpu'])
     assert capsys.readouterr().out.count('Say1') == 3
-
-
-def tune(train_tiny, out, settings, **more):
-    """A short run from a base, whose shape it takes."""
-    with pytest.MonkeyPatch.context() as m:
-        for name in ('n_layer', 'n_head', 'n_embd', 'block_size'):
-            m.delitem(conftest.TINY, name)
-        m.setitem(conftest.TINY, 'batch_size', 2)
-        assert train_tiny(out, **settings, **more) == 0
 
 
 # -----------------------------------------------------------------------------

@@ -6,16 +6,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, at_step, error_of, load, rows, same
+from conftest import TINY, all_logits, at_step, error_of, load, rows, same
 from faults import final, log
+from ranks import forks, on_ranks
 
 import sample
 import train
@@ -38,14 +36,14 @@ from hotloop.pretrained import Weights, open_weights
 from hotloop.run_dir import RUN_FILES
 from model import GPT, GPTConfig, Linear
 
-ROOT = Path(train.__file__).parent
 LLAMA = dict(preset='modern', mlp='swiglu', n_kv_head=2, n_ff=48, zero_init=False)
 GPT2 = dict(bias=True, mlp='gelu_tanh')
 
 
-def gpt(n_embd=32, **settings):
+def gpt(**settings):
     torch.manual_seed(0)
-    return GPT(GPTConfig(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=n_embd, **settings))
+    shape = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32)
+    return GPT(GPTConfig(**shape | settings)).eval()
 
 
 def adapt(model, dtype=torch.float32, **settings):
@@ -59,10 +57,7 @@ def adapt(model, dtype=torch.float32, **settings):
     return {'model': weights_to_save(model), 'lora': record}
 
 
-def logits(model):
-    model.eval()
-    with torch.no_grad():
-        return model(torch.arange(32).view(2, 16))
+IDS = torch.arange(32).view(2, 16)
 
 
 # -----------------------------------------------------------------------------
@@ -123,7 +118,7 @@ def test_targets_are_named_as_in_peft():
 def test_only_adapters_learn_and_the_start_is_the_base(settings, quantize):
     """In float32, beside frozen weights of 16 bits or 4; embedding and head stay 16 bits."""
     model = gpt(**settings)
-    expected = logits(model)
+    expected = all_logits(model, IDS)
     cfg = LoRAConfig(lora_rank=2, quantize=quantize)
     add_adapters(model, cfg, {}, Env(dtype=torch.bfloat16), 1)
     assert all('.lora_' in name and p.dtype == torch.float32
@@ -135,12 +130,12 @@ def test_only_adapters_learn_and_the_start_is_the_base(settings, quantize):
     assert model.lm_head.weight.dtype == model.transformer.wte.weight.dtype == torch.bfloat16
     assert sum(isinstance(m, NF4Linear) for m in model.modules()) == (8 if quantize == 'nf4' else 0)
     model.compute_dtype = torch.bfloat16
-    assert (logits(model) - expected).norm() < (0.3 if quantize == 'nf4' else 0.03) * expected.norm()
+    assert (all_logits(model, IDS) - expected).norm() < (0.3 if quantize == 'nf4' else 0.03) * expected.norm()
 
 
-def gradients(recompute='none', compiled=False, **settings):
+def gradients(recompute='none', compiled=False, n_layer=2, **settings):
     """The loss and the gradients of adapters, with dropout, in one tensor."""
-    model = gpt(**LLAMA)
+    model = gpt(n_layer=n_layer, **LLAMA).train()
     adapt(model, lora_dropout=0.1, **settings)
     forward = train.wrap(model, train.TrainConfig(recompute=recompute), Env(compile=compiled))[1]
     torch.manual_seed(2)
@@ -162,8 +157,9 @@ def test_recomputation_changes_no_bit(recompute, quantize):
 def test_a_compiled_step_is_the_same(monkeypatch, recompute, quantize):
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='aot_eager'))
     torch._dynamo.reset()
-    found = gradients(recompute, compiled=True, quantize=quantize)
-    torch.testing.assert_close(found, gradients(quantize=quantize), rtol=1e-4, atol=1e-6)
+    found = gradients(recompute, compiled=True, n_layer=1, quantize=quantize)
+    expected = gradients(n_layer=1, quantize=quantize)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_frozen_head_is_chunked_and_has_no_gradient():
@@ -196,10 +192,10 @@ def test_a_folder_merged_into_the_base_computes_what_was_trained(tmp_path, setti
     tuned, base = gpt(**settings), gpt(**settings)
     checkpoint = adapt(tuned, quantize=quantize, lora_rs=rs)
     write_adapter(tmp_path / 'adapter', checkpoint)
-    before = logits(base)
+    before = all_logits(base, IDS)
     merge_adapter(base, tmp_path / 'adapter', as_weights(base))
-    assert (logits(tuned) - before).norm() > 0.05 * before.norm()
-    torch.testing.assert_close(logits(base), logits(tuned), rtol=1e-5, atol=1e-5)
+    assert (all_logits(tuned, IDS) - before).norm() > 0.05 * before.norm()
+    torch.testing.assert_close(all_logits(base, IDS), all_logits(tuned, IDS), rtol=1e-5, atol=1e-5)
     assert {f'adapter/{path.name}' for path in (tmp_path / 'adapter').iterdir()} <= set(RUN_FILES)
 
 
@@ -291,7 +287,7 @@ def test_best_pt_alone_and_the_folder_give_the_model_that_was_evaluated(train_ti
     by_folder = sample.load(cfg, torch.device('cpu'), torch.float32)[0]
     cfg = sample.SampleConfig(out_dir=str(tmp_path / 'tuned'), data_dir=data_dir)
     by_run = sample.load(cfg, torch.device('cpu'), torch.float32)[0]
-    assert torch.equal(logits(by_folder), logits(by_run))
+    assert torch.equal(all_logits(by_folder, IDS), all_logits(by_run, IDS))
 
 
 def test_a_tuned_run_is_a_base_again(train_tiny, tmp_path, base, monkeypatch):
@@ -375,15 +371,12 @@ def test_a_base_is_not_moved_aside_and_adapters_do_not_appear_on_resume(train_ti
     assert '--lora_rank: lora_rank=4, but the checkpoint has 0, which cannot change on resume' in error
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings('ignore:.broadcast_buffers')
+@forks
 def test_two_processes_tune_as_one_does(train_tiny, tmp_path, base, data_dir):
     """One micro-batch each, over gloo: the same global batches, so the same adapters within rounding."""
     train_tiny('one', **base, quantize='nf4')
     flags = {**TINY, **base, 'quantize': 'nf4', 'data_dir': data_dir, 'out_dir': tmp_path / 'two'}
-    launcher = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', str(ROOT / 'train.py')]
-    subprocess.run([sys.executable, *launcher, *(f'--{k}={v}' for k, v in flags.items())], check=True,
-                   env={**os.environ, 'OMP_NUM_THREADS': '1'}, cwd=ROOT, capture_output=True, timeout=300)
+    on_ranks(2, train.main, [f'--{k}={v}' for k, v in flags.items()])
     one, two = (load(tmp_path / name / 'ckpt.pt')['model'] for name in ('one', 'two'))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
 
@@ -444,8 +437,8 @@ def test_gpt2_equals_peft_and_loads_its_files(tmp_path, rs):
             mine.copy_(p)
     targets = torch.roll(ids, -1, 1)
     expected = tuned(ids).logits
-    torch.testing.assert_close(logits_of_all(ours, ids), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits_of_all(merged, ids), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(all_logits(ours, ids), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(all_logits(merged, ids), expected, rtol=1e-5, atol=1e-5)
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction='sum').backward()
     ours(ids, targets).sum().backward()
     for mine, p in pairs:
@@ -454,15 +447,6 @@ def test_gpt2_equals_peft_and_loads_its_files(tmp_path, rs):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
     again = peft.PeftModel.from_pretrained(again, tmp_path / 'ours')
     torch.testing.assert_close(again(ids).logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def logits_of_all(model, ids):
-    """The logits of all positions, which forward() computes only for the loss."""
-    kept = []
-    hook = model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
-    model(ids, ids)
-    hook.remove()
-    return kept[0]
 
 
 @pytest.mark.slow
