@@ -184,32 +184,26 @@ def as_weights(model, path='out/base'):
     return Weights(path, model.config.model_args(), model.state_dict(), None, {})
 
 
-@pytest.mark.parametrize('settings', [GPT2, LLAMA])
-@pytest.mark.parametrize('quantize, rs', [('none', True), ('nf4', False)])
-def test_a_folder_merged_into_the_base_computes_what_was_trained(tmp_path, settings, quantize, rs):
+@pytest.mark.parametrize('settings, names', [
+    (GPT2, 'transformer.h.0.attn.c_attn transformer.h.1.mlp.c_proj'),
+    (LLAMA, 'model.layers.0.self_attn.q_proj model.layers.1.mlp.gate_proj')])
+@pytest.mark.parametrize('quantize, rs, scale', [('none', True, 16), ('nf4', False, 8)])
+def test_a_folder_has_pefts_names_and_merged_computes_what_was_trained(tmp_path, settings, names, quantize,
+                                                                       rs, scale):
     tuned, base = gpt(**settings), gpt(**settings)
-    checkpoint = adapt(tuned, quantize=quantize, lora_rs=rs)
-    write_adapter(tmp_path / 'adapter', checkpoint)
+    write_adapter(tmp_path, adapt(tuned, quantize=quantize, lora_rs=rs, lora_alpha=32))
+    assert {f'adapter/{path.name}' for path in tmp_path.iterdir()} <= set(RUN_FILES)
+    header = (tmp_path / 'adapter_model.safetensors').read_bytes()
+    for name in names.split():
+        assert all(f'"base_model.model.{name}.lora_{letter}.weight"'.encode() in header for letter in 'AB')
+    config = json.loads((tmp_path / 'adapter_config.json').read_text())
+    assert (config['r'], config['lora_alpha'], config['fan_in_fan_out']) == (4, 32, settings == GPT2)
+    adapters, found = read_adapter(tmp_path, base, 'out/base')
+    assert found == scale and len(adapters) == 2 * len(config['target_modules']) == 2 * len(projections(base))
     before = all_logits(base, IDS)
-    merge_adapter(base, tmp_path / 'adapter', as_weights(base))
+    merge_adapter(base, tmp_path, as_weights(base))
     assert (all_logits(tuned, IDS) - before).norm() > 0.05 * before.norm()
     torch.testing.assert_close(all_logits(base, IDS), all_logits(tuned, IDS), rtol=1e-5, atol=1e-5)
-    assert {f'adapter/{path.name}' for path in (tmp_path / 'adapter').iterdir()} <= set(RUN_FILES)
-
-
-def test_the_folder_has_the_names_of_peft(tmp_path):
-    for settings, names in ((GPT2, 'transformer.h.0.attn.c_attn transformer.h.1.mlp.c_proj'),
-                            (LLAMA, 'model.layers.0.self_attn.q_proj model.layers.1.mlp.gate_proj')):
-        write_adapter(tmp_path, adapt(gpt(**settings), lora_alpha=32))
-        adapters, scale = read_adapter(tmp_path, gpt(**settings), 'out/base')
-        header = (tmp_path / 'adapter_model.safetensors').read_bytes()
-        for name in names.split():
-            for letter in 'AB':
-                assert f'"base_model.model.{name}.lora_{letter}.weight"'.encode() in header
-        config = json.loads((tmp_path / 'adapter_config.json').read_text())
-        assert config['r'] == 4 and config['lora_alpha'] == 32 and scale == 8
-        assert config['fan_in_fan_out'] == (settings == GPT2)
-        assert len(adapters) == 2 * len(config['target_modules']) == 2 * len(projections(gpt(**settings)))
 
 
 def test_an_adapter_for_another_base(tmp_path):
@@ -398,65 +392,37 @@ def peft_model(kind, **settings):
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('rs', [False, True])
-def test_gpt2_equals_peft_and_loads_its_files(tmp_path, rs):
-    """Logits, gradients and merged weights to 1e-5; its folder into ours, ours into peft."""
-    theirs, ids = peft_model('gpt2', use_rslora=rs), torch.randint(61, (2, 16))
+@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
+def test_adapters_equal_pefts_and_their_files_load_both_ways(tmp_path, kind, rs):
+    """Logits, gradients and merged weights to 1e-5. One matrix of ours may be three of theirs."""
+    theirs, ids = peft_model(kind, use_rslora=rs), torch.randint(61, (2, 16))
+    import peft
     theirs.save_pretrained(tmp_path / 'peft')
-    theirs.unload().save_pretrained(tmp_path / 'base')
+    peft_model(kind).unload().save_pretrained(tmp_path / 'base')
     source = open_weights(str(tmp_path / 'base'), 'data')
     ours, merged = (GPT.from_checkpoint(source.model_args, source.weights) for _ in range(2))
     merge_adapter(merged, tmp_path / 'peft', source)
-    import peft
-    import transformers
-    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
-    tuned = peft.PeftModel.from_pretrained(tuned, tmp_path / 'peft', is_trainable=True)
+    read = {(a.layer, a.projection): a for a in read_adapter(tmp_path / 'peft', merged, 'base')[0]}
     checkpoint = adapt(ours, lora_rs=rs)
-    own = dict(ours.named_parameters())
-    pairs = []  # (our parameter, theirs)
-    for name, p in tuned.named_parameters():
-        if 'lora_' in name:
-            path, letter = name.removeprefix('base_model.model.').split('.lora_')
-            pairs.append((own[f'{path}.lora_{letter[0]}'], p))
-    assert len(pairs) == len(trainable(ours)) == 16
-    with torch.no_grad():
-        for mine, p in pairs:
-            mine.copy_(p)
+    for a in adapters_of(checkpoint):
+        a.A.copy_(read[a.layer, a.projection].A)
+        a.B.copy_(read[a.layer, a.projection].B)
+    write_adapter(tmp_path / 'ours', checkpoint)
+    again = peft.PeftModel.from_pretrained(peft_model(kind).unload(), tmp_path / 'ours')
+    expected = theirs(ids).logits
+    for logits in (all_logits(ours, ids), all_logits(merged, ids), again(ids).logits):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
     targets = torch.roll(ids, -1, 1)
-    expected = tuned(ids).logits
-    torch.testing.assert_close(all_logits(ours, ids), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(all_logits(merged, ids), expected, rtol=1e-5, atol=1e-5)
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction='sum').backward()
     ours(ids, targets).sum().backward()
-    for mine, p in pairs:
-        assert (mine.grad - p.grad).norm() < 1e-5 * p.grad.norm()
-    write_adapter(tmp_path / 'ours', {**checkpoint, 'model': weights_to_save(ours)})
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
-    again = peft.PeftModel.from_pretrained(again, tmp_path / 'ours')
-    torch.testing.assert_close(again(ids).logits, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings('ignore')
-def test_llamas_names_load_both_ways(tmp_path):
-    """Our four matrices are seven adapters of peft; merged weights are the same."""
-    theirs, base = peft_model('llama'), gpt(**LLAMA)
-    import peft
-    theirs.save_pretrained(tmp_path / 'peft')
-    adapters, scale = read_adapter(tmp_path / 'peft', base, 'here')
-    assert len(adapters) == 2 * 7
-    frozen = {name: p.clone() for name, p in theirs.unload().named_parameters()}
-    merged = dict(peft_model('llama').merge_and_unload().named_parameters())
-    for a in adapters:
-        name = f'model.layers.{a.layer}.{a.projection.replace("attn", "self_attn")}.weight'
-        added = merged[name] - frozen[name]
-        assert (scale * a.B @ a.A - added).norm() < 1e-5 * added.norm()
-    checkpoint = adapt(base)
-    write_adapter(tmp_path / 'ours', checkpoint)
-    loaded = peft.PeftModel.from_pretrained(peft_model('llama').unload(), tmp_path / 'ours').state_dict()
-    count = 0
-    for a in adapters_of(checkpoint):
-        name = f'base_model.model.model.layers.{a.layer}.{a.projection.replace("attn", "self_attn")}.lora_'
-        assert torch.equal(loaded[f'{name}A.default.weight'], a.A)
-        assert torch.equal(loaded[f'{name}B.default.weight'], a.B)
-        count += 1
-    assert count == 14
+    found = {name: p.grad for name, p in theirs.named_parameters() if 'lora_' in name}
+    own = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
+    for a in adapters_of({**checkpoint, 'model': own}):
+        module = f'transformer.h.{a.layer}.{a.projection}'
+        if kind == 'llama':
+            module = f'model.layers.{a.layer}.{a.projection.replace("attn", "self_attn")}'
+        for letter, grad in (('A', a.A), ('B', a.B)):
+            expected = found.pop(f'base_model.model.{module}.lora_{letter}.default.weight')
+            assert (grad - expected).norm() < 1e-5 * expected.norm()
+    assert not found
