@@ -126,12 +126,15 @@ def open_start(cfg, resumed, adapts, env):
 
 
 def open_base(record, path, data_dir):
-    """The Weights below the adapters in `path`. ValueError if they are gone or have changed."""
+    """
+    The Weights below the adapters in `path`: record['base'], with record['sha256'] unless that is None.
+    ValueError if they are gone or have changed.
+    """
     wrong = []
     for name in places_of(record['base'], path):
         try:
             base = open_weights(name, data_dir)
-            if hash_source(base) == record['sha256']:
+            if record['sha256'] is None or hash_source(base) == record['sha256']:
                 return base
             wrong.append(f'{name!r}, whose weights have changed since (SHA-256 {record["sha256"][:12]}... '
                          'before); restore them there')
@@ -142,12 +145,12 @@ def open_base(record, path, data_dir):
 
 def places_of(base, path):
     """
-    Where the base of the adapters in `path` may be, at least one name: as it was given, and from each folder
-    above `path`, because a relative name is of the working folder of the run, which may have been moved.
+    What the base of the adapters in `path` may be, the likeliest first: the folder or file of this name; that
+    of a folder above `path`, because the run, whose working folder it was, may have been moved; a hub model.
     """
     above = Path(path).absolute().parents
     found = [name for name in (base, *(str(folder / base) for folder in above)) if os.path.exists(name)]
-    return list(dict.fromkeys(found)) or [base]
+    return list(dict.fromkeys([*found, base]))
 
 
 def merge_base(checkpoint, path, data_dir):

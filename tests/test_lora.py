@@ -317,6 +317,7 @@ def test_a_relative_base_is_found_from_elsewhere_and_after_a_move(train_tiny, tm
     """By a resume, by sample.py from the run and from its adapters. Another folder of that name is not it."""
     home, away = tmp_path / 'home', tmp_path / 'away' / 'project'
     train_tiny(home / 'base', max_iters=2)
+    (home / 'runs' / 'base').mkdir(parents=True)  # empty
     monkeypatch.chdir(home)
     train_tiny(home / 'runs' / 'tuned', init_from='base', lora_rank=4, max_iters=4)
     (tmp_path / 'away').mkdir()
