@@ -273,10 +273,9 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
         train_tiny('elsewhere', init_from=tmp_path / name, eval_only=True)
         losses.append(float(capsys.readouterr().out.split('val loss ')[1].split()[0]))
     assert losses[0] == pytest.approx(best, abs=1e-4) and losses[1] > best + 1e-3
-    found = []
-    for place in (dict(adapter=str(tmp_path / 'tuned' / 'adapter')), dict(out_dir=str(tmp_path / 'tuned'))):
-        found.append(sample.load(sample.SampleConfig(**place), torch.device('cpu'), torch.float32)[0])
-    assert torch.equal(*(all_logits(model, IDS) for model in found))
+    by_folder = sample.open_model(sample.SampleConfig(adapter=str(tmp_path / 'tuned' / 'adapter')))[1]
+    by_run = sample.open_model(sample.SampleConfig(out_dir=str(tmp_path / 'tuned')))[1]
+    assert torch.equal(all_logits(by_folder, IDS), all_logits(by_run, IDS))
 
 
 def test_a_tuned_run_is_a_base_again(train_tiny, tmp_path, base, monkeypatch):
