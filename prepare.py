@@ -276,6 +276,8 @@ def report(counts, in_loss, tokens):
         print(f'fields not used: {", ".join(unused[:10])}{more}; --text_field picks another')
     if counts.skipped:
         print(f'skipped {counted(counts.skipped, "row")} without text or without an answer')
+    if counts.long_functions:
+        print(f'left out {counted(counts.long_functions, "function")} longer than max_function')
     if counts.not_python:
         more = ', ...' if len(counts.not_python) > 3 else ''
         print(f'skipped {counted(len(counts.not_python), "file")} that this Python cannot parse: '
