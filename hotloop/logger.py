@@ -10,6 +10,7 @@ import time
 
 from hotloop.device import peak_flops, peak_memory
 from hotloop.files import counted, replacing
+from hotloop.lora import flops_of
 from hotloop.schedule import is_open
 
 
@@ -113,7 +114,7 @@ def log_step(run, lr, norm, lap):
         numbers |= {'ms': each * 1000, 'tokens_per_s': tokens_per_s, 'data_share': waited / seconds}
         text += f'{each * 1000:.1f} ms, {tokens_per_s:,.0f} tok/s, '
         if peak := peak_flops(env.device, env.dtype):
-            numbers['mfu'] = tokens_per_s * run.model.flops_per_token(run.val.T) / env.world / peak
+            numbers['mfu'] = tokens_per_s * flops_of(run.model, run.val.T)[1] / env.world / peak
             text += f'mfu {numbers["mfu"]:.1%}, '
         left = (cfg.max_iters - state.iter_num) * each
         if is_open(cfg):
