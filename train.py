@@ -19,6 +19,7 @@ if __name__ == '__main__':  # before torch, whose import takes seconds
 import dataclasses
 import functools
 import gc
+import importlib
 import importlib.util
 import math
 import os
@@ -54,13 +55,13 @@ from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
-from hotloop.parallel import micro_batch, wrap
+from hotloop.parallel import micro_batch, set_blocks
 from hotloop.pretrained import open_start
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import evaluate_missing, finish_save, save, save_is_late, stop_run, take_folder, track_best
 from hotloop.schedule import learning_rate, schedule_problems, set_learning_rate, set_length, what_is_due
-from hotloop.shard import is_sharded, local
+from hotloop.shard import is_sharded, local, shard_model
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
 
@@ -273,6 +274,27 @@ def setup(cfg):
         cfg.compile = compiles  # a resumed run and config.py do not choose again
     reasons = {'device': why_device, 'dtype': why_dtype, 'compile': why_compile}
     return Env(rank, world, device, dtype, compiles, threads, reasons, None, store, cfg.timeout_minutes)
+
+
+def wrap(model, cfg, env):
+    """(the compiled model, the data-parallel wrapper of it). Either is the model itself if that is off."""
+    if env.compile and env.device.type == 'cpu' and model.num_params() > 10**7:
+        # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
+        # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
+        functorch = importlib.import_module('torch._functorch.config')
+        functorch.ban_recompute_materialized_backward = False
+    set_blocks(model, cfg.recompute, cfg.compile_mode if env.compile and env.world > 1 else None)
+    if env.compile and env.world == 1:
+        model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
+    if env.world == 1:
+        return model, model
+    if cfg.shard != 'none':
+        shard_model(model, cfg.shard, env)
+        return model, model
+    device_ids = [env.device] if env.device.type == 'cuda' else None
+    # the only buffers are RoPE tables, which are the same on every process
+    return model, DistributedDataParallel(model, device_ids, broadcast_buffers=False,
+                                          gradient_as_bucket_view=True)
 
 
 # -----------------------------------------------------------------------------
