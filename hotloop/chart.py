@@ -27,13 +27,15 @@ class Curve(NamedTuple):
 class Axis:
     """Maps values to 0...1000 along the side of a panel; ticks, [(place, label)], are at round numbers."""
 
-    def __init__(self, values, log=False, rounded=False):
+    def __init__(self, values, log=False, parts=6, least=0.0, rounded=False):
+        """parts: between ticks, about; least: the smallest of them; rounded: also the ends."""
         low, high = float(values.min()), float(values.max())
         self.log = log and low > 0
         if low == high:
             low, high = (low / 1.5, high * 1.5) if self.log else (min(low, 0.0), max(high, 0.0) or 1.0)
-        step = 10.0 ** math.floor(math.log10((high - low) / 5))
-        step *= next(factor for factor in (1, 2, 5, 10) if step * factor >= (high - low) / 5.001)
+        part = (high - low) / parts
+        step = 10.0 ** math.floor(math.log10(part))
+        step = max(least, next(step * factor for factor in (1, 2, 5, 10) if step * factor >= 0.999 * part))
         if rounded and not self.log:
             low, high = math.floor(low / step) * step, math.ceil(high / step - 1e-9) * step
         self.low, self.high = low, high
@@ -42,7 +44,7 @@ class Axis:
             powers = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
             ticks = np.outer(powers, (1, 2, 5)).ravel()
             ticks, step = ticks[(ticks >= low) & (ticks <= high)], math.nan
-        ticks = ticks[::math.ceil(len(ticks) / 7)]
+        ticks = ticks[::math.ceil(len(ticks) / (parts + 1))]
         self.ticks = [(place, tick_label(tick, step)) for place, tick in zip(self(ticks), ticks, strict=True)]
 
     def __call__(self, values):
@@ -54,14 +56,14 @@ class Axis:
 
 def tick_label(tick, step):
     """The label of a tick, with the digits that tell it from its neighbors; step: nan on a log axis."""
-    if 1e-6 < step < 1:
+    if tick and 1e-5 < step < 1:
         return f'{tick:.{-math.floor(math.log10(step))}f}'
     return f'{tick:,.0f}' if 1 <= step < abs(tick) / 100 else compact(tick)
 
 
 def exact(value):
     """A number for a tooltip or a table: 25,391 or 0.0015."""
-    return f'{value:,.0f}' if abs(value) >= 1e4 else f'{value:.5g}'
+    return f'{value:,.0f}' if abs(value) >= 1e4 else f'{value:,.5g}'.replace('e-0', 'e-')
 
 
 def outline(x, y):
@@ -78,7 +80,7 @@ def draw(curve, x_axis, y_axis, x_name):
     """The SVG of a curve. Each dot has its error bar and a tooltip."""
     x, y, color = x_axis(curve.x), 1000 - y_axis(curve.y), f'c{curve.color % 6}'
     line = ' '.join(f'{x[i]},{y[i]}' for i in outline(x, y))
-    shapes = [f'<path class="{color} {curve.kind}" d="M{line}"/>']
+    shapes = [f'<path class="{color} {curve.kind if len(x) > 1 else "dot"}" d="M{line}h0"/>']
     if curve.error is None:
         return shapes
     error = np.nan_to_num(curve.error)
@@ -120,8 +122,9 @@ def panel(title, unit, curves, x_name='step', marks=(), wide=False, log=False):
         if c.error is not None:
             ys += [c.y - np.nan_to_num(c.error), c.y + np.nan_to_num(c.error)]
     ys += [[y for _, _, y, _ in marks if y is not None], [] if log else [0.0]]
-    x_axis = Axis(np.append(xs, 0.0) if xs.min() < 0.2 * xs.max() else xs)
-    y_axis = Axis(np.concatenate(ys), log, rounded=True)
+    xs = np.append(xs, 0.0) if xs.min() < 0.2 * xs.max() or len(xs) == 1 else xs
+    x_axis = Axis(xs, least=0.0 if x_name == 'minutes' else 1.0)
+    y_axis = Axis(np.concatenate(ys), log, parts=6 if wide else 4, rounded=True)
     grid = ''.join(f'M0,{1000 - place}H1000' for place, _ in y_axis.ticks)
     shapes = [f'<path class="grid" d="{grid}"/>', *tooltips(curves, x_axis, x_name)]
     for c in curves:
@@ -136,7 +139,7 @@ def panel(title, unit, curves, x_name='step', marks=(), wide=False, log=False):
               for place, label in x_axis.ticks]
     if wide:
         words += direct_labels(curves, [1000 - y_axis(c.y[-1]) for c in curves])
-    last = exact(curves[0].y[-1]) if len(curves) == 1 else ''
+    last = '' if wide or len({c.color for c in curves}) > 1 else exact(curves[-1].y[-1])
     return (f'<figure{" class=wide" if wide else ""}><figcaption><b>{title}</b><small>{unit}</small>'
             f'<span>{last}</span></figcaption><div class="plot"><svg viewBox="0 0 1000 1000" '
             f'preserveAspectRatio="none">{"".join(shapes)}</svg>{"".join(words)}'
@@ -152,5 +155,7 @@ def direct_labels(curves, places, gap=58):
     labels = []
     for c, place in zip(curves, places, strict=True):
         top = (place - excess) / 10
-        labels.append(f'<b class="name c{c.color % 6}" style="top:{top:.1f}%">{html.escape(c.label)}</b>')
+        weight = ' light' if c.kind == 'faint' and c.error is None else ''
+        labels.append(f'<b class="name{weight} c{c.color % 6}" style="top:{top:.1f}%">'
+                      f'{html.escape(c.label)}</b>')
     return labels

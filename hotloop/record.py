@@ -107,8 +107,8 @@ class Record:
 
 
 def running_mean(x, y, parts=2000):
-    """The centered mean of y over a fiftieth of the points, in at most `parts` points: (x, mean)."""
+    """The mean of y around each point, in at most `parts` points: (x, mean). A Hann window of a 25th of them."""
     starts = np.unique(np.linspace(0, len(x), min(len(x), parts), endpoint=False).astype(int))
     y = np.add.reduceat(y, starts) / np.diff(starts, append=len(x))  # first the mean of each part
-    window = np.ones(2 * (len(starts) // 100) + 3)
+    window = np.hanning(2 * (len(starts) // 50) + 5)
     return x[starts], np.convolve(y, window, 'same') / np.convolve(np.ones(len(y)), window, 'same')

@@ -12,6 +12,9 @@ from hotloop.files import counted, replacing
 from hotloop.record import Record, running_mean
 from hotloop.wording import duration, with_error
 
+SMALL_PANELS = (('lr', 'Learning rate', '', 1), ('grad_norm', 'Gradient norm', 'before clipping', 1),
+                ('tokens_per_s', 'Speed', 'tokens per second', 1),
+                ('peak_memory_mb', 'Peak memory', 'GB', 1000))  # (name in the log, title, unit, its size)
 EVENTS = 200  # that are marked in a panel; the last ones
 COMPARISON = 'report-compare.html'
 STYLE = """
@@ -30,7 +33,7 @@ dt{font-size:12.5px}dd{margin:0;font-size:19px;line-height:1.4}dd small{font-siz
 main{display:grid;grid-template-columns:1fr 1fr;gap:36px 40px}figure{margin:0;min-width:0}
 .wide{grid-column:1/-1}figcaption{display:flex;gap:2px 8px;align-items:baseline;margin-bottom:14px}
 figcaption b{font-size:15px}figcaption span{margin-left:auto}
-.plot{position:relative;height:150px;margin:0 8px 26px 46px}.wide .plot{height:320px;margin-right:100px}
+.plot{position:relative;height:150px;margin:0 12px 26px 52px}.wide .plot{height:320px;margin-right:100px}
 svg{display:block;width:100%;height:100%;overflow:visible}
 path{fill:none;stroke:currentColor;stroke-width:1.7;stroke-linejoin:round;vector-effect:non-scaling-stroke}
 path.grid{stroke:var(--line);stroke-width:1}path.faint{opacity:.4;stroke-width:1}
@@ -43,7 +46,7 @@ rect{fill:transparent}rect:hover{fill:var(--line);opacity:.6}
 .y{right:100%;padding-right:9px;transform:translateY(-50%)}
 .x,.unit{top:100%;padding-top:10px}.x{transform:translateX(-50%)}.unit{right:100%;padding-right:14px}
 .name{left:100%;width:100px;padding-left:12px;line-height:1.2;overflow:hidden;text-overflow:ellipsis;
-transform:translateY(-50%)}.c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}
+transform:translateY(-50%)}.light{font-weight:400}.c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}
 .c4{color:var(--c4)}.c5{color:var(--c5)}
 .scroll{overflow-x:auto;margin:24px 0 36px}table{border-collapse:collapse;white-space:nowrap}
 td,th{text-align:right;font-weight:400;padding:6px 0 6px 28px;border-bottom:1px solid var(--line)}
@@ -108,7 +111,7 @@ def facts_of(run):
              ('Bits per byte', bpb, f'{bpb:.4f}', f'at step {exact(step)}'),
              ('Steps', last, exact(last), f'of {exact(length)}' if length else ''),
              ('Tokens', tokens, exact(tokens), 'seen in training'),
-             ('Training time', minutes, duration(60 * np.nan_to_num(minutes)), 'in steps')]
+             ('Training time', minutes, duration(60 * np.nan_to_num(minutes)), 'of the steps')]
     tiles = [f'<div><dt>{name}</dt><dd>{text}<small>{detail}</small></dd></div>'
              for name, value, text, detail in facts if math.isfinite(value)]
     return f'<dl>{"".join(tiles)}</dl>'
@@ -148,10 +151,14 @@ def evaluations(run, label, color, places):
 def small_panels(runs):
     """The panels below the losses."""
     panels = []
-    for name, title, unit in (('lr', 'Learning rate', ''), ('grad_norm', 'Gradient norm', 'before clipping'),
-                              ('tokens_per_s', 'Speed', 'tokens per second'),
-                              ('peak_memory_mb', 'Peak memory', 'MB')):
-        curves = [Curve(run.name, number, *run[name]) for number, run in enumerate(runs)]
+    for name, title, unit, size in SMALL_PANELS:
+        curves = []
+        for number, run in enumerate(runs):
+            x, y = run[name]
+            smooth = name in ('lr', 'peak_memory_mb') or len(x) < 10
+            curves.append(Curve(run.name, number, x, y / size, 'line' if smooth else 'faint'))
+            if not smooth:
+                curves.append(Curve('mean', number, *running_mean(x, y)))
         panels.append(panel(title, unit, curves, log=name == 'grad_norm'))
     return panels
 
@@ -159,9 +166,9 @@ def small_panels(runs):
 def run_page(run):
     """The page of one run."""
     events, loss, unit = run.events(), run['loss'], 'nats per token'
-    curves = [Curve('log line', 0, *loss, 'faint')]
+    curves = [Curve('training', 0, *loss, 'faint')]
     if len(loss[0]) >= 10:
-        curves.append(Curve('running mean', 0, *running_mean(*loss)))
+        curves.append(Curve('mean', 0, *running_mean(*loss)))
     curves.append(evaluations(run, 'validation', 1, np.array))
     for kind, key in (('resumed', 'dashed: resumed'), ('spike', 'purple: spike'),
                       ('skipped', 'dotted: skipped steps')):
