@@ -42,7 +42,7 @@ class Axis:
         ticks = np.arange(math.ceil(low / step), math.floor(high / step + 1e-9) + 1) * step
         if self.log and high > 8 * low:
             powers = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-            ticks = np.outer(powers, (1, 2, 5)).ravel()
+            ticks = np.outer(powers, (1, 2, 5) if len(powers) <= 4 else 1).ravel()
             ticks, step = ticks[(ticks >= low) & (ticks <= high)], math.nan
         ticks = ticks[::math.ceil(len(ticks) / (parts + 1))]
         self.ticks = [(place, tick_label(tick, step)) for place, tick in zip(self(ticks), ticks, strict=True)]

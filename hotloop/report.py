@@ -120,7 +120,7 @@ def facts_of(run):
 def results(runs):
     """The table of a comparison: the best losses, and the way to a loss that all runs have reached."""
     bests = [run.best() for run in runs]
-    goal = max(best[1] for best in bests)  # nan if a run has no evaluation
+    goal = np.max([best[1] for best in bests])  # nan if a run has no evaluation
     rows = [['Run', 'Best loss', 'at step', 'Bits per byte']]
     if math.isfinite(goal):
         rows[0] += [f'Tokens to {goal:.4f}', f'Training time to {goal:.4f}']
