@@ -177,15 +177,15 @@ def log_step(run, lr, norm, lap):
     run.log.write(text, step=state.iter_num, **numbers)
 
 
-def evaluation_line(step, numbers):
-    """The line of an evaluation, at most 80 columns, from the numbers that are logged."""
+def evaluation_line(numbers):
+    """The losses of an evaluation, at most 66 columns, from the numbers that are logged."""
     parts = [f'val loss {short(numbers["val_loss"])}']
     if math.isfinite(numbers['val_stderr']):
         parts[0] += f' +- {short(numbers["val_stderr"])}'
     if numbers['val_bpb'] is not None:
         parts.append(f'{short(numbers["val_bpb"])} bits per byte')
     parts.append(f'train loss {short(numbers["train_loss"])}')
-    return (f'step {step}: ' if step else '') + ', '.join(parts)  # with eval_only it may be unknown
+    return ', '.join(parts)
 
 
 def log_evaluation(run, evaluation):
@@ -194,9 +194,10 @@ def log_evaluation(run, evaluation):
     numbers = {f'val_{name}': val[name] for name in ('loss', 'stderr', 'bpb', 'tokens')}
     numbers |= {'val_perplexity': math.exp(min(val['loss'], 700)), 'train_loss': train['loss'],
                 'eval_seconds': evaluation.seconds}
-    text = evaluation_line(step, numbers)
+    prefix = f'step {step}: ' if step else ''  # with eval_only the step of the weights may be unknown
+    text = prefix + evaluation_line(numbers)
     for name, loss in val.get('losses', {}).items():  # of a mixture's datasets
-        text += f'\nval loss {short(loss)} on {name}'
+        text += f'\n{prefix}val loss {short(loss)} on {name}'
         numbers[f'val_loss_{name}'] = loss
     if run.log is None:
         text += f'\nperplexity {short(numbers["val_perplexity"])}, {val["tokens"]:,} tokens'

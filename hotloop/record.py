@@ -107,7 +107,7 @@ class Record:
 
 
 def running_mean(x, y, parts=2000):
-    """The mean of y around each point, in at most `parts` points: (x, mean). A Hann window of a 25th of them."""
+    """(x, mean of y around it) in at most `parts` points, with a Hann window over a 25th of them."""
     starts = np.unique(np.linspace(0, len(x), min(len(x), parts), endpoint=False).astype(int))
     y = np.add.reduceat(y, starts) / np.diff(starts, append=len(x))  # first the mean of each part
     window = np.hanning(2 * (len(starts) // 50) + 5)

@@ -5,9 +5,9 @@ import math
 
 def short(loss):
     """A loss in at most six characters: 3.1234, 10.83, 1e+09."""
-    if loss < 10:
+    if loss < 9.99995:
         return f'{loss:.4f}'
-    return f'{loss:.4g}' if loss < 9999 else f'{loss:.0e}'
+    return f'{loss:.4g}' if loss < 9999.5 else f'{loss:.0e}'
 
 
 def compact(value):

@@ -1,4 +1,4 @@
-"""The report: every number of a run is on the page, spikes survive, nothing is loaded, faults are sentences."""
+"""The report: every number of a run is on the page, spikes survive, nothing is loaded, faults are told."""
 
 import json
 import math
@@ -111,7 +111,8 @@ def test_every_number_of_the_log_is_on_the_page(tmp_path):
     for words in ('3.4250 ± 0.0125', 'at step 40', f'{3.175 / 3:.4f}', '40 of 50', f'{40 * 128:,}', '23s',
                   'max_iters 50', 'learning_rate 0.0006', 'dataset tiny', 'text 20', 'text 30', 'text 40',
                   'step 18: resumed', f'step {spiked}: loss 9.5000 is a spike',
-                  f'step {spiked}: 3 non-finite steps skipped', 'step 40: best validation loss, 3.4250 ± 0.0125',
+                  f'step {spiked}: 3 non-finite steps skipped',
+                  'step 40: best validation loss, 3.4250 ± 0.0125',
                   'dashed: resumed · purple: spike · dotted: skipped steps'):
         assert words in page.text, words
     assert 'text 10' not in page.text  # the last three
@@ -130,7 +131,8 @@ def test_curves_are_where_the_axes_say(tmp_path):
     for title, name, size in (('Learning rate', 'lr', 1), ('Peak memory', 'peak_memory_mb', 1000)):
         svg, ticks = page.figure(title)
         found = points(svg, 'line')
-        steps, values = zip(*((line['step'], line[name] / size) for line in lines if name in line), strict=True)
+        logged = [line for line in lines if name in line]
+        steps, values = [line['step'] for line in logged], [line[name] / size for line in logged]
         assert values_at(found[:, 0], ticks['x']) == pytest.approx(steps, abs=0.05)
         assert values_at(found[:, 1], ticks['y'], True) == pytest.approx(values, abs=max(values) / 500)
     svg, ticks = page.figure('Loss')  # a log axis: equal ratios are equal lengths
@@ -179,8 +181,9 @@ def test_the_running_mean():
 @pytest.mark.parametrize('values, log, labels', [
     ([0, 1200], False, ['0', '200', '400', '600', '800', '1,000', '1,200']), ([5], False, ['0', '1', '5']),
     ([0, 6e-4], False, ['0', '0.0001', '0.0006']), ([0, 6e-6], False, ['0', '1e-6', '6e-6']),
-    ([0.1, 900], True, ['0.1', '1', '100']), ([2.9, 11], True, ['4', '6', '10']), ([0, 0], False, ['0', '1.0']),
-    ([0, 3], True, ['0', '3.0']), ([600000, 600100], False, ['600,000', '600,020', '600,100']),
+    ([0.1, 900], True, ['0.1', '1', '100']), ([2.9, 11], True, ['4', '6', '10']),
+    ([0, 0], False, ['0', '1.0']), ([0, 3], True, ['0', '3.0']),
+    ([600000, 600100], False, ['600,000', '600,020', '600,100']),
     ([-2, 2], False, ['-2', '0', '2']), ([1e18, 3e18], False, ['1e+18', '3e+18'])])
 def test_ticks_are_at_round_numbers(values, log, labels):
     found = [label for _, label in Axis(np.array(values, dtype=float), log, rounded=True).ticks]
@@ -188,10 +191,12 @@ def test_ticks_are_at_round_numbers(values, log, labels):
 
 
 @pytest.mark.parametrize('lines', [
-    [{'step': 1, 'loss': 5.0, 'lr': 1e-3, 'grad_norm': 1.0}], [{'step': 2, 'val_loss': 5.0, 'val_stderr': 0.1}],
+    [{'step': 1, 'loss': 5.0, 'lr': 1e-3, 'grad_norm': 1.0}],
+    [{'step': 2, 'val_loss': 5.0, 'val_stderr': 0.1}],
     [{'step': 3, 'sample': 'a', 'lr': 0.0}], [{'step': 0, 'loss': 0.0}, {'step': 0, 'loss': 0.0}],
     [{'step': 1, 'loss': 1e300}, {'step': 2, 'loss': 1e-300}, {'step': 3, 'spike': 1e308}],
-    [{'step': 5, 'val_loss': 2.0}, {'step': 5, 'val_loss': 2.0, 'val_stderr': 3.0}, {'step': 1, 'loss': 1.0}]])
+    [{'step': 5, 'val_loss': 2.0}, {'step': 5, 'val_loss': 2.0, 'val_stderr': 3.0},
+     {'step': 1, 'loss': 1.0}]])
 def test_a_page_of_little(tmp_path, lines):
     page = page_of(write_log(tmp_path / 'out', lines))
     for svg in re.findall('<svg.*?</svg>', page.source, re.S):
@@ -209,9 +214,9 @@ def test_nothing_is_loaded_and_nothing_is_run(tmp_path, monkeypatch):
     for folders in (name.name, f'{name.name},{other}'):
         page = page_of(folders)
         assert {tag for tag, _ in page.tags} <= {
-            'html', 'head', 'meta', 'title', 'style', 'body', 'h1', 'h2', 'h3', 'dl', 'div', 'dt', 'dd', 'small',
-            'p', 'main', 'figure', 'figcaption', 'b', 'span', 'svg', 'path', 'rect', 'g', 'ul', 'li', 'pre', 'footer',
-            'table', 'tr', 'th', 'td'}
+            'html', 'head', 'meta', 'title', 'style', 'body', 'h1', 'h2', 'h3', 'dl', 'div', 'dt', 'dd',
+            'small', 'p', 'main', 'figure', 'figcaption', 'b', 'span', 'svg', 'path', 'rect', 'g', 'ul', 'li',
+            'pre', 'footer', 'table', 'tr', 'th', 'td'}
         names = {attribute for _, attrs in page.tags for attribute in attrs}
         assert not names & {'src', 'href', 'xlink:href', 'onload', 'onclick', 'srcset', 'data', 'action'}
         style = page.source.split('<style>')[1].split('</style>')[0]
@@ -306,8 +311,9 @@ def test_report_answers_before_torch_is_imported(train_tiny, tmp_path):
     train_tiny(max_iters=2)
     (tmp_path / 'out' / 'report.html').unlink()
     (tmp_path / 'card.py').write_text("print('runs')\n")  # cards have no effect on a report, and do not run
-    done = subprocess.run([sys.executable, '-X', 'importtime', 'train.py', str(tmp_path / 'card.py'),
-                           f'--report={tmp_path / "out"}'], cwd=ROOT, text=True, capture_output=True, check=True)
+    command = [sys.executable, '-X', 'importtime', 'train.py', str(tmp_path / 'card.py'),
+               f'--report={tmp_path / "out"}']
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
     assert done.stdout == f'report: {tmp_path}/out/report.html\n' and 'torch._' not in done.stderr
     assert (tmp_path / 'out' / 'report.html').exists()
     failed = subprocess.run([sys.executable, 'train.py', '--report=nowhere'], cwd=ROOT, text=True,

@@ -88,7 +88,7 @@ def train_with_a_stop(home, line):
     first = []
     for printed in process.stdout:
         first.append(printed)
-        if printed.startswith('step 10/'):
+        if printed.startswith('step 10: loss'):
             process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=300) == 143, process.stderr.read()
     process.communicate()
@@ -102,8 +102,8 @@ def test_the_path_from_a_base_to_a_judged_export(home):
     assert 'chatml template' in run(home, 'prepare.py rows.jsonl --name=rows --tokenizer=base')
     first, second = train_with_a_stop(home, 'train.py --init_from=base --dataset=rows --pack_rows=True '
                                             f'--lora_rank=8 --out_dir=out-lora {SIZES}')
-    assert 'packing: train, ' in first and 'step 11/' in first + second and 'step 10/' not in second
-    losses = [float(loss) for loss in re.findall(r'^step \d+/.*?loss ([\d.]+)', first + second, re.M)]
+    assert 'packing: train, ' in first and 'step 11: loss' in first + second and 'step 10: loss' not in second
+    losses = [float(loss) for loss in re.findall(r'^step \d+: loss ([\d.]+),', first + second, re.M)]
     assert losses[-1] < losses[0] - 1
     assert all('.lora_' in name for name in load(home / 'out-lora' / 'best.pt')['model'])
 
