@@ -139,7 +139,7 @@ def panel(title, unit, curves, x_name='step', marks=(), wide=False, log=False):
               for place, label in x_axis.ticks]
     if wide:
         words += direct_labels(curves, [1000 - y_axis(c.y[-1]) for c in curves])
-    last = '' if wide or len({c.color for c in curves}) > 1 else exact(curves[-1].y[-1])
+    last = '' if wide or len({c.color for c in curves}) > 1 else compact(curves[-1].y[-1])
     return (f'<figure{" class=wide" if wide else ""}><figcaption><b>{title}</b><small>{unit}</small>'
             f'<span>{last}</span></figcaption><div class="plot"><svg viewBox="0 0 1000 1000" '
             f'preserveAspectRatio="none">{"".join(shapes)}</svg>{"".join(words)}'
