@@ -42,10 +42,12 @@ class Record:
         try:
             row = json.loads(line)
             step = float(row['step'])
+            if not math.isfinite(step):
+                raise ValueError('no step')
             for name, value in row.items():
                 if name == 'sample':
                     self.samples.append((step, str(value)))
-                elif isinstance(value, int | float) and math.isfinite(value) and math.isfinite(step):
+                elif isinstance(value, int | float) and math.isfinite(value):
                     steps, values = self.columns[name]
                     steps.append(step)
                     values.append(value)
