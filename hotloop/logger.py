@@ -76,7 +76,8 @@ class Log:
         if self.file is None or not (last or began >= self.next_report):
             return
         try:
-            write_report(os.path.dirname(self.path))
+            if os.path.getsize(self.path):
+                write_report(os.path.dirname(self.path))
         except Exception as e:  # of any kind: a picture must not end a run
             self.env.print_once(f'report.html could not be written: {first_line(e) or type(e).__name__}')
         self.next_report = began + (time.monotonic() - began) / REPORT_COST
@@ -85,8 +86,7 @@ class Log:
         if self.file:
             with contextlib.suppress(OSError):
                 self.file.close()
-            if os.path.getsize(self.path):
-                self.report(last=True)
+            self.report(last=True)
         if self.tensorboard:
             with contextlib.suppress(OSError):
                 self.tensorboard.close()

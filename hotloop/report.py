@@ -17,11 +17,12 @@ SMALL_PANELS = (('lr', 'Learning rate', '', 1), ('grad_norm', 'Gradient norm', '
                 ('peak_memory_mb', 'Peak memory', 'GB', 1000))  # (name in the log, title, unit, its size)
 EVENTS = 200  # that are marked in a panel; the last ones
 COMPARISON = 'report-compare.html'
+# colors 15 apart in CIELAB, also for the color-blind (simulated as in Machado et al., 2009); contrast 4.5
 STYLE = """
 :root{color-scheme:light dark;--page:#fff;--ink:#1c2126;--soft:#646c75;--line:#e6e8eb;
---c0:#0868ac;--c1:#c4500a;--c2:#00796b;--c3:#a5307e;--c4:#8a6d00;--c5:#55606b}
+--c0:#1f77c4;--c1:#c4500a;--c2:#006b55;--c3:#c2408f;--c4:#5a4500;--c5:#2b3138}
 @media(prefers-color-scheme:dark){:root{--page:#14171a;--ink:#e4e7ea;--soft:#98a1aa;--line:#2b3036;
---c0:#5db3f5;--c1:#ff9a57;--c2:#3fcdb0;--c3:#ee8fca;--c4:#dec04a;--c5:#b3bcc5}}
+--c0:#5db3f5;--c1:#f58742;--c2:#63e0c5;--c3:#e070b8;--c4:#f0d870;--c5:#ffffff}}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:40px 32px;max-width:1240px;background:var(--page);color:var(--ink);
 font:14px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;font-variant-numeric:tabular-nums}
@@ -97,7 +98,7 @@ def sentences(runs):
     """What is wrong with the logs, as HTML."""
     wrong = [f'{run.name}: {counted(run.damaged, "damaged line")} of log.jsonl left out'
              for run in runs if run.damaged]
-    if len({run.settings.get('dataset') for run in runs}) > 1:
+    if len({run.settings['dataset'] for run in runs if 'dataset' in run.settings}) > 1:
         wrong.append('The runs have different datasets: compare bits per byte, not losses.')
     return ''.join(f'<p>{html.escape(sentence)}</p>' for sentence in wrong)
 

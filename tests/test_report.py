@@ -1,4 +1,4 @@
-"""The report: every number of a run is on the page, spikes survive, nothing is loaded, faults are told."""
+"""The report: every number of a run is on the page, spikes survive, nothing is loaded, faults are named."""
 
 import json
 import math
@@ -9,6 +9,7 @@ import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from conftest import at_step, error_of, rows
 
 import train
 from hotloop.chart import BUCKETS, COLUMNS, Axis, exact, outline
+from hotloop.distributed import Env
+from hotloop.logger import Log
 from hotloop.record import Record, running_mean
 from hotloop.report import report
 from hotloop.wording import duration, with_error
@@ -233,11 +236,11 @@ def test_a_damaged_log_is_a_sentence(tmp_path):
     assert error_of(report, str(folder)) == f'{folder}/log.jsonl has no line of a run yet'
     torn = b'{"step": 2, "lo\n[1]\n{"loss": 4}\n\xff\xfe\n{"step": "x", "loss": 1}\n{"step": 1e999}\n'
     (folder / 'log.jsonl').write_bytes(torn)
-    assert error_of(report, str(folder)).endswith('has no line of a run yet, only 5 damaged lines')
+    assert error_of(report, str(folder)).endswith('has no line of a run yet, only 6 damaged lines')
     (folder / 'log.jsonl').write_bytes(b'{"step": 1, "loss": 5.5, "lr": "x"}\n' + torn)
     (folder / 'config.py').write_text('n_layer = (')
     page = page_of(str(folder))
-    assert f'{os.path.normpath(folder)}: 5 damaged lines of log.jsonl left out' in page.text
+    assert f'{os.path.normpath(folder)}: 6 damaged lines of log.jsonl left out' in page.text
     assert 'training, step 1: 5.5' in page.titles
 
 
@@ -305,6 +308,25 @@ def test_a_report_that_fails_is_a_warning(train_tiny, tmp_path, monkeypatch, cap
     monkeypatch.setattr('hotloop.logger.write_report', fail)
     assert train_tiny(max_iters=2) == 0 and not (tmp_path / 'out' / 'report.html').exists()
     assert 'report.html could not be written: a bug' in capsys.readouterr().out
+
+
+def test_reports_cost_little_of_a_run(tmp_path, monkeypatch):
+    """One that took a second is followed by the next after 200, and in any case by one at the end."""
+    clock, written = [1000.0], []
+
+    def write_report(folder):
+        clock[0] += 1
+        written.append(clock[0])
+    monkeypatch.setattr('hotloop.logger.write_report', write_report)
+    monkeypatch.setattr('time.monotonic', lambda: clock[0])
+    log = Log(tmp_path, SimpleNamespace(wandb_log=False, tensorboard=False), {}, Env(), None)
+    log.report()
+    assert written == []  # nothing is logged yet
+    log.write('', step=1, loss=1.0)
+    for clock[0] in (1100, 1299, 1300, 1301):
+        log.report()
+    log.close()
+    assert written == [1101, 1301, 1302]
 
 
 def test_report_answers_before_torch_is_imported(train_tiny, tmp_path):
