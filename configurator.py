@@ -29,6 +29,39 @@ import typing
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 OWN_FILE = '# all settings of the run in this folder'  # the first words of the config.py that a run writes
+# {setting, or setting=value: its names in other programs}
+SYNONYMS = {
+    'init_from=resume': ('resume', 'resume_training', 'continue', 'auto_resume'),
+    'init_from': ('resume_from', 'resume_from_checkpoint', 'model', 'model_name', 'model_name_or_path',
+                  'pretrained', 'ckpt', 'checkpoint'),
+    'out_dir': ('checkpoint_dir', 'ckpt_dir', 'output_dir', 'save_dir', 'log_dir'),
+    'n_layer': ('num_layers', 'n_layers', 'layers', 'num_hidden_layers'),
+    'n_head': ('num_heads', 'n_heads', 'heads', 'num_attention_heads'),
+    'n_kv_head': ('num_kv_heads', 'num_key_value_heads'),
+    'n_embd': ('d_model', 'dim', 'embed_dim', 'hidden_size'),
+    'n_ff': ('d_ff', 'intermediate_size'),
+    'block_size': ('context_length', 'seq_len', 'seq_length', 'max_seq_len', 'max_seq_length'),
+    'max_iters': ('max_steps', 'steps', 'num_steps', 'train_steps', 'iterations'),
+    'max_epochs': ('epochs', 'num_epochs', 'num_train_epochs'),
+    'batch_size': ('micro_batch_size', 'per_device_train_batch_size'),
+    'gradient_accumulation_steps': ('grad_accum', 'grad_accum_steps', 'accumulation_steps'),
+    'learning_rate': ('lr', 'max_lr'),
+    'lr_schedule': ('scheduler', 'lr_scheduler', 'lr_scheduler_type'),
+    'warmup_iters': ('warmup', 'warmup_steps'),
+    'warmup_fraction': ('warmup_ratio',),
+    'grad_clip': ('clip', 'max_grad_norm', 'gradient_clip'),
+    'eval_interval': ('eval_every', 'eval_steps'),
+    'save_interval': ('save_every', 'save_steps'),
+    'log_interval': ('log_every', 'logging_steps'),
+    'dtype': ('mixed_precision', 'precision', 'amp', 'fp16', 'bf16', 'torch_dtype'),
+    'recompute': ('gradient_checkpointing', 'activation_checkpointing'),
+    'lora_rank': ('lora_r', 'lora_dim'),
+    'quantize': ('load_in_4bit', 'load_in_8bit', 'qlora'),
+    'start': ('prompt', 'text', 'input'),
+    'sample_prompt': ('prompt',),
+    'max_new_tokens': ('max_tokens', 'max_length', 'num_tokens', 'length'),
+    'num_samples': ('n', 'num_return_sequences'),
+}
 
 
 class SettingsError(ValueError):
@@ -100,7 +133,8 @@ def unknown(name, fields, removed):
     """The error message for a name that is not a setting."""
     if name in removed:
         return f'setting {name!r} was removed: {removed[name]}'
-    nearest = difflib.get_close_matches(name, fields, n=1)
+    known = [ours for ours, names in SYNONYMS.items() if name in names and ours.split('=')[0] in fields]
+    nearest = known or difflib.get_close_matches(name, fields, n=1)
     hint = f'; did you mean {nearest[0]!r}?' if nearest else ''
     return f'unknown setting {name!r}{hint}'
 

@@ -44,7 +44,7 @@ from hotloop.sources import (
     open_corpus,
 )
 from hotloop.tokenizer import BPETokenizer, tokenizer_from
-from hotloop.tokenizer_source import find_tokenizer
+from hotloop.tokenizer_source import find_tokenizer, model_named, template_named
 
 
 @dataclass
@@ -242,8 +242,13 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
                          f'none to train on; an answer is in one of {", ".join(ANSWERS)}, or in a message of '
                          'the assistant; --text_field names the field of a text')
     if empty:
-        raise ValueError(f'{source} has no text for the {empty[0]} split with val={cfg.val!r}, '
-                         f'val_fraction={cfg.val_fraction}, separator={reading.separator!r}')
+        found = counted(sum(part['documents'] for part in splits.values()), 'document')
+        if counts.skipped:
+            found += f' and {counted(counts.skipped, "row")} without text or without an answer'
+        kind = 'rows with an answer' if counts.templates else 'documents'
+        remedy = f'add other {kind}, or name {"another" if cfg.val else "a"} validation source with --val'
+        raise ValueError(f'{source} has {found}: no text for the {empty[0]} split with val={cfg.val!r}, '
+                         f'val_fraction={cfg.val_fraction}, separator={reading.separator!r}; {remedy}')
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(dtype).name, 'vocab_size': tokenizer.n_vocab,
             'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot, 'splits': splits,
             'templates': sorted(counts.templates), 'bos': bos, **origin}
@@ -271,6 +276,8 @@ def report(counts, in_loss, tokens):
         print(f'fields not used: {", ".join(unused[:10])}{more}; --text_field picks another')
     if counts.skipped:
         print(f'skipped {counted(counts.skipped, "row")} without text or without an answer')
+    if counts.long_functions:
+        print(f'left out {counted(counts.long_functions, "function")} longer than max_function')
     if counts.not_python:
         more = ', ...' if len(counts.not_python) > 3 else ''
         print(f'skipped {counted(len(counts.not_python), "file")} that this Python cannot parse: '
@@ -342,6 +349,8 @@ def main(argv=None):
     try:
         with dataset.partial_folder(folder) as partial:
             files, val_files, tokenizer = open_sources(sources, cfg, reading, f'{partial}.stdin')
+            if reading.template == 'auto' and files[0].kind != 'functions':  # which are continued, not asked
+                reading.template = template_named(cfg.tokenizer, cfg.data_dir) or 'auto'
             meta = write_dataset(partial, files, val_files, cfg, reading, tokenizer, origin)
     except OSError as e:
         raise ValueError(f'{folder} could not be made: {e}') from e
@@ -350,10 +359,21 @@ def main(argv=None):
         print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, '
               f'{counted(counts["documents"], "document")}, '
               f'{counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
-    command = f'python train.py config/quickstart.py --dataset={shlex.quote(name)}'
+    print(f'train on it with: {training_command(name, cfg, bool(meta["templates"]))}')
+
+
+def training_command(name, cfg, has_rows):
+    """The command that trains on a dataset, or tunes the model that gave it its tokenizer."""
+    model, is_run = model_named(cfg.tokenizer, cfg.data_dir)
+    words = ['config/lora.py', f'--init_from={model}'] if model else ['config/quickstart.py']
+    words.append(f'--dataset={name}')
+    if model and not has_rows:
+        words.append('--pack_rows=False')
+    if model and not is_run:
+        words.append('--block_size=512')  # its own context may be 100 times as long
     if cfg.data_dir != PrepareConfig.data_dir:
-        command += f' --data_dir={shlex.quote(cfg.data_dir)}'
-    print(f'train on it with: {command}')
+        words.append(f'--data_dir={cfg.data_dir}')
+    return f'python train.py {shlex.join(words)}'
 
 
 if __name__ == '__main__':

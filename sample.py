@@ -36,7 +36,7 @@ from hotloop.export import export
 from hotloop.files import counted, json_lines
 from hotloop.generate import GREEDY_BELOW, Sampling, generate
 from hotloop.host import cores
-from hotloop.pretrained import open_weights
+from hotloop.pretrained import open_base, open_weights
 from hotloop.quantize import prepare_for_inference
 from hotloop.score import print_json, score
 from hotloop.text_file import open_text
@@ -113,9 +113,10 @@ class SampleConfig:
 def open_model(cfg):
     """(Weights, the float32 model on the CPU, tokenizer, template of its data or 'none')."""
     source = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
-    if cfg.adapter and cfg.init_from == 'resume':
-        source = base_of(cfg.adapter)
-    found = open_weights(source, cfg.data_dir)
+    if cfg.adapter and cfg.init_from == 'resume':  # merge_adapter() checks the hash
+        found = open_base({'base': base_of(cfg.adapter), 'sha256': None}, cfg.adapter, cfg.data_dir)
+    else:
+        found = open_weights(source, cfg.data_dir)
     model = GPT.from_checkpoint(found.model_args, found.weights)
     if cfg.adapter:
         merge_adapter(model, cfg.adapter, found)

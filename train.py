@@ -19,7 +19,6 @@ if __name__ == '__main__':  # before torch, whose import takes seconds
 import dataclasses
 import functools
 import gc
-import importlib
 import importlib.util
 import math
 import os
@@ -41,6 +40,7 @@ from hotloop.check import check
 from hotloop.checkpoint import OPTIMIZERS, RunState, context_of, restore, state_from
 from hotloop.dataloader import Batches, Split, check_lengths, share_batch
 from hotloop.dataset import Dataset, byte_table, check_tokenizer, open_datasets
+from hotloop.deadline import Deadline, look_at_clock, report_end, set_budget, start_clock
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
@@ -54,13 +54,13 @@ from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
-from hotloop.parallel import micro_batch, set_blocks
+from hotloop.parallel import micro_batch, wrap
 from hotloop.pretrained import open_start
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
-from hotloop.saves import evaluate_missing, finish_save, save, take_folder, track_best
-from hotloop.schedule import learning_rate, set_learning_rate, set_length, what_is_due
-from hotloop.shard import is_sharded, local, shard_model
+from hotloop.saves import evaluate_missing, finish_save, save, save_is_late, stop_run, take_folder, track_best
+from hotloop.schedule import learning_rate, schedule_problems, set_learning_rate, set_length, what_is_due
+from hotloop.shard import is_sharded, local
 from hotloop.tokenizer import Tokenizer
 from model import GPT, GPTConfig, config_from
 
@@ -78,6 +78,7 @@ class TrainConfig:
     max_iters: int = 600000  # total steps, including those before a resume
     max_epochs: float | None = None  # passes over the data; replaces max_iters
     max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
+    time_budget: float | None = None  # minutes for the run: it chooses decay_start and max_iters by its speed
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
@@ -104,6 +105,7 @@ class TrainConfig:
     lr_decay_iters: int | None = None  # step at which the decay ends; None: max_iters
     min_lr: float = 6e-5  # final learning_rate of the decay; the other rates decay in proportion
     decay_fraction: float = 0.5  # final fraction of the run in which lr_schedule='linear' decays
+    decay_start: int | None = None  # step at which that decay begins; None: by decay_fraction
     # --- evaluation and logging
     eval_interval: int = 2000  # steps between evaluations; the last step is always evaluated
     eval_tokens: int | None = 2**20  # maximum tokens per split in one evaluation; None: all
@@ -148,10 +150,7 @@ class TrainConfig:
                 wrong.append(f'{name}=0 must be at least 1')
             if name in ('beta1', 'beta2', 'muon_momentum') and value >= 1:
                 wrong.append(f'{name}={value} must be at least 0 and below 1')
-        if not 0 < self.decay_fraction <= 1:
-            wrong.append(f'decay_fraction={self.decay_fraction} must be above 0 and at most 1')
-        if self.warmup_fraction is not None and self.warmup_fraction > 1:
-            wrong.append(f'warmup_fraction={self.warmup_fraction} must be at least 0 and at most 1')
+        wrong += schedule_problems(self)
         if self.seed >= 2**63:
             wrong.append(f'seed={self.seed} must be below 2**63')
         if self.keep_last < 2:
@@ -234,14 +233,15 @@ def read_settings(argv=None):
     elif auto_batch:  # so do the config files
         below = read(argv=files)[2].batch_size
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
+    for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
+        if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
+            setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
+    set_budget(cfg, given, resumed and resumed.checkpoint, notes)
     if resumed:
         bound = BOUND
         if resume.is_renamed(resumed.checkpoint, cfg.dataset):  # compare_context() identifies the data
             bound = BOUND - {'dataset'}
         notes += resume.compare_settings([model_cfg, lora, cfg], given, base, bound)
-    for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
-        if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
-            setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
     if lora.lora_rank:
         check_lora(lora, cfg)
     world = int(os.environ.get('WORLD_SIZE', '1'))
@@ -271,30 +271,11 @@ def setup(cfg):
     store = None
     if world > 1:
         store = open_process_group(cfg.backend, device, rank, world, cfg.timeout_minutes)
-    compiles, why_compile = choose_compile(cfg.compile, device)
+    compiles, why_compile = choose_compile(cfg.compile, device, cfg.time_budget)
+    if cfg.time_budget is not None:
+        cfg.compile = compiles  # a resumed run and config.py do not choose again
     reasons = {'device': why_device, 'dtype': why_dtype, 'compile': why_compile}
     return Env(rank, world, device, dtype, compiles, threads, reasons, None, store, cfg.timeout_minutes)
-
-
-def wrap(model, cfg, env):
-    """(the compiled model, the data-parallel wrapper of it). Either is the model itself if that is off."""
-    if env.compile and env.device.type == 'cpu' and model.num_params() > 10**7:
-        # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
-        # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
-        functorch = importlib.import_module('torch._functorch.config')
-        functorch.ban_recompute_materialized_backward = False
-    set_blocks(model, cfg.recompute, cfg.compile_mode if env.compile and env.world > 1 else None)
-    if env.compile and env.world == 1:
-        model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
-    if env.world == 1:
-        return model, model
-    if cfg.shard != 'none':
-        shard_model(model, cfg.shard, env)
-        return model, model
-    device_ids = [env.device] if env.device.type == 'cuda' else None
-    # the only buffers are RoPE tables, which are the same on every process
-    return model, DistributedDataParallel(model, device_ids, broadcast_buffers=False,
-                                          gradient_as_bucket_view=True)
 
 
 # -----------------------------------------------------------------------------
@@ -380,7 +361,9 @@ class Run:
     context: dict  # tokenizer, data and machine, for the checkpoint
     tokenizer: Tokenizer | None = None  # if samples are requested
     log: Log | None = None
+    deadline: Deadline | None = None  # with a time budget
     mirror: Mirror | None = None
+    saved_at: float = dataclasses.field(default_factory=time.monotonic)
     failed_saves: int = 0
     diverged_at: int | None = None  # the step; the run stops once all processes reach the same step
 
@@ -511,13 +494,10 @@ def train(run):
     """The loop. Returns the exit code: 0, or 128 + the number of the signal that ended it."""
     cfg, env, state, batches = run.cfg, run.env, run.state, run.batches
     first_step, pending, stop_asked = state.iter_num, [], DelayedFlag()
+    start_clock(run)
     if not evaluate_missing(run):
         return stop_run(run)
-    if first_step >= cfg.max_iters:
-        env.print_once(f'nothing to do: the run is at step {first_step:,} of {cfg.max_iters:,}')
-    gc.collect()
-    gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
-    timer, saved_at, postponed = StepTimer(batches, first_step), time.monotonic(), False
+    timer, postponed = StepTimer(batches, first_step), False
 
     while state.iter_num < cfg.max_iters:
         lr = learning_rate(state.iter_num, cfg)
@@ -534,12 +514,10 @@ def train(run):
         state.tokens_seen += batches.global_batch * run.val.T
         stopping = env.stop() if env.world == 1 else stop_asked(result.stops)
 
+        save_due = look_at_clock(run, pending)  # before `due`: it sets max_iters and eval_interval
         due = what_is_due(state.iter_num, cfg)
         together = due.log or due.evaluation or due.save or stopping or state.iter_num % 50 == 0
-        late = time.monotonic() - saved_at > 60 * cfg.save_minutes
-        if env.world > 1:  # all processes call save(), and their clocks differ
-            late = together and env.sum(np.array([float(late)]))[0] > 0
-        save_due = due.save or stopping or postponed or late
+        save_due = save_due or due.save or stopping or postponed or save_is_late(run, together)
         if together or save_due:
             collect_steps(run, pending)  # waits for the device
         finish_save(run, wait=run.diverged_at is not None)  # the message below depends on what is saved
@@ -562,7 +540,6 @@ def train(run):
         postponed = save_due and not (stopping or due.last or best) and state.bad_in_a_row > 0
         if save_due and not postponed:
             save(run, final=stopping or due.last)
-            saved_at = time.monotonic()
         if evaluation:
             # The log has each evaluation once: a resume drops the lines after its checkpoint, and one of this
             # step holds the result. That of due.last does not, but the final save has replaced it by now
@@ -571,17 +548,8 @@ def train(run):
         if stopping and not due.last:
             return stop_run(run)
     log_done(run)
+    report_end(run)
     return 0
-
-
-def stop_run(run):
-    """Prints how to resume; returns the exit code."""
-    saved = 'this was before step 1; there is nothing to save'
-    if run.state.iter_num:
-        saved = run.out.how_to_go_on()
-    run.env.print_once(f'stopped: {saved}')
-    run.env.sum(np.zeros(1))  # torchrun kills the others 30 seconds after the first has ended
-    return run.env.stop.exit_code()
 
 
 # -----------------------------------------------------------------------------
@@ -634,6 +602,8 @@ def execute(settings, datasets, env):
             log_evaluation(run, evaluate_both(run))
             return 0
         take_folder(run, settings.resumed)
+        gc.collect()
+        gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
         code = train(run)
         return code
     except Exception as e:

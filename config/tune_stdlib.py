@@ -2,7 +2,8 @@
 #
 #   python prepare.py stdlib --name=stdlib_4096 --tokenizer=bpe:4096 --val_fraction=0.1
 #   python train.py config/quickstart.py --dataset=stdlib_4096 --out_dir=out-stdlib --max_iters=2000
-#   python prepare.py stdlib --format=functions --name=functions --tokenizer=out-stdlib --val_fraction=0.1
+#   python prepare.py stdlib --format=functions --name=functions --tokenizer=out-stdlib \
+#       --val_fraction=0.1 --max_function=700
 #   python train.py config/tune_stdlib.py
 #   python sample.py --out_dir=out-tune-stdlib --eval_code=data/functions/val.jsonl --max_new_tokens=200
 #
@@ -14,17 +15,18 @@ init_from = 'out-stdlib'
 dataset = 'functions'
 pack_rows = True
 
-lora_rank = 16
-lora_alpha = 32
+lora_rank = 32
+lora_alpha = 64
 
 batch_size = 8
 gradient_accumulation_steps = 1
-max_epochs = 1
+max_epochs = 3
 
-learning_rate = 1e-3
+learning_rate = 2e-3
 weight_decay = 0.0
 warmup_fraction = 0.05
 min_lr = 0.0
 
 eval_interval = 500
+eval_tokens = 2**16
 log_interval = 50

@@ -4,8 +4,11 @@ import torch
 
 from configurator import differences
 from hotloop.device import attention_kernels
+from hotloop.export import counterpart
 from hotloop.files import counted
+from hotloop.lora import flops_of
 from hotloop.mixture import Mixture
+from hotloop.schedule import NO_LIMIT, is_open
 
 SHARDED = {'optimizer': 'the optimizer states; weights are gathered once a step (FSDP2)',
            'full': 'weights, gradients and optimizer states; each block is gathered when it runs (FSDP2)'}
@@ -60,13 +63,22 @@ def describe_work(run, meta):
     num_params = run.context.get('lora', {}).get('parameters') or model.num_params()
     chunks = f', loss in {model.loss_chunks} chunks to save memory' if model.loss_chunks > 1 else ''
     return [f'data: {data}',
-            f'model: {c.preset}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x '
+            f'model: {name_of(c)}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x '
             f'{counted(c.n_head, "head")}, context {c.block_size}, vocabulary {c.vocab_size}: '
             f'{num_params:,} parameters, '
-            f'{model.flops_per_token(c.block_size) / 1e6:,.1f} MFLOP per token',
+            f'{flops_of(model, c.block_size)[1] / 1e6:,.1f} MFLOP per token',
             f'batch: {counted(batches.micro_batch, "sequence")} x '
             f'{counted(batches.accumulation, "micro-batch")} x {counted(run.env.world, "process")} = '
             f'{batches.global_batch * c.block_size:,} tokens per step{chunks}']
+
+
+def name_of(config):
+    """The preset of a model, or the family of transformers that computes the same."""
+    try:
+        kind = counterpart(config)['model_type']
+    except ValueError:
+        return config.preset
+    return kind if kind == config.preset else f'{kind} architecture'
 
 
 def describe_length(run, settings):
@@ -75,10 +87,16 @@ def describe_length(run, settings):
     windows = cfg.max_iters * batches.global_batch
     epochs = windows / batches.split.num_windows
     resuming = f'; resuming at step {run.state.iter_num:,}' if settings.resumed else ''
-    lines = [f'run: {counted(cfg.max_iters, "step")}, {windows * run.val.T:,} tokens, {epochs:.2f} epochs, '
-             f'into {cfg.out_dir}{resuming}']
+    length = f'{counted(cfg.max_iters, "step")}, {windows * run.val.T:,} tokens, {epochs:.2f} epochs'
+    if is_open(cfg):
+        most = f', at most {length}' if cfg.max_iters < NO_LIMIT else ''
+        used = f', of which {run.state.seconds_used / 60:.1f} are used' if settings.resumed else ''
+        length = f'a time budget of {cfg.time_budget:g} min{used}{most}'
+    lines = [f'run: {length}, into {cfg.out_dir}{resuming}']
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
         lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
+    if run.state.iter_num >= cfg.max_iters:
+        lines.append(f'nothing to do: the run is at step {run.state.iter_num:,} of {cfg.max_iters:,}')
     if cfg.warmup_iters >= cfg.max_iters:
         lines.append(f'note: the warmup of {counted(cfg.warmup_iters, "step")} is longer than the run')
     return lines

@@ -130,6 +130,8 @@ class RunState:
     bad_in_a_row: int = 0  # consecutive non-finite steps up to now
     spikes_in_a_row: int = 0  # consecutive loss spikes up to now
     recent: list = field(default_factory=list)  # losses of the last normal steps
+    seconds_used: float = 0.0  # of the time budget, up to the last save
+    eval_fitted: bool = False  # whether eval_interval has been adapted to the time budget
 
 
 def checkpoint_of(run):

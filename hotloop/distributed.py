@@ -50,6 +50,10 @@ class Env:
         dist.all_reduce(total)
         return total.cpu().numpy()
 
+    def any(self, flag):
+        """Whether a flag is true on any process; all of them must call it."""
+        return bool(self.sum(np.array([float(flag)]))[0] > 0)
+
     @contextlib.contextmanager
     def patience(self):
         """In this block processes wait up to a day for rank 0, which downloads, reads or saves alone."""
@@ -143,14 +147,15 @@ def open_process_group(backend, device, rank, world, timeout_minutes):
 
 def lost_message(ends, error):
     """Which processes were lost, by how each rank ended: 'loss', 'error' or None. No ends: it is unknown."""
-    lost = [str(rank) for rank, end in enumerate(ends) if end is None]
-    failed = [str(rank) for rank, end in enumerate(ends) if end == 'error']
+    lost, failed = ([str(rank) for rank, end in enumerate(ends) if end == kind] for kind in (None, 'error'))
     if failed and not lost:
-        return f'rank {", ".join(failed)} of {len(ends)} processes ended with an error of its own'
+        noun, own = ('ranks', 'errors of their own') if len(failed) > 1 else ('rank', 'an error of its own')
+        return f'{noun} {" and ".join(failed)} of {len(ends)} processes ended with {own}'
     # gloo adds its source file and a guess
     why = re.sub(r'^\[[^]]*gloo[^]]*\] |\. This is typically.*', '', str(error).strip().split('\n')[0])
-    who = f'rank {", ".join(lost)} of {len(ends)} processes' if lost else 'another process'
-    return f'{who} was lost ({why})'
+    if len(lost) > 1:
+        return f'ranks {" and ".join(lost)} of {len(ends)} processes were lost ({why})'
+    return f'{f"rank {lost[0]} of {len(ends)} processes" if lost else "another process"} was lost ({why})'
 
 
 def check_same_step(step, env):

@@ -26,6 +26,7 @@ class ReadConfig:
     format: Format = 'auto'  # auto: by suffix; functions: those of Python source, as rows
     text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
     template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # for chats
+    max_function: int | None = None  # for functions: leave out those with more characters than this
     separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline
     encoding: str = 'utf-8'  # of files, such as latin-1, cp1252 or utf-16
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with bytes that are not UTF-8
@@ -38,6 +39,9 @@ class ReadConfig:
         except (LookupError, ValueError):
             problems.append(f'encoding={self.encoding!r} is not a text encoding of Python, such as utf-8, '
                             'latin-1, cp1252 or utf-16')
+        if self.max_function is not None and (self.max_function < 1 or self.format != 'functions'):
+            problems.append(f'max_function={self.max_function} must be at least 1, and applies only with '
+                            '--format=functions')
         if self.template != 'auto' and self.text_field:
             problems.append(f'template={self.template!r} is for instruction data, and text_field='
                             f'{self.text_field!r} selects a single text field; remove one of them')
@@ -52,6 +56,7 @@ class RowCounts:
     templates: set = field(default_factory=set)  # of those rows
     fields: dict = field(default_factory=dict)  # {field of the first rows: whether it is used}
     replaced: Counter = field(default_factory=Counter)  # bytes that are not UTF-8, by file
+    long_functions: int = 0  # longer than max_function
     not_python: list = field(default_factory=list)  # files, as the reason why each was skipped
 
 

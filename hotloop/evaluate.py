@@ -1,12 +1,12 @@
 """The loss on fixed windows, with its standard error."""
 
 import math
-import time
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hotloop import host
 from hotloop.dataloader import documents_of, upload
 from hotloop.mixture import Mixture
 from hotloop.packing import Packed
@@ -23,8 +23,7 @@ def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None)
     if not isinstance(split, Mixture):
         return evaluate_split(model, split, num_windows, batch, env, byte_counts, stop)
     results = []
-    for part, weight in zip(split.splits, split.weights, strict=True):
-        share = None if num_windows is None else max(round(num_windows * weight), 1)
+    for part, share in shares(split, num_windows):
         results.append(evaluate_split(model, part, share, batch, env, byte_counts, stop))
         if results[-1] is None:
             return None
@@ -37,12 +36,38 @@ def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None)
             'bpb': bpb, 'losses': dict(zip(split.names, losses, strict=True))}
 
 
+def shares(split, num_windows):
+    """[(Split, its number of windows)] of num_windows; None: all."""
+    if not isinstance(split, Mixture):
+        return [(split, num_windows)]
+    if num_windows is None:
+        return [(part, None) for part in split.splits]
+    return [(part, max(round(num_windows * weight), 1))
+            for part, weight in zip(split.splits, split.weights, strict=True)]
+
+
+def count_windows(split):
+    """All windows of a Split, the last of which may be shorter."""
+    return split.num_windows if isinstance(split, Packed) else -(-(split.num_tokens - 1) // split.T)
+
+
+def count_batches(split, num_windows, batch, world):
+    """The number of batches that evaluate() runs in each process."""
+    total = 0
+    for part, share in shares(split, num_windows):
+        windows = count_windows(part)
+        if share is not None:
+            windows = min(share, windows)
+        total += -(-windows // (batch * world))
+    return total
+
+
 @torch.no_grad()
 def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
     """evaluate() of one Split."""
-    total, full = -(-(split.num_tokens - 1) // split.T), (split.num_tokens - 1) // split.T
-    if isinstance(split, Packed):
-        total = full = split.num_windows
+    total = full = count_windows(split)
+    if not isinstance(split, Packed):
+        full = (split.num_tokens - 1) // split.T
     windows = np.arange(total)
     if num_windows is not None and num_windows < total:
         windows = np.linspace(0, full - 1, num_windows).round().astype(np.int64)
@@ -54,7 +79,7 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
     for first in range(0, -(-len(windows) // env.world) if together else len(mine), batch):
         stopped = stop is not None and stop()
         if together and stop is not None:
-            stopped = env.sum(np.array([float(stopped)]))[0] > 0
+            stopped = env.any(stopped)
         if stopped:
             break
         rows = mine[first:first + batch]
@@ -129,9 +154,14 @@ class Evaluation(NamedTuple):
 def evaluate_both(run, stop=None):
     """The Evaluation of a run; None if stop() returned True on any process before it was complete."""
     num_val, num_train = eval_windows(run.cfg, run.val.T)
-    batch, began = run.batches.micro_batch, time.perf_counter()
+    batch, began = run.batches.micro_batch, host.process_seconds()
     val = evaluate(run.compiled, run.val, num_val, batch, run.env, run.byte_counts, stop)
     if val is None:
         return None
     train = evaluate(run.compiled, run.batches.split, num_train, batch, run.env, None, stop)
-    return None if train is None else Evaluation(val, train, time.perf_counter() - began)
+    if train is None:
+        return None
+    seconds = host.process_seconds() - began
+    if run.deadline:
+        run.deadline.evaluated(seconds)
+    return Evaluation(val, train, seconds)

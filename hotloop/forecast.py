@@ -1,13 +1,13 @@
 """What a run will need: parameters, memory, time and disk, counted without a run."""
 
 import torch
-from torch import nn
 
 from hotloop.dataloader import share_batch
 from hotloop.device import PEAK_FLOPS, device_memory, measure_flops
 from hotloop.footprint import Need
-from hotloop.lora import describe_adapters
+from hotloop.lora import describe_adapters, flops_of
 from hotloop.pretrained import GPT2_SHAPES, shape_of
+from hotloop.schedule import is_open
 
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
 # {name: (key of PEAK_FLOPS, bytes of memory as PyTorch reports them, about)}
@@ -26,11 +26,13 @@ def forecast(model, settings, num_windows, device, dtype):
     """
     cfg = settings.train
     batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, 1)
-    steps = None if num_windows is None and cfg.max_epochs is not None else cfg.max_iters
+    steps = cfg.max_iters
+    if is_open(cfg) or (num_windows is None and cfg.max_epochs is not None):
+        steps = None
     tokens = batch * accumulation * model.config.block_size  # per step
     gpu_dtype = torch.bfloat16 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
     need = Need(model, cfg, settings.lora if settings.lora.lora_rank else None)
-    forward, flops_per_token = flops_of(need)
+    forward, flops_per_token = flops_of(need.adapted if need.lora else model, model.config.block_size)
     lines = ['a forecast, counted without a run; only a run gives measured numbers', describe_model(model)]
     if need.lora:
         base = settings.resumed.checkpoint['lora']['base'] if settings.resumed else cfg.init_from
@@ -58,17 +60,6 @@ def model_args_of(settings):
     if cfg.init_from in GPT2_SHAPES:
         return GPT2_SHAPES[cfg.init_from]
     return None if cfg.init_from == 'scratch' else shape_of(cfg.init_from, cfg.data_dir)
-
-
-def flops_of(need):
-    """FLOPs per token: (of the forward pass, forward and backward). Frozen weights have no gradients."""
-    model = need.model
-    total = model.flops_per_token(model.config.block_size)
-    if not need.lora:
-        return total / 3, total
-    frozen = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    adapters = need.weights // 4
-    return total / 3 + 2 * adapters, total - 2 * frozen + 6 * adapters
 
 
 def describe_model(model):

@@ -4,10 +4,19 @@ import contextlib
 import math
 import os
 import sys
+import time
 
 # iterations that an idle OpenMP thread of torch (libgomp) spins before it sleeps: about 25 microseconds. Its
 # own value is 300,000, 7 milliseconds; two runs on the same cores then wait for each other at every barrier
 SPINS = 1000
+
+
+STARTED = time.perf_counter()  # when this process started: hotloop/early.py imports this before torch
+
+
+def process_seconds():
+    """Seconds since this process started, by a clock that never jumps."""
+    return time.perf_counter() - STARTED
 
 
 def end_spins_early():

@@ -69,7 +69,8 @@ def hub_tokenizer(name, data_dir):
     if found:
         return found
     folder = own_folder(name, data_dir)
-    fetch(name, 'tokenizer_config.json', folder, required=False)
+    for file in ('tokenizer_config.json', 'chat_template.jinja'):
+        fetch(name, file, folder, required=False)
     fetch(name, 'tokenizer.json', folder)
     return folder
 

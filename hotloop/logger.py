@@ -9,7 +9,9 @@ import time
 
 from hotloop.device import peak_flops, peak_memory
 from hotloop.files import counted, first_line, replacing
+from hotloop.lora import flops_of
 from hotloop.report import write_report
+from hotloop.schedule import is_open
 from hotloop.wording import compact, duration, memory_size, rate, short
 
 # names in TensorBoard; other numbers keep those of log.jsonl
@@ -172,8 +174,9 @@ def log_step(run, lr, norm, lap):
         tokens_per_s = run.batches.global_batch * run.val.T / each
         numbers |= {'ms': each * 1000, 'tokens_per_s': tokens_per_s, 'data_share': waited / seconds}
         if peak := peak_flops(env.device, env.dtype):
-            numbers['mfu'] = tokens_per_s * run.model.flops_per_token(run.val.T) / env.world / peak
-        text = step_line(state.iter_num, numbers, left=(cfg.max_iters - state.iter_num) * each)
+            numbers['mfu'] = tokens_per_s * flops_of(run.model, run.val.T)[1] / env.world / peak
+        left = max(run.deadline.left(), 0) if is_open(cfg) else (cfg.max_iters - state.iter_num) * each
+        text = step_line(state.iter_num, numbers, left=left)
     run.log.write(text, step=state.iter_num, **numbers)
 
 

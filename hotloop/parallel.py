@@ -1,6 +1,7 @@
-"""Recomputation and compilation of each block by itself; which micro-batches reduce gradients."""
+"""The model as training calls it: compiled, data parallel, blocks recomputed; which micro-batches reduce."""
 
 import contextlib
+import importlib
 from functools import partial
 
 import torch
@@ -8,13 +9,34 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hotloop.shard import is_sharded
+from hotloop.shard import is_sharded, shard_model
 
 ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention.default,
              torch.ops.aten._scaled_dot_product_cudnn_attention.default,
              torch.ops.aten._scaled_dot_product_efficient_attention.default,
              torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
              torch.ops.higher_order.flex_attention]  # not run: it needs a GPU
+
+
+def wrap(model, cfg, env):
+    """(the compiled model, the data-parallel wrapper of it). Either is the model itself if that is off."""
+    if env.compile and env.device.type == 'cpu' and model.num_params() > 10**7:
+        # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
+        # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
+        functorch = importlib.import_module('torch._functorch.config')
+        functorch.ban_recompute_materialized_backward = False
+    set_blocks(model, cfg.recompute, cfg.compile_mode if env.compile and env.world > 1 else None)
+    if env.compile and env.world == 1:
+        model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
+    if env.world == 1:
+        return model, model
+    if cfg.shard != 'none':
+        shard_model(model, cfg.shard, env)
+        return model, model
+    device_ids = [env.device] if env.device.type == 'cuda' else None
+    # the only buffers are RoPE tables, which are the same on every process
+    return model, DistributedDataParallel(model, device_ids, broadcast_buffers=False,
+                                          gradient_as_bucket_view=True)
 
 
 def set_blocks(model, recompute, compile_mode=None):

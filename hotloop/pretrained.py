@@ -2,12 +2,12 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hotloop.chat_template import MARK, TEMPLATES
 from hotloop.checkpoint import load_checkpoint
 from hotloop.families import CONV1D, our_name, settings_of
 from hotloop.files import read_json
@@ -25,6 +25,7 @@ from hotloop.lora import adapters_of, frozen_weights, hash_source, hash_weights,
 from hotloop.run_dir import RunDir
 from hotloop.safetensors_file import read_safetensors
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
+from hotloop.tokenizer_source import template_of
 
 GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=1024, vocab_size=50257,
                           bias=True, mlp='gelu_tanh')
@@ -69,25 +70,17 @@ def open_weights(source, data_dir):
 def habits_of(folder, tokenizer):
     """
     What a Hugging Face folder says about texts, as a checkpoint says it: bos, the id that begins them; ends,
-    the ids that end an answer; template, the one of its chats, recognized by a mark.
+    the ids that end an answer; template, the one of its chats.
     """
     files = {}
-    for name in ('config.json', 'generation_config.json', 'tokenizer_config.json'):
+    for name in ('config.json', 'generation_config.json'):
         path = os.path.join(folder, name)
         files[name] = read_json(path) if os.path.exists(path) else {}
     ends = files['generation_config.json'].get('eos_token_id', files['config.json'].get('eos_token_id'))
     ends = ends if isinstance(ends, list) else [ends]
-    chat = str(files['tokenizer_config.json'].get('chat_template', ''))
-    path = os.path.join(folder, 'chat_template.jinja')
-    if os.path.exists(path):
-        with open(path, encoding='utf-8') as f:
-            chat = f.read()
     habits = {'bos': tokenizer.first, 'ends': [i for i in ends if i is not None]}
-    for template in TEMPLATES:
-        mark = MARK.match(TEMPLATES[template]['user'][0])  # each begins a turn in its own way
-        if mark and mark[0] in chat:
-            habits['template'] = template
-    return habits
+    template = template_of(folder)
+    return habits | {'template': template} if template else habits
 
 
 def find_folder(source, data_dir):
@@ -133,15 +126,31 @@ def open_start(cfg, resumed, adapts, env):
 
 
 def open_base(record, path, data_dir):
-    """The Weights below the adapters in `path`. ValueError if they are gone or have changed."""
-    try:
-        base = open_weights(record['base'], data_dir)
-    except ValueError as e:
-        raise ValueError(f'{path} holds adapters of {record["base"]!r}, which cannot be read: {e}') from None
-    if hash_source(base) != record['sha256']:
-        raise ValueError(f'{path} holds adapters of {record["base"]!r}, whose weights have changed since '
-                         f'(SHA-256 {record["sha256"][:12]}... before); restore them there')
-    return base
+    """
+    The Weights below the adapters in `path`: record['base'], with record['sha256'] unless that is None.
+    ValueError if they are gone or have changed.
+    """
+    wrong = []
+    for name in places_of(record['base'], path):
+        try:
+            base = open_weights(name, data_dir)
+            if record['sha256'] is None or hash_source(base) == record['sha256']:
+                return base
+            wrong.append(f'{name!r}, whose weights have changed since (SHA-256 {record["sha256"][:12]}... '
+                         'before); restore them there')
+        except ValueError as e:
+            wrong.append(f'{name!r}, which cannot be read: {e}')
+    raise ValueError(f'{path} holds adapters of {wrong[0]}')
+
+
+def places_of(base, path):
+    """
+    What the base of the adapters in `path` may be, the likeliest first: the folder or file of this name; that
+    of a folder above `path`, because the run, whose working folder it was, may have been moved; a hub model.
+    """
+    above = Path(path).absolute().parents
+    found = [name for name in (base, *(str(folder / base) for folder in above)) if os.path.exists(name)]
+    return list(dict.fromkeys([*found, base]))
 
 
 def merge_base(checkpoint, path, data_dir):

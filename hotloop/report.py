@@ -107,7 +107,10 @@ def facts_of(run):
     """The numbers at the top of a run's page, as HTML."""
     step, loss, error, bpb = run.best()
     last = max(steps[-1] for steps, _ in run.columns.values())
-    tokens, minutes, length = run.tokens(last), run.minutes(last), run.settings.get('max_iters')
+    tokens, minutes, settings = run.tokens(last), run.minutes(last), run.settings
+    length = settings.get('max_iters')
+    if settings.get('time_budget') is not None and settings.get('decay_start') is None:
+        length = None  # the time budget has not decided it yet
     facts = [('Best validation loss', loss, with_error(loss, error), f'at step {exact(step)}'),
              ('Bits per byte', bpb, f'{bpb:.4f}', f'at step {exact(step)}'),
              ('Steps', last, exact(last), f'of {exact(length)}' if length else ''),

@@ -52,12 +52,19 @@ def json_rows(lines, path):
 
 
 def functions_in(file, reading, progress, counts):
-    """(where, row) of the documented functions in a Python file. A file that is not Python has none."""
+    """
+    (where, row) of the documented functions in a Python file, without those that are longer than
+    reading.max_function. A file that is not Python has none.
+    """
     with open_file(file, reading, progress, counts) as f:
         source = ''.join(f)
     try:
         for number, row in enumerate(function_rows(source), 1):
-            yield f'{file.path}, function {number}', row
+            if reading.max_function and sum(map(len, row.values())) > reading.max_function:
+                if counts:
+                    counts.long_functions += 1
+            else:
+                yield f'{file.path}, function {number}', row
     except (SyntaxError, ValueError, RecursionError) as e:
         if counts:
             counts.not_python.append(f'{file.path}: {first_line(e)}')

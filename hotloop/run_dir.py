@@ -11,6 +11,7 @@ import threading
 from concurrent import futures
 from dataclasses import dataclass
 
+from hotloop import host
 from hotloop.adapter import write_adapter
 from hotloop.checkpoint import OPTIMIZERS, DiskFull, load_checkpoint, save_checkpoint
 from hotloop.distributed import print_safely
@@ -29,6 +30,7 @@ class RunDir:
         self.path, self.lock = path, None
         self.saved_step, self.best_loss = None, math.inf  # of ckpt.pt and best.pt
         self.writer, self.saving = futures.ThreadPoolExecutor(1), None  # a Future: the save under way
+        self.save_seconds = 0.0  # that the last save took
 
     def __truediv__(self, name):
         return os.path.join(self.path, name)
@@ -88,6 +90,7 @@ class RunDir:
         best_val_loss is a new one, these weights are the best, and best.pt is saved first: a checkpoint never
         has the loss of a best.pt that could not be written.
         """
+        began = host.process_seconds()
         if checkpoint['best_val_loss'] < self.best_loss:
             self.write('best.pt', {k: value for k, value in checkpoint.items() if k not in NOT_IN_BEST})
             if 'lora' in checkpoint:
@@ -99,6 +102,7 @@ class RunDir:
         self.write('ckpt.pt', checkpoint, keep_old)
         self.saved_step = step
         self.remove_older(keep)
+        self.save_seconds = host.process_seconds() - began
 
     def write(self, name, checkpoint, keep_old=None):
         """Saves a checkpoint as `name`. On a full disk it removes the older ones and tries once more."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ import torch
 from configurator import as_file
 from hotloop.checkpoint import DiskFull, checkpoint_of, size_in_bytes, snapshot
 from hotloop.evaluate import evaluate_both
+from hotloop.files import replacing
 from hotloop.host import memory
 from hotloop.logger import Log, log_evaluation
 from hotloop.run_dir import Mirror
@@ -20,9 +22,7 @@ def take_folder(run, resumed):
     """Locks out_dir and the mirror for this run, and opens the log."""
     cfg, env = run.cfg, run.env
     if env.rank == 0:
-        repeats = [run.model.config, run.lora, dataclasses.replace(cfg, init_from=run.settings['init_from'])]
-        text = as_file(repeats, 'all settings of the run in this folder; as a config file it repeats the run')
-        for note in run.out.open(resumed is None, text):
+        for note in run.out.open(resumed is None, config_text(run)):
             env.print_once(note)
         if resumed:
             run.out.promote(resumed)
@@ -31,6 +31,25 @@ def take_folder(run, resumed):
             run.mirror = Mirror(run.out, cfg.mirror_dir, ours)
     run.out.best_loss = run.state.best_val_loss
     run.log = Log(run.out, cfg, run.settings, env, run.state if resumed else None)
+
+
+def config_text(run):
+    """The config.py of a run. With the schedule that its time budget has led to, it needs no clock."""
+    cfg = dataclasses.replace(run.cfg, init_from=run.settings['init_from'])
+    if cfg.decay_start is not None:
+        cfg.time_budget = None
+    repeats = [run.model.config, run.lora, cfg]
+    return as_file(repeats, 'all settings of the run in this folder; as a config file it repeats the run')
+
+
+def rewrite_config(run):
+    """Replaces config.py after the settings have changed. A failure must not end the run."""
+    path = run.out / 'config.py'
+    try:
+        with replacing(path) as f:
+            f.write(config_text(run).encode())
+    except OSError as e:
+        run.env.print_once(f'{path} could not be written: {e.strerror or e}')
 
 
 def track_best(run, evaluation):
@@ -42,8 +61,7 @@ def track_best(run, evaluation):
     with run.env.patience():
         finish_save(run)  # if it fails, the loss that counts is the one before
         # only rank 0 knows that, and the processes save together
-        is_lower = float(run.env.rank == 0 and loss < state.best_val_loss)
-        is_lower = run.env.sum(np.array([is_lower]))[0] > 0
+        is_lower = run.env.any(run.env.rank == 0 and loss < state.best_val_loss)
     if is_lower:
         state.best_val_loss = loss
     elif state.iter_num >= run.cfg.max_iters and not math.isfinite(state.best_val_loss):
@@ -62,6 +80,8 @@ def save(run, final=False):
     with run.env.patience():
         if is_first:
             finish_save(run)
+        if run.deadline:
+            run.state.seconds_used = run.deadline.used()
         if is_first or is_sharded(run.model):
             checkpoint = checkpoint_of(run)
         if is_first:
@@ -75,6 +95,13 @@ def save(run, final=False):
             if waits:
                 finish_save(run, final=final)
         run.env.sum(np.zeros(1))  # waits for rank 0
+    run.saved_at = time.monotonic()
+
+
+def save_is_late(run, together):
+    """Whether the last save was save_minutes ago; processes, whose clocks differ, agree where all call it."""
+    late = time.monotonic() - run.saved_at > 60 * run.cfg.save_minutes
+    return late if run.env.world == 1 else together and run.env.any(late)
 
 
 def finish_save(run, wait=True, final=False):
@@ -102,10 +129,10 @@ def finish_save(run, wait=True, final=False):
 
 def evaluate_missing(run):
     """Runs the evaluation of the first step if it is due and not in the log. Returns whether to continue."""
-    state, missing = run.state, 0.0
+    state, missing = run.state, False
     if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
-        missing = float(run.log.lacks_evaluation(state.iter_num))
-    if not run.env.sum(np.array([missing]))[0]:  # only rank 0 has a log
+        missing = run.log.lacks_evaluation(state.iter_num)
+    if not run.env.any(missing):  # only rank 0 has a log
         return True
     evaluation = evaluate_both(run, run.env.stop.by_signal)
     if evaluation is None:
@@ -121,3 +148,13 @@ def save_error(run, error):
     """The ValueError that ends a run whose save failed: why, what is saved, and how to go on."""
     advice = 'free space; ' if isinstance(error, DiskFull) else ''
     return ValueError(f'{error}; {advice}{run.out.how_to_go_on()}')
+
+
+def stop_run(run):
+    """Prints how to resume; returns the exit code."""
+    saved = 'this was before step 1; there is nothing to save'
+    if run.state.iter_num:
+        saved = run.out.how_to_go_on()
+    run.env.print_once(f'stopped: {saved}')
+    run.env.sum(np.zeros(1))  # torchrun kills the others 30 seconds after the first has ended
+    return run.env.stop.exit_code()

@@ -5,17 +5,44 @@ from typing import NamedTuple
 
 from hotloop.files import counted
 
+NO_LIMIT = 10**9  # max_iters of a run whose time budget alone limits it; also the distance of no evaluations
+
+
+def schedule_problems(cfg):
+    """The problems with the settings of the schedule, one sentence each."""
+    wrong = []
+    if not 0 < cfg.decay_fraction <= 1:
+        wrong.append(f'decay_fraction={cfg.decay_fraction} must be above 0 and at most 1')
+    if cfg.warmup_fraction is not None and cfg.warmup_fraction > 1:
+        wrong.append(f'warmup_fraction={cfg.warmup_fraction} must be at least 0 and at most 1')
+    if cfg.time_budget == 0:
+        wrong.append('time_budget=0 must be above 0 minutes')
+    decays = cfg.time_budget is not None or (cfg.lr_schedule == 'linear' and cfg.decay_lr)
+    if cfg.decay_start is not None and not decays:
+        wrong.append(f"decay_start={cfg.decay_start} applies only with lr_schedule='linear', decay_lr=True")
+    if cfg.decay_start is not None and cfg.max_epochs is None and cfg.decay_start >= cfg.max_iters:
+        wrong.append(f'decay_start={cfg.decay_start} must be below max_iters={cfg.max_iters}')
+    return wrong
+
+
+def is_open(cfg):
+    """Whether the last step of a run is not known yet, because its time budget will decide."""
+    return cfg.time_budget is not None and cfg.decay_start is None
+
 
 def learning_rate(step, cfg):
     """
     The rate of a step, counted from 0: warmup to learning_rate, then a decay to min_lr.
 
     cosine    a linear warmup, then half a cosine
-    linear    a linear warmup, a constant rate, and a linear decay in the last decay_fraction of the steps
+    linear    a linear warmup, a constant rate, and a linear decay in the last decay_fraction of the steps,
+              or from decay_start on
     onecycle  half a cosine up from min_lr, half a cosine down: torch's OneCycleLR with total_steps = the end
               of the decay, pct_start = warmup_iters / total_steps, div_factor = learning_rate / min_lr and
               final_div_factor = 1, so the last step has min_lr
     """
+    if is_open(cfg) or cfg.decay_start is not None:
+        return constant_then_decay(step, cfg)
     end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
     share = None  # of the way from min_lr up to learning_rate
     if step < cfg.warmup_iters:
@@ -33,6 +60,19 @@ def learning_rate(step, cfg):
     else:
         share = min(1.0, (end - step) / (cfg.decay_fraction * end))
     return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
+
+
+def constant_then_decay(step, cfg):
+    """The rate of a step with decay_start. A decay that begins in the warmup begins at the rate reached."""
+    reached, rate = step, cfg.learning_rate
+    if cfg.decay_start is not None:
+        reached = min(step, cfg.decay_start)
+    if reached < cfg.warmup_iters:
+        rate *= (reached + 1) / (cfg.warmup_iters + 1)
+    if reached == step:
+        return rate
+    share = max(cfg.max_iters - step, 0) / max(cfg.max_iters - cfg.decay_start, 1)
+    return cfg.min_lr + share * (rate - cfg.min_lr)
 
 
 def set_length(cfg, num_windows, global_batch):

@@ -7,7 +7,9 @@ import os
 import re
 import zipfile
 
+from hotloop.chat_template import CHATS, MARK, TEMPLATES
 from hotloop.dataset import PlainUnpickler, dataset_folder, read_meta
+from hotloop.files import read_json
 from hotloop.hub import hub_tokenizer, is_hub_name
 from hotloop.tokenizer import (
     GPT2_SPEC,
@@ -40,6 +42,49 @@ def find_tokenizer(name, data_dir):
                      f'{", ".join(TIKTOKEN_NAMES)} or a model of the hub such as Qwen/Qwen2.5-0.5B, and '
                      f'neither {name} nor {in_data_dir} is a checkpoint, a tokenizer.json, or a folder with '
                      'one of them or with a dataset')
+
+
+def model_named(name, data_dir):
+    """
+    (what init_from takes, whether that is a run) for the model whose tokenizer find_tokenizer() found by this
+    name; (None, False) if it is of no model.
+    """
+    if name in ('byte', 'char', *TIKTOKEN_NAMES):
+        return None, False
+    in_data_dir = os.path.join(data_dir, name)
+    for path in (name, in_data_dir):
+        names = os.listdir(path) if os.path.isdir(path) else [path] if os.path.isfile(path) else []
+        if 'config.json' in names:
+            return path, False
+        if any(file.endswith('.pt') for file in names):
+            return path, True
+    is_model = is_hub_name(name) and not os.path.exists(in_data_dir)
+    return (name, False) if is_model else (None, False)
+
+
+def template_named(name, data_dir):
+    """template_of() the model whose tokenizer find_tokenizer() found by this name; None if it is of none."""
+    model, is_run = model_named(name, data_dir)
+    if model is None or is_run:
+        return None
+    return template_of(model if os.path.exists(model) else hub_tokenizer(model, data_dir))
+
+
+def template_of(folder):
+    """The template of a Hugging Face folder's chats, recognized by how a turn begins; None for others."""
+    chat, path = '', os.path.join(folder, 'tokenizer_config.json')
+    if os.path.exists(path):
+        chat = str(read_json(path).get('chat_template', ''))
+    path = os.path.join(folder, 'chat_template.jinja')
+    if os.path.exists(path):
+        with open(path, encoding='utf-8') as f:
+            chat = f.read()
+    for template in CHATS:
+        begin = TEMPLATES[template]['user'][0].strip()
+        mark = MARK.match(begin)
+        if (mark[0] if mark else begin) in chat:
+            return template
+    return None
 
 
 def tokenizer_at(path, data_dir):

@@ -119,6 +119,21 @@ def same(a, b):
     return a == b
 
 
+@torch.no_grad()
+def all_logits(model, ids):
+    """The logits after each token, (B, T, V); forward() has those of the last one, or a loss."""
+    kept = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
+    model(ids, ids)
+    hook.remove()
+    return model.softcap(kept[0])
+
+
+def error_against(expected, logits):
+    """The largest difference as a share of the largest logit."""
+    return ((logits - expected).abs().max() / expected.abs().max()).item()
+
+
 def rows(out, name):
     """The lines of a run's log.jsonl that have this name."""
     lines = map(json.loads, (out / 'log.jsonl').read_text(encoding='utf-8').splitlines())

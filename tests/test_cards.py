@@ -129,6 +129,8 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'embed_lr': ('weights', 0.1, MUON),
     'muon_momentum': ('weights', 0.5, MUON),
     'decay_fraction': ('weights', 1.0, dict(lr_schedule='linear')),
+    'decay_start': ('weights', 2, dict(lr_schedule='linear')),
+    'time_budget': ('weights', 1e-4, dict(max_iters=5)),  # over before the first step
     'lora_rank': ('weights', 4, LORA, fake_base),
     'lora_alpha': ('weights', 4, LORA, fake_base),
     'lora_rs': ('weights', True, LORA, fake_base),

@@ -7,7 +7,7 @@ import pytest
 from conftest import error_of
 from test_sample import gpt, main, play, write
 
-from hotloop.code_eval import bleu, code_of, completed, is_code, judge, metrics_of, task_of, wilson
+from hotloop.code_eval import bleu, code_of, is_code, judge, metrics_of, task_of, wilson
 from hotloop.tokenizer import ByteTokenizer
 
 ADD = {'task_id': 'T/0', 'prompt': 'import math\n\n\ndef add(a, b):\n    """The sum."""\n',
@@ -203,8 +203,3 @@ def test_running_code_needs_tasks_and_limits(tasks, monkeypatch):
     assert 'run_code=True needs eval_code' in error_of(main, run_code=True)
     monkeypatch.setattr('sample.os.name', 'nt')
     assert 'run_code=True needs Linux or macOS' in error_of(main, run_code=True, eval_code='a.jsonl')
-
-
-def test_a_program_is_the_prompt_and_the_body():
-    task = task_of(ADD, '', False)
-    assert completed('return 1', task) == ADD['prompt'] + '    return 1'

@@ -15,7 +15,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import configurator
-from configurator import SettingsError, accept, as_file, assigned_lines, call_main, configure, differences
+import sample
+import train
+from configurator import (
+    SYNONYMS,
+    SettingsError,
+    accept,
+    as_file,
+    assigned_lines,
+    call_main,
+    configure,
+    differences,
+)
+from hotloop.lora import LoRAConfig
+from model import GPTConfig
 
 REPO = os.path.dirname(os.path.abspath(configurator.__file__))
 
@@ -110,6 +123,27 @@ def test_a_misspelled_flag_names_the_nearest_setting():
     assert 'did you mean' not in refusal('--qqqqqqq=1')[0]
     assert len(refusal('--')) == len(refusal('--=3')) == 1
     assert refusal('--n-layer', '--eval_only') == ['--n-layer: a value is missing; write --n_layer=VALUE']
+
+
+SCRIPTS = {'train': (GPTConfig, LoRAConfig, train.TrainConfig), 'sample': (sample.SampleConfig,)}
+
+
+@pytest.mark.parametrize('script, flag, ours', [
+    ('train', '--resume', 'init_from=resume'), ('train', '--d_model=512', 'n_embd'),
+    ('train', '--mixed-precision=bf16', 'dtype'), ('train', '--checkpoint_dir=a', 'out_dir'),
+    ('train', '--epochs=3', 'max_epochs'), ('train', '--lr=1e-3', 'learning_rate'),
+    ('train', '--max_steps=5', 'max_iters'), ('train', '--num_layers=2', 'n_layer'),
+    ('train', '--prompt=a', 'sample_prompt'), ('sample', '--prompt=a', 'start'),
+    ('sample', '--max_tokens=9', 'max_new_tokens')])
+def test_a_name_of_another_program_gets_ours(script, flag, ours):
+    with pytest.raises(SettingsError, match=f'unknown setting .*; did you mean {ours!r}'):
+        configure(*SCRIPTS[script], argv=[flag])
+
+
+def test_the_names_of_other_programs_are_not_ours():
+    ours = {field.name for classes in SCRIPTS.values() for c in classes for field in dataclasses.fields(c)}
+    assert {name.split('=')[0] for name in SYNONYMS} <= ours
+    assert not {name for names in SYNONYMS.values() for name in names} & ours
 
 
 @pytest.mark.parametrize('value, kind, plain', [

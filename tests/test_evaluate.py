@@ -12,7 +12,7 @@ from test_dataloader import copies_to_a_gpu
 from hotloop.dataloader import Split
 from hotloop.dataset import read_meta
 from hotloop.distributed import Env
-from hotloop.evaluate import eval_batch, eval_windows, evaluate
+from hotloop.evaluate import count_batches, eval_batch, eval_windows, evaluate
 from hotloop.mixture import Mixture
 from model import GPT, GPTConfig
 
@@ -112,6 +112,25 @@ def test_a_capped_evaluation_spreads_its_windows_evenly(splits, monkeypatch, num
     monkeypatch.setattr('hotloop.evaluate.eval_batch', spy)
     assert evaluate(tiny_gpt(), splits['plain'], number, 4, Env())['tokens'] == number * 16
     assert len(seen) == number and (seen[0], seen[-1]) == (0, 29) and np.ptp(np.diff(seen)) <= 1
+
+
+@pytest.mark.parametrize('number', [None, 30, 1000])
+@pytest.mark.parametrize('world', [1, 3])
+def test_the_batches_of_an_evaluation_are_counted(splits, monkeypatch, number, world):
+    """Those of rank 0, of a split and of a mixture; a time budget reserves time by them."""
+    seen = []
+
+    def spy(split, windows, batch):
+        seen.append(windows)
+        return eval_batch(split, windows, batch)
+    monkeypatch.setattr('hotloop.evaluate.eval_batch', spy)
+    for split in (splits['plain'], Mixture(['a', 'b'], list(splits.values()), [3, 1])):
+        seen.clear()
+        env = Env()
+        env.sum = lambda array: array
+        env.world = world
+        evaluate(tiny_gpt(), split, number, 4, env)
+        assert len(seen) == count_batches(split, number, 4, world) > 0
 
 
 def test_label_smoothing_and_dropout_act_in_training_only(splits):

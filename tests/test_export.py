@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import error_of, same, train_bpe
+from conftest import all_logits, error_against, error_of, same, train_bpe
 from test_sample import CHARS, gpt, main, write
 
 from hotloop.chat_template import CHATS, parts_before_answer
@@ -15,6 +15,7 @@ from hotloop.export_tokenizer import tokenizer_files
 from hotloop.pretrained import open_weights
 from hotloop.safetensors_file import read_safetensors, write_safetensors
 from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, read_tokenizer_json
+from hotloop.tokenizer_source import template_of
 from model import GPT, GPTConfig
 
 BASE = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=288)
@@ -45,12 +46,6 @@ def redrawn(settings):
     return model
 
 
-@torch.no_grad()
-def logits_of(model, ids):
-    """The logits after each token, (B, T, V)."""
-    return torch.stack([model(ids[:, :n + 1]) for n in range(ids.size(1))], 1)
-
-
 @pytest.mark.parametrize('name', CASES)
 def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
     """Biases and norm weights that the model lacks are 0 and 1. Padded rows of the vocabulary stay."""
@@ -61,13 +56,12 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
         folder, output_loading_info=True, attn_implementation='eager')
     assert theirs.config.model_type == name.split('-')[0] and not any(info.values())
     ids = torch.randint(288, (2, 16))
-    expected = logits_of(ours, ids)
+    expected = all_logits(ours, ids)
     with torch.no_grad():
-        error = (theirs(ids).logits - expected).abs().max() / expected.abs().max()
-    assert error < 1e-5
+        assert error_against(expected, theirs(ids).logits) < 1e-5
     found = open_weights(folder, 'data')
     again = GPT.from_checkpoint(found.model_args, found.weights).eval()
-    assert torch.equal(logits_of(again, ids), expected)
+    assert torch.equal(all_logits(again, ids), expected)
     weights = again.state_dict()
     assert all(torch.equal(weights[key], value) for key, value in ours.state_dict().items())
 
@@ -187,6 +181,7 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert main(out_dir=path.parent, export=folder, dtype='bfloat16') == 0
     assert capsys.readouterr().out == f'wrote {folder}: GPT2LMHeadModel, bfloat16\n'
     assert '### Response' in json.loads((folder / 'tokenizer_config.json').read_text())['chat_template']
+    assert template_of(folder) == 'alpaca'
     config = json.loads((folder / 'config.json').read_text())
     assert (config['dtype'], config['eos_token_id'], config['bos_token_id']) == ('bfloat16', [256], 256)
     weights = read_safetensors(str(folder / 'model.safetensors'))

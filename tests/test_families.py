@@ -5,11 +5,9 @@ import json
 import math
 import shutil
 
-import conftest
 import pytest
 import torch
-from conftest import error_of, load, same
-from torch.utils.flop_counter import FlopCounterMode
+from conftest import all_logits, error_against, error_of, load, same
 
 import prepare
 import sample
@@ -81,21 +79,6 @@ def families(tmp_path_factory):
                 made[name] = folder, theirs, ids, theirs(ids).logits
         return made[name]
     return make
-
-
-@torch.no_grad()
-def all_logits(model, ids):
-    """(B, T, V): the logits of every position."""
-    kept = []
-    hook = model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
-    model(ids, ids)
-    hook.remove()
-    return model.softcap(kept[0])
-
-
-def error_against(expected, logits):
-    """The largest difference as a share of the largest logit."""
-    return ((logits - expected).abs().max() / expected.abs().max()).item()
 
 
 @pytest.mark.parametrize('name', ALL)
@@ -225,6 +208,7 @@ def test_a_switch_that_gpt_cannot_follow_is_refused_by_name(kind, keys, words):
 # -----------------------------------------------------------------------------
 # a folder as a base: prepare, tune, resume, sample
 
+SHAPE = dict(n_layer=3, n_head=4, n_embd=48, block_size=96)  # of TINY
 TEMPLATE = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{% endfor %}"
 
 
@@ -248,10 +232,14 @@ def llama_folder(families, tmp_path):
     return folder
 
 
+def opened(folder):
+    """(Weights, model, tokenizer, template) as sample.py opens them."""
+    return sample.open_model(sample.SampleConfig(init_from=str(folder)))
+
+
 def test_a_folder_gives_the_habits_of_its_texts(llama_folder):
     """The begin id before prompts and chats, both end ids, the template that the chat template looks like."""
-    cfg = sample.SampleConfig(init_from=str(llama_folder))
-    model, tokenizer, template = sample.load(cfg, torch.device('cpu'), torch.float32)
+    _, model, tokenizer, template = opened(llama_folder)
     assert (tokenizer.begin, template, model.config.vocab_size) == (0, 'llama3', 97)
     assert sample.stops_of(tokenizer, None) == ([], {1, 2})
     assert sample.prompt_ids(tokenizer, 'abc')[0] == 0 and tokenizer.n_vocab == 92
@@ -266,8 +254,7 @@ def test_special_ids_beyond_the_vocabulary_of_the_model_are_not_used(llama_folde
         entry = {**tokenizer['added_tokens'][0], 'id': i, 'content': f'<extra_{i}>', 'special': i == 97}
         tokenizer['added_tokens'].append(entry)
     (llama_folder / 'tokenizer.json').write_text(json.dumps(tokenizer))
-    cfg = sample.SampleConfig(init_from=str(llama_folder))
-    _, tokenizer, _ = sample.load(cfg, torch.device('cpu'), torch.float32)
+    tokenizer = opened(llama_folder)[2]
     assert tokenizer.n_vocab == 97 and '<extra_97>' not in tokenizer.specials
 
 
@@ -281,25 +268,19 @@ def test_a_tuned_family_needs_its_folder_no_more(llama_folder, hub, train_tiny, 
     prepare.main([str(tmp_path / 'rows.jsonl'), '--tokenizer=org/llama', f'--data_dir={data_dir}'])
     meta = json.loads((tmp_path / 'data' / 'rows' / 'meta.json').read_text())
     assert (meta['bos'], meta['eot']) == (0, 2)  # as the tokenizer's file begins and ends texts
-    settings = dict(dataset='rows', data_dir=data_dir, eval_tokens=128, decay_lr=False)
-    tune(train_tiny, 'a', settings, init_from=llama_folder, max_iters=4)
+    assert meta['templates'] == ['llama3']  # the model's own
+    settings = dict(dataset='rows', data_dir=data_dir, eval_tokens=128, decay_lr=False, batch_size=2, **SHAPE)
+    capsys.readouterr()
+    train_tiny('a', **settings, init_from=llama_folder, max_iters=4)
+    assert 'model: llama architecture, 3 layers x 48 channels' in capsys.readouterr().out
     shutil.copytree(tmp_path / 'a', tmp_path / 'b')
-    tune(train_tiny, 'a', settings, init_from='resume', max_iters=6)
+    train_tiny('a', **settings, init_from='resume', max_iters=6)
     shutil.rmtree(llama_folder)
-    tune(train_tiny, 'b', settings, init_from='resume', max_iters=6)
+    train_tiny('b', **settings, init_from='resume', max_iters=6)
     assert same(*(load(tmp_path / out / 'ckpt.pt')['model'] for out in 'ab'))
     capsys.readouterr()
     sample.main([f'--out_dir={tmp_path / "b"}', '--start=Say1', '--max_new_tokens=3', '--device=cpu'])
     assert capsys.readouterr().out.count('Say1') == 3
-
-
-def tune(train_tiny, out, settings, **more):
-    """A short run from a base, whose shape it takes."""
-    with pytest.MonkeyPatch.context() as m:
-        for name in ('n_layer', 'n_head', 'n_embd', 'block_size'):
-            m.delitem(conftest.TINY, name)
-        m.setitem(conftest.TINY, 'batch_size', 2)
-        assert train_tiny(out, **settings, **more) == 0
 
 
 # -----------------------------------------------------------------------------
@@ -395,16 +376,6 @@ def test_a_forecast_counts_a_family_from_its_config_json(families):
         model = GPT(config_from(shape_of(str(folder), 'data')))
     assert describe_model(model).startswith(f'parameters: {theirs.num_parameters():,} (')
     assert all(count > 0 for count in activation_bytes(model, 1, torch.bfloat16, 1))
-
-
-def test_flops_of_wide_heads_equal_what_torch_counts():
-    model = everything(window=None, window_pattern=None, rope_local_base=None, attn_softcap=0.0).train()
-    ids = torch.randint(61, (2, 16))
-    with FlopCounterMode(display=False) as counter:
-        model(ids, ids).sum().backward()
-    matmuls = sum(n for op, n in counter.get_flop_counts()['Global'].items() if 'attention' not in str(op))
-    attention = 2 * 2 * 6 * (16 * 17 / 2) * 4 * 6  # layers, FLOPs, matmuls, pairs of tokens, channels
-    assert model.flops_per_token(16) == pytest.approx(matmuls / (2 * 16) + attention / 16)
 
 
 def test_the_embedding_scale_is_rounded_to_the_dtype_as_in_gemmas_training():

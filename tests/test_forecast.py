@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,8 @@ import train
 from hotloop.distributed import Env
 from hotloop.families import settings_of
 from hotloop.footprint import Need, activation_bytes, count_step, update_bytes
-from hotloop.forecast import MACHINES, PARTS, advise, describe_model, flops_of
-from hotloop.lora import LoRAConfig, add_adapters, trainable
+from hotloop.forecast import MACHINES, PARTS, advise, describe_model
+from hotloop.lora import LoRAConfig, add_adapters, flops_of, trainable
 from hotloop.memory import choose_loss_chunks
 from hotloop.optim import build_optimizers, matrix_rows
 from hotloop.parallel import set_blocks
@@ -177,7 +178,8 @@ def test_the_loss_of_a_frozen_head_is_chunked_as_in_a_compiled_step(monkeypatch,
 def test_frozen_weights_cost_no_products_for_their_gradients():
     """Torch counts fewer: the first block has no gradients below its first adapter."""
     lora, shape = LoRAConfig(lora_rank=4, lora_targets='mlp'), dict(n_layer=3)
-    forward, both = flops_of(Need(gpt('meta', **shape), TrainConfig(), lora))
+    forward, both = flops_of(adapted('meta', lora, **shape), 64)
+    assert flops_of(adapted('meta', replace(lora, quantize='nf4'), **shape), 64) == (forward, both)
     model, ids = adapted('cpu', lora, **shape), torch.zeros(1, 64, dtype=torch.int64)
     counted = []
     for grad in (False, True):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 import prepare
+from configurator import SettingsError
 from hotloop.functions import function_rows
 from hotloop.holdout import holdout_hash
 
@@ -87,3 +88,16 @@ def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys
     assert all(len([row for row in held if f'File {i}.' in row['prompt']]) == 1 + int(i) % 3 for i in files)
     prepare.main(['--inspect', 'rows'])
     assert 'val: ' in capsys.readouterr().out
+
+
+def test_long_functions_are_left_out_of_training_and_judging(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for i in range(8):
+        short = f'def f{i}():\n    """Number {i}."""\n    return {i}\n'
+        (tmp_path / f'm{i}.py').write_text(short + short.replace('Number', 'A number with more words'))
+    prepare.main(['.', '--format=functions', '--name=rows', f'--max_function={len(short)}'])
+    assert 'left out 8 functions longer than max_function' in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()]
+    assert rows and all('more words' not in row['prompt'] for row in rows)
+    with pytest.raises(SettingsError, match='max_function=700 must be at least 1, and applies only'):
+        prepare.main(['.', '--max_function=700'])

@@ -226,16 +226,16 @@ def test_gpt2_has_as_many_parameters_as_openais():
         assert GPT(GPTConfig(vocab_size=50257, bias=True)).num_params() == 124_439_808
 
 
-@pytest.mark.parametrize('shape', SHAPES)
-def test_flops_equal_what_torch_counts(shape):
+@pytest.mark.parametrize('shape, head_dim', [*((shape, 8) for shape in SHAPES), ('swiglu, grouped', 6)])
+def test_flops_equal_what_torch_counts(shape, head_dim):
     """The counter sees the matmuls. On CPUs it does not see attention, which is added by hand."""
-    model, x = make(shape).train(), ids(2, 16)
+    model, x = make(shape, head_dim=head_dim).train(), ids(2, 16)
     with FlopCounterMode(display=False) as counter:
         model(x, x).sum().backward()
     matmuls = sum(n for op, n in counter.get_flop_counts()['Global'].items() if 'attention' not in str(op))
     # pairs of a query and a key that it sees, in each layer of a sequence
     pairs = sum(int(visible(16, window).sum()) for window in model.config.windows())
-    attention = 2 * 6 * pairs * 32  # 2 FLOPs, 2 matmuls forward and 4 backward, 32 channels
+    attention = 2 * 6 * pairs * 4 * head_dim  # 2 FLOPs, 2 matmuls forward and 4 backward, 4 heads
     assert model.flops_per_token(16) == pytest.approx(matmuls / (2 * 16) + attention / 16)
 
 

@@ -6,11 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, error_of, load, noise, rows, same, write_bins
+from conftest import error_of, load, noise, rows, same, write_bins
 from test_model import SHAPES, make
 
 import prepare
-import train
 from hotloop.dataloader import Batches
 from hotloop.dataset import Dataset, read_meta
 from hotloop.distributed import Env
@@ -18,6 +17,7 @@ from hotloop.evaluate import evaluate
 from hotloop.mixture import open_split
 from hotloop.packing import Packed, pack
 from hotloop.tokenizer import tokenizer_from
+from model import GPT
 from sample import turn_ids
 from train import TrainConfig
 
@@ -154,52 +154,44 @@ def test_the_evaluation_is_the_mean_over_the_rows_alone(data_dir):
     assert evaluate(model, split, 1, 3, Env())['tokens'] < targets
 
 
-@pytest.fixture
-def train_rows(tmp_path, data_dir):
-    """Trains on the rows; returns the folder of the run."""
-    def run(out, *words, **settings):
-        flags = {**TINY, 'dataset': 'chats', 'data_dir': data_dir, 'block_size': T, 'pack_rows': True,
-                 **settings}
-        train.main([*words, *(f'--{k}={v}' for k, v in flags.items()), f'--out_dir={tmp_path / out}'])
-        return tmp_path / out
-    return run
+ROWS = dict(dataset='chats', block_size=T, pack_rows=True)
 
 
-def test_a_run_learns_says_how_it_packs_and_resumes_bit_for_bit(train_rows, capsys):
-    complete = train_rows('a', max_epochs=8)
+def test_a_run_learns_says_how_it_packs_and_resumes_bit_for_bit(train_tiny, tmp_path, capsys):
+    train_tiny('a', **ROWS, max_epochs=8)
     out = capsys.readouterr().out
     note, = re.findall(r'packing: train, \d+ rows in (\d+) windows of 65 tokens, \d+\.\d% padding\n', out)
     steps = -(-8 * int(note) // 8)
-    assert f'max_epochs=8: {steps} steps' in out and f'into {complete}' in out and ' 8.' in out
+    assert f'max_epochs=8: {steps} steps' in out and f'into {tmp_path / "a"}' in out and ' 8.' in out
     assert 'attention within windows and documents: ' in out
-    losses = [row['val_loss'] for row in rows(complete, 'val_loss')]
+    losses = [row['val_loss'] for row in rows(tmp_path / 'a', 'val_loss')]
     assert losses[-1] < losses[0] - 0.5
-    train_rows('b', max_iters=5, lr_decay_iters=steps)
-    half = train_rows('b', max_iters=steps, lr_decay_iters=steps, init_from='resume')
-    again = train_rows('c', max_iters=steps, lr_decay_iters=steps)
-    assert same(load(half / 'ckpt.pt')['model'], load(again / 'ckpt.pt')['model'])
-    train_rows('d', dry_run=True, max_epochs=2)
+    train_tiny('b', **ROWS, max_iters=5, lr_decay_iters=steps)
+    train_tiny('b', **ROWS, max_iters=steps, lr_decay_iters=steps, init_from='resume')
+    assert same(*(load(tmp_path / name / 'ckpt.pt')['model'] for name in 'ab'))
+    train_tiny('c', **ROWS, dry_run=True, max_epochs=2)
     assert ', 2.' in capsys.readouterr().out
 
 
-def test_what_has_no_rows_is_refused(tmp_path, train_rows):
+def test_what_has_no_rows_is_refused(tmp_path, train_tiny):
+    settings = dict(data_dir=tmp_path, block_size=T, pack_rows=True)
     write_bins(tmp_path / 'text', noise(900), noise(100))
-    words = error_of(train_rows, 'a', data_dir=tmp_path, dataset='text')
+    words = error_of(train_tiny, **settings, dataset='text')
     assert words.startswith('pack_rows=True is for rows of instruction data, and ') and 'holds texts' in words
     masks = {'train': np.ones(900), 'val': np.ones(100)}
     folder = write_bins(tmp_path / 'old', noise(900), noise(100), masks=masks)
-    words = error_of(train_rows, 'a', data_dir=tmp_path, dataset='old')
+    words = error_of(train_tiny, **settings, dataset='old')
     assert f'pack_rows=True needs {folder}/train.docs.bin' in words and 'prepare the dataset again' in words
     for ends in ([100, 800], [100, 100, 900], []):
         np.array(ends, '<u8').tofile(f'{folder}/train.docs.bin')
-        words = error_of(train_rows, 'a', data_dir=tmp_path, dataset='old')
+        words = error_of(train_tiny, **settings, dataset='old')
         assert 'train.docs.bin does not divide 900 tokens; prepare the dataset again' in words
     np.array([400, 900], '<u8').tofile(f'{folder}/train.docs.bin')
     (tmp_path / 'old' / 'train.mask.bin').unlink()  # as if these rows were texts, beside chats in val.bin
     split = Packed(folder, 'train', read_meta(folder), 500)
     assert split.num_targets([0, 1]) == 898 and split.note.startswith('packing: train, 2 rows in 2 windows')
-    assert 'remove document_mask=True' in error_of(train_rows, 'a', document_mask=True)
-    assert 'remove data_on_device=True' in error_of(train_rows, 'a', data_on_device=True)
+    assert 'remove document_mask=True' in error_of(train_tiny, **ROWS, document_mask=True)
+    assert 'remove data_on_device=True' in error_of(train_tiny, **ROWS, data_on_device=True)
 
 
 def test_a_mixture_of_rows(data_dir):
@@ -220,33 +212,25 @@ def test_a_mixture_of_rows(data_dir):
 # -----------------------------------------------------------------------------
 # documents of texts
 
-@pytest.fixture
-def train_texts(tmp_path):
-    """Trains on documents of about 30 bytes, each with an end-of-text id; returns the folder of the run."""
+def test_a_run_masks_documents_in_training_and_evaluation_and_resumes(train_tiny, tmp_path, capsys):
+    """Of about 30 bytes, each with an end-of-text id."""
     words = np.random.default_rng(0).integers(97, 107, 9000).astype(np.uint8).tobytes().decode()
     text = '<|endoftext|>'.join(words[i:i + 20 + i % 7 * 3] for i in range(0, 8900, 30))
     (tmp_path / 'texts.txt').write_text(text, encoding='utf-8')
     prepare.main([str(tmp_path / 'texts.txt'), f'--data_dir={tmp_path}', '--separator=<|endoftext|>',
                   '--tokenizer=byte'])
-
-    def run(out, **settings):
-        flags = {**TINY, 'dataset': 'texts', 'data_dir': tmp_path, 'block_size': T, **settings}
-        train.main([*(f'--{k}={v}' for k, v in flags.items()), f'--out_dir={tmp_path / out}'])
-        return tmp_path / out
-    return run
-
-
-def test_a_run_masks_documents_in_training_and_evaluation_and_resumes(train_texts, tmp_path, capsys):
-    plain, masked = (train_texts(str(mask), document_mask=mask) for mask in (False, True))
+    settings = dict(dataset='texts', data_dir=tmp_path, block_size=T)
+    train_tiny('plain', **settings)
+    train_tiny('masked', **settings, document_mask=True)
     assert 'attention within windows and documents: by documents and blocks' in capsys.readouterr().out
     assert not (tmp_path / 'texts' / 'train.docs.bin').exists()
-    weights = load(masked / 'ckpt.pt')['model']
-    assert not same(load(plain / 'ckpt.pt')['model'], weights)
-    train_texts('again', document_mask=True, max_iters=5, lr_decay_iters=10)
-    again = train_texts('again', init_from='resume', max_iters=10, lr_decay_iters=10)
-    assert same(load(again / 'ckpt.pt')['model'], weights)
+    args, weights = (load(tmp_path / 'masked' / 'ckpt.pt')[name] for name in ('model_args', 'model'))
+    assert not same(load(tmp_path / 'plain' / 'ckpt.pt')['model'], weights)
+    train_tiny('again', **settings, document_mask=True, max_iters=5, lr_decay_iters=10)
+    train_tiny('again', **settings, init_from='resume', lr_decay_iters=10)
+    assert same(load(tmp_path / 'again' / 'ckpt.pt')['model'], weights)
 
-    model = train.GPT.from_checkpoint(load(masked / 'ckpt.pt')['model_args'], weights)
+    model = GPT.from_checkpoint(args, weights)
     folder = str(tmp_path / 'texts')
     split = open_split([Dataset('texts', folder, read_meta(folder), 1.0)], 'val', T, document_mask=True)
     tokens, nats = split.tokens.astype(np.int64), 0.0
@@ -262,13 +246,13 @@ def test_a_run_masks_documents_in_training_and_evaluation_and_resumes(train_text
     assert evaluate(model, split, None, 3, Env())['loss'] == pytest.approx(expected, rel=1e-5)
 
 
-def test_texts_whose_documents_no_id_ends_are_refused(tmp_path, train_texts, data_dir):
+def test_texts_whose_documents_no_id_ends_are_refused(tmp_path, train_tiny):
     write_bins(tmp_path / 'chars', noise(900), noise(100))
     write_bins(tmp_path / 'nanogpt', noise(900), noise(100), tokenizer=False)
     for name, why in (('chars', 'has none'), ('nanogpt', 'has no meta.json, which names it')):
-        words = error_of(train_texts, 'a', dataset=name, document_mask=True)
+        words = error_of(train_tiny, data_dir=tmp_path, dataset=name, document_mask=True)
         assert words == ('document_mask=True needs the id that ends each document, and '
                          f'{tmp_path}/{name} {why}; prepare it with a tokenizer that has such an id, like '
                          'gpt2 or bpe:4096')
-    words = error_of(train_texts, 'a', dataset='chats', data_dir=data_dir, document_mask=True)
+    words = error_of(train_tiny, dataset='chats', document_mask=True)
     assert 'holds rows of instruction data; use --pack_rows' in words

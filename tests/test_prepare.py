@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import SHARED, contents, error_of, write_bins
+from test_tokenizer_source import save
 
 import prepare
 import sample
@@ -164,6 +165,34 @@ def test_rows_without_any_answer_are_no_dataset(tmp_path, make, row, tokenizer):
     path.write_text(as_jsonl([{'prompt': 'Add.'}]))
     assert error_of(make, path).endswith(
         'with --text_field; the field of an answer is one of completion, response, output, answer')
+
+
+def test_a_row_with_an_answer_among_others_without_is_too_few(tmp_path, make):
+    """Texts too: what was found, what was left out, what to do."""
+    path = tmp_path / 'a.jsonl'
+    path.write_text(as_jsonl([{'prompt': 'Add.', 'completion': 'Yes.' * (i == 3)} for i in range(8)]))
+    found = (f'{path} has 1 document and 7 rows without text or without an answer: no text for the val split '
+             'with val=None, val_fraction=0.1, separator=None; add other ')
+    assert error_of(make, path) == f'{found}rows with an answer, or name a validation source with --val'
+    path.write_text(as_jsonl([{'text': 'One.' * (i == 3)} for i in range(8)]))
+    assert error_of(make, path) == f'{found}documents, or name a validation source with --val'
+    other = tmp_path / 'b.jsonl'
+    other.write_text(as_jsonl([{'text': ''}] * 2))
+    error = error_of(make, path, val=other)
+    assert error.endswith('; add other documents, or name another validation source with --val')
+
+
+@pytest.mark.parametrize('row, flags', [({'prompt': 'Add.', 'completion': 'Yes'}, []),
+                                        ({'text': 'Yes'}, ['--pack_rows=False'])])
+def test_the_last_line_tunes_the_model_of_the_tokenizer(tmp_path, make, capsys, row, flags):
+    run = tmp_path / 'a run'
+    save(run / 'best.pt', tokenizer={'kind': 'byte'})
+    path = tmp_path / 'rows.jsonl'
+    path.write_text(as_jsonl([{name: f'{text}{i}' for name, text in row.items()} for i in range(9)]))
+    make(path, tokenizer=run, name='mine')
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix('train on it with: '))
+    assert command == ['python', 'train.py', 'config/lora.py', f'--init_from={run}', '--dataset=mine', *flags,
+                       f'--data_dir={tmp_path / "data"}']
 
 
 def test_what_was_made_of_the_input_is_printed(tmp_path, make, capsys, monkeypatch):

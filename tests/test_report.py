@@ -119,6 +119,8 @@ def test_every_number_of_the_log_is_on_the_page(tmp_path):
                   'dashed: resumed · purple: spike · dotted: skipped steps'):
         assert words in page.text, words
     assert 'text 10' not in page.text  # the last three
+    write_log(tmp_path / 'open', lines, max_iters=600000, time_budget=5.0, decay_start=None)
+    assert 'of 600,000' not in page_of(str(tmp_path / 'open')).text
     for step in (10, 20, 30, 40):
         assert f'validation, step {step}: {3 + 7 / step + 0.25:.4f} ± 0.0125' in page.titles
     tooltips = '\n'.join(page.titles)

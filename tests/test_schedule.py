@@ -24,6 +24,10 @@ from train import TrainConfig
     (dict(lr_schedule='linear', decay_fraction=0.25), {14: 1.0, 15: 1.0, 16: 0.82, 20: 0.1}),
     (dict(lr_schedule='linear', min_lr=0.0, lr_decay_iters=16, decay_fraction=0.5),
      {8: 1.0, 12: 0.5, 15: 0.125}),
+    (dict(lr_schedule='linear', decay_start=10), {0: 0.2, 4: 1.0, 10: 1.0, 15: 0.55, 18: 0.28, 20: 0.1}),
+    (dict(lr_schedule='linear', decay_start=15, lr_decay_iters=7), {14: 1.0, 15: 1.0, 16: 0.82, 20: 0.1}),
+    (dict(lr_schedule='linear', decay_start=2, warmup_iters=9), {1: 0.2, 2: 0.3, 11: 0.2, 20: 0.1}),
+    (dict(lr_schedule='cosine', time_budget=1.0), {0: 0.2, 4: 1.0, 19: 1.0, 10**6: 1.0}),
     (dict(warmup_iters=0), {0: 1.0, 10: 0.55, 20: 0.1}),
     (dict(lr_schedule='onecycle', warmup_iters=5), {0: 0.1, 2: 0.55, 4: 1.0, 19: 0.1, 20: 0.1}),
     (dict(lr_schedule='onecycle', warmup_iters=1), {0: 1.0, 19: 0.1}),
@@ -34,7 +38,7 @@ def test_learning_rates_by_hand(settings, expected):
     for step, lr in expected.items():
         assert learning_rate(step, cfg) == pytest.approx(lr, rel=1e-9), step
     rates = [learning_rate(step, cfg) for step in range(20)]
-    assert rates[0] > 0 and max(rates) == 1.0
+    assert rates[0] > 0 and max(rates) == (0.3 if cfg.warmup_iters == 9 else 1.0)
 
 
 @pytest.mark.parametrize('warmup', [0, 2, 7, 19])

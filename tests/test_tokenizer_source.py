@@ -16,7 +16,7 @@ from test_dataset import Touch, nanogpt_meta
 
 import prepare
 from hotloop.tokenizer import BPETokenizer
-from hotloop.tokenizer_source import checkpoint_tokenizer, find_tokenizer
+from hotloop.tokenizer_source import checkpoint_tokenizer, find_tokenizer, model_named
 
 BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
 CHAR = {'kind': 'char', 'chars': 'abc', 'eot': False}
@@ -65,6 +65,20 @@ def test_built_in_names_come_first_then_paths_then_datasets(places):
     assert find_tokenizer('./char', 'data').spec() == find_tokenizer('data/char', '').spec() == CHAR
     assert find_tokenizer('out', 'data').spec() == BPE  # the run, not the dataset
     assert find_tokenizer('text', 'data').spec() == CHAR  # the folder of texts has none
+
+
+@pytest.mark.parametrize('name, found', [
+    ('out', ('out', True)), ('older', ('older', True)), ('out/best.pt', ('out/best.pt', True)),
+    ('hf', ('hf', False)), ('org/model', ('org/model', False)),
+    *((name, (None, False)) for name in ('own', 'data/own', 'theirs', 'org/own', 'hf/tokenizer.json', 'text',
+                                         'byte', 'bpe:300', 'gpt2'))])
+def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, name, found):
+    Path('hf').mkdir()
+    for file in ('config.json', 'tokenizer.json'):
+        Path('hf', file).write_text('{}')
+    shutil.copytree('data/own', 'data/org/own')
+    save('gpt2/best.pt')  # not the one meant by this name
+    assert model_named(name, 'data') == found
 
 
 def test_what_has_no_tokenizer_is_named(places, capsys):

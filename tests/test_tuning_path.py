@@ -1,19 +1,21 @@
 """README's "Tuning a small open model", command by command, with a tiny random base, offline."""
 
+import io
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import load
+from conftest import all_logits, at_step, error_against, load
 from test_code_eval import ADD
-from test_families import all_logits, error_against
 
+import prepare
+import sample
+import train
 from hotloop.pretrained import open_weights
 from model import GPT
 
@@ -49,93 +51,78 @@ def write_base(folder):
     tokenizer.save_pretrained(folder)
 
 
+def write_lines(path, rows):
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+
+
 @pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A user's folder: a base, 40 chats, a question, two tasks as HumanEval has them, 12 modules."""
+def run(tmp_path, monkeypatch, capsys):
+    """
+    run(program, flags, typed) -> its standard output, in a user's folder: a base, 40 instructions, a
+    question, two tasks as HumanEval has them, 12 modules.
+    """
     monkeypatch.chdir(tmp_path)
     write_base(tmp_path / 'base')
-    rows = [{'messages': [{'role': 'user', 'content': f'Add {i} and {i % 7}.'},
-                          {'role': 'assistant', 'content': f'The sum is {i + i % 7}.'}]} for i in range(40)]
-    files = {'rows': rows, 'ask': [{'prompt': 'Add 3 and 3.'}], 'tasks': [ADD, {**ADD, 'task_id': 'T/1'}]}
-    for name, lines in files.items():
-        (tmp_path / f'{name}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    write_lines(tmp_path / 'rows.jsonl', [{'instruction': f'Add {i} and {i % 7}.',
+                                           'output': f'The sum is {i + i % 7}.'} for i in range(40)])
+    write_lines(tmp_path / 'ask.jsonl', [{'prompt': 'Add 3 and 3.'}])
+    write_lines(tmp_path / 'tasks.jsonl', [ADD, {**ADD, 'task_id': 'T/1'}])
     (tmp_path / 'code').mkdir()
     for i in range(12):
         body = f'def add{i}(x):\n    """Adds {i} to x."""\n    return x + {i}\n'
         (tmp_path / 'code' / f'm{i}.py').write_text(body)
-    return tmp_path
 
-
-def start(home, line):
-    """Starts a command of README in the user's folder."""
-    script, *flags = line.split(' ')
-    return subprocess.Popen([sys.executable, str(ROOT / script), *flags], cwd=home, text=True,
-                            env={**os.environ, 'OMP_NUM_THREADS': '1'}, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def run(home, line, typed=''):
-    """The standard output of a command that succeeds."""
-    process = start(home, line)
-    out, err = process.communicate(typed, timeout=300)
-    assert process.returncode == 0, err
-    return out
-
-
-def train_with_a_stop(home, line):
-    """Trains, with a SIGTERM after step 10 and a resume. Returns what the two runs printed."""
-    process = start(home, line)
-    first = []
-    for printed in process.stdout:
-        first.append(printed)
-        if printed.startswith('step 10: loss'):
-            process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=300) == 143, process.stderr.read()
-    process.communicate()
-    return ''.join(first), run(home, f'train.py --init_from=resume --out_dir=out-lora {SIZES}')
+    def call(program, flags, typed='', code=0):
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(typed.encode())))
+        capsys.readouterr()
+        assert (program.main(flags.split(' ')) or 0) == code
+        return capsys.readouterr().out
+    return call
 
 
 @pytest.mark.slow
-def test_the_path_from_a_base_to_a_judged_export(home):
-    before = run(home, f'sample.py --init_from=base --start=The {GREEDY}')
-    assert before.startswith('The')
-    assert 'chatml template' in run(home, 'prepare.py rows.jsonl --name=rows --tokenizer=base')
-    first, second = train_with_a_stop(home, 'train.py --init_from=base --dataset=rows --pack_rows=True '
-                                            f'--lora_rank=8 --out_dir=out-lora {SIZES}')
-    assert 'packing: train, ' in first and 'step 11: loss' in first + second and 'step 10: loss' not in second
-    losses = [float(loss) for loss in re.findall(r'^step \d+: loss ([\d.]+),', first + second, re.M)]
+def test_the_path_from_a_base_to_a_judged_export(run, tmp_path, monkeypatch):
+    """The training is stopped and resumed."""
+    assert run(sample, f'--init_from=base --start=The {GREEDY}').startswith('The')
+    prepared = run(prepare, 'rows.jsonl --tokenizer=base')
+    command = 'config/lora.py --init_from=base --dataset=rows'
+    assert 'chatml template' in prepared and f'train on it with: python train.py {command}' in prepared
+    at_step(monkeypatch, 10, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    printed = run(train, f'{ROOT}/{command} {SIZES}', code=143)
+    printed += run(train, f'--init_from=resume --out_dir=out-lora {SIZES}')
+    assert 'packing: train, ' in printed
+    losses = [float(loss) for loss in re.findall(r'^step \d+: loss ([\d.]+)', printed, re.M)]
     assert losses[-1] < losses[0] - 1
-    assert all('.lora_' in name for name in load(home / 'out-lora' / 'best.pt')['model'])
+    assert all('.lora_' in name for name in load('out-lora/best.pt')['model'])
 
-    chat = run(home, f'sample.py --out_dir=out-lora --chat {GREEDY}', 'Add 3 and 3.\n\n')
-    merged = run(home, 'sample.py --init_from=base --adapter=out-lora/adapter --start=FILE:ask.jsonl '
-                       f'--output=jsonl {GREEDY}')
+    chat = run(sample, f'--out_dir=out-lora --chat {GREEDY}', 'Add 3 and 3.\n\n')
+    merged = run(sample, '--init_from=base --adapter=out-lora/adapter --start=FILE:ask.jsonl '
+                         f'--output=jsonl {GREEDY}')
     answer = json.loads(merged)['text']
     assert chat == f'> {answer}\n> ' and answer.startswith('The sum is')
 
-    written = run(home, 'sample.py --out_dir=out-lora --export=tuned')
+    written = run(sample, '--out_dir=out-lora --export=tuned')
     assert written == 'wrote tuned: Qwen2ForCausalLM, float32\n'
-    check_export(home)
+    check_export()
 
-    run(home, 'prepare.py code --format=functions --name=functions --tokenizer=base')
-    judged = run(home, 'sample.py --out_dir=out-lora --eval_code=data/functions/val.jsonl --output=jsonl '
-                       f'{GREEDY}')
-    count = len((home / 'data' / 'functions' / 'val.jsonl').read_text().splitlines())
+    run(prepare, 'code --format=functions --name=functions --tokenizer=base')
+    judged = run(sample, '--out_dir=out-lora --eval_code=data/functions/val.jsonl --output=jsonl ' + GREEDY)
+    count = len((tmp_path / 'data' / 'functions' / 'val.jsonl').read_text().splitlines())
     assert f'"metric": "syntax", "tasks": {count}, "answers": {count}' in judged
-    table = run(home, f'sample.py --out_dir=out-lora --eval_code=tasks.jsonl --run_code {GREEDY}')
+    table = run(sample, f'--out_dir=out-lora --eval_code=tasks.jsonl --run_code {GREEDY}')
     assert re.search(r'^pass@1      2        2  0\.0000', table, re.M)
 
 
-def check_export(home):
+def check_export():
     """transformers computes the logits of the run, which are not the base's."""
     import transformers
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(home / 'tuned', attn_implementation='eager')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained('tuned', attn_implementation='eager')
     ids = torch.randint(600, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = theirs(ids).logits
     errors = []
     for folder in ('out-lora', 'base'):
-        found = open_weights(str(home / folder), 'data')
+        found = open_weights(folder, 'data')
         model = GPT.from_checkpoint(found.model_args, found.weights).eval()
         errors.append(error_against(expected, all_logits(model, ids)))
     assert errors[0] < 1e-5 and errors[1] > 1e-2

@@ -81,8 +81,10 @@ def main():
               f'minutes, peak {memory_now("VmHWM") / 1e9:.2f} GB', flush=True)
         return torch.cat([p.grad.flatten() for p in gpt.parameters()])
 
-    print(f'{args.tokens:,} tokens, {args.n_embd} x {args.n_layer}, window {args.window} '
-          f'{args.window_pattern or ""}, documents of {args.document}; {machine()}, {env.threads} threads')
+    window = f', window {args.window} {args.window_pattern or ""}' if args.window else ''
+    document = f', documents of {args.document}' if args.document else ''
+    print(f'{args.tokens:,} tokens, {args.n_embd} x {args.n_layer}{window}{document}; {machine()}, '
+          f'{env.threads} threads')
     found = step('selective', max(choose_loss_chunks('auto', args.tokens, args.vocab_size, env), 4))
     if args.check:
         model.attend_within = dense
