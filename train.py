@@ -56,6 +56,7 @@ from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice,
 from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
 from hotloop.parallel import micro_batch, set_blocks
+from hotloop.patience import is_out_of_patience
 from hotloop.pretrained import open_start
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
@@ -111,6 +112,7 @@ class TrainConfig:
     eval_interval: int = 2000  # steps between evaluations; the last step is always evaluated
     eval_tokens: int | None = 2**20  # maximum tokens per split in one evaluation; None: all
     eval_iters: int | None = None  # batches per split, as in nanoGPT; replaces eval_tokens
+    patience: int | None = None  # stop after this many evaluations in a row without a lower loss; None: off
     log_interval: int = 1  # steps between log lines
     sample_interval: int | None = None  # steps between samples in the log; None: no samples
     sample_prompt: str = '\n'  # prompt of these samples
@@ -143,7 +145,7 @@ class TrainConfig:
         wrong = []
         at_least_1 = ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'eval_tokens',
                       'eval_iters', 'log_interval', 'sample_interval', 'sample_tokens', 'save_interval',
-                      'loss_chunks', 'threads')
+                      'loss_chunks', 'threads', 'patience')
         for name, value in dataclasses.asdict(self).items():
             if isinstance(value, int | float) and value < 0:
                 wrong.append(f'{name}={value} must not be negative')
@@ -554,7 +556,7 @@ def train(run):
         if due.evaluation and (due.last or not stopping):
             evaluation = evaluate_both(run, None if due.last else env.stop.by_signal)
             best = evaluation is not None and track_best(run, evaluation)
-            stopping = stopping or evaluation is None
+            stopping = stopping or evaluation is None or is_out_of_patience(run)
             save_due = save_due or best or due.last or stopping or cfg.always_save_checkpoint
         if due.sample:
             write_sample(run)

@@ -126,6 +126,7 @@ class RunState:
     iter_num: int = 0  # optimizer updates done
     best_val_loss: float = math.inf
     tokens_seen: int = 0
+    evals_since_best: int = 0  # evaluations in a row without a lower loss
     logged: list = field(default_factory=list)  # [summed loss, targets, skipped, steps] since the last line
     bad_in_a_row: int = 0  # consecutive non-finite steps up to now
     spikes_in_a_row: int = 0  # consecutive loss spikes up to now

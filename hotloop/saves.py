@@ -13,6 +13,7 @@ from hotloop.evaluate import evaluate_both
 from hotloop.files import replacing
 from hotloop.host import memory
 from hotloop.logger import Log, log_evaluation
+from hotloop.patience import is_out_of_patience, without_improvement
 from hotloop.run_dir import Mirror
 from hotloop.schedule import what_is_due
 from hotloop.shard import is_sharded
@@ -54,8 +55,8 @@ def rewrite_config(run):
 
 def track_best(run, evaluation):
     """
-    Returns whether this is the lowest validation loss yet; the next save() then writes best.pt too. All
-    processes call it.
+    Returns whether this is the lowest validation loss yet; the next save() then writes best.pt too. Counts
+    the evaluations since. All processes call it.
     """
     state, loss = run.state, evaluation.val['loss']
     with run.env.patience():
@@ -63,11 +64,14 @@ def track_best(run, evaluation):
         # only rank 0 knows that, and the processes save together
         is_lower = run.env.any(run.env.rank == 0 and loss < state.best_val_loss)
     if is_lower:
-        state.best_val_loss = loss
-    elif state.iter_num >= run.cfg.max_iters and not math.isfinite(state.best_val_loss):
+        state.best_val_loss, state.evals_since_best = loss, 0
+        return True
+    state.evals_since_best += 1
+    is_end = state.iter_num >= run.cfg.max_iters or is_out_of_patience(run)
+    if is_end and not math.isfinite(state.best_val_loss):
         raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it '
                          'diverged; start again with a lower learning_rate')
-    return is_lower
+    return False
 
 
 def save(run, final=False):
@@ -128,12 +132,15 @@ def finish_save(run, wait=True, final=False):
 
 
 def evaluate_missing(run):
-    """Runs the evaluation of the first step if it is due and not in the log. Returns whether to continue."""
+    """
+    Runs the evaluation of the first step if it is due and not in the log. Returns whether to continue: not if
+    it was interrupted, and not if the run had ended for want of improvement.
+    """
     state, missing = run.state, False
     if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
         missing = run.log.lacks_evaluation(state.iter_num)
     if not run.env.any(missing):  # only rank 0 has a log
-        return True
+        return not is_out_of_patience(run)
     evaluation = evaluate_both(run, run.env.stop.by_signal)
     if evaluation is None:
         return False
@@ -141,7 +148,7 @@ def evaluate_missing(run):
     save(run)
     finish_save(run)  # the checkpoint of this step lacks the result, so a new one comes before the log line
     log_evaluation(run, evaluation)
-    return True
+    return not is_out_of_patience(run)
 
 
 def save_error(run, error):
@@ -155,6 +162,8 @@ def stop_run(run):
     saved = 'this was before step 1; there is nothing to save'
     if run.state.iter_num:
         saved = run.out.how_to_go_on()
+    if is_out_of_patience(run):
+        saved = f'{without_improvement(run)}\n{saved} --patience=None'
     run.env.print_once(f'stopped: {saved}')
     run.env.sum(np.zeros(1))  # torchrun kills the others 30 seconds after the first has ended
     return run.env.stop.exit_code()

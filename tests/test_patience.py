@@ -1,0 +1,119 @@
+"""Patience: a run stops after evaluations without improvement, on all processes, and can go on."""
+
+import os
+import signal
+
+import pytest
+from conftest import TINY, at_step, error_of, load, same
+from ranks import forks, on_ranks
+
+import train
+from configurator import SettingsError
+from hotloop import saves
+from hotloop.checkpoint import state_from
+from hotloop.evaluate import Evaluation
+
+NAN = float('nan')
+SETTINGS = dict(max_iters=12, eval_interval=2, patience=2)
+
+
+def script(monkeypatch, *losses):
+    """Evaluations that return these validation losses, one after another."""
+    found = (Evaluation({'loss': loss, 'stderr': 0.1, 'bpb': None, 'tokens': 1}, {'loss': 1.0}, 0.0)
+             for loss in losses)
+    for module in (train, saves):
+        monkeypatch.setattr(module, 'evaluate_both', lambda run, stop=None: next(found))
+
+
+@pytest.mark.parametrize('always', [True, False])
+def test_a_run_out_of_patience_stops_saves_and_says_how_to_go_on(train_tiny, tmp_path, monkeypatch, capsys,
+                                                                  always):
+    script(monkeypatch, 4.0, 4.5, 3.0, NAN, 3.0)  # after steps 2 to 10
+    assert train_tiny(always_save_checkpoint=always, **SETTINGS) == 0
+    *_, why, rate, on = capsys.readouterr().out.splitlines()
+    assert why == 'stopped: patience=2, and 2 evaluations in a row had no lower val loss than 3.0000'
+    assert rate == 'the learning rate, 1.6e-3, has not decayed to min_lr=5.0e-4'
+    out = tmp_path / 'out'
+    assert on == (f'step 10 is saved in {out}/ckpt.pt; resume with: python train.py --init_from=resume '
+                  f'--out_dir={out} --patience=None')
+    saved, best = load(out / 'ckpt.pt'), load(out / 'best.pt')
+    assert (saved['iter_num'], saved['state']['evals_since_best'], best['iter_num']) == (10, 2, 6)
+
+
+def test_it_says_nothing_of_a_rate_that_has_decayed(train_tiny, monkeypatch, capsys):
+    script(monkeypatch, 4.0, 4.5, 4.2)
+    train_tiny(lr_decay_iters=5, **SETTINGS)
+    assert 'learning rate' not in capsys.readouterr().out.split('stopped: ')[1]
+
+
+def test_the_same_command_does_not_go_on_and_without_patience_it_finishes_with_the_same_bits(
+        train_tiny, tmp_path, monkeypatch, capsys):
+    losses = 4.0, 4.5, 4.2, 3.0, 2.0, 2.0
+    script(monkeypatch, *losses)
+    train_tiny('whole', **{**SETTINGS, 'patience': None})
+    script(monkeypatch, *losses)
+    assert train_tiny(**SETTINGS) == 0
+    stopped = capsys.readouterr().out.split('stopped: ')[1]
+    assert train_tiny(init_from='auto', **SETTINGS) == 0
+    assert capsys.readouterr().out.endswith(f'stopped: {stopped}') and 'step 6 is saved' in stopped
+    assert train_tiny(init_from='resume', **{**SETTINGS, 'patience': None}) == 0
+    ours, theirs = (load(tmp_path / out / 'ckpt.pt') for out in ('out', 'whole'))
+    assert ours['iter_num'] == 12 and same(ours['model'], theirs['model'])
+    assert ours['state'] == theirs['state'] and ours['state']['evals_since_best'] == 1
+
+
+def test_a_resume_keeps_the_count(train_tiny, monkeypatch, capsys):
+    script(monkeypatch, 4.0, 4.5, 4.2)
+    at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train_tiny(**SETTINGS) == 143 and 'patience' not in capsys.readouterr().out.split('stopped: ')[1]
+    assert train_tiny(init_from='resume', **SETTINGS) == 0
+    assert 'step 6 is saved' in capsys.readouterr().out.split('stopped: patience=2')[1]
+
+
+def test_a_run_that_is_killed_before_the_evaluation_that_ends_it_ends_after_it(train_tiny, tmp_path,
+                                                                              monkeypatch, capsys):
+    """The checkpoint of that step has no result, so a resume evaluates first."""
+    script(monkeypatch, 4.0, 4.5)
+    evaluate, stopped = train.evaluate_both, iter([False, False, True])
+    monkeypatch.setattr(train, 'evaluate_both', lambda *args: None if next(stopped) else evaluate(*args))
+    train_tiny(**SETTINGS)
+    assert load(tmp_path / 'out' / 'ckpt.pt')['state']['evals_since_best'] == 1
+    script(monkeypatch, 4.2)
+    assert train_tiny(init_from='resume', **SETTINGS) == 0
+    assert 'step 6 is saved' in capsys.readouterr().out.split('stopped: patience=2')[1]
+
+
+def test_a_run_at_its_last_step_is_done(train_tiny, monkeypatch, capsys):
+    script(monkeypatch, 4.0, 4.5, 4.6)
+    train_tiny(**{**SETTINGS, 'max_iters': 6})
+    assert 'done: best val loss 4.0000' in capsys.readouterr().out
+
+
+def test_losses_that_were_never_finite_are_an_error(train_tiny, monkeypatch):
+    script(monkeypatch, NAN, NAN)
+    assert 'step 4: no validation loss of this run was finite' in error_of(train_tiny, **SETTINGS)
+
+
+def test_settings_and_earlier_checkpoints(train_tiny):
+    with pytest.raises(SettingsError, match='patience=0 must be at least 1'):
+        train_tiny(patience=0)
+    assert state_from({'state': {'iter_num': 3}}).evals_since_best == 0
+
+
+def run_of_rank(data_dir, out):
+    """A run whose evaluations never improve after the first: (exit code, evaluations)."""
+    evaluate, losses = train.evaluate_both, iter([4.0, 4.1, 4.2, 4.3])
+
+    def worse(run, stop=None):
+        found = evaluate(run)
+        return found._replace(val={**found.val, 'loss': next(losses)})
+    train.evaluate_both = worse
+    flags = {**TINY, **SETTINGS, 'data_dir': data_dir, 'out_dir': out}
+    code = train.main([f'--{name}={value}' for name, value in flags.items()])
+    return code, len(list(losses))
+
+
+@forks
+def test_all_processes_stop_at_the_same_step(data_dir, tmp_path):
+    assert on_ranks(2, run_of_rank, data_dir, str(tmp_path / 'out')) == [(0, 1), (0, 1)]
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 6
