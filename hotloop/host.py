@@ -63,9 +63,10 @@ def memory(system='/sys'):
 
 def peak_memory():
     """The most bytes this process has used so far; None where the system does not count them."""
-    if sys.platform == 'win32':
+    try:
+        import resource
+    except ImportError:  # Windows
         return None
-    import resource
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == 'darwin' else peak * 1024
 
