@@ -637,7 +637,8 @@ class GPT(nn.Module):
         except RuntimeError as e:
             reason = ' '.join(str(e).split())[:500]
             raise ValueError(f'the weights do not fit the model: {reason}') from None
-        if self.config.tie and not torch.equal(weights['transformer.wte.weight'], weights['lm_head.weight']):
+        wte, head = weights['transformer.wte.weight'], weights['lm_head.weight']  # NaN differs from itself
+        if self.config.tie and wte.data_ptr() != head.data_ptr() and not torch.equal(wte, head):
             raise ValueError('the weights do not fit the model: tie=True, but embedding and head differ')
 
 

@@ -8,6 +8,7 @@ Samples from a checkpoint. It contains the model's shape and its tokenizer, so n
     $ python sample.py --chat                                      # chat in the template of its training data
     $ python sample.py --score=book.txt                            # loss and bits per byte of each document
     $ python sample.py --eval_code=HumanEval.jsonl.gz --run_code   # syntax, BLEU and pass@1 of its code
+    $ python sample.py --diagnose                                  # its training, weights and predictions
     $ python sample.py --export=folder                             # write it for transformers
 """
 
@@ -31,6 +32,7 @@ from hotloop.adapter import base_of, merge_adapter
 from hotloop.chat_template import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
 from hotloop.code_eval import judge, report, task_of
 from hotloop.device import choose_compile, choose_device, choose_dtype
+from hotloop.diagnose import diagnose
 from hotloop.documents import standard_input
 from hotloop.export import export
 from hotloop.files import counted, json_lines
@@ -63,6 +65,7 @@ class SampleConfig:
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # for score: bytes that are not UTF-8
     eval_code: str | None = None  # judge the code that answers this .jsonl of HumanEval, MBPP or instructions
     run_code: bool = False  # for eval_code: run the answers and their tests, in a child with limits: pass@1
+    diagnose: bool = False  # print its training, weights, dead units, loss by position and calibration
     export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
@@ -102,6 +105,8 @@ class SampleConfig:
             wrong.append("template='none' keeps prompts as they are; chat and score need a template")
         if self.export is not None and self.quantize != 'none':
             wrong.append(f'export={self.export} writes no int8 weights; leave quantize={self.quantize} out')
+        if self.diagnose and self.quantize != 'none':
+            wrong.append(f'diagnose=True looks at float32 weights; leave quantize={self.quantize} out')
         if self.run_code and self.eval_code is None:
             wrong.append('run_code=True needs eval_code, the file with the tasks')
         if self.run_code and os.name == 'nt':
@@ -110,8 +115,8 @@ class SampleConfig:
         return wrong
 
 
-def open_model(cfg):
-    """(Weights, the float32 model on the CPU, tokenizer, template of its data or 'none')."""
+def open_gpt(cfg):
+    """(Weights, the float32 model on the CPU with the adapter merged)."""
     source = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
     if cfg.adapter and cfg.init_from == 'resume':  # merge_adapter() checks the hash
         found = open_base({'base': base_of(cfg.adapter), 'sha256': None}, cfg.adapter, cfg.data_dir)
@@ -121,6 +126,12 @@ def open_model(cfg):
     if cfg.adapter:
         merge_adapter(model, cfg.adapter, found)
     found.weights.clear()  # the model has its own copy
+    return found, model
+
+
+def open_model(cfg):
+    """(Weights, the float32 model on the CPU, tokenizer, template of its data or 'none')."""
+    found, model = open_gpt(cfg)
     tokenizer = tokenizer_from(tokenizer_spec(found, cfg.data_dir))
     tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
     unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]
@@ -425,6 +436,10 @@ def main(argv=None):
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # torch makes streams, events and CUDA graphs on the current device
     dtype, _ = choose_dtype(cfg.dtype, device)
+    if cfg.diagnose:
+        found, model = open_gpt(cfg)
+        diagnose(found, model, device, dtype, cfg.data_dir, cfg.output)
+        return 0
     cfg.compile, _ = choose_compile(cfg.compile, device)
     if device.type == 'cuda' and cfg.quantize == 'int8' and not cfg.compile:
         print('note: quantize=int8 saves memory, but without --compile=True each token converts all weights, '

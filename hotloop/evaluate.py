@@ -51,6 +51,16 @@ def count_windows(split):
     return split.num_windows if isinstance(split, Packed) else -(-(split.num_tokens - 1) // split.T)
 
 
+def spread(split, num_windows):
+    """The numbers of num_windows windows spread evenly over a Split, (N,); None: of all."""
+    total = full = count_windows(split)
+    if not isinstance(split, Packed):
+        full = (split.num_tokens - 1) // split.T
+    if num_windows is None or num_windows >= total:
+        return np.arange(total)
+    return np.linspace(0, full - 1, num_windows).round().astype(np.int64)
+
+
 def count_batches(split, num_windows, batch, world):
     """The number of batches that evaluate() runs in each process."""
     total = 0
@@ -65,12 +75,7 @@ def count_batches(split, num_windows, batch, world):
 @torch.no_grad()
 def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
     """evaluate() of one Split."""
-    total = full = count_windows(split)
-    if not isinstance(split, Packed):
-        full = (split.num_tokens - 1) // split.T
-    windows = np.arange(total)
-    if num_windows is not None and num_windows < total:
-        windows = np.linspace(0, full - 1, num_windows).round().astype(np.int64)
+    windows = spread(split, num_windows)
     mine = np.arange(env.rank, len(windows), env.world)
     sums = np.zeros((3, len(windows)))  # loss, targets and bytes; zero at the windows of other processes
     batch_losses, stopped, was_training = [], False, model.training

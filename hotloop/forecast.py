@@ -62,13 +62,18 @@ def model_args_of(settings):
     return None if cfg.init_from == 'scratch' else shape_of(cfg.init_from, cfg.data_dir)
 
 
-def describe_model(model):
-    """Parameters by part."""
+def count_parts(model):
+    """{part: its parameters} of the PARTS that the model has; a tied head is part of the embeddings."""
     counts = dict.fromkeys(PARTS, 0)
     for name, p in model.named_parameters():
         part = next(part for part, marks in PARTS.items() if any(mark in name for mark in marks))
         counts[part] += p.numel()
-    text = ', '.join(f'{part} {n:,}' for part, n in counts.items() if n)
+    return {part: n for part, n in counts.items() if n}
+
+
+def describe_model(model):
+    """Parameters by part."""
+    text = ', '.join(f'{part} {n:,}' for part, n in count_parts(model).items())
     tied = '; the head is the token embedding' if model.config.tie else ''
     return f'parameters: {model.num_params():,} ({text}{tied})'
 

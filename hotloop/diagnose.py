@@ -1,0 +1,195 @@
+"""The diagnosis of a checkpoint: its training, weights, activations, and predictions on validation data."""
+
+import math
+import re
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from hotloop.dataset import open_datasets
+from hotloop.evaluate import eval_batch, shares, spread
+from hotloop.forecast import count_parts
+from hotloop.mixture import open_split
+from hotloop.resume import find_data
+from hotloop.score import print_json
+from hotloop.watch import Watch
+
+TOKENS, AT_ONCE = 2**14, 2**12  # that the model runs on
+SETTINGS = ('dataset', 'init_from', 'preset', 'optimizer', 'learning_rate', 'lr_schedule', 'min_lr')
+
+
+@torch.no_grad()
+def diagnose(found, model, device, dtype, data_dir, output):
+    """
+    Prints the diagnosis of a float32 model as tables, or with output='jsonl' as lines of JSON. found: the
+    Weights it was opened from. Without the validation data of its training, the model runs on random ids.
+    """
+    show('training', training(found, model), output)
+    parts = [*count_parts(model).items(), ('all', model.num_params())]
+    show('parameters', [{'part': part, 'parameters': n} for part, n in parts], output)
+    weights = [measure(name, p) for name, p in model.named_parameters()]
+    show('weights', weights if output == 'jsonl' else by_kind(weights), output)
+    fresh = is_fresh(weights, model.config, found.checkpoint.get('iter_num'))
+    problems, notes = wrong_weights(weights, fresh), []
+    if fresh:
+        notes.append('the outputs of all blocks are zero: zero_init=True (preset modern) starts so, and they '
+                     'change from the second step on')
+    if any(row['not_finite'] for row in weights):
+        notes.append('the model was not run, because its weights are not finite')
+    else:
+        try:
+            batches, source = val_batches(found, model.config, data_dir), 'validation data'
+        except ValueError as e:
+            notes.append(f'no loss by position and no calibration, because {e}')
+            batches, source = random_batches(model.config), 'random ids'
+        model.to(device).eval().compute_dtype = dtype
+        watch = Watch(model)
+        for batch in batches:
+            watch.run(*(torch.from_numpy(part).to(device) for part in batch))
+        show('blocks', watch.blocks(), output, ': RMS of the input and of what attention and MLP add to it, '
+             f'on {watch.num_tokens:,} tokens of {source}')
+        problems += watch.problems(fresh)
+        for section, rows in watch.predictions().items():
+            show(section, rows, output)
+    show('problems', [{'problem': problem} for problem in problems or ['none found']], output)
+    if notes:
+        show('notes', [{'note': note} for note in notes], output)
+
+
+def training(found, model):
+    """What a model was trained on, and how far: {what: value}."""
+    checkpoint, config = found.checkpoint, found.checkpoint.get('config', {})
+    step = checkpoint.get('iter_num')
+    row = {'weights': found.path, 'step': step, 'max_iters': config.get('max_iters')}
+    tokens = checkpoint.get('state', {}).get('tokens_seen')  # best.pt has no state
+    names = ('batch_size', 'gradient_accumulation_steps', 'block_size')
+    if tokens is None and step is not None and all(isinstance(config.get(name), int) for name in names):
+        tokens = step * math.prod(config[name] for name in names)
+    row['tokens'] = tokens
+    row['tokens per parameter'] = tokens and tokens / model.num_params()
+    loss = checkpoint.get('best_val_loss')
+    row['best val loss'] = None if loss is None else float(loss)
+    row |= {name: config.get(name) for name in SETTINGS}
+    if 'lora' in checkpoint:
+        row |= {name: checkpoint['lora'][name] for name in ('base', 'lora_rank', 'quantize')}
+    row |= {name: checkpoint.get('machine', {}).get(name) for name in ('device', 'dtype', 'world')}
+    return {name: value for name, value in row.items() if value is not None}
+
+
+# -----------------------------------------------------------------------------
+# weights
+
+def measure(name, p):
+    """The numbers of a tensor: its size, norm, extremes, zeros, and how many of its values are not finite."""
+    w = p.detach().float()
+    w = w[torch.isfinite(w)]
+    least, most = (x.item() for x in w.aminmax()) if len(w) else (math.nan, math.nan)
+    norm = torch.linalg.vector_norm(w, dtype=torch.float64).item()
+    return {'name': name, 'shape': list(p.shape), 'parameters': p.numel(), 'norm': norm,
+            'rms': norm / max(len(w), 1)**0.5, 'min': least, 'max': most,
+            'zeros': int((w == 0).sum()), 'not_finite': p.numel() - len(w)}
+
+
+def by_kind(rows):
+    """The numbers of the same tensor of all blocks in one row, and which block has the extreme ones."""
+    kinds = defaultdict(list)
+    for row in rows:
+        kinds[re.sub(r'\.\d+\.', '.*.', row['name']).removeprefix('transformer.')].append(row)
+    result = []
+    for kind, same in kinds.items():
+        row = {'name': kind, 'parameters': sum(r['parameters'] for r in same),
+               'norm': math.hypot(*(r['norm'] for r in same))}
+        for column, choose in (('lowest rms', min), ('highest rms', max)):
+            extreme = choose(same, key=lambda r: r['rms'])
+            layer = re.search(r'\.\d+\.', extreme['name'])
+            row[column] = f'{extreme["rms"]:.3g}' + (f' (h{layer[0].rstrip(".")})' if layer else '')
+        row |= {'min': min(r['min'] for r in same), 'max': max(r['max'] for r in same)}
+        row |= {name: sum(r[name] for r in same) for name in ('zeros', 'not_finite')}
+        result.append(row)
+    return result
+
+
+def is_fresh(rows, config, step):
+    """Whether zero_init explains zeros: all that it sets are zero, and no step has changed them."""
+    outputs = [row['norm'] for row in rows if row['name'].endswith('c_proj.weight')]
+    return config.zero_init and not any(outputs) and (step or 0) < 2
+
+
+def wrong_weights(rows, fresh):
+    """Sentences about values that are not finite and matrices of zeros. fresh: as by is_fresh()."""
+    found = []
+    for row in rows:
+        expected = fresh and row['name'].endswith(('c_proj.weight', 'lm_head.weight'))
+        if row['not_finite']:
+            found.append(f'{row["name"]}: {row["not_finite"]:,} of {row["parameters"]:,} values are NaN or '
+                         'infinite')
+        elif row['norm'] == 0 and len(row['shape']) > 1 and not expected:
+            found.append(f'{row["name"]}: all {row["parameters"]:,} values are zero')
+    return found
+
+
+# -----------------------------------------------------------------------------
+# data
+
+def val_batches(found, config, data_dir):
+    """
+    Batches (x, y) or (x, y, documents) of windows spread over the val split that the checkpoint names.
+    ValueError if it is not in data_dir.
+    """
+    cfg, T = found.checkpoint.get('config', {}), config.block_size
+    name, fingerprints = cfg.get('dataset'), found.checkpoint.get('data')
+    if not name:
+        raise ValueError(f'{found.path} does not say what it was trained on')
+    here = name if fingerprints is None else find_data(fingerprints, name, data_dir)
+    if here is None:
+        raise ValueError(f'the dataset {name} of the training is not in data_dir={data_dir!r}')
+    val = open_split(open_datasets(here, data_dir), 'val', T, cfg.get('document_mask', False),
+                     cfg.get('pack_rows', False))
+    for split in val.splits:
+        split.check_ids(config.vocab_size)
+    size, batches = max(AT_ONCE // T, 1), []
+    for split, share in shares(val, max(TOKENS // T, 2)):
+        windows = spread(split, share)
+        batches += [(split, windows[i:i + size]) for i in range(0, len(windows), size)]
+    return (eval_batch(split, windows, len(windows)) for split, windows in batches)
+
+
+def random_batches(config):
+    """Batches (x, y) of random ids, without targets."""
+    T, rng = config.block_size, np.random.default_rng(0)
+    for _ in range(0, max(TOKENS, 2 * T), max(AT_ONCE, T)):
+        x = rng.integers(0, config.vocab_size, (max(AT_ONCE // T, 1), T))
+        yield x, np.full_like(x, -1)
+
+
+# -----------------------------------------------------------------------------
+# output
+
+def show(section, content, output, about=''):
+    """Prints rows, {column: value}, as a table, and a single {name: value} as a list; or as lines of JSON."""
+    rows = [content] if isinstance(content, dict) else content
+    if output == 'jsonl':
+        for row in rows:
+            finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value
+                      for name, value in row.items()}
+            print_json({'section': section, **finite})
+        return
+    print(f'\n{section}{about}')
+    table = [list(rows[0]), *([text_of(value) for value in row.values()] for row in rows)]
+    if rows is not content:
+        table = zip(*table, strict=True)
+    elif len(rows[0]) == 1:  # sentences
+        del table[0]
+    table = list(table)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        print('  '.join(['  ' + line[0].ljust(widths[0]), *cells]).rstrip())
+
+
+def text_of(value):
+    """A value as the tables show it."""
+    if isinstance(value, float):
+        return f'{value:.4g}'
+    return f'{value:,}' if isinstance(value, int) else str(value)
