@@ -143,7 +143,8 @@ def val_batches(found, config, data_dir):
         raise ValueError(f'{found.path} does not say what it was trained on')
     here = name if fingerprints is None else find_data(fingerprints, name, data_dir)
     if here is None:
-        raise ValueError(f'the dataset {name} of the training is not in data_dir={data_dir!r}')
+        raise ValueError(f'the dataset {name} of the training is not in data_dir={data_dir!r}; name the '
+                         'folder that has it with --data_dir')
     val = open_split(open_datasets(here, data_dir), 'val', T, cfg.get('document_mask', False),
                      cfg.get('pack_rows', False))
     for split in val.splits:
@@ -167,7 +168,7 @@ def random_batches(config):
 # output
 
 def show(section, content, output, about=''):
-    """Prints rows, {column: value}, as a table, and a single {name: value} as a list; or as lines of JSON."""
+    """Prints rows, {column: value}, as a table, or one {name: value} as a list; or both as lines of JSON."""
     rows = [content] if isinstance(content, dict) else content
     if output == 'jsonl':
         for row in rows:

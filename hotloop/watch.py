@@ -16,8 +16,9 @@ class Watch:
     def __init__(self, model):
         self.model, self.num_tokens = model, 0
         self.squares, self.counts, self.peaks = defaultdict(float), defaultdict(int), {}
-        self.targets, self.done = None, 0  # of the batch, (B, T), and how many of T have their logits
-        self.seen = []  # (position, loss, probability of the likeliest id, is it right, entropy) of targets
+        self.targets = self.place = None  # of the batch and where they are in their documents, (B, T)
+        self.done = 0  # how many of these T have their logits
+        self.seen = []  # (position, loss, probability of the likeliest id, is it right, entropy) by (5, N)
         for layer, block in enumerate(model.transformer.h):
             block.register_forward_pre_hook(partial(self.enter, 'stream', layer))
             block.attn.c_proj.register_forward_pre_hook(partial(self.enter, 'heads', layer))
@@ -80,13 +81,15 @@ class Watch:
                 rms, (dead, total) = self.rms(part, layer), self.dead(name, layer)
                 where = f'block {layer}, {part}'
                 if not math.isfinite(rms):  # so is all that follows
-                    return [*found, f'{where}: its output is NaN or infinite, though all weights are finite']
+                    return [*found, f'{where}: its output is NaN or too large, though all weights are finite']
                 if dead == total:
                     found.append(f'{where}: dead: none of its {total:,} {name} ever fires')
                 elif rms <= 1e-6 * self.rms('stream', layer) and not fresh:
                     found.append(f'{where}: dead: its output is zero')
                 elif dead >= total / 2:
                     found.append(f'{where}: {dead:,} of {total:,} {name} never fire')
+        if not torch.cat(self.seen, 1).isfinite().all():
+            found.append('logits: NaN or too large, though the outputs of all blocks are finite')
         return found
 
     def predict(self, module, args, output):
@@ -98,13 +101,13 @@ class Watch:
         place, targets = self.place[:, part][targets >= 0], targets[targets >= 0]
         best, guess = log_p.max(1)
         loss = -log_p.gather(1, targets[:, None])[:, 0]
-        entropy = -(log_p.exp() * log_p).sum(1)
-        self.seen.append(torch.stack([place, loss, best.exp(), guess == targets, entropy]).double().cpu())
+        entropy = torch.special.entr(log_p.exp()).sum(1)
+        self.seen.append(torch.stack([place, loss, best.exp(), guess == targets, entropy]).cpu().double())
 
     def predictions(self):
-        """{section: rows} of the loss by position and of calibration; {} without targets."""
+        """{section: rows} of the loss by position and of calibration; {} without targets or finite losses."""
         place, loss, sure, right, entropy = torch.cat(self.seen, 1)  # (N,)
-        if not len(loss):
+        if not (len(loss) and loss.isfinite().all()):
             return {}
         by_place, bins, error = [], [], 0.0
         power = torch.frexp(place).exponent  # 0 | 1 | 2 3 | 4 to 7: positions from 0

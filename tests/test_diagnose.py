@@ -77,7 +77,7 @@ def overflow(model):
                         'block 1, MLP: dead: none of its 24 units ever fires']),
     ('gpt2', silence_heads, ['block 1, attention: dead: none of its 2 heads ever fires']),
     ('gpt2', silence_units, ['block 1, MLP: 20 of 24 units never fire']),
-    ('gpt2', overflow, ['block 1, MLP: its output is NaN or infinite, though all weights are finite']),
+    ('gpt2', overflow, ['block 1, MLP: its output is NaN or too large, though all weights are finite']),
     ('gpt2', lambda model: None, ['none found']), ('modern', lambda model: None, ['none found'])])
 def test_planted_faults_are_found_and_named(tmp_path, diagnose, preset, plant, expected):
     model = gpt(preset, bias=preset == 'gpt2')
@@ -146,6 +146,17 @@ def test_a_run_is_measured_on_the_validation_data_of_its_training(train_tiny, tm
                                                                                (9, 16)]
 
 
+def test_logits_that_overflow_are_a_fault_and_not_a_table(train_tiny, tmp_path, data_dir, diagnose):
+    train_tiny(tie=False)
+    path = tmp_path / 'out' / 'best.pt'
+    checkpoint = load(path)
+    checkpoint['model']['lm_head.weight'][:] = torch.tensor([3e38, -3e38]).repeat(16)
+    save_checkpoint(str(path), checkpoint)
+    found = diagnose(path, data_dir=data_dir)
+    assert found['problems'] == ['logits: NaN or too large, though the outputs of all blocks are finite']
+    assert 'predictions' not in found
+
+
 @pytest.mark.parametrize('kind', ['moved', 'changed', 'unnamed'])
 def test_without_its_data_the_rest_is_printed(train_tiny, tmp_path, diagnose, kind):
     """Another dataset of the same name is not its data; under another name, NAME.1, it is."""
@@ -161,7 +172,8 @@ def test_without_its_data_the_rest_is_printed(train_tiny, tmp_path, diagnose, ki
         save(path, gpt())
     found = diagnose(path, data_dir=tmp_path / 'data')
     why = {'moved': [], 'unnamed': [f'{path} does not say what it was trained on'],
-           'changed': [f"the dataset a of the training is not in data_dir='{tmp_path / 'data'}'"]}[kind]
+           'changed': [f"the dataset a of the training is not in data_dir='{tmp_path / 'data'}'; name the "
+                       'folder that has it with --data_dir']}[kind]
     assert found['notes'] == [f'no loss by position and no calibration, because {reason}' for reason in why]
     assert ('predictions' in found) == (kind == 'moved') and len(found['blocks']) > 1
 

@@ -25,6 +25,7 @@ settings = '--device=cpu --dtype=float32 --compile=False --eval_tokens=64 --warm
 assert train.main(f'--dataset=tiny {shape} {settings}'.split()) == 0
 assert train.main('--init_from=resume --max_iters=3'.split()) == 0
 assert sample.main('--max_new_tokens=3 --num_samples=1 --device=cpu'.split()) == 0
+assert sample.main('--diagnose --device=cpu'.split()) == 0
 '''
 SPAWN = '''
 import sys
@@ -50,7 +51,7 @@ def run(code, folder):
 
 
 def test_the_commands_run_without_fcntl_resource_sighup_and_fork(tmp_path):
-    """As on Windows: import, prepare a text, train, resume, sample."""
+    """As on Windows: import, prepare a text, train, resume, sample, diagnose."""
     assert 'step 3: val loss' in run(WITHOUT, tmp_path)
 
 
