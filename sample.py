@@ -147,7 +147,6 @@ def open_model(cfg):
 def load(cfg, device, dtype):
     """(model on its device and ready for inference, tokenizer, template of its data or 'none')."""
     found, model, tokenizer, template = open_model(cfg)
-    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit
     model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile)
     step = f', step {found.checkpoint["iter_num"]}' if 'iter_num' in found.checkpoint else ''
     spec = tokenizer.spec()
@@ -436,6 +435,7 @@ def main(argv=None):
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # torch makes streams, events and CUDA graphs on the current device
     dtype, _ = choose_dtype(cfg.dtype, device)
+    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit
     if cfg.diagnose:
         found, model = open_gpt(cfg)
         diagnose(found, model, device, dtype, cfg.data_dir, cfg.output)

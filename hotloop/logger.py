@@ -211,7 +211,7 @@ def log_evaluation(run, evaluation):
 
 
 def log_done(run):
-    """The last lines of a run that has reached max_iters."""
+    """The last lines of a run that has reached max_iters or is out of patience."""
     memory = peak_memory(run.env.device)
     peak = f', peak memory {memory_size(memory / 1e6)}' if memory else ''
     run.env.print_once(f'done: best val loss {short(run.state.best_val_loss)}{peak}')

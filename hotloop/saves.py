@@ -12,7 +12,7 @@ from hotloop.checkpoint import DiskFull, checkpoint_of, size_in_bytes, snapshot
 from hotloop.evaluate import evaluate_both
 from hotloop.files import replacing
 from hotloop.host import memory
-from hotloop.logger import Log, log_evaluation
+from hotloop.logger import Log, log_done, log_evaluation
 from hotloop.patience import is_out_of_patience, without_improvement
 from hotloop.run_dir import Mirror
 from hotloop.schedule import what_is_due
@@ -158,12 +158,14 @@ def save_error(run, error):
 
 
 def stop_run(run):
-    """Prints how to resume; returns the exit code."""
+    """Prints why, if the run is out of patience, and how to resume; returns the exit code."""
     saved = 'this was before step 1; there is nothing to save'
     if run.state.iter_num:
         saved = run.out.how_to_go_on()
     if is_out_of_patience(run):
-        saved = f'{without_improvement(run)}\n{saved} --patience=None'
-    run.env.print_once(f'stopped: {saved}')
+        run.env.print_once(f'stopped: {without_improvement(run)}\n{saved} --patience=None')
+        log_done(run)
+    else:
+        run.env.print_once(f'stopped: {saved}')
     run.env.sum(np.zeros(1))  # torchrun kills the others 30 seconds after the first has ended
     return run.env.stop.exit_code()

@@ -30,8 +30,9 @@ def test_a_run_out_of_patience_stops_saves_and_says_how_to_go_on(train_tiny, tmp
                                                                   always):
     script(monkeypatch, 4.0, 4.5, 3.0, NAN, 3.0)  # after steps 2 to 10
     assert train_tiny(always_save_checkpoint=always, **SETTINGS) == 0
-    *_, why, rate, on = capsys.readouterr().out.splitlines()
-    assert why == 'stopped: patience=2, and 2 evaluations in a row had no lower val loss than 3.0000'
+    *_, why, rate, on, done, _, to_sample = capsys.readouterr().out.splitlines()
+    assert why == 'stopped: patience=2: no lower val loss than 3.0000 in 2 evaluations'
+    assert done.startswith('done: best val loss 3.0000') and to_sample.startswith('to sample: python')
     assert rate == 'the learning rate, 1.6e-3, has not decayed to min_lr=5.0e-4'
     out = tmp_path / 'out'
     assert on == (f'step 10 is saved in {out}/ckpt.pt; resume with: python train.py --init_from=resume '
@@ -53,9 +54,9 @@ def test_the_same_command_does_not_go_on_and_without_patience_it_finishes_with_t
     train_tiny('whole', **{**SETTINGS, 'patience': None})
     script(monkeypatch, *losses)
     assert train_tiny(**SETTINGS) == 0
-    stopped = capsys.readouterr().out.split('stopped: ')[1]
+    stopped = capsys.readouterr().out.split('stopped: ')[1].split('done: ')[0]
     assert train_tiny(init_from='auto', **SETTINGS) == 0
-    assert capsys.readouterr().out.endswith(f'stopped: {stopped}') and 'step 6 is saved' in stopped
+    assert f'stopped: {stopped}' in capsys.readouterr().out and 'step 6 is saved' in stopped
     assert train_tiny(init_from='resume', **{**SETTINGS, 'patience': None}) == 0
     ours, theirs = (load(tmp_path / out / 'ckpt.pt') for out in ('out', 'whole'))
     assert ours['iter_num'] == 12 and same(ours['model'], theirs['model'])
