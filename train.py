@@ -57,6 +57,7 @@ from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
 from hotloop.parallel import micro_batch, set_blocks
 from hotloop.pretrained import open_start
+from hotloop.report import report
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import evaluate_missing, finish_save, save, save_is_late, stop_run, take_folder, track_best
@@ -74,6 +75,7 @@ class TrainConfig:
     eval_only: bool = False  # evaluate once and exit; nothing is written
     check: bool = False  # report what this machine can do and exit
     dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written
+    report: str | None = None  # draw these run folders, separated by commas, in one HTML file and exit
     seed: int = 1337  # for initial weights, data order and dropout
     max_iters: int = 600000  # total steps, including those before a resume
     max_epochs: float | None = None  # passes over the data; replaces max_iters
@@ -114,6 +116,7 @@ class TrainConfig:
     sample_interval: int | None = None  # steps between samples in the log; None: no samples
     sample_prompt: str = '\n'  # prompt of these samples
     sample_tokens: int = 100  # length of these samples
+    tensorboard: bool = False  # also log to TensorBoard, in out_dir/tensorboard
     wandb_log: bool = False  # also log to Weights & Biases
     wandb_project: str = 'hotloop'  # Weights & Biases project
     wandb_run_name: str | None = None  # Weights & Biases run name; None: out_dir
@@ -168,8 +171,9 @@ class TrainConfig:
             wrong.append(f'shard={self.shard!r} divides the states of adamw and muon, not of adamw8bit')
         if self.optimizer == 'adamw8bit' and importlib.util.find_spec('bitsandbytes') is None:
             wrong.append("optimizer='adamw8bit' needs the package bitsandbytes: pip install bitsandbytes")
-        if self.wandb_log and importlib.util.find_spec('wandb') is None:
-            wrong.append('wandb_log=True needs the package wandb: pip install wandb, or --wandb_log=False')
+        for name, package in (('wandb_log', 'wandb'), ('tensorboard', 'tensorboard')):
+            if getattr(self, name) and importlib.util.find_spec(package) is None:
+                wrong.append(f'{name}=True needs {package}: pip install {package}, or --{name}=False')
         return wrong
 
 
@@ -599,6 +603,9 @@ def dry_run(settings):
 
 def main(argv=None):
     settings = read_settings(argv)
+    if settings.train.report is not None:
+        print(report(settings.train.report))
+        return 0
     if settings.train.check or settings.train.dry_run:
         print('\n'.join(check(settings.train) if settings.train.check else dry_run(settings)))
         return 0

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from hotloop.wording import short
+
 MAX_BAD_STEPS = 20  # a run with this many bad steps in a row has diverged; fp16 halves its loss scale at each
 SPIKE = 6.0  # a loss this many standard deviations above the mean is a spike
 SPIKE_WINDOW = 128  # number of previous losses in that mean
@@ -38,8 +40,8 @@ def track_loss(run, step, loss):
         state.recent = [*recent, loss][-SPIKE_WINDOW:]
         return
     if state.spikes_in_a_row == 0:
-        run.log.write(f'step {step}: loss {loss:.4f} is a spike; the {len(recent)} steps before it averaged '
-                      f'{np.mean(recent):.4f} +- {np.std(recent):.4f}', step=step, spike=loss)
+        run.log.write(f'step {step}: loss {short(loss)} is a spike; the {len(recent)} before averaged '
+                      f'{short(np.mean(recent))} +- {short(np.std(recent))}', step=step, spike=loss)
     state.spikes_in_a_row += 1
     if state.spikes_in_a_row >= MAX_BAD_STEPS:
         state.spikes_in_a_row, state.recent = 0, []

@@ -36,11 +36,13 @@ def may_run_twice(path):
 
 def check_early(*sources):
     """
-    Prints --help or raises SettingsError before the imports of a script, of which torch takes seconds.
+    Prints --help, draws --report or raises SettingsError before the imports of a script, of which torch takes
+    seconds.
     sources: files beside this one with settings classes; the script comes last. What cannot be known here is
     left to the script: settings that need torch, and config files that must not run twice.
     """
     host.end_spins_early()
+    flags = {}
     with without_torch(), contextlib.suppress(NameError):
         modules = [settings_module(os.path.join(HERE, source)) for source in sources]
         classes, removed = [], getattr(modules[-1], 'REMOVED', {})
@@ -48,6 +50,10 @@ def check_early(*sources):
             for name, value in vars(module).items():
                 if name.endswith('Config') and value.__module__ == module.__name__:  # not an imported one
                     classes.append(value)
-        words, _, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
+        words, flags, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
         if problems or all(map(may_run_twice, words)):
             configure(*classes, about=modules[-1].__doc__, removed=removed)
+    if 'report' in flags and flags['report'][0] is not None:
+        from hotloop.report import report  # and numpy, which only this needs
+        print(report(flags['report'][0]))
+        sys.exit(0)

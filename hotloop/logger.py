@@ -1,7 +1,6 @@
-"""The log of a run: readable lines, log.jsonl for programs, wandb."""
+"""The log of a run: readable lines, log.jsonl for programs, report.html, TensorBoard, wandb."""
 
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -9,30 +8,45 @@ import shlex
 import time
 
 from hotloop.device import peak_flops, peak_memory
-from hotloop.files import counted, replacing
+from hotloop.files import counted, first_line, replacing
 from hotloop.lora import flops_of
+from hotloop.report import write_report
 from hotloop.schedule import is_open
+from hotloop.wording import compact, duration, memory_size, rate, short
+
+# names in TensorBoard; other numbers keep those of log.jsonl
+TENSORBOARD = {'loss': 'Loss/train', 'val_loss': 'Loss/val', 'lr': 'LearningRate',
+               'grad_norm': 'GradientNorm', 'tokens_per_s': 'Throughput/tokens_per_sec',
+               'mfu': 'Throughput/mfu', 'peak_memory_mb': 'Memory/allocated_gb'}
+REPORT_COST = 1 / 200  # the most of a run's time that its reports take, except for the first and the last
 
 
 class Log:
-    """Writes the same numbers to the terminal, log.jsonl and, if enabled, wandb. Only rank 0 has a log."""
+    """
+    Writes the same numbers to the terminal, log.jsonl and, if enabled, TensorBoard and wandb, and draws
+    log.jsonl in report.html. Only rank 0 has a log.
+    """
 
     def __init__(self, out, cfg, settings, env, state):
         """state: of a resumed run, whose later lines are dropped; None for a new run."""
-        self.env, self.file, self.wandb, self.failed = env, None, None, False
+        self.env, self.file, self.wandb, self.tensorboard, self.failed = env, None, None, None, False
         if env.rank:
             return
-        self.path = out / 'log.jsonl'
+        self.path, self.next_report = out / 'log.jsonl', 0.0
         if state is not None and os.path.exists(self.path):
             keep_lines(self.path, state.iter_num)
         self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
+        if cfg.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            # purge_step hides the events after a checkpoint, which come again
+            self.tensorboard = SummaryWriter(out / 'tensorboard', purge_step=state and state.iter_num + 1)
         if cfg.wandb_log:
             import wandb
             wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings)
             self.wandb = wandb
 
     def write(self, text, **numbers):
-        """Prints the text and writes the numbers; the file leaves out those that are None or not finite."""
+        """Prints the text and writes the numbers; the files leave out those that are None or not finite."""
         self.env.print_once(text)
         if self.file:
             row = {}
@@ -41,6 +55,8 @@ class Log:
                     row[name] = value
             try:
                 self.file.write(json.dumps(row) + '\n')
+                if self.tensorboard:
+                    add_events(self.tensorboard, row)
             except OSError as e:  # lines wait in the file's buffer for room
                 if not self.failed:
                     self.env.print_once(f'{self.path} could not be written: {e.strerror or e}')
@@ -56,12 +72,39 @@ class Log:
             rows = [json.loads(line) for line in f]
         return bool(rows) and not any(row['step'] == step and 'val_loss' in row for row in rows)
 
+    def report(self, last=False):
+        """Writes report.html, if it is the last time or costs at most REPORT_COST of the time since."""
+        began = time.monotonic()
+        if self.file is None or not (last or began >= self.next_report):
+            return
+        try:
+            if os.path.getsize(self.path):
+                write_report(os.path.dirname(self.path))
+        except Exception as e:  # of any kind: a picture must not end a run
+            self.env.print_once(f'report.html could not be written: {first_line(e) or type(e).__name__}')
+        self.next_report = began + (time.monotonic() - began) / REPORT_COST
+
     def close(self):
         if self.file:
             with contextlib.suppress(OSError):
                 self.file.close()
+            self.report(last=True)
+        if self.tensorboard:
+            with contextlib.suppress(OSError):
+                self.tensorboard.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def add_events(writer, row):
+    """Adds the numbers and the sample of a line of log.jsonl to TensorBoard's event file."""
+    for name, value in row.items():
+        if isinstance(value, str):
+            writer.add_text(name, value, row['step'])
+        elif name == 'peak_memory_mb':
+            writer.add_scalar(TENSORBOARD[name], value / 1000, row['step'])
+        elif name != 'step':
+            writer.add_scalar(TENSORBOARD.get(name, name), value, row['step'])
 
 
 def keep_lines(path, last_step):
@@ -94,36 +137,58 @@ class StepTimer:
         self.began += time.perf_counter() - self.paused
 
 
+def step_line(step, numbers, left=None, startup=None):
+    """
+    The line of a step, at most 80 columns, from the numbers that are logged; what is unknown is left out.
+    left: seconds to the end of the run; startup: seconds of a lap that includes it.
+    """
+    parts = [f'step {step}: loss {short(numbers["loss"])}', f'lr {rate(numbers["lr"])}']
+    if 'tokens_per_s' in numbers:
+        parts.append(f'{compact(numbers["tokens_per_s"])} tok/s')
+    if 'mfu' in numbers:
+        parts.append(f'mfu {numbers["mfu"]:.0%}')
+    if numbers['peak_memory_mb']:
+        parts.append(memory_size(numbers['peak_memory_mb']))
+    parts.append(f'{duration(left)} left' if startup is None else f'{startup:.1f} s including startup')
+    line = ', '.join(parts)
+    if numbers['skipped']:
+        line += f'\nstep {step}: {counted(numbers["skipped"], "non-finite step")} skipped'
+    return line
+
+
 def log_step(run, lr, norm, lap):
     """Logs one line for the steps of a lap. The first lap includes compilation."""
     state, cfg, env = run.state, run.cfg, run.env
     steps, seconds, waited, first = lap
     loss_sum, targets, skipped, _ = state.logged
     state.logged = []
-    loss = loss_sum / targets if targets else math.nan
     memory = peak_memory(env.device)
-    numbers = {'loss': loss, 'lr': lr, 'grad_norm': norm, 'tokens_seen': state.tokens_seen,
-               'skipped': skipped or None, 'peak_memory_mb': memory and memory / 1e6}
-    total = '' if is_open(cfg) else f'/{cfg.max_iters}'
-    text = f'step {state.iter_num}{total}: loss {loss:.4f}, lr {lr:.2e}, norm {norm:.2f}, '
+    numbers = {'loss': loss_sum / targets if targets else math.nan, 'lr': lr, 'grad_norm': norm,
+               'tokens_seen': state.tokens_seen, 'skipped': skipped or None,
+               'peak_memory_mb': memory and memory / 1e6}
     if first:
-        text += f'{seconds:.1f} s, including startup'
+        numbers['resumed'] = state.iter_num - steps or None
+        text = step_line(state.iter_num, numbers, startup=seconds)
     else:
         each = seconds / steps
         tokens_per_s = run.batches.global_batch * run.val.T / each
         numbers |= {'ms': each * 1000, 'tokens_per_s': tokens_per_s, 'data_share': waited / seconds}
-        text += f'{each * 1000:.1f} ms, {tokens_per_s:,.0f} tok/s, '
         if peak := peak_flops(env.device, env.dtype):
             numbers['mfu'] = tokens_per_s * flops_of(run.model, run.val.T)[1] / env.world / peak
-            text += f'mfu {numbers["mfu"]:.1%}, '
-        left = (cfg.max_iters - state.iter_num) * each
-        if is_open(cfg):
-            left = max(run.deadline.left(), 0)
-        left = datetime.timedelta(seconds=int(left))
-        text += f'data {waited / seconds:.1%}, {left} left'
-    if skipped:
-        text += f'; {counted(skipped, "non-finite step")} skipped'
+        left = max(run.deadline.left(), 0) if is_open(cfg) else (cfg.max_iters - state.iter_num) * each
+        text = step_line(state.iter_num, numbers, left=left)
     run.log.write(text, step=state.iter_num, **numbers)
+
+
+def evaluation_line(numbers):
+    """The losses of an evaluation, at most 66 columns, from the numbers that are logged."""
+    parts = [f'val loss {short(numbers["val_loss"])}']
+    if math.isfinite(numbers['val_stderr']):
+        parts[0] += f' +- {short(numbers["val_stderr"])}'
+    if numbers['val_bpb'] is not None:
+        parts.append(f'{short(numbers["val_bpb"])} bits per byte')
+    parts.append(f'train loss {short(numbers["train_loss"])}')
+    return ', '.join(parts)
 
 
 def log_evaluation(run, evaluation):
@@ -132,24 +197,23 @@ def log_evaluation(run, evaluation):
     numbers = {f'val_{name}': val[name] for name in ('loss', 'stderr', 'bpb', 'tokens')}
     numbers |= {'val_perplexity': math.exp(min(val['loss'], 700)), 'train_loss': train['loss'],
                 'eval_seconds': evaluation.seconds}
-    text = f'step {step}: ' if step else ''  # with eval_only the step of the weights may be unknown
-    text += (f'val loss {val["loss"]:.4f} +- {val["stderr"]:.4f}, '
-             f'perplexity {numbers["val_perplexity"]:.2f}')
-    if val['bpb'] is not None:
-        text += f', {val["bpb"]:.4f} bits per byte'
-    text += f' ({val["tokens"]:,} tokens); train loss {train["loss"]:.4f}; {evaluation.seconds:.1f} s'
+    prefix = f'step {step}: ' if step else ''  # with eval_only the step of the weights may be unknown
+    text = prefix + evaluation_line(numbers)
     for name, loss in val.get('losses', {}).items():  # of a mixture's datasets
-        text += f', {name} {loss:.4f}'
+        text += f'\n{prefix}val loss {short(loss)} on {name}'
         numbers[f'val_loss_{name}'] = loss
     if run.log is None:
-        run.env.print_once(text)
+        text += f'\nperplexity {short(numbers["val_perplexity"])}, {val["tokens"]:,} tokens'
+        run.env.print_once(f'{text}, {evaluation.seconds:.1f} s')
     else:
         run.log.write(text, step=step, **numbers)
+        run.log.report()
 
 
 def log_done(run):
-    """The last line of a run that has reached max_iters."""
+    """The last lines of a run that has reached max_iters."""
     memory = peak_memory(run.env.device)
-    peak = f', peak memory {memory / 1e6:,.0f} MB' if memory else ''
-    run.env.print_once(f'done: best val loss {run.state.best_val_loss:.4f}{peak}; to sample from the '
-                       f'model: python sample.py --out_dir={shlex.quote(run.cfg.out_dir)}')
+    peak = f', peak memory {memory_size(memory / 1e6)}' if memory else ''
+    run.env.print_once(f'done: best val loss {short(run.state.best_val_loss)}{peak}')
+    run.env.print_once(f'curves: {run.out / "report.html"}')
+    run.env.print_once(f'to sample: python sample.py --out_dir={shlex.quote(run.cfg.out_dir)}')

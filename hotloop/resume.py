@@ -10,7 +10,7 @@ from hotloop.dataset import dataset_folder, read_meta
 from hotloop.run_dir import RunDir, find_latest
 
 # these depend on the command and its machine, and do not come from a checkpoint
-OWN = {'out_dir', 'init_from', 'eval_only', 'check', 'dry_run', 'max_minutes', 'device', 'backend'}
+OWN = {'out_dir', 'init_from', 'eval_only', 'check', 'dry_run', 'report', 'max_minutes', 'device', 'backend'}
 
 
 def resolve_auto(cfg, notes):

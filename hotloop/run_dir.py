@@ -19,7 +19,7 @@ from hotloop.files import free_number, is_inside, lock, replacing
 
 ADAPTER_FILES = tuple(f'adapter/{name}' for name in (
     'adapter_config.json', 'adapter_model.safetensors', 'hotloop.json'))  # of a run with lora_rank
-RUN_FILES = ('config.py', 'log.jsonl', 'best.pt', 'ckpt.pt', *ADAPTER_FILES)
+RUN_FILES = ('config.py', 'log.jsonl', 'report.html', 'best.pt', 'ckpt.pt', *ADAPTER_FILES)
 NOT_IN_BEST = (*OPTIMIZERS, 'scaler', 'state')
 
 

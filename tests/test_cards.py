@@ -12,6 +12,7 @@ import re
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,6 +76,19 @@ def fake_wandb(m):
     m.setitem(sys.modules, 'wandb', wandb)
 
 
+def fake_tensorboard(m):
+    """torch's writer for TensorBoard without that package: it makes its folder."""
+    module = types.ModuleType('torch.utils.tensorboard')
+
+    def writer(folder, purge_step):
+        os.makedirs(folder)
+        return Mock()
+    module.SummaryWriter = writer
+    m.setitem(sys.modules, 'torch.utils.tensorboard', module)
+    m.setitem(sys.modules, 'tensorboard', types.ModuleType('tensorboard'))
+    sys.modules['tensorboard'].__spec__ = importlib.machinery.ModuleSpec('tensorboard', None)
+
+
 def fake_determinism(m):
     m.setattr(torch, 'use_deterministic_algorithms', lambda on: print('deterministic:', on))
 
@@ -126,6 +140,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'out_dir': ('files', 'elsewhere'),
     'eval_only': ('files', True),
     'check': ('files', True, {}, fake_compile),
+    'report': ('error', 'nowhere'),
     'dry_run': ('files', True),
     # at a learning rate of 0 no evaluation after the first improves
     'always_save_checkpoint': ('files', False, dict(learning_rate=0, min_lr=0, eval_interval=1, keep_last=3)),
@@ -140,6 +155,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'sample_interval': ('lines', 2, dict(sample_tokens=3)),
     'sample_prompt': ('lines', 'ab', SAMPLES),
     'sample_tokens': ('lines', 5, SAMPLES),
+    'tensorboard': ('files', True, {}, fake_tensorboard),
     'wandb_log': ('lines', True, {}, fake_wandb),
     'wandb_project': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
     'wandb_run_name': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
@@ -161,7 +177,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
 
 def without_clock(line):
     """A printed line without the numbers that differ from run to run."""
-    return re.sub(r'[\d.,]+ (ms|tok/s|MB|s\b)|data [\d.]+%|[\dhms]+ left', '', line)
+    return re.sub(r'[\d.,]+[kM]? (tok/s|[MG]B|s\b)|[\ddhms ]+ left', '', line)
 
 
 def run_once(folder, patch, settings):

@@ -27,7 +27,7 @@ def commands(text):
     """Every (script, arguments) in the commands of a text, with variables filled in and comments removed."""
     for name, value, word in re.findall(r'\b([A-Z]+)=(?:"(.*?)"|(\S+))', text):
         text = text.replace(f'${name}', value or word)
-    for line in text.splitlines():
+    for line in re.sub(r'\\\n#? *', '', text).splitlines():
         line = line.strip().removeprefix('#').strip()
         for command in line.split('&&'):
             found = re.match(r'\s*(?:python|torchrun)\b.*?\b(train|sample|prepare)\.py(?=\s|$)(.*)', command)

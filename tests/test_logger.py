@@ -1,16 +1,22 @@
-"""The log of a run: strict JSON, no line twice, and what a run prints about itself."""
+"""The log of a run: strict JSON, no line twice, 80 columns, the same numbers everywhere."""
 
+import importlib.util
+import itertools
 import json
+import math
 import re
 import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import noise, rows, write_bins
+from conftest import error_of, noise, rows, write_bins
 
 from hotloop.checkpoint import RunState
 from hotloop.distributed import Env
-from hotloop.logger import Log, StepTimer, keep_lines
+from hotloop.divergence import track_loss
+from hotloop.logger import TENSORBOARD, Log, StepTimer, evaluation_line, keep_lines, step_line
+
+PLAIN = SimpleNamespace(wandb_log=False, tensorboard=False)
 
 
 def test_the_log_is_strict_json(train_tiny, tmp_path):
@@ -33,7 +39,7 @@ def test_lines_that_come_again_and_torn_lines_are_dropped(tmp_path):
 
 
 def test_an_evaluation_is_missing_only_from_a_log_that_has_lines(tmp_path):
-    cfg = SimpleNamespace(wandb_log=False)
+    cfg = PLAIN
     log = Log(tmp_path, cfg, {}, Env(), RunState(iter_num=4))
     assert not log.lacks_evaluation(4)
     log.write('', step=4, loss=1.0)
@@ -45,7 +51,7 @@ def test_an_evaluation_is_missing_only_from_a_log_that_has_lines(tmp_path):
 
 def test_a_log_on_a_full_disk_is_reported_once(tmp_path, capsys):
     (tmp_path / 'log.jsonl').symlink_to('/dev/full')
-    log = Log(tmp_path, SimpleNamespace(wandb_log=False), {}, Env(), None)
+    log = Log(tmp_path, PLAIN, {}, Env(), None)
     for step in (1, 2):
         log.write(f'step {step}', step=step)
     log.close()
@@ -76,8 +82,103 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
                  r'^batch: 4 sequences x 2 micro-batches x 1 process = 128 tokens per step$',
                  r'^run: 2 steps, 256 tokens, 0.06 epochs, into ',
                  r'^note: min_lr=1 is above learning_rate: ', r'^note: the warmup of 5 steps is longer',
-                 r'^step 1/2: loss [\d.]+, lr .*including startup$',
-                 r'^step 2/2: loss .*, [\d.]+ ms, [\d,]+ tok/s, data [\d.]+%, 0:00:00 left$',
-                 r'^done: best val loss [\d.]+, peak memory [\d,]+ MB; to sample from the model: python '
-                 r'sample.py'):
+                 r'^step 1: loss [\d.]+, lr [\d.]+e-\d, [\d.]+ [MG]B, [\d.]+ s including startup$',
+                 r'^step 2: loss [\d.]+, lr [\d.]+e-\d, [\d.,]+k? tok/s, [\d.]+ [MG]B, 0s left$',
+                 r'^step 2: val loss [\d.]+ \+- [\d.]+, [\d.]+ bits per byte, train loss [\d.]+$',
+                 r'^done: best val loss [\d.]+, peak memory [\d.]+ [MG]B$', r'^curves: .*out/report.html$',
+                 r'^to sample: python sample.py --out_dir='):
         assert re.search(line, out, re.M), line
+
+
+# -----------------------------------------------------------------------------
+# lines of at most 80 columns
+
+STEPS, LOSSES = (1, 600_000), (0.0, 3.12345, 9.99996, 10.82, 999.96, 12345.6, 1e30, math.nan, math.inf)
+
+
+def test_a_line_of_a_step_fits_into_80_columns():
+    """The loop of extremes; and the line reads like this."""
+    for step, loss, lr, rate, mfu, memory, left in itertools.product(
+            STEPS, LOSSES, (0.0, 6e-4, 9.96e-10), (0.4, 9_999, 999_999, 9_999_999), (0.0, 0.4567, 1.0),
+            (0.4, 999.6, 79123.0, 191_999.0), (0, 3599, 86_399, 8_639_999, 1e9)):
+        numbers = {'loss': loss, 'lr': lr, 'peak_memory_mb': memory, 'skipped': 1200}
+        first = step_line(step, numbers, startup=left / 1e4)
+        line = step_line(step, {**numbers, 'tokens_per_s': rate, 'mfu': mfu}, left=left)
+        assert max(map(len, [*line.splitlines(), *first.splitlines()])) <= 80, line
+    numbers = {'loss': 3.1234, 'lr': 6e-4, 'peak_memory_mb': 79123.0, 'skipped': 2,
+               'tokens_per_s': 9_999_999.0, 'mfu': 0.4567}
+    assert step_line(600_000, numbers, left=3e6) == (
+        'step 600000: loss 3.1234, lr 6.0e-4, 10M tok/s, mfu 46%, 79 GB, 34d 17h left\n'
+        'step 600000: 2 non-finite steps skipped')
+    numbers |= {'peak_memory_mb': None, 'skipped': None}  # nothing is n/a
+    assert step_line(7, numbers, startup=12.345) == (
+        'step 7: loss 3.1234, lr 6.0e-4, 10M tok/s, mfu 46%, 12.3 s including startup')
+
+
+def test_a_line_of_an_evaluation_fits_into_80_columns():
+    for loss, error, bpb, train in itertools.product(LOSSES, (0.0123, 12345, math.nan), (1.1777, 999.9, None),
+                                                     LOSSES):
+        numbers = {'val_loss': loss, 'val_stderr': error, 'val_bpb': bpb, 'train_loss': train}
+        assert len('step 600000: ' + evaluation_line(numbers)) <= 80
+    numbers = {'val_loss': 3.1234, 'val_stderr': 0.0075, 'val_bpb': 1.1777, 'train_loss': 3.1023}
+    assert evaluation_line(numbers) == 'val loss 3.1234 +- 0.0075, 1.1777 bits per byte, train loss 3.1023'
+    numbers |= {'val_stderr': math.nan, 'val_bpb': None}
+    assert evaluation_line(numbers) == 'val loss 3.1234, train loss 3.1023'
+
+
+@pytest.mark.parametrize('loss', [8.0, 12345.6, 1e30])
+def test_a_line_of_a_spike_fits_into_80_columns(loss):
+    lines = []
+    log = SimpleNamespace(write=lambda text, **numbers: lines.append(text))
+    run = SimpleNamespace(state=RunState(recent=[3.0, 3.001] * 64), log=log)
+    track_loss(run, 600_000, loss)
+    assert len(lines) == 1 and len(lines[0]) <= 80
+    assert lines[0].endswith(' is a spike; the 128 before averaged 3.0005 +- 0.0005')
+
+
+def test_progress_lines_of_a_run_fit_into_80_columns(train_tiny, capsys, data_dir):
+    train_tiny(max_iters=4, dataset='tiny:0.7,tiny:0.3')
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if re.match('step|done|curves|val loss', line)]
+    assert len(lines) == 8 and re.search('^step 4: val loss [0-9.]+ on tiny$', out, re.M)
+    assert max(len(line) for line in lines if not line.startswith('curves')) <= 80
+    train_tiny(max_iters=4, eval_only=True)
+    out = capsys.readouterr().out
+    assert re.search(r'^val loss .*\nperplexity [\d.]+, [\d,]+ tokens, [\d.]+ s$', out, re.M)
+
+
+# -----------------------------------------------------------------------------
+# TensorBoard
+
+def test_tensorboard_has_the_numbers_of_the_log(train_tiny, tmp_path):
+    """Also after a resume, which hides what comes again."""
+    pytest.importorskip('tensorboard')
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    settings = dict(tensorboard=True, save_interval=3, sample_interval=5, sample_tokens=3)
+    train_tiny(max_iters=5, **settings)
+    (tmp_path / 'out' / 'ckpt.pt').unlink()  # back to an earlier checkpoint
+    train_tiny(init_from='resume', max_iters=8, **settings)
+    events = EventAccumulator(str(tmp_path / 'out' / 'tensorboard'))
+    events.Reload()
+    names = {**TENSORBOARD, 'train_loss': 'train_loss', 'val_bpb': 'val_bpb', 'resumed': 'resumed'}
+    assert {'Loss/train', 'Loss/val', 'Throughput/tokens_per_sec', 'Memory/allocated_gb',
+            'LearningRate'} <= set(events.Tags()['scalars'])
+    for name, tag in names.items():
+        logged = [(row['step'], row[name]) for row in rows(tmp_path / 'out', name)]
+        if name == 'mfu':
+            assert logged == []
+            continue
+        found = [(event.step, event.value) for event in events.Scalars(tag)]
+        size = 1000 if name == 'peak_memory_mb' else 1
+        assert [step for step, _ in found] == [step for step, _ in logged], name
+        assert [value for _, value in found] == pytest.approx([value / size for _, value in logged], rel=1e-6)
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors('sample/text_summary')]
+    logged = [row['sample'] for row in rows(tmp_path / 'out', 'sample')]
+    assert texts[-len(logged):] == logged  # TensorBoard hides no text
+
+
+def test_tensorboard_that_is_missing_is_an_error_at_the_start(train_tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    assert error_of(train_tiny, tensorboard=True) == (
+        'tensorboard=True needs tensorboard: pip install tensorboard, or --tensorboard=False')
+    assert not (tmp_path / 'out').exists()

@@ -268,7 +268,8 @@ def mirrored(tmp_path, steps=(1,), ours=False):
 def test_a_mirror_holds_the_last_files_and_can_be_resumed(tmp_path, train_tiny):
     train_tiny(max_iters=6, mirror_dir=tmp_path / 'drive')
     here, there = contents(tmp_path / 'out'), contents(tmp_path / 'drive')
-    assert there == {name: here[name] for name in ('config.py', 'log.jsonl', 'ckpt.pt', 'best.pt')}
+    files = ('config.py', 'log.jsonl', 'report.html', 'ckpt.pt', 'best.pt')
+    assert there == {name: here[name] for name in files}
     assert train_tiny('drive', init_from='resume') == 0
     assert load_checkpoint(str(tmp_path / 'drive' / 'ckpt.pt'))['iter_num'] == 10
 

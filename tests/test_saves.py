@@ -84,7 +84,8 @@ def test_a_failed_save_is_reported_while_the_run_goes_on(train_tiny, tmp_path, m
     assert train_tiny(save_interval=3, eval_interval=100, max_iters=10) == 0
     lines = capsys.readouterr().out.splitlines()
     report = next(i for i, line in enumerate(lines) if 'training continues' in line)
-    before, after = (next(i for i, line in enumerate(lines) if line.startswith(f'step {n}/')) for n in (3, 9))
+    before, after = (next(i for i, line in enumerate(lines) if line.startswith(f'step {n}: loss'))
+                     for n in (3, 9))
     assert before < report < after
 
 

@@ -1,0 +1,45 @@
+"""Numbers as short text, for lines of at most 80 columns and the axes of a report."""
+
+import math
+
+
+def short(loss):
+    """A loss in at most six characters: 3.1234, 10.83, 1e+09."""
+    if loss < 9.99995:
+        return f'{loss:.4f}'
+    return f'{loss:.4g}' if loss < 9999.5 else f'{loss:.0e}'
+
+
+def compact(value):
+    """A number in at most five characters: 0.015, 9,999, 25.4k, 1.23M."""
+    for unit, size, least in (('T', 1e12, 1e12), ('B', 1e9, 1e9), ('M', 1e6, 1e6), ('k', 1e3, 1e4)):
+        if 0.9995 * least <= abs(value) < 1e15:
+            return f'{value / size:.3g}{unit}'
+    return f'{value:,.0f}' if 1000 <= abs(value) < 1e4 else f'{value:.3g}'.replace('e-0', 'e-')
+
+
+def rate(lr):
+    """A learning rate: 6.0e-4."""
+    return f'{lr:.1e}'.replace('e-0', 'e-')
+
+
+def duration(seconds):
+    """Seconds in the two largest units: 16s, 12m 34s, 5h 12m, 34d 17h; from 100 days on in days."""
+    left = int(seconds)
+    for size, unit, smaller, letter in ((86400, 'd', 3600, 'h'), (3600, 'h', 60, 'm'), (60, 'm', 1, 's')):
+        if left >= size:
+            rest = f' {left % size // smaller}{letter}' if left < 100 * 86400 else ''
+            return f'{left // size}{unit}{rest}'
+    return f'{left}s'
+
+
+def memory_size(megabytes):
+    """Megabytes in one to three digits: 570 MB, 7.9 GB, 79 GB."""
+    if megabytes < 999.5:
+        return f'{megabytes:.0f} MB'
+    return f'{megabytes / 1000:.1f} GB' if megabytes < 9950 else f'{megabytes / 1000:.0f} GB'
+
+
+def with_error(loss, error):
+    """A loss with its standard error, unless that is nan: 1.1212 ± 0.0075."""
+    return f'{loss:.4f}' + (f' ± {error:.4f}' if math.isfinite(error) else '')
