@@ -58,6 +58,7 @@ from hotloop.optim import build_optimizers
 from hotloop.parallel import micro_batch, set_blocks
 from hotloop.patience import is_out_of_patience
 from hotloop.pretrained import open_start
+from hotloop.report import report
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
 from hotloop.saves import evaluate_missing, finish_save, save, save_is_late, stop_run, take_folder, track_best
@@ -604,8 +605,11 @@ def dry_run(settings):
 
 def main(argv=None):
     settings = read_settings(argv)
-    if settings.train.check or settings.train.dry_run or settings.train.report is not None:
-        print('\n'.join(dry_run(settings) if settings.train.dry_run else check(settings.train)))
+    if settings.train.report is not None:
+        print(report(settings.train.report))
+        return 0
+    if settings.train.check or settings.train.dry_run:
+        print('\n'.join(check(settings.train) if settings.train.check else dry_run(settings)))
         return 0
     datasets = open_datasets(settings.train.dataset, settings.train.data_dir)
     env = setup(settings.train)

@@ -17,7 +17,7 @@ block_size = 256
 
 batch_size = 8  # many small steps learn fastest in a short run
 gradient_accumulation_steps = 1
-max_iters = 1200
+time_budget = 3  # minutes
 
 optimizer = 'muon'
 muon_lr = 0.015

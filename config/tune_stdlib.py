@@ -1,7 +1,7 @@
 # teaches a model of Python source to write the body of a function from its signature and docstring (LoRA)
 #
 #   python prepare.py stdlib --name=stdlib_4096 --tokenizer=bpe:4096 --val_fraction=0.1
-#   python train.py config/quickstart.py --dataset=stdlib_4096 --out_dir=out-stdlib --max_iters=2000
+#   python train.py config/quickstart.py --dataset=stdlib_4096 --out_dir=out-stdlib --time_budget=8
 #   python prepare.py stdlib --format=functions --name=functions --tokenizer=out-stdlib \
 #       --val_fraction=0.1 --max_function=700
 #   python train.py config/tune_stdlib.py

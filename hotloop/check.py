@@ -10,18 +10,12 @@ import torch.distributed as dist
 
 from hotloop import host
 from hotloop.device import attention_kernels, choose_device, choose_dtype, cpu_has_bf16, try_compile
-from hotloop.report import report
 
 LITTLE_DISK = 5e9  # bytes; a checkpoint of GPT-2 124M has 1.5e9, and a run keeps two of them and best.pt
 
 
 def check(cfg):
-    """
-    The report on this machine and the folders of a command, one line each, which writes nothing. With
-    --report, the line of that report instead.
-    """
-    if cfg.report is not None:
-        return [report(cfg.report)]
+    """The report on this machine and the folders of a command, one line each. It writes nothing."""
     device, why = choose_device(cfg.device)
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     lines = [f'python {sys.version.split()[0]}, torch {torch.__version__}, {sys.platform}', *check_gpus(),

@@ -57,7 +57,7 @@ def assert_equal_runs(a, b):
 # -----------------------------------------------------------------------------
 # checkpoints: killed while they are written, damaged, without room
 
-KILLS = int(os.environ.get('KILLS', '60'))
+KILLS = int(os.environ.get('KILLS', '40'))
 
 
 @pytest.mark.parametrize('kills', [3, pytest.param(KILLS, marks=pytest.mark.slow)])
