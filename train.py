@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure
-from hotloop import resume
+from hotloop import patience, resume
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine
 from hotloop.check import check
@@ -56,7 +56,6 @@ from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice,
 from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
 from hotloop.parallel import micro_batch, set_blocks
-from hotloop.patience import is_out_of_patience
 from hotloop.pretrained import open_start
 from hotloop.report import report
 from hotloop.run_dir import Mirror, Resumed, RunDir
@@ -557,7 +556,7 @@ def train(run):
         if due.evaluation and (due.last or not stopping):
             evaluation = evaluate_both(run, None if due.last else env.stop.by_signal)
             best = evaluation is not None and track_best(run, evaluation)
-            stopping = stopping or evaluation is None or is_out_of_patience(run)
+            stopping = stopping or evaluation is None or patience.is_out(run)
             save_due = save_due or best or due.last or stopping or cfg.always_save_checkpoint
         if due.sample:
             write_sample(run)

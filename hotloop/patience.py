@@ -12,14 +12,14 @@ from hotloop.schedule import learning_rate
 from hotloop.wording import rate, short
 
 
-def is_out_of_patience(run):
+def is_out(run):
     """Whether cfg.patience evaluations in a row had no lower loss, before the last step."""
     cfg, state = run.cfg, run.state
     is_over = cfg.patience is not None and state.evals_since_best >= cfg.patience
     return is_over and state.iter_num < cfg.max_iters
 
 
-def without_improvement(run):
+def describe(run):
     """Why a run that is out of patience stopped, and its rate unless that has decayed to min_lr."""
     cfg, state = run.cfg, run.state
     why = (f'patience={cfg.patience}: no lower val loss than {short(state.best_val_loss)} in '

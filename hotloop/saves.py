@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from configurator import as_file
+from hotloop import patience
 from hotloop.checkpoint import DiskFull, checkpoint_of, size_in_bytes, snapshot
 from hotloop.evaluate import evaluate_both
 from hotloop.files import replacing
 from hotloop.host import memory
 from hotloop.logger import Log, log_done, log_evaluation
-from hotloop.patience import is_out_of_patience, without_improvement
 from hotloop.run_dir import Mirror
 from hotloop.schedule import what_is_due
 from hotloop.shard import is_sharded
@@ -67,7 +67,7 @@ def track_best(run, evaluation):
         state.best_val_loss, state.evals_since_best = loss, 0
         return True
     state.evals_since_best += 1
-    is_end = state.iter_num >= run.cfg.max_iters or is_out_of_patience(run)
+    is_end = state.iter_num >= run.cfg.max_iters or patience.is_out(run)
     if is_end and not math.isfinite(state.best_val_loss):
         raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it '
                          'diverged; start again with a lower learning_rate')
@@ -140,7 +140,7 @@ def evaluate_missing(run):
     if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
         missing = run.log.lacks_evaluation(state.iter_num)
     if not run.env.any(missing):  # only rank 0 has a log
-        return not is_out_of_patience(run)
+        return not patience.is_out(run)
     evaluation = evaluate_both(run, run.env.stop.by_signal)
     if evaluation is None:
         return False
@@ -148,7 +148,7 @@ def evaluate_missing(run):
     save(run)
     finish_save(run)  # the checkpoint of this step lacks the result, so a new one comes before the log line
     log_evaluation(run, evaluation)
-    return not is_out_of_patience(run)
+    return not patience.is_out(run)
 
 
 def save_error(run, error):
@@ -162,8 +162,8 @@ def stop_run(run):
     saved = 'this was before step 1; there is nothing to save'
     if run.state.iter_num:
         saved = run.out.how_to_go_on()
-    if is_out_of_patience(run):
-        run.env.print_once(f'stopped: {without_improvement(run)}\n{saved} --patience=None')
+    if patience.is_out(run):
+        run.env.print_once(f'stopped: {patience.describe(run)}\n{saved} --patience=None')
         log_done(run)
     else:
         run.env.print_once(f'stopped: {saved}')
