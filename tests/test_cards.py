@@ -151,6 +151,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'eval_interval': ('lines', 1),
     'eval_tokens': ('lines', 32),
     'eval_iters': ('lines', 1),
+    'patience': ('lines', 1, dict(learning_rate=0, min_lr=0, eval_interval=1)),  # nothing improves
     'log_interval': ('lines', 3),
     'sample_interval': ('lines', 2, dict(sample_tokens=3)),
     'sample_prompt': ('lines', 'ab', SAMPLES),

@@ -131,7 +131,7 @@ def test_config_py_repeats_the_run_without_a_clock(budget, train_tiny, clock, tm
 
 
 @pytest.mark.parametrize('kills', [(3, 12), (9, 25), (23, 28)])
-@pytest.mark.parametrize('how', ['SIGTERM', 'kill'])
+@pytest.mark.parametrize('how', ['SIGTERM', pytest.param('kill', marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_twice_uses_its_budget_once(budget, clock, tmp_path, monkeypatch, kills, how):
     """
     The command is repeated as it was, also the settings that a decision has replaced. What a kill lost is

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 # what Windows lacks; torch itself asks sys.platform, which therefore stays
 WITHOUT = '''
@@ -50,6 +52,7 @@ def run(code, folder):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_commands_run_without_fcntl_resource_sighup_and_fork(tmp_path):
     """As on Windows: import, prepare a text, train, resume, sample, diagnose."""
     assert 'step 3: val loss' in run(WITHOUT, tmp_path)
