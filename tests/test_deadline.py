@@ -258,6 +258,7 @@ def train_on_rank(out, data_dir):
 
 
 @forks
+@pytest.mark.slow
 def test_the_clock_of_rank_0_decides_for_all(tmp_path, data_dir):
     (code, steps, now), *others = on_ranks(2, train_on_rank, str(tmp_path / 'out'), data_dir)
     config = settings_of(tmp_path / 'out')

@@ -212,12 +212,13 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
 
 @pytest.mark.parametrize('when, times, numbers, code, step', [
     ('train.build_optimizers', 1, [TERM], 143, 0),  # before the first step
-    (FORWARD, 1, [TERM], 143, 0),  # in the first step
+    pytest.param(FORWARD, 1, [TERM], 143, 0, marks=pytest.mark.slow),  # in the first step
     (FORWARD, 3, [INT], 130, 1),  # between the micro-batches of step 2, which is given up
-    (FORWARD, 4, [HUP], 129, 2), (FORWARD, 4, [TERM, INT], 143, 2),  # in the last one of step 2
+    (FORWARD, 4, [HUP], 129, 2),  # in the last one of step 2
+    pytest.param(FORWARD, 4, [TERM, INT], 143, 2, marks=pytest.mark.slow),
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
     ('hotloop.run_dir.RunDir.start_save', 2, [TERM], 143, 6),  # the save under way is completed
-    ('train.evaluate_both', 3, [TERM], 0, 8),  # there is nothing left to resume
+    pytest.param('train.evaluate_both', 3, [TERM], 0, 8, marks=pytest.mark.slow),  # nothing is left to resume
     ('train.evaluate_both', 2, [INT, INT], -INT, 3)])  # nothing more is saved
 def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, numbers, code, step):
     """The exit code is 128 + the first signal; a second SIGINT ends at once. A resume has the same bits."""

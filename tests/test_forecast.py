@@ -127,8 +127,7 @@ def adapted(device, lora, dtype=torch.float32, **settings):
 
 
 @pytest.mark.parametrize('settings', [dict(bias=True), GATED])
-@pytest.mark.parametrize('quantize', ['none', 'nf4'])
-@pytest.mark.parametrize('chunks, recompute', [(1, 'none'), (4, 'full')])
+@pytest.mark.parametrize('quantize, chunks, recompute', [('nf4', 1, 'none'), ('none', 4, 'full')])
 def test_a_step_with_adapters_stores_on_the_meta_device_what_it_stores(settings, quantize, chunks, recompute):
     lora, counts = LoRAConfig(lora_rank=4, quantize=quantize), []
     for device in ('cpu', 'meta'):
@@ -140,8 +139,7 @@ def test_a_step_with_adapters_stores_on_the_meta_device_what_it_stores(settings,
         assert abs(stored - counted) < 200 < stored
 
 
-@pytest.mark.parametrize('quantize', ['none', 'nf4'])
-@pytest.mark.parametrize('recompute', ['none', 'full'])
+@pytest.mark.parametrize('quantize, recompute', [('none', 'none'), ('nf4', 'full')])
 def test_two_blocks_with_adapters_tell_what_all_of_them_store(quantize, recompute):
     """The first block, whose input has no gradient, is counted as such."""
     lora = LoRAConfig(lora_rank=4, lora_targets='mlp', quantize=quantize)

@@ -115,6 +115,7 @@ def run_of_rank(data_dir, out):
 
 
 @forks
+@pytest.mark.slow
 def test_all_processes_stop_at_the_same_step(data_dir, tmp_path):
     assert on_ranks(2, run_of_rank, data_dir, str(tmp_path / 'out')) == [(0, 1), (0, 1)]
     assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 6
