@@ -453,7 +453,7 @@ def open_data(settings, datasets, config, env):
         if env.rank == 0:
             for split in splits:
                 split.check_ids(config.vocab_size)
-        env.sum(np.zeros(1))  # waits for rank 0
+        env.barrier()  # waits for rank 0
     return by_name, context
 
 

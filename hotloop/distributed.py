@@ -54,6 +54,10 @@ class Env:
         """Whether a flag is true on any process; all of them must call it."""
         return bool(self.sum(np.array([float(flag)]))[0] > 0)
 
+    def barrier(self):
+        """Waits until all processes have called it."""
+        self.sum(np.zeros(1))
+
     @contextlib.contextmanager
     def patience(self):
         """In this block processes wait up to a day for rank 0, which downloads, reads or saves alone."""

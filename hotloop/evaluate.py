@@ -63,13 +63,8 @@ def spread(split, num_windows):
 
 def count_batches(split, num_windows, batch, world):
     """The number of batches that evaluate() runs in each process."""
-    total = 0
-    for part, share in shares(split, num_windows):
-        windows = count_windows(part)
-        if share is not None:
-            windows = min(share, windows)
-        total += -(-windows // (batch * world))
-    return total
+    numbers = [len(spread(part, share)) for part, share in shares(split, num_windows)]
+    return sum(-(-n // (batch * world)) for n in numbers)
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ import functools
 import math
 import weakref
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -220,4 +219,4 @@ def fits_sharded(model, batch, env, cfg, reserve):
     data = reserve - 8 * model.num_params()
     need, memory = Need(model, cfg, world=env.world), device_memory(env.device) - data
     fits = need.fits(batch, env.dtype, memory, cfg.recompute)
-    return env.sum(np.array([float(not fits)]))[0] == 0
+    return not env.any(not fits)

@@ -80,7 +80,7 @@ class LoRALinear(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
     def all_of_B(self, num_rows):
-        """B of all parts, (num_rows, parts * rank): zero where a part has no say."""
+        """B of all parts, (num_rows, parts * rank): zero in the rows of other parts."""
         blocks, done = [], 0
         for (start, end), B in zip(self.parts, self.lora_B.split(sizes(self.parts)), strict=True):
             blocks += [B.new_zeros(start - done, 0), B]

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from hotloop.checkpoint import load_checkpoint
@@ -112,7 +111,7 @@ def open_start(cfg, resumed, adapts, env):
     name, base = cfg.init_from, None
     with env.patience():
         if env.rank:
-            env.sum(np.zeros(1))  # waits for rank 0, which downloads for all
+            env.barrier()  # waits for rank 0, which downloads for all
         if resumed:
             base = {key: resumed.checkpoint['lora'][key] for key in ('base', 'sha256')}
             name, source = base['base'], open_base(base, resumed.path, cfg.data_dir)
@@ -121,7 +120,7 @@ def open_start(cfg, resumed, adapts, env):
             if adapts:
                 base = {'base': name, 'sha256': hash_source(source)}
         if env.rank == 0:
-            env.sum(np.zeros(1))
+            env.barrier()
     return name, source, base
 
 

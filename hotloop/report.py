@@ -47,7 +47,8 @@ rect{fill:transparent}rect:hover{fill:var(--line);opacity:.6}
 .y{right:100%;padding-right:9px;transform:translateY(-50%)}
 .x,.unit{top:100%;padding-top:10px}.x{transform:translateX(-50%)}.unit{right:100%;padding-right:14px}
 .name{left:100%;width:100px;padding-left:12px;line-height:1.2;overflow:hidden;text-overflow:ellipsis;
-transform:translateY(-50%)}.light{font-weight:400}.c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}
+transform:translateY(-50%)}.light{font-weight:400}
+.c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}
 .c4{color:var(--c4)}.c5{color:var(--c5)}
 .scroll{overflow-x:auto;margin:24px 0 36px}table{border-collapse:collapse;white-space:nowrap}
 td,th{text-align:right;font-weight:400;padding:6px 0 6px 28px;border-bottom:1px solid var(--line)}

@@ -12,13 +12,12 @@ from concurrent import futures
 from dataclasses import dataclass
 
 from hotloop import host
-from hotloop.adapter import write_adapter
+from hotloop.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
 from hotloop.checkpoint import OPTIMIZERS, DiskFull, load_checkpoint, save_checkpoint
 from hotloop.distributed import print_safely
 from hotloop.files import free_number, is_inside, lock, replacing
 
-ADAPTER_FILES = tuple(f'adapter/{name}' for name in (
-    'adapter_config.json', 'adapter_model.safetensors', 'hotloop.json'))  # of a run with lora_rank
+ADAPTER_FILES = tuple(f'adapter/{name}' for name in (CONFIG, TENSORS, ORIGIN))  # of a run with lora_rank
 RUN_FILES = ('config.py', 'log.jsonl', 'report.html', 'best.pt', 'ckpt.pt', *ADAPTER_FILES)
 NOT_IN_BEST = (*OPTIMIZERS, 'scaler', 'state')
 

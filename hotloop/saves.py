@@ -4,7 +4,6 @@ import dataclasses
 import math
 import time
 
-import numpy as np
 import torch
 
 from configurator import as_file
@@ -98,7 +97,7 @@ def save(run, final=False):
             run.out.start_save(checkpoint, run.cfg.keep_last)
             if waits:
                 finish_save(run, final=final)
-        run.env.sum(np.zeros(1))  # waits for rank 0
+        run.env.barrier()  # waits for rank 0
     run.saved_at = time.monotonic()
 
 
@@ -167,5 +166,5 @@ def stop_run(run):
         log_done(run)
     else:
         run.env.print_once(f'stopped: {saved}')
-    run.env.sum(np.zeros(1))  # torchrun kills the others 30 seconds after the first has ended
+    run.env.barrier()  # torchrun kills the others 30 seconds after the first has ended
     return run.env.stop.exit_code()

@@ -119,10 +119,10 @@ class Watch:
         for k in range(10):
             chosen = (10 * sure).floor().clamp(max=9) == k
             if chosen.any():
-                said, was = sure[chosen].mean().item(), right[chosen].mean().item()
+                confidence, accuracy = sure[chosen].mean().item(), right[chosen].mean().item()
                 bins.append({'from': k / 10, 'to': (k + 1) / 10, 'tokens': int(chosen.sum()),
-                             'confidence': said, 'accuracy': was})
-                error += abs(said - was) * bins[-1]['tokens'] / len(loss)
+                             'confidence': confidence, 'accuracy': accuracy})
+                error += abs(confidence - accuracy) * bins[-1]['tokens'] / len(loss)
         total = {'tokens': len(loss), 'loss': loss.mean().item(), 'entropy': entropy.mean().item(),
                  'confidence': sure.mean().item(), 'accuracy': right.mean().item(),
                  'calibration error': error}
