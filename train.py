@@ -34,13 +34,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure
-from hotloop import patience, resume
+from hotloop import ladder, patience, resume
 from hotloop.announce import announce
-from hotloop.cards import card_for_machine
+from hotloop.cards import card_for_machine, needs_card
 from hotloop.check import check
 from hotloop.checkpoint import OPTIMIZERS, RunState, context_of, restore, state_from
 from hotloop.dataloader import Batches, Split, check_lengths, share_batch
-from hotloop.dataset import Dataset, byte_table, check_tokenizer, open_datasets
+from hotloop.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.deadline import Deadline, look_at_clock, report_end, set_budget, start_clock
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
@@ -48,7 +48,7 @@ from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
 from hotloop.files import is_inside
 from hotloop.footprint import fits_sharded
-from hotloop.forecast import forecast, model_args_of
+from hotloop.forecast import dry_run, model_args_of
 from hotloop.host import threads_for
 from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
 from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
@@ -81,6 +81,7 @@ class TrainConfig:
     max_epochs: float | None = None  # passes over the data; replaces max_iters
     max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
     time_budget: float | None = None  # minutes for the run: it chooses decay_start and max_iters by its speed
+    depth: int | None = None  # layers of a modern model: sets shape, batch and rates; see hotloop/ladder.py
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
@@ -145,7 +146,7 @@ class TrainConfig:
         wrong = []
         at_least_1 = ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'eval_tokens',
                       'eval_iters', 'log_interval', 'sample_interval', 'sample_tokens', 'save_interval',
-                      'loss_chunks', 'threads', 'patience')
+                      'loss_chunks', 'threads', 'patience', 'depth')
         for name, value in dataclasses.asdict(self).items():
             if isinstance(value, int | float) and value < 0:
                 wrong.append(f'{name}={value} must not be negative')
@@ -187,7 +188,7 @@ REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a ste
 
 SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
 ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
-BOUND = SHAPE | ADAPTERS | {'dataset', 'optimizer'}  # a resumed run cannot change these
+BOUND = SHAPE | ADAPTERS | {'dataset', 'optimizer', 'depth'}  # a resumed run cannot change these
 
 
 @dataclass
@@ -200,6 +201,7 @@ class Settings:
     resumed: Resumed | None
     notes: list  # lines to print once
     auto_batch: bool  # batch_size=auto: build_run() finds the largest micro-batch
+    choose_depth: bool  # by the ladder, for a time budget without a card
 
 
 def read_settings(argv=None):
@@ -213,12 +215,16 @@ def read_settings(argv=None):
         model_cfg, lora, cfg, given, files = read(argv=argv)
     if files:
         notes.append(f'card: {" ".join(files)}')
-    elif cfg.init_from == 'scratch' and 'dataset' not in given:
+    on_ladder = not files and ladder.applies(cfg, given)
+    if not files and (on_ladder or needs_card(cfg, given)):
         card, why = card_for_machine(cfg.device)
-        notes.append(f'card: {card} ({why}); name a card to choose another')
-        files = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card)]
-        argv = files + argv
-        model_cfg, lora, cfg, given, _ = read(argv=argv)
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), card)
+        if not on_ladder:
+            notes.append(f'card: {card} ({why}); name a card to choose another')
+            files, argv = [path], [path, *argv]
+            model_cfg, lora, cfg, given, _ = read(argv=argv)
+        elif 'dataset' not in given:
+            cfg.dataset = read(argv=[path])[2].dataset
     resumed = resume.find_resumed(cfg, notes)
     if resumed:
         shape = dataclasses.asdict(config_from(resumed.checkpoint['model_args']).resolved())
@@ -239,6 +245,9 @@ def read_settings(argv=None):
     for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
         if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
             setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    if not resumed and (on_ladder or cfg.depth is not None):
+        ladder.set_depth(cfg.depth or ladder.DEPTHS[0], model_cfg, cfg, given, world)
     set_budget(cfg, given, resumed and resumed.checkpoint, notes)
     if resumed:
         bound = BOUND
@@ -247,9 +256,9 @@ def read_settings(argv=None):
         notes += resume.compare_settings([model_cfg, lora, cfg], given, base, bound)
     if lora.lora_rank:
         check_lora(lora, cfg)
-    world = int(os.environ.get('WORLD_SIZE', '1'))
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises before the processes meet
-    return Settings(model_cfg, lora, cfg, given, resumed, notes, auto_batch)
+    return Settings(model_cfg, lora, cfg, given, resumed, notes, auto_batch,
+                    on_ladder and cfg.depth is None)
 
 
 # -----------------------------------------------------------------------------
@@ -466,7 +475,7 @@ def build_run(settings, datasets, env):
     splits, context = open_data(settings, datasets, model.config, env)
     tokenizer = sampling_tokenizer(cfg, meta, context)
     if not cfg.eval_only:
-        env.stop = StopRequest(cfg.max_minutes)
+        env.stop = env.stop or StopRequest(cfg.max_minutes)
     if base:
         context['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
         notes.append(describe_adapters(context['lora'], model, env.dtype))
@@ -578,28 +587,13 @@ def train(run):
 
 # -----------------------------------------------------------------------------
 
-def dry_run(settings):
-    """The lines of the forecast of a command. Nothing is downloaded or written."""
-    cfg, notes, model_args = settings.train, settings.notes, model_args_of(settings)
-    datasets, num_windows = [], None
-    first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': False}, 1.0)
-    try:
-        datasets = open_datasets(cfg.dataset, cfg.data_dir)
-        first = datasets[0]
-    except ValueError as e:
-        notes.append(f'data: tokens unknown, 50,304 ids assumed: {e}')
+def meta_model(settings, dataset):
+    """The model of a command on torch's meta device: shapes without weights."""
+    model_args = model_args_of(settings)
     with torch.device('meta'):
-        model = GPT(config_from(model_args)) if model_args else build_model(settings, first, Env())[0]
+        model = GPT(config_from(model_args)) if model_args else build_model(settings, dataset, Env())[0]
         shorten_context(model, settings)
-    if datasets:
-        split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
-        num_windows = split.num_windows
-    if num_windows or cfg.max_epochs is None:
-        sequences = cfg.batch_size * cfg.gradient_accumulation_steps
-        notes += set_length(cfg, num_windows, sequences)
-    device = choose_device(cfg.device)[0]
-    dtype = choose_dtype(cfg.dtype, device, training=True)[0]
-    return notes + forecast(model, settings, num_windows, device, dtype)
+    return model
 
 
 def main(argv=None):
@@ -608,7 +602,7 @@ def main(argv=None):
         print(report(settings.train.report))
         return 0
     if settings.train.check or settings.train.dry_run:
-        print('\n'.join(check(settings.train) if settings.train.check else dry_run(settings)))
+        print('\n'.join(check(settings.train) if settings.train.check else dry_run(settings, meta_model)))
         return 0
     datasets = open_datasets(settings.train.dataset, settings.train.data_dir)
     env = setup(settings.train)
@@ -623,6 +617,8 @@ def execute(settings, datasets, env):
     """Evaluates or trains; returns the exit code. Closes log and mirror in any case."""
     run, code = None, None
     try:
+        if settings.choose_depth:
+            ladder.choose_depth(settings, datasets, env, build_run, train_step)
         run = build_run(settings, datasets, env)
         announce(run, settings, datasets[0].meta)
         if settings.train.eval_only:

@@ -8,6 +8,13 @@ from hotloop.device import choose_device
 # than a GPU is sold with
 CARDS = ((36, 'a100_fast'), (21.6, 'vram_24gb'), (14.4, 'vram_16gb'), (7.2, 'vram_8gb'), (0, 'quickstart'))
 APPLE_CARD = 'shakespeare_char'
+# a command that gives one of these settings describes its own model
+MODEL = {'preset', 'n_layer', 'n_head', 'n_embd', 'block_size', 'optimizer'}
+
+
+def needs_card(cfg, given):
+    """Whether a command without a card names neither its data nor a model, which then come from a card."""
+    return cfg.init_from == 'scratch' and ('dataset' not in given or MODEL.isdisjoint(given))
 
 
 def card_for_machine(device):

@@ -3,11 +3,13 @@
 import torch
 
 from hotloop.dataloader import share_batch
-from hotloop.device import PEAK_FLOPS, device_memory, measure_flops
+from hotloop.dataset import Dataset, open_datasets
+from hotloop.device import PEAK_FLOPS, choose_device, choose_dtype, device_memory, measure_flops
 from hotloop.footprint import Need
 from hotloop.lora import describe_adapters, flops_of
+from hotloop.mixture import open_split
 from hotloop.pretrained import GPT2_SHAPES, shape_of
-from hotloop.schedule import is_open
+from hotloop.schedule import is_open, set_length
 
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
 # {name: (key of PEAK_FLOPS, bytes of memory as PyTorch reports them, about)}
@@ -17,6 +19,29 @@ MACHINES = {'A100 40GB': ('A100', 42.3e9), 'A100 80GB': ('A100', 85.0e9), 'H100'
 # part of the model by the name of a parameter; the first match counts
 PARTS = {'embeddings': ('.wte.', '.wpe.'), 'attention': ('.attn.',), 'MLP': ('.mlp.',), 'head': ('lm_head.',),
          'norms and mixes': ('.ln_', '.mix.')}
+
+
+def dry_run(settings, model_of):
+    """
+    The lines of the forecast of a command. Nothing is downloaded or written. model_of(settings, dataset): the
+    model, on the meta device.
+    """
+    cfg, notes, datasets, num_windows = settings.train, settings.notes, [], None
+    first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': False}, 1.0)
+    try:
+        datasets = open_datasets(cfg.dataset, cfg.data_dir)
+        first = datasets[0]
+    except ValueError as e:
+        notes.append(f'data: tokens unknown, 50,304 ids assumed: {e}')
+    model = model_of(settings, first)
+    if datasets:
+        split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
+        num_windows = split.num_windows
+    if num_windows or cfg.max_epochs is None:
+        notes += set_length(cfg, num_windows, cfg.batch_size * cfg.gradient_accumulation_steps)
+    device = choose_device(cfg.device)[0]
+    dtype = choose_dtype(cfg.dtype, device, training=True)[0]
+    return notes + forecast(model, settings, num_windows, device, dtype)
 
 
 def forecast(model, settings, num_windows, device, dtype):

@@ -1,0 +1,228 @@
+"""
+The ladder: one number, the depth, sets shape, batch and rates of a modern GPT. With a time budget, the depth
+is the one that a law of loss and the speed of this machine expect to be best at the deadline.
+"""
+
+import bz2
+import copy
+import dataclasses
+import gc
+import math
+import statistics
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hotloop import host
+from hotloop.cards import MODEL
+from hotloop.device import device_memory, measure_flops
+from hotloop.mixture import open_split
+from hotloop.tokenizer import tokenizer_from
+
+DEPTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)  # the rungs
+TOKENS_PER_PARAMETER = 20  # of a run without a length of its own (arXiv 2203.15556)
+SHARE = 0.05  # of the budget that timing takes at most, if no step is longer
+EVALUATION = 0.08  # of the budget that the final evaluation takes, about
+SHORT = 180  # seconds of a budget below which only one rung is timed
+BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
+
+# bits per byte = bz2 x (FLOOR + WIDTH x parameters^-ALPHA + LENGTH x bytes^-BETA), fitted by
+# tests/bench/ladder.py. bz2: bits per byte of the text in that format; parameters: of the blocks; bytes: read
+FLOOR, WIDTH, ALPHA, LENGTH, BETA = 0.30, 3.0, 0.2, 60.0, 0.35
+SAMPLE = 2**20  # bytes of text for bz2
+REPEATS = 15.4  # epochs after the first are worth less and less: 15.4 in all (arXiv 2305.16264)
+# seconds to compile, and by how much steps are then faster: config/quickstart.py on 2 CPU cores
+COMPILE_SECONDS, COMPILE_GAIN = 35.0, 1.35
+
+
+def rung(depth, world=1):
+    """
+    {setting: value} of a depth. Each layer adds 64 channels. A step has 2,048 x (depth / 2)^1.6 tokens,
+    rounded down to a power of two and up to a multiple of the processes.
+    """
+    is_small = depth < 8
+    block_size = 256 if is_small else 512 if depth < 12 else 1024
+    tokens = 2 ** int(math.log2(2048 * (depth / 2) ** 1.6))
+    sequences = math.ceil(tokens / block_size / world) * world
+    batch_size = max(n for n in range(1, 33) if sequences % n == 0)
+    return {'preset': 'modern', 'n_layer': depth, 'n_embd': 64 * depth, 'block_size': block_size,
+            'n_head': depth if is_small or depth % 2 else depth // 2,  # of 64 or 128 channels
+            'batch_size': batch_size, 'gradient_accumulation_steps': sequences // batch_size,
+            'optimizer': 'muon', 'muon_lr': 0.02, 'muon_momentum': 0.85 if is_small else 0.95,
+            'learning_rate': 2e-3, 'min_lr': 0.0, 'lr_schedule': 'linear',
+            'warmup_iters': 10 if is_small else 100, 'log_interval': 20}
+
+
+def num_parameters(depth):
+    """Parameters of the blocks of a depth: those that a token is multiplied with, without the head."""
+    return 12 * depth * (64 * depth)**2
+
+
+def applies(cfg, given):
+    """Whether a command without a card has a depth, or a time budget that chooses one."""
+    is_new = cfg.init_from == 'scratch' and not cfg.eval_only and MODEL.isdisjoint(given)
+    return is_new and (cfg.time_budget is not None or cfg.depth is not None)
+
+
+def set_depth(depth, model_cfg, cfg, given, world):
+    """
+    Sets what a depth decides and `given`, {name: place}, does not. ValueError if the model comes from
+    somewhere else.
+    """
+    taken = [name for name in ('n_layer', 'n_embd', 'n_head', 'preset') if name in given]
+    if given.get('depth') == '--depth' and taken:
+        raise ValueError(f'--depth={depth} sets {taken[0]}, and so does {given[taken[0]]}; remove one of '
+                         'them')
+    if cfg.init_from != 'scratch':
+        raise ValueError(f'{given["depth"]}: depth={depth} shapes a new model, and init_from='
+                         f'{cfg.init_from} has a shape; omit one of them')
+    values = rung(depth, world)
+    if 'batch_size' in given and cfg.batch_size != 'auto':  # the step keeps its size, about
+        sequences = values['batch_size'] * values['gradient_accumulation_steps']
+        values['gradient_accumulation_steps'] = math.ceil(sequences / cfg.batch_size / world) * world
+    if cfg.time_budget is None and 'max_iters' not in given and cfg.max_epochs is None:
+        tokens = values['batch_size'] * values['gradient_accumulation_steps'] * values['block_size']
+        values['max_iters'] = round(TOKENS_PER_PARAMETER * num_parameters(depth) / tokens)
+    for name, value in values.items():
+        if name not in given:
+            setattr(model_cfg if hasattr(model_cfg, name) else cfg, name, value)
+
+
+class Text(NamedTuple):
+    """What the law of loss needs to know about a training text."""
+    bits: float  # per byte, by bz2
+    bytes_per_token: float
+    num_bytes: float
+
+
+def describe_text(datasets, split):
+    """The Text of a training split. If its tokenizer is not available: about that of English in GPT-2's."""
+    try:
+        tokenizer = tokenizer_from(datasets[0].meta['tokenizer'])
+    except ValueError:
+        return Text(2.0, 4.4, 4.4 * split.num_tokens)
+    texts, num_tokens = [], 0
+    for part in split.splits:
+        size = min(SAMPLE // 32, part.num_tokens)
+        for start in np.linspace(0, part.num_tokens - size, 8).astype(np.int64):
+            texts.append(tokenizer.decode(part.tokens[start:start + size].tolist()))
+            num_tokens += size
+    text = b''.join(texts)
+    each = len(text) / num_tokens
+    text = b''.join(piece[:SAMPLE // len(texts)] for piece in texts)
+    return Text(8 * len(bz2.compress(text)) / len(text), each, each * split.num_tokens)
+
+
+def expected_loss(depth, num_bytes, text):
+    """Bits per byte of held-out text after training on num_bytes, repeated ones included."""
+    epochs, seen = num_bytes / text.num_bytes, num_bytes
+    if epochs > 1:
+        seen = text.num_bytes * (1 + REPEATS * (1 - math.exp(-(epochs - 1) / REPEATS)))
+    return text.bits * (FLOOR + WIDTH * num_parameters(depth)**-ALPHA + LENGTH * seen**-BETA)
+
+
+class Expected(NamedTuple):
+    """What a depth is expected to do by the deadline."""
+    depth: int
+    speed: float  # tokens/s, on all processes
+    num_bytes: float  # read by the deadline, repeats included
+    loss: float  # bits per byte
+
+
+class Ladder:
+    """What is known of the depths on this machine. timed: {depth: seconds of a token, uncompiled}."""
+
+    def __init__(self, text, vocab_size, flops, compiled=False):
+        self.text, self.vocab_size, self.flops, self.compiled = text, vocab_size, flops, compiled
+        self.timed = {}
+
+    def guess(self, depth):
+        """Seconds of a token if none were timed: small matrices are slower than the large one of flops."""
+        width = 64 * depth
+        share = width / (width + 768)
+        return 6 * (num_parameters(depth) + width * self.vocab_size) / (share * self.flops)
+
+    def seconds(self, depth):
+        """Seconds of a token: timed, or guessed in proportion to the nearest depth that was timed."""
+        if not self.timed:
+            return self.guess(depth)
+        nearest = min(self.timed, key=lambda other: abs(math.log(other / depth)))
+        return self.timed[nearest] * self.guess(depth) / self.guess(nearest)
+
+    def expect(self, depth, left):
+        """The Expected of a depth that has so many seconds left."""
+        seconds, left = self.seconds(depth), left * (1 - EVALUATION)
+        if self.compiled:
+            left, seconds = left - COMPILE_SECONDS, seconds / COMPILE_GAIN
+        num_bytes = max(left, 0.1) / seconds * self.text.bytes_per_token
+        return Expected(depth, 1 / seconds, num_bytes, expected_loss(depth, num_bytes, self.text))
+
+    def best(self, depths, left):
+        """The depth with the lowest expected loss."""
+        return min((self.expect(depth, left) for depth in depths), key=lambda row: row.loss).depth
+
+    def table(self, depths, left, best):
+        """Lines: what is expected of the depths up to two above the best."""
+        lines = ['ladder: depth  parameters  tokens/s  text read  bits per byte, expected']
+        for row in (self.expect(depth, left) for depth in depths[:depths.index(best) + 3]):
+            mark = '*' if row.depth in self.timed else ' '
+            lines.append(f'        {row.depth:5}{mark}{num_parameters(row.depth) / 1e6:9,.1f} M'
+                         f'{row.speed:10,.0f}{row.num_bytes / 1e6:8,.1f} MB  {row.loss:.3f}')
+        timed = ' (*: timed here)' if self.timed else ''
+        return [*lines, f'ladder: depth {best}{timed}; --depth=N chooses another']
+
+
+def choose_depth(settings, datasets, env, build_run, train_step):
+    """
+    Sets the depth of a run with a time budget, and adds its table to the notes. All processes call it.
+    build_run, train_step: those of train.py, with which steps of a few depths are timed.
+    """
+    cfg, began = settings.train, host.process_seconds()
+    budget, width = 60 * cfg.time_budget, rung(DEPTHS[0])['block_size']
+    room = device_memory(env.device) / 2 / BYTES_PER_PARAMETER
+    depths = [depth for depth in DEPTHS if num_parameters(depth) < room] or DEPTHS[:1]
+    text = describe_text(datasets, open_split(datasets, 'train', width))
+    ladder = Ladder(text, datasets[0].meta['vocab_size'], measure_flops(env.device, env.dtype) * env.world,
+                    env.compile)
+    while True:
+        used = host.process_seconds() - began
+        best = ladder.best(depths, budget - host.process_seconds())
+        enough = (best in ladder.timed or used > SHARE * budget
+                  or len(ladder.timed) >= (1 if budget < SHORT else 3))
+        best, enough = map(int, env.sum(np.array([best, enough], float) * (env.rank == 0)))
+        if enough:
+            break
+        ladder.timed[best] = time_depth(best, settings, datasets, env, build_run, train_step)
+    settings.notes += ladder.table(depths, budget - host.process_seconds(), best)
+    cfg.depth = best
+    set_depth(best, settings.model, cfg, settings.given, env.world)
+    if 'eval_tokens' not in settings.given:  # of each split; without a backward pass, a third of the work
+        most = EVALUATION * budget / 2 * 3 / ladder.seconds(best)
+        most = env.sum(np.array([most]) * (env.rank == 0))[0]
+        cfg.eval_tokens = 2 ** int(min(max(math.log2(most), 14), 20))
+
+
+def time_depth(depth, settings, datasets, env, build_run, train_step):
+    """Seconds of a token in uncompiled steps of a depth: their median, after the first."""
+    model_cfg, cfg = copy.copy(settings.model), copy.copy(settings.train)
+    set_depth(depth, model_cfg, cfg, settings.given, env.world)
+    settings = dataclasses.replace(settings, model=model_cfg, train=cfg, notes=[])
+    run = build_run(settings, datasets, dataclasses.replace(env, compile=False))
+    began, laps = time.perf_counter(), []
+    end = began + SHARE / 3 * 60 * cfg.time_budget
+    while len(laps) < 3 or not env.any(env.rank == 0 and time.perf_counter() > end):
+        lap = time.perf_counter()
+        num_targets, loads = run.batches.step(len(laps))
+        result = train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, cfg, run.env)
+        if result is None:  # a signal; the run will find it too
+            break
+        result.norm.item()  # waits for the device
+        laps.append(time.perf_counter() - lap)
+    tokens, env.stop = run.batches.global_batch * run.val.T, run.env.stop  # a signal stops the run itself
+    del run, result
+    gc.collect()
+    if env.device.type == 'cuda':
+        torch.cuda.empty_cache()
+    return statistics.median(laps[1:] or [1.0]) / tokens
