@@ -115,12 +115,18 @@ def describe_text(datasets, split):
     return Text(8 * len(bz2.compress(text)) / len(text), each, each * split.num_tokens)
 
 
+def worth(num_bytes, text_bytes):
+    """How many new bytes so many bytes read from a text are worth: repeats are worth less and less."""
+    repeats = num_bytes / text_bytes - 1
+    if repeats <= 0:
+        return num_bytes
+    return text_bytes * (1 + REPEATS * (1 - math.exp(-repeats / REPEATS)))
+
+
 def expected_loss(depth, num_bytes, text):
     """Bits per byte of held-out text after training on num_bytes, repeated ones included."""
-    epochs, seen = num_bytes / text.num_bytes, num_bytes
-    if epochs > 1:
-        seen = text.num_bytes * (1 + REPEATS * (1 - math.exp(-(epochs - 1) / REPEATS)))
-    return text.bits * (FLOOR + WIDTH * num_parameters(depth)**-ALPHA + LENGTH * seen**-BETA)
+    length = worth(num_bytes, text.num_bytes)
+    return text.bits * (FLOOR + WIDTH * num_parameters(depth)**-ALPHA + LENGTH * length**-BETA)
 
 
 class Expected(NamedTuple):

@@ -1,0 +1,121 @@
+"""
+The law of loss behind hotloop/ladder.py: trains depths on texts, and fits bits per byte to the rows.
+
+    $ python tests/bench/ladder.py --data_dir=data --datasets=stdlib,novels --depths=2,3,4 --megabytes=1,4
+    $ python tests/bench/ladder.py --fit               # prints the constants and the error of each row
+
+Each run is one row of ladder.jsonl beside this file; a run that has a row is not repeated. A row: dataset,
+bits per byte of its text by bz2, its bytes, depth, bytes read, seed, and bits per byte of 2^18 held-out tokens.
+Nothing is timed, so other work may run beside it. The fit minimizes squared relative errors.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+from bench import ROOT, parser_of, table
+
+from hotloop import ladder
+from hotloop.dataset import open_datasets
+from hotloop.mixture import open_split
+
+ROWS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'ladder.jsonl')
+
+
+def read_rows(path):
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding='utf-8') as f:
+        return [json.loads(line) for line in f]
+
+
+def add_row(path, row):
+    with open(path, 'a', encoding='utf-8') as f:
+        f.write(json.dumps(row) + '\n')
+
+
+def train(argv):
+    """The last evaluation in the log of a run of train.py that is thrown away, and the lines it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, 'train.py', *argv, f'--out_dir={folder}/out']
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+        with open(f'{folder}/out/log.jsonl', encoding='utf-8') as f:
+            rows = [json.loads(line) for line in f]
+    return next(row for row in reversed(rows) if 'val_bpb' in row), done.stdout.splitlines()
+
+
+def collect(args):
+    """Trains what has no row yet."""
+    done = {(row['dataset'], row['depth'], row['bytes'], row['seed']) for row in read_rows(ROWS)}
+    for depth, megabytes, name in itertools.product(args.depths.split(','), args.megabytes.split(','),
+                                                    args.datasets.split(',')):
+        datasets = open_datasets(name, args.data_dir)
+        text = ladder.describe_text(datasets, open_split(datasets, 'train', 256))
+        rung = ladder.rung(int(depth))
+        tokens = rung['batch_size'] * rung['gradient_accumulation_steps'] * rung['block_size']
+        steps = max(round(1e6 * float(megabytes) / text.bytes_per_token / tokens), 1)
+        num_bytes = round(steps * tokens * text.bytes_per_token)
+        if (name, int(depth), num_bytes, args.seed) in done:
+            continue
+        row, _ = train([f'--dataset={name}', f'--data_dir={args.data_dir}', f'--depth={depth}',
+                        f'--max_iters={steps}', f'--eval_interval={steps}', f'--eval_tokens={2**18}',
+                        '--compile=False', f'--seed={args.seed}', *args.flags.split()])
+        add_row(ROWS, {'dataset': name, 'bz2': round(text.bits, 4), 'text': round(text.num_bytes),
+                       'depth': int(depth), 'bytes': num_bytes, 'seed': args.seed,
+                       'loss': round(row['val_bpb'], 4)})
+        print(read_rows(ROWS)[-1], flush=True)
+
+
+def fit(rows):
+    """(FLOOR, WIDTH, ALPHA, LENGTH, BETA) with the least squared relative errors; a grid of exponents."""
+    parameters = np.array([ladder.num_parameters(row['depth']) for row in rows], float)
+    seen = np.array([ladder.worth(row['bytes'], row['text']) for row in rows])
+    relative = np.array([row['loss'] / row['bz2'] for row in rows])
+    best = (np.inf, None)
+    for alpha, beta in itertools.product(np.arange(0.05, 0.81, 0.01), repeat=2):
+        terms = np.stack([np.ones(len(rows)), parameters**-alpha, seen**-beta], 1) / relative[:, None]
+        for used in ([0, 1, 2], [1, 2]):  # no coefficient may be negative
+            factors = np.zeros(3)
+            factors[used] = np.linalg.lstsq(terms[:, used], np.ones(len(rows)), rcond=None)[0]
+            error = np.square(terms @ factors - 1).sum()
+            if factors.min() >= 0 and error < best[0]:
+                best = error, (factors[0], factors[1], alpha, factors[2], beta)
+    return best[1]
+
+
+def main():
+    parser = parser_of(__doc__)
+    parser.add_argument('--data_dir', default='data')
+    parser.add_argument('--datasets', default='stdlib')
+    parser.add_argument('--depths', default='2,3,4')
+    parser.add_argument('--megabytes', default='1')
+    parser.add_argument('--seed', type=int, default=1)
+    parser.add_argument('--flags', default='')
+    parser.add_argument('--fit', action='store_true')
+    args = parser.parse_args()
+    if not args.fit:
+        return collect(args)
+    rows = read_rows(ROWS)
+    names = 'FLOOR', 'WIDTH', 'ALPHA', 'LENGTH', 'BETA'
+    constants = dict(zip(names, map(float, fit(rows)), strict=True))
+    print(', '.join(f'{name} = {value:.4g}' for name, value in constants.items()))
+    vars(ladder).update(constants)
+    lines, errors = [], []
+    for row in rows:
+        text = ladder.Text(row['bz2'], 1.0, row['text'])
+        expected = ladder.expected_loss(row['depth'], row['bytes'], text)
+        errors.append(abs(expected / row['loss'] - 1))
+        lines.append([row['dataset'], row['depth'], f'{row["bytes"] / 1e6:.2f}', f'{row["loss"]:.3f}',
+                      f'{expected:.3f}', f'{errors[-1]:.1%}'])
+    print(table(['text', 'depth', 'MB read', 'bits per byte', 'fitted', 'error'], lines))
+    print(f'median error {np.median(errors):.1%}, largest {max(errors):.1%}')
+
+
+if __name__ == '__main__':
+    main()
