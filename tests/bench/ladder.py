@@ -5,7 +5,7 @@ The law of loss behind hotloop/ladder.py: trains depths on texts, and fits bits 
     $ python tests/bench/ladder.py --fit               # prints the constants and the error of each row
 
 Each run is one row of ladder.jsonl beside this file; a run that has a row is not repeated. A row: dataset,
-bits per byte of its text by bz2, its bytes, depth, bytes read, seed, and bits per byte of 2^18 held-out tokens.
+bits per byte of its text by bz2, its bytes, depth, bytes read, seed, and bits per byte of 2^18 tokens.
 Nothing is timed, so other work may run beside it. The fit minimizes squared relative errors.
 """
 
