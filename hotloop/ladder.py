@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import math
 import statistics
-import time
 from typing import NamedTuple
 
 import numpy as np
@@ -79,12 +78,12 @@ def set_depth(depth, model_cfg, cfg, given, world):
         raise ValueError(f'{given["depth"]}: depth={depth} shapes a new model, and init_from='
                          f'{cfg.init_from} has a shape; omit one of them')
     values = rung(depth, world)
+    sequences = values['batch_size'] * values['gradient_accumulation_steps']
     if 'batch_size' in given and cfg.batch_size != 'auto':  # the step keeps its size, about
-        sequences = values['batch_size'] * values['gradient_accumulation_steps']
         values['gradient_accumulation_steps'] = math.ceil(sequences / cfg.batch_size / world) * world
-    if cfg.time_budget is None and 'max_iters' not in given and cfg.max_epochs is None:
-        tokens = values['batch_size'] * values['gradient_accumulation_steps'] * values['block_size']
-        values['max_iters'] = round(TOKENS_PER_PARAMETER * num_parameters(depth) / tokens)
+    if cfg.time_budget is None and cfg.max_epochs is None:
+        tokens = TOKENS_PER_PARAMETER * num_parameters(depth)
+        values['max_iters'] = round(tokens / sequences / values['block_size'])
     for name, value in values.items():
         if name not in given:
             setattr(model_cfg if hasattr(model_cfg, name) else cfg, name, value)
@@ -105,12 +104,11 @@ def describe_text(datasets, split):
         return Text(2.0, 4.4, 4.4 * split.num_tokens)
     texts, num_tokens = [], 0
     for part in split.splits:
-        size = min(SAMPLE // 32, part.num_tokens)
+        size = min(SAMPLE, part.num_tokens) // 8
         for start in np.linspace(0, part.num_tokens - size, 8).astype(np.int64):
             texts.append(tokenizer.decode(part.tokens[start:start + size].tolist()))
             num_tokens += size
-    text = b''.join(texts)
-    each = len(text) / num_tokens
+    each = sum(map(len, texts)) / num_tokens
     text = b''.join(piece[:SAMPLE // len(texts)] for piece in texts)
     return Text(8 * len(bz2.compress(text)) / len(text), each, each * split.num_tokens)
 
@@ -216,16 +214,15 @@ def time_depth(depth, settings, datasets, env, build_run, train_step):
     set_depth(depth, model_cfg, cfg, settings.given, env.world)
     settings = dataclasses.replace(settings, model=model_cfg, train=cfg, notes=[])
     run = build_run(settings, datasets, dataclasses.replace(env, compile=False))
-    began, laps = time.perf_counter(), []
-    end = began + SHARE / 3 * 60 * cfg.time_budget
-    while len(laps) < 3 or not env.any(env.rank == 0 and time.perf_counter() > end):
-        lap = time.perf_counter()
+    end, laps = host.process_seconds() + SHARE / 3 * 60 * cfg.time_budget, []
+    while len(laps) < 3 or (len(laps) < 20 and not env.any(env.rank == 0 and host.process_seconds() > end)):
+        lap = host.process_seconds()
         num_targets, loads = run.batches.step(len(laps))
         result = train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, cfg, run.env)
         if result is None:  # a signal; the run will find it too
             break
         result.norm.item()  # waits for the device
-        laps.append(time.perf_counter() - lap)
+        laps.append(host.process_seconds() - lap)
     tokens, env.stop = run.batches.global_batch * run.val.T, run.env.stop  # a signal stops the run itself
     del run, result
     gc.collect()

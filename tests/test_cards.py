@@ -130,6 +130,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'muon_momentum': ('weights', 0.5, MUON),
     'decay_fraction': ('weights', 1.0, dict(lr_schedule='linear')),
     'decay_start': ('weights', 2, dict(lr_schedule='linear')),
+    'depth': ('error', 3),  # the shape is given too
     'time_budget': ('weights', 1e-4, dict(max_iters=5)),  # over before the first step
     'lora_rank': ('weights', 4, LORA, fake_base),
     'lora_alpha': ('weights', 4, LORA, fake_base),

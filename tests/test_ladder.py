@@ -1,0 +1,159 @@
+"""A depth sets a model; a time budget chooses the depth by the speed of the machine and a law of loss."""
+
+import os
+import re
+import signal
+
+import numpy as np
+import pytest
+from conftest import at_step, error_of, load, same, write_bins
+from test_deadline import Clock
+
+import train
+from hotloop import ladder
+from hotloop.dataloader import share_batch
+from hotloop.dataset import open_datasets
+from hotloop.ladder import DEPTHS, Ladder, Text, expected_loss, num_parameters, rung, worth
+from hotloop.mixture import open_split
+from model import GPT, GPTConfig
+
+TEXT = Text(bits=2.0, bytes_per_token=1.0, num_bytes=1e7)
+TINY_RUNG = {'block_size': 16, 'batch_size': 4, 'gradient_accumulation_steps': 1, 'log_interval': 1,
+             'eval_tokens': 256}
+
+
+def settings(*argv):
+    return train.read_settings([*argv, '--device=cpu'])
+
+
+@pytest.mark.parametrize('depth', DEPTHS)
+@pytest.mark.parametrize('world', [1, 3, 8])
+def test_every_rung_is_a_valid_run_on_any_number_of_processes(depth, world):
+    values = rung(depth, world)
+    config = GPTConfig(**{k: v for k, v in values.items() if k in GPTConfig.__dataclass_fields__})
+    assert config.problems() == [] and config.n_embd // config.n_head in (64, 128)
+    sizes = values['batch_size'], values['gradient_accumulation_steps']
+    micro_batch, accumulation = share_batch(*sizes, world)
+    assert micro_batch * accumulation * world == sizes[0] * sizes[1]
+    assert {*values} <= {*GPTConfig.__dataclass_fields__, *train.TrainConfig.__dataclass_fields__}
+
+
+def test_parameters_of_a_depth_are_those_of_its_matrices():
+    for depth in (2, 3):
+        model = GPT(GPTConfig(n_layer=depth, n_embd=64 * depth, n_head=depth, vocab_size=11, preset='modern'))
+        matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
+        assert matrices == num_parameters(depth)
+
+
+def test_depth_fills_in_what_a_command_does_not_give():
+    s = settings('--depth=4', '--dataset=mine', '--muon_lr=0.5', '--batch_size=4')
+    assert (s.model.preset, s.model.n_layer, s.model.n_embd, s.train.optimizer) == ('modern', 4, 256, 'muon')
+    assert s.train.muon_lr == 0.5 and not s.choose_depth
+    tokens = s.train.batch_size * s.train.gradient_accumulation_steps * s.model.block_size
+    assert s.train.batch_size == 4 and tokens == 4096  # as without --batch_size
+    assert s.train.max_iters == pytest.approx(20 * num_parameters(4) / tokens, abs=1)
+    assert settings('--depth=4', '--dataset=mine', '--max_iters=7').train.max_iters == 7
+
+
+def test_a_depth_that_contradicts_the_command_is_refused(tmp_path):
+    for argv, words in (
+            (['--depth=4', '--n_layer=3', '--dataset=mine'], '--depth=4 sets n_layer, and so does --n_layer'),
+            (['config/quickstart.py', '--depth=4'], 'config/quickstart.py, line'),
+            (['--depth=4', '--init_from=gpt2'], 'init_from=gpt2 has a shape'),
+            (['--depth=0'], 'depth=0 must be at least 1')):
+        assert words in error_of(settings, *argv)
+
+
+@pytest.mark.parametrize('argv, dataset, layers, by_ladder', [
+    (['--time_budget=5'], 'stdlib', 2, True),
+    (['--time_budget=5', '--dataset=mine'], 'mine', 2, True),
+    (['--time_budget=5', '--dataset=mine', '--depth=3'], 'mine', 3, False),
+    (['--time_budget=5', '--dataset=mine', '--n_layer=3'], 'mine', 3, False),
+    (['--time_budget=5', 'config/shakespeare_cpu.py'], 'shakespeare_char', 4, False),
+    (['--dataset=mine'], 'mine', 4, False),  # of quickstart
+    (['--dataset=mine', '--n_layer=3'], 'mine', 3, False)])
+def test_which_commands_the_ladder_serves(argv, dataset, layers, by_ladder):
+    s = settings(*argv)
+    assert (s.train.dataset, s.model.n_layer, s.choose_depth) == (dataset, layers, by_ladder)
+
+
+def test_more_text_more_depth_and_fewer_repeats_are_better():
+    assert expected_loss(4, 4e6, TEXT) < expected_loss(4, 2e6, TEXT)
+    assert expected_loss(5, 4e6, TEXT) < expected_loss(4, 4e6, TEXT)
+    small = TEXT._replace(num_bytes=1e6)
+    assert expected_loss(4, 2e6, small) > expected_loss(4, 2e6, TEXT)
+    assert worth(1e6, 1e6) == 1e6 and 1.9e6 < worth(2e6, 1e6) < 2e6 and worth(1e9, 1e6) < 17e6
+
+
+def test_the_best_depth_grows_with_the_budget_and_the_machine():
+    found = [Ladder(TEXT._replace(num_bytes=1e12), 257, flops).best(DEPTHS, seconds)
+             for flops, seconds in ((1e11, 1), (1e11, 180), (1e11, 3600), (4e14, 3600), (4e14, 360000))]
+    assert found[0] == 2 and found == sorted(found) and found[-1] >= 16 and len(set(found)) >= 3
+    assert Ladder(TEXT, 257, 1e11).best(DEPTHS, -5) == 2  # the time is over
+
+
+def test_a_timed_depth_corrects_its_neighbors():
+    known = Ladder(TEXT, 257, 1e11)
+    guess = known.seconds(3), known.seconds(6)
+    known.timed = {2: 2 * known.guess(2), 8: known.guess(8)}
+    assert known.seconds(3) == pytest.approx(2 * guess[0]) and known.seconds(6) == pytest.approx(guess[1])
+    assert known.expect(3, 100).speed == pytest.approx(1 / known.seconds(3))
+
+
+def test_the_text_is_described_by_its_bytes(tmp_path):
+    """Noise needs all eight bits, repetition almost none."""
+    noisy = np.random.default_rng(0).integers(0, 256, 50000)
+    for name, ids in (('noise', noisy), ('same', np.zeros(50000, int))):
+        write_bins(tmp_path / name, ids, ids[:1000])
+    texts = {}
+    for name in ('noise', 'same'):
+        datasets = open_datasets(name, str(tmp_path))
+        texts[name] = ladder.describe_text(datasets, open_split(datasets, 'train', 16))
+    assert texts['noise'].bits > 7.9 and texts['same'].bits < 0.1
+    assert texts['noise'].bytes_per_token == 1 and texts['noise'].num_bytes == 50000
+
+
+@pytest.fixture
+def tiny_rungs(monkeypatch):
+    """Rungs of the real rates and tiny shapes."""
+    monkeypatch.setattr(ladder, 'rung', lambda depth, world=1: {
+        **rung(depth, world), **TINY_RUNG, 'n_layer': depth - 1, 'n_embd': 8 * depth, 'n_head': 2})
+    monkeypatch.setattr(ladder, 'measure_flops', lambda *args: 1e11)
+
+
+def run(tmp_path, data_dir, *argv, out='out'):
+    return train.main(['--dataset=tiny', f'--data_dir={data_dir}', f'--out_dir={tmp_path / out}',
+                       '--device=cpu', '--compile=False', '--dtype=float32', *argv])
+
+
+def test_a_budget_chooses_a_depth_and_says_so(tmp_path, data_dir, tiny_rungs, monkeypatch, capsys):
+    """It ends on time. Its config.py repeats the run without a choice; a resume does not choose again."""
+    clock = Clock(monkeypatch, step=0.5, batch=0.01)
+    assert run(tmp_path, data_dir, '--time_budget=1') == 0
+    out = capsys.readouterr().out
+    depth = int(re.search(r'^ladder: depth (\d+) \(\*: timed here\); --depth=N', out, re.M)[1])
+    assert re.search(rf'^ +{depth}\* ', out, re.M) and 55 < clock.now <= 61
+    config = load(tmp_path / 'out' / 'ckpt.pt')['config']
+    assert config['depth'] == depth and config['n_layer'] == depth - 1 and config['optimizer'] == 'muon'
+    monkeypatch.setattr(ladder, 'choose_depth', None)
+    assert train.main([str(tmp_path / 'out/config.py'), f'--out_dir={tmp_path / "again"}']) == 0
+    assert same(load(tmp_path / 'again/ckpt.pt')['model'], load(tmp_path / 'out/ckpt.pt')['model'])
+    resume = [f'--out_dir={tmp_path / "out"}', '--init_from=resume']
+    assert train.main(resume) == 0
+    assert '--depth: depth=9' in error_of(train.main, [*resume, '--depth=9'])
+
+
+def test_the_choice_follows_the_speed_that_was_timed(tmp_path, data_dir, tiny_rungs, monkeypatch, capsys):
+    """On a machine that is as slow for any depth, the deepest that is timed is better than the smallest."""
+    chosen = []
+    for seconds in (0.001, 2.0):
+        clock = Clock(monkeypatch, step=seconds, batch=0.0)
+        run(tmp_path, data_dir, '--time_budget=4', '--max_iters=2', out=f'out{seconds}')
+        chosen.append(load(tmp_path / f'out{seconds}' / 'ckpt.pt')['config']['depth'])
+        assert clock.now < 60
+    assert chosen[0] > chosen[1]
+
+
+def test_a_signal_during_the_timing_stops_the_run(tmp_path, data_dir, tiny_rungs, monkeypatch, capsys):
+    at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(tmp_path, data_dir, '--time_budget=1') == 143
