@@ -201,7 +201,7 @@ class Settings:
     resumed: Resumed | None
     notes: list  # lines to print once
     auto_batch: bool  # batch_size=auto: build_run() finds the largest micro-batch
-    choose_depth: bool  # by the ladder, for a time budget without a card
+    choose_depth: bool  # for a time budget without a card: the ladder also looks at a given depth
 
 
 def read_settings(argv=None):
@@ -258,7 +258,7 @@ def read_settings(argv=None):
         check_lora(lora, cfg)
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises before the processes meet
     return Settings(model_cfg, lora, cfg, given, resumed, notes, auto_batch,
-                    on_ladder and cfg.depth is None)
+                    on_ladder and cfg.time_budget is not None)
 
 
 # -----------------------------------------------------------------------------

@@ -18,8 +18,10 @@ from hotloop import host
 from hotloop.cards import MODEL
 from hotloop.device import device_memory, measure_flops
 from hotloop.mixture import open_split
+from hotloop.schedule import NO_LIMIT
 from hotloop.tokenizer import tokenizer_from
 
+SMALL = 8  # depths below have small steps and short contexts
 DEPTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)  # the rungs
 TOKENS_PER_PARAMETER = 20  # of a run without a length of its own (arXiv 2203.15556)
 SHARE = 0.05  # of the budget that timing takes at most, if no step is longer
@@ -41,17 +43,24 @@ def rung(depth, world=1):
     {setting: value} of a depth. Each layer adds 64 channels. A step has 2,048 x (depth / 2)^1.6 tokens,
     rounded down to a power of two and up to a multiple of the processes.
     """
-    is_small = depth < 8
+    is_small = depth < SMALL
     block_size = 256 if is_small else 512 if depth < 12 else 1024
     tokens = 2 ** int(math.log2(2048 * (depth / 2) ** 1.6))
     sequences = math.ceil(tokens / block_size / world) * world
     batch_size = max(n for n in range(1, 33) if sequences % n == 0)
     return {'preset': 'modern', 'n_layer': depth, 'n_embd': 64 * depth, 'block_size': block_size,
-            'n_head': depth if is_small or depth % 2 else depth // 2,  # of 64 or 128 channels
+            'n_head': max(depth, 4) if is_small or depth % 2 else depth // 2,  # of 32 to 128 channels
             'batch_size': batch_size, 'gradient_accumulation_steps': sequences // batch_size,
-            'optimizer': 'muon', 'muon_lr': 0.02, 'muon_momentum': 0.85 if is_small else 0.95,
+            'optimizer': 'muon', 'muon_momentum': 0.85 if is_small else 0.95,
             'learning_rate': 2e-3, 'min_lr': 0.0, 'lr_schedule': 'linear',
             'warmup_iters': 10 if is_small else 100, 'log_interval': 20}
+
+
+def muon_rate(depth, steps):
+    """Muon's peak rate. Small steps are noisy, so the more of them there are, the smaller they must be."""
+    if depth >= SMALL:
+        return 0.02
+    return min(max(0.015 * (1000 / steps)**0.75, 0.005), 0.06)
 
 
 def num_parameters(depth):
@@ -65,10 +74,10 @@ def applies(cfg, given):
     return is_new and (cfg.time_budget is not None or cfg.depth is not None)
 
 
-def set_depth(depth, model_cfg, cfg, given, world):
+def set_depth(depth, model_cfg, cfg, given, world, steps=None):
     """
-    Sets what a depth decides and `given`, {name: place}, does not. ValueError if the model comes from
-    somewhere else.
+    Sets what a depth decides and `given`, {name: place}, does not. steps: their expected number, if max_iters
+    is not known. ValueError if the model comes from somewhere else.
     """
     taken = [name for name in ('n_layer', 'n_embd', 'n_head', 'preset') if name in given]
     if given.get('depth') == '--depth' and taken:
@@ -84,6 +93,8 @@ def set_depth(depth, model_cfg, cfg, given, world):
     if cfg.time_budget is None and cfg.max_epochs is None:
         tokens = TOKENS_PER_PARAMETER * num_parameters(depth)
         values['max_iters'] = round(tokens / sequences / values['block_size'])
+    known = cfg.max_iters if 'max_iters' in given else values.get('max_iters', NO_LIMIT)
+    values['muon_lr'] = muon_rate(depth, min(known, steps or NO_LIMIT))
     for name, value in values.items():
         if name not in given:
             setattr(model_cfg if hasattr(model_cfg, name) else cfg, name, value)
@@ -187,6 +198,8 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     budget, width = 60 * cfg.time_budget, rung(DEPTHS[0])['block_size']
     room = device_memory(env.device) / 2 / BYTES_PER_PARAMETER
     depths = [depth for depth in DEPTHS if num_parameters(depth) < room] or DEPTHS[:1]
+    if 'depth' in settings.given:
+        depths = [cfg.depth]
     text = describe_text(datasets, open_split(datasets, 'train', width))
     ladder = Ladder(text, datasets[0].meta['vocab_size'], measure_flops(env.device, env.dtype) * env.world,
                     env.compile)
@@ -199,9 +212,13 @@ def choose_depth(settings, datasets, env, build_run, train_step):
         if enough:
             break
         ladder.timed[best] = time_depth(best, settings, datasets, env, build_run, train_step)
-    settings.notes += ladder.table(depths, budget - host.process_seconds(), best)
-    cfg.depth = best
-    set_depth(best, settings.model, cfg, settings.given, env.world)
+    left = budget - host.process_seconds()
+    settings.notes += ladder.table(depths, left, best)
+    cfg.depth, chosen = best, rung(best, env.world)
+    tokens = ladder.expect(best, left).num_bytes / text.bytes_per_token
+    steps = tokens / chosen['batch_size'] / chosen['gradient_accumulation_steps'] / chosen['block_size']
+    steps = env.sum(np.array([steps]) * (env.rank == 0))[0]
+    set_depth(best, settings.model, cfg, settings.given, env.world, steps)
     if 'eval_tokens' not in settings.given:  # of each split; without a backward pass, a third of the work
         most = EVALUATION * budget / 2 * 3 / ladder.seconds(best)
         most = env.sum(np.array([most]) * (env.rank == 0))[0]
@@ -215,7 +232,8 @@ def time_depth(depth, settings, datasets, env, build_run, train_step):
     settings = dataclasses.replace(settings, model=model_cfg, train=cfg, notes=[])
     run = build_run(settings, datasets, dataclasses.replace(env, compile=False))
     end, laps = host.process_seconds() + SHARE / 3 * 60 * cfg.time_budget, []
-    while len(laps) < 3 or (len(laps) < 20 and not env.any(env.rank == 0 and host.process_seconds() > end)):
+    while len(laps) < 3 or (len(laps) < 20
+                            and not env.any(env.rank == 0 and host.process_seconds() > end)):
         lap = host.process_seconds()
         num_targets, loads = run.batches.step(len(laps))
         result = train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, cfg, run.env)
