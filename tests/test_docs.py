@@ -53,9 +53,9 @@ def simple_commands(line):
 
 
 def commands(text):
-    """The words of each command in the lines of a text that begin with python or torchrun, comments too."""
+    """The words of each command in the lines of a text that begin with python or torchrun, after # or $."""
     for line in logical_lines(text):
-        line = line.strip().removeprefix('#').strip()
+        line = re.sub('^[#$ ]+', '', line)
         if re.match(r'(python|torchrun)\s', line):
             yield from simple_commands(line)
 
@@ -119,7 +119,9 @@ def check_script(script, argv):
 @pytest.mark.parametrize('path', [*CARDS, *(ROOT / script for script in SETTINGS)], ids=lambda p: p.name)
 def test_every_command_of_a_card_or_script_parses(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for words in commands(path.read_text(encoding='utf-8')):
+    found = list(commands(path.read_text(encoding='utf-8')))
+    assert found
+    for words in found:
         check_command(words)
 
 
@@ -208,6 +210,7 @@ def test_the_messages_in_readme_are_those_of_the_program():
     messages = [code for code in inline_code(section) if len(code) > 30 and not code.startswith('python')]
     assert len(messages) >= 6
     known = clauses_in_source()
+    assert not any(is_clause('no source has this message', other) for other in known)
     for message in messages:
         for clause in clauses(message):
             assert any(is_clause(clause, other) for other in known), clause
