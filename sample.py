@@ -65,7 +65,7 @@ class SampleConfig:
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # for score: bytes that are not UTF-8
     eval_code: str | None = None  # judge the code that answers this .jsonl of HumanEval, MBPP or instructions
     run_code: bool = False  # for eval_code: run the answers and their tests, in a child with limits: pass@1
-    diagnose: bool = False  # print its training, weights, dead units, loss by position and calibration
+    diagnose: bool = False  # its training, weights, dead units, predictions; also in report.html
     export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
@@ -438,7 +438,7 @@ def main(argv=None):
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit
     if cfg.diagnose:
         found, model = open_gpt(cfg)
-        diagnose(found, model, device, dtype, cfg.data_dir, cfg.output)
+        diagnose(found, model, device, dtype, cfg)
         return 0
     cfg.compile, _ = choose_compile(cfg.compile, device)
     if device.type == 'cuda' and cfg.quantize == 'int8' and not cfg.compile:
