@@ -19,7 +19,6 @@ if __name__ == '__main__':  # before torch, whose import takes seconds
 import dataclasses
 import functools
 import gc
-import importlib
 import importlib.util
 import math
 import os
@@ -421,7 +420,9 @@ def build_model(settings, dataset, env):
     for field, has in dataclasses.asdict(model.config).items():
         asked = getattr(model_cfg, field)
         if field in given and asked not in (None, has):
-            raise ValueError(f'{given[field]}: {field}={asked!r}, but {name} has {has!r}; omit it')
+            or_less = ' or less' if field == 'block_size' else ''
+            raise ValueError(f'{given[field]}: {field}={asked!r}, but {name} has {has!r}; use '
+                             f'--{field}={has}{or_less}')
     return model, (resumed or source.checkpoint).get('iter_num', 0), base
 
 
@@ -595,8 +596,7 @@ def dry_run(settings):
         split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
         num_windows = split.num_windows
     if num_windows or cfg.max_epochs is None:
-        sequences = cfg.batch_size * cfg.gradient_accumulation_steps
-        notes += set_length(cfg, num_windows, sequences)
+        notes += set_length(cfg, num_windows, cfg.batch_size * cfg.gradient_accumulation_steps)
     device = choose_device(cfg.device)[0]
     dtype = choose_dtype(cfg.dtype, device, training=True)[0]
     return notes + forecast(model, settings, num_windows, device, dtype)
