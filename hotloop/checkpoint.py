@@ -127,6 +127,7 @@ class RunState:
     best_val_loss: float = math.inf
     tokens_seen: int = 0
     evals_since_best: int = 0  # evaluations in a row without a lower loss
+    evaluated_at: int = -1  # the step of the last evaluation in these two
     logged: list = field(default_factory=list)  # [summed loss, targets, skipped, steps] since the last line
     bad_in_a_row: int = 0  # consecutive non-finite steps up to now
     spikes_in_a_row: int = 0  # consecutive loss spikes up to now

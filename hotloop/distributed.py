@@ -63,9 +63,11 @@ class Env:
         """In this block processes wait up to a day for rank 0, which downloads, reads or saves alone."""
         if self.world > 1:
             dist.distributed_c10d._set_pg_timeout(PATIENCE)
-        yield
-        if self.world > 1:
-            dist.distributed_c10d._set_pg_timeout(timedelta(minutes=self.timeout_minutes))
+        try:
+            yield
+        finally:
+            if self.world > 1:
+                dist.distributed_c10d._set_pg_timeout(timedelta(minutes=self.timeout_minutes))
 
     def leave(self, failed=False):
         """Leaves the process group. After an error NCCL would wait for processes that are gone, and stays."""

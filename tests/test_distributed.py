@@ -106,6 +106,9 @@ def test_processes_wait_longer_for_rank_0_where_it_works_alone(monkeypatch):
     with Env(1, 2, timeout_minutes=2.0).patience():
         assert waits == [timedelta(days=1)]
     assert waits == [timedelta(days=1), timedelta(minutes=2)]
+    with contextlib.suppress(KeyError), Env(1, 2, timeout_minutes=3.0).patience():
+        raise KeyError('an error ends it too')
+    assert waits[3:] == [timedelta(minutes=3)]
 
 
 WORK = """
