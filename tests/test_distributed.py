@@ -231,6 +231,7 @@ def test_the_first_signal_asks_and_a_second_interrupt_ends(capfd):
     assert 'Ctrl-C again exits without saving' in capfd.readouterr().err
 
 
+@pytest.mark.skipif(not hasattr(signal, 'SIGHUP'), reason='needs SIGHUP')
 @pytest.mark.parametrize('before, code', [(signal.SIG_DFL, 129), (signal.SIG_IGN, 0)])
 def test_a_run_stops_at_the_end_of_the_terminal_but_not_under_nohup(before, code):
     signal.signal(signal.SIGHUP, before)

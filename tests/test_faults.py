@@ -22,7 +22,7 @@ from hotloop.run_dir import RunDir, find_latest
 ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
 RECIPE = RECIPES[1]  # Muon's state beside AdamW's
-TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, getattr(signal, 'SIGHUP', None)
 pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 
 
