@@ -103,7 +103,7 @@ class Env:
             sys.exit(1)
         message = lost_message(ends, error)
         if run and run.log:
-            go_on = 'run the same command with --init_from=resume'
+            go_on = f'resume with: {run.out.resume_command()}'
             if self.rank == 0:
                 go_on = run.out.how_to_go_on()
             message += f'; this was after step {run.state.iter_num}; {go_on}'

@@ -10,8 +10,8 @@ from ranks import forks, on_ranks
 import train
 from configurator import SettingsError
 from hotloop import saves
-from hotloop.checkpoint import state_from
 from hotloop.evaluate import Evaluation
+from hotloop.resume import state_from
 
 NAN = float('nan')
 SETTINGS = dict(max_iters=12, eval_interval=2, patience=2)
