@@ -15,6 +15,9 @@ another one of that name is moved to NAME.1, NAME.2, ...
 The same input gives the same bytes with any number of processes, and memory does not grow with the corpus.
 """
 
+if __name__ == '__main__':
+    import hotloop  # noqa: F401  it checks the version of Python
+
 import json
 import os
 import shlex

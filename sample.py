@@ -13,9 +13,9 @@ Samples from a checkpoint. It contains the model's shape and its tokenizer, so n
 """
 
 if __name__ == '__main__':  # before torch, whose import takes seconds
+    import hotloop.early
     from configurator import call_main
-    from hotloop.early import check_early
-    call_main(check_early, 'sample.py')
+    call_main(hotloop.early.check_early, 'sample.py')
 
 import codecs
 import math
@@ -58,7 +58,7 @@ class SampleConfig:
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
     chat: bool = False  # interactive chat; an empty line ends it
-    template: Literal['auto', 'none', *TEMPLATES] = 'auto'  # of chats and prompts; auto: the training data's
+    template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # of chats and prompts; auto: its data's
     system: str | None = None  # system prompt of chats and of prompts in a template
     score: str | None = None  # print the loss on each document of this file or folder
     text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation

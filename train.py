@@ -12,9 +12,9 @@ micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds 
 """
 
 if __name__ == '__main__':  # before torch, whose import takes seconds
+    import hotloop.early
     from configurator import call_main
-    from hotloop.early import check_early
-    call_main(check_early, 'model.py', 'hotloop/lora.py', 'train.py')
+    call_main(hotloop.early.check_early, 'model.py', 'hotloop/lora.py', 'train.py')
 
 import dataclasses
 import functools
