@@ -132,7 +132,9 @@ def open_gpt(cfg):
 def open_model(cfg):
     """(Weights, the float32 model on the CPU, tokenizer, template of its data or 'none')."""
     found, model = open_gpt(cfg)
-    tokenizer = tokenizer_from(tokenizer_spec(found, cfg.data_dir))
+    spec = found.tokenizer or dataset_spec(found.path, found.checkpoint.get('config', {}),
+                                           model.config.vocab_size, cfg.data_dir)
+    tokenizer = tokenizer_from(spec)
     tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
     unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]
     if unused and tokenizer.n_vocab - len(unused) == model.config.vocab_size:  # of images in Gemma 3
@@ -153,14 +155,6 @@ def load(cfg, device, dtype):
     print(f'weights: {found.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
           f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
     return model, tokenizer, template
-
-
-def tokenizer_spec(weights, data_dir):
-    """The spec of the tokenizer: the checkpoint's, or its dataset's. ValueError if neither has one."""
-    if weights.tokenizer is not None:
-        return weights.tokenizer
-    return dataset_spec(weights.path, weights.checkpoint.get('config', {}), weights.model_args['vocab_size'],
-                        data_dir)
 
 
 class Prompt(NamedTuple):

@@ -30,8 +30,7 @@ def may_run_twice(path):
     with open(path, encoding='utf-8-sig', errors='replace') as f:
         source = f.read()
     with contextlib.suppress(SyntaxError, ValueError):  # it will be refused before it runs
-        called = any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(source)))
-        return not called
+        return not any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(source)))
     return True
 
 
