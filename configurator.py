@@ -28,6 +28,7 @@ import types
 import typing
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+OWN_FILE = '# all settings of the run in this folder'  # the first words of the config.py that a run writes
 # {setting, or setting=value: its names in other programs}
 SYNONYMS = {
     'init_from=resume': ('resume', 'resume_training', 'continue', 'auto_resume'),
@@ -128,12 +129,20 @@ def fields_of(classes):
     return fields
 
 
-def unknown(name, fields):
+def unknown(name, fields, removed):
     """The error message for a name that is not a setting."""
+    if name in removed:
+        return f'setting {name!r} was removed: {removed[name]}'
     known = [ours for ours, names in SYNONYMS.items() if name in names and ours.split('=')[0] in fields]
     nearest = known or difflib.get_close_matches(name, fields, n=1)
     hint = f'; did you mean {nearest[0]!r}?' if nearest else ''
     return f'unknown setting {name!r}{hint}'
+
+
+def print_dropped(names, where):
+    """Prints the ignored settings of an older version, once for all processes."""
+    if names and os.environ.get('RANK', '0') == '0':
+        print(f'{where}: dropped settings that this version does not have: {", ".join(names)}')
 
 
 def read_base(base, settings, fields, flags):
@@ -146,9 +155,7 @@ def read_base(base, settings, fields, flags):
         except ValueError as e:
             if name not in flags:
                 problems.append(f'the checkpoint has {name}={value!r}: {e}; give --{name}')
-    dropped = ', '.join(name for name in base if name not in fields)  # of an older version
-    if dropped and os.environ.get('RANK', '0') == '0':
-        print(f'the checkpoint: dropped settings that this version does not have: {dropped}')
+    print_dropped([name for name in base if name not in fields], 'the checkpoint')
     return problems
 
 
@@ -209,7 +216,7 @@ def meant(word, fields):
     return f'; did you mean {known[nearest[0]]}?' if nearest else ''
 
 
-def read_file(path, settings, fields):
+def read_file(path, settings, fields, removed):
     """
     Runs a config file, the user's own code, over the settings and puts its values into them. A name that it
     assigns must be a setting, a module or a function, or start with an underscore. Returns the problems.
@@ -228,6 +235,7 @@ def read_file(path, settings, fields):
         reason = getattr(e, 'strerror', None) or f'{type(e).__name__}: {e}'  # strerror: of an OSError
         hint = meant(path, fields) if isinstance(e, FileNotFoundError) and not places else ''
         return problems or [f'{place}: {reason}{hint}']
+    dropped = []
     for name, value in namespace.items():
         place = f'{path}, line {lines[name]}' if name in lines else path
         helper = name.startswith('_') or callable(value) or inspect.ismodule(value)
@@ -236,12 +244,16 @@ def read_file(path, settings, fields):
                 settings[name] = accept(value, fields[name][0]), place
             except ValueError as e:
                 problems.append(f'{place}: {name}: {e}')
+        elif name in removed and source.startswith(OWN_FILE):
+            dropped.append(name)
         elif name in lines and name not in fields and not helper:
-            problems.append(f'{place}: {unknown(name, fields)} (start the name of a helper with _)')
+            hint = '' if name in removed else ' (start the name of a helper with _)'
+            problems.append(f'{place}: {unknown(name, fields, removed)}{hint}')
+    print_dropped(dropped, path)
     return problems
 
 
-def read_argv(argv, fields):
+def read_argv(argv, fields, removed):
     """Splits a command line into words and flags. Returns (words, {name: (value, place)}, problems)."""
     words, found, problems = [], {}, []
     rest = list(argv)
@@ -262,7 +274,7 @@ def read_argv(argv, fields):
             text, equals = rest.pop(0), True
         try:
             if name not in fields:
-                raise ValueError(unknown(name, fields))
+                raise ValueError(unknown(name, fields, removed))
             if not equals and not text:
                 raise ValueError(f'a value is missing; write --{name}=VALUE')
             found[name] = (parse(text, kind), f'--{name}')
@@ -271,13 +283,14 @@ def read_argv(argv, fields):
     return words, found, problems
 
 
-def configure(*classes, argv=None, files=True, about='', base=None):
+def configure(*classes, argv=None, files=True, about='', base=None, removed=None):
     """
     Reads a command line into one object per dataclass. Their problems() methods return the errors.
 
     files:   whether positional words are config files to run
     about:   the text above the settings in --help
     base:    {name: value} below files and flags: the settings of a checkpoint
+    removed: {removed setting: a sentence on what to do instead}
 
     Returns the objects, {name: place} of what files and flags set, and the positional words.
     SettingsError has one line for each problem.
@@ -286,13 +299,13 @@ def configure(*classes, argv=None, files=True, about='', base=None):
     if '--help' in argv or '-h' in argv:
         print(help_text(classes, about))
         sys.exit(0)
-    fields = fields_of(classes)
+    fields, removed = fields_of(classes), removed or {}
     settings = {name: (default, None) for name, (_, default) in fields.items()}  # {name: (value, place)}
-    words, flags, problems = read_argv(argv, fields)
+    words, flags, problems = read_argv(argv, fields, removed)
     problems += read_base(base or {}, settings, fields, flags)
     if files:
         for path in words:
-            problems += read_file(path, settings, fields)
+            problems += read_file(path, settings, fields, removed)
     settings.update(flags)
     objects = [cls(**{f.name: settings[f.name][0] for f in dataclasses.fields(cls)}) for cls in classes]
     if not problems:

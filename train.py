@@ -177,6 +177,10 @@ class TrainConfig:
         return wrong
 
 
+REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a step goes',
+           'on_divergence': 'a run that diverges stops; lower the learning rate and resume'}
+
+
 # -----------------------------------------------------------------------------
 # settings from recipe cards, flags and, on resume, the checkpoint
 
@@ -200,7 +204,7 @@ class Settings:
 def read_settings(argv=None):
     """The Settings of a command line. ValueError if they contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else argv
-    read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__)
+    read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__, removed=REMOVED)
     model_cfg, lora, cfg, given, files = read(argv=argv)
     notes, base = [], {}
     if cfg.init_from == 'auto':

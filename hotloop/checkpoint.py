@@ -32,6 +32,9 @@ def load_checkpoint(path):
     Loads a checkpoint of ours or of nanoGPT onto the CPU. Checksums are verified first, because torch.load
     ignores them: of 400 files with one flipped bit it loaded 398 with wrong values.
     """
+    if torch.__version__ < (2, 10):  # weights_only=True can be made to run code there
+        raise ValueError(f'torch {torch.__version__} cannot load checkpoints safely (CVE-2026-24747): '
+                         'pip install "torch>=2.11"')
     try:
         check_records(path)
         # mapped, the processes of a machine share the pages of the file: 8 copies would take 75 GB at 773M

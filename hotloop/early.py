@@ -6,7 +6,7 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from configurator import HERE, SettingsError, configure, fields_of, read_argv, settings_module
+from configurator import HERE, OWN_FILE, SettingsError, configure, fields_of, read_argv, settings_module
 from hotloop import host
 
 
@@ -30,12 +30,13 @@ def may_run_twice(path):
     with open(path, encoding='utf-8-sig', errors='replace') as f:
         source = f.read()
     with contextlib.suppress(SyntaxError, ValueError):  # it will be refused before it runs
-        return not any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(source)))
+        called = any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(source)))
+        return not called and not source.startswith(OWN_FILE)  # its dropped settings are printed
     return True
 
 
 def check_torch():
-    """SettingsError if torch is missing or too old: below 2.10 weights could run code (CVE-2026-24747)."""
+    """SettingsError if torch is missing or older than the code needs."""
     try:
         found = version('torch')
     except PackageNotFoundError:
@@ -56,14 +57,14 @@ def check_early(*sources):
     flags = {}
     with without_torch(), contextlib.suppress(NameError):
         modules = [settings_module(os.path.join(HERE, source)) for source in sources]
-        classes = []
+        classes, removed = [], getattr(modules[-1], 'REMOVED', {})
         for module in modules:
             for name, value in vars(module).items():
                 if name.endswith('Config') and value.__module__ == module.__name__:  # not an imported one
                     classes.append(value)
-        words, flags, problems = read_argv(sys.argv[1:], fields_of(classes))
+        words, flags, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
         if problems or all(map(may_run_twice, words)):
-            configure(*classes, about=modules[-1].__doc__)
+            configure(*classes, about=modules[-1].__doc__, removed=removed)
     if 'report' in flags and flags['report'][0] is not None:
         from hotloop.report import report  # and numpy, which only this needs
         print(report(flags['report'][0]))

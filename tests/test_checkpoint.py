@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import same
+from torch.torch_version import TorchVersion
 
 from hotloop.checkpoint import (
     RunState,
@@ -160,6 +161,12 @@ def test_loading_never_runs_code(path, tmp_path, new):
     message = error_of(path)
     assert ('was rejected: it is not plain data' if new else 'not a zip file') in message
     assert 'weights_only' not in message and not (tmp_path / 'ran').exists()
+
+
+def test_a_torch_whose_loader_is_not_safe_is_refused(path, monkeypatch):
+    monkeypatch.setattr(torch, '__version__', TorchVersion('2.9.1+cpu'))
+    with pytest.raises(ValueError, match=r'2\.9\.1.*CVE-2026-24747.*pip install'):
+        load_checkpoint(str(path))
 
 
 # -----------------------------------------------------------------------------

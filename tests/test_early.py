@@ -43,9 +43,9 @@ def check(monkeypatch):
     ('sample.py', ['--top_p=2']), ('sample.py', ['--logprobs']), ('sample.py', ['--hepl'])])
 def test_it_refuses_in_the_words_of_the_script(check, monkeypatch, script, argv):
     monkeypatch.chdir(ROOT)
-    _, classes, _ = SCRIPTS[script]
+    _, classes, module = SCRIPTS[script]
     with pytest.raises(ValueError) as e:
-        configure(*classes, argv=argv)
+        configure(*classes, argv=argv, removed=getattr(module, 'REMOVED', None))
     assert check(script, *argv) == str(e.value)
 
 
@@ -117,6 +117,12 @@ def test_a_pipe_is_read_once(check, tmp_path):
     """`python train.py <(echo n_head = 5)`; opening this one would wait for a writer."""
     os.mkfifo(tmp_path / 'pipe.py')
     assert not may_run_twice(tmp_path / 'pipe.py') and check('train.py', tmp_path / 'pipe.py') is None
+
+
+def test_notes_on_a_config_of_an_older_run_are_printed_once(check, tmp_path, capsys):
+    path = tmp_path / 'config.py'
+    path.write_text('# all settings of the run in this folder\nprofile = False\n')
+    assert check('train.py', path) is None and capsys.readouterr().out == ''
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
