@@ -15,6 +15,9 @@ another one of that name is moved to NAME.1, NAME.2, ...
 The same input gives the same bytes with any number of processes, and memory does not grow with the corpus.
 """
 
+if __name__ == '__main__':
+    import hotloop  # noqa: F401  it checks the version of Python
+
 import json
 import os
 import shlex
@@ -44,7 +47,7 @@ from hotloop.sources import (
     open_corpus,
 )
 from hotloop.tokenizer import BPETokenizer, tokenizer_from
-from hotloop.tokenizer_source import find_tokenizer, model_named, template_named
+from hotloop.tokenizer_source import find_tokenizer
 
 
 @dataclass
@@ -119,16 +122,16 @@ def output_folder(data_dir, name):
 
 def open_sources(sources, cfg, reading, spool):
     """
-    (training files, validation files, Tokenizer or None) of the positional arguments. Standard input is
-    copied to `spool`. A tokenizer, val_fraction or separator that is None in the settings takes the source's
-    value. The Tokenizer is None if it is built from the text.
+    (training files, validation files, the Found of the tokenizer) of the positional arguments. Standard input
+    is copied to `spool`. A tokenizer, val_fraction or separator that is None in the settings takes the
+    source's value.
     """
     is_corpus = len(sources) == 1 and sources[0] in CORPORA and not os.path.exists(sources[0])
     if cfg.shards and not is_corpus:
         raise ValueError(f'shards={cfg.shards} applies only to a named corpus: {", ".join(CORPORA)}')
     if is_corpus:
         cfg.tokenizer = cfg.tokenizer or CORPORA[sources[0]].tokenizer
-    tokenizer = find_tokenizer(cfg.tokenizer or 'byte', cfg.data_dir)  # an error comes before downloads
+    named = find_tokenizer(cfg.tokenizer or 'byte', cfg.data_dir)  # an error comes before downloads
     val_files = files_of(cfg.val, reading, cfg.data_dir, spool) if cfg.val else []
     if is_corpus:
         corpus = CORPORA[sources[0]]
@@ -156,9 +159,9 @@ def open_sources(sources, cfg, reading, spool):
         if kinds != {'tokens'} or cfg.tokenizer not in (None, 'gpt2'):
             raise ValueError(f"shards of GPT-2 tokens exclude text and tokenizer={cfg.tokenizer!r}; "
                              'make two datasets, and train on both with --dataset=A,B')
-        cfg.tokenizer, tokenizer = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
+        cfg.tokenizer, named = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
     cfg.tokenizer = cfg.tokenizer or 'byte'
-    return kept, filled(val_files), tokenizer
+    return kept, filled(val_files), named
 
 
 def filled(files):
@@ -348,10 +351,10 @@ def main(argv=None):
     folder = output_folder(cfg.data_dir, name)
     try:
         with dataset.partial_folder(folder) as partial:
-            files, val_files, tokenizer = open_sources(sources, cfg, reading, f'{partial}.stdin')
+            files, val_files, found = open_sources(sources, cfg, reading, f'{partial}.stdin')
             if reading.template == 'auto' and files[0].kind != 'functions':  # which are continued, not asked
-                reading.template = template_named(cfg.tokenizer, cfg.data_dir) or 'auto'
-            meta = write_dataset(partial, files, val_files, cfg, reading, tokenizer, origin)
+                reading.template = found.template or 'auto'
+            meta = write_dataset(partial, files, val_files, cfg, reading, found.tokenizer, origin)
     except OSError as e:
         raise ValueError(f'{folder} could not be made: {e}') from e
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
@@ -359,17 +362,16 @@ def main(argv=None):
         print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, '
               f'{counted(counts["documents"], "document")}, '
               f'{counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
-    print(f'train on it with: {training_command(name, cfg, bool(meta["templates"]))}')
+    print(f'train on it with: {training_command(name, cfg, found, bool(meta["templates"]))}')
 
 
-def training_command(name, cfg, has_rows):
-    """The command that trains on a dataset, or tunes the model that gave it its tokenizer."""
-    model, is_run = model_named(cfg.tokenizer, cfg.data_dir)
-    words = ['config/lora.py', f'--init_from={model}'] if model else ['config/quickstart.py']
+def training_command(name, cfg, found, has_rows):
+    """The command that trains on a dataset, or tunes the model that gave it its tokenizer, by a Found."""
+    words = ['config/lora.py', f'--init_from={found.model}'] if found.model else ['config/quickstart.py']
     words.append(f'--dataset={name}')
-    if model and not has_rows:
+    if found.model and not has_rows:
         words.append('--pack_rows=False')
-    if model and not is_run:
+    if found.model and not found.is_run:
         words.append('--block_size=512')  # its own context may be 100 times as long
     if cfg.data_dir != PrepareConfig.data_dir:
         words.append(f'--data_dir={cfg.data_dir}')

@@ -13,9 +13,9 @@ Samples from a checkpoint. It contains the model's shape and its tokenizer, so n
 """
 
 if __name__ == '__main__':  # before torch, whose import takes seconds
+    import hotloop.early
     from configurator import call_main
-    from hotloop.early import check_early
-    call_main(check_early, 'sample.py')
+    call_main(hotloop.early.check_early, 'sample.py')
 
 import codecs
 import math
@@ -58,14 +58,14 @@ class SampleConfig:
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
     chat: bool = False  # interactive chat; an empty line ends it
-    template: Literal['auto', 'none', *TEMPLATES] = 'auto'  # of chats and prompts; auto: the training data's
+    template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # of chats and prompts; auto: its data's
     system: str | None = None  # system prompt of chats and of prompts in a template
     score: str | None = None  # print the loss on each document of this file or folder
     text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # for score: bytes that are not UTF-8
     eval_code: str | None = None  # judge the code that answers this .jsonl of HumanEval, MBPP or instructions
     run_code: bool = False  # for eval_code: run the answers and their tests, in a child with limits: pass@1
-    diagnose: bool = False  # print its training, weights, dead units, loss by position and calibration
+    diagnose: bool = False  # its training, weights, dead units, predictions; also in report.html
     export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
@@ -132,7 +132,9 @@ def open_gpt(cfg):
 def open_model(cfg):
     """(Weights, the float32 model on the CPU, tokenizer, template of its data or 'none')."""
     found, model = open_gpt(cfg)
-    tokenizer = tokenizer_from(tokenizer_spec(found, cfg.data_dir))
+    spec = found.tokenizer or dataset_spec(found.path, found.checkpoint.get('config', {}),
+                                           model.config.vocab_size, cfg.data_dir)
+    tokenizer = tokenizer_from(spec)
     tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
     unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]
     if unused and tokenizer.n_vocab - len(unused) == model.config.vocab_size:  # of images in Gemma 3
@@ -153,14 +155,6 @@ def load(cfg, device, dtype):
     print(f'weights: {found.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
           f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
     return model, tokenizer, template
-
-
-def tokenizer_spec(weights, data_dir):
-    """The spec of the tokenizer: the checkpoint's, or its dataset's. ValueError if neither has one."""
-    if weights.tokenizer is not None:
-        return weights.tokenizer
-    return dataset_spec(weights.path, weights.checkpoint.get('config', {}), weights.model_args['vocab_size'],
-                        data_dir)
 
 
 class Prompt(NamedTuple):
@@ -438,7 +432,7 @@ def main(argv=None):
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit
     if cfg.diagnose:
         found, model = open_gpt(cfg)
-        diagnose(found, model, device, dtype, cfg.data_dir, cfg.output)
+        diagnose(found, model, device, dtype, cfg)
         return 0
     cfg.compile, _ = choose_compile(cfg.compile, device)
     if device.type == 'cuda' and cfg.quantize == 'int8' and not cfg.compile:

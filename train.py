@@ -12,14 +12,13 @@ micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds 
 """
 
 if __name__ == '__main__':  # before torch, whose import takes seconds
+    import hotloop.early
     from configurator import call_main
-    from hotloop.early import check_early
-    call_main(check_early, 'model.py', 'hotloop/lora.py', 'train.py')
+    call_main(hotloop.early.check_early, 'model.py', 'hotloop/lora.py', 'train.py')
 
 import dataclasses
 import functools
 import gc
-import importlib
 import importlib.util
 import math
 import os
@@ -38,7 +37,7 @@ from hotloop import ladder, patience, resume
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine, needs_card
 from hotloop.check import check
-from hotloop.checkpoint import OPTIMIZERS, RunState, context_of, restore, state_from
+from hotloop.checkpoint import OPTIMIZERS, RunState, context_of
 from hotloop.dataloader import Batches, Split, check_lengths, share_batch
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.deadline import Deadline, look_at_clock, report_end, set_budget, start_clock
@@ -421,7 +420,7 @@ def build_model(settings, dataset, env):
     if resumed and not settings.lora.lora_rank:
         model = GPT.from_checkpoint(resumed['model_args'], resumed['model'], dropout=model_cfg.dropout,
                                     label_smoothing=model_cfg.label_smoothing)
-        return model, state_from(resumed).iter_num, None
+        return model, resumed.get('iter_num', 0), None
     name, source, base = open_start(cfg, settings.resumed, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
     kept = [field for field in ('dropout', 'label_smoothing') if resumed or field in given]
@@ -430,7 +429,9 @@ def build_model(settings, dataset, env):
     for field, has in dataclasses.asdict(model.config).items():
         asked = getattr(model_cfg, field)
         if field in given and asked not in (None, has):
-            raise ValueError(f'{given[field]}: {field}={asked!r}, but {name} has {has!r}; omit it')
+            or_less = ' or less' if field == 'block_size' else ''
+            raise ValueError(f'{given[field]}: {field}={asked!r}, but {name} has {has!r}; use '
+                             f'--{field}={has}{or_less}')
     return model, (resumed or source.checkpoint).get('iter_num', 0), base
 
 
@@ -501,7 +502,7 @@ def build_run(settings, datasets, env):
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     state = RunState(step if cfg.eval_only else 0)
     if resumed and not cfg.eval_only:
-        state = restore(resumed.checkpoint, optimizers, scaler)
+        state = resume.restore(resumed.checkpoint, optimizers, scaler)
     if resumed:
         for name in ('model', *OPTIMIZERS):  # frees their memory
             resumed.checkpoint.pop(name, None)

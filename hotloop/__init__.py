@@ -1,1 +1,7 @@
 """The library behind the five top-level files, one topic per file. It imports only configurator from them."""
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036  the scripts import this first; Python 3.9 cannot parse others
+    sys.exit(f'error: this program needs Python 3.11 or later, and {sys.executable} is Python '
+             f'{sys.version_info[0]}.{sys.version_info[1]}: make a virtual environment with a later one')

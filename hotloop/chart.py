@@ -95,7 +95,8 @@ def draw(curve, x_axis, y_axis, x_name):
 
 def tooltips(curves, x_axis, x_name):
     """Invisible SVG columns, which name the point of each curve that is nearest."""
-    centers = np.linspace(x_axis.low, x_axis.high, 2 * COLUMNS + 1)[1::2]
+    space = np.geomspace if x_axis.log else np.linspace
+    centers = space(x_axis.low, x_axis.high, 2 * COLUMNS + 1)[1::2]
     nearest = [np.searchsorted((c.x[1:] + c.x[:-1]) / 2, centers) for c in curves]
     shapes = []
     for column in range(COLUMNS):
@@ -112,7 +113,7 @@ def tooltips(curves, x_axis, x_name):
 def panel(title, unit, curves, x_name='step', marks=(), wide=False, log=False):
     """
     A figure of curves, with direct labels if it is wide. marks: [(class, x, y or None for a vertical line,
-    tooltip)]. Without log the y axis includes 0. '' if no curve has points.
+    tooltip)]. Without log the y axis includes 0. Positions are on a log axis. '' if no curve has points.
     """
     curves = [c for c in curves if len(c.x)]
     if not curves:
@@ -122,8 +123,10 @@ def panel(title, unit, curves, x_name='step', marks=(), wide=False, log=False):
         if c.error is not None:
             ys += [c.y - np.nan_to_num(c.error), c.y + np.nan_to_num(c.error)]
     ys += [[y for _, _, y, _ in marks if y is not None], [] if log else [0.0]]
-    xs = np.append(xs, 0.0) if xs.min() < 0.2 * xs.max() or len(xs) == 1 else xs
-    x_axis = Axis(xs, least=0.0 if x_name == 'minutes' else 1.0)
+    log_x = x_name == 'position'
+    if not log_x and (xs.min() < 0.2 * xs.max() or len(xs) == 1):
+        xs = np.append(xs, 0.0)
+    x_axis = Axis(xs, log_x, least=0.0 if x_name in ('minutes', 'p') else 1.0)
     y_axis = Axis(np.concatenate(ys), log, parts=6 if wide else 4, rounded=True)
     grid = ''.join(f'M0,{1000 - place}H1000' for place, _ in y_axis.ticks)
     shapes = [f'<path class="grid" d="{grid}"/>', *tooltips(curves, x_axis, x_name)]

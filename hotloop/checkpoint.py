@@ -18,7 +18,7 @@ import torch
 from hotloop.divergence import what_next
 from hotloop.files import first_line, replacing
 from hotloop.lora import weights_to_save
-from hotloop.shard import gather, is_sharded, shard_state
+from hotloop.shard import gather, is_sharded
 
 OPTIMIZERS = ('optimizer', 'muon')  # names of their states in a checkpoint
 
@@ -127,6 +127,7 @@ class RunState:
     best_val_loss: float = math.inf
     tokens_seen: int = 0
     evals_since_best: int = 0  # evaluations in a row without a lower loss
+    evaluated_at: int = -1  # the step of the last evaluation in these two
     logged: list = field(default_factory=list)  # [summed loss, targets, skipped, steps] since the last line
     bad_in_a_row: int = 0  # consecutive non-finite steps up to now
     spikes_in_a_row: int = 0  # consecutive loss spikes up to now
@@ -152,44 +153,6 @@ def checkpoint_of(run):
         raise ValueError(f'step {run.state.iter_num}: weights are not finite and are not saved. '
                          f'{what_next(run)}')
     return checkpoint
-
-
-def restore(checkpoint, optimizers, scaler):
-    """Restores optimizers and scaler; returns the RunState. ValueError if one does not fit."""
-    saved = [checkpoint[name] for name in OPTIMIZERS if name in checkpoint]
-    if len(saved) != len(optimizers):
-        raise ValueError(f'the checkpoint has the state of {len(saved)} optimizers, not of {len(optimizers)} '
-                         '(best.pt has none); start a new run from its weights with --init_from=PATH')
-    for optimizer, old in zip(optimizers, saved, strict=True):
-        groups = []
-        for now, before in zip(optimizer.param_groups, old['param_groups'], strict=True):
-            groups.append({**now, 'params': before['params']})  # rates and kernels are those of the settings
-        optimizer.load_state_dict({'state': shard_state(old['state'], optimizer), 'param_groups': groups})
-        for p, values in optimizer.state.items():
-            for name, value in values.items():
-                found, shape = torch.as_tensor(value).shape, state_shape(name, p)
-                if found != shape:  # AdamW's fused kernel would write beyond a shorter tensor
-                    raise ValueError(f'the optimizer state of the checkpoint does not fit: {name} has shape '
-                                     f'{tuple(found)}, not {tuple(shape)}')
-    if scaler.is_enabled() and checkpoint.get('scaler'):
-        scaler.load_state_dict(checkpoint['scaler'])
-    return state_from(checkpoint)
-
-
-def state_shape(name, p):
-    """The shape of a parameter's optimizer state by its name; the last four are those of adamw8bit."""
-    scales = (-(-p.numel() // 256),)
-    special = {'step': (), 'absmax1': scales, 'absmax2': scales, 'qmap1': (256,), 'qmap2': (256,)}
-    return torch.Size(special.get(name, p.shape))
-
-
-def state_from(checkpoint):
-    """The RunState of a checkpoint of ours or of nanoGPT. Fields of other versions are dropped."""
-    saved = checkpoint.get('state', checkpoint)  # nanoGPT has iter_num and best_val_loss beside the weights
-    names = [f.name for f in dataclasses.fields(RunState)]
-    state = RunState(**{name: saved[name] for name in names if name in saved})
-    state.best_val_loss = float(state.best_val_loss)  # nanoGPT saves a tensor
-    return state
 
 
 def context_of(datasets, splits, env):

@@ -54,8 +54,6 @@ def set_budget(cfg, given, resumed, notes):
             raise ValueError(f'warmup_fraction={cfg.warmup_fraction:g} is a fraction of the steps, and '
                              f'{budget} leaves their number open; give --warmup_iters, or the largest number '
                              'of steps with --max_iters')
-    if cfg.dry_run and is_open(cfg):
-        notes.append(f'{budget}: the number of steps is unknown until the run has measured its speed')
 
 
 def keep_decisions(cfg, given, checkpoint):

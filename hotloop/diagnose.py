@@ -1,7 +1,10 @@
 """The diagnosis of a checkpoint: its training, weights, activations, and predictions on validation data."""
 
+import json
 import math
+import os
 import re
+import sys
 from collections import defaultdict
 
 import numpy as np
@@ -9,27 +12,44 @@ import torch
 
 from hotloop.dataset import open_datasets
 from hotloop.evaluate import eval_batch, shares, spread
+from hotloop.files import replacing
 from hotloop.forecast import count_parts
 from hotloop.mixture import open_split
+from hotloop.record import DIAGNOSIS
+from hotloop.report import write_report
 from hotloop.resume import find_data
 from hotloop.score import print_json
 from hotloop.watch import Watch
+from hotloop.wording import text_of
 
 TOKENS, AT_ONCE = 2**14, 2**12  # that the model runs on
 SETTINGS = ('dataset', 'init_from', 'preset', 'optimizer', 'learning_rate', 'lr_schedule', 'min_lr')
 
 
+def diagnose(found, model, device, dtype, cfg):
+    """
+    Prints the diagnosis of a float32 model as tables, or with output='jsonl' as lines of JSON, and adds the
+    tables to the report of its run. found: the Weights it was opened from. cfg: sample.py's settings.
+    """
+    tables = {}
+    for section, rows, about in sections(found, model, device, dtype, cfg.data_dir):
+        tables[section + about] = by_kind(rows) if section == 'weights' else rows
+        show(section, rows if cfg.output == 'jsonl' else tables[section + about], cfg.output, about)
+    if os.path.isfile(found.path) and not cfg.adapter:  # an adapter makes another model of it
+        add_to_report(os.path.dirname(found.path), tables)
+
+
 @torch.no_grad()
-def diagnose(found, model, device, dtype, data_dir, output):
+def sections(found, model, device, dtype, data_dir):
     """
-    Prints the diagnosis of a float32 model as tables, or with output='jsonl' as lines of JSON. found: the
-    Weights it was opened from. Without the validation data of its training, the model runs on random ids.
+    Yields (section, its rows or one {name: value}, what to add to its title). Without the validation data of
+    its training, the model runs on random ids.
     """
-    show('training', training(found, model), output)
+    yield 'training', training(found, model), ''
     parts = [*count_parts(model).items(), ('all', model.num_params())]
-    show('parameters', [{'part': part, 'parameters': n} for part, n in parts], output)
+    yield 'parameters', [{'part': part, 'parameters': n} for part, n in parts], ''
     weights = [measure(name, p) for name, p in model.named_parameters()]
-    show('weights', weights if output == 'jsonl' else by_kind(weights), output)
+    yield 'weights', weights, ''
     fresh = is_fresh(weights, model.config, found.checkpoint.get('iter_num'))
     problems, notes = wrong_weights(weights, fresh), []
     if fresh:
@@ -47,14 +67,14 @@ def diagnose(found, model, device, dtype, data_dir, output):
         watch = Watch(model)
         for batch in batches:
             watch.run(*(torch.from_numpy(part).to(device) for part in batch))
-        show('blocks', watch.blocks(), output, ': RMS of the input and of what attention and MLP add to it, '
-             f'on {watch.num_tokens:,} tokens of {source}')
+        yield 'blocks', watch.blocks(), (': RMS of the input and of what attention and MLP add to it, '
+                                         f'on {watch.num_tokens:,} tokens of {source}')
         problems += watch.problems(fresh)
         for section, rows in watch.predictions().items():
-            show(section, rows, output)
-    show('problems', [{'problem': problem} for problem in problems or ['none found']], output)
+            yield section, rows, ''
+    yield 'problems', [{'problem': problem} for problem in problems or ['none found']], ''
     if notes:
-        show('notes', [{'note': note} for note in notes], output)
+        yield 'notes', [{'note': note} for note in notes], ''
 
 
 def training(found, model):
@@ -189,8 +209,13 @@ def show(section, content, output, about=''):
         print('  '.join(['  ' + line[0].ljust(widths[0]), *cells]).rstrip())
 
 
-def text_of(value):
-    """A value as the tables show it."""
-    if isinstance(value, float):
-        return f'{value:.4g}'
-    return f'{value:,}' if isinstance(value, int) else str(value)
+def add_to_report(folder, tables):
+    """Keeps the tables, {title: rows}, in a run folder and draws its report again. Without a log: nothing."""
+    if not os.path.exists(os.path.join(folder, 'log.jsonl')):
+        return
+    try:
+        with replacing(os.path.join(folder, DIAGNOSIS)) as f:
+            f.write(json.dumps(tables).encode())
+        print(f'\nreport: {write_report(folder)}', file=sys.stderr)
+    except (OSError, ValueError) as e:
+        print(f'note: the diagnosis is not in the report of {folder}: {e}', file=sys.stderr)

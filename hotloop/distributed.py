@@ -63,9 +63,11 @@ class Env:
         """In this block processes wait up to a day for rank 0, which downloads, reads or saves alone."""
         if self.world > 1:
             dist.distributed_c10d._set_pg_timeout(PATIENCE)
-        yield
-        if self.world > 1:
-            dist.distributed_c10d._set_pg_timeout(timedelta(minutes=self.timeout_minutes))
+        try:
+            yield
+        finally:
+            if self.world > 1:
+                dist.distributed_c10d._set_pg_timeout(timedelta(minutes=self.timeout_minutes))
 
     def leave(self, failed=False):
         """Leaves the process group. After an error NCCL would wait for processes that are gone, and stays."""
@@ -101,7 +103,7 @@ class Env:
             sys.exit(1)
         message = lost_message(ends, error)
         if run and run.log:
-            go_on = 'run the same command with --init_from=resume'
+            go_on = f'resume with: {run.out.resume_command()}'
             if self.rank == 0:
                 go_on = run.out.how_to_go_on()
             message += f'; this was after step {run.state.iter_num}; {go_on}'

@@ -56,5 +56,5 @@ def divergence_message(run):
 def what_next(run):
     """What to do after a divergence. Without a checkpoint there is nothing to resume from."""
     if run.out.checkpoints():
-        return 'Lower the learning rate and resume with --init_from=resume'
+        return f'Lower the learning rate and resume with: {run.out.resume_command()} --learning_rate=...'
     return 'Start again with a lower learning_rate'

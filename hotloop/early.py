@@ -4,8 +4,9 @@ import ast
 import contextlib
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, version
 
-from configurator import HERE, OWN_FILE, configure, fields_of, read_argv, settings_module
+from configurator import HERE, OWN_FILE, SettingsError, configure, fields_of, read_argv, settings_module
 from hotloop import host
 
 
@@ -34,6 +35,17 @@ def may_run_twice(path):
     return True
 
 
+def check_torch():
+    """SettingsError if torch is missing or older than the code needs."""
+    try:
+        found = version('torch')
+    except PackageNotFoundError:
+        found = 'missing'
+    if found == 'missing' or tuple(map(int, found.split('.')[:2])) < (2, 11):
+        raise SettingsError(f'this program needs torch 2.11 or later, and torch is {found}: '
+                            'pip install -c constraints.txt -r requirements.txt')
+
+
 def check_early(*sources):
     """
     Prints --help, draws --report or raises SettingsError before the imports of a script, of which torch takes
@@ -57,3 +69,4 @@ def check_early(*sources):
         from hotloop.report import report  # and numpy, which only this needs
         print(report(flags['report'][0]))
         sys.exit(0)
+    check_torch()

@@ -63,7 +63,8 @@ def forecast(model, settings, num_windows, device, dtype):
         base = settings.resumed.checkpoint['lora']['base'] if settings.resumed else cfg.init_from
         lines.append(describe_adapters({**need.record, 'base': base}, need.adapted, gpu_dtype))
     lines = [*lines, f'compute: {flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward',
-             *describe_memory(need, batch, gpu_dtype), describe_length(model, steps, tokens, num_windows),
+             *describe_memory(need, batch, gpu_dtype),
+             describe_length(model, steps, tokens, num_windows, cfg.time_budget),
              f'machine           memory     tokens/s     hours  (at {MFU:.0%} of the peak, on one device)']
     machines = [(name, gpu_dtype, size, None if gpu_dtype == torch.float32 else PEAK_FLOPS[key])
                 for name, (key, size) in MACHINES.items()]
@@ -72,6 +73,8 @@ def forecast(model, settings, num_windows, device, dtype):
         repeated = 0 if cfg.recompute == 'none' else forward
         rate = MFU * flops / (flops_per_token + repeated) if flops else None
         hours = f'{steps * tokens / rate / 3600:,.1f}' if steps is not None and rate else 'unknown'
+        if is_open(cfg):
+            hours = f'{cfg.time_budget / 60:,.3g}'
         lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {f"{rate:,.0f}" if rate else "unknown":>12} '
                      f'{hours:>9}  {advise(need, batch, accumulation, machine_dtype, memory)}')
     return lines
@@ -123,8 +126,11 @@ def describe_memory(need, batch, dtype):
             f'disk: {checkpoint / 1e9:,.2f} GB for a checkpoint, {need.weights / 1e9:,.2f} GB for best.pt']
 
 
-def describe_length(model, steps, tokens, num_windows):
-    """Steps, tokens and epochs."""
+def describe_length(model, steps, tokens, num_windows, budget):
+    """Steps, tokens and epochs. budget: minutes, by which a run without steps ends; None: unknown."""
+    if steps is None and budget is not None:
+        return (f'run: at most {budget:g} minutes (time_budget); the number of steps of {tokens:,} tokens '
+                'depends on the speed of the machine')
     if steps is None:
         return f'run: unknown steps of {tokens:,} tokens'
     epochs = 'unknown epochs'

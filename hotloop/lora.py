@@ -82,14 +82,11 @@ class LoRALinear(nn.Module):
     def all_of_B(self, num_rows):
         """B of all parts, (num_rows, parts * rank): zero in the rows of other parts."""
         blocks, done = [], 0
-        for (start, end), B in zip(self.parts, self.lora_B.split(sizes(self.parts)), strict=True):
+        sizes = [end - start for start, end in self.parts]
+        for (start, end), B in zip(self.parts, self.lora_B.split(sizes), strict=True):
             blocks += [B.new_zeros(start - done, 0), B]
             done = end
         return torch.block_diag(*blocks, self.lora_B.new_zeros(num_rows - done, 0))
-
-
-def sizes(parts):
-    return [end - start for start, end in parts]
 
 
 # -----------------------------------------------------------------------------

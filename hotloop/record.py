@@ -1,4 +1,4 @@
-"""What a run has logged: the numbers of log.jsonl by name, and the settings of config.py. Needs no torch."""
+"""What a run folder records: numbers of log.jsonl, settings, the last diagnosis. Needs no torch."""
 
 import ast
 import contextlib
@@ -10,15 +10,18 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from hotloop.files import counted
+from hotloop.files import counted, read_json
 from hotloop.wording import with_error
+
+DIAGNOSIS = 'diagnosis.json'  # of sample.py --diagnose, in a run folder
 
 
 class Record:
-    """The log and the settings of a run folder. ValueError if there is no log or no line in it."""
+    """The log, settings and diagnosis of a run folder. ValueError if there is no log or no line in it."""
 
     def __init__(self, folder):
-        self.name, self.damaged, self.settings = os.path.normpath(folder), 0, {}
+        self.name, self.damaged = os.path.normpath(folder), 0
+        self.settings, self.diagnosis = {}, {}  # the latter: {title: rows, or one {name: value}}
         self.columns = defaultdict(lambda: (array('d'), array('d')))  # {name: (steps, values)}
         self.samples = deque(maxlen=3)  # (step, text)
         path = os.path.join(folder, 'log.jsonl')
@@ -36,6 +39,8 @@ class Record:
                 source = ast.parse(f.read())  # which is never run
             for node in source.body:
                 self.settings[node.targets[0].id] = ast.literal_eval(node.value)
+        with contextlib.suppress(ValueError):
+            self.diagnosis = read_json(os.path.join(folder, DIAGNOSIS))
 
     def read(self, line):
         """Adds the numbers of a line. A torn or damaged one is counted."""

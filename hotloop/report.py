@@ -10,7 +10,7 @@ import numpy as np
 from hotloop.chart import Curve, exact, panel
 from hotloop.files import counted, replacing
 from hotloop.record import Record, running_mean
-from hotloop.wording import duration, with_error
+from hotloop.wording import duration, text_of, with_error
 
 SMALL_PANELS = (('lr', 'Learning rate', '', 1), ('grad_norm', 'Gradient norm', 'before clipping', 1),
                 ('tokens_per_s', 'Speed', 'tokens per second', 1),
@@ -27,11 +27,12 @@ STYLE = """
 body{margin:0 auto;padding:40px 32px;max-width:1240px;background:var(--page);color:var(--ink);
 font:14px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;font-variant-numeric:tabular-nums}
 h1,h2,h3,b{font-weight:600}h1{font-size:26px;line-height:1.2;margin:0;overflow-wrap:anywhere}
-h2{font-size:15px;margin:40px 0 12px}h3{font-size:12.5px;margin:0;font-weight:400}
-p{margin:6px 0 0}p,h3,dt,small,footer,th,.t,li span{color:var(--soft)}
+h2{font-size:15px;margin:40px 0 12px}h3{font-size:12.5px;margin:20px 0 0;font-weight:400}
+h3+.scroll{margin-top:4px}p{margin:6px 0 0}p,h3,dt,small,footer,th,.t,li span{color:var(--soft)}
 dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:20px 24px;margin:24px 0 36px}
 dt{font-size:12.5px}dd{margin:0;font-size:19px;line-height:1.4}dd small{font-size:12.5px;display:block}
-main{display:grid;grid-template-columns:1fr 1fr;gap:36px 40px}figure{margin:0;min-width:0}
+main,.panels{display:grid;grid-template-columns:1fr 1fr;gap:36px 40px}
+figure{margin:0;min-width:0}
 .wide{grid-column:1/-1}figcaption{display:flex;gap:2px 8px;align-items:baseline;margin-bottom:14px}
 figcaption b{font-size:15px}figcaption span{margin-left:auto}
 .plot{position:relative;height:150px;margin:0 12px 26px 52px}.wide .plot{height:320px;margin-right:100px}
@@ -59,7 +60,8 @@ li b{font-weight:400;text-align:right;overflow-wrap:anywhere}
 pre{font:12.5px/1.5 ui-monospace,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;
 margin:4px 0 20px;padding-left:16px;border-left:2px solid var(--line);max-width:100ch}
 footer{margin-top:44px;font-size:12.5px}
-@media(max-width:760px){body{padding:24px 16px}main{grid-template-columns:1fr}figcaption{flex-wrap:wrap}
+@media(max-width:760px){body{padding:24px 16px}main,.panels{grid-template-columns:1fr}
+figcaption{flex-wrap:wrap}
 .wide .plot{height:260px;margin-right:88px}.name{width:96px}dl{grid-template-columns:1fr 1fr}}
 """
 
@@ -168,6 +170,28 @@ def small_panels(runs):
     return panels
 
 
+def diagnosis(tables):
+    """Charts and tables of what sample.py --diagnose found, {title: rows, or one {name: value}}, as HTML."""
+    parts, by_place, bins = [], tables.get('loss by position'), tables.get('calibration')
+    if bins:  # then there are both
+        position = np.array([(row['from'] + row['to']) / 2 for row in by_place])
+        loss = Curve('loss', 0, position, np.array([row['loss'] for row in by_place]))
+        confidence = np.array([row['confidence'] for row in bins])
+        accuracy = Curve('accuracy', 0, confidence, np.array([row['accuracy'] for row in bins]))
+        perfect = Curve('perfect', 1, np.array([0.0, 1.0]), np.array([0.0, 1.0]), 'faint')
+        charts = (panel('Loss by position', 'nats per token', [loss], 'position', log=True)
+                  + panel('Calibration', 'accuracy by confidence p', [perfect, accuracy], 'p'))
+        parts.append(f'<div class="panels">{charts}</div>')
+    for title, rows in tables.items():
+        if isinstance(rows, dict):
+            content = columns([(name, text_of(value)) for name, value in rows.items()])
+        else:
+            cells = [[html.escape(text_of(value)) for value in row.values()] for row in rows]
+            content = table([list(rows[0]), *cells])
+        parts.append(f'<h3>{html.escape(title)}</h3>{content}')
+    return ''.join(parts)
+
+
 def run_page(run):
     """The page of one run."""
     events, loss, unit = run.events(), run['loss'], 'nats per token'
@@ -185,7 +209,7 @@ def run_page(run):
                for step, text in run.samples]
     return page(run.name, sentences([run]) + facts_of(run), panels, {
         'Events': columns([(event[3], '') for event in events[-30:]]), 'Samples': ''.join(samples),
-        'Settings': columns(run.settings.items())})
+        'Diagnosis': diagnosis(run.diagnosis), 'Settings': columns(run.settings.items())})
 
 
 def comparison_page(runs):

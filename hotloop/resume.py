@@ -1,13 +1,17 @@
-"""Resuming: the checkpoint to continue from, the settings that may change, the data it was trained on."""
+"""Resuming: the checkpoint to continue from, what may differ from it, the state that it restores."""
 
 import contextlib
 import dataclasses
 import glob
 import os
 
+import torch
+
+from hotloop.checkpoint import OPTIMIZERS, RunState
 from hotloop.dataloader import Split
 from hotloop.dataset import dataset_folder, read_meta
 from hotloop.run_dir import RunDir, find_latest
+from hotloop.shard import shard_state
 
 # these depend on the command and its machine, and do not come from a checkpoint
 OWN = {'out_dir', 'init_from', 'eval_only', 'check', 'dry_run', 'report', 'max_minutes', 'device', 'backend'}
@@ -122,3 +126,41 @@ def find_data(fingerprints, dataset, data_dir):
                     found.append(name + path.removeprefix(folder) + colon + weight)
                     break
     return ','.join(found) if len(found) == i + 1 else None
+
+
+def restore(checkpoint, optimizers, scaler):
+    """Restores optimizers and scaler; returns the RunState. ValueError if one does not fit."""
+    saved = [checkpoint[name] for name in OPTIMIZERS if name in checkpoint]
+    if len(saved) != len(optimizers):
+        raise ValueError(f'the checkpoint has the state of {len(saved)} optimizers, not of {len(optimizers)} '
+                         '(best.pt has none); start a new run from its weights with --init_from=PATH')
+    for optimizer, old in zip(optimizers, saved, strict=True):
+        groups = []
+        for now, before in zip(optimizer.param_groups, old['param_groups'], strict=True):
+            groups.append({**now, 'params': before['params']})  # rates and kernels are those of the settings
+        optimizer.load_state_dict({'state': shard_state(old['state'], optimizer), 'param_groups': groups})
+        for p, values in optimizer.state.items():
+            for name, value in values.items():
+                found, shape = torch.as_tensor(value).shape, state_shape(name, p)
+                if found != shape:  # AdamW's fused kernel would write beyond a shorter tensor
+                    raise ValueError(f'the optimizer state of the checkpoint does not fit: {name} has shape '
+                                     f'{tuple(found)}, not {tuple(shape)}')
+    if scaler.is_enabled() and checkpoint.get('scaler'):
+        scaler.load_state_dict(checkpoint['scaler'])
+    return state_from(checkpoint)
+
+
+def state_shape(name, p):
+    """The shape of a parameter's optimizer state by its name; the last four are those of adamw8bit."""
+    scales = (-(-p.numel() // 256),)
+    special = {'step': (), 'absmax1': scales, 'absmax2': scales, 'qmap1': (256,), 'qmap2': (256,)}
+    return torch.Size(special.get(name, p.shape))
+
+
+def state_from(checkpoint):
+    """The RunState of a checkpoint of ours or of nanoGPT. Fields of other versions are dropped."""
+    saved = checkpoint.get('state', checkpoint)  # nanoGPT has iter_num and best_val_loss beside the weights
+    names = [f.name for f in dataclasses.fields(RunState)]
+    state = RunState(**{name: saved[name] for name in names if name in saved})
+    state.best_val_loss = float(state.best_val_loss)  # nanoGPT saves a tensor
+    return state

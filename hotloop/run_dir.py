@@ -128,9 +128,15 @@ class RunDir:
         self.wait()
         if self.saved_step is None:
             return 'no step of this run is saved'
-        launcher = 'python' if os.environ.get('WORLD_SIZE', '1') == '1' else 'torchrun ...'
-        return (f'step {self.saved_step} is saved in {self / "ckpt.pt"}; resume with: {launcher} train.py '
-                f'--init_from=resume --out_dir={shlex.quote(self.path)}')
+        return f'step {self.saved_step} is saved in {self / "ckpt.pt"}; resume with: {self.resume_command()}'
+
+    def resume_command(self):
+        """The command that resumes this run, on as many processes."""
+        launcher, world = 'python', os.environ.get('WORLD_SIZE', '1')
+        if world != '1':
+            on_a_node = os.environ.get('LOCAL_WORLD_SIZE') == world
+            launcher = f'torchrun --standalone --nproc_per_node={world}' if on_a_node else 'torchrun ...'
+        return f'{launcher} train.py --init_from=resume --out_dir={shlex.quote(self.path)}'
 
     def promote(self, resumed):
         """Makes the checkpoint of a resume the latest one, and renames the damaged ones."""

@@ -64,13 +64,14 @@ def track_best(run, evaluation):
         is_lower = run.env.any(run.env.rank == 0 and loss < state.best_val_loss)
     if is_lower:
         state.best_val_loss, state.evals_since_best = loss, 0
-        return True
-    state.evals_since_best += 1
-    is_end = state.iter_num >= run.cfg.max_iters or patience.is_out(run)
-    if is_end and not math.isfinite(state.best_val_loss):
+    elif state.evaluated_at != state.iter_num:  # repeated if a kill came between its save and its log line
+        state.evals_since_best += 1
+    state.evaluated_at = state.iter_num
+    diverged = not math.isfinite(state.best_val_loss)
+    if diverged and (state.iter_num >= run.cfg.max_iters or patience.is_out(run)):
         raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it '
                          'diverged; start again with a lower learning_rate')
-    return False
+    return is_lower
 
 
 def save(run, final=False):

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import zipfile
+from typing import NamedTuple
 
 from hotloop.chat_template import CHATS, MARK, TEMPLATES
 from hotloop.dataset import PlainUnpickler, dataset_folder, read_meta
@@ -21,53 +22,36 @@ from hotloop.tokenizer import (
 )
 
 
+class Found(NamedTuple):
+    """A tokenizer, and the model that has it, if one does."""
+    tokenizer: object = None  # None if it is built from the text
+    model: str | None = None  # what init_from takes
+    is_run: bool = False  # whether that is a run or a checkpoint
+    template: str | None = None  # of its chats
+
+
 def find_tokenizer(name, data_dir):
     """
-    The tokenizer with this name, or of the file or folder at this path, or at this path in data_dir, or of a
-    model of the hub; None if it is built from the text. ValueError if there is none.
+    The Found of the tokenizer with this name, or of the file or folder at this path, or at this path in
+    data_dir, or of a model of the hub. ValueError if there is none.
     """
     kind, _, size = name.partition(':')
     if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
-        return None
+        return Found()
     if name == 'byte':
-        return tokenizer_from({'kind': 'byte'})
+        return Found(tokenizer_from({'kind': 'byte'}))
     if name in TIKTOKEN_NAMES:
-        return tokenizer_from({'kind': 'tiktoken', 'name': name})
+        return Found(tokenizer_from({'kind': 'tiktoken', 'name': name}))
     in_data_dir = os.path.join(data_dir, name)
     if found := tokenizer_at(name, data_dir) or tokenizer_at(in_data_dir, data_dir):
         return found
     if is_hub_name(name):
-        return read_tokenizer_json(hub_tokenizer(name, data_dir))
+        folder = hub_tokenizer(name, data_dir)
+        return Found(read_tokenizer_json(folder), name, template=template_of(folder))
     raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
                      f'{", ".join(TIKTOKEN_NAMES)} or a model of the hub such as Qwen/Qwen2.5-0.5B, and '
                      f'neither {name} nor {in_data_dir} is a checkpoint, a tokenizer.json, or a folder with '
                      'one of them or with a dataset')
-
-
-def model_named(name, data_dir):
-    """
-    (what init_from takes, whether that is a run) for the model whose tokenizer find_tokenizer() found by this
-    name; (None, False) if it is of no model.
-    """
-    if name in ('byte', 'char', *TIKTOKEN_NAMES):
-        return None, False
-    in_data_dir = os.path.join(data_dir, name)
-    for path in (name, in_data_dir):
-        names = os.listdir(path) if os.path.isdir(path) else [path] if os.path.isfile(path) else []
-        if 'config.json' in names:
-            return path, False
-        if any(file.endswith('.pt') for file in names):
-            return path, True
-    is_model = is_hub_name(name) and not os.path.exists(in_data_dir)
-    return (name, False) if is_model else (None, False)
-
-
-def template_named(name, data_dir):
-    """template_of() the model whose tokenizer find_tokenizer() found by this name; None if it is of none."""
-    model, is_run = model_named(name, data_dir)
-    if model is None or is_run:
-        return None
-    return template_of(model if os.path.exists(model) else hub_tokenizer(model, data_dir))
 
 
 def template_of(folder):
@@ -88,34 +72,43 @@ def template_of(folder):
 
 
 def tokenizer_at(path, data_dir):
-    """The tokenizer of a file, or of a folder; None if that has none. ValueError if it is damaged."""
+    """The Found of a file, or of a folder; None if that has no tokenizer. ValueError if it is damaged."""
     names = os.listdir(path) if os.path.isdir(path) else {os.path.basename(path)} & {'tokenizer.json'}
-    if {'tokenizer.json', 'tokenizer_config.json', 'config.json'} & set(names):
-        return read_tokenizer_json(path)
+    if 'config.json' in names:
+        return Found(read_tokenizer_json(path), path, template=template_of(path))
+    if {'tokenizer.json', 'tokenizer_config.json'} & set(names):
+        return Found(read_tokenizer_json(path))
     if 'train.bin' in names:
-        return tokenizer_from(read_meta(path)['tokenizer'])
+        return Found(tokenizer_from(read_meta(path)['tokenizer']))
     paths = [path] if os.path.isfile(path) else []
     for pattern in ('best.pt', 'ckpt.pt', 'ckpt-*.pt'):
         paths += sorted(glob.glob(os.path.join(glob.escape(path), pattern)), reverse=True)
-    for checkpoint in paths[:-1]:
+    for checkpoint in paths:
         try:
-            return checkpoint_tokenizer(checkpoint, data_dir)
+            tokenizer, template = checkpoint_tokenizer(checkpoint, data_dir)
+            return Found(tokenizer, path, is_run=True, template=template)
         except ValueError as e:
+            if checkpoint == paths[-1]:
+                raise
             print(f'{e}; trying the next checkpoint')
-    return checkpoint_tokenizer(paths[-1], data_dir) if paths else None
+    return None
 
 
 def checkpoint_tokenizer(path, data_dir):
-    """The tokenizer of a checkpoint. ValueError if the file is damaged, or if there is none for it."""
+    """
+    The tokenizer of a checkpoint, and the template of its chats or None. ValueError if the file is damaged,
+    or if there is no tokenizer for it.
+    """
     try:
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
             checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()  # read() checks its CRC
         spec, vocab_size = checkpoint.get('tokenizer'), checkpoint['model_args']['vocab_size']
-        config = checkpoint.get('config', {})
+        config, template = checkpoint.get('config', {}), checkpoint.get('template')
     except Exception as e:  # damaged bytes can raise nearly anything
         raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
-    return tokenizer_from(spec or dataset_spec(path, config, vocab_size, data_dir))
+    tokenizer = tokenizer_from(spec or dataset_spec(path, config, vocab_size, data_dir))
+    return tokenizer, template if template in CHATS else None
 
 
 def dataset_spec(path, config, vocab_size, data_dir):

@@ -43,3 +43,10 @@ def memory_size(megabytes):
 def with_error(loss, error):
     """A loss with its standard error, unless that is nan: 1.1212 ± 0.0075."""
     return f'{loss:.4f}' + (f' ± {error:.4f}' if math.isfinite(error) else '')
+
+
+def text_of(value):
+    """A value in a table of a diagnosis: 0.01235, 25,391 or a text."""
+    if isinstance(value, float):
+        return f'{value:.4g}'
+    return f'{value:,}' if isinstance(value, int) else str(value)

@@ -27,6 +27,7 @@ import hotloop.run_dir
 import train
 from configurator import call_main
 
+KILL, STOP = getattr(signal, 'SIGKILL', None), getattr(signal, 'SIGSTOP', None)  # not on Windows
 STEP = 'train.train_step'
 SAVE = 'hotloop.run_dir.RunDir.save'  # runs in a thread
 HANGS = 300  # seconds after which a forked run that hangs is killed
@@ -93,7 +94,7 @@ def nan_loss(model, *args):
     handle = model.register_forward_hook(hook)
 
 
-IN_STEP = {'kill': signals(signal.SIGKILL), 'stop': signals(signal.SIGSTOP),
+IN_STEP = {'kill': signals(KILL), 'stop': signals(STOP),
            'terminate': signals(signal.SIGTERM), 'hang': hang, 'raise': bad_batch, 'nan': nan_loss}
 
 
@@ -130,7 +131,7 @@ def dies_before(number):
     def hook(event, args):
         counts = event in ('open', 'os.link', 'os.rename', 'os.remove') and '.pt' in str(args[0])
         if counts and next(count) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), KILL)
     sys.addaudithook(hook)
 
 
@@ -201,7 +202,7 @@ class Server:
         self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True, env=environment())
 
-    def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=signal.SIGKILL, **settings):
+    def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=KILL, **settings):
         """
         Trains TINY into the folder `out`. fault: a name of IN_STEP or FAULTS and its arguments. With calls,
         a function's name, the process gets signal `number`, `delay` seconds after its `times`-th call.

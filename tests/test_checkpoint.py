@@ -20,13 +20,13 @@ from hotloop.checkpoint import (
     RunState,
     checkpoint_of,
     load_checkpoint,
-    restore,
     save_checkpoint,
     snapshot,
-    state_from,
 )
 from hotloop.distributed import Env
 from hotloop.optim import build_optimizers
+from hotloop.resume import restore, state_from
+from hotloop.run_dir import RunDir
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -242,9 +242,10 @@ def test_a_checkpoint_has_nanogpts_names_and_plain_values(path):
 def test_weights_that_are_not_finite_are_not_saved():
     run = tiny_run()
     run.model.transformer.wte.weight.data[0, 0] = math.nan
-    for saved, remedy in ((['ckpt.pt'], 'resume with --init_from=resume'),
+    for saved, remedy in ((['ckpt.pt'], 'resume with: python train.py --init_from=resume --out_dir=out '),
                           ([], 'Start again with a lower learning_rate')):
-        run.out = SimpleNamespace(checkpoints=lambda saved=saved: saved)
+        run.out = RunDir('out')
+        run.out.checkpoints = lambda saved=saved: saved
         with pytest.raises(ValueError, match=f'step 1: weights are not finite.*{remedy}'):
             checkpoint_of(run)
 

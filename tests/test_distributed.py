@@ -106,6 +106,9 @@ def test_processes_wait_longer_for_rank_0_where_it_works_alone(monkeypatch):
     with Env(1, 2, timeout_minutes=2.0).patience():
         assert waits == [timedelta(days=1)]
     assert waits == [timedelta(days=1), timedelta(minutes=2)]
+    with contextlib.suppress(KeyError), Env(1, 2, timeout_minutes=3.0).patience():
+        raise KeyError('an error ends it too')
+    assert waits[3:] == [timedelta(minutes=3)]
 
 
 WORK = """
@@ -181,7 +184,8 @@ def ended(rank, ends, error, run=None):
 
 
 def run_at_step(step):
-    out = SimpleNamespace(how_to_go_on=lambda: 'step 5 is saved')
+    out = SimpleNamespace(how_to_go_on=lambda: 'step 5 is saved',
+                          resume_command=lambda: 'torchrun train.py')
     return SimpleNamespace(forward=None, log=True, state=SimpleNamespace(iter_num=step), out=out)
 
 
@@ -189,9 +193,9 @@ def run_at_step(step):
     (0, {1: 'loss', 3: 'loss'}, (1, 'rank 2 of 4 processes was lost (Connection closed by peer [::1]:9); '
                                     'this was after step 7; step 5 is saved')),
     (1, {2: 'loss'}, (1, 'ranks 0 and 3 of 4 processes were lost (Connection closed by peer [::1]:9); '
-                         'this was after step 7; run the same command with --init_from=resume')),
+                         'this was after step 7; resume with: torchrun train.py')),
     (1, {0: 'error', 2: 'loss', 3: 'error'}, (1, 'ranks 0 and 3 of 4 processes ended with errors of their '
-     'own; this was after step 7; run the same command with --init_from=resume')),
+     'own; this was after step 7; resume with: torchrun train.py')),
     (3, {0: 'loss'}, (1, ''))])  # rank 0 prints
 def test_one_sentence_names_the_process_that_was_lost(monkeypatch, rank, ends, result):
     monkeypatch.setattr(distributed, 'GRACE', 0)
@@ -228,6 +232,7 @@ def test_the_first_signal_asks_and_a_second_interrupt_ends(capfd):
     assert 'Ctrl-C again exits without saving' in capfd.readouterr().err
 
 
+@pytest.mark.skipif(not hasattr(signal, 'SIGHUP'), reason='needs SIGHUP')
 @pytest.mark.parametrize('before, code', [(signal.SIG_DFL, 129), (signal.SIG_IGN, 0)])
 def test_a_run_stops_at_the_end_of_the_terminal_but_not_under_nohup(before, code):
     signal.signal(signal.SIGHUP, before)

@@ -1,15 +1,19 @@
-"""README and recipe cards are correct: commands parse, files exist, counts are exact."""
+"""README, log and recipe cards are correct: commands parse, names exist, messages and counts are exact."""
 
+import ast
+import contextlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser as torchrun_parser
 
-from configurator import configure
+from configurator import configure, fields_of, parse
 from hotloop.documents import ReadConfig
 from hotloop.lora import LoRAConfig
+from hotloop.sources import CORPORA
 from model import GPT, GPTConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
@@ -17,33 +21,199 @@ from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
+LOG = (ROOT / 'tests/bench/LOG.md').read_text(encoding='utf-8')
 CARDS = sorted((ROOT / 'config').glob('*.py'))
 SETTINGS = {'train.py': (GPTConfig, LoRAConfig, TrainConfig), 'sample.py': (SampleConfig,),
             'prepare.py': (PrepareConfig, ReadConfig)}
+FIELDS = [fields_of(classes) for classes in SETTINGS.values()]
 NANOGPTS = ('config/train_shakespeare_char.py', '../nanoGPT/config/train_shakespeare_char.py')
+OTHERS = ('nvidia-smi', 'tail', 'tensorboard')  # programs that are not ours
+SHELL = (*OTHERS, '.', 'cd', 'done', 'for', 'git', 'pip', 'ruff')
+PYTEST_FLAGS = {'-m', '-n', '-q', '-s'}
+
+
+def logical_lines(text):
+    """The lines of shell commands or comments, with variables filled in and continued lines joined."""
+    for name, value, word in re.findall(r'\b([A-Z]+)=(?:"(.*?)"|(\S+))', text):
+        text = text.replace(f'${name}', value or word)
+    return re.sub(r'\\\n#? *', '', text).splitlines()
+
+
+def simple_commands(line):
+    """The words of each command in a line of the shell, without comment, redirection, variables and `do`."""
+    lexer = shlex.shlex(re.sub(r'\s>>\s*\S+', '', line), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    commands = [[]]
+    for word in lexer:
+        if re.fullmatch('[();&|]+', word):
+            commands.append([])
+        elif commands[-1] or not re.fullmatch('do|[A-Z]+=.*', word):
+            commands[-1].append(word)
+    return [words for words in commands if words]
 
 
 def commands(text):
-    """Every (script, arguments) in the commands of a text, with variables filled in and comments removed."""
-    for name, value, word in re.findall(r'\b([A-Z]+)=(?:"(.*?)"|(\S+))', text):
-        text = text.replace(f'${name}', value or word)
-    for line in re.sub(r'\\\n#? *', '', text).splitlines():
-        line = line.strip().removeprefix('#').strip()
-        for command in line.split('&&'):
-            found = re.match(r'\s*(?:python|torchrun)\b.*?\b(train|sample|prepare)\.py(?=\s|$)(.*)', command)
-            if found:
-                yield f'{found[1]}.py', shlex.split(found[2], comments=True)
+    """The words of each command in the lines of a text that begin with python or torchrun, after # or $."""
+    for line in logical_lines(text):
+        line = re.sub('^[#$ ]+', '', line)
+        if re.match(r'(python|torchrun)\s', line):
+            yield from simple_commands(line)
 
 
-@pytest.mark.parametrize('path', [ROOT / 'README.md', *CARDS, *(ROOT / script for script in SETTINGS)],
-                         ids=lambda path: path.name)
-def test_every_command_parses(path, monkeypatch):
+def is_setting(name):
+    """Whether name, name=value, --name or --name=value is a setting of a script that can have the value."""
+    name, equals, value = name.removeprefix('--').partition('=')
+    for fields in FIELDS:
+        with contextlib.suppress(KeyError, ValueError):
+            kind = fields[name][0]
+            if equals:
+                parse(value, kind)
+            return True
+    return False
+
+
+def check_command(words):
+    """ValueError or OSError unless the program, flags, files, cards and corpora of a command exist."""
+    program, *argv = words
+    if program == 'torchrun':
+        if not any(arg.endswith('.py') for arg in argv):
+            argv.append('train.py')
+        try:
+            args = torchrun_parser().parse_args(argv)
+        except SystemExit:
+            raise ValueError(f'{shlex.join(words)}: torchrun refuses its flags') from None
+        check_script(args.training_script, args.training_script_args)
+    elif program in ('python', 'python3') and argv[:2] == ['-m', 'pytest']:
+        unknown = [arg for arg in argv[2:] if arg.startswith('-') and arg not in PYTEST_FLAGS]
+        missing = [arg for arg in argv[2:] if arg.endswith('.py') and not (ROOT / arg).is_file()]
+        if unknown or missing:
+            raise ValueError(f'pytest has no {unknown}, and there is no {missing}')
+    elif program in ('python', 'python3') and argv[0] != '-m':
+        check_script(argv[0], argv[1:])
+    elif '/' in program:
+        check_script(program, argv)
+    elif program not in (*SHELL, 'python', 'python3'):
+        raise ValueError(f'unknown program {program}')
+
+
+def check_script(script, argv):
+    """The same for a script of ours: one of the three commands, or a bench, whose source names its flags."""
+    if script in SETTINGS:
+        argv = [arg for arg in argv if arg not in NANOGPTS]
+        cfg, *_, words = configure(*SETTINGS[script], argv=argv, files=script != 'prepare.py')
+        if script == 'prepare.py' and not cfg.inspect:
+            names = [word for word in words if not re.search('[./]|^-$', word)]
+            unknown = [name for name in names if name not in (*CORPORA, 'stdlib')]
+            if unknown:
+                raise ValueError(f'no corpus is named {unknown}')
+        return
+    source = (ROOT / script).read_text(encoding='utf-8')
+    missing = [word for word in argv if word.startswith('config/') and not (ROOT / word).is_file()]
+    if missing:
+        raise ValueError(f'there is no card {missing}')
+    for flag in re.findall(r'--(\w+)', ' '.join(argv)):
+        if f"'--{flag}'" not in source:
+            raise ValueError(f'{script} has no flag --{flag}')
+
+
+@pytest.mark.parametrize('path', [*CARDS, *(ROOT / script for script in SETTINGS)], ids=lambda p: p.name)
+def test_every_command_of_a_card_or_script_parses(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     found = list(commands(path.read_text(encoding='utf-8')))
-    assert found or path.suffix == '.py'
-    for script, argv in found:
-        argv = [a for a in argv if a not in NANOGPTS]
-        configure(*SETTINGS[script], argv=argv, files=script != 'prepare.py')
+    assert found
+    for words in found:
+        check_command(words)
+
+
+@pytest.mark.parametrize('text', [README, LOG], ids=['README', 'LOG'])
+def test_every_line_of_a_block_is_a_command_that_exists(text, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines = []
+    for language, block in re.findall(r'^```(\w*)\n(.*?)^```', text, re.M | re.S):
+        if language == 'sh':
+            lines += logical_lines(block)
+        lines += [line[1:] for line in block.splitlines() if line.startswith('!')]  # of a notebook
+    found = [words for line in lines for words in simple_commands(line)]
+    for words in found:
+        check_command(words)
+    assert len(found) > 10
+    report = (ROOT / 'tests/bench/gpu_report.sh').read_text(encoding='utf-8')
+    for part in ' '.join(re.findall('for part in (.*?);', text)).split():
+        assert f'\n{part})' in report
+
+
+def inline_code(text):
+    """What stands between single backticks, on one line."""
+    text = re.sub(r'^```.*?^```', '', text, flags=re.M | re.S)
+    return [' '.join(code.split()) for code in re.findall(r'`([^`]+)`', text)]
+
+
+def test_every_name_in_the_text_of_readme_exists(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for code in inline_code(README):
+        words = simple_commands(code)[0]
+        if words[0] in SETTINGS and len(words) > 1:
+            words.insert(0, 'python')
+        if words[0] in ('python', 'torchrun'):
+            check_command(words)
+        elif re.fullmatch(r'(--)?[a-z_]+=\S+|--\w+', code):
+            assert is_setting(code) or code in ('--help', 'weights_only=True'), code
+        elif re.fullmatch(r'(hotloop|tests|config)/[\w/]+\.\w+', code) and 'NAME' not in code:
+            assert (ROOT / code).is_file(), code
+
+
+def test_every_link_of_readme_leads_somewhere():
+    for path, _, anchor in re.findall(r'\]\(([^)#]+)(#([^)]*))?\)', README):
+        assert (ROOT / path).is_file(), path
+        if anchor:
+            headings = re.findall('^## (.*)', (ROOT / path).read_text(encoding='utf-8'), re.M)
+            assert anchor in [re.sub(r'[^\w -]', '', h).lower().replace(' ', '-') for h in headings]
+
+
+@pytest.mark.parametrize('command', [
+    'python train.py --nothing=1', 'python nothing.py', 'torchrun --nothing=2 train.py',
+    'torchrun --nproc_per_node=2 train.py --nothing=1', 'python -m pytest tests/nothing.py',
+    'python -m pytest --nothing', 'python prepare.py wikitext104', 'nothing --flag',
+    'python tests/bench/step_speed.py --nothing', 'tests/bench/nothing.sh'])
+def test_a_command_that_does_not_exist_is_found(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((ValueError, OSError)):
+        check_command(simple_commands(command)[0])
+
+
+def clauses(text):
+    """The parts of a message between semicolons, colons and full stops."""
+    return [part.strip() for part in re.split(r'[;:.]\s', text) if len(part.replace('\0', '')) >= 8]
+
+
+def clauses_in_source():
+    """The clauses of all texts in our sources, with \\0 in place of each value."""
+    found = set()
+    for path in (*ROOT.glob('*.py'), *(ROOT / 'hotloop').glob('*.py')):
+        for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else '\0' for part in node.values]
+                found.update(clauses(''.join(parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.update(clauses(node.value))
+    return found
+
+
+def is_clause(text, known):
+    """Whether a text is this clause of a source with some values."""
+    parts = known.split('\0')
+    return all(part in text for part in parts) and re.fullmatch('.+'.join(map(re.escape, parts)), text)
+
+
+def test_the_messages_in_readme_are_those_of_the_program():
+    section = README.split('## Troubleshooting')[1].split('\n## ')[0]
+    messages = [code for code in inline_code(section) if len(code) > 30 and not code.startswith('python')]
+    assert len(messages) >= 6
+    known = clauses_in_source()
+    assert not any(is_clause('no source has this message', other) for other in known)
+    for message in messages:
+        for clause in clauses(message):
+            assert any(is_clause(clause, other) for other in known), clause
 
 
 def test_readme_starts_with_two_commands_and_ci_runs_the_second():
@@ -55,11 +225,15 @@ def test_readme_starts_with_two_commands_and_ci_runs_the_second():
     assert second in (ROOT / '.ci/run').read_text(encoding='utf-8').splitlines()
 
 
-def test_readme_names_every_file_and_every_card():
+def test_readme_has_at_most_300_lines_and_names_every_file_and_every_card():
+    assert README.count('\n') <= 300
     for path in ROOT.glob('*.py'):
         assert re.search(rf'^{path.name} ', README, re.M), path.name
     for card in CARDS:
-        assert card.stem in README, card.name
+        assert f'`{card.stem}`' in README, card.name
+    tree = README.split('\nhotloop/ ')[1].split('```')[0]
+    for part in re.findall(r'\w+(?=,|$)', re.sub(r'^.*such as$|^  .{15}', '', tree, flags=re.M), re.M):
+        assert (ROOT / f'hotloop/{part}.py').is_file(), part
 
 
 def test_counts_in_cards_are_exact():

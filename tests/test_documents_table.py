@@ -1,22 +1,14 @@
 """The table of the documents: what it names exists, figures have a source, no heading is missing."""
 
-import contextlib
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-from test_docs import CARDS, README, ROOT, SETTINGS, commands
-
-from configurator import configure, fields_of, parse
-from hotloop.sources import CORPORA
+from test_docs import CARDS, LOG, OTHERS, README, ROOT, check_command, is_setting, simple_commands
 
 TABLE = Path(__file__).with_name('DOCUMENTS.md')
 TEXT = TABLE.read_text(encoding='utf-8')
-LOG = (ROOT / 'tests/bench/LOG.md').read_text(encoding='utf-8')
 REFERENCE = ROOT.parent / 'shared' / 'reference'
-FIELDS = [fields_of(classes) for classes in SETTINGS.values()]
-OTHERS = ('nvidia-smi', 'tail', 'tensorboard')  # programs that are not ours
 NO_FEATURE = 'Headings without a feature of their own: '
 
 
@@ -41,42 +33,11 @@ def numbers_in(text):
     return set(re.findall(r'\d+(?:,\d{3})*(?:\.\d+)?', text))
 
 
-def is_setting(name):
-    """Whether name, name=value, --name or --name=value is a setting of a script that can have the value."""
-    name, equals, value = name.removeprefix('--').partition('=')
-    for fields in FIELDS:
-        with contextlib.suppress(KeyError, ValueError):
-            kind = fields[name][0]
-            if equals:
-                parse(value, kind)
-            return True
-    return False
-
-
-def check_command(command):
-    """ValueError or OSError unless the script, flags, cards and corpora of a command exist."""
-    for script, argv in commands(command):
-        cfg, *_, words = configure(*SETTINGS[script], argv=argv, files=script != 'prepare.py')
-        if script == 'prepare.py' and not cfg.inspect:
-            unknown = [word for word in words if word not in (*CORPORA, 'stdlib') and '.' not in word]
-            if unknown:
-                raise ValueError(f'no corpus is named {unknown}')
-        return
-    _, script, *argv = shlex.split(command)
-    source = (ROOT / script).read_text(encoding='utf-8')
-    missing = [word for word in argv if word.startswith('config/') and not (ROOT / word).is_file()]
-    if missing:
-        raise ValueError(f'there is no card {missing}')
-    for flag in re.findall(r'--(\w+)', ' '.join(argv)):
-        if f"'--{flag}'" not in source:
-            raise ValueError(f'{script} has no flag --{flag}')
-
-
 def what_is_wrong(name, run):
     """A sentence about what stands between backticks, or None. run: the folder of a run."""
     if name.startswith(('python ', 'torchrun ')):
         try:
-            check_command(name)
+            check_command(simple_commands(name)[0])
         except (ValueError, OSError) as e:
             return f'{name}: {e}'
     elif name.startswith('out_dir/'):

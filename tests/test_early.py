@@ -1,5 +1,6 @@
 """The check before the imports: it refuses what the script would refuse, at once, and nothing else."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -48,6 +49,36 @@ def test_it_refuses_in_the_words_of_the_script(check, monkeypatch, script, argv)
     assert check(script, *argv) == str(e.value)
 
 
+@pytest.mark.parametrize('found, words', [
+    ('2.9.1+cu128', '2.9.1+cu128'), ('2.10.0', '2.10.0'), (None, 'missing'), ('2.11.0a0+git1', None),
+    ('3.0', None)])
+def test_the_version_of_torch_is_a_sentence(check, monkeypatch, found, words):
+    def version(package):
+        if found is None:
+            raise early.PackageNotFoundError
+        return found
+    monkeypatch.setattr(early, 'version', version)
+    assert check('train.py') == (words and f'this program needs torch 2.11 or later, and torch is {words}: '
+                                           'pip install -c constraints.txt -r requirements.txt')
+
+
+@pytest.mark.parametrize('script', ['prepare.py', 'train.py', 'sample.py'])
+def test_the_version_of_python_is_a_sentence(script):
+    """Before numpy and configurator, which Python 3.9 cannot parse; the file itself has no later syntax."""
+    code = (f'import runpy, sys; sys.version_info = (3, 9, 1); sys.modules["numpy"] = None; '
+            f'sys.modules["configurator"] = None; runpy.run_path({script!r}, run_name="__main__")')
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (1, (
+        f'error: this program needs Python 3.11 or later, and {sys.executable} is Python 3.9: make a virtual '
+        'environment with a later one\n'))
+    for file in (script, 'hotloop/__init__.py'):
+        source = (ROOT / file).read_text(encoding='utf-8')
+        tree = ast.parse(source, feature_version=(3, 8))
+        for index in (node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript)):
+            if any(isinstance(part, ast.Starred) for part in ast.iter_child_nodes(index)):
+                assert ast.get_source_segment(source, index).startswith('(')  # a[b, *c] is Python 3.11's
+
+
 @pytest.mark.parametrize('script', SCRIPTS)
 def test_it_prints_the_help_of_the_script(check, capsys, script):
     _, classes, module = SCRIPTS[script]
@@ -81,6 +112,7 @@ def test_it_leaves_to_the_script_what_it_cannot_know(check, tmp_path, capsys, mo
     assert sys.modules['torch'].ones(1) == 1
 
 
+@pytest.mark.skipif(not hasattr(os, 'mkfifo'), reason='needs mkfifo')
 def test_a_pipe_is_read_once(check, tmp_path):
     """`python train.py <(echo n_head = 5)`; opening this one would wait for a writer."""
     os.mkfifo(tmp_path / 'pipe.py')

@@ -22,7 +22,7 @@ from hotloop.run_dir import RunDir, find_latest
 ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
 RECIPE = RECIPES[1]  # Muon's state beside AdamW's
-TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, getattr(signal, 'SIGHUP', None)
 pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 
 
@@ -301,7 +301,8 @@ def test_the_processes_that_are_left_name_the_one_that_ended(torchrun, tmp_path,
     code, _, err = ended(torchrun('out', how, 8, **settings))
     sentences = re.findall('^error: .*', err, re.MULTILINE)
     assert code == 1 and len(sentences) == 1, err
-    go_on = r'step 5 is saved in .*; resume with: torchrun \.+ train\.py --init_from=resume --out_dir=.*'
+    go_on = ('step 5 is saved in .*; resume with: torchrun --standalone --nproc_per_node=4 '
+             r'train\.py --init_from=resume --out_dir=.*')
     assert re.fullmatch(f'error: rank 3 of 4 processes {words}; this was after step 7; {go_on}', sentences[0])
     assert re.findall(r'rank +: (\d) .*\n.*exitcode +: (-?\d+)', err.split('Root Cause')[0]) == [
         ('0', '1'), ('1', '1'), ('2', '1')], err

@@ -270,8 +270,17 @@ def test_a_dataset_that_is_absent_is_assumed(forecast_of):
     assert 'embeddings 1,642,496' in printed and 'unknown epochs' in printed
     assert all(re.search(rf'^{name} .* fits', printed, re.M) for name in (*MACHINES, 'this cpu'))
     assert re.search(r'^A100 40GB +42\.3 GB +[\d,]+ +[\d.]+  fits$', printed, re.M)
-    assert re.search(r'^A100 40GB +42\.3 GB +[\d,]+ +unknown  fits$', forecast_of(max_epochs=2), re.M)
-    assert re.search(r'^A100 40GB +42\.3 GB +unknown +unknown  fits$', forecast_of(dtype='float32'), re.M)
+    for numbers, flags in ((r'[\d,]+ +unknown', dict(max_epochs=2)),
+                           ('unknown +unknown', dict(dtype='float32'))):
+        printed = forecast_of(time_budget=None, **flags)
+        assert re.search(rf'^A100 40GB +42\.3 GB +{numbers}  fits$', printed, re.M)
+
+
+def test_a_time_budget_is_the_hours_of_every_machine(forecast_of):
+    printed = forecast_of(time_budget=90, dtype='float32', gradient_accumulation_steps=1)
+    assert ('run: at most 90 minutes (time_budget); the number of steps of 512 tokens depends on the speed '
+            'of the machine\n') in printed
+    assert all(re.search(rf'^{name} .* 1\.5  fits$', printed, re.M) for name in (*MACHINES, 'this cpu'))
 
 
 def test_a_dataset_that_is_there_is_counted(forecast_of, tmp_path):
@@ -334,6 +343,7 @@ def test_a_folder_needs_only_its_config_and_the_context_is_that_of_the_run(forec
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != 'linux', reason='ru_maxrss in kilobytes')
 @pytest.mark.parametrize('settings', [dict(n_layer=6), dict(n_layer=4, preset='modern')])
 def test_a_real_step_needs_what_the_forecast_says(settings):
     """The peak of the process grows by it within 25%."""

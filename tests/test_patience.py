@@ -10,8 +10,8 @@ from ranks import forks, on_ranks
 import train
 from configurator import SettingsError
 from hotloop import saves
-from hotloop.checkpoint import state_from
 from hotloop.evaluate import Evaluation
+from hotloop.resume import state_from
 
 NAN = float('nan')
 SETTINGS = dict(max_iters=12, eval_interval=2, patience=2)
@@ -82,6 +82,31 @@ def test_a_run_that_is_killed_before_the_evaluation_that_ends_it_ends_after_it(t
     script(monkeypatch, 4.2)
     assert train_tiny(init_from='resume', **SETTINGS) == 0
     assert 'step 6 is saved' in capsys.readouterr().out.split('stopped: patience=2')[1]
+
+
+@pytest.mark.parametrize('killed_at, count', [(1, 0), (2, 1)])
+def test_a_kill_between_a_save_and_its_log_line_counts_no_evaluation_twice(train_tiny, tmp_path, monkeypatch,
+                                                                          killed_at, count):
+    """The resume evaluates again, because the log lacks that evaluation."""
+    losses, logged = [4.0, 4.5], []
+
+    def fail():
+        raise ValueError('killed')
+
+    def log(run, evaluation):
+        run.out.wait()
+        logged.append(evaluation)
+        if len(logged) == killed_at:
+            fail()
+    script(monkeypatch, *losses)
+    with monkeypatch.context() as patched:
+        patched.setattr(train, 'log_evaluation', log)
+        assert error_of(train_tiny, **SETTINGS) == 'killed'
+    script(monkeypatch, losses[killed_at - 1])
+    at_step(monkeypatch, 1, fail)
+    assert error_of(train_tiny, init_from='resume', **SETTINGS) == 'killed'
+    saved = load(tmp_path / 'out' / 'ckpt.pt')
+    assert (saved['iter_num'], saved['state']['evals_since_best']) == (2 * killed_at, count)
 
 
 def test_a_run_at_its_last_step_is_done(train_tiny, monkeypatch, capsys):

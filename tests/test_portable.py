@@ -10,16 +10,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # what Windows lacks; torch itself asks sys.platform, which therefore stays
 WITHOUT = '''
-import os, signal, sys
+import os, signal, sys, warnings
 for name in ('fcntl', 'resource', 'pwd', 'grp', 'termios'):
     sys.modules[name] = None
-for name in ('SIGHUP', 'SIGKILL', 'SIGQUIT', 'SIGALRM', 'SIGUSR1'):
+for name in ('SIGHUP', 'SIGKILL', 'SIGSTOP', 'SIGQUIT', 'SIGALRM', 'SIGUSR1'):
     delattr(signal, name)
-for name in ('fork', 'forkpty', 'killpg', 'getuid', 'posix_spawn', 'sched_getaffinity', 'sysconf'):
+for name in ('fork', 'forkpty', 'killpg', 'getuid', 'posix_spawn', 'mkfifo', 'sched_getaffinity', 'sysconf'):
     if hasattr(os, name):
         delattr(os, name)
-import warnings
 warnings.filterwarnings('ignore', 'only soft file lock')  # Windows has its own lock
+'''
+COMMANDS = '''
 import prepare, sample, train
 prepare.main(['text.txt', '--name=tiny', '--tokenizer=byte'])
 shape = '--n_layer=1 --n_head=1 --n_embd=8 --block_size=8 --batch_size=2 --gradient_accumulation_steps=1'
@@ -55,7 +56,14 @@ def run(code, folder):
 @pytest.mark.slow
 def test_the_commands_run_without_fcntl_resource_sighup_and_fork(tmp_path):
     """As on Windows: import, prepare a text, train, resume, sample, diagnose."""
-    assert 'step 3: val loss' in run(WITHOUT, tmp_path)
+    assert 'step 3: val loss' in run(WITHOUT + COMMANDS, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_tests_are_collected_without_them(tmp_path):
+    words = ['--collect-only', '-qq', '-n0', '-m', '', '-p', 'no:cacheprovider', f'--rootdir={ROOT}',
+             str(ROOT / 'tests')]
+    run(f'{WITHOUT}\nimport pytest\nassert pytest.main({words!r}) == 0', tmp_path)
 
 
 def test_processes_that_tokenize_are_spawned_on_macos(tmp_path):

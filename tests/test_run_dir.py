@@ -99,6 +99,15 @@ def test_without_room_the_last_checkpoint_stays(tmp_path, monkeypatch, capsys, n
                                   f'--init_from=resume --out_dir={run.path}')
 
 
+@pytest.mark.parametrize('world, local, launcher', [
+    ('1', '1', 'python'), ('16', '8', 'torchrun ...'), ('8', '8', 'torchrun --standalone --nproc_per_node=8')
+])
+def test_the_command_that_resumes_starts_as_many_processes(monkeypatch, world, local, launcher):
+    monkeypatch.setenv('WORLD_SIZE', world)
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', local)
+    assert RunDir('my run').resume_command() == f"{launcher} train.py --init_from=resume --out_dir='my run'"
+
+
 @pytest.mark.parametrize('kept', [0, 2])
 def test_a_full_disk_at_the_last_save_of_a_run(train_tiny, tmp_path, monkeypatch, capsys, kept):
     """With room for one file beside ckpt.pt and best.pt the run ends well, without it at the step before."""

@@ -15,8 +15,8 @@ import sample
 from hotloop.chat_template import TEMPLATES, parts_of, render
 from hotloop.checkpoint import save_checkpoint
 from hotloop.documents import ReadConfig
-from hotloop.pretrained import Weights
 from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, encode_parts
+from hotloop.tokenizer_source import dataset_spec
 from model import GPT, GPTConfig
 
 CHARS = '\n abcdefgh'  # ten
@@ -395,11 +395,10 @@ def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, char
 
 def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only():
     """openwebtext has no meta.pkl."""
-    def weights(size):
-        return Weights('ckpt.pt', {'vocab_size': size}, {}, None, {'config': {'dataset': 'openwebtext'}})
+    config = {'dataset': 'openwebtext'}
     for size in (50257, 50304):
-        assert sample.tokenizer_spec(weights(size), 'nowhere') == {'kind': 'tiktoken', 'name': 'gpt2'}
-    assert 'has none for 50,256 ids' in error_of(sample.tokenizer_spec, weights(50256), 'nowhere')
+        assert dataset_spec('ckpt.pt', config, size, 'nowhere') == {'kind': 'tiktoken', 'name': 'gpt2'}
+    assert 'has none for 50,256 ids' in error_of(dataset_spec, 'ckpt.pt', config, 50256, 'nowhere')
 
 
 def test_a_tokenizer_of_more_ids_than_the_model_is_refused(out):

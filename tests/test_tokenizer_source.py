@@ -1,6 +1,7 @@
 """What --tokenizer finds: datasets, runs, checkpoints; without torch, and without running code."""
 
 import collections
+import json
 import os
 import pickle
 import shutil
@@ -15,8 +16,8 @@ from conftest import error_of, noise, write_bins
 from test_dataset import Touch, nanogpt_meta
 
 import prepare
-from hotloop.tokenizer import BPETokenizer
-from hotloop.tokenizer_source import checkpoint_tokenizer, find_tokenizer, model_named
+from hotloop.tokenizer import BPETokenizer, ByteTokenizer
+from hotloop.tokenizer_source import Found, checkpoint_tokenizer, find_tokenizer
 
 BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
 CHAR = {'kind': 'char', 'chars': 'abc', 'eot': False}
@@ -53,32 +54,50 @@ def places(tmp_path, monkeypatch):
     ('out', BPE), ('out/best.pt', BPE), ('out/ckpt.pt', CHAR), ('older', BPE),
     ('nano', CHAR), ('nano/ckpt.pt', CHAR), ('byte', {'kind': 'byte'})])
 def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
-    assert find_tokenizer(name, 'data').spec() == spec
+    assert find_tokenizer(name, 'data').tokenizer.spec() == spec
 
 
 def test_built_in_names_come_first_then_paths_then_datasets(places):
     for name in ('byte', 'char', 'text', 'out'):
         write_bins(f'data/{name}', noise(9), noise(9), tokenizer=CHAR)
     shutil.copytree('data/char', 'char')
-    assert find_tokenizer('byte', 'data').spec() == {'kind': 'byte'}
-    assert find_tokenizer('char', 'data') is find_tokenizer('bpe:300', 'data') is None
-    assert find_tokenizer('./char', 'data').spec() == find_tokenizer('data/char', '').spec() == CHAR
-    assert find_tokenizer('out', 'data').spec() == BPE  # the run, not the dataset
-    assert find_tokenizer('text', 'data').spec() == CHAR  # the folder of texts has none
+    assert find_tokenizer('byte', 'data').tokenizer.spec() == {'kind': 'byte'}
+    assert find_tokenizer('char', 'data') == find_tokenizer('bpe:300', 'data') == Found()
+    for name, data_dir in (('./char', 'data'), ('data/char', '')):
+        assert find_tokenizer(name, data_dir).tokenizer.spec() == CHAR
+    assert find_tokenizer('out', 'data').tokenizer.spec() == BPE  # the run, not the dataset
+    assert find_tokenizer('text', 'data').tokenizer.spec() == CHAR  # the folder of texts has none
 
 
 @pytest.mark.parametrize('name, found', [
     ('out', ('out', True)), ('older', ('older', True)), ('out/best.pt', ('out/best.pt', True)),
     ('hf', ('hf', False)), ('org/model', ('org/model', False)),
-    *((name, (None, False)) for name in ('own', 'data/own', 'theirs', 'org/own', 'hf/tokenizer.json', 'text',
-                                         'byte', 'bpe:300', 'gpt2'))])
-def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, name, found):
+    *((name, (None, False)) for name in ('own', 'data/own', 'theirs', 'org/own', 'hf/tokenizer.json',
+                                         'byte', 'bpe:300'))])
+def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, monkeypatch, name, found):
+    monkeypatch.setattr('hotloop.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
+    monkeypatch.setattr('hotloop.tokenizer_source.hub_tokenizer', lambda name, data_dir: 'hf')
     Path('hf').mkdir()
     for file in ('config.json', 'tokenizer.json'):
         Path('hf', file).write_text('{}')
+    Path('hf/chat_template.jinja').write_text('<|im_start|>user')
     shutil.copytree('data/own', 'data/org/own')
-    save('gpt2/best.pt')  # not the one meant by this name
-    assert model_named(name, 'data') == found
+    save('byte/best.pt')  # not the one meant by this name
+    model, is_run, template = find_tokenizer(name, 'data')[1:]
+    assert (model, is_run) == found and template == ('chatml' if model in ('hf', 'org/model') else None)
+
+
+@pytest.mark.parametrize('saved, used', [('alpaca', 'alpaca'), ('joined', 'chatml'), (None, 'chatml')])
+def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, saved, used):
+    """Unless it marks no turns, or another one is asked for."""
+    save('tuned/best.pt', tokenizer=BPE, **({'template': saved} if saved else {}))
+    chats = [[{'role': 'user', 'content': f'Hi {i}'}, {'role': 'assistant', 'content': 'Ho'}]
+             for i in range(30)]
+    Path('chats.jsonl').write_text('\n'.join(json.dumps({'messages': chat}) for chat in chats))
+    for flags, expected in (([], used), (['--template=gemma'], 'gemma')):
+        prepare.main(['chats.jsonl', '--tokenizer=tuned', *flags])
+        assert json.loads(Path('data/chats/meta.json').read_text())['templates'] == [expected]
+        assert '--init_from=tuned --dataset=chats\n' in capsys.readouterr().out
 
 
 def test_what_has_no_tokenizer_is_named(places, capsys):
@@ -89,7 +108,7 @@ def test_what_has_no_tokenizer_is_named(places, capsys):
     error = error_of(find_tokenizer, 'text/a.txt', 'data')
     assert 'text/a.txt is damaged or not a checkpoint (BadZipFile:' in error
     os.truncate('older/ckpt-000000200.pt', 1000)
-    assert find_tokenizer('older', 'data').spec() == CHAR
+    assert find_tokenizer('older', 'data').tokenizer.spec() == CHAR
     assert 'ckpt-000000200.pt is damaged or not a checkpoint' in capsys.readouterr().out
     save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 99})
     assert 'nano/ckpt.pt has no tokenizer, and data/theirs has none for 99 ids; set' in error_of(
@@ -119,7 +138,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     assert not (tmp_path / 'touched').exists()
     for value in (torch.load, torch.nn.Linear, collections.Counter, subprocess.run, print):
         assert 'UnpicklingError: ' in error_of(checkpoint_tokenizer, evil(path, value), '')
-    assert checkpoint_tokenizer(evil(path, collections.OrderedDict(a=1)), '').spec() == CHAR
+    assert checkpoint_tokenizer(evil(path, collections.OrderedDict(a=1)), '')[0].spec() == CHAR
 
 
 def test_prepare_reads_a_checkpoint_without_torch(places):

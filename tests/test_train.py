@@ -362,17 +362,23 @@ def test_init_from_a_path_starts_at_step_0_with_those_weights(train_tiny, tmp_pa
     assert load(tmp_path / 'short' / 'ckpt.pt')['model']['transformer.wpe.weight'].shape == (8, 32)
 
 
-def test_init_from_a_path_names_contradictions(train_tiny, tmp_path):
+def test_init_from_a_path_names_contradictions(train_tiny, tmp_path, data_dir):
     train_tiny('base', max_iters=1)
     write_bins(tmp_path / 'data' / 'chars', noise(100, low=0, high=3), noise(100, low=0, high=3),
                vocab_size=3, tokenizer={'kind': 'char', 'chars': 'abc', 'eot': False})
-    for settings, match in ((dict(n_layer=3), '--n_layer: n_layer=3, but .*base has 2'),
-                            (dict(preset='modern'), "preset='modern', but .* has 'gpt2'"),
-                            (dict(block_size=32), 'block_size=32, but .* has 16; omit it'),
+    for settings, match in ((dict(n_layer=3), '--n_layer: n_layer=3, but .*base has 2; use --n_layer=2$'),
+                            (dict(preset='modern'), "preset='modern', but .* has 'gpt2'; use --preset=gpt2$"),
+                            (dict(block_size=32), 'block_size=32, .* 16; use --block_size=16 or less'),
                             (dict(dataset='chars', data_dir=tmp_path / 'data'),
                              r'tokenizer byte, but the dataset has char \(3')):
         assert re.search(match, error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings))
     assert not (tmp_path / 'tuned').exists()
+    card = tmp_path / 'card.py'
+    card.write_text(f'block_size = 32\ninit_from = {str(tmp_path / "base")!r}\n')
+    message = error_of(train.main, [str(card), '--device=cpu', '--dataset=tiny', f'--data_dir={data_dir}'])
+    assert message == (f'{card}, line 1: block_size=32, but {tmp_path / "base"} has 16; use --block_size=16 '
+                       'or less')
+    assert train_tiny('tuned', card, block_size=8, max_iters=1) == 0
 
 
 def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
