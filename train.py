@@ -246,7 +246,8 @@ def read_settings(argv=None):
             setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
     world = int(os.environ.get('WORLD_SIZE', '1'))
     if not resumed and (on_ladder or cfg.depth is not None):
-        ladder.set_depth(cfg.depth or ladder.DEPTHS[0], model_cfg, cfg, given, world)
+        cfg.depth = cfg.depth or ladder.DEPTHS[0]  # until choose_depth()
+        ladder.set_depth(cfg.depth, model_cfg, cfg, given, world)
     set_budget(cfg, given, resumed and resumed.checkpoint, notes)
     if resumed:
         bound = BOUND

@@ -33,6 +33,9 @@ def dry_run(settings, model_of):
         first = datasets[0]
     except ValueError as e:
         notes.append(f'data: tokens unknown, 50,304 ids assumed: {e}')
+    if settings.choose_depth and 'depth' not in settings.given:
+        notes.append(f'depth: the run chooses it by its speed; this is a forecast of depth {cfg.depth}, and '
+                     '--depth=N of another')
     model = model_of(settings, first)
     if datasets:
         split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)

@@ -122,6 +122,7 @@ def tiny_rungs(monkeypatch):
     monkeypatch.setattr(ladder, 'rung', lambda depth, world=1: {
         **rung(depth, world), **TINY_RUNG, 'n_layer': depth - 1, 'n_embd': 8 * depth, 'n_head': 2})
     monkeypatch.setattr(ladder, 'measure_flops', lambda *args: 1e11)
+    monkeypatch.setattr(ladder, 'DEPTHS', (2, 3, 4))
 
 
 def run(tmp_path, data_dir, *argv, out='out'):
@@ -146,15 +147,26 @@ def test_a_budget_chooses_a_depth_and_says_so(tmp_path, data_dir, tiny_rungs, mo
     assert '--depth: depth=9' in error_of(train.main, [*resume, '--depth=9'])
 
 
-def test_the_choice_follows_the_speed_that_was_timed(tmp_path, data_dir, tiny_rungs, monkeypatch, capsys):
-    """On a machine that is as slow for any depth, the deepest that is timed is better than the smallest."""
+def test_the_choice_follows_the_speeds_that_were_timed(tmp_path, data_dir, tiny_rungs, monkeypatch, capsys):
+    """Not the guess, by which both machines are equal."""
+    Clock(monkeypatch)
     chosen = []
-    for seconds in (0.001, 2.0):
-        clock = Clock(monkeypatch, step=seconds, batch=0.0)
-        run(tmp_path, data_dir, '--time_budget=4', '--max_iters=2', out=f'out{seconds}')
-        chosen.append(load(tmp_path / f'out{seconds}' / 'ckpt.pt')['config']['depth'])
-        assert clock.now < 60
-    assert chosen[0] > chosen[1]
+    for speed in (1e13, 1e8):
+        timed = []
+
+        def time_depth(depth, *args, speed=speed, timed=timed):
+            timed.append(depth)
+            return num_parameters(depth) / speed
+        monkeypatch.setattr(ladder, 'time_depth', time_depth)
+        run(tmp_path, data_dir, '--time_budget=4', '--max_iters=2', out=f'{speed}')
+        chosen.append(load(tmp_path / f'{speed}' / 'ckpt.pt')['config']['depth'])
+        assert chosen[-1] in timed and len(timed) <= 3
+    assert chosen == [4, 2]
+
+
+def test_a_dry_run_says_that_the_depth_is_open(tmp_path, data_dir, capsys):
+    assert run(tmp_path, data_dir, '--time_budget=1', '--dry_run') == 0
+    assert 'depth: the run chooses it by its speed; this is a forecast of depth 2' in capsys.readouterr().out
 
 
 def test_a_signal_during_the_timing_stops_the_run(tmp_path, data_dir, tiny_rungs, monkeypatch, capsys):
