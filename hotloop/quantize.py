@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 PACK_FROM = 2**18  # numbers in a matrix; a smaller one stays in the CPU's cache, where packing gains nothing
-TRIAL_SIZE = 2**21  # numbers in a matrix of a trial, at most: those of all shapes exceed most caches
+TRIAL_SIZE = 2**21  # numbers in a matrix of a trial, at most, to keep it short; all shapes exceed an L2 cache
 GAIN = 1.1  # packed weights must be so many times as fast: fewer could be noise of a busy machine
 
 
@@ -68,7 +68,7 @@ def shapes_to_pack(linears, rows):
                                        functools.partial(packed_product, x, packed(weight)))
     best = {shape: [math.inf, math.inf] for shape in trials}  # seconds of F.linear, and of packed weights
     for _ in range(4):  # the first also builds the kernels
-        for way in (0, 1):  # all matrices one way, then all the other way: none is in the cache already
+        for way in (0, 1):  # all matrices one way, then the other: none is in a small cache already
             for shape, products in trials.items():
                 best[shape][way] = min(best[shape][way], seconds(products[way]))
     return {shape for shape, (plain, fast) in best.items() if fast * GAIN < plain}
