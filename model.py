@@ -374,8 +374,8 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, cache=None, within=None):
         B, T, _ = x.shape
         H, K, D = self.n_head, self.n_kv_head, self.head_dim
-        qkv = self.c_attn(x).view(B, T, H + 2 * K, D).transpose(1, 2)  # (B, H + 2K, T, D)
-        q, k, v = qkv.split((H, K, K), dim=1)
+        qkv = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)  # first: fewer copies
+        q, k, v = (part.transpose(1, 2) for part in qkv)  # (B, H or K, T, D)
         q = self.rotate(self.q_norm(q), cos, sin)
         k = self.rotate(self.k_norm(k), cos, sin)
         if x.device.type == 'cpu':

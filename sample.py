@@ -149,7 +149,8 @@ def open_model(cfg):
 def load(cfg, device, dtype):
     """(model on its device and ready for inference, tokenizer, template of its data or 'none')."""
     found, model, tokenizer, template = open_model(cfg)
-    model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile)
+    rows = 1 if cfg.chat else min(samples_of(cfg), cfg.batch_size)  # of a step; several prompts have more
+    model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile, rows=rows)
     step = f', step {found.checkpoint["iter_num"]}' if 'iter_num' in found.checkpoint else ''
     spec = tokenizer.spec()
     print(f'weights: {found.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
@@ -302,6 +303,11 @@ def write(model, tokenizer, prompts, seeds, stops, cfg):
     yield texts
 
 
+def samples_of(cfg):
+    """The number of samples of each prompt."""
+    return cfg.num_samples or (1 if cfg.temperature < GREEDY_BELOW else 3)
+
+
 def batches(model, tokenizer, prompts, cfg, stops=()):
     """
     Continues each prompt num_samples times, batch_size at a time. Yields what write() does for each batch, in
@@ -310,7 +316,7 @@ def batches(model, tokenizer, prompts, cfg, stops=()):
     longest, size = max((len(prompt.ids) for prompt in prompts), default=0), model.config.block_size
     if longest > size:
         print(f'note: the prompt has {longest:,} tokens; the last {size:,} fit the context', file=sys.stderr)
-    num_samples = cfg.num_samples or (1 if cfg.temperature < GREEDY_BELOW else 3)
+    num_samples = samples_of(cfg)
     prompts_at_once = max(cfg.batch_size // num_samples, 1)
     texts, ids = stops_of(tokenizer, cfg.stop, max((prompt.mark for prompt in prompts), default=''))
     for i in range(0, len(prompts), prompts_at_once):

@@ -1,6 +1,7 @@
 """Weights for inference: in 8 bits, or in the layout that oneDNN reads fastest."""
 
 import functools
+import math
 import time
 
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 PACK_FROM = 2**18  # numbers in a matrix; a smaller one stays in the CPU's cache, where packing gains nothing
+TRIAL_SIZE = 2**21  # numbers in a matrix of a trial, at most, to keep it short; all shapes exceed an L2 cache
+GAIN = 1.1  # packed weights must be so many times as fast: fewer could be noise of a busy machine
 
 
 class PackedLinear(nn.Module):
@@ -20,37 +23,60 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight = linear.weight.detach()
         self.bias = None if linear.bias is None else linear.bias.detach().to(weight.dtype)
-        # 8 is the number of rows that the layout is chosen for; it is as fast for 1 and no slower for many
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+        self.packed = packed(weight)
 
     def forward(self, x):
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, 'none', [], '')
+        return packed_product(x, self.packed, self.bias)
+
+
+def packed(weight):
+    # 8 is the number of rows that the layout is chosen for; it is as fast for 1 and no slower for many
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+
+
+def packed_product(x, weight, bias=None):
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, 'none', [], '')
 
 
 @functools.cache
-@torch.no_grad()
 def can_pack(device, dtype):
-    """
-    Whether PackedLinear works here and is faster, by trying it: it calls private functions of torch, and was
-    slower on a Xeon without bf16 units. Winning one of five rounds is enough, because a machine may be busy.
-    """
+    """Whether PackedLinear works here, by trying it: it calls private functions of torch."""
     if device.type != 'cpu' or not torch.backends.mkldnn.is_available():
         return False
-    linear = nn.Linear(1024, 16384, dtype=dtype)  # larger than most caches
-    x = torch.ones(8, 1024, dtype=dtype)
+    weight, x = torch.randn(64, 64).to(dtype), torch.ones(8, 64, dtype=dtype)
     try:
-        packed = PackedLinear(linear)
-        if not torch.allclose(packed(x), linear(x), rtol=0.05, atol=0.05):
-            return False
+        return torch.allclose(packed_product(x, packed(weight)), F.linear(x, weight), rtol=0.05, atol=0.5)
     except (RuntimeError, AttributeError):  # this CPU or this build of torch cannot
         return False
-    return any(seconds(packed, x) < seconds(linear, x) for _ in range(5))
 
 
-def seconds(module, x):
+@torch.no_grad()
+def shapes_to_pack(linears, rows):
+    """
+    The shapes of weights that multiply inputs of this many rows faster if they are packed, by a trial of one
+    matrix of each shape. On a Xeon, float32 was 1.2 times slower packed for 1 row and 1.6 times faster for 8.
+    The choice changes only the rounding of logits. Where both ways take about as long, two loads may choose
+    differently, and then draw different tokens at a near tie.
+    """
+    trials = {}
+    for linear in linears:
+        if linear.weight.numel() < PACK_FROM:
+            continue
+        weight = linear.weight[:TRIAL_SIZE // linear.in_features]
+        x = torch.ones(rows, linear.in_features, dtype=weight.dtype)
+        trials[linear.weight.shape] = (functools.partial(F.linear, x, weight),
+                                       functools.partial(packed_product, x, packed(weight)))
+    best = {shape: [math.inf, math.inf] for shape in trials}  # seconds of F.linear, and of packed weights
+    for _ in range(4):  # the first also builds the kernels
+        for way in (0, 1):  # all matrices one way, then the other: none is in a small cache already
+            for shape, products in trials.items():
+                best[shape][way] = min(best[shape][way], seconds(products[way]))
+    return {shape for shape, (plain, fast) in best.items() if fast * GAIN < plain}
+
+
+def seconds(function):
     start = time.perf_counter()
-    module(x[:1])
-    module(x)
+    function()
     return time.perf_counter() - start
 
 
@@ -82,10 +108,11 @@ class Int8Linear(nn.Module):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
-def prepare_for_inference(model, device, dtype, quantize='none', pack=True):
+def prepare_for_inference(model, device, dtype, quantize='none', pack=True, rows=1):
     """
     Moves a model to a device and returns it in eval mode, with its matrices in dtype. quantize='int8' stores
-    every Linear in 8 bits; embeddings keep dtype. pack: on a CPU, pack large matrices if that is faster.
+    every Linear in 8 bits; embeddings keep dtype. pack: on a CPU, pack large matrices if that is faster for
+    steps of so many rows.
     """
     model.to(device)
     for p in model.parameters():
@@ -95,10 +122,13 @@ def prepare_for_inference(model, device, dtype, quantize='none', pack=True):
     # names, not the Linears themselves, so that each is freed when it is replaced
     linears = [(module, name) for module in model.modules() for name, child in module.named_children()
                if isinstance(child, nn.Linear)]
+    shapes = set()
+    if pack and quantize == 'none' and can_pack(device, dtype):
+        shapes = shapes_to_pack((getattr(module, name) for module, name in linears), rows)
     for module, name in linears:
         linear = getattr(module, name)
         if quantize == 'int8':
             setattr(module, name, Int8Linear(linear))
-        elif pack and linear.weight.numel() >= PACK_FROM and can_pack(device, dtype):
+        elif linear.weight.shape in shapes:
             setattr(module, name, PackedLinear(linear))
     return model.eval()

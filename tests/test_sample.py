@@ -165,12 +165,18 @@ def test_settings_and_prompts_reach_generate(draw, byte_out, monkeypatch):
 def test_int8_and_compile(draw, out, monkeypatch):
     calls = play(monkeypatch, 2)
     monkeypatch.setattr('hotloop.device.try_compile', lambda device: None)
-    monkeypatch.setattr('hotloop.quantize.PACK_FROM', 0)
+    tried = []
+
+    def all_shapes(linears, rows):
+        tried.append(rows)
+        return {linear.weight.shape for linear in linears}
     monkeypatch.setattr('hotloop.quantize.can_pack', lambda *args: True)
-    for flags in ({'quantize': 'int8'}, {'compile': True}, {}):
+    monkeypatch.setattr('hotloop.quantize.shapes_to_pack', all_shapes)
+    for flags in ({'quantize': 'int8'}, {'compile': True}, {}, {'num_samples': 5, 'batch_size': 4}):
         draw(**flags)
-    assert [call.kind for call in calls] == ['Int8Linear', 'Linear', 'PackedLinear']
-    assert [call.compiled for call in calls] == [False, True, False]
+    assert [call.kind for call in calls[:3]] == ['Int8Linear', 'Linear', 'PackedLinear']
+    assert [call.compiled for call in calls[:3]] == [False, True, False]
+    assert tried == [1, 4]  # rows of a step; draw() asks for one sample
     monkeypatch.setattr('hotloop.device.try_compile', lambda device: 'no compiler')
     assert 'but fails here: no compiler' in error_of(main, out_dir=out, compile=True)
 

@@ -3,6 +3,7 @@ Time a token: nanoGPT's sampler, transformers.generate and ours, on one shape of
 
     $ python tests/bench/generate_speed.py --peer=../nanoGPT      # GPT-2 124M, 512 new tokens after 512
     $ python tests/bench/generate_speed.py --shape=small --prompt=16 --new=48    # a try in seconds
+    $ python tests/bench/generate_speed.py --peer=../nanoGPT --sides nanoGPT ours --kinds float32 --batches 1
 
 A turn draws all new tokens with temperature 0.8 among the 200 most probable. The first token includes the
 prefill and has a column of its own. nanoGPT computes the complete context for each token, so it draws only 3,
@@ -40,13 +41,13 @@ def prompts(args, batch, length):
     return torch.randint(min(SHAPES[args.shape]['vocab_size'], 50257), (batch, length), generator=generator)
 
 
-def our_model(args, kind, pack=True):
+def our_model(args, kind, pack=True, rows=1):
     torch.manual_seed(0)
     gpt = GPT(GPTConfig(**SHAPES[args.shape]))
     wide = kind == 'float32' or (kind == 'int8' and args.device == 'cpu')
     dtype = torch.float32 if wide else torch.bfloat16
     quantize = 'int8' if kind == 'int8' else 'none'
-    return prepare_for_inference(gpt, torch.device(args.device), dtype, quantize, pack)
+    return prepare_for_inference(gpt, torch.device(args.device), dtype, quantize, pack, rows)
 
 
 def first_and_rest(times):
@@ -153,6 +154,8 @@ def main():
     parser.add_argument('--batches', type=int, nargs='*', default=[1, 8], help='sequences at once')
     parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--kinds', nargs='*', default=['float32', 'bfloat16', 'int8'], choices=BYTES)
+    parser.add_argument('--sides', nargs='*', default=['nanoGPT', 'transformers', 'ours'], help='only these',
+                        choices=['nanoGPT', 'transformers', 'ours'])
     parser.add_argument('--compiled', action='store_true', help='our compiled step too; a GPU always runs it')
     parser.add_argument('--threads', type=int, default=torch.get_num_threads(), help='on a CPU')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
@@ -170,15 +173,16 @@ def main():
         sides[f'reading {kind}'] = reading_side(args, kind)
     sides['reading by mv'] = reading_side(args, 'float32', only_mv=True)
     theirs = 'bfloat16' if on_gpu else 'float32'
-    if args.peer:
+    if args.peer and 'nanoGPT' in args.sides:
         add('nanoGPT', 1, theirs, nanogpt_side(args, 1))
     for batch in args.batches:
-        if find_spec('transformers'):
+        if find_spec('transformers') and 'transformers' in args.sides:
             add('transformers', batch, theirs, transformers_side(args, batch))
-    for kind in args.kinds:
+    for kind in args.kinds if 'ours' in args.sides else []:
         for compiled in (False, True) if on_gpu or args.compiled else (False,):
-            gpt = our_model(args, kind, pack=not compiled)
             for batch in args.batches:
+                if not compiled or batch == args.batches[0]:  # a compiled model has the same weights for any
+                    gpt = our_model(args, kind, pack=not compiled, rows=batch)
                 name = 'ours, compiled' if compiled else 'ours, eager'
                 add(name, batch, kind, our_side(args, gpt, batch, compiled))
     if not find_spec('transformers'):
