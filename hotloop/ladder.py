@@ -200,6 +200,8 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     depths = [depth for depth in DEPTHS if num_parameters(depth) < room] or DEPTHS[:1]
     if 'depth' in settings.given:
         depths = [cfg.depth]
+    if env.device.type == 'cuda' and 'batch_size' not in settings.given:
+        settings.auto_batch = True
     text = describe_text(datasets, open_split(datasets, 'train', width))
     ladder = Ladder(text, datasets[0].meta['vocab_size'], measure_flops(env.device, env.dtype) * env.world,
                     env.compile)
@@ -226,14 +228,13 @@ def choose_depth(settings, datasets, env, build_run, train_step):
 
 
 def time_depth(depth, settings, datasets, env, build_run, train_step):
-    """Seconds of a token in uncompiled steps of a depth: their median, after the first."""
+    """Seconds of a token in uncompiled steps of a depth: the median of those after the first."""
     model_cfg, cfg = copy.copy(settings.model), copy.copy(settings.train)
     set_depth(depth, model_cfg, cfg, settings.given, env.world)
     settings = dataclasses.replace(settings, model=model_cfg, train=cfg, notes=[])
     run = build_run(settings, datasets, dataclasses.replace(env, compile=False))
     end, laps = host.process_seconds() + SHARE / 3 * 60 * cfg.time_budget, []
-    while len(laps) < 3 or (len(laps) < 20
-                            and not env.any(env.rank == 0 and host.process_seconds() > end)):
+    while not laps or (len(laps) < 20 and not env.any(env.rank == 0 and host.process_seconds() > end)):
         lap = host.process_seconds()
         num_targets, loads = run.batches.step(len(laps))
         result = train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, cfg, run.env)
@@ -246,4 +247,4 @@ def time_depth(depth, settings, datasets, env, build_run, train_step):
     gc.collect()
     if env.device.type == 'cuda':
         torch.cuda.empty_cache()
-    return statistics.median(laps[1:] or [1.0]) / tokens
+    return statistics.median(laps[1:] or laps or [1.0]) / tokens
