@@ -29,7 +29,7 @@ EVALUATION = 0.08  # of the budget that the final evaluation takes, about
 SHORT = 180  # seconds of a budget below which only one rung is timed
 BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
 
-# bits per byte = bz2 x (FLOOR + WIDTH x parameters^-ALPHA + LENGTH x bytes^-BETA), fitted by
+# bits per byte = FLOOR x bz2 + WIDTH x parameters^-ALPHA + LENGTH x bytes^-BETA, fitted by
 # tests/bench/ladder.py. bz2: bits per byte of the text in that format; parameters: of the blocks; bytes: read
 FLOOR, WIDTH, ALPHA, LENGTH, BETA = 0.30, 3.0, 0.2, 60.0, 0.35
 SAMPLE = 2**20  # bytes of text for bz2
@@ -40,12 +40,12 @@ COMPILE_SECONDS, COMPILE_GAIN = 35.0, 1.35
 
 def rung(depth, world=1):
     """
-    {setting: value} of a depth. Each layer adds 64 channels. A step has 2,048 x (depth / 2)^1.6 tokens,
-    rounded down to a power of two and up to a multiple of the processes.
+    {setting: value} of a depth. Each layer adds 64 channels. A step has 2,048 x (depth / 3)^1.6 tokens,
+    rounded down to a power of two and up to a multiple of the processes, and at least 2,048.
     """
     is_small = depth < SMALL
     block_size = 256 if is_small else 512 if depth < 12 else 1024
-    tokens = 2 ** int(math.log2(2048 * (depth / 2) ** 1.6))
+    tokens = 2 ** int(math.log2(2048 * max(depth / 3, 1)**1.6))
     sequences = math.ceil(tokens / block_size / world) * world
     batch_size = max(n for n in range(1, 33) if sequences % n == 0)
     return {'preset': 'modern', 'n_layer': depth, 'n_embd': 64 * depth, 'block_size': block_size,
@@ -135,7 +135,7 @@ def worth(num_bytes, text_bytes):
 def expected_loss(depth, num_bytes, text):
     """Bits per byte of held-out text after training on num_bytes, repeated ones included."""
     length = worth(num_bytes, text.num_bytes)
-    return text.bits * (FLOOR + WIDTH * num_parameters(depth)**-ALPHA + LENGTH * length**-BETA)
+    return FLOOR * text.bits + WIDTH * num_parameters(depth)**-ALPHA + LENGTH * length**-BETA
 
 
 class Expected(NamedTuple):

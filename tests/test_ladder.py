@@ -50,7 +50,7 @@ def test_depth_fills_in_what_a_command_does_not_give():
     assert (s.model.preset, s.model.n_layer, s.model.n_embd, s.train.optimizer) == ('modern', 4, 256, 'muon')
     assert s.train.muon_lr == 0.5 and not s.choose_depth
     tokens = s.train.batch_size * s.train.gradient_accumulation_steps * s.model.block_size
-    assert s.train.batch_size == 4 and tokens == 4096  # as without --batch_size
+    assert s.train.batch_size == 4 and tokens == 2048  # as without --batch_size
     assert s.train.max_iters == pytest.approx(20 * num_parameters(4) / tokens, abs=1)
     short = settings('--depth=4', '--dataset=mine', '--max_iters=100').train
     long = settings('--depth=4', '--dataset=mine', '--max_iters=2000').train

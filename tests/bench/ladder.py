@@ -76,10 +76,10 @@ def fit(rows):
     """(FLOOR, WIDTH, ALPHA, LENGTH, BETA) with the least squared relative errors; a grid of exponents."""
     parameters = np.array([ladder.num_parameters(row['depth']) for row in rows], float)
     seen = np.array([ladder.worth(row['bytes'], row['text']) for row in rows])
-    relative = np.array([row['loss'] / row['bz2'] for row in rows])
+    loss, floor = (np.array([row[name] for row in rows]) for name in ('loss', 'bz2'))
     best = (np.inf, None)
     for alpha, beta in itertools.product(np.arange(0.05, 0.81, 0.01), repeat=2):
-        terms = np.stack([np.ones(len(rows)), parameters**-alpha, seen**-beta], 1) / relative[:, None]
+        terms = np.stack([floor, parameters**-alpha, seen**-beta], 1) / loss[:, None]
         for used in ([0, 1, 2], [1, 2]):  # no coefficient may be negative
             factors = np.zeros(3)
             factors[used] = np.linalg.lstsq(terms[:, used], np.ones(len(rows)), rcond=None)[0]
