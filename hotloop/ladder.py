@@ -21,8 +21,8 @@ from hotloop.mixture import open_split
 from hotloop.schedule import NO_LIMIT
 from hotloop.tokenizer import tokenizer_from
 
-SMALL = 8  # depths below have small steps and short contexts
-DEPTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24)  # the rungs
+DEPTHS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24)  # the rungs
+SMALL, LARGE = 8, 12  # depths from which on heads, contexts and rates are those of larger models
 TOKENS_PER_PARAMETER = 20  # of a run without a length of its own (arXiv 2203.15556)
 SHARE = 0.05  # of the budget that timing takes at most, if no step is longer
 EVALUATION = 0.08  # of the budget that the final evaluation takes, about
@@ -38,18 +38,27 @@ REPEATS = 15.4  # epochs after the first are worth less and less: 15.4 in all (a
 COMPILE_SECONDS, COMPILE_GAIN = 35.0, 1.35
 
 
+def width(depth):
+    """Channels of a depth: about 128 x (depth / 4)^1.63, which is 128 for 4 layers and 768 for 12."""
+    return head_channels(depth) * int(128 * (depth / 4)**1.63 / head_channels(depth) + 0.5)
+
+
+def head_channels(depth):
+    return 32 if depth < SMALL else 64 if depth < LARGE else 128
+
+
 def rung(depth, world=1):
     """
-    {setting: value} of a depth. Each layer adds 64 channels. A step has 2,048 x (depth / 3)^1.6 tokens,
-    rounded down to a power of two and up to a multiple of the processes, and at least 2,048.
+    {setting: value} of a depth. A step has 128 x depth^2 tokens, rounded down to a power of two and up to a
+    multiple of the processes, and at least 2,048.
     """
     is_small = depth < SMALL
-    block_size = 256 if is_small else 512 if depth < 12 else 1024
-    tokens = 2 ** int(math.log2(2048 * max(depth / 3, 1)**1.6))
+    block_size = 256 if is_small else 512 if depth < LARGE else 1024
+    tokens = max(2 ** int(math.log2(128 * depth**2)), 2048)
     sequences = math.ceil(tokens / block_size / world) * world
     batch_size = max(n for n in range(1, 33) if sequences % n == 0)
-    return {'preset': 'modern', 'n_layer': depth, 'n_embd': 64 * depth, 'block_size': block_size,
-            'n_head': max(depth, 4) if is_small or depth % 2 else depth // 2,  # of 32 to 128 channels
+    return {'preset': 'modern', 'n_layer': depth, 'n_embd': width(depth), 'block_size': block_size,
+            'n_head': width(depth) // head_channels(depth),
             'batch_size': batch_size, 'gradient_accumulation_steps': sequences // batch_size,
             'optimizer': 'muon', 'muon_momentum': 0.85 if is_small else 0.95,
             'learning_rate': 2e-3, 'min_lr': 0.0, 'lr_schedule': 'linear',
@@ -65,7 +74,7 @@ def muon_rate(depth, steps):
 
 def num_parameters(depth):
     """Parameters of the blocks of a depth: those that a token is multiplied with, without the head."""
-    return 12 * depth * (64 * depth)**2
+    return 12 * depth * width(depth)**2
 
 
 def applies(cfg, given):
@@ -155,9 +164,8 @@ class Ladder:
 
     def guess(self, depth):
         """Seconds of a token if none were timed: small matrices are slower than the large one of flops."""
-        width = 64 * depth
-        share = width / (width + 768)
-        return 6 * (num_parameters(depth) + width * self.vocab_size) / (share * self.flops)
+        share = width(depth) / (width(depth) + 768)
+        return 6 * (num_parameters(depth) + width(depth) * self.vocab_size) / (share * self.flops)
 
     def seconds(self, depth):
         """Seconds of a token: timed, or guessed in proportion to the nearest depth that was timed."""
@@ -195,14 +203,14 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     build_run, train_step: those of train.py, with which steps of a few depths are timed.
     """
     cfg, began = settings.train, host.process_seconds()
-    budget, width = 60 * cfg.time_budget, rung(DEPTHS[0])['block_size']
+    budget = 60 * cfg.time_budget
     room = device_memory(env.device) / 2 / BYTES_PER_PARAMETER
     depths = [depth for depth in DEPTHS if num_parameters(depth) < room] or DEPTHS[:1]
     if 'depth' in settings.given:
         depths = [cfg.depth]
     if env.device.type == 'cuda' and 'batch_size' not in settings.given:
         settings.auto_batch = True
-    text = describe_text(datasets, open_split(datasets, 'train', width))
+    text = describe_text(datasets, open_split(datasets, 'train', rung(DEPTHS[0])['block_size']))
     ladder = Ladder(text, datasets[0].meta['vocab_size'], measure_flops(env.device, env.dtype) * env.world,
                     env.compile)
     while True:

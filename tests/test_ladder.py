@@ -31,7 +31,7 @@ def settings(*argv):
 def test_every_rung_is_a_valid_run_on_any_number_of_processes(depth, world):
     values = rung(depth, world)
     config = GPTConfig(**{k: v for k, v in values.items() if k in GPTConfig.__dataclass_fields__})
-    assert config.problems() == [] and 32 <= config.n_embd / config.n_head <= 128
+    assert config.problems() == [] and 32 <= config.n_embd / config.n_head <= 128 and config.n_embd % 32 == 0
     sizes = values['batch_size'], values['gradient_accumulation_steps']
     micro_batch, accumulation = share_batch(*sizes, world)
     assert micro_batch * accumulation * world == sizes[0] * sizes[1]
@@ -39,15 +39,15 @@ def test_every_rung_is_a_valid_run_on_any_number_of_processes(depth, world):
 
 
 def test_parameters_of_a_depth_are_those_of_its_matrices():
-    for depth in (2, 3):
-        model = GPT(GPTConfig(n_layer=depth, n_embd=64 * depth, n_head=depth, vocab_size=11, preset='modern'))
+    for depth in (3, 4):
+        model = GPT(GPTConfig(n_layer=depth, n_embd=rung(depth)['n_embd'], n_head=4, vocab_size=11, preset='modern'))
         matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
         assert matrices == num_parameters(depth)
 
 
 def test_depth_fills_in_what_a_command_does_not_give():
     s = settings('--depth=4', '--dataset=mine', '--muon_lr=0.5', '--batch_size=4')
-    assert (s.model.preset, s.model.n_layer, s.model.n_embd, s.train.optimizer) == ('modern', 4, 256, 'muon')
+    assert (s.model.preset, s.model.n_layer, s.model.n_embd, s.train.optimizer) == ('modern', 4, 128, 'muon')
     assert s.train.muon_lr == 0.5 and not s.choose_depth
     tokens = s.train.batch_size * s.train.gradient_accumulation_steps * s.model.block_size
     assert s.train.batch_size == 4 and tokens == 2048  # as without --batch_size
@@ -67,8 +67,8 @@ def test_a_depth_that_contradicts_the_command_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize('argv, dataset, layers, by_ladder', [
-    (['--time_budget=5'], 'stdlib', 2, True),
-    (['--time_budget=5', '--dataset=mine'], 'mine', 2, True),
+    (['--time_budget=5'], 'stdlib', 3, True),
+    (['--time_budget=5', '--dataset=mine'], 'mine', 3, True),
     (['--time_budget=5', '--dataset=mine', '--depth=3'], 'mine', 3, True),
     (['--max_iters=5', '--dataset=mine', '--depth=3'], 'mine', 3, False),
     (['--time_budget=5', '--dataset=mine', '--n_layer=3'], 'mine', 3, False),
@@ -91,16 +91,16 @@ def test_more_text_more_depth_and_fewer_repeats_are_better():
 def test_the_best_depth_grows_with_the_budget_and_the_machine():
     found = [Ladder(TEXT._replace(num_bytes=1e12), 257, flops).best(DEPTHS, seconds)
              for flops, seconds in ((1e11, 1), (1e11, 180), (1e11, 3600), (4e14, 3600), (4e14, 360000))]
-    assert found[0] == 2 and found == sorted(found) and found[-1] >= 16 and len(set(found)) >= 3
-    assert Ladder(TEXT, 257, 1e11).best(DEPTHS, -5) == 2  # the time is over
+    assert found[0] == 3 and found == sorted(found) and found[-1] >= 16 and len(set(found)) >= 3
+    assert Ladder(TEXT, 257, 1e11).best(DEPTHS, -5) == 3  # the time is over
 
 
 def test_a_timed_depth_corrects_its_neighbors():
     known = Ladder(TEXT, 257, 1e11)
-    guess = known.seconds(3), known.seconds(6)
-    known.timed = {2: 2 * known.guess(2), 8: known.guess(8)}
-    assert known.seconds(3) == pytest.approx(2 * guess[0]) and known.seconds(6) == pytest.approx(guess[1])
-    assert known.expect(3, 100).speed == pytest.approx(1 / known.seconds(3))
+    guess = known.seconds(4), known.seconds(6)
+    known.timed = {3: 2 * known.guess(3), 8: known.guess(8)}
+    assert known.seconds(4) == pytest.approx(2 * guess[0]) and known.seconds(6) == pytest.approx(guess[1])
+    assert known.expect(4, 100).speed == pytest.approx(1 / known.seconds(4))
 
 
 def test_the_text_is_described_by_its_bytes(tmp_path):
@@ -122,7 +122,7 @@ def tiny_rungs(monkeypatch):
     monkeypatch.setattr(ladder, 'rung', lambda depth, world=1: {
         **rung(depth, world), **TINY_RUNG, 'n_layer': depth - 1, 'n_embd': 8 * depth, 'n_head': 2})
     monkeypatch.setattr(ladder, 'measure_flops', lambda *args: 1e11)
-    monkeypatch.setattr(ladder, 'DEPTHS', (2, 3, 4))
+    monkeypatch.setattr(ladder, 'DEPTHS', (3, 4, 5))
 
 
 def run(tmp_path, data_dir, *argv, out='out'):
@@ -161,12 +161,12 @@ def test_the_choice_follows_the_speeds_that_were_timed(tmp_path, data_dir, tiny_
         run(tmp_path, data_dir, '--time_budget=4', '--max_iters=2', out=f'{speed}')
         chosen.append(load(tmp_path / f'{speed}' / 'ckpt.pt')['config']['depth'])
         assert chosen[-1] in timed and len(timed) <= 3
-    assert chosen == [4, 2]
+    assert chosen == [5, 3]
 
 
 def test_a_dry_run_says_that_the_depth_is_open(tmp_path, data_dir, capsys):
     assert run(tmp_path, data_dir, '--time_budget=1', '--dry_run') == 0
-    assert 'depth: the run chooses it by its speed; this is a forecast of depth 2' in capsys.readouterr().out
+    assert 'depth: the run chooses it by its speed; this is a forecast of depth 3' in capsys.readouterr().out
 
 
 def test_a_signal_during_the_timing_stops_the_run(tmp_path, data_dir, tiny_rungs, monkeypatch, capsys):
