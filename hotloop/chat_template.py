@@ -9,7 +9,8 @@ ANSWERS = ('completion', 'response', 'output', 'answer')
 ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'question', 'instruction', 'input',
               'system', 'history', *ANSWERS]
 SPEAKERS = ('system', 'user', 'assistant')
-# text before and after a turn of each role; the marker after an answer is part of its loss
+# text before and after a turn of each role; the marker after an answer is part of its loss. The choices of
+# `template` in hotloop/documents.py name them too
 TEMPLATES = {
     'plain': dict.fromkeys(SPEAKERS, ('', '')),
     'joined': dict.fromkeys(SPEAKERS, ('', '')),  # of prompt and completion

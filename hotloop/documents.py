@@ -67,7 +67,7 @@ class Piece(NamedTuple):
     """
     parts: list | np.ndarray
     start: bool  # of the document
-    end: bool
+    end: bool  # hotloop/encode.py then appends the end-of-text id
     key: str  # of the document; decides whether it is held out
 
 

@@ -40,7 +40,8 @@ COMPILE_SECONDS, COMPILE_GAIN = 35.0, 1.35
 
 def width(depth):
     """Channels of a depth: about 128 x (depth / 4)^1.63, which is 128 for 4 layers and 768 for 12."""
-    return head_channels(depth) * int(128 * (depth / 4)**1.63 / head_channels(depth) + 0.5)
+    heads = int(128 * (depth / 4)**1.63 / head_channels(depth) + 0.5)
+    return head_channels(depth) * max(heads, 1)
 
 
 def head_channels(depth):

@@ -40,7 +40,8 @@ def test_every_rung_is_a_valid_run_on_any_number_of_processes(depth, world):
 
 def test_parameters_of_a_depth_are_those_of_its_matrices():
     for depth in (3, 4):
-        model = GPT(GPTConfig(n_layer=depth, n_embd=rung(depth)['n_embd'], n_head=4, vocab_size=11, preset='modern'))
+        shape = {name: rung(depth)[name] for name in ('preset', 'n_layer', 'n_embd', 'n_head')}
+        model = GPT(GPTConfig(**shape, vocab_size=11))
         matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
         assert matrices == num_parameters(depth)
 
