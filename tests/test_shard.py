@@ -334,7 +334,7 @@ def torchrun(tmp_path, data_dir):
     started = []
 
     def start(words, fault, step, out, **settings):
-        command = [sys.executable, '-m', 'torch.distributed.run', *words, faults.__file__, fault, str(step),
+        command = [sys.executable, faults.__file__, 'torchrun', *words, faults.__file__, fault, str(step),
                    *faults.flags(tmp_path / out, data_dir, **settings)]
         started.append(subprocess.Popen(command, cwd=ROOT, env=faults.environment(), text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE))
