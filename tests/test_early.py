@@ -1,5 +1,6 @@
 """The check before the imports: it refuses what the script would refuse, at once, and nothing else."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -60,9 +61,13 @@ def test_it_prints_the_help_of_the_script(check, capsys, script):
     assert early_help == capsys.readouterr().out and len(early_help) > 1000
 
 
+MODULES = functools.cache(early.settings_module)  # which takes a second for 25 cards
+
+
 @pytest.mark.parametrize('card', sorted((ROOT / 'config').glob('*.py')), ids=lambda card: card.stem)
-def test_it_checks_every_card(check, card):
+def test_it_checks_every_card(check, monkeypatch, card):
     """None of them calls anything, so a wrong value beside them is found at once."""
+    monkeypatch.setattr(early, 'settings_module', MODULES)
     found = check('train.py', card, '--keep_last=1')
     assert may_run_twice(card) and found.startswith('keep_last=1 must be') and '\n' not in found
 
