@@ -261,7 +261,7 @@ def setup(cfg):
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
-        torch.set_deterministic_debug_mode('error')  # unlike the function below it imports no Inductor
+        torch.set_deterministic_debug_mode('error')  # use_deterministic_algorithms() imports Inductor
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads uninitialized memory
     threads = cfg.threads or threads_for(int(os.environ.get('LOCAL_WORLD_SIZE', '1')))
     torch.set_num_threads(threads)

@@ -28,7 +28,7 @@ def orthogonalize(G, dtype):
 
 
 class Uncompiled:
-    """Methods of torch.optim.Optimizer without wrappers that import torch._dynamo, which takes 2 s."""
+    """Methods of torch.optim.Optimizer without the wrappers, which import torch._dynamo. That takes 2 s."""
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
