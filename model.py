@@ -9,23 +9,22 @@ weight; 'modern' collects later changes that learn faster, from modded-nanogpt a
 __init__ resolves each setting to a module or a function, so forward branches only on cache and loss.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 # a setting of GPTConfig that is None takes its value from here
 PRESETS = {
     'gpt2': dict(position='learned', norm='layernorm', mlp='gelu', qk_norm=False, tie=True, zero_init=False,
                  softcap=0.0, x0_mix=False),
     'modern': dict(position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False, zero_init=True,
-                   softcap=15.0, x0_mix=True),
-}
+                   softcap=15.0, x0_mix=True)}
 
 # the values that settings may have: (least, all below, in words, names)
 LIMITS = (
@@ -108,7 +107,7 @@ class GPTConfig:
 
     def resolved(self):
         """A copy with the preset's values in place of None. vocab_size stays None if it is None."""
-        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        given = {name: value for name, value in asdict(self).items() if value is not None}
         known = {**PRESETS[self.preset], **given}
         c = GPTConfig(**{'n_kv_head': self.n_head, 'head_dim': self.n_embd // max(self.n_head, 1),
                          'qkv_bias': self.bias, 'norm_eps': 1e-5 if known['norm'] == 'layernorm' else 1e-6,
@@ -136,10 +135,10 @@ class GPTConfig:
         """
         names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
         nanogpt = {name: getattr(self, name) for name in names}
-        complete = dataclasses.replace(self.resolved(), label_smoothing=0.0)  # for training only
+        complete = replace(self.resolved(), label_smoothing=0.0)  # for training only
         if complete == GPTConfig(**nanogpt).resolved():
             return nanogpt
-        return dataclasses.asdict(complete)
+        return asdict(complete)
 
 
 class Linear(nn.Linear):
@@ -292,13 +291,11 @@ def attend_in_window(q, k, v, dropout, window, kernel=None):
     for start in range(0, T, size):
         end, first = min(start + size, T), max(start - window + 1, 0)
         left = first - (start - window + 1)  # columns before the first key
-        parts.append(kernel(
-            q[:, :, start:end], k[:, :, first:end], v[:, :, first:end],
-            mask[:end - start, left:left + end - first], dropout, enable_gqa=gqa))
+        part = q[:, :, start:end], k[:, :, first:end], v[:, :, first:end]
+        parts.append(kernel(*part, mask[:end - start, left:left + end - first], dropout, enable_gqa=gqa))
     return torch.cat(parts, 2)
 
 
-@torch.compiler.disable  # the shapes of documents depend on the data
 def attend_within(q, k, v, dropout, window, documents, kernel=None):
     """attend_in_window() within each document. documents: (B, T), numbers that rise; None: one a row."""
     if documents is None:
@@ -364,7 +361,8 @@ class Attention(nn.Module):
             # no mask: it disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
             return attend_in_window(q, k, v, dropout, None, self.kernel)
         if within is None or isinstance(within, torch.Tensor):
-            return attend_within(q, k, v, dropout, self.window, within, self.kernel)
+            attend = attend_outside_graph if torch.compiler.is_compiling() else attend_within
+            return attend(q, k, v, dropout, self.window, within, self.kernel)
         if dropout:
             raise ValueError(f'dropout={dropout} cannot be combined with window, document_mask, pack_rows or '
                              'attn_softcap on a GPU; use --dropout=0')
@@ -474,16 +472,29 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
-        dx = (dx.float() * grad).to(dx.dtype)
-        return dx, None if dw is None else dw * grad, None, None, None, None, None
+        dw = None if dw is None else dw * grad
+        return (dx.float() * grad).to(dx.dtype), dw, None, None, None, None, None
 
 
-# compiled together with the model, the chunks would be fused again, so each chunk is compiled alone
-chunked_loss = torch.compiler.disable(ChunkedLoss.apply)
+# torch.compiler.disable, but torch._dynamo is imported when it is called and not here: that takes 2 s
+disable = getattr(torch, '_disable_dynamo', torch.compiler.disable)
+attend_outside_graph = disable(attend_within)  # the shapes of documents depend on the data
+
+
+@disable  # in one graph the chunks would be fused again, so each is compiled alone
+def compiled_loss(*args):
+    return ChunkedLoss.apply(*args, True)
+
+
+class Uninitialized(TorchFunctionMode):
+    """Inside, modules keep the weights that they find in memory: initial ones take minutes for billions."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        is_init = getattr(function, '__module__', None) == 'torch.nn.init'
+        return None if is_init else function(*args, **(kwargs or {}))
 
 
 class GPT(nn.Module):
-
     def __init__(self, config):
         """config: a GPTConfig with vocab_size set. ValueError if its settings do not fit together."""
         super().__init__()
@@ -499,24 +510,18 @@ class GPT(nn.Module):
             ln_e=(rms_norm(c, c.n_embd) if c.embed_norm else
                   Scale(c.embed_scale) if c.embed_scale != 1 else Identity()),
             drop=nn.Dropout(c.dropout),
-            h=nn.ModuleList([Block(c, layer) for layer in range(c.n_layer)]),
-            ln_f=norm_of(c),
-        ))
+            h=nn.ModuleList([Block(c, layer) for layer in range(c.n_layer)]), ln_f=norm_of(c)))
         self.lm_head = Linear(c.n_embd, c.vocab_size, bias=False)
         self.softcap = partial(softcap, cap=c.softcap) if c.softcap else Identity()
         if c.tie:
             self.transformer.wte.weight = self.lm_head.weight
-        self.compute_angles()
-        self.init_weights()
-
-    def compute_angles(self):
-        """The buffers cos and sin, (T, D/2), or (T, D) where layers with a window have their own base."""
-        c = self.config
+        # cos and sin are (T, D/2), or (T, D) where layers with a window have their own base
         tables = [rotation_angles(c.block_size, c.head_dim, c.rope_base, c.rope_factor, c.rope_context)]
         if c.rope_local_base is not None:
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
         for name, parts in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
             self.register_buffer(name, torch.cat(parts, dim=1), persistent=False)
+        self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
@@ -560,8 +565,7 @@ class GPT(nn.Module):
             sin = self.sin[position].unsqueeze(-3)
         x = self.transformer.wpe(self.transformer.wte(idx), position)  # (B, T, C)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
-        windows = c.windows()
-        within = [documents] * len(windows)
+        windows, within = c.windows(), [documents] * c.n_layer
         if cache is None and x.device.type == 'cuda':
             masks = {window: block_mask(T, window, documents, x.device) for window in set(windows)
                      if documents is not None or c.attn_softcap or (window or T) < T}
@@ -578,8 +582,8 @@ class GPT(nn.Module):
         c, chunks, x = self.config, self.loss_chunks, self.transformer.ln_f(x)
         smoothing = c.label_smoothing if self.training else 0.0
         if chunks > 1 and torch.is_grad_enabled():
-            return chunked_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), c.softcap, smoothing,
-                                chunks, torch.compiler.is_compiling())
+            args = x.flatten(0, 1), self.lm_head.weight, targets.flatten(), c.softcap, smoothing, chunks
+            return compiled_loss(*args) if torch.compiler.is_compiling() else ChunkedLoss.apply(*args, False)
         total = 0
         for part, target in zip(x.chunk(chunks, 1), targets.chunk(chunks, 1), strict=True):
             # compiled, the cast, the cap and the cross-entropy are one pass over the bf16 logits
@@ -619,12 +623,8 @@ class GPT(nn.Module):
     @classmethod
     def from_checkpoint(cls, model_args, weights, **override):
         """A GPT of a checkpoint. override: settings to replace. ValueError if args and weights do not fit."""
-        with torch.device('meta'):  # without initial weights, which take minutes for billions
-            model = cls(dataclasses.replace(config_from(model_args), **override))
-        model.to_empty(device='cpu')
-        if model.config.tie:  # to_empty() gave each its own memory
-            model.transformer.wte.weight = model.lm_head.weight
-        model.compute_angles()
+        with torch.device('cpu'), Uninitialized():
+            model = cls(replace(config_from(model_args), **override))
         model.load_weights(weights)
         return model
 
@@ -644,7 +644,7 @@ class GPT(nn.Module):
 
 def config_from(model_args):
     """The GPTConfig of a checkpoint's model_args. ValueError names those that this version does not have."""
-    unknown = sorted(model_args.keys() - {f.name for f in dataclasses.fields(GPTConfig)})
+    unknown = sorted(model_args.keys() - {f.name for f in fields(GPTConfig)})
     if unknown:
         raise ValueError(f'the model has settings that this version does not have: {", ".join(unknown)}')
     return GPTConfig(**model_args)

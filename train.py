@@ -271,7 +271,7 @@ def setup(cfg):
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
-        torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode('error')  # use_deterministic_algorithms() imports Inductor
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads uninitialized memory
     threads = cfg.threads or threads_for(int(os.environ.get('LOCAL_WORLD_SIZE', '1')))
     torch.set_num_threads(threads)
@@ -284,6 +284,8 @@ def setup(cfg):
     if world > 1:
         store = open_process_group(cfg.backend, device, rank, world, cfg.timeout_minutes)
     compiles, why_compile = choose_compile(cfg.compile, device, cfg.time_budget)
+    if compiles and torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True)  # also sets Inductor's own switch
     if cfg.time_budget is not None:
         cfg.compile = compiles  # a resumed run and config.py do not choose again
     reasons = {'device': why_device, 'dtype': why_dtype, 'compile': why_compile}

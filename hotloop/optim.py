@@ -1,5 +1,7 @@
 """Muon, and the assignment of parameters to optimizers."""
 
+import inspect
+
 import torch
 import torch.distributed as dist
 
@@ -25,7 +27,19 @@ def orthogonalize(G, dtype):
     return X
 
 
-class Muon(torch.optim.Optimizer):
+class Uncompiled:
+    """Methods of torch.optim.Optimizer without the wrappers, which import torch._dynamo. That takes 2 s."""
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+
+
+class AdamW(Uncompiled, torch.optim.AdamW):
+    """torch.optim.AdamW, whose steps are never part of a compiled graph."""
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class Muon(Uncompiled, torch.optim.Optimizer):
     """
     Orthogonalized momentum: each matrix moves by an update whose singular values are all near 1. Matrices of
     one shape are stacked and divided among processes; torch.optim.Muon is slower: one at a time. rows:
@@ -144,7 +158,7 @@ def build_optimizers(model, cfg, env):
     if cfg.optimizer == 'adamw8bit':
         return [adamw8bit(groups, lr, (cfg.beta1, cfg.beta2), env.device)]
     # fused: one kernel per group, which skips the update where train_step's found_inf is 1
-    adamw = torch.optim.AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True)
+    adamw = AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True)
     if not use_muon:
         return [adamw]
     muon = Muon(list(rows), rows, cfg.muon_lr, cfg.muon_momentum, decay, env)

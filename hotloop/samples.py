@@ -28,8 +28,8 @@ def write_sample(run):
                         stop=set() if sharded else {tokenizer.eot})
     prompt, ids, was_training = prompt_ids(tokenizer, cfg.sample_prompt), [], run.model.training
     run.model.eval()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # the draw sums probabilities, which CUDA refuses under it
+    deterministic = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode('default')  # the draw sums probabilities, which CUDA refuses under it
     try:
         for drawn in generate(run.model, [prompt], sampling, seeds=[micro_seed(cfg.seed, step, 0)]):
             ids += [token for _, token, _ in drawn]
@@ -39,7 +39,7 @@ def write_sample(run):
     except ValueError as e:  # logits that are not finite; losses decide whether the run stops
         text = f'no text: {e}'
     finally:
-        torch.use_deterministic_algorithms(deterministic)
+        torch.set_deterministic_debug_mode(deterministic)
     run.model.train(was_training)
     reshard(run.model)
     run.log.write(f'--- sample at step {step}:\n{text}\n---', step=step, sample=text)

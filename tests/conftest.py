@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import threading
 import types
 
@@ -90,7 +91,9 @@ def as_it_was(monkeypatch):
     for number, handler in handlers.items():
         signal.signal(number, handler)
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode('default')
+    if 'torch._inductor.config' in sys.modules:  # use_deterministic_algorithms() sets its switch, too
+        torch.use_deterministic_algorithms(False)
 
 
 def at_step(monkeypatch, step, action):

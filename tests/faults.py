@@ -5,6 +5,9 @@ The server imports torch once and forks a process for each run, so a kill costs 
 Forking is safe there because nothing has started a thread. Under torchrun this file is train.py with a fault:
 
     torchrun --nproc_per_node=2 tests/faults.py kill 20 --dataset=...    # the last rank dies in its 20th step
+    python tests/faults.py torchrun --nproc_per_node=2 tests/faults.py kill 20 ...    # the same, in forks
+
+The second is torchrun itself, with two of its options by which its processes do not import torch again.
 """
 
 import functools
@@ -22,6 +25,7 @@ import traceback
 
 import torch
 from conftest import TINY, load
+from torch.distributed.run import main as torchrun
 
 import hotloop.run_dir
 import train
@@ -177,13 +181,18 @@ def watch(job, pid, pipe):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def serve():
+def import_all():
+    """What a run imports when it needs it, so that forks have it."""
     torch.set_num_threads(1)
     for name in ('torch._dynamo', 'torch.distributed.nn.functional'):
         importlib.import_module(name)
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     torch.optim.AdamW([p], fused=True).step()  # imports what it needs
+
+
+def serve():
+    import_all()
     for line in sys.stdin:
         job = json.loads(line)
         listen, write = os.pipe()
@@ -236,11 +245,18 @@ def environment():
 def main():
     if len(sys.argv) == 1:
         return serve()
+    if sys.argv[1] == 'torchrun':
+        import_all()
+        return torchrun(['--run-path', '--start-method=fork', *sys.argv[2:]])
     name, step, *argv = sys.argv[1:]
     last_rank = int(os.environ.get('RANK', '0')) == int(os.environ.get('WORLD_SIZE', '1')) - 1
     if (last_rank or name == 'slow saves') and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':
         happen(name, int(step))
-    return call_main(functools.partial(train.main, argv))
+    try:
+        return call_main(functools.partial(train.main, argv))
+    except Exception:  # as Python prints it; in a fork torchrun would keep it for its summary
+        traceback.print_exc()
+        sys.exit(1)
 
 
 if __name__ == '__main__':

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
+import torch._dynamo  # noqa: F401  DDP and FSDP import it: here once, not in each fork
 
 forks = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 

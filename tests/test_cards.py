@@ -90,7 +90,7 @@ def fake_tensorboard(m):
 
 
 def fake_determinism(m):
-    m.setattr(torch, 'use_deterministic_algorithms', lambda on: print('deterministic:', on))
+    m.setattr(torch, 'set_deterministic_debug_mode', lambda mode: print('deterministic:', mode))
 
 
 def fake_base(m):

@@ -1,12 +1,14 @@
 """The check before the imports: it refuses what the script would refuse, at once, and nothing else."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import TINY
 
 import sample
 import train
@@ -90,9 +92,13 @@ def test_it_prints_the_help_of_the_script(check, capsys, script):
     assert early_help == capsys.readouterr().out and len(early_help) > 1000
 
 
+MODULES = functools.cache(early.settings_module)  # which takes a second for 25 cards
+
+
 @pytest.mark.parametrize('card', sorted((ROOT / 'config').glob('*.py')), ids=lambda card: card.stem)
-def test_it_checks_every_card(check, card):
+def test_it_checks_every_card(check, monkeypatch, card):
     """None of them calls anything, so a wrong value beside them is found at once."""
+    monkeypatch.setattr(early, 'settings_module', MODULES)
     found = check('train.py', card, '--keep_last=1')
     assert may_run_twice(card) and found.startswith('keep_last=1 must be') and '\n' not in found
 
@@ -132,6 +138,31 @@ def test_a_script_that_refuses_has_not_imported_torch(script):
     *imports, error = done.stderr.splitlines()
     assert done.returncode == 1 and error == "error: --nonsense: unknown setting 'nonsense'"
     assert len(imports) > 20 and not any('torch._' in line for line in imports)
+
+
+UNCOMPILED = '''
+import sys
+
+import sample
+import train
+
+run = ['--out_dir=' + sys.argv[1], '--device=cpu']
+train.main([*run, *sys.argv[2:]])
+train.main([*run, '--init_from=resume', '--max_iters=3'])
+sample.main([*run, '--start=a', '--num_samples=1', '--max_new_tokens=2'])
+heavy = {'torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'torch.distributed.tensor', 'sympy'}
+print('loaded:', heavy & sys.modules.keys())
+'''
+
+
+def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, data_dir):
+    """It takes half of the start. torch imports it itself at many a call, as of AdamW.step()."""
+    settings = {**TINY, 'data_dir': data_dir, 'max_iters': 2, 'optimizer': 'muon', 'sample_interval': 1,
+                'sample_tokens': 2, 'loss_chunks': 2, 'window': 4}
+    flags = [f'--{name}={value}' for name, value in settings.items()]
+    done = subprocess.run([sys.executable, '-c', UNCOMPILED, tmp_path / 'out', *flags], cwd=ROOT, text=True,
+                          capture_output=True, check=False)
+    assert done.stdout.endswith('loaded: set()\n'), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize('given, expected', [

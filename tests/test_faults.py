@@ -178,8 +178,8 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_the_last_checkpoint(run,
     assert step_of(tmp_path / 'out') == 3 and leftovers(tmp_path / 'out') == 0
 
 
-@pytest.mark.parametrize('recipe, steps', [(RECIPE, 4), pytest.param(RECIPE, 20, marks=pytest.mark.slow),
-                                           pytest.param(RECIPES[0], 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('recipe, steps', [(RECIPE, 4), pytest.param(RECIPE, 12, marks=pytest.mark.slow),
+                                           pytest.param(RECIPES[0], 12, marks=pytest.mark.slow)])
 def test_a_resume_from_every_step_ends_with_the_same_bits_and_losses(run, tmp_path, recipe, steps):
     """Dropout, accumulation, clipping, warmup and decay, each resume in a process of its own."""
     settings = dict(recipe, max_iters=steps, eval_interval=3)
@@ -237,12 +237,15 @@ def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, n
 
 @pytest.fixture
 def torchrun(tmp_path, data_dir):
-    """torchrun(out, fault, step, ...) starts TINY on gloo processes, with the fault in the last one."""
+    """
+    torchrun(out, fault, step, ...) starts TINY on gloo processes, with the fault in the last one. They are
+    forks of the agent unless forked is False.
+    """
     started = []
 
-    def start(out, fault='', step=0, restarts=0, processes=2, **settings):
-        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
-                   f'--nproc_per_node={processes}',
+    def start(out, fault='', step=0, restarts=0, processes=2, forked=True, **settings):
+        agent = [faults.__file__, 'torchrun'] if forked else ['-m', 'torch.distributed.run']
+        command = [sys.executable, *agent, '--standalone', f'--nproc_per_node={processes}',
                    f'--max-restarts={restarts}', faults.__file__, fault, str(step),
                    *faults.flags(tmp_path / out, data_dir, **settings)]
         process = subprocess.Popen(command, env=faults.environment(), text=True, stdout=subprocess.PIPE,
@@ -285,7 +288,7 @@ def test_torchrun_restarts_a_run_whose_process_was_killed(run, torchrun, tmp_pat
     """Each time, with the bits of an undisturbed run."""
     assert run('whole', **RESTARTED) == 0
     for n in range(RESTARTS):
-        code, out, err = ended(torchrun(f'out{n}', 'kill', 20, restarts=2, **RESTARTED))
+        code, out, err = ended(torchrun(f'out{n}', 'kill', 20, restarts=2, forked=False, **RESTARTED))
         assert code == 0, err
         assert out.count('torchrun restarted this run: resuming') == 1 and 'resuming at step 15' in out
         assert 'error: rank 1 of 2 processes was lost' in err
@@ -297,7 +300,7 @@ def test_torchrun_restarts_a_run_whose_process_was_killed(run, torchrun, tmp_pat
                                         ('raise', 'ended with an error of its own')])
 def test_the_processes_that_are_left_name_the_one_that_ended(torchrun, tmp_path, how, words):
     """Of four, so that one waits for none but the others. Its own error is printed, theirs are not."""
-    settings = dict(RESTARTED, batch_size=2, gradient_accumulation_steps=4, processes=4)
+    settings = dict(RESTARTED, batch_size=2, gradient_accumulation_steps=4, processes=4, forked=False)
     code, _, err = ended(torchrun('out', how, 8, **settings))
     sentences = re.findall('^error: .*', err, re.MULTILINE)
     assert code == 1 and len(sentences) == 1, err
