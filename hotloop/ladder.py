@@ -29,9 +29,9 @@ EVALUATION = 0.08  # of the budget that the final evaluation takes, about
 SHORT = 180  # seconds of a budget below which only one rung is timed
 BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
 
-# bits per byte = FLOOR x bz2 + WIDTH x parameters^-ALPHA + LENGTH x bytes^-BETA, fitted by
-# tests/bench/ladder.py. bz2: bits per byte of the text in that format; parameters: of the blocks; bytes: read
-FLOOR, WIDTH, ALPHA, LENGTH, BETA = 0.30, 3.0, 0.2, 60.0, 0.35
+# bits per byte = FLOOR x bz2 + WIDTH x parameters^-ALPHA + LENGTH x bytes^-BETA + START x steps^-GAMMA, by
+# the fit of tests/bench/ladder.py. bz2: bits per byte of the text in that format; parameters: of the blocks
+FLOOR, WIDTH, ALPHA, LENGTH, BETA, START, GAMMA = 0.230, 8.21, 0.18, 5.15, 0.16, 33.5, 0.75
 SAMPLE = 2**20  # bytes of text for bz2
 REPEATS = 15.4  # epochs after the first are worth less and less: 15.4 in all (arXiv 2305.16264)
 # seconds to compile, and by how much steps are then faster: config/quickstart.py on 2 CPU cores
@@ -64,6 +64,11 @@ def rung(depth, world=1):
             'optimizer': 'muon', 'muon_momentum': 0.85 if is_small else 0.95,
             'learning_rate': 2e-3, 'min_lr': 0.0, 'lr_schedule': 'linear',
             'warmup_iters': 10 if is_small else 100, 'log_interval': 20}
+
+
+def tokens_per_step(depth, world=1):
+    values = rung(depth, world)
+    return values['batch_size'] * values['gradient_accumulation_steps'] * values['block_size']
 
 
 def muon_rate(depth, steps):
@@ -144,8 +149,10 @@ def worth(num_bytes, text_bytes):
 
 def expected_loss(depth, num_bytes, text):
     """Bits per byte of held-out text after training on num_bytes, repeated ones included."""
+    steps = num_bytes / text.bytes_per_token / tokens_per_step(depth)
     length = worth(num_bytes, text.num_bytes)
-    return FLOOR * text.bits + WIDTH * num_parameters(depth)**-ALPHA + LENGTH * length**-BETA
+    return (FLOOR * text.bits + WIDTH * num_parameters(depth)**-ALPHA + LENGTH * length**-BETA
+            + START * steps**-GAMMA)
 
 
 class Expected(NamedTuple):
@@ -225,9 +232,8 @@ def choose_depth(settings, datasets, env, build_run, train_step):
         ladder.timed[best] = time_depth(best, settings, datasets, env, build_run, train_step)
     left = budget - host.process_seconds()
     settings.notes += ladder.table(depths, left, best)
-    cfg.depth, chosen = best, rung(best, env.world)
-    tokens = ladder.expect(best, left).num_bytes / text.bytes_per_token
-    steps = tokens / chosen['batch_size'] / chosen['gradient_accumulation_steps'] / chosen['block_size']
+    cfg.depth, tokens = best, ladder.expect(best, left).num_bytes / text.bytes_per_token
+    steps = tokens / tokens_per_step(best, env.world)
     steps = env.sum(np.array([steps]) * (env.rank == 0))[0]
     set_depth(best, settings.model, cfg, settings.given, env.world, steps)
     if 'eval_tokens' not in settings.given:  # of each split; without a backward pass, a third of the work
