@@ -319,8 +319,9 @@ def inspect(name, data_dir):
         ends = 0 if tokenizer.eot is None else counts[split][tokenizer.eot]
         mask = dataset.open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')
         share = f', {np.count_nonzero(mask) / len(mask):.0%} of tokens in the loss' if len(mask) else ''
-        print(f'{split:>5}: {len(tokens):,} tokens, {num_bytes / max(len(tokens), 1):.2f} bytes per token, '
-              f'{ends:,} document ends, {np.count_nonzero(counts[split]):,} distinct ids{share}')
+        distinct = counted(np.count_nonzero(counts[split]), 'distinct id')
+        print(f'{split:>5}: {counted(len(tokens), "token")}, {num_bytes / max(len(tokens), 1):.2f} bytes '
+              f'per token, {counted(ends, "document end")}, {distinct}{share}')
     train = counts['train']
     most = np.argsort(-train, kind='stable')[:10].tolist()
     shares = [f'"{dataset.show(tokenizer, [i])}" {train[i] / train.sum():.1%}' for i in most if train[i]]
@@ -329,9 +330,9 @@ def inspect(name, data_dir):
     mask = dataset.open_bin(os.path.join(folder, 'train.mask.bin'), 'uint8')
     middle = len(tokens) // 2
     window = tokens[middle:middle + 200].tolist()
-    counted = mask[middle:middle + 200].tolist() or [1] * len(window)  # without a mask all tokens count
+    in_loss = mask[middle:middle + 200].tolist() or [1] * len(window)  # without a mask all tokens count
     text = ''
-    for counts_in_loss, run in groupby(zip(window, counted, strict=True), key=lambda pair: pair[1]):
+    for counts_in_loss, run in groupby(zip(window, in_loss, strict=True), key=lambda pair: pair[1]):
         shown = dataset.show(tokenizer, [token for token, _ in run])
         text += shown if counts_in_loss else f'[{shown}]'
     print(f'training tokens from position {middle:,}: {text}')
@@ -359,7 +360,7 @@ def main(argv=None):
         raise ValueError(f'{folder} could not be made: {e}') from e
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
-        print(f'{split:>5}: {counts["tokens"]:,} tokens, {counts["bytes"]:,} bytes, '
+        print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '
               f'{counted(counts["documents"], "document")}, '
               f'{counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
     print(f'train on it with: {training_command(name, cfg, found, bool(meta["templates"]))}')

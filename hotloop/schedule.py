@@ -16,7 +16,7 @@ def schedule_problems(cfg):
     if cfg.warmup_fraction is not None and cfg.warmup_fraction > 1:
         wrong.append(f'warmup_fraction={cfg.warmup_fraction} must be at least 0 and at most 1')
     if cfg.time_budget == 0:
-        wrong.append('time_budget=0 must be above 0 minutes')
+        wrong.append('time_budget=0 must be above 0 minutes; --time_budget=None sets no budget')
     decays = cfg.time_budget is not None or (cfg.lr_schedule == 'linear' and cfg.decay_lr)
     if cfg.decay_start is not None and not decays:
         wrong.append(f"decay_start={cfg.decay_start} applies only with lr_schedule='linear', decay_lr=True")

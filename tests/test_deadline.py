@@ -279,7 +279,8 @@ def test_the_clock_starts_before_torch_is_imported_and_never_jumps(monkeypatch):
 # settings
 
 @pytest.mark.parametrize('settings, words', [
-    (dict(seconds=0, time_budget=0), 'time_budget=0 must be above 0 minutes'),
+    (dict(seconds=0, time_budget=0),
+     'time_budget=0 must be above 0 minutes; --time_budget=None sets no budget'),
     (dict(decay_start=5), '--decay_start: decay_start=5, but time_budget=0.666667 .*--decay_start=None'),
     (dict(seconds=0, decay_start=5), "decay_start=5 applies only with lr_schedule='linear'"),
     (dict(seconds=0, decay_start=20, lr_schedule='linear', max_iters=20),

@@ -465,8 +465,10 @@ def test_inspect_shows_counts_and_a_window(tmp_path, capsys):
     mask = np.array([1, 1, 1, 1, 0, 0, 1, 1])
     write_bins(tmp_path / 'x', [0] * 8 + ids, ids, masks={'train': np.append(np.ones(8), mask), 'val': mask})
     write_bins(tmp_path / 'padded', [1, 2, 300, 301], [], tokenizer={'kind': 'char', 'chars': 'abc'})
-    prepare.main(['--inspect', 'padded', 'x', f'--data_dir={tmp_path}'])
+    write_bins(tmp_path / 'one', [256], [])
+    prepare.main(['--inspect', 'padded', 'one', 'x', f'--data_dir={tmp_path}'])
     out = capsys.readouterr().out
+    assert 'train: 1 token, 0.00 bytes per token, 1 document end, 1 distinct id\n' in out
     assert 'train: 4 tokens, 0.50 bytes per token' in out and 'val: 0 tokens' in out
     assert 'byte tokenizer of 257 ids, uint16, from by hand' in out
     assert 'train: 16 tokens, 0.81 bytes per token, 3 document ends, 7 distinct ids' in out
