@@ -234,7 +234,7 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     settings.notes += ladder.table(depths, left, best)
     cfg.depth, tokens = best, ladder.expect(best, left).num_bytes / text.bytes_per_token
     steps = tokens / tokens_per_step(best, env.world)
-    steps = env.sum(np.array([steps]) * (env.rank == 0))[0]
+    steps = float(env.sum(np.array([steps]) * (env.rank == 0))[0])
     set_depth(best, settings.model, cfg, settings.given, env.world, steps)
     if 'eval_tokens' not in settings.given:  # of each split; without a backward pass, a third of the work
         most = EVALUATION * budget / 2 * 3 / ladder.seconds(best)

@@ -27,8 +27,8 @@ ROWS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'ladder.jsonl')
 
 
 # Published results, so that the law holds for larger models too: parameters of the blocks, bytes, steps, bits
-# per byte. modded-nanogpt's track 3: 3,250 steps of 524,288 tokens, 3.28 nats per GPT-2 token of 4.6 bytes, an
-# estimate. nanochat's 20 layers: 11.2 billion tokens of 4.8 bytes. The bz2 of their text is an estimate too
+# per byte. modded-nanogpt's track 3: 3,250 steps of 524,288 tokens, 3.28 nats per GPT-2 token of 4.6 bytes (a
+# guess). nanochat's 20 layers: 11.2 billion tokens of 4.8 bytes. The bz2 of their text is an estimate too
 PUBLISHED, WEB = ((85e6, 7.8e9, 3250, 1.03), (393e6, 54e9, 21400, 0.853)), 2.2
 GAMMAS = (0.75, 1.0)
 NAMES = ('FLOOR', 'WIDTH', 'ALPHA', 'LENGTH', 'BETA', 'START', 'GAMMA')
