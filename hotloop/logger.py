@@ -153,6 +153,8 @@ def step_line(step, numbers, left=None, startup=None):
     line = ', '.join(parts)
     if numbers['skipped']:
         line += f'\nstep {step}: {counted(numbers["skipped"], "non-finite step")} skipped'
+    elif math.isnan(numbers['loss']):
+        line += f'\nstep {step}: no token since the last line counts toward the loss'
     return line
 
 
