@@ -26,6 +26,7 @@ SMALL, LARGE = 8, 12  # depths from which on heads, contexts and rates are those
 TOKENS_PER_PARAMETER = 20  # of a run without a length of its own (arXiv 2203.15556)
 SHARE = 0.05  # of the budget that timing takes at most, if no step is longer
 EVALUATION = 0.08  # of the budget that the final evaluation takes, about
+CLOSE = 0.03  # losses that differ by less are worth timing both depths
 SHORT = 180  # seconds of a budget below which only one rung is timed
 BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
 
@@ -34,8 +35,8 @@ BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
 FLOOR, WIDTH, ALPHA, LENGTH, BETA, START, GAMMA = 0.230, 8.21, 0.18, 5.15, 0.16, 33.5, 0.75
 SAMPLE = 2**20  # bytes of text for bz2
 REPEATS = 15.4  # epochs after the first are worth less and less: 15.4 in all (arXiv 2305.16264)
-# seconds to compile, and by how much steps are then faster: config/quickstart.py on 2 CPU cores
-COMPILE_SECONDS, COMPILE_GAIN = 35.0, 1.35
+# seconds to compile, and by how much steps are then faster: 1.25 to 1.7 for 3 and 4 layers on 2 CPU cores
+COMPILE_SECONDS, COMPILE_GAIN = 35.0, 1.5
 
 
 def width(depth):
@@ -194,6 +195,12 @@ class Ladder:
         """The depth with the lowest expected loss."""
         return min((self.expect(depth, left) for depth in depths), key=lambda row: row.loss).depth
 
+    def next_to_time(self, depths, left):
+        """The best depth, or one that is expected to be as good within CLOSE and was not timed; else None."""
+        rows = sorted((self.expect(depth, left) for depth in depths), key=lambda row: row.loss)
+        close = (row.depth for row in rows if row.loss <= (1 + CLOSE) * rows[0].loss)
+        return next((depth for depth in close if depth not in self.timed), None)
+
     def table(self, depths, left, best):
         """Lines: what is expected of the depths up to two above the best."""
         lines = ['ladder: depth  parameters  tokens/s  text read  bits per byte, expected']
@@ -222,24 +229,27 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     ladder = Ladder(text, datasets[0].meta['vocab_size'], measure_flops(env.device, env.dtype) * env.world,
                     env.compile)
     while True:
-        used = host.process_seconds() - began
-        best = ladder.best(depths, budget - host.process_seconds())
-        enough = (best in ladder.timed or used > SHARE * budget
-                  or len(ladder.timed) >= (1 if budget < SHORT else 3))
-        best, enough = map(int, env.sum(np.array([best, enough], float) * (env.rank == 0)))
-        if enough:
+        left, used = budget - host.process_seconds(), host.process_seconds() - began
+        depth = ladder.next_to_time(depths, left)
+        if used > SHARE * budget or len(ladder.timed) >= (1 if budget < SHORT else 3):
+            depth = None
+        depth = int(of_rank_0(depth or 0, env))
+        if not depth:
             break
-        ladder.timed[best] = time_depth(best, settings, datasets, env, build_run, train_step)
-    left = budget - host.process_seconds()
+        ladder.timed[depth] = time_depth(depth, settings, datasets, env, build_run, train_step)
+    best = int(of_rank_0(ladder.best(depths, left), env))
     settings.notes += ladder.table(depths, left, best)
     cfg.depth, tokens = best, ladder.expect(best, left).num_bytes / text.bytes_per_token
-    steps = tokens / tokens_per_step(best, env.world)
-    steps = float(env.sum(np.array([steps]) * (env.rank == 0))[0])
+    steps = of_rank_0(tokens / tokens_per_step(best, env.world), env)
     set_depth(best, settings.model, cfg, settings.given, env.world, steps)
     if 'eval_tokens' not in settings.given:  # of each split; without a backward pass, a third of the work
-        most = EVALUATION * budget / 2 * 3 / ladder.seconds(best)
-        most = env.sum(np.array([most]) * (env.rank == 0))[0]
+        most = of_rank_0(EVALUATION * budget / 2 * 3 / ladder.seconds(best), env)
         cfg.eval_tokens = 2 ** int(min(max(math.log2(most), 14), 20))
+
+
+def of_rank_0(number, env):
+    """The number that rank 0 has, on all processes; all of them must call it."""
+    return float(env.sum(np.array([number if env.rank == 0 else 0.0]))[0])
 
 
 def time_depth(depth, settings, datasets, env, build_run, train_step):
