@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 import train
+from hotloop import optim
 from hotloop.dataloader import Batches, Split
 from hotloop.distributed import Env
 from hotloop.evaluate import evaluate
@@ -188,12 +189,12 @@ def position_on_host(monkeypatch):
 
 
 def found_inf_on_host(monkeypatch):
-    step = torch.optim.AdamW.step
+    step = optim.AdamW.step
 
     def with_host_tensor(self):
         self.found_inf = torch.zeros(())
         step(self)
-    monkeypatch.setattr(torch.optim.AdamW, 'step', with_host_tensor)
+    monkeypatch.setattr(optim.AdamW, 'step', with_host_tensor)
 
 
 def in_mlp(action):

@@ -25,7 +25,6 @@ import traceback
 
 import torch
 from conftest import TINY, load
-from torch.distributed.run import main as torchrun
 
 import hotloop.run_dir
 import train
@@ -247,6 +246,7 @@ def main():
         return serve()
     if sys.argv[1] == 'torchrun':
         import_all()
+        from torch.distributed.run import main as torchrun  # not importable on Windows
         return torchrun(['--run-path', '--start-method=fork', *sys.argv[2:]])
     name, step, *argv = sys.argv[1:]
     last_rank = int(os.environ.get('RANK', '0')) == int(os.environ.get('WORLD_SIZE', '1')) - 1

@@ -2,13 +2,13 @@
 
 import ast
 import contextlib
+import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.run import get_args_parser as torchrun_parser
 
 from configurator import configure, fields_of, parse
 from hotloop.documents import ReadConfig
@@ -79,7 +79,8 @@ def check_command(words):
         if not any(arg.endswith('.py') for arg in argv):
             argv.append('train.py')
         try:
-            args = torchrun_parser().parse_args(argv)
+            parser = importlib.import_module('torch.distributed.run').get_args_parser()
+            args = parser.parse_args(argv)
         except SystemExit:
             raise ValueError(f'{shlex.join(words)}: torchrun refuses its flags') from None
         check_script(args.training_script, args.training_script_args)
