@@ -157,10 +157,8 @@ def look_at_clock(run, pending):
     if is_first and env.any(env.rank == 0 and deadline.left() > 0):
         try_evaluation(run)
     deadline.measured = True
-    numbers = np.zeros(len(Plan._fields))
-    if env.rank == 0:
-        numbers = np.array(make_plan(run))
-    plan = Plan(*env.sum(numbers).tolist())
+    plan = make_plan(run) if env.rank == 0 else Plan(*np.zeros(len(Plan._fields)))
+    plan = Plan(*env.of_rank_0(plan).tolist())
     if not run.state.eval_fitted:
         run.cfg.eval_interval = run.settings['eval_interval'] = int(plan.eval_interval)
         run.state.eval_fitted = True

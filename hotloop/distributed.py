@@ -54,6 +54,11 @@ class Env:
         """Whether a flag is true on any process; all of them must call it."""
         return bool(self.sum(np.array([float(flag)]))[0] > 0)
 
+    def of_rank_0(self, numbers):
+        """The numbers that rank 0 has, a float64 array; all processes must call it, with as many."""
+        numbers = np.asarray(numbers, np.float64)
+        return self.sum(numbers if self.rank == 0 else np.zeros_like(numbers))
+
     def barrier(self):
         """Waits until all processes have called it."""
         self.sum(np.zeros(1))

@@ -45,6 +45,7 @@ def width(depth):
 
 
 def head_channels(depth):
+    """Channels of an attention head of a depth."""
     return 32 if depth < SMALL else 64 if depth < LARGE else 128
 
 
@@ -67,6 +68,7 @@ def rung(depth, world=1):
 
 
 def tokens_per_step(depth, world=1):
+    """Tokens of a step of a depth, over all processes."""
     values = rung(depth, world)
     return values['batch_size'] * values['gradient_accumulation_steps'] * values['block_size']
 
@@ -232,23 +234,19 @@ def choose_depth(settings, datasets, env, build_run, train_step):
         depth = ladder.next_to_time(depths, left)
         if used > SHARE * budget or len(ladder.timed) >= (1 if budget < SHORT else 3):
             depth = None
-        depth = int(of_rank_0(depth or 0, env))
+        depth = int(env.of_rank_0([depth or 0])[0])
         if not depth:
             break
         ladder.timed[depth] = time_depth(depth, settings, datasets, env, build_run, train_step)
-    best = int(of_rank_0(ladder.best(depths, left), env))
+    best = int(env.of_rank_0([ladder.best(depths, left)])[0])
     settings.notes += ladder.table(depths, left, best)
     cfg.depth, tokens = best, ladder.expect(best, left).num_bytes / text.bytes_per_token
-    steps = of_rank_0(tokens / tokens_per_step(best, env.world), env)
+    # of each split; an evaluation has no backward pass, a third of the work
+    eval_tokens = EVALUATION * budget / 2 * 3 / ladder.seconds(best)
+    steps, eval_tokens = env.of_rank_0([tokens / tokens_per_step(best, env.world), eval_tokens]).tolist()
     set_depth(best, settings.model, cfg, settings.given, env.world, steps)
-    if 'eval_tokens' not in settings.given:  # of each split; without a backward pass, a third of the work
-        most = of_rank_0(EVALUATION * budget / 2 * 3 / ladder.seconds(best), env)
-        cfg.eval_tokens = 2 ** int(min(max(math.log2(most), 14), 20))
-
-
-def of_rank_0(number, env):
-    """The number that rank 0 has, on all processes; all of them must call it."""
-    return float(env.sum(np.array([number if env.rank == 0 else 0.0]))[0])
+    if 'eval_tokens' not in settings.given:
+        cfg.eval_tokens = 2 ** int(min(max(math.log2(eval_tokens), 14), 20))
 
 
 def time_depth(depth, settings, datasets, env, build_run, train_step):

@@ -1,7 +1,7 @@
 """
 Does a run with a time budget end on time, with its rate decayed, on the depth that is best at the deadline?
 
-    $ python tests/bench/deadline.py --data_dir=data --datasets=stdlib,novels --minutes=1,3 --depths=2,3,4
+    $ python tests/bench/deadline.py --data_dir=data --datasets=stdlib,novels --minutes=1,3 --depths=3,4,5
     $ python tests/bench/deadline.py --report        # the table of the rows so far
 
 For each text, budget and seed: the run whose depth the ladder chooses, and the same with each of the depths.
@@ -10,30 +10,15 @@ deadline.jsonl beside this file, and a run that has a row is not repeated. Needs
 """
 
 import itertools
-import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
-import time
 from statistics import median
 
-from bench import ROOT, machine, parser_of, table
-from ladder import add_row, read_rows
+from bench import machine, table
+from ladder import add_row, parser_with_data, read_rows, train
 
 ROWS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'deadline.jsonl')
-
-
-def python(argv):
-    """(seconds, lines) of a run of train.py."""
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, 'train.py', *argv], cwd=ROOT, capture_output=True, text=True,
-                          check=False)
-    seconds = time.perf_counter() - start
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    return seconds, done.stdout.splitlines()
 
 
 def measure(name, minutes, seed, depth, data_dir):
@@ -41,19 +26,17 @@ def measure(name, minutes, seed, depth, data_dir):
     with tempfile.TemporaryDirectory() as folder:
         out, data = f'{folder}/out', [f'--dataset={name}', f'--data_dir={data_dir}']
         chosen = [f'--depth={depth}'] if depth else []
-        seconds, lines = python([*data, *chosen, f'--time_budget={minutes:g}', f'--seed={seed}',
-                                 f'--out_dir={out}'])
-        with open(f'{out}/log.jsonl', encoding='utf-8') as f:
-            log = [json.loads(line) for line in f]
-        expected = {}
+        seconds, lines = train([*data, *chosen, f'--time_budget={minutes:g}', f'--seed={seed}',
+                                f'--out_dir={out}'])
+        log, expected = read_rows(f'{out}/log.jsonl'), {}
         for line in lines:
             found = re.match(r' +(\d+)[* ] +[\d,.]+ M +[\d,]+ +[\d,.]+ MB +([\d.]+)$', line)
             if found:
                 expected[found[1]] = float(found[2])
             elif found := re.match(r'ladder: depth (\d+)', line):
                 depth = int(found[1])
-        _, judged = python([*data, '--eval_only', f'--init_from={out}/ckpt.pt', '--eval_tokens=None',
-                            '--compile=False', '--batch_size=32'])
+        _, judged = train([*data, '--eval_only', f'--init_from={out}/ckpt.pt', '--eval_tokens=None',
+                           '--compile=False', '--batch_size=32'])
     bpb = float(re.search(r'([\d.]+) bits per byte', '\n'.join(judged))[1])
     rates = [row['lr'] for row in log if 'lr' in row]
     return {'dataset': name, 'minutes': minutes, 'seed': seed, 'by_ladder': not chosen, 'depth': depth,
@@ -89,11 +72,8 @@ def report(rows):
 
 
 def main():
-    parser = parser_of(__doc__)
-    parser.add_argument('--data_dir', default='data')
-    parser.add_argument('--datasets', default='stdlib')
+    parser = parser_with_data(__doc__)
     parser.add_argument('--minutes', default='1,3')
-    parser.add_argument('--depths', default='2,3,4')
     parser.add_argument('--seeds', type=int, default=1)
     parser.add_argument('--report', action='store_true')
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """
 The law of loss behind hotloop/ladder.py: trains depths on texts, and fits bits per byte to the rows.
 
-    $ python tests/bench/ladder.py --data_dir=data --datasets=stdlib,novels --depths=2,3,4 --megabytes=1,4
+    $ python tests/bench/ladder.py --data_dir=data --datasets=stdlib,novels --depths=3,4,5 --megabytes=1,4
     $ python tests/bench/ladder.py --fit               # prints the constants and the error of each row
 
 Each run is one row of ladder.jsonl beside this file; a run that has a row is not repeated. A row: dataset,
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 import numpy as np
 from bench import ROOT, parser_of, table
@@ -47,15 +48,22 @@ def add_row(path, row):
 
 
 def train(argv):
-    """The last evaluation in the log of a run of train.py that is thrown away, and the lines it printed."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, 'train.py', *argv, f'--out_dir={folder}/out']
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-        with open(f'{folder}/out/log.jsonl', encoding='utf-8') as f:
-            rows = [json.loads(line) for line in f]
-    return next(row for row in reversed(rows) if 'val_bpb' in row), done.stdout.splitlines()
+    """(seconds, lines) of a run of train.py; RuntimeError if it fails."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, 'train.py', *argv], cwd=ROOT, capture_output=True, text=True,
+                          check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return time.perf_counter() - start, done.stdout.splitlines()
+
+
+def parser_with_data(doc):
+    """A parser of the texts and depths that both benches of the ladder take."""
+    parser = parser_of(doc)
+    parser.add_argument('--data_dir', default='data')
+    parser.add_argument('--datasets', default='stdlib')
+    parser.add_argument('--depths', default='3,4,5')
+    return parser
 
 
 def collect(args):
@@ -65,15 +73,16 @@ def collect(args):
                                                     args.datasets.split(',')):
         datasets = open_datasets(name, args.data_dir)
         text = ladder.describe_text(datasets, open_split(datasets, 'train', 256))
-        rung = ladder.rung(int(depth))
-        tokens = rung['batch_size'] * rung['gradient_accumulation_steps'] * rung['block_size']
+        tokens = ladder.tokens_per_step(int(depth))
         steps = max(round(1e6 * float(megabytes) / text.bytes_per_token / tokens), 1)
         num_bytes = round(steps * tokens * text.bytes_per_token)
         if (name, int(depth), num_bytes, args.seed) in done:
             continue
-        row, _ = train([f'--dataset={name}', f'--data_dir={args.data_dir}', f'--depth={depth}',
-                        f'--max_iters={steps}', f'--eval_interval={steps}', f'--eval_tokens={2**18}',
-                        '--compile=False', f'--seed={args.seed}', *args.flags.split()])
+        with tempfile.TemporaryDirectory() as folder:
+            train([f'--dataset={name}', f'--data_dir={args.data_dir}', f'--depth={depth}',
+                   f'--max_iters={steps}', f'--eval_interval={steps}', f'--eval_tokens={2**18}',
+                   '--compile=False', f'--seed={args.seed}', f'--out_dir={folder}/out'])
+            row = next(row for row in reversed(read_rows(f'{folder}/out/log.jsonl')) if 'val_bpb' in row)
         add_row(ROWS, {'dataset': name, 'bz2': round(text.bits, 4), 'text': round(text.num_bytes),
                        'depth': int(depth), 'bytes': num_bytes, 'seed': args.seed,
                        'loss': round(row['val_bpb'], 4)})
@@ -102,13 +111,9 @@ def fit(rows):
 
 
 def main():
-    parser = parser_of(__doc__)
-    parser.add_argument('--data_dir', default='data')
-    parser.add_argument('--datasets', default='stdlib')
-    parser.add_argument('--depths', default='2,3,4')
+    parser = parser_with_data(__doc__)
     parser.add_argument('--megabytes', default='1')
     parser.add_argument('--seed', type=int, default=1)
-    parser.add_argument('--flags', default='')
     parser.add_argument('--fit', action='store_true')
     args = parser.parse_args()
     if not args.fit:
