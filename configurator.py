@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import glob
 import inspect
+import json
 import math
 import numbers
 import os
@@ -390,6 +391,14 @@ def settings_module(path):
     return module
 
 
+def report_to_torchrun(message):
+    """Makes torchrun repeat the message in its last lines, below its own traceback."""
+    path = os.environ.get('TORCHELASTIC_ERROR_FILE')
+    if path:
+        with open(path, 'w', encoding='utf-8') as f:
+            json.dump({'message': message, 'timestamp': int(time.time())}, f)
+
+
 def call_main(main, *args):
     """
     Runs a script's main and exits with the status that it returns, if it returns one. A ValueError raised in
@@ -416,4 +425,5 @@ def call_main(main, *args):
             time.sleep(5)  # torchrun kills all processes when the first one ends, and rank 0 has to print
         else:
             print(f'error: {e}', file=sys.stderr)
+            report_to_torchrun(f'error: {e}')
         sys.exit(1)

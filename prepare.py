@@ -16,7 +16,8 @@ The same input gives the same bytes with any number of processes, and memory doe
 """
 
 if __name__ == '__main__':
-    import hotloop  # noqa: F401  it checks the version of Python
+    import hotloop.early
+    hotloop.early.explain_imports()
 
 import json
 import os
@@ -43,11 +44,12 @@ from hotloop.sources import (
     check_kinds,
     files_matching,
     files_of,
-    how_to_make,
+    missing_dataset,
     open_corpus,
 )
 from hotloop.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.tokenizer_source import find_tokenizer
+from hotloop.wording import file_size
 
 
 @dataclass
@@ -62,7 +64,7 @@ class PrepareConfig:
     val_fraction: float | None = None  # fraction to hold out; None: 0.1, or a named corpus's default
     seed: int = 1337  # chooses which documents are held out
     # --- tokens
-    tokenizer: str | None = None  # byte, char, bpe:SIZE (trained here), gpt2 etc.; or a dataset, run, model
+    tokenizer: str | None = None  # byte, char, bpe:SIZE (learned), gpt2, ...; a dataset or run; None: byte
     bos: bool | None = None  # begin documents with the begin-of-text id; None: if the tokenizer's file does
     num_proc: int | None = None  # number of tokenizer processes; None: one per CPU core
 
@@ -213,7 +215,7 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     """Writes the documents of the files to an empty folder. Returns the metadata, which includes `origin`."""
     source = origin['source']
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
-    print(f'{source}: {counted(len(files) + len(val_files), "file")}, {num_bytes / 1e6:.1f} MB', flush=True)
+    print(f'{source}: {counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}', flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
     if files[0].kind == 'functions':
         write_rows(os.path.join(folder, 'val.jsonl'), val_files or held_out_files(files, holdout), reading)
@@ -245,7 +247,10 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
                          f'none to train on; an answer is in one of {", ".join(ANSWERS)}, or in a message of '
                          'the assistant; --text_field names the field of a text')
     if empty:
-        found = counted(sum(part['documents'] for part in splits.values()), 'document')
+        documents = sum(part['documents'] for part in splits.values())
+        if not documents and not counts.skipped:
+            raise ValueError(f'{source} contains no text')
+        found = counted(documents, 'document')
         if counts.skipped:
             found += f' and {counted(counts.skipped, "row")} without text or without an answer'
         kind = 'rows with an answer' if counts.templates else 'documents'
@@ -303,7 +308,7 @@ def inspect(name, data_dir):
     """
     folder = dataset.dataset_folder(data_dir, name)
     if not os.path.exists(os.path.join(folder, 'train.bin')):
-        raise ValueError(f'{folder} does not exist; make it with: {how_to_make(name)}')
+        raise ValueError(missing_dataset(folder, name, data_dir))
     meta = dataset.read_meta(folder)
     tokenizer = tokenizer_from(meta['tokenizer'])
     kind = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
@@ -363,6 +368,9 @@ def main(argv=None):
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '
               f'{counted(counts["documents"], "document")}, '
               f'{counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
+    if (val_tokens := meta['splits']['val']['tokens']) < 257:
+        print(f'note: a window of training has block_size + 1 tokens, in quickstart 257, and val has only '
+              f'{val_tokens:,}; add text, or choose a smaller --block_size')
     print(f'train on it with: {training_command(name, cfg, found, bool(meta["templates"]))}')
 
 

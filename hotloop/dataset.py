@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hotloop.files import free_number, hash_file, lock, read_json, replacing, sync_folder
-from hotloop.sources import how_to_make
+from hotloop.sources import missing_dataset
 from hotloop.tokenizer import GPT2_SPEC, MAX_VOCAB, same_tokenizer, tokenizer_from
 
 FORMAT = 1  # of meta.json
@@ -233,7 +233,7 @@ def open_datasets(dataset, data_dir):
         folder = dataset_folder(data_dir, name)
         for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
             if not os.path.exists(path):
-                raise ValueError(f'{path} does not exist; make it with: {how_to_make(name)}')
+                raise ValueError(missing_dataset(path, name, data_dir))
         meta = read_meta(folder)
         if datasets and not same_tokenizer(meta['tokenizer'], datasets[0].meta['tokenizer']):
             first, other = datasets[0], Dataset(name, folder, meta, 0.0)

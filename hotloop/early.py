@@ -9,6 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from configurator import HERE, OWN_FILE, SettingsError, configure, fields_of, read_argv, settings_module
 from hotloop import host
 
+PACKAGES = ('torch', 'numpy', 'tiktoken', 'requests')
+INSTALL = 'pip install -c constraints.txt -r requirements.txt'
+
 
 @contextlib.contextmanager
 def without_torch():
@@ -36,14 +39,21 @@ def may_run_twice(path):
 
 
 def check_torch():
-    """SettingsError if torch is missing or older than the code needs."""
-    try:
+    """SettingsError if torch is older than the code needs. If it is missing, its import says so."""
+    with contextlib.suppress(PackageNotFoundError):
         found = version('torch')
-    except PackageNotFoundError:
-        found = 'missing'
-    if found == 'missing' or tuple(map(int, found.split('.')[:2])) < (2, 11):
-        raise SettingsError(f'this program needs torch 2.11 or later, and torch is {found}: '
-                            'pip install -c constraints.txt -r requirements.txt')
+        if tuple(map(int, found.split('.')[:2])) < (2, 11):
+            raise SettingsError(f'this program needs torch 2.11 or later, and torch is {found}: {INSTALL}')
+
+
+def explain_imports():
+    """Until the script has its imports: no traceback for Ctrl-C or a missing package."""
+    def explain(kind, error, trace):
+        if issubclass(kind, ModuleNotFoundError) and error.name in PACKAGES:
+            print(f'error: {error.name} is not installed: {INSTALL}', file=sys.stderr)
+        elif not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+    sys.excepthook = explain
 
 
 def check_early(*sources):
@@ -53,6 +63,7 @@ def check_early(*sources):
     sources: files beside this one with settings classes; the script comes last. What cannot be known here is
     left to the script: settings that need torch, and config files that must not run twice.
     """
+    explain_imports()
     host.end_spins_early()
     flags = {}
     with without_torch(), contextlib.suppress(NameError):

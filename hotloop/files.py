@@ -9,6 +9,8 @@ import sys
 import time
 from importlib.util import find_spec
 
+from hotloop.wording import file_size
+
 
 @contextlib.contextmanager
 def replacing(path):
@@ -144,8 +146,8 @@ class Progress:
         if now - self.start > 2 and now - self.shown > 0.5:
             rate = self.done / (now - self.start)
             left = max(self.total - self.done, 0) / rate
-            done = f'{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB'
-            line = f'\r{done}, {rate / 1e6:.1f} MB/s, {left:.0f} s left '
+            done = f'{file_size(self.done)} of {file_size(self.total)}'
+            line = f'\r{done}, {file_size(rate)}/s, {left:.0f} s left   '
             print(line, end='', flush=True, file=sys.stderr)
             self.shown = now
 

@@ -116,7 +116,7 @@ def facts_of(run):
         length = None  # the time budget has not decided it yet
     facts = [('Best validation loss', loss, with_error(loss, error), f'at step {exact(step)}'),
              ('Bits per byte', bpb, f'{bpb:.4f}', f'at step {exact(step)}'),
-             ('Steps', last, exact(last), f'of {exact(length)}' if length else ''),
+             ('Steps', last, exact(last), f'of {exact(length)}' if length and last <= length else ''),
              ('Tokens', tokens, exact(tokens), 'seen in training'),
              ('Training time', minutes, duration(60 * np.nan_to_num(minutes)), 'of the steps')]
     tiles = [f'<div><dt>{name}</dt><dd>{text}<small>{detail}</small></dd></div>'

@@ -218,4 +218,12 @@ def how_to_make(dataset):
     """The command that makes a dataset, for messages about a missing one."""
     if dataset == 'stdlib' or dataset in CORPORA:
         return f'python prepare.py {dataset}'
-    return f'python prepare.py FILE_OR_FOLDER --name={dataset} --tokenizer=gpt2'
+    return f'python prepare.py FILE_OR_FOLDER --name={dataset}'
+
+
+def missing_dataset(path, name, data_dir):
+    """The message about a file or folder of a dataset that does not exist."""
+    bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
+    found = sorted(os.path.basename(os.path.dirname(bin)) for bin in bins)
+    others = f'; {data_dir} has {", ".join(found[:10])}' if found else ''
+    return f'{path} does not exist; make it with: {how_to_make(name)}{others}'

@@ -77,6 +77,10 @@ def open_text(path, errors='strict', progress=None, encoding='utf-8'):
         if isinstance(e, UnicodeDecodeError):
             before = e.object[max(e.start - 20, 0):e.start].decode(encoding, 'replace')
             reason = f'byte {e.object[e.start]:#04x} after {before!r}'
+            with open_text(path, 'replace', encoding=encoding) as text:
+                if '\0' in text.read(1 << 16):
+                    raise ValueError(f'{path} is not text: it contains NUL bytes, as binary files do; omit '
+                                     'it, or, if it is UTF-16, use --encoding=utf-16') from None
         raise ValueError(f'{path} is not {name} text: {reason}; convert it, use --bad_utf8=replace, or name '
                          'its encoding to prepare.py, such as --encoding=latin-1') from None
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as e:

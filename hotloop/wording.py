@@ -40,6 +40,14 @@ def memory_size(megabytes):
     return f'{megabytes / 1000:.1f} GB' if megabytes < 9950 else f'{megabytes / 1000:.0f} GB'
 
 
+def file_size(num_bytes):
+    """Bytes in the largest unit: 12 bytes, 3.4 kB, 9.8 MB, 1.2 GB."""
+    for unit, size in (('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
+        if num_bytes >= size:
+            return f'{num_bytes / size:,.1f} {unit}'
+    return f'{num_bytes:.0f} bytes'
+
+
 def with_error(loss, error):
     """A loss with its standard error, unless that is nan: 1.1212 ± 0.0075."""
     return f'{loss:.4f}' + (f' ± {error:.4f}' if math.isfinite(error) else '')

@@ -239,6 +239,7 @@ def test_datasets_that_cannot_be_opened(data):
     for text, words in (('a,,wide', 'must be a name inside'), ('a,other', 'tokenizers of a and other differ'),
                         ('a,nothing', 'nothing does not exist; make it with: python prepare.py')):
         assert words in error_of(open_datasets, text, data)
+    assert error_of(open_datasets, 'nothing', data).endswith(f'; {data} has a, other, wide')
 
 
 def test_a_checkpoints_tokenizer_must_be_the_datasets():

@@ -3,6 +3,7 @@
 import ast
 import functools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,9 +53,9 @@ def test_it_refuses_in_the_words_of_the_script(check, monkeypatch, script, argv)
 
 
 @pytest.mark.parametrize('found, words', [
-    ('2.9.1+cu128', '2.9.1+cu128'), ('2.10.0', '2.10.0'), (None, 'missing'), ('2.11.0a0+git1', None),
+    ('2.9.1+cu128', '2.9.1+cu128'), ('2.10.0', '2.10.0'), (None, None), ('2.11.0a0+git1', None),
     ('3.0', None)])
-def test_the_version_of_torch_is_a_sentence(check, monkeypatch, found, words):
+def test_an_old_torch_is_a_sentence(check, monkeypatch, found, words):
     def version(package):
         if found is None:
             raise early.PackageNotFoundError
@@ -62,6 +63,31 @@ def test_the_version_of_torch_is_a_sentence(check, monkeypatch, found, words):
     monkeypatch.setattr(early, 'version', version)
     assert check('train.py') == (words and f'this program needs torch 2.11 or later, and torch is {words}: '
                                            'pip install -c constraints.txt -r requirements.txt')
+
+
+@pytest.mark.parametrize('script', ['prepare.py', 'train.py', 'sample.py'])
+@pytest.mark.parametrize('during', ['numpy', 'torch'])
+def test_an_interrupt_or_a_missing_package_during_the_imports_has_no_traceback(script, during):
+    """Any other error keeps it."""
+    if (script, during) == ('prepare.py', 'torch'):
+        pytest.skip('prepare.py imports no torch')
+    code = """import runpy, sys
+class Stop:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(name=name) if sys.argv[2] == 'missing' else eval(sys.argv[2])
+sys.meta_path.insert(0, Stop())
+runpy.run_path(sys.argv[3], run_name="__main__")"""
+
+    def end(error):
+        sys_argv = [sys.executable, '-c', code, during, error, script, 'nothing']
+        done = subprocess.run(sys_argv, cwd=ROOT, text=True, capture_output=True, check=False)
+        return done.returncode, done.stderr
+    assert end('KeyboardInterrupt') in ((130, '\n'), (-signal.SIGINT, ''))  # for a shell both are 130
+    code_of_exit, words = end('missing')  # torch warns first that it has no numpy
+    assert code_of_exit == 1 and words.endswith(
+        f'error: {during} is not installed: pip install -c constraints.txt -r requirements.txt\n')
+    assert 'Traceback' in end('OSError')[1]
 
 
 @pytest.mark.parametrize('script', ['prepare.py', 'train.py', 'sample.py'])

@@ -348,6 +348,7 @@ def test_a_mistake_of_the_user_under_torchrun_has_no_traceback_of_ours(tmp_path)
                          check=False)
     assert ran.returncode == 1 and 'error: data/nowhere does not exist' in ran.stderr
     assert f'File "{ROOT}/train.py' not in ran.stderr
+    assert 'error: data/nowhere' in ran.stderr.rsplit('Root Cause', 1)[1]  # below torchrun's own traceback
 
 
 @pytest.mark.slow

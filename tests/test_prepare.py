@@ -449,7 +449,7 @@ def test_the_command_that_makes_a_dataset_is_one_that_prepare_parses(name):
     (dict(name='../x'), 'must be a name inside'),
     (dict(val='shakespeare'), 'prepared alone'), (dict(separator='===='), "separator='===='"),
     (dict(bos=True), "tokenizer='byte' has none"),
-    *((text, 'no text for') for text in ['', 'a'])])
+    ('', r'a\.txt contains no text'), ('a', 'no text for the train split')])
 def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, settings, words):
     """So is a source, given here instead of settings, that has too little text."""
     is_text = isinstance(settings, str)

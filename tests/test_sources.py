@@ -173,7 +173,7 @@ def test_every_corpus_says_what_it_is():
         assert len(set(corpus.train)) == len(corpus.train)
         assert how_to_make(name) == f'python prepare.py {name}'
         assert all(url.startswith(('HUB/datasets/', 'https://')) for url in (*corpus.train, *corpus.val))
-    assert how_to_make('mine') == 'python prepare.py FILE_OR_FOLDER --name=mine --tokenizer=gpt2'
+    assert how_to_make('mine') == 'python prepare.py FILE_OR_FOLDER --name=mine'
 
 
 @pytest.mark.parametrize('kinds, setting, words', [
