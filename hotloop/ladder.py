@@ -26,6 +26,7 @@ TOKENS_PER_PARAMETER = 20  # of a run without a length of its own (arXiv 2203.15
 SHARE = 0.05  # of the budget that timing takes at most, if no step is longer
 EVALUATION = 0.08  # of the budget that the final evaluation takes, about
 CLOSE = 0.03  # losses that differ by less are worth timing both depths
+TIE = 0.01  # losses that differ by less are a tie, which the smaller and faster depth wins
 SHORT = 180  # seconds of a budget below which only one rung is timed
 BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
 
@@ -193,8 +194,10 @@ class Ladder:
         return Expected(depth, 1 / seconds, num_bytes, expected_loss(depth, num_bytes, self.text))
 
     def best(self, depths, left):
-        """The depth with the lowest expected loss."""
-        return min((self.expect(depth, left) for depth in depths), key=lambda row: row.loss).depth
+        """The smallest depth whose expected loss is within TIE of the lowest."""
+        rows = [self.expect(depth, left) for depth in depths]
+        lowest = min(row.loss for row in rows)
+        return next(row.depth for row in rows if row.loss <= (1 + TIE) * lowest)
 
     def next_to_time(self, depths, left):
         """The best depth, or one that is expected to be as good within CLOSE and was not timed; else None."""
@@ -229,15 +232,19 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     text = describe_text(datasets, open_split(datasets, 'train', rung(DEPTHS[0])['block_size']))
     ladder = Ladder(text, datasets[0].meta['vocab_size'], measure_flops(env.device, env.dtype) * env.world,
                     env.compile)
-    while True:
-        left, used = budget - host.process_seconds(), host.process_seconds() - began
+    most, left = 1 if budget < SHORT else 3, budget - host.process_seconds()
+    while len(ladder.timed) < most:
         depth = ladder.next_to_time(depths, left)
-        if used > SHARE * budget or len(ladder.timed) >= (1 if budget < SHORT else 3):
+        if host.process_seconds() - began > SHARE / 2 * budget:
             depth = None
         depth = int(env.of_rank_0([depth or 0])[0])
         if not depth:
             break
         ladder.timed[depth] = time_depth(depth, settings, datasets, env, build_run, train_step)
+    for depth in list(ladder.timed) if len(ladder.timed) > 1 else []:  # other work comes and goes
+        again = time_depth(depth, settings, datasets, env, build_run, train_step)
+        ladder.timed[depth] = min(ladder.timed[depth], again)
+    left = budget - host.process_seconds()
     best = int(env.of_rank_0([ladder.best(depths, left)])[0])
     settings.notes += ladder.table(depths, left, best)
     cfg.depth, tokens = best, ladder.expect(best, left).num_bytes / text.bytes_per_token
@@ -255,7 +262,7 @@ def time_depth(depth, settings, datasets, env, build_run, train_step):
     set_depth(depth, model_cfg, cfg, settings.given, env.world)
     settings = dataclasses.replace(settings, model=model_cfg, train=cfg, notes=[])
     run = build_run(settings, datasets, dataclasses.replace(env, compile=False))
-    end, laps = host.process_seconds() + SHARE / 3 * 60 * cfg.time_budget, []
+    end, laps = host.process_seconds() + SHARE / 6 * 60 * cfg.time_budget, []
     while not laps or (len(laps) < 20 and not env.any(env.rank == 0 and host.process_seconds() > end)):
         lap = host.process_seconds()
         num_targets, loads = run.batches.step(len(laps))

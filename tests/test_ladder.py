@@ -158,12 +158,27 @@ def test_the_choice_follows_the_speeds_that_were_timed(tmp_path, data_dir, tiny_
 
         def time_depth(depth, *args, speed=speed, timed=timed):
             timed.append(depth)
-            return num_parameters(depth) / speed
+            disturbed = 1.2 if timed.count(depth) == 1 else 1.0
+            return disturbed * num_parameters(depth) / speed
         monkeypatch.setattr(ladder, 'time_depth', time_depth)
         run(tmp_path, data_dir, '--time_budget=4', '--max_iters=2', out=f'{speed}')
         chosen.append(load(tmp_path / f'{speed}' / 'ckpt.pt')['config']['depth'])
-        assert chosen[-1] in timed and len(timed) <= 3
+        depths = sorted(set(timed))
+        assert chosen[-1] in timed and len(depths) <= 3
+        assert sorted(timed) == (depths if len(depths) == 1 else sorted(2 * depths))
+        slower = 1.2 if len(depths) == 1 else 1.0  # of two timings the faster one counts
+        speed_in_table = f'{speed / slower / num_parameters(chosen[-1]):,.0f} '
+        assert speed_in_table in capsys.readouterr().out.split('bits per byte, expected')[1]
     assert chosen == [5, 3]
+
+
+def test_the_smaller_of_two_depths_that_tie_is_chosen(monkeypatch):
+    known = Ladder(TEXT, 257, 1e11)
+    losses = {3: 2.011, 4: 2.0, 5: 1.995, 6: 2.1}
+    monkeypatch.setattr(known, 'expect', lambda depth, left: ladder.Expected(depth, 0, 0, losses[depth]))
+    assert known.best((3, 4, 5, 6), 100) == 3 and known.best((4, 5, 6), 100) == 4
+    losses[3] = 2.02
+    assert known.best((3, 4, 5, 6), 100) == 4
 
 
 def test_a_dry_run_says_that_the_depth_is_open(tmp_path, data_dir, capsys):
