@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 # a setting of GPTConfig that is None takes its value from here
 PRESETS = {
     'gpt2': dict(position='learned', norm='layernorm', mlp='gelu', qk_norm=False, tie=True, zero_init=False,
-                 softcap=0.0, x0_mix=False),
+                 key_shift=False, softcap=0.0, x0_mix=False),
     'modern': dict(position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False, zero_init=True,
-                   softcap=15.0, x0_mix=True)}
+                   key_shift=True, softcap=15.0, x0_mix=True)}
 
 # the values that settings may have: (least, all below, in words, names)
 LIMITS = (
@@ -65,6 +65,7 @@ class GPTConfig:
     window: int | None = None  # attention reaches this many tokens, with the query's own; None: the context
     window_pattern: str | None = None  # layers that have the window (S) or not (L), repeated; None: S
     qk_norm: bool | None = None  # RMSNorm on queries and keys, which bounds attention logits
+    key_shift: bool | None = None  # half of each key is that of the token before; see shift_keys()
     query_scale: float | None = None  # factor of attention logits; None: head_dim ** -0.5
     attn_softcap: float = 0.0  # like softcap, of attention logits (Gemma 2); 0: off
     tie: bool | None = None  # token embedding and head share one matrix
@@ -125,8 +126,7 @@ class GPTConfig:
     def windows(self):
         """The window of each layer, in tokens; None where attention reaches the complete context."""
         pattern = self.window_pattern or 'S'
-        kinds = [pattern[layer % len(pattern)] for layer in range(self.n_layer)]
-        return [self.window if kind == 'S' else None for kind in kinds]
+        return [self.window if pattern[i % len(pattern)] == 'S' else None for i in range(self.n_layer)]
 
     def model_args(self):
         """
@@ -254,6 +254,19 @@ def rotate_part(x, cos, sin, part):
     return rotate(x, cos.chunk(2, dim=-1)[part], sin.chunk(2, dim=-1)[part])
 
 
+def shift_keys(k, layer, cache, first):
+    """
+    The slower half of the channels of each key become those of the token before (modded-nanogpt): one layer,
+    not two, finds what followed an earlier occurrence of a token. first: where documents begin, (B, 1, T, 1).
+    """
+    before = F.pad(k[:, :, :-1], (0, 0, 1, 0)) if cache is None else cache.before(layer, k)  # (B, K, T, D)
+    if first is not None:
+        before = before.masked_fill(first, 0)
+    half = k.size(-1) // 2
+    is_slow = torch.arange(k.size(-1), device=k.device) % half >= (half + 1) // 2
+    return torch.where(is_slow, before, k)
+
+
 def positions_in(documents):
     """The position of each token within its document, (B, T). documents: (B, T), their numbers in order."""
     position = torch.arange(documents.size(1), device=documents.device)
@@ -342,6 +355,7 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
         self.q_norm = rms_norm(config, D) if config.qk_norm else Identity()
         self.k_norm = rms_norm(config, D) if config.qk_norm else Identity()
+        self.shift_keys = shift_keys if config.key_shift else Identity()
         self.rotate = rotate if config.position == 'rope' else Identity()
         if config.rope_local_base is not None:
             self.rotate = partial(rotate_part, part=int(self.window is not None))
@@ -369,13 +383,13 @@ class Attention(nn.Module):
         from torch.nn.attention.flex_attention import flex_attention
         return compiled(flex_attention)(q, k, v, self.cap, within, enable_gqa=q.size(1) > k.size(1))
 
-    def forward(self, x, cos, sin, cache=None, within=None):
+    def forward(self, x, cos, sin, cache=None, within=None, first=None):
         B, T, _ = x.shape
         H, K, D = self.n_head, self.n_kv_head, self.head_dim
         qkv = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)  # first: fewer copies
         q, k, v = (part.transpose(1, 2) for part in qkv)  # (B, H or K, T, D)
         q = self.rotate(self.q_norm(q), cos, sin)
-        k = self.rotate(self.k_norm(k), cos, sin)
+        k = self.rotate(self.shift_keys(self.k_norm(k), self.layer, cache, first), cos, sin)
         if x.device.type == 'cpu':
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC)
             q, k, v = q.float(), k.float(), v.float()
@@ -422,9 +436,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.ln_2_post = norm_of(config) if config.post_norm else Identity()
 
-    def forward(self, x, x0, cos, sin, cache=None, within=None):
+    def forward(self, x, x0, cos, sin, cache=None, within=None, first=None):
         x = self.mix(x, x0)
-        x = x + self.ln_1_post(self.attn(self.ln_1(x), cos, sin, cache, within))
+        x = x + self.ln_1_post(self.attn(self.ln_1(x), cos, sin, cache, within, first))
         return x + self.ln_2_post(self.mlp(self.ln_2(x)))
 
 
@@ -561,17 +575,17 @@ class GPT(nn.Module):
             cos, sin = self.cos[:T], self.sin[:T]  # (T, D/2)
         else:
             position = cache.begin(T)
-            cos = self.cos[position].unsqueeze(-3)  # (B or 1, 1, T, D/2)
-            sin = self.sin[position].unsqueeze(-3)
+            cos, sin = (table[position].unsqueeze(-3) for table in (self.cos, self.sin))  # (B, 1, T, D/2)
         x = self.transformer.wpe(self.transformer.wte(idx), position)  # (B, T, C)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
         windows, within = c.windows(), [documents] * c.n_layer
+        first = None if documents is None else (position == 0)[:, None, :, None]
         if cache is None and x.device.type == 'cuda':
             masks = {window: block_mask(T, window, documents, x.device) for window in set(windows)
                      if documents is not None or c.attn_softcap or (window or T) < T}
             within = [masks.get(window) for window in windows]
         for block, reach in zip(self.transformer.h, within, strict=True):
-            x = block(x, x0, cos, sin, cache, reach)
+            x = block(x, x0, cos, sin, cache, reach, first)
         if targets is not None:
             return self.loss(x, targets)
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
@@ -596,20 +610,6 @@ class GPT(nn.Module):
     def num_params(self):
         """All parameters; shared ones count once."""
         return sum(p.numel() for p in self.parameters())
-
-    def flops_per_token(self, T):
-        """
-        Floating-point operations per token, forward and backward, in sequences of T: 6 for each weight that
-        multiplies (not embeddings), plus causal attention over (T + 1) / 2 positions on average, or fewer
-        where a window ends before that.
-        """
-        c = self.config
-        projections = 2 * (c.n_head + c.n_kv_head) * c.head_dim
-        weights = c.n_embd * (c.n_layer * (projections + c.n_ff * (2 + c.is_gated)) + c.vocab_size)
-        reach = [min(window or T, T) for window in c.windows()]
-        keys = sum(W - W * (W - 1) / (2 * T) for W in reach)  # on average over the positions, in all layers
-        attention = 2 * c.n_head * c.head_dim * keys  # multiply-adds: q k^T, weights v
-        return 6 * (weights + attention)
 
     def crop_block_size(self, block_size):
         """Shortens the context, for example to fine-tune a GPT-2 of 1024 positions on shorter text."""
@@ -647,4 +647,4 @@ def config_from(model_args):
     unknown = sorted(model_args.keys() - {f.name for f in fields(GPTConfig)})
     if unknown:
         raise ValueError(f'the model has settings that this version does not have: {", ".join(unknown)}')
-    return GPTConfig(**model_args)
+    return GPTConfig(**{'key_shift': False, **model_args})  # which earlier checkpoints do not have

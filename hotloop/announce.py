@@ -6,7 +6,7 @@ from configurator import differences
 from hotloop.device import attention_kernels
 from hotloop.export import counterpart
 from hotloop.files import counted
-from hotloop.lora import flops_of
+from hotloop.flops import flops_of
 from hotloop.mixture import Mixture
 from hotloop.schedule import NO_LIMIT, is_open
 

@@ -5,8 +5,9 @@ import torch
 from hotloop.dataloader import share_batch
 from hotloop.dataset import Dataset, open_datasets
 from hotloop.device import PEAK_FLOPS, choose_device, choose_dtype, device_memory, measure_flops
+from hotloop.flops import flops_of
 from hotloop.footprint import Need
-from hotloop.lora import describe_adapters, flops_of
+from hotloop.lora import describe_adapters
 from hotloop.mixture import open_split
 from hotloop.pretrained import GPT2_SHAPES, shape_of
 from hotloop.schedule import is_open, set_length

@@ -107,7 +107,7 @@ def compile_step(model):
             return compiled(model, cache, *args)
         known.add(shape)
         if device.type == 'cuda':  # a graph writes to these in place
-            for tensor in (*cache.k, *cache.v, cache.length):
+            for tensor in (*cache.k, *cache.v, *cache.last, cache.length):
                 torch._dynamo.mark_static_address(tensor)
         # after 8 shapes of a function, or 256 of all models, torch would continue without compiling
         with (dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=1000), inductor.patch(options),

@@ -20,6 +20,10 @@ class KVCache:
         # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        # with key_shift also the last key of each row, before it is shifted and rotated, (B, K, 1, D)
+        last = (batch, config.n_kv_head, 1, config.head_dim)
+        self.last = [torch.zeros(last, device=device, dtype=dtype)
+                     for _ in range(config.n_layer if config.key_shift else 0)]
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = None  # (B,), where prompts are padded
         self.static = static
@@ -28,6 +32,7 @@ class KVCache:
         """Prepares for the next T tokens of each row. Returns their positions, (B, T)."""
         device, self.end, self.mask = self.length.device, self.k[0].size(2), None
         positions = self.length[:, None] + torch.arange(T, device=device)
+        self.follows = (positions > 0)[:, None, :, None]
         if not self.static:
             lengths = self.length.tolist()
             assert T == 1 or not any(lengths), 'a cache that is not empty takes one token at a time'
@@ -36,6 +41,16 @@ class KVCache:
             self.age = (positions - torch.arange(self.end, device=device))[:, None, None]
             self.mask = self.age >= 0  # (B, 1, 1, end)
         return positions
+
+    def before(self, layer, k):
+        """The keys of the tokens before the new ones, whose keys are k, (B, K, T, D); zeros for the first."""
+        last, new = self.last[layer], k[:, :, -1:]
+        before = torch.cat((last.to(k.dtype), k[:, :, :-1]), dim=2) * self.follows
+        if self.prompt_lengths is not None:
+            rows = torch.arange(k.size(0), device=k.device)
+            new = k[rows, :, self.prompt_lengths - 1, None]
+        last.copy_(new)
+        return before
 
     def attend(self, attention, q, k, v):
         """Stores k and v, (B, K, T, D); returns the attention of q, (B, H, T, D), to all of its row."""
@@ -61,7 +76,7 @@ class KVCache:
 
     def finish(self, x):
         """Counts the new tokens when all layers are done. (B, T, C) -> (B, C), each row's last token."""
-        self.mask = self.age = None  # or a compiled step would return it
+        self.mask = self.age = self.follows = None  # or a compiled step would return it
         if self.prompt_lengths is None:
             self.length += x.size(1)
             return x[:, -1]
@@ -73,6 +88,8 @@ class KVCache:
         end = other.k[0].size(2)
         for ours, theirs in zip(self.k + self.v, other.k + other.v, strict=True):
             ours[rows, :, :end] = theirs[sources].to(ours.dtype)
+        for ours, theirs in zip(self.last, other.last, strict=True):
+            ours[rows] = theirs[sources].to(ours.dtype)
         self.length[rows] = other.length[sources]
 
     def select(self, rows):
@@ -81,6 +98,7 @@ class KVCache:
         for layer in range(len(self.k)):
             self.k[layer] = self.k[layer][rows]
             self.v[layer] = self.v[layer][rows]
+        self.last = [last[rows] for last in self.last]
 
 
 def attend_in_sums(q, k, v, mask, cap):

@@ -9,7 +9,7 @@ import time
 
 from hotloop.device import peak_flops, peak_memory
 from hotloop.files import counted, first_line, replacing
-from hotloop.lora import flops_of
+from hotloop.flops import flops_of
 from hotloop.report import write_report
 from hotloop.schedule import is_open
 from hotloop.wording import compact, duration, memory_size, rate, short

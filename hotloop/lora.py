@@ -174,20 +174,6 @@ def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def flops_of(model, T):
-    """
-    FLOPs per token in sequences of T: (of the forward pass, forward and backward). Frozen weights have no
-    gradients, and those of adapters cost as much as any others.
-    """
-    total = model.flops_per_token(T)
-    adapters = sum(p.numel() for name, p in model.named_parameters() if '.lora_' in name)
-    if not adapters:
-        return total / 3, total
-    frozen = sum(math.prod(m.shape) if isinstance(m, NF4Linear) else m.weight.numel()
-                 for m in model.modules() if isinstance(m, nn.Linear | NF4Linear))
-    return total / 3 + 2 * adapters, total - 2 * frozen + 6 * adapters
-
-
 def weights_to_save(model):
     """The state of a model: that of its adapters alone if it has any."""
     state = model.state_dict()

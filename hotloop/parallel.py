@@ -39,8 +39,8 @@ def set_blocks(model, recompute, compile_mode=None):
         run = torch.compile(run, dynamic=False, mode=compile_mode)  # compiled once for all blocks
         model.loss = torch.compile(model.loss, dynamic=False, mode=compile_mode)
 
-    def forward(block, x, x0, cos, sin, cache=None, within=None):
-        return (run if cache is None else plain)(block, x, x0, cos, sin, cache, within)
+    def forward(block, x, x0, cos, sin, cache=None, *masks):
+        return (run if cache is None else plain)(block, x, x0, cos, sin, cache, *masks)
 
     for block in blocks:
         block.forward = partial(forward, block)

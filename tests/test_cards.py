@@ -110,10 +110,11 @@ WEIGHTS = dict(
     preset='modern', block_size=8, vocab_size=320, n_layer=2, n_head=4, n_kv_head=1, n_embd=24, n_ff=40,
     dropout=0.2, bias=True, position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False,
     zero_init=True, softcap=2, head_dim=4, qkv_bias=True, norm_eps=0.1, post_norm=True, embed_scale=2.0,
-    query_scale=0.1, attn_softcap=0.5, x0_mix=True, label_smoothing=0.1, seed=1, max_iters=4, max_epochs=0.05,
-    max_minutes=0, dataset='other', batch_size=3, gradient_accumulation_steps=3, optimizer='muon',
-    learning_rate=1e-3, weight_decay=0.0, beta1=0.8, beta2=0.8, grad_clip=0.1, decay_lr=False,
-    lr_schedule='linear', warmup_iters=0, warmup_fraction=1, lr_decay_iters=2, min_lr=4e-3, dtype='bfloat16')
+    query_scale=0.1, attn_softcap=0.5, x0_mix=True, key_shift=True, label_smoothing=0.1, seed=1, max_iters=4,
+    max_epochs=0.05, max_minutes=0, dataset='other', batch_size=3, gradient_accumulation_steps=3,
+    optimizer='muon', learning_rate=1e-3, weight_decay=0.0, beta1=0.8, beta2=0.8, grad_clip=0.1,
+    decay_lr=False, lr_schedule='linear', warmup_iters=0, warmup_fraction=1, lr_decay_iters=2, min_lr=4e-3,
+    dtype='bfloat16')
 # name: (what must change, the changed value, settings of both runs, a patch around both)
 TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'rope_base': ('weights', 500, ROPE),

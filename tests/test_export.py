@@ -68,7 +68,7 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
 
 @pytest.mark.parametrize('settings, words', [
     (dict(preset='modern', **BASE),
-     'qwen3, differing in embed_norm=True, mlp=relu2, softcap=15.0, x0_mix=True'),
+     'qwen3, differing in embed_norm=True, mlp=relu2, key_shift=True, softcap=15.0, x0_mix=True'),
     (LLAMA | dict(attn_softcap=2.0), 'llama, differing in attn_softcap=2.0'),
     (LLAMA | dict(bias=True), 'qwen2, differing in bias=True'),
     (BASE | dict(n_kv_head=2), 'gpt2, differing in n_kv_head=2'),

@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from hotloop.distributed import Env
 from hotloop.families import settings_of
+from hotloop.flops import flops_of
 from hotloop.footprint import Need, activation_bytes, count_step, update_bytes
 from hotloop.forecast import MACHINES, PARTS, advise, describe_model
-from hotloop.lora import LoRAConfig, add_adapters, flops_of, trainable
+from hotloop.lora import LoRAConfig, add_adapters, trainable
 from hotloop.memory import choose_loss_chunks
 from hotloop.optim import build_optimizers, matrix_rows
 from hotloop.parallel import set_blocks

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from hotloop.flops import flops_per_token
 from model import (
     GPT,
     PRESETS,
@@ -18,6 +19,7 @@ from model import (
     block_mask,
     compiled,
     config_from,
+    shift_keys,
 )
 
 SHAPES = {'gpt2': dict(bias=True), 'modern': dict(preset='modern'),
@@ -221,6 +223,20 @@ def test_rotary_angles_are_exact_at_long_contexts_and_follow_the_base():
     assert config_from(args).rope_base == 10000  # a checkpoint of an earlier version
 
 
+def test_the_slower_half_of_each_key_is_that_of_the_token_before():
+    """Zero at the start of a row, or of a document. Earlier checkpoints have no shift."""
+    k, first = torch.randn(1, 2, 5, 8), torch.tensor([1, 0, 0, 1, 0]).view(1, 1, 5, 1) == 1
+    slow = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1]) == 1  # of channels i and i + 4 the first rotate fastest
+    for mark, starts in ((None, [0]), (first, [0, 3])):
+        shifted = shift_keys(k, 0, None, mark)
+        assert torch.equal(shifted[..., ~slow], k[..., ~slow])
+        for t in range(5):
+            before = 0 * k[:, :, 0] if t in starts else k[:, :, t - 1]
+            assert torch.equal(shifted[:, :, t, slow], before[..., slow])
+    args = make('modern').config.model_args()
+    assert args.pop('key_shift') is True and config_from(args).resolved().key_shift is False
+
+
 def test_gpt2_has_as_many_parameters_as_openais():
     with torch.device('meta'):
         assert GPT(GPTConfig(vocab_size=50257, bias=True)).num_params() == 124_439_808
@@ -236,7 +252,7 @@ def test_flops_equal_what_torch_counts(shape, head_dim):
     # pairs of a query and a key that it sees, in each layer of a sequence
     pairs = sum(int(visible(16, window).sum()) for window in model.config.windows())
     attention = 2 * 6 * pairs * 4 * head_dim  # 2 FLOPs, 2 matmuls forward and 4 backward, 4 heads
-    assert model.flops_per_token(16) == pytest.approx(matmuls / (2 * 16) + attention / 16)
+    assert flops_per_token(model.config, 16) == pytest.approx(matmuls / (2 * 16) + attention / 16)
 
 
 def test_initial_weights_are_a_function_of_the_seed_and_have_gpt2s_scale():

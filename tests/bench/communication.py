@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 import train
 from hotloop.device import PEAK_FLOPS
 from hotloop.distributed import Env
+from hotloop.flops import flops_per_token
 from model import GPT, GPTConfig
 
 SIZES = {'124M': dict(n_layer=12, n_head=12, n_embd=768), '354M': dict(n_layer=24, n_head=16, n_embd=1024),
@@ -78,7 +79,7 @@ def count_step(settings, optimizer, shard, micro_batches, mesh):
             buckets, _ = dist._compute_bucket_assignment_by_size(params, limits, dense)
             count.found['all-reduce'][0] += len(buckets)
             count.found['all-reduce'][1] += 4 * model.num_params()
-    return count.found, model.flops_per_token(1024)
+    return count.found, flops_per_token(model.config, 1024)
 
 
 def wire_bytes(found, world):
