@@ -204,7 +204,7 @@ def lines_without_effect(source, tree, path):
 
 
 def meant(word, fields):
-    """A question that names what a word, which is not a file, may stand for: a flag or a card; or ''."""
+    """What a word that is not a file may stand for, a flag or a card, as a question; or a hint; or ''."""
     name, equals, value = word.lstrip('-').partition('=')
     name = name.replace('-', '_')
     if equals or word.startswith('-') or name in fields:
@@ -214,7 +214,9 @@ def meant(word, fields):
         known = {os.path.splitext(os.path.basename(card))[0]: os.path.relpath(card) for card in cards}
         name = os.path.splitext(os.path.basename(word))[0]
     nearest = difflib.get_close_matches(name, known, n=1)
-    return f'; did you mean {known[nearest[0]]}?' if nearest else ''
+    if nearest:
+        return f'; did you mean {known[nearest[0]]}?'
+    return '' if word.endswith('.py') else '; settings are given as --NAME=VALUE'
 
 
 def read_file(path, settings, fields, removed):

@@ -368,7 +368,8 @@ def main(argv=None):
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '
               f'{counted(counts["documents"], "document")}, '
               f'{counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
-    if (val_tokens := meta['splits']['val']['tokens']) < 257:
+    val_tokens = meta['splits']['val']['tokens']
+    if val_tokens < 257 and not meta['templates']:  # rows are padded
         print(f'note: a window of training has block_size + 1 tokens, in quickstart 257, and val has only '
               f'{val_tokens:,}; add text, or choose a smaller --block_size')
     print(f'train on it with: {training_command(name, cfg, found, bool(meta["templates"]))}')

@@ -96,7 +96,8 @@ class SampleConfig:
         for name, (least, most) in ranges.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                wrong.append(f'{name}={value} must be from {least} to {most}')
+                limits = f'{least} or more' if most == math.inf else f'from {least} to {most}'
+                wrong.append(f'{name}={value} must be {limits}')
         if self.stop is not None and '' in self.stop.split('|||'):
             wrong.append(f'stop={self.stop!r} contains an empty string; separate stop strings with |||')
         if self.logprobs and self.output != 'jsonl':
@@ -382,7 +383,8 @@ def chat(model, tokenizer, template, cfg):
     if cfg.template != 'auto':
         template = cfg.template
     if template not in TEMPLATES:
-        raise ValueError(f'the template is {template!r}; {one_of_templates()}')
+        why = 'has no template of its own' if template == 'none' else f'has the template {template!r}'
+        raise ValueError(f'the model {why}; {one_of_templates()}')
     standard_input()  # fails early if stdin is closed
     print('a line that ends with \\ continues on the next; an empty line ends the chat', file=sys.stderr)
     stops, size = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1]), model.config.block_size

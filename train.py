@@ -54,8 +54,8 @@ from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
 from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
-from hotloop.parallel import micro_batch, set_blocks
-from hotloop.pretrained import open_start
+from hotloop.parallel import NO_BUFFERS, micro_batch, set_blocks
+from hotloop.pretrained import check_start, open_start
 from hotloop.report import report
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
@@ -309,8 +309,7 @@ def wrap(model, cfg, env):
         return model, model
     device_ids = [env.device] if env.device.type == 'cuda' else None
     # the only buffers are RoPE tables, which are the same on every process
-    return model, DistributedDataParallel(model, device_ids, broadcast_buffers=False,
-                                          gradient_as_bucket_view=True)
+    return model, DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, **NO_BUFFERS)
 
 
 # -----------------------------------------------------------------------------
@@ -608,6 +607,7 @@ def main(argv=None):
     if settings.train.check or settings.train.dry_run:
         print('\n'.join(check(settings.train) if settings.train.check else dry_run(settings, meta_model)))
         return 0
+    check_start(settings.train.init_from)  # before a dataset, which depends on it
     datasets = open_datasets(settings.train.dataset, settings.train.data_dir)
     env = setup(settings.train)
     try:

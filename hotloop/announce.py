@@ -18,6 +18,7 @@ def announce(run, settings, meta):
     """Prints the summary of this run once, with the reasons for its choices."""
     origin = 'checkpoint' if settings.resumed else 'derived'
     changed = differences([settings.model, settings.lora, run.cfg], settings.given, origin)
+    changed = '\n'.join(line for line in changed.split('\n') if f' = {NO_LIMIT} ' not in line)
     cfg, lines = run.cfg, [*settings.notes, f'settings that differ from the defaults:\n{changed}']
     lines += describe_machine(run) + describe_work(run, meta)
     if not cfg.eval_only:
@@ -90,7 +91,7 @@ def describe_length(run, settings):
     length = f'{counted(cfg.max_iters, "step")}, {windows * run.val.T:,} tokens, {epochs:.2f} epochs'
     if is_open(cfg):
         most = f', at most {length}' if cfg.max_iters < NO_LIMIT else ''
-        used = f', of which {run.state.seconds_used / 60:.1f} are used' if settings.resumed else ''
+        used = f', {run.state.seconds_used / 60:.1f} already used' if settings.resumed else ''
         length = f'a time budget of {cfg.time_budget:g} min{used}{most}'
     lines = [f'run: {length}, into {cfg.out_dir}{resuming}']
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:

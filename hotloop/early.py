@@ -77,6 +77,9 @@ def check_early(*sources):
         if problems or all(map(may_run_twice, words)):
             configure(*classes, about=modules[-1].__doc__, removed=removed)
     if 'report' in flags and flags['report'][0] is not None:
+        if folders := list(filter(os.path.isdir, words)):
+            raise SettingsError('--report takes folders separated by commas: --report='
+                                + ','.join([flags['report'][0], *folders]))
         from hotloop.report import report  # and numpy, which only this needs
         print(report(flags['report'][0]))
         sys.exit(0)

@@ -210,7 +210,8 @@ class Ladder:
         lines = ['ladder: depth  parameters  tokens/s  text read  bits per byte, expected']
         for row in (self.expect(depth, left) for depth in depths[:depths.index(best) + 3]):
             mark = '*' if row.depth in self.timed else ' '
-            lines.append(f'        {row.depth:5}{mark}{num_parameters(row.depth) / 1e6:9,.1f} M'
+            total = num_parameters(row.depth) + 2 * width(row.depth) * self.vocab_size
+            lines.append(f'        {row.depth:5}{mark}{total / 1e6:9,.1f} M'
                          f'{row.speed:10,.0f}{row.num_bytes / 1e6:8,.1f} MB  {row.loss:.3f}')
         timed = ' (*: timed here)' if self.timed else ''
         return [*lines, f'ladder: depth {best}{timed}; --depth=N chooses another']

@@ -1,6 +1,7 @@
 """Recomputation and compilation of each block by itself; which micro-batches reduce gradients."""
 
 import contextlib
+import inspect
 from functools import partial
 
 import torch
@@ -15,6 +16,10 @@ ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention.default,
              torch.ops.aten._scaled_dot_product_efficient_attention.default,
              torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
              torch.ops.higher_order.flex_attention]  # not run: it needs a GPU
+
+# torch 2.13 has a new name for an option of DistributedDataParallel, and warns of the old one
+is_renamed = 'forward_sync_buffers' in inspect.signature(DistributedDataParallel).parameters
+NO_BUFFERS = {'forward_sync_buffers' if is_renamed else 'broadcast_buffers': False}
 
 
 def set_blocks(model, recompute, compile_mode=None):

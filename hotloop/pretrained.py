@@ -1,5 +1,7 @@
 """Weights to start from: a run, a checkpoint, a Hugging Face folder, a model of the hub (safetensors)."""
 
+import difflib
+import glob
 import os
 import sys
 from pathlib import Path
@@ -31,6 +33,7 @@ GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_s
                for name, n_layer, n_head, n_embd in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
                                                      ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
 GPT2_NAMES = tuple(GPT2_SHAPES)
+KEYWORDS = ('scratch', 'resume', 'auto')
 
 
 class Weights(NamedTuple):
@@ -103,6 +106,21 @@ def shape_of(source, data_dir):
     return settings_of(read_json(path), path)
 
 
+def check_start(name):
+    """ValueError if an init_from is neither a keyword, nor on this disk, nor like a name on the hub."""
+    if name not in KEYWORDS and name not in GPT2_NAMES and not os.path.exists(name) and not is_hub_name(name):
+        raise ValueError(no_such_start(name))
+
+
+def no_such_start(name):
+    """The message about weights that do not exist."""
+    beside = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), '*')) if '/' in name else []
+    near = difflib.get_close_matches(name, [*KEYWORDS, *GPT2_NAMES, *glob.glob('*'), *beside], 1)
+    meant = f'; did you mean {near[0]!r}?' if near else ''
+    return (f'{name!r} does not exist{meant}; train first, or name a run, a checkpoint, a Hugging Face '
+            f'folder, one of {", ".join(GPT2_NAMES)}, or a model of the hub such as Qwen/Qwen2.5-0.5B')
+
+
 def open_start(cfg, resumed, adapts, env):
     """
     (name, Weights, {'base': name, 'sha256': hash} or None) of the weights that a run starts from or, resumed,
@@ -167,9 +185,7 @@ def merge_base(checkpoint, path, data_dir):
 def open_checkpoint(source):
     """(path, checkpoint) of a file, or of a run folder's first intact one: best.pt, ckpt.pt, older ones."""
     if not os.path.exists(source):
-        raise ValueError(f'{source!r} does not exist; train first (python train.py --out_dir={source}), or '
-                         f'name a run, a checkpoint, a Hugging Face folder, one of {", ".join(GPT2_NAMES)}, '
-                         'or a model of the hub such as Qwen/Qwen2.5-0.5B')
+        raise ValueError(no_such_start(source))
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
     run = RunDir(source)

@@ -251,7 +251,9 @@ def report(folders):
     Writes the report of a run into its folder, or that of several, separated by commas, into the current
     one. Returns the line to print. ValueError if a folder holds no log, or the report cannot be written.
     """
-    names = [name.strip() for name in folders.split(',')]
+    names = [name.strip() for name in folders.split(',') if name.strip()]
+    if not names:
+        raise ValueError('--report needs the folders of runs, separated by commas')
     try:
         if len(names) == 1:
             return f'report: {write_report(names[0])}'

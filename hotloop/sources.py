@@ -1,9 +1,11 @@
 """Turns a source named on the command line into files, in a fixed order."""
 
+import difflib
 import glob
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import sysconfig
 from dataclasses import dataclass, replace
@@ -165,8 +167,11 @@ def files_matching(pattern):
     """The files that match a glob pattern, sorted. ValueError if there are none."""
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
     if not paths:
-        raise ValueError(f'{pattern} is not a file, a folder, a pattern that matches files, or stdlib. These '
-                         f'corpora must be prepared alone: {", ".join(CORPORA)}')
+        if pattern in CORPORA:
+            raise ValueError(f'{pattern} is a named corpus, which must be prepared alone')
+        near = difflib.get_close_matches(pattern, [*CORPORA, 'stdlib', *glob.glob('*')], 1)
+        meant = f'; did you mean {near[0]}?' if near else ''
+        raise ValueError(f'{pattern} is not a file, a folder or a pattern that matches files{meant}')
     return paths
 
 
@@ -225,5 +230,7 @@ def missing_dataset(path, name, data_dir):
     """The message about a file or folder of a dataset that does not exist."""
     bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
     found = sorted(os.path.basename(os.path.dirname(bin)) for bin in bins)
-    others = f'; {data_dir} has {", ".join(found[:10])}' if found else ''
-    return f'{path} does not exist; make it with: {how_to_make(name)}{others}'
+    near = difflib.get_close_matches(os.path.basename(name), found, 1)
+    others = f'; {data_dir} has {", ".join(near or found[:10])}' if found else ''
+    flag = '' if data_dir == 'data' else ' ' + shlex.join([f'--data_dir={data_dir}'])
+    return f'{path} does not exist; make it with: {how_to_make(name)}{flag}{others}'

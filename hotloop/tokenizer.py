@@ -9,7 +9,7 @@ import numpy as np
 
 from hotloop.bpe import GPT2_SPLIT
 from hotloop.download import read_url
-from hotloop.files import reason_of
+from hotloop.files import counted, reason_of
 from hotloop.tokenizer_json import TokenizerJson, read_file
 
 MAX_VOCAB = 2**20  # ids of a tokenizer
@@ -83,7 +83,8 @@ class CharTokenizer(Tokenizer):
         ids = self.table[np.minimum(points, len(self.table) - 1)]
         if (ids < 0).any():
             unknown = ''.join(sorted({chr(p) for p in points[ids < 0]})[:20])
-            raise ValueError(f'the characters {unknown!r} are not in the vocabulary of this char tokenizer')
+            raise ValueError(f'this char tokenizer lacks {counted(len(unknown), "character")} of the text or '
+                             f'of its chat template: {unknown!r}')
         return ids
 
     def spec(self):

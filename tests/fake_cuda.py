@@ -172,7 +172,6 @@ def group(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings('ignore:.broadcast_buffers')  # torch announces a new name
 @pytest.mark.parametrize('preset, dtype, settings', [
     ('gpt2', FP16, dict(recompute='full')), ('modern', BF16, dict(optimizer='muon', data_on_device=False))])
 def test_a_step_of_rank_3_of_8(split, group, preset, dtype, settings):

@@ -24,7 +24,7 @@ def call(sender, number, world, port, module, name, args, settings):
     """Sends (True, what a function returns) or (False, its exception). It has the environment of torchrun."""
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world),
                       LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
-    warnings.simplefilter('ignore')  # torch announces a new name of broadcast_buffers
+    warnings.simplefilter('error', FutureWarning)
     if not hasattr(sys.modules.get(module), name):
         sys.modules.pop(module, None)  # it was being imported when this process was forked
     try:

@@ -260,7 +260,7 @@ def test_a_word_that_is_no_file_gets_a_suggestion(monkeypatch, word, hint):
 
 
 def test_a_word_like_nothing_gets_no_suggestion(card):
-    assert refusal('qqqqqqq') == ['qqqqqqq: No such file or directory']
+    assert refusal('qqqqqqq') == ['qqqqqqq: No such file or directory; settings are given as --NAME=VALUE']
     path = card("open('quickstart')\n")  # a file that a card misses is not a card
     assert refusal(path)[0].endswith('No such file or directory')
 

@@ -9,7 +9,7 @@ import torch
 from conftest import error_of
 
 from hotloop.checkpoint import save_checkpoint
-from hotloop.pretrained import GPT2_SPEC, load_folder, open_weights, shape_of
+from hotloop.pretrained import GPT2_SPEC, check_start, load_folder, open_weights, shape_of
 from hotloop.safetensors_file import DTYPES, read_safetensors
 from hotloop.tokenizer import ByteTokenizer
 from model import GPT
@@ -52,7 +52,10 @@ def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
     write_checkpoint(tmp_path / 'gpt2' / 'ckpt.pt', 3)
     found = open_weights('gpt2', 'data')
     assert found.checkpoint['iter_num'] == 3 and found.tokenizer is None  # as in nanoGPT's checkpoints
-    assert "'gpt2-mine' does not exist; train first" in error_of(open_weights, 'gpt2-mine', 'data')
+    assert "'gpt2-mine' does not exist; did you mean 'gpt2" in error_of(open_weights, 'gpt2-mine', 'data')
+    assert "'resum' does not exist; did you mean 'resume'?" in error_of(check_start, 'resum')
+    for name in ('scratch', 'resume', 'gpt2', 'some/model'):
+        check_start(name)
     os.makedirs('org/model')
     assert "'org/model' holds neither" in error_of(open_weights, 'org/model', 'data')
 

@@ -126,7 +126,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
 
 
 @pytest.mark.parametrize('flags, words', [
-    (dict(start='abéx'), "the characters 'xé' are not in the vocabulary"),
+    (dict(start='abéx'), "lacks 2 characters of the text or of its chat template: 'xé'"),
     (dict(start='-'), 'standard input is closed'), (dict(chat=True, template='plain'), 'is closed'),
     (dict(chat=True), 'choose one with --template: plain, joined, alpaca, chatml'),
     (dict(chat=True, template='none'), 'chat and score need a template'),
@@ -135,8 +135,8 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
     (dict(stop='a|||'), 'contains an empty string'),
     (dict(repetition_penalty=0), 'repetition_penalty=0.0 must be from 0.01 to 100'),
     (dict(top_p=1.5, min_p=0), 'top_p=1.5 must be from 1e-06 to 1\nmin_p=0.0 must be'),
-    (dict(num_samples=0, seed=2**63), 'num_samples=0 must be from 1 to inf\nseed='),
-    (dict(device='tpu'), "device='tpu' is not"), (dict(out_dir='none'), 'train.py --out_dir=none')])
+    (dict(num_samples=0, seed=2**63), 'num_samples=0 must be 1 or more\nseed='),
+    (dict(device='tpu'), "device='tpu' is not"), (dict(out_dir='none'), "'none' does not exist; train")])
 def test_settings_and_input_that_cannot_be_used_are_refused(out, monkeypatch, flags, words):
     monkeypatch.setattr(sys, 'stdin', None)
     assert words in error_of(main, **{'out_dir': out, **flags})

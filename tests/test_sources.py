@@ -82,8 +82,11 @@ def test_a_pattern_gives_names_below_what_all_files_share(tmp_path, files):
 
 @pytest.mark.parametrize('source', ['nowhere.txt', 'no/such/folder/', 'shakespeare', '*.pdf'])
 def test_a_source_that_is_not_there(files, source):
-    with pytest.raises(ValueError, match=r'is not a file, a folder, .* These corpora must be prepared alone'):
+    words = 'prepared alone' if source == 'shakespeare' else 'is not a file, a folder or a pattern that'
+    with pytest.raises(ValueError, match=words):
         files(source)
+    with pytest.raises(ValueError, match=r'tinystorys is not .*; did you mean tinystories\?'):
+        files('tinystorys')
 
 
 def test_the_standard_library_in_a_fixed_order_without_test_suites():
