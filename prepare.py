@@ -363,7 +363,10 @@ def main(argv=None):
             meta = write_dataset(partial, files, val_files, cfg, reading, found.tokenizer, origin)
     except OSError as e:
         raise ValueError(f'{folder} could not be made: {e}') from e
-    print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
+    line = f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids'
+    if cfg.tokenizer.startswith('bpe:') and meta['vocab_size'] < int(cfg.tokenizer[4:]):
+        line += ', all that the text yields'
+    print(line)
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '
               f'{counted(counts["documents"], "document")}, '

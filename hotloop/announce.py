@@ -100,4 +100,7 @@ def describe_length(run, settings):
         lines.append(f'nothing to do: the run is at step {run.state.iter_num:,} of {cfg.max_iters:,}')
     if cfg.warmup_iters >= cfg.max_iters:
         lines.append(f'note: the warmup of {counted(cfg.warmup_iters, "step")} is longer than the run')
+    if cfg.max_epochs is not None and cfg.max_iters < 10:
+        lines.append(f'note: {counted(cfg.max_iters, "step")} change the weights little; raise --max_epochs '
+                     'or lower --gradient_accumulation_steps')
     return lines

@@ -62,7 +62,7 @@ def forecast(model, settings, num_windows, device, dtype):
     gpu_dtype = torch.bfloat16 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
     need = Need(model, cfg, settings.lora if settings.lora.lora_rank else None)
     forward, flops_per_token = flops_of(need.adapted if need.lora else model, model.config.block_size)
-    lines = ['a forecast, counted without a run; only a run gives measured numbers', describe_model(model)]
+    lines = ['a forecast, not a measurement', describe_model(model)]
     if need.lora:
         base = settings.resumed.checkpoint['lora']['base'] if settings.resumed else cfg.init_from
         lines.append(describe_adapters({**need.record, 'base': base}, need.adapted, gpu_dtype))

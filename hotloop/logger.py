@@ -7,6 +7,7 @@ import os
 import shlex
 import time
 
+from hotloop.chat_template import CHATS
 from hotloop.device import peak_flops, peak_memory
 from hotloop.files import counted, first_line, replacing
 from hotloop.flops import flops_of
@@ -218,4 +219,6 @@ def log_done(run):
     peak = f', peak memory {memory_size(memory / 1e6)}' if memory else ''
     run.env.print_once(f'done: best val loss {short(run.state.best_val_loss)}{peak}')
     run.env.print_once(f'curves: {run.out / "report.html"}')
-    run.env.print_once(f'to sample: python sample.py --out_dir={shlex.quote(run.cfg.out_dir)}')
+    chats = run.context.get('template') in CHATS
+    run.env.print_once(f'to {"chat" if chats else "sample"}: python sample.py '
+                       f'--out_dir={shlex.quote(run.cfg.out_dir)}{" --chat" if chats else ""}')

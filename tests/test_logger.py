@@ -6,15 +6,17 @@ import json
 import math
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import error_of, noise, rows, write_bins
 
 from hotloop.checkpoint import RunState
 from hotloop.distributed import Env
 from hotloop.divergence import track_loss
-from hotloop.logger import TENSORBOARD, Log, StepTimer, evaluation_line, keep_lines, step_line
+from hotloop.logger import TENSORBOARD, Log, StepTimer, evaluation_line, keep_lines, log_done, step_line
 
 PLAIN = SimpleNamespace(wandb_log=False, tensorboard=False)
 
@@ -88,6 +90,16 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
                  r'^done: best val loss [\d.]+, peak memory [\d.]+ [MG]B$', r'^curves: .*out/report.html$',
                  r'^to sample: python sample.py --out_dir='):
         assert re.search(line, out, re.M), line
+
+
+def test_a_run_on_chats_ends_with_the_command_to_chat(capsys):
+    run = SimpleNamespace(env=SimpleNamespace(device=torch.device('cpu'), print_once=print), out=Path('out'),
+                          state=SimpleNamespace(best_val_loss=1.0), cfg=SimpleNamespace(out_dir='a b'))
+    for template, last in (('chatml', "to chat: python sample.py --out_dir='a b' --chat"),
+                           ('joined', "to sample: python sample.py --out_dir='a b'")):
+        run.context = {'template': template}
+        log_done(run)
+        assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 # -----------------------------------------------------------------------------

@@ -100,6 +100,13 @@ def test_a_folder_is_a_document_a_file_and_each_ends_with_the_end_of_text(notes,
     assert meta['eot'] == tokenizer_from(meta['tokenizer']).eot == meta['vocab_size'] - 1
 
 
+def test_a_text_that_is_too_short_for_its_merges_says_so(tmp_path, make, capsys):
+    (tmp_path / 'a.txt').write_text('a text and the next text ' * 20)
+    _, meta = make(tmp_path / 'a.txt', tokenizer='bpe:5000')
+    line = f'tokenizer: bpe:5000, {meta["vocab_size"]} ids, all that the text yields\n'
+    assert meta['vocab_size'] < 300 and line in capsys.readouterr().out
+
+
 def test_the_same_input_gives_the_same_bytes_and_the_seed_splits(notes, make, tmp_path, monkeypatch):
     def made(name, **settings):
         make(notes, name=name, tokenizer='bpe:300', **settings)
