@@ -309,7 +309,8 @@ def test_a_budget_on_resume(budget, clock, tmp_path, monkeypatch, capsys):
         at_step(m, 31, lambda: os.kill(os.getpid(), signal.SIGTERM))
         assert budget(init_from='resume', seconds=60) == 143
     out = capsys.readouterr().out
-    assert 'time_budget: 0.6666666666666666 before, 1.0 now' in out and 'of which 0.2 are used' in out
+    assert 'time_budget: 0.6666666666666666 before, 1.0 now' in out and 'min, 0.2 already used' in out
+    assert '1000000000' not in out  # the largest number of steps, which nobody has set
     start, last = (settings_of(tmp_path / 'out')[name] for name in ('decay_start', 'max_iters'))
     assert 20 < start < 31
     assert error_of(budget, init_from='resume', seconds=90) == (
