@@ -103,7 +103,7 @@ def fake_base(m):
 
 MUON = dict(optimizer='muon')
 ROPE = dict(position='rope')
-LORA = dict(init_from='base', lora_rank=2)
+LORA = dict(init_from='hub/base', lora_rank=2)
 SAMPLES = dict(sample_interval=2, sample_tokens=3)
 # changed alone, these change the weights
 WEIGHTS = dict(
