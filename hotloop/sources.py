@@ -170,7 +170,7 @@ def files_matching(pattern):
         if pattern in CORPORA:
             raise ValueError(f'{pattern} is a named corpus, which must be prepared alone')
         near = difflib.get_close_matches(pattern, [*CORPORA, 'stdlib', *glob.glob('*')], 1)
-        meant = f'; did you mean {near[0]}?' if near else ''
+        meant = f'; did you mean {near[0]}?' if near else f'; the corpora are {", ".join(CORPORA)}'
         raise ValueError(f'{pattern} is not a file, a folder or a pattern that matches files{meant}')
     return paths
 
