@@ -135,8 +135,9 @@ def unknown(name, fields, removed):
     if name in removed:
         return f'setting {name!r} was removed: {removed[name]}'
     known = [ours for ours, names in SYNONYMS.items() if name in names and ours.split('=')[0] in fields]
-    nearest = known or difflib.get_close_matches(name, fields, n=1)
-    hint = f'; did you mean {nearest[0]!r}?' if nearest else ''
+    hint = did_you_mean(name, {field: repr(field) for field in fields})
+    if known:
+        hint = f'; did you mean {known[0]!r}?'
     return f'unknown setting {name!r}{hint}'
 
 
@@ -203,6 +204,12 @@ def lines_without_effect(source, tree, path):
     return problems
 
 
+def did_you_mean(word, known):
+    """The end of a message that asks for the most similar of the known words, {word: text}; '' if none is."""
+    nearest = difflib.get_close_matches(word, known, n=1)
+    return f'; did you mean {known[nearest[0]]}?' if nearest else ''
+
+
 def meant(word, fields):
     """What a word that is not a file may stand for, a flag or a card, as a question; or a hint; or ''."""
     name, equals, value = word.lstrip('-').partition('=')
@@ -213,10 +220,8 @@ def meant(word, fields):
         cards = glob.glob(os.path.join(HERE, 'config', '*.py'))
         known = {os.path.splitext(os.path.basename(card))[0]: os.path.relpath(card) for card in cards}
         name = os.path.splitext(os.path.basename(word))[0]
-    nearest = difflib.get_close_matches(name, known, n=1)
-    if nearest:
-        return f'; did you mean {known[nearest[0]]}?'
-    return '' if word.endswith('.py') else '; settings are given as --NAME=VALUE'
+    hint = '' if word.endswith('.py') else '; settings are given as --NAME=VALUE'
+    return did_you_mean(name, known) or hint
 
 
 def read_file(path, settings, fields, removed):
@@ -344,13 +349,16 @@ def help_text(classes, about=''):
     return '\n'.join(lines)
 
 
-def differences(objects, given, otherwise='derived'):
-    """One line for each setting that is not at its default: name, value, and its place or `otherwise`."""
+def differences(objects, given, otherwise='derived', hidden=()):
+    """
+    One line for each setting that is not at its default: name, value, and its place or `otherwise`. hidden:
+    values that are not shown.
+    """
     lines = []
     for o in objects:
         for f in dataclasses.fields(o):
             value = getattr(o, f.name)
-            if value != f.default:
+            if value != f.default and value not in hidden:
                 lines.append(f'  {f.name} = {value!r}  ({given.get(f.name, otherwise)})')
     return '\n'.join(lines)
 

@@ -17,8 +17,8 @@ SHARDED = {'optimizer': 'the optimizer states; weights are gathered once a step 
 def announce(run, settings, meta):
     """Prints the summary of this run once, with the reasons for its choices."""
     origin = 'checkpoint' if settings.resumed else 'derived'
-    changed = differences([settings.model, settings.lora, run.cfg], settings.given, origin)
-    changed = '\n'.join(line for line in changed.split('\n') if f' = {NO_LIMIT} ' not in line)
+    objects = [settings.model, settings.lora, run.cfg]
+    changed = differences(objects, settings.given, origin, hidden=[NO_LIMIT])  # which nobody has set
     cfg, lines = run.cfg, [*settings.notes, f'settings that differ from the defaults:\n{changed}']
     lines += describe_machine(run) + describe_work(run, meta)
     if not cfg.eval_only:

@@ -32,7 +32,7 @@ class KVCache:
         """Prepares for the next T tokens of each row. Returns their positions, (B, T)."""
         device, self.end, self.mask = self.length.device, self.k[0].size(2), None
         positions = self.length[:, None] + torch.arange(T, device=device)
-        self.follows = (positions > 0)[:, None, :, None]
+        self.follows = (positions > 0)[:, None, :, None] if self.last else None  # for before()
         if not self.static:
             lengths = self.length.tolist()
             assert T == 1 or not any(lengths), 'a cache that is not empty takes one token at a time'

@@ -1,6 +1,5 @@
 """Weights to start from: a run, a checkpoint, a Hugging Face folder, a model of the hub (safetensors)."""
 
-import difflib
 import glob
 import os
 import sys
@@ -9,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from configurator import did_you_mean
 from hotloop.checkpoint import load_checkpoint
 from hotloop.families import CONV1D, our_name, settings_of
 from hotloop.files import read_json
@@ -115,9 +115,9 @@ def check_start(name):
 def no_such_start(name):
     """The message about weights that do not exist."""
     beside = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), '*')) if '/' in name else []
-    near = difflib.get_close_matches(name, [*KEYWORDS, *GPT2_NAMES, *glob.glob('*'), *beside], 1)
-    meant = f'; did you mean {near[0]!r}?' if near else ''
-    return (f'{name!r} does not exist{meant}; train first, or name a run, a checkpoint, a Hugging Face '
+    known = [*KEYWORDS, *GPT2_NAMES, *glob.glob('*'), *beside]
+    hint = did_you_mean(name, {word: repr(word) for word in known})
+    return (f'{name!r} does not exist{hint}; train first, or name a run, a checkpoint, a Hugging Face '
             f'folder, one of {", ".join(GPT2_NAMES)}, or a model of the hub such as Qwen/Qwen2.5-0.5B')
 
 

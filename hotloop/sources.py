@@ -11,6 +11,7 @@ import sysconfig
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from configurator import did_you_mean
 from hotloop.documents import standard_input
 from hotloop.download import download, hub
 from hotloop.files import counted
@@ -169,9 +170,9 @@ def files_matching(pattern):
     if not paths:
         if pattern in CORPORA:
             raise ValueError(f'{pattern} is a named corpus, which must be prepared alone')
-        near = difflib.get_close_matches(pattern, [*CORPORA, 'stdlib', *glob.glob('*')], 1)
-        meant = f'; did you mean {near[0]}?' if near else f'; the corpora are {", ".join(CORPORA)}'
-        raise ValueError(f'{pattern} is not a file, a folder or a pattern that matches files{meant}')
+        hint = did_you_mean(pattern, {name: name for name in (*CORPORA, 'stdlib', *glob.glob('*'))})
+        hint = hint or f'; the corpora are {", ".join(CORPORA)}'
+        raise ValueError(f'{pattern} is not a file, a folder or a pattern that matches files{hint}')
     return paths
 
 
@@ -232,5 +233,5 @@ def missing_dataset(path, name, data_dir):
     found = sorted(os.path.basename(os.path.dirname(bin)) for bin in bins)
     near = difflib.get_close_matches(os.path.basename(name), found, 1)
     others = f'; {data_dir} has {", ".join(near or found[:10])}' if found else ''
-    flag = '' if data_dir == 'data' else ' ' + shlex.join([f'--data_dir={data_dir}'])
-    return f'{path} does not exist; make it with: {how_to_make(name)}{flag}{others}'
+    command = f'{how_to_make(name)} {shlex.join([f"--data_dir={data_dir}"])}'.removesuffix(' --data_dir=data')
+    return f'{path} does not exist; make it with: {command}{others}'
