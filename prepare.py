@@ -64,7 +64,7 @@ class PrepareConfig:
     val_fraction: float | None = None  # fraction to hold out; None: 0.1, or a named corpus's default
     seed: int = 1337  # chooses which documents are held out
     # --- tokens
-    tokenizer: str | None = None  # byte, char, bpe:SIZE (learned), gpt2, ...; a dataset or run; None: byte
+    tokenizer: str | None = None  # byte, char, bpe:SIZE (learned), gpt2, a run, ...; None: byte or a corpus's
     bos: bool | None = None  # begin documents with the begin-of-text id; None: if the tokenizer's file does
     num_proc: int | None = None  # number of tokenizer processes; None: one per CPU core
 
@@ -131,8 +131,11 @@ def open_sources(sources, cfg, reading, spool):
     is_corpus = len(sources) == 1 and sources[0] in CORPORA and not os.path.exists(sources[0])
     if cfg.shards and not is_corpus:
         raise ValueError(f'shards={cfg.shards} applies only to a named corpus: {", ".join(CORPORA)}')
+    is_stdlib = sources == ['stdlib']
     if is_corpus:
         cfg.tokenizer = cfg.tokenizer or CORPORA[sources[0]].tokenizer
+    elif is_stdlib:
+        cfg.tokenizer = cfg.tokenizer or 'bpe:1024'  # best in the minutes of config/quickstart.py
     named = find_tokenizer(cfg.tokenizer or 'byte', cfg.data_dir)  # an error comes before downloads
     val_files = files_of(cfg.val, reading, cfg.data_dir, spool) if cfg.val else []
     if is_corpus:
@@ -142,7 +145,7 @@ def open_sources(sources, cfg, reading, spool):
         files, own_val_files = open_corpus(sources[0], cfg)
         val_files = val_files or own_val_files
     else:
-        fraction = 0.05 if sources == ['stdlib'] else 0.1
+        fraction = 0.05 if is_stdlib else 0.1
         files = []
         for source in sources:
             found = files_of(source, reading, cfg.data_dir, spool)

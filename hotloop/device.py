@@ -81,9 +81,10 @@ def try_compile(device):
     return None
 
 
-# minutes of a time budget. On 2 CPU cores compiling config/quickstart.py took 35 s (7 s if cached), and its
-# steps were then 1.25 to 1.5 times as fast: that has paid after 1.8 to 2.9 minutes. Not measured on GPUs
-COMPILE_PAYS = {'cpu': 3.0, 'cuda': 2.0}
+# on 2 CPU cores compiling 3 or 4 layers took 35 to 45 s (7 s if cached), and steps were then 1.25 to 1.7
+# times as fast: that has paid after 1.8 to 2.9 minutes of a time budget. Not measured on GPUs
+COMPILE_SECONDS, COMPILE_GAIN = 40.0, 1.5
+COMPILE_PAYS = {'cpu': 3.0, 'cuda': 2.0}  # minutes
 
 
 def choose_compile(asked, device, minutes=None):

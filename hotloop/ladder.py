@@ -15,7 +15,7 @@ import torch
 
 from hotloop import host
 from hotloop.cards import MODEL
-from hotloop.device import device_memory, measure_flops
+from hotloop.device import COMPILE_GAIN, COMPILE_SECONDS, device_memory, measure_flops
 from hotloop.mixture import open_split
 from hotloop.schedule import NO_LIMIT
 from hotloop.tokenizer import tokenizer_from
@@ -35,8 +35,6 @@ BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
 FLOOR, WIDTH, ALPHA, LENGTH, BETA, START, GAMMA = 0.348, 49.1, 0.34, 10.4, 0.22, 28.7, 0.75
 SAMPLE = 2**20  # bytes of text for bz2
 REPEATS = 15.4  # epochs after the first are worth less and less: 15.4 in all (arXiv 2305.16264)
-# seconds to compile, and by how much steps are then faster: 1.25 to 1.7 for 3 and 4 layers on 2 CPU cores
-COMPILE_SECONDS, COMPILE_GAIN = 40.0, 1.5
 
 
 def width(depth):
@@ -248,6 +246,8 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     left = budget - host.process_seconds()
     best = int(env.of_rank_0([ladder.best(depths, left)])[0])
     settings.notes += ladder.table(depths, left, best)
+    if text.bytes_per_token < 1.5:
+        settings.notes.append('ladder: longer tokens learn more by then: prepare.py --tokenizer=bpe:1024')
     cfg.depth, tokens = best, ladder.expect(best, left).num_bytes / text.bytes_per_token
     # of each split; an evaluation has no backward pass, a third of the work
     eval_tokens = EVALUATION * budget / 2 * 3 / ladder.seconds(best)

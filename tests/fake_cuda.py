@@ -141,20 +141,19 @@ def test_a_step(split):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('dtype', [BF16, FP16, FP32])
-@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
-@pytest.mark.parametrize('preset', ['gpt2', 'modern'])
+@pytest.mark.parametrize('preset, optimizer, dtype', [
+    ('gpt2', 'adamw', BF16), ('gpt2', 'muon', FP16), ('gpt2', 'adamw', FP32),
+    ('modern', 'muon', BF16), ('modern', 'adamw', FP16), ('modern', 'muon', FP32)])
 def test_a_step_of_each_dtype(split, preset, optimizer, dtype):
     run_steps(fake_gpt(dtype, preset=preset), split, optimizer=optimizer)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('preset', ['gpt2', 'modern'])
-@pytest.mark.parametrize('shape, chunks, settings', [
-    (dict(n_kv_head=2), 1, {}), (dict(mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
-    (dict(dropout=0.1, label_smoothing=0.1), 4, {}), (dict(softcap=15.0), 3, {}),
-    (dict(dropout=0.1), 1, dict(recompute='selective')), ({}, 4, dict(recompute='full')),
-    ({}, 1, dict(data_on_device=False, grad_clip=0.0))], ids=str)
+@pytest.mark.parametrize('preset, shape, chunks, settings', [
+    ('gpt2', dict(n_kv_head=2), 1, {}), ('gpt2', dict(mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
+    ('modern', dict(dropout=0.1, label_smoothing=0.1), 4, {}), ('gpt2', dict(softcap=15.0), 3, {}),
+    ('gpt2', dict(dropout=0.1), 1, dict(recompute='selective')), ('modern', {}, 4, dict(recompute='full')),
+    ('modern', {}, 1, dict(data_on_device=False, grad_clip=0.0))], ids=str)
 def test_a_step_of_other_settings(split, preset, shape, chunks, settings):
     run_steps(fake_gpt(BF16, chunks, preset=preset, **shape), split, **settings)
 
@@ -268,8 +267,8 @@ def test_an_evaluation_reads_the_device_once(split, answers, preset, dtype, chun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('quantize', ['none', 'int8'])
-@pytest.mark.parametrize('preset, dtype', [('gpt2', BF16), ('modern', FP16), ('modern', FP32)])
+@pytest.mark.parametrize('preset, dtype, quantize', [
+    ('gpt2', BF16, 'none'), ('gpt2', BF16, 'int8'), ('modern', FP16, 'int8'), ('modern', FP32, 'none')])
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'fixed shapes'])
 def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize, compiled):
     """

@@ -138,6 +138,7 @@ def test_a_budget_chooses_a_depth_and_says_so(tmp_path, data_dir, tiny_rungs, mo
     out = capsys.readouterr().out
     depth = int(re.search(r'^ladder: depth (\d+) \(\*: timed here\); --depth=N', out, re.M)[1])
     assert re.search(r'^ +\d\* ', out, re.M) and re.search(rf'^ +{depth}[* ]', out, re.M)
+    assert 'longer tokens learn more by then: prepare.py --tokenizer=bpe:1024' in out  # tiny is bytes
     assert 55 < clock.now <= 61
     config = load(tmp_path / 'out' / 'ckpt.pt')['config']
     assert config['depth'] == depth and config['n_layer'] == depth - 1 and config['optimizer'] == 'muon'
