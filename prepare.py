@@ -278,9 +278,12 @@ def write_rows(path, files, reading):
 def report(counts, in_loss, tokens):
     """Prints what was made of the rows and the bytes: a RowCounts, and the number of tokens in the loss."""
     if counts.kinds:
-        kinds = ', '.join(f'{number:,} {kind}' for kind, number in sorted(counts.kinds.items()))
+        kinds = ', '.join(counted(number, kind) for kind, number in sorted(counts.kinds.items()))
         print(f'instruction data ({kinds}) in {named_templates(counts.templates)}: {in_loss:,} of {tokens:,} '
               f'tokens ({in_loss / max(tokens, 1):.0%}) count in the loss')
+    if counts.unseparated:
+        print(f'note: prompt and completion are joined as they are, in {counted(counts.unseparated, "row")} '
+              'without white space between them; end the prompts with a newline, or use --template=alpaca')
     unused = [name for name, is_used in counts.fields.items() if not is_used]
     if unused:
         more = ', ...' if len(unused) > 10 else ''

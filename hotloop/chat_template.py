@@ -21,8 +21,8 @@ TEMPLATES = {
     'llama3': {role: (f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>') for role in SPEAKERS},
 }
 CHATS = tuple(name for name in TEMPLATES if name not in ('plain', 'joined'))  # those that mark turns
-KINDS = {'chatml': 'chats', 'alpaca': 'instructions with outputs (Alpaca)',
-         'joined': 'prompts with completions'}  # of rows, by the template that suits them
+KINDS = {'chatml': 'chat', 'alpaca': 'instruction-output pair',
+         'joined': 'prompt-completion pair'}  # of rows, by the template that suits them
 BETWEEN_TURNS = {'plain': '\n', 'joined': '', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}
 MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it
 OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
@@ -49,6 +49,8 @@ def parts_of(row, where, reading, counts=None):
     if counts is not None:
         counts.kinds[KINDS[suited]] += 1
         counts.templates.add(template)
+        border = turns[0][1][-1:] + turns[-1][1][:1]
+        counts.unseparated += template == 'joined' and len(border.strip()) == 2
     return render(turns, template)
 
 

@@ -54,6 +54,7 @@ class RowCounts:
     skipped: int = 0  # rows without text or without an answer
     kinds: Counter = field(default_factory=Counter)  # rows of instruction data, by kind
     templates: set = field(default_factory=set)  # of those rows
+    unseparated: int = 0  # rows without white space between prompt and completion, in the joined template
     fields: dict = field(default_factory=dict)  # {field of the first rows: whether it is used}
     replaced: Counter = field(default_factory=Counter)  # bytes that are not UTF-8, by file
     long_functions: int = 0  # longer than max_function

@@ -109,7 +109,7 @@ def test_the_template_used_is_reported():
     for row in (PAIR, CHAT, CHAT, {'text': 'abc'}, {**ALPACA, 'output': ''}):
         parts_of(row, 'line 1', ReadConfig(), counts)
     assert counts.templates == {'joined', 'chatml'}
-    assert counts.kinds == {'chats': 2, 'prompts with completions': 1}
+    assert counts.kinds == {'chat': 2, 'prompt-completion pair': 1}
     counts = RowCounts()
     for row in (PAIR, CHAT, ALPACA):
         parts_of(row, 'line 1', ReadConfig(template='gemma'), counts)

@@ -243,7 +243,7 @@ def test_rows_are_counted(tmp_path):
     (tmp_path / 'a.jsonl').write_bytes(as_jsonl(rows))
     counts = RowCounts()
     assert read(tmp_path / 'a.jsonl', counts=counts) == ['a', 'b', 'Q A']
-    assert counts == RowCounts(skipped=2, kinds={'prompts with completions': 1}, templates={'joined'},
+    assert counts == RowCounts(skipped=2, kinds={'prompt-completion pair': 1}, templates={'joined'},
                                fields={'text': True, 'prompt': True, 'completion': True})
 
 

@@ -79,7 +79,7 @@ def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys
     prepare.main(['code', '--format=functions', '--name=rows'])
     out = capsys.readouterr().out
     assert 'skipped 1 file that this Python cannot parse: code/old.py: ' in out
-    assert 'prompts with completions) in the joined template' in out
+    assert 'prompt-completion pairs) in the joined template' in out and 'note:' not in out
     lines = (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()
     held = [json.loads(line) for line in lines]
     files = {row['prompt'].split('File ')[1].split('.')[0] for row in held}

@@ -142,8 +142,8 @@ def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
     pairs = [{'prompt': f'{i} ask', 'completion': ' tell'} for i in range(30)]
     for rows, templates, words in (
             (chats + pairs, ['chatml', 'joined'],
-             '(30 chats, 30 prompts with completions) in the templates chatml, joined: 660 of '),
-            (pairs, ['joined'], '(30 prompts with completions) in the joined template: 180 of ')):
+             '(30 chats, 30 prompt-completion pairs) in the templates chatml, joined: 660 of '),
+            (pairs, ['joined'], '(30 prompt-completion pairs) in the joined template: 180 of ')):
         (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}]))
         assert make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]['templates'] == templates
         out = capsys.readouterr().out
@@ -156,6 +156,14 @@ def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
     for split, counts in read_meta(str(tmp_path / 'data' / 'x'))['splits'].items():
         mask = (tmp_path / 'data' / 'x' / f'{split}.mask.bin').read_bytes()
         assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
+
+
+def test_prompts_that_run_into_their_completions_are_noted(tmp_path, make, capsys):
+    (tmp_path / 'a.jsonl').write_text(as_jsonl({'question': f'{i} + 1?', 'answer': f'{i + 1}'}
+                                               for i in range(30)))
+    for template, is_noted in (('auto', True), ('alpaca', False)):
+        make(tmp_path / 'a.jsonl', template=template)
+        assert ('in 30 rows without white space between them; ' in capsys.readouterr().out) == is_noted
 
 
 @pytest.mark.parametrize('row', [
