@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from configurator import SettingsError
-from hotloop.dataset import open_bin
+from hotloop.dataset import Dataset, command_for, open_bin
 from hotloop.files import counted
 
 
@@ -23,7 +23,7 @@ class Split:
         self.path, self.T, self.splits = os.path.join(folder, f'{name}.bin'), T, [self]
         self.tokens = open_bin(self.path, meta['dtype'])
         self.num_tokens = len(self.tokens)
-        self.known_vocab = math.inf if meta['foreign'] else meta['vocab_size']
+        self.dataset = Dataset(os.path.basename(folder), folder, meta, 1.0)
         self.num_windows = windows_per_epoch(self.num_tokens, T)
         self.order = functools.lru_cache(maxsize=2)(self.epoch_order)
         self.end_id = None  # the last id of a document, if windows carry the documents of their tokens
@@ -43,11 +43,13 @@ class Split:
 
     def check_ids(self, vocab_size):
         """ValueError if a token is not below vocab_size; on a GPU it would trigger an opaque assert."""
-        if self.tokens.nbytes > 1e9 and self.known_vocab <= vocab_size:
+        folder, meta = self.dataset.folder, self.dataset.meta
+        if self.tokens.nbytes > 1e9 and not meta['foreign'] and meta['vocab_size'] <= vocab_size:
             return  # reading it takes minutes, and prepare.py wrote only valid ids
         if self.tokens.max() >= vocab_size:
-            raise ValueError(f'{self.path} has token id {self.tokens.max()}, but the vocabulary has '
-                             f"{vocab_size} ids; prepare it with the model's tokenizer")
+            command = command_for(self.dataset, os.path.dirname(folder), {'kind': ''}, 'RUN_OR_MODEL')
+            raise ValueError(f'{self.path} has token id {self.tokens.max()}, but the vocabulary of the model '
+                             f'has {vocab_size} ids; prepare it with the tokenizer of the model: {command}')
 
     def fingerprint(self):
         """A hash of the size and of 64 blocks spread over the bin and its mask."""

@@ -33,7 +33,7 @@ def dry_run(settings, model_of):
         datasets = open_datasets(cfg.dataset, cfg.data_dir)
         first = datasets[0]
     except ValueError as e:
-        notes.append(f'data: tokens unknown, 50,304 ids assumed: {e}')
+        notes.append(f'note: the forecast assumes a vocabulary of 50,304 ids, because {e}')
     if settings.choose_depth and 'depth' not in settings.given:
         notes.append(f'depth: the run chooses it by its speed; this is a forecast of depth {cfg.depth}, and '
                      '--depth=N of another')

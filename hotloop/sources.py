@@ -1,6 +1,5 @@
 """Turns a source named on the command line into files, in a fixed order."""
 
-import difflib
 import glob
 import hashlib
 import os
@@ -231,7 +230,9 @@ def missing_dataset(path, name, data_dir):
     """The message about a file or folder of a dataset that does not exist."""
     bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
     found = sorted(os.path.basename(os.path.dirname(bin)) for bin in bins)
-    near = difflib.get_close_matches(os.path.basename(name), found, 1)
-    others = f'; {data_dir} has {", ".join(near or found[:10])}' if found else ''
+    others = f'; {data_dir} has {", ".join(found[:10])}' if found else ''
+    hint = '' if name in CORPORA else did_you_mean(name, {word: repr(word) for word in (*found, *CORPORA)})
     command = f'{how_to_make(name)} {shlex.join([f"--data_dir={data_dir}"])}'.removesuffix(' --data_dir=data')
+    if hint:
+        return f'{path} does not exist{hint} If not, make it with: {command}'
     return f'{path} does not exist; make it with: {command}{others}'

@@ -267,7 +267,7 @@ def forecast_of(tmp_path, monkeypatch, capsys):
 def test_a_dataset_that_is_absent_is_assumed(forecast_of):
     """Its tokens are unknown, its ids GPT-2's. With max_epochs the hours are unknown, too."""
     printed = forecast_of(dataset='wikitext103')
-    assert 'data: tokens unknown, 50,304 ids assumed: data/wikitext103 does not exist; make it' in printed
+    assert 'assumes a vocabulary of 50,304 ids, because data/wikitext103 does not exist; make it' in printed
     assert 'embeddings 1,642,496' in printed and 'unknown epochs' in printed
     assert all(re.search(rf'^{name} .* fits', printed, re.M) for name in (*MACHINES, 'this cpu'))
     assert re.search(r'^A100 40GB +42\.3 GB +[\d,]+ +[\d.]+  fits$', printed, re.M)
