@@ -97,13 +97,20 @@ def columns(pairs):
     return f'<ul>{"".join(items)}</ul>' if items else ''
 
 
+def differing_data(runs):
+    """A sentence if the losses of these runs do not compare; otherwise ''."""
+    for name, what in (('dataset', 'datasets'), ('vocab_size', 'tokenizers')):
+        if len({run.settings[name] for run in runs if name in run.settings}) > 1:
+            return f'The runs have different {what}: compare bits per byte, not losses.'
+    return ''
+
+
 def sentences(runs):
     """What is wrong with the logs, as HTML."""
     wrong = [f'{run.name}: {counted(run.damaged, "damaged line")} of log.jsonl left out'
              for run in runs if run.damaged]
-    if len({run.settings['dataset'] for run in runs if 'dataset' in run.settings}) > 1:
-        wrong.append('The runs have different datasets: compare bits per byte, not losses.')
-    return ''.join(f'<p>{html.escape(sentence)}</p>' for sentence in wrong)
+    wrong.append(differing_data(runs))
+    return ''.join(f'<p>{html.escape(sentence)}</p>' for sentence in wrong if sentence)
 
 
 def facts_of(run):
@@ -127,7 +134,8 @@ def facts_of(run):
 def results(runs):
     """The table of a comparison: the best losses, and the way to a loss that all runs have reached."""
     bests = [run.best() for run in runs]
-    goal = np.max([best[1] for best in bests])  # nan if a run has no evaluation
+    # nan if a run has no evaluation
+    goal = math.nan if differing_data(runs) else np.max([best[1] for best in bests])
     rows = [['Run', 'Best loss', 'at step', 'Bits per byte']]
     if math.isfinite(goal):
         rows[0] += [f'Tokens to {goal:.4f}', f'Training time to {goal:.4f}']
@@ -138,7 +146,7 @@ def results(runs):
             reached = steps[np.argmax(losses <= goal)]
             minutes = run.minutes(reached)
             cells += [exact(run.tokens(reached)), duration(60 * minutes) if minutes >= 0 else 'nan']
-        rows.append([label(run, number), *('' if cell == 'nan' else cell for cell in cells)])
+        rows.append([label(run, number), *('n/a' if cell == 'nan' else cell for cell in cells)])
     return table(rows)
 
 
@@ -160,6 +168,8 @@ def small_panels(runs):
     panels = []
     for name, title, unit, size in SMALL_PANELS:
         curves = []
+        if unit == 'GB' and all(run[name][1].max(initial=0) < 1000 for run in runs):
+            unit, size = 'MB', 1
         for number, run in enumerate(runs):
             x, y = run[name]
             smooth = name in ('lr', 'peak_memory_mb') or len(x) < 10
@@ -249,7 +259,7 @@ def write_report(folder):
 def report(folders):
     """
     Writes the report of a run into its folder, or that of several, separated by commas, into the current
-    one. Returns the line to print. ValueError if a folder holds no log, or the report cannot be written.
+    one. Returns the text to print. ValueError if a folder holds no log, or the report cannot be written.
     """
     names = [name.strip() for name in folders.split(',') if name.strip()]
     if not names:
@@ -257,7 +267,8 @@ def report(folders):
     try:
         if len(names) == 1:
             return f'report: {write_report(names[0])}'
-        return f'report: {write(COMPARISON, comparison_page([Record(name) for name in names]))}'
+        runs = [Record(name) for name in names]
+        return f'report: {write(COMPARISON, comparison_page(runs))}\n{differing_data(runs)}'.rstrip()
     except OSError as e:
         raise ValueError(f'the report of {folders} could not be written: {e.strerror or e}') from None
 

@@ -142,6 +142,9 @@ def test_curves_are_where_the_axes_say(tmp_path):
         assert values_at(found[:, 0], ticks['x']) == pytest.approx(steps, abs=0.05)
         assert values_at(found[:, 1], ticks['y'], True) == pytest.approx(values, abs=max(values) / 500)
     svg, ticks = page.figure('Loss')  # a log axis: equal ratios are equal lengths
+    for memory, unit in ((357.2, 'MB'), (1500.0, 'GB')):
+        line = {'step': 1, 'loss': 3.0, 'peak_memory_mb': memory}
+        assert f'Peak memory {unit} ' in page_of(write_log(tmp_path / unit, [line])).text
     (p0, low), (p1, high) = ((100 - place, float(label)) for place, label in (ticks['y'][0], ticks['y'][-1]))
     per_place = math.log(high / low) / (p1 - p0)
     found = [low * math.exp((place / 10 - p0) * per_place) for place in points(svg, 'c0')[:, 1]]
@@ -265,9 +268,15 @@ def test_several_runs_are_compared(tmp_path, monkeypatch):
     assert 'a, minutes 0.39: 3.4250 ± 0.0125' in page.titles
     assert 'n_layer' not in page.text and 'different datasets' not in page.text
     write_log(tmp_path / 'c', [{'step': 4, 'loss': 2.0}], dataset='other')
-    report('a,c')
-    page = Page('report-compare.html')
-    assert 'compare bits per byte' in page.text and 'Tokens to' not in page.text and 'nan' not in page.text
+    write_log(tmp_path / 'd', lines_of_a_run(40), vocab_size=65, **common)
+    write_log(tmp_path / 'e', lines_of_a_run(10, every=1)[:2], vocab_size=257, **common)
+    for runs, what in (('a,c', 'datasets'), ('d,e', 'tokenizers')):
+        assert report(runs).endswith(f'The runs have different {what}: compare bits per byte, not losses.')
+        page = Page('report-compare.html')
+        assert 'compare bits per byte' in page.text and 'Tokens to' not in page.text
+        assert 'nan' not in page.text
+    report('a,e')  # the latter without timed steps
+    assert Page('report-compare.html').text.count('n/a') == 1
     assert error_of(report, 'a,missing').startswith('missing/log.jsonl: No such file')
 
 
