@@ -216,6 +216,8 @@ def meant(word, fields):
     name = name.replace('-', '_')
     if equals or word.startswith('-') or name in fields:
         known = {field: f'--{field}{equals}{value}' for field in fields}
+    elif 'start' in fields and not word.endswith('.py'):
+        return f'; a prompt is given as --start="{word}"'
     else:
         cards = glob.glob(os.path.join(HERE, 'config', '*.py'))
         known = {os.path.splitext(os.path.basename(card))[0]: os.path.relpath(card) for card in cards}

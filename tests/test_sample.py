@@ -142,6 +142,10 @@ def test_settings_and_input_that_cannot_be_used_are_refused(out, monkeypatch, fl
     assert words in error_of(main, **{'out_dir': out, **flags})
 
 
+def test_a_prompt_without_its_flag_gets_the_flag():
+    assert error_of(sample.main, ['Once upon']).endswith('a prompt is given as --start="Once upon"')
+
+
 def test_a_text_is_a_function_of_prompt_and_seed(draw):
     """Of the end of a prompt that is too long: block_size is 8."""
     first = draw(seed=1, num_samples=3, start='fedcbahg')
