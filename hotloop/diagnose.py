@@ -67,11 +67,12 @@ def sections(found, model, device, dtype, data_dir):
         watch = Watch(model)
         for batch in batches:
             watch.run(*(torch.from_numpy(part).to(device) for part in batch))
-        yield 'blocks', watch.blocks(), (': RMS of the input and of what attention and MLP add to it, '
-                                         f'on {watch.num_tokens:,} tokens of {source}')
+        yield 'blocks', watch.blocks(), (': RMS of the residual stream and of what is added to it, on '
+                                         f'{watch.num_tokens:,} tokens of {source}')
         problems += watch.problems(fresh)
         for section, rows in watch.predictions().items():
-            yield section, rows, ''
+            about = ': confidence is the probability p of the likeliest token'
+            yield section, rows, about if section == 'predictions' else ''
     yield 'problems', [{'problem': problem} for problem in problems or ['none found']], ''
     if notes:
         yield 'notes', [{'note': note} for note in notes], ''
@@ -93,7 +94,8 @@ def training(found, model):
     row |= {name: config.get(name) for name in SETTINGS}
     if 'lora' in checkpoint:
         row |= {name: checkpoint['lora'][name] for name in ('base', 'lora_rank', 'quantize')}
-    row |= {name: checkpoint.get('machine', {}).get(name) for name in ('device', 'dtype', 'world')}
+    machine = checkpoint.get('machine', {})
+    row |= {'device': machine.get('device'), 'dtype': machine.get('dtype'), 'processes': machine.get('world')}
     return {name: value for name, value in row.items() if value is not None}
 
 
@@ -125,7 +127,7 @@ def by_kind(rows):
             layer = re.search(r'\.\d+\.', extreme['name'])
             row[column] = f'{extreme["rms"]:.3g}' + (f' (h{layer[0].rstrip(".")})' if layer else '')
         row |= {'min': min(r['min'] for r in same), 'max': max(r['max'] for r in same)}
-        row |= {name: sum(r[name] for r in same) for name in ('zeros', 'not_finite')}
+        row |= {name.replace('_', ' '): sum(r[name] for r in same) for name in ('zeros', 'not_finite')}
         result.append(row)
     return result
 

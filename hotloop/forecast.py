@@ -11,6 +11,7 @@ from hotloop.lora import describe_adapters
 from hotloop.mixture import open_split
 from hotloop.pretrained import GPT2_SHAPES, shape_of
 from hotloop.schedule import is_open, set_length
+from hotloop.wording import duration, file_size, wrapped
 
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
 # {name: (key of PEAK_FLOPS, bytes of memory as PyTorch reports them, about)}
@@ -66,21 +67,22 @@ def forecast(model, settings, num_windows, device, dtype):
     if need.lora:
         base = settings.resumed.checkpoint['lora']['base'] if settings.resumed else cfg.init_from
         lines.append(describe_adapters({**need.record, 'base': base}, need.adapted, gpu_dtype))
-    lines = [*lines, f'compute: {flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward',
-             *describe_memory(need, batch, gpu_dtype),
-             describe_length(model, steps, tokens, num_windows, cfg.time_budget),
-             f'machine           memory     tokens/s     hours  (at {MFU:.0%} of the peak, on one device)']
+    lines += [f'compute: {flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward',
+              *describe_memory(need, batch, gpu_dtype),
+              describe_length(model, steps, tokens, num_windows, cfg.time_budget)]
+    lines = [*map(wrapped, lines),
+             f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
     machines = [(name, gpu_dtype, size, None if gpu_dtype == torch.float32 else PEAK_FLOPS[key])
                 for name, (key, size) in MACHINES.items()]
     machines.append((f'this {device.type}', dtype, device_memory(device), measure_flops(device, dtype)))
     for name, machine_dtype, memory, flops in machines:
         repeated = 0 if cfg.recompute == 'none' else forward
         rate = MFU * flops / (flops_per_token + repeated) if flops else None
-        hours = f'{steps * tokens / rate / 3600:,.1f}' if steps is not None and rate else 'unknown'
+        time = duration(steps * tokens / rate) if steps is not None and rate else 'unknown'
         if is_open(cfg):
-            hours = f'{cfg.time_budget / 60:,.3g}'
+            time = duration(60 * cfg.time_budget)
         lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {f"{rate:,.0f}" if rate else "unknown":>12} '
-                     f'{hours:>9}  {advise(need, batch, accumulation, machine_dtype, memory)}')
+                     f'{time:>10}  {advise(need, batch, accumulation, machine_dtype, memory)}')
     return lines
 
 
@@ -115,19 +117,17 @@ def describe_memory(need, batch, dtype):
     size = MACHINES['H100'][1]
     chunks = need.chunks(batch, size)
     parts = need.parts(batch, dtype, chunks)
-    text = ', '.join(f'{part} {size / 1e9:,.2f}' for part, size in parts.items() if size)
+    text = ', '.join(f'{part} {file_size(size)}' for part, size in parts.items() if size)
     pieces = f' in {chunks} chunks' if chunks > 1 else ''
     if need.asked_chunks == 'auto':
-        pieces += f' (loss_chunks=auto with {size / 1e9:.0f} GB)'
+        pieces += f' (loss_chunks=auto on a GPU with {size / 1e9:.0f} GB)'
     name, checkpoint = str(dtype).removeprefix('torch.'), need.weights + need.optimizer
-    lines = [f'memory: {sum(parts.values()) / 1e9:,.2f} GB for a micro-batch of {batch} x '
-             f'{need.model.config.block_size} tokens in {name}; compiled, it needs less',
-             f'  in GB: {text}{pieces}']
+    lines = [f'memory: {file_size(sum(parts.values()))} for a micro-batch of {batch} x '
+             f'{need.model.config.block_size} tokens in {name}, or less if compiled: {text}{pieces}']
     for shard in () if need.lora else ('optimizer', 'full'):  # adapters are not sharded
-        each = ', '.join(f'{need.standing(dtype, shard, world) / 1e9:,.2f}' for world in (2, 4, 8))
-        lines.append(f'  weights, gradients and optimizer with shard={shard} on each of 2, 4, 8 GPUs: {each}')
-    return [*lines,
-            f'disk: {checkpoint / 1e9:,.2f} GB for a checkpoint, {need.weights / 1e9:,.2f} GB for best.pt']
+        each = ', '.join(file_size(need.standing(dtype, shard, world)) for world in (2, 4, 8))
+        lines.append(f'shard={shard}: weights, gradients and optimizer take {each} on each of 2, 4, 8 GPUs')
+    return [*lines, f'disk: {file_size(checkpoint)} for a checkpoint, {file_size(need.weights)} for best.pt']
 
 
 def describe_length(model, steps, tokens, num_windows, budget):
@@ -136,8 +136,8 @@ def describe_length(model, steps, tokens, num_windows, budget):
         return (f'run: at most {budget:g} minutes (time_budget); the number of steps of {tokens:,} tokens '
                 'depends on the speed of the machine')
     if steps is None:
-        return f'run: unknown steps of {tokens:,} tokens'
-    epochs = 'unknown epochs'
+        return f'run: an unknown number of steps of {tokens:,} tokens'
+    epochs = 'an unknown number of epochs'
     if num_windows is not None:
         epochs = f'{steps * (tokens // model.config.block_size) / num_windows:,.2f} epochs'
     return f'run: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens, {epochs}'
@@ -166,4 +166,4 @@ def advise(need, batch, accumulation, dtype, memory):
     remedy = 'reduce n_layer, n_embd or block_size'
     if need.lora:
         remedy = 'use --quantize=nf4 and a smaller block_size'
-    return f'does not fit: one sequence needs {total / 1e9:,.1f} GB; {remedy}'
+    return f'does not fit: one sequence needs {file_size(total)}; {remedy}'

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hotloop.chat_template import TEMPLATES
-from hotloop.documents import ReadConfig, documents_in
+from hotloop.documents import ReadConfig, RowCounts, documents_in
 from hotloop.files import Progress
 from hotloop.generate import NOT_FINITE
 from hotloop.sources import check_kinds, files_of
@@ -45,13 +45,16 @@ def score(model, tokenizer, template, cfg):
         files = files_of(cfg.score, reading, cfg.data_dir, os.path.join(folder, 'stdin'))
         check_kinds({file.kind for file in files}, cfg, cfg.score)
         progress = Progress(sum(os.path.getsize(file.path) for file in files))
-        documents = documents_of(files, tokenizer, reading)
+        documents = documents_of(files, tokenizer, reading, counts := RowCounts())
         scores = measure(model, tokenizer, documents, cfg.batch_size, progress)
         progress.close()
     total = Score(cfg.score, sum(s.tokens for s in scores), sum(s.bytes for s in scores),
                   sum(s.nats for s in scores))
     if not scores:
         raise ValueError(f'{cfg.score} contains no tokens to score')
+    if counts.templates:
+        templates = ', '.join(sorted(counts.templates))
+        print(f'only the answers are scored; template: {templates}', file=sys.stderr)
     if cfg.output == 'text':
         print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
     for number, s in [*enumerate(scores, 1), ('all', total)]:
@@ -59,15 +62,16 @@ def score(model, tokenizer, template, cfg):
         row = {'document': number, 'file': s.file, 'tokens': s.tokens, 'bytes': s.bytes, 'loss': loss,
                'perplexity': math.exp(min(loss, 700)), 'bpb': s.nats / math.log(2) / max(s.bytes, 1)}
         if cfg.output == 'text':
-            print('{:>8}  {:<24.24}  {:>10,}  {:>11,}  {:>7.4f}  {:>10.2f}  {:.4f}'.format(*row.values()))
+            row['file'] = s.file[-24:]
+            print('{:>8}  {:<24}  {:>10,}  {:>11,}  {:>7.4f}  {:>10.2f}  {:.4f}'.format(*row.values()))
         else:
             print_json(row)
 
 
-def documents_of(files, tokenizer, reading):
+def documents_of(files, tokenizer, reading, counts=None):
     """
     Yields (file name, ids, mask, bytes read) of each document; mask is 1 where a token counts toward the
-    loss. The bytes are those read from the disk since the last document.
+    loss. The bytes are those read from the disk since the last document. Fills counts, a RowCounts.
     """
     for file in files:
         if file.kind == 'tokens':
@@ -78,7 +82,7 @@ def documents_of(files, tokenizer, reading):
                 separator = SEPARATOR if any(SEPARATOR in line for line in f) else None
         parts, read = [], []  # read: numbers of bytes
         counter = SimpleNamespace(add=read.append)
-        for piece in documents_in([file], replace(reading, separator=separator), counter):
+        for piece in documents_in([file], replace(reading, separator=separator), counter, counts):
             parts += piece.parts
             if piece.end:
                 ids, mask = encode_parts(tokenizer, parts)

@@ -69,7 +69,7 @@ class Watch:
         for layer in range(self.model.config.n_layer):
             row = {'block': layer} | {name: self.rms(name, layer) for name in ('stream', 'attention', 'MLP')}
             for name in ('heads', 'units'):
-                row[f'dead {name}'], row[f'of {name}'] = self.dead(name, layer)
+                row[f'dead {name}'], row[name] = self.dead(name, layer)
             rows.append(row)
         return rows
 
@@ -120,10 +120,10 @@ class Watch:
             chosen = (10 * sure).floor().clamp(max=9) == k
             if chosen.any():
                 confidence, accuracy = sure[chosen].mean().item(), right[chosen].mean().item()
-                bins.append({'from': k / 10, 'to': (k + 1) / 10, 'tokens': int(chosen.sum()),
+                bins.append({'p from': k / 10, 'p to': (k + 1) / 10, 'tokens': int(chosen.sum()),
                              'confidence': confidence, 'accuracy': accuracy})
                 error += abs(confidence - accuracy) * bins[-1]['tokens'] / len(loss)
         total = {'tokens': len(loss), 'loss': loss.mean().item(), 'entropy': entropy.mean().item(),
                  'confidence': sure.mean().item(), 'accuracy': right.mean().item(),
                  'calibration error': error}
-        return {'loss by position': by_place, 'calibration': bins, 'predictions': total}
+        return {'predictions': total, 'loss by position': by_place, 'calibration': bins}

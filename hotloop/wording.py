@@ -1,6 +1,7 @@
 """Numbers as short text, for lines of at most 80 columns and the axes of a report."""
 
 import math
+import textwrap
 
 
 def short(loss):
@@ -51,6 +52,11 @@ def file_size(num_bytes):
 def with_error(loss, error):
     """A loss with its standard error, unless that is nan: 1.1212 ± 0.0075."""
     return f'{loss:.4f}' + (f' ± {error:.4f}' if math.isfinite(error) else '')
+
+
+def wrapped(line):
+    """A line broken at spaces into lines of at most 80 columns; those after the first are indented."""
+    return textwrap.fill(line, 80, subsequent_indent='  ', break_long_words=False, break_on_hyphens=False)
 
 
 def text_of(value):

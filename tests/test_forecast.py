@@ -230,7 +230,7 @@ def need_of(size, recomputed):
          '2 chunks) or --recompute=full (the loss in 2 chunks)'),
     (0.5, 'does not fit; the same step fits with --recompute=full --batch_size=4 '
           '--gradient_accumulation_steps=12 (the loss in 2 chunks)'),
-    (0.1, 'does not fit: one sequence needs 0.0 GB; reduce n_layer, n_embd or block_size')])
+    (0.1, 'does not fit: one sequence needs 1 bytes; reduce n_layer, n_embd or block_size')])
 def test_what_does_not_fit_comes_with_what_does(memory, words):
     """24 sequences x 2, of 1 byte each, or of 1/8."""
     assert advise(need_of(1, 0.125), 24, 2, None, memory) == words
@@ -265,23 +265,22 @@ def forecast_of(tmp_path, monkeypatch, capsys):
 
 
 def test_a_dataset_that_is_absent_is_assumed(forecast_of):
-    """Its tokens are unknown, its ids GPT-2's. With max_epochs the hours are unknown, too."""
+    """Its tokens are unknown, its ids GPT-2's. With max_epochs the time is unknown, too."""
     printed = forecast_of(dataset='wikitext103')
     assert 'assumes a vocabulary of 50,304 ids, because data/wikitext103 does not exist; make it' in printed
-    assert 'embeddings 1,642,496' in printed and 'unknown epochs' in printed
+    assert 'embeddings 1,642,496' in printed and 'an unknown number' in printed
     assert all(re.search(rf'^{name} .* fits', printed, re.M) for name in (*MACHINES, 'this cpu'))
-    assert re.search(r'^A100 40GB +42\.3 GB +[\d,]+ +[\d.]+  fits$', printed, re.M)
+    assert re.search(r'^A100 40GB +42\.3 GB +[\d,]+ +\d+h \d+m  fits$', printed, re.M)
     for numbers, flags in ((r'[\d,]+ +unknown', dict(max_epochs=2)),
                            ('unknown +unknown', dict(dtype='float32'))):
         printed = forecast_of(time_budget=None, **flags)
         assert re.search(rf'^A100 40GB +42\.3 GB +{numbers}  fits$', printed, re.M)
 
 
-def test_a_time_budget_is_the_hours_of_every_machine(forecast_of):
+def test_a_time_budget_is_the_time_of_every_machine(forecast_of):
     printed = forecast_of(time_budget=90, dtype='float32', gradient_accumulation_steps=1)
-    assert ('run: at most 90 minutes (time_budget); the number of steps of 512 tokens depends on the speed '
-            'of the machine\n') in printed
-    assert all(re.search(rf'^{name} .* 1\.5  fits$', printed, re.M) for name in (*MACHINES, 'this cpu'))
+    assert 'run: at most 90 minutes (time_budget); the number of steps of 512 tokens depends' in printed
+    assert all(re.search(rf'^{name} .* 1h 30m  fits$', printed, re.M) for name in (*MACHINES, 'this cpu'))
 
 
 def test_a_dataset_that_is_there_is_counted(forecast_of, tmp_path):
@@ -297,7 +296,7 @@ def test_pretrained_weights_and_checkpoints_are_not_needed_or_only_read(forecast
     assert 'parameters: 1,557,611,200' in forecast_of(init_from='gpt2-xl')
     train_tiny(max_iters=1)
     for settings in (dict(init_from=tmp_path / 'out'), dict(init_from='resume', out_dir=tmp_path / 'out')):
-        assert 'norms and mixes 160' in forecast_of(dataset='tiny', **settings)
+        assert 'mixes 160' in forecast_of(dataset='tiny', **settings)
 
 
 def test_the_size_of_a_checkpoint(forecast_of, train_tiny, tmp_path):
@@ -316,10 +315,10 @@ def test_the_lines_of_a_run_with_adapters(forecast_of, train_tiny, tmp_path):
     train_tiny('tuned', max_iters=1, init_from=tmp_path / 'base', **flags)
     for settings in (dict(init_from=tmp_path / 'base', **flags),
                      dict(init_from='resume', out_dir=tmp_path / 'tuned')):
-        printed = forecast_of(dataset='tiny', **settings)
+        printed = ' '.join(forecast_of(dataset='tiny', **settings).split())
         assert 'adapters: rank 4, scale 2, on attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj; ' in printed
         assert f'of {tmp_path / "base"} are frozen in NF4, embedding and head in ' in printed
-        assert re.search(r'in GB: frozen weights [\d.]+, adapters [\d.]+, ', printed)
+        assert re.search(r'compiled: frozen weights [\d.]+ kB, adapters [\d.]+ kB, ', printed)
         assert 'shard=' not in printed
 
 

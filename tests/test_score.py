@@ -29,7 +29,9 @@ def scored(capsys):
     def run(source, model=None, tokenizer=None, tuned_in='none', **changes):
         model, tokenizer = model or gpt(257, block_size=256), tokenizer or ByteTokenizer()
         score(model, tokenizer, tuned_in, settings(source, **changes))
-        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        captured = capsys.readouterr()
+        run.err = captured.err
+        return [json.loads(line) for line in captured.out.splitlines()]
     return run
 
 
@@ -80,6 +82,7 @@ def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, tu
     (tmp_path / 'a.jsonl').write_text(json.dumps(row))
     model = gpt(257, block_size=256)
     first, _ = scored(tmp_path / 'a.jsonl', model, tuned_in=tuned_in, template=asked)
+    assert scored.err == f'only the answers are scored; template: {expected}\n'
     ids, mask = encode_parts(ByteTokenizer(), render([('user', 'hi'), ('assistant', 'ho')], expected))
     ids, mask = torch.from_numpy(ids).long()[None], torch.from_numpy(mask)[None]
     inputs = torch.cat([torch.tensor([[256]]), ids[:, :-1]], 1)
@@ -125,7 +128,7 @@ def test_the_table_has_a_row_for_each_document_and_for_all(capsys, tmp_path):
     score(gpt(257), ByteTokenizer(), 'none', settings(tmp_path, output='text'))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[::2][0] for line in lines] == ['document', '1', '2', 'all']
-    assert [line.split()[1][:21] for line in lines[:3]] == ['file', 'a.txt', 'b' * 21]
+    assert [line.split()[1] for line in lines[:3]] == ['file', 'a.txt', f'{"b" * 20}.txt']  # its end
     assert len({len(line.rsplit('  ', 1)[0]) for line in lines}) == 1  # columns are aligned
 
 
