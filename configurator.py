@@ -351,17 +351,17 @@ def help_text(classes, about=''):
     return '\n'.join(lines)
 
 
-def differences(objects, given, otherwise='derived', hidden=()):
+def differences(objects, given, hidden=()):
     """
-    One line for each setting that is not at its default: name, value, and its place or `otherwise`. hidden:
-    values that are not shown.
+    One line for each setting that is not at its default: name, value, and its place, or that it was derived.
+    hidden: values that are not shown.
     """
     lines = []
     for o in objects:
         for f in dataclasses.fields(o):
             value = getattr(o, f.name)
             if value != f.default and value not in hidden:
-                lines.append(f'  {f.name} = {value!r}  ({given.get(f.name, otherwise)})')
+                lines.append(f'  {f.name} = {value!r}  ({given.get(f.name, "derived")})')
     return '\n'.join(lines)
 
 

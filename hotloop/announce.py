@@ -9,6 +9,7 @@ from hotloop.files import counted
 from hotloop.flops import flops_of
 from hotloop.mixture import Mixture
 from hotloop.schedule import NO_LIMIT, is_open
+from hotloop.wording import wrapped
 
 SHARDED = {'optimizer': 'the optimizer states; weights are gathered once a step (FSDP2)',
            'full': 'weights, gradients and optimizer states; each block is gathered when it runs (FSDP2)'}
@@ -16,14 +17,15 @@ SHARDED = {'optimizer': 'the optimizer states; weights are gathered once a step 
 
 def announce(run, settings, meta):
     """Prints the summary of this run once, with the reasons for its choices."""
-    origin = 'checkpoint' if settings.resumed else 'derived'
     objects = [settings.model, settings.lora, run.cfg]
-    changed = differences(objects, settings.given, origin, hidden=[NO_LIMIT])  # which nobody has set
-    cfg, lines = run.cfg, [*settings.notes, f'settings that differ from the defaults:\n{changed}']
-    lines += describe_machine(run) + describe_work(run, meta)
-    if not cfg.eval_only:
+    changed = differences(objects, settings.given, hidden=[NO_LIMIT])  # which nobody has set
+    heading = f'settings that differ from the defaults:\n{changed}'
+    if settings.resumed:  # the notes have those that the command changes
+        heading = 'settings: those of the checkpoint, and those of this command'
+    lines = describe_machine(run) + describe_work(run, meta)
+    if not run.cfg.eval_only:
         lines += describe_length(run, settings)
-    for line in lines:
+    for line in [*settings.notes, heading, *map(wrapped, lines)]:
         run.env.print_once(line)
 
 
@@ -41,8 +43,8 @@ def describe_machine(run):
         lines.append(f'attention within windows and documents: {how}')
     gpus = torch.cuda.device_count()
     if env.device.type == 'cuda' and gpus > env.world == 1:
-        lines.append(f'note: for all {gpus} GPUs, replace "python" with "torchrun --standalone '
-                     f'--nproc_per_node={gpus}"')
+        lines.append(f'note: to use all {gpus} GPUs: torchrun --standalone --nproc_per_node={gpus} '
+                     'train.py ...')
     if env.world > 1 and cfg.shard != 'none':
         lines.append(f'parallel: shard={cfg.shard}: each process holds 1/{env.world} of '
                      f'{SHARDED[cfg.shard]}')
@@ -65,8 +67,8 @@ def describe_work(run, meta):
     chunks = f', loss in {model.loss_chunks} chunks to save memory' if model.loss_chunks > 1 else ''
     return [f'data: {data}',
             f'model: {name_of(c)}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x '
-            f'{counted(c.n_head, "head")}, context {c.block_size}, vocabulary {c.vocab_size}: '
-            f'{num_params:,} parameters, '
+            f'{counted(c.n_head, "head")}, context {c.block_size}, vocabulary {c.vocab_size}',
+            f'  {num_params:,} parameters, '
             f'{flops_of(model, c.block_size)[1] / 1e6:,.1f} MFLOP per token',
             f'batch: {counted(batches.micro_batch, "sequence")} x '
             f'{counted(batches.accumulation, "micro-batch")} x {counted(run.env.world, "process")} = '
@@ -87,13 +89,14 @@ def describe_length(run, settings):
     cfg, batches = run.cfg, run.batches
     windows = cfg.max_iters * batches.global_batch
     epochs = windows / batches.split.num_windows
-    resuming = f'; resuming at step {run.state.iter_num:,}' if settings.resumed else ''
     length = f'{counted(cfg.max_iters, "step")}, {windows * run.val.T:,} tokens, {epochs:.2f} epochs'
     if is_open(cfg):
         most = f', at most {length}' if cfg.max_iters < NO_LIMIT else ''
         used = f', {run.state.seconds_used / 60:.1f} already used' if settings.resumed else ''
         length = f'a time budget of {cfg.time_budget:g} min{used}{most}'
-    lines = [f'run: {length}, into {cfg.out_dir}{resuming}']
+    lines = [f'run: {length}, into {cfg.out_dir}']
+    if settings.resumed:
+        lines.append(f'resuming at step {run.state.iter_num:,}')
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
         lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
     if run.state.iter_num >= cfg.max_iters:

@@ -186,8 +186,8 @@ def try_evaluation(run):
     run.deadline.evaluating += now - began
     run.deadline.evaluation = seconds
     if seconds > run.deadline.budget / 4:
-        env.print_once(f'note: the final evaluation will take about {clock(seconds)} of '
-                       f'{clock(run.deadline.budget)}; a smaller eval_tokens leaves more for training')
+        env.print_once(f'note: the final evaluation takes about {clock(seconds)} of '
+                       f'{clock(run.deadline.budget)}; eval_tokens can be lowered')
 
 
 class Plan(NamedTuple):
@@ -235,11 +235,10 @@ def begin_decay(run, plan):
     for name in ('decay_start', 'max_iters', 'max_epochs', 'warmup_fraction', 'eval_interval'):
         run.settings[name] = getattr(cfg, name)
     deadline.at_decay, deadline.marks, deadline.next_look = plan, [deadline.marks[-1]], last
-    line = (f'time budget: the decay begins at step {cfg.decay_start:,}; the last step is {last:,}, expected '
-            f'at {clock(deadline.budget - plan.spare)} of {clock(deadline.budget)}')
+    run.env.print_once(f'time budget: the rate decays from step {cfg.decay_start:,} to {last:,}, expected at '
+                       f'{clock(deadline.budget - plan.spare)} of {clock(deadline.budget)}')
     if step < cfg.warmup_iters:
-        line += f'; the warmup of {counted(cfg.warmup_iters, "step")} ends early'
-    run.env.print_once(line)
+        run.env.print_once(f'note: the warmup of {counted(cfg.warmup_iters, "step")} ends early')
     if run.env.rank == 0:
         rewrite_config(run)
 

@@ -63,15 +63,15 @@ def forecast(model, settings, num_windows, device, dtype):
     gpu_dtype = torch.bfloat16 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
     need = Need(model, cfg, settings.lora if settings.lora.lora_rank else None)
     forward, flops_per_token = flops_of(need.adapted if need.lora else model, model.config.block_size)
-    lines = ['a forecast, not a measurement', describe_model(model)]
+    lines = ['a forecast, not a measurement', wrapped(describe_model(model))]
     if need.lora:
         base = settings.resumed.checkpoint['lora']['base'] if settings.resumed else cfg.init_from
         lines.append(describe_adapters({**need.record, 'base': base}, need.adapted, gpu_dtype))
-    lines += [f'compute: {flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward',
-              *describe_memory(need, batch, gpu_dtype),
-              describe_length(model, steps, tokens, num_windows, cfg.time_budget)]
-    lines = [*map(wrapped, lines),
-             f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
+    rest = [f'compute: {flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward',
+            *describe_memory(need, batch, gpu_dtype),
+            describe_length(model, steps, tokens, num_windows, cfg.time_budget)]
+    lines += [*map(wrapped, rest),
+              f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
     machines = [(name, gpu_dtype, size, None if gpu_dtype == torch.float32 else PEAK_FLOPS[key])
                 for name, (key, size) in MACHINES.items()]
     machines.append((f'this {device.type}', dtype, device_memory(device), measure_flops(device, dtype)))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from hotloop.files import is_inside
 from hotloop.nf4 import NF4Linear, rounded
+from hotloop.wording import wrapped
 
 
 @dataclass
@@ -158,15 +159,15 @@ def add_adapters(model, cfg, origin, env, seed):
 
 
 def describe_adapters(record, model, dtype):
-    """What is trained and what is frozen, in one line."""
+    """What is trained and what is frozen, in lines of at most 80 columns."""
     names = [name for rows in record['parts'].values() for name, _, _ in rows]
     count = sum(p.numel() for p in trainable(model))
     stored = str(dtype).removeprefix('torch.')
     if record['quantize'] == 'nf4':
         stored = f'NF4, embedding and head in {stored}'
-    return (f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}, on {", ".join(names)}; '
-            f'{count:,} parameters are trained, and the {record["parameters"]:,} of {record["base"]} are '
-            f'frozen in {stored}')
+    return wrapped(f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}, on {", ".join(names)}; '
+                   f'{count:,} parameters are trained, and the {record["parameters"]:,} of {record["base"]} '
+                   f'are frozen in {stored}')
 
 
 def trainable(model):

@@ -79,10 +79,10 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
                  r'^dtype: float32 \(requested\)$', r'^compile: off \(requested\)$',
                  r'^attention: scaled_dot_product_attention; kernels available: .*math',
                  r'^data: tiny, 4,001 training and 487 validation tokens, byte tokenizer$',
-                 r'^model: gpt2, 2 layers x 32 channels x 2 heads, context 16, vocabulary 257: [\d,]+ '
-                 r'parameters, ',
+                 r'^model: gpt2, 2 layers x 32 channels x 2 heads, context 16, vocabulary 257$',
+                 r'^  [\d,]+ parameters, [\d.]+ MFLOP per token$',
                  r'^batch: 4 sequences x 2 micro-batches x 1 process = 128 tokens per step$',
-                 r'^run: 2 steps, 256 tokens, 0.06 epochs, into ',
+                 r'^run: 2 steps, 256 tokens, 0.06 epochs, into',
                  r'^note: min_lr=1 is above learning_rate: ', r'^note: the warmup of 5 steps is longer',
                  r'^step 1: loss [\d.]+, lr [\d.]+e-\d, [\d.]+ [MG]B, [\d.]+ s including startup$',
                  r'^step 2: loss [\d.]+, lr [\d.]+e-\d, [\d.,]+k? tok/s, [\d.]+ [MG]B, 0s left$',

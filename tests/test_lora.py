@@ -260,7 +260,7 @@ def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, mo
     assert len(checkpoint['model_args']) == 7 and all('.lora_' in name for name in checkpoint['model'])
     assert checkpoint['lora']['base'] == str(base['init_from'])
     count = sum(weight.numel() for weight in checkpoint['model'].values())
-    assert f'{count:,} parameters are trained, and the 33,' in printed
+    assert f'{count:,} parameters are trained, ' in printed
     assert 'adapters: rank 4, scale 4, on attn.c_attn' in printed
 
 
