@@ -307,7 +307,7 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
     """
     argv = sys.argv[1:] if argv is None else argv
     if '--help' in argv or '-h' in argv:
-        print(help_text(classes, about))
+        print(help_text(classes, about, files))
         sys.exit(0)
     fields, removed = fields_of(classes), removed or {}
     settings = {name: (default, None) for name, (_, default) in fields.items()}  # {name: (value, place)}
@@ -330,9 +330,10 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
 # -----------------------------------------------------------------------------
 # settings as text
 
-def help_text(classes, about=''):
+def help_text(classes, about='', files=True):
     """Every setting with its default, its comment and its choices, by section, in the order of the source."""
-    lines = [about.strip(), '', 'settings, as --name=value or as name = value in a config file:']
+    in_files = ' or as name = value in a config file' if files else ''
+    lines = [about.strip(), '', f'settings, as --name=value{in_files}:']
     for cls in classes:
         fields = fields_of([cls])
         for line in inspect.getsource(cls).splitlines():

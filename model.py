@@ -39,7 +39,7 @@ LIMITS = (
 @dataclass
 class GPTConfig:
     # --- model
-    preset: Literal['gpt2', 'modern'] = 'gpt2'  # fills in every setting below that is None
+    preset: Literal['gpt2', 'modern'] = 'gpt2'  # gives values to the settings below that are None
     block_size: int = 1024  # context length in tokens
     vocab_size: int | None = None  # None: the tokenizer's, rounded up to a multiple of 64 if it is large
     n_layer: int = 12  # number of blocks
@@ -49,25 +49,25 @@ class GPTConfig:
     head_dim: int | None = None  # channels of a head; None: n_embd / n_head
     n_ff: int | None = None  # hidden channels of the MLP; None: 4 * n_embd (gated: 8/3, rounded up to 64)
     dropout: float = 0.0  # 0 for pretraining, 0.1 or more if the data is seen many times
-    bias: bool = False  # in Linears and LayerNorms, as in OpenAI's GPT-2; False is a bit better and faster
+    bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2; False is a bit better and faster
     qkv_bias: bool | None = None  # biases of queries, keys and values (Qwen 2); None: bias
     position: Literal['learned', 'rope'] | None = None  # learned embeddings, or rotary (arXiv 2104.09864)
-    rope_base: float = 10000.0  # of rotary positions; contexts beyond 8K use 500000 (Llama 3) or more
+    rope_base: float = 10000.0  # base of rotary positions; contexts beyond 8K use 500000 (Llama 3) or more
     rope_local_base: float | None = None  # rope_base of layers with a window (Gemma 3); None: rope_base
     rope_factor: float = 1.0  # divides the frequencies of rope_base, for a context longer than in training
-    rope_context: int | None = None  # that of the training, with which fast frequencies stay (Llama 3)
-    norm: Literal['layernorm', 'rmsnorm', 'rmsnorm_weight', 'rmsnorm_offset'] | None = None  # see RMSNorm
+    rope_context: int | None = None  # context of pretraining; with it fast frequencies stay (Llama 3)
+    norm: Literal['layernorm', 'rmsnorm', 'rmsnorm_weight', 'rmsnorm_offset'] | None = None  # normalization
     norm_eps: float | None = None  # added to the variance; None: 1e-5 for layernorm, 1e-6 for the others
     post_norm: bool = False  # also normalize the outputs of attention and MLP (Gemma 2)
     embed_norm: bool | None = None  # RMSNorm after the embedding; None: with rotary positions
     embed_scale: float = 1.0  # factor of the embedding (Gemma: sqrt(n_embd))
     mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'] | None = None  # OpenAI's is gelu_tanh
-    window: int | None = None  # attention reaches this many tokens, with the query's own; None: the context
-    window_pattern: str | None = None  # layers that have the window (S) or not (L), repeated; None: S
+    window: int | None = None  # attention reaches this many tokens, including the query; None: the context
+    window_pattern: str | None = None  # layers with (S) or without (L) the window, repeated; None: S
     qk_norm: bool | None = None  # RMSNorm on queries and keys, which bounds attention logits
-    key_shift: bool | None = None  # half of each key is that of the token before; see shift_keys()
+    key_shift: bool | None = None  # half of each key is the previous token's; see shift_keys()
     query_scale: float | None = None  # factor of attention logits; None: head_dim ** -0.5
-    attn_softcap: float = 0.0  # like softcap, of attention logits (Gemma 2); 0: off
+    attn_softcap: float = 0.0  # like softcap, for attention logits (Gemma 2); 0: off
     tie: bool | None = None  # token embedding and head share one matrix
     zero_init: bool | None = None  # blocks start as the identity; the head starts uniform
     softcap: float | None = None  # logits -> c * tanh(logits / c); 0: off

@@ -52,20 +52,20 @@ class SampleConfig:
     # --- model
     init_from: str = 'resume'  # resume (from out_dir), gpt2 (-medium, -large, -xl), a path, or a hub model
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
-    data_dir: str = 'data'  # holds downloaded weights, and the tokenizers of nanoGPT's checkpoints
-    adapter: str | None = None  # a folder of train.py or peft, merged; init_from: its base, or by its config
+    data_dir: str = 'data'  # downloaded weights, and datasets with the tokenizers of nanoGPT's checkpoints
+    adapter: str | None = None  # folder of adapters, ours or peft's; it names the base unless init_from does
     quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
     chat: bool = False  # interactive chat; an empty line ends it
-    template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # of chats and prompts; auto: its data's
+    template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # chat template; auto: of the training data
     system: str | None = None  # system prompt of chats and of prompts in a template
     score: str | None = None  # print the loss on each document of this file or folder
     text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation
-    bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # for score: bytes that are not UTF-8
-    eval_code: str | None = None  # judge the code that answers this .jsonl of HumanEval, MBPP or instructions
-    run_code: bool = False  # for eval_code: run the answers and their tests, in a child with limits: pass@1
-    diagnose: bool = False  # its training, weights, dead units, predictions; also in report.html
+    bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # for score: what to do with bytes that are not UTF-8
+    eval_code: str | None = None  # judge answers to the tasks of this .jsonl: HumanEval, MBPP or instructions
+    run_code: bool = False  # for eval_code: also run the tests, in a process with limits (pass@1)
+    diagnose: bool = False  # examine training, weights, dead units, predictions; also in report.html
     export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
@@ -76,11 +76,11 @@ class SampleConfig:
     min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: off
     repetition_penalty: float = 1.0  # above 1 makes repeated tokens less likely (CTRL, arXiv 1909.05858)
     stop: str | None = None  # text or special token that ends a sample; several: a|||b; \n, \t
-    past_context: Literal['slide', 'stop'] = 'slide'  # full context: drop its oldest eighth, or stop
+    past_context: Literal['slide', 'stop'] = 'slide'  # when the context is full: drop its oldest 1/8 or stop
     seed: int = 1337  # of the first sample; each sample depends only on its seed and prompt
     # --- output
     output: Literal['text', 'jsonl'] = 'text'  # jsonl: one object per line, with its finish reason
-    logprobs: bool = False  # in the jsonl: ids and their log-probabilities, including stop tokens
+    logprobs: bool = False  # in the jsonl: token ids and log-probabilities, including stop tokens
     # --- machine
     batch_size: int = 64  # samples generated at once
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available

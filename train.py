@@ -74,25 +74,25 @@ class TrainConfig:
     eval_only: bool = False  # evaluate once and exit; nothing is written
     check: bool = False  # report what this machine can do and exit
     dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written
-    report: str | None = None  # draw these run folders, separated by commas, in one HTML file and exit
+    report: str | None = None  # draw the curves of these run folders (a,b) in one HTML file and exit
     seed: int = 1337  # for initial weights, data order and dropout
     max_iters: int = 600000  # total steps, including those before a resume
     max_epochs: float | None = None  # passes over the data; replaces max_iters
     max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
-    time_budget: float | None = None  # minutes for the run: it chooses decay_start and max_iters by its speed
+    time_budget: float | None = None  # minutes for the whole run, which sets decay_start and max_iters itself
     depth: int | None = None  # layers of a modern model: sets shape, batch and rates; see hotloop/ladder.py
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
     data_on_device: bool | Literal['auto'] = 'auto'  # training data in GPU memory; auto: if under 10% of it
-    document_mask: bool = False  # attention stays within documents, which the dataset's end-of-text id ends
+    document_mask: bool = False  # attention stays within documents, which end with the end-of-text id
     pack_rows: bool = False  # windows of complete rows of instruction data, which do not see one another
     batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: what fits
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     # --- optimizer
     optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: for matrices in blocks, AdamW the rest
-    learning_rate: float = 6e-4  # peak rate of AdamW
-    muon_lr: float = 0.02  # peak rate of Muon
+    learning_rate: float = 6e-4  # peak learning rate of AdamW
+    muon_lr: float = 0.02  # peak learning rate of Muon
     embed_lr: float | None = None  # peak rate of the token embedding with muon; None: learning_rate
     weight_decay: float = 1e-1  # on matrices only
     beta1: float = 0.9  # of AdamW
@@ -132,8 +132,8 @@ class TrainConfig:
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # compute dtype; weights are float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a test compilation works
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # torch.compile mode
-    loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in chunks: less memory, slower
-    recompute: Literal['none', 'selective', 'full'] = 'none'  # in backward; selective: all but attention
+    loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in parts: less memory, slower
+    recompute: Literal['none', 'selective', 'full'] = 'none'  # blocks in backward; selective: not attention
     shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide among processes; full: also the weights
     threads: int | None = None  # CPU threads per process; None: OMP_NUM_THREADS, or its share of the cores
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs

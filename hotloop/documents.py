@@ -23,9 +23,9 @@ Format = Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'tokens', 'f
 @dataclass
 class ReadConfig:
     # --- reading
-    format: Format = 'auto'  # auto: by suffix; functions: those of Python source, as rows
+    format: Format = 'auto'  # auto: by suffix; functions: Python functions as rows
     text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
-    template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # for chats
+    template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of instruction data
     max_function: int | None = None  # for functions: leave out those with more characters than this
     separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline
     encoding: str = 'utf-8'  # of files, such as latin-1, cp1252 or utf-16

@@ -21,9 +21,9 @@ class LoRAConfig:
     # --- adapters
     lora_rank: int = 0  # train adapters of this rank beside the frozen weights of init_from; 0: off
     lora_alpha: float = 16.0  # an adapter's output is scaled by lora_alpha / lora_rank
-    lora_rs: bool = False  # by lora_alpha / sqrt(lora_rank) instead (rsLoRA, arXiv 2312.03732)
-    lora_dropout: float = 0.0  # on the inputs of adapters
-    lora_targets: str = 'all'  # all, attn, mlp, or peft's names of matrices: q_proj,v_proj; c_attn
+    lora_rs: bool = False  # scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA, arXiv 2312.03732)
+    lora_dropout: float = 0.0  # dropout on the inputs of adapters
+    lora_targets: str = 'all'  # all, attn, mlp, or peft's names of matrices, such as q_proj,v_proj
     quantize: Literal['none', 'nf4'] = 'none'  # nf4: frozen weights in 4 bits, except embedding and head
 
     def problems(self):

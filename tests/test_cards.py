@@ -266,6 +266,7 @@ def test_help_lists_every_setting(program, classes, capsys):
         assert line.startswith(f'  --{field.name}={default}  ') and comment in line and len(comment) > 5
     sections = re.findall('# --- (.*)', source)
     assert [line for line in lines if line in sections] == sections
+    assert any('in a config file:' in line for line in lines) == (program is not prepare)
 
 
 # -----------------------------------------------------------------------------
