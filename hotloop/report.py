@@ -99,7 +99,7 @@ def columns(pairs):
 
 def differing_data(runs):
     """A sentence if the losses of these runs do not compare; otherwise ''."""
-    for name, what in (('dataset', 'datasets'), ('vocab_size', 'tokenizers')):
+    for name, what in (('dataset', 'datasets'), ('vocab_size', 'vocabularies')):
         if len({run.settings[name] for run in runs if name in run.settings}) > 1:
             return f'The runs have different {what}: compare bits per byte, not losses.'
     return ''

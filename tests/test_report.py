@@ -270,7 +270,7 @@ def test_several_runs_are_compared(tmp_path, monkeypatch):
     write_log(tmp_path / 'c', [{'step': 4, 'loss': 2.0}], dataset='other')
     write_log(tmp_path / 'd', lines_of_a_run(40), vocab_size=65, **common)
     write_log(tmp_path / 'e', lines_of_a_run(10, every=1)[:2], vocab_size=257, **common)
-    for runs, what in (('a,c', 'datasets'), ('d,e', 'tokenizers')):
+    for runs, what in (('a,c', 'datasets'), ('d,e', 'vocabularies')):
         assert report(runs).endswith(f'The runs have different {what}: compare bits per byte, not losses.')
         page = Page('report-compare.html')
         assert 'compare bits per byte' in page.text and 'Tokens to' not in page.text
