@@ -79,7 +79,7 @@ class TrainConfig:
     max_iters: int = 600000  # total steps, including those before a resume
     max_epochs: float | None = None  # passes over the data; replaces max_iters
     max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
-    time_budget: float | None = None  # minutes for the whole run, which sets decay_start and max_iters itself
+    time_budget: float | None = None  # minutes for the run, which then sets decay_start and max_iters itself
     depth: int | None = None  # layers of a modern model: sets shape, batch and rates; see hotloop/ladder.py
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
