@@ -116,6 +116,7 @@ def output_folder(data_dir, name):
     folder = dataset.dataset_folder(data_dir, name)
     folder = os.path.realpath(folder) if os.path.islink(folder) else folder
     names = os.listdir(folder) if os.path.isdir(folder) else []
+    names = [name for name in names if not name.startswith('.')]  # such as .DS_Store
     is_own = set(names) <= {*dataset.OWN_FILES} and (not names or 'meta.json' in names)
     if not is_own or os.path.isfile(folder):
         raise ValueError(f'{folder} exists and was not created by prepare.py; choose another --name')
@@ -146,11 +147,11 @@ def open_sources(sources, cfg, reading, spool):
         val_files = val_files or own_val_files
     else:
         fraction = 0.05 if is_stdlib else 0.1
-        files = []
+        files, base = [], os.path.commonpath(map(os.path.abspath, sources))
         for source in sources:
             found = files_of(source, reading, cfg.data_dir, spool)
             if len(sources) > 1:  # files of two folders may share a name
-                folder = os.path.basename(os.path.abspath(source))
+                folder = os.path.relpath(source, base).replace(os.sep, '/')
                 found = [file._replace(name=f'{folder}/{file.name}') for file in found]
             files += found
     cfg.val_fraction = cfg.val_fraction or fraction

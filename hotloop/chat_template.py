@@ -73,6 +73,11 @@ def form_of(row, text_field=None):
     """(the template that suits a row, or None for a text; the names of the fields that are used)."""
     if text_field:
         return None, [text_field]
+    given = {name: value for name, value in row.items() if value is not None}
+    if len(given) < len(row):  # a table has every field in every row: null where a row has another form
+        form = form_of(given)
+        if form[0] or form[1][0] in given:
+            return form
     chat = 'conversations' if row.get('messages') is None else 'messages'
     question = next((name for name in ('prompt', 'question') if name in row), None)
     answer = next((name for name in ANSWERS if name in row), None)

@@ -191,6 +191,8 @@ def same_dataset(folder, new):
     names = ('format', 'dtype', 'vocab_size', 'tokenizer', 'eot', 'bos', 'templates', 'splits')
     if any((before.get(name) or None) != (now.get(name) or None) for name in names):
         return False
+    if os.path.exists(os.path.join(folder, 'val.jsonl')) != os.path.exists(os.path.join(new, 'val.jsonl')):
+        return False
     for split, counts in now['splits'].items():
         for kind, key in (('bin', 'sha256'), ('mask.bin', 'mask_sha256'), ('docs.bin', 'docs_sha256')):
             path = os.path.join(folder, f'{split}.{kind}')

@@ -143,7 +143,7 @@ class Progress:
     def add(self, num_bytes):
         self.done += num_bytes
         now = time.time()
-        if now - self.start > 2 and now - self.shown > 0.5:
+        if self.done and now - self.start > 2 and now - self.shown > 0.5:
             rate = self.done / (now - self.start)
             left = max(self.total - self.done, 0) / rate
             done = f'{file_size(self.done)} of {file_size(self.total)}'

@@ -1,7 +1,9 @@
 """Python functions as rows for tuning: signature and docstring are the prompt, the body is the answer."""
 
 import ast
+import io
 import textwrap
+import warnings
 
 
 def function_rows(source):
@@ -10,8 +12,12 @@ def function_rows(source):
     decorators and moved to the margin. Functions without more than a docstring are left out. SyntaxError,
     or ValueError for a null byte, if it is not Python.
     """
-    lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
+    # the lines that Python counts; splitlines() also splits at form feeds
+    lines = list(io.StringIO(source, newline=None))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # about strings such as '\d'
+        tree = ast.parse(source)
+    for node in ast.walk(tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not ast.get_docstring(node):
             continue
         first, docstring_end = node.lineno - 1, node.body[0].end_lineno
@@ -19,7 +25,7 @@ def function_rows(source):
             continue
         prompt = ''.join(lines[first:docstring_end])
         text = textwrap.dedent(prompt + ''.join(lines[docstring_end:node.end_lineno]))
-        rows = text.splitlines(keepends=True)
+        rows = list(io.StringIO(text))
         count = docstring_end - first
         if rows[0].startswith(('def ', 'async def ')):  # a string at the margin keeps dedent from moving it
             # the newline between them belongs to the body, as tokenizers join it with the indentation

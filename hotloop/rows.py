@@ -36,7 +36,7 @@ def csv_rows(lines, path):
                 raise csv.Error(f'{len(row[None])} values beyond the header: {str(row[None])[:50]}')
             yield f'{path}, line {reader.line_num}', row
     except csv.Error as e:
-        raise ValueError(f'{path}, line {reader.line_num}: {e}') from None
+        raise ValueError(f'{path}, line {reader.reader.line_num}: {e}') from None
 
 
 def json_rows(lines, path):
@@ -65,7 +65,7 @@ def functions_in(file, reading, progress, counts):
                     counts.long_functions += 1
             else:
                 yield f'{file.path}, function {number}', row
-    except (SyntaxError, ValueError, RecursionError) as e:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         if counts:
             counts.not_python.append(f'{file.path}: {first_line(e)}')
 

@@ -97,7 +97,7 @@ def files_under(folder, suffixes, left_out=()):
         raise ValueError(f'{error.filename} cannot be read: {error.strerror}') from None
     found, seen = [], set()
     for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        folders[:] = [f for f in folders if f not in left_out and not f.startswith('.')]
+        folders[:] = [f for f in sorted(folders) if f not in left_out and not f.startswith('.')]
         if os.path.realpath(here) in seen or {'meta.json', 'train.bin'} <= set(names):
             folders.clear()
             continue

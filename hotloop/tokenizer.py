@@ -82,9 +82,9 @@ class CharTokenizer(Tokenizer):
         points = np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype=np.uint32)
         ids = self.table[np.minimum(points, len(self.table) - 1)]
         if (ids < 0).any():
-            unknown = ''.join(sorted({chr(p) for p in points[ids < 0]})[:20])
+            unknown = ''.join(sorted({chr(p) for p in points[ids < 0]}))
             raise ValueError(f'this char tokenizer lacks {counted(len(unknown), "character")} of the text or '
-                             f'of its chat template: {unknown!r}')
+                             f'of its chat template: {unknown[:20]!r}')
         return ids
 
     def spec(self):

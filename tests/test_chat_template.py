@@ -38,6 +38,8 @@ def shown(row, template='auto'):
     ({'question': '2+2?', 'answer': ' 4', 'id': 3}, 'auto', '[2+2?] 4'),
     ({'question': 'hi', 'response': 'ho'}, 'llama3', LLAMA3.replace('Four.', 'ho')),
     ({'prompt': 'a', 'question': 'b', 'answer': 'c'}, 'auto', '[a]c'),
+    ({**dict.fromkeys(ALPACA), **PAIR, 'text': None}, 'auto', '[Q: 2+2?\nA:] 4'),  # of a table with all forms
+    ({**ALPACA, **dict.fromkeys(PAIR), 'messages': None}, 'plain', '[Add.\n\n2 and 2\n]4'),
     (PAIR, 'alpaca', f'[{TASK}{WRITE}Q: 2+2?\nA:\n\n### Response:\n] 4'),
     (ALPACA, 'auto', f'[{TASK}, paired with an input that provides further context{WRITE}'
      'Add.\n\n### Input:\n2 and 2\n\n### Response:\n]4'),
@@ -63,7 +65,7 @@ def test_the_document_of_a_row(row, template, expected):
 
 @pytest.mark.parametrize('row, expected', [
     ('text', 'text'), ({'text': 'a', 'content': 'b'}, 'a'), ({'content': 'b', 'n': 3}, 'b'),
-    ({'messages': None, 'text': 'abc'}, 'abc'), ({'text': 'abc', 'system': True}, 'abc'),
+    ({'messages': None, 'text': 'abc', 'prompt': None}, 'abc'), ({'text': 'abc', 'system': True}, 'abc'),
     ({'text': 'a\ud800b \ud83d\ude00'}, 'a\ufffdb 😀'),
 ])
 def test_a_text_is_one_part(row, expected):

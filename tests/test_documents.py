@@ -229,13 +229,19 @@ def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path):
     ('a.jsonl', b'[' * 100_000, r'a\.jsonl, line 1 is not JSON'),
     ('a.jsonl', b'{"text": "a"}\n\n[1]\n', r'a\.jsonl, line 3'),
     ('a.csv', b'text,label\nHello, world,1\n', r'a\.csv, line 2: 1 values beyond the header'),
-    ('a.csv', b'text,label\n"Hello,1\nsecond,2\n', r'a\.csv, line \d: unexpected end of data'),
+    ('a.csv', b'text,label\n"Hello,1\nsecond,2\n', r'a\.csv, line 3: unexpected end of data'),
     ('a.parquet', b'PAR1 not really', r'a\.parquet cannot be read as parquet')])
 def test_rows_that_cannot_be_read_are_named(tmp_path, name, data, words):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=words) as e:
         read(tmp_path / name)
     assert len(str(e.value)) < 600
+
+
+def test_source_that_is_too_deep_to_parse_is_skipped(tmp_path):
+    (tmp_path / 'a.py').write_text(f'x = {"-" * 200_000}1\n')
+    counts = RowCounts()
+    assert read(tmp_path / 'a.py', counts=counts, format='functions') == [] and len(counts.not_python) == 1
 
 
 def test_rows_are_counted(tmp_path):

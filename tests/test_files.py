@@ -80,6 +80,7 @@ def test_small_helpers(tmp_path, capsys):
     assert error_of(optional, 'nothing.part', 'reads dreams') == 'nothing reads dreams: pip install nothing'
     progress = Progress(100e6)
     progress.start -= 10
+    progress.add(0)
     progress.add(50e6)
     progress.close()
     assert capsys.readouterr().err == '\r50.0 MB of 100.0 MB, 5.0 MB/s, 10 s left   \n'

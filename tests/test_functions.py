@@ -61,6 +61,15 @@ def test_documented_functions_become_prompts_and_bodies():
         ast.parse(row['prompt'] + row['completion'])
 
 
+@pytest.mark.parametrize('before', ['\f\n', '"\u2028"\n', ''])
+@pytest.mark.parametrize('newline', ['\n', '\r\n', '\r'])
+def test_lines_are_those_that_python_counts(recwarn, before, newline):
+    source = before + 'def f():\n    "A\fdocstring."\n    return "\\d"\n'
+    rows = list(function_rows(source.replace('\n', newline)))
+    assert rows == [{'prompt': 'def f():\n    "A\fdocstring."', 'completion': '\n    return "\\d"\n'}]
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize('source', ['print "2"', 'def f(:', 'x = "\0"'])
 def test_what_is_not_python_is_an_error(source):
     with pytest.raises((SyntaxError, ValueError)):
@@ -86,6 +95,9 @@ def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys
     hashes = sorted(holdout_hash(f'm{i}.py', 1337) for i in range(20))
     assert 0 < len(files) < 10 and {holdout_hash(f'm{i}.py', 1337) for i in files} <= set(hashes[:5])
     assert all(len([row for row in held if f'File {i}.' in row['prompt']]) == 1 + int(i) % 3 for i in files)
+    (tmp_path / 'data' / 'rows' / 'val.jsonl').unlink()
+    prepare.main(['code', '--format=functions', '--name=rows'])
+    assert (tmp_path / 'data' / 'rows' / 'val.jsonl').exists()
     prepare.main(['--inspect', 'rows'])
     assert 'val: ' in capsys.readouterr().out
 

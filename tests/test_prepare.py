@@ -358,6 +358,7 @@ def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tm
     """The same: in tokens and tokenizer, whatever the settings are called, and still intact on the disk."""
     data = tmp_path / 'data'
     make(notes, val_fraction=0.5)
+    (data / 'x' / '.DS_Store').touch()  # of a file manager
     first = contents(data / 'x')
     capsys.readouterr()
     make(notes, val_fraction=0.5, num_proc=1, seed=1337)
@@ -413,6 +414,16 @@ def test_a_learned_tokenizer_that_has_marks_is_used_again(tmp_path, make):
     tokenizer = tokenizer_from(second['tokenizer'])
     ends = {tokenizer.specials['<|im_end|>'], tokenizer.eot}
     assert sample.stops_of(tokenizer, None, '<|im_end|>') == ([], ends)  # a chat ends at the id
+
+
+def test_files_of_one_name_are_documents_of_their_own(tmp_path, make):
+    """As a shell expands books/*/text.txt; their names decide which is held out."""
+    paths = [tmp_path / 'books' / name / 'text.txt' for name in ('alice', 'bob', 'carol', 'dan')]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        path.write_text(f'the text of {path.parent.name}')
+    documents, _ = make(*paths)
+    assert len(documents['train']) + len(documents['val']) == 4 and documents['val']
 
 
 def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
