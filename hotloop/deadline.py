@@ -180,7 +180,7 @@ def try_evaluation(run):
         with contextlib.suppress(ValueError):  # so few windows may have no target
             evaluate(run.compiled, run.val, num_batches * batch * env.world, batch, env, run.byte_counts)
     now, total = host.process_seconds(), 0
-    for split, windows in zip((run.val, run.batches.split), eval_windows(run.cfg, run.val.T), strict=True):
+    for split, windows in zip((run.val, run.batches.split), eval_windows(run.cfg, run.val), strict=True):
         total += count_batches(split, windows, batch, env.world)
     seconds = (now - lap) / count_batches(run.val, 2 * batch * env.world, batch, env.world) * total
     run.deadline.evaluating += now - began

@@ -135,13 +135,13 @@ def eval_batch(split, windows, batch):
     return (x, y) if split.end_id is None else (x, y, documents_of(x, split.end_id))
 
 
-def eval_windows(cfg, T):
-    """The numbers of windows that an evaluation reads: validation split (None: all), training split."""
+def eval_windows(cfg, val):
+    """The numbers of windows that an evaluation reads: of the validation split (None: all), of training."""
     if cfg.eval_iters is not None:  # batches of batch_size, as in nanoGPT
         return cfg.eval_iters * cfg.batch_size, cfg.eval_iters * cfg.batch_size
     # the training loss is there to show overfitting; a quarter is enough for that
-    num_train = max((cfg.eval_tokens or 2**20) // 4 // T, 1)
-    return cfg.eval_tokens and max(cfg.eval_tokens // T, 1), num_train
+    num_train = max(min(cfg.eval_tokens or 2**20, val.num_tokens) // 4 // val.T, 1)
+    return cfg.eval_tokens and max(cfg.eval_tokens // val.T, 1), num_train
 
 
 class Evaluation(NamedTuple):
@@ -153,7 +153,7 @@ class Evaluation(NamedTuple):
 
 def evaluate_both(run, stop=None):
     """The Evaluation of a run; None if stop() returned True on any process before it was complete."""
-    num_val, num_train = eval_windows(run.cfg, run.val.T)
+    num_val, num_train = eval_windows(run.cfg, run.val)
     batch, began = run.batches.micro_batch, host.process_seconds()
     val = evaluate(run.compiled, run.val, num_val, batch, run.env, run.byte_counts, stop)
     if val is None:

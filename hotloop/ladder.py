@@ -62,7 +62,7 @@ def rung(depth, world=1):
             'n_head': width(depth) // head_channels(depth),
             'batch_size': batch_size, 'gradient_accumulation_steps': sequences // batch_size,
             'optimizer': 'muon', 'muon_momentum': 0.85 if is_small else 0.95,
-            'learning_rate': 2e-3, 'min_lr': 0.0, 'lr_schedule': 'linear',
+            'learning_rate': 8e-3 if is_small else 2e-3, 'min_lr': 0.0, 'lr_schedule': 'linear',
             'warmup_iters': 10 if is_small else 100, 'log_interval': 20}
 
 

@@ -164,9 +164,10 @@ def test_windows_without_a_target_that_counts_are_an_error(tmp_path):
     assert 'val.bin has no unmasked target in these windows; raise eval_tokens' in error
 
 
-@pytest.mark.parametrize('tokens, iters, windows', [
-    (2**20, None, (65536, 16384)), (None, None, (None, 16384)), (10, None, (1, 1)), (10, 3, (12, 12))])
-def test_how_much_an_evaluation_reads(tokens, iters, windows):
+@pytest.mark.parametrize('tokens, iters, size, windows', [
+    (2**20, None, 10**7, (65536, 16384)), (None, None, 10**7, (None, 16384)), (10, None, 10**7, (1, 1)),
+    (None, None, 6400, (None, 100)), (10, 3, 10**7, (12, 12))])
+def test_how_much_an_evaluation_reads(tokens, iters, size, windows):
     """eval_tokens caps tokens; eval_iters counts batches of batch_size, as in nanoGPT."""
     cfg = SimpleNamespace(eval_tokens=tokens, eval_iters=iters, batch_size=4)
-    assert eval_windows(cfg, 16) == windows
+    assert eval_windows(cfg, SimpleNamespace(T=16, num_tokens=size)) == windows
