@@ -62,7 +62,7 @@ class SampleConfig:
     system: str | None = None  # system prompt of chats and of prompts in a template
     score: str | None = None  # print the loss on each document of this file or folder
     text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation
-    bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # for score: what to do with bytes that are not UTF-8
+    bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with text that is not UTF-8
     eval_code: str | None = None  # judge answers to the tasks of this .jsonl: HumanEval, MBPP or instructions
     run_code: bool = False  # for eval_code: also run the tests, in a process with limits (pass@1)
     diagnose: bool = False  # examine training, weights, dead units, predictions; also in report.html
@@ -167,17 +167,22 @@ class Prompt(NamedTuple):
     mark: str = ''
 
 
-def read_prompts(start):
+def read_prompts(start, errors='strict'):
     """
     The prompts that `start` stands for: itself, standard input, a file, or each line of a .jsonl file, as
-    (the prompt as given, [(role, text)], the template that suits a row, or None for a text).
+    (the prompt as given, [(role, text)], the template that suits a row, or None for a text). errors: how to
+    decode what is not UTF-8.
     """
     if start == '-':
-        return [as_turn(standard_input().read().decode().removeprefix('\ufeff'))]
+        try:
+            return [as_turn(standard_input().read().decode(errors=errors).removeprefix('\ufeff'))]
+        except UnicodeDecodeError as e:
+            raise ValueError(f'standard input is not UTF-8 at byte {e.start:,}; decode it first, or use '
+                             '--bad_utf8=replace') from None
     if not start.startswith('FILE:'):
         return [as_turn(start)]
     path = start.removeprefix('FILE:')
-    with open_text(path) as f:
+    with open_text(path, errors) as f:
         if not re.search(r'\.(jsonl|ndjson)(\.\w+)?$', path.lower()):  # compressed or not
             return [as_turn(f.read())]
         return [as_turn(row) if isinstance(row, str) else prompt_of(row, where)
@@ -329,7 +334,8 @@ def batches(model, tokenizer, prompts, cfg, stops=()):
 
 def sample(model, tokenizer, tuned_in, cfg):
     """Prints samples of each prompt, in order."""
-    prompts = make_prompts(read_prompts(cfg.start), tokenizer, tuned_in, cfg)
+    rows = read_prompts(cfg.start, 'replace' if cfg.bad_utf8 == 'replace' else 'strict')
+    prompts = make_prompts(rows, tokenizer, tuned_in, cfg)
     for steps in batches(model, tokenizer, prompts, cfg):
         if cfg.output == 'text':
             print_in_order(steps, '\n---------------\n')

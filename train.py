@@ -143,9 +143,9 @@ class TrainConfig:
     def problems(self):
         """The problems with the settings, one sentence each."""
         wrong = []
-        at_least_1 = ('batch_size', 'gradient_accumulation_steps', 'eval_interval', 'eval_tokens',
-                      'eval_iters', 'log_interval', 'sample_interval', 'sample_tokens', 'save_interval',
-                      'loss_chunks', 'threads', 'patience', 'depth')
+        at_least_1 = ('max_iters', 'batch_size', 'gradient_accumulation_steps', 'eval_interval',
+                      'eval_tokens', 'eval_iters', 'log_interval', 'sample_interval', 'sample_tokens',
+                      'save_interval', 'loss_chunks', 'threads', 'patience', 'depth')
         for name, value in dataclasses.asdict(self).items():
             if isinstance(value, int | float) and value < 0:
                 wrong.append(f'{name}={value} must not be negative')

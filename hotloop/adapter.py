@@ -73,6 +73,8 @@ def read_adapter(folder, model, path):
         found = config.get(name, value)
         if found and found != value:
             raise ValueError(f'{folder}/{CONFIG}: {name}={found!r} is not supported, only {value!r}')
+    if missing := {'r', 'lora_alpha'} - config.keys():
+        raise ValueError(f'{folder}/{CONFIG} lacks {" and ".join(sorted(missing))}')
     scale = LoRAConfig(config['r'], config['lora_alpha'], config.get('use_rslora', False)).scale()
     tensors, table, adapters = read_safetensors(os.path.join(folder, TENSORS)), projections(model), []
     trained_on = f'it was trained on {base_of(folder)}'
@@ -84,7 +86,10 @@ def read_adapter(folder, model, path):
         if found[3] == 'B':
             continue
         matrix, start, end = table[found[2]]
-        A, B = tensors[name].float(), tensors[name.replace('lora_A', 'lora_B')].float()
+        other = name.replace('lora_A', 'lora_B')
+        if other not in tensors:
+            raise ValueError(f'{folder}/{TENSORS} lacks {other}')
+        A, B = tensors[name].float(), tensors[other].float()
         in_features = model.transformer.h[0].get_submodule(matrix).in_features
         shapes = [(len(B), A.size(1)), (end - start, in_features)]
         if shapes[0] != shapes[1]:

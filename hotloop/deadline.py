@@ -33,6 +33,8 @@ def set_budget(cfg, given, resumed, notes):
     the checkpoint to resume, or None. ValueError for settings that contradict each other or the checkpoint.
     """
     if cfg.time_budget is None:
+        if resumed and cfg.max_iters == NO_LIMIT and cfg.max_epochs is None:
+            raise ValueError('without its time_budget the length of this run is open; give --max_iters too')
         return
     budget = f'time_budget={cfg.time_budget:g}'
     if cfg.eval_only:
@@ -47,7 +49,7 @@ def set_budget(cfg, given, resumed, notes):
             notes.append(f'{budget}: {name}={value!r} replaces {getattr(cfg, name)!r}')
             setattr(cfg, name, value)
     if resumed:
-        keep_decisions(cfg, given, resumed)
+        keep_decisions(cfg, given, resumed, notes)
     elif 'max_iters' not in given:
         cfg.max_iters = NO_LIMIT
         if cfg.warmup_fraction is not None and cfg.max_epochs is None:
@@ -56,11 +58,12 @@ def set_budget(cfg, given, resumed, notes):
                              'of steps with --max_iters')
 
 
-def keep_decisions(cfg, given, checkpoint):
+def keep_decisions(cfg, given, checkpoint, notes):
     """
     What a run with a time budget has decided outranks the settings of the command that resumes it.
-    ValueError for a time budget that comes too late.
+    Adds to the notes. ValueError for a time budget that comes too late.
     """
+    asked = {name: getattr(cfg, name) for name in ('max_iters', 'max_epochs', 'eval_interval')}
     saved, now, why = checkpoint.get('config', {}), f'time_budget={cfg.time_budget:g}', None
     before, cfg.decay_start = saved.get('time_budget'), saved.get('decay_start')
     if before is None:
@@ -79,6 +82,8 @@ def keep_decisions(cfg, given, checkpoint):
         cfg.max_iters, cfg.max_epochs = min(cfg.max_iters, saved['max_iters']), None
         if cfg.warmup_fraction is not None:
             cfg.warmup_iters, cfg.warmup_fraction = saved['warmup_iters'], None
+    notes += [f'{name}={value}: no effect, because the time budget has decided it'
+              for name, value in asked.items() if name in given and getattr(cfg, name) != value]
 
 
 class Deadline:

@@ -30,15 +30,17 @@ def export(model, tokenizer, template, folder, dtype):
         raise ValueError(f'export={folder} exists and is not an empty folder; name a new one')
     config = counterpart(model.config)
     files = tokenizer_files(tokenizer, template, model.config.block_size)
-    os.makedirs(folder, exist_ok=True)
-    tensors = hf_tensors(model, config)
-    write_safetensors(os.path.join(folder, 'model.safetensors'),
-                      {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    tensors = {name: tensor.to(dtype) for name, tensor in hf_tensors(model, config).items()}
     config |= {'dtype': str(dtype).removeprefix('torch.'), **files.get('generation_config.json', {})}
-    for name, content in {**files, 'config.json': config}.items():  # with the last one it is complete
-        text = content if isinstance(content, str) else json.dumps(content, indent=2)
-        with replacing(os.path.join(folder, name)) as f:
-            f.write(text.encode())
+    try:
+        os.makedirs(folder, exist_ok=True)
+        write_safetensors(os.path.join(folder, 'model.safetensors'), tensors)
+        for name, content in {**files, 'config.json': config}.items():  # with the last one it is complete
+            text = content if isinstance(content, str) else json.dumps(content, indent=2)
+            with replacing(os.path.join(folder, name)) as f:
+                f.write(text.encode())
+    except OSError as e:
+        raise ValueError(f'export={folder} could not be written: {e.strerror or e}') from None
     print(f'wrote {folder}: {config["architectures"][0]}, {config["dtype"]}')
     if not files:
         print('note: without a tokenizer, because tokenizer.json has no form for one of characters',

@@ -131,7 +131,7 @@ def describe_text(datasets, split):
         return Text(2.0, 4.4, 4.4 * split.num_tokens)
     texts, num_tokens = [], 0
     for part in split.splits:
-        size = min(SAMPLE, part.num_tokens) // 8
+        size = max(min(SAMPLE, part.num_tokens) // 8, 1)
         for start in np.linspace(0, part.num_tokens - size, 8).astype(np.int64):
             texts.append(tokenizer.decode(part.tokens[start:start + size].tolist()))
             num_tokens += size

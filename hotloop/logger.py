@@ -35,7 +35,10 @@ class Log:
             return
         self.path, self.next_report = out / 'log.jsonl', 0.0
         if state is not None and os.path.exists(self.path):
-            keep_lines(self.path, state.iter_num)
+            try:
+                keep_lines(self.path, state.iter_num)
+            except OSError as e:
+                raise ValueError(f'{self.path} cannot be written: {e.strerror or e}') from None
         self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
         if cfg.tensorboard:
             from torch.utils.tensorboard import SummaryWriter

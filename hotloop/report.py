@@ -261,7 +261,7 @@ def report(folders):
     Writes the report of a run into its folder, or that of several, separated by commas, into the current
     one. Returns the text to print. ValueError if a folder holds no log, or the report cannot be written.
     """
-    names = [name.strip() for name in folders.split(',') if name.strip()]
+    names = [folders] if os.path.isdir(folders) else [n.strip() for n in folders.split(',') if n.strip()]
     if not names:
         raise ValueError('--report needs the folders of runs, separated by commas')
     try:

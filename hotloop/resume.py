@@ -46,10 +46,14 @@ def find_resumed(cfg, notes):
             resumed = latest
             notes.append('torchrun restarted this run: resuming')
     if resumed is None and cfg.init_from == 'resume':
-        if cfg.mirror_dir and not out.checkpoints() and RunDir(cfg.mirror_dir).checkpoints():
-            raise ValueError(f'init_from=resume, but {cfg.out_dir} holds no checkpoint; its mirror does: '
-                             f'resume there with --out_dir={cfg.mirror_dir}')
-        resumed = find_latest(out)
+        try:
+            resumed = find_latest(out)
+        except ValueError as e:
+            if not (cfg.mirror_dir and RunDir(cfg.mirror_dir).checkpoints()):
+                raise
+            reason, *damaged = str(e).split('\n')
+            remedy = f'its mirror does: resume there with --out_dir={cfg.mirror_dir}'
+            raise ValueError('\n'.join([f'{reason.split("; ")[0]}; {remedy}', *damaged])) from None
     if resumed:
         notes += [f'{why}; falling back to {resumed.path}' for why in resumed.damaged.values()]
     return resumed

@@ -57,8 +57,8 @@ class RunDir:
             os.makedirs(os.path.realpath(self.path), exist_ok=True)
             self.take_lock()
             remove_partial_files(self.path)
-            with open(self / 'config.py', 'w', encoding='utf-8') as f:
-                f.write(config_text)
+            with replacing(self / 'config.py') as f:
+                f.write(config_text.encode())
         except OSError as e:
             raise ValueError(f'out_dir={self.path!r} cannot be written: {e.strerror or e}') from None
         return notes

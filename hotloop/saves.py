@@ -13,7 +13,7 @@ from hotloop.evaluate import evaluate_both
 from hotloop.files import replacing
 from hotloop.host import memory
 from hotloop.logger import Log, log_done, log_evaluation
-from hotloop.run_dir import Mirror
+from hotloop.run_dir import Mirror, RunDir, find_latest
 from hotloop.schedule import what_is_due
 from hotloop.shard import is_sharded
 
@@ -27,10 +27,19 @@ def take_folder(run, resumed):
         if resumed:
             run.out.promote(resumed)
         if cfg.mirror_dir:
-            ours = resumed and resumed.checkpoint.get('config', {}).get('mirror_dir') == cfg.mirror_dir
-            run.mirror = Mirror(run.out, cfg.mirror_dir, ours)
+            run.mirror = Mirror(run.out, cfg.mirror_dir, is_mirror(cfg.mirror_dir, resumed))
     run.out.best_loss = run.state.best_val_loss
     run.log = Log(run.out, cfg, run.settings, env, run.state if resumed else None)
+
+
+def is_mirror(folder, resumed):
+    """Whether a folder is the mirror of the run to resume, and not ahead of it."""
+    if resumed is None or resumed.checkpoint.get('config', {}).get('mirror_dir') != folder:
+        return False
+    try:
+        return find_latest(RunDir(folder)).checkpoint['iter_num'] <= resumed.checkpoint['iter_num']
+    except ValueError:  # it holds no intact checkpoint
+        return True
 
 
 def config_text(run):

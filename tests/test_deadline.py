@@ -317,12 +317,22 @@ def test_a_budget_on_resume(budget, clock, tmp_path, monkeypatch, capsys):
         f'--time_budget: time_budget=1.5, but the decay of this run began at step {start}, and its schedule '
         f'ends at step {last}; for a new run from its weights: --init_from={tmp_path}/out/ckpt.pt '
         '--out_dir=NEW --time_budget=1.5')
-    assert budget(init_from='resume', seconds=None) == 0  # the checkpoint has it
+    assert budget(init_from='resume', seconds=None, max_iters=10**6, eval_interval=3) == 0
+    out = capsys.readouterr().out
+    for name in ('max_iters=1000000', 'eval_interval=3'):
+        assert f'{name}: no effect, because the time budget has decided it' in out
     checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
     assert checkpoint['iter_num'] == last and 60 < checkpoint['state']['seconds_used'] < 64
     budget('plain', seconds=None, max_iters=2)
     assert re.search('this run began without a time budget, and its schedule ends at step 2; for a new run',
                      error_of(budget, 'plain', init_from='resume'))
+
+
+def test_a_run_that_loses_its_budget_needs_a_length(budget, monkeypatch):
+    at_step(monkeypatch, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert budget(max_iters=NO_LIMIT) == 143
+    assert error_of(budget, init_from='resume', seconds=None, time_budget=None, max_iters=NO_LIMIT) == (
+        'without its time_budget the length of this run is open; give --max_iters too')
 
 
 def test_eval_only_and_dry_run_have_no_deadline(budget, tmp_path, capsys):

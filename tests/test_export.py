@@ -190,6 +190,8 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     for used in (folder, path):
         error = error_of(main, out_dir=path.parent, export=used)
         assert f'export={used} exists and is not an empty folder' in error
+    error = error_of(main, out_dir=path.parent, export=path / 'x')
+    assert error == f'export={path}/x could not be written: Not a directory'
     write(path, gpt(10), CharTokenizer(CHARS))
     assert main(out_dir=path.parent, export=tmp_path / 'chars') == 0
     assert 'note: without a tokenizer, because tokenizer.json has no form' in capsys.readouterr().err

@@ -109,8 +109,9 @@ def test_the_text_is_described_by_its_bytes(tmp_path):
     noisy = np.random.default_rng(0).integers(0, 256, 50000)
     for name, ids in (('noise', noisy), ('same', np.zeros(50000, int))):
         write_bins(tmp_path / name, ids, ids[:1000])
+    write_bins(tmp_path / 'tiny', [65, 66], [65, 66])
     texts = {}
-    for name in ('noise', 'same'):
+    for name in ('noise', 'same', 'tiny'):
         datasets = open_datasets(name, str(tmp_path))
         texts[name] = ladder.describe_text(datasets, open_split(datasets, 'train', 16))
     assert texts['noise'].bits > 7.9 and texts['same'].bits < 0.1

@@ -15,7 +15,7 @@ from ranks import forks, on_ranks
 
 import sample
 import train
-from hotloop.adapter import merge_adapter, read_adapter, write_adapter
+from hotloop.adapter import CONFIG, TENSORS, merge_adapter, read_adapter, write_adapter
 from hotloop.distributed import Env
 from hotloop.flops import flops_per_token
 from hotloop.lora import (
@@ -33,6 +33,7 @@ from hotloop.memory import choose_loss_chunks
 from hotloop.nf4 import NF4Linear
 from hotloop.pretrained import Weights, open_weights
 from hotloop.run_dir import RUN_FILES
+from hotloop.safetensors_file import read_safetensors, write_safetensors
 from model import GPT, GPTConfig, Linear
 
 LLAMA = dict(preset='modern', mlp='swiglu', n_kv_head=2, n_ff=48, zero_init=False)
@@ -229,6 +230,17 @@ def test_what_peft_can_do_and_merge_cannot_is_refused(tmp_path, name, value):
     (tmp_path / 'adapter_config.json').write_text(json.dumps({**config, name: value}))
     error = error_of(read_adapter, tmp_path, gpt(), 'out/base')
     assert f'{name}={value!r} is not supported, only' in error and 'adapter_config.json' in error
+
+
+def test_an_adapter_that_lacks_a_part_is_refused(tmp_path):
+    write_adapter(tmp_path, adapt(gpt()))
+    tensors = read_safetensors(str(tmp_path / TENSORS))
+    missing = next(name for name in tensors if 'lora_B' in name)
+    write_safetensors(tmp_path / TENSORS, {name: t for name, t in tensors.items() if name != missing})
+    assert f'{TENSORS} lacks {missing}' in error_of(read_adapter, tmp_path, gpt(), 'out/base')
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps({name: config[name] for name in config if name != 'r'}))
+    assert f'{CONFIG} lacks r' in error_of(read_adapter, tmp_path, gpt(), 'out/base')
 
 
 # -----------------------------------------------------------------------------

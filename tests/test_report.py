@@ -388,7 +388,8 @@ def test_report_answers_before_torch_is_imported(train_tiny, tmp_path):
     failed = subprocess.run([sys.executable, 'train.py', '--report=nowhere'], cwd=ROOT, text=True,
                             capture_output=True, check=False)
     assert failed.returncode == 1 and failed.stderr.startswith('error: nowhere/log.jsonl: No such file')
-    assert train.main([f'--report={tmp_path / "out"}']) == 0
     apart = subprocess.run([sys.executable, 'train.py', '--report=a', str(tmp_path / 'out')], cwd=ROOT,
                            text=True, capture_output=True, check=False)
     assert apart.stderr.endswith(f'separated by commas: --report=a,{tmp_path}/out\n')
+    (tmp_path / 'out').rename(tmp_path / 'a, b')
+    assert train.main([f'--report={tmp_path / "a, b"}']) == 0

@@ -148,7 +148,25 @@ def test_auto_never_starts_over_where_checkpoints_are(train_tiny, stopped):
     """A run whose checkpoints are all damaged is an error, not a new run."""
     for path in stopped.glob('ckpt*.pt'):
         os.truncate(path, path.stat().st_size - 500)
-    assert 'holds no intact checkpoint' in error_of(train_tiny, init_from='auto')
+    assert 'holds no intact checkpoint; start with' in error_of(train_tiny, init_from='auto')
+
+
+def test_a_damaged_run_names_its_mirror(train_tiny, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / 'drive')
+    for path in stopped.glob('ckpt*.pt'):
+        os.truncate(path, path.stat().st_size - 500)
+    error = error_of(train_tiny, init_from='auto', mirror_dir=tmp_path / 'drive')
+    assert f'no intact checkpoint; its mirror does: resume there with --out_dir={tmp_path}/drive\n' in error
+
+
+def test_a_mirror_that_is_ahead_of_the_run_is_not_overwritten(train_tiny, tmp_path):
+    """It went on alone, or another machine has the same drive."""
+    flags = dict(save_interval=1, mirror_dir=tmp_path / 'drive')
+    train_tiny(max_iters=2, **flags)
+    train_tiny('drive', init_from='resume', max_iters=6, mirror_dir=None)
+    train_tiny(init_from='resume', max_iters=4, **flags)
+    steps = [load(str(tmp_path / out / 'ckpt.pt'))['iter_num'] for out in ('drive.1', 'drive')]
+    assert steps == [6, 4]
 
 
 def test_auto_takes_the_card_of_the_machine_only_for_a_new_run(stopped, monkeypatch):

@@ -205,11 +205,16 @@ def test_files_of_a_killed_save_are_removed_and_no_others(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, 'No space left on device')
     (tmp_path / 'out').mkdir()
-    (tmp_path / 'out' / 'config.py').symlink_to('/dev/full')
+    (tmp_path / 'out' / 'config.py').write_text('seed = 2\n')
+    monkeypatch.setattr(os, 'fsync', full)
     for out, words in (('out', 'No space left'), ('out/config.py/out', 'Not a directory')):
         with pytest.raises(ValueError, match=f'out_dir=.* cannot be written: {words}'):
-            RunDir(str(tmp_path / out)).open(True, 'seed = 1\n')
+            RunDir(str(tmp_path / out)).open(False, 'seed = 1\n')
+    assert (tmp_path / 'out' / 'config.py').read_text() == 'seed = 2\n'
+    monkeypatch.undo()
     with pytest.raises(ValueError, match=r'mirror_dir=.* cannot be written: Not a dir.*; choose another'):
         Mirror(RunDir(str(tmp_path / 'out')), str(tmp_path / 'out' / 'config.py' / 'below'), False)
     saved_run(tmp_path / 'run')

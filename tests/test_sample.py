@@ -105,7 +105,7 @@ def test_a_gpu_becomes_the_current_device_and_eager_int8_gives_a_warning(draw, m
     ('-', b'\xef\xbb\xbfcab\n', ['cab\n']),
     ('a.JSONL', b'\xef\xbb\xbf"cab\\n"\n\n"b"', ['cab\n', 'b']),
     ('a.ndjson.gz', gzip.compress(b'{"prompt": "cab\\n", "id": 1}', mtime=0), ['cab\n']),
-    ('p.txt', b'caf\xe9', 'p.txt is not UTF-8 text'), ('-', b'caf\xe9', "can't decode byte 0xe9"),
+    ('p.txt', b'caf\xe9', 'p.txt is not UTF-8 text'), ('-', b'caf\xe9', 'input is not UTF-8 at byte 3'),
     ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2: expected a JSON string, or an object'),
     ('p.jsonl', b'7', 'line 1: a row must be an object or a string, not 7'),
     ('p.jsonl', b'{"prompt"', 'line 1 is not JSON'), ('p.jsonl', b'[' * 100_000, 'line 1 is not JSON'),
@@ -123,6 +123,9 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
         assert [given for given, *_ in sample.read_prompts(start)] == expected
     else:
         assert expected in error_of(sample.read_prompts, start)
+    if content == b'caf\xe9':
+        monkeypatch.setattr(sys, 'stdin', types.SimpleNamespace(buffer=io.BytesIO(content)))
+        assert sample.read_prompts(start, 'replace')[0][0] == 'caf\ufffd'
 
 
 @pytest.mark.parametrize('flags, words', [

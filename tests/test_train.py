@@ -406,6 +406,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(keep_last=1), 'keep_last=1 must be at least 2'),
     (dict(embed_lr=0.1), "embed_lr=0.1 applies only with optimizer='muon'"),
     (dict(eval_interval=0), 'eval_interval=0 must be at least 1'),
+    (dict(max_iters=0), 'max_iters=0 must be at least 1'),
     (dict(beta2=1.0), 'beta2=1.0 must be at least 0 and below 1'),
     (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
     (dict(seed=2**63), 'must be below 2'),
