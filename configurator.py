@@ -293,7 +293,7 @@ def read_argv(argv, fields, removed):
     return words, found, problems
 
 
-def configure(*classes, argv=None, files=True, about='', base=None, removed=None):
+def configure(*classes, argv=None, files=True, about='', base=None, removed=None, check=True):
     """
     Reads a command line into one object per dataclass. Their problems() methods return the errors.
 
@@ -301,6 +301,7 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
     about:   the text above the settings in --help
     base:    {name: value} below files and flags: the settings of a checkpoint
     removed: {removed setting: a sentence on what to do instead}
+    check:   whether to call problems(); without it check_problems() must follow, or another call with a base
 
     Returns the objects, {name: place} of what files and flags set, and the positional words.
     SettingsError has one line for each problem.
@@ -318,13 +319,18 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
             problems += read_file(path, settings, fields, removed)
     settings.update(flags)
     objects = [cls(**{f.name: settings[f.name][0] for f in dataclasses.fields(cls)}) for cls in classes]
-    if not problems:
-        for o in objects:
-            problems += o.problems()
     if problems:
         raise SettingsError('\n'.join(problems))
+    if check:
+        check_problems(objects)
     given = {name: place for name, (_, place) in settings.items() if place}
     return *objects, given, words
+
+
+def check_problems(objects):
+    """SettingsError, if settings have problems."""
+    if problems := [problem for o in objects for problem in o.problems()]:
+        raise SettingsError('\n'.join(problems))
 
 
 # -----------------------------------------------------------------------------

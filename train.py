@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import call_main, configure
+from configurator import call_main, check_problems, configure
 from hotloop import ladder, patience, resume
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine, needs_card
@@ -41,7 +41,7 @@ from hotloop.checkpoint import OPTIMIZERS, RunState, context_of
 from hotloop.dataloader import Batches, Split, check_lengths, share_batch
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.deadline import Deadline, look_at_clock, report_end, set_budget, start_clock
-from hotloop.device import choose_compile, choose_device, choose_dtype
+from hotloop.device import choose_compile, choose_device, choose_dtype, evaluation_pays
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
@@ -207,11 +207,13 @@ def read_settings(argv=None):
     """The Settings of a command line. ValueError if they contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else argv
     read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__, removed=REMOVED)
-    model_cfg, lora, cfg, given, files = read(argv=argv)
+    model_cfg, lora, cfg, given, files = read(argv=argv, check=False)
     notes, base = [], {}
     if cfg.init_from == 'auto':
         argv = argv + resume.resolve_auto(cfg, notes)
-        model_cfg, lora, cfg, given, files = read(argv=argv)
+        model_cfg, lora, cfg, given, files = read(argv=argv, check=False)
+    if cfg.init_from != 'resume':  # otherwise with the settings of the checkpoint, below
+        check_problems([model_cfg, lora, cfg])
     if files:
         notes.append(f'card: {" ".join(files)}')
     on_ladder = not files and ladder.applies(cfg, given)
@@ -293,17 +295,16 @@ def setup(cfg):
 
 
 def wrap(model, cfg, env):
-    """(the compiled model, the data-parallel wrapper of it). Either is the model itself if that is off."""
+    """(the model that evaluations call, the one that training calls), compiled and data parallel or not."""
     if env.compile and env.device.type == 'cpu' and model.num_params() > 10**7:
         # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
         # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
         functorch = importlib.import_module('torch._functorch.config')
         functorch.ban_recompute_materialized_backward = False
     set_blocks(model, cfg.recompute, cfg.compile_mode if env.compile and env.world > 1 else None)
-    if env.compile and env.world == 1:
-        model = torch.compile(model, dynamic=False, mode=cfg.compile_mode)
     if env.world == 1:
-        return model, model
+        forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if env.compile else model
+        return (forward if evaluation_pays(cfg.time_budget) else model), forward
     if cfg.shard != 'none':
         shard_model(model, cfg.shard, env)
         return model, model
@@ -383,8 +384,8 @@ class Run:
     settings: dict  # all settings in one dictionary, as saved in checkpoints
     env: Env
     model: GPT
-    compiled: torch.nn.Module  # the model, compiled if enabled; evaluations call it
-    forward: torch.nn.Module  # the same, data parallel; training calls it
+    evaluated: torch.nn.Module  # the model, compiled if that pays; evaluations call it
+    forward: torch.nn.Module  # the model, compiled if enabled, and data parallel; training calls it
     batches: Batches
     val: Split | Mixture
     byte_counts: np.ndarray | None  # UTF-8 bytes of each token id
@@ -499,7 +500,7 @@ def build_run(settings, datasets, env):
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=base is not None)
     notes += set_length(cfg, splits['train'].num_windows, batches.global_batch)
-    compiled, forward = wrap(model, cfg, env)
+    evaluated, forward = wrap(model, cfg, env)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)  # of what wrap() may have sharded
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     state = RunState(step if cfg.eval_only else 0)
@@ -514,12 +515,10 @@ def build_run(settings, datasets, env):
         byte_counts = byte_table(meta, vocab_size)
     except ValueError as e:  # the tokenizer is not available here
         notes.append(f'bits per byte: not reported, because {e}')
-    flat = {}
-    for part in (model.config, settings.lora, cfg):
-        flat |= dataclasses.asdict(part)
+    flat = dataclasses.asdict(model.config) | dataclasses.asdict(settings.lora) | dataclasses.asdict(cfg)
     if resumed:  # keep where the weights first came from
         flat['init_from'] = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
-    return Run(cfg, settings.lora, flat, env, model, compiled, forward, batches, splits['val'],
+    return Run(cfg, settings.lora, flat, env, model, evaluated, forward, batches, splits['val'],
                byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir), context, tokenizer)
 
 

@@ -85,6 +85,7 @@ def try_compile(device):
 # times as fast: that has paid after 1.8 to 2.9 minutes of a time budget. Not measured on GPUs
 COMPILE_SECONDS, COMPILE_GAIN = 40.0, 1.5
 COMPILE_PAYS = {'cpu': 3.0, 'cuda': 2.0}  # minutes
+EVALUATION_PAYS = 10.0  # minutes: an evaluation is compiled apart, which took 10 to 20 s of such runs
 
 
 def choose_compile(asked, device, minutes=None):
@@ -101,6 +102,11 @@ def choose_compile(asked, device, minutes=None):
     if failure and asked is True:
         raise ValueError(f'compile=True was requested, but fails here: {failure}; use --compile=False')
     return not failure, failure or 'a test compilation worked'
+
+
+def evaluation_pays(minutes):
+    """Whether evaluations are compiled if steps are. minutes: of a time budget; None: there is none."""
+    return minutes is None or minutes >= EVALUATION_PAYS
 
 
 # dense bf16 peak in FLOP/s (fp16 on GPUs without bf16), from the vendors' data sheets

@@ -98,7 +98,7 @@ class Env:
             # the connections close, or a process that waits for this one, not for the lost one, never notices
             traceback.clear_frames(error.__traceback__)
             if run:
-                run.forward = run.compiled = run.model = run.optimizers = None  # DDP and FSDP hold the group
+                run.forward = run.evaluated = run.model = run.optimizers = None  # DDP and FSDP hold the group
             gc.unfreeze()
             self.leave()
         ends = self.share_end('loss' if is_loss else 'error')

@@ -155,10 +155,10 @@ def evaluate_both(run, stop=None):
     """The Evaluation of a run; None if stop() returned True on any process before it was complete."""
     num_val, num_train = eval_windows(run.cfg, run.val)
     batch, began = run.batches.micro_batch, host.process_seconds()
-    val = evaluate(run.compiled, run.val, num_val, batch, run.env, run.byte_counts, stop)
+    val = evaluate(run.evaluated, run.val, num_val, batch, run.env, run.byte_counts, stop)
     if val is None:
         return None
-    train = evaluate(run.compiled, run.batches.split, num_train, batch, run.env, None, stop)
+    train = evaluate(run.evaluated, run.batches.split, num_train, batch, run.env, None, stop)
     if train is None:
         return None
     seconds = host.process_seconds() - began

@@ -19,8 +19,9 @@ import train
 from hotloop import host, saves
 from hotloop.deadline import EXIT
 from hotloop.device import choose_compile
+from hotloop.distributed import Env
 from hotloop.schedule import NO_LIMIT
-from model import GPT
+from model import GPT, GPTConfig
 
 ROOT = Path(train.__file__).parent
 STARTUP = 2.0  # seconds of a process before its first step
@@ -358,6 +359,13 @@ def test_compilation_is_left_out_where_it_does_not_pay(budget, train_tiny, tmp_p
     assert budget(compile='auto', init_from='resume', max_iters=5) == 0
     assert 'compile: off (requested)' in capsys.readouterr().out
     assert 'compile = False' in (tmp_path / 'out' / 'config.py').read_text()
+
+
+def test_evaluations_of_a_short_budget_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(torch, 'compile', lambda model, **options: 'compiled')
+    model, env = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=9)), Env(compile=True)
+    for minutes, evaluated in ((None, 'compiled'), (3.0, model), (60.0, 'compiled')):
+        assert train.wrap(model, train.TrainConfig(time_budget=minutes), env) == (evaluated, 'compiled')
 
 
 def test_a_config_that_cannot_be_rewritten_does_not_end_the_run(budget, monkeypatch, capsys):

@@ -271,6 +271,8 @@ def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, mo
     assert 'the weights do not fit the model' in error and 'Missing key(s)' in error
     assert len(checkpoint['model_args']) == 7 and all('.lora_' in name for name in checkpoint['model'])
     assert checkpoint['lora']['base'] == str(base['init_from'])
+    flags = ['--init_from=resume', f'--out_dir={tmp_path}/whole', '--lora_dropout=0.2']
+    assert train.read_settings(flags).lora.lora_dropout == 0.2  # of a run with a rank
     count = sum(weight.numel() for weight in checkpoint['model'].values())
     assert f'{count:,} parameters are trained, ' in printed
     assert 'adapters: rank 4, scale 4, on attn.c_attn' in printed

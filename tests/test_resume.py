@@ -169,6 +169,18 @@ def test_a_mirror_that_is_ahead_of_the_run_is_not_overwritten(train_tiny, tmp_pa
     assert steps == [6, 4]
 
 
+def test_flags_of_a_resume_are_checked_with_the_settings_of_its_checkpoint(stopped):
+    """Not with the defaults, to which n_embd=32 would be a mistake."""
+    flags = ['--init_from=resume', f'--out_dir={stopped}']
+    shape = load(stopped / 'ckpt.pt')['config']
+    assert train.read_settings([*flags, f'--n_embd={shape["n_embd"]}']).model.n_head == shape['n_head']
+    for flag, words in (('--n_head=8', 'cannot change on resume'), ('--eval_interval=0', 'at least 1'),
+                        ('--lora_dropout=0.1', 'applies only with lora_rank')):
+        assert words in error_of(train.read_settings, [*flags, flag])
+        assert words in error_of(train.read_settings, ['--init_from=auto', *flags[1:], flag])
+    assert 'at least 1' in error_of(train.read_settings, ['--init_from=auto', '--out_dir=new', '--threads=0'])
+
+
 def test_auto_takes_the_card_of_the_machine_only_for_a_new_run(stopped, monkeypatch):
     """The checkpoint has the dataset and the shape."""
     monkeypatch.setattr(train, 'card_for_machine', lambda device: ('config/quickstart.py', 'a test'))
