@@ -237,9 +237,10 @@ def read_settings(argv=None):
         model_cfg, lora, cfg, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
     auto_batch = cfg.batch_size == 'auto'
-    if auto_batch and resumed:  # the run keeps its global batch
-        cfg.batch_size = base['batch_size']
-        cfg.gradient_accumulation_steps = base['gradient_accumulation_steps']
+    if auto_batch and resumed:  # the run keeps its global batch, and what an evaluation reads
+        by_flag = {name for name in ('eval_iters', 'eval_tokens') if given.get(name) == f'--{name}'}
+        for name in {'batch_size', 'gradient_accumulation_steps', 'eval_iters', 'eval_tokens'} - by_flag:
+            setattr(cfg, name, base[name])
     elif auto_batch:  # so do the config files
         below = read(argv=files)[2].batch_size
         cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below

@@ -484,6 +484,21 @@ def test_auto_keeps_the_step_of_a_card_and_of_the_resumed_run(train_tiny, tmp_pa
     assert (config['batch_size'], config['gradient_accumulation_steps']) == (6, 2)
 
 
+def test_auto_keeps_what_an_evaluation_reads(data_dir, tmp_path, monkeypatch):
+    """eval_iters counts batches of the card's size, also in the process that resumes."""
+    monkeypatch.setattr(train, 'choose_batch_size', lambda model, split, env, cfg: 6)
+    (tmp_path / 'card.py').write_text('batch_size = 3\ngradient_accumulation_steps = 4\neval_iters = 2\n')
+    left = {name: TINY[name] for name in TINY.keys() - {'batch_size', 'gradient_accumulation_steps'}
+            if not name.startswith('eval_')}
+    flags = {**left, 'batch_size': 'auto', 'data_dir': data_dir, 'out_dir': tmp_path / 'out'}
+    for steps, init_from in ((1, 'scratch'), (2, 'resume')):
+        now = {**flags, 'max_iters': steps, 'init_from': init_from}
+        words = (f'--{name}={value}' for name, value in now.items())
+        train.main([str(tmp_path / 'card.py'), *words])
+        config = load(tmp_path / 'out' / 'ckpt.pt')['config']
+        assert (config['eval_iters'], config['eval_tokens']) == (None, 2 * 3 * TINY['block_size'])
+
+
 def test_a_restart_resumes_its_own_run_only(train_tiny, tmp_path, monkeypatch, capsys):
     """The checkpoint of another torchrun in the same folder is a run to move aside."""
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'mine')

@@ -1,6 +1,7 @@
 """
 The law of loss behind hotloop/ladder.py: trains depths on texts, and fits bits per byte to the rows.
 
+    $ python prepare.py stdlib --tokenizer=byte        # the law is of bytes
     $ python tests/bench/ladder.py --data_dir=data --datasets=stdlib,novels --depths=3,4,5 --megabytes=1,4
     $ python tests/bench/ladder.py --fit               # prints the constants and the error of each row
 
