@@ -239,7 +239,8 @@ def read_settings(argv=None):
     auto_batch = cfg.batch_size == 'auto'
     if auto_batch and resumed:  # the run keeps its global batch, and what an evaluation reads
         by_flag = {name for name in ('eval_iters', 'eval_tokens') if given.get(name) == f'--{name}'}
-        for name in {'batch_size', 'gradient_accumulation_steps', 'eval_iters', 'eval_tokens'} - by_flag:
+        kept = {'batch_size', 'gradient_accumulation_steps', 'eval_iters', 'eval_tokens'} - by_flag
+        for name in kept & base.keys():  # nanoGPT has no eval_tokens
             setattr(cfg, name, base[name])
     elif auto_batch:  # so do the config files
         below = read(argv=files)[2].batch_size
@@ -587,8 +588,6 @@ def train(run):
     report_end(run)
     return 0
 
-
-# -----------------------------------------------------------------------------
 
 def meta_model(settings, dataset):
     """The model of a command on torch's meta device: shapes without weights."""

@@ -33,7 +33,7 @@ def set_budget(cfg, given, resumed, notes):
     the checkpoint to resume, or None. ValueError for settings that contradict each other or the checkpoint.
     """
     if cfg.time_budget is None:
-        if resumed and cfg.max_iters == NO_LIMIT and cfg.max_epochs is None:
+        if resumed and cfg.max_iters == NO_LIMIT and cfg.max_epochs is None and not cfg.eval_only:
             raise ValueError('without its time_budget the length of this run is open; give --max_iters too')
         return
     budget = f'time_budget={cfg.time_budget:g}'

@@ -74,10 +74,10 @@ def check_early(*sources):
                 if name.endswith('Config') and value.__module__ == module.__name__:  # not an imported one
                     classes.append(value)
         words, flags, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
-        # a resumed run is checked with the settings of its checkpoint
+        # train.py checks a resumed run with the settings of its checkpoint
         resumes = 'train.py' in sources and flags.get('init_from', ('',))[0] in ('resume', 'auto')
-        if problems or (not resumes and all(map(may_run_twice, words))):
-            configure(*classes, about=modules[-1].__doc__, removed=removed)
+        if problems or all(map(may_run_twice, words)):
+            configure(*classes, about=modules[-1].__doc__, removed=removed, check=not resumes)
     if 'report' in flags and flags['report'][0] is not None:
         if folders := list(filter(os.path.isdir, words)):
             raise SettingsError('--report takes folders separated by commas: --report='

@@ -46,14 +46,10 @@ def find_resumed(cfg, notes):
             resumed = latest
             notes.append('torchrun restarted this run: resuming')
     if resumed is None and cfg.init_from == 'resume':
-        try:
+        if cfg.mirror_dir and RunDir(cfg.mirror_dir).checkpoints():
+            resumed = find_latest(out, f'its mirror does: resume there with --out_dir={cfg.mirror_dir}')
+        else:
             resumed = find_latest(out)
-        except ValueError as e:
-            if not (cfg.mirror_dir and RunDir(cfg.mirror_dir).checkpoints()):
-                raise
-            reason, *damaged = str(e).split('\n')
-            remedy = f'its mirror does: resume there with --out_dir={cfg.mirror_dir}'
-            raise ValueError('\n'.join([f'{reason.split("; ")[0]}; {remedy}', *damaged])) from None
     if resumed:
         notes += [f'{why}; falling back to {resumed.path}' for why in resumed.damaged.values()]
     return resumed

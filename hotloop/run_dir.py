@@ -173,8 +173,8 @@ class Resumed:
     damaged: dict
 
 
-def find_latest(run_dir):
-    """The newest intact checkpoint, as a Resumed. ValueError says why there is none."""
+def find_latest(run_dir, remedy='start with --init_from=scratch'):
+    """The newest intact checkpoint, as a Resumed. ValueError says why there is none, and the remedy."""
     damaged = {}
     for path in run_dir.checkpoints():
         try:
@@ -182,7 +182,7 @@ def find_latest(run_dir):
         except ValueError as e:
             damaged[path] = str(e)
     found = 'intact checkpoint' if damaged else 'checkpoint'
-    message = f'init_from=resume, but {run_dir.path} holds no {found}; start with --init_from=scratch'
+    message = f'init_from=resume, but {run_dir.path} holds no {found}; {remedy}'
     raise ValueError('\n'.join([message, *damaged.values()]))
 
 

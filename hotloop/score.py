@@ -44,8 +44,8 @@ def score(model, tokenizer, template, cfg):
     with tempfile.TemporaryDirectory() as folder:  # standard input is stored there
         files = files_of(cfg.score, reading, cfg.data_dir, os.path.join(folder, 'stdin'))
         check_kinds({file.kind for file in files}, cfg, cfg.score)
-        progress = Progress(sum(os.path.getsize(file.path) for file in files))
-        documents = documents_of(files, tokenizer, reading, counts := RowCounts())
+        counts, progress = RowCounts(), Progress(sum(os.path.getsize(file.path) for file in files))
+        documents = documents_of(files, tokenizer, reading, counts)
         scores = measure(model, tokenizer, documents, cfg.batch_size, progress)
         progress.close()
     total = Score(cfg.score, sum(s.tokens for s in scores), sum(s.bytes for s in scores),

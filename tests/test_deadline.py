@@ -334,6 +334,7 @@ def test_a_run_that_loses_its_budget_needs_a_length(budget, monkeypatch):
     assert budget(max_iters=NO_LIMIT) == 143
     assert error_of(budget, init_from='resume', seconds=None, time_budget=None, max_iters=NO_LIMIT) == (
         'without its time_budget the length of this run is open; give --max_iters too')
+    assert budget(init_from='resume', seconds=None, time_budget=None, max_iters=NO_LIMIT, eval_only=True) == 0
 
 
 def test_eval_only_and_dry_run_have_no_deadline(budget, tmp_path, capsys):

@@ -430,6 +430,8 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
                tmp_path / 'out' / 'ckpt.pt')
     for n in (3, 4):
         step(n)
+    auto = train.read_settings(['--init_from=resume', f'--out_dir={tmp_path}/out', '--batch_size=auto'])
+    assert (auto.train.batch_size, auto.train.gradient_accumulation_steps) == (4, 2)
     train.main(['--init_from=resume', f'--out_dir={tmp_path}/out', f'--data_dir={tmp_path}/data',
                 '--device=cpu', '--dtype=float32', '--compile=False', '--threads=1'])
     ours = load(tmp_path / 'out' / 'ckpt.pt')
