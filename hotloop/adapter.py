@@ -11,7 +11,9 @@ from hotloop.safetensors_file import read_safetensors, write_safetensors
 CONFIG, TENSORS, ORIGIN = 'adapter_config.json', 'adapter_model.safetensors', 'hotloop.json'
 # of adapter_config.json: what else would compute something that merge() does not
 ONLY = {'peft_type': 'LORA', 'bias': 'none', 'use_dora': False, 'lora_bias': False, 'modules_to_save': None,
-        'rank_pattern': {}, 'alpha_pattern': {}, 'target_parameters': None, 'trainable_token_indices': None}
+        'rank_pattern': {}, 'alpha_pattern': {}, 'target_parameters': None, 'trainable_token_indices': None,
+        'alora_invocation_tokens': None}
+CHANGES_BASE = ('pissa', 'olora', 'corda', 'loftq')  # starts with which peft changes the base as it loads it
 
 
 def write_adapter(folder, checkpoint):
@@ -73,8 +75,15 @@ def read_adapter(folder, model, path):
         found = config.get(name, value)
         if found and found != value:
             raise ValueError(f'{folder}/{CONFIG}: {name}={found!r} is not supported, only {value!r}')
+    start = str(config.get('init_lora_weights')).lower()
+    if start.startswith(CHANGES_BASE):
+        raise ValueError(f'{folder}/{CONFIG}: init_lora_weights={start!r} changes the base; save the adapter '
+                         'with path_initial_model_for_weight_conversion, an option of peft')
     if missing := {'r', 'lora_alpha'} - config.keys():
         raise ValueError(f'{folder}/{CONFIG} lacks {" and ".join(sorted(missing))}')
+    for name, least in (('r', 1), ('lora_alpha', 0)):
+        if not isinstance(config[name], int | float) or config[name] < least:
+            raise ValueError(f'{folder}/{CONFIG}: {name}={config[name]!r} is not a number from {least} on')
     scale = LoRAConfig(config['r'], config['lora_alpha'], config.get('use_rslora', False)).scale()
     tensors, table, adapters = read_safetensors(os.path.join(folder, TENSORS)), projections(model), []
     trained_on = f'it was trained on {base_of(folder)}'

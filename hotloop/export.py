@@ -77,7 +77,7 @@ def function_of(config):
     if config.position == 'learned':
         c['rope_base'] = c['rope_factor'] = c['rope_context'] = None
     c['window'], c['window_pattern'] = config.windows(), None
-    if not any(c['window']) or config.rope_local_base == config.rope_base:
+    if not any(c['window']) or (config.rope_factor == 1 and config.rope_local_base == config.rope_base):
         c['rope_local_base'] = None
     c['query_scale'] = config.query_scale or config.head_dim ** -0.5
     return c

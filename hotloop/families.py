@@ -66,33 +66,41 @@ def settings_of(config, path):
         return SETTINGS[kind] | shape_of(config) | attention_of(config, kind, path) | scales_of(config, kind)
     except KeyError as e:
         raise ValueError(f'{path} has no {e}') from None
+    except TypeError as e:
+        raise ValueError(f'{path} is damaged: {e}') from None
+
+
+def sizes(config, **keys):
+    """{our name: its value} for {our name: its key}. TypeError for what is not an integer."""
+    for key in keys.values():
+        if not isinstance(config[key], int):
+            raise TypeError(f'{key}={config[key]!r} is not an integer')
+    return {name: config[key] for name, key in keys.items()}
 
 
 def gpt2_settings(config):
-    return dict(n_layer=config['n_layer'], n_head=config['n_head'], n_embd=config['n_embd'],
-                n_ff=config.get('n_inner'), block_size=config['n_positions'],
-                vocab_size=config['vocab_size'], norm_eps=config['layer_norm_epsilon'],
-                mlp=MLP_OF[config['activation_function']], tie=config['tie_word_embeddings'])
+    return sizes(config, n_layer='n_layer', n_head='n_head', n_embd='n_embd', block_size='n_positions',
+                 vocab_size='vocab_size') | dict(
+        n_ff=config.get('n_inner'), norm_eps=config['layer_norm_epsilon'],
+        mlp=MLP_OF[config['activation_function']], tie=config['tie_word_embeddings'])
 
 
 def shape_of(config):
     """The sizes of a model of any other family."""
-    heads = config['num_attention_heads']
-    return dict(n_layer=config['num_hidden_layers'], n_head=heads, n_embd=config['hidden_size'],
-                n_kv_head=config['num_key_value_heads'] or heads,
-                head_dim=config.get('head_dim') or config['hidden_size'] // heads,
-                n_ff=config['intermediate_size'], block_size=config['max_position_embeddings'],
-                vocab_size=config['vocab_size'], norm_eps=config['rms_norm_eps'],
-                tie=config.get('tie_word_embeddings', False))
+    shape = sizes(config, n_layer='num_hidden_layers', n_head='num_attention_heads', n_embd='hidden_size',
+                  n_ff='intermediate_size', block_size='max_position_embeddings', vocab_size='vocab_size')
+    return shape | dict(n_kv_head=config['num_key_value_heads'] or shape['n_head'],
+                        head_dim=config.get('head_dim') or shape['n_embd'] // shape['n_head'],
+                        norm_eps=config['rms_norm_eps'], tie=config.get('tie_word_embeddings', False))
 
 
 def scales_of(config, kind):
-    """Gemma's scale of embeddings and queries, and its soft-caps."""
+    """Gemma's scale of embeddings and queries, and its soft-caps, of which transformers' Gemma 3 has one."""
     if not kind.startswith('gemma'):
         return {}
     return dict(embed_scale=math.sqrt(config['hidden_size']),
                 query_scale=config['query_pre_attn_scalar'] ** -0.5,
-                attn_softcap=config.get('attn_logit_softcapping') or 0.0,
+                attn_softcap=(kind == 'gemma2' and config.get('attn_logit_softcapping')) or 0.0,
                 softcap=config.get('final_logit_softcapping') or 0.0)
 
 
@@ -100,9 +108,8 @@ def attention_of(config, kind, path):
     """Windows and rotary positions."""
     pattern = pattern_of(config, kind, path)
     windows = {'window': config['sliding_window'], 'window_pattern': pattern} if 'S' in pattern else {}
-    rope = config.get('rope_parameters')  # of transformers 5
-    if rope is None:
-        rope = {'rope_theta': config.get('rope_theta', 10000.0), **(config.get('rope_scaling') or {})}
+    rope = config.get('rope_scaling') or config.get('rope_parameters') or {}  # of transformers 4, and of 5
+    rope = {'rope_theta': config.get('rope_theta', 10000.0), **rope}
     rope = {**rope, **rope.get('full_attention', {})}
     settings = {'rope_base': float(rope['rope_theta']), **scaling_of(rope, path)}
     if kind == 'gemma3_text' and windows:
@@ -118,14 +125,14 @@ def pattern_of(config, kind, path):
     if config.get('sliding_window') is None or kind == 'llama' or \
             (is_qwen and not config.get('use_sliding_window')):
         return 'L'
-    if kind == 'mistral':
-        return 'S'
     if config.get('layer_types'):
         unknown = set(config['layer_types']) - LETTERS.keys()
         if unknown:
             raise ValueError(f'{path}: layer_types={", ".join(sorted(unknown))} is not supported, only '
                              f'{", ".join(LETTERS)}')
         return ''.join(LETTERS[name] for name in config['layer_types'])
+    if kind == 'mistral':
+        return 'S'
     if kind == 'gemma2':
         return 'SL'
     if kind == 'gemma3_text':

@@ -17,11 +17,17 @@ def is_hub_name(name):
 
 
 def weight_files(folder):
-    """The names of the safetensors files of a folder: the shards in its index, or one file."""
+    """
+    The names of the safetensors files of a folder: one file, which may have an old index beside it, or the
+    shards in its index. ValueError for a damaged index.
+    """
     index = os.path.join(folder, INDEX)
-    if not os.path.exists(index):
+    if os.path.exists(os.path.join(folder, SINGLE)) or not os.path.exists(index):
         return [SINGLE]
-    return sorted({os.path.basename(name) for name in read_json(index)['weight_map'].values()})
+    names = read_json(index).get('weight_map')
+    if not names:
+        raise ValueError(f'{index} is damaged: it has no weight_map')
+    return sorted({os.path.basename(name) for name in names.values()})
 
 
 def find_on_disk(name, data_dir, needed):

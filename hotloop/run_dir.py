@@ -16,9 +16,10 @@ from hotloop.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
 from hotloop.checkpoint import OPTIMIZERS, DiskFull, load_checkpoint, save_checkpoint
 from hotloop.distributed import print_safely
 from hotloop.files import free_number, is_inside, lock, replacing
+from hotloop.record import DIAGNOSIS
 
 ADAPTER_FILES = tuple(f'adapter/{name}' for name in (CONFIG, TENSORS, ORIGIN))  # of a run with lora_rank
-RUN_FILES = ('config.py', 'log.jsonl', 'report.html', 'best.pt', 'ckpt.pt', *ADAPTER_FILES)
+RUN_FILES = ('config.py', 'log.jsonl', 'report.html', DIAGNOSIS, 'best.pt', 'ckpt.pt', *ADAPTER_FILES)
 NOT_IN_BEST = (*OPTIMIZERS, 'scaler', 'state')
 
 

@@ -140,7 +140,6 @@ def test_a_step(split):
     run_steps(fake_gpt(BF16, preset='modern', n_kv_head=2), split, optimizer='muon')
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('preset, optimizer, dtype', [
     ('gpt2', 'adamw', BF16), ('gpt2', 'muon', FP16), ('gpt2', 'adamw', FP32),
     ('modern', 'muon', BF16), ('modern', 'adamw', FP16), ('modern', 'muon', FP32)])
@@ -148,7 +147,6 @@ def test_a_step_of_each_dtype(split, preset, optimizer, dtype):
     run_steps(fake_gpt(dtype, preset=preset), split, optimizer=optimizer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('preset, shape, chunks, settings', [
     ('gpt2', dict(n_kv_head=2), 1, {}), ('gpt2', dict(mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
     ('modern', dict(dropout=0.1, label_smoothing=0.1), 4, {}), ('gpt2', dict(softcap=15.0), 3, {}),
@@ -170,7 +168,6 @@ def group(monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('preset, dtype, settings', [
     ('gpt2', FP16, dict(recompute='full')), ('modern', BF16, dict(optimizer='muon', data_on_device=False))])
 def test_a_step_of_rank_3_of_8(split, group, preset, dtype, settings):
@@ -211,7 +208,6 @@ def weights_not_cast(monkeypatch):
     monkeypatch.setattr(Linear, 'forward', lambda self, x: F.linear(x, self.weight))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('defect, words', [
     (position_on_host, 'at least two devices, cuda:0 and cpu'),
     (found_inf_on_host, 'a copy from cpu to cuda:0 that waits'),
@@ -228,7 +224,6 @@ def test_a_planted_defect_is_found(split, monkeypatch, defect, words):
         run_steps(model, split)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('call', [
     lambda x, y: x[0] @ y[0], lambda x, y: torch.addmm(x[0], x[0], y[0]), lambda x, y: x @ y,
     lambda x, y: torch.baddbmm(x, x, y), lambda x, y: x.index_put((torch.tensor([1]),), y[0]),
@@ -254,7 +249,6 @@ def answers(monkeypatch):
     assert not queue
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('preset, dtype, chunks', [
     ('gpt2', BF16, 1), ('modern', FP16, 3), ('modern', FP32, 1)])
 def test_an_evaluation_reads_the_device_once(split, answers, preset, dtype, chunks):
@@ -266,7 +260,6 @@ def test_an_evaluation_reads_the_device_once(split, answers, preset, dtype, chun
     assert (result['loss'], result['tokens']) == (2.0, 7 * 16)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('preset, dtype, quantize', [
     ('gpt2', BF16, 'none'), ('gpt2', BF16, 'int8'), ('modern', FP16, 'int8'), ('modern', FP32, 'none')])
 @pytest.mark.parametrize('compiled', [False, True], ids=['eager', 'fixed shapes'])
@@ -307,7 +300,6 @@ def forecast_of(settings, dtype, chunks, cfg):
         return sum(need.parts(cfg.batch_size, dtype, chunks).values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('shape, batch, cfg, machine, limit', [
     (GPT2_124M, 8, {}, 'H100', 10.25e9),  # 9.94 GB
     ({**GPT2_124M, 'preset': 'modern'}, 8, dict(optimizer='muon'), 'H100', 13.5e9),  # 13.10 GB
@@ -325,7 +317,6 @@ def test_a_step_needs_no_more_memory(split, monkeypatch, shape, batch, cfg, mach
     assert forecast_of(shape, BF16, chunks, cfg) == pytest.approx(peak, rel=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('cfg', [{}, dict(optimizer='muon')])
 @pytest.mark.parametrize('micro_batches', [1, 2])
 def test_the_forecast_of_small_micro_batches(split, cfg, micro_batches):
@@ -336,7 +327,6 @@ def test_the_forecast_of_small_micro_batches(split, cfg, micro_batches):
     assert forecast_of(shape, BF16, 1, TrainConfig(**cfg)) == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.slow
 def test_a_planted_use_of_memory_is_found(split, monkeypatch):
     """A float32 copy of what an activation stores."""
     shape = dict(preset='modern', vocab_size=512, block_size=256, n_layer=2)

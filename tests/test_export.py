@@ -75,7 +75,9 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
     (BASE | dict(mlp='relu2'), 'gpt2, differing in mlp=relu2'),
     (GEMMA | dict(window=None, query_scale=0.123), 'gemma2, differing in query_scale=0.123'),
     (GEMMA | dict(embed_scale=5.0), 'gemma2, differing in embed_scale=5.0'),
-    (GEMMA | dict(rope_local_base=1e4, rope_base=1e6), 'gemma2, differing in rope_local_base=10000.0')])
+    (GEMMA | dict(rope_local_base=1e4, rope_base=1e6), 'gemma2, differing in rope_local_base=10000.0'),
+    (GEMMA | dict(qk_norm=True, attn_softcap=3.0), 'gemma2, differing in qk_norm=True'),
+    (GEMMA | dict(qk_norm=True, rope_factor=4.0), 'gemma2, differing in qk_norm=True')])
 def test_a_model_without_counterpart_names_the_settings(settings, words):
     expected = f'transformers has no model that computes the same; the nearest is {words}'
     assert error_of(counterpart, GPTConfig(**settings).resolved()) == expected

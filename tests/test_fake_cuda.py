@@ -31,10 +31,10 @@ def shim(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize('which', ['not slow', pytest.param('slow', marks=pytest.mark.slow)])
-def test_cuda_paths(shim, which):
-    command = [sys.executable, TESTS / 'fake_cuda.py', shim, '-q', '-m', which, '-o', 'addopts=', '-p',
-               'no:cacheprovider', '--assert=plain']  # rewriting asserts takes a second
+@pytest.mark.slow
+def test_cuda_paths(shim):
+    command = [sys.executable, TESTS / 'fake_cuda.py', shim, '-q', '-o', 'addopts=', '-p', 'no:cacheprovider',
+               '--assert=plain']  # rewriting asserts takes a second
     env = {**os.environ, 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
     done = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

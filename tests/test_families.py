@@ -168,6 +168,20 @@ def test_both_forms_of_config_json_give_the_same_settings(name):
         assert windows == GPTConfig(**new).windows() == [12] * 5 + [None, 12]
 
 
+def test_unusual_keys_mean_what_they_mean_in_transformers():
+    """Its Gemma 3 ignores one; rope_scaling, which users add, outranks rope_parameters."""
+    def read(kind, **keys):
+        return GPTConfig(**settings_of({**TINY, **keys, 'model_type': kind}, 'config.json'))
+    layers = ['full_attention', 'sliding_attention', 'full_attention']
+    mixed = read('mistral', num_hidden_layers=3, sliding_window=5, layer_types=layers)
+    assert mixed.windows() == [None, 5, None]
+    scaled = read('llama', rope_parameters=rope(500.0), rope_theta=500.0,
+                  rope_scaling={'rope_type': 'linear', 'factor': 4.0})
+    assert (scaled.rope_base, scaled.rope_factor) == (500.0, 4.0)
+    assert read('llama', rope_parameters={'rope_type': 'default'}, rope_theta=500.0).rope_base == 500.0
+    assert read('gemma3_text', **GEMMA, attn_logit_softcapping=3.0).attn_softcap == 0
+
+
 def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     """Gemma's files leave out what equals the defaults."""
     least = {name: value for name, value in TINY.items() if name != 'tie_word_embeddings'}
@@ -194,6 +208,8 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     ('llama', {'quantization_config': {'bits': 4}}, "quantization_config={'bits': 4} is not supported"),
     ('llama', {'auto_map': {'AutoModel': 'x.py'}}, 'auto_map='),
     ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
+    ('llama', {'hidden_size': '48'}, "is damaged: hidden_size='48' is not an integer"),
+    ('llama', {'rope_parameters': 'x'}, 'is damaged'),
     ('gemma2', {'hidden_activation': 'gelu'}, 'hidden_activation=gelu'),
     ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True'),
     ('gemma3_text', {'layer_types': ['chunked_attention']}, 'layer_types=chunked_attention is not supported'),

@@ -356,10 +356,10 @@ model = GPT(GPTConfig(**{settings!r}))
 ids = torch.zeros(1, 512, dtype=torch.int64)
 model(ids[:, :8], ids[:, :8]).sum().backward()  # code and gradients
 before = peak()
-ids = torch.zeros(16, 512, dtype=torch.int64)
+ids = torch.zeros(8, 512, dtype=torch.int64)
 model(ids, ids).sum().backward()
 print(peak() - before)
 '''
     result = subprocess.run([sys.executable, '-c', script], cwd=ROOT, capture_output=True, check=True)
-    forecast = sum(activation_bytes(gpt('meta', **settings), 16, torch.float32, 1))
+    forecast = sum(activation_bytes(gpt('meta', **settings), 8, torch.float32, 1))
     assert forecast == pytest.approx(int(result.stdout), rel=0.25)

@@ -158,12 +158,11 @@ def test_finished_sequences_leave_when_they_are_half_of_the_batch(compiled, fixe
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which('g++') is None, reason='torch.compile needs a C++ compiler')
-@pytest.mark.parametrize('shape', ['gpt2', 'swiglu, grouped'])
-def test_a_compiled_step_draws_what_the_eager_one_draws(shape):
+def test_a_compiled_step_draws_what_the_eager_one_draws():
     """Of two models in turn, because a compiled step holds weights as constants."""
     torch._dynamo.reset()
     how = dict(num_samples=2, seeds=range(10), top_k=20)
-    models = [make(shape), make(shape)]
+    models = [make('swiglu, grouped'), make('swiglu, grouped')]
     with torch.no_grad():
         for p in models[1].parameters():
             p.mul_(1.5)
@@ -177,10 +176,11 @@ def test_a_compiled_step_draws_what_the_eager_one_draws(shape):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which('g++') is None, reason='torch.compile needs a C++ compiler')
-@pytest.mark.parametrize('dtype, quantize', [(torch.float32, 'int8'), (torch.bfloat16, 'none')])
-def test_a_compiled_step_with_bf16_keys_is_close_to_the_eager_one(dtype, quantize, capfd):
+@pytest.mark.parametrize('shape, dtype, quantize', [('swiglu, grouped', torch.float32, 'int8'),
+                                                    ('gpt2', torch.bfloat16, 'none')])
+def test_a_compiled_step_with_bf16_keys_is_close_to_the_eager_one(shape, dtype, quantize, capfd):
     torch._dynamo.reset()
-    model = make('swiglu, grouped', n_embd=64)
+    model = make(shape, n_embd=64)
     prepare_for_inference(model, torch.device('cpu'), dtype, quantize, pack=False)
     assert new_cache(model, 1, 1, static=True).k[0].dtype == torch.bfloat16
     assert new_cache(model, 1, 1).k[0].dtype == torch.float32

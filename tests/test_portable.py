@@ -61,8 +61,8 @@ def test_the_commands_run_without_fcntl_resource_sighup_and_fork(tmp_path):
 
 @pytest.mark.slow
 def test_the_tests_are_collected_without_them(tmp_path):
-    words = ['--collect-only', '-qq', '-n0', '-m', '', '-p', 'no:cacheprovider', f'--rootdir={ROOT}',
-             str(ROOT / 'tests')]
+    words = ['--collect-only', '-qq', '-n0', '-m', '', '-p', 'no:cacheprovider', '--assert=plain',
+             f'--rootdir={ROOT}', str(ROOT / 'tests')]
     run(f'{WITHOUT}\nimport pytest\nassert pytest.main({words!r}) == 0', tmp_path)
 
 

@@ -124,11 +124,20 @@ def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
     ('config.json', {'model_type': 'gpt2', 'scale_attn_weights': False}, 'scale_attn_weights=False'),
     ('config.json', [], 'does not hold a JSON object'),
     ('model.safetensors.index.json', {'weight_map': {'x': 'y.safetensors'}}, 'y.safetensors cannot be read'),
+    ('model.safetensors.index.json', {}, 'model.safetensors.index.json is damaged: it has no weight_map'),
     ('model.safetensors', 3, 'model.safetensors is damaged or not a safetensors file')])
 def test_a_folder_that_cannot_be_read_names_the_file(gpt2_folder, name, content, words):
+    if name.endswith('.index.json'):
+        (gpt2_folder / 'model.safetensors').unlink()
     (gpt2_folder / name).write_text(json.dumps(content))
     error = error_of(open_weights, str(gpt2_folder), 'data')
     assert words in error and str(gpt2_folder) in error
+
+
+def test_one_file_outranks_an_index_that_was_left_beside_it(gpt2_folder):
+    """As in transformers, which leaves it when it replaces shards by one file."""
+    (gpt2_folder / 'model.safetensors.index.json').write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    assert load_folder(str(gpt2_folder))[1]
 
 
 def test_hugging_faces_gpt2_computes_the_same(tmp_path):

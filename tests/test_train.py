@@ -375,7 +375,8 @@ def test_init_from_a_path_names_contradictions(train_tiny, tmp_path, data_dir):
     assert not (tmp_path / 'tuned').exists()
     card = tmp_path / 'card.py'
     card.write_text(f'block_size = 32\ninit_from = {str(tmp_path / "base")!r}\n')
-    message = error_of(train.main, [str(card), '--device=cpu', '--dataset=tiny', f'--data_dir={data_dir}'])
+    message = error_of(train.main, [str(card), '--device=cpu', '--compile=False', '--dataset=tiny',
+                                    f'--data_dir={data_dir}'])
     assert message == (f'{card}, line 1: block_size=32, but {tmp_path / "base"} has 16; use --block_size=16 '
                        'or less')
     assert train_tiny('tuned', card, block_size=8, max_iters=1) == 0
@@ -567,11 +568,14 @@ def test_sides_of_the_step_bench_take_turns_or_the_gpu_one_after_another(monkeyp
 
 @pytest.mark.slow
 def test_torchrun_trains_as_one_process_does(train_tiny, tmp_path, data_dir):
-    """The same losses within rounding, one log and one set of checkpoints; it resumes on one process."""
+    """
+    The same losses within rounding, one log and one set of checkpoints; it resumes on one process. It ends:
+    four processes once hung in gloo at exit, because DDP still held the process group.
+    """
     recipe = dict(batch_size=4, gradient_accumulation_steps=4, **RECIPES[1])
     train_tiny('one', **recipe)
     flags = {**TINY, 'data_dir': data_dir, **recipe, 'out_dir': tmp_path / 'many'}
-    python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=8', 'train.py', **flags)
+    python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=4', 'train.py', **flags)
     for name in ('loss', 'val_loss'):
         one, many = ([row[name] for row in rows(tmp_path / out, name)] for out in ('one', 'many'))
         assert len(one) == len(many) > 2 and many == pytest.approx(one, rel=1e-4)
