@@ -30,9 +30,9 @@ TIE = 0.01  # losses that differ by less are a tie, which the smaller and faster
 SHORT = 180  # seconds of a budget below which only one rung is timed
 BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
 
-# bits per byte = FLOOR x bz2 + WIDTH x parameters^-ALPHA + LENGTH x bytes^-BETA + START x steps^-GAMMA, by
+# bits per byte = FLOOR bz2 + WIDTH parameters^-ALPHA + LENGTH bz2^0.5 bytes^-BETA + START steps^-GAMMA, by
 # the fit of tests/bench/ladder.py. bz2: bits per byte of the text in that format; parameters: of the blocks
-FLOOR, WIDTH, ALPHA, LENGTH, BETA, START, GAMMA = 0.348, 49.1, 0.34, 10.4, 0.22, 28.7, 0.75
+FLOOR, WIDTH, ALPHA, LENGTH, BETA, START, GAMMA = 0.353, 16.4, 0.30, 58.0, 0.34, 1.35, 0.33
 SAMPLE = 2**20  # bytes of text for bz2
 REPEATS = 15.4  # epochs after the first are worth less and less: 15.4 in all (arXiv 2305.16264)
 
@@ -76,7 +76,7 @@ def muon_rate(depth, steps):
     """Muon's peak rate. Small steps are noisy, so the more of them there are, the smaller they must be."""
     if depth >= SMALL:
         return 0.02
-    return min(max(0.015 * (1000 / steps)**0.75, 0.005), 0.06)
+    return min(max(0.025 * (1000 / steps)**0.5, 0.01), 0.06)
 
 
 def num_parameters(depth):
@@ -152,8 +152,8 @@ def expected_loss(depth, num_bytes, text):
     """Bits per byte of held-out text after training on num_bytes, repeated ones included."""
     steps = num_bytes / text.bytes_per_token / tokens_per_step(depth)
     length = worth(num_bytes, text.num_bytes)
-    return (FLOOR * text.bits + WIDTH * num_parameters(depth)**-ALPHA + LENGTH * length**-BETA
-            + START * steps**-GAMMA)
+    return (FLOOR * text.bits + WIDTH * num_parameters(depth)**-ALPHA
+            + LENGTH * math.sqrt(text.bits) * length**-BETA + START * steps**-GAMMA)
 
 
 class Expected(NamedTuple):

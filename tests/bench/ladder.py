@@ -1,12 +1,12 @@
 """
 The law of loss behind hotloop/ladder.py: trains depths on texts, and fits bits per byte to the rows.
 
-    $ python prepare.py stdlib --tokenizer=byte        # the law is of bytes
     $ python tests/bench/ladder.py --data_dir=data --datasets=stdlib,novels --depths=3,4,5 --megabytes=1,4
     $ python tests/bench/ladder.py --fit               # prints the constants and the error of each row
 
 Each run is one row of ladder.jsonl beside this file; a run that has a row is not repeated. A row: dataset,
-bits per byte of its text by bz2, its bytes, depth, bytes read, seed, and bits per byte of 2^18 tokens.
+bits per byte of its text by bz2, its bytes, bytes per token, depth, bytes read, seed, and bits per byte of
+2^18 held-out tokens.
 Nothing is timed, so other work may run beside it. The fit minimizes squared relative errors.
 """
 
@@ -32,7 +32,7 @@ ROWS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'ladder.jsonl')
 # per byte. modded-nanogpt's track 3: 3,250 steps of 524,288 tokens, 3.28 nats per GPT-2 token of 4.6 bytes (a
 # guess). nanochat's 20 layers: 11.2 billion tokens of 4.8 bytes. The bz2 of their text is an estimate too
 PUBLISHED, WEB = ((85e6, 7.8e9, 3250, 1.03), (393e6, 54e9, 21400, 0.853)), 2.2
-GAMMAS = (0.75, 1.0)
+GAMMAS = (0.33, 0.5, 0.75, 1.0)
 NAMES = ('FLOOR', 'WIDTH', 'ALPHA', 'LENGTH', 'BETA', 'START', 'GAMMA')
 
 
@@ -85,16 +85,16 @@ def collect(args):
                    '--compile=False', f'--seed={args.seed}', f'--out_dir={folder}/out'])
             row = next(row for row in reversed(read_rows(f'{folder}/out/log.jsonl')) if 'val_bpb' in row)
         add_row(ROWS, {'dataset': name, 'bz2': round(text.bits, 4), 'text': round(text.num_bytes),
-                       'depth': int(depth), 'bytes': num_bytes, 'seed': args.seed,
-                       'loss': round(row['val_bpb'], 4)})
+                       'bytes_per_token': round(text.bytes_per_token, 4), 'depth': int(depth),
+                       'bytes': num_bytes, 'seed': args.seed, 'loss': round(row['val_bpb'], 4)})
         print(read_rows(ROWS)[-1], flush=True)
 
 
 def fit(rows):
     """The constants of the law, in the order of NAMES, with the least squared relative errors."""
     points = []
-    for row in rows:  # texts of bytes
-        steps = row['bytes'] / ladder.tokens_per_step(row['depth'])
+    for row in rows:
+        steps = row['bytes'] / row['bytes_per_token'] / ladder.tokens_per_step(row['depth'])
         points.append((ladder.num_parameters(row['depth']), ladder.worth(row['bytes'], row['text']), steps,
                        row['loss'], row['bz2']))
     points += [(*point, WEB) for point in PUBLISHED]
@@ -102,7 +102,7 @@ def fit(rows):
     best = (np.inf, None)
     for alpha, beta, gamma in itertools.product(np.arange(0.1, 0.5, 0.02), np.arange(0.16, 0.5, 0.02),
                                                 GAMMAS):
-        terms = np.stack([bz2, parameters**-alpha, seen**-beta, steps**-gamma], 1) / loss[:, None]
+        terms = np.stack([bz2, parameters**-alpha, bz2**0.5 * seen**-beta, steps**-gamma], 1) / loss[:, None]
         factors = np.linalg.lstsq(terms, np.ones(len(points)), rcond=None)[0]
         error = np.square(terms @ factors - 1).sum()
         if factors.min() >= 0 and error < best[0]:
@@ -125,7 +125,7 @@ def main():
     vars(ladder).update(constants)
     lines, errors = [], []
     for row in rows:
-        text = ladder.Text(row['bz2'], 1.0, row['text'])
+        text = ladder.Text(row['bz2'], row['bytes_per_token'], row['text'])
         expected = ladder.expected_loss(row['depth'], row['bytes'], text)
         errors.append(abs(expected / row['loss'] - 1))
         lines.append([row['dataset'], row['depth'], f'{row["bytes"] / 1e6:.2f}', f'{row["loss"]:.3f}',
