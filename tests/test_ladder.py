@@ -134,7 +134,7 @@ def run(tmp_path, data_dir, *argv, out='out'):
 
 def test_a_budget_chooses_a_depth_and_says_so(tmp_path, data_dir, tiny_rungs, monkeypatch, capsys):
     """It ends on time. Its config.py repeats the run without a choice; a resume does not choose again."""
-    clock = Clock(monkeypatch, step=0.5, batch=0.01)
+    clock = Clock(monkeypatch, step=1.0, batch=0.02)
     assert run(tmp_path, data_dir, '--time_budget=1') == 0
     out = capsys.readouterr().out
     depth = int(re.search(r'^ladder: depth (\d+) \(\*: timed here\); --depth=N', out, re.M)[1])
