@@ -131,7 +131,7 @@ class Deadline:
         return last - first, now - began
 
     def is_enough(self):
-        """Whether the speed of the steps is known, or there is no time to measure it."""
+        """Whether the speed of the steps is known, or too little time is left to measure it."""
         steps, seconds = self.marks[-1][0] - self.marks[0][0], self.marks[-1][1] - self.marks[0][1]
         return steps >= ENOUGH_STEPS or seconds >= min(ENOUGH_SECONDS, self.left() / 20)
 

@@ -16,7 +16,7 @@ from hotloop.files import counted, first_line
 def choose_device(name, local_rank=0):
     """
     Returns (device, reason). name: auto, cuda, cuda:N, mps or cpu; cuda without a number is the GPU
-    of the local rank. ValueError if the device does not exist: there is no fallback.
+    of the local rank. ValueError if that device does not exist.
     """
     if not re.fullmatch(r'auto|cpu|mps|cuda(:[0-9]+)?', name):
         raise ValueError(f'device={name!r} is not one of auto, cuda, cuda:N, mps, cpu')

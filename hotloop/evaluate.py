@@ -117,7 +117,7 @@ def standard_error(loss, targets):
 
 def eval_batch(split, windows, batch):
     """
-    Inputs and targets of windows by number: two (batch, T) int64 arrays; -1 where there is no target. Also
+    Inputs and targets of windows by number: two (batch, T) int64 arrays; -1 for a missing target. Also
     the documents, if training has them.
     """
     T = split.T  # one shape, also where rows or the end of the last window are missing: compiled once

@@ -3,6 +3,8 @@
 import math
 import re
 
+from configurator import accept
+
 MLP_OF = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
 LLAMA = dict(position='rope', norm='rmsnorm_weight', mlp='swiglu', bias=False, embed_norm=False)
 GEMMA = LLAMA | dict(norm='rmsnorm_offset', mlp='geglu', post_norm=True)
@@ -33,6 +35,11 @@ DEFAULTS = {
                                 'final_logit_softcapping': 30.0},
     'gemma3_text': GEMMA_DEFAULTS | {'sliding_window': 4096, 'sliding_window_pattern': 6,
                                      'rope_theta': 1e6, 'rope_local_base_freq': 1e4}}
+# {key of a size: its type}
+SIZES = dict.fromkeys(('vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_positions', 'num_hidden_layers',
+                       'num_attention_heads', 'hidden_size', 'intermediate_size', 'max_position_embeddings'),
+                      int)
+SIZES |= dict.fromkeys(('n_inner', 'num_key_value_heads', 'head_dim', 'sliding_window'), int | None)
 LETTERS = {'sliding_attention': 'S', 'full_attention': 'L'}  # of GPTConfig.window_pattern
 
 # {module of a block: the modules of Hugging Face that it holds, one after the other}
@@ -60,6 +67,7 @@ def settings_of(config, path):
         raise ValueError(f'{path}: model_type={kind!r} is not supported, only {", ".join(SETTINGS)}')
     config = {**DEFAULTS.get(kind, {}), **config}
     check_keys(config, {**EVERY_KEYS, **SUPPORTED.get(kind, LLAMA_KEYS)}, path)
+    config |= sizes_of(config, path)
     try:
         if kind == 'gpt2':
             return SETTINGS[kind] | gpt2_settings(config)
@@ -70,28 +78,33 @@ def settings_of(config, path):
         raise ValueError(f'{path} is damaged: {e}') from None
 
 
-def sizes(config, **keys):
-    """{our name: its value} for {our name: its key}. TypeError for what is not an integer."""
-    for key in keys.values():
-        if not isinstance(config[key], int):
-            raise TypeError(f'{key}={config[key]!r} is not an integer')
-    return {name: config[key] for name, key in keys.items()}
+def sizes_of(config, path):
+    """{key: integer} of the sizes in a config.json. ValueError for what is not an integer."""
+    sizes = {}
+    for key in filter(config.__contains__, SIZES):
+        try:
+            sizes[key] = accept(config[key], SIZES[key])
+        except ValueError:
+            raise ValueError(f'{path} is damaged: {key}={config[key]!r} is not an integer') from None
+    return sizes
 
 
 def gpt2_settings(config):
-    return sizes(config, n_layer='n_layer', n_head='n_head', n_embd='n_embd', block_size='n_positions',
-                 vocab_size='vocab_size') | dict(
-        n_ff=config.get('n_inner'), norm_eps=config['layer_norm_epsilon'],
-        mlp=MLP_OF[config['activation_function']], tie=config['tie_word_embeddings'])
+    return dict(n_layer=config['n_layer'], n_head=config['n_head'], n_embd=config['n_embd'],
+                n_ff=config.get('n_inner'), block_size=config['n_positions'],
+                vocab_size=config['vocab_size'], norm_eps=config['layer_norm_epsilon'],
+                mlp=MLP_OF[config['activation_function']], tie=config['tie_word_embeddings'])
 
 
 def shape_of(config):
     """The sizes of a model of any other family."""
-    shape = sizes(config, n_layer='num_hidden_layers', n_head='num_attention_heads', n_embd='hidden_size',
-                  n_ff='intermediate_size', block_size='max_position_embeddings', vocab_size='vocab_size')
-    return shape | dict(n_kv_head=config['num_key_value_heads'] or shape['n_head'],
-                        head_dim=config.get('head_dim') or shape['n_embd'] // shape['n_head'],
-                        norm_eps=config['rms_norm_eps'], tie=config.get('tie_word_embeddings', False))
+    heads = config['num_attention_heads']
+    return dict(n_layer=config['num_hidden_layers'], n_head=heads, n_embd=config['hidden_size'],
+                n_kv_head=config['num_key_value_heads'] or heads,
+                head_dim=config.get('head_dim') or config['hidden_size'] // heads,
+                n_ff=config['intermediate_size'], block_size=config['max_position_embeddings'],
+                vocab_size=config['vocab_size'], norm_eps=config['rms_norm_eps'],
+                tie=config.get('tie_word_embeddings', False))
 
 
 def scales_of(config, kind):

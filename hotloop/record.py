@@ -17,7 +17,7 @@ DIAGNOSIS = 'diagnosis.json'  # of sample.py --diagnose, in a run folder
 
 
 class Record:
-    """The log, settings and diagnosis of a run folder. ValueError if there is no log or no line in it."""
+    """The log, settings and diagnosis of a run folder. ValueError if the log is missing or empty."""
 
     def __init__(self, folder):
         self.name, self.damaged = os.path.normpath(folder), 0

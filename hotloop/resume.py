@@ -35,7 +35,7 @@ def resolve_auto(cfg, notes):
 def find_resumed(cfg, notes):
     """
     The Resumed to continue from: with init_from=resume, or if torchrun restarted the process; otherwise None.
-    Adds to the notes. ValueError if there is no intact checkpoint.
+    Adds to the notes. ValueError if all checkpoints are missing or damaged.
     """
     out, resumed = RunDir(cfg.out_dir), None
     run_id = os.environ.get('TORCHELASTIC_RUN_ID', 'none')

@@ -97,7 +97,7 @@ def tokenizer_at(path, data_dir):
 def checkpoint_tokenizer(path, data_dir):
     """
     The tokenizer of a checkpoint, and the template of its chats or None. ValueError if the file is damaged,
-    or if there is no tokenizer for it.
+    or if its tokenizer is missing.
     """
     try:
         with zipfile.ZipFile(path) as z:

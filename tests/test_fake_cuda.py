@@ -13,8 +13,8 @@ TESTS = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 
 
-@pytest.fixture(scope='session')
-def shim(tmp_path_factory):
+@pytest.fixture
+def shim(tmp_path):
     """fake_cuda.cpp, built. Its interfaces are private to torch, so only the pinned version is tried."""
     pinned = next(line for line in (TESTS.parent / 'constraints.txt').read_text(encoding='utf-8').splitlines()
                   if line.startswith('torch=='))
@@ -22,7 +22,7 @@ def shim(tmp_path_factory):
         pytest.skip(f'the shim needs {pinned} without CUDA, and this is {torch.__version__}')
     if not shutil.which('g++'):
         pytest.skip('there is no g++ to build the shim')
-    path = tmp_path_factory.mktemp('shim') / 'fake_cuda.so'
+    path = tmp_path / 'fake_cuda.so'
     command = ['g++', '-O0', '-shared', '-fPIC', '-std=c++20', TESTS / 'fake_cuda.cpp', f'-I{TORCH}/include',
                f'-L{TORCH}/lib', f'-Wl,-rpath,{TORCH}/lib', '-lc10', '-ltorch_cpu', '-o', path]
     built = subprocess.run(command, capture_output=True, text=True, check=False)

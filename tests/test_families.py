@@ -209,6 +209,7 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     ('llama', {'auto_map': {'AutoModel': 'x.py'}}, 'auto_map='),
     ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
     ('llama', {'hidden_size': '48'}, "is damaged: hidden_size='48' is not an integer"),
+    ('llama', {'num_key_value_heads': '2'}, "is damaged: num_key_value_heads='2' is not an integer"),
     ('llama', {'rope_parameters': 'x'}, 'is damaged'),
     ('gemma2', {'hidden_activation': 'gelu'}, 'hidden_activation=gelu'),
     ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True'),

@@ -57,7 +57,7 @@ def assert_equal_runs(a, b):
 # -----------------------------------------------------------------------------
 # checkpoints: killed while they are written, damaged, without room
 
-KILLS = int(os.environ.get('KILLS', '25'))
+KILLS = int(os.environ.get('KILLS', '40'))
 
 
 @pytest.mark.parametrize('kills', [3, pytest.param(KILLS, marks=pytest.mark.slow)])
@@ -137,7 +137,7 @@ def spoiled(data, rng):
     return data[:at] + bytes(end - at) + data[end:]
 
 
-DAMAGED = int(os.environ.get('DAMAGED', '500'))
+DAMAGED = int(os.environ.get('DAMAGED', '1000'))
 
 
 @pytest.mark.parametrize('count', [60, pytest.param(DAMAGED, marks=pytest.mark.slow)])
