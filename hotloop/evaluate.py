@@ -46,16 +46,13 @@ def shares(split, num_windows):
             for part, weight in zip(split.splits, split.weights, strict=True)]
 
 
-def count_windows(split):
-    """All windows of a Split, the last of which may be shorter."""
-    return split.num_windows if isinstance(split, Packed) else -(-(split.num_tokens - 1) // split.T)
-
-
 def spread(split, num_windows):
     """The numbers of num_windows windows spread evenly over a Split, (N,); None: of all."""
-    total = full = count_windows(split)
-    if not isinstance(split, Packed):
-        full = (split.num_tokens - 1) // split.T
+    if isinstance(split, Packed):
+        total = full = split.num_windows
+    else:
+        full, rest = divmod(split.num_tokens - 1, split.T)
+        total = full + (rest > 0)  # the last one may be shorter
     if num_windows is None or num_windows >= total:
         return np.arange(total)
     return np.linspace(0, full - 1, num_windows).round().astype(np.int64)

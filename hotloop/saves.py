@@ -132,7 +132,8 @@ def finish_save(run, wait=True, final=False):
         run.state.best_val_loss = run.out.best_loss  # the next improvement is saved
         run.failed_saves += 1
         if run.failed_saves == 3 or final:
-            raise save_error(run, e) from e
+            advice = 'free space; ' if isinstance(e, DiskFull) else ''
+            raise ValueError(f'{e}; {advice}{run.out.how_to_go_on()}') from e
         run.env.print_once(f'{e}; training continues')
         return
     run.failed_saves = 0
@@ -158,12 +159,6 @@ def evaluate_missing(run):
     finish_save(run)  # the checkpoint of this step lacks the result, so a new one comes before the log line
     log_evaluation(run, evaluation)
     return not patience.is_out(run)
-
-
-def save_error(run, error):
-    """The ValueError that ends a run whose save failed: why, what is saved, and how to go on."""
-    advice = 'free space; ' if isinstance(error, DiskFull) else ''
-    return ValueError(f'{error}; {advice}{run.out.how_to_go_on()}')
 
 
 def stop_run(run):
