@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import types
@@ -15,7 +16,9 @@ import torch
 
 import prepare
 import train
+from hotloop import saves
 from hotloop.bpe import count_words, learn_merges
+from hotloop.evaluate import Evaluation
 from hotloop.tokenizer import TiktokenTokenizer
 
 torch.set_num_threads(1)  # faster in models this small
@@ -108,6 +111,38 @@ def at_step(monkeypatch, step, action):
     monkeypatch.setattr(train, 'train_step', wrapped)
 
 
+@pytest.fixture
+def torchrun(tmp_path, data_dir):
+    """
+    torchrun(out, fault, step, ...) starts TINY on gloo processes, with the fault in the last one. They are
+    forks of the agent unless forked is False. node: the agent's own words for one of several nodes.
+    """
+    import faults  # which imports this
+    started = []
+
+    def start(out, fault='', step=0, restarts=0, processes=2, forked=True, node=None, **settings):
+        agent = [faults.__file__, 'torchrun'] if forked else ['-m', 'torch.distributed.run']
+        words = ['--standalone', f'--nproc_per_node={processes}', f'--max-restarts={restarts}']
+        command = [sys.executable, *agent, *(node or words), faults.__file__, fault, str(step),
+                   *faults.flags(tmp_path / out, data_dir, **settings)]
+        process = subprocess.Popen(command, env=faults.environment(), text=True, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)
+        started.append(process)
+        return process
+    yield start
+    for process in started:
+        process.terminate()  # so that it ends its own
+        process.communicate()
+
+
+def scripted_losses(monkeypatch, *losses):
+    """Evaluations that return these validation losses, one after another."""
+    found = (Evaluation({'loss': loss, 'stderr': 0.1, 'bpb': None, 'tokens': 1}, {'loss': 1.0}, 0.0)
+             for loss in losses)
+    for module in (train, saves):
+        monkeypatch.setattr(module, 'evaluate_both', lambda run, stop=None: next(found))
+
+
 def load(path):
     return torch.load(path, map_location='cpu', weights_only=True)
 
@@ -168,38 +203,53 @@ def gpt2(monkeypatch):
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def server(monkeypatch):
     """
-    A hub on 127.0.0.1 under HF_ENDPOINT: serve(file of gpt2, body), answers {path: (status, headers, body)},
-    requests [(path, headers)].
+    A server on 127.0.0.1 under HF_ENDPOINT. server.script: functions of its handler, one per request, the
+    last for all others; server.seen: request headers; server.url: of a file.
     """
-    answers, requests = {}, []
+    state = types.SimpleNamespace(script=[], seen=[])
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            requests.append((self.path, self.headers))
-            status, headers, body = answers.get(self.path, (404, {}, b'Entry not found'))
-            self.send_response(status)
-            for key, value in {'Content-Length': len(body), **headers}.items():
-                self.send_header(key, str(value))
-            self.end_headers()
-            self.wfile.write(body)
+            state.seen.append(self.headers)
+            (state.script.pop(0) if len(state.script) > 1 else state.script[0])(self)
 
         def log_message(self, *args):
             pass
-
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    httpd = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
     thread.start()
-    monkeypatch.setenv('HF_ENDPOINT', f'http://127.0.0.1:{server.server_port}/')
+    state.url = f'http://127.0.0.1:{httpd.server_port}/file.bin'
+    monkeypatch.setenv('HF_ENDPOINT', state.url.removesuffix('file.bin'))
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     monkeypatch.delenv('HF_TOKEN', raising=False)
     monkeypatch.setenv('HF_HOME', '/nonexistent')  # with a token or models of this machine's user
     monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
+    yield state
+    httpd.shutdown()
+    httpd.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def hub(server):
+    """
+    The server as a hub: serve(file of gpt2, body), answers {path: (status, headers, body)}, requests
+    [(path, headers)].
+    """
+    answers, requests = {}, []
+
+    def answer(handler):
+        requests.append((handler.path, handler.headers))
+        status, headers, body = answers.get(handler.path, (404, {}, b'Entry not found'))
+        handler.send_response(status)
+        for key, value in {'Content-Length': len(body), **headers}.items():
+            handler.send_header(key, str(value))
+        handler.end_headers()
+        handler.wfile.write(body)
 
     def serve(file, body):
         answers[f'/openai-community/gpt2/resolve/main/{file}'] = (200, {}, body)
-    yield types.SimpleNamespace(serve=serve, requests=requests, answers=answers)
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    server.script = [answer]
+    return types.SimpleNamespace(serve=serve, requests=requests, answers=answers)

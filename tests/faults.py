@@ -106,15 +106,15 @@ def naive_saves():
     hotloop.run_dir.save_checkpoint = lambda path, checkpoint, keep_old=None: torch.save(checkpoint, path)
 
 
-def small_files(first, last, size):
-    """The disk takes no file above this size from one save to another. Python ignores the signal for it."""
+def small_files(size, *numbers):
+    """The disk takes no file above this size from the first of these saves to the second, and so on."""
     import resource
 
     def limit(limits, *args):
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # Python ignores its signal
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    before_call(SAVE, first, functools.partial(limit, (size, hard)))
-    before_call(SAVE, last, functools.partial(limit, (hard, hard)))
+    for number, soft in zip(numbers, itertools.cycle([size, hard])):
+        before_call(SAVE, number, functools.partial(limit, (soft, hard)))
 
 
 def slow_saves(seconds):

@@ -3,11 +3,9 @@
 import contextlib
 import gzip
 import hashlib
-import http.server
 import os
 import socket
 import threading
-from types import SimpleNamespace
 
 import pytest
 import requests
@@ -19,34 +17,6 @@ from hotloop.files import lock
 
 BODY = bytes(range(256)) * 4000  # a megabyte, several chunks
 SHA256 = hashlib.sha256(BODY).hexdigest()
-
-
-@pytest.fixture
-def server(monkeypatch):
-    """server.script: functions, one per request, the last for all others; server.seen: request headers."""
-    monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
-    monkeypatch.setenv('NO_PROXY', '127.0.0.1')
-    monkeypatch.delenv('HF_TOKEN', raising=False)
-    monkeypatch.setenv('HF_HOME', '/nonexistent')  # with a token or models of this machine's user
-    state = SimpleNamespace(script=[], seen=[])
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            state.seen.append(dict(self.headers))
-            (state.script.pop(0) if len(state.script) > 1 else state.script[0])(self)
-
-        def log_message(self, *args):
-            pass
-    httpd = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
-    thread.start()
-    state.hub = f'http://127.0.0.1:{httpd.server_port}'
-    state.url = f'{state.hub}/file.bin'
-    monkeypatch.setenv('HF_ENDPOINT', state.hub)
-    yield state
-    httpd.shutdown()
-    httpd.server_close()
-    thread.join()
 
 
 def answer(body=BODY, status=200, cut=None, ranges='if', etag='"v1"', **headers):

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from conftest import same, write_bins
+from conftest import write_bins
 
 import configurator
 from configurator import as_file, configure, differences
-from hotloop.checkpoint import load_checkpoint
 from hotloop.dataloader import Split
 from hotloop.dataset import read_meta
 from hotloop.documents import ReadConfig
@@ -59,19 +57,6 @@ def each(count, make, read):
             e.add_note(f'input {number}: {str(given)[:2000]!r}')
             raise
     return refused
-
-
-@inputs
-def test_a_checkpoint_is_what_was_saved_or_an_error(count, tmp_path):
-    path = tmp_path / 'c.pt'
-    content = {'model': {'w': torch.arange(50.0)}, 'model_args': {'n_layer': 1}, 'x': [1, 'a']}
-    torch.save(content, path)
-    data = path.read_bytes()
-
-    def read(raw):
-        path.write_bytes(raw)
-        assert same(load_checkpoint(str(path)), content)
-    assert each(count, lambda rng: damaged(rng, data), read) > 0.5 * count
 
 
 @inputs

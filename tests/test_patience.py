@@ -4,31 +4,21 @@ import os
 import signal
 
 import pytest
-from conftest import TINY, at_step, error_of, load, same
+from conftest import TINY, at_step, error_of, load, same, scripted_losses
 from ranks import forks, on_ranks
 
 import train
 from configurator import SettingsError
-from hotloop import saves
-from hotloop.evaluate import Evaluation
 from hotloop.resume import state_from
 
 NAN = float('nan')
 SETTINGS = dict(max_iters=12, eval_interval=2, patience=2)
 
 
-def script(monkeypatch, *losses):
-    """Evaluations that return these validation losses, one after another."""
-    found = (Evaluation({'loss': loss, 'stderr': 0.1, 'bpb': None, 'tokens': 1}, {'loss': 1.0}, 0.0)
-             for loss in losses)
-    for module in (train, saves):
-        monkeypatch.setattr(module, 'evaluate_both', lambda run, stop=None: next(found))
-
-
 @pytest.mark.parametrize('always', [True, False])
 def test_a_run_out_of_patience_stops_saves_and_says_how_to_go_on(train_tiny, tmp_path, monkeypatch, capsys,
                                                                   always):
-    script(monkeypatch, 4.0, 4.5, 3.0, NAN, 3.0)  # after steps 2 to 10
+    scripted_losses(monkeypatch, 4.0, 4.5, 3.0, NAN, 3.0)  # after steps 2 to 10
     assert train_tiny(always_save_checkpoint=always, **SETTINGS) == 0
     *_, why, rate, on, done, _, to_sample = capsys.readouterr().out.splitlines()
     assert why == 'stopped: patience=2: no lower val loss than 3.0000 in 2 evaluations'
@@ -42,7 +32,7 @@ def test_a_run_out_of_patience_stops_saves_and_says_how_to_go_on(train_tiny, tmp
 
 
 def test_it_says_nothing_of_a_rate_that_has_decayed(train_tiny, monkeypatch, capsys):
-    script(monkeypatch, 4.0, 4.5, 4.2)
+    scripted_losses(monkeypatch, 4.0, 4.5, 4.2)
     train_tiny(lr_decay_iters=5, **SETTINGS)
     assert 'learning rate' not in capsys.readouterr().out.split('stopped: ')[1]
 
@@ -50,9 +40,9 @@ def test_it_says_nothing_of_a_rate_that_has_decayed(train_tiny, monkeypatch, cap
 def test_the_same_command_does_not_go_on_and_without_patience_it_finishes_with_the_same_bits(
         train_tiny, tmp_path, monkeypatch, capsys):
     losses = 4.0, 4.5, 4.2, 3.0, 2.0, 2.0
-    script(monkeypatch, *losses)
+    scripted_losses(monkeypatch, *losses)
     train_tiny('whole', **{**SETTINGS, 'patience': None})
-    script(monkeypatch, *losses)
+    scripted_losses(monkeypatch, *losses)
     assert train_tiny(**SETTINGS) == 0
     stopped = capsys.readouterr().out.split('stopped: ')[1].split('done: ')[0]
     assert train_tiny(init_from='auto', **SETTINGS) == 0
@@ -64,7 +54,7 @@ def test_the_same_command_does_not_go_on_and_without_patience_it_finishes_with_t
 
 
 def test_a_resume_keeps_the_count(train_tiny, monkeypatch, capsys):
-    script(monkeypatch, 4.0, 4.5, 4.2)
+    scripted_losses(monkeypatch, 4.0, 4.5, 4.2)
     at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train_tiny(**SETTINGS) == 143 and 'patience' not in capsys.readouterr().out.split('stopped: ')[1]
     assert train_tiny(init_from='resume', **SETTINGS) == 0
@@ -74,12 +64,12 @@ def test_a_resume_keeps_the_count(train_tiny, monkeypatch, capsys):
 def test_a_run_that_is_killed_before_the_evaluation_that_ends_it_ends_after_it(train_tiny, tmp_path,
                                                                               monkeypatch, capsys):
     """The checkpoint of that step has no result, so a resume evaluates first."""
-    script(monkeypatch, 4.0, 4.5)
+    scripted_losses(monkeypatch, 4.0, 4.5)
     evaluate, stopped = train.evaluate_both, iter([False, False, True])
     monkeypatch.setattr(train, 'evaluate_both', lambda *args: None if next(stopped) else evaluate(*args))
     train_tiny(**SETTINGS)
     assert load(tmp_path / 'out' / 'ckpt.pt')['state']['evals_since_best'] == 1
-    script(monkeypatch, 4.2)
+    scripted_losses(monkeypatch, 4.2)
     assert train_tiny(init_from='resume', **SETTINGS) == 0
     assert 'step 6 is saved' in capsys.readouterr().out.split('stopped: patience=2')[1]
 
@@ -98,11 +88,11 @@ def test_a_kill_between_a_save_and_its_log_line_counts_no_evaluation_twice(train
         logged.append(evaluation)
         if len(logged) == killed_at:
             fail()
-    script(monkeypatch, *losses)
+    scripted_losses(monkeypatch, *losses)
     with monkeypatch.context() as patched:
         patched.setattr(train, 'log_evaluation', log)
         assert error_of(train_tiny, **SETTINGS) == 'killed'
-    script(monkeypatch, losses[killed_at - 1])
+    scripted_losses(monkeypatch, losses[killed_at - 1])
     at_step(monkeypatch, 1, fail)
     assert error_of(train_tiny, init_from='resume', **SETTINGS) == 'killed'
     saved = load(tmp_path / 'out' / 'ckpt.pt')
@@ -110,14 +100,16 @@ def test_a_kill_between_a_save_and_its_log_line_counts_no_evaluation_twice(train
 
 
 def test_a_run_at_its_last_step_is_done(train_tiny, monkeypatch, capsys):
-    script(monkeypatch, 4.0, 4.5, 4.6)
+    scripted_losses(monkeypatch, 4.0, 4.5, 4.6)
     train_tiny(**{**SETTINGS, 'max_iters': 6})
     assert 'done: best val loss 4.0000' in capsys.readouterr().out
 
 
-def test_losses_that_were_never_finite_are_an_error(train_tiny, monkeypatch):
-    script(monkeypatch, NAN, NAN)
-    assert 'step 4: no validation loss of this run was finite' in error_of(train_tiny, **SETTINGS)
+@pytest.mark.parametrize('settings', [SETTINGS, dict(max_iters=4, eval_interval=2)])
+def test_losses_that_were_never_finite_are_an_error(train_tiny, tmp_path, monkeypatch, capsys, settings):
+    scripted_losses(monkeypatch, NAN, NAN)
+    assert 'step 4: no validation loss of this run was finite' in error_of(train_tiny, **settings)
+    assert 'done' not in capsys.readouterr().out and not (tmp_path / 'out' / 'best.pt').exists()
 
 
 def test_settings_and_earlier_checkpoints(train_tiny):

@@ -4,8 +4,6 @@ import functools
 import importlib
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +29,6 @@ from hotloop.shard import gather, local
 from model import GPT, GPTConfig
 from train import TrainConfig
 
-ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw', bias=True),
            dict(optimizer='muon', preset='modern', mlp='swiglu', zero_init=False)]
 pytestmark = forks
@@ -327,23 +324,6 @@ def test_the_bytes_of_a_step_are_those_of_the_parameters(optimizer):
 # -----------------------------------------------------------------------------
 # torchrun
 
-@pytest.fixture
-def torchrun(tmp_path, data_dir):
-    """torchrun(words, fault, step, out, ...) starts an agent on TINY, with the fault in the last process."""
-    started = []
-
-    def start(words, fault, step, out, **settings):
-        command = [sys.executable, faults.__file__, 'torchrun', *words, faults.__file__, fault, str(step),
-                   *faults.flags(tmp_path / out, data_dir, **settings)]
-        started.append(subprocess.Popen(command, cwd=ROOT, env=faults.environment(), text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-        return started[-1]
-    yield start
-    for process in started:
-        process.terminate()  # so that it ends its own
-        process.communicate()
-
-
 SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, save_interval=5, eval_interval=12)
 
 
@@ -351,8 +331,7 @@ SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, save_interval=5, eval_int
 @pytest.mark.parametrize('shard', ['optimizer', 'full'])
 def test_torchrun_restarts_a_sharded_run_whose_process_was_killed(train_tiny, torchrun, tmp_path, shard):
     assert train_tiny('whole', **SETTINGS) == 0
-    command = ['--standalone', '--nproc_per_node=2', '--max-restarts=2']
-    process = torchrun(command, 'kill', 20, 'out', shard=shard, **SETTINGS)
+    process = torchrun('out', 'kill', 20, restarts=2, shard=shard, **SETTINGS)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0 and 'resuming at step 15' in out, err
     assert 'error: rank 1 of 2 processes was lost' in err
@@ -368,7 +347,7 @@ def test_two_agents_are_two_nodes(train_tiny, torchrun, tmp_path, shard):
         port = free.getsockname()[1]
     node = ['--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d', f'--rdzv_endpoint=localhost:{port}',
             '--rdzv_id=one', '--local_addr=127.0.0.1']
-    agents = [torchrun(node, '', 0, 'out', shard=shard, **SETTINGS) for _ in range(2)]
+    agents = [torchrun('out', node=node, shard=shard, **SETTINGS) for _ in range(2)]
     for agent in agents:
         assert agent.wait(200) == 0, agent.stderr.read()
     losses = [[row['loss'] for row in rows(tmp_path / out, 'loss')] for out in ('out', 'whole')]
