@@ -224,18 +224,6 @@ def test_a_planted_defect_is_found(split, monkeypatch, defect, words):
         run_steps(model, split)
 
 
-@pytest.mark.parametrize('call', [
-    lambda x, y: x[0] @ y[0], lambda x, y: torch.addmm(x[0], x[0], y[0]), lambda x, y: x @ y,
-    lambda x, y: torch.baddbmm(x, x, y), lambda x, y: x.index_put((torch.tensor([1]),), y[0]),
-    lambda x, y: x.index_put_((torch.tensor([1]),), y[0])])
-def test_each_mix_of_dtypes_is_found(call):
-    x = torch.zeros(2, 4, 4, device=CUDA, dtype=BF16)
-    with Strict():
-        call(x, x)
-        with pytest.raises(RuntimeError, match='several dtypes'):
-            call(x, x.float())
-
-
 # -----------------------------------------------------------------------------
 # evaluation and generation
 

@@ -20,8 +20,6 @@ import torch.distributed as dist
 from hotloop import distributed
 from hotloop.distributed import Env, StopRequest, check_same_step, open_process_group, print_safely
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(distributed.__file__)))
-
 
 @pytest.mark.parametrize('number, lines', [(errno.EPIPE, 1), (errno.EIO, 1), (errno.ENOSPC, 2)])
 def test_output_that_nobody_reads_ends_no_run(monkeypatch, number, lines):
@@ -108,46 +106,6 @@ def test_processes_wait_longer_for_rank_0_where_it_works_alone(monkeypatch):
     with contextlib.suppress(KeyError), Env(1, 2, timeout_minutes=3.0).patience():
         raise KeyError('an error ends it too')
     assert waits[3:] == [timedelta(minutes=3)]
-
-
-WORK = """
-import os, sys
-import torch
-from hotloop.distributed import Env, open_process_group
-from hotloop.optim import Muon
-rank = int(sys.argv[1])
-for restart in range(2):
-    os.environ['TORCHELASTIC_RESTART_COUNT'] = str(restart)
-    open_process_group('auto', torch.device('cpu'), rank, 2, 1)
-    env = Env(rank, 2)
-    matrices = [torch.nn.Parameter(torch.eye(4) * k) for k in (1, 2, 3)]
-    for matrix in matrices:
-        matrix.grad = matrix.detach().clone()
-    Muon(matrices, {matrix: [4] for matrix in matrices}, 0.1, 0.9, 0.0, env).step()
-    steps = [k - matrix[0, 0].item() for k, matrix in zip((1, 2, 3), matrices)]
-    print(env.sum([rank + 1.0])[0], *(round(step, 4) for step in steps))
-    torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_sum_share_muon_and_restart():
-    """torchrun's store outlives its processes: a restart must not read the keys of those before it."""
-    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    env = {**os.environ, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(store.port), 'OMP_NUM_THREADS': '1',
-           'TORCHELASTIC_USE_AGENT_STORE': 'True'}
-    processes = [subprocess.Popen([sys.executable, '-c', WORK, str(rank)], stdout=subprocess.PIPE, cwd=ROOT,
-                                  env=env, text=True) for rank in range(2)]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert outputs[0] == outputs[1] and [process.returncode for process in processes] == [0, 0]
-    for line in outputs[0].splitlines():
-        total, *steps = map(float, line.split())
-        assert total == 3 and all(0.06 < step < 0.13 for step in steps)  # lr x a singular value near 1
-    assert len(outputs[0].splitlines()) == 2
 
 
 GLOO = '[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused'

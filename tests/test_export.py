@@ -6,14 +6,14 @@ import random
 
 import pytest
 import torch
-from conftest import all_logits, error_against, error_of, same, train_bpe
+from conftest import all_logits, error_against, error_of, train_bpe
 from test_sample import CHARS, gpt, main, write
 
 from hotloop.chat_template import CHATS, parts_before_answer
 from hotloop.export import counterpart, export
 from hotloop.export_tokenizer import tokenizer_files
 from hotloop.pretrained import open_weights
-from hotloop.safetensors_file import read_safetensors, write_safetensors
+from hotloop.safetensors_file import DTYPES, read_safetensors, write_safetensors
 from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, read_tokenizer_json
 from hotloop.tokenizer_source import template_of
 from model import GPT, GPTConfig
@@ -48,9 +48,12 @@ def redrawn(settings):
 
 @pytest.mark.parametrize('name', CASES)
 def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
-    """Biases and norm weights that the model lacks are 0 and 1. Padded rows of the vocabulary stay."""
+    """
+    From our file and from the shards that transformers writes. Biases and norm weights that the model lacks
+    are 0 and 1. Padded rows of the vocabulary stay.
+    """
     transformers = pytest.importorskip('transformers')
-    ours, folder = redrawn(CASES[name]), str(tmp_path / 'out')
+    ours, folder, shards = redrawn(CASES[name]), str(tmp_path / 'out'), tmp_path / 'shards'
     export(ours, ByteTokenizer(), 'none', folder, torch.float32)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation='eager')
@@ -59,11 +62,14 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
     expected = all_logits(ours, ids)
     with torch.no_grad():
         assert error_against(expected, theirs(ids).logits) < 1e-5
-    found = open_weights(folder, 'data')
-    again = GPT.from_checkpoint(found.model_args, found.weights).eval()
-    assert torch.equal(all_logits(again, ids), expected)
-    weights = again.state_dict()
-    assert all(torch.equal(weights[key], value) for key, value in ours.state_dict().items())
+    theirs.save_pretrained(shards, max_shard_size='40KB')
+    assert len(list(shards.glob('*.safetensors'))) > 1
+    for source in (folder, str(shards)):
+        found = open_weights(source, 'data')
+        again = GPT.from_checkpoint(found.model_args, found.weights).eval()
+        assert torch.equal(all_logits(again, ids), expected)
+        weights = again.state_dict()
+        assert all(torch.equal(weights[key], value) for key, value in ours.state_dict().items())
 
 
 @pytest.mark.parametrize('settings, words', [
@@ -84,16 +90,17 @@ def test_a_model_without_counterpart_names_the_settings(settings, words):
 
 
 def test_safetensors_has_the_bits_for_the_package(tmp_path):
-    """Each tensor begins at a multiple of its element."""
+    """Of every dtype, both ways. Each tensor begins at a multiple of its element."""
     safetensors = pytest.importorskip('safetensors.torch')
-    tensors = {'a': torch.randn(3, 5).bfloat16(), 'b': torch.randn(7, 3).t(), 'c': torch.arange(3),
-               'é': torch.tensor(2.5), 'bool': torch.tensor([True, False, True])}
-    path = tmp_path / 'model.safetensors'
+    tensors = {name: torch.arange(6).view(2, 3).to(dtype) for name, dtype in DTYPES.items()}
+    tensors |= {'a': torch.randn(3, 5).bfloat16(), 'b': torch.randn(7, 3).t(), 'é': torch.tensor(2.5)}
+    path, theirs = tmp_path / 'model.safetensors', tmp_path / 'theirs.safetensors'
     write_safetensors(str(path), tensors)
-    for found in (safetensors.load_file(path), read_safetensors(str(path))):
+    safetensors.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, theirs)
+    for found in (safetensors.load_file(path), read_safetensors(str(path)), read_safetensors(str(theirs))):
         assert found.keys() == tensors.keys()
-        assert all(same(found[name], tensor) for name, tensor in tensors.items())
-        assert found['a'].dtype == torch.bfloat16 and found['c'].dtype == torch.int64
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
     size = int.from_bytes(path.read_bytes()[:8], 'little')
     header = json.loads(path.read_bytes()[8:8 + size])
     assert size % 8 == 0 and all(

@@ -10,7 +10,7 @@ from conftest import error_of
 
 from hotloop.checkpoint import save_checkpoint
 from hotloop.pretrained import GPT2_SPEC, check_start, load_folder, open_weights, shape_of
-from hotloop.safetensors_file import DTYPES, read_safetensors
+from hotloop.safetensors_file import read_safetensors, write_safetensors
 from hotloop.tokenizer import ByteTokenizer
 from model import GPT
 
@@ -62,7 +62,7 @@ def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpt2_folder(tmp_path):
-    """A tiny GPT-2, written by hand."""
+    """A tiny GPT-2, written by hand, with the n_inner of transformers."""
     C, V, T = 4, 6, 5
     tensors = {'wte.weight': torch.randn(V, C), 'wpe.weight': torch.randn(T, C)}
     shapes = {'h.0.attn.c_attn': [C, 3 * C], 'h.0.attn.c_proj': [C, C], 'h.0.mlp.c_fc': [C, 4 * C],
@@ -70,22 +70,13 @@ def gpt2_folder(tmp_path):
     for name, shape in shapes.items():
         tensors |= {f'{name}.weight': torch.randn(shape), f'{name}.bias': torch.randn(shape[-1])}
     write_safetensors(tmp_path / 'model.safetensors', tensors)
-    config = dict(model_type='gpt2', n_layer=1, n_head=2, n_embd=C, n_positions=T, vocab_size=V)
+    config = dict(model_type='gpt2', n_layer=1, n_head=2, n_embd=C, n_inner=None, n_positions=T, vocab_size=V)
     (tmp_path / 'config.json').write_text(json.dumps(config))
     return tmp_path
 
 
 def raw_safetensors(header, data):
     return struct.pack('<Q', len(header)) + header + data
-
-
-def write_safetensors(path, tensors):
-    header, data = {'__metadata__': {'format': 'pt'}}, b''
-    for name, tensor in tensors.items():
-        offsets = [len(data), len(data) + tensor.nbytes]
-        header[name] = {'dtype': 'F32', 'shape': list(tensor.shape), 'data_offsets': offsets}
-        data += tensor.numpy().tobytes()
-    path.write_bytes(raw_safetensors(json.dumps(header).encode(), data))
 
 
 def test_a_folder_gives_args_weights_and_tokenizer(gpt2_folder, monkeypatch):
@@ -109,7 +100,6 @@ def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeyp
 def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
     """As in transformers. A head that equals them is no reason to untie."""
     weights = read_safetensors(str(gpt2_folder / 'model.safetensors'))
-    weights = {name: tensor.clone() for name, tensor in weights.items()}  # they are mapped from the file
     embedding = weights['wte.weight']
     for head, tie in ((embedding.clone(), True), (embedding + 1, False)):
         write_safetensors(gpt2_folder / 'model.safetensors', {**weights, 'lm_head.weight': head})
@@ -140,26 +130,6 @@ def test_one_file_outranks_an_index_that_was_left_beside_it(gpt2_folder):
     assert load_folder(str(gpt2_folder))[1]
 
 
-def test_hugging_faces_gpt2_computes_the_same(tmp_path):
-    """In shards, to 1e-5 of the largest logit, a bound that the other GELU breaks."""
-    transformers = pytest.importorskip('transformers')
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=32, vocab_size=61,
-                                     bos_token_id=0, eos_token_id=0)
-    theirs = transformers.GPT2LMHeadModel(config).eval()
-    for p in theirs.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    theirs.save_pretrained(tmp_path, max_shard_size='20KB')
-    args, weights = load_folder(str(tmp_path))
-    x = torch.randint(61, (2, 32))
-    with torch.no_grad():
-        expected = theirs(x).logits[:, -1]
-        ours = GPT.from_checkpoint(args, weights).eval()(x)
-        erf = GPT.from_checkpoint({**args, 'mlp': 'gelu'}, weights).eval()(x)
-    bound = 1e-5 * expected.abs().max()
-    assert (ours - expected).abs().max() < bound < (erf - expected).abs().max()
-
-
 def test_gpt2_by_name_is_downloaded_once(hub, gpt2_folder):
     for name in ('config.json', 'model.safetensors'):
         hub.serve(name, (gpt2_folder / name).read_bytes())
@@ -173,8 +143,7 @@ def test_gpt2_by_name_is_downloaded_once(hub, gpt2_folder):
 
 def test_a_hub_model_is_downloaded_once_with_what_its_texts_need(hub, gpt2_folder, monkeypatch):
     """An index with two shards; later the folder is found, in the data folder or in the hub's own cache."""
-    weights = read_safetensors(str(gpt2_folder / 'model.safetensors'))
-    tensors = {name: tensor.clone() for name, tensor in weights.items()}
+    tensors = read_safetensors(str(gpt2_folder / 'model.safetensors'))
     first = {name: tensors.pop(name) for name in list(tensors)[:5]}
     for shard, part in (('a.safetensors', first), ('b.safetensors', tensors)):
         write_safetensors(gpt2_folder / shard, part)
@@ -234,17 +203,6 @@ def test_a_folder_without_safetensors_or_tokenizer_json_is_refused_with_the_conv
     os.rename(gpt2_folder / 'model.safetensors', gpt2_folder / 'pytorch_model.bin')
     error = error_of(open_weights, str(gpt2_folder), 'data')
     assert 'has no model.safetensors' in error and 'AutoModelForCausalLM.from_pretrained' in error
-
-
-def test_every_dtype_of_safetensors(tmp_path):
-    package = pytest.importorskip('safetensors.torch')
-    tensors = {name: torch.arange(6).view(2, 3).to(dtype) for name, dtype in DTYPES.items()}
-    tensors['scalar'] = torch.tensor(2.5)
-    package.save_file(tensors, tmp_path / 'x.safetensors')
-    read = read_safetensors(str(tmp_path / 'x.safetensors'))
-    assert read.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
 
 
 ENTRY = {'dtype': 'F32', 'shape': [2, 2], 'data_offsets': [0, 16]}
