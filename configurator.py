@@ -65,6 +65,9 @@ SYNONYMS = {
 }
 
 
+PIPES = {}  # {path: text} of config files that are pipes, which can be read only once
+
+
 class SettingsError(ValueError):
     """An error in the settings. Every process of a run finds it, so only one prints it."""
 
@@ -138,6 +141,8 @@ def unknown(name, fields, removed):
     hint = did_you_mean(name, {field: repr(field) for field in fields})
     if known:
         hint = f'; did you mean {known[0]!r}?'
+    elif name in ('config', 'config_file'):
+        hint = '; a config file is given without a flag, as in: train.py FILE.py'
     return f'unknown setting {name!r}{hint}'
 
 
@@ -234,8 +239,12 @@ def read_file(path, settings, fields, removed):
     values = {name: value for name, (value, _) in settings.items()}
     namespace, problems = {**values, '__name__': 'config', '__file__': path}, []
     try:
-        with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
-            source = f.read()
+        source = PIPES.get(path)
+        if source is None:
+            with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
+                source = f.read()
+        if not os.path.isfile(path):
+            PIPES[path] = source
         tree = ast.parse(source, path)
         lines, problems = assigned_lines(tree), lines_without_effect(source, tree, path)
         exec(compile(source, path, 'exec'), namespace)
@@ -244,6 +253,8 @@ def read_file(path, settings, fields, removed):
         place = f'{path}, line {places[-1]}' if places else path
         reason = getattr(e, 'strerror', None) or f'{type(e).__name__}: {e}'  # strerror: of an OSError
         hint = meant(path, fields) if isinstance(e, FileNotFoundError) and not places else ''
+        if isinstance(e, IsADirectoryError) and not places:
+            hint = f'; a run folder is given as --out_dir={path}'
         return problems or [f'{place}: {reason}{hint}']
     dropped = []
     for name, value in namespace.items():
@@ -424,7 +435,8 @@ def call_main(main, *args):
     our own files is printed as one message, with status 1; a SettingsError by one process of a machine only.
     A ValueError from a library is a bug and keeps its traceback.
     """
-    sys.stdout.reconfigure(errors='backslashreplace')  # an unprintable character must not end a run
+    if hasattr(sys.stdout, 'reconfigure'):  # not in a notebook, nor if it is closed
+        sys.stdout.reconfigure(errors='backslashreplace')  # an unprintable character must not end a run
     try:
         status = main(*args)
         if status is not None:

@@ -102,6 +102,10 @@ class SampleConfig:
             wrong.append(f'stop={self.stop!r} contains an empty string; separate stop strings with |||')
         if self.logprobs and self.output != 'jsonl':
             wrong.append('logprobs=True needs output=jsonl')
+        commands = [name for name in ('score', 'eval_code', 'chat', 'diagnose', 'export')
+                    if getattr(self, name) not in (None, False)]
+        if len(commands) > 1:
+            wrong.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
         if self.template == 'none' and (self.chat or self.score is not None):
             wrong.append("template='none' keeps prompts as they are; chat and score need a template")
         if self.export is not None and self.quantize != 'none':

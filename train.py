@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, check_problems, configure
-from hotloop import ladder, patience, resume
+from hotloop import depth, ladder, patience, resume
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine, needs_card
 from hotloop.check import check
@@ -55,7 +55,7 @@ from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice,
 from hotloop.mixture import Mixture, open_split
 from hotloop.optim import build_optimizers
 from hotloop.parallel import NO_BUFFERS, micro_batch, set_blocks
-from hotloop.pretrained import check_start, open_start
+from hotloop.pretrained import adapt_shape, check_start, open_start
 from hotloop.report import report
 from hotloop.run_dir import Mirror, Resumed, RunDir
 from hotloop.samples import sampling_tokenizer, write_sample
@@ -143,14 +143,14 @@ class TrainConfig:
     def problems(self):
         """The problems with the settings, one sentence each."""
         wrong = []
-        at_least_1 = ('max_iters', 'batch_size', 'gradient_accumulation_steps', 'eval_interval',
-                      'eval_tokens', 'eval_iters', 'log_interval', 'sample_interval', 'sample_tokens',
-                      'save_interval', 'loss_chunks', 'threads', 'patience', 'depth')
+        above_0 = ('max_iters', 'max_epochs', 'batch_size', 'gradient_accumulation_steps', 'eval_interval',
+                   'eval_tokens', 'eval_iters', 'log_interval', 'sample_interval', 'sample_tokens',
+                   'save_interval', 'loss_chunks', 'threads', 'patience', 'depth', 'timeout_minutes')
         for name, value in dataclasses.asdict(self).items():
             if isinstance(value, int | float) and value < 0:
                 wrong.append(f'{name}={value} must not be negative')
-            if name in at_least_1 and value == 0:
-                wrong.append(f'{name}=0 must be at least 1')
+            if name in above_0 and value == 0:
+                wrong.append(f'{name}=0 must be above 0')
             if name in ('beta1', 'beta2', 'muon_momentum') and value >= 1:
                 wrong.append(f'{name}={value} must be at least 0 and below 1')
         wrong += schedule_problems(self)
@@ -216,7 +216,7 @@ def read_settings(argv=None):
         check_problems([model_cfg, lora, cfg])
     if files:
         notes.append(f'card: {" ".join(files)}')
-    on_ladder = not files and ladder.applies(cfg, given)
+    on_ladder = not files and depth.applies(cfg, given)
     if not files and (on_ladder or needs_card(cfg, given)):
         card, why = card_for_machine(cfg.device)
         path = os.path.join(os.path.dirname(os.path.abspath(__file__)), card)
@@ -237,21 +237,19 @@ def read_settings(argv=None):
         model_cfg, lora, cfg, given, _ = read(argv=argv, base=base)
         cfg.init_from = 'resume'
     auto_batch = cfg.batch_size == 'auto'
-    if auto_batch and resumed:  # the run keeps its global batch, and what an evaluation reads
-        by_flag = {name for name in ('eval_iters', 'eval_tokens') if given.get(name) == f'--{name}'}
-        kept = {'batch_size', 'gradient_accumulation_steps', 'eval_iters', 'eval_tokens'} - by_flag
-        for name in kept & base.keys():  # nanoGPT has no eval_tokens
-            setattr(cfg, name, base[name])
-    elif auto_batch:  # so do the config files
-        below = read(argv=files)[2].batch_size
-        cfg.batch_size = TrainConfig.batch_size if below == 'auto' else below
-    for name, other in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction')):
-        if given.get(name) == f'--{name}' and given.get(other) != f'--{other}':
-            setattr(cfg, other, None)  # the flag replaces the other setting of a card or a checkpoint
+    if auto_batch and resumed:
+        resume.keep_batch(cfg, given, base)
+    elif auto_batch:  # with the global batch of the config files
+        _, _, below, by_file, _ = read(argv=files)
+        cfg.batch_size = below.batch_size
+        if 'batch_size' not in by_file or cfg.batch_size == 'auto':
+            cfg.batch_size = TrainConfig.batch_size
+            del given['batch_size']  # a depth has its own
+    resume.give_way(cfg, given)
     world = int(os.environ.get('WORLD_SIZE', '1'))
     if not resumed and (on_ladder or cfg.depth is not None):
         cfg.depth = cfg.depth or ladder.DEPTHS[0]  # until choose_depth()
-        ladder.set_depth(cfg.depth, model_cfg, cfg, given, world)
+        depth.set_depth(cfg.depth, model_cfg, cfg, given, world)
     set_budget(cfg, given, resumed and resumed.checkpoint, notes)
     if resumed:
         bound = BOUND
@@ -430,21 +428,8 @@ def build_model(settings, dataset, env):
     check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
     kept = [field for field in ('dropout', 'label_smoothing') if resumed or field in given]
     model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
-    shorten_context(model, settings)
-    for field, has in dataclasses.asdict(model.config).items():
-        asked = getattr(model_cfg, field)
-        if field in given and asked not in (None, has):
-            or_less = ' or less' if field == 'block_size' else ''
-            raise ValueError(f'{given[field]}: {field}={asked!r}, but {name} has {has!r}; use '
-                             f'--{field}={has}{or_less}')
+    adapt_shape(model, settings, name)
     return model, (resumed or source.checkpoint).get('iter_num', 0), base
-
-
-def shorten_context(model, settings):
-    """Crops the context of a loaded model to the block_size of the command, or of the run to resume."""
-    asked = settings.model.block_size
-    if (settings.resumed or 'block_size' in settings.given) and asked < model.config.block_size:
-        model.crop_block_size(asked)
 
 
 def open_data(settings, datasets, config, env):
@@ -502,6 +487,7 @@ def build_run(settings, datasets, env):
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=base is not None)
     notes += set_length(cfg, splits['train'].num_windows, batches.global_batch)
+    depth.adapt_muon_rate(cfg, settings.given, resumed)
     evaluated, forward = wrap(model, cfg, env)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)  # of what wrap() may have sharded
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
@@ -593,22 +579,30 @@ def meta_model(settings, dataset):
     """The model of a command on torch's meta device: shapes without weights."""
     model_args = model_args_of(settings)
     with torch.device('meta'):
-        model = GPT(config_from(model_args)) if model_args else build_model(settings, dataset, Env())[0]
-        shorten_context(model, settings)
+        if not model_args:
+            return build_model(settings, dataset, Env())[0]
+        model = GPT(config_from(model_args))
+        adapt_shape(model, settings, settings.train.init_from)
     return model
+
+
+def inform(settings):
+    """What a command prints that does not train: a report, a check or a forecast."""
+    if settings.train.report is not None:
+        return report(settings.train.report)
+    return '\n'.join(check(settings.train) if settings.train.check else dry_run(settings, meta_model))
 
 
 def main(argv=None):
     settings = read_settings(argv)
-    if settings.train.report is not None:
-        print(report(settings.train.report))
+    cfg = settings.train
+    if cfg.report is not None or cfg.check or cfg.dry_run:
+        if os.environ.get('RANK', '0') == '0':
+            print(inform(settings))
         return 0
-    if settings.train.check or settings.train.dry_run:
-        print('\n'.join(check(settings.train) if settings.train.check else dry_run(settings, meta_model)))
-        return 0
-    check_start(settings.train.init_from)  # before a dataset, which depends on it
-    datasets = open_datasets(settings.train.dataset, settings.train.data_dir)
-    env = setup(settings.train)
+    check_start(cfg.init_from)  # before a dataset, which depends on it
+    datasets = open_datasets(cfg.dataset, cfg.data_dir)
+    env = setup(cfg)
     try:
         return execute(settings, datasets, env)
     finally:

@@ -7,7 +7,6 @@ the final evaluation, is reserved. What was decided is in the settings, so a res
 """
 
 import bisect
-import contextlib
 import functools
 import math
 from typing import NamedTuple
@@ -182,8 +181,7 @@ def try_evaluation(run):
     began = host.process_seconds()
     for num_batches in (1, 2):
         lap = host.process_seconds()
-        with contextlib.suppress(ValueError):  # so few windows may have no target
-            evaluate(run.evaluated, run.val, num_batches * batch * env.world, batch, env, run.byte_counts)
+        evaluate(run.evaluated, run.val, num_batches * batch * env.world, batch, env, run.byte_counts)
     now, total = host.process_seconds(), 0
     for split, windows in zip((run.val, run.batches.split), eval_windows(run.cfg, run.val), strict=True):
         total += count_batches(split, windows, batch, env.world)

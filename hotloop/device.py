@@ -1,6 +1,7 @@
 """Device, dtype and compilation, each with the reason for its choice; peak FLOP/s and memory of a device."""
 
 import contextlib
+import os
 import re
 import time
 import warnings
@@ -126,10 +127,10 @@ def peak_flops(device, dtype):
 
 
 def device_memory(device):
-    """Bytes of memory of a GPU; for other devices, of the machine or its container."""
+    """Bytes of memory of a GPU; for other devices, this process's share of the machine or its container."""
     if device.type == 'cuda':
         return torch.cuda.get_device_properties(device).total_memory
-    return host.memory()
+    return host.memory() // int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
 
 
 def peak_memory(device):

@@ -107,7 +107,7 @@ class Env:
         if ends and ends.index('loss') != self.rank:
             sys.exit(1)
         message = lost_message(ends, error)
-        if run and run.log:
+        if run and run.log and run.state.iter_num:  # else nothing of it is saved
             go_on = f'resume with: {run.out.resume_command()}'
             if self.rank == 0:
                 go_on = run.out.how_to_go_on()
@@ -139,20 +139,25 @@ def print_safely(text):
 def open_process_group(backend, device, rank, world, timeout_minutes):
     """
     Joins the process group described by torchrun's environment variables; returns the store of its processes.
-    backend: auto, nccl or gloo.
+    backend: auto, nccl or gloo. ValueError without the variables.
     """
+    for name in ('MASTER_ADDR', 'MASTER_PORT'):
+        if name not in os.environ:
+            raise ValueError(f'WORLD_SIZE={world} is set, but {name} is not; start with torchrun, or unset '
+                             'WORLD_SIZE')
+    timeout = timedelta(minutes=timeout_minutes)
     if backend == 'auto':
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
     # torchrun hosts the store and keeps it over all restarts. Without a prefix for each restart, the keys of
     # dead processes are read again: 9 of 14 restarts failed (pytorch#135712)
     hosts = rank == 0 and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
-    store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), world, hosts)
+    store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), world, hosts, timeout)
     store = dist.PrefixStore(f'try{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}', store)
     # Optimizers import this module at their first step, and its default arguments reference the group that
     # exists then: gloo's threads outlived destroy_process_group and aborted 4 of 128 finished runs
     importlib.import_module('torch.distributed.nn.functional')
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), store=store, rank=rank,
-                            world_size=world, device_id=device if backend == 'nccl' else None)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world,
+                            device_id=device if backend == 'nccl' else None)
     return store
 
 

@@ -83,6 +83,7 @@ def check_early(*sources):
             raise SettingsError('--report takes folders separated by commas: --report='
                                 + ','.join([flags['report'][0], *folders]))
         from hotloop.report import report  # and numpy, which only this needs
-        print(report(flags['report'][0]))
+        if os.environ.get('RANK', '0') == '0':
+            print(report(flags['report'][0]))
         sys.exit(0)
     check_torch()

@@ -47,15 +47,20 @@ def shares(split, num_windows):
 
 
 def spread(split, num_windows):
-    """The numbers of num_windows windows spread evenly over a Split, (N,); None: of all."""
+    """
+    The numbers of num_windows windows spread evenly over those of a Split that have a target, (N,); None: of
+    all. The last window, which may be shorter, is among them only if all are.
+    """
     if isinstance(split, Packed):
-        total = full = split.num_windows
+        windows = full = np.flatnonzero(split.targets)
     else:
-        full, rest = divmod(split.num_tokens - 1, split.T)
-        total = full + (rest > 0)  # the last one may be shorter
-    if num_windows is None or num_windows >= total:
-        return np.arange(total)
-    return np.linspace(0, full - 1, num_windows).round().astype(np.int64)
+        windows = np.arange(-(-(split.num_tokens - 1) // split.T))
+        if split.mask is not None:
+            windows = windows[np.logical_or.reduceat(split.mask[1:], windows * split.T)]
+        full = windows[(windows + 1) * split.T < split.num_tokens]
+    if num_windows is None or num_windows >= len(windows):
+        return windows
+    return full[np.linspace(0, len(full) - 1, num_windows).round().astype(np.int64)]
 
 
 def count_batches(split, num_windows, batch, world):
@@ -96,7 +101,7 @@ def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
         return None
     loss, targets, num_bytes = np.reshape(sums, (3, -1))
     if not targets.any():
-        raise ValueError(f'{split.path} has no unmasked target in these windows; raise eval_tokens')
+        raise ValueError(f'{split.path} has no unmasked target')
     bpb = float(loss.sum() / math.log(2) / num_bytes.sum()) if num_bytes.any() else None
     return {'loss': float(loss.sum() / targets.sum()), 'stderr': standard_error(loss, targets),
             'tokens': int(targets.sum()), 'bpb': bpb}

@@ -10,6 +10,7 @@ from hotloop.footprint import Need
 from hotloop.lora import describe_adapters
 from hotloop.mixture import open_split
 from hotloop.pretrained import GPT2_SHAPES, shape_of
+from hotloop.resume import state_from
 from hotloop.schedule import is_open, set_length
 from hotloop.wording import duration, file_size, wrapped
 
@@ -56,7 +57,8 @@ def forecast(model, settings, num_windows, device, dtype):
     """
     cfg = settings.train
     batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, 1)
-    steps = cfg.max_iters
+    state = state_from(settings.resumed.checkpoint if settings.resumed else {})
+    steps = max(cfg.max_iters - state.iter_num, 0)  # still to do
     if is_open(cfg) or (num_windows is None and cfg.max_epochs is not None):
         steps = None
     tokens = batch * accumulation * model.config.block_size  # per step
@@ -69,7 +71,7 @@ def forecast(model, settings, num_windows, device, dtype):
         lines.append(describe_adapters({**need.record, 'base': base}, need.adapted, gpu_dtype))
     rest = [f'compute: {flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward',
             *describe_memory(need, batch, gpu_dtype),
-            describe_length(model, steps, tokens, num_windows, cfg.time_budget)]
+            describe_length(model, steps, state.iter_num, tokens, num_windows, cfg.time_budget)]
     lines += [*map(wrapped, rest),
               f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
     machines = [(name, gpu_dtype, size, None if gpu_dtype == torch.float32 else PEAK_FLOPS[key])
@@ -80,7 +82,7 @@ def forecast(model, settings, num_windows, device, dtype):
         rate = MFU * flops / (flops_per_token + repeated) if flops else None
         time = duration(steps * tokens / rate) if steps is not None and rate else 'unknown'
         if is_open(cfg):
-            time = duration(60 * cfg.time_budget)
+            time = duration(max(60 * cfg.time_budget - state.seconds_used, 0))
         lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {f"{rate:,.0f}" if rate else "unknown":>12} '
                      f'{time:>10}  {advise(need, batch, accumulation, machine_dtype, memory)}')
     return lines
@@ -130,8 +132,11 @@ def describe_memory(need, batch, dtype):
     return [*lines, f'disk: {file_size(checkpoint)} for a checkpoint, {file_size(need.weights)} for best.pt']
 
 
-def describe_length(model, steps, tokens, num_windows, budget):
-    """Steps, tokens and epochs. budget: minutes, by which a run without steps ends; None: unknown."""
+def describe_length(model, steps, done, tokens, num_windows, budget):
+    """
+    Steps, tokens and epochs. done: steps before these. budget: minutes, by which a run without steps ends;
+    None: unknown.
+    """
     if steps is None and budget is not None:
         return (f'run: at most {budget:g} minutes (time_budget); the number of steps of {tokens:,} tokens '
                 'depends on the speed of the machine')
@@ -140,7 +145,8 @@ def describe_length(model, steps, tokens, num_windows, budget):
     epochs = 'an unknown number of epochs'
     if num_windows is not None:
         epochs = f'{steps * (tokens // model.config.block_size) / num_windows:,.2f} epochs'
-    return f'run: {steps:,} steps of {tokens:,} tokens, {steps * tokens:,} tokens, {epochs}'
+    more = 'more ' if done else ''
+    return f'run: {steps:,} {more}steps of {tokens:,} tokens, {steps * tokens:,} tokens, {epochs}'
 
 
 def advise(need, batch, accumulation, dtype, memory):

@@ -1,6 +1,6 @@
 """
-The ladder: one number, the depth, sets shape, batch and rates of a modern GPT. With a time budget, the depth
-is the one that a law of loss and the speed of this machine expect to be best at the deadline.
+The ladder: with a time budget and no card, the depth of a model is the one that a law of loss and the speed
+of this machine expect to be best at the deadline.
 """
 
 import bz2
@@ -14,15 +14,12 @@ import numpy as np
 import torch
 
 from hotloop import host
-from hotloop.cards import MODEL
+from hotloop.depth import num_parameters, rung, set_depth, tokens_per_step, width
 from hotloop.device import COMPILE_GAIN, COMPILE_SECONDS, device_memory, measure_flops
 from hotloop.mixture import open_split
-from hotloop.schedule import NO_LIMIT
 from hotloop.tokenizer import tokenizer_from
 
 DEPTHS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24)  # the rungs
-SMALL, LARGE = 8, 12  # depths from which on heads, contexts and rates are those of larger models
-TOKENS_PER_PARAMETER = 20  # of a run without a length of its own (arXiv 2203.15556)
 SHARE = 0.05  # of the budget that timing takes at most, if no step is longer
 EVALUATION = 0.08  # of the budget that the final evaluation takes, about
 CLOSE = 0.03  # losses that differ by less are worth timing both depths
@@ -35,85 +32,6 @@ BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
 FLOOR, WIDTH, ALPHA, LENGTH, BETA, START, GAMMA = 0.353, 16.4, 0.30, 58.0, 0.34, 1.35, 0.33
 SAMPLE = 2**20  # bytes of text for bz2
 REPEATS = 15.4  # epochs after the first are worth less and less: 15.4 in all (arXiv 2305.16264)
-
-
-def width(depth):
-    """Channels of a depth: about 128 x (depth / 4)^1.63, which is 128 for 4 layers and 768 for 12."""
-    heads = int(128 * (depth / 4)**1.63 / head_channels(depth) + 0.5)
-    return head_channels(depth) * max(heads, 1)
-
-
-def head_channels(depth):
-    """Channels of an attention head of a depth."""
-    return 32 if depth < SMALL else 64 if depth < LARGE else 128
-
-
-def rung(depth, world=1):
-    """
-    {setting: value} of a depth. A step has 128 x depth^2 tokens, rounded down to a power of two and up to a
-    multiple of the processes, and at least 2,048.
-    """
-    is_small = depth < SMALL
-    block_size = 256 if is_small else 512 if depth < LARGE else 1024
-    tokens = max(2 ** int(math.log2(128 * depth**2)), 2048)
-    sequences = math.ceil(tokens / block_size / world) * world
-    batch_size = max(n for n in range(1, 33) if sequences % n == 0)
-    return {'preset': 'modern', 'n_layer': depth, 'n_embd': width(depth), 'block_size': block_size,
-            'n_head': width(depth) // head_channels(depth),
-            'batch_size': batch_size, 'gradient_accumulation_steps': sequences // batch_size,
-            'optimizer': 'muon', 'muon_momentum': 0.85 if is_small else 0.95,
-            'learning_rate': 8e-3 if is_small else 2e-3, 'min_lr': 0.0, 'lr_schedule': 'linear',
-            'warmup_iters': 10 if is_small else 100, 'log_interval': 20}
-
-
-def tokens_per_step(depth, world=1):
-    """Tokens of a step of a depth, over all processes."""
-    values = rung(depth, world)
-    return values['batch_size'] * values['gradient_accumulation_steps'] * values['block_size']
-
-
-def muon_rate(depth, steps):
-    """Muon's peak rate. Small steps are noisy, so the more of them there are, the smaller they must be."""
-    if depth >= SMALL:
-        return 0.02
-    return min(max(0.025 * (1000 / steps)**0.5, 0.01), 0.06)
-
-
-def num_parameters(depth):
-    """Parameters of the blocks of a depth: those that a token is multiplied with, without the head."""
-    return 12 * depth * width(depth)**2
-
-
-def applies(cfg, given):
-    """Whether a command without a card has a depth, or a time budget that chooses one."""
-    is_new = cfg.init_from == 'scratch' and not cfg.eval_only and MODEL.isdisjoint(given)
-    return is_new and (cfg.time_budget is not None or cfg.depth is not None)
-
-
-def set_depth(depth, model_cfg, cfg, given, world, steps=None):
-    """
-    Sets what a depth decides and `given`, {name: place}, does not. steps: their expected number, if max_iters
-    is not known. ValueError if the model comes from somewhere else.
-    """
-    taken = [name for name in ('n_layer', 'n_embd', 'n_head', 'preset') if name in given]
-    if given.get('depth') == '--depth' and taken:
-        raise ValueError(f'--depth={depth} sets {taken[0]}, and so does {given[taken[0]]}; remove one of '
-                         'them')
-    if cfg.init_from != 'scratch':
-        raise ValueError(f'{given["depth"]}: depth={depth} shapes a new model, and init_from='
-                         f'{cfg.init_from} has a shape; omit one of them')
-    values = rung(depth, world)
-    sequences = values['batch_size'] * values['gradient_accumulation_steps']
-    if 'batch_size' in given and cfg.batch_size != 'auto':  # the step keeps its size, about
-        values['gradient_accumulation_steps'] = math.ceil(sequences / cfg.batch_size / world) * world
-    if cfg.time_budget is None and cfg.max_epochs is None:
-        tokens = TOKENS_PER_PARAMETER * num_parameters(depth)
-        values['max_iters'] = round(tokens / sequences / values['block_size'])
-    known = cfg.max_iters if 'max_iters' in given else values.get('max_iters', NO_LIMIT)
-    values['muon_lr'] = muon_rate(depth, min(known, steps or NO_LIMIT))
-    for name, value in values.items():
-        if name not in given:
-            setattr(model_cfg if hasattr(model_cfg, name) else cfg, name, value)
 
 
 class Text(NamedTuple):

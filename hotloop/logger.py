@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shlex
+import sys
 import time
 
 from hotloop.chat_template import CHATS
@@ -46,7 +47,12 @@ class Log:
             self.tensorboard = SummaryWriter(out / 'tensorboard', purge_step=state and state.iter_num + 1)
         if cfg.wandb_log:
             import wandb
-            wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings)
+            try:
+                wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings)
+            except Exception as e:  # of any kind: no login, no network
+                reason = first_line(e) or type(e).__name__
+                raise ValueError(f'wandb did not start: {reason}; run `wandb login`, set WANDB_MODE=offline, '
+                                 'or omit --wandb_log') from None
             self.wandb = wandb
 
     def write(self, text, **numbers):
@@ -66,7 +72,11 @@ class Log:
                     self.env.print_once(f'{self.path} could not be written: {e.strerror or e}')
                 self.failed = True
         if self.wandb:
-            self.wandb.log(numbers, step=numbers['step'])
+            try:
+                self.wandb.log(numbers, step=numbers['step'])
+            except Exception as e:  # of any kind: a picture must not end a run
+                self.env.print_once(f'wandb failed: {first_line(e) or type(e).__name__}; training continues')
+                self.wandb = None
 
     def lacks_evaluation(self, step):
         """Whether log.jsonl has lines, but no evaluation of this step."""
@@ -97,7 +107,8 @@ class Log:
             with contextlib.suppress(OSError):
                 self.tensorboard.close()
         if self.wandb:
-            self.wandb.finish()
+            with contextlib.suppress(Exception):
+                self.wandb.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
 def add_events(writer, row):

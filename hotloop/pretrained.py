@@ -1,5 +1,6 @@
 """Weights to start from: a run, a checkpoint, a Hugging Face folder, a model of the hub (safetensors)."""
 
+import dataclasses
 import glob
 import os
 import sys
@@ -104,6 +105,22 @@ def shape_of(source, data_dir):
         return open_checkpoint(source)[1]['model_args']
     path = os.path.join(folder, 'config.json')
     return settings_of(read_json(path), path)
+
+
+def adapt_shape(model, settings, name):
+    """
+    Crops the context of a loaded model to the block_size of the command, or of the run to resume. name: that
+    of its weights. ValueError if the command gives another shape.
+    """
+    asked, given = dataclasses.asdict(settings.model), settings.given
+    if (settings.resumed or 'block_size' in given) and asked['block_size'] < model.config.block_size:
+        model.crop_block_size(asked['block_size'])
+    for field, has in dataclasses.asdict(model.config).items():
+        is_shape = field not in ('dropout', 'label_smoothing')
+        if is_shape and field in given and asked[field] not in (None, has):
+            or_less = ' or less' if field == 'block_size' else ''
+            raise ValueError(f'{given[field]}: {field}={asked[field]!r}, but {name} has {has!r}; use '
+                             f'--{field}={has}{or_less}')
 
 
 def check_start(name):

@@ -66,6 +66,26 @@ def settings_of(checkpoint, shape):
     return {name: value for name, value in saved.items() if name not in own}
 
 
+def keep_batch(cfg, given, base):
+    """With batch_size=auto a resumed run keeps its global batch, and what an evaluation reads."""
+    by_flag = {name for name in ('eval_iters', 'eval_tokens') if given.get(name) == f'--{name}'}
+    kept = {'batch_size', 'gradient_accumulation_steps', 'eval_iters', 'eval_tokens'} - by_flag
+    for name in kept & base.keys():  # nanoGPT has no eval_tokens
+        setattr(cfg, name, base[name])
+
+
+def give_way(cfg, given):
+    """
+    Of two settings for one thing, the second replaces the first. But a flag is stronger than a config file,
+    and this is stronger than a checkpoint: then the second becomes None. given: {name: place}.
+    """
+    for pair in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction'),
+                 ('eval_tokens', 'eval_iters')):
+        first, second = (0 if name not in given else 2 if given[name] == f'--{name}' else 1 for name in pair)
+        if first > second:
+            setattr(cfg, pair[1], None)
+
+
 def is_renamed(checkpoint, dataset):
     """Whether `dataset` may name the data of a checkpoint: they have fingerprints and equal weights."""
     settings = [checkpoint.get('config', {}).get('dataset', ''), dataset]

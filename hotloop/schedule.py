@@ -22,6 +22,9 @@ def schedule_problems(cfg):
         wrong.append(f"decay_start={cfg.decay_start} applies only with lr_schedule='linear', decay_lr=True")
     if cfg.decay_start is not None and cfg.max_epochs is None and cfg.decay_start >= cfg.max_iters:
         wrong.append(f'decay_start={cfg.decay_start} must be below max_iters={cfg.max_iters}')
+    if cfg.decay_start is not None and cfg.lr_decay_iters is not None and cfg.time_budget is None:
+        wrong.append(f'lr_decay_iters={cfg.lr_decay_iters} has no effect with decay_start={cfg.decay_start}, '
+                     'whose decay ends with the run; give --lr_decay_iters=None')
     return wrong
 
 
@@ -76,11 +79,17 @@ def constant_then_decay(step, cfg):
 
 
 def set_length(cfg, num_windows, global_batch):
-    """Turns max_epochs into max_iters, warmup_fraction into warmup_iters; num_windows: of an epoch."""
+    """
+    Turns max_epochs into max_iters, warmup_fraction into warmup_iters. num_windows: of an epoch. ValueError
+    if decay_start is not below max_iters.
+    """
     notes = []
     if cfg.max_epochs is not None:
         cfg.max_iters = math.ceil(cfg.max_epochs * num_windows / global_batch)
         notes.append(f'max_epochs={cfg.max_epochs:g}: {counted(cfg.max_iters, "step")}')
+        if cfg.decay_start is not None and cfg.decay_start >= cfg.max_iters:
+            raise ValueError(f'decay_start={cfg.decay_start} must be below the {cfg.max_iters} steps of '
+                             f'max_epochs={cfg.max_epochs:g}')
     if cfg.warmup_fraction is not None:
         cfg.warmup_iters = round(cfg.warmup_fraction * cfg.max_iters)
         notes.append(f'warmup_fraction={cfg.warmup_fraction:g}: {counted(cfg.warmup_iters, "step")}')

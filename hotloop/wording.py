@@ -16,7 +16,7 @@ def compact(value):
     for unit, size, least in (('T', 1e12, 1e12), ('B', 1e9, 1e9), ('M', 1e6, 1e6), ('k', 1e3, 1e4)):
         if 0.9995 * least <= abs(value) < 1e15:
             return f'{value / size:.3g}{unit}'
-    return f'{value:,.0f}' if 1000 <= abs(value) < 1e4 else f'{value:.3g}'.replace('e-0', 'e-')
+    return f'{value:,.0f}' if 999.5 <= abs(value) < 1e4 else f'{value:.3g}'.replace('e-0', 'e-')
 
 
 def rate(lr):

@@ -259,6 +259,22 @@ def test_a_word_that_is_no_file_gets_a_suggestion(monkeypatch, word, hint):
     assert refusal(word) == [f'{word}: No such file or directory; did you mean {hint}?']
 
 
+def test_a_folder_is_not_a_config_file_and_a_config_file_needs_no_flag(tmp_path):
+    assert refusal(str(tmp_path)) == [
+        f'{tmp_path}: Is a directory; a run folder is given as --out_dir={tmp_path}']
+    assert refusal('--config=card.py') == [
+        "--config: unknown setting 'config'; a config file is given without a flag, as in: train.py FILE.py"]
+
+
+@pytest.mark.skipif(not hasattr(os, 'mkfifo'), reason='no named pipes here')
+def test_a_config_file_may_be_a_pipe(tmp_path):
+    """train.py <(echo n_head=5): it can be read once, and a command may need its settings again."""
+    path = str(tmp_path / 'pipe')
+    os.mkfifo(path)
+    with subprocess.Popen([sys.executable, '-c', f'open({path!r}, "w").write("n_head = 5")']):
+        assert [conf(path)[0]['n_head'] for _ in range(2)] == [5, 5]
+
+
 def test_a_word_like_nothing_gets_no_suggestion(card):
     assert refusal('qqqqqqq') == ['qqqqqqq: No such file or directory; settings are given as --NAME=VALUE']
     path = card("open('quickstart')\n")  # a file that a card misses is not a card
@@ -404,6 +420,12 @@ def test_one_process_prints_an_error_in_the_settings(capsys, monkeypatch):
         assert err == ('error: --n_head: expected an integer, not \'x\'\n' if rank == '0' else '')
     assert len(waits) == 2 and issubclass(SettingsError, ValueError)
     assert run(lambda: accept('x', int), capsys)[2] == "error: expected an integer, not 'x'\n"
+
+
+@pytest.mark.parametrize('stdout', [None, object()])
+def test_stdout_may_be_closed_or_a_notebooks(monkeypatch, stdout):
+    monkeypatch.setattr(sys, 'stdout', stdout)
+    assert call_main(lambda: None) is None
 
 
 def test_a_main_without_a_status_returns(capsys):

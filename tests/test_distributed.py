@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import error_of
 
 from hotloop import distributed
 from hotloop.distributed import Env, StopRequest, check_same_step, open_process_group, print_safely
@@ -80,19 +81,24 @@ def test_processes_that_start_from_different_steps_all_stop(steps, words):
 @pytest.mark.parametrize('asked, device, backend', [('auto', 'cuda', 'nccl'), ('gloo', 'cuda', 'gloo')])
 def test_the_backend_and_the_timeout_are_those_of_the_settings(monkeypatch, asked, device, backend):
     """And the module whose default arguments would hold on to a group is imported before there is one."""
-    calls = []
+    calls, waits = [], []
 
     def init_process_group(backend, timeout, device_id, **group):
         imported = 'torch.distributed.nn.functional' in sys.modules
         calls.append((backend, timeout.total_seconds(), device_id, group['world_size'], imported))
     monkeypatch.setattr(dist, 'init_process_group', init_process_group)
-    monkeypatch.setattr(dist, 'TCPStore', lambda host, port, world, hosts: dist.HashStore())
+    monkeypatch.setattr(dist, 'TCPStore', lambda host, port, world, hosts, timeout: waits.append(timeout)
+                        or dist.HashStore())
     monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
     monkeypatch.setenv('MASTER_PORT', '1')
     for name in [name for name in sys.modules if name.startswith('torch.distributed.nn')]:
         monkeypatch.delitem(sys.modules, name)
     open_process_group(asked, torch.device(device, 3), 0, 2, 1.5)
     assert calls == [(backend, 90.0, torch.device('cuda', 3) if backend == 'nccl' else None, 2, True)]
+    assert waits == [timedelta(seconds=90)]
+    monkeypatch.delenv('MASTER_PORT')
+    error = error_of(open_process_group, asked, torch.device(device, 3), 0, 2, 1.5)
+    assert error == 'WORLD_SIZE=2 is set, but MASTER_PORT is not; start with torchrun, or unset WORLD_SIZE'
 
 
 def test_processes_wait_longer_for_rank_0_where_it_works_alone(monkeypatch):

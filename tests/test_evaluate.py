@@ -156,12 +156,27 @@ def test_a_mixture_has_the_mean_by_weight_and_the_losses_of_each(splits):
     assert evaluate(model, mixture, None, 4, Env(), BYTES, stop=lambda: True) is None
 
 
-def test_windows_without_a_target_that_counts_are_an_error(tmp_path):
-    mask = np.append(np.zeros(99), 1)
-    write_bins(tmp_path, noise(100), noise(100), masks={'train': mask, 'val': mask})
-    split = Split(str(tmp_path), 'val', read_meta(str(tmp_path)), 16)
-    error = error_of(evaluate, tiny_gpt(), split, 1, 4, Env())
-    assert 'val.bin has no unmasked target in these windows; raise eval_tokens' in error
+def masked_split(folder, unmasked):
+    """A Split of 100 tokens, of which the loss counts those at these places."""
+    mask = np.zeros(100)
+    mask[unmasked] = 1
+    write_bins(folder, noise(100), noise(100), masks={'train': mask, 'val': mask})
+    return Split(str(folder), 'val', read_meta(str(folder)), 16)
+
+
+@pytest.mark.parametrize('unmasked, windows, found', [
+    ([99], 1, 1), ([99], 7, 1), ([99], None, 1), ([17, 18, 50, 99], 2, 3), ([17, 18, 50, 99], 3, 4),
+    ([0, 16, 17], 1, 1), ([0, 16, 17], 2, 2)])
+def test_an_evaluation_reads_windows_that_have_a_target(tmp_path, unmasked, windows, found):
+    """So few answers among long prompts are found. The short last window counts if all do."""
+    split = masked_split(tmp_path, unmasked)
+    assert evaluate(tiny_gpt(), split, windows, 4, Env())['tokens'] == found
+
+
+def test_a_split_without_a_target_is_an_error(tmp_path):
+    """The first token is not a target."""
+    split = masked_split(tmp_path, [0])
+    assert 'val.bin has no unmasked target' in error_of(evaluate, tiny_gpt(), split, 1, 4, Env())
 
 
 @pytest.mark.parametrize('tokens, iters, size, windows', [

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import contents, noise, write_bins
+from conftest import contents, error_of, noise, write_bins
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
@@ -257,7 +257,8 @@ def forecast_of(tmp_path, monkeypatch, capsys):
 
     def run(*words, **flags):
         before = contents(tmp_path)
-        flags = {'data_dir': 'data', 'n_layer': 2, 'n_embd': 32, 'n_head': 2, 'batch_size': 2, **flags}
+        shape = {} if 'init_from' in flags else {'n_layer': 2, 'n_embd': 32, 'n_head': 2}
+        flags = {'data_dir': 'data', 'batch_size': 2, **shape, **flags}
         assert train.main([*words, '--dry_run', *(f'--{k}={v}' for k, v in flags.items())]) == 0
         assert contents(tmp_path) == before
         return capsys.readouterr().out
@@ -294,9 +295,25 @@ def test_pretrained_weights_and_checkpoints_are_not_needed_or_only_read(forecast
     """GPT-2's shapes are known without a download; a run of one's own says its own."""
     assert 'parameters: 124,439,808' in forecast_of(init_from='gpt2')
     assert 'parameters: 1,557,611,200' in forecast_of(init_from='gpt2-xl')
+    assert '--n_layer: n_layer=3, but gpt2 has 12; use --n_layer=12' in error_of(
+        forecast_of, init_from='gpt2', n_layer=3)
     train_tiny(max_iters=1)
     for settings in (dict(init_from=tmp_path / 'out'), dict(init_from='resume', out_dir=tmp_path / 'out')):
         assert 'mixes 160' in forecast_of(dataset='tiny', **settings)
+
+
+def test_a_resumed_run_is_forecast_from_its_step(forecast_of, train_tiny, tmp_path):
+    train_tiny(max_iters=12)
+    resumed = dict(init_from='resume', out_dir=tmp_path / 'out', dataset='tiny', data_dir=tmp_path / 'none',
+                   batch_size=4)
+    assert 'run: 4 more steps of 128 tokens, 512 tokens' in forecast_of(max_iters=16, **resumed)
+    assert 'run: 0 more steps' in forecast_of(**resumed)
+
+
+@pytest.mark.parametrize('rank, times', [('0', 1), ('1', 0)])
+def test_one_process_of_torchrun_prints_the_forecast(forecast_of, monkeypatch, rank, times):
+    monkeypatch.setenv('RANK', rank)
+    assert forecast_of().count('a forecast, not a measurement') == times
 
 
 def test_the_size_of_a_checkpoint(forecast_of, train_tiny, tmp_path):

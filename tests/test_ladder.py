@@ -1,4 +1,4 @@
-"""A depth sets a model; a time budget chooses the depth by the speed of the machine and a law of loss."""
+"""A time budget chooses the depth by the speed of the machine and a law of loss."""
 
 import os
 import re
@@ -10,12 +10,11 @@ from conftest import at_step, error_of, load, same, write_bins
 from test_deadline import Clock
 
 import train
-from hotloop import ladder
-from hotloop.dataloader import share_batch
+from hotloop import depth, ladder
 from hotloop.dataset import open_datasets
-from hotloop.ladder import DEPTHS, Ladder, Text, expected_loss, num_parameters, rung, worth
+from hotloop.depth import num_parameters, rung
+from hotloop.ladder import DEPTHS, Ladder, Text, expected_loss, worth
 from hotloop.mixture import open_split
-from model import GPT, GPTConfig
 
 TEXT = Text(bits=2.0, bytes_per_token=1.0, num_bytes=1e7)
 TINY_RUNG = {'block_size': 16, 'batch_size': 4, 'gradient_accumulation_steps': 1, 'log_interval': 1,
@@ -24,47 +23,6 @@ TINY_RUNG = {'block_size': 16, 'batch_size': 4, 'gradient_accumulation_steps': 1
 
 def settings(*argv):
     return train.read_settings([*argv, '--device=cpu'])
-
-
-@pytest.mark.parametrize('depth', DEPTHS)
-@pytest.mark.parametrize('world', [1, 3, 8])
-def test_every_rung_is_a_valid_run_on_any_number_of_processes(depth, world):
-    values = rung(depth, world)
-    config = GPTConfig(**{k: v for k, v in values.items() if k in GPTConfig.__dataclass_fields__})
-    assert config.problems() == [] and 32 <= config.n_embd / config.n_head <= 128 and config.n_embd % 32 == 0
-    sizes = values['batch_size'], values['gradient_accumulation_steps']
-    micro_batch, accumulation = share_batch(*sizes, world)
-    assert micro_batch * accumulation * world == sizes[0] * sizes[1]
-    assert {*values} <= {*GPTConfig.__dataclass_fields__, *train.TrainConfig.__dataclass_fields__}
-
-
-def test_parameters_of_a_depth_are_those_of_its_matrices():
-    for depth in (3, 4):
-        shape = {name: rung(depth)[name] for name in ('preset', 'n_layer', 'n_embd', 'n_head')}
-        model = GPT(GPTConfig(**shape, vocab_size=11))
-        matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
-        assert matrices == num_parameters(depth)
-
-
-def test_depth_fills_in_what_a_command_does_not_give():
-    s = settings('--depth=4', '--dataset=mine', '--muon_lr=0.5', '--batch_size=4')
-    assert (s.model.preset, s.model.n_layer, s.model.n_embd, s.train.optimizer) == ('modern', 4, 128, 'muon')
-    assert s.train.muon_lr == 0.5 and not s.choose_depth
-    tokens = s.train.batch_size * s.train.gradient_accumulation_steps * s.model.block_size
-    assert s.train.batch_size == 4 and tokens == 2048  # as without --batch_size
-    assert s.train.max_iters == pytest.approx(20 * num_parameters(4) / tokens, abs=1)
-    short = settings('--depth=4', '--dataset=mine', '--max_iters=100').train
-    long = settings('--depth=4', '--dataset=mine', '--max_iters=2000').train
-    assert short.max_iters == 100 and short.muon_lr > 3 * long.muon_lr
-
-
-def test_a_depth_that_contradicts_the_command_is_refused(tmp_path):
-    for argv, words in (
-            (['--depth=4', '--n_layer=3', '--dataset=mine'], '--depth=4 sets n_layer, and so does --n_layer'),
-            (['config/quickstart.py', '--depth=4'], 'config/quickstart.py, line'),
-            (['--depth=4', '--init_from=gpt2'], 'init_from=gpt2 has a shape'),
-            (['--depth=0'], 'depth=0 must be at least 1')):
-        assert words in error_of(settings, *argv)
 
 
 @pytest.mark.parametrize('argv, dataset, layers, by_ladder', [
@@ -121,8 +79,9 @@ def test_the_text_is_described_by_its_bytes(tmp_path):
 @pytest.fixture
 def tiny_rungs(monkeypatch):
     """Rungs of the real rates and tiny shapes."""
-    monkeypatch.setattr(ladder, 'rung', lambda depth, world=1: {
-        **rung(depth, world), **TINY_RUNG, 'n_layer': depth - 1, 'n_embd': 8 * depth, 'n_head': 2})
+    for module in (depth, ladder):
+        monkeypatch.setattr(module, 'rung', lambda depth, world=1, block_size=None: {
+            **rung(depth, world), **TINY_RUNG, 'n_layer': depth - 1, 'n_embd': 8 * depth, 'n_head': 2})
     monkeypatch.setattr(ladder, 'measure_flops', lambda *args: 1e11)
     monkeypatch.setattr(ladder, 'DEPTHS', (3, 4, 5))
 

@@ -1,13 +1,15 @@
 """The log of a run: strict JSON, no line twice, 80 columns, the same numbers everywhere."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
 import math
 import re
+import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +61,48 @@ def test_a_log_on_a_full_disk_is_reported_once(tmp_path, capsys):
     log.close()
     words = 'could not be written: No space left on device'
     assert [line.endswith(words) for line in capsys.readouterr().out.splitlines()] == [False, True, False]
+
+
+class Wandb(ModuleType):
+    """A package wandb that fails where `fails` says."""
+
+    def __init__(self, fails=''):
+        super().__init__('wandb')
+        self.fails, self.codes = fails, []
+
+    def init(self, **settings):
+        if self.fails == 'init':
+            raise RuntimeError('No API key configured.\nUse wandb login')
+
+    def log(self, numbers, step):
+        if self.fails == 'log':
+            raise ConnectionResetError('Connection lost')
+
+    def finish(self, exit_code):
+        self.codes.append(exit_code)
+
+
+def test_wandb_is_told_how_a_run_ended_and_does_not_end_it(tmp_path, monkeypatch, capsys):
+    cfg = SimpleNamespace(wandb_log=True, tensorboard=False, wandb_project='', wandb_run_name='', out_dir='')
+    monkeypatch.setitem(sys.modules, 'wandb', Wandb('init'))
+    assert 'wandb did not start: No API key configured.; run `wandb login`' in error_of(
+        Log, tmp_path, cfg, {}, Env(), None)
+    monkeypatch.setitem(sys.modules, 'wandb', Wandb('log'))
+    log = Log(tmp_path, cfg, {}, Env(), None)
+    for step in (1, 2):
+        log.write(f'step {step}', step=step)
+    assert capsys.readouterr().out.splitlines() == [
+        'step 1', 'wandb failed: Connection lost; training continues', 'step 2']
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    Log(tmp_path, cfg, {}, Env(), None).close()
+    log = Log(tmp_path, cfg, {}, Env(), None)
+    with contextlib.suppress(ValueError):
+        try:
+            raise ValueError('the run has diverged')
+        finally:
+            log.close()
+    assert wandb.codes == [0, 1]
 
 
 def test_speed_is_measured_without_pauses(monkeypatch):

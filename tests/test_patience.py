@@ -113,7 +113,7 @@ def test_losses_that_were_never_finite_are_an_error(train_tiny, tmp_path, monkey
 
 
 def test_settings_and_earlier_checkpoints(train_tiny):
-    with pytest.raises(SettingsError, match='patience=0 must be at least 1'):
+    with pytest.raises(SettingsError, match='patience=0 must be above 0'):
         train_tiny(patience=0)
     assert state_from({'state': {'iter_num': 3}}).evals_since_best == 0
 

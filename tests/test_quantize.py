@@ -33,6 +33,15 @@ def test_int8_is_within_its_bound(bias, rows, kernel, monkeypatch):
     assert ((quantized(x) - linear(x)).abs() <= bound + 1e-6).all()
 
 
+@pytest.mark.parametrize('inputs', [1, 24, 36, 100, 300])
+@pytest.mark.parametrize('rows', [1, 5])
+def test_int8_of_a_width_that_the_kernel_does_not_take(inputs, rows):
+    """It reads 16 inputs at a time, beyond the end of other rows."""
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(inputs, 48), torch.randn(rows, inputs)
+    torch.testing.assert_close(Int8Linear(linear)(x), linear(x), rtol=0.02, atol=0.02)
+
+
 def test_int8_sums_stay_in_the_range_of_float16(monkeypatch):
     monkeypatch.delattr(torch, '_weight_int8pack_mm')
     linear, x = torch.nn.Linear(256, 64, bias=False), torch.rand(40, 256) * 200

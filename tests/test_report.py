@@ -339,7 +339,7 @@ def test_a_diagnosis_is_a_section_of_the_report(train_tiny, tmp_path, data_dir, 
     svg, ticks = page.figure('Calibration')
     accuracy = values_at(points(svg, 'c0')[:, 1], ticks['y'], True)
     assert accuracy == pytest.approx([row['accuracy'] for row in found['calibration']], abs=0.001)
-    sample.main([*command, f'--export={tmp_path / "out" / "exported"}'])
+    sample.main([*command[1:], f'--export={tmp_path / "out" / "exported"}'])
     os.remove(out / 'diagnosis.json')
     (out / 'diagnosis.json').mkdir()
     capsys.readouterr()

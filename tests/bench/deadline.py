@@ -5,8 +5,9 @@ Does a run with a time budget end on time, with its rate decayed, on the depth t
     $ python tests/bench/deadline.py --report        # the table of the rows so far
 
 For each text, budget and seed: the run whose depth the ladder chooses, and the same with each of the depths.
-One evaluation of the complete held-out split, outside the budget, judges all. Every run adds a row to
-deadline.jsonl beside this file, and a run that has a row is not repeated. Needs an idle machine.
+One evaluation of the complete held-out split, outside the budget, judges all. Kernels are compiled anew, as
+in a first run. Every run adds a row to deadline.jsonl beside this file, and a run that has a row is not
+repeated. Needs an idle machine.
 """
 
 import itertools
@@ -26,6 +27,7 @@ def measure(name, minutes, seed, depth, data_dir):
     with tempfile.TemporaryDirectory() as folder:
         out, data = f'{folder}/out', [f'--dataset={name}', f'--data_dir={data_dir}']
         chosen = [f'--depth={depth}'] if depth else []
+        os.environ['TORCHINDUCTOR_CACHE_DIR'] = f'{folder}/kernels'
         seconds, lines = train([*data, *chosen, f'--time_budget={minutes:g}', f'--seed={seed}',
                                 f'--out_dir={out}'])
         log, expected = read_rows(f'{out}/log.jsonl'), {}

@@ -23,6 +23,7 @@ from bench import ROOT, parser_of, table
 
 from hotloop import ladder
 from hotloop.dataset import open_datasets
+from hotloop.depth import num_parameters, tokens_per_step
 from hotloop.mixture import open_split
 
 ROWS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'ladder.jsonl')
@@ -74,7 +75,7 @@ def collect(args):
                                                     args.datasets.split(',')):
         datasets = open_datasets(name, args.data_dir)
         text = ladder.describe_text(datasets, open_split(datasets, 'train', 256))
-        tokens = ladder.tokens_per_step(int(depth))
+        tokens = tokens_per_step(int(depth))
         steps = max(round(1e6 * float(megabytes) / text.bytes_per_token / tokens), 1)
         num_bytes = round(steps * tokens * text.bytes_per_token)
         if (name, int(depth), num_bytes, args.seed) in done:
@@ -94,8 +95,8 @@ def fit(rows):
     """The constants of the law, in the order of NAMES, with the least squared relative errors."""
     points = []
     for row in rows:
-        steps = row['bytes'] / row['bytes_per_token'] / ladder.tokens_per_step(row['depth'])
-        points.append((ladder.num_parameters(row['depth']), ladder.worth(row['bytes'], row['text']), steps,
+        steps = row['bytes'] / row['bytes_per_token'] / tokens_per_step(row['depth'])
+        points.append((num_parameters(row['depth']), ladder.worth(row['bytes'], row['text']), steps,
                        row['loss'], row['bz2']))
     points += [(*point, WEB) for point in PUBLISHED]
     parameters, seen, steps, loss, bz2 = np.array(points, float).T
