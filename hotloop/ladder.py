@@ -27,9 +27,9 @@ TIE = 0.01  # losses that differ by less are a tie, which the smaller and faster
 SHORT = 180  # seconds of a budget below which only one rung is timed
 BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
 
-# bits per byte = FLOOR bz2^1.25 + WIDTH parameters^-ALPHA + LENGTH bz2^0.5 bytes^-BETA + START steps^-GAMMA:
+# bits per byte = FLOOR bz2^1.5 + WIDTH parameters^-ALPHA + LENGTH bz2^0.5 bytes^-BETA + START steps^-GAMMA:
 # the fit of tests/bench/ladder.py. bz2: bits per byte of the text in that format; parameters: of the blocks
-FLOOR, WIDTH, ALPHA, LENGTH, BETA, START, GAMMA = 0.294, 47.3, 0.40, 30.5, 0.28, 1.086, 0.33
+FLOOR, WIDTH, ALPHA, LENGTH, BETA, START, GAMMA = 0.222, 7.64, 0.22, 61.1, 0.34, 1.176, 0.33
 SAMPLE = 2**20  # bytes of text for bz2
 REPEATS = 15.4  # epochs after the first are worth less and less: 15.4 in all (arXiv 2305.16264)
 
@@ -70,7 +70,7 @@ def expected_loss(depth, num_bytes, text):
     """Bits per byte of held-out text after training on num_bytes, repeated ones included."""
     steps = num_bytes / text.bytes_per_token / tokens_per_step(depth)
     length = worth(num_bytes, text.num_bytes)
-    return (FLOOR * text.bits**1.25 + WIDTH * num_parameters(depth)**-ALPHA
+    return (FLOOR * text.bits**1.5 + WIDTH * num_parameters(depth)**-ALPHA
             + LENGTH * math.sqrt(text.bits) * length**-BETA + START * steps**-GAMMA)
 
 
