@@ -141,7 +141,7 @@ def unknown(name, fields, removed):
     hint = did_you_mean(name, {field: repr(field) for field in fields})
     if known:
         hint = f'; did you mean {known[0]!r}?'
-    elif name in ('config', 'config_file'):
+    elif name in ('config', 'config_file') and 'out_dir' in fields:  # prepare.py takes none
         hint = '; a config file is given without a flag, as in: train.py FILE.py'
     return f'unknown setting {name!r}{hint}'
 

@@ -80,7 +80,7 @@ class TrainConfig:
     max_epochs: float | None = None  # passes over the data; replaces max_iters
     max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
     time_budget: float | None = None  # minutes for the run, which then sets decay_start and max_iters itself
-    depth: int | None = None  # layers of a modern model: sets shape, batch and rates; see hotloop/ladder.py
+    depth: int | None = None  # layers of a modern model: sets shape, batch and rates; see hotloop/depth.py
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
@@ -240,7 +240,7 @@ def read_settings(argv=None):
     if auto_batch and resumed:
         resume.keep_batch(cfg, given, base)
     elif auto_batch:  # with the global batch of the config files
-        _, _, below, by_file, _ = read(argv=files)
+        _, _, below, by_file, _ = read(argv=files, check=False)  # flags may mend what is wrong in them
         cfg.batch_size = below.batch_size
         if 'batch_size' not in by_file or cfg.batch_size == 'auto':
             cfg.batch_size = TrainConfig.batch_size
@@ -250,6 +250,7 @@ def read_settings(argv=None):
     if not resumed and (on_ladder or cfg.depth is not None):
         cfg.depth = cfg.depth or ladder.DEPTHS[0]  # until choose_depth()
         depth.set_depth(cfg.depth, model_cfg, cfg, given, world)
+        check_problems([cfg])
     set_budget(cfg, given, resumed and resumed.checkpoint, notes)
     if resumed:
         bound = BOUND
@@ -260,7 +261,7 @@ def read_settings(argv=None):
         check_lora(lora, cfg)
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises before the processes meet
     return Settings(model_cfg, lora, cfg, given, resumed, notes, auto_batch,
-                    on_ladder and cfg.time_budget is not None)
+                    on_ladder and not resumed and cfg.time_budget is not None)
 
 
 # -----------------------------------------------------------------------------

@@ -22,8 +22,9 @@ def head_channels(depth):
 
 def rung(depth, world=1, block_size=None):
     """
-    {setting: value} of a depth. block_size: instead of its own. A step has 128 x depth^2 tokens, rounded down
-    to a power of two, at least 2,048, and up to the same number of windows on each process.
+    {setting: value} of a depth. block_size: replaces the depth's own. A step has 128 x depth^2 tokens,
+    rounded down to a power of two, but at least 2,048. Its sequences are rounded up to a multiple of the
+    processes.
     """
     is_small = depth < SMALL
     block_size = block_size or (256 if is_small else 512 if depth < LARGE else 1024)
@@ -58,7 +59,8 @@ def num_parameters(depth):
 
 def applies(cfg, given):
     """Whether a command without a card has a depth, or a time budget that chooses one."""
-    is_new = cfg.init_from == 'scratch' and not cfg.eval_only and MODEL.isdisjoint(given)
+    shape = MODEL if cfg.depth is None else MODEL - {'block_size', 'optimizer'}  # a depth may have other ones
+    is_new = cfg.init_from == 'scratch' and not cfg.eval_only and shape.isdisjoint(given)
     return is_new and (cfg.time_budget is not None or cfg.depth is not None)
 
 
@@ -77,9 +79,9 @@ def set_depth(depth, model_cfg, cfg, given, world, steps=None):
     values = rung(depth, world, model_cfg.block_size if 'block_size' in given else None)
     sequences = values['batch_size'] * values['gradient_accumulation_steps']
     if 'batch_size' in given:
-        values['gradient_accumulation_steps'] = completing(cfg.batch_size, sequences, world)
+        values['gradient_accumulation_steps'] = matching_factor(cfg.batch_size, sequences, world)
     elif 'gradient_accumulation_steps' in given:
-        values['batch_size'] = completing(cfg.gradient_accumulation_steps, sequences, world)
+        values['batch_size'] = matching_factor(cfg.gradient_accumulation_steps, sequences, world)
     for name, value in values.items():
         if name not in given:
             setattr(model_cfg if hasattr(model_cfg, name) else cfg, name, value)
@@ -88,14 +90,14 @@ def set_depth(depth, model_cfg, cfg, given, world, steps=None):
         step = cfg.batch_size * cfg.gradient_accumulation_steps * model_cfg.block_size
         cfg.max_iters = max(round(TOKENS_PER_PARAMETER * num_parameters(depth) / step), 1)
     if 'muon_lr' not in given:
-        known = cfg.max_iters if 'max_iters' in given or not is_open else NO_LIMIT
-        cfg.muon_lr = muon_rate(depth, min(known, steps or NO_LIMIT))
+        is_known = cfg.max_epochs is None and ('max_iters' in given or not is_open)
+        cfg.muon_lr = muon_rate(depth, min(cfg.max_iters if is_known else NO_LIMIT, steps or NO_LIMIT))
 
 
-def completing(size, sequences, world):
+def matching_factor(size, sequences, world):
     """
-    The smallest number whose product with batch_size or gradient_accumulation_steps, size, has so many
-    sequences or more and divides among the processes.
+    The smallest n for which a step of size x n sequences has at least `sequences` and divides evenly among
+    the processes. size: the given batch_size (n: accumulation steps), or the other way around.
     """
     multiple = world // math.gcd(size, world)
     return math.ceil(sequences / size / multiple) * multiple

@@ -59,6 +59,7 @@ def forecast(model, settings, num_windows, device, dtype):
     batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, 1)
     state = state_from(settings.resumed.checkpoint if settings.resumed else {})
     steps = max(cfg.max_iters - state.iter_num, 0)  # still to do
+    minutes = cfg.time_budget and max(cfg.time_budget - state.seconds_used / 60, 0)
     if is_open(cfg) or (num_windows is None and cfg.max_epochs is not None):
         steps = None
     tokens = batch * accumulation * model.config.block_size  # per step
@@ -71,7 +72,7 @@ def forecast(model, settings, num_windows, device, dtype):
         lines.append(describe_adapters({**need.record, 'base': base}, need.adapted, gpu_dtype))
     rest = [f'compute: {flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward',
             *describe_memory(need, batch, gpu_dtype),
-            describe_length(model, steps, state.iter_num, tokens, num_windows, cfg.time_budget)]
+            describe_length(model, steps, state.iter_num, tokens, num_windows, minutes)]
     lines += [*map(wrapped, rest),
               f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
     machines = [(name, gpu_dtype, size, None if gpu_dtype == torch.float32 else PEAK_FLOPS[key])
@@ -82,7 +83,7 @@ def forecast(model, settings, num_windows, device, dtype):
         rate = MFU * flops / (flops_per_token + repeated) if flops else None
         time = duration(steps * tokens / rate) if steps is not None and rate else 'unknown'
         if is_open(cfg):
-            time = duration(max(60 * cfg.time_budget - state.seconds_used, 0))
+            time = duration(60 * minutes)
         lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {f"{rate:,.0f}" if rate else "unknown":>12} '
                      f'{time:>10}  {advise(need, batch, accumulation, machine_dtype, memory)}')
     return lines
@@ -132,13 +133,13 @@ def describe_memory(need, batch, dtype):
     return [*lines, f'disk: {file_size(checkpoint)} for a checkpoint, {file_size(need.weights)} for best.pt']
 
 
-def describe_length(model, steps, done, tokens, num_windows, budget):
+def describe_length(model, steps, done, tokens, num_windows, minutes):
     """
-    Steps, tokens and epochs. done: steps before these. budget: minutes, by which a run without steps ends;
-    None: unknown.
+    Steps, tokens and epochs. done: steps before these. minutes: in which a run without steps ends; None:
+    unknown.
     """
-    if steps is None and budget is not None:
-        return (f'run: at most {budget:g} minutes (time_budget); the number of steps of {tokens:,} tokens '
+    if steps is None and minutes is not None:
+        return (f'run: at most {minutes:.3g} minutes (time_budget); the number of steps of {tokens:,} tokens '
                 'depends on the speed of the machine')
     if steps is None:
         return f'run: an unknown number of steps of {tokens:,} tokens'

@@ -52,7 +52,7 @@ class Log:
             except Exception as e:  # of any kind: no login, no network
                 reason = first_line(e) or type(e).__name__
                 raise ValueError(f'wandb did not start: {reason}; run `wandb login`, set WANDB_MODE=offline, '
-                                 'or omit --wandb_log') from None
+                                 'or give --wandb_log=False') from None
             self.wandb = wandb
 
     def write(self, text, **numbers):
@@ -74,7 +74,7 @@ class Log:
         if self.wandb:
             try:
                 self.wandb.log(numbers, step=numbers['step'])
-            except Exception as e:  # of any kind: a picture must not end a run
+            except Exception as e:  # of any kind: a lost connection must not end a run
                 self.env.print_once(f'wandb failed: {first_line(e) or type(e).__name__}; training continues')
                 self.wandb = None
 

@@ -70,14 +70,17 @@ def keep_batch(cfg, given, base):
     """With batch_size=auto a resumed run keeps its global batch, and what an evaluation reads."""
     by_flag = {name for name in ('eval_iters', 'eval_tokens') if given.get(name) == f'--{name}'}
     kept = {'batch_size', 'gradient_accumulation_steps', 'eval_iters', 'eval_tokens'} - by_flag
+    for name in kept:
+        given.pop(name, None)  # a config file does not count, also not for give_way()
     for name in kept & base.keys():  # nanoGPT has no eval_tokens
         setattr(cfg, name, base[name])
 
 
 def give_way(cfg, given):
     """
-    Of two settings for one thing, the second replaces the first. But a flag is stronger than a config file,
-    and this is stronger than a checkpoint: then the second becomes None. given: {name: place}.
+    Each pair has two settings for one thing, and the second replaces the first. If the first comes from a
+    stronger place, the second becomes None. A flag is stronger than a config file, and a config file is
+    stronger than a checkpoint. given: {name: place}.
     """
     for pair in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction'),
                  ('eval_tokens', 'eval_iters')):

@@ -231,7 +231,8 @@ def missing_dataset(path, name, data_dir):
     bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
     found = sorted(os.path.basename(os.path.dirname(bin)) for bin in bins)
     others = f'; {data_dir} has {", ".join(found[:10])}' if found else ''
-    hint = '' if name in CORPORA else did_you_mean(name, {word: repr(word) for word in (*found, *CORPORA)})
+    known = {word: repr(word) for word in (*found, *CORPORA)}
+    hint = '' if name in CORPORA else did_you_mean(os.path.basename(name.rstrip('/')), known)  # or a path
     command = f'{how_to_make(name)} {shlex.join([f"--data_dir={data_dir}"])}'.removesuffix(' --data_dir=data')
     if hint:
         return f'{path} does not exist{hint} If not, make it with: {command}'

@@ -8,7 +8,7 @@ from conftest import error_of
 import train
 from hotloop.dataloader import share_batch
 from hotloop.dataset import open_datasets
-from hotloop.depth import completing, muon_rate, num_parameters, rung
+from hotloop.depth import matching_factor, muon_rate, num_parameters, rung
 from hotloop.ladder import DEPTHS
 from model import GPT, GPTConfig
 
@@ -67,7 +67,7 @@ def test_a_step_keeps_its_size_and_a_run_its_tokens_in_other_windows_and_batches
 @pytest.mark.parametrize('world', [1, 2, 3, 8])
 def test_a_given_batch_is_completed_to_a_step_that_divides_among_processes(size, world):
     sequences = 16 * world
-    number = completing(size, sequences, world)
+    number = matching_factor(size, sequences, world)
     assert size * number % world == 0 and size * number >= sequences
     assert size * number < sequences + math.lcm(size, world)
 
@@ -77,11 +77,13 @@ def test_epochs_set_the_rate_of_muon_as_steps_do(tmp_path, data_dir, monkeypatch
     monkeypatch.setattr('hotloop.depth.rung', lambda depth, world, block_size: rung(depth, world, 16))
     flags = ['--dataset=tiny', f'--data_dir={data_dir}', '--depth=3', '--device=cpu']
     rates = []
-    for words in (['--max_epochs=0.5'], ['--max_epochs=5'], ['--max_epochs=0.5', '--muon_lr=0.011']):
+    for words in (['--max_epochs=0.5'], ['--max_epochs=500', '--max_iters=9'],
+                  ['--max_epochs=0.5', '--muon_lr=0.011']):
         s = train.read_settings([*flags, *words, f'--out_dir={tmp_path}'])
         run = train.build_run(s, open_datasets('tiny', str(data_dir)), train.setup(s.train))
         rates.append((run.cfg.muon_lr, muon_rate(3, run.cfg.max_iters)))
-    assert rates[0][0] == rates[0][1] == 0.06 and rates[1][0] == rates[1][1] and rates[2][0] == 0.011
+    assert rates[0][0] == rates[0][1] == 0.06 and rates[2][0] == 0.011
+    assert rates[1][0] == rates[1][1] < 0.05
 
 
 def test_a_depth_that_contradicts_the_command_is_refused(tmp_path):
@@ -89,5 +91,6 @@ def test_a_depth_that_contradicts_the_command_is_refused(tmp_path):
             (['--depth=4', '--n_layer=3', '--dataset=mine'], '--depth=4 sets n_layer, and so does --n_layer'),
             (['config/quickstart.py', '--depth=4'], 'config/quickstart.py, line'),
             (['--depth=4', '--init_from=gpt2'], 'init_from=gpt2 has a shape'),
+            (['--depth=4', '--lr_schedule=linear', '--decay_start=10000'], 'must be below max_iters=7680'),
             (['--depth=0'], 'depth=0 must be above 0')):
         assert words in error_of(settings, *argv)

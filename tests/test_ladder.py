@@ -29,6 +29,8 @@ def settings(*argv):
     (['--time_budget=5'], 'stdlib', 3, True),
     (['--time_budget=5', '--dataset=mine'], 'mine', 3, True),
     (['--time_budget=5', '--dataset=mine', '--depth=3'], 'mine', 3, True),
+    (['--time_budget=5', '--depth=5', '--block_size=512', '--optimizer=adamw'], 'stdlib', 5, True),
+    (['--depth=5', '--block_size=512'], 'stdlib', 5, False),
     (['--max_iters=5', '--dataset=mine', '--depth=3'], 'mine', 3, False),
     (['--time_budget=5', '--dataset=mine', '--n_layer=3'], 'mine', 3, False),
     (['--time_budget=5', 'config/shakespeare_cpu.py'], 'shakespeare_char', 4, False),
@@ -140,6 +142,17 @@ def test_the_smaller_of_two_depths_that_tie_is_chosen(monkeypatch):
     assert known.best((3, 4, 5, 6), 100) == 3 and known.best((4, 5, 6), 100) == 4
     losses[3] = 2.02
     assert known.best((3, 4, 5, 6), 100) == 4
+
+
+def test_torchrun_restarts_a_run_without_a_new_choice(tmp_path, data_dir, tiny_rungs, monkeypatch):
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'mine')
+    Clock(monkeypatch, step=1.0, batch=0.02)
+    assert run(tmp_path, data_dir, '--time_budget=1', '--max_minutes=0.3') == 0
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
+    monkeypatch.setattr(ladder, 'choose_depth', None)
+    assert run(tmp_path, data_dir, '--time_budget=1') == 0
+    last = load(tmp_path / 'out' / 'ckpt.pt')
+    assert last['iter_num'] == last['config']['max_iters']
 
 
 def test_a_dry_run_says_that_the_depth_is_open(tmp_path, data_dir, capsys):

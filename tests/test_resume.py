@@ -430,8 +430,11 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
                tmp_path / 'out' / 'ckpt.pt')
     for n in (3, 4):
         step(n)
-    auto = train.read_settings(['--init_from=resume', f'--out_dir={tmp_path}/out', '--batch_size=auto'])
-    assert (auto.train.batch_size, auto.train.gradient_accumulation_steps) == (4, 2)
+    (tmp_path / 'card.py').write_text('eval_tokens = 64\nbatch_size = 2\n')
+    flags = ['--init_from=resume', f'--out_dir={tmp_path}/out', '--batch_size=auto']
+    for words in (flags, [str(tmp_path / 'card.py'), *flags]):
+        auto = train.read_settings(words).train
+        assert (auto.batch_size, auto.gradient_accumulation_steps, auto.eval_iters) == (4, 2, 2)
     train.main(['--init_from=resume', f'--out_dir={tmp_path}/out', f'--data_dir={tmp_path}/data',
                 '--device=cpu', '--dtype=float32', '--compile=False', '--threads=1'])
     ours = load(tmp_path / 'out' / 'ckpt.pt')
