@@ -46,7 +46,7 @@ def test_more_text_more_depth_and_fewer_repeats_are_better():
     assert expected_loss(5, 4e6, TEXT) < expected_loss(4, 4e6, TEXT)
     small = TEXT._replace(num_bytes=1e6)
     assert expected_loss(4, 2e6, small) > expected_loss(4, 2e6, TEXT)
-    assert worth(1e6, 1e6) == 1e6 and 1.9e6 < worth(2e6, 1e6) < 2e6 and worth(1e9, 1e6) < 17e6
+    assert worth(1e6, 1e6) == 1e6 and 1.8e6 < worth(2e6, 1e6) < 2e6 and worth(1e9, 1e6) < 6e6
 
 
 def test_the_best_depth_grows_with_the_budget_and_the_machine():
@@ -132,7 +132,7 @@ def test_the_choice_follows_the_speeds_that_were_timed(tmp_path, data_dir, tiny_
         slower = 1.2 if len(depths) == 1 else 1.0  # of two timings the faster one counts
         speed_in_table = f'{speed / slower / num_parameters(chosen[-1]):,.0f} '
         assert speed_in_table in capsys.readouterr().out.split('bits per byte, expected')[1]
-    assert chosen == [5, 3]
+    assert chosen[0] > chosen[1] == 3
 
 
 def test_the_smaller_of_two_depths_that_tie_is_chosen(monkeypatch):
