@@ -396,6 +396,8 @@ def chat(model, tokenizer, template, cfg):
         why = 'has no template of its own' if template == 'none' else f'has the template {template!r}'
         raise ValueError(f'the model {why}; {one_of_templates()}')
     standard_input()  # fails early if stdin is closed
+    if hasattr(sys.stdin, 'reconfigure'):  # not in a notebook
+        sys.stdin.reconfigure(errors='replace')  # a byte that is not UTF-8 must not end a chat
     print('a line that ends with \\ continues on the next; an empty line ends the chat', file=sys.stderr)
     stops, size = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1]), model.config.block_size
     limit = size - min(cfg.max_new_tokens, size // 4)  # leaves room for the answer

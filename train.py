@@ -260,8 +260,9 @@ def read_settings(argv=None):
     if lora.lora_rank:
         check_lora(lora, cfg)
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises before the processes meet
-    return Settings(model_cfg, lora, cfg, given, resumed, notes, auto_batch,
-                    on_ladder and not resumed and cfg.time_budget is not None)
+    times_steps = on_ladder or (cfg.depth is not None and 'muon_lr' not in given)  # its rate depends on them
+    return Settings(model_cfg, lora, cfg, given, resumed, notes, auto_batch, times_steps and not resumed
+                    and cfg.time_budget is not None and not cfg.eval_only)
 
 
 # -----------------------------------------------------------------------------

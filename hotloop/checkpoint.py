@@ -136,6 +136,14 @@ class RunState:
     eval_fitted: bool = False  # whether eval_interval has been adapted to the time budget
 
 
+def launch_id():
+    """What identifies the torchrun that started this process, over its restarts; 'none' if nothing does."""
+    name, env = os.environ.get('TORCHELASTIC_RUN_ID'), os.environ
+    if name and env.get('WORLD_SIZE') == env.get('LOCAL_WORLD_SIZE'):
+        name += f' {os.getppid()}'  # on one node the name may be the default one, or be used again
+    return name or 'none'
+
+
 def checkpoint_of(run):
     """
     The state for a resume, in plain types, with nanoGPT's names. All processes of a sharded run must call it;
@@ -163,7 +171,7 @@ def context_of(datasets, splits, env):
         fingerprints[name] = ' '.join(part.fingerprint() for part in split.splits)
     device = torch.cuda.get_device_name(env.device) if env.device.type == 'cuda' else env.device.type
     context = {'tokenizer': metas[0]['tokenizer'], 'data': fingerprints,
-               'run_id': os.environ.get('TORCHELASTIC_RUN_ID', 'none'),
+               'run_id': launch_id(),
                'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
                'machine': {'device': device, 'dtype': str(env.dtype), 'world': env.world,
                            'threads': env.threads, 'compile': env.compile}}

@@ -56,5 +56,7 @@ def divergence_message(run):
 def what_next(run):
     """What to do after a divergence. Without a checkpoint there is nothing to resume from."""
     if run.out.checkpoints():
-        return f'Lower the learning rate and resume with: {run.out.resume_command()} --learning_rate=...'
+        muon = ' --muon_lr=...' if run.cfg.optimizer == 'muon' else ''  # it does not follow learning_rate
+        command = f'{run.out.resume_command()} --learning_rate=...{muon}'
+        return f'Lower the learning rate and resume with: {command}'
     return 'Start again with a lower learning_rate'

@@ -6,7 +6,16 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from configurator import HERE, OWN_FILE, SettingsError, configure, fields_of, read_argv, settings_module
+from configurator import (
+    HERE,
+    OWN_FILE,
+    SettingsError,
+    check_problems,
+    configure,
+    fields_of,
+    read_argv,
+    settings_module,
+)
 from hotloop import host
 
 PACKAGES = ('torch', 'numpy', 'tiktoken', 'requests')
@@ -74,10 +83,11 @@ def check_early(*sources):
                 if name.endswith('Config') and value.__module__ == module.__name__:  # not an imported one
                     classes.append(value)
         words, flags, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
-        # train.py checks a resumed run with the settings of its checkpoint
-        resumes = 'train.py' in sources and flags.get('init_from', ('',))[0] in ('resume', 'auto')
         if problems or all(map(may_run_twice, words)):
-            configure(*classes, about=modules[-1].__doc__, removed=removed, check=not resumes)
+            *objects, _, _ = configure(*classes, about=modules[-1].__doc__, removed=removed, check=False)
+            # train.py checks a resumed run with the settings of its checkpoint
+            if 'train.py' not in sources or objects[-1].init_from not in ('resume', 'auto'):
+                check_problems(objects)
     if 'report' in flags and flags['report'][0] is not None:
         if folders := list(filter(os.path.isdir, words)):
             raise SettingsError('--report takes folders separated by commas: --report='

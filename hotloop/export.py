@@ -31,7 +31,8 @@ def export(model, tokenizer, template, folder, dtype):
     config = counterpart(model.config)
     files = tokenizer_files(tokenizer, template, model.config.block_size)
     tensors = {name: tensor.to(dtype) for name, tensor in hf_tensors(model, config).items()}
-    config |= {'dtype': str(dtype).removeprefix('torch.'), **files.get('generation_config.json', {})}
+    ids = {'eos_token_id': tokenizer.eot, 'bos_token_id': tokenizer.begin}  # None: not transformers' defaults
+    config |= {'dtype': str(dtype).removeprefix('torch.'), **files.get('generation_config.json', ids)}
     try:
         os.makedirs(folder, exist_ok=True)
         write_safetensors(os.path.join(folder, 'model.safetensors'), tensors)

@@ -28,7 +28,10 @@ def tokenizer_files(tokenizer, template, max_length):
     if template in CHATS:
         config['chat_template'] = chat_template(template, tokenizer.begin is not None)
         ends.add(tokenizer.specials.get(TEMPLATES[template]['assistant'][1]))
-    content = spec['json'] if spec['kind'] == 'hf' else tokenizer_json(tokenizer, names.get(tokenizer.begin))
+    name = names.get(tokenizer.begin)
+    content = spec['json'] if spec['kind'] == 'hf' else tokenizer_json(tokenizer, name)
+    if spec['kind'] == 'hf' and tokenizer.begin != tokenizer.first:  # of data with another --bos
+        content = {**json.loads(content), 'post_processor': name and begin_with(name, tokenizer.begin)}
     return {'tokenizer.json': content, 'tokenizer_config.json': config,
             'generation_config.json': {'eos_token_id': sorted(ends - {None}) or None, 'bos_token_id': begin}}
 

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from hotloop.checkpoint import OPTIMIZERS, RunState
+from hotloop.checkpoint import OPTIMIZERS, RunState, launch_id
 from hotloop.dataloader import Split
 from hotloop.dataset import dataset_folder, read_meta
 from hotloop.run_dir import RunDir, find_latest
@@ -38,11 +38,15 @@ def find_resumed(cfg, notes):
     Adds to the notes. ValueError if all checkpoints are missing or damaged.
     """
     out, resumed = RunDir(cfg.out_dir), None
-    run_id = os.environ.get('TORCHELASTIC_RUN_ID', 'none')
-    restarted = run_id != 'none' and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') != '0'
+    restarted = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') != '0'
     if restarted and out.checkpoints():
-        latest = find_latest(out)
-        if latest.checkpoint.get('run_id') == run_id:  # not the checkpoint of another run in this folder
+        latest, launch = find_latest(out), launch_id()
+        if launch == 'none' and cfg.init_from != 'resume':
+            raise ValueError('torchrun restarted a run on several nodes that has no --rdzv_id, so '
+                             f'{cfg.out_dir} may hold another run; if it is this one, continue it with '
+                             '--init_from=resume')
+        # else it is the checkpoint of another run in this folder
+        if launch != 'none' and latest.checkpoint.get('run_id') == launch:
             resumed = latest
             notes.append('torchrun restarted this run: resuming')
     if resumed is None and cfg.init_from == 'resume':

@@ -21,6 +21,7 @@ from hotloop.sources import check_kinds, files_of
 from hotloop.text_file import open_text
 from hotloop.tokenizer import encode_parts
 
+LOGITS = 2**26  # that are computed at once: 256 MB
 SEPARATOR = '<|endoftext|>'  # between the documents of a text file
 
 
@@ -120,7 +121,9 @@ def measure(model, tokenizer, documents, batch_size, progress):
     """The Score of each document of documents_of(). progress gets the bytes of what is computed."""
     T, device, scores = model.config.block_size, model.cos.device, []
     windows = windows_of(documents, tokenizer, T, scores)
-    most = max(2**26 // (T * model.config.vocab_size), 1)  # their logits take 256 MB
+    window = T * model.config.vocab_size  # its logits
+    most = max(LOGITS // window, 1)
+    model.loss_chunks = min(T, -(-window // LOGITS))
     while batch := list(islice(windows, min(batch_size, most))):
         x = pad_sequence([x for _, x, _, _ in batch], batch_first=True)
         y = pad_sequence([y for _, _, y, _ in batch], batch_first=True, padding_value=-1)

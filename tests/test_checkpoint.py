@@ -242,6 +242,7 @@ def test_a_checkpoint_has_nanogpts_names_and_plain_values(path):
 def test_weights_that_are_not_finite_are_not_saved():
     run = tiny_run()
     run.model.transformer.wte.weight.data[0, 0] = math.nan
+    run.cfg = TrainConfig()
     for saved, remedy in ((['ckpt.pt'], 'resume with: python train.py --init_from=resume --out_dir=out '),
                           ([], 'Start again with a lower learning_rate')):
         run.out = RunDir('out')

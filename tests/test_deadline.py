@@ -337,6 +337,13 @@ def test_a_run_that_loses_its_budget_needs_a_length(budget, monkeypatch):
     assert budget(init_from='resume', seconds=None, time_budget=None, max_iters=NO_LIMIT, eval_only=True) == 0
 
 
+def test_a_fraction_needs_to_know_of_what_on_resume_too(budget, monkeypatch):
+    at_step(monkeypatch, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert budget(max_iters=NO_LIMIT) == 143
+    assert 'leaves their number open' in error_of(budget, init_from='resume', max_iters=NO_LIMIT,
+                                                  warmup_fraction=0.1)
+
+
 def test_eval_only_and_dry_run_have_no_deadline(budget, tmp_path, capsys):
     assert budget(eval_only=True) == 0
     assert 'time_budget=0.666667: no effect with eval_only=True' in capsys.readouterr().out

@@ -39,10 +39,13 @@ def test_the_step_of_a_divergence_does_not_depend_on_when_steps_are_read():
 
 
 def test_a_divergence_before_the_first_save_is_no_reason_to_resume():
-    for saved, remedy in ((['ckpt.pt'], 'and resume with: python train.py --learning_rate=...; with dtype'),
-                          ([], 'Start again with a lower learning_rate;')):
+    for saved, optimizer, remedy in (
+            (['ckpt.pt'], 'adamw', 'and resume with: python train.py --learning_rate=...; with dtype'),
+            (['ckpt.pt'], 'muon', 'train.py --learning_rate=... --muon_lr=...; with dtype'),
+            ([], 'adamw', 'Start again with a lower learning_rate;')):
         out = SimpleNamespace(checkpoints=lambda saved=saved: saved, resume_command=lambda: 'python train.py')
-        message = divergence_message(SimpleNamespace(diverged_at=20, out=out))
+        cfg = SimpleNamespace(optimizer=optimizer)
+        message = divergence_message(SimpleNamespace(diverged_at=20, out=out, cfg=cfg))
         assert message.startswith('step 20: ') and remedy in message and ('resume' in message) == bool(saved)
 
 

@@ -38,6 +38,13 @@ def check(monkeypatch):
     return check_words
 
 
+def test_a_file_may_resume_with_settings_that_suit_the_checkpoint(check, tmp_path):
+    for start, words in (('resume', None), ('scratch', 'decay_start=5 applies only with')):
+        (tmp_path / 'card.py').write_text(f"init_from = '{start}'\ndecay_start = 5\n")
+        error = check('train.py', tmp_path / 'card.py')
+        assert error == words or error.startswith(words)
+
+
 @pytest.mark.parametrize('script, argv', [
     ('train.py', ['--bath_size=8']), ('train.py', ['--batch_size=x', '--nlayer=2']),
     ('train.py', ['quickstart']),

@@ -162,6 +162,21 @@ def test_the_folder_keeps_begin_end_and_template(tmp_path, begins):
     assert first == second
 
 
+@pytest.mark.parametrize('begins', [False, True])
+def test_texts_begin_as_in_training_whatever_the_tokenizers_file_does(tmp_path, begins):
+    """As after prepare.py --bos."""
+    transformers = pytest.importorskip('transformers')
+    tokenizer, model = own(specials={'<e>': 401}, eot=401), gpt(448)
+    tokenizer.begin = None if begins else 401
+    export(model, tokenizer, 'none', str(tmp_path / 'a'), torch.float32)
+    tokenizer = read_tokenizer_json(str(tmp_path / 'a'))
+    tokenizer.begin = 401 if begins else None
+    export(model, tokenizer, 'none', str(tmp_path / 'b'), torch.float32)
+    assert open_weights(str(tmp_path / 'b'), 'data').checkpoint['bos'] == tokenizer.begin
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'b')
+    assert theirs('a <b>').input_ids == [401] * begins + tokenizer.encode('a <b>').tolist()
+
+
 @pytest.mark.parametrize('template', CHATS)
 def test_chats_are_as_in_training(tmp_path, template):
     transformers = pytest.importorskip('transformers')
@@ -205,6 +220,10 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert main(out_dir=path.parent, export=tmp_path / 'chars') == 0
     assert 'note: without a tokenizer, because tokenizer.json has no form' in capsys.readouterr().err
     assert sorted(p.name for p in (tmp_path / 'chars').iterdir()) == ['config.json', 'model.safetensors']
+    config = json.loads((tmp_path / 'chars' / 'config.json').read_text())
+    assert config['eos_token_id'] is None and config['bos_token_id'] is None  # not those of transformers
+    export(gpt(11), CharTokenizer(CHARS, eot=True), 'none', str(tmp_path / 'ends'), torch.float32)
+    assert json.loads((tmp_path / 'ends' / 'config.json').read_text())['eos_token_id'] == 10
     assert 'leave quantize=int8 out' in error_of(main, out_dir=path.parent, export=folder, quantize='int8')
 
 

@@ -144,6 +144,16 @@ def test_the_smaller_of_two_depths_that_tie_is_chosen(monkeypatch):
     assert known.best((3, 4, 5, 6), 100) == 4
 
 
+def test_a_depth_of_a_config_file_gets_its_rate_from_the_speed(tmp_path, data_dir, tiny_rungs, monkeypatch):
+    (tmp_path / 'card.py').write_text('depth = 3\ntime_budget = 1.0\n')
+    rates = []
+    for words in ([str(tmp_path / 'card.py')], ['--depth=3', '--time_budget=1']):
+        Clock(monkeypatch, step=1.0, batch=0.02)
+        assert run(tmp_path, data_dir, *words) == 0
+        rates.append(load(tmp_path / 'out' / 'ckpt.pt')['config']['muon_lr'])
+    assert rates[0] == rates[1] > 0.01
+
+
 def test_torchrun_restarts_a_run_without_a_new_choice(tmp_path, data_dir, tiny_rungs, monkeypatch):
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'mine')
     Clock(monkeypatch, step=1.0, batch=0.02)

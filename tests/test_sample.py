@@ -341,12 +341,18 @@ def talk(capsys, monkeypatch, out):
             for token in next(answers).encode():
                 if not stopped:
                     yield [(0, token, 0.0)]
-        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO('\n'.join(lines).encode())))
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(
+            io.BytesIO('\n'.join(lines).encode(errors='surrogateescape')), encoding='utf-8'))
         monkeypatch.setattr('sample.generate', generate)
         main(out_dir=out, chat=True, **flags)
         talk.out, talk.err = capsys.readouterr()
         return prompts
     return talk
+
+
+def test_a_byte_that_is_not_utf8_does_not_end_a_chat(talk):
+    prompts = talk(['caf\udce9', 'And now?'], ['x<|im_end|>', 'y<|im_end|>'])
+    assert len(prompts) == 2 and 'caf\ufffd' in prompts[0]
 
 
 def test_a_chat_is_in_the_template_that_training_saw(talk):

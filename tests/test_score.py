@@ -61,6 +61,18 @@ def test_scores_are_the_models_log_probabilities(scored, tmp_path, eot):
     assert {**first, 'document': 'all', 'file': str(tmp_path / 'a.txt')} == total
 
 
+def test_a_window_of_many_logits_is_scored_in_parts(scored, tmp_path, monkeypatch):
+    (tmp_path / 'a.txt').write_text('habcd efgh' * 60)
+    model, sizes = gpt(257, block_size=256), []
+    before = scored(tmp_path / 'a.txt', model)
+    monkeypatch.setattr('hotloop.score.LOGITS', 257 * 64)
+    model.lm_head.register_forward_hook(lambda module, args, logits: sizes.append(logits.numel()))
+    after = scored(tmp_path / 'a.txt', model)
+    assert max(sizes) <= 257 * 64
+    assert [row['tokens'] for row in after] == [row['tokens'] for row in before]
+    assert [row['loss'] for row in after] == pytest.approx([row['loss'] for row in before], rel=1e-5)
+
+
 def test_documents_are_scored_apart_and_summed(scored, tmp_path):
     """Between <|endoftext|>, compressed or not, and in several files. The batch size changes nothing."""
     (tmp_path / 'a.txt.gz').write_bytes(gzip.compress(b'one\n<|endoftext|>\ntwo two\n'))

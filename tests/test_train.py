@@ -479,17 +479,22 @@ def test_auto_keeps_what_an_evaluation_reads(data_dir, tmp_path, monkeypatch):
         assert (config['eval_iters'], config['eval_tokens']) == (None, 2 * 3 * TINY['block_size'])
 
 
-def test_a_restart_resumes_its_own_run_only(train_tiny, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize('name', ['mine', 'none'])  # none is torchrun's default
+def test_a_restart_resumes_its_own_run_only(train_tiny, tmp_path, monkeypatch, capsys, name):
     """The checkpoint of another torchrun in the same folder is a run to move aside."""
-    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'mine')
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', name)
     train_tiny(max_iters=2)
     monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
     train_tiny(max_iters=4)
     assert 'torchrun restarted this run: resuming' in capsys.readouterr().out
     assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 4
-    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'another')
+    monkeypatch.setattr(os, 'getppid', lambda: 1)  # of the same name
     train_tiny(max_iters=1)
     assert (tmp_path / 'out.1').exists() and load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 1
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '1')
+    if name == 'none':
+        assert 'on several nodes that has no --rdzv_id, so' in error_of(train_tiny)
 
 
 def test_max_minutes_ends_after_a_step_with_code_0(train_tiny, tmp_path):
