@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hotloop import device
-from hotloop.device import choose_compile, choose_device, choose_dtype, peak_flops
+from hotloop.device import choose_compile, choose_device, choose_dtype, device_memory, peak_flops
 
 CPU = torch.device('cpu')
 CUDA = torch.device('cuda', 0)
@@ -83,3 +83,11 @@ def test_the_memory_of_a_cpu_is_that_of_the_machine():
     """Or of its container: see test_files.py."""
     machine = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     assert 2**20 < device.peak_memory(CPU) < device.device_memory(CPU) <= machine
+
+
+def test_processes_of_a_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr('hotloop.host.memory', lambda: 16 * 10**9)
+    for processes, share in ((None, 16), ('1', 16), ('8', 2)):
+        if processes:
+            monkeypatch.setenv('LOCAL_WORLD_SIZE', processes)
+        assert device_memory(torch.device('cpu')) == share * 10**9

@@ -149,6 +149,8 @@ def test_one_sentence_names_the_process_that_was_lost(monkeypatch, rank, ends, r
     monkeypatch.setattr(distributed, 'GRACE', 0)
     monkeypatch.setattr(dist, 'get_backend', lambda: 'nccl')
     assert ended(rank, ends, RuntimeError(GLOO), run_at_step(7)) == result
+    _, message = ended(rank, ends, RuntimeError(GLOO), run_at_step(0))
+    assert message == result[1].split('; this was')[0]  # before step 1 nothing is there to resume
 
 
 def test_an_error_of_its_own_stays_as_it_is_and_is_shared(monkeypatch):
