@@ -338,6 +338,18 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
     return *objects, given, words
 
 
+def give_way(settings, given, pairs):
+    """
+    Each pair has two settings for one thing, and the second replaces the first. If the first comes from a
+    stronger place, the second becomes None. A flag is stronger than a config file, and a config file is
+    stronger than a checkpoint. given: {name: place}.
+    """
+    for pair in pairs:
+        first, second = (0 if name not in given else 2 if given[name] == f'--{name}' else 1 for name in pair)
+        if first > second:
+            setattr(settings, pair[1], None)
+
+
 def check_problems(objects):
     """SettingsError, if settings have problems."""
     if problems := [problem for o in objects for problem in o.problems()]:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import call_main, check_problems, configure
+from configurator import call_main, check_problems, configure, give_way
 from hotloop import depth, ladder, patience, resume
 from hotloop.announce import announce
 from hotloop.cards import card_for_machine, needs_card
@@ -178,6 +178,7 @@ class TrainConfig:
         return wrong
 
 
+PAIRS = ('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction'), ('eval_tokens', 'eval_iters')
 REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a step goes',
            'on_divergence': 'a run that diverges stops; lower the learning rate and resume'}
 
@@ -200,7 +201,7 @@ class Settings:
     resumed: Resumed | None
     notes: list  # lines to print once
     auto_batch: bool  # batch_size=auto: build_run() finds the largest micro-batch
-    choose_depth: bool  # for a time budget without a card: the ladder also looks at a given depth
+    choose_depth: bool  # with a time budget: the ladder chooses the depth, or times the steps of a given one
 
 
 def read_settings(argv=None):
@@ -245,7 +246,7 @@ def read_settings(argv=None):
         if 'batch_size' not in by_file or cfg.batch_size == 'auto':
             cfg.batch_size = TrainConfig.batch_size
             del given['batch_size']  # a depth has its own
-    resume.give_way(cfg, given)
+    give_way(cfg, given, PAIRS)
     world = int(os.environ.get('WORLD_SIZE', '1'))
     if not resumed and (on_ladder or cfg.depth is not None):
         cfg.depth = cfg.depth or ladder.DEPTHS[0]  # until choose_depth()

@@ -80,19 +80,6 @@ def keep_batch(cfg, given, base):
         setattr(cfg, name, base[name])
 
 
-def give_way(cfg, given):
-    """
-    Each pair has two settings for one thing, and the second replaces the first. If the first comes from a
-    stronger place, the second becomes None. A flag is stronger than a config file, and a config file is
-    stronger than a checkpoint. given: {name: place}.
-    """
-    for pair in (('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction'),
-                 ('eval_tokens', 'eval_iters')):
-        first, second = (0 if name not in given else 2 if given[name] == f'--{name}' else 1 for name in pair)
-        if first > second:
-            setattr(cfg, pair[1], None)
-
-
 def is_renamed(checkpoint, dataset):
     """Whether `dataset` may name the data of a checkpoint: they have fingerprints and equal weights."""
     settings = [checkpoint.get('config', {}).get('dataset', ''), dataset]

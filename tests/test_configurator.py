@@ -26,6 +26,7 @@ from configurator import (
     call_main,
     configure,
     differences,
+    give_way,
 )
 from hotloop.lora import LoRAConfig
 from model import GPTConfig
@@ -296,6 +297,24 @@ def test_later_files_win_over_earlier_and_flags_over_files_and_a_checkpoint_lies
     assert words == [first, second] and type(values['learning_rate']) is float
     assert given == {'n_layer': f'{first}, line 1', 'n_head': f'{second}, line 1', 'max_iters': '--max_iters',
                      'dtype': f'{first}, line 4'}  # a default that is given counts as given
+
+
+@pytest.mark.parametrize('by_checkpoint, by_file, by_flag, expected', [
+    ({}, {'eval_iters': 20}, {'eval_tokens': 64}, dict(eval_iters=None, eval_tokens=64)),
+    ({'eval_iters': 20}, {'eval_tokens': 64}, {}, dict(eval_iters=None, eval_tokens=64)),
+    ({'eval_iters': 20}, {'eval_tokens': None}, {}, dict(eval_iters=None, eval_tokens=None)),
+    ({'eval_iters': 20}, {'eval_tokens': 64, 'eval_iters': 7}, {}, dict(eval_iters=7)),
+    ({}, {'eval_tokens': 64}, {'eval_iters': 7}, dict(eval_iters=7)),
+    ({'eval_iters': 20}, {}, {}, dict(eval_iters=20)),
+    ({'max_epochs': 2.0}, {'max_iters': 12}, {}, dict(max_epochs=None, max_iters=12)),
+    ({'max_iters': 12}, {}, {'max_epochs': 2.0}, dict(max_epochs=2.0)),
+    ({'warmup_fraction': 0.5}, {}, {'warmup_iters': 3}, dict(warmup_fraction=None, warmup_iters=3))])
+def test_of_two_settings_for_one_thing_the_stronger_place_wins(by_checkpoint, by_file, by_flag, expected):
+    """A flag over a file over a checkpoint; in one place the second replaces the first, as documented."""
+    cfg = train.TrainConfig(**by_checkpoint | by_file | by_flag)
+    given = dict.fromkeys(by_file, 'card.py, line 1') | {name: f'--{name}' for name in by_flag}
+    give_way(cfg, given, train.PAIRS)
+    assert {name: getattr(cfg, name) for name in expected} == expected
 
 
 def test_all_problems_of_a_command_are_reported_together(card):

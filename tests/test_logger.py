@@ -169,6 +169,7 @@ def test_a_line_of_a_step_fits_into_80_columns():
     numbers |= {'peak_memory_mb': None, 'skipped': None}  # nothing is n/a
     assert step_line(7, numbers, startup=12.345) == (
         'step 7: loss 3.1234, lr 6.0e-4, 10M tok/s, mfu 46%, 12.3 s including startup')
+    assert ' 1,000 tok/s, ' in step_line(7, {**numbers, 'tokens_per_s': 999.7}, left=1)
     numbers['loss'] = math.nan  # all targets are masked, and nothing is wrong
     line = step_line(600_000, numbers, left=0).splitlines()[1]
     assert line == 'step 600000: no token since the last line counts toward the loss' and len(line) <= 80

@@ -27,7 +27,7 @@ from hotloop.dataloader import Batches, Split
 from hotloop.dataset import read_meta
 from hotloop.device import try_compile
 from hotloop.distributed import Env
-from hotloop.resume import compare_context, give_way, settings_of
+from hotloop.resume import compare_context, settings_of
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -442,24 +442,6 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     for name, weight in gpt.state_dict().items():
         assert torch.allclose(ours['model'][name], weight, atol=1e-5), name
     assert 'char tokenizer' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('by_checkpoint, by_file, by_flag, expected', [
-    ({}, {'eval_iters': 20}, {'eval_tokens': 64}, dict(eval_iters=None, eval_tokens=64)),
-    ({'eval_iters': 20}, {'eval_tokens': 64}, {}, dict(eval_iters=None, eval_tokens=64)),
-    ({'eval_iters': 20}, {'eval_tokens': None}, {}, dict(eval_iters=None, eval_tokens=None)),
-    ({'eval_iters': 20}, {'eval_tokens': 64, 'eval_iters': 7}, {}, dict(eval_iters=7)),
-    ({}, {'eval_tokens': 64}, {'eval_iters': 7}, dict(eval_iters=7)),
-    ({'eval_iters': 20}, {}, {}, dict(eval_iters=20)),
-    ({'max_epochs': 2.0}, {'max_iters': 12}, {}, dict(max_epochs=None, max_iters=12)),
-    ({'max_iters': 12}, {}, {'max_epochs': 2.0}, dict(max_epochs=2.0)),
-    ({'warmup_fraction': 0.5}, {}, {'warmup_iters': 3}, dict(warmup_fraction=None, warmup_iters=3))])
-def test_of_two_settings_for_one_thing_the_stronger_place_wins(by_checkpoint, by_file, by_flag, expected):
-    """A flag over a file over a checkpoint; in one place the second replaces the first, as documented."""
-    cfg = train.TrainConfig(**by_checkpoint | by_file | by_flag)
-    given = dict.fromkeys(by_file, 'card.py, line 1') | {name: f'--{name}' for name in by_flag}
-    give_way(cfg, given)
-    assert {name: getattr(cfg, name) for name in expected} == expected
 
 
 def test_a_run_of_nanogpt_without_compilation_stays_without():
