@@ -112,8 +112,11 @@ def check_script(script, argv):
     missing = [word for word in argv if word.startswith('config/') and not (ROOT / word).is_file()]
     if missing:
         raise ValueError(f'there is no card {missing}')
+    flags = re.findall(r"'--(\w+)'", source)
+    for call in re.findall(r'parser_of\((.*?)\)\n', source, re.S):
+        flags += re.findall(r'(\w+)=', call)
     for flag in re.findall(r'--(\w+)', ' '.join(argv)):
-        if f"'--{flag}'" not in source:
+        if flag not in flags:
             raise ValueError(f'{script} has no flag --{flag}')
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import platform
 import subprocess
@@ -15,8 +16,17 @@ SHARED = os.path.join(os.path.dirname(ROOT), 'shared', 'data')
 sys.path.insert(0, ROOT)
 
 
-def parser_of(doc):
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(doc, **defaults):
+    """A parser with a flag of the same type for each of these defaults, and a switch for False."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        how = {'action': 'store_true'} if default is False else {'type': type(default), 'default': default}
+        parser.add_argument(f'--{name}', **how)
+    return parser
+
+
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 
 
 def machine():
@@ -25,8 +35,7 @@ def machine():
     if os.path.exists('/proc/cpuinfo'):
         with open('/proc/cpuinfo') as f:
             name = next((line.split(':')[1].strip() for line in f if line.startswith('model name')), name)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    return f'{name}, {cores} cores, Python {platform.python_version()}, {date.today()}'
+    return f'{name}, {cores()} cores, Python {platform.python_version()}, {date.today()}'
 
 
 def nanogpt(peer):
@@ -50,8 +59,9 @@ def alternate(sides, rounds):
 
 def run(command, cwd=ROOT, env=None, watch=False):
     """
-    (wall-clock seconds, peak megabytes) of a command; RuntimeError if it fails. With `watch`, which slows it
-    down, the memory of the process and its children is sampled, shared pages counted once (on Linux; else 0).
+    (wall-clock seconds, peak megabytes, output) of a command; RuntimeError if it fails. With `watch`, which
+    slows it down, the memory of the process and its children is sampled, shared pages counted once (on Linux;
+    else 0).
     """
     start, peak = time.perf_counter(), 0
     with subprocess.Popen(command, cwd=cwd, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE,
@@ -64,13 +74,25 @@ def run(command, cwd=ROOT, env=None, watch=False):
         seconds = time.perf_counter() - start
     if process.returncode:
         raise RuntimeError(f'{" ".join(command)} ended with {process.returncode}:\n{output[-2000:]}')
-    return seconds, peak / 1e6
+    return seconds, peak / 1e6, output
+
+
+def answer(command, **how):
+    """What a command prints as a line of JSON."""
+    lines = run(command, **how)[2].splitlines()
+    return next(json.loads(line) for line in lines if line.startswith('{'))
 
 
 def memory_now(field):
     """Bytes of this process, by a field of /proc: VmRSS now, VmHWM at the most."""
     with open('/proc/self/status') as f:
         return next(1024 * int(line.split()[1]) for line in f if line.startswith(field))
+
+
+def forget_peak():
+    """VmHWM starts again."""
+    with open('/proc/self/clear_refs', 'w') as f:
+        f.write('5')
 
 
 def family(pid):

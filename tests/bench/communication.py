@@ -89,9 +89,7 @@ def wire_bytes(found, world):
 
 
 def main():
-    parser = parser_of(__doc__)
-    parser.add_argument('--sizes', default=','.join(SIZES))
-    parser.add_argument('--micro_batches', type=int, default=4)
+    parser = parser_of(__doc__, sizes=','.join(SIZES), micro_batches=4)
     parser.add_argument('--tokens', type=int, default=16384, help='of a micro-batch on each GPU')
     args = parser.parse_args()
     dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=WORLD)

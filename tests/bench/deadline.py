@@ -16,8 +16,8 @@ import re
 import tempfile
 from statistics import median
 
-from bench import machine, table
-from ladder import add_row, parser_with_data, read_rows, train
+from bench import machine, parser_of, table
+from ladder import TEXTS, add_row, read_rows, train
 
 ROWS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'deadline.jsonl')
 
@@ -74,11 +74,7 @@ def report(rows):
 
 
 def main():
-    parser = parser_with_data(__doc__)
-    parser.add_argument('--minutes', default='1,3')
-    parser.add_argument('--seeds', type=int, default=1)
-    parser.add_argument('--report', action='store_true')
-    args = parser.parse_args()
+    args = parser_of(__doc__, **TEXTS, minutes='1,3', seeds=1, report=False).parse_args()
     keys = [(row['dataset'], row['minutes'], row['seed'], 0 if row['by_ladder'] else row['depth'])
             for row in read_rows(ROWS)]
     minutes, depths = map(float, args.minutes.split(',')), [0, *map(int, args.depths.split(','))]

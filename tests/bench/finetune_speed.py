@@ -3,7 +3,7 @@ Tokens per second and memory of a tuning step: all weights, LoRA, and LoRA over 
 for NF4, bitsandbytes, on the same random GPT-2 and the same batch.
 
     $ python tests/bench/finetune_speed.py                 # 124M, in the dtype of this CPU
-    $ python tests/bench/finetune_speed.py --compile=True
+    $ python tests/bench/finetune_speed.py --compile
     $ python tests/bench/finetune_speed.py --n_layer=4 --n_embd=256 --batch=4 --tokens=256
 
 A step is forward, loss, backward, clipping and AdamW. Adapters of rank 16 are on all four matrices of a
@@ -15,15 +15,12 @@ beyond what it held after its imports.
 """
 
 import json
-import os
 import sys
-import tempfile
 import time
 from functools import partial
 from statistics import median
-from types import SimpleNamespace
 
-from bench import alternate, machine, memory_now, parser_of, run, table
+from bench import alternate, answer, forget_peak, machine, memory_now, parser_of, table
 
 SIDES = ('ours: all weights', 'peft: LoRA', 'ours: LoRA', 'peft and bitsandbytes: QLoRA', 'ours: QLoRA')
 VOCABULARY, WARMUP = 50304, 3
@@ -47,7 +44,7 @@ def ours(side, args, dtype):
         add_adapters(model, LoRAConfig(lora_rank=16, quantize=quantize), {}, env, 0)
     model.compute_dtype = dtype
     tokens = args.batch * args.tokens
-    model.loss_chunks = choose_loss_chunks(args.loss_chunks, tokens, VOCABULARY, env, frozen=adapts)
+    model.loss_chunks = choose_loss_chunks('auto', tokens, VOCABULARY, env, frozen=adapts)
     optimizers = train.build_optimizers(model, cfg, env)
     forward = train.wrap(model, cfg, env)[1]
     scaler = torch.amp.GradScaler('cpu', enabled=False)
@@ -110,8 +107,7 @@ def measure(side, args):
     step = (theirs if side.startswith('peft') else ours)(side, args, dtype)
     for _ in range(WARMUP):
         step()
-    with open('/proc/self/clear_refs', 'w') as f:
-        f.write('5')  # VmHWM starts again, without the peaks of building and compiling
+    forget_peak()  # of building and compiling
     began = time.process_time()
     for _ in range(args.steps):
         step()
@@ -121,29 +117,16 @@ def measure(side, args):
 
 def main():
     from hotloop.device import cpu_has_bf16
-    parser = parser_of(__doc__)
-    parser.add_argument('--work', nargs=2, help='for the processes that this starts')
-    parser.add_argument('--dtype', default='bfloat16' if cpu_has_bf16() else 'float32')
-    parser.add_argument('--compile', default='False', choices=['True', 'False'])
-    parser.add_argument('--loss_chunks', default='auto')
-    for name, value in dict(n_layer=12, n_embd=768, batch=2, tokens=512, steps=2, rounds=3).items():
-        parser.add_argument(f'--{name}', type=int, default=value)
+    parser = parser_of(__doc__, dtype='bfloat16' if cpu_has_bf16() else 'float32', compile=False, n_layer=12,
+                       n_embd=768, batch=2, tokens=512, steps=2, rounds=3)
+    parser.add_argument('--work', help='for the processes that this starts')
     args = parser.parse_args()
     if args.work:
-        side, result = args.work
-        options = {**vars(args), 'compile': args.compile == 'True'}
-        if args.loss_chunks != 'auto':
-            options['loss_chunks'] = int(args.loss_chunks)
-        with open(result, 'w') as f:
-            json.dump(measure(side, SimpleNamespace(**options)), f)
+        print(json.dumps(measure(args.work, args)))
         return
 
     def turn(side):
-        with tempfile.TemporaryDirectory() as folder:
-            result = os.path.join(folder, 'result.json')
-            run([sys.executable, os.path.abspath(__file__), *sys.argv[1:], '--work', side, result])
-            with open(result) as f:
-                return json.load(f)
+        return answer([sys.executable, __file__, *sys.argv[1:], '--work', side])
     lines, peers = [], {'ours: LoRA': 'peft: LoRA', 'ours: QLoRA': 'peft and bitsandbytes: QLoRA'}
     found = alternate({side: partial(turn, side) for side in SIDES}, args.rounds)
     medians = {side: {what: median([r[what] for r in results]) for what in ('speed', 'memory')}

@@ -146,13 +146,10 @@ def reading_side(args, kind, only_mv=False):
 
 
 def main():
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, prompt=512, new=512, rounds=3)
     parser.add_argument('--peer', help='a clone of karpathy/nanoGPT')
     parser.add_argument('--shape', choices=SHAPES, default='124m')
-    parser.add_argument('--prompt', type=int, default=512)
-    parser.add_argument('--new', type=int, default=512)
     parser.add_argument('--batches', type=int, nargs='*', default=[1, 8], help='sequences at once')
-    parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--kinds', nargs='*', default=['float32', 'bfloat16', 'int8'], choices=BYTES)
     parser.add_argument('--sides', nargs='*', default=['nanoGPT', 'transformers', 'ours'], help='only these',
                         choices=['nanoGPT', 'transformers', 'ours'])

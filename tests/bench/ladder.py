@@ -14,13 +14,11 @@ texts take no part in it: their held-out files differ from them more than the la
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 
 import numpy as np
-from bench import ROOT, parser_of, table
+from bench import parser_of, run, table
 
 from hotloop import ladder
 from hotloop.dataset import open_datasets
@@ -36,6 +34,7 @@ ROWS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'ladder.jsonl')
 PUBLISHED, WEB = ((85e6, 7.8e9, 3250, 1.03), (393e6, 54e9, 21400, 0.853)), 2.2
 GAMMAS = (0.33, 0.5, 0.75, 1.0)
 SMALL = 4e6  # bytes of text
+TEXTS = dict(data_dir='data', datasets='stdlib', depths='3,4,5')  # flags of both benches of the ladder
 NAMES = ('FLOOR', 'WIDTH', 'ALPHA', 'LENGTH', 'BETA', 'START', 'GAMMA')
 
 
@@ -53,21 +52,8 @@ def add_row(path, row):
 
 def train(argv):
     """(seconds, lines) of a run of train.py; RuntimeError if it fails."""
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, 'train.py', *argv], cwd=ROOT, capture_output=True, text=True,
-                          check=False)
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    return time.perf_counter() - start, done.stdout.splitlines()
-
-
-def parser_with_data(doc):
-    """A parser of the texts and depths that both benches of the ladder take."""
-    parser = parser_of(doc)
-    parser.add_argument('--data_dir', default='data')
-    parser.add_argument('--datasets', default='stdlib')
-    parser.add_argument('--depths', default='3,4,5')
-    return parser
+    seconds, _, output = run([sys.executable, 'train.py', *argv])
+    return seconds, output.splitlines()
 
 
 def collect(args):
@@ -116,11 +102,7 @@ def fit(rows):
 
 
 def main():
-    parser = parser_with_data(__doc__)
-    parser.add_argument('--megabytes', default='1')
-    parser.add_argument('--seed', type=int, default=1)
-    parser.add_argument('--fit', action='store_true')
-    args = parser.parse_args()
+    args = parser_of(__doc__, **TEXTS, megabytes='1', seed=1, fit=False).parse_args()
     if not args.fit:
         return collect(args)
     rows = read_rows(ROWS)

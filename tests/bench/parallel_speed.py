@@ -13,14 +13,12 @@ allocator's peak.
 """
 
 import json
-import os
 import sys
-import tempfile
 import time
 from functools import partial
 from statistics import median
 
-from bench import alternate, machine, memory_now, parser_of, run, table
+from bench import alternate, answer, machine, memory_now, parser_of, table
 
 SHAPES = {  # (model, sequences of a micro-batch)
     'activations': (dict(n_layer=2, n_head=4, n_embd=128, block_size=256, vocab_size=512), 8),
@@ -31,8 +29,8 @@ SIDES = {'by hand': 'none', 'DDP': 'none', 'DDP, all but attention recomputed': 
 STEPS = 5
 
 
-def work(side, shape, result):
-    """One process of one side; rank 0 writes {'ms', 'peak'}."""
+def work(side, shape):
+    """One process of one side; rank 0 prints {'ms', 'peak'}."""
     import torch.distributed as dist
 
     import train
@@ -40,8 +38,7 @@ def work(side, shape, result):
     env = train.setup(cfg)
     found = measure(train, side, shape, cfg, env)
     if env.rank == 0:
-        with open(result, 'w') as f:
-            json.dump(found, f)
+        print(json.dumps(found), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -95,22 +92,16 @@ def measure(train, side, shape, cfg, env):
 
 
 def main():
-    parser = parser_of(__doc__)
-    parser.add_argument('--work', nargs=3, help='for the processes that this starts')
-    parser.add_argument('--processes', type=int, default=2)
-    parser.add_argument('--rounds', type=int, default=7)
+    parser = parser_of(__doc__, processes=2, rounds=7)
+    parser.add_argument('--work', nargs=2, help='for the processes that this starts')
     args = parser.parse_args()
     if args.work:
         return work(*args.work)
 
     def turn(name, shape):
-        with tempfile.TemporaryDirectory() as folder:
-            result = os.path.join(folder, 'result.json')
-            launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={args.processes}']
-            run([sys.executable, *launcher, os.path.abspath(__file__), '--work', name, shape, result],
-                env={'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'})
-            with open(result) as f:
-                return json.load(f)
+        launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={args.processes}']
+        return answer([sys.executable, *launcher, __file__, '--work', name, shape],
+                      env={'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'})
     rows = []
     for shape in SHAPES:
         results = alternate({name: partial(turn, name, shape) for name in SIDES}, args.rounds)

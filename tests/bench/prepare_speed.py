@@ -16,7 +16,6 @@ import glob
 import lzma
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -77,17 +76,16 @@ def speed(source, folder, rounds, with_datasets):
 
     def ours(num_proc, watch=False):
         return run([sys.executable, 'prepare.py', source, '--tokenizer=gpt2', f'--num_proc={num_proc}',
-                    '--name=bench', f'--data_dir={folder}'], watch=watch)
+                    '--name=bench', f'--data_dir={folder}'], watch=watch)[:2]
 
     def mapped(num_proc, watch=False):
         with tempfile.TemporaryDirectory(dir=folder) as cache:
             code = MAP.format(root=ROOT, source=source, folder=cache, num_proc=num_proc)
-            return run([sys.executable, '-c', code], watch=watch)
+            return run([sys.executable, '-c', code], watch=watch)[:2]
 
     def alone(watch=False):
-        command = [sys.executable, '-c', RAW.format(root=ROOT, source=source)]
-        seconds = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return float(seconds), math.nan
+        output = run([sys.executable, '-c', RAW.format(root=ROOT, source=source)])[2]
+        return float(output.splitlines()[-1]), math.nan
     sides = {'tiktoken alone': alone}
     for num_proc, words in ((1, '1 process'), (2, '2 processes')):
         sides[f'prepare.py, {words}'] = functools.partial(ours, num_proc)
@@ -143,12 +141,9 @@ def learned_bpe(size):
 
 
 def main():
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, rounds=3, gigabyte=False, bpe=False)
     parser.add_argument('--text', action='append', help='a text to tokenize, or stdlib')
-    parser.add_argument('--rounds', type=int, default=3)
-    parser.add_argument('--gigabyte', action='store_true')
     parser.add_argument('--alone', action='store_true', help='without datasets.map')
-    parser.add_argument('--bpe', action='store_true')
     args = parser.parse_args()
     if os.path.isdir(os.path.join(SHARED, 'tiktoken_cache')):
         os.environ.setdefault('TIKTOKEN_CACHE_DIR', os.path.join(SHARED, 'tiktoken_cache'))

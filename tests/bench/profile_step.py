@@ -8,13 +8,11 @@ Writes out_dir/trace.json for chrome://tracing or perfetto; nothing else in out_
 """
 
 import os
-import sys
 import time
 
+import bench  # noqa: F401  makes the modules below importable
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import train
 from configurator import call_main

@@ -8,17 +8,15 @@ The goals: under 2 s and 2 MB for 100,000 lines, under 1% of a run. A run draws 
 times the seconds of the last one have passed, so all but the first and the last cost at most 0.5%.
 """
 
-import argparse
 import json
 import math
 import os
 import random
 import resource
-import sys
 import tempfile
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from bench import parser_of, table
 
 from hotloop.logger import REPORT_COST
 from hotloop.record import Record
@@ -50,16 +48,16 @@ def measure(folder):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser, rows = parser_of(__doc__), []
     parser.add_argument('--run', help='the folder of a finished run')
     args = parser.parse_args()
-    print('| log lines | seconds | of a core | page, KB | peak MB |\n|---|---|---|---|---|')
     for number in (100, 1000, 10_000, 100_000):
         with tempfile.TemporaryDirectory() as folder:
             write_log(folder, number)
             seconds, core, size = measure(folder)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-        print(f'| {number:,} | {seconds:.3f} | {core:.3f} | {size / 1e3:,.0f} | {peak:,.0f} |', flush=True)
+        rows.append([f'{number:,}', f'{seconds:.3f}', f'{core:.3f}', f'{size / 1e3:,.0f}', f'{peak:,.0f}'])
+    print(table(['log lines', 'seconds', 'of a core', 'page, KB', 'peak MB'], rows))
     if args.run:
         seconds = measure(args.run)[0]
         record = Record(args.run)

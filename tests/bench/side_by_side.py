@@ -13,7 +13,7 @@ import tempfile
 import threading
 from statistics import median
 
-from bench import machine, parser_of, table
+from bench import cores, machine, parser_of, table
 from step_speed import SHAPES, Side, write_data
 
 from hotloop.host import SPINS
@@ -43,11 +43,9 @@ def measure(sides, steps):
 
 
 def main():
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, rounds=5, threads=cores())
     parser.add_argument('--spins', type=int, nargs='*', default=[], help='more values of GOMP_SPINCOUNT')
     parser.add_argument('--steps', type=int, default=20, help='of each turn')
-    parser.add_argument('--rounds', type=int, default=5)
-    parser.add_argument('--threads', type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument('--compile', action='store_true', help='compile the step, as the card does')
     args = parser.parse_args()
     rows = []

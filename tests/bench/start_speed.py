@@ -40,9 +40,8 @@ def seconds_to(line, command, folder):
 
 
 def main():
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, rounds=7)
     parser.add_argument('--before', help='a clone of an earlier commit')
-    parser.add_argument('--rounds', type=int, default=7)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prepare = ['README.md', '--name=tiny', '--tokenizer=byte', f'--data_dir={folder}']

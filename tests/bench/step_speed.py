@@ -26,7 +26,7 @@ import time
 from statistics import median
 
 import numpy as np
-from bench import machine, memory_now, nanogpt, parser_of, table
+from bench import cores, forget_peak, machine, memory_now, nanogpt, parser_of, table
 
 SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65),
           'quickstart': dict(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=257),
@@ -179,8 +179,7 @@ def work(a):
     if device == 'cuda':
         torch.cuda.reset_peak_memory_stats()
     else:
-        with open('/proc/self/clear_refs', 'w') as f:
-            f.write('5')  # resets the peak
+        forget_peak()
     print(json.dumps({'dtype': str(here.dtype).removeprefix('torch.'), 'compile': bool(here.compile)}),
           flush=True)
     for line in sys.stdin:
@@ -249,7 +248,8 @@ def measure(sides, rounds, steps, together):
 
 def main():
     import torch
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, rounds=7, threads=cores(), dtype='auto',
+                       device='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--work', help='for the processes that this starts')
     parser.add_argument('--peer', help='a clone of karpathy/nanoGPT')
     parser.add_argument('--before', help='a clone of an earlier commit of this repository, to compare with')
@@ -258,10 +258,6 @@ def main():
     parser.add_argument('--batches', type=int, nargs='*', default=[], help='of ours too, to find its best')
     parser.add_argument('--peer_batches', type=int, nargs='*', default=[], help="of the peer's too")
     parser.add_argument('--steps', type=int, default=50, help='of each turn')
-    parser.add_argument('--rounds', type=int, default=7)
-    parser.add_argument('--threads', type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--dtype', default='auto')
     parser.add_argument('--compile', default='auto', choices=['auto', 'on', 'off'])
     parser.add_argument('--table', nargs='*', choices=WITHOUT, metavar='NAME',
                         help='each optimization switched off in turn, or only these')

@@ -12,13 +12,13 @@ The sides take turns. Needs nanoGPT's data/shakespeare_char, which its prepare.p
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
-from bench import ROOT, machine, parser_of, table
+from bench import ROOT, cores, machine, parser_of, run, table
 
 # nanoGPT's README: "I only have a macbook"
 README = ('config/train_shakespeare_char.py --device=cpu --eval_iters=1 --log_interval=500 --block_size=64 '
@@ -86,18 +86,14 @@ train.main(argv)
 """
 
 
-def run(code, argv, threads, cwd):
+def weights_of(code, argv, threads, cwd):
     """Paths of the weights that a run wrote, in order."""
     folder = tempfile.mkdtemp()
-    env = {**os.environ, 'OMP_NUM_THREADS': str(threads)}
-    done = subprocess.run([sys.executable, '-c', code, folder, *argv], env=env, cwd=cwd, capture_output=True,
-                          text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    run([sys.executable, '-c', code, folder, *argv], cwd, {'OMP_NUM_THREADS': str(threads)})
     return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
 
 
-def judge(paths, data_folder, threads, windows=None):
+def judge(paths, data_folder, threads, windows):
     """
     [(seconds, step, validation loss)] of checkpoints by our evaluator, over so many windows of the split or
     all of it: in float32 on a CPU, in bf16 on a GPU.
@@ -134,21 +130,19 @@ def crossing(curve, target):
 
 
 def main():
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, dataset='shakespeare_char', seeds=1, threads=cores())
     parser.add_argument('--peer', required=True, help='a clone of karpathy/nanoGPT')
     parser.add_argument('--data_dir', help="default: the peer's data")
-    parser.add_argument('--dataset', default='shakespeare_char')
     parser.add_argument('--ours', default=OURS, help='card and flags of our run')
     parser.add_argument('--theirs', default=README, help='card and flags of its run')
     parser.add_argument('--sweep', action='store_true', help="nanoGPT's recipe, other rates and horizons")
-    parser.add_argument('--seeds', type=int, default=1)
     parser.add_argument('--points', type=int, default=8, help='checkpoints of a run')
     parser.add_argument('--windows', type=int, help='of the validation split, evenly spaced; default: all')
-    parser.add_argument('--threads', type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     peer = os.path.abspath(args.peer)
     data_dir = os.path.abspath(args.data_dir or os.path.join(peer, 'data'))
-    data = os.path.join(data_dir, args.dataset)
+    score = partial(judge, data_folder=os.path.join(data_dir, args.dataset), threads=args.threads,
+                    windows=args.windows)
 
     def theirs(more, seed):
         words = [*args.theirs.split(), *more.split(), f'--dataset={args.dataset}']
@@ -161,8 +155,7 @@ def main():
             with tempfile.TemporaryDirectory() as out:
                 words += [f'--eval_interval={steps // args.points}', '--always_save_checkpoint=True',
                           f'--out_dir={out}']
-                return judge(run(THEIRS, [f.name, *words], args.threads, peer), data, args.threads,
-                             args.windows)
+                return score(weights_of(THEIRS, [f.name, *words], args.threads, peer))
 
     def ours(seed):
         import train
@@ -172,8 +165,7 @@ def main():
         _, cfg, *_ = configure(train.GPTConfig, train.TrainConfig, argv=words)
         with tempfile.TemporaryDirectory() as out:
             words += [f'--out_dir={out}', f'--eval_interval={max(cfg.max_iters // args.points, 1)}']
-            return judge(run(OURS_RUN.format(root=ROOT), words, args.threads, ROOT), data, args.threads,
-                         args.windows)
+            return score(weights_of(OURS_RUN.format(root=ROOT), words, args.threads, ROOT))
     sides = {"nanoGPT, its README's recipe": lambda seed: theirs('', seed), f'ours, {args.ours}': ours}
     if args.sweep:
         sides |= {f'nanoGPT, {more}': lambda seed, more=more: theirs(more, seed) for more in SWEEP}
