@@ -2,10 +2,9 @@
 What a report costs: seconds, seconds of a core, memory and bytes of a page, by the number of log lines.
 
     $ python tests/bench/report_cost.py                  # logs of 100 to 100,000 lines
-    $ python tests/bench/report_cost.py --run out        # also the share of that run's time
 
-The goals: under 2 s and 2 MB for 100,000 lines, under 1% of a run. A run draws its report again only when 200
-times the seconds of the last one have passed, so all but the first and the last cost at most 0.5%.
+The goals: under 2 s and 2 MB for 100,000 lines. A run draws its report again only when 200 times the seconds of
+the last one have passed, so all but the first and the last cost at most 0.5%.
 """
 
 import json
@@ -18,8 +17,6 @@ import time
 
 from bench import parser_of, table
 
-from hotloop.logger import REPORT_COST
-from hotloop.record import Record
 from hotloop.report import write_report
 
 
@@ -48,9 +45,8 @@ def measure(folder):
 
 
 def main():
-    parser, rows = parser_of(__doc__), []
-    parser.add_argument('--run', help='the folder of a finished run')
-    args = parser.parse_args()
+    parser_of(__doc__).parse_args()
+    rows = []
     for number in (100, 1000, 10_000, 100_000):
         with tempfile.TemporaryDirectory() as folder:
             write_log(folder, number)
@@ -58,14 +54,6 @@ def main():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
         rows.append([f'{number:,}', f'{seconds:.3f}', f'{core:.3f}', f'{size / 1e3:,.0f}', f'{peak:,.0f}'])
     print(table(['log lines', 'seconds', 'of a core', 'page, KB', 'peak MB'], rows))
-    if args.run:
-        seconds = measure(args.run)[0]
-        record = Record(args.run)
-        _, evaluations = record['eval_seconds']
-        length = 60 * float(record.minutes(record['lr'][0][-1])) + evaluations.sum()
-        writes = min(len(evaluations), 1 + int(length * REPORT_COST / seconds)) + 1
-        print(f'{args.run}: {length:.0f} s, at most {writes} reports of {seconds:.3f} s: '
-              f'{writes * seconds / length:.2%} of the run')
 
 
 if __name__ == '__main__':
