@@ -3,8 +3,8 @@ What a report costs: seconds, seconds of a core, memory and bytes of a page, by 
 
     $ python tests/bench/report_cost.py                  # logs of 100 to 100,000 lines
 
-The goals: under 2 s and 2 MB for 100,000 lines. A run draws its report again only when 200 times the seconds of
-the last one have passed, so all but the first and the last cost at most 0.5%.
+The goals: under 2 s and 2 MB for 100,000 lines. A run draws its report again only when 200 times the seconds
+of the last one have passed, so all but the first and the last cost at most 0.5%.
 """
 
 import json
