@@ -111,6 +111,11 @@ def at_step(monkeypatch, step, action):
     monkeypatch.setattr(train, 'train_step', wrapped)
 
 
+def stop_at(monkeypatch, step):
+    """SIGTERM in this process during the given step, counted in the same way."""
+    at_step(monkeypatch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
 @pytest.fixture
 def torchrun(tmp_path, data_dir):
     """

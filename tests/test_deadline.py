@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, at_step, error_of, load, rows, same
+from conftest import TINY, at_step, error_of, load, rows, same, stop_at
 from ranks import forks, on_ranks
 
 import train
@@ -48,7 +48,6 @@ class Clock:
             return forward(model, *args, **kwargs)
         m.setattr(train, 'train_step', timed_step)
         m.setattr(GPT, 'forward', timed_forward)
-
 
     def read(self):
         """It stands still in the thread that saves, or a save would last as long as the steps beside it."""
@@ -233,17 +232,14 @@ def test_a_compiled_run_does_not_take_its_first_step_for_its_speed(budget, clock
     assert schedule_in(capsys.readouterr().out) == [11, 21]
 
 
-def test_a_run_that_diverges_stops(budget, monkeypatch):
+def test_a_run_that_diverges_stops(budget, clock, monkeypatch):
     monkeypatch.setattr('hotloop.divergence.MAX_BAD_STEPS', 3)
     forward = GPT.forward
 
     def broken(model, *args, **kwargs):
         loss = forward(model, *args, **kwargs)
-        return loss * math.nan if model.training and len(steps) > 5 else loss
-    steps = []
+        return loss * math.nan if model.training and clock.steps > 5 else loss
     monkeypatch.setattr(GPT, 'forward', broken)
-    at = train.train_step
-    monkeypatch.setattr(train, 'train_step', lambda *args: steps.append(1) or at(*args))
     assert 'were not finite for 3 steps in a row' in error_of(budget)
 
 
@@ -303,11 +299,11 @@ def test_a_fraction_needs_to_know_of_what(data_dir):
 def test_a_budget_on_resume(budget, clock, tmp_path, monkeypatch, capsys):
     """Before the decay it is the total; after it, the schedule stands. A run without one does not get one."""
     with monkeypatch.context() as m:
-        at_step(m, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        stop_at(m, 9)
         assert budget() == 143
     capsys.readouterr()
     with monkeypatch.context() as m:
-        at_step(m, 31, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        stop_at(m, 31)
         assert budget(init_from='resume', seconds=60) == 143
     out = capsys.readouterr().out
     assert 'time_budget: 0.6666666666666666 before, 1.0 now' in out and 'min, 0.2 already used' in out
@@ -329,19 +325,15 @@ def test_a_budget_on_resume(budget, clock, tmp_path, monkeypatch, capsys):
                      error_of(budget, 'plain', init_from='resume'))
 
 
-def test_a_run_that_loses_its_budget_needs_a_length(budget, monkeypatch):
-    at_step(monkeypatch, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+def test_a_resume_without_the_budget_or_with_a_fraction_needs_a_length(budget, monkeypatch):
+    stop_at(monkeypatch, 9)
     assert budget(max_iters=NO_LIMIT) == 143
-    assert error_of(budget, init_from='resume', seconds=None, time_budget=None, max_iters=NO_LIMIT) == (
+    resumed = dict(init_from='resume', max_iters=NO_LIMIT)
+    assert 'leaves their number open' in error_of(budget, warmup_fraction=0.1, **resumed)
+    resumed |= dict(seconds=None, time_budget=None)
+    assert error_of(budget, **resumed) == (
         'without its time_budget the length of this run is open; give --max_iters too')
-    assert budget(init_from='resume', seconds=None, time_budget=None, max_iters=NO_LIMIT, eval_only=True) == 0
-
-
-def test_a_fraction_needs_to_know_of_what_on_resume_too(budget, monkeypatch):
-    at_step(monkeypatch, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert budget(max_iters=NO_LIMIT) == 143
-    assert 'leaves their number open' in error_of(budget, init_from='resume', max_iters=NO_LIMIT,
-                                                  warmup_fraction=0.1)
+    assert budget(eval_only=True, **resumed) == 0
 
 
 def test_eval_only_and_dry_run_have_no_deadline(budget, tmp_path, capsys):

@@ -1,15 +1,13 @@
 """LoRA: peft's arithmetic, files both ways, runs that resume to the same bits, errors that name the base."""
 
 import json
-import os
 import shutil
-import signal
 from functools import partial
 from operator import itemgetter
 
 import pytest
 import torch
-from conftest import TINY, all_logits, at_step, error_of, load, rows, same
+from conftest import TINY, all_logits, error_of, load, rows, same, stop_at
 from faults import final, log
 from ranks import forks, on_ranks
 
@@ -267,7 +265,7 @@ def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, mo
     """Adapters, optimizer, counters and the log; settings come from the checkpoint, and so does the base."""
     train_tiny('whole', **base, **settings)
     printed = capsys.readouterr().out
-    at_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    stop_at(monkeypatch, 5)
     assert train_tiny('parts', **base, **settings) == 143
     given = {name: settings[name] for name in ('block_size', 'dtype') if name in settings}  # unlike TINY
     train_tiny('parts', init_from='resume', **given)

@@ -8,7 +8,6 @@ import pickle
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, at_step, contents, error_of, load, noise, same, write_bins
+from conftest import TINY, contents, error_of, load, noise, same, stop_at, write_bins
 from faults import final, log
 
 import prepare
@@ -37,7 +36,7 @@ RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='
 
 def interrupted(train_tiny, monkeypatch, out, step, **settings):
     """A run that SIGTERM ended after this step."""
-    at_step(monkeypatch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    stop_at(monkeypatch, step)
     assert train_tiny(out, **settings) == 143
 
 

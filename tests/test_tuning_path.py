@@ -2,15 +2,13 @@
 
 import io
 import json
-import os
 import re
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import all_logits, at_step, error_against, load
+from conftest import all_logits, error_against, load, stop_at
 from test_code_eval import ADD
 
 import prepare
@@ -87,7 +85,7 @@ def test_the_path_from_a_base_to_a_judged_export(run, tmp_path, monkeypatch):
     prepared = run(prepare, 'rows.jsonl --tokenizer=base')
     command = 'config/lora.py --init_from=base --dataset=rows'
     assert 'chatml template' in prepared and f'train on it with: python train.py {command}' in prepared
-    at_step(monkeypatch, 10, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    stop_at(monkeypatch, 10)
     printed = run(train, f'{ROOT}/{command} {SIZES}', code=143)
     printed += run(train, f'--init_from=resume --out_dir=out-lora {SIZES}')
     assert 'packing: train, ' in printed
