@@ -29,14 +29,23 @@ from train import TrainConfig
 ROOT = Path(train.__file__).parent
 
 
-def gpt(device, **settings):
+def gpt(device, lora=None, dtype=torch.float32, **settings):
     tiny = dict(block_size=64, vocab_size=101, n_layer=2, n_head=2, n_embd=32)
     with torch.device(device):
-        return GPT(GPTConfig(**{**tiny, **settings}))
+        model = GPT(GPTConfig(**{**tiny, **settings}))
+        if lora:
+            add_adapters(model, lora, {}, Env(device=torch.device(device), dtype=dtype), 0)
+    model.compute_dtype = dtype
+    return model
+
+
+LORA, QLORA = LoRAConfig(lora_rank=4), LoRAConfig(lora_rank=4, quantize='nf4')
+GATED = dict(preset='modern', mlp='swiglu', n_kv_head=1)
 
 
 @pytest.mark.parametrize('settings', [
-    {}, dict(preset='modern'), dict(mlp='swiglu', n_layer=1, bias=True), dict(preset='modern', n_kv_head=1)])
+    {}, dict(preset='modern'), dict(mlp='swiglu', n_layer=1, bias=True), dict(preset='modern', n_kv_head=1),
+    dict(bias=True, lora=QLORA), dict(lora=LORA, **GATED)])
 @pytest.mark.parametrize('chunks, recompute', [(1, 'none'), (4, 'none'), (1, 'selective'), (1, 'full')])
 def test_a_step_on_the_meta_device_stores_what_a_real_step_stores(settings, chunks, recompute):
     """In bytes, when the loss begins and at most."""
@@ -45,20 +54,21 @@ def test_a_step_on_the_meta_device_stores_what_a_real_step_stores(settings, chun
         model.loss_chunks = chunks
         set_blocks(model, recompute)
     for stored, counted in zip(count_step(real, 3), count_step(meta, 3), strict=True):
-        assert abs(stored - counted) < 200, 'the state of the dropout generator is all that may differ'
-        assert stored > 3 * 64 * 32 * 4
+        # the state of the dropout generator is all that may differ
+        assert abs(stored - counted) < 200 < stored
 
 
-@pytest.mark.parametrize('settings', [dict(n_layer=5), dict(n_layer=7, preset='modern', block_size=32)])
+@pytest.mark.parametrize('lora, settings', [
+    (None, dict(n_layer=5)), (None, dict(n_layer=7, preset='modern', block_size=32)),
+    (replace(QLORA, lora_targets='mlp'), dict(n_layer=5))])
 @pytest.mark.parametrize('dtype, recompute', [
     (torch.float32, 'none'), (torch.bfloat16, 'none'), (torch.bfloat16, 'selective')])
-def test_two_blocks_tell_what_all_of_them_store(settings, dtype, recompute):
-    """A count of one and two blocks equals a full count, at another size."""
-    model = gpt('meta', **settings)
-    model.compute_dtype = dtype
+def test_two_blocks_tell_what_all_of_them_store(lora, settings, dtype, recompute):
+    """A count of one and two blocks equals a full count, also if adapters spare the first one a gradient."""
+    model = gpt('meta', lora, dtype, **settings)
     set_blocks(model, recompute)
     stored, most = count_step(model, 4)
-    assert activation_bytes(model, 4, dtype, 1, recompute) == (stored, most - stored)
+    assert activation_bytes(model, 4, dtype, 1, recompute, lora) == (stored, most - stored)
 
 
 def test_attention_weights_are_not_stored():
@@ -116,48 +126,12 @@ GEMMA_2_2B = dict(  # its published config.json, without what transformers assum
     model_type='gemma2', num_hidden_layers=26, hidden_size=2304, num_attention_heads=8,
     num_key_value_heads=4, intermediate_size=9216, vocab_size=256000, max_position_embeddings=8192,
     rms_norm_eps=1e-6, hidden_activation='gelu_pytorch_tanh')
-GATED = dict(preset='modern', mlp='swiglu', n_kv_head=1)
-
-
-def adapted(device, lora, dtype=torch.float32, **settings):
-    model = gpt(device, **settings)
-    with torch.device(device):
-        add_adapters(model, lora, {}, Env(device=torch.device(device), dtype=dtype), 0)
-    model.compute_dtype = dtype
-    return model
-
-
 @pytest.mark.parametrize('settings', [dict(bias=True), GATED])
-@pytest.mark.parametrize('quantize, chunks, recompute', [('nf4', 1, 'none'), ('none', 4, 'full')])
-def test_a_step_with_adapters_stores_on_the_meta_device_what_it_stores(settings, quantize, chunks, recompute):
-    lora, counts = LoRAConfig(lora_rank=4, quantize=quantize), []
-    for device in ('cpu', 'meta'):
-        model = adapted(device, lora, **settings)
-        model.loss_chunks = chunks
-        set_blocks(model, recompute)
-        counts.append(count_step(model, 3))
-    for stored, counted in zip(*counts, strict=True):
-        assert abs(stored - counted) < 200 < stored
-
-
-@pytest.mark.parametrize('quantize, recompute', [('none', 'none'), ('nf4', 'full')])
-def test_two_blocks_with_adapters_tell_what_all_of_them_store(quantize, recompute):
-    """The first block, whose input has no gradient, is counted as such."""
-    lora = LoRAConfig(lora_rank=4, lora_targets='mlp', quantize=quantize)
-    model = adapted('meta', lora, torch.bfloat16, n_layer=5)
-    set_blocks(model, recompute)
-    stored, most = count_step(model, 4)
-    plain = gpt('meta', n_layer=5)
-    assert activation_bytes(plain, 4, torch.bfloat16, 1, recompute, lora) == (stored, most - stored)
-
-
-@pytest.mark.parametrize('settings', [dict(bias=True), GATED])
-@pytest.mark.parametrize('quantize', ['none', 'nf4'])
-def test_frozen_weights_adapters_and_their_optimizer_are_counted(settings, quantize):
+@pytest.mark.parametrize('lora', [LORA, QLORA])
+def test_frozen_weights_adapters_and_their_optimizer_are_counted(settings, lora):
     """In bytes, those of a run in bfloat16."""
-    lora, cfg = LoRAConfig(lora_rank=4, quantize=quantize), TrainConfig(batch_size=1)
-    model = adapted('cpu', lora, torch.bfloat16, **settings)
-    parts = Need(gpt('meta', **settings), cfg, lora).parts(1, torch.bfloat16, 1)
+    model = gpt('cpu', lora, torch.bfloat16, **settings)
+    parts = Need(gpt('meta', **settings), TrainConfig(batch_size=1), lora).parts(1, torch.bfloat16, 1)
     learned = sum(p.nbytes for p in trainable(model))
     assert parts['adapters'] == parts['gradients'] == learned and parts['optimizer'] == 2 * learned
     held = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
@@ -167,19 +141,19 @@ def test_frozen_weights_adapters_and_their_optimizer_are_counted(settings, quant
 @pytest.mark.parametrize('tokens, vocab_size, chunks', [(768, 50304, 1), (6144, 50304, 1), (6144, 256000, 6)])
 def test_the_loss_of_a_frozen_head_is_chunked_as_in_a_compiled_step(monkeypatch, tokens, vocab_size, chunks):
     monkeypatch.setattr('hotloop.memory.device_memory', lambda device: 85e9)
-    model, lora = gpt('meta', block_size=tokens, vocab_size=vocab_size), LoRAConfig(lora_rank=4)
+    model = gpt('meta', block_size=tokens, vocab_size=vocab_size)
     env = Env(device=torch.device('cuda'), dtype=torch.bfloat16, compile=True)
     assert choose_loss_chunks('auto', tokens, vocab_size, env, frozen=True) == chunks
-    assert Need(model, TrainConfig(), lora).chunks(1, 85e9) == chunks
-    assert Need(model, TrainConfig(loss_chunks=3), lora).chunks(1, 85e9) == 3
+    assert Need(model, TrainConfig(), LORA).chunks(1, 85e9) == chunks
+    assert Need(model, TrainConfig(loss_chunks=3), LORA).chunks(1, 85e9) == 3
 
 
 def test_frozen_weights_cost_no_products_for_their_gradients():
     """Torch counts fewer: the first block has no gradients below its first adapter."""
-    lora, shape = LoRAConfig(lora_rank=4, lora_targets='mlp'), dict(n_layer=3)
-    forward, both = flops_of(adapted('meta', lora, **shape), 64)
-    assert flops_of(adapted('meta', replace(lora, quantize='nf4'), **shape), 64) == (forward, both)
-    model, ids = adapted('cpu', lora, **shape), torch.zeros(1, 64, dtype=torch.int64)
+    lora = replace(LORA, lora_targets='mlp')
+    forward, both = flops_of(gpt('meta', lora, n_layer=3), 64)
+    assert flops_of(gpt('meta', replace(lora, quantize='nf4'), n_layer=3), 64) == (forward, both)
+    model, ids = gpt('cpu', lora, n_layer=3), torch.zeros(1, 64, dtype=torch.int64)
     counted = []
     for grad in (False, True):
         with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(grad):
@@ -237,7 +211,7 @@ def test_what_does_not_fit_comes_with_what_does(memory, words):
 
 
 def test_adapters_that_do_not_fit_come_with_their_own_remedies():
-    need = SimpleNamespace(**vars(need_of(1, 1)) | {'lora': LoRAConfig(lora_rank=4)})
+    need = SimpleNamespace(**vars(need_of(1, 1)) | {'lora': LORA})
     assert advise(need, 4, 1, None, 0.1).endswith('use --quantize=nf4 and a smaller block_size')
 
 
@@ -316,13 +290,15 @@ def test_one_process_of_torchrun_prints_the_forecast(forecast_of, monkeypatch, r
     assert forecast_of().count('a forecast, not a measurement') == times
 
 
-def test_the_size_of_a_checkpoint(forecast_of, train_tiny, tmp_path):
-    """Beside the tensors it holds settings and names."""
+def test_the_size_of_a_checkpoint(train_tiny, tmp_path):
+    """Beside the tensors it holds settings and names; of a run with adapters no frozen weights."""
     settings = dict(n_embd=128, n_layer=3, block_size=16, vocab_size=300)
-    train_tiny(max_iters=1, **settings)
-    need = Need(gpt('meta', **settings), TrainConfig())
-    for name, size in (('ckpt.pt', need.weights + need.optimizer), ('best.pt', need.weights)):
-        assert 0 <= (tmp_path / 'out' / name).stat().st_size - size < 6e4, name
+    train_tiny('plain', max_iters=1, **settings)
+    train_tiny('tuned', max_iters=1, init_from=tmp_path / 'plain', lora_rank=32, **settings)
+    for out, lora in (('plain', None), ('tuned', LoRAConfig(lora_rank=32))):
+        need = Need(gpt('meta', **settings), TrainConfig(), lora)
+        for name, size in (('ckpt.pt', need.weights + need.optimizer), ('best.pt', need.weights)):
+            assert 0 <= (tmp_path / out / name).stat().st_size - size < 6e4, (out, name)
 
 
 def test_the_lines_of_a_run_with_adapters(forecast_of, train_tiny, tmp_path):
@@ -337,16 +313,6 @@ def test_the_lines_of_a_run_with_adapters(forecast_of, train_tiny, tmp_path):
         assert f'of {tmp_path / "base"} are frozen in NF4, embedding and head in ' in printed
         assert re.search(r'compiled: frozen weights [\d.]+ kB, adapters [\d.]+ kB, ', printed)
         assert 'shard=' not in printed
-
-
-def test_the_size_of_a_checkpoint_of_adapters(train_tiny, tmp_path):
-    """It holds no frozen weights."""
-    shape, flags = dict(n_embd=128, n_layer=3, block_size=16, vocab_size=300), dict(lora_rank=32)
-    train_tiny('base', max_iters=1, **shape)
-    train_tiny('tuned', max_iters=1, init_from=tmp_path / 'base', **shape, **flags)
-    need = Need(gpt('meta', **shape), TrainConfig(), LoRAConfig(**flags))
-    for name, size in (('ckpt.pt', need.weights + need.optimizer), ('best.pt', need.weights)):
-        assert 0 <= (tmp_path / 'tuned' / name).stat().st_size - size < 6e4, name
 
 
 def test_a_folder_needs_only_its_config_and_the_context_is_that_of_the_run(forecast_of, tmp_path):
