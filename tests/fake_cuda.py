@@ -136,10 +136,6 @@ def run_steps(model, split, world=1, **settings):
 # -----------------------------------------------------------------------------
 # the step
 
-def test_a_step(split):
-    run_steps(fake_gpt(BF16, preset='modern', n_kv_head=2), split, optimizer='muon')
-
-
 @pytest.mark.parametrize('preset, optimizer, dtype', [
     ('gpt2', 'adamw', BF16), ('gpt2', 'muon', FP16), ('gpt2', 'adamw', FP32),
     ('modern', 'muon', BF16), ('modern', 'adamw', FP16), ('modern', 'muon', FP32)])
@@ -148,8 +144,8 @@ def test_a_step_of_each_dtype(split, preset, optimizer, dtype):
 
 
 @pytest.mark.parametrize('preset, shape, chunks, settings', [
-    ('gpt2', dict(n_kv_head=2), 1, {}), ('gpt2', dict(mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
-    ('modern', dict(dropout=0.1, label_smoothing=0.1), 4, {}), ('gpt2', dict(softcap=15.0), 3, {}),
+    ('gpt2', dict(n_kv_head=2, mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
+    ('modern', dict(n_kv_head=2, dropout=0.1, label_smoothing=0.1), 4, {}), ('gpt2', dict(softcap=15.0), 3, {}),
     ('gpt2', dict(dropout=0.1), 1, dict(recompute='selective')), ('modern', {}, 4, dict(recompute='full')),
     ('modern', {}, 1, dict(data_on_device=False, grad_clip=0.0))], ids=str)
 def test_a_step_of_other_settings(split, preset, shape, chunks, settings):
@@ -212,7 +208,6 @@ def weights_not_cast(monkeypatch):
     (position_on_host, 'at least two devices, cuda:0 and cpu'),
     (found_inf_on_host, 'a copy from cpu to cuda:0 that waits'),
     (in_mlp(lambda x: bool(x.isfinite().all())), '_local_scalar_dense'),
-    (in_mlp(lambda x: x.sum().item()), '_local_scalar_dense'),
     (in_mlp(lambda x: x.cpu()), 'a copy from cuda:0 to cpu that waits'),
     (in_mlp(lambda x: torch.ones(3).to(CUDA, non_blocking=True)), 'a copy from cpu to cuda:0 that waits'),
     (in_mlp(lambda x: torch.from_numpy(np.ones(3)).pin_memory().to(CUDA)), 'a copy from cpu to cuda:0'),
