@@ -178,6 +178,7 @@ def test_every_link_of_readme_leads_somewhere():
     'python train.py --nothing=1', 'python nothing.py', 'torchrun --nothing=2 train.py',
     'torchrun --nproc_per_node=2 train.py --nothing=1', 'python -m pytest tests/nothing.py',
     'python -m pytest --nothing', 'python prepare.py wikitext104', 'nothing --flag',
+    'python train.py config/nothing.py', 'python tests/bench/profile_step.py config/nothing.py',
     'python tests/bench/step_speed.py --nothing', 'tests/bench/nothing.sh'])
 def test_a_command_that_does_not_exist_is_found(command, monkeypatch):
     monkeypatch.chdir(ROOT)
