@@ -244,17 +244,10 @@ def test_one_process_has_nothing_to_shard(train_tiny, tmp_path, capsys):
     assert "shard: 'full' before, 'none' now" in capsys.readouterr().out
 
 
-def standing_of_rank(shard):
-    """standing() in one of several processes."""
-    cfg = TrainConfig(device='cpu', dtype='float32', compile=False, threads=1, shard=shard, optimizer='muon')
-    env = train.setup(cfg)
-    found = standing(cfg, env)
-    env.leave()
-    return found
-
-
-def standing(cfg, env):
+def standing_of_rank():
     """The bytes of weights, gradients and optimizer states that one of several processes holds."""
+    cfg = TrainConfig(device='cpu', dtype='float32', compile=False, threads=1, shard='full', optimizer='muon')
+    env = train.setup(cfg)
     model = gpt(preset='modern')
     forward = train.wrap(model, cfg, env)[1]
     optimizers = build_optimizers(model, cfg, env)
@@ -266,15 +259,17 @@ def standing(cfg, env):
         optimizer.step()
         held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     storages = [local(tensor).untyped_storage() for tensor in held]  # gradients share one
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    env.leave()
+    return held
 
 
-def test_a_process_holds_its_share(shard='full'):
+def test_a_process_holds_its_share():
     """Of weights, gradients and moments; the forecast adds what is gathered for a moment."""
-    held = on_ranks(2, standing_of_rank, shard)
-    need = Need(gpt(preset='modern'), TrainConfig(shard=shard, optimizer='muon'))
+    held = on_ranks(2, standing_of_rank)
+    need = Need(gpt(preset='modern'), TrainConfig(shard='full', optimizer='muon'))
     assert held == pytest.approx([(2 * need.weights + need.optimizer) / 2] * 2, rel=0.03)
-    alone, two, eight = (need.standing(torch.float32, shard, world) for world in (1, 2, 8))
+    alone, two, eight = (need.standing(torch.float32, 'full', world) for world in (1, 2, 8))
     assert alone == 2 * need.weights + need.optimizer and held[0] < two and eight < two
 
 
