@@ -27,7 +27,6 @@ from hotloop.lora import (
     trainable,
     weights_to_save,
 )
-from hotloop.memory import choose_loss_chunks
 from hotloop.nf4 import NF4Linear
 from hotloop.pretrained import Weights, open_weights
 from hotloop.run_dir import RUN_FILES
@@ -160,12 +159,7 @@ def test_a_compiled_step_is_the_same(monkeypatch, recompute, quantize):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_frozen_head_is_chunked_and_has_no_gradient():
-    """256,000 ids are chunked by themselves; chunks give the gradients of one piece."""
-    for env in (Env(), Env(dtype=torch.bfloat16, compile=True)):
-        assert choose_loss_chunks('auto', 8 * 768, 256_000, env, frozen=True) >= 12
-    assert choose_loss_chunks('auto', 8 * 768, 257, Env(), frozen=True) == 1
-    assert choose_loss_chunks(2, 8 * 768, 256_000, Env(), frozen=True) == 2
+def test_a_frozen_head_in_chunks_has_no_gradient_and_gives_those_of_one_piece():
     found = []
     for chunks in (1, 4):
         model = gpt(**LLAMA)
