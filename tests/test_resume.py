@@ -8,8 +8,6 @@ import pickle
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -447,34 +445,6 @@ def test_a_run_of_nanogpt_without_compilation_stays_without():
 def test_weights_that_are_not_finite_are_not_resumed(train_tiny, stopped):
     change(stopped, lambda checkpoint: checkpoint['model']['lm_head.weight'][0, 0].fill_(math.nan))
     assert re.search('weights .*are not finite', error_of(train_tiny, init_from='resume'))
-
-
-# -----------------------------------------------------------------------------
-# from a text to a chat
-
-@pytest.mark.slow
-def test_a_model_is_trained_on_text_tuned_on_instructions_and_chatted_with(tmp_path):
-    """Through the commands of a user. The tokenizer that was learned on the text is that of the run."""
-    def command(script, *words, text=''):
-        ran = subprocess.run([sys.executable, ROOT / script, *words], cwd=tmp_path, input=text, check=False,
-                             capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
-    (tmp_path / 'book.txt').write_text('The answer to each question is a number, such as seven. ' * 500)
-    rows = [{'messages': [{'role': 'user', 'content': f'What is {i}?'},
-                          {'role': 'assistant', 'content': f'A number: {i}.'}]} for i in range(200)]
-    (tmp_path / 'chats.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    shape = [f'--{name}={value}' for name, value in TINY.items() if name not in ('dataset', 'out_dir')]
-    command('prepare.py', 'book.txt', '--tokenizer=bpe:300')
-    command('train.py', '--dataset=book', '--out_dir=base', *shape, '--block_size=128')
-    command('prepare.py', 'chats.jsonl', '--tokenizer=base')
-    recipe = [flag for flag in shape if not flag.startswith(('--n_', '--block_size'))]
-    command('train.py', '--init_from=base', '--dataset=chats', '--out_dir=tuned', *recipe)
-    out = command('sample.py', '--out_dir=tuned', '--chat', '--device=cpu', '--max_new_tokens=8',
-                  text='What is 7?\nWhat is 8?\n\n')
-    assert out.count('> ') == 3
-    metas = [read_meta(str(tmp_path / 'data' / name)) for name in ('book', 'chats')]
-    assert metas[0]['tokenizer'] == metas[1]['tokenizer'] == load(tmp_path / 'tuned' / 'best.pt')['tokenizer']
 
 
 def test_the_context_of_a_run_is_compared():
