@@ -8,7 +8,6 @@ import pickle
 import re
 import shlex
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +27,6 @@ from hotloop.resume import compare_context, settings_of
 from model import GPT, GPTConfig
 from train import TrainConfig
 
-ROOT = Path(train.__file__).parent
 RECIPE = dict(optimizer='muon', preset='modern', dropout=0.1)
 
 
