@@ -142,39 +142,26 @@ def test_the_ids_of_gpt2_are_equal(gpt2):
 
 @pytest.mark.parametrize('begins', [False, True])
 def test_the_folder_keeps_begin_end_and_template(tmp_path, begins):
-    """In transformers and here. A tokenizer.json that a folder had stays as it was."""
+    """
+    In transformers and here. A tokenizer.json that a folder had stays as it was; texts begin as in training,
+    also otherwise than by that file, as after prepare.py --bos.
+    """
     transformers = pytest.importorskip('transformers')
-    tokenizer = own(specials={'<e>': 401, '<|im_end|>': 402}, eot=401)
-    tokenizer.begin = 401 if begins else None
-    model = gpt(448)
-    for folder in (tmp_path / 'a', tmp_path / 'b'):
+    tokenizer, model = own(specials={'<e>': 401, '<|im_end|>': 402}, eot=401), gpt(448)
+    for name, begin in (('a', begins), ('b', begins), ('c', not begins)):
+        folder, tokenizer.begin = tmp_path / name, 401 if begin else None
         export(model, tokenizer, 'chatml', str(folder), torch.float32)
         found = open_weights(str(folder), 'data')
         assert found.checkpoint == {'bos': tokenizer.begin, 'ends': [401, 402], 'template': 'chatml'}
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         ids = tokenizer.encode('a <b>').tolist()
-        assert theirs('a <b>').input_ids == [401] * begins + ids and theirs.eos_token_id == 401
+        assert theirs('a <b>').input_ids == [401] * begin + ids and theirs.eos_token_id == 401
         settings = transformers.GenerationConfig.from_pretrained(folder)
         assert settings.eos_token_id == [401, 402]
-        before, tokenizer = tokenizer, read_tokenizer_json(str(folder))
-        tokenizer.begin, tokenizer.ends = before.begin, [402]
+        tokenizer = read_tokenizer_json(str(folder))
+        tokenizer.ends = [402]
     first, second = ((tmp_path / name / 'tokenizer.json').read_bytes() for name in 'ab')
     assert first == second
-
-
-@pytest.mark.parametrize('begins', [False, True])
-def test_texts_begin_as_in_training_whatever_the_tokenizers_file_does(tmp_path, begins):
-    """As after prepare.py --bos."""
-    transformers = pytest.importorskip('transformers')
-    tokenizer, model = own(specials={'<e>': 401}, eot=401), gpt(448)
-    tokenizer.begin = None if begins else 401
-    export(model, tokenizer, 'none', str(tmp_path / 'a'), torch.float32)
-    tokenizer = read_tokenizer_json(str(tmp_path / 'a'))
-    tokenizer.begin = 401 if begins else None
-    export(model, tokenizer, 'none', str(tmp_path / 'b'), torch.float32)
-    assert open_weights(str(tmp_path / 'b'), 'data').checkpoint['bos'] == tokenizer.begin
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'b')
-    assert theirs('a <b>').input_ids == [401] * begins + tokenizer.encode('a <b>').tolist()
 
 
 @pytest.mark.parametrize('template', CHATS)
