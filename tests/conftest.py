@@ -30,6 +30,11 @@ TINY = dict(dataset='tiny', device='cpu', dtype='float32', compile=False, thread
             warmup_iters=3, learning_rate=5e-3, min_lr=5e-4, eval_interval=4, eval_tokens=1024)
 
 
+def tiny_flags(out_dir, data_dir, **settings):
+    """The flags of a run on TINY with these settings."""
+    return [f'--{k}={v}' for k, v in {**TINY, 'data_dir': data_dir, **settings, 'out_dir': out_dir}.items()]
+
+
 def write_bins(folder, tokens, val, tokenizer=None, vocab_size=257, dtype='uint16', masks=None):
     """A dataset by hand: folder/{train,val}.bin, meta.json unless tokenizer is False, and masks."""
     os.makedirs(folder, exist_ok=True)
@@ -79,8 +84,8 @@ def masked(tmp_path):
 def train_tiny(tmp_path, data_dir):
     """train_tiny(out, *words, **settings) runs train.main on TINY with these; returns its exit code."""
     def run(out='out', *words, **settings):
-        flags = {**TINY, 'data_dir': data_dir, **settings, 'out_dir': str(tmp_path / out)}
-        return train.main([*map(str, words), *(f'--{k}={v}' for k, v in flags.items())])
+        settings = {'data_dir': data_dir, **settings}
+        return train.main([*map(str, words), *tiny_flags(tmp_path / out, **settings)])
     return run
 
 
@@ -129,7 +134,7 @@ def torchrun(tmp_path, data_dir):
         agent = [faults.__file__, 'torchrun'] if forked else ['-m', 'torch.distributed.run']
         words = ['--standalone', f'--nproc_per_node={processes}', f'--max-restarts={restarts}']
         command = [sys.executable, *agent, *(node or words), faults.__file__, fault, str(step),
-                   *faults.flags(tmp_path / out, data_dir, **settings)]
+                   *tiny_flags(tmp_path / out, data_dir, **settings)]
         process = subprocess.Popen(command, env=faults.environment(), text=True, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE)
         started.append(process)

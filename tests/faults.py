@@ -24,7 +24,7 @@ import time
 import traceback
 
 import torch
-from conftest import TINY, load
+from conftest import load, rows, same, tiny_flags
 
 import hotloop.run_dir
 import train
@@ -50,12 +50,16 @@ def final(out):
 
 def log(out, *names):
     """The lines of log.jsonl without times; with names, only these, of the lines that have the last one."""
-    lines = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
-    if names:
-        lines = [line for line in lines if names[-1] in line]
-    else:
-        names = ['step', 'loss', 'lr', 'grad_norm', 'tokens_seen', 'skipped', 'val_loss', 'train_loss']
-    return [{name: line[name] for name in names if name in line} for line in lines]
+    names = names or ('loss', 'lr', 'grad_norm', 'tokens_seen', 'skipped', 'val_loss', 'train_loss', 'step')
+    return [{name: line[name] for name in names if name in line} for line in rows(out, names[-1])]
+
+
+def leftovers(out):
+    return len(list(out.glob('*.tmp')))
+
+
+def assert_equal_runs(a, b):
+    assert same(final(a), final(b)) and log(a) == log(b) and leftovers(a) == 0
 
 
 # -----------------------------------------------------------------------------
@@ -215,7 +219,7 @@ class Server:
         Trains TINY into the folder `out`. fault: a name of IN_STEP or FAULTS and its arguments. With calls,
         a function's name, the process gets signal `number`, `delay` seconds after its `times`-th call.
         """
-        job = {'argv': flags(self.folder / out, self.data_dir, **settings),
+        job = {'argv': tiny_flags(self.folder / out, self.data_dir, **settings),
                'output': str(self.folder / f'{out}.txt'), 'fault': fault or [None],
                'calls': calls, 'times': times, 'delay': delay, 'signal': int(number)}
         self.process.stdin.write(json.dumps(job) + '\n')
@@ -229,10 +233,6 @@ class Server:
     def close(self):
         self.process.kill()  # Python takes seconds to end in order
         self.process.communicate()
-
-
-def flags(out_dir, data_dir, **settings):
-    return [f'--{k}={v}' for k, v in {**TINY, 'data_dir': data_dir, **settings, 'out_dir': out_dir}.items()]
 
 
 def environment():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, at_step, error_of, load, rows, same, stop_at
+from conftest import at_step, error_of, load, rows, same, stop_at, tiny_flags
 from ranks import forks, on_ranks
 
 import train
@@ -26,7 +26,7 @@ from model import GPT, GPTConfig
 ROOT = Path(train.__file__).parent
 STARTUP = 2.0  # seconds of a process before its first step
 # an evaluation reads 4 + 1 batches: half a second of the clock below, if a process is alone
-FEW = {**TINY, 'gradient_accumulation_steps': 1, 'eval_interval': 1, 'eval_tokens': 256, 'max_iters': 1000}
+FEW = dict(gradient_accumulation_steps=1, eval_interval=1, eval_tokens=256, max_iters=1000)
 
 
 class Clock:
@@ -242,8 +242,7 @@ def train_on_rank(out, data_dir):
         clock = Clock(m)
         if os.environ['RANK'] != '0':
             clock.now, clock.step = 1e6, -3.0
-        flags = {**FEW, 'data_dir': data_dir, 'out_dir': out, 'time_budget': 40 / 60, 'timeout_minutes': 1}
-        code = train.main([f'--{name}={value}' for name, value in flags.items()])
+        code = train.main(tiny_flags(out, data_dir, time_budget=40 / 60, timeout_minutes=1, **FEW))
         return code, clock.steps, clock.now
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import faults
 import pytest
 from conftest import noise, same, write_bins
-from faults import SAVE, Server, final, log
+from faults import SAVE, Server, assert_equal_runs, final, leftovers, log
 
 import train
 from hotloop.checkpoint import load_checkpoint
@@ -44,14 +44,6 @@ def step_of(out):
     """The step of a run's last checkpoint, 0 where it has none."""
     path = out / 'ckpt.pt'
     return load_checkpoint(str(path))['iter_num'] if path.exists() else 0
-
-
-def leftovers(out):
-    return len(list(out.glob('*.tmp')))
-
-
-def assert_equal_runs(a, b):
-    assert same(final(a), final(b)) and log(a) == log(b) and leftovers(a) == 0
 
 
 # -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import os
 
 import pytest
 import torch
-from conftest import TINY, noise, write_bins
+from conftest import noise, tiny_flags, write_bins
 from test_model import ids, make
 
 import train
@@ -20,8 +20,8 @@ DEVICE = os.environ.get('TEST_DEVICE', 'cuda')
 pytestmark = pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available(), reason='there is no GPU')
 
 # heads of 64 and 128 positions, so that flash attention takes them
-SETTINGS = {**TINY, 'device': DEVICE, 'dtype': 'bfloat16', 'compile': True, 'n_embd': 128, 'block_size': 128,
-            'batch_size': 8, 'dropout': 0.1, 'eval_interval': 5, 'lr_decay_iters': 10, 'threads': 2}
+SETTINGS = dict(device=DEVICE, dtype='bfloat16', compile=True, n_embd=128, block_size=128, batch_size=8,
+                dropout=0.1, eval_interval=5, lr_decay_iters=10, threads=2)
 
 
 @pytest.fixture
@@ -31,8 +31,7 @@ def run(tmp_path):
 
     def go(out, **settings):
         torch._dynamo.reset()
-        flags = {**SETTINGS, 'data_dir': tmp_path / 'data', 'out_dir': tmp_path / out, **settings}
-        assert train.main([f'--{k}={v}' for k, v in flags.items()]) == 0
+        assert train.main(tiny_flags(tmp_path / out, tmp_path / 'data', **{**SETTINGS, **settings})) == 0
         return torch.load(tmp_path / out / 'ckpt.pt', map_location='cpu', weights_only=True)
     return go
 

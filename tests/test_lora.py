@@ -7,8 +7,8 @@ from operator import itemgetter
 
 import pytest
 import torch
-from conftest import TINY, all_logits, error_of, load, rows, same, stop_at
-from faults import final, log
+from conftest import all_logits, error_of, load, rows, same, stop_at, tiny_flags
+from faults import assert_equal_runs
 from ranks import forks, on_ranks
 
 import sample
@@ -263,8 +263,7 @@ def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, mo
     assert train_tiny('parts', **base, **settings) == 143
     given = {name: settings[name] for name in ('block_size', 'dtype') if name in settings}  # unlike TINY
     train_tiny('parts', init_from='resume', **given)
-    assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
-    assert log(tmp_path / 'parts') == log(tmp_path / 'whole')
+    assert_equal_runs(tmp_path / 'parts', tmp_path / 'whole')
     assert same(load(tmp_path / 'parts' / 'best.pt')['model'], load(tmp_path / 'whole' / 'best.pt')['model'])
     checkpoint = load(tmp_path / 'whole' / 'ckpt.pt')
     error = error_of(GPT.from_checkpoint, checkpoint['model_args'], checkpoint['model'])  # as in nanoGPT
@@ -370,8 +369,7 @@ def test_a_base_is_not_moved_aside_and_adapters_do_not_appear_on_resume(train_ti
 def test_two_processes_tune_as_one_does(train_tiny, tmp_path, base, data_dir):
     """One micro-batch each, over gloo: the same global batches, so the same adapters within rounding."""
     train_tiny('one', **base, quantize='nf4')
-    flags = {**TINY, **base, 'quantize': 'nf4', 'data_dir': data_dir, 'out_dir': tmp_path / 'two'}
-    on_ranks(2, train.main, [f'--{k}={v}' for k, v in flags.items()])
+    on_ranks(2, train.main, tiny_flags(tmp_path / 'two', data_dir, quantize='nf4', **base))
     one, two = (load(tmp_path / name / 'ckpt.pt')['model'] for name in ('one', 'two'))
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
 

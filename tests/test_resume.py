@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, contents, error_of, load, noise, same, stop_at, write_bins
-from faults import final, log
+from conftest import contents, error_of, load, noise, same, stop_at, tiny_flags, write_bins
+from faults import assert_equal_runs, final, log
 
 import prepare
 import train
@@ -51,8 +51,7 @@ def test_ten_steps_equal_five_plus_five(train_tiny, tmp_path, monkeypatch):
     interrupted(train_tiny, monkeypatch, 'parts', 5, dropout=0.1)
     assert load(tmp_path / 'parts' / 'ckpt.pt')['iter_num'] == 5
     train_tiny('parts', init_from='resume')
-    assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
-    assert log(tmp_path / 'parts') == log(tmp_path / 'whole')
+    assert_equal_runs(tmp_path / 'parts', tmp_path / 'whole')
     assert same(load(tmp_path / 'parts' / 'best.pt')['model'], load(tmp_path / 'whole' / 'best.pt')['model'])
 
 
@@ -75,7 +74,7 @@ def test_fp16_resumes_with_its_scale(train_tiny, tmp_path, monkeypatch):
 def run_in(folder, **settings):
     """run(out, **more) trains into a folder below this one."""
     def run(out, **more):
-        return train.main([f'--{k}={v}' for k, v in {**settings, 'out_dir': folder / out, **more}.items()])
+        return train.main(tiny_flags(folder / out, **{**settings, **more}))
     return run
 
 
@@ -83,7 +82,7 @@ def run_in(folder, **settings):
 def halves(tmp_path_factory, data_dir):
     """A complete run with Muon, and one that was stopped at step 5."""
     folder = tmp_path_factory.mktemp('halves')
-    run = run_in(folder, **{**TINY, 'data_dir': data_dir, **RECIPE, 'save_interval': 5})
+    run = run_in(folder, data_dir=data_dir, save_interval=5, **RECIPE)
     run('whole')
     with pytest.MonkeyPatch.context() as m:
         interrupted(run, m, 'stopped', 5)
@@ -120,7 +119,7 @@ def test_each_part_of_a_checkpoint_is_needed(train_tiny, halves, stopped, what, 
 def test_a_resume_needs_no_settings(halves, stopped, capsys):
     """Shape, data, rates and recipe come from the checkpoint. With Muon it ends with the same bits, too."""
     train.main(['--init_from=resume', f'--out_dir={stopped}'])
-    assert same(final(stopped), final(halves / 'whole')) and log(stopped) == log(halves / 'whole')
+    assert_equal_runs(stopped, halves / 'whole')
     assert 'resuming at step 5' in capsys.readouterr().out
 
 
@@ -131,8 +130,7 @@ def test_auto_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, monke
     printed = capsys.readouterr().out
     assert f'init_from=auto: {tmp_path}/out holds no checkpoint; starting from scratch' in printed
     train_tiny(**flags)
-    assert same(final(tmp_path / 'out'), final(halves / 'whole'))
-    assert log(tmp_path / 'out') == log(halves / 'whole')
+    assert_equal_runs(tmp_path / 'out', halves / 'whole')
     assert 'resuming at step 5' in capsys.readouterr().out and not (tmp_path / 'out.1').exists()
     train_tiny(**flags)
     assert 'nothing to do: the run is at step 10 of 10' in capsys.readouterr().out
@@ -195,8 +193,7 @@ def test_a_damaged_checkpoint_costs_steps_and_no_bits(train_tiny, tmp_path, monk
     os.truncate(newest, newest.stat().st_size - 500)
     train_tiny(init_from='resume')
     assert re.search(rf'{newest} is damaged.*; falling back to .*ckpt-000000005\.pt', capsys.readouterr().out)
-    assert same(final(tmp_path / 'out'), final(halves / 'whole'))
-    assert log(tmp_path / 'out') == log(halves / 'whole')
+    assert_equal_runs(tmp_path / 'out', halves / 'whole')
 
 
 def test_resuming_a_finished_run_touches_nothing(train_tiny, tmp_path, capsys):
@@ -213,8 +210,8 @@ def test_compiled_runs_repeat_and_resume_bit_for_bit(tmp_path, monkeypatch):
     if reason := try_compile(torch.device('cpu')):
         pytest.skip(reason)
     write_bins(tmp_path / 'tiny', noise(40001), noise(487, seed=1))
-    run = run_in(tmp_path, **{**TINY, 'compile': True, 'threads': 2, 'batch_size': 32, 'block_size': 64,
-                              'n_embd': 64, 'dropout': 0.1, 'data_dir': tmp_path})
+    run = run_in(tmp_path, compile=True, threads=2, batch_size=32, block_size=64, n_embd=64, dropout=0.1,
+                 data_dir=tmp_path)
     run('whole')
     torch._dynamo.reset()
     interrupted(run, monkeypatch, 'halves', 5)
@@ -324,7 +321,7 @@ def test_config_py_of_a_run_repeats_it(train_tiny, halves, tmp_path):
     """Also where the shape came from the weights that the run started with."""
     train_tiny('a', init_from=halves / 'whole' / 'ckpt.pt', optimizer='muon', max_iters=4)
     train.main([str(tmp_path / 'a' / 'config.py'), f'--out_dir={tmp_path / "b"}'])
-    assert same(final(tmp_path / 'a'), final(tmp_path / 'b')) and log(tmp_path / 'a') == log(tmp_path / 'b')
+    assert_equal_runs(tmp_path / 'a', tmp_path / 'b')
 
 
 # -----------------------------------------------------------------------------

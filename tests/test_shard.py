@@ -7,10 +7,10 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 
-import faults
 import pytest
 import torch
-from conftest import load, rows, same
+from conftest import load, rows, same, tiny_flags
+from faults import log
 from ranks import forks, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -173,7 +173,7 @@ def run_on(tmp_path, data_dir, train_tiny):
     def run(world, out, fault=(), rank=0, **settings):
         if world == 1:
             return [train_tiny(out, **settings)]
-        argv = faults.flags(tmp_path / out, data_dir, timeout_minutes=1, **settings)
+        argv = tiny_flags(tmp_path / out, data_dir, timeout_minutes=1, **settings)
         return on_ranks(world, main_of_rank, argv, fault, rank)
     return run
 
@@ -210,8 +210,7 @@ def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, r
     whole, out = tmp_path / 'whole', tmp_path / 'out'
     for name in ('ckpt.pt', 'best.pt'):
         assert_equal_checkpoints(out / name, whole / name)
-    assert len(faults.log(out)) == len(faults.log(whole))
-    for found, expected in zip(faults.log(out), faults.log(whole), strict=True):
+    for found, expected in zip(log(out), log(whole), strict=True):
         assert found == pytest.approx(expected, rel=1e-3)
     samples, expected = rows(out, 'sample'), rows(whole, 'sample')
     assert [row['step'] for row in samples] == [row['step'] for row in expected]
