@@ -166,7 +166,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'compile_mode': ('lines', 'max-autotune-no-cudagraphs', dict(compile=True), fake_compile),
     'loss_chunks': ('lines', 4),
     'recompute': ('lines', 'full', {}, fake_checkpoint),
-    'shard': ('lines', 'full', {}, None),
+    'shard': ('lines', 'full'),
     'threads': ('lines', 2),
     'deterministic': ('lines', False, {}, fake_determinism),
     'init_from': ('error', 'resume'),
@@ -283,27 +283,23 @@ def test_every_card_resolves_and_runs_on_any_number_of_gpus(card):
         assert micro <= cfg.batch_size
 
 
-@pytest.mark.parametrize('memory, device, card', [
-    (80, 'auto', 'a100_fast'), (42, 'cuda', 'a100_fast'), (24, 'cuda:0', 'vram_24gb'),
-    (16, 'auto', 'vram_16gb'), (8, 'auto', 'vram_8gb'), (6, 'auto', 'quickstart'), (80, 'cpu', 'quickstart'),
-    (None, 'cpu', 'quickstart')])
-def test_the_card_of_a_machine(monkeypatch, memory, device, card):
+@pytest.mark.parametrize('memory, apple, device, card', [
+    (80, False, 'auto', 'a100_fast'), (42, False, 'cuda', 'a100_fast'), (24, False, 'cuda:0', 'vram_24gb'),
+    (16, False, 'auto', 'vram_16gb'), (8, False, 'auto', 'vram_8gb'), (6, False, 'auto', 'quickstart'),
+    (80, False, 'cpu', 'quickstart'), (None, True, 'auto', 'shakespeare_char'),
+    (None, True, 'mps', 'shakespeare_char'), (None, True, 'cpu', 'quickstart'),
+    (None, False, 'auto', 'quickstart')])
+def test_the_card_of_a_machine(monkeypatch, memory, apple, device, card):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: memory is not None)
     monkeypatch.setattr(torch.cuda, 'get_device_properties',
                         lambda device: types.SimpleNamespace(total_memory=memory * 1e9))
     monkeypatch.setattr('hotloop.cards.choose_device', lambda name: (torch.device('cuda', 0), 'it is there'))
-    found, reason = train.card_for_machine(device)
-    assert found == f'config/{card}.py' and (ROOT / found).exists()
-    assert reason == (f'{memory} GB of GPU memory' if memory and device != 'cpu' else 'no GPU')
-
-
-@pytest.mark.parametrize('apple, device, card, reason', [
-    (True, 'auto', 'shakespeare_char', 'Apple GPU'), (True, 'mps', 'shakespeare_char', 'Apple GPU'),
-    (True, 'cpu', 'quickstart', 'no GPU'), (False, 'auto', 'quickstart', 'no GPU')])
-def test_the_card_of_a_machine_without_cuda(monkeypatch, apple, device, card, reason):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: apple)
+    reason = 'Apple GPU' if apple else f'{memory} GB of GPU memory'
+    if device == 'cpu' or not (memory or apple):
+        reason = 'no GPU'
     assert train.card_for_machine(device) == (f'config/{card}.py', reason)
+    assert (ROOT / 'config' / f'{card}.py').exists()
 
 
 def test_no_machine_is_sent_to_a_large_download():
