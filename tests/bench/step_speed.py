@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 from bench import cores, forget_peak, machine, memory_now, nanogpt, parser_of, table
@@ -58,81 +59,62 @@ def write_data(folder, vocab_size, num_tokens):
 # -----------------------------------------------------------------------------
 # one side, in a process of its own: builds its step, runs as many steps as stdin asks for, prints the seconds
 
-def chosen(a, *names):
-    return {name: a[name] for name in names if name in a}
-
-
 def our_step(a, folder, device):
-    """The step of train.py, put together as its build_run() does."""
+    """The step of train.py, or with loop its loop, of the run that its build_run() puts together."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    import model
     import train
-    from hotloop.dataset import read_meta
-    shape = {**SHAPES[a['shape']], **chosen(a, 'vocab_size', 'preset')}
-    cfg = train.TrainConfig(batch_size=a['batch'], gradient_accumulation_steps=1, device=device,
-                            learning_rate=1e-3,
-                            **chosen(a, 'dtype', 'compile', 'optimizer', 'data_on_device', 'deterministic'))
-    env = train.setup(cfg)
-    torch.manual_seed(0)
-    gpt = model.GPT(model.GPTConfig(**shape)).to(env.device)
-    gpt.compute_dtype = env.dtype
-    gpt.loss_chunks = a.get('loss_chunks', 1)
-    optimizers = train.build_optimizers(gpt, cfg, env)
+    data_dir, dataset = os.path.split(folder)
+    flags = dict(**SHAPES[a['shape']], data_dir=data_dir, dataset=dataset, device=device,
+                 batch_size=a['batch'], gradient_accumulation_steps=1, learning_rate=1e-3, loss_chunks=1)
+    changed = ('vocab_size', 'preset', 'dtype', 'compile', 'optimizer', 'data_on_device', 'deterministic',
+               'loss_chunks')
+    flags |= {name: a[name] for name in changed if name in a}
+    settings = train.read_settings([f'--{name}={value}' for name, value in flags.items()])
+    env = train.setup(settings.train)
+    datasets = train.open_datasets(dataset, data_dir)
+    datasets[0].meta['foreign'] = True  # a shape may have fewer ids than its tokenizer
+    run = train.build_run(settings, datasets, env)
     if not a.get('fused', True):
-        optimizers[0] = torch.optim.AdamW([dict(g) for g in optimizers[0].param_groups], fused=False,
-                                          foreach=False)
-    scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
-    compiled, forward = train.wrap(gpt, cfg, env)
+        run.optimizers[0] = torch.optim.AdamW([dict(g) for g in run.optimizers[0].param_groups], fused=False,
+                                              foreach=False)
     if 'recompute' in a:
         functorch = importlib.import_module('torch._functorch.config')
         functorch.ban_recompute_materialized_backward = not a['recompute']
-    split = train.Split(folder, 'train', {**read_meta(folder), 'foreign': True}, gpt.config.block_size)
     if a.get('mask'):
+        split = run.batches.split
         split.mask = np.ones(split.num_tokens, dtype=np.uint8)
-    batches = train.Batches(split, cfg, env)
+        run.batches = train.Batches(split, run.cfg, env)
     if a.get('loop'):
-        return the_loop(train, cfg, env, gpt, compiled, forward, batches, optimizers, scaler), env
-
+        return the_loop(train, run), env
     if a.get('fixed'):
-        num_targets, (load,) = batches.step(0)
+        num_targets, (load,) = run.batches.step(0)
         batch = load()
-        batches.step = lambda n: (num_targets, [lambda: batch])
+        run.batches.step = lambda n: (num_targets, [lambda: batch])
 
     def step(n):
-        num_targets, loads = batches.step(n)
+        num_targets, loads = run.batches.step(n)
         kernels = sdpa_kernel(SDPBackend.MATH) if a.get('attention') else contextlib.nullcontext()
         with kernels:
-            train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
+            train.train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, run.cfg, env)
     return step, env
 
 
-def the_loop(train, cfg, env, gpt, compiled, forward, batches, optimizers, scaler):
+def the_loop(train, run):
     """train.train() itself, with a log line at each step, without evaluations and saves."""
-    class Lines:
-        def write(self, text, **numbers):
-            pass
-
-        def lacks_evaluation(self, step):
-            return False
-
     for name in ('evaluate_both', 'track_best', 'log_evaluation', 'save', 'finish_save', 'log_done'):
         setattr(train, name, lambda *args, **kwargs: False)
-    env.stop = train.StopRequest(None)
-    run = train.Run(cfg, train.LoRAConfig(), {}, env, gpt, compiled, forward, batches, batches.split, None,
-                    optimizers, scaler, train.RunState(), None, {}, log=Lines())
+    run.log = SimpleNamespace(write=lambda text, **numbers: None, lacks_evaluation=lambda step: False)
 
     def steps(n, number=1):
-        cfg.max_iters = n + number
+        run.cfg.max_iters = n + number
         train.train(run)
     return steps
 
 
 def peers_step(a, folder, device):
     """nanoGPT's step, with its own model and optimizer and its settings."""
-    from types import SimpleNamespace
-
     import torch
     theirs = nanogpt(a['peer'])
     torch.manual_seed(0)
