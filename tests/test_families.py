@@ -101,11 +101,9 @@ def test_logits_and_greedy_text_equal_those_of_transformers(families, name):
     ('llama 3', dict(norm_eps=1e-5)), ('llama 3', dict(rope_base=600.0)), ('llama 3', dict(rope_factor=4.0)),
     ('llama 3', dict(rope_context=None)), ('llama 3', dict(mlp='geglu')),
     ('mistral', dict(window=13)), ('mistral', dict(window=None, window_pattern=None)),
-    ('gemma2', dict(norm_eps=1e-3)), ('gemma2', dict(norm='rmsnorm_weight')), ('gemma2', dict(mlp='swiglu')),
-    ('gemma2', dict(attn_softcap=0.0)), ('gemma2', dict(softcap=0.0)), ('gemma2', dict(embed_scale=1.0)),
-    ('gemma2', dict(query_scale=None)), ('gemma2', dict(window=11)), ('gemma2', dict(window_pattern='LS')),
-    ('gemma3', dict(rope_local_base=None)), ('gemma3', dict(rope_base=50.0)),
-    ('gemma3', dict(window_pattern='SSSSL'))])
+    ('gemma2', dict(norm='rmsnorm_weight')), ('gemma2', dict(attn_softcap=0.0)),
+    ('gemma2', dict(softcap=0.0)), ('gemma2', dict(embed_scale=1.0)), ('gemma2', dict(query_scale=None)),
+    ('gemma2', dict(window_pattern='LS')), ('gemma3', dict(rope_local_base=None))])
 def test_a_wrong_switch_changes_the_logits(families, name, wrong):
     folder, _, ids, expected = families(name)
     args, weights = load_folder(str(folder))
