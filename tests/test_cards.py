@@ -12,7 +12,6 @@ import re
 import sys
 import types
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,17 +75,8 @@ def fake_wandb(m):
     m.setitem(sys.modules, 'wandb', wandb)
 
 
-def fake_tensorboard(m):
-    """torch's writer for TensorBoard without that package: it makes its folder."""
-    module = types.ModuleType('torch.utils.tensorboard')
-
-    def writer(folder, purge_step):
-        os.makedirs(folder)
-        return Mock()
-    module.SummaryWriter = writer
-    m.setitem(sys.modules, 'torch.utils.tensorboard', module)
-    m.setitem(sys.modules, 'tensorboard', types.ModuleType('tensorboard'))
-    sys.modules['tensorboard'].__spec__ = importlib.machinery.ModuleSpec('tensorboard', None)
+def no_tensorboard(m):
+    m.setitem(sys.modules, 'tensorboard', None)
 
 
 def fake_determinism(m):
@@ -158,7 +148,7 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'sample_interval': ('lines', 2, dict(sample_tokens=3)),
     'sample_prompt': ('lines', 'ab', SAMPLES),
     'sample_tokens': ('lines', 5, SAMPLES),
-    'tensorboard': ('files', True, {}, fake_tensorboard),
+    'tensorboard': ('error', True, {}, no_tensorboard),
     'wandb_log': ('lines', True, {}, fake_wandb),
     'wandb_project': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
     'wandb_run_name': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
