@@ -50,11 +50,7 @@ def sections(found, model, device, dtype, data_dir):
     yield 'parameters', [{'part': part, 'parameters': n} for part, n in parts], ''
     weights = [measure(name, p) for name, p in model.named_parameters()]
     yield 'weights', weights, ''
-    fresh = is_fresh(weights, model.config, found.checkpoint.get('iter_num'))
-    problems, notes = wrong_weights(weights, fresh), []
-    if fresh:
-        notes.append('the outputs of all blocks are zero: zero_init=True (preset modern) starts so, and they '
-                     'change from the second step on')
+    problems, notes = wrong_weights(weights), []
     if any(row['not_finite'] for row in weights):
         notes.append('the model was not run, because its weights are not finite')
     else:
@@ -69,7 +65,7 @@ def sections(found, model, device, dtype, data_dir):
             watch.run(*(torch.from_numpy(part).to(device) for part in batch))
         yield 'blocks', watch.blocks(), (': RMS of the residual stream and of what is added to it, on '
                                          f'{watch.num_tokens:,} tokens of {source}')
-        problems += watch.problems(fresh)
+        problems += watch.problems()
         for section, rows in watch.predictions().items():
             about = ': confidence is the probability p of the likeliest token'
             yield section, rows, about if section == 'predictions' else ''
@@ -132,21 +128,14 @@ def by_kind(rows):
     return result
 
 
-def is_fresh(rows, config, step):
-    """Whether zero_init explains zeros: all that it sets are zero, and no step has changed them."""
-    outputs = [row['norm'] for row in rows if row['name'].endswith('c_proj.weight')]
-    return config.zero_init and not any(outputs) and (step or 0) < 2
-
-
-def wrong_weights(rows, fresh):
-    """Sentences about values that are not finite and matrices of zeros. fresh: as by is_fresh()."""
+def wrong_weights(rows):
+    """Sentences about values that are not finite and matrices of zeros."""
     found = []
     for row in rows:
-        expected = fresh and row['name'].endswith(('c_proj.weight', 'lm_head.weight'))
         if row['not_finite']:
             found.append(f'{row["name"]}: {row["not_finite"]:,} of {row["parameters"]:,} values are NaN or '
                          'infinite')
-        elif row['norm'] == 0 and len(row['shape']) > 1 and not expected:
+        elif row['norm'] == 0 and len(row['shape']) > 1:
             found.append(f'{row["name"]}: all {row["parameters"]:,} values are zero')
     return found
 

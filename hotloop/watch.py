@@ -73,8 +73,8 @@ class Watch:
             rows.append(row)
         return rows
 
-    def problems(self, fresh):
-        """Sentences about what is dead or not finite. fresh: the outputs of blocks are zero by zero_init."""
+    def problems(self):
+        """Sentences about what is dead or not finite."""
         found = []
         for layer in range(self.model.config.n_layer):
             for part, name in (('attention', 'heads'), ('MLP', 'units')):
@@ -84,7 +84,7 @@ class Watch:
                     return [*found, f'{where}: its output is NaN or too large, though all weights are finite']
                 if dead == total:
                     found.append(f'{where}: dead: none of its {total:,} {name} ever fires')
-                elif rms <= 1e-6 * self.rms('stream', layer) and not fresh:
+                elif rms <= 1e-6 * self.rms('stream', layer):
                     found.append(f'{where}: dead: its output is zero')
                 elif dead >= total / 2:
                     found.append(f'{where}: {dead:,} of {total:,} {name} never fire')

@@ -106,25 +106,6 @@ def test_a_nan_is_found_and_named_also_in_tied_weights(tmp_path, diagnose, prese
     assert row['norm'] == pytest.approx(finite.norm().item())
 
 
-@pytest.mark.parametrize('step, planted', [(0, None), (None, None), (1, MLP_IN), (7, None)])
-def test_the_zeros_of_a_new_modern_model_are_explained(tmp_path, diagnose, step, planted):
-    """Those that it does not start with are found; after some steps all are."""
-    model = GPT(GPTConfig(preset='modern', n_layer=3, n_head=2, n_embd=16, block_size=16, vocab_size=257))
-    if planted:
-        model.get_parameter(planted).data.zero_()
-    save(tmp_path / 'a.pt', model, **({} if step is None else {'iter_num': step}))
-    found = diagnose(tmp_path / 'a.pt')
-    is_explained = any('zero_init=True (preset modern) starts so' in note for note in found['notes'])
-    assert is_explained == (step != 7)
-    if step == 7:
-        assert len(found['problems']) == 7 + 6  # matrices, and parts that add nothing
-    elif planted:
-        assert found['problems'] == [f'{MLP_IN}: all 1,024 values are zero',
-                                     'block 1, MLP: dead: none of its 64 units ever fires']
-    else:
-        assert found['problems'] == ['none found']
-
-
 def test_a_run_is_measured_on_the_validation_data_of_its_training(train_tiny, tmp_path, data_dir, diagnose):
     train_tiny()
     found = diagnose(tmp_path / 'out', data_dir=data_dir)
