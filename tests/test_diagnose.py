@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from conftest import all_logits, load, noise, write_bins
+from test_sample import write
 from torch.nn import functional as F
 
 import sample
@@ -29,11 +30,6 @@ def gpt(preset='gpt2', **settings):
         if p.dim() > 1:
             torch.nn.init.normal_(p, std=0.3)
     return model
-
-
-def save(path, model, **more):
-    save_checkpoint(str(path), {'model': model.state_dict(), 'model_args': model.config.model_args(),
-                                'config': {}, 'tokenizer': ByteTokenizer().spec(), **more})
 
 
 @pytest.fixture
@@ -82,7 +78,7 @@ def overflow(model):
 def test_planted_faults_are_found_and_named(tmp_path, diagnose, preset, plant, expected):
     model = gpt(preset, bias=preset == 'gpt2')
     plant(model) if callable(plant) else model.get_parameter(plant).data.zero_()
-    save(tmp_path / 'a.pt', model)
+    write(tmp_path / 'a.pt', model, ByteTokenizer())
     found = diagnose(tmp_path / 'a.pt')
     assert found['problems'] == expected
     if plant is silence_units:
@@ -96,7 +92,7 @@ def test_a_nan_is_found_and_named_also_in_tied_weights(tmp_path, diagnose, prese
     weight = model.get_parameter(name)
     weight.data[3, 5] = math.nan
     weight.data[4, 5] = -math.inf
-    save(tmp_path / 'a.pt', model)
+    write(tmp_path / 'a.pt', model, ByteTokenizer())
     found = diagnose(tmp_path / 'a.pt')
     assert found['problems'] == [f'{name}: 2 of {weight.numel():,} values are NaN or infinite']
     assert found['notes'] == ['the model was not run, because its weights are not finite']
@@ -150,7 +146,7 @@ def test_without_its_data_the_rest_is_printed(train_tiny, tmp_path, diagnose, ki
     path = tmp_path / 'out' / 'best.pt'
     if kind == 'unnamed':
         path = tmp_path / 'a.pt'
-        save(path, gpt())
+        write(path, gpt(), ByteTokenizer())
     found = diagnose(path, data_dir=tmp_path / 'data')
     why = {'moved': [], 'unnamed': [f'{path} does not say what it was trained on'],
            'changed': [f"the dataset a of the training is not in data_dir='{tmp_path / 'data'}'; name the "

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from conftest import all_logits
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -40,15 +41,6 @@ def make(shape='gpt2', seed=0, **more):
 
 def ids(*size, seed=0):
     return torch.randint(61, size, generator=torch.Generator().manual_seed(seed))
-
-
-def all_logits(model, idx):
-    """(B, T, V): the logits of every position."""
-    kept = []
-    hook = model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
-    model(idx, idx)
-    hook.remove()
-    return model.softcap(kept[0].float())
 
 
 @pytest.mark.parametrize('shape', SHAPES)
