@@ -9,7 +9,7 @@ import sys
 import torch
 
 from hotloop.export_tokenizer import tokenizer_files
-from hotloop.families import BLOCK, CONV1D, GEMMA_BLOCK, LETTERS, MLP_OF, OUTSIDE, SETTINGS, settings_of
+from hotloop.families import BLOCK, CONV1D, GEMMA_BLOCK, LETTERS, MLP_OF, OUTSIDE, names_of, settings_of
 from hotloop.files import replacing
 from hotloop.safetensors_file import write_safetensors
 
@@ -57,8 +57,8 @@ def counterpart(config):
     none: with the settings in which the nearest one differs.
     """
     ours, candidates, GPTConfig = function_of(config), [], type(config)  # parts do not import model.py
-    for kind in SETTINGS:
-        made = gpt2_config(config) if kind == 'gpt2' else llama_config(config, kind)
+    for kind in ARCHITECTURES:
+        made = nearest_config(config, kind)
         theirs = function_of(GPTConfig(**settings_of(made, 'config.json')).resolved())
         candidates.append(([name for name in ours if ours[name] != theirs[name]
                             and not (name in BIASES and theirs[name])], made))  # zeros
@@ -84,23 +84,15 @@ def function_of(config):
     return c
 
 
-def gpt2_config(c):
-    """The config.json of the GPT-2 that is nearest to a GPTConfig."""
-    names = {ours: name for name, ours in reversed(MLP_OF.items())}
-    return {'model_type': 'gpt2', 'architectures': ['GPT2LMHeadModel'], 'n_layer': c.n_layer,
-            'n_head': c.n_head, 'n_embd': c.n_embd, 'n_inner': c.n_ff, 'n_positions': c.block_size,
-            'n_ctx': c.block_size,  # llama.cpp reads this one
-            'vocab_size': c.vocab_size, 'layer_norm_epsilon': c.norm_eps,
-            'activation_function': names.get(c.mlp, 'gelu_new'), 'tie_word_embeddings': c.tie}
-
-
-def llama_config(c, kind):
-    """The config.json of the model of any other family that is nearest to a GPTConfig."""
-    made = {'model_type': kind, 'architectures': [ARCHITECTURES[kind]], 'num_hidden_layers': c.n_layer,
-            'num_attention_heads': c.n_head, 'num_key_value_heads': c.n_kv_head, 'hidden_size': c.n_embd,
-            'head_dim': c.head_dim, 'intermediate_size': c.n_ff, 'max_position_embeddings': c.block_size,
-            'vocab_size': c.vocab_size, 'rms_norm_eps': c.norm_eps, 'tie_word_embeddings': c.tie,
-            'rope_theta': c.rope_base}
+def nearest_config(c, kind):
+    """The config.json of the model of a family that is nearest to a GPTConfig."""
+    made = {'model_type': kind, 'architectures': [ARCHITECTURES[kind]],
+            **{theirs: getattr(c, ours) for ours, theirs in names_of(kind).items()}}
+    if kind == 'gpt2':
+        names = {ours: name for name, ours in reversed(MLP_OF.items())}
+        return made | {'n_ctx': c.block_size,  # llama.cpp reads this one
+                       'activation_function': names.get(c.mlp, 'gelu_new')}
+    made['rope_theta'] = c.rope_base
     if c.rope_context is not None:
         made['rope_scaling'] = {'rope_type': 'llama3', 'factor': c.rope_factor, 'low_freq_factor': 1.0,
                                 'high_freq_factor': 4.0, 'original_max_position_embeddings': c.rope_context}

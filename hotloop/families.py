@@ -23,7 +23,17 @@ GPT2_KEYS = {'activation_function': list(MLP_OF), 'scale_attn_weights': [True],
 EVERY_KEYS = {'quantization_config': [None], 'auto_map': [None]}
 SUPPORTED = {'gpt2': GPT2_KEYS, 'gemma2': GEMMA_KEYS, 'gemma3_text': GEMMA_KEYS}  # others: LLAMA_KEYS
 
+# {setting of GPTConfig: its key in a config.json} of GPT-2, and of all other families
+GPT2_NAMES = {'n_layer': 'n_layer', 'n_head': 'n_head', 'n_embd': 'n_embd', 'n_ff': 'n_inner',
+              'block_size': 'n_positions', 'vocab_size': 'vocab_size', 'norm_eps': 'layer_norm_epsilon',
+              'tie': 'tie_word_embeddings'}
+LLAMA_NAMES = {'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
+               'n_kv_head': 'num_key_value_heads', 'n_embd': 'hidden_size', 'head_dim': 'head_dim',
+               'n_ff': 'intermediate_size', 'block_size': 'max_position_embeddings',
+               'vocab_size': 'vocab_size', 'norm_eps': 'rms_norm_eps', 'tie': 'tie_word_embeddings'}
+
 # what transformers assumes for keys that a config.json may lack
+EVERY_DEFAULTS = {'n_inner': None, 'head_dim': None, 'tie_word_embeddings': False}
 GEMMA_DEFAULTS = {'head_dim': 256, 'tie_word_embeddings': True, 'query_pre_attn_scalar': 256}
 DEFAULTS = {
     'gpt2': {'n_positions': 1024, 'activation_function': 'gelu_new', 'layer_norm_epsilon': 1e-5,
@@ -65,17 +75,22 @@ def settings_of(config, path):
     kind = config.get('model_type')
     if kind not in SETTINGS:
         raise ValueError(f'{path}: model_type={kind!r} is not supported, only {", ".join(SETTINGS)}')
-    config = {**DEFAULTS.get(kind, {}), **config}
+    config = {**EVERY_DEFAULTS, **DEFAULTS.get(kind, {}), **config}
     check_keys(config, {**EVERY_KEYS, **SUPPORTED.get(kind, LLAMA_KEYS)}, path)
     config |= sizes_of(config, path)
     try:
+        settings = SETTINGS[kind] | {ours: config[theirs] for ours, theirs in names_of(kind).items()}
         if kind == 'gpt2':
-            return SETTINGS[kind] | gpt2_settings(config)
-        return SETTINGS[kind] | shape_of(config) | attention_of(config, kind, path) | scales_of(config, kind)
+            return settings | {'mlp': MLP_OF[config['activation_function']]}
+        return settings | attention_of(config, kind, path) | scales_of(config, kind)
     except KeyError as e:
         raise ValueError(f'{path} has no {e}') from None
     except TypeError as e:
         raise ValueError(f'{path} is damaged: {e}') from None
+
+
+def names_of(kind):
+    return GPT2_NAMES if kind == 'gpt2' else LLAMA_NAMES
 
 
 def sizes_of(config, path):
@@ -87,24 +102,6 @@ def sizes_of(config, path):
         except ValueError:
             raise ValueError(f'{path} is damaged: {key}={config[key]!r} is not an integer') from None
     return sizes
-
-
-def gpt2_settings(config):
-    return dict(n_layer=config['n_layer'], n_head=config['n_head'], n_embd=config['n_embd'],
-                n_ff=config.get('n_inner'), block_size=config['n_positions'],
-                vocab_size=config['vocab_size'], norm_eps=config['layer_norm_epsilon'],
-                mlp=MLP_OF[config['activation_function']], tie=config['tie_word_embeddings'])
-
-
-def shape_of(config):
-    """The sizes of a model of any other family."""
-    heads = config['num_attention_heads']
-    return dict(n_layer=config['num_hidden_layers'], n_head=heads, n_embd=config['hidden_size'],
-                n_kv_head=config['num_key_value_heads'] or heads,
-                head_dim=config.get('head_dim') or config['hidden_size'] // heads,
-                n_ff=config['intermediate_size'], block_size=config['max_position_embeddings'],
-                vocab_size=config['vocab_size'], norm_eps=config['rms_norm_eps'],
-                tie=config.get('tie_word_embeddings', False))
 
 
 def scales_of(config, kind):
