@@ -98,20 +98,17 @@ def projections(model):
     {name: (matrix in a block, first row, last row + 1)} of all that can have adapters. The names are peft's:
     GPT-2's where positions are learned, with one adapter for c_attn, and Llama's elsewhere.
     """
-    attn, mlp = model.transformer.h[0].attn, model.transformer.h[0].mlp
-    rows = {name: len(getattr(part, matrix).weight) for name, part, matrix in (
-        ('attn.c_attn', attn, 'c_attn'), ('attn.c_proj', attn, 'c_proj'),
-        ('mlp.c_fc', mlp, 'c_fc'), ('mlp.c_proj', mlp, 'c_proj'))}
-    if model.config.position == 'learned':
+    c = model.config
+    q, k, n_ff = c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_ff
+    if c.position == 'learned':
+        rows = {'attn.c_attn': q + 2 * k, 'attn.c_proj': c.n_embd, 'mlp.c_fc': (1 + c.is_gated) * n_ff,
+                'mlp.c_proj': c.n_embd}
         return {name: (name, 0, end) for name, end in rows.items()}
-    D = rows['attn.c_attn'] // (attn.n_head + 2 * attn.n_kv_head)
-    q, k, n_ff = attn.n_head * D, attn.n_kv_head * D, mlp.c_proj.weight.size(1)
     found = {'attn.q_proj': ('attn.c_attn', 0, q), 'attn.k_proj': ('attn.c_attn', q, q + k),
-             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k),
-             'attn.o_proj': ('attn.c_proj', 0, rows['attn.c_proj']),
+             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k), 'attn.o_proj': ('attn.c_proj', 0, c.n_embd),
              'mlp.up_proj': ('mlp.c_fc', 0, n_ff), 'mlp.gate_proj': ('mlp.c_fc', n_ff, 2 * n_ff),
-             'mlp.down_proj': ('mlp.c_proj', 0, rows['mlp.c_proj'])}
-    if rows['mlp.c_fc'] == n_ff:
+             'mlp.down_proj': ('mlp.c_proj', 0, c.n_embd)}
+    if not c.is_gated:
         del found['mlp.gate_proj']
     return found
 
