@@ -79,11 +79,10 @@ def read_adapter(folder, model, path):
     if start.startswith(CHANGES_BASE):
         raise ValueError(f'{folder}/{CONFIG}: init_lora_weights={start!r} changes the base; save the adapter '
                          'with path_initial_model_for_weight_conversion, an option of peft')
-    if missing := {'r', 'lora_alpha'} - config.keys():
-        raise ValueError(f'{folder}/{CONFIG} lacks {" and ".join(sorted(missing))}')
     for name, least in (('r', 1), ('lora_alpha', 0)):
-        if not isinstance(config[name], int | float) or config[name] < least:
-            raise ValueError(f'{folder}/{CONFIG}: {name}={config[name]!r} is not a number from {least} on')
+        value = config.get(name)
+        if not isinstance(value, int | float) or value < least:
+            raise ValueError(f'{folder}/{CONFIG}: {name}={value!r} is not a number from {least} on')
     scale = LoRAConfig(config['r'], config['lora_alpha'], config.get('use_rslora', False)).scale()
     tensors, table, adapters = read_safetensors(os.path.join(folder, TENSORS)), projections(model), []
     trained_on = f'it was trained on {base_of(folder)}'
