@@ -46,6 +46,8 @@ from hotloop.tokenizer import encode_parts, prompt_ids, tokenizer_from
 from hotloop.tokenizer_source import dataset_spec
 from model import GPT
 
+CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in messages about a missing template
+
 
 @dataclass
 class SampleConfig:
@@ -212,31 +214,26 @@ def make_prompts(rows, tokenizer, tuned_in, cfg):
         is_plain = asked == 'none' or (cfg.template == 'auto' and suited is None)
         if is_plain and suited in (None, 'joined'):
             if cfg.system:
-                raise ValueError(f'system={cfg.system!r} needs a template: {one_of_templates()}')
+                raise ValueError(f'system={cfg.system!r} needs a template: {CHOOSE}')
             prompts.append(Prompt(given, text, prompt_ids(tokenizer, text)))
         elif is_plain:
             raise ValueError(f'{cfg.eval_code or cfg.start} has a chat or an instruction, which needs a '
-                             f'template: {one_of_templates()}')
+                             f'template: {CHOOSE}')
         else:
             template = choose_template(asked, suited)
-            ids = turn_ids(tokenizer, with_system(turns, cfg.system), template)
+            ids = turn_ids(tokenizer, turns, template, cfg.system)
             shown = text if template == 'joined' else f'{text}\n'
             prompts.append(Prompt(given, shown, ids, TEMPLATES[template]['assistant'][1]))
     return prompts
 
 
-def one_of_templates():
-    """The end of an error message about a template that is missing."""
-    return f'choose one with --template: {", ".join(TEMPLATES)}'
-
-
-def with_system(turns, system):
-    """The turns with a system prompt (None: without) before them, unless they have one."""
-    return turns if system is None or 'system' in dict(turns) else [('system', system), *turns]
-
-
-def turn_ids(tokenizer, turns, template):
-    """The ids of a conversation up to the assistant's next answer, as in training; never empty."""
+def turn_ids(tokenizer, turns, template, system=None):
+    """
+    The ids of a conversation up to the assistant's next answer, as in training; never empty. system: a system
+    prompt for turns that have none.
+    """
+    if system is not None and 'system' not in dict(turns):
+        turns = [('system', system), *turns]
     begin = [] if tokenizer.begin is None else [tokenizer.begin]
     parts = parts_before_answer(turns, template)
     return begin + encode_parts(tokenizer, parts)[0].tolist() if parts else prompt_ids(tokenizer, '')
@@ -394,7 +391,7 @@ def chat(model, tokenizer, template, cfg):
         template = cfg.template
     if template not in TEMPLATES:
         why = 'has no template of its own' if template == 'none' else f'has the template {template!r}'
-        raise ValueError(f'the model {why}; {one_of_templates()}')
+        raise ValueError(f'the model {why}; {CHOOSE}')
     standard_input()  # fails early if stdin is closed
     if hasattr(sys.stdin, 'reconfigure'):  # not in a notebook
         sys.stdin.reconfigure(errors='replace')  # a byte that is not UTF-8 must not end a chat
@@ -428,7 +425,7 @@ def read_message():
 def fit_turns(tokenizer, turns, template, limit, system=None):
     """(the newest turns of at most `limit` ids, those ids up to the answer). ValueError if there are none."""
     for first in range(0, len(turns), 2):
-        ids = turn_ids(tokenizer, with_system(turns[first:], system), template)
+        ids = turn_ids(tokenizer, turns[first:], template, system)
         if len(ids) <= limit:
             if first:
                 print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
