@@ -281,8 +281,7 @@ def capped_attention(q, k, v, attn_mask=None, dropout_p=0.0, enable_gqa=True, *,
     k, v = (tensor.repeat_interleave(q.size(1) // k.size(1), 1) for tensor in (k, v))
     logits = softcap((q @ k.mT).float() * q.size(-1)**-0.5, cap=cap)  # (B, H, T, keys)
     if attn_mask is not None:
-        is_bool = attn_mask.dtype == torch.bool
-        logits = logits.masked_fill(~attn_mask, -math.inf) if is_bool else logits + attn_mask
+        logits = logits.masked_fill(~attn_mask, -math.inf)
     return F.dropout(logits.softmax(-1).to(v.dtype), dropout_p) @ v
 
 
@@ -299,7 +298,7 @@ def attend_in_window(q, k, v, dropout, window, kernel=None):
     # rows: a block of queries; columns: the keys of the window before the block, then its own
     row, column = torch.arange(size, device=q.device), torch.arange(window - 1 + size, device=q.device)
     age = row[:, None] + window - 1 - column
-    mask = torch.zeros_like(age, dtype=q.dtype).masked_fill((age < 0) | (age >= window), -math.inf)
+    mask = (age >= 0) & (age < window)
     parts = []
     for start in range(0, T, size):
         end, first = min(start + size, T), max(start - window + 1, 0)
