@@ -75,11 +75,11 @@ def habits_of(folder, tokenizer):
     What a Hugging Face folder says about texts, as a checkpoint says it: bos, the id that begins them; ends,
     the ids that end an answer; template, the one of its chats.
     """
-    files = {}
-    for name in ('config.json', 'generation_config.json'):
-        path = os.path.join(folder, name)
-        files[name] = read_json(path) if os.path.exists(path) else {}
-    ends = files['generation_config.json'].get('eos_token_id', files['config.json'].get('eos_token_id'))
+    config = read_json(os.path.join(folder, 'config.json'))
+    path = os.path.join(folder, 'generation_config.json')
+    if os.path.exists(path):
+        config |= read_json(path)
+    ends = config.get('eos_token_id')
     ends = ends if isinstance(ends, list) else [ends]
     habits = {'bos': tokenizer.first, 'ends': [i for i in ends if i is not None]}
     template = template_of(folder)
