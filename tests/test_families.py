@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import all_logits, error_against, error_of, load, same
+from test_model import EVERYTHING, SMALL
 
 import prepare
 import sample
@@ -286,42 +287,19 @@ def test_a_tuned_family_needs_its_folder_no_more(llama_folder, hub, train_tiny, 
 # -----------------------------------------------------------------------------
 # trained from scratch
 
-EVERYTHING = dict(vocab_size=61, block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, head_dim=6,
-                  qkv_bias=True, position='rope', rope_base=500.0, rope_factor=4.0, rope_context=8,
-                  norm='rmsnorm_offset', norm_eps=1e-3, post_norm=True, embed_norm=False, embed_scale=3.0,
-                  mlp='geglu', qk_norm=True, query_scale=0.3, attn_softcap=1.5, softcap=2.0, window=5,
-                  window_pattern='SL', rope_local_base=50.0)
-
-
 def everything(**settings):
     torch.manual_seed(0)
-    return GPT(GPTConfig(**EVERYTHING | settings)).eval()
+    return GPT(GPTConfig(**SMALL | EVERYTHING | settings)).eval()
 
 
-def test_a_model_with_every_setting_learns_and_looks_back_only():
+def test_a_model_with_every_setting_learns():
     model, ids = everything(), torch.randint(61, (2, 16))
-    logits = all_logits(model, ids)
-    changed = ids.clone()
-    changed[0, 9] = (ids[0, 9] + 1) % 61
-    differs = (all_logits(model, changed) != logits).any(-1)
-    assert not differs[0, :9].any() and differs[0, 9:].all() and not differs[1].any()
     before = model.train()(ids, ids).sum()
     before.backward()
     for name, p in model.named_parameters():
         assert p.grad.isfinite().all() and p.grad.abs().sum() > 0, name
         p.data -= 0.1 * p.grad / p.grad.norm()
     assert model(ids, ids).sum() < before
-
-
-def test_a_model_with_every_setting_is_rebuilt_from_its_checkpoint():
-    model, ids = everything(), torch.randint(61, (1, 16))
-    again = GPT.from_checkpoint(model.config.model_args(), model.state_dict()).eval()
-    assert torch.equal(all_logits(model, ids), all_logits(again, ids)) and again.config == model.config
-    model.crop_block_size(8)
-    assert torch.equal(all_logits(model, ids[:, :8]), all_logits(again, ids[:, :8]))
-    model.compute_dtype = torch.bfloat16
-    difference = (all_logits(model, ids[:, :8]) - all_logits(again, ids[:, :8])).abs().max()
-    assert 0 < difference < 0.1
 
 
 def test_a_model_with_every_setting_writes_the_same_text_with_a_compiled_steps_cache():
@@ -347,20 +325,6 @@ def test_the_soft_cap_of_a_gpu_equals_the_one_written_out(monkeypatch):
     q, k, v = (3 * torch.randn(2, heads, 16, 6) for heads in (4, 2, 2))
     mask = block_mask(16, 5, None, 'cpu')
     torch.testing.assert_close(attention.attend(q, k, v, mask), attention.attend(q, k, v))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which('g++') is None, reason='torch.compile needs a C++ compiler')
-def test_a_compiled_model_with_every_setting_equals_the_eager_one():
-    torch._dynamo.reset()
-    model = everything(n_layer=1, window_pattern=None).train()
-    ids, results = torch.randint(61, (2, 16)), []
-    for forward in (model, torch.compile(model, dynamic=False)):
-        model.zero_grad()
-        loss = forward(ids, ids).sum()
-        loss.backward()
-        results.append(torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())]))
-    assert (results[0] - results[1]).norm() < 1e-5 * results[0].norm()
 
 
 def test_muon_sees_each_matrix_of_wide_heads_and_gated_mlps():
@@ -390,22 +354,6 @@ def test_a_long_prompt_with_a_soft_cap_is_computed_in_blocks_of_queries(monkeypa
     expected = all_logits(model, ids)
     monkeypatch.setitem(GPT.__init__.__globals__, 'QUERIES', 3)
     torch.testing.assert_close(all_logits(model, ids), expected)
-
-
-@pytest.mark.parametrize('settings, words', [
-    (dict(head_dim=5), 'head_dim, or n_embd / n_head = 5 is odd'),
-    (dict(head_dim=0), 'head_dim=0 must be at least 1'),
-    (dict(norm_eps=0.0), 'norm_eps=0.0 must be above 0'),
-    (dict(query_scale=-1.0), 'query_scale=-1.0 must be above 0'),
-    (dict(attn_softcap=math.inf), 'attn_softcap=inf must be at least 0 and finite'),
-    (dict(embed_norm=True), 'embed_scale=3.0 applies only with embed_norm=False'),
-    (dict(window=None, window_pattern=None), 'rope_local_base=50.0 applies only with .* and a window'),
-    (dict(rope_factor=1.0), "rope_context=8 applies only with position='rope' and a rope_factor"),
-    (dict(rope_local_base=0.5), 'rope_local_base=0.5 must be above 1'),
-    (dict(position='learned'), "rope_base=500.0 applies only with position='rope'.*rope_factor=4.0")])
-def test_settings_that_do_not_fit(settings, words):
-    with pytest.raises(ValueError, match=words):
-        everything(**settings)
 
 
 def test_settings_of_a_checkpoint_without_them_mean_what_they_meant():

@@ -27,13 +27,18 @@ SHAPES = {'gpt2': dict(bias=True), 'modern': dict(preset='modern'),
           'swiglu, grouped': dict(preset='modern', mlp='swiglu', n_kv_head=2),
           'tied rope': dict(position='rope', softcap=5.0),
           'windows': dict(preset='modern', n_kv_head=2, window=5, window_pattern='SL')}
+EVERYTHING = dict(n_kv_head=2, head_dim=6, qkv_bias=True, position='rope', rope_base=500.0, rope_factor=4.0,
+                  rope_context=8, norm='rmsnorm_offset', norm_eps=1e-3, post_norm=True, embed_norm=False,
+                  embed_scale=3.0, mlp='geglu', qk_norm=True, query_scale=0.3, attn_softcap=1.5, softcap=2.0,
+                  window=5, window_pattern='SL', rope_local_base=50.0)  # every setting of the families
+ALL_SHAPES = {**SHAPES, 'everything': EVERYTHING}
 SMALL = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32)
 
 
 def make(shape='gpt2', seed=0, **more):
     """A small model whose weights are all random, so that no zero or one hides a mistake."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(**SMALL | SHAPES[shape] | more)).eval()
+    model = GPT(GPTConfig(**SMALL | ALL_SHAPES[shape] | more)).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
     return model
@@ -43,7 +48,7 @@ def ids(*size, seed=0):
     return torch.randint(61, size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape', ALL_SHAPES)
 def test_a_token_changes_later_outputs_and_no_earlier_one(shape):
     """Attention over (B, T, H, D) breaks this law: such a model never looks back."""
     model, a = make(shape), ids(1, 12)
@@ -94,7 +99,7 @@ def test_the_block_mask_of_a_gpu_equals_the_dense_mask(monkeypatch, window, docu
         attention.attend(q, k, v, mask)
 
 
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape', ALL_SHAPES)
 def test_a_document_in_a_row_is_computed_as_if_it_stood_alone(shape):
     """Its logits, and the gradients of all; rotary positions are relative, learned ones begin again."""
     model, x, y, lengths = make(shape), ids(2, 16), ids(2, 16, seed=1), [(6, 1, 9), (16,)]
@@ -128,7 +133,7 @@ def test_layers_take_the_windows_of_the_pattern_and_reach_no_further():
     assert changed.nonzero().flatten().tolist() == list(range(2, 2 + 2 * 3 + 1))  # three more in each layer
 
 
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape', ALL_SHAPES)
 def test_the_loss_is_the_cross_entropy_of_the_targets_that_count(shape):
     model, x, y = make(shape), ids(3, 16), ids(3, 16, seed=1)
     y[0, :5], y[2] = -1, -1
@@ -173,7 +178,7 @@ def test_label_smoothing_acts_in_training_only_and_softcap_bounds_logits():
     assert 2.9 < all_logits(capped, x).abs().max() <= 3.0
 
 
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape', ALL_SHAPES)
 def test_a_shorter_context_computes_the_same_and_bfloat16_is_close(shape):
     """The weights stay in float32; rotary angles of positions would lose all precision in bf16."""
     model, x = make(shape), ids(2, 7)
@@ -189,7 +194,7 @@ def test_a_shorter_context_computes_the_same_and_bfloat16_is_close(shape):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which('g++') is None, reason='torch.compile needs a C++ compiler')
 @pytest.mark.parametrize('shape, masked', [('gpt2', False), ('modern', False), ('windows', False),
-                                           ('gpt2', True)])
+                                           ('everything', False), ('gpt2', True)])
 def test_compiled_equals_eager(shape, masked):
     torch._dynamo.reset()
     model, x = make(shape, n_layer=1).train(), ids(2, 16)
@@ -279,7 +284,11 @@ def test_modern_blocks_start_as_the_identity_and_the_head_as_uniform():
     (dict(window=0), 'window=0 must be at least 1'),
     (dict(window_pattern='SL'), "window_pattern='SL' must contain an S, only S and L, and need a window"),
     (dict(window=8, window_pattern='LX'), "window_pattern='LX' must contain an S"),
-    (dict(rope_base=5e5), "rope_base=500000.0 applies only with position='rope'")])
+    (dict(rope_base=5e5), "rope_base=500000.0 applies only with position='rope'"),
+    (dict(norm_eps=0.0), 'norm_eps=0.0 must be above 0'),
+    (dict(embed_norm=True, embed_scale=3.0), 'embed_scale=3.0 applies only with embed_norm=False'),
+    (dict(preset='modern', rope_local_base=50.0), 'rope_local_base=50.0 applies only with .* and a window'),
+    (dict(preset='modern', rope_context=8), "rope_context=8 applies only with position='rope' and a rope_")])
 def test_settings_that_do_not_fit(settings, words):
     with pytest.raises(ValueError, match=words):
         GPT(GPTConfig(**{'vocab_size': 61, **settings}))
@@ -291,13 +300,13 @@ def test_shapes_of_nanogpt_have_its_seven_names_and_others_all():
     seven = {'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout'}
     assert set(make(dropout=0.1, label_smoothing=0.1).config.model_args()) == seven
     for other in (dict(mlp='gelu_tanh'), dict(preset='modern'), dict(n_ff=64), dict(tie=False),
-                  dict(window=8, window_pattern='SL')):
+                  dict(window=8, window_pattern='SL'), EVERYTHING):
         config = make(**other).config
         assert set(config.model_args()) > seven
         assert config_from(config.model_args()).resolved() == config
 
 
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape', ALL_SHAPES)
 def test_a_model_is_rebuilt_from_its_checkpoint(shape):
     model = make(shape)
     weights = {name: w.clone() for name, w in model.state_dict().items()}  # tied matrices may be two copies
