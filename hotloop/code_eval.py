@@ -139,15 +139,11 @@ def completed(code, task):
     """The program of an answer: after the prompt that it continues, or alone."""
     if not task.entry:
         return code
-    body = code if defines(code, task.entry) else textwrap.indent(code, indentation(task.prompt))
-    return f'{task.prompt.rstrip()}\n{body}'
-
-
-def indentation(prompt):
-    """The indentation of the last function of a prompt; four spaces if nothing of its body is there."""
-    tree = parsed(prompt)
-    first = getattr(tree.body[-1], 'body', None) if tree and tree.body else None
-    return prompt.split('\n')[first[0].lineno - 1][:first[0].col_offset] if first else '    '
+    prompt = task.prompt.rstrip()
+    if not defines(code, task.entry):
+        space = re.match(r'\s*', prompt.split('\n')[-1])[0]  # of the end of the docstring
+        code = textwrap.indent(code, space or '    ')
+    return f'{prompt}\n{code}'
 
 
 def is_code(code, prompt):

@@ -62,7 +62,7 @@ def test_an_answer_passes_if_its_program_and_the_tests_run(answer, outcome):
 
 @pytest.mark.parametrize('space', ['  ', '\t', '    ', '        '])
 def test_a_body_is_indented_as_its_prompt(space):
-    """If a docstring or a comment shows how; the answer may have any indentation."""
+    """If a docstring shows how; the answer may have any indentation."""
     text = f'\"\"\"Adds.\n\n{space}add(1, 1) is 2.\n{space}\"\"\"'
     docstring = {**ADD, 'prompt': f'def add(a, b):\n{space}{text}\n'}
     for answer in (f'{space}return a + b\n', 'total = a + b\nreturn total', '   return a + b'):
