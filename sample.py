@@ -110,10 +110,8 @@ class SampleConfig:
             wrong.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
         if self.template == 'none' and (self.chat or self.score is not None):
             wrong.append("template='none' keeps prompts as they are; chat and score need a template")
-        if self.export is not None and self.quantize != 'none':
-            wrong.append(f'export={self.export} writes no int8 weights; leave quantize={self.quantize} out')
-        if self.diagnose and self.quantize != 'none':
-            wrong.append(f'diagnose=True looks at float32 weights; leave quantize={self.quantize} out')
+        if self.quantize != 'none' and {'export', 'diagnose'} & set(commands):
+            wrong.append(f'{commands[0]} needs unquantized weights; leave quantize={self.quantize} out')
         if self.run_code and self.eval_code is None:
             wrong.append('run_code=True needs eval_code, the file with the tasks')
         if self.run_code and os.name == 'nt':
@@ -390,8 +388,7 @@ def chat(model, tokenizer, template, cfg):
     if cfg.template != 'auto':
         template = cfg.template
     if template not in TEMPLATES:
-        why = 'has no template of its own' if template == 'none' else f'has the template {template!r}'
-        raise ValueError(f'the model {why}; {CHOOSE}')
+        raise ValueError(f'the template of the model is {template!r}; {CHOOSE}')
     standard_input()  # fails early if stdin is closed
     if hasattr(sys.stdin, 'reconfigure'):  # not in a notebook
         sys.stdin.reconfigure(errors='replace')  # a byte that is not UTF-8 must not end a chat
