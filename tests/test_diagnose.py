@@ -214,8 +214,3 @@ def test_the_tables_show_the_same_numbers(train_tiny, tmp_path, data_dir, diagno
         for name, value in found[section][0].items():
             assert f'{name} {text_of(value)}' in lines
     assert max(map(len, lines)) < 120
-
-
-def test_quantized_weights_are_not_diagnosed(tmp_path):
-    with pytest.raises(ValueError, match='leave quantize=int8 out'):
-        sample.main(['--diagnose', '--quantize=int8'])

@@ -211,7 +211,6 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert config['eos_token_id'] is None and config['bos_token_id'] is None  # not those of transformers
     export(gpt(11), CharTokenizer(CHARS, eot=True), 'none', str(tmp_path / 'ends'), torch.float32)
     assert json.loads((tmp_path / 'ends' / 'config.json').read_text())['eos_token_id'] == 10
-    assert 'leave quantize=int8 out' in error_of(main, out_dir=path.parent, export=folder, quantize='int8')
 
 
 def test_a_run_of_adapters_is_exported_merged(train_tiny, tmp_path):
