@@ -142,11 +142,9 @@ def add_adapters(model, cfg, origin, env, seed):
     torch.manual_seed(seed)
     for block in model.transformer.h:
         for matrix, linear in [(name, m) for name, m in block.named_modules() if isinstance(m, nn.Linear)]:
-            base, in_features = linear, linear.in_features
-            if cfg.quantize == 'nf4':
-                base = NF4Linear(linear.to(env.device))
+            base = NF4Linear(linear.to(env.device)) if cfg.quantize == 'nf4' else linear
             if matrix in parts:
-                base = LoRALinear(base, in_features, [tuple(part[1:]) for part in parts[matrix]], cfg)
+                base = LoRALinear(base, linear.in_features, [tuple(part[1:]) for part in parts[matrix]], cfg)
             block.set_submodule(matrix, base)
     for p in model.parameters():
         if p.dim() > 1 and not p.requires_grad:
