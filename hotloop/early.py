@@ -1,6 +1,5 @@
 """What a script does before its imports, of which torch takes seconds: it checks the command line."""
 
-import ast
 import contextlib
 import os
 import sys
@@ -8,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from configurator import (
     HERE,
-    OWN_FILE,
     SettingsError,
     check_problems,
     configure,
@@ -35,18 +33,6 @@ def without_torch():
             sys.modules['torch'] = torch
 
 
-def may_run_twice(path):
-    """Whether a config file only sets values. One that calls something, or a pipe, must run once."""
-    if not os.path.isfile(path):
-        return not os.path.exists(path)
-    with open(path, encoding='utf-8-sig', errors='replace') as f:
-        source = f.read()
-    with contextlib.suppress(SyntaxError, ValueError):  # it will be refused before it runs
-        called = any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(source)))
-        return not called and not source.startswith(OWN_FILE)  # its dropped settings are printed
-    return True
-
-
 def check_torch():
     """SettingsError if torch is older than the code needs. If it is missing, its import says so."""
     with contextlib.suppress(PackageNotFoundError):
@@ -70,7 +56,7 @@ def check_early(*sources):
     Prints --help, draws --report or raises SettingsError before the imports of a script, of which torch takes
     seconds.
     sources: files beside this one with settings classes; the script comes last. What cannot be known here is
-    left to the script: settings that need torch, and config files that must not run twice.
+    left to the script: settings that need torch, and config files, which may need it or must run once.
     """
     explain_imports()
     host.end_spins_early()
@@ -83,7 +69,7 @@ def check_early(*sources):
                 if name.endswith('Config') and value.__module__ == module.__name__:  # not an imported one
                     classes.append(value)
         words, flags, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
-        if problems or all(map(may_run_twice, words)):
+        if problems or not words:
             *objects, _, _ = configure(*classes, about=modules[-1].__doc__, removed=removed, check=False)
             # train.py checks a resumed run with the settings of its checkpoint
             if 'train.py' not in sources or objects[-1].init_from not in ('resume', 'auto'):
