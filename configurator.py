@@ -254,7 +254,7 @@ def read_file(path, settings, fields, removed):
         reason = getattr(e, 'strerror', None) or f'{type(e).__name__}: {e}'  # strerror: of an OSError
         hint = meant(path, fields) if isinstance(e, FileNotFoundError) and not places else ''
         if isinstance(e, IsADirectoryError) and not places:
-            hint = f'; a run folder is given as --out_dir={path}'
+            hint = f'; a run folder is given as --out_dir={path}, several to compare as --report=A,B'
         return problems or [f'{place}: {reason}{hint}']
     dropped = []
     for name, value in namespace.items():

@@ -53,14 +53,12 @@ def explain_imports():
 
 def check_early(*sources):
     """
-    Prints --help, draws --report or raises SettingsError before the imports of a script, of which torch takes
-    seconds.
+    Prints --help or raises SettingsError before the imports of a script, of which torch takes seconds.
     sources: files beside this one with settings classes; the script comes last. What cannot be known here is
     left to the script: settings that need torch, and config files, which may need it or must run once.
     """
     explain_imports()
     host.end_spins_early()
-    flags = {}
     with without_torch(), contextlib.suppress(NameError):
         modules = [settings_module(os.path.join(HERE, source)) for source in sources]
         classes, removed = [], getattr(modules[-1], 'REMOVED', {})
@@ -68,18 +66,10 @@ def check_early(*sources):
             for name, value in vars(module).items():
                 if name.endswith('Config') and value.__module__ == module.__name__:  # not an imported one
                     classes.append(value)
-        words, flags, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
+        words, _, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
         if problems or not words:
             *objects, _, _ = configure(*classes, about=modules[-1].__doc__, removed=removed, check=False)
             # train.py checks a resumed run with the settings of its checkpoint
             if 'train.py' not in sources or objects[-1].init_from not in ('resume', 'auto'):
                 check_problems(objects)
-    if 'report' in flags and flags['report'][0] is not None:
-        if folders := list(filter(os.path.isdir, words)):
-            raise SettingsError('--report takes folders separated by commas: --report='
-                                + ','.join([flags['report'][0], *folders]))
-        from hotloop.report import report  # and numpy, which only this needs
-        if os.environ.get('RANK', '0') == '0':
-            print(report(flags['report'][0]))
-        sys.exit(0)
     check_torch()

@@ -262,7 +262,8 @@ def test_a_word_that_is_no_file_gets_a_suggestion(monkeypatch, word, hint):
 
 def test_a_folder_is_not_a_config_file_and_a_config_file_needs_no_flag(tmp_path):
     assert refusal(str(tmp_path)) == [
-        f'{tmp_path}: Is a directory; a run folder is given as --out_dir={tmp_path}']
+        f'{tmp_path}: Is a directory; a run folder is given as --out_dir={tmp_path}, several to compare as '
+        '--report=A,B']
     assert refusal('--config=card.py') == [
         "--config: unknown setting 'config'; a config file is given without a flag, as in: train.py FILE.py"]
 

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,7 +22,6 @@ from hotloop.record import Record, running_mean
 from hotloop.report import report
 from hotloop.wording import duration, text_of, with_error
 
-ROOT = Path(train.__file__).parent
 VOID = {'meta', '!doctype'}
 
 
@@ -376,20 +373,10 @@ def test_reports_cost_little_of_a_run(tmp_path, monkeypatch):
     assert written == [1101, 1301, 1302]
 
 
-def test_report_answers_before_torch_is_imported(train_tiny, tmp_path):
+def test_the_command_draws_a_report(train_tiny, tmp_path, capsys):
     train_tiny(max_iters=2)
-    (tmp_path / 'out' / 'report.html').unlink()
-    (tmp_path / 'card.py').write_text("print('runs')\n")  # cards have no effect on a report, and do not run
-    command = [sys.executable, '-X', 'importtime', 'train.py', str(tmp_path / 'card.py'),
-               f'--report={tmp_path / "out"}']
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
-    assert done.stdout == f'report: {tmp_path}/out/report.html\n' and 'torch._' not in done.stderr
-    assert (tmp_path / 'out' / 'report.html').exists()
-    failed = subprocess.run([sys.executable, 'train.py', '--report=nowhere'], cwd=ROOT, text=True,
-                            capture_output=True, check=False)
-    assert failed.returncode == 1 and failed.stderr.startswith('error: nowhere/log.jsonl: No such file')
-    apart = subprocess.run([sys.executable, 'train.py', '--report=a', str(tmp_path / 'out')], cwd=ROOT,
-                           text=True, capture_output=True, check=False)
-    assert apart.stderr.endswith(f'separated by commas: --report=a,{tmp_path}/out\n')
     (tmp_path / 'out').rename(tmp_path / 'a, b')
+    capsys.readouterr()
     assert train.main([f'--report={tmp_path / "a, b"}']) == 0
+    assert capsys.readouterr().out == f'report: {tmp_path}/a, b/report.html\n'
+    assert error_of(train.main, ['--report=nowhere']).startswith('nowhere/log.jsonl: No such file')
