@@ -63,8 +63,9 @@ SYNONYMS = {
     'max_new_tokens': ('max_tokens', 'max_length', 'num_tokens', 'length'),
     'num_samples': ('n', 'num_return_sequences'),
 }
-
-
+# {setting of earlier versions: what to do instead}
+REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a step goes',
+           'on_divergence': 'a run that diverges stops; lower the learning rate and resume'}
 PIPES = {}  # {path: text} of config files that are pipes, which can be read only once
 
 
@@ -133,10 +134,10 @@ def fields_of(classes):
     return fields
 
 
-def unknown(name, fields, removed):
+def unknown(name, fields):
     """The error message for a name that is not a setting."""
-    if name in removed:
-        return f'setting {name!r} was removed: {removed[name]}'
+    if name in REMOVED:
+        return f'setting {name!r} was removed: {REMOVED[name]}'
     known = [ours for ours, names in SYNONYMS.items() if name in names and ours.split('=')[0] in fields]
     hint = did_you_mean(name, {field: repr(field) for field in fields})
     if known:
@@ -231,7 +232,7 @@ def meant(word, fields):
     return did_you_mean(name, known) or hint
 
 
-def read_file(path, settings, fields, removed):
+def read_file(path, settings, fields):
     """
     Runs a config file, the user's own code, over the settings and puts its values into them. A name that it
     assigns must be a setting, a module or a function, or start with an underscore. Returns the problems.
@@ -265,16 +266,16 @@ def read_file(path, settings, fields, removed):
                 settings[name] = accept(value, fields[name][0]), place
             except ValueError as e:
                 problems.append(f'{place}: {name}: {e}')
-        elif name in removed and source.startswith(OWN_FILE):
+        elif name in REMOVED and source.startswith(OWN_FILE):
             dropped.append(name)
         elif name in lines and name not in fields and not helper:
-            hint = '' if name in removed else ' (start the name of a helper with _)'
-            problems.append(f'{place}: {unknown(name, fields, removed)}{hint}')
+            hint = '' if name in REMOVED else ' (start the name of a helper with _)'
+            problems.append(f'{place}: {unknown(name, fields)}{hint}')
     print_dropped(dropped, path)
     return problems
 
 
-def read_argv(argv, fields, removed):
+def read_argv(argv, fields):
     """Splits a command line into words and flags. Returns (words, {name: (value, place)}, problems)."""
     words, found, problems = [], {}, []
     rest = list(argv)
@@ -295,7 +296,7 @@ def read_argv(argv, fields, removed):
             text, equals = rest.pop(0), True
         try:
             if name not in fields:
-                raise ValueError(unknown(name, fields, removed))
+                raise ValueError(unknown(name, fields))
             if not equals and not text:
                 raise ValueError(f'a value is missing; write --{name}=VALUE')
             found[name] = (parse(text, kind), f'--{name}')
@@ -304,14 +305,13 @@ def read_argv(argv, fields, removed):
     return words, found, problems
 
 
-def configure(*classes, argv=None, files=True, about='', base=None, removed=None, check=True):
+def configure(*classes, argv=None, files=True, about='', base=None, check=True):
     """
     Reads a command line into one object per dataclass. Their problems() methods return the errors.
 
     files:   whether positional words are config files to run
     about:   the text above the settings in --help
     base:    {name: value} below files and flags: the settings of a checkpoint
-    removed: {removed setting: a sentence on what to do instead}
     check:   whether to call problems(); without it check_problems() must follow, or another call with a base
 
     Returns the objects, {name: place} of what files and flags set, and the positional words.
@@ -321,13 +321,13 @@ def configure(*classes, argv=None, files=True, about='', base=None, removed=None
     if '--help' in argv or '-h' in argv:
         print(help_text(classes, about, files))
         sys.exit(0)
-    fields, removed = fields_of(classes), removed or {}
+    fields = fields_of(classes)
     settings = {name: (default, None) for name, (_, default) in fields.items()}  # {name: (value, place)}
-    words, flags, problems = read_argv(argv, fields, removed)
+    words, flags, problems = read_argv(argv, fields)
     problems += read_base(base or {}, settings, fields, flags)
     if files:
         for path in words:
-            problems += read_file(path, settings, fields, removed)
+            problems += read_file(path, settings, fields)
     settings.update(flags)
     objects = [cls(**{f.name: settings[f.name][0] for f in dataclasses.fields(cls)}) for cls in classes]
     if problems:

@@ -179,8 +179,6 @@ class TrainConfig:
 
 
 PAIRS = ('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction'), ('eval_tokens', 'eval_iters')
-REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a step goes',
-           'on_divergence': 'a run that diverges stops; lower the learning rate and resume'}
 
 
 # -----------------------------------------------------------------------------
@@ -207,7 +205,7 @@ class Settings:
 def read_settings(argv=None):
     """The Settings of a command line. ValueError if they contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else argv
-    read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__, removed=REMOVED)
+    read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__)
     model_cfg, lora, cfg, given, files = read(argv=argv, check=False)
     notes, base = [], {}
     if cfg.init_from == 'auto':

@@ -61,14 +61,14 @@ def check_early(*sources):
     host.end_spins_early()
     with without_torch(), contextlib.suppress(NameError):
         modules = [settings_module(os.path.join(HERE, source)) for source in sources]
-        classes, removed = [], getattr(modules[-1], 'REMOVED', {})
+        classes = []
         for module in modules:
             for name, value in vars(module).items():
                 if name.endswith('Config') and value.__module__ == module.__name__:  # not an imported one
                     classes.append(value)
-        words, _, problems = read_argv(sys.argv[1:], fields_of(classes), removed)
+        words, _, problems = read_argv(sys.argv[1:], fields_of(classes))
         if problems or not words:
-            *objects, _, _ = configure(*classes, about=modules[-1].__doc__, removed=removed, check=False)
+            *objects, _, _ = configure(*classes, about=modules[-1].__doc__, check=False)
             # train.py checks a resumed run with the settings of its checkpoint
             if 'train.py' not in sources or objects[-1].init_from not in ('resume', 'auto'):
                 check_problems(objects)

@@ -346,16 +346,15 @@ def test_a_value_of_a_checkpoint_that_no_longer_fits_names_the_flag():
 
 
 def test_removed_settings_are_errors_for_users_and_dropped_from_old_runs(card, capsys, monkeypatch):
-    removed = {'profile': 'tests/bench/profile_step.py shows where the time goes'}
-    sentence = "setting 'profile' was removed: tests/bench/profile_step.py shows where the time goes"
-    assert refusal('--profile', 'True', removed=removed) == [f'--profile: {sentence}']
+    sentence = f"setting 'profile' was removed: {configurator.REMOVED['profile']}"
+    assert refusal('--profile', 'True') == [f'--profile: {sentence}']
     path = card('n_layer = 3\nprofile = False\n')
-    assert refusal(path, removed=removed) == [f'{path}, line 2: {sentence}']
+    assert refusal(path) == [f'{path}, line 2: {sentence}']
     title = 'all settings of the run in this folder; as a config file it repeats the run'
     own = card(as_file([Shape(n_layer=3)], title) + 'profile = False\n', 'config.py')
-    values, given, _ = conf(own, removed=removed)
+    values, given, _ = conf(own)
     assert values['n_layer'] == 3 and 'profile' not in given
-    assert conf(base={'n_layer': 4, 'profile': 1}, removed=removed)[0]['n_layer'] == 4
+    assert conf(base={'n_layer': 4, 'profile': 1})[0]['n_layer'] == 4
     monkeypatch.setenv('RANK', '1')
     conf(base={'profile': 1})
     dropped = 'dropped settings that this version does not have: profile'
