@@ -395,9 +395,9 @@ def differences(objects, given, hidden=()):
     return '\n'.join(lines)
 
 
-def as_file(objects, title):
-    """All settings as the text of a config file, whose first line is the title."""
-    lines = [f'# {title}', '']
+def as_file(objects):
+    """All settings as the text of the config.py of a run."""
+    lines = [f'{OWN_FILE}; as a config file it repeats the run', '']
     for o in objects:
         lines += [f'{f.name} = {getattr(o, f.name)!r}' for f in dataclasses.fields(o)]
     return '\n'.join(lines) + '\n'

@@ -47,8 +47,7 @@ def config_text(run):
     cfg = dataclasses.replace(run.cfg, init_from=run.settings['init_from'])
     if cfg.decay_start is not None:
         cfg.time_budget = None
-    repeats = [run.model.config, run.lora, cfg]
-    return as_file(repeats, 'all settings of the run in this folder; as a config file it repeats the run')
+    return as_file([run.model.config, run.lora, cfg])
 
 
 def rewrite_config(run):

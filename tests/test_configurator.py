@@ -350,8 +350,7 @@ def test_removed_settings_are_errors_for_users_and_dropped_from_old_runs(card, c
     assert refusal('--profile', 'True') == [f'--profile: {sentence}']
     path = card('n_layer = 3\nprofile = False\n')
     assert refusal(path) == [f'{path}, line 2: {sentence}']
-    title = 'all settings of the run in this folder; as a config file it repeats the run'
-    own = card(as_file([Shape(n_layer=3)], title) + 'profile = False\n', 'config.py')
+    own = card(as_file([Shape(n_layer=3)]) + 'profile = False\n', 'config.py')
     values, given, _ = conf(own)
     assert values['n_layer'] == 3 and 'profile' not in given
     assert conf(base={'n_layer': 4, 'profile': 1})[0]['n_layer'] == 4
@@ -393,7 +392,7 @@ awkward = (st.lists(st.characters() | st.integers(0xd800, 0xdfff).map(chr), max_
 def test_as_file_read_back_gives_the_same_settings(tmp_path, n_layer, rate, out, name, compile):
     objects = [Shape(n_layer=n_layer), Loop(learning_rate=rate, out_dir=out, run_name=name, compile=compile)]
     path = tmp_path / 'config.py'
-    path.write_text(as_file(objects, 'all settings'), encoding='utf-8')
+    path.write_text(as_file(objects), encoding='utf-8')
     shape, loop, given, _ = configure(Shape, Loop, argv=[str(path)])
     assert repr([shape, loop]) == repr(objects)  # types and -0.0 too
     assert len(given) == len(dataclasses.fields(Shape)) + len(dataclasses.fields(Loop))

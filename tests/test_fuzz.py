@@ -151,5 +151,5 @@ def test_a_command_line_is_settings_or_an_error(count, tmp_path, monkeypatch):
             assert e.code == 0 and {'--help', '-h'} & set(argv)
             return
         differences(objects, given)
-        as_file(objects, 'title').encode('utf-8')
+        as_file(objects).encode('utf-8')
     assert 0.05 * count < each(count, random_command, read) < count
