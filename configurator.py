@@ -417,19 +417,12 @@ def settings_module(path):
     with open(path, encoding='utf-8') as f:
         tree = ast.parse(f.read(), path)
     module.__doc__ = ast.get_docstring(tree, clean=False)
+    may_fail = {ast.Import: [ImportError], ast.ImportFrom: [ImportError], ast.Assign: [NameError]}
     for node in tree.body:
         is_config = isinstance(node, ast.ClassDef) and node.name.endswith('Config')
-        if not is_config and not isinstance(node, ast.Import | ast.ImportFrom | ast.Assign):
-            continue  # before it is compiled, which takes half of the time
-        code = compile(ast.Module([node], []), path, 'exec')
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            with contextlib.suppress(ImportError):
-                exec(code, vars(module))
-        elif isinstance(node, ast.Assign):
-            with contextlib.suppress(NameError):
-                exec(code, vars(module))
-        else:
-            exec(code, vars(module))
+        if is_config or type(node) in may_fail:  # to compile the rest would take as long again
+            with contextlib.suppress(*may_fail.get(type(node), ())):
+                exec(compile(ast.Module([node], []), path, 'exec'), vars(module))
     return module
 
 
