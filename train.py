@@ -40,7 +40,7 @@ from hotloop.check import check
 from hotloop.checkpoint import OPTIMIZERS, RunState, context_of
 from hotloop.dataloader import Batches, Split, check_lengths, share_batch
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
-from hotloop.deadline import Deadline, look_at_clock, report_end, set_budget, start_clock
+from hotloop.deadline import Deadline, look_at_clock, report_end, set_budget
 from hotloop.device import choose_compile, choose_device, choose_dtype, evaluation_pays
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
@@ -518,7 +518,8 @@ def train(run):
     """The loop. Returns the exit code: 0, or 128 + the number of the signal that ended it."""
     cfg, env, state, batches = run.cfg, run.env, run.state, run.batches
     first_step, pending, stop_asked = state.iter_num, [], DelayedFlag()
-    start_clock(run)
+    if cfg.time_budget is not None:
+        run.deadline = Deadline(cfg, env, state)
     if not evaluate_missing(run):
         return stop_run(run)
     timer, postponed = StepTimer(batches, first_step), False

@@ -11,8 +11,6 @@ import functools
 import math
 from typing import NamedTuple
 
-import numpy as np
-
 from hotloop import host
 from hotloop.divergence import collect_steps
 from hotloop.evaluate import count_batches, eval_windows, evaluate
@@ -135,12 +133,6 @@ class Deadline:
         return steps >= ENOUGH_STEPS or seconds >= min(ENOUGH_SECONDS, self.left() / 20)
 
 
-def start_clock(run):
-    """Gives a run with a time budget its Deadline."""
-    if run.cfg.time_budget is not None:
-        run.deadline = Deadline(run.cfg, run.env, run.state)
-
-
 def look_at_clock(run, pending):
     """
     All processes call it after each step. If a look is due, it waits for the steps in `pending`, plans with
@@ -161,8 +153,7 @@ def look_at_clock(run, pending):
     if is_first and env.any(env.rank == 0 and deadline.left() > 0):
         try_evaluation(run)
     deadline.measured = True
-    plan = make_plan(run) if env.rank == 0 else Plan(*np.zeros(len(Plan._fields)))
-    plan = Plan(*env.of_rank_0(plan).tolist())
+    plan = Plan(*env.of_rank_0(make_plan(run)).tolist())
     if not run.state.eval_fitted:
         run.cfg.eval_interval = run.settings['eval_interval'] = int(plan.eval_interval)
         run.state.eval_fitted = True
