@@ -17,6 +17,7 @@ from hotloop.evaluate import count_batches, eval_windows, evaluate
 from hotloop.files import counted
 from hotloop.saves import rewrite_config
 from hotloop.schedule import NO_LIMIT, is_open
+from hotloop.wording import duration
 
 ENOUGH_STEPS, ENOUGH_SECONDS = 10, 3.0  # what the first estimate of the speed is made from
 EVALUATIONS = 0.1  # share of the budget that evaluations take at most, if there is more than the final one
@@ -180,8 +181,8 @@ def try_evaluation(run):
     run.deadline.evaluating += now - began
     run.deadline.evaluation = seconds
     if seconds > run.deadline.budget / 4:
-        env.print_once(f'note: the final evaluation takes about {clock(seconds)} of '
-                       f'{clock(run.deadline.budget)}; eval_tokens can be lowered')
+        env.print_once(f'note: the final evaluation takes about {duration(seconds)} of '
+                       f'{duration(run.deadline.budget)}; eval_tokens can be lowered')
 
 
 class Plan(NamedTuple):
@@ -230,7 +231,7 @@ def begin_decay(run, plan):
         run.settings[name] = getattr(cfg, name)
     deadline.at_decay, deadline.marks, deadline.next_look = plan, [deadline.marks[-1]], last
     run.env.print_once(f'time budget: the rate decays from step {cfg.decay_start:,} to {last:,}, expected at '
-                       f'{clock(deadline.budget - plan.spare)} of {clock(deadline.budget)}')
+                       f'{duration(deadline.budget - plan.spare)} of {duration(deadline.budget)}')
     if step < cfg.warmup_iters:
         run.env.print_once(f'note: the warmup of {counted(cfg.warmup_iters, "step")} ends early')
     if run.env.rank == 0:
@@ -257,9 +258,4 @@ def report_end(run):
         if deadline.evaluation > 1.1 * plan.evaluation > 0:
             why.append(f'the final evaluation took {deadline.evaluation:.1f} s, not {plan.evaluation:.1f} s')
     reasons = f': {", ".join(why)}' if why else ''
-    run.env.print_once(f'late: the run took {clock(used)} of {clock(deadline.budget)}{reasons}')
-
-
-def clock(seconds):
-    """Minutes and seconds: 2:58."""
-    return f'{int(seconds) // 60}:{int(seconds) % 60:02d}'
+    run.env.print_once(f'late: the run took {duration(used)} of {duration(deadline.budget)}{reasons}')

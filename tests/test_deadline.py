@@ -21,6 +21,7 @@ from hotloop.deadline import EXIT
 from hotloop.device import choose_compile
 from hotloop.distributed import Env
 from hotloop.schedule import NO_LIMIT
+from hotloop.wording import duration
 from model import GPT, GPTConfig
 
 ROOT = Path(train.__file__).parent
@@ -100,7 +101,7 @@ def test_a_run_ends_on_time_with_a_decayed_rate(budget, clock, tmp_path, capsys)
     ends = [5e-4 + (5e-3 - 5e-4) * (last - step) / (last - start) for step in range(start, last)]
     assert lrs[start:] == pytest.approx(ends)
     out = capsys.readouterr().out
-    assert f'time budget: the rate decays from step {start} to {last}, expected at 0:39' in out
+    assert f'time budget: the rate decays from step {start} to {last}, expected at 39s of 40s' in out
     assert 'run: a time budget of 0.666667 min, at most 1,000 steps' in out and 'late:' not in out
     assert re.search('^step 12: loss .* 2[2-6]s left$', out, re.M) and f'step {last}: loss' in out
 
@@ -178,8 +179,8 @@ def test_a_slowdown_in_the_decay_costs_a_later_end_and_a_line_says_why(budget, c
     at_step(monkeypatch, 25, lambda: setattr(clock, 'step', 2.0))
     at_step(monkeypatch, 30, lambda: setattr(clock, 'batch', 1.0))
     assert budget() == 0 and clock.now > 50
-    late = re.search('late: the run took (.*) of 0:40: (.*)', capsys.readouterr().out)
-    assert late[1] == f'{clock.now // 60:.0f}:{(clock.now + EXIT) % 60 // 1:02.0f}'
+    late = re.search('late: the run took (.*) of 40s: (.*)', capsys.readouterr().out)
+    assert late[1] == duration(clock.now + EXIT)
     assert re.fullmatch('a step took 1[0-9]{3}.[0-9] ms in the decay and 1000.0 ms before it, the final '
                         'evaluation took 5.0 s, not 0.5 s', late[2])
 
@@ -212,7 +213,7 @@ def test_a_budget_that_starting_uses_up_is_two_more_steps_and_a_line(budget, clo
     assert (config['decay_start'], config['max_iters']) == (1, 3) and lrs[2] < lrs[1]
     out = capsys.readouterr().out
     assert 'the warmup of 3 steps ends early' in out
-    assert re.search('late: the run took 0:06 of 0:01: 5 s were missing when the decay began$', out, re.M)
+    assert re.search('late: the run took 6s of 1s: 5 s were missing when the decay began$', out, re.M)
     assert len(numbers(tmp_path / 'out', 'val_loss')) == 1
     capsys.readouterr()
     assert budget(seconds=1, init_from='resume') == 0 and 'late' not in capsys.readouterr().out
