@@ -26,5 +26,5 @@ def adamw8bit(groups, lr, betas, device):
         AdamW8bit([probe]).step()
     except Exception as e:  # it depends on the backend
         raise ValueError(f'optimizer=adamw8bit: bitsandbytes does not run on {device} '
-                         f'({first_line(e) or type(e).__name__}); use --optimizer=adamw') from None
+                         f'({first_line(e)}); use --optimizer=adamw') from None
     return AdamW8bit(groups, lr, betas)

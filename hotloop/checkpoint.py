@@ -45,7 +45,7 @@ def load_checkpoint(path):
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
     except Exception as e:  # reading damaged bytes can raise nearly anything
-        raise ValueError(f'{path} is damaged or not a checkpoint: {first_line(e) or type(e).__name__}') from e
+        raise ValueError(f'{path} is damaged or not a checkpoint: {first_line(e)}') from e
     if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= checkpoint.keys():
         raise ValueError(f'{path} is not a checkpoint of ours or of nanoGPT: "model" or "model_args" missing')
     prefixes = r'^(_orig_mod\.|module\.)+'  # of torch.compile and DDP, in any order

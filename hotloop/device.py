@@ -76,7 +76,7 @@ def try_compile(device):
     try:
         torch.compile(lambda x: (x * 2).relu().sum(), dynamic=False)(torch.ones(8, device=device))
     except Exception as error:  # Inductor wraps a missing C++ compiler in exceptions of its own
-        return first_line(getattr(error, 'inner_exception', error))[:120] or type(error).__name__
+        return first_line(getattr(error, 'inner_exception', error))[:120]
     finally:
         torch._dynamo.reset()
     return None

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hotloop.files import first_line
+
 GRACE = 2.0  # seconds in which all processes notice that one was lost
 PATIENCE = timedelta(days=1)
 
@@ -168,7 +170,7 @@ def lost_message(ends, error):
         noun, own = ('ranks', 'errors of their own') if len(failed) > 1 else ('rank', 'an error of its own')
         return f'{noun} {" and ".join(failed)} of {len(ends)} processes ended with {own}'
     # gloo adds its source file and a guess
-    why = re.sub(r'^\[[^]]*gloo[^]]*\] |\. This is typically.*', '', str(error).strip().split('\n')[0])
+    why = re.sub(r'^\[[^]]*gloo[^]]*\] |\. This is typically.*', '', first_line(error))
     if len(lost) > 1:
         return f'ranks {" and ".join(lost)} of {len(ends)} processes were lost ({why})'
     return f'{f"rank {lost[0]} of {len(ends)} processes" if lost else "another process"} was lost ({why})'

@@ -114,8 +114,8 @@ def counted(number, noun):
 
 
 def first_line(error):
-    """The first line of an exception's text."""
-    return str(error).strip().split('\n')[0]
+    """The first line of an exception's text; its type, if it has none."""
+    return str(error).strip().split('\n')[0] or type(error).__name__
 
 
 def reason_of(error):

@@ -50,9 +50,8 @@ class Log:
             try:
                 wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings)
             except Exception as e:  # of any kind: no login, no network
-                reason = first_line(e) or type(e).__name__
-                raise ValueError(f'wandb did not start: {reason}; run `wandb login`, set WANDB_MODE=offline, '
-                                 'or give --wandb_log=False') from None
+                raise ValueError(f'wandb did not start: {first_line(e)}; run `wandb login`, set '
+                                 'WANDB_MODE=offline, or give --wandb_log=False') from None
             self.wandb = wandb
 
     def write(self, text, **numbers):
@@ -75,7 +74,7 @@ class Log:
             try:
                 self.wandb.log(numbers, step=numbers['step'])
             except Exception as e:  # of any kind: a lost connection must not end a run
-                self.env.print_once(f'wandb failed: {first_line(e) or type(e).__name__}; training continues')
+                self.env.print_once(f'wandb failed: {first_line(e)}; training continues')
                 self.wandb = None
 
     def lacks_evaluation(self, step):
@@ -95,7 +94,7 @@ class Log:
             if os.path.getsize(self.path):
                 write_report(os.path.dirname(self.path))
         except Exception as e:  # of any kind: a picture must not end a run
-            self.env.print_once(f'report.html could not be written: {first_line(e) or type(e).__name__}')
+            self.env.print_once(f'report.html could not be written: {first_line(e)}')
         self.next_report = began + (time.monotonic() - began) / REPORT_COST
 
     def close(self):
