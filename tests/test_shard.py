@@ -1,4 +1,4 @@
-"""Sharded runs compute what one process computes, and their checkpoints are those of one process."""
+"""Several processes, sharded or not, compute what one process computes, and write its checkpoints."""
 
 import functools
 import importlib
@@ -96,10 +96,10 @@ def assert_equal_steps(found, one):
 
 
 @pytest.mark.parametrize('world, shard, number, recipe', [
-    (2, 'optimizer', 3, RECIPES[1]), (2, 'full', 3, RECIPES[0]),
+    (2, 'none', 3, RECIPES[1]), (2, 'optimizer', 3, RECIPES[1]), (2, 'full', 3, RECIPES[0]),
     *(pytest.param(world, shard, 10, recipe, marks=pytest.mark.slow)
       for world in (2, 4) for shard in ('none', 'optimizer', 'full') for recipe in RECIPES)])
-def test_sharded_steps_are_those_of_one_process(masked, world, shard, number, recipe):
+def test_steps_of_several_processes_are_those_of_one(masked, world, shard, number, recipe):
     """
     With uneven masks, dropout and rows that do not divide evenly, and an evaluation of 31 windows. Rank 0 has
     everything. A wish to stop on one process ends the evaluation on all.
@@ -114,8 +114,9 @@ def test_sharded_steps_are_those_of_one_process(masked, world, shard, number, re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('recompute, shard', [('none', 'optimizer'), ('selective', 'full'), ('full', 'full')])
-def test_blocks_are_compiled_and_recomputed_in_sharded_steps(masked, shard, recompute):
+@pytest.mark.parametrize('recompute, shard', [
+    ('none', 'none'), ('none', 'optimizer'), ('selective', 'full'), ('full', 'full')])
+def test_blocks_are_compiled_and_recomputed_on_several_processes(masked, shard, recompute):
     """Without dropout, whose random numbers a compiled block draws in another order."""
     settings = dict(dropout=0.0, preset='modern')
     one = steps(masked, 3, **settings)

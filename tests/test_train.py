@@ -1,6 +1,5 @@
 """Laws of training: the step, its gradient on any number of processes, the schedule, saves, settings."""
 
-import functools
 import importlib.util
 import itertools
 import math
@@ -22,7 +21,6 @@ from configurator import SettingsError
 from hotloop.dataloader import Batches, Split
 from hotloop.dataset import read_meta
 from hotloop.distributed import Env
-from hotloop.evaluate import evaluate
 from hotloop.optim import build_optimizers
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -51,19 +49,12 @@ def first_step(folder, cfg, env, optimizers=(), model=None, scaler=no_scaler, st
 
 
 def one_step(folder, batch_size, accumulation, env):
-    """Gradient and loss of a step, weights after a step of Muon and AdamW, and an evaluation."""
-    settings = dict(batch_size=batch_size, gradient_accumulation_steps=accumulation, optimizer='muon')
-    cfg = TrainConfig(**settings, grad_clip=0.0)
+    """Gradient and loss of a step."""
+    cfg = TrainConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation, grad_clip=0.0)
     model = tiny_gpt(preset='modern', zero_init=False)
-    compiled, forward = train.wrap(model, cfg, env)
-    evaluation = evaluate(compiled, Split(folder, 'val', read_meta(folder), 16), None, 5, env)
-    result = first_step(folder, cfg, env, model=forward, step=3)
-    gradient = gradient_of(model).clone()
-    for p in model.parameters():
-        p.grad.zero_()
-    first_step(folder, TrainConfig(**settings), env, build_optimizers(model, cfg, env), forward, step=3)
-    return {'gradient': gradient, 'loss': result.loss.item(), 'weights': model.state_dict(),
-            'val': evaluation['loss']}
+    _, forward = train.wrap(model, cfg, env)
+    loss = first_step(folder, cfg, env, model=forward, step=3).loss.item()
+    return {'gradient': gradient_of(model), 'loss': loss}
 
 
 def distance(a, b):
@@ -84,12 +75,10 @@ def test_gradient_does_not_depend_on_how_the_batch_is_split(masked, shape):
     assert found['loss'] == pytest.approx(loss.item(), rel=1e-6)
 
 
-def one_step_of_rank(folder, accumulation=4, compiled=False):
+def one_step_of_rank(folder):
     """one_step() in one of several processes."""
-    env = train.setup(TrainConfig(device='cpu', dtype='float32', compile=compiled, threads=1))
-    with pytest.MonkeyPatch.context() as m:  # Inductor would take minutes
-        m.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
-        found = one_step(folder, 4, accumulation, env)
+    env = train.setup(TrainConfig(device='cpu', dtype='float32', compile=False, threads=1))
+    found = one_step(folder, 4, 2, env)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found
@@ -98,23 +87,8 @@ def one_step_of_rank(folder, accumulation=4, compiled=False):
 @forks
 def test_two_processes_of_one_micro_batch_each_find_the_bits_of_one_process(masked):
     one = one_step(masked, 4, 2, Env())
-    for many in on_ranks(2, one_step_of_rank, masked, 2):
+    for many in on_ranks(2, one_step_of_rank, masked):
         assert torch.equal(many['gradient'], one['gradient']) and many['loss'] == one['loss']
-
-
-@forks
-@pytest.mark.parametrize('world, compiled', [
-    (2, False), pytest.param(4, False, marks=pytest.mark.slow),
-    pytest.param(8, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)])
-def test_several_processes_compute_what_one_does(masked, world, compiled):
-    """Gradient, loss, the update of a sharded Muon and the evaluation; DistributedDataParallel over gloo."""
-    one = one_step(masked, 4, 4, Env())
-    for many in on_ranks(world, one_step_of_rank, masked, 4, compiled):
-        assert distance(many['gradient'], one['gradient']) < 1e-6
-        assert many['loss'] == pytest.approx(one['loss'], rel=1e-6)
-        assert many['val'] == pytest.approx(one['val'], rel=1e-6)
-        for name, weight in one['weights'].items():
-            assert torch.allclose(many['weights'][name], weight, atol=1e-4), name
 
 
 def test_gradients_are_clipped_to_the_norm_that_is_reported(masked):
