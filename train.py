@@ -41,7 +41,7 @@ from hotloop.checkpoint import OPTIMIZERS, RunState, context_of
 from hotloop.dataloader import Batches, Split, check_lengths, share_batch
 from hotloop.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.deadline import Deadline, look_at_clock, report_end, set_budget
-from hotloop.device import choose_compile, choose_device, choose_dtype, evaluation_pays
+from hotloop.device import EVALUATION_PAYS, choose_compile, choose_device, choose_dtype
 from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
 from hotloop.divergence import collect_steps, divergence_message
 from hotloop.evaluate import evaluate_both
@@ -305,7 +305,8 @@ def wrap(model, cfg, env):
     set_blocks(model, cfg.recompute, cfg.compile_mode if env.compile and env.world > 1 else None)
     if env.world == 1:
         forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if env.compile else model
-        return (forward if evaluation_pays(cfg.time_budget) else model), forward
+        pays = cfg.time_budget is None or cfg.time_budget >= EVALUATION_PAYS
+        return (forward if pays else model), forward
     if cfg.shard != 'none':
         shard_model(model, cfg.shard, env)
         return model, model

@@ -105,11 +105,6 @@ def choose_compile(asked, device, minutes=None):
     return not failure, failure or 'a test compilation worked'
 
 
-def evaluation_pays(minutes):
-    """Whether evaluations are compiled if steps are. minutes: of a time budget; None: there is none."""
-    return minutes is None or minutes >= EVALUATION_PAYS
-
-
 # dense bf16 peak in FLOP/s (fp16 on GPUs without bf16), from the vendors' data sheets
 PEAK_FLOPS = {'H200': 989e12, 'GH200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12,
               'B200': 2250e12, 'A100': 312e12, 'A10G': 70e12, 'A10': 125e12, 'A40': 150e12, 'L40S': 362e12,
