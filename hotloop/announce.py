@@ -11,9 +11,6 @@ from hotloop.mixture import Mixture
 from hotloop.schedule import NO_LIMIT, is_open
 from hotloop.wording import wrapped
 
-SHARDED = {'optimizer': 'the optimizer states; weights are gathered once a step (FSDP2)',
-           'full': 'weights, gradients and optimizer states; each block is gathered when it runs (FSDP2)'}
-
 
 def announce(run, settings, meta):
     """Prints the summary of this run once, with the reasons for its choices."""
@@ -45,9 +42,6 @@ def describe_machine(run):
     if env.device.type == 'cuda' and gpus > env.world == 1:
         lines.append(f'note: to use all {gpus} GPUs: torchrun --standalone --nproc_per_node={gpus} '
                      'train.py ...')
-    if env.world > 1 and cfg.shard != 'none':
-        lines.append(f'parallel: shard={cfg.shard}: each process holds 1/{env.world} of '
-                     f'{SHARDED[cfg.shard]}')
     return lines
 
 
