@@ -8,8 +8,6 @@ from conftest import TINY, at_step, error_of, load, same, scripted_losses
 from ranks import forks, on_ranks
 
 import train
-from configurator import SettingsError
-from hotloop.resume import state_from
 
 NAN = float('nan')
 SETTINGS = dict(max_iters=12, eval_interval=2, patience=2)
@@ -110,12 +108,6 @@ def test_losses_that_were_never_finite_are_an_error(train_tiny, tmp_path, monkey
     scripted_losses(monkeypatch, NAN, NAN)
     assert 'step 4: no validation loss of this run was finite' in error_of(train_tiny, **settings)
     assert 'done' not in capsys.readouterr().out and not (tmp_path / 'out' / 'best.pt').exists()
-
-
-def test_settings_and_earlier_checkpoints(train_tiny):
-    with pytest.raises(SettingsError, match='patience=0 must be above 0'):
-        train_tiny(patience=0)
-    assert state_from({'state': {'iter_num': 3}}).evals_since_best == 0
 
 
 def run_of_rank(data_dir, out):

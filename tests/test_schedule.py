@@ -6,7 +6,6 @@ import pytest
 import torch
 from conftest import error_of, rows
 
-import train
 from hotloop.dataloader import windows_per_epoch
 from hotloop.distributed import Env
 from hotloop.optim import build_optimizers
@@ -60,14 +59,11 @@ def test_onecycle_is_torchs(warmup, min_lr):
 
 
 def test_the_warmup_can_be_a_fraction_of_the_run(train_tiny, tmp_path, capsys):
-    """Of the steps that max_epochs gives, too. A flag for the one replaces the other of a card."""
+    """Of the steps that max_epochs gives, too."""
     train_tiny(warmup_fraction=0.25, max_epochs=0.5, eval_interval=100)
     assert 'warmup_fraction=0.25: 4 steps' in capsys.readouterr().out
     assert rows(tmp_path / 'out', 'lr')[0]['lr'] == pytest.approx(5e-3 / 5)
     assert 'warmup_fraction=1.5 must be' in error_of(train_tiny, warmup_fraction=1.5)
-    (tmp_path / 'card.py').write_text('warmup_fraction = 0.25\nmax_epochs = 2\n')
-    cfg = train.read_settings([f'{tmp_path}/card.py', '--warmup_iters=3', '--max_iters=9']).train
-    assert cfg.warmup_fraction is None and cfg.max_epochs is None
 
 
 def test_every_peak_follows_the_schedule_in_proportion():
