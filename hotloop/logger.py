@@ -14,7 +14,7 @@ from hotloop.files import counted, first_line, replacing
 from hotloop.flops import flops_of
 from hotloop.report import write_report
 from hotloop.schedule import is_open
-from hotloop.wording import compact, duration, memory_size, rate, short
+from hotloop.wording import compact, duration, file_size, rate, short
 
 # names in TensorBoard; other numbers keep those of log.jsonl
 TENSORBOARD = {'loss': 'Loss/train', 'val_loss': 'Loss/val', 'lr': 'LearningRate',
@@ -162,7 +162,7 @@ def step_line(step, numbers, left=None, startup=None):
     if 'mfu' in numbers:
         parts.append(f'mfu {numbers["mfu"]:.0%}')
     if numbers['peak_memory_mb']:
-        parts.append(memory_size(numbers['peak_memory_mb']))
+        parts.append(file_size(1e6 * numbers['peak_memory_mb']))
     parts.append(f'{duration(left)} left' if startup is None else f'{startup:.1f} s including startup')
     line = ', '.join(parts)
     if numbers['skipped']:
@@ -229,7 +229,7 @@ def log_evaluation(run, evaluation):
 def log_done(run):
     """The last lines of a run that has reached max_iters or is out of patience."""
     memory = peak_memory(run.env.device)
-    peak = f', peak memory {memory_size(memory / 1e6)}' if memory else ''
+    peak = f', peak memory {file_size(memory)}' if memory else ''
     run.env.print_once(f'done: best val loss {short(run.state.best_val_loss)}{peak}')
     run.env.print_once(f'curves: {run.out / "report.html"}')
     chats = run.context.get('template') in CHATS

@@ -34,18 +34,11 @@ def duration(seconds):
     return f'{left}s'
 
 
-def memory_size(megabytes):
-    """Megabytes in one to three digits: 570 MB, 7.9 GB, 79 GB."""
-    if megabytes < 999.5:
-        return f'{megabytes:.0f} MB'
-    return f'{megabytes / 1000:.1f} GB' if megabytes < 9950 else f'{megabytes / 1000:.0f} GB'
-
-
 def file_size(num_bytes):
-    """Bytes in the largest unit: 12 bytes, 3.4 kB, 9.8 MB, 1.2 GB."""
-    for unit, size in (('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
-        if num_bytes >= size:
-            return f'{num_bytes / size:,.1f} {unit}'
+    """Bytes of a file or of memory in three digits: 12 bytes, 3.4 kB, 613 MB, 79.1 GB."""
+    for unit, size in (('TB', 1e12), ('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
+        if num_bytes >= 0.9995 * size:
+            return f'{num_bytes / size:.3g} {unit}'
     return f'{num_bytes:.0f} bytes'
 
 

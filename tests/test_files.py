@@ -83,7 +83,7 @@ def test_small_helpers(tmp_path, capsys):
     progress.add(0)
     progress.add(50e6)
     progress.close()
-    assert capsys.readouterr().err == '\r50.0 MB of 100.0 MB, 5.0 MB/s, 10 s left   \n'
+    assert capsys.readouterr().err == '\r50 MB of 100 MB, 5 MB/s, 10 s left   \n'
 
 
 def test_cores_are_those_of_the_affinity_mask_and_of_a_quota(tmp_path, monkeypatch):

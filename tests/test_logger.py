@@ -164,7 +164,7 @@ def test_a_line_of_a_step_fits_into_80_columns():
     numbers = {'loss': 3.1234, 'lr': 6e-4, 'peak_memory_mb': 79123.0, 'skipped': 2,
                'tokens_per_s': 9_999_999.0, 'mfu': 0.4567}
     assert step_line(600_000, numbers, left=3e6) == (
-        'step 600000: loss 3.1234, lr 6.0e-4, 10M tok/s, mfu 46%, 79 GB, 34d 17h left\n'
+        'step 600000: loss 3.1234, lr 6.0e-4, 10M tok/s, mfu 46%, 79.1 GB, 34d 17h left\n'
         'step 600000: 2 non-finite steps skipped')
     numbers |= {'peak_memory_mb': None, 'skipped': None}  # nothing is n/a
     assert step_line(7, numbers, startup=12.345) == (
