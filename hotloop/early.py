@@ -5,15 +5,7 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from configurator import (
-    HERE,
-    SettingsError,
-    check_problems,
-    configure,
-    fields_of,
-    read_argv,
-    settings_module,
-)
+from configurator import HERE, SettingsError, configure, fields_of, read_argv, settings_module
 from hotloop import host
 
 PACKAGES = ('torch', 'numpy', 'tiktoken', 'requests')
@@ -53,9 +45,9 @@ def explain_imports():
 
 def check_early(*sources):
     """
-    Prints --help or raises SettingsError before the imports of a script, of which torch takes seconds.
-    sources: files beside this one with settings classes; the script comes last. What cannot be known here is
-    left to the script: settings that need torch, and config files, which may need it or must run once.
+    Prints --help, or raises SettingsError for a wrong flag, before the imports of a script, of which torch
+    takes seconds. sources: files beside this one with settings classes; the script comes last. The rest is
+    left to the script: what needs torch, config files, and settings that contradict each other.
     """
     explain_imports()
     host.end_spins_early()
@@ -66,10 +58,7 @@ def check_early(*sources):
             for name, value in vars(module).items():
                 if name.endswith('Config') and value.__module__ == module.__name__:  # not an imported one
                     classes.append(value)
-        words, _, problems = read_argv(sys.argv[1:], fields_of(classes))
-        if problems or not words:
-            *objects, _, _ = configure(*classes, about=modules[-1].__doc__, check=False)
-            # train.py checks a resumed run with the settings of its checkpoint
-            if 'train.py' not in sources or objects[-1].init_from not in ('resume', 'auto'):
-                check_problems(objects)
+        *_, problems = read_argv(sys.argv[1:], fields_of(classes))
+        if problems:  # --help is one of them
+            configure(*classes, about=modules[-1].__doc__)
     check_torch()

@@ -37,17 +37,10 @@ def check(monkeypatch):
     return check_words
 
 
-def test_a_run_may_resume_with_settings_that_suit_the_checkpoint(check):
-    assert check('train.py', '--init_from=resume', '--decay_start=5') is None
-    assert check('train.py', '--decay_start=5').startswith('decay_start=5 applies only with')
-
-
 @pytest.mark.parametrize('script, argv', [
     ('train.py', ['--bath_size=8']), ('train.py', ['--batch_size=x', '--nlayer=2']),
     ('train.py', ['quickstart', '--bath_size=8']),
-    ('train.py', ['--keep_last=1']), ('train.py', ['--n_head=5']), ('train.py', ['--profile']),
-    ('train.py', ['--mirror_dir=', '--seed=-1']),
-    ('sample.py', ['--top_p=2']), ('sample.py', ['--logprobs']), ('sample.py', ['--hepl'])])
+    ('train.py', ['--profile']), ('sample.py', ['--top_p=x']), ('sample.py', ['--hepl'])])
 def test_it_refuses_in_the_words_of_the_script(check, monkeypatch, script, argv):
     monkeypatch.chdir(ROOT)
     _, classes, _ = SCRIPTS[script]
@@ -129,11 +122,10 @@ def test_it_leaves_to_the_script_what_it_cannot_know(check, tmp_path, capsys, mo
     assert 'unknown setting' in check('train.py', tmp_path / 'card.py', '--bath_size=8')
     assert capsys.readouterr().out == 'once\n'  # the process ends, so all errors are shown together
     monkeypatch.setattr(sys, 'argv', ['script.py'])
-    for number, line in enumerate(('size: int = torch.iinfo(int)', 'def problems(self): torch.ones(1)')):
-        path = tmp_path / f'{number}.py'
-        path.write_text('from dataclasses import dataclass\nimport torch\n'
-                        f'@dataclass\nclass AConfig:\n    {line}\n')
-        assert check_early(str(path)) is None
+    path = tmp_path / 'script.py'
+    path.write_text('from dataclasses import dataclass\nimport torch\n'
+                    '@dataclass\nclass AConfig:\n    size: int = torch.iinfo(int)\n')
+    assert check_early(str(path)) is None
     assert sys.modules['torch'].ones(1) == 1
 
 
