@@ -164,16 +164,14 @@ def open_process_group(backend, device, rank, world, timeout_minutes):
 
 
 def lost_message(ends, error):
-    """Which processes were lost, by how each rank ended: 'loss', 'error' or None. No ends: it is unknown."""
-    lost, failed = ([str(rank) for rank, end in enumerate(ends) if end == kind] for kind in (None, 'error'))
-    if failed and not lost:
-        noun, own = ('ranks', 'errors of their own') if len(failed) > 1 else ('rank', 'an error of its own')
-        return f'{noun} {" and ".join(failed)} of {len(ends)} processes ended with {own}'
+    """The first process that was lost, by how each rank ended: 'loss', 'error' or None. No ends: unknown."""
     # gloo adds its source file and a guess
     why = re.sub(r'^\[[^]]*gloo[^]]*\] |\. This is typically.*', '', first_line(error))
-    if len(lost) > 1:
-        return f'ranks {" and ".join(lost)} of {len(ends)} processes were lost ({why})'
-    return f'{f"rank {lost[0]} of {len(ends)} processes" if lost else "another process"} was lost ({why})'
+    if None in ends:
+        return f'rank {ends.index(None)} of {len(ends)} processes was lost ({why})'
+    if 'error' in ends:
+        return f'rank {ends.index("error")} of {len(ends)} processes ended with an error of its own'
+    return f'another process was lost ({why})'
 
 
 def check_same_step(step, env):

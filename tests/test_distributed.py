@@ -140,10 +140,10 @@ def run_at_step(step):
 @pytest.mark.parametrize('rank, ends, result', [
     (0, {1: 'loss', 3: 'loss'}, (1, 'rank 2 of 4 processes was lost (Connection closed by peer [::1]:9); '
                                     'this was after step 7; step 5 is saved')),
-    (1, {2: 'loss'}, (1, 'ranks 0 and 3 of 4 processes were lost (Connection closed by peer [::1]:9); '
-                         'this was after step 7; resume with: torchrun train.py')),
-    (1, {0: 'error', 2: 'loss', 3: 'error'}, (1, 'ranks 0 and 3 of 4 processes ended with errors of their '
-     'own; this was after step 7; resume with: torchrun train.py')),
+    (1, {2: 'loss'}, (1, 'rank 0 of 4 processes was lost (Connection closed by peer [::1]:9); this was after '
+                         'step 7; resume with: torchrun train.py')),
+    (1, {0: 'error', 2: 'loss', 3: 'error'}, (1, 'rank 0 of 4 processes ended with an error of its own; this '
+     'was after step 7; resume with: torchrun train.py')),
     (3, {0: 'loss'}, (1, ''))])  # rank 0 prints
 def test_one_sentence_names_the_process_that_was_lost(monkeypatch, rank, ends, result):
     monkeypatch.setattr(distributed, 'GRACE', 0)
