@@ -137,15 +137,14 @@ def partial_folder(folder):
     """
     An empty folder to write a dataset into, which becomes `folder` when the block ends, unless it is the same
     dataset. An old one is moved to the first free folder.1, folder.2, ... After an error or a kill, `folder`
-    is the old dataset or the complete new one; only a kill between the two renames leaves neither, and the
-    next call restores the old one. ValueError if another process is writing it.
+    is the old dataset or the complete new one; only a kill between the two renames leaves neither, and then
+    the old one has its number. ValueError if another process is writing it.
     """
     work = folder + '.partial'
-    new, old = os.path.join(work, 'new'), os.path.join(work, 'old')
+    new = os.path.join(work, 'new')
     os.makedirs(work, exist_ok=True)
     held = lock(os.path.join(work, '.lock'))
     try:
-        put_back(old, folder)
         shutil.rmtree(new, ignore_errors=True)
         os.mkdir(new)
         yield new
@@ -153,33 +152,17 @@ def partial_folder(folder):
             print(f'{folder}: unchanged')
             return
         sync_folder(new)
-        if os.path.isdir(folder):
-            os.rename(folder, old)
-        os.rename(new, folder)
+        target = free_number(folder) if os.path.isdir(folder) and os.listdir(folder) else None
+        if target:
+            os.rename(folder, target)
+        os.rename(new, folder)  # replaces an empty folder
         sync_folder(os.path.dirname(folder) or '.')
+        if target:
+            print(f'{folder} held another dataset, which was moved to {target}')
     finally:
-        put_back(old, folder)
         shutil.rmtree(work, ignore_errors=True)
         if held is not None:
             held.release()
-
-
-def put_back(old, folder):
-    """
-    Moves a dataset that was set aside back to its name. If a new one has that name, the old one gets the name
-    with the first free number; an empty folder is removed.
-    """
-    if not os.path.isdir(old):
-        return
-    if not os.listdir(old):
-        os.rmdir(old)
-    elif not os.path.exists(folder):
-        os.rename(old, folder)
-    else:
-        target = free_number(folder)
-        os.rename(old, target)
-        print(f'{folder} held another dataset, which was moved to {target}')
-    sync_folder(os.path.dirname(folder) or '.')
 
 
 def same_dataset(folder, new):
