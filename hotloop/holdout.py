@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 from hotloop.documents import documents_in
 
-SMALL = 1 << 24  # bytes of files; larger ones are cut at the end of a line, or held out by probability
+SMALL = 1 << 24  # bytes of files; documents of larger ones are held out by probability
 
 
 class Holdout(NamedTuple):
     """How documents are split: by a cut, or by hash, those in held_out or below limit for validation."""
     several: bool  # documents, whose ends are marked
     cut: int | None = None  # number of characters of one document, or tokens of shards, to train on
-    at_line: bool = False  # the cut moves back to the end of a line
     seed: int | None = None  # of the hash
     held_out: frozenset = frozenset()
     limit: bytes = b''
@@ -47,21 +46,21 @@ def is_single(files, reading):
 
 def plan_holdout(files, val_files, cfg, reading):
     """
-    The Holdout of these files. One document is cut at a character, above SMALL at the end of a line. The last
-    pieces of token shards are held out. Otherwise documents are held out, up to the fraction of bytes or,
-    if there are many, each with that probability. Reads the files once more, unless each is a document.
+    The Holdout of these files. One document is cut at a character. The last pieces of token shards are held
+    out. Otherwise documents are held out, up to the fraction of bytes or, if there are many, each with that
+    probability. Reads the files once more, unless each is a document.
     """
     single = is_single(files, reading) and (not val_files or is_single(val_files, reading))
     if val_files:
         return Holdout(several=not single)
-    num_bytes = sum(os.path.getsize(file.path) for file in files)
     if single or files[0].kind == 'tokens':
         pieces = documents_in(files, reading)
         length = sum(len(piece.parts[0][0] if single else piece.parts) for piece in pieces)
-        return Holdout(not single, int(length * (1 - cfg.val_fraction)), at_line=single and num_bytes > SMALL)
+        return Holdout(not single, int(length * (1 - cfg.val_fraction)))
     if all(file.kind in ('text', 'functions') for file in files) and not reading.separator:
         sizes = {holdout_hash(file.name, cfg.seed): os.path.getsize(file.path) for file in files}
     else:
+        num_bytes = sum(os.path.getsize(file.path) for file in files)
         sizes = Counter()
         for piece in documents_in(files, reading):
             sizes[holdout_hash(piece.key, cfg.seed)] += sum(len(text.encode()) for text, *_ in piece.parts)
@@ -91,18 +90,16 @@ def split_pieces(files, val_files, reading, holdout, progress=None, counts=None)
             left -= len(piece.parts)
             yield 'train' if left >= 0 else 'val', piece
     else:
-        yield from cut_document(pieces, holdout.cut, holdout.at_line)
+        yield from cut_document(pieces, holdout.cut)
     for piece in documents_in(val_files, reading, progress, counts):
         yield 'val', piece
 
 
-def cut_document(pieces, cut, at_line):
+def cut_document(pieces, cut):
     """Yields (split, Piece) of one document: training up to the cut, then validation."""
     val_started = False
     for piece in pieces:
         text = piece.parts[0][0]
-        if at_line and 0 < cut < len(text):
-            cut = text.rfind('\n', 0, cut) + 1 or cut
         head, tail = text[:cut], text[cut:]
         cut -= len(head)
         if head:
