@@ -241,9 +241,6 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
             in_loss += len(encoded.ids) if encoded.mask is None else int(encoded.mask.sum())
     progress.close()
     report(counts, in_loss, sum(writer.counts['tokens'] for writer in writers.values()))
-    if '\r' in getattr(tokenizer, 'chars', ''):
-        print('note: the text has carriage returns (CRLF line ends), and tokenizer=char has an id for them; '
-              'convert the line ends unless the model should write them')
     splits = {split: writer.close(rows=bool(counts.templates)) for split, writer in writers.items()}
     empty = [split for split in splits if not splits[split]['bytes']]
     if 'train' in empty and counts.skipped:
@@ -370,18 +367,11 @@ def main(argv=None):
             meta = write_dataset(partial, files, val_files, cfg, reading, found.tokenizer, origin)
     except OSError as e:
         raise ValueError(f'{folder} could not be made: {e}') from e
-    line = f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids'
-    if cfg.tokenizer.startswith('bpe:') and meta['vocab_size'] < int(cfg.tokenizer[4:]):
-        line += ', all that the text yields'
-    print(line)
+    print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '
               f'{counted(counts["documents"], "document")}, '
               f'{counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
-    val_tokens = meta['splits']['val']['tokens']
-    if val_tokens < 257 and not meta['templates']:  # rows are padded
-        print(f'note: a window of training has block_size + 1 tokens, in quickstart 257, and val has only '
-              f'{val_tokens:,}; add text, or choose a smaller --block_size')
     print(f'train on it with: {training_command(name, cfg, found, bool(meta["templates"]))}')
 
 

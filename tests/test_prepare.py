@@ -100,13 +100,6 @@ def test_a_folder_is_a_document_a_file_and_each_ends_with_the_end_of_text(notes,
     assert meta['eot'] == tokenizer_from(meta['tokenizer']).eot == meta['vocab_size'] - 1
 
 
-def test_a_text_that_is_too_short_for_its_merges_says_so(tmp_path, make, capsys):
-    (tmp_path / 'a.txt').write_text('a text and the next text ' * 20)
-    _, meta = make(tmp_path / 'a.txt', tokenizer='bpe:5000')
-    line = f'tokenizer: bpe:5000, {meta["vocab_size"]} ids, all that the text yields\n'
-    assert meta['vocab_size'] < 300 and line in capsys.readouterr().out
-
-
 def test_the_same_input_gives_the_same_bytes_and_the_seed_splits(notes, make, tmp_path, monkeypatch):
     def made(name, **settings):
         make(notes, name=name, tokenizer='bpe:300', **settings)
@@ -223,10 +216,9 @@ def test_what_was_made_of_the_input_is_printed(tmp_path, make, capsys, monkeypat
     assert said[0] == said[1]
     assert 'fields not used: id, code; --text_field picks another\n' in said[0]
     assert '\n31 bytes in 2 files could not be decoded and were replaced\n' in said[0]
-    assert 'instruction data' not in said[0] and 'carriage' not in said[0]
-    make(tmp_path / 'b.txt', tokenizer='char', encoding='latin-1', val_fraction=0.5)
+    assert 'instruction data' not in said[0]
+    make(tmp_path / 'b.txt', encoding='latin-1', val_fraction=0.5)
     out = capsys.readouterr().out
-    assert 'note: the text has carriage returns (CRLF line ends), and tokenizer=char has' in out
     assert 'replaced' not in out and 'fields' not in out
 
 
