@@ -38,15 +38,7 @@ from hotloop.files import Progress, counted
 from hotloop.holdout import held_out_files, plan_holdout, split_pieces
 from hotloop.host import cores
 from hotloop.rows import rows_in
-from hotloop.sources import (
-    COMPRESSED,
-    CORPORA,
-    check_kinds,
-    files_matching,
-    files_of,
-    missing_dataset,
-    open_corpus,
-)
+from hotloop.sources import COMPRESSED, CORPORA, URLS, check_kinds, files_of, missing_dataset, open_corpus
 from hotloop.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.tokenizer_source import find_tokenizer
 from hotloop.wording import file_size
@@ -85,11 +77,8 @@ class PrepareConfig:
 # -----------------------------------------------------------------------------
 # names and sources: the positional arguments
 
-URLS = ('http://', 'https://')
-
-
 def default_name(sources):
-    """The name of a dataset made from these sources. ValueError if they do not exist or suggest no name."""
+    """The name of a dataset made from these sources. ValueError if they suggest none."""
     source = sources[0]
     if source == '-':
         return 'stdin'
@@ -97,9 +86,6 @@ def default_name(sources):
         source = urlsplit(source).path
     is_pattern = any(c in source for c in '*?[') and not os.path.exists(source)
     if len(sources) > 1 or is_pattern:
-        for word in sources:
-            if word not in ('-', 'stdlib') and not word.startswith(URLS) and not os.path.exists(word):
-                files_matching(word)
         raise ValueError(f'{" ".join(sources)}: give the dataset a name with --name')
     name = os.path.basename(os.path.abspath(source))
     if os.path.isdir(source):
@@ -110,9 +96,8 @@ def default_name(sources):
 
 def output_folder(data_dir, name):
     """The folder of a new dataset. ValueError if it contains anything but a dataset of ours."""
-    for mark, use in ((',', 'separates datasets'), (':', 'gives a weight')):
-        if mark in name:
-            raise ValueError(f'name={name!r} must not contain {mark!r}, which {use} in --dataset=A:0.7,B:0.3')
+    if {',', ':'} & set(name):
+        raise ValueError(f"name={name!r} must not contain ',' or ':', as in --dataset=A:0.7,B:0.3")
     folder = dataset.dataset_folder(data_dir, name)
     folder = os.path.realpath(folder) if os.path.islink(folder) else folder
     names = os.listdir(folder) if os.path.isdir(folder) else []

@@ -78,6 +78,7 @@ CORPORA = {
         on_hub('kjj0/fineweb10B-gpt2', *(f'fineweb_train_{i:06d}.bin' for i in range(1, 104))),
         on_hub('kjj0/fineweb10B-gpt2', 'fineweb_val_000000.bin'), 20.8e9, 20.8e9, kind='tokens'),
 }
+URLS = ('http://', 'https://')
 COMPRESSED = ('.gz', '.bz2', '.xz', '.lzma', '.zst')
 KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
          '.parquet': 'parquet', '.bin': 'tokens'}
@@ -145,7 +146,7 @@ def files_of(source, reading, data_dir, spool):
         with open(spool, 'wb') as f:
             shutil.copyfileobj(stream, f, 1 << 20)
         return [open_file(spool, 'stdin', reading)]
-    if source.startswith(('http://', 'https://')):
+    if source.startswith(URLS):
         path = download_source(source, data_dir)
         return [open_file(path, os.path.basename(path).split('-', 1)[1], reading)]
     if os.path.isdir(source):

@@ -437,11 +437,6 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     for source, name in (('notes/', 'notes'), ('book.txt.gz', 'book'), ('-', 'stdin'), ('.', tmp_path.name),
                          ('https://x.org/a/pages.jsonl.xz?raw=1', 'pages'), ('wikitext2', 'wikitext2')):
         assert prepare.default_name([source]) == name
-    for sources in (['*.pdf'], ['a.txt', 'b.txt']):
-        with pytest.raises(ValueError, match=r'^(\*\.pdf|a\.txt) is not a file, a folder or a pattern that'):
-            prepare.default_name(sources)
-    for name in ('a.txt', 'b.txt'):
-        (tmp_path / name).write_text(name)
     for sources in (['a.txt', 'b.txt'], ['*.txt'], ['*.txt', '-', 'stdlib', 'https://x.org/a']):
         with pytest.raises(ValueError, match='give the dataset a name with --name'):
             prepare.default_name(sources)
@@ -459,8 +454,8 @@ def test_the_command_that_makes_a_dataset_is_one_that_prepare_parses(name):
     (dict(tokenizer='gpt9'), r'neither gpt9 nor .*data/gpt9 is a checkpoint, a tokenizer\.json, or a folder'),
     (dict(tokenizer='byte:5'), 'is not one of'), (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
-    (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a,b'), 'not contain .,., which'),
-    (dict(name='a:b'), "name='a:b' must not contain ':', which gives a weight in --dataset=A:0.7,B:0.3"),
+    (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a,b'), 'must not contain'),
+    (dict(name='a:b'), "name='a:b' must not contain ',' or ':', as in --dataset=A:0.7,B:0.3"),
     (dict(encoding='klingon'), "encoding='klingon' is not a text encoding"),
     (dict(shards=1), 'applies only to a named corpus'), (dict(text_field='a'), "text_field='a' .*rows"),
     (dict(name='../x'), 'must be a name inside'),
