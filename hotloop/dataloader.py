@@ -69,7 +69,10 @@ class Split:
         return starts
 
     def epoch_order(self, seed, epoch):
-        return epoch_order(seed, self.num_tokens, self.T, epoch)
+        """The positions of an epoch's windows, shuffled; each epoch starts at another offset."""
+        rng = np.random.default_rng((seed, epoch))
+        offset = rng.integers(self.num_tokens - self.num_windows * self.T)
+        return offset + self.T * rng.permutation(self.num_windows)
 
     def gather(self, starts):
         """
@@ -104,14 +107,6 @@ def documents_of(tokens, end_id):
 def windows_per_epoch(num_tokens, T):
     """One fewer than fit, so that an epoch can start at any of T offsets."""
     return max((num_tokens - 1) // T - 1, 1)
-
-
-def epoch_order(seed, num_tokens, T, epoch):
-    """The positions of an epoch's windows, shuffled; each epoch starts at another offset."""
-    rng = np.random.default_rng((seed, epoch))
-    windows = windows_per_epoch(num_tokens, T)
-    offset = rng.integers(num_tokens - windows * T)
-    return offset + T * rng.permutation(windows)
 
 
 def check_lengths(splits, T):

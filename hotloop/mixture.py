@@ -73,8 +73,8 @@ def open_split(datasets, name, T, document_mask=False, pack_rows=False):
     kind = Packed if pack_rows else Split
     splits = [kind(dataset.folder, name, dataset.meta, T) for dataset in datasets]
     if document_mask:
-        for split, dataset in zip(splits, datasets, strict=True):
-            mask_documents(split, dataset)
+        for split in splits:
+            mask_documents(split)
     if len(splits) == 1:
         return splits[0]
     return Mixture([dataset.name for dataset in datasets], splits, [dataset.weight for dataset in datasets])

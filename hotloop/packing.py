@@ -11,16 +11,16 @@ from hotloop.dataset import open_bin
 from hotloop.files import counted
 
 
-def mask_documents(split, dataset):
+def mask_documents(split):
     """Makes the windows of a Split carry the documents of their tokens. ValueError if nothing ends them."""
-    meta = dataset.meta
+    folder, meta = split.dataset.folder, split.dataset.meta
     if meta['foreign'] or meta.get('eot') is None:
         why = 'has no meta.json, which names it' if meta['foreign'] else 'has none'
-        raise ValueError(f'document_mask=True needs the id that ends each document, and {dataset.folder} '
+        raise ValueError(f'document_mask=True needs the id that ends each document, and {folder} '
                          f'{why}; prepare it with a tokenizer that has such an id, like gpt2 or bpe:4096')
     if split.mask is not None:
-        raise ValueError(f'document_mask=True is for texts, and {dataset.folder} holds rows of instruction '
-                         'data; use --pack_rows')
+        raise ValueError(f'document_mask=True is for texts, and {folder} holds rows of instruction data; use '
+                         '--pack_rows')
     split.end_id = meta['eot']
 
 
@@ -33,12 +33,9 @@ class Packed(Split):
     def __init__(self, folder, name, meta, T):
         super().__init__(folder, name, meta, T)
         path = os.path.join(folder, f'{name}.docs.bin')
-        if not os.path.exists(path) and self.mask is None:
-            raise ValueError(f'pack_rows=True is for rows of instruction data, and {folder} holds texts; for '
-                             'those there is --document_mask')
         if not os.path.exists(path):
-            raise ValueError(f'pack_rows=True needs {path}, which an earlier version did not write; prepare '
-                             'the dataset again')
+            raise ValueError(f'pack_rows=True needs {path}, which is made of rows of instruction data; for '
+                             'texts use --document_mask; prepare rows of an earlier version again')
         if self.mask is None:
             self.mask = np.ones(self.num_tokens, np.uint8)  # rows of this split are texts
         self.ends = open_bin(path, '<u8').astype(np.int64)

@@ -12,7 +12,6 @@ from hotloop.dataloader import (
     Batches,
     Split,
     check_lengths,
-    epoch_order,
     kept_on_device,
     micro_seed,
     share_batch,
@@ -52,6 +51,11 @@ def splits(tmp_path_factory):
 
 
 KINDS = ['plain', 'masked', 'wide', 'mixture']
+
+
+def epoch_order(seed, num_tokens, T, epoch):
+    split = SimpleNamespace(num_tokens=num_tokens, T=T, num_windows=windows_per_epoch(num_tokens, T))
+    return Split.epoch_order(split, seed, epoch)
 
 
 def load_all(batches, steps):
