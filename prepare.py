@@ -305,23 +305,22 @@ def inspect(name, data_dir):
     print(f'{folder}: {kind} tokenizer of {tokenizer.n_vocab:,} ids, {meta["dtype"]}, {origin}')
     if meta.get('templates'):
         print(f'instruction data in {named_templates(meta["templates"])}')
-    counts = {}
+    bins = {}
     for split in dataset.SPLITS:
         tokens = dataset.open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
-        counts[split] = dataset.count_ids(tokens, tokenizer.n_vocab)
-        num_bytes = counts[split][:tokenizer.n_vocab] @ tokenizer.sizes  # larger ids pad the vocabulary
-        ends = 0 if tokenizer.eot is None else counts[split][tokenizer.eot]
         mask = dataset.open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')
+        counts = dataset.count_ids(tokens, tokenizer.n_vocab)
+        bins[split] = tokens, mask, counts
+        num_bytes = counts[:tokenizer.n_vocab] @ tokenizer.sizes  # larger ids pad the vocabulary
+        ends = 0 if tokenizer.eot is None else counts[tokenizer.eot]
         share = f', {np.count_nonzero(mask) / len(mask):.0%} of tokens in the loss' if len(mask) else ''
-        distinct = counted(np.count_nonzero(counts[split]), 'distinct id')
+        distinct = counted(np.count_nonzero(counts), 'distinct id')
         print(f'{split:>5}: {counted(len(tokens), "token")}, {num_bytes / max(len(tokens), 1):.2f} bytes '
               f'per token, {counted(ends, "document end")}, {distinct}{share}')
-    train = counts['train']
-    most = np.argsort(-train, kind='stable')[:10].tolist()
-    shares = [f'"{dataset.show(tokenizer, [i])}" {train[i] / train.sum():.1%}' for i in most if train[i]]
+    tokens, mask, counts = bins['train']
+    most = np.argsort(-counts, kind='stable')[:10].tolist()
+    shares = [f'"{dataset.show(tokenizer, [i])}" {counts[i] / counts.sum():.1%}' for i in most if counts[i]]
     print(f'most frequent: {", ".join(shares)}')
-    tokens = dataset.open_bin(os.path.join(folder, 'train.bin'), meta['dtype'])
-    mask = dataset.open_bin(os.path.join(folder, 'train.mask.bin'), 'uint8')
     middle = len(tokens) // 2
     window = tokens[middle:middle + 200].tolist()
     in_loss = mask[middle:middle + 200].tolist() or [1] * len(window)  # without a mask all tokens count

@@ -17,10 +17,9 @@ from test_tokenizer_source import save
 
 import prepare
 import sample
-from configurator import configure
 from hotloop.dataset import read_meta
 from hotloop.holdout import hold_out, holdout_hash
-from hotloop.sources import how_to_make, stdlib_files
+from hotloop.sources import stdlib_files
 from hotloop.tokenizer import tokenizer_from
 
 NOTES = {'0.txt': 'alpha\n' * 50, '1.txt': 'béta\r\n' * 60, '2.txt': 'γ' * 200, '4.txt': 'delta 😀\n' * 40,
@@ -325,26 +324,6 @@ def test_shards_of_tokens(tmp_path, make, gpt2):
             make(*(tmp_path / name for name in sources), **settings)
 
 
-def test_an_interruption_leaves_what_was_there(notes, make, tmp_path, monkeypatch):
-    make(notes, val_fraction=0.5)
-    old, calls = contents(tmp_path / 'data'), []
-
-    def add(self, encoded):
-        calls.append(encoded)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-    with monkeypatch.context() as m:
-        small_pieces(m, 1)
-        m.setattr('hotloop.dataset.BinWriter.add', add)
-        with pytest.raises(KeyboardInterrupt):
-            make(notes)
-    assert contents(tmp_path / 'data') == old and len(calls) == 4
-    (tmp_path / 'data' / 'x' / 'meta.json').write_text('{')  # a damaged dataset is replaced
-    make(notes)
-    assert set(contents(tmp_path / 'data' / 'x')) == {'train.bin', 'val.bin', 'meta.json'}
-    assert sorted(os.listdir(tmp_path / 'data')) == ['x', 'x.1']
-
-
 def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tmp_path, capsys):
     """The same: in tokens and tokenizer, whatever the settings are called, and still intact on the disk."""
     data = tmp_path / 'data'
@@ -440,13 +419,6 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     for sources in (['a.txt', 'b.txt'], ['*.txt'], ['*.txt', '-', 'stdlib', 'https://x.org/a']):
         with pytest.raises(ValueError, match='give the dataset a name with --name'):
             prepare.default_name(sources)
-
-
-@pytest.mark.parametrize('name', ['stdlib', 'mine'])
-def test_the_command_that_makes_a_dataset_is_one_that_prepare_parses(name):
-    words = shlex.split(how_to_make(name))
-    cfg, _, sources = configure(prepare.PrepareConfig, argv=words[2:], files=False, about='')
-    assert words[:2] == ['python', 'prepare.py'] and len(sources) == 1 and name in (cfg.name, sources[0])
 
 
 @pytest.mark.parametrize('settings, words', [
