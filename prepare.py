@@ -114,24 +114,21 @@ def open_sources(sources, cfg, reading, spool):
     is copied to `spool`. A tokenizer, val_fraction or separator that is None in the settings takes the
     source's value.
     """
-    is_corpus = len(sources) == 1 and sources[0] in CORPORA and not os.path.exists(sources[0])
-    if cfg.shards and not is_corpus:
+    corpus = CORPORA.get(sources[0]) if len(sources) == 1 and not os.path.exists(sources[0]) else None
+    if cfg.shards and not corpus:
         raise ValueError(f'shards={cfg.shards} applies only to a named corpus: {", ".join(CORPORA)}')
-    is_stdlib = sources == ['stdlib']
-    if is_corpus:
-        cfg.tokenizer = cfg.tokenizer or CORPORA[sources[0]].tokenizer
-    elif is_stdlib:
-        cfg.tokenizer = cfg.tokenizer or 'bpe:1024'  # best in the minutes of config/quickstart.py
-    named = find_tokenizer(cfg.tokenizer or 'byte', cfg.data_dir)  # an error comes before downloads
+    tokenizer, fraction = 'byte', 0.1
+    if corpus:
+        tokenizer, fraction = corpus.tokenizer, corpus.val_fraction
+    elif sources == ['stdlib']:
+        tokenizer, fraction = 'bpe:1024', 0.05  # the tokenizer is best in the minutes of config/quickstart.py
+    named = find_tokenizer(cfg.tokenizer or tokenizer, cfg.data_dir)  # an error comes before downloads
     val_files = files_of(cfg.val, reading, cfg.data_dir, spool) if cfg.val else []
-    if is_corpus:
-        corpus = CORPORA[sources[0]]
-        fraction = corpus.val_fraction
+    if corpus:
         reading.separator = reading.separator or corpus.separator
         files, own_val_files = open_corpus(sources[0], cfg)
         val_files = val_files or own_val_files
     else:
-        fraction = 0.05 if is_stdlib else 0.1
         files, base = [], os.path.commonpath(map(os.path.abspath, sources))
         for source in sources:
             found = files_of(source, reading, cfg.data_dir, spool)
@@ -150,8 +147,8 @@ def open_sources(sources, cfg, reading, spool):
         if kinds != {'tokens'} or cfg.tokenizer not in (None, 'gpt2'):
             raise ValueError(f"shards of GPT-2 tokens exclude text and tokenizer={cfg.tokenizer!r}; "
                              'make two datasets, and train on both with --dataset=A,B')
-        cfg.tokenizer, named = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
-    cfg.tokenizer = cfg.tokenizer or 'byte'
+        tokenizer, named = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
+    cfg.tokenizer = cfg.tokenizer or tokenizer
     return kept, filled(val_files), named
 
 
