@@ -25,12 +25,10 @@ from hotloop.text_file import open_text
 ROWS = [f'row {i} — ünï\n' * (i + 1) for i in range(12)]
 
 
-def read(*paths, progress=None, counts=None, kind=None, **options):
+def read(*paths, progress=None, counts=None, **options):
     """The documents of files, as texts."""
     reading = ReadConfig(**options)
     files = [open_file(str(path), path.name, reading) for path in paths]
-    if kind:
-        files = [file._replace(kind=kind) for file in files]
     texts = []
     for piece in documents_in(files, reading, progress, counts):
         text = ''.join(text for text, *_ in piece.parts)
@@ -201,13 +199,6 @@ def test_a_row_is_a_document(tmp_path, monkeypatch, name, write, field):
         read(path, text_field='title')
 
 
-def test_rows_that_are_the_lines_of_one_document(tmp_path):
-    """WikiText's empty lines have lost their space and line end."""
-    rows = [{'text': ' = Title = \n'}, {'text': ''}, {'text': ' A line\n'}]
-    (tmp_path / 'a.parquet').write_bytes(as_parquet(rows))
-    assert read(tmp_path / 'a.parquet', kind='joined') == [' = Title = \n \n A line\n']
-
-
 def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path):
     path = tmp_path / 'a.json'
     path.write_text(json.dumps(ROWS))
@@ -239,15 +230,6 @@ def test_source_that_is_too_deep_to_parse_is_skipped(tmp_path):
     (tmp_path / 'a.py').write_text(f'x = {"-" * 200_000}1\n')
     counts = RowCounts()
     assert read(tmp_path / 'a.py', counts=counts, format='functions') == [] and len(counts.not_python) == 1
-
-
-def test_rows_are_counted(tmp_path):
-    rows = [{'text': text} for text in ('a', '', None, 'b')] + [{'prompt': 'Q', 'completion': ' A'}]
-    (tmp_path / 'a.jsonl').write_bytes(as_jsonl(rows))
-    counts = RowCounts()
-    assert read(tmp_path / 'a.jsonl', counts=counts) == ['a', 'b', 'Q A']
-    assert counts == RowCounts(skipped=2, kinds={'prompt-completion pair': 1}, templates={'joined'},
-                               fields={'text': True, 'prompt': True, 'completion': True})
 
 
 @pytest.mark.parametrize('name, write', [('a.jsonl', as_jsonl), ('a.csv', as_csv), ('a.parquet', as_parquet)])

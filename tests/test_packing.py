@@ -10,7 +10,6 @@ from conftest import error_of, load, noise, rows, same, write_bins
 from test_model import SHAPES, make
 
 import prepare
-from hotloop.dataloader import Batches
 from hotloop.dataset import Dataset, read_meta
 from hotloop.distributed import Env
 from hotloop.evaluate import evaluate
@@ -19,7 +18,6 @@ from hotloop.packing import Packed, pack
 from hotloop.tokenizer import tokenizer_from
 from model import GPT
 from sample import turn_ids
-from train import TrainConfig
 
 T = 64
 
@@ -128,18 +126,6 @@ def test_a_row_is_trained_as_it_is_prompted(data_dir):
         if prompt in trained and i % 4:  # other rows have equal questions
             assert tokenizer.decode(trained[prompt][:-2].tolist()).decode() == turns[1][1]
     assert found > 40
-
-
-@pytest.mark.parametrize('world', [2, 4])
-def test_processes_share_the_global_batch(data_dir, world):
-    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2, pack_rows=True)
-    alone, *several = ([load_batch() for rank in range(n) for step in (0, 5)
-                        for load_batch in Batches(open_rows(data_dir), cfg, Env(rank, n)).step(step)[1]]
-                       for n in (1, world))
-    by_step = [torch.cat([part[name] for part in alone]) for name in range(3)]
-    shared = [torch.cat([part[name] for part in several[0]]) for name in range(3)]
-    for ours, theirs in zip(by_step, shared, strict=True):
-        assert sorted(map(tuple, ours.tolist())) == sorted(map(tuple, theirs.tolist()))
 
 
 def test_the_evaluation_is_the_mean_over_the_rows_alone(data_dir):
