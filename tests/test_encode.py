@@ -75,13 +75,6 @@ def batches(n=12):
     return [[('train', text_piece(' '.join(rng.choices(words, k=rng.randrange(1, 500)))))] for _ in range(n)]
 
 
-@pytest.mark.parametrize('num_proc', [1, 3])
-def test_the_result_does_not_depend_on_the_processes(num_proc):
-    expected = [encode_batch(BPE, batch, None, BPE.eot)['train'].ids.tolist() for batch in batches()]
-    encoded = encode_all(BPE, iter(batches()), num_proc, eot=BPE.eot)
-    assert [each['train'].ids.tolist() for each in encoded] == expected
-
-
 @pytest.mark.skipif(sys.platform != 'linux', reason='a spawned process has its own encode_batch()')
 @pytest.mark.parametrize('failure, words', [
     (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'a tokenizing process died.*--num_proc'),

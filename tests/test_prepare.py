@@ -430,6 +430,7 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     (dict(name='a:b'), "name='a:b' must not contain ',' or ':', as in --dataset=A:0.7,B:0.3"),
     (dict(encoding='klingon'), "encoding='klingon' is not a text encoding"),
     (dict(shards=1), 'applies only to a named corpus'), (dict(text_field='a'), "text_field='a' .*rows"),
+    (dict(template='chatml'), "template='chatml' applies to rows, and .* has none"),
     (dict(name='../x'), 'must be a name inside'),
     (dict(val='shakespeare'), 'prepared alone'), (dict(separator='===='), "separator='===='"),
     (dict(bos=True), "tokenizer='byte' has none"),

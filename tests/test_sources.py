@@ -9,7 +9,7 @@ from conftest import contents
 
 from hotloop import sources as sources_room
 from hotloop.documents import ReadConfig, documents_in
-from hotloop.sources import CORPORA, check_kinds, files_of, missing_dataset, open_corpus, stdlib_files
+from hotloop.sources import CORPORA, files_of, missing_dataset, open_corpus, stdlib_files
 
 
 @pytest.fixture
@@ -179,17 +179,3 @@ def test_every_corpus_says_what_it_is():
         assert all(url.startswith(('HUB/datasets/', 'https://')) for url in (*corpus.train, *corpus.val))
     assert missing_dataset('p', 'mine', 'a b') == (
         "p does not exist; make it with: python prepare.py FILE_OR_FOLDER --name=mine '--data_dir=a b'")
-
-
-@pytest.mark.parametrize('kinds, setting, words', [
-    ({'text'}, dict(text_field='a'), "text_field='a' applies to rows, and a.txt has none"),
-    ({'text', 'tokens'}, dict(template='chatml'), "template='chatml' applies to rows"),
-    ({'jsonl'}, dict(separator='x'), "separator='x' applies to text"),
-    ({'jsonl', 'text'}, dict(text_field='a', separator='x'), None),
-    ({'tokens'}, dict(template='auto'), None)])
-def test_a_setting_that_no_file_can_use_is_refused(kinds, setting, words):
-    if words is None:
-        check_kinds(kinds, SimpleNamespace(**setting), 'a.txt')
-        return
-    with pytest.raises(ValueError, match=words):
-        check_kinds(kinds, SimpleNamespace(**setting), 'a.txt')
