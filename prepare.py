@@ -34,7 +34,7 @@ from hotloop.bpe import count_words, learn_merges
 from hotloop.chat_template import ANSWERS, MARK, marks_of
 from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
-from hotloop.files import Progress, counted
+from hotloop.files import Progress, counted, replacing
 from hotloop.holdout import held_out_files, plan_holdout, split_pieces
 from hotloop.host import cores
 from hotloop.rows import rows_in
@@ -243,7 +243,8 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(dtype).name, 'vocab_size': tokenizer.n_vocab,
             'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot, 'splits': splits,
             'templates': sorted(counts.templates), 'bos': bos, **origin}
-    dataset.write_meta(folder, meta)
+    with replacing(os.path.join(folder, 'meta.json')) as f:
+        f.write(json.dumps(meta, indent=1).encode())
     return meta
 
 
@@ -251,7 +252,7 @@ def write_rows(path, files, reading):
     """Writes the rows of files to a .jsonl file, by which sample.py --eval_code judges a model."""
     with open(path, 'w', encoding='utf-8') as f:
         for file in files:
-            for _, row in rows_in(file, reading):
+            for _, row in rows_in(file, reading, None, RowCounts()):
                 f.write(json.dumps(row) + '\n')
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import filecmp
-import json
 import os
 import pickle
 import re
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotloop.files import free_number, hash_file, lock, read_json, replacing, sync_folder
+from hotloop.files import free_number, hash_file, lock, read_json, sync_folder
 from hotloop.sources import missing_dataset
 from hotloop.tokenizer import GPT2_SPEC, MAX_VOCAB, same_tokenizer, tokenizer_from
 
@@ -30,11 +29,6 @@ def dataset_folder(data_dir, dataset):
     if unsafe or any(re.search(r'\.partial(\.|$)', part) for part in parts):
         raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, without .partial')
     return os.path.join(data_dir, *parts)
-
-
-def write_meta(folder, meta):
-    with replacing(os.path.join(folder, 'meta.json')) as f:
-        f.write(json.dumps(meta, indent=1).encode())
 
 
 def read_meta(folder):

@@ -74,12 +74,12 @@ class Piece(NamedTuple):
 
 def documents_in(files, reading, progress=None, counts=None):
     """The pieces of all documents of the files, in order. Fills counts, a RowCounts, if one is given."""
+    counts = counts or RowCounts()
     if files and files[0].kind == 'joined':
         # WikiText: each row is a line of one document, and empty lines have lost their space and newline
-        rows = (row for file in files for _, row in rows_in(file, reading, progress))
+        rows = (row for file in files for _, row in rows_in(file, reading, progress, counts))
         yield from pieces_of((row['text'] or ' \n' for row in rows), files[0].name)
         return
-    counts = counts or RowCounts()
     separator = (reading.separator or '').replace('\\n', '\n').replace('\\t', '\t')
     for file in files:
         if file.kind == 'tokens':

@@ -13,7 +13,7 @@ from hotloop.text_file import open_file
 AS_TEXT = '; --format=text reads the file as plain text'
 
 
-def rows_in(file, reading, progress=None, counts=None):
+def rows_in(file, reading, progress, counts):
     """(where, row) of each row of a file; a row is a dict, or a str in a JSON file of texts."""
     readers = {'jsonl': partial(json_lines, remedy=AS_TEXT), 'csv': csv_rows, 'json': json_rows}
     if file.kind == 'functions':
@@ -61,13 +61,11 @@ def functions_in(file, reading, progress, counts):
     try:
         for number, row in enumerate(function_rows(source), 1):
             if reading.max_function and sum(map(len, row.values())) > reading.max_function:
-                if counts:
-                    counts.long_functions += 1
+                counts.long_functions += 1
             else:
                 yield f'{file.path}, function {number}', row
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        if counts:
-            counts.not_python.append(f'{file.path}: {first_line(e)}')
+        counts.not_python.append(f'{file.path}: {first_line(e)}')
 
 
 def parquet_rows(file, reading, progress):

@@ -83,13 +83,13 @@ def open_text(path, errors='strict', progress=None, encoding='utf-8'):
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
 
 
-def open_file(file, reading, progress, counts=None):
+def open_file(file, reading, progress, counts):
     """open_text() of a file with the encoding and error handling of the settings."""
     def replace(error):
         counts.replaced[file.path] += error.end - error.start
         return '\ufffd', error.end
-    errors = 'strict' if reading.bad_utf8 == 'refuse' else 'replace'
-    if errors == 'replace' and counts:
+    errors = 'strict'
+    if reading.bad_utf8 == 'replace':
         errors = 'hotloop.count'
         codecs.register_error(errors, replace)  # for all readers, but one file is read at a time
     return open_text(file.path, errors, progress, reading.encoding)
