@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hotloop import bpe
 from hotloop.bpe import BYTES_IN_GPT2S_ORDER, count_words
 from hotloop.tokenizer import BPETokenizer, prompt_ids
+from hotloop.tokenizer_json import BYTE_OF
 
 SOURCES = [path.read_text(encoding='utf-8') for path in sorted(Path(os.__file__).parent.glob('*.py'))[::40]]
 
@@ -28,8 +29,7 @@ def test_merges_equal_those_of_hugging_face():
     alphabet = package.pre_tokenizers.ByteLevel.alphabet()
     reference.train_from_iterator(SOURCES, package.trainers.BpeTrainer(
         vocab_size=1200, initial_alphabet=alphabet, show_progress=False))
-    byte = {chr(b if i < 188 else 68 + i): b for i, b in enumerate(BYTES_IN_GPT2S_ORDER)}
-    expected = [bytes(byte[letter] for letter in reference.id_to_token(i)) for i in range(1200)]
+    expected = [bytes(BYTE_OF[letter] for letter in reference.id_to_token(i)) for i in range(1200)]
     assert train_bpe(SOURCES, 1200) == expected
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import SHARED, contents, error_of, write_bins
+from test_documents import shard
 from test_tokenizer_source import save
 
 import prepare
@@ -308,9 +309,7 @@ def test_shards_of_tokens(tmp_path, make, gpt2):
     documents = [[50256, *gpt2.encode(f'Document number {i}.').tolist()] for i in range(800)]
     tokens = [token for document in documents for token in document]
     for name, part in (('train_1', tokens[:3000]), ('train_2', tokens[3000:]), ('val', tokens[:60])):
-        header = np.zeros(256, dtype='<i4')
-        header[:3] = 20240520, 1, len(part)
-        (tmp_path / f'{name}.bin').write_bytes(header.tobytes() + np.array(part, dtype='<u2').tobytes())
+        (tmp_path / f'{name}.bin').write_bytes(shard(part))
     for settings in ({'val': tmp_path / 'val.bin'}, {}):
         _, meta = make(f'{tmp_path}/train_*.bin', **settings)
         train, val = (np.fromfile(tmp_path / f'data/x/{s}.bin', '<u2').tolist() for s in ('train', 'val'))
