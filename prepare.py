@@ -96,8 +96,6 @@ def default_name(sources):
 
 def output_folder(data_dir, name):
     """The folder of a new dataset. ValueError if it contains anything but a dataset of ours."""
-    if {',', ':'} & set(name):
-        raise ValueError(f"name={name!r} must not contain ',' or ':', as in --dataset=A:0.7,B:0.3")
     folder = dataset.dataset_folder(data_dir, name)
     folder = os.path.realpath(folder) if os.path.islink(folder) else folder
     names = os.listdir(folder) if os.path.isdir(folder) else []

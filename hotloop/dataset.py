@@ -25,9 +25,10 @@ OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'train.do
 def dataset_folder(data_dir, dataset):
     """The folder of a dataset by name. ValueError for a name outside data_dir."""
     parts = dataset.replace('\\', '/').rstrip('/').split('/')
-    unsafe = os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or re.search('[\0:]', dataset)
+    unsafe = os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or re.search('[\0,:]', dataset)
     if unsafe or any(re.search(r'\.partial(\.|$)', part) for part in parts):
-        raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, without .partial')
+        raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, without a comma, '
+                         'a colon or .partial')
     return os.path.join(data_dir, *parts)
 
 
