@@ -220,6 +220,13 @@ def check_kinds(kinds, settings, where):
             raise ValueError(f'{name}={value!r} applies to {needs}, and {where} has none')
 
 
+def how_to_make(dataset):
+    """The command that makes a dataset, for messages about a missing one."""
+    if dataset == 'stdlib' or dataset in CORPORA:
+        return f'python prepare.py {dataset}'
+    return f'python prepare.py FILE_OR_FOLDER --name={dataset}'
+
+
 def missing_dataset(path, name, data_dir):
     """The message about a file or folder of a dataset that does not exist."""
     bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
@@ -227,9 +234,7 @@ def missing_dataset(path, name, data_dir):
     others = f'; {data_dir} has {", ".join(found[:10])}' if found else ''
     known = {word: repr(word) for word in (*found, *CORPORA)}
     hint = '' if name in CORPORA else did_you_mean(os.path.basename(name.rstrip('/')), known)  # or a path
-    source = name if name in (*CORPORA, 'stdlib') else f'FILE_OR_FOLDER --name={name}'
-    flag = shlex.quote(f'--data_dir={data_dir}')
-    command = f'python prepare.py {source} {flag}'.removesuffix(' --data_dir=data')
+    command = f'{how_to_make(name)} {shlex.join([f"--data_dir={data_dir}"])}'.removesuffix(' --data_dir=data')
     if hint:
         return f'{path} does not exist{hint} If not, make it with: {command}'
     return f'{path} does not exist; make it with: {command}{others}'

@@ -9,7 +9,7 @@ from conftest import contents
 
 from hotloop import sources as sources_room
 from hotloop.documents import ReadConfig, documents_in
-from hotloop.sources import CORPORA, files_of, missing_dataset, open_corpus, stdlib_files
+from hotloop.sources import CORPORA, files_of, how_to_make, open_corpus, stdlib_files
 
 
 @pytest.fixture
@@ -174,8 +174,6 @@ def test_every_corpus_says_what_it_is():
     for name, corpus in CORPORA.items():
         assert corpus.license and corpus.about and corpus.download > 0 and corpus.bins > 0
         assert len(set(corpus.train)) == len(corpus.train)
-        assert missing_dataset('p', name, 'data').startswith(
-            f'p does not exist; make it with: python prepare.py {name}')
+        assert how_to_make(name) == f'python prepare.py {name}'
         assert all(url.startswith(('HUB/datasets/', 'https://')) for url in (*corpus.train, *corpus.val))
-    assert missing_dataset('p', 'mine', 'a b') == (
-        "p does not exist; make it with: python prepare.py FILE_OR_FOLDER --name=mine '--data_dir=a b'")
+    assert how_to_make('mine') == 'python prepare.py FILE_OR_FOLDER --name=mine'
