@@ -206,6 +206,13 @@ def test_a_number_of_steps_is_the_most(budget, clock, tmp_path, most):
     assert (config['decay_start'], config['max_iters'], clock.steps) == (-(-last // 2), last, last)
 
 
+def test_max_minutes_interrupts_and_the_resumed_run_uses_what_is_left(budget, clock, tmp_path):
+    assert budget(max_minutes=0) == 0 and settings_of(tmp_path / 'out')['decay_start'] is None
+    assert budget(init_from='resume') == 0
+    assert 37 < load(tmp_path / 'out' / 'ckpt.pt')['state']['seconds_used'] <= 40
+    assert clock.now < 38  # the first process used 3
+
+
 def test_a_budget_that_starting_uses_up_is_two_more_steps_and_a_line(budget, clock, tmp_path, capsys):
     """They decay, and are evaluated and saved."""
     assert budget(seconds=1, max_iters=99) == 0
