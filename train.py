@@ -489,7 +489,8 @@ def build_run(settings, datasets, env):
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=base is not None)
     notes += set_length(cfg, splits['train'].num_windows, batches.global_batch)
-    depth.adapt_muon_rate(cfg, settings.given, resumed)
+    epochs = cfg.max_iters * batches.global_batch / splits['train'].num_windows
+    depth.adapt_to_length(cfg, settings.given, resumed, epochs)
     evaluated, forward = wrap(model, cfg, env)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)  # of what wrap() may have sharded
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)

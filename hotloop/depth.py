@@ -52,6 +52,11 @@ def muon_rate(depth, steps):
     return min(max(0.025 * (1000 / steps)**0.5, 0.01), 0.06)
 
 
+def weight_decay(epochs):
+    """The more often a text is read, the more decay keeps a model from learning it by heart."""
+    return 0.1 * max(epochs, 1) ** 0.5  # measured in tests/bench/LOG.md; see also arXiv 2509.14786
+
+
 def num_parameters(depth):
     """Parameters of the blocks of a depth: those that a token is multiplied with, without the head."""
     return 12 * depth * width(depth)**2
@@ -103,7 +108,13 @@ def matching_factor(size, sequences, world):
     return math.ceil(sequences / size / multiple) * multiple
 
 
-def adapt_muon_rate(cfg, given, resumed):
-    """Sets the rate of Muon again after max_epochs has become max_iters, if a depth decides it."""
-    if cfg.depth and cfg.max_epochs is not None and not resumed and 'muon_lr' not in given:
-        cfg.muon_lr = max(cfg.muon_lr, muon_rate(cfg.depth, cfg.max_iters))
+def adapt_to_length(cfg, given, resumed, epochs):
+    """
+    Sets what a depth decides by the length of the run, which is known when its data are open: the rate of
+    Muon after max_epochs has become max_iters, and weight decay, which the ladder sets with a time budget.
+    """
+    if cfg.depth and not resumed:
+        if cfg.max_epochs is not None and 'muon_lr' not in given:
+            cfg.muon_lr = max(cfg.muon_lr, muon_rate(cfg.depth, cfg.max_iters))
+        if cfg.time_budget is None and 'weight_decay' not in given:
+            cfg.weight_decay = weight_decay(epochs)

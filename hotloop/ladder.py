@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hotloop import host
-from hotloop.depth import num_parameters, rung, set_depth, tokens_per_step, width
+from hotloop.depth import num_parameters, rung, set_depth, tokens_per_step, weight_decay, width
 from hotloop.device import COMPILE_GAIN, COMPILE_SECONDS, device_memory, measure_flops
 from hotloop.mixture import open_split
 from hotloop.tokenizer import tokenizer_from
@@ -27,13 +27,14 @@ TIE = 0.01  # losses that differ by less are a tie, which the smaller and faster
 SHORT = 180  # seconds of a budget below which only one rung is timed
 BYTES_PER_PARAMETER = 16  # weights, gradients, and two moments in float32
 
-# bits per byte = FLOOR bz2^1.5 + WIDTH parameters^-ALPHA + LENGTH bz2^0.5 bytes^-BETA + START steps^-GAMMA:
+# bits per byte = FLOOR bz2^2 + WIDTH parameters^-ALPHA + LENGTH bytes^-BETA + START steps^-GAMMA:
 # the fit of tests/bench/ladder.py. bz2: bits per byte of the text in that format; parameters: of the blocks
-FLOOR, WIDTH, ALPHA, LENGTH, BETA, START, GAMMA = 0.222, 7.6, 0.22, 61.2, 0.34, 1.186, 0.33
+FLOOR, WIDTH, ALPHA, LENGTH, BETA, START, GAMMA = 0.1587, 9.89, 0.24, 54.79, 0.30, 0.421, 0.33
 SAMPLE = 2**20  # bytes of text for bz2
 # epochs after the first are worth less and less: 15.4 in all for large models (arXiv 2305.16264). Small ones
 # gained less from 1.3 MB of text; see tests/bench/LOG.md
 REPEATS = 4.0
+TOO_OFTEN = 10  # epochs of a small text after which its held-out loss falls no more; see there too
 
 
 class Text(NamedTuple):
@@ -72,8 +73,8 @@ def expected_loss(depth, num_bytes, text):
     """Bits per byte of held-out text after training on num_bytes, repeated ones included."""
     steps = num_bytes / text.bytes_per_token / tokens_per_step(depth)
     length = worth(num_bytes, text.num_bytes)
-    return (FLOOR * text.bits**1.5 + WIDTH * num_parameters(depth)**-ALPHA
-            + LENGTH * math.sqrt(text.bits) * length**-BETA + START * steps**-GAMMA)
+    return (FLOOR * text.bits**2 + WIDTH * num_parameters(depth)**-ALPHA
+            + LENGTH * length**-BETA + START * steps**-GAMMA)
 
 
 class Expected(NamedTuple):
@@ -168,11 +169,18 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     settings.notes += ladder.table(depths, left, best)
     if text.bytes_per_token < 1.5:
         settings.notes.append('ladder: longer tokens learn more by then: prepare.py --tokenizer=bpe:1024')
-    cfg.depth, tokens = best, ladder.expect(best, left).num_bytes / text.bytes_per_token
+    num_bytes = ladder.expect(best, left).num_bytes
+    cfg.depth, tokens, epochs = best, num_bytes / text.bytes_per_token, num_bytes / text.num_bytes
+    if epochs > TOO_OFTEN:
+        settings.notes.append(f'ladder: the text will be read {epochs:.0f} times, and after about '
+                              f'{TOO_OFTEN} it teaches little more; more text would')
     # of each split; an evaluation has no backward pass, a third of the work
     eval_tokens = EVALUATION * budget / 2 * 3 / ladder.seconds(best)
-    steps, eval_tokens = env.of_rank_0([tokens / tokens_per_step(best, env.world), eval_tokens]).tolist()
+    plan = env.of_rank_0([tokens / tokens_per_step(best, env.world), epochs, eval_tokens])
+    steps, epochs, eval_tokens = plan.tolist()
     set_depth(best, settings.model, cfg, settings.given, env.world, steps)
+    if 'weight_decay' not in settings.given:
+        cfg.weight_decay = weight_decay(epochs)
     if 'eval_tokens' not in settings.given:
         cfg.eval_tokens = 2 ** int(min(max(math.log2(eval_tokens), 14), 20))
 

@@ -72,18 +72,20 @@ def test_a_given_batch_is_completed_to_a_step_that_divides_among_processes(size,
     assert size * number < sequences + math.lcm(size, world)
 
 
-def test_epochs_set_the_rate_of_muon_as_steps_do(tmp_path, data_dir, monkeypatch):
-    """As with max_iters; the number of steps is known only when the data are open."""
+def test_epochs_set_the_rate_of_muon_and_weight_decay(tmp_path, data_dir, monkeypatch):
+    """The rate as max_iters does. The number of steps is known only when the data are open."""
     monkeypatch.setattr('hotloop.depth.rung', lambda depth, world, block_size: rung(depth, world, 16))
     flags = ['--dataset=tiny', f'--data_dir={data_dir}', '--depth=3', '--device=cpu']
-    rates = []
+    rates, decays = [], []
     for words in (['--max_epochs=0.5'], ['--max_epochs=500', '--max_iters=9'],
-                  ['--max_epochs=0.5', '--muon_lr=0.011']):
+                  ['--max_epochs=0.5', '--muon_lr=0.011'], ['--max_epochs=9', '--weight_decay=0.2']):
         s = train.read_settings([*flags, *words, f'--out_dir={tmp_path}'])
         run = train.build_run(s, open_datasets('tiny', str(data_dir)), train.setup(s.train))
         rates.append((run.cfg.muon_lr, muon_rate(3, run.cfg.max_iters)))
+        decays.append(run.cfg.weight_decay)
     assert rates[0][0] == rates[0][1] == 0.06 and rates[2][0] == 0.011
     assert rates[1][0] == rates[1][1] < 0.05
+    assert decays == pytest.approx([0.1, 0.1 * 500**0.5, 0.1, 0.2], rel=0.01)
 
 
 def test_a_depth_that_contradicts_the_command_is_refused(tmp_path):

@@ -91,7 +91,7 @@ def fit(rows):
     best = (np.inf, None)
     for alpha, beta, gamma in itertools.product(np.arange(0.1, 0.5, 0.02), np.arange(0.16, 0.5, 0.02),
                                                 GAMMAS):
-        terms = [bz2**1.5, parameters**-alpha, bz2**0.5 * seen**-beta, steps**-gamma]
+        terms = [bz2**2, parameters**-alpha, seen**-beta, steps**-gamma]
         terms = np.stack(terms, 1) / loss[:, None]
         factors = np.linalg.lstsq(terms, np.ones(len(points)), rcond=None)[0]
         error = np.square(terms @ factors - 1).sum()
