@@ -127,7 +127,7 @@ def share_batch(batch_size, accumulation, world):
         raise SettingsError(f'batch_size={batch_size} x gradient_accumulation_steps={accumulation} = {total} '
                          f'sequences cannot be divided evenly among {world} processes; use {nearest}')
     share = total // world
-    micro_batch = max(n for n in range(1, min(batch_size, share) + 1) if share % n == 0)
+    micro_batch = next(n for n in range(min(batch_size, share), 0, -1) if share % n == 0)
     return micro_batch, share // micro_batch
 
 
