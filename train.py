@@ -520,8 +520,6 @@ def train(run):
     """The loop. Returns the exit code: 0, or 128 + the number of the signal that ended it."""
     cfg, env, state, batches = run.cfg, run.env, run.state, run.batches
     first_step, pending, stop_asked = state.iter_num, [], DelayedFlag()
-    if cfg.time_budget is not None:
-        run.deadline = Deadline(cfg, env, state)
     if not evaluate_missing(run):
         return stop_run(run)
     timer, postponed = StepTimer(batches, first_step), False
@@ -628,6 +626,8 @@ def execute(settings, datasets, env):
         take_folder(run, settings.resumed)
         gc.collect()
         gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
+        if run.cfg.time_budget is not None:
+            run.deadline = Deadline(run.cfg, env, run.state)
         code = train(run)
         return code
     except Exception as e:

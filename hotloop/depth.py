@@ -52,9 +52,10 @@ def muon_rate(depth, steps):
     return min(max(0.025 * (1000 / steps)**0.5, 0.01), 0.06)
 
 
-def weight_decay(epochs):
+def set_weight_decay(cfg, given, epochs):
     """The more often a text is read, the more decay keeps a model from learning it by heart."""
-    return 0.1 * max(epochs, 1) ** 0.5  # measured in tests/bench/LOG.md; see also arXiv 2509.14786
+    if 'weight_decay' not in given:
+        cfg.weight_decay = 0.1 * max(epochs, 1) ** 0.5  # measured in tests/bench/LOG.md; arXiv 2509.14786
 
 
 def num_parameters(depth):
@@ -116,5 +117,5 @@ def adapt_to_length(cfg, given, resumed, epochs):
     if cfg.depth and not resumed:
         if cfg.max_epochs is not None and 'muon_lr' not in given:
             cfg.muon_lr = max(cfg.muon_lr, muon_rate(cfg.depth, cfg.max_iters))
-        if cfg.time_budget is None and 'weight_decay' not in given:
-            cfg.weight_decay = weight_decay(epochs)
+        if cfg.time_budget is None:
+            set_weight_decay(cfg, given, epochs)

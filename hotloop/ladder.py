@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hotloop import host
-from hotloop.depth import num_parameters, rung, set_depth, tokens_per_step, weight_decay, width
+from hotloop.depth import num_parameters, rung, set_depth, set_weight_decay, tokens_per_step, width
 from hotloop.device import COMPILE_GAIN, COMPILE_SECONDS, device_memory, measure_flops
 from hotloop.mixture import open_split
 from hotloop.tokenizer import tokenizer_from
@@ -179,8 +179,7 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     plan = env.of_rank_0([tokens / tokens_per_step(best, env.world), epochs, eval_tokens])
     steps, epochs, eval_tokens = plan.tolist()
     set_depth(best, settings.model, cfg, settings.given, env.world, steps)
-    if 'weight_decay' not in settings.given:
-        cfg.weight_decay = weight_decay(epochs)
+    set_weight_decay(cfg, settings.given, epochs)
     if 'eval_tokens' not in settings.given:
         cfg.eval_tokens = 2 ** int(min(max(math.log2(eval_tokens), 14), 20))
 

@@ -6,7 +6,7 @@ The law of loss behind hotloop/ladder.py: trains depths on texts, and fits bits 
 
 Each run is one row of ladder.jsonl beside this file; a run that has a row is not repeated. A row: dataset,
 bits per byte of its text by bz2, its bytes, bytes per token, depth, bytes read, seed, and bits per byte of
-2^18 held-out tokens.
+2^18 held-out tokens; ten rows, which LOG.md names, have those of the complete held-out split.
 Nothing is timed, so other work may run beside it. The fit minimizes squared relative errors. Rows of small
 texts take no part in it: their held-out files differ from them more than the law knows.
 """
