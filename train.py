@@ -383,7 +383,7 @@ class Run:
     """Everything that the loop needs; build_run() creates it."""
     cfg: TrainConfig
     lora: LoRAConfig
-    settings: dict  # all settings in one dictionary, as saved in checkpoints
+    origin: str  # init_from of the command that began the run
     env: Env
     model: GPT
     evaluated: torch.nn.Module  # the model, compiled if that pays; evaluations call it
@@ -506,10 +506,10 @@ def build_run(settings, datasets, env):
         byte_counts = byte_table(meta, vocab_size)
     except ValueError as e:  # the tokenizer is not available here
         notes.append(f'bits per byte: not reported, because {e}')
-    flat = dataclasses.asdict(model.config) | dataclasses.asdict(settings.lora) | dataclasses.asdict(cfg)
-    if resumed:  # keep where the weights first came from
-        flat['init_from'] = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
-    return Run(cfg, settings.lora, flat, env, model, evaluated, forward, batches, splits['val'],
+    origin = cfg.init_from
+    if resumed:
+        origin = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
+    return Run(cfg, settings.lora, origin, env, model, evaluated, forward, batches, splits['val'],
                byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir), context, tokenizer)
 
 
@@ -522,7 +522,7 @@ def train(run):
     first_step, pending, stop_asked = state.iter_num, [], DelayedFlag()
     if not evaluate_missing(run):
         return stop_run(run)
-    timer, postponed = StepTimer(batches, first_step), False
+    timer, save_due = StepTimer(batches, first_step), False
 
     while state.iter_num < cfg.max_iters:
         lr = learning_rate(state.iter_num, cfg)
@@ -539,10 +539,10 @@ def train(run):
         state.tokens_seen += batches.global_batch * run.val.T
         stopping = env.stop() if env.world == 1 else stop_asked(result.stops)
 
-        save_due = look_at_clock(run, pending)  # before `due`: it sets max_iters and eval_interval
-        due = what_is_due(state.iter_num, cfg)
+        save_due = look_at_clock(run, pending) or save_due  # before `due`, which it changes
+        due = what_is_due(state, cfg)
         together = due.log or due.evaluation or due.save or stopping or state.iter_num % 50 == 0
-        save_due = save_due or due.save or stopping or postponed or save_is_late(run, together)
+        save_due = save_due or due.save or stopping or save_is_late(run, together)
         if together or save_due:
             collect_steps(run, pending)  # waits for the device
         finish_save(run, wait=run.diverged_at is not None)  # the message below depends on what is saved
@@ -561,10 +561,10 @@ def train(run):
             save_due = save_due or best or due.last or stopping or cfg.always_save_checkpoint
         if due.sample:
             write_sample(run)
-        # checkpoints of a diverging run would replace the last good ones
-        postponed = save_due and not (stopping or due.last or best) and state.bad_in_a_row > 0
-        if save_due and not postponed:
+        # it waits while steps are bad: checkpoints of a diverging run would replace the last good ones
+        if save_due and (stopping or due.last or best or state.bad_in_a_row == 0):
             save(run, final=stopping or due.last)
+            save_due = False
         if evaluation:
             # The log has each evaluation once: a resume drops the lines after its checkpoint, and one of this
             # step holds the result. That of due.last does not, but the final save has replaced it by now

@@ -144,6 +144,12 @@ def launch_id():
     return name or 'none'
 
 
+def settings_to_save(run):
+    """All settings of a run in one dictionary."""
+    model, lora, cfg = map(dataclasses.asdict, (run.model.config, run.lora, run.cfg))
+    return {**model, **lora, **cfg, 'init_from': run.origin}
+
+
 def checkpoint_of(run):
     """
     The state for a resume, in plain types, with nanoGPT's names. All processes of a sharded run must call it;
@@ -151,7 +157,7 @@ def checkpoint_of(run):
     """
     checkpoint = {'model': weights_to_save(run.model), 'scaler': run.scaler.state_dict(),
                   'model_args': run.model.config.model_args(), 'iter_num': run.state.iter_num,
-                  'best_val_loss': run.state.best_val_loss, 'config': run.settings,
+                  'best_val_loss': run.state.best_val_loss, 'config': settings_to_save(run),
                   'state': dataclasses.asdict(run.state), **run.context}
     for name, optimizer in zip(OPTIMIZERS, run.optimizers, strict=False):
         checkpoint[name] = optimizer.state_dict()

@@ -94,13 +94,10 @@ class Deadline:
         self.pace = None  # seconds of a step at that time; None: not known yet
         self.measured = False
         self.at_decay = None  # the Plan by which this process began the decay
-        self.distance = cfg.eval_interval  # the smallest between evaluations
         self.first_step, self.next_look = state.iter_num, state.iter_num + 1
         self.marks = []  # (step, seconds without evaluations)
         if cfg.decay_start is not None:
             self.next_look = cfg.max_iters
-        elif not state.eval_fitted:
-            cfg.eval_interval = NO_LIMIT  # no evaluation before plan() knows what it costs
         if not env.compile:  # else the first step compiles
             self.mark(state.iter_num)
 
@@ -156,7 +153,7 @@ def look_at_clock(run, pending):
     deadline.measured = True
     plan = Plan(*env.of_rank_0(make_plan(run)).tolist())
     if not run.state.eval_fitted:
-        run.cfg.eval_interval = run.settings['eval_interval'] = int(plan.eval_interval)
+        run.cfg.eval_interval = int(plan.eval_interval)
         run.state.eval_fitted = True
     start = (1 - run.cfg.decay_fraction) * plan.last
     begins = step >= start or plan.last <= step + 2
@@ -213,10 +210,11 @@ def make_plan(run):
         return step + bisect.bisect(steps, left, key=functools.partial(seconds_to, interval)) - 1
 
     interval = cfg.eval_interval
-    if evaluation and not run.state.eval_fitted:
-        most = int(EVALUATIONS * deadline.budget / evaluation)
+    if not run.state.eval_fitted:
+        most = int(EVALUATIONS * deadline.budget / evaluation) if evaluation else 0
+        interval = NO_LIMIT
         if most > 1:  # there is always the final one
-            interval = max(deadline.distance, step, math.ceil(last_within(NO_LIMIT) / most))
+            interval = max(cfg.eval_interval, step, math.ceil(last_within(NO_LIMIT) / most))
     last = min(max(last_within(interval), step + 2), cfg.max_iters)  # of a single step no rate would decay
     return Plan(last, interval, left - seconds_to(interval, last), each, evaluation)
 
@@ -227,8 +225,6 @@ def begin_decay(run, plan):
     cfg.decay_start, cfg.max_iters = min(step, last - 1), last
     cfg.max_epochs = cfg.warmup_fraction = None  # a resume would set max_iters and warmup_iters by them
     cfg.eval_interval = min(cfg.eval_interval, last)
-    for name in ('decay_start', 'max_iters', 'max_epochs', 'warmup_fraction', 'eval_interval'):
-        run.settings[name] = getattr(cfg, name)
     deadline.at_decay, deadline.marks, deadline.next_look = plan, [deadline.marks[-1]], last
     run.env.print_once(f'time budget: the rate decays from step {cfg.decay_start:,} to {last:,}, expected at '
                        f'{duration(deadline.budget - plan.spare)} of {duration(deadline.budget)}')

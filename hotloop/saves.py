@@ -8,7 +8,7 @@ import torch
 
 from configurator import as_file
 from hotloop import patience
-from hotloop.checkpoint import DiskFull, checkpoint_of, size_in_bytes, snapshot
+from hotloop.checkpoint import DiskFull, checkpoint_of, settings_to_save, size_in_bytes, snapshot
 from hotloop.evaluate import evaluate_both
 from hotloop.files import replacing
 from hotloop.host import memory
@@ -29,7 +29,7 @@ def take_folder(run, resumed):
         if cfg.mirror_dir:
             run.mirror = Mirror(run.out, cfg.mirror_dir, is_mirror(cfg.mirror_dir, resumed))
     run.out.best_loss = run.state.best_val_loss
-    run.log = Log(run.out, cfg, run.settings, env, run.state if resumed else None)
+    run.log = Log(run.out, cfg, settings_to_save(run), env, run.state if resumed else None)
 
 
 def is_mirror(folder, resumed):
@@ -44,7 +44,7 @@ def is_mirror(folder, resumed):
 
 def config_text(run):
     """The config.py of a run. With the schedule that its time budget has led to, it needs no clock."""
-    cfg = dataclasses.replace(run.cfg, init_from=run.settings['init_from'])
+    cfg = dataclasses.replace(run.cfg, init_from=run.origin)
     if cfg.decay_start is not None:
         cfg.time_budget = None
     return as_file([run.model.config, run.lora, cfg])
@@ -146,7 +146,7 @@ def evaluate_missing(run):
     it was interrupted, and not if the run had ended for want of improvement.
     """
     state, missing = run.state, False
-    if state.iter_num and what_is_due(state.iter_num, run.cfg).evaluation:
+    if state.iter_num and what_is_due(state, run.cfg).evaluation:
         missing = run.log.lacks_evaluation(state.iter_num)
     if not run.env.any(missing):  # only rank 0 has a log
         return not patience.is_out(run)

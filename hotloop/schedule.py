@@ -117,11 +117,12 @@ class Due(NamedTuple):
     save: bool
 
 
-def what_is_due(step, cfg):
-    """The Due after `step` updates."""
+def what_is_due(state, cfg):
+    """The Due at a RunState. With a time budget, evaluations wait for its first plan."""
+    step, waits = state.iter_num, is_open(cfg) and not state.eval_fitted
     last = step == cfg.max_iters
     return Due(last,
                log=last or step == 1 or step % cfg.log_interval == 0,
-               evaluation=last or step % cfg.eval_interval == 0,
+               evaluation=last or (step % cfg.eval_interval == 0 and not waits),
                sample=bool(cfg.sample_interval) and step % cfg.sample_interval == 0,
                save=bool(cfg.save_interval) and step % cfg.save_interval == 0)

@@ -24,6 +24,7 @@ from hotloop.checkpoint import (
     snapshot,
 )
 from hotloop.distributed import Env
+from hotloop.lora import LoRAConfig
 from hotloop.optim import build_optimizers
 from hotloop.resume import restore, state_from
 from hotloop.run_dir import RunDir
@@ -43,8 +44,9 @@ def tiny_run(optimizer='adamw', steps=1, **settings):
         model(ids, ids).sum().backward()
         for o in optimizers:
             o.step()
-    return SimpleNamespace(model=model, optimizers=optimizers, scaler=NO_SCALER, settings={'seed': 1},
-                           state=RunState(iter_num=steps), context={'tokenizer': {'kind': 'byte'}})
+    return SimpleNamespace(model=model, optimizers=optimizers, scaler=NO_SCALER, lora=LoRAConfig(),
+                           cfg=TrainConfig(), origin='scratch', state=RunState(iter_num=steps),
+                           context={'tokenizer': {'kind': 'byte'}})
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import error_of, rows
 
+from hotloop.checkpoint import RunState
 from hotloop.dataloader import windows_per_epoch
 from hotloop.distributed import Env
 from hotloop.optim import build_optimizers
@@ -81,10 +82,13 @@ def test_every_peak_follows_the_schedule_in_proportion():
 
 def test_what_is_due_after_a_step():
     cfg = TrainConfig(max_iters=10, eval_interval=4, log_interval=3, save_interval=5, sample_interval=6)
-    due = {step: what_is_due(step, cfg) for step in range(1, 11)}
+    due = {step: what_is_due(RunState(step), cfg) for step in range(1, 11)}
     found = {name: [step for step in due if getattr(due[step], name)] for name in Due._fields}
     assert found == {'last': [10], 'log': [1, 3, 6, 9, 10], 'evaluation': [4, 8, 10], 'sample': [6],
                      'save': [5, 10]}
+    cfg.time_budget = 1.0  # before its first plan nothing is evaluated
+    known = [what_is_due(RunState(4, eval_fitted=known), cfg).evaluation for known in (False, True)]
+    assert known == [False, True]
 
 
 def test_epochs_are_converted_to_steps(train_tiny, tmp_path, capsys):
