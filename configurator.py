@@ -66,7 +66,7 @@ SYNONYMS = {
 # {setting of earlier versions: what to do instead}
 REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a step goes',
            'on_divergence': 'a run that diverges stops; lower the learning rate and resume'}
-PIPES = {}  # {path: text} of config files that are pipes, which can be read only once
+PIPES = {}  # {path: text} of config files that are pipes
 
 
 class SettingsError(ValueError):
@@ -217,7 +217,7 @@ def did_you_mean(word, known):
 
 
 def meant(word, fields):
-    """What a word that is not a file may stand for, a flag or a card, as a question; or a hint; or ''."""
+    """A hint at the flag or the card that a word, which is not a file, was probably meant to be; or ''."""
     name, equals, value = word.lstrip('-').partition('=')
     name = name.replace('-', '_')
     if equals or word.startswith('-') or name in fields:
@@ -232,6 +232,29 @@ def meant(word, fields):
     return did_you_mean(name, known) or hint
 
 
+def source_of(path):
+    """The text of a config file. A pipe can be read only once, so its text is kept."""
+    if path not in PIPES:
+        with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
+            text = f.read()
+        if os.path.isfile(path):
+            return text
+        PIPES[path] = text
+    return PIPES[path]
+
+
+def explain_failure(error, path, fields):
+    """Why a config file could not be read or run: the line, the reason, and a hint."""
+    places = [entry.lineno for entry in traceback.extract_tb(error.__traceback__) if entry.filename == path]
+    place, hint = f'{path}, line {places[-1]}' if places else path, ''
+    reason = getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'  # strerror: of an OSError
+    if isinstance(error, FileNotFoundError) and not places:
+        hint = meant(path, fields)
+    elif isinstance(error, IsADirectoryError) and not places:
+        hint = f'; a run folder is given as --out_dir={path}, several to compare as --report=A,B'
+    return f'{place}: {reason}{hint}'
+
+
 def read_file(path, settings, fields):
     """
     Runs a config file, the user's own code, over the settings and puts its values into them. A name that it
@@ -240,24 +263,13 @@ def read_file(path, settings, fields):
     values = {name: value for name, (value, _) in settings.items()}
     namespace, problems = {**values, '__name__': 'config', '__file__': path}, []
     try:
-        source = PIPES.get(path)
-        if source is None:
-            with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
-                source = f.read()
-        if not os.path.isfile(path):
-            PIPES[path] = source
+        source = source_of(path)
         tree = ast.parse(source, path)
-        lines, problems = assigned_lines(tree), lines_without_effect(source, tree, path)
+        problems = lines_without_effect(source, tree, path)
         exec(compile(source, path, 'exec'), namespace)
     except (Exception, SystemExit) as e:
-        places = [entry.lineno for entry in traceback.extract_tb(e.__traceback__) if entry.filename == path]
-        place = f'{path}, line {places[-1]}' if places else path
-        reason = getattr(e, 'strerror', None) or f'{type(e).__name__}: {e}'  # strerror: of an OSError
-        hint = meant(path, fields) if isinstance(e, FileNotFoundError) and not places else ''
-        if isinstance(e, IsADirectoryError) and not places:
-            hint = f'; a run folder is given as --out_dir={path}, several to compare as --report=A,B'
-        return problems or [f'{place}: {reason}{hint}']
-    dropped = []
+        return problems or [explain_failure(e, path, fields)]
+    lines, dropped = assigned_lines(tree), []
     for name, value in namespace.items():
         place = f'{path}, line {lines[name]}' if name in lines else path
         helper = name.startswith('_') or callable(value) or inspect.ismodule(value)
