@@ -55,13 +55,13 @@ class GPTConfig:
     rope_base: float = 10000.0  # base of rotary positions; contexts beyond 8K use 500000 (Llama 3) or more
     rope_local_base: float | None = None  # rope_base of layers with a window (Gemma 3); None: rope_base
     rope_factor: float = 1.0  # divides the frequencies of rope_base, for a context longer than in training
-    rope_context: int | None = None  # context of pretraining; with it fast frequencies stay (Llama 3)
+    rope_context: int | None = None  # context of pretraining, at which high frequencies stay (Llama 3)
     norm: Literal['layernorm', 'rmsnorm', 'rmsnorm_weight', 'rmsnorm_offset'] | None = None  # normalization
     norm_eps: float | None = None  # added to the variance; None: 1e-5 for layernorm, 1e-6 for the others
     post_norm: bool = False  # also normalize the outputs of attention and MLP (Gemma 2)
     embed_norm: bool | None = None  # RMSNorm after the embedding; None: with rotary positions
     embed_scale: float = 1.0  # factor of the embedding (Gemma: sqrt(n_embd))
-    mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'] | None = None  # OpenAI's is gelu_tanh
+    mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'] | None = None  # OpenAI used gelu_tanh
     window: int | None = None  # attention reaches this many tokens, including the query; None: the context
     window_pattern: str | None = None  # layers with (S) or without (L) the window, repeated; None: S
     qk_norm: bool | None = None  # RMSNorm on queries and keys, which bounds attention logits
@@ -69,7 +69,7 @@ class GPTConfig:
     query_scale: float | None = None  # factor of attention logits; None: head_dim ** -0.5
     attn_softcap: float = 0.0  # like softcap, for attention logits (Gemma 2); 0: off
     tie: bool | None = None  # token embedding and head share one matrix
-    zero_init: bool | None = None  # blocks start as the identity; the head starts uniform
+    zero_init: bool | None = None  # blocks start as the identity; the first predictions are uniform
     softcap: float | None = None  # logits -> c * tanh(logits / c); 0: off
     x0_mix: bool | None = None  # each block sees a learned mix of the residual stream and the embedding
     label_smoothing: float = 0.0  # over all vocab_size ids; used in training only

@@ -84,13 +84,13 @@ class TrainConfig:
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
-    data_on_device: bool | Literal['auto'] = 'auto'  # training data in GPU memory; auto: if under 10% of it
+    data_on_device: bool | Literal['auto'] = 'auto'  # training data in GPU memory; auto: if at most 10% of it
     document_mask: bool = False  # attention stays within documents, which end with the end-of-text id
     pack_rows: bool = False  # windows of complete rows of instruction data, which do not see one another
     batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: what fits
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     # --- optimizer
-    optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: for matrices in blocks, AdamW the rest
+    optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: Muon in blocks, AdamW elsewhere
     learning_rate: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon
     embed_lr: float | None = None  # peak rate of the token embedding with muon; None: learning_rate
@@ -110,7 +110,7 @@ class TrainConfig:
     decay_start: int | None = None  # step at which that decay begins; None: by decay_fraction
     # --- evaluation and logging
     eval_interval: int = 2000  # steps between evaluations; the last step is always evaluated
-    eval_tokens: int | None = 2**20  # maximum tokens per split in one evaluation; None: all
+    eval_tokens: int | None = 2**20  # maximum validation tokens of an evaluation; None: all
     eval_iters: int | None = None  # batches per split, as in nanoGPT; replaces eval_tokens
     patience: int | None = None  # stop after this many evaluations in a row without a lower loss; None: off
     log_interval: int = 1  # steps between log lines
@@ -133,8 +133,8 @@ class TrainConfig:
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a test compilation works
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # torch.compile mode
     loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in parts: less memory, slower
-    recompute: Literal['none', 'selective', 'full'] = 'none'  # blocks in backward; selective: not attention
-    shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide among processes; full: also the weights
+    recompute: Literal['none', 'selective', 'full'] = 'none'  # recompute blocks; selective: except attention
+    shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide optimizer states; full: weights too
     threads: int | None = None  # CPU threads per process; None: OMP_NUM_THREADS, or its share of the cores
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
@@ -296,7 +296,7 @@ def setup(cfg):
 
 
 def wrap(model, cfg, env):
-    """(the model that evaluations call, the one that training calls), compiled and data parallel or not."""
+    """(the model for evaluations, the model for training), compiled and data parallel if env says so."""
     if env.compile and env.device.type == 'cpu' and model.num_params() > 10**7:
         # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
         # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
@@ -350,7 +350,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
             torch.manual_seed(seed)
         with micro_batch(model, cfg.shard, last=i + 1 == len(loads)):
             loss = model(*batch).sum()
-            # gradients are averaged over the processes, and the gradient of the sum is wanted
+            # DDP and FSDP average gradients over the processes; times their number that is the sum
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
         loss_and_stops[0] += loss.detach()
     if env.world > 1:
@@ -589,7 +589,7 @@ def meta_model(settings, dataset):
 
 
 def inform(settings):
-    """What a command prints that does not train: a report, a check or a forecast."""
+    """What a command that does not train prints: a report, a check or a forecast."""
     if settings.train.report is not None:
         return report(settings.train.report)
     return '\n'.join(check(settings.train) if settings.train.check else dry_run(settings, meta_model))
