@@ -221,7 +221,7 @@ def make_prompts(rows, tokenizer, tuned_in, cfg):
             template = choose_template(asked, suited)
             ids = turn_ids(tokenizer, turns, template, cfg.system)
             shown = text if template == 'joined' else f'{text}\n'
-            prompts.append(Prompt(given, shown, ids, TEMPLATES[template]['assistant'][1]))
+            prompts.append(Prompt(given, shown, ids, TEMPLATES[template].assistant[1]))
     return prompts
 
 
@@ -393,7 +393,7 @@ def chat(model, tokenizer, template, cfg):
     if hasattr(sys.stdin, 'reconfigure'):  # not in a notebook
         sys.stdin.reconfigure(errors='replace')  # a byte that is not UTF-8 must not end a chat
     print('a line that ends with \\ continues on the next; an empty line ends the chat', file=sys.stderr)
-    stops, size = stops_of(tokenizer, cfg.stop, TEMPLATES[template]['assistant'][1]), model.config.block_size
+    stops, size = stops_of(tokenizer, cfg.stop, TEMPLATES[template].assistant[1]), model.config.block_size
     limit = size - min(cfg.max_new_tokens, size // 4)  # leaves room for the answer
     turns, seed = [], cfg.seed
     while (message := read_message()).strip() not in ('', 'exit'):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import NamedTuple
 
 from hotloop.tokenizer import fix_surrogates
 
@@ -9,26 +10,39 @@ ANSWERS = ('completion', 'response', 'output', 'answer')
 ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'question', 'instruction', 'input',
               'system', 'history', *ANSWERS]
 SPEAKERS = ('system', 'user', 'assistant')
-# text before and after a turn of each role; the marker after an answer is part of its loss. The choices of
-# `template` in hotloop/documents.py name them too
-TEMPLATES = {
-    'plain': dict.fromkeys(SPEAKERS, ('', '')),
-    'joined': dict.fromkeys(SPEAKERS, ('', '')),  # of prompt and completion
-    'alpaca': {'system': ('', ''), 'user': ('### Instruction:\n', ''), 'assistant': ('### Response:\n', '')},
-    'chatml': {role: (f'<|im_start|>{role}\n', '<|im_end|>') for role in SPEAKERS},
-    'gemma': {role: (f'<start_of_turn>{name}\n', '<end_of_turn>')
-              for role, name in zip(SPEAKERS, ('user', 'user', 'model'), strict=True)},
-    'llama3': {role: (f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>') for role in SPEAKERS},
-}
-CHATS = tuple(name for name in TEMPLATES if name not in ('plain', 'joined'))  # those that mark turns
-KINDS = {'chatml': 'chat', 'alpaca': 'instruction-output pair',
-         'joined': 'prompt-completion pair'}  # of rows, by the template that suits them
-BETWEEN_TURNS = {'plain': '\n', 'joined': '', 'alpaca': '\n\n', 'chatml': '\n', 'gemma': '\n', 'llama3': ''}
-MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it
 OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
-ALPACA_SYSTEM = ('Below is an instruction that describes a task{}. Write a response that appropriately '
-                 'completes the request.')
-ALPACA_INPUT = ', paired with an input that provides further context'
+MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it
+
+
+class Template(NamedTuple):
+    """The texts before and after the turns of each role, and how turns are put together."""
+    system: tuple = ('', '')
+    user: tuple = ('', '')
+    assistant: tuple = ('', '')  # the text after an answer is part of its loss
+    between: str = '\n'  # two turns
+    strips: bool = False  # white space around the text of a turn
+    folds_system: bool = False  # the user's first turn begins with the system prompt
+    preamble: str = ''  # the system prompt of a conversation that has none; {} becomes input_note
+    input_note: str = ''  # where an instruction has an input
+    input_heading: str = ''
+    suits: str = ''  # the kind of rows that get it from template=auto, in words
+
+
+TEMPLATES = {
+    'plain': Template(),
+    'joined': Template(between='', suits='prompt-completion pair'),
+    'alpaca': Template(user=('### Instruction:\n', ''), assistant=('### Response:\n', ''), between='\n\n',
+                       preamble='Below is an instruction that describes a task{}. Write a response that '
+                                'appropriately completes the request.',
+                       input_note=', paired with an input that provides further context',
+                       input_heading='### Input:\n', suits='instruction-output pair'),
+    'chatml': Template(*((f'<|im_start|>{role}\n', '<|im_end|>') for role in SPEAKERS), suits='chat'),
+    'gemma': Template(*((f'<start_of_turn>{role}\n', '<end_of_turn>') for role in ('user', 'user', 'model')),
+                      strips=True, folds_system=True),
+    'llama3': Template(*((f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>')
+                         for role in SPEAKERS), between='', strips=True),
+}
+CHATS = tuple(name for name, template in TEMPLATES.items() if template.user[0])  # those that mark turns
 
 
 def parts_of(row, where, reading, counts=None):
@@ -47,7 +61,7 @@ def parts_of(row, where, reading, counts=None):
         return None
     template = choose_template(reading.template, suited)
     if counts is not None:
-        counts.kinds[KINDS[suited]] += 1
+        counts.kinds[TEMPLATES[suited].suits] += 1
         counts.templates.add(template)
         border = turns[0][1][-1:] + turns[-1][1][:1]
         counts.unseparated += template == 'joined' and len(border.strip()) == 2
@@ -56,7 +70,7 @@ def parts_of(row, where, reading, counts=None):
 
 def marks_of(templates):
     """The marks in the templates with these names, sorted."""
-    texts = (text for name in templates for turn in TEMPLATES[name].values() for text in turn)
+    texts = (text for name in templates for role in SPEAKERS for text in getattr(TEMPLATES[name], role))
     return sorted({mark for text in texts for mark in MARK.findall(text)})
 
 
@@ -145,25 +159,25 @@ def turn_of(message, where):
     return role, message.get('content') or message.get('value')
 
 
-def render(turns, template):
+def render(turns, name):
     """The parts of a conversation. Only the assistant's text and its end marker count toward the loss."""
-    roles, merged = [role for role, _ in turns], []
-    if template == 'alpaca' and roles[0] != 'system':
-        merged.append(('system', ALPACA_SYSTEM.format(ALPACA_INPUT if 'input' in roles else '')))
+    template, roles, merged = TEMPLATES[name], [role for role, _ in turns], []
+    if template.preamble and roles[0] != 'system':
+        merged.append(('system', template.preamble.format(template.input_note if 'input' in roles else '')))
     for role, text in turns:
-        if role == 'input' and template == 'alpaca':
-            text = '### Input:\n' + text
         is_after_system = merged and merged[-1][0] == 'system'
-        if role == 'input' or (role == 'user' and is_after_system and template == 'gemma'):
+        if role == 'input':
+            text = template.input_heading + text
+        if role == 'input' or (role == 'user' and is_after_system and template.folds_system):
             merged[-1] = 'user', merged[-1][1] + '\n\n' + text
         else:
-            merged.append((role, text.strip() if template in ('gemma', 'llama3') else text))
+            merged.append((role, text.strip() if template.strips else text))
     parts, between = [], ''
     for role, text in merged:
-        before, after = TEMPLATES[template][role]
+        before, after = getattr(template, role)
         counts = role == 'assistant'
         parts += [(between + before, True, False), (text, False, counts), (after, True, counts)]
-        between = BETWEEN_TURNS[template]
+        between = template.between
     return [part for part in parts if part[0]]
 
 
@@ -189,4 +203,4 @@ def prompt_of(row, where):
 def parts_before_answer(turns, template):
     """The parts of a conversation and of what comes before the text of the assistant's next turn."""
     parts = render([*turns, ('assistant', '')], template)
-    return parts[:-1] if TEMPLATES[template]['assistant'][1] else parts
+    return parts[:-1] if TEMPLATES[template].assistant[1] else parts

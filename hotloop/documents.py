@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hotloop.chat_template import as_object, form_of, parts_of
+from hotloop.chat_template import TEMPLATES, as_object, form_of, parts_of
 from hotloop.rows import rows_in
 from hotloop.text_file import open_file
 
@@ -25,7 +25,7 @@ class ReadConfig:
     # --- reading
     format: Format = 'auto'  # auto: by suffix; functions: Python functions as rows
     text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
-    template: Literal['auto', 'plain', 'alpaca', 'chatml', 'gemma', 'llama3'] = 'auto'  # of instruction data
+    template: Literal[('auto', *(t for t in TEMPLATES if t != 'joined'))] = 'auto'  # of instruction data
     max_function: int | None = None  # for functions: leave out those with more characters than this
     separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline
     encoding: str = 'utf-8'  # of files, such as latin-1, cp1252 or utf-16

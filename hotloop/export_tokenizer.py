@@ -4,7 +4,7 @@ import json
 from itertools import pairwise
 
 from hotloop.bpe import GPT2_SPLIT
-from hotloop.chat_template import ALPACA_SYSTEM, BETWEEN_TURNS, CHATS, SPEAKERS, TEMPLATES
+from hotloop.chat_template import CHATS, SPEAKERS, TEMPLATES
 from hotloop.tokenizer_json import BYTE_OF
 
 LETTER_OF = {byte: letter for letter, byte in BYTE_OF.items()}
@@ -27,7 +27,7 @@ def tokenizer_files(tokenizer, template, max_length):
     ends = {tokenizer.eot, *tokenizer.ends}
     if template in CHATS:
         config['chat_template'] = chat_template(template, tokenizer.begin is not None)
-        ends.add(tokenizer.specials.get(TEMPLATES[template]['assistant'][1]))
+        ends.add(tokenizer.specials.get(TEMPLATES[template].assistant[1]))
     name = names.get(tokenizer.begin)
     content = spec['json'] if spec['kind'] == 'hf' else tokenizer_json(tokenizer, name)
     if spec['kind'] == 'hf' and tokenizer.begin != tokenizer.first:  # of data with another --bos
@@ -43,21 +43,18 @@ def chat_template(name, begins):
 
     def when(condition, text):
         return f'{{% if {condition} %}}{text}{{% endif %}}'
-    is_system, between = "messages[0]['role'] == 'system'", put(json.dumps(BETWEEN_TURNS[name]))
-    start = put('bos_token') if begins else ''
-    if name == 'alpaca':
-        start += when(f'not {is_system}', put(json.dumps(ALPACA_SYSTEM.format(''))) + between)
-    elif name == 'gemma':
+    template, is_system = TEMPLATES[name], "messages[0]['role'] == 'system'"
+    start, between = put('bos_token') if begins else '', put(json.dumps(template.between))
+    if template.preamble:
+        start += when(f'not {is_system}', put(json.dumps(template.preamble.format(''))) + between)
+    if template.folds_system:
         start += when(is_system, put('raise_exception("put the system prompt into the first turn")'))
-    content, turns = "message['content']", ''
-    if name in ('gemma', 'llama3'):
-        content += ' | trim'
+    content, turns = "message['content']" + (' | trim' if template.strips else ''), ''
     for role in SPEAKERS:
-        before, after = TEMPLATES[name][role]
-        turns += when(f"message['role'] == '{role}'",
-                      put(f'{json.dumps(before)} + ({content}) + {json.dumps(after)}'))
+        before, after = map(json.dumps, getattr(template, role))
+        turns += when(f"message['role'] == '{role}'", put(f'{before} + ({content}) + {after}'))
     turns = f'{{% for message in messages %}}{turns}{between}{{% endfor %}}'
-    return start + turns + when('add_generation_prompt', put(json.dumps(TEMPLATES[name]['assistant'][0])))
+    return start + turns + when('add_generation_prompt', put(json.dumps(template.assistant[0])))
 
 
 def tokenizer_json(tokenizer, begin):

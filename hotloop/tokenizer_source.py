@@ -64,7 +64,7 @@ def template_of(folder):
         with open(path, encoding='utf-8') as f:
             chat = f.read()
     for template in CHATS:
-        begin = TEMPLATES[template]['user'][0].strip()
+        begin = TEMPLATES[template].user[0].strip()
         mark = MARK.match(begin)
         if (mark[0] if mark else begin) in chat:
             return template

@@ -2,8 +2,10 @@
 
 import pytest
 
-from hotloop.chat_template import BETWEEN_TURNS, TEMPLATES, parts_of, render
+from configurator import HERE, accept, fields_of, settings_module
+from hotloop.chat_template import TEMPLATES, Template, parts_of, render
 from hotloop.documents import ReadConfig, RowCounts
+from hotloop.export_tokenizer import chat_template
 from hotloop.tokenizer import BPETokenizer, ByteTokenizer, encode_parts
 
 ASK, ANSWER = {'role': 'user', 'content': 'Two and two?'}, {'role': 'assistant', 'content': 'Four.'}
@@ -118,13 +120,21 @@ def test_the_template_used_is_reported():
     assert counts.templates == {'gemma'} and counts.kinds.total() == 3
 
 
-def test_every_template_has_every_role():
-    assert TEMPLATES.keys() == BETWEEN_TURNS.keys()
+def test_the_answer_and_the_text_after_it_count_in_every_template():
     for name, template in TEMPLATES.items():
-        assert template.keys() == {'system', 'user', 'assistant'}
         parts = render([('user', 'q'), ('assistant', 'a')], name)
-        assert ''.join(text for text, markup, counts in parts if counts) == 'a' + template['assistant'][1]
+        assert ''.join(text for text, markup, counts in parts if counts) == 'a' + template.assistant[1]
         assert all(text for text, *_ in parts)
+
+
+def test_one_entry_makes_a_template(monkeypatch):
+    """For data, for settings, and for transformers."""
+    monkeypatch.setitem(TEMPLATES, 'new', Template(user=('<|user|>', '</s>'), assistant=('<|bot|>', '</s>')))
+    assert shown(PAIR, 'new') == '[<|user|>Q: 2+2?\nA:</s>\n<|bot|>] 4</s>'
+    assert '{{ "<|bot|>" + (message[\'content\']) + "</s>" }}' in chat_template('new', begins=False)
+    for path, settings in (('hotloop/documents.py', 'ReadConfig'), ('sample.py', 'SampleConfig')):
+        fields = fields_of([getattr(settings_module(f'{HERE}/{path}'), settings)])
+        assert accept('new', fields['template'][0]) == 'new'
 
 
 def test_special_ids_come_from_the_template_and_never_from_the_data():

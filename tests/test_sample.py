@@ -264,7 +264,7 @@ ROWS = [
                   {'role': 'assistant', 'content': 'd'}]}]
 
 
-@pytest.mark.parametrize('template', ['plain', 'joined', 'alpaca', 'chatml', 'gemma', 'llama3'])
+@pytest.mark.parametrize('template', TEMPLATES)
 @pytest.mark.parametrize('row', ROWS, ids=lambda row: next(iter(row)))
 def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path, template, row):
     """Of the template that the model was tuned in, and of one that is named."""
@@ -277,7 +277,7 @@ def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path,
     for tuned_in, asked in ((template, 'auto'), ('chatml', template), ('none', template)):
         cfg = sample.SampleConfig(start=f'FILE:{tmp_path / "p.jsonl"}', template=asked)
         prompt, = sample.make_prompts(sample.read_prompts(cfg.start), tokenizer, tuned_in, cfg)
-        assert prompt.ids == expected and prompt.mark == TEMPLATES[template]['assistant'][1]
+        assert prompt.ids == expected and prompt.mark == TEMPLATES[template].assistant[1]
 
 
 def test_a_prompt_is_in_a_template_where_one_is_known(tmp_path):
