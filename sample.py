@@ -237,10 +237,10 @@ def turn_ids(tokenizer, turns, template, system=None):
     return begin + encode_parts(tokenizer, parts)[0].tolist() if parts else prompt_ids(tokenizer, '')
 
 
-def stops_of(tokenizer, stop, mark=''):
-    """(texts, ids) that end a sample: those of the setting stop, a template's mark, the end-of-text id."""
+def stops_of(tokenizer, stop, more=()):
+    """(texts, ids) that end a sample: those of the setting stop, more of them, the end-of-text id."""
     texts, ids = [], {tokenizer.eot, *tokenizer.ends} - {None}
-    for text in [*(stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||'), mark]:
+    for text in [*(stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||'), *more]:
         if text in tokenizer.specials:
             ids.add(tokenizer.specials[text])
         elif text:
@@ -323,12 +323,12 @@ def batches(model, tokenizer, prompts, cfg, stops=()):
         print(f'note: the prompt has {longest:,} tokens; the last {size:,} fit the context', file=sys.stderr)
     num_samples = samples_of(cfg)
     prompts_at_once = max(cfg.batch_size // num_samples, 1)
-    texts, ids = stops_of(tokenizer, cfg.stop, max((prompt.mark for prompt in prompts), default=''))
+    ends = stops_of(tokenizer, cfg.stop, {*stops, *(prompt.mark for prompt in prompts)})
     for i in range(0, len(prompts), prompts_at_once):
         batch = prompts[i:i + prompts_at_once]
         for j in range(0, num_samples, cfg.batch_size):
             seeds = range(cfg.seed + j, cfg.seed + min(j + cfg.batch_size, num_samples))
-            yield write(model, tokenizer, batch, seeds, ([*texts, *stops], ids), cfg)
+            yield write(model, tokenizer, batch, seeds, ends, cfg)
 
 
 def sample(model, tokenizer, tuned_in, cfg):
@@ -393,7 +393,7 @@ def chat(model, tokenizer, template, cfg):
     if hasattr(sys.stdin, 'reconfigure'):  # not in a notebook
         sys.stdin.reconfigure(errors='replace')  # a byte that is not UTF-8 must not end a chat
     print('a line that ends with \\ continues on the next; an empty line ends the chat', file=sys.stderr)
-    stops, size = stops_of(tokenizer, cfg.stop, TEMPLATES[template].assistant[1]), model.config.block_size
+    stops, size = stops_of(tokenizer, cfg.stop, [TEMPLATES[template].assistant[1]]), model.config.block_size
     limit = size - min(cfg.max_new_tokens, size // 4)  # leaves room for the answer
     turns, seed = [], cfg.seed
     while (message := read_message()).strip() not in ('', 'exit'):

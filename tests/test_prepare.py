@@ -382,7 +382,7 @@ def test_a_learned_tokenizer_that_has_marks_is_used_again(tmp_path, make):
     assert first['tokenizer'] == second['tokenizer'] and second['templates'] == ['chatml']
     tokenizer = tokenizer_from(second['tokenizer'])
     ends = {tokenizer.specials['<|im_end|>'], tokenizer.eot}
-    assert sample.stops_of(tokenizer, None, '<|im_end|>') == ([], ends)  # a chat ends at the id
+    assert sample.stops_of(tokenizer, None, ['<|im_end|>']) == ([], ends)  # a chat ends at the id
 
 
 def test_files_of_one_name_are_documents_of_their_own(tmp_path, make):

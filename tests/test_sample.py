@@ -212,7 +212,7 @@ def test_a_stop_text_ends_the_sample_and_is_not_printed(draw, byte_out, monkeypa
 
 
 def test_special_tokens_and_the_end_of_text_end_it_too(draw, byte_out, monkeypatch):
-    assert sample.stops_of(ByteTokenizer(), '<|endoftext|>|||zz', 'm') == (['zz', 'm'], {256})
+    assert sample.stops_of(ByteTokenizer(), '<|endoftext|>|||zz', ['m', '']) == (['zz', 'm'], {256})
     assert sample.stops_of(CharTokenizer(CHARS), None) == ([], set())
     calls = play(monkeypatch, *b'hi', 256)
     assert draw() == ['abhi'] and calls[0].sampling.stop == {256}
