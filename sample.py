@@ -152,7 +152,7 @@ def open_model(cfg):
 
 
 def load(cfg, device, dtype):
-    """(model on its device and ready for inference, tokenizer, template of its data or 'none')."""
+    """(model on its device and ready for inference, tokenizer, template: as asked, of its data or 'none')."""
     found, model, tokenizer, template = open_model(cfg)
     rows = 1 if cfg.chat else min(samples_of(cfg), cfg.batch_size)  # of a step; several prompts have more
     model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile, rows=rows)
@@ -160,7 +160,7 @@ def load(cfg, device, dtype):
     spec = tokenizer.spec()
     print(f'weights: {found.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
           f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
-    return model, tokenizer, template
+    return model, tokenizer, template if cfg.template == 'auto' else cfg.template
 
 
 class Prompt(NamedTuple):
@@ -198,30 +198,26 @@ def as_turn(text):
     return text, [('user', text)], None
 
 
-def make_prompts(rows, tokenizer, tuned_in, cfg):
+def make_prompts(rows, tokenizer, template, cfg):
     """
-    The Prompts of rows as read_prompts() returns them. A template that the settings name is for all of them.
-    Otherwise rows of a .jsonl file get tuned_in, the template of the model's data. ValueError for a chat
-    without a template, and for a system prompt that no prompt can use.
+    The Prompts of rows as read_prompts() returns them, in the template; texts only if the settings name it.
+    ValueError for a chat without a template, and for a system prompt that no prompt can use.
     """
-    asked, prompts = cfg.template, []
-    if asked == 'auto':
-        asked = tuned_in if tuned_in in TEMPLATES else 'none'
+    prompts = []
     for given, turns, suited in rows:
         text = given if isinstance(given, str) else turns[-1][1]
-        is_plain = asked == 'none' or (cfg.template == 'auto' and suited is None)
-        if is_plain and suited in (None, 'joined'):
-            if cfg.system:
-                raise ValueError(f'system={cfg.system!r} needs a template: {CHOOSE}')
-            prompts.append(Prompt(given, text, prompt_ids(tokenizer, text)))
-        elif is_plain:
+        if template in TEMPLATES and (suited or cfg.template != 'auto'):
+            used = choose_template(template, suited)
+            ids = turn_ids(tokenizer, turns, used, cfg.system)
+            shown = text if used == 'joined' else f'{text}\n'
+            prompts.append(Prompt(given, shown, ids, TEMPLATES[used].assistant[1]))
+        elif suited not in (None, 'joined'):
             raise ValueError(f'{cfg.eval_code or cfg.start} has a chat or an instruction, which needs a '
                              f'template: {CHOOSE}')
+        elif cfg.system:
+            raise ValueError(f'system={cfg.system!r} needs a template: {CHOOSE}')
         else:
-            template = choose_template(asked, suited)
-            ids = turn_ids(tokenizer, turns, template, cfg.system)
-            shown = text if template == 'joined' else f'{text}\n'
-            prompts.append(Prompt(given, shown, ids, TEMPLATES[template].assistant[1]))
+            prompts.append(Prompt(given, text, prompt_ids(tokenizer, text)))
     return prompts
 
 
@@ -331,10 +327,10 @@ def batches(model, tokenizer, prompts, cfg, stops=()):
             yield write(model, tokenizer, batch, seeds, ends, cfg)
 
 
-def sample(model, tokenizer, tuned_in, cfg):
+def sample(model, tokenizer, template, cfg):
     """Prints samples of each prompt, in order."""
     rows = read_prompts(cfg.start, 'replace' if cfg.bad_utf8 == 'replace' else 'strict')
-    prompts = make_prompts(rows, tokenizer, tuned_in, cfg)
+    prompts = make_prompts(rows, tokenizer, template, cfg)
     for steps in batches(model, tokenizer, prompts, cfg):
         if cfg.output == 'text':
             print_in_order(steps, '\n---------------\n')
@@ -347,15 +343,14 @@ def sample(model, tokenizer, tuned_in, cfg):
             print_json(row)
 
 
-def eval_code(model, tokenizer, tuned_in, cfg):
+def eval_code(model, tokenizer, template, cfg):
     """Judges the answers to the tasks of a file: prints the metrics, with output=jsonl the answers too."""
-    template = tuned_in if cfg.template == 'auto' else cfg.template
     is_chat = template in CHATS
     with open_text(cfg.eval_code) as f:
         tasks = [task_of(row, where, is_chat) for where, row in json_lines(f, cfg.eval_code)]
     if not tasks or (cfg.run_code and not any(task.tests for task in tasks)):
         raise ValueError(f'{cfg.eval_code} has no {"tests to run" if tasks else "tasks"}')
-    prompts = make_prompts([(task, task.turns, task.template) for task in tasks], tokenizer, tuned_in, cfg)
+    prompts = make_prompts([(task, task.turns, task.template) for task in tasks], tokenizer, template, cfg)
     stops = () if is_chat else {stop for task in tasks for stop in task.stops}
     verdicts = []
     for steps in batches(model, tokenizer, prompts, cfg, stops):
@@ -385,8 +380,6 @@ def print_in_order(steps, end):
 
 def chat(model, tokenizer, template, cfg):
     """Answers the user's messages until an empty one, 'exit' or the end of the input."""
-    if cfg.template != 'auto':
-        template = cfg.template
     if template not in TEMPLATES:
         raise ValueError(f'the template of the model is {template!r}; {CHOOSE}')
     standard_input()  # fails early if stdin is closed

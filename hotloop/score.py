@@ -36,11 +36,10 @@ class Score:
 
 def score(model, tokenizer, template, cfg):
     """
-    Prints the scores of the documents that cfg.score names, each and all together. template: that of the
-    model's data. ValueError if there is nothing to score or a loss is not finite.
+    Prints the scores of the documents that cfg.score names, each and all together. template: that of rows;
+    'none': what suits each. ValueError if there is nothing to score or a loss is not finite.
     """
-    if cfg.template != 'auto' or template not in TEMPLATES:
-        template = cfg.template
+    template = template if template in TEMPLATES else 'auto'
     reading = ReadConfig(text_field=cfg.text_field, template=template, bad_utf8=cfg.bad_utf8)
     with tempfile.TemporaryDirectory() as folder:  # standard input is stored there
         files = files_of(cfg.score, reading, cfg.data_dir, os.path.join(folder, 'stdin'))

@@ -267,16 +267,16 @@ ROWS = [
 @pytest.mark.parametrize('template', TEMPLATES)
 @pytest.mark.parametrize('row', ROWS, ids=lambda row: next(iter(row)))
 def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path, template, row):
-    """Of the template that the model was tuned in, and of one that is named."""
+    """In the template that the model was tuned in, and in one that is named."""
     specials = {'<|im_end|>': 256, '<e>': 257}
     tokenizer = BPETokenizer([bytes([b]) for b in range(256)], specials=specials, eot=257)
     tokenizer.begin = 257
     ids, mask = encode_parts(tokenizer, parts_of(row, 'a', ReadConfig(template=template)))
     expected = [257, *ids[:len(mask) - mask[::-1].argmin()].tolist()]
     (tmp_path / 'p.jsonl').write_text(json.dumps(row))
-    for tuned_in, asked in ((template, 'auto'), ('chatml', template), ('none', template)):
+    for asked in ('auto', template):
         cfg = sample.SampleConfig(start=f'FILE:{tmp_path / "p.jsonl"}', template=asked)
-        prompt, = sample.make_prompts(sample.read_prompts(cfg.start), tokenizer, tuned_in, cfg)
+        prompt, = sample.make_prompts(sample.read_prompts(cfg.start), tokenizer, template, cfg)
         assert prompt.ids == expected and prompt.mark == TEMPLATES[template].assistant[1]
 
 
@@ -287,7 +287,8 @@ def test_a_prompt_is_in_a_template_where_one_is_known(tmp_path):
     def made(rows, tuned_in, **settings):
         path.write_text('\n'.join(map(json.dumps, rows)))
         cfg = sample.SampleConfig(**{'start': f'FILE:{path}', **settings})
-        prompts = sample.make_prompts(sample.read_prompts(cfg.start), tokenizer, tuned_in, cfg)
+        template = settings.get('template', tuned_in)
+        prompts = sample.make_prompts(sample.read_prompts(cfg.start), tokenizer, template, cfg)
         return [tokenizer.decode(prompt.ids).decode() for prompt in prompts]
     hi, chatml = {'prompt': 'hi'}, '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n'
     system = '<|im_start|>system\nBe brief.<|im_end|>\n'

@@ -26,9 +26,9 @@ def settings(source, **changes):
 @pytest.fixture
 def scored(capsys):
     """scored(source, ...) -> the rows that --output=jsonl prints."""
-    def run(source, model=None, tokenizer=None, tuned_in='none', **changes):
+    def run(source, model=None, tokenizer=None, template='none', **changes):
         model, tokenizer = model or gpt(257, block_size=256), tokenizer or ByteTokenizer()
-        score(model, tokenizer, tuned_in, settings(source, **changes))
+        score(model, tokenizer, template, settings(source, **changes))
         captured = capsys.readouterr()
         run.err = captured.err
         return [json.loads(line) for line in captured.out.splitlines()]
@@ -86,14 +86,13 @@ def test_documents_are_scored_apart_and_summed(scored, tmp_path):
             pytest.approx([row['loss'] for row in rows], rel=1e-5)
 
 
-@pytest.mark.parametrize('tuned_in, asked, expected', [
-    ('alpaca', 'auto', 'alpaca'), ('alpaca', 'gemma', 'gemma'), ('none', 'auto', 'chatml')])
-def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, tuned_in, asked, expected):
-    """Only the answer counts."""
+@pytest.mark.parametrize('template, expected', [('alpaca', 'alpaca'), ('none', 'chatml')])
+def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, template, expected):
+    """Or in that which suits each. Only the answer counts."""
     row = {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'ho'}]}
     (tmp_path / 'a.jsonl').write_text(json.dumps(row))
     model = gpt(257, block_size=256)
-    first, _ = scored(tmp_path / 'a.jsonl', model, tuned_in=tuned_in, template=asked)
+    first, _ = scored(tmp_path / 'a.jsonl', model, template=template)
     assert scored.err == f'only the answers are scored; template: {expected}\n'
     ids, mask = encode_parts(ByteTokenizer(), render([('user', 'hi'), ('assistant', 'ho')], expected))
     ids, mask = torch.from_numpy(ids).long()[None], torch.from_numpy(mask)[None]
