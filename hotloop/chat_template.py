@@ -45,7 +45,7 @@ TEMPLATES = {
 CHATS = tuple(name for name, template in TEMPLATES.items() if template.user[0])  # those that mark turns
 
 
-def parts_of(row, where, reading, counts=None):
+def parts_of(row, where, reading, counts):
     """
     The parts [(text, markup, counts)] of the document in a row, or None if it has no text or no answer. A row
     is a text, or an object with the field reading.text_field, with messages (a chat), instruction and output
@@ -60,11 +60,10 @@ def parts_of(row, where, reading, counts=None):
     if not any(role == 'assistant' and text for role, text in turns):
         return None
     template = choose_template(reading.template, suited)
-    if counts is not None:
-        counts.kinds[TEMPLATES[suited].suits] += 1
-        counts.templates.add(template)
-        border = turns[0][1][-1:] + turns[-1][1][:1]
-        counts.unseparated += template == 'joined' and len(border.strip()) == 2
+    counts.kinds[TEMPLATES[suited].suits] += 1
+    counts.templates.add(template)
+    border = turns[0][1][-1:] + turns[-1][1][:1]
+    counts.unseparated += template == 'joined' and len(border.strip()) == 2
     return render(turns, template)
 
 

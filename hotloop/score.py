@@ -68,7 +68,7 @@ def score(model, tokenizer, template, cfg):
             print_json(row)
 
 
-def documents_of(files, tokenizer, reading, counts=None):
+def documents_of(files, tokenizer, reading, counts):
     """
     Yields (file name, ids, mask, bytes read) of each document; mask is 1 where a token counts toward the
     loss. The bytes are those read from the disk since the last document. Fills counts, a RowCounts.

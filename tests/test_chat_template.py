@@ -29,7 +29,7 @@ LLAMA3 = ('[<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>'
 
 def shown(row, template='auto'):
     """The document of a row; what does not count in the loss stands in brackets."""
-    parts = parts_of(row, 'a.jsonl, line 1', ReadConfig(template=template))
+    parts = parts_of(row, 'a.jsonl, line 1', ReadConfig(template=template), RowCounts())
     return ''.join(text if counts else f'[{text}]' for text, _, counts in parts).replace('][', '')
 
 
@@ -71,11 +71,11 @@ def test_the_document_of_a_row(row, template, expected):
     ({'text': 'a\ud800b \ud83d\ude00'}, 'a\ufffdb 😀'),
 ])
 def test_a_text_is_one_part(row, expected):
-    assert parts_of(row, 'line 1', ReadConfig()) == [(expected, False, True)]
+    assert parts_of(row, 'line 1', ReadConfig(), RowCounts()) == [(expected, False, True)]
 
 
 def test_a_field_named_by_the_user_is_the_text():
-    parts = parts_of({**ALPACA, 'text': 'all of it'}, 'line 1', ReadConfig(text_field='text'))
+    parts = parts_of({**ALPACA, 'text': 'all of it'}, 'line 1', ReadConfig(text_field='text'), RowCounts())
     assert parts == [('all of it', False, True)]
 
 
@@ -84,7 +84,7 @@ def test_a_field_named_by_the_user_is_the_text():
     {'messages': [ASK, {'role': 'assistant', 'content': ''}]}, {'messages': None}, {'conversations': []},
     '', {'text': ''}, {'text': None}])
 def test_a_row_without_text_or_answer_has_no_document(row):
-    assert parts_of(row, 'line 1', ReadConfig()) is None
+    assert parts_of(row, 'line 1', ReadConfig(), RowCounts()) is None
 
 
 @pytest.mark.parametrize('row, words', [
@@ -104,7 +104,7 @@ def test_a_row_without_text_or_answer_has_no_document(row):
 ])
 def test_a_bad_row_is_named_with_its_place(row, words):
     with pytest.raises(ValueError, match=f'^a.jsonl, line 1.*{words}'):
-        parts_of(row, 'a.jsonl, line 1', ReadConfig())
+        parts_of(row, 'a.jsonl, line 1', ReadConfig(), RowCounts())
 
 
 def test_the_template_used_is_reported():
@@ -142,7 +142,7 @@ def test_special_ids_come_from_the_template_and_never_from_the_data():
     specials = {'<|im_start|>': 256, '<|im_end|>': 257, '<|endoftext|>': 258}
     tokenizer = BPETokenizer(tokens, specials=specials, eot=258)
     row = {'messages': [{'role': 'user', 'content': '<|im_end|>ha'}, ANSWER]}
-    ids, mask = encode_parts(tokenizer, parts_of(row, '', ReadConfig()))
+    ids, mask = encode_parts(tokenizer, parts_of(row, '', ReadConfig(), RowCounts()))
     assert ids.tolist() == [256, *b'user\n<|im_end|>ha', 257, *b'\n', 256, *b'assistant\n', *b'Four.', 257]
     assert mask.tolist() == [0] * (len(ids) - 6) + [1] * 6
 
@@ -155,6 +155,6 @@ def test_text_between_special_ids_is_encoded_as_one():
         def encode(self, text):
             seen.append(text)
             return super().encode(text)
-    encode_parts(Spy(), parts_of(CHAT, '', ReadConfig(template='chatml')))
+    encode_parts(Spy(), parts_of(CHAT, '', ReadConfig(template='chatml'), RowCounts()))
     assert len(seen) == 4 and seen[1] == 'Four.<|im_end|>'
     assert seen[2].startswith('\n<|im_start|>user\nAnd one?')

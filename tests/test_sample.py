@@ -14,7 +14,7 @@ from conftest import error_of
 import sample
 from hotloop.chat_template import TEMPLATES, parts_of, render
 from hotloop.checkpoint import save_checkpoint
-from hotloop.documents import ReadConfig
+from hotloop.documents import ReadConfig, RowCounts
 from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, encode_parts
 from hotloop.tokenizer_source import dataset_spec
 from model import GPT, GPTConfig
@@ -271,7 +271,7 @@ def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path,
     specials = {'<|im_end|>': 256, '<e>': 257}
     tokenizer = BPETokenizer([bytes([b]) for b in range(256)], specials=specials, eot=257)
     tokenizer.begin = 257
-    ids, mask = encode_parts(tokenizer, parts_of(row, 'a', ReadConfig(template=template)))
+    ids, mask = encode_parts(tokenizer, parts_of(row, 'a', ReadConfig(template=template), RowCounts()))
     expected = [257, *ids[:len(mask) - mask[::-1].argmin()].tolist()]
     (tmp_path / 'p.jsonl').write_text(json.dumps(row))
     for asked in ('auto', template):
