@@ -167,10 +167,12 @@ def render(turns, name):
         is_after_system = merged and merged[-1][0] == 'system'
         if role == 'input':
             text = template.input_heading + text
+        if template.strips:
+            text = text.strip()
         if role == 'input' or (role == 'user' and is_after_system and template.folds_system):
             merged[-1] = 'user', merged[-1][1] + '\n\n' + text
         else:
-            merged.append((role, text.strip() if template.strips else text))
+            merged.append((role, text))
     parts, between = [], ''
     for role, text in merged:
         before, after = getattr(template, role)
