@@ -143,7 +143,7 @@ def open_sources(sources, cfg, reading, spool):
     check_kinds(kinds, reading, ' '.join(sources))
     if 'tokens' in kinds:
         if kinds != {'tokens'} or cfg.tokenizer not in (None, 'gpt2'):
-            raise ValueError(f"shards of GPT-2 tokens exclude text and tokenizer={cfg.tokenizer!r}; "
+            raise ValueError('shards of GPT-2 tokens cannot be mixed with text or another tokenizer; '
                              'make two datasets, and train on both with --dataset=A,B')
         tokenizer, named = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
     cfg.tokenizer = cfg.tokenizer or tokenizer
@@ -255,18 +255,18 @@ def write_rows(path, files, reading):
 
 
 def report(counts, in_loss, tokens):
-    """Prints what was made of the rows and the bytes: a RowCounts, and the number of tokens in the loss."""
+    """Prints what became of the rows and the bytes: a RowCounts, and the number of tokens in the loss."""
     if counts.kinds:
         kinds = ', '.join(counted(number, kind) for kind, number in sorted(counts.kinds.items()))
         print(f'instruction data ({kinds}) in {named_templates(counts.templates)}: {in_loss:,} of {tokens:,} '
-              f'tokens ({in_loss / max(tokens, 1):.0%}) count in the loss')
+              f'tokens ({in_loss / max(tokens, 1):.0%}) count toward the loss')
     if counts.unseparated:
         print(f'note: prompt and completion are joined as they are, in {counted(counts.unseparated, "row")} '
               'without white space between them; end the prompts with a newline, or use --template=alpaca')
     unused = [name for name, is_used in counts.fields.items() if not is_used]
     if unused:
         more = ', ...' if len(unused) > 10 else ''
-        print(f'fields not used: {", ".join(unused[:10])}{more}; --text_field picks another')
+        print(f'fields not used: {", ".join(unused[:10])}{more}; --text_field=NAME uses one as the text')
     if counts.skipped:
         print(f'skipped {counted(counts.skipped, "row")} without text or without an answer')
     if counts.long_functions:
@@ -346,7 +346,7 @@ def main(argv=None):
                 reading.template = found.template or 'auto'
             meta = write_dataset(partial, files, val_files, cfg, reading, found.tokenizer, origin)
     except OSError as e:
-        raise ValueError(f'{folder} could not be made: {e}') from e
+        raise ValueError(f'{folder} could not be created: {e}') from e
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '
