@@ -23,6 +23,7 @@ import json
 import os
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from urllib.parse import urlsplit
 
@@ -161,13 +162,15 @@ def filled(files):
 BPE_BYTES = 1 << 28  # size of the files that merges are learned from
 
 
-def make_tokenizer(name, pieces, counts, several, num_bytes):
+def learn_tokenizer(name, read_pieces, several, num_bytes):
     """
-    The tokenizer `char` or `bpe:SIZE` of the text. pieces: (split, Piece) of all documents, which fill the
-    RowCounts; num_bytes: of files. Characters are collected from all pieces. Merges are learned from the
-    training split; above BPE_BYTES, from an evenly spaced sample of its pieces. The marks of chat templates
-    become special ids. ValueError if SIZE has no room for them.
+    The tokenizer `char` or `bpe:SIZE` of the text. read_pieces(counts=RowCounts()) yields (split, Piece);
+    num_bytes: of files. Characters are collected from all pieces. Merges are learned from the training split;
+    above BPE_BYTES, from an evenly spaced sample of its pieces. The marks of chat templates become special
+    ids. ValueError if SIZE has no room for them.
     """
+    counts = RowCounts()
+    pieces = read_pieces(counts=counts)
     if name == 'char':
         chars = set()
         for _, piece in pieces:
@@ -196,51 +199,32 @@ OTHER_FLAGS = ('name', 'data_dir', 'tokenizer', 'num_proc', 'inspect')
 
 
 def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
-    """Writes the documents of the files to an empty folder. Returns the metadata, which includes `origin`."""
-    source = origin['source']
+    """
+    Writes the documents of the files to an empty folder. Without a tokenizer, cfg.tokenizer is learned from
+    them. Returns the metadata, which includes `origin`. ValueError if a split has no text.
+    """
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
-    print(f'{source}: {counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}', flush=True)
+    print(f'{origin["source"]}: {counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}',
+          flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
     if files[0].kind == 'functions':
         write_rows(os.path.join(folder, 'val.jsonl'), val_files or held_out_files(files, holdout), reading)
-    if tokenizer is None:
-        counts = RowCounts()
-        pieces = split_pieces(files, val_files, reading, holdout, counts=counts)
-        tokenizer = make_tokenizer(cfg.tokenizer, pieces, counts, holdout.several, num_bytes)
+    read_pieces = partial(split_pieces, files, val_files, reading, holdout)
+    tokenizer = tokenizer or learn_tokenizer(cfg.tokenizer, read_pieces, holdout.several, num_bytes)
     if cfg.bos and tokenizer.bos is None:
         raise ValueError(f'bos=True needs a begin-of-text id, and tokenizer={cfg.tokenizer!r} has none')
-    bos = tokenizer.first if cfg.bos is None else tokenizer.bos if cfg.bos else None
+    bos = {None: tokenizer.first, True: tokenizer.bos, False: None}[cfg.bos]
     eot = tokenizer.eot if holdout.several else None
-    dtype = id_type(tokenizer)
-    writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
-    progress, counts, in_loss = Progress(num_bytes), RowCounts(), 0
-    batches = batches_of(split_pieces(files, val_files, reading, holdout, progress, counts))
-    for batch in encode_all(tokenizer, batches, cfg.num_proc or cores(), bos, eot):
-        for split, encoded in batch.items():
-            writers[split].add(encoded)
-            in_loss += len(encoded.ids) if encoded.mask is None else int(encoded.mask.sum())
+    progress, counts = Progress(num_bytes), RowCounts()
+    batches = batches_of(read_pieces(progress, counts))
+    encoded = encode_all(tokenizer, batches, cfg.num_proc or cores(), bos, eot)
+    splits, in_loss = write_bins(folder, encoded, id_type(tokenizer), counts)
     progress.close()
-    report(counts, in_loss, sum(writer.counts['tokens'] for writer in writers.values()))
-    splits = {split: writer.close(rows=bool(counts.templates)) for split, writer in writers.items()}
-    empty = [split for split in splits if not splits[split]['bytes']]
-    if 'train' in empty and counts.skipped:
-        raise ValueError(f'{source}: {counted(counts.skipped, "row")} without text or without an answer, and '
-                         f'none to train on; an answer is in one of {", ".join(ANSWERS)}, or in a message of '
-                         'the assistant; --text_field names the field of a text')
-    if empty:
-        documents = sum(part['documents'] for part in splits.values())
-        if not documents and not counts.skipped:
-            raise ValueError(f'{source} contains no text')
-        found = counted(documents, 'document')
-        if counts.skipped:
-            found += f' and {counted(counts.skipped, "row")} without text or without an answer'
-        kind = 'rows with an answer' if counts.templates else 'documents'
-        remedy = f'add other {kind}, or name {"another" if cfg.val else "a"} validation source with --val'
-        raise ValueError(f'{source} has {found}: no text for the {empty[0]} split with val={cfg.val!r}, '
-                         f'val_fraction={cfg.val_fraction}, separator={reading.separator!r}; {remedy}')
-    meta = {'format': dataset.FORMAT, 'dtype': np.dtype(dtype).name, 'vocab_size': tokenizer.n_vocab,
-            'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot, 'splits': splits,
-            'templates': sorted(counts.templates), 'bos': bos, **origin}
+    report(counts, in_loss, sum(split['tokens'] for split in splits.values()))
+    check_splits(splits, counts, origin['source'], cfg, reading)
+    meta = {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
+            'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
+            'splits': splits, 'templates': sorted(counts.templates), 'bos': bos, **origin}
     with replacing(os.path.join(folder, 'meta.json')) as f:
         f.write(json.dumps(meta, indent=1).encode())
     return meta
@@ -252,6 +236,40 @@ def write_rows(path, files, reading):
         for file in files:
             for _, row in rows_in(file, reading, None, RowCounts()):
                 f.write(json.dumps(row) + '\n')
+
+
+def write_bins(folder, batches, dtype, counts):
+    """
+    Writes the batches of encode_all(), which fill the RowCounts. Returns {split: counts and hashes} and the
+    number of tokens in the loss.
+    """
+    writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
+    in_loss = 0
+    for batch in batches:
+        for split, encoded in batch.items():
+            writers[split].add(encoded)
+            in_loss += len(encoded.ids) if encoded.mask is None else int(encoded.mask.sum())
+    return {split: writer.close(rows=bool(counts.templates)) for split, writer in writers.items()}, in_loss
+
+
+def check_splits(splits, counts, source, cfg, reading):
+    """ValueError if a split has no text. splits: of write_bins(); counts: a RowCounts."""
+    empty = [split for split in splits if not splits[split]['bytes']]
+    if not empty:
+        return
+    documents = sum(split['documents'] for split in splits.values())
+    skipped = f'{counted(counts.skipped, "row")} without text or without an answer'
+    if 'train' in empty and counts.skipped:
+        raise ValueError(f'{source}: {skipped}, and none to train on; an answer is in one of '
+                         f'{", ".join(ANSWERS)}, or in a message of the assistant; --text_field names the '
+                         'field of a text')
+    if not documents:
+        raise ValueError(f'{source} contains no text')
+    found = counted(documents, 'document') + (f' and {skipped}' if counts.skipped else '')
+    kind = 'rows with an answer' if counts.templates else 'documents'
+    remedy = f'add other {kind}, or name {"another" if cfg.val else "a"} validation source with --val'
+    raise ValueError(f'{source} has {found}: no text for the {empty[0]} split with val={cfg.val!r}, '
+                     f'val_fraction={cfg.val_fraction}, separator={reading.separator!r}; {remedy}')
 
 
 def report(counts, in_loss, tokens):
