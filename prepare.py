@@ -39,7 +39,7 @@ from hotloop.files import Progress, counted, replacing
 from hotloop.holdout import held_out_files, plan_holdout, split_pieces
 from hotloop.host import cores
 from hotloop.rows import rows_in
-from hotloop.sources import COMPRESSED, CORPORA, URLS, check_kinds, files_of, missing_dataset, open_corpus
+from hotloop.sources import COMPRESSED, URLS, all_files, check_kinds, corpus_of, missing_dataset, open_corpus
 from hotloop.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.tokenizer_source import find_tokenizer
 from hotloop.wording import file_size
@@ -107,53 +107,27 @@ def output_folder(data_dir, name):
     return folder
 
 
-def open_sources(sources, cfg, reading, spool):
+def open_sources(sources, corpus, cfg, reading, spool):
     """
-    (training files, validation files, the Found of the tokenizer) of the positional arguments. Standard input
-    is copied to `spool`. A tokenizer, val_fraction or separator that is None in the settings takes the
-    source's value.
+    (training files, validation files) of the positional arguments, of which `corpus` is the corpus_of().
+    Standard input is copied to `spool`. ValueError if no file is left to train on, or kinds do not fit.
     """
-    corpus = CORPORA.get(sources[0]) if len(sources) == 1 and not os.path.exists(sources[0]) else None
-    if cfg.shards and not corpus:
-        raise ValueError(f'shards={cfg.shards} applies only to a named corpus: {", ".join(CORPORA)}')
-    tokenizer, fraction = 'byte', 0.1
-    if corpus:
-        tokenizer, fraction = corpus.tokenizer, corpus.val_fraction
-    elif sources == ['stdlib']:
-        tokenizer, fraction = 'bpe:1024', 0.05  # the tokenizer is best in the minutes of config/quickstart.py
-    named = find_tokenizer(cfg.tokenizer or tokenizer, cfg.data_dir)  # an error comes before downloads
-    val_files = files_of(cfg.val, reading, cfg.data_dir, spool) if cfg.val else []
-    if corpus:
-        reading.separator = reading.separator or corpus.separator
+    val_files = all_files([cfg.val], reading, cfg.data_dir, spool) if cfg.val else []
+    if corpus.train:
         files, own_val_files = open_corpus(sources[0], cfg)
         val_files = val_files or own_val_files
     else:
-        files, base = [], os.path.commonpath(map(os.path.abspath, sources))
-        for source in sources:
-            found = files_of(source, reading, cfg.data_dir, spool)
-            if len(sources) > 1:  # files of two folders may share a name
-                folder = os.path.relpath(source, base).replace(os.sep, '/')
-                found = [file._replace(name=f'{folder}/{file.name}') for file in found]
-            files += found
-    cfg.val_fraction = cfg.val_fraction or fraction
+        files = all_files(sources, reading, cfg.data_dir, spool)
     validated = {os.path.realpath(file.path) for file in val_files}
-    kept = [file for file in filled(files) if os.path.realpath(file.path) not in validated]
+    kept = [file for file in files if os.path.realpath(file.path) not in validated]
     if not kept:
         raise ValueError('all files are validation files; none is left to train on')
     kinds = {file.kind for file in (*kept, *val_files)}
     check_kinds(kinds, reading, ' '.join(sources))
-    if 'tokens' in kinds:
-        if kinds != {'tokens'} or cfg.tokenizer not in (None, 'gpt2'):
-            raise ValueError('shards of GPT-2 tokens cannot be mixed with text or another tokenizer; '
-                             'make two datasets, and train on both with --dataset=A,B')
-        tokenizer, named = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
-    cfg.tokenizer = cfg.tokenizer or tokenizer
-    return kept, filled(val_files), named
-
-
-def filled(files):
-    """The files without the empty texts, which are not documents; all of them if there are no others."""
-    return [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files
+    if 'tokens' in kinds and (len(kinds) > 1 or cfg.tokenizer not in (None, 'gpt2')):
+        raise ValueError('shards of GPT-2 tokens cannot be mixed with text or another tokenizer; '
+                         'make two datasets, and train on both with --dataset=A,B')
+    return kept, val_files
 
 
 # -----------------------------------------------------------------------------
@@ -199,10 +173,7 @@ OTHER_FLAGS = ('name', 'data_dir', 'tokenizer', 'num_proc', 'inspect')
 
 
 def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
-    """
-    Writes the documents of the files to an empty folder. Without a tokenizer, cfg.tokenizer is learned from
-    them. Returns the metadata, which includes `origin`. ValueError if a split has no text.
-    """
+    """Writes the documents of the files to an empty folder. Returns the metadata, which includes `origin`."""
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
     print(f'{origin["source"]}: {counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}',
           flush=True)
@@ -239,10 +210,7 @@ def write_rows(path, files, reading):
 
 
 def write_bins(folder, batches, dtype, counts):
-    """
-    Writes the batches of encode_all(), which fill the RowCounts. Returns {split: counts and hashes} and the
-    number of tokens in the loss.
-    """
+    """Writes the batches of encode_all(). Returns {split: counts} and the number of tokens in the loss."""
     writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
     in_loss = 0
     for batch in batches:
@@ -357,9 +325,16 @@ def main(argv=None):
     origin = {'source': shlex.join(sources), 'flags': flags}
     name = cfg.name or default_name(sources)
     folder = output_folder(cfg.data_dir, name)
+    corpus = corpus_of(sources, cfg.shards)
     try:
         with dataset.partial_folder(folder) as partial:
-            files, val_files, found = open_sources(sources, cfg, reading, f'{partial}.stdin')
+            found = find_tokenizer(cfg.tokenizer or corpus.tokenizer, cfg.data_dir)  # before any download
+            files, val_files = open_sources(sources, corpus, cfg, reading, f'{partial}.stdin')
+            if files[0].kind == 'tokens':
+                cfg.tokenizer, found = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
+            cfg.tokenizer = cfg.tokenizer or corpus.tokenizer
+            cfg.val_fraction = cfg.val_fraction or corpus.val_fraction
+            reading.separator = reading.separator or corpus.separator
             if reading.template == 'auto' and files[0].kind != 'functions':  # which are continued, not asked
                 reading.template = found.template or 'auto'
             meta = write_dataset(partial, files, val_files, cfg, reading, found.tokenizer, origin)

@@ -78,6 +78,8 @@ CORPORA = {
         on_hub('kjj0/fineweb10B-gpt2', *(f'fineweb_train_{i:06d}.bin' for i in range(1, 104))),
         on_hub('kjj0/fineweb10B-gpt2', 'fineweb_val_000000.bin'), 20.8e9, 20.8e9, kind='tokens'),
 }
+PLAIN = Corpus('', '', (), tokenizer='byte')  # the defaults of sources that are no named corpus
+STDLIB = replace(PLAIN, tokenizer='bpe:1024', val_fraction=0.05)  # best in the minutes of quickstart.py
 URLS = ('http://', 'https://')
 COMPRESSED = ('.gz', '.bz2', '.xz', '.lzma', '.zst')
 KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
@@ -87,6 +89,15 @@ TEXT_SUFFIXES = ('.txt', '.text', '.md', '.rst', '.py', '.pyi', '.c', '.h', '.cc
                  '.r', '.jl', '.hs', '.ml', '.scala', '.swift', '.sql', '.html', '.htm', '.xml', '.css',
                  '.toml', '.yaml', '.yml', '.ini', '.tex', '.org', '.sh', '.bat', '.log')
 FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) if s != '.bin' for c in ('', *COMPRESSED))
+
+
+def corpus_of(sources, shards):
+    """The Corpus that the sources are: a named one, STDLIB or PLAIN. ValueError if it has no shards."""
+    is_name = len(sources) == 1 and not os.path.exists(sources[0])
+    corpus = CORPORA.get(sources[0], PLAIN) if is_name else PLAIN
+    if shards and not corpus.train:
+        raise ValueError(f'shards={shards} applies only to a named corpus: {", ".join(CORPORA)}')
+    return STDLIB if sources == ['stdlib'] else corpus
 
 
 def files_under(folder, suffixes, left_out=()):
@@ -138,8 +149,7 @@ def files_of(source, reading, data_dir, spool):
     copied to the file spool, because it can be read only once). ValueError if there is nothing.
     """
     if source == 'stdlib':
-        kind = 'functions' if reading.format == 'functions' else 'text'
-        return [File(path, name, kind) for name, path in stdlib_files()]
+        return [open_file(path, name, reading) for name, path in stdlib_files()]
     if source == '-':
         stream = standard_input()
         os.makedirs(os.path.dirname(spool), exist_ok=True)
@@ -162,6 +172,19 @@ def files_of(source, reading, data_dir, spool):
     paths = files_matching(source)
     base = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [open_file(path, os.path.relpath(path, base).replace(os.sep, '/'), reading) for path in paths]
+
+
+def all_files(sources, reading, data_dir, spool):
+    """
+    [File] of all sources. Of several, a name begins with its source, as files of two may share a name. Empty
+    texts are not documents and left out, unless there is nothing else.
+    """
+    files, base = [], os.path.commonpath(map(os.path.abspath, sources))
+    for source in sources:
+        folder = os.path.relpath(source, base).replace(os.sep, '/') + '/' if len(sources) > 1 else ''
+        found = files_of(source, reading, data_dir, spool)
+        files += [file._replace(name=folder + file.name) for file in found]
+    return [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files
 
 
 def files_matching(pattern):
@@ -212,11 +235,10 @@ def open_corpus(name, cfg):
 
 def check_kinds(kinds, settings, where):
     """ValueError if text_field, template or separator is set and no file is of a kind that can use it."""
-    rows = kinds - {'text', 'tokens'}
-    for name, needs, found in (('text_field', 'rows', rows), ('template', 'rows', rows),
-                               ('separator', 'text', 'text' in kinds)):
+    found = {'rows': kinds - {'text', 'tokens'}, 'text': kinds & {'text'}}
+    for name, needs in (('text_field', 'rows'), ('template', 'rows'), ('separator', 'text')):
         value = getattr(settings, name, None)
-        if value not in (None, 'auto') and not found:
+        if value not in (None, 'auto') and not found[needs]:
             raise ValueError(f'{name}={value!r} applies to {needs}, and {where} has none')
 
 
