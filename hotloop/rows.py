@@ -1,13 +1,16 @@
 """Reads files of rows: JSON lines, JSON, CSV, parquet, and the functions of Python source."""
 
+import ast
 import csv
+import io
 import os
 import re
+import textwrap
+import warnings
 from functools import partial
 
 from hotloop.chat_template import ROW_FIELDS
 from hotloop.files import first_line, json_lines, optional, parse_json
-from hotloop.functions import function_rows
 from hotloop.text_file import open_file
 
 AS_TEXT = '; --format=text reads the file as plain text'
@@ -15,10 +18,9 @@ AS_TEXT = '; --format=text reads the file as plain text'
 
 def rows_in(file, reading, progress, counts):
     """(where, row) of each row of a file; a row is a dict, or a str in a JSON file of texts."""
-    readers = {'jsonl': partial(json_lines, remedy=AS_TEXT), 'csv': csv_rows, 'json': json_rows}
-    if file.kind == 'functions':
-        yield from functions_in(file, reading, progress, counts)
-    elif file.kind in readers:
+    readers = {'jsonl': partial(json_lines, remedy=AS_TEXT), 'csv': csv_rows, 'json': json_rows,
+               'functions': partial(function_rows, reading=reading, counts=counts)}
+    if file.kind in readers:
         with open_file(file, reading, progress, counts) as f:
             yield from readers[file.kind](f, file.path)
     else:
@@ -51,21 +53,44 @@ def json_rows(lines, path):
         yield f'{path}, element {number}', row
 
 
-def functions_in(file, reading, progress, counts):
+def function_rows(lines, path, reading, counts):
     """
-    (where, row) of the documented functions in a Python file, without those that are longer than
-    reading.max_function. A file that is not Python has none.
+    (where, row) of the functions of Python source that have at most reading.max_function characters. Source
+    that is not Python has none. Fills the RowCounts.
     """
-    with open_file(file, reading, progress, counts) as f:
-        source = ''.join(f)
+    source = ''.join(lines)
     try:
-        for number, row in enumerate(function_rows(source), 1):
+        for number, row in enumerate(functions_of(source), 1):
             if reading.max_function and sum(map(len, row.values())) > reading.max_function:
                 counts.long_functions += 1
             else:
-                yield f'{file.path}, function {number}', row
+                yield f'{path}, function {number}', row
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        counts.not_python.append(f'{file.path}: {first_line(e)}')
+        counts.not_python.append(f'{path}: {first_line(e)}')
+
+
+def functions_of(source):
+    """
+    Yields {'prompt': signature and docstring, 'completion': body} of each documented function and method in
+    Python source, without its decorators and moved to the margin. Functions without more than a docstring
+    are left out. SyntaxError, or ValueError for a null byte, if it is not Python.
+    """
+    # the lines that Python counts; splitlines() also splits at form feeds
+    lines = list(io.StringIO(source, newline=None))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # about strings such as '\d'
+        tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not ast.get_docstring(node):
+            continue
+        first, docstring_end = node.lineno - 1, node.body[0].end_lineno
+        if len(node.body) == 1 or node.body[1].lineno <= docstring_end:
+            continue
+        text = textwrap.dedent(''.join(lines[first:node.end_lineno]))
+        if text.startswith(('def ', 'async def ')):  # a string at the margin keeps dedent from moving it
+            # the newline between them belongs to the body, as tokenizers join it with the indentation
+            prompt = ''.join(list(io.StringIO(text))[:docstring_end - first]).rstrip('\n')
+            yield {'prompt': prompt, 'completion': text[len(prompt):]}
 
 
 def parquet_rows(file, reading, progress):

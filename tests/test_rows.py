@@ -7,8 +7,8 @@ import pytest
 
 import prepare
 from configurator import SettingsError
-from hotloop.functions import function_rows
 from hotloop.holdout import holdout_hash
+from hotloop.rows import functions_of
 
 SOURCE = '''
 @cache
@@ -47,7 +47,7 @@ margin."""
 
 def test_documented_functions_become_prompts_and_bodies():
     """Without decorators, at the margin; functions without a body of their own are left out."""
-    rows = list(function_rows(SOURCE))
+    rows = list(functions_of(SOURCE))
     assert [row['prompt'] for row in rows] == [
         'def area(w, h):\n    """The area."""',
         'async def grow(\n        self, by):\n    """\n    Grows.\n    """',
@@ -65,15 +65,9 @@ def test_documented_functions_become_prompts_and_bodies():
 @pytest.mark.parametrize('newline', ['\n', '\r\n', '\r'])
 def test_lines_are_those_that_python_counts(recwarn, before, newline):
     source = before + 'def f():\n    "A\fdocstring."\n    return "\\d"\n'
-    rows = list(function_rows(source.replace('\n', newline)))
+    rows = list(functions_of(source.replace('\n', newline)))
     assert rows == [{'prompt': 'def f():\n    "A\fdocstring."', 'completion': '\n    return "\\d"\n'}]
     assert not recwarn.list
-
-
-@pytest.mark.parametrize('source', ['print "2"', 'def f(:', 'x = "\0"'])
-def test_what_is_not_python_is_an_error(source):
-    with pytest.raises((SyntaxError, ValueError)):
-        list(function_rows(source))
 
 
 def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys):
@@ -83,11 +77,12 @@ def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys
         body = ''.join(f'def f{n}():\n    """File {i}."""\n    return {n}\n' for n in range(1 + i % 3))
         (tmp_path / 'code').mkdir(exist_ok=True)
         (tmp_path / 'code' / f'm{i}.py').write_text(body)
-    (tmp_path / 'code' / 'old.py').write_text('print "2"\n')
+    for i, text in enumerate(('print "2"', 'def f(:', 'x = "\0"')):
+        (tmp_path / 'code' / f'not{i}.py').write_text(text)
     (tmp_path / 'code' / 'notes.txt').write_text('not code')
     prepare.main(['code', '--format=functions', '--name=rows'])
     out = capsys.readouterr().out
-    assert 'skipped 1 file that this Python cannot parse: code/old.py: ' in out
+    assert 'skipped 3 files that this Python cannot parse: code/not0.py: ' in out
     assert 'prompt-completion pairs) in the joined template' in out and 'note:' not in out
     lines = (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()
     held = [json.loads(line) for line in lines]
