@@ -109,8 +109,8 @@ def output_folder(data_dir, name):
 
 def open_sources(sources, corpus, cfg, reading, spool):
     """
-    (training files, validation files) of the positional arguments, of which `corpus` is the corpus_of().
-    Standard input is copied to `spool`. ValueError if no file is left to train on, or kinds do not fit.
+    (training files, validation files) of the positional arguments and --val. corpus: that of corpus_of().
+    Standard input is copied to `spool`. ValueError if none is left to train on, or the kinds do not fit.
     """
     val_files = all_files([cfg.val], reading, cfg.data_dir, spool) if cfg.val else []
     if corpus.train:
@@ -210,7 +210,7 @@ def write_rows(path, files, reading):
 
 
 def write_bins(folder, batches, dtype, counts):
-    """Writes the batches of encode_all(). Returns {split: counts} and the number of tokens in the loss."""
+    """Writes batches of encode_all(), which fill the RowCounts. Returns ({split: counts}, tokens in loss)."""
     writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
     in_loss = 0
     for batch in batches:
@@ -328,7 +328,7 @@ def main(argv=None):
     corpus = corpus_of(sources, cfg.shards)
     try:
         with dataset.partial_folder(folder) as partial:
-            found = find_tokenizer(cfg.tokenizer or corpus.tokenizer, cfg.data_dir)  # before any download
+            found = find_tokenizer(cfg.tokenizer or corpus.tokenizer, cfg.data_dir)  # errors before downloads
             files, val_files = open_sources(sources, corpus, cfg, reading, f'{partial}.stdin')
             if files[0].kind == 'tokens':
                 cfg.tokenizer, found = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)

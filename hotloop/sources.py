@@ -167,9 +167,7 @@ def files_of(source, reading, data_dir, spool):
         if not found:
             raise ValueError(f'{source} contains no files with a known suffix; --format=text reads all')
         return [open_file(path, name, reading) for name, path in found]
-    if os.path.isfile(source):
-        return [open_file(source, os.path.basename(source), reading)]
-    paths = files_matching(source)
+    paths = [source] if os.path.isfile(source) else files_matching(source)
     base = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [open_file(path, os.path.relpath(path, base).replace(os.sep, '/'), reading) for path in paths]
 
