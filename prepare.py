@@ -19,11 +19,11 @@ if __name__ == '__main__':
     import hotloop.early
     hotloop.early.explain_imports()
 
+import functools
 import json
 import os
 import shlex
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from urllib.parse import urlsplit
 
@@ -180,7 +180,7 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     holdout = plan_holdout(files, val_files, cfg, reading)
     if files[0].kind == 'functions':
         write_rows(os.path.join(folder, 'val.jsonl'), val_files or held_out_files(files, holdout), reading)
-    read_pieces = partial(split_pieces, files, val_files, reading, holdout)
+    read_pieces = functools.partial(split_pieces, files, val_files, reading, holdout)
     tokenizer = tokenizer or learn_tokenizer(cfg.tokenizer, read_pieces, holdout.several, num_bytes)
     if cfg.bos and tokenizer.bos is None:
         raise ValueError(f'bos=True needs a begin-of-text id, and tokenizer={cfg.tokenizer!r} has none')

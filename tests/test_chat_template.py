@@ -59,6 +59,8 @@ def shown(row, template='auto'):
     ({**CHAT, 'system': 'Not this.'}, 'auto', CHATML_SYSTEM + CHATML_FIRST + CHATML_SECOND),
     (CHAT, 'plain', '[Be brief.\nTwo and two?\n]Four.[\nAnd one?\n]Five.'),
     (CHAT, 'gemma', GEMMA),
+    ({'system': ' Short. ', 'instruction': ' hi\n', 'input': '\n2 ', 'output': 'Four.'}, 'gemma',
+     '[<start_of_turn>user\nShort.\n\nhi\n\n2<end_of_turn>\n<start_of_turn>model\n]Four.<end_of_turn>'),
     ({'messages': [{'role': 'user', 'content': ' hi \n'}, ANSWER]}, 'llama3', LLAMA3),
 ])
 def test_the_document_of_a_row(row, template, expected):
