@@ -57,8 +57,8 @@ class TokenizerJson:
 
     def first_id(self):
         """The special id that the file puts before each text; None if it puts none."""
-        ids = self.backend.encode('', add_special_tokens=True).ids
-        return ids[0] if ids and ids[0] in self.specials.values() else None
+        encoding = self.backend.encode('a', add_special_tokens=True)  # some files put one after a text
+        return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
     def pieces(self, blank):
         """The bytes of each id; unused ids and those in `blank` have none."""

@@ -25,6 +25,7 @@ from hotloop.tokenizer import (
     same_tokenizer,
     tokenizer_from,
 )
+from hotloop.tokenizer_json import open_backend
 
 SOURCES = [path.read_text(encoding='utf-8')[:5000]
            for path in sorted(Path(os.__file__).parent.glob('*.py'))[::20]]
@@ -287,6 +288,18 @@ def test_end_and_begin_are_the_usual_ones_or_those_of_the_config(folders, tmp_pa
     chat = read_tokenizer_json(str(tmp_path))
     assert (chat.eot, chat.bos) == (usual.specials['<|im_end|>'], usual.bos)
     assert usual.decode([chat.eot]) == b'<|im_end|>' and chat.decode([chat.eot]) == b''
+
+
+@pytest.mark.parametrize('family', ['qwen', 'llama2'])
+def test_only_an_id_before_each_text_is_its_first(folders, tmp_path, family):
+    """Not one that a file puts after it, as that of Qwen3-Embedding."""
+    from tokenizers import processors
+    backend = open_backend((folders[family] / 'tokenizer.json').read_text())
+    i = backend.token_to_id('<|im_end|>')
+    for single, first in (('<|im_end|> $A', i), ('<|im_end|> $A <|im_end|>', i), ('$A <|im_end|>', None)):
+        backend.post_processor = processors.TemplateProcessing(single, special_tokens=[('<|im_end|>', i)])
+        backend.save(str(tmp_path / 'tokenizer.json'))
+        assert read_tokenizer_json(str(tmp_path)).first == first
 
 
 def test_a_tokenizer_json_is_the_same_as_the_old_spec_made_from_it(folders):
