@@ -35,6 +35,7 @@ GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_s
                                                      ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
 GPT2_NAMES = tuple(GPT2_SHAPES)
 KEYWORDS = ('scratch', 'resume', 'auto')
+TIED = ('transformer.wte.weight', 'lm_head.weight')
 
 
 class Weights(NamedTuple):
@@ -239,8 +240,8 @@ def load_folder(folder):
     for name, parts in found.items():
         parts = [parts[place] for place in sorted(parts)]
         weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
-    embedding = weights.get('transformer.wte.weight')
-    if model_args['tie'] and embedding is not None:
-        head = weights.setdefault('lm_head.weight', embedding)
-        model_args['tie'] = torch.equal(head, embedding)  # like transformers, keeps a different head
+    both = [weights[name] for name in TIED if name in weights]  # of a tied pair a file may have either
+    if model_args['tie'] and both:
+        weights |= zip(TIED, (both[0], both[-1]), strict=True)
+        model_args['tie'] = torch.equal(both[0], both[-1])  # like transformers, keeps a different head
     return model_args, weights

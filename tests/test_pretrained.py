@@ -98,11 +98,12 @@ def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeyp
 
 
 def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
-    """As in transformers. A head that equals them is no reason to untie."""
+    """As in transformers. A head that equals them is no reason to untie; the file may have it alone."""
     weights = read_safetensors(str(gpt2_folder / 'model.safetensors'))
-    embedding = weights['wte.weight']
-    for head, tie in ((embedding.clone(), True), (embedding + 1, False)):
-        write_safetensors(gpt2_folder / 'model.safetensors', {**weights, 'lm_head.weight': head})
+    embedding = weights.pop('wte.weight')
+    for head, tie, more in ((embedding.clone(), True, {'wte.weight': embedding}), (embedding, True, {}),
+                            (embedding + 1, False, {'wte.weight': embedding})):
+        write_safetensors(gpt2_folder / 'model.safetensors', {**weights, **more, 'lm_head.weight': head})
         args, loaded = load_folder(str(gpt2_folder))
         model = GPT.from_checkpoint(args, loaded)
         assert model.config.tie == tie and torch.equal(model.lm_head.weight, head)
