@@ -191,6 +191,7 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     ('llama', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5 is not supported, only 1'),
     ('llama', {'quantization_config': {'bits': 4}}, "quantization_config={'bits': 4} is not supported"),
     ('llama', {'auto_map': {'AutoModel': 'x.py'}}, 'auto_map='),
+    ('llama', {'is_causal': False}, 'is_causal=False is not supported, only True'),
     ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
     ('llama', {'hidden_size': '48'}, "is damaged: hidden_size='48' is not an integer"),
     ('llama', {'num_key_value_heads': '2'}, "is damaged: num_key_value_heads='2' is not an integer"),
