@@ -32,7 +32,8 @@ def weight_files(folder):
 
 def find_on_disk(name, data_dir, needed):
     """The folder that holds a model of the hub and all needed(folder) files; None if it is not here."""
-    cache = os.path.join(hub_home(), 'hub', f'models--{name.replace("/", "--")}')
+    caches = os.environ.get('HF_HUB_CACHE') or os.path.join(hub_home(), 'hub')
+    cache = os.path.join(caches, f'models--{name.replace("/", "--")}')
     folders = [own_folder(name, data_dir)]
     head = os.path.join(cache, 'refs', 'main')
     if os.path.exists(head):

@@ -233,7 +233,8 @@ def server(monkeypatch):
     state.url = f'http://127.0.0.1:{httpd.server_port}/file.bin'
     monkeypatch.setenv('HF_ENDPOINT', state.url.removesuffix('file.bin'))
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
-    monkeypatch.delenv('HF_TOKEN', raising=False)
+    for name in ('HF_TOKEN', 'HF_HUB_CACHE'):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('HF_HOME', '/nonexistent')  # with a token or models of this machine's user
     monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
     yield state

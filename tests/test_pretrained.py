@@ -173,7 +173,11 @@ def test_a_hub_model_is_downloaded_once_with_what_its_texts_need(hub, gpt2_folde
     head = gpt2_folder / 'home' / 'hub' / 'models--org--model' / 'refs' / 'main'
     os.makedirs(head.parent)
     head.write_text('abc\n')
-    assert open_weights('org/model', data_dir).path == str(snapshot) and len(hub.requests) == len(files) + 1
+    for name, value in (('HF_HOME', 'home'), ('HF_HUB_CACHE', 'home/hub')):
+        monkeypatch.setenv('HF_HOME', '/nonexistent')
+        monkeypatch.setenv(name, str(gpt2_folder / value))
+        assert open_weights('org/model', data_dir).path == str(snapshot)
+    assert len(hub.requests) == len(files) + 1
 
 
 @pytest.mark.parametrize('status, words', [
