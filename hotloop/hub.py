@@ -63,8 +63,8 @@ def hub_model(name, data_dir):
     if not name.startswith(GPT2_OWNER):  # of which tiktoken has the tokenizer
         for file in ('generation_config.json', 'tokenizer_config.json', 'chat_template.jinja', INDEX):
             fetch(name, file, folder, required=False)
-        if not fetch(name, 'tokenizer.json', folder, required=False):
-            fetch(name, 'tokenizer.model', folder, required=False)
+        any(fetch(name, file, folder, required=False)
+            for file in ('tokenizer.json', 'tokenizer.model', 'vocab.json'))
     for file in weight_files(folder):
         fetch(name, file, folder)
     return folder

@@ -62,13 +62,20 @@ def open_weights(source, data_dir):
     model_args, weights = load_folder(folder)
     spec, habits = None, {}
     is_gpt2 = source in GPT2_NAMES and folder != source
-    names = [] if is_gpt2 else os.listdir(folder)  # tiktoken has GPT-2's tokenizer
-    if 'tokenizer.json' in names or 'tokenizer.model' in names:
+    if not is_gpt2 and has_tokenizer(folder):  # tiktoken has GPT-2's
         tokenizer = read_tokenizer_json(folder)
         spec, habits = tokenizer.spec(), habits_of(folder, tokenizer)
     elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
         spec = GPT2_SPEC
     return Weights(folder, model_args, weights, spec, habits)
+
+
+def has_tokenizer(folder):
+    """Whether a Hugging Face folder has a tokenizer, in any format, other than GPT-2's in its old format."""
+    paths = {name: os.path.join(folder, name) for name in os.listdir(folder)}
+    if 'tokenizer.json' in paths or 'tokenizer.model' in paths:
+        return True
+    return 'vocab.json' in paths and read_json(paths['vocab.json']).get('Ġthe') != 262  # its id in GPT-2's
 
 
 def habits_of(folder, tokenizer):

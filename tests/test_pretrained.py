@@ -95,6 +95,11 @@ def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeyp
     monkeypatch.setattr('hotloop.pretrained.load_folder', lambda folder: (args, {}))
     for args['vocab_size'], expected in ((50257, GPT2_SPEC), (50304, GPT2_SPEC), (50256, None)):
         assert open_weights(str(gpt2_folder), 'data').tokenizer == expected
+    args['vocab_size'] = 50257
+    (gpt2_folder / 'vocab.json').write_text('{"Ġthe": 262}')  # as GPT-2's
+    assert open_weights(str(gpt2_folder), 'data').tokenizer == GPT2_SPEC
+    (gpt2_folder / 'vocab.json').write_text('{"Ġde": 262}')  # of a GPT-2 in another language
+    assert 'transformers makes one of other files' in error_of(open_weights, str(gpt2_folder), 'data')
 
 
 def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
