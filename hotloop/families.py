@@ -20,7 +20,8 @@ GEMMA_KEYS = {'hidden_activation': ['gelu_pytorch_tanh'], 'attention_bias': [Fal
               'use_bidirectional_attention': [None, False]}
 GPT2_KEYS = {'activation_function': list(MLP_OF), 'scale_attn_weights': [True],
              'scale_attn_by_inverse_layer_idx': [False], 'add_cross_attention': [False]}
-EVERY_KEYS = {'quantization_config': [None], 'auto_map': [None], 'is_causal': [True]}
+EVERY_KEYS = {'quantization_config': [None], 'quantization': [None],  # the latter is MLX's
+              'auto_map': [None], 'is_causal': [True]}
 SUPPORTED = {'gpt2': GPT2_KEYS, 'gemma2': GEMMA_KEYS, 'gemma3_text': GEMMA_KEYS}  # others: LLAMA_KEYS
 
 # {setting of GPTConfig: its key in a config.json} of GPT-2, and of all other families

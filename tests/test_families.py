@@ -190,6 +190,7 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     ('llama', {'rope_parameters': rope(1e4, **LLAMA3 | {'high_freq_factor': 8.0})}, 'high_freq_factor=8.0'),
     ('llama', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5 is not supported, only 1'),
     ('llama', {'quantization_config': {'bits': 4}}, "quantization_config={'bits': 4} is not supported"),
+    ('llama', {'quantization': {'bits': 4}}, "quantization={'bits': 4} is not supported, only none"),
     ('llama', {'auto_map': {'AutoModel': 'x.py'}}, 'auto_map='),
     ('llama', {'is_causal': False}, 'is_causal=False is not supported, only True'),
     ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
