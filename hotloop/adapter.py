@@ -12,7 +12,7 @@ CONFIG, TENSORS, ORIGIN = 'adapter_config.json', 'adapter_model.safetensors', 'h
 # of adapter_config.json: what else would compute something that merge() does not
 ONLY = {'peft_type': 'LORA', 'bias': 'none', 'use_dora': False, 'lora_bias': False, 'modules_to_save': None,
         'rank_pattern': {}, 'alpha_pattern': {}, 'target_parameters': None, 'trainable_token_indices': None,
-        'alora_invocation_tokens': None}
+        'alora_invocation_tokens': None, 'layer_replication': None}
 CHANGES_BASE = ('pissa', 'olora', 'corda', 'loftq')  # starts with which peft changes the base as it loads it
 
 

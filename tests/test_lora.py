@@ -217,6 +217,7 @@ def test_an_adapter_for_another_base(tmp_path):
 @pytest.mark.parametrize('name, value, words', [
     ('use_dora', True, 'use_dora=True is not supported, only False'),
     ('rank_pattern', {'q_proj': 2}, "rank_pattern={'q_proj': 2} is not supported, only {}"),
+    ('layer_replication', [[0, 1], [0, 1]], 'layer_replication=[[0, 1], [0, 1]] is not supported, only None'),
     ('init_lora_weights', 'OLoRA', "init_lora_weights='olora' changes the base"),
     ('r', None, 'r=None is not a number from 1'), ('r', 0, 'r=0 is not a number from 1'),
     ('lora_alpha', '8', "lora_alpha='8' is not a number from 0")])
