@@ -45,6 +45,11 @@ def write_adapter(folder, checkpoint):
         raise ValueError(f'{folder} could not be written: {e.strerror or e}') from None
 
 
+def is_adapter(folder):
+    """Whether a folder holds adapters."""
+    return os.path.exists(os.path.join(folder, CONFIG))
+
+
 def base_of(folder):
     """The name of the weights that an adapter was trained on."""
     return read_json(os.path.join(folder, CONFIG)).get('base_model_name_or_path') or 'an unknown base'

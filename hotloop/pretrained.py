@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from configurator import did_you_mean
+from hotloop.adapter import is_adapter
 from hotloop.checkpoint import load_checkpoint
 from hotloop.families import CONV1D, our_name, settings_of
 from hotloop.files import read_json
@@ -216,7 +217,8 @@ def open_checkpoint(source):
     run = RunDir(source)
     paths = [path for path in (run / 'best.pt', *run.checkpoints()) if os.path.exists(path)]
     if not paths:
-        raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json')
+        remedy = f'; sample.py --adapter={source} reads its adapters' if is_adapter(source) else ''
+        raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json{remedy}')
     for path in paths[:-1]:
         try:
             return path, load_checkpoint(path)

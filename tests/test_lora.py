@@ -229,6 +229,13 @@ def test_what_merge_cannot_do_is_refused(tmp_path, name, value, words):
     assert f'{tmp_path}/adapter_config.json: {words}' in error_of(read_adapter, tmp_path, gpt(), 'out/base')
 
 
+def test_a_folder_of_adapters_is_no_model(tmp_path):
+    """Unlike in transformers, which opens their base."""
+    write_adapter(tmp_path, adapt(gpt()))
+    error = error_of(open_weights, str(tmp_path), 'data')
+    assert f'; sample.py --adapter={tmp_path} reads its adapters' in error
+
+
 def test_an_adapter_that_lacks_a_part_is_refused(tmp_path):
     write_adapter(tmp_path, adapt(gpt()))
     tensors = read_safetensors(str(tmp_path / TENSORS))
