@@ -7,7 +7,6 @@ from hotloop.device import attention_kernels
 from hotloop.export import counterpart
 from hotloop.files import counted
 from hotloop.flops import flops_of
-from hotloop.mixture import Mixture
 from hotloop.schedule import NO_LIMIT, is_open
 from hotloop.wording import wrapped
 
@@ -49,7 +48,7 @@ def describe_work(run, meta):
     """Data, model and batch of the run."""
     cfg, batches, model, c = run.cfg, run.batches, run.model, run.model.config
     data = cfg.dataset
-    if isinstance(run.val, Mixture):
+    if len(run.val.weights) > 1:
         data += f' ({", ".join(f"{weight:.1%}" for weight in run.val.weights)})'
     data += (f', {batches.split.num_tokens:,} training and {run.val.num_tokens:,} validation tokens, '
              f'{meta["tokenizer"].get("name") or meta["tokenizer"]["kind"]} tokenizer')

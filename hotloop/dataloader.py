@@ -20,7 +20,8 @@ class Split:
     """One bin of a dataset, memory-mapped: windows of T tokens and their targets, the next tokens."""
 
     def __init__(self, folder, name, meta, T):
-        self.path, self.T, self.splits = os.path.join(folder, f'{name}.bin'), T, [self]
+        self.path, self.T = os.path.join(folder, f'{name}.bin'), T
+        self.splits, self.weights = [self], [1.0]  # as a Mixture has them
         self.tokens = open_bin(self.path, meta['dtype'])
         self.num_tokens = len(self.tokens)
         self.dataset = Dataset(os.path.basename(folder), folder, meta, 1.0)
@@ -74,14 +75,24 @@ class Split:
         offset = rng.integers(self.num_tokens - self.num_windows * self.T)
         return offset + self.T * rng.permutation(self.num_windows)
 
+    def consecutive_starts(self):
+        """The positions of consecutive windows with a target: of all, and without a shorter last one."""
+        starts = np.arange(0, self.num_tokens - 1, self.T)
+        if self.mask is not None:
+            starts = starts[np.logical_or.reduceat(self.mask[1:], starts)]
+        return starts, starts[starts + self.T < self.num_tokens]
+
     def gather(self, starts):
         """
-        Inputs and targets of the windows at these positions: two (B, T) int64 arrays; -1 where masked. With
-        end_id also their documents.
+        Inputs and targets of the windows at these positions: two (B, T) int64 arrays; -1 where masked, and
+        beyond the end of the split. With end_id also their documents.
         """
         positions = np.asarray(starts)[:, None] + np.arange(self.T + 1)  # (B, T + 1)
+        beyond = positions >= self.num_tokens
+        positions[beyond] = 0
         tokens = self.tokens[positions].astype(np.int64)
         x, y = tokens[:, :-1], tokens[:, 1:].copy()
+        y[beyond[:, 1:]] = -1
         if self.mask is not None:
             y[self.mask[positions[:, 1:]] == 0] = -1
         x = np.ascontiguousarray(x)

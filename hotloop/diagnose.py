@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hotloop.dataset import open_datasets
-from hotloop.evaluate import eval_batch, shares, spread
+from hotloop.evaluate import fixed_windows
 from hotloop.files import replacing
 from hotloop.forecast import count_parts
 from hotloop.mixture import open_split
@@ -160,11 +160,8 @@ def val_batches(found, config, data_dir):
                      cfg.get('pack_rows', False))
     for split in val.splits:
         split.check_ids(config.vocab_size)
-    size, batches = max(AT_ONCE // T, 1), []
-    for split, share in shares(val, max(TOKENS // T, 2)):
-        windows = spread(split, share)
-        batches += [(split, windows[i:i + size]) for i in range(0, len(windows), size)]
-    return (eval_batch(split, windows, len(windows)) for split, windows in batches)
+    size, windows = max(AT_ONCE // T, 1), fixed_windows(val, max(TOKENS // T, 2))
+    return (part.gather(starts[i:i + size]) for part, starts in windows for i in range(0, len(starts), size))
 
 
 def random_batches(config):

@@ -7,9 +7,7 @@ import numpy as np
 import torch
 
 from hotloop import host
-from hotloop.dataloader import documents_of, upload
-from hotloop.mixture import Mixture
-from hotloop.packing import Packed
+from hotloop.dataloader import upload
 from hotloop.shard import is_sharded, reshard
 
 
@@ -20,72 +18,63 @@ def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None)
     Returns {'loss': nats per token, 'stderr': its standard error, 'tokens': unmasked targets, 'bpb': bits
     per byte or None}, of a Mixture also 'losses': {name: loss}; None if stop() was true on any process.
     """
-    if not isinstance(split, Mixture):
-        return evaluate_split(model, split, num_windows, batch, env, byte_counts, stop)
     results = []
-    for part, share in shares(split, num_windows):
-        results.append(evaluate_split(model, part, share, batch, env, byte_counts, stop))
+    for part, starts in fixed_windows(split, num_windows):
+        results.append(evaluate_split(model, part, starts, batch, env, byte_counts, stop))
         if results[-1] is None:
             return None
-    losses, stderrs, tokens = zip(*((r['loss'], r['stderr'], r['tokens']) for r in results), strict=True)
-    loss, bpb = float(np.dot(split.weights, losses)), None
-    if all(result['bpb'] for result in results):
-        # loss / bpb is in proportion to the bytes per token, which average by weight; bpb itself does not
-        bpb = float(loss / np.dot(split.weights, [result['loss'] / result['bpb'] for result in results]))
-    return {'loss': loss, 'stderr': math.hypot(*np.multiply(split.weights, stderrs)), 'tokens': sum(tokens),
-            'bpb': bpb, 'losses': dict(zip(split.names, losses, strict=True))}
+    return results[0] if len(results) == 1 else mean_by_weight(split, results)
 
 
-def shares(split, num_windows):
-    """[(Split, its number of windows)] of num_windows; None: all."""
-    if not isinstance(split, Mixture):
-        return [(split, num_windows)]
-    if num_windows is None:
-        return [(part, None) for part in split.splits]
-    return [(part, max(round(num_windows * weight), 1))
+def fixed_windows(split, num_windows):
+    """[(Split, the positions of its windows)] of num_windows, of a Mixture by weight; None: of all."""
+    return [(part, spread(part, num_windows and max(round(num_windows * weight), 1)))
             for part, weight in zip(split.splits, split.weights, strict=True)]
 
 
 def spread(split, num_windows):
     """
-    The numbers of num_windows windows spread evenly over those of a Split that have a target, (N,); None: of
-    all. The last window, which may be shorter, is among them only if all are.
+    The positions of num_windows windows spread evenly over those of a Split that have a target, (N,); None:
+    of all. The last window, which may be shorter, is among them only if all are.
     """
-    if isinstance(split, Packed):
-        windows = full = np.flatnonzero(split.targets)
-    else:
-        windows = np.arange(-(-(split.num_tokens - 1) // split.T))
-        if split.mask is not None:
-            windows = windows[np.logical_or.reduceat(split.mask[1:], windows * split.T)]
-        full = windows[(windows + 1) * split.T < split.num_tokens]
-    if num_windows is None or num_windows >= len(windows):
-        return windows
+    starts, full = split.consecutive_starts()
+    if num_windows is None or num_windows >= len(starts):
+        return starts
     return full[np.linspace(0, len(full) - 1, num_windows).round().astype(np.int64)]
 
 
 def count_batches(split, num_windows, batch, world):
     """The number of batches that evaluate() runs in each process."""
-    numbers = [len(spread(part, share)) for part, share in shares(split, num_windows)]
-    return sum(-(-n // (batch * world)) for n in numbers)
+    return sum(-(-len(starts) // (batch * world)) for _, starts in fixed_windows(split, num_windows))
+
+
+def mean_by_weight(mixture, results):
+    """The result of a Mixture from those of its splits."""
+    losses, stderrs, tokens = zip(*((r['loss'], r['stderr'], r['tokens']) for r in results), strict=True)
+    loss, bpb = float(np.dot(mixture.weights, losses)), None
+    if all(result['bpb'] for result in results):
+        # loss / bpb is in proportion to the bytes per token, which average by weight; bpb itself does not
+        bpb = float(loss / np.dot(mixture.weights, [result['loss'] / result['bpb'] for result in results]))
+    return {'loss': loss, 'stderr': math.hypot(*np.multiply(mixture.weights, stderrs)), 'tokens': sum(tokens),
+            'bpb': bpb, 'losses': dict(zip(mixture.names, losses, strict=True))}
 
 
 @torch.no_grad()
-def evaluate_split(model, split, num_windows, batch, env, byte_counts, stop):
-    """evaluate() of one Split."""
-    windows = spread(split, num_windows)
-    mine = np.arange(env.rank, len(windows), env.world)
-    sums = np.zeros((3, len(windows)))  # loss, targets and bytes; zero at the windows of other processes
+def evaluate_split(model, split, starts, batch, env, byte_counts, stop):
+    """evaluate() of the windows of one Split at these positions."""
+    mine = np.arange(env.rank, len(starts), env.world)
+    sums = np.zeros((3, len(starts)))  # loss, targets and bytes; zero at the windows of other processes
     batch_losses, stopped, was_training = [], False, model.training
     model.eval()
     together = is_sharded(model)  # then all processes run as many batches as rank 0
-    for first in range(0, -(-len(windows) // env.world) if together else len(mine), batch):
+    for first in range(0, -(-len(starts) // env.world) if together else len(mine), batch):
         stopped = stop is not None and stop()
         if together and stop is not None:
             stopped = env.any(stopped)
         if stopped:
             break
         rows = mine[first:first + batch]
-        parts = eval_batch(split, windows[rows], batch)
+        parts = eval_batch(split, starts[rows], batch)
         losses = model(*[upload(part, env.device) for part in parts])  # (batch,)
         batch_losses.append(losses[:len(rows)])  # stays on the device: reading it now would synchronize
         y = parts[1][:len(rows)]
@@ -117,24 +106,12 @@ def standard_error(loss, targets):
     return float(residuals.std(ddof=1) * len(residuals)**0.5 / targets.sum())
 
 
-def eval_batch(split, windows, batch):
-    """
-    Inputs and targets of windows by number: two (batch, T) int64 arrays; -1 for a missing target. Also
-    the documents, if training has them.
-    """
-    T = split.T  # one shape, also where rows or the end of the last window are missing: compiled once
-    if isinstance(split, Packed):
-        missing = (0, batch - len(windows)), (0, 0)
-        x, y, documents = split.gather(windows)
-        return np.pad(x, missing), np.pad(y, missing, constant_values=-1), np.pad(documents, missing)
-    x, y = np.zeros((batch, T), dtype=np.int64), np.full((batch, T), -1, dtype=np.int64)
-    for row, start in enumerate(windows * T):
-        tokens = split.tokens[start:start + T + 1].astype(np.int64)
-        n = len(tokens) - 1
-        x[row, :n], y[row, :n] = tokens[:-1], tokens[1:]
-        if split.mask is not None:
-            y[row, :n][split.mask[start + 1:start + T + 1] == 0] = -1
-    return (x, y) if split.end_id is None else (x, y, documents_of(x, split.end_id))
+def eval_batch(split, starts, batch):
+    """split.gather() with rows of padding up to `batch`: one shape, so that the model is compiled once."""
+    missing = (0, batch - len(starts)), (0, 0)
+    x, y, *documents = split.gather(starts)
+    x, *documents = (np.pad(part, missing) for part in (x, *documents))
+    return x, np.pad(y, missing, constant_values=-1), *documents
 
 
 def eval_windows(cfg, val):

@@ -71,6 +71,10 @@ class Packed(Split):
     def epoch_order(self, seed, epoch):
         return np.random.default_rng((seed, epoch)).permutation(self.num_windows)
 
+    def consecutive_starts(self):
+        windows = np.flatnonzero(self.targets)
+        return windows, windows
+
     def gather(self, starts):
         """
         Inputs, targets and documents of these windows: three (B, T) int64 arrays. The first token of a row is

@@ -106,12 +106,12 @@ def test_a_capped_evaluation_spreads_its_windows_evenly(splits, monkeypatch, num
     """The first and the last full window are among them, and gaps differ by one at most."""
     seen = []
 
-    def spy(split, windows, batch):
-        seen.extend(windows)
-        return eval_batch(split, windows, batch)
+    def spy(split, starts, batch):
+        seen.extend(starts)
+        return eval_batch(split, starts, batch)
     monkeypatch.setattr('hotloop.evaluate.eval_batch', spy)
     assert evaluate(tiny_gpt(), splits['plain'], number, 4, Env())['tokens'] == number * 16
-    assert len(seen) == number and (seen[0], seen[-1]) == (0, 29) and np.ptp(np.diff(seen)) <= 1
+    assert len(seen) == number and (seen[0], seen[-1]) == (0, 29 * 16) and np.ptp(np.diff(seen)) <= 16
 
 
 @pytest.mark.parametrize('number', [None, 30, 1000])
@@ -120,9 +120,9 @@ def test_the_batches_of_an_evaluation_are_counted(splits, monkeypatch, number, w
     """Those of rank 0, of a split and of a mixture; a time budget reserves time by them."""
     seen = []
 
-    def spy(split, windows, batch):
-        seen.append(windows)
-        return eval_batch(split, windows, batch)
+    def spy(split, starts, batch):
+        seen.append(starts)
+        return eval_batch(split, starts, batch)
     monkeypatch.setattr('hotloop.evaluate.eval_batch', spy)
     for split in (splits['plain'], Mixture(['a', 'b'], list(splits.values()), [3, 1])):
         seen.clear()
