@@ -52,6 +52,18 @@ class Split:
             raise ValueError(f'{self.path} has token id {self.tokens.max()}, but the vocabulary of the model '
                              f'has {vocab_size} ids; prepare it with the tokenizer of the model: {command}')
 
+    def mask_documents(self):
+        """Makes windows carry the documents of their tokens. ValueError if nothing ends them."""
+        folder, meta = self.dataset.folder, self.dataset.meta
+        if meta['foreign'] or meta.get('eot') is None:
+            why = 'has no meta.json, which names it' if meta['foreign'] else 'has none'
+            raise ValueError(f'document_mask=True needs the id that ends each document, and {folder} '
+                             f'{why}; prepare it with a tokenizer that has such an id, like gpt2 or bpe:4096')
+        if self.mask is not None:
+            raise ValueError(f'document_mask=True is for texts, and {folder} holds rows of instruction data; '
+                             'use --pack_rows')
+        self.end_id = meta['eot']
+
     def fingerprint(self):
         """A hash of the size and of 64 blocks spread over the bin and its mask."""
         h = hashlib.sha256(str(self.num_tokens).encode())

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from hotloop.dataloader import Split, windows_per_epoch
-from hotloop.packing import Packed, mask_documents
+from hotloop.packing import Packed
 
 
 class Mixture:
@@ -74,7 +74,7 @@ def open_split(datasets, name, T, document_mask=False, pack_rows=False):
     splits = [kind(dataset.folder, name, dataset.meta, T) for dataset in datasets]
     if document_mask:
         for split in splits:
-            mask_documents(split)
+            split.mask_documents()
     if len(splits) == 1:
         return splits[0]
     return Mixture([dataset.name for dataset in datasets], splits, [dataset.weight for dataset in datasets])

@@ -1,4 +1,4 @@
-"""Windows of complete rows of instruction data, and where documents begin and end within a window."""
+"""Windows of complete rows of instruction data."""
 
 import bisect
 import math
@@ -9,19 +9,6 @@ import numpy as np
 from hotloop.dataloader import Split
 from hotloop.dataset import open_bin
 from hotloop.files import counted
-
-
-def mask_documents(split):
-    """Makes the windows of a Split carry the documents of their tokens. ValueError if nothing ends them."""
-    folder, meta = split.dataset.folder, split.dataset.meta
-    if meta['foreign'] or meta.get('eot') is None:
-        why = 'has no meta.json, which names it' if meta['foreign'] else 'has none'
-        raise ValueError(f'document_mask=True needs the id that ends each document, and {folder} '
-                         f'{why}; prepare it with a tokenizer that has such an id, like gpt2 or bpe:4096')
-    if split.mask is not None:
-        raise ValueError(f'document_mask=True is for texts, and {folder} holds rows of instruction data; use '
-                         '--pack_rows')
-    split.end_id = meta['eot']
 
 
 class Packed(Split):
