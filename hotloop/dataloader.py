@@ -101,7 +101,7 @@ class Split:
         """
         positions = np.asarray(starts)[:, None] + np.arange(self.T + 1)  # (B, T + 1)
         beyond = positions >= self.num_tokens
-        positions[beyond] = 0
+        positions[beyond] = 0  # of any token, because those before do not attend to it
         tokens = self.tokens[positions].astype(np.int64)
         x, y = tokens[:, :-1], tokens[:, 1:].copy()
         y[beyond[:, 1:]] = -1

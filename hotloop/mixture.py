@@ -9,7 +9,10 @@ from hotloop.packing import Packed
 
 
 class Mixture:
-    """Splits, mixed by weight: each has its exact share of INTERLEAVE windows, shuffled by the seed."""
+    """
+    Splits, mixed by weight: each has its exact share of INTERLEAVE windows, shuffled by the seed. Batches and
+    evaluate() use it like a Split.
+    """
     INTERLEAVE = 10_000
 
     def __init__(self, names, splits, weights):
