@@ -53,7 +53,8 @@ class RunDir:
                 self.take_lock()
                 if os.name == 'nt':
                     self.release_lock()  # Windows cannot rename a folder with an open file
-                notes.append(f'{self.path} held a run, which was moved to {move_aside(self.path)}')
+                moved = move_aside(self.path)
+                notes.append(f'{self.path} held a run, which was moved to {moved}')
                 self.release_lock()  # the new folder gets its own
             os.makedirs(os.path.realpath(self.path), exist_ok=True)
             self.take_lock()
@@ -196,7 +197,8 @@ class Mirror:
         self.thread = threading.Thread(target=self.copy_on_request, daemon=True)
         try:
             if not ours and RunDir(path).holds_run():
-                print(f'mirror_dir: {path} held a run, which was moved to {move_aside(path)}', flush=True)
+                moved = move_aside(path)
+                print(f'mirror_dir: {path} held a run, which was moved to {moved}', flush=True)
             os.makedirs(os.path.realpath(path), exist_ok=True)
             remove_partial_files(path)
         except OSError as e:
