@@ -68,6 +68,16 @@ def free_number(path):
     return f'{path}.{number}'
 
 
+def first_intact(paths, load):
+    """(path, load(path)) of the first that loads. Prints the ValueErrors before it, and raises the last."""
+    for path in paths[:-1]:
+        try:
+            return path, load(path)
+        except ValueError as e:
+            print(f'{e}; trying the next checkpoint', file=sys.stderr)
+    return paths[-1], load(paths[-1])
+
+
 def is_inside(path, folder):
     """Whether `path` is `folder` or is inside it, after resolving links."""
     return os.path.join(os.path.realpath(path), '').startswith(os.path.join(os.path.realpath(folder), ''))

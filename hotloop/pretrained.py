@@ -3,7 +3,6 @@
 import dataclasses
 import glob
 import os
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from configurator import did_you_mean
 from hotloop.adapter import is_adapter
 from hotloop.checkpoint import load_checkpoint
 from hotloop.families import CONV1D, our_name, settings_of
-from hotloop.files import read_json
+from hotloop.files import first_intact, read_json
 from hotloop.hub import (
     GPT2_OWNER,
     INDEX,
@@ -219,12 +218,7 @@ def open_checkpoint(source):
     if not paths:
         remedy = f'; sample.py --adapter={source} reads its adapters' if is_adapter(source) else ''
         raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json{remedy}')
-    for path in paths[:-1]:
-        try:
-            return path, load_checkpoint(path)
-        except ValueError as e:
-            print(f'{e}; trying the next checkpoint', file=sys.stderr)
-    return paths[-1], load_checkpoint(paths[-1])
+    return first_intact(paths, load_checkpoint)
 
 
 def load_folder(folder):

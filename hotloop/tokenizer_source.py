@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hotloop.chat_template import CHATS, MARK, TEMPLATES
 from hotloop.dataset import PlainUnpickler, dataset_folder, read_meta
-from hotloop.files import read_json
+from hotloop.files import first_intact, read_json
 from hotloop.hub import hub_tokenizer, is_hub_name
 from hotloop.tokenizer import (
     GPT2_SPEC,
@@ -83,15 +83,10 @@ def tokenizer_at(path, data_dir):
     paths = [path] if os.path.isfile(path) else []
     for pattern in ('best.pt', 'ckpt.pt', 'ckpt-*.pt'):
         paths += sorted(glob.glob(os.path.join(glob.escape(path), pattern)), reverse=True)
-    for checkpoint in paths:
-        try:
-            tokenizer, template = checkpoint_tokenizer(checkpoint, data_dir)
-            return Found(tokenizer, path, is_run=True, template=template)
-        except ValueError as e:
-            if checkpoint == paths[-1]:
-                raise
-            print(f'{e}; trying the next checkpoint')
-    return None
+    if not paths:
+        return None
+    _, (tokenizer, template) = first_intact(paths, lambda file: checkpoint_tokenizer(file, data_dir))
+    return Found(tokenizer, path, is_run=True, template=template)
 
 
 def checkpoint_tokenizer(path, data_dir):

@@ -109,7 +109,7 @@ def test_what_has_no_tokenizer_is_named(places, capsys):
     assert 'text/a.txt is damaged or not a checkpoint (BadZipFile:' in error
     os.truncate('older/ckpt-000000200.pt', 1000)
     assert find_tokenizer('older', 'data').tokenizer.spec() == CHAR
-    assert 'ckpt-000000200.pt is damaged or not a checkpoint' in capsys.readouterr().out
+    assert 'ckpt-000000200.pt is damaged or not a checkpoint' in capsys.readouterr().err
     save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 99})
     assert 'nano/ckpt.pt has no tokenizer, and data/theirs has none for 99 ids; set' in error_of(
         find_tokenizer, 'nano', 'data')
