@@ -150,11 +150,16 @@ def turns_of(row, where, suited, fields):
 
 
 def turn_of(message, where):
-    """(role, text) of a message of a chat, as OpenAI or ShareGPT writes it."""
+    """
+    (role, text) of a message of a chat, as OpenAI or ShareGPT writes it. ValueError for a call of tools, of
+    which the text tells nothing.
+    """
     role = message.get('role') or message.get('from')
     role = OTHER_ROLES.get(str(role), role)
     if role not in SPEAKERS:
         raise ValueError(f'{where}: a message has the role {role!r}; expected system, user or assistant')
+    if message.get('tool_calls') or message.get('function_call'):
+        raise ValueError(f'{where}: a message calls tools, which no template can write; leave such rows out')
     return role, message.get('content') or message.get('value')
 
 
