@@ -160,7 +160,10 @@ def turn_of(message, where):
         raise ValueError(f'{where}: a message has the role {role!r}; expected system, user or assistant')
     if message.get('tool_calls') or message.get('function_call'):
         raise ValueError(f'{where}: a message calls tools, which no template can write; leave such rows out')
-    return role, message.get('content') or message.get('value')
+    text = message.get('content') or message.get('value')
+    if isinstance(text, list) and all(isinstance(part, dict) and part.get('type') == 'text' for part in text):
+        text = ''.join(check_text(part.get('text'), f"{where}: the {role}'s text") for part in text)
+    return role, text
 
 
 def render(turns, name):
