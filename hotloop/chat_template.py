@@ -151,8 +151,8 @@ def turns_of(row, where, suited, fields):
 
 def turn_of(message, where):
     """
-    (role, text) of a message of a chat, as OpenAI or ShareGPT writes it. ValueError for a call of tools, of
-    which the text tells nothing.
+    (role, text) of a message of a chat, as OpenAI or ShareGPT writes it. The role of an answer with OpenAI's
+    "weight": 0 is 'given': it does not count. ValueError for a call of tools, which the text does not show.
     """
     role = message.get('role') or message.get('from')
     role = OTHER_ROLES.get(str(role), role)
@@ -163,7 +163,7 @@ def turn_of(message, where):
     text = message.get('content') or message.get('value')
     if isinstance(text, list) and all(isinstance(part, dict) and part.get('type') == 'text' for part in text):
         text = ''.join(check_text(part.get('text'), f"{where}: the {role}'s text") for part in text)
-    return role, text
+    return 'given' if role == 'assistant' and message.get('weight') == 0 else role, text
 
 
 def render(turns, name):
@@ -183,7 +183,7 @@ def render(turns, name):
             merged.append((role, text))
     parts, between = [], ''
     for role, text in merged:
-        before, after = getattr(template, role)
+        before, after = getattr(template, 'assistant' if role == 'given' else role)
         counts = role == 'assistant'
         parts += [(between + before, True, False), (text, False, counts), (after, True, counts)]
         between = template.between

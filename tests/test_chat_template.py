@@ -59,6 +59,8 @@ def shown(row, template='auto'):
     ({'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': text}
                                              for text in ('Two and ', 'two?')]},
                    {**ANSWER, 'tool_calls': None}]}, 'auto', '[' + CHATML_FIRST),
+    ({'messages': [ASK, {**ANSWER, 'weight': 0}, *CHAT['messages'][-2:]]}, 'auto',
+     f'[{CHATML_FIRST}{CHATML_SECOND}'.replace(']Four.<|im_end|>[', 'Four.<|im_end|>')),
     ({**CHAT, 'system': 'Not this.'}, 'auto', CHATML_SYSTEM + CHATML_FIRST + CHATML_SECOND),
     (CHAT, 'plain', '[Be brief.\nTwo and two?\n]Four.[\nAnd one?\n]Five.'),
     (CHAT, 'gemma', GEMMA),
@@ -85,7 +87,8 @@ def test_a_field_named_by_the_user_is_the_text():
 
 
 @pytest.mark.parametrize('row', [
-    {'messages': [ASK]}, {'prompt': 'a', 'completion': ''}, {'prompt': 'a', 'completion': None},
+    {'messages': [ASK]}, {'messages': [ASK, {**ANSWER, 'weight': 0}]}, {'prompt': 'a', 'completion': ''},
+    {'prompt': 'a', 'completion': None},
     {'messages': [ASK, {'role': 'assistant', 'content': ''}]}, {'messages': None}, {'conversations': []},
     '', {'text': ''}, {'text': None}])
 def test_a_row_without_text_or_answer_has_no_document(row):
