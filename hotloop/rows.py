@@ -102,7 +102,7 @@ def parquet_rows(file, reading, progress):
     try:
         with parquet.ParquetFile(file.path) as table:
             names = table.schema_arrow.names
-            fields = [name for name in names if name in wanted] or None
+            fields = [name for name in names if name in wanted]
             for batch in table.iter_batches(256, columns=fields):
                 for row in batch.to_pylist():
                     number += 1

@@ -225,6 +225,16 @@ def test_rows_that_cannot_be_read_are_named(tmp_path, name, data, words):
     assert len(str(e.value)) < 600
 
 
+def test_columns_of_other_fields_are_not_read(tmp_path):
+    """Python's dates, for example, end in the year 9999, and parquet's do not."""
+    pyarrow, parquet = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
+    path, when = tmp_path / 'a.parquet', pyarrow.array([10**18], pyarrow.timestamp('us'))
+    parquet.write_table(pyarrow.table({'when': when, 'body': ['abc']}), path)
+    assert read(path, text_field='body') == ['abc']
+    with pytest.raises(ValueError, match="row 1 has no field 'text'; its fields are: when, body"):
+        read(path)
+
+
 def test_source_that_is_too_deep_to_parse_is_skipped(tmp_path):
     (tmp_path / 'a.py').write_text(f'x = {"-" * 200_000}1\n')
     counts = RowCounts()
