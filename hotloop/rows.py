@@ -109,5 +109,5 @@ def parquet_rows(file, reading, progress):
                     yield f'{file.path}, row {number}', dict.fromkeys(names) | row
                 if progress:
                     progress.add(size * batch.num_rows // table.metadata.num_rows)
-    except (OSError, pyarrow.ArrowException) as e:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as e:  # a text may not be UTF-8
         raise ValueError(f'{file.path} cannot be read as parquet: {str(e)[:200]}') from None

@@ -225,13 +225,19 @@ def test_rows_that_cannot_be_read_are_named(tmp_path, name, data, words):
     assert len(str(e.value)) < 600
 
 
-def test_columns_of_other_fields_are_not_read(tmp_path):
-    """Python's dates, for example, end in the year 9999, and parquet's do not."""
+def test_columns_that_python_cannot_hold(tmp_path):
+    """They are not read unless they are needed. Python's dates, for example, end in the year 9999."""
     pyarrow, parquet = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
     path, when = tmp_path / 'a.parquet', pyarrow.array([10**18], pyarrow.timestamp('us'))
     parquet.write_table(pyarrow.table({'when': when, 'body': ['abc']}), path)
     assert read(path, text_field='body') == ['abc']
     with pytest.raises(ValueError, match="row 1 has no field 'text'; its fields are: when, body"):
+        read(path)
+    with pytest.raises(ValueError, match='cannot be read as parquet: date value out of range'):
+        read(path, text_field='when')
+    texts = pyarrow.array([b'caf\xe9']).buffers()
+    parquet.write_table(pyarrow.table({'text': pyarrow.Array.from_buffers(pyarrow.string(), 1, texts)}), path)
+    with pytest.raises(ValueError, match="cannot be read as parquet: 'utf-8' codec"):
         read(path)
 
 
