@@ -98,9 +98,10 @@ def pieces_of(blocks, key=None, separator=None):
     separately and give the same tokens as the complete document.
     """
     text, start, name = '', True, key
+    ends = re.compile(re.escape(separator or '').replace('\\\n', '\r?\n'))  # also where lines end with \r\n
     for block in chain(blocks, [None]):
         text += block or ''
-        documents = text.split(separator) if separator else [text]
+        documents = ends.split(text) if separator else [text]
         text = '' if block is None else documents.pop()
         for document in documents:
             if separator:

@@ -129,6 +129,9 @@ def test_a_separator_may_lie_across_blocks_and_contain_line_ends(tmp_path, size)
         text = separator.join(['one\ntwo', '', 'three', 'four'])
         pieces = pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, separator)
         assert [piece.parts[0][0] for piece in pieces] == ['one\ntwo', 'three', 'four']
+        crlf = text.replace('\n', '\r\n')
+        pieces = pieces_of((crlf[i:i + size] for i in range(0, len(crlf), size)), None, separator)
+        assert [piece.parts[0][0] for piece in pieces] == ['one\r\ntwo', 'three', 'four']
     (tmp_path / 'a.txt').write_text('line 1\nline 2\n\n')
     assert read(tmp_path / 'a.txt', separator='\\n') == ['line 1', 'line 2']
 
