@@ -74,10 +74,10 @@ def template_of(folder):
 def tokenizer_at(path, data_dir):
     """The Found of a file, or of a folder; None if that has no tokenizer. ValueError if it is damaged."""
     names = os.listdir(path) if os.path.isdir(path) else {os.path.basename(path)} & {'tokenizer.json'}
-    if 'config.json' in names:
-        return Found(read_tokenizer_json(path), path, template=template_of(path))
-    if {'tokenizer.json', 'tokenizer_config.json'} & set(names):
-        return Found(read_tokenizer_json(path))
+    if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
+        folder = path if os.path.isdir(path) else os.path.dirname(path)
+        model = path if 'config.json' in names else None
+        return Found(read_tokenizer_json(path), model, template=template_of(folder))
     if 'train.bin' in names:
         return Found(tokenizer_from(read_meta(path)['tokenizer']))
     paths = [path] if os.path.isfile(path) else []

@@ -84,7 +84,8 @@ def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, monkeypatch,
     shutil.copytree('data/own', 'data/org/own')
     save('byte/best.pt')  # not the one meant by this name
     model, is_run, template = find_tokenizer(name, 'data')[1:]
-    assert (model, is_run) == found and template == ('chatml' if model in ('hf', 'org/model') else None)
+    assert (model, is_run) == found
+    assert template == ('chatml' if name in ('hf', 'org/model', 'hf/tokenizer.json') else None)
 
 
 @pytest.mark.parametrize('saved, used', [('alpaca', 'alpaca'), ('joined', 'chatml'), (None, 'chatml')])
