@@ -79,7 +79,9 @@ def tokenizer_at(path, data_dir):
         model = path if 'config.json' in names else None
         return Found(read_tokenizer_json(path), model, template=template_of(folder))
     if 'train.bin' in names:
-        return Found(tokenizer_from(read_meta(path)['tokenizer']))
+        meta = read_meta(path)
+        chats = [template for template in meta.get('templates', []) if template in CHATS]
+        return Found(tokenizer_from(meta['tokenizer']), template=chats[0] if len(chats) == 1 else None)
     paths = [path] if os.path.isfile(path) else []
     for pattern in ('best.pt', 'ckpt.pt', 'ckpt-*.pt'):
         paths += sorted(glob.glob(os.path.join(glob.escape(path), pattern)), reverse=True)

@@ -99,6 +99,7 @@ def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, s
         prepare.main(['chats.jsonl', '--tokenizer=tuned', *flags])
         assert json.loads(Path('data/chats/meta.json').read_text())['templates'] == [expected]
         assert '--init_from=tuned --dataset=chats\n' in capsys.readouterr().out
+        assert find_tokenizer('chats', 'data').template == expected  # also that of a dataset
 
 
 def test_what_has_no_tokenizer_is_named(places, capsys):
