@@ -32,7 +32,7 @@ import numpy as np
 from configurator import call_main, configure
 from hotloop import dataset
 from hotloop.bpe import count_words, learn_merges
-from hotloop.chat_template import ANSWERS, MARK, marks_of
+from hotloop.chat_template import ANSWERS, CHATS, MARK, marks_of
 from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
 from hotloop.files import Progress, counted, replacing
@@ -340,6 +340,9 @@ def main(argv=None):
             meta = write_dataset(partial, files, val_files, cfg, reading, found.tokenizer, origin)
     except OSError as e:
         raise ValueError(f'{folder} could not be created: {e}') from e
+    if found.template == '' and reading.template == 'auto' and {*CHATS} & {*meta['templates']}:
+        print(f'note: the chat template of {cfg.tokenizer} is none of {", ".join(CHATS)}; its model has not '
+              'seen the template of these rows, and learns it in tuning')
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '

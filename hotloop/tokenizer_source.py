@@ -27,7 +27,7 @@ class Found(NamedTuple):
     tokenizer: object = None  # None if it is built from the text
     model: str | None = None  # what init_from takes
     is_run: bool = False  # whether that is a run or a checkpoint
-    template: str | None = None  # of its chats
+    template: str | None = None  # of its chats; '' if it is none of ours
 
 
 def find_tokenizer(name, data_dir):
@@ -55,10 +55,10 @@ def find_tokenizer(name, data_dir):
 
 
 def template_of(folder):
-    """The template of a Hugging Face folder's chats, recognized by how a turn begins; None for others."""
+    """The template of a Hugging Face folder's chats, by how a turn begins; '' for others, None if none."""
     chat, path = '', os.path.join(folder, 'tokenizer_config.json')
     if os.path.exists(path):
-        chat = str(read_json(path).get('chat_template', ''))
+        chat = str(read_json(path).get('chat_template') or '')
     path = os.path.join(folder, 'chat_template.jinja')
     if os.path.exists(path):
         with open(path, encoding='utf-8') as f:
@@ -68,7 +68,7 @@ def template_of(folder):
         mark = MARK.match(begin)
         if (mark[0] if mark else begin) in chat:
             return template
-    return None
+    return '' if chat else None
 
 
 def tokenizer_at(path, data_dir):

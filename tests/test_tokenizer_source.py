@@ -102,6 +102,20 @@ def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, s
         assert find_tokenizer('chats', 'data').template == expected  # also that of a dataset
 
 
+@pytest.mark.parametrize('chat, rows, flags, is_noted', [
+    ('[INST]', True, [], True), ('[INST]', True, ['--template=chatml'], False), ('[INST]', False, [], False),
+    (None, True, [], False), ('<|im_start|>', True, [], False)])
+def test_an_unknown_template_of_a_model_is_noted(places, monkeypatch, capsys, chat, rows, flags, is_noted):
+    monkeypatch.setattr('hotloop.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
+    Path('hf').mkdir()
+    Path('hf/tokenizer_config.json').write_text(json.dumps({'chat_template': chat}))
+    Path('a.jsonl').write_text('\n'.join(json.dumps(
+        {'messages': [{'role': 'user', 'content': f'Hi {i}'}, {'role': 'assistant', 'content': 'Ho'}]}
+        if rows else {'text': str(i)}) for i in range(30)))
+    prepare.main(['a.jsonl', '--tokenizer=hf', *flags])
+    assert ('note: the chat template of hf is none of alpaca' in capsys.readouterr().out) == is_noted
+
+
 def test_what_has_no_tokenizer_is_named(places, capsys):
     for name in ('nowhere', 'text', 'bpe:256', '/tmp/none', '../x', ''):
         error = error_of(find_tokenizer, name, 'data')
