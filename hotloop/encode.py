@@ -47,7 +47,7 @@ def encode_piece(tokenizer, piece, bos, eot):
     ids = np.append(bos, ids) if before else ids
     ids = np.append(ids, eot) if after else ids
     if mask is not None:
-        mask = np.concatenate((np.zeros(before, np.uint8), mask, np.ones(after, np.uint8)))
+        mask = np.concatenate((np.zeros(before, np.uint8), mask, mask[-1:].repeat(after)))
     return ids, mask, np.full(int(piece.end), len(ids))
 
 

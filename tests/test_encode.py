@@ -36,14 +36,19 @@ def test_a_document_is_between_its_begin_and_end_ids():
 
 
 def test_only_answers_and_the_end_count():
-    """A text beside a chat counts in full; an end-of-text id is not doubled; no token straddles an answer."""
+    """
+    A text beside a chat counts in full; an end-of-text id is not doubled, and counts if what it ends does; no
+    token straddles an answer.
+    """
     chat = Piece([('ask', True, False), ('tell', False, True)], True, True, 'k')
     marked = Piece([('ask', True, False), ('<|endoftext|>', True, True)], True, True, 'k')
-    pieces = [('train', piece) for piece in (text_piece('text'), chat, marked)]
+    asked = Piece([('tell', False, True), ('ask', True, False)], True, True, 'k')
+    pieces = [('train', piece) for piece in (text_piece('text'), chat, marked, asked)]
     encoded = encode_batch(ByteTokenizer(), pieces, bos=0, eot=256)['train']
-    assert encoded.ids.tolist() == [0, *b'text', 256, 0, *b'asktell', 256, 0, *b'ask', 256]
-    assert encoded.mask.tolist() == [1] * 6 + [0] * 4 + [1] * 5 + [0] * 4 + [1]
-    assert encoded.mask.dtype == np.uint8 and encoded.num_bytes == 1 + 4 + 1 + 7 + 1 + 3
+    assert encoded.ids.tolist() == [0, *b'text', 256, 0, *b'asktell', 256, 0, *b'ask', 256,
+                                    0, *b'tellask', 256]
+    assert encoded.mask.tolist() == [1] * 6 + [0] * 4 + [1] * 5 + [0] * 4 + [1] + [0] + [1] * 4 + [0] * 4
+    assert encoded.mask.dtype == np.uint8 and encoded.num_bytes == 1 + 4 + 1 + 7 + 1 + 3 + 1 + 7
     apart = Piece([('one th', True, False), ('ree', False, True)], True, True, 'k')
     ids = encode_batch(BPE, [('train', apart)])['train'].ids.tolist()
     assert ids == [*BPE.encode('one th'), *BPE.encode('ree')] != BPE.encode('one three').tolist()
