@@ -8,7 +8,7 @@ from hotloop.tokenizer import fix_surrogates
 
 ANSWERS = ('completion', 'response', 'output', 'answer')
 ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'question', 'instruction', 'input',
-              'system', 'history', *ANSWERS]
+              'context', 'system', 'history', *ANSWERS]
 SPEAKERS = ('system', 'user', 'assistant')
 OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
 MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it
@@ -97,7 +97,8 @@ def form_of(row, text_field=None):
     if isinstance(row.get(chat), list) and all(isinstance(message, dict) for message in row[chat]):
         return 'chatml', [chat, 'system']
     if 'instruction' in row and answer:
-        return 'alpaca', ['instruction', 'input', 'history', 'system', answer]
+        about = 'context' if 'context' in row and 'input' not in row else 'input'  # as Dolly's rows call it
+        return 'alpaca', ['instruction', about, 'history', 'system', answer]
     if question and answer:
         return 'joined', [question, answer]
     return None, ['content' if 'content' in row and 'text' not in row else 'text']
@@ -139,8 +140,8 @@ def turns_of(row, where, suited, fields):
         for question, reply in past:
             turns += [('user', question), ('assistant', reply)]
         turns.append(('user', row['instruction']))
-        if row.get('input'):
-            turns.append(('input', row['input']))
+        if row.get(fields[1]):
+            turns.append(('input', row[fields[1]]))
         turns.append(('assistant', row[fields[-1]]))
     else:
         turns = [(role, row[name]) for role, name in zip(('user', 'assistant'), fields, strict=True)]

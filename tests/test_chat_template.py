@@ -46,6 +46,9 @@ def shown(row, template='auto'):
     (ALPACA, 'auto', f'[{TASK}, paired with an input that provides further context{WRITE}'
      'Add.\n\n### Input:\n2 and 2\n\n### Response:\n]4'),
     ({**ALPACA, 'input': ''}, 'auto', f'[{TASK}{WRITE}Add.\n\n### Response:\n]4'),
+    ({'instruction': 'Add.', 'context': '2 and 2', 'response': '4', 'category': 'sum'}, 'plain',
+     '[Add.\n\n2 and 2\n]4'),
+    ({**ALPACA, 'context': 'a sum'}, 'plain', '[Add.\n\n2 and 2\n]4'),
     ({**ALPACA, 'system': 'Brief.', 'input': None}, 'alpaca',
      '[Brief.\n\n### Instruction:\nAdd.\n\n### Response:\n]4'),
     ({**ALPACA, 'text': 'all of it'}, 'chatml',
