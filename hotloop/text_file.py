@@ -32,7 +32,8 @@ class ZstdFile(io.RawIOBase):
     def __init__(self, raw):
         self.zstandard = optional('zstandard', 'reads .zst files')
         self.raw, self.ready = raw, memoryview(b'')
-        self.frame = self.zstandard.ZstdDecompressor().decompressobj()
+        self.decompressor = self.zstandard.ZstdDecompressor(max_window_size=2**31)  # of zstd --long=31
+        self.frame = self.decompressor.decompressobj()
 
     def readable(self):
         return True
@@ -40,7 +41,7 @@ class ZstdFile(io.RawIOBase):
     def readinto(self, buffer):
         while not self.ready and (data := self.frame.unused_data or self.raw.read(1 << 14)):
             if self.frame.eof:
-                self.frame = self.zstandard.ZstdDecompressor().decompressobj()
+                self.frame = self.decompressor.decompressobj()
             try:
                 self.ready = memoryview(self.frame.decompress(data))
             except self.zstandard.ZstdError as e:

@@ -43,7 +43,9 @@ def read(*paths, progress=None, counts=None, **options):
 def compress(suffix, data):
     if suffix == '.zst':
         zstandard = pytest.importorskip('zstandard')
-        return zstandard.compress(data[:99]) + zstandard.compress(data[99:])  # two frames
+        window = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)  # as zstd --long=28
+        frame = zstandard.ZstdCompressor(compression_params=window).compressobj()
+        return zstandard.compress(data[:99]) + frame.compress(data[99:]) + frame.flush()  # two frames
     return {'.gz': gzip, '.bz2': bz2, '.xz': lzma, '.lzma': lzma}[suffix].compress(data)
 
 
