@@ -186,11 +186,14 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
         raise ValueError(f'bos=True needs a begin-of-text id, and tokenizer={cfg.tokenizer!r} has none')
     bos = {None: tokenizer.first, True: tokenizer.bos, False: None}[cfg.bos]
     eot = tokenizer.eot if holdout.several else None
-    progress, counts = Progress(num_bytes), RowCounts()
-    batches = batches_of(read_pieces(progress, counts))
+    progress, counts, names = Progress(num_bytes), RowCounts(), set()
+    batches = batches_of(find_special_names(read_pieces(progress, counts), tokenizer, names))
     encoded = encode_all(tokenizer, batches, cfg.num_proc or cores(), bos, eot)
     splits, in_loss = write_bins(folder, encoded, id_type(tokenizer), counts)
     progress.close()
+    if names:
+        print(f'note: names of special ids in the text, such as {min(names)}, are encoded as plain text; use '
+              '--separator to split a text into documents, and rows with messages for chats')
     report(counts, in_loss, sum(split['tokens'] for split in splits.values()))
     check_splits(splits, counts, origin['source'], cfg, reading)
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
@@ -199,6 +202,15 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     with replacing(os.path.join(folder, 'meta.json')) as f:
         f.write(json.dumps(meta, indent=1).encode())
     return meta
+
+
+def find_special_names(pieces, tokenizer, names):
+    """Yields the pieces, (split, Piece). Adds the names of special ids in the first texts to names."""
+    for i, (split, piece) in enumerate(pieces):
+        if i < 100 and isinstance(piece.parts, list):
+            for text, markup, _ in piece.parts:
+                names.update(() if markup else tokenizer.special_names.findall(text))
+        yield split, piece
 
 
 def write_rows(path, files, reading):

@@ -159,6 +159,18 @@ def test_prompts_that_run_into_their_completions_are_noted(tmp_path, make, capsy
         assert ('in 30 rows without white space between them; ' in capsys.readouterr().out) == is_noted
 
 
+@pytest.mark.parametrize('name, rows, flags, is_noted', [
+    ('a.txt', 'one<|endoftext|>two', {}, True),
+    ('a.txt', 'one<|endoftext|>two', {'tokenizer': 'char'}, False),
+    ('a.txt', 'one<|endoftext|>two', {'separator': '<|endoftext|>'}, False),
+    ('a.jsonl', '{"text": "a<|endoftext|>"}\n{"text": "b"}\n', {}, True),
+    ('a.jsonl', '{"text": "a"}\n{"text": "b<br>"}\n', {}, False)])
+def test_names_of_special_ids_in_the_text_are_noted(tmp_path, make, capsys, name, rows, flags, is_noted):
+    (tmp_path / name).write_text(rows)
+    make(tmp_path / name, **flags)
+    assert ('special ids in the text, such as <|endoftext|>, are' in capsys.readouterr().out) == is_noted
+
+
 @pytest.mark.parametrize('row', [
     {'instruction': 'Add.', 'output': ''}, {'prompt': 'Add.', 'completion': None},
     {'messages': [{'role': 'user', 'content': 'Add.'}]}, {'text': ''}])
