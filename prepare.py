@@ -306,11 +306,13 @@ def inspect(name, data_dir):
         counts = dataset.count_ids(tokens, tokenizer.n_vocab)
         bins[split] = tokens, mask, counts
         num_bytes = counts[:tokenizer.n_vocab] @ tokenizer.sizes  # larger ids pad the vocabulary
-        ends = 0 if tokenizer.eot is None else counts[tokenizer.eot]
+        ends = counted(0 if tokenizer.eot is None else counts[tokenizer.eot], 'document end')
+        if 'documents' in meta['splits'].get(split, {}):  # in a chat, other turns may end with this id too
+            ends = counted(meta['splits'][split]['documents'], 'document')
         share = f', {np.count_nonzero(mask) / len(mask):.0%} of tokens in the loss' if len(mask) else ''
         distinct = counted(np.count_nonzero(counts), 'distinct id')
         print(f'{split:>5}: {counted(len(tokens), "token")}, {num_bytes / max(len(tokens), 1):.2f} bytes '
-              f'per token, {counted(ends, "document end")}, {distinct}{share}')
+              f'per token, {ends}, {distinct}{share}')
     tokens, mask, counts = bins['train']
     most = np.argsort(-counts, kind='stable')[:10].tolist()
     shares = [f'"{dataset.show(tokenizer, [i])}" {counts[i] / counts.sum():.1%}' for i in most if counts[i]]

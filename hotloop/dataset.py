@@ -185,8 +185,9 @@ def count_ids(tokens, at_least=0):
 
 
 def show(tokenizer, ids):
-    """Ids as printable text on one line, ends of documents marked."""
-    parts = [b'<|endoftext|>' if i == tokenizer.eot else tokenizer.decode([i]) for i in ids]
+    """Ids as printable text on one line, special ids by name."""
+    names = {i: name.encode() for name, i in tokenizer.specials.items()}
+    parts = [names[i] if i in names else tokenizer.decode([i]) for i in ids]
     text = b''.join(parts).decode('utf-8', 'replace')
     return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in text)
 

@@ -14,7 +14,7 @@ from conftest import contents, error_of, noise, write_bins
 from hotloop import dataset
 from hotloop.dataset import BinWriter, dataset_folder, open_bin, open_datasets, partial_folder, read_meta
 from hotloop.encode import Encoded
-from hotloop.tokenizer import ByteTokenizer, CharTokenizer
+from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 
 BYTE = {'kind': 'byte'}
 
@@ -208,6 +208,9 @@ def test_ids_are_counted_in_blocks_and_shown_on_one_line(monkeypatch):
     shown = 'a\\n\\x1b\ufffd<|endoftext|><|endoftext|>\\t'
     assert dataset.show(ByteTokenizer(), [*b'a\n\x1b\xff', 256, 256, 9]) == shown
     assert dataset.show(CharTokenizer('ab'), [1, 0]) == 'ba'
+    tokens = [bytes([b]) for b in range(256)]
+    specials = BPETokenizer(tokens, specials={'<|eot_id|>': 256, '<s>': 257}, eot=256, bos=257)
+    assert dataset.show(specials, [257, 97, 256, 300]) == '<s>a<|eot_id|>'
 
 
 @pytest.fixture(scope='module')

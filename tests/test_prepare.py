@@ -145,7 +145,7 @@ def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
     prepare.main(['--inspect', 'x', f'--data_dir={tmp_path / "data"}'])
     out = capsys.readouterr().out
     assert 'instruction data in the joined template\n' in out
-    assert len(re.findall(r'distinct ids, 5\d% of tokens in the loss\n', out)) == 2
+    assert len(re.findall(r' token, \d+ documents, \d+ distinct ids, 5\d% of tokens in the loss\n', out)) == 2
     for split, counts in read_meta(str(tmp_path / 'data' / 'x'))['splits'].items():
         mask = (tmp_path / 'data' / 'x' / f'{split}.mask.bin').read_bytes()
         assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
