@@ -119,7 +119,8 @@ def open_sources(sources, corpus, cfg, reading, spool):
     else:
         files = all_files(sources, reading, cfg.data_dir, spool)
     validated = {os.path.realpath(file.path) for file in val_files}
-    kept = [file for file in files if os.path.realpath(file.path) not in validated]
+    once = {os.path.realpath(file.path): file for file in files}  # of sources that overlap, too
+    kept = [file for path, file in once.items() if path not in validated]
     if not kept:
         raise ValueError('all files are validation files; none is left to train on')
     kinds = {file.kind for file in (*kept, *val_files)}

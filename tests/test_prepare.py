@@ -398,13 +398,15 @@ def test_a_learned_tokenizer_that_has_marks_is_used_again(tmp_path, make):
 
 
 def test_files_of_one_name_are_documents_of_their_own(tmp_path, make):
-    """As a shell expands books/*/text.txt; their names decide which is held out."""
+    """As a shell expands books/*/text.txt; their names decide which is held out. A file counts once."""
     paths = [tmp_path / 'books' / name / 'text.txt' for name in ('alice', 'bob', 'carol', 'dan')]
     for path in paths:
         path.parent.mkdir(parents=True)
         path.write_text(f'the text of {path.parent.name}')
-    documents, _ = make(*paths)
-    assert len(documents['train']) + len(documents['val']) == 4 and documents['val']
+    (tmp_path / 'books' / 'link.txt').symlink_to(paths[0])
+    for sources in (paths, [tmp_path / 'books', *paths]):
+        documents, _ = make(*sources)
+        assert len(documents['train']) + len(documents['val']) == 4 and documents['val']
 
 
 def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
