@@ -112,8 +112,11 @@ class SampleConfig:
             wrong.append("template='none' keeps prompts as they are; chat and score need a template")
         if self.quantize != 'none' and {'export', 'diagnose'} & set(commands):
             wrong.append(f'{commands[0]} needs unquantized weights; leave quantize={self.quantize} out')
-        if self.run_code and self.eval_code is None:
-            wrong.append('run_code=True needs eval_code, the file with the tasks')
+        for name, needed, what in (('run_code', 'eval_code', 'the file with the tasks'),
+                                   ('format', 'score', 'the text'), ('text_field', 'score', 'the text')):
+            value = getattr(self, name)
+            if value not in (False, 'auto', None) and getattr(self, needed) is None:
+                wrong.append(f'{name}={value!r} needs {needed}, {what}')
         if self.run_code and os.name == 'nt':
             wrong.append('run_code=True needs Linux or macOS, because Windows does not limit the memory and '
                          'the processes of a child; use WSL, or leave it out')
