@@ -33,7 +33,7 @@ from hotloop.chat_template import CHATS, TEMPLATES, choose_template, parts_befor
 from hotloop.code_eval import judge, report, task_of
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.diagnose import diagnose
-from hotloop.documents import standard_input
+from hotloop.documents import Format, standard_input
 from hotloop.export import export
 from hotloop.files import counted, json_lines
 from hotloop.generate import GREEDY_BELOW, Sampling, generate
@@ -63,6 +63,7 @@ class SampleConfig:
     template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # chat template; auto: of the training data
     system: str | None = None  # system prompt of chats and of prompts in a template
     score: str | None = None  # print the loss on each document of this file or folder
+    format: Format = 'auto'  # for score: of the files; auto: by suffix; functions: Python functions as rows
     text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with text that is not UTF-8
     eval_code: str | None = None  # judge answers to the tasks of this .jsonl: HumanEval, MBPP or instructions

@@ -40,7 +40,7 @@ def score(model, tokenizer, template, cfg):
     'none': what suits each. ValueError if there is nothing to score or a loss is not finite.
     """
     template = template if template in TEMPLATES else 'auto'
-    reading = ReadConfig(text_field=cfg.text_field, template=template, bad_utf8=cfg.bad_utf8)
+    reading = ReadConfig(cfg.format, cfg.text_field, template, bad_utf8=cfg.bad_utf8)
     with tempfile.TemporaryDirectory() as folder:  # standard input is stored there
         files = files_of(cfg.score, reading, cfg.data_dir, os.path.join(folder, 'stdin'))
         check_kinds({file.kind for file in files}, cfg, cfg.score)

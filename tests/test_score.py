@@ -18,8 +18,8 @@ from hotloop.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
 
 
 def settings(source, **changes):
-    defaults = dict(score=str(source), template='auto', text_field=None, bad_utf8='refuse', data_dir='data',
-                    output='jsonl', batch_size=64)
+    defaults = dict(score=str(source), format='auto', template='auto', text_field=None, bad_utf8='refuse',
+                    data_dir='data', output='jsonl', batch_size=64)
     return types.SimpleNamespace(**{**defaults, **changes})
 
 
@@ -124,6 +124,7 @@ def test_settings_of_reading_act_and_what_cannot_be_scored_is_refused(scored, tm
         (tmp_path / name).write_bytes(content)
     assert scored(tmp_path / 'a.jsonl', text_field='body')[-1]['bytes'] == 2
     assert scored(tmp_path / 'a.txt', bad_utf8='replace')[0]['tokens'] == 7
+    assert scored(tmp_path / 'a.jsonl', format='text')[0]['bytes'] == (tmp_path / 'a.jsonl').stat().st_size
     assert '--text_field' in error_of(scored, tmp_path / 'a.jsonl')
     assert '--bad_utf8=replace' in error_of(scored, tmp_path / 'a.txt')
     assert 'contains no tokens to score' in error_of(scored, tmp_path / 'empty.txt')
