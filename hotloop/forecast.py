@@ -30,17 +30,20 @@ def dry_run(settings, model_of):
     model, on the meta device.
     """
     cfg, notes, datasets, num_windows = settings.train, settings.notes, [], None
-    first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': False}, 1.0)
+    first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': True}, 1.0)
     try:
         datasets = open_datasets(cfg.dataset, cfg.data_dir)
         first = datasets[0]
     except ValueError as e:
-        notes.append(f'note: the forecast assumes a vocabulary of 50,304 ids, because {e}')
+        reason = e
     if settings.choose_depth and 'depth' not in settings.given:
         notes.append(f'depth: the run chooses it by its speed; this is a forecast of depth {cfg.depth}, and '
                      '--depth=N of another')
     model = model_of(settings, first)
-    if datasets:
+    if not datasets:
+        notes.append(f'note: the forecast assumes a vocabulary of {model.config.vocab_size:,} ids, because '
+                     f'{reason}')
+    else:
         split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
         num_windows = split.num_windows
     if num_windows or cfg.max_epochs is None:

@@ -243,6 +243,7 @@ def test_a_dataset_that_is_absent_is_assumed(forecast_of):
     """Its tokens are unknown, its ids GPT-2's. With max_epochs the time is unknown, too."""
     printed = forecast_of(dataset='wikitext103')
     assert 'assumes a vocabulary of 50,304 ids, because data/wikitext103 does not exist; make it' in printed
+    assert 'assumes a vocabulary of 65 ids, because' in forecast_of(dataset='shakespeare_char', vocab_size=65)
     assert 'embeddings 1,642,496' in printed and 'an unknown number' in printed
     assert all(re.search(rf'^{name} .* fits', printed, re.M) for name in (*MACHINES, 'this cpu'))
     assert re.search(r'^A100 40GB +42\.3 GB +[\d,]+ +\d+h \d+m  fits$', printed, re.M)
@@ -282,6 +283,7 @@ def test_a_resumed_run_is_forecast_from_its_step(forecast_of, train_tiny, tmp_pa
                    batch_size=4)
     assert 'run: 4 more steps of 128 tokens, 512 tokens' in forecast_of(max_iters=16, **resumed)
     assert 'run: 0 more steps' in forecast_of(**resumed)
+    assert 'vocabulary of 50,304' not in forecast_of(**resumed)
 
 
 @pytest.mark.parametrize('rank, times', [('0', 1), ('1', 0)])
