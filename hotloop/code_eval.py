@@ -76,15 +76,15 @@ def task_of(row, where, is_chat):
         return Task(name, [('user', question)], 'joined', prompt, text('code'), '', f'{setup}\n{tests}\n',
                     PROGRAM_STOPS)
     suited, fields = form_of(row)
-    reply = ('', '') if suited is None else turns_of(row, where, suited, fields)[-1]
-    if reply[0] != 'assistant':
+    reply = [] if suited is None else turns_of(row, where, suited, fields)[-1:]
+    if not reply or reply[0][0] != 'assistant':
         raise ValueError(f'{where}: expected a task of HumanEval (prompt, test, entry_point) or MBPP (text, '
                          'test_list), or a row with a question and its answer; its fields are: '
                          f'{", ".join(row)}')
     _, turns, suited = prompt_of(row, where)
     prompt = turns[-1][1]
     entry = function_begun(prompt) if suited == 'joined' else ''
-    return Task(name, turns, suited, prompt, reply[1], entry, stops=BODY_STOPS if entry else ())
+    return Task(name, turns, suited, prompt, reply[0][1], entry, stops=BODY_STOPS if entry else ())
 
 
 def lines_of(values, where):

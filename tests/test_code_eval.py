@@ -106,6 +106,7 @@ def test_a_row_whose_prompt_begins_a_function_has_a_body_as_its_answer():
 
 @pytest.mark.parametrize('row, words', [
     ({'prompt': 'hi'}, 'line 4: expected a task of HumanEval (prompt, test, entry_point) or MBPP'),
+    ({'messages': []}, 'its fields are: messages'),
     ({'messages': [{'role': 'user', 'content': 'hi'}]}, 'a row with a question and its answer; its fields'),
     ({**ADD, 'test': 3}, "line 4: field 'test' must be a string, not 3"),
     (3, 'line 4: a row must be an object'),
