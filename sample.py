@@ -46,6 +46,7 @@ from hotloop.tokenizer import encode_parts, prompt_ids, tokenizer_from
 from hotloop.tokenizer_source import dataset_spec
 from model import GPT
 
+ERRORS = {'refuse': 'strict', 'replace': 'replace'}  # handlers of codecs, by bad_utf8
 CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in messages about a missing template
 
 
@@ -333,7 +334,7 @@ def batches(model, tokenizer, prompts, cfg, stops=()):
 
 def sample(model, tokenizer, template, cfg):
     """Prints samples of each prompt, in order."""
-    rows = read_prompts(cfg.start, 'replace' if cfg.bad_utf8 == 'replace' else 'strict')
+    rows = read_prompts(cfg.start, ERRORS[cfg.bad_utf8])
     prompts = make_prompts(rows, tokenizer, template, cfg)
     for steps in batches(model, tokenizer, prompts, cfg):
         if cfg.output == 'text':
@@ -350,7 +351,7 @@ def sample(model, tokenizer, template, cfg):
 def eval_code(model, tokenizer, template, cfg):
     """Judges the answers to the tasks of a file: prints the metrics, with output=jsonl the answers too."""
     is_chat = template in CHATS
-    with open_text(cfg.eval_code) as f:
+    with open_text(cfg.eval_code, ERRORS[cfg.bad_utf8]) as f:
         tasks = [task_of(row, where, is_chat) for where, row in json_lines(f, cfg.eval_code)]
     if not tasks or (cfg.run_code and not any(task.tests for task in tasks)):
         raise ValueError(f'{cfg.eval_code} has no {"tests to run" if tasks else "tasks"}')

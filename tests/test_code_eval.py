@@ -200,7 +200,9 @@ def test_the_table_and_explicit_sampling(tasks, monkeypatch, capsys):
     (b'', {}, 'tasks.jsonl has no tasks'),
     (b'{"prompt": "a", "answer": "b"}', dict(run_code=True), 'tasks.jsonl has no tests to run'),
     (b'{"instruction": "a", "output": "b"}', {}, 'tasks.jsonl has a chat or an instruction, which needs'),
-    (b'{', {}, 'tasks.jsonl, line 1 is not JSON'), (None, {}, 'tasks.jsonl cannot be read: No such file')])
+    (b'{', {}, 'tasks.jsonl, line 1 is not JSON'), (b'"\xff"', {}, 'use --bad_utf8=replace'),
+    (b'"\xff"', dict(bad_utf8='replace'), 'line 1: expected a task of HumanEval'),
+    (None, {}, 'tasks.jsonl cannot be read: No such file')])
 def test_a_file_without_tasks_is_refused(tasks, content, flags, words):
     path, out = tasks.with_suffix(''), tasks.parent / 'out'
     write(out / 'best.pt', gpt(257), ByteTokenizer())
