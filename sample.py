@@ -40,6 +40,7 @@ from hotloop.generate import GREEDY_BELOW, Sampling, generate
 from hotloop.host import cores
 from hotloop.pretrained import open_base, open_weights
 from hotloop.quantize import prepare_for_inference
+from hotloop.rows import json_rows
 from hotloop.score import print_json, score
 from hotloop.text_file import open_text
 from hotloop.tokenizer import encode_parts, prompt_ids, tokenizer_from
@@ -67,7 +68,7 @@ class SampleConfig:
     format: Format = 'auto'  # for score: of the files; auto: by suffix; functions: Python functions as rows
     text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with text that is not UTF-8
-    eval_code: str | None = None  # judge answers to the tasks of this .jsonl: HumanEval, MBPP or instructions
+    eval_code: str | None = None  # judge answers to the tasks of this .jsonl or list: HumanEval, MBPP, rows
     run_code: bool = False  # for eval_code: also run the tests, in a process with limits (pass@1)
     diagnose: bool = False  # examine training, weights, dead units, predictions; also in report.html
     export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype
@@ -352,7 +353,10 @@ def eval_code(model, tokenizer, template, cfg):
     """Judges the answers to the tasks of a file: prints the metrics, with output=jsonl the answers too."""
     is_chat = template in CHATS
     with open_text(cfg.eval_code, ERRORS[cfg.bad_utf8]) as f:
-        tasks = [task_of(row, where, is_chat) for where, row in json_lines(f, cfg.eval_code)]
+        lines = list(f)
+        is_list = ''.join(lines[:1]).lstrip().startswith('[')  # as MBPP's sanitized-mbpp.json is
+        rows = json_rows(lines, cfg.eval_code, '') if is_list else json_lines(lines, cfg.eval_code)
+        tasks = [task_of(row, where, is_chat) for where, row in rows]
     if not tasks or (cfg.run_code and not any(task.tests for task in tasks)):
         raise ValueError(f'{cfg.eval_code} has no {"tests to run" if tasks else "tasks"}')
     prompts = make_prompts([(task, task.turns, task.template) for task in tasks], tokenizer, template, cfg)

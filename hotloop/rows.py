@@ -41,14 +41,14 @@ def csv_rows(lines, path):
         raise ValueError(f'{path}, line {reader.reader.line_num}: {e}') from None
 
 
-def json_rows(lines, path):
+def json_rows(lines, path, remedy=AS_TEXT):
     """(where, row) of a .json file: a list of rows, or an object per line. Anything else is one text."""
     text = ''.join(lines)  # lines.read() would bypass the progress
     if re.match(r'\s*\{.*\}\s*\n\s*\{', text):
-        yield from json_lines(text.split('\n'), path, AS_TEXT)
+        yield from json_lines(text.split('\n'), path, remedy)
         return
     is_list = text.lstrip().startswith('[')  # package.json, for example, is a text
-    rows = parse_json(text, path, AS_TEXT) if is_list else [text]
+    rows = parse_json(text, path, remedy) if is_list else [text]
     for number, row in enumerate(rows, 1):
         yield f'{path}, element {number}', row
 

@@ -183,8 +183,9 @@ def test_the_command_judges_greedy_answers_in_the_template(tasks, monkeypatch, c
 
 
 def test_the_table_and_explicit_sampling(tasks, monkeypatch, capsys):
-    """Answers are not run unless --run_code asks for it."""
+    """Answers are not run unless --run_code asks for it. The file is one list, as the sanitized MBPP is."""
     out = tasks.parent / 'out'
+    tasks.write_bytes(gzip.compress(json.dumps([ADD, {**ADD, 'task_id': 'T/1'}], indent=2).encode()))
     write(out / 'best.pt', gpt(257, block_size=512), ByteTokenizer())
     calls = play(monkeypatch, *b'    exit()')
     main(out_dir=out, eval_code=tasks, temperature=0.5, batch_size=3)
@@ -200,6 +201,7 @@ def test_the_table_and_explicit_sampling(tasks, monkeypatch, capsys):
     (b'', {}, 'tasks.jsonl has no tasks'),
     (b'{"prompt": "a", "answer": "b"}', dict(run_code=True), 'tasks.jsonl has no tests to run'),
     (b'{"instruction": "a", "output": "b"}', {}, 'tasks.jsonl has a chat or an instruction, which needs'),
+    (b'[]', {}, 'tasks.jsonl has no tasks'), (b'[3]', {}, 'tasks.jsonl, element 1: a row must be an object'),
     (b'{', {}, 'tasks.jsonl, line 1 is not JSON'), (b'"\xff"', {}, 'use --bad_utf8=replace'),
     (b'"\xff"', dict(bad_utf8='replace'), 'line 1: expected a task of HumanEval'),
     (None, {}, 'tasks.jsonl cannot be read: No such file')])
