@@ -100,7 +100,7 @@ class TrainConfig:
     muon_momentum: float = 0.95  # of Muon
     grad_clip: float = 1.0  # maximum global gradient norm; 0: off
     # --- schedule
-    decay_lr: bool = True  # False: constant after warmup
+    decay_lr: bool = True  # False: learning_rate in every step, without a warmup, as in nanoGPT
     lr_schedule: Literal['cosine', 'linear', 'onecycle'] = 'cosine'  # see hotloop/schedule.py
     warmup_iters: int = 2000  # warmup steps from 0 (onecycle: from min_lr) to the peak rate
     warmup_fraction: float | None = None  # the same as a fraction of max_iters; replaces warmup_iters

@@ -94,7 +94,7 @@ def describe_length(run, settings):
         lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
     if run.state.iter_num >= cfg.max_iters:
         lines.append(f'nothing to do: the run is at step {run.state.iter_num:,} of {cfg.max_iters:,}')
-    if cfg.warmup_iters >= cfg.max_iters:
+    if cfg.decay_lr and cfg.warmup_iters >= cfg.max_iters:
         lines.append(f'note: the warmup of {counted(cfg.warmup_iters, "step")} is longer than the run')
     if cfg.max_epochs is not None and cfg.max_iters < 10:
         lines.append(f'note: {counted(cfg.max_iters, "step")} change the weights little; raise --max_epochs '

@@ -46,14 +46,14 @@ def learning_rate(step, cfg):
     """
     if is_open(cfg) or cfg.decay_start is not None:
         return constant_then_decay(step, cfg)
+    if not cfg.decay_lr:  # as in nanoGPT, whose card for fine-tuning leaves warmup_iters at 2,000
+        return cfg.learning_rate
     end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
     share = None  # of the way from min_lr up to learning_rate
     if step < cfg.warmup_iters:
         if cfg.lr_schedule != 'onecycle':
             return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
         share = half_cosine(1 - step / (cfg.warmup_iters - 1)) if cfg.warmup_iters > 1 else 1.0
-    elif not cfg.decay_lr:
-        share = 1.0
     elif step >= end:
         share = 0.0
     elif cfg.lr_schedule == 'cosine':

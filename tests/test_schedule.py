@@ -19,7 +19,7 @@ from train import TrainConfig
     (dict(), {0: 0.2, 1: 0.4, 3: 0.8, 4: 1.0, 8: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), 12: 0.55,
               20: 0.1}),
     (dict(lr_decay_iters=12), {4: 1.0, 8: 0.55, 12: 0.1, 13: 0.1, 19: 0.1}),
-    (dict(decay_lr=False), {0: 0.2, 4: 1.0, 10: 1.0, 19: 1.0}),
+    (dict(decay_lr=False), {0: 1.0, 4: 1.0, 10: 1.0, 19: 1.0}),
     (dict(lr_schedule='linear'), {0: 0.2, 4: 1.0, 10: 1.0, 15: 0.55, 18: 0.28, 20: 0.1}),
     (dict(lr_schedule='linear', decay_fraction=0.25), {14: 1.0, 15: 1.0, 16: 0.82, 20: 0.1}),
     (dict(lr_schedule='linear', min_lr=0.0, lr_decay_iters=16, decay_fraction=0.5),
