@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import time
 
 import torch
@@ -34,7 +35,8 @@ def take_folder(run, resumed):
 
 def is_mirror(folder, resumed):
     """Whether a folder is the mirror of the run to resume, and not ahead of it."""
-    if resumed is None or resumed.checkpoint.get('config', {}).get('mirror_dir') != folder:
+    before = resumed and resumed.checkpoint.get('config', {}).get('mirror_dir')
+    if not before or os.path.realpath(before) != os.path.realpath(folder):
         return False
     try:
         return find_latest(RunDir(folder)).checkpoint['iter_num'] <= resumed.checkpoint['iter_num']

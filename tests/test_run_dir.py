@@ -266,7 +266,9 @@ def test_a_mirror_holds_the_last_files_and_can_be_resumed(tmp_path, train_tiny):
     here, there = contents(tmp_path / 'out'), contents(tmp_path / 'drive')
     files = ('config.py', 'log.jsonl', 'report.html', 'ckpt.pt', 'best.pt')
     assert there == {name: here[name] for name in files}
-    assert train_tiny('drive', init_from='resume') == 0
+    train_tiny(init_from='resume', max_iters=7, mirror_dir=f'{tmp_path}/out/../drive/')  # the same folder
+    assert not (tmp_path / 'drive.1').exists()
+    assert train_tiny('drive', init_from='resume', max_iters=10) == 0
     assert load_checkpoint(str(tmp_path / 'drive' / 'ckpt.pt'))['iter_num'] == 10
 
 
