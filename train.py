@@ -237,7 +237,7 @@ def read_settings(argv=None):
         cfg.init_from = 'resume'
     auto_batch = cfg.batch_size == 'auto'
     if auto_batch and resumed:
-        resume.keep_batch(cfg, given, base)
+        notes += resume.keep_batch(cfg, given, base)
     elif auto_batch:  # with the global batch of the config files
         _, _, below, by_file, _ = read(argv=files, check=False)  # flags may mend what is wrong in them
         cfg.batch_size = below.batch_size

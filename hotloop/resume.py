@@ -71,13 +71,20 @@ def settings_of(checkpoint, shape):
 
 
 def keep_batch(cfg, given, base):
-    """With batch_size=auto a resumed run keeps its global batch, and what an evaluation reads."""
+    """
+    With batch_size=auto a resumed run keeps its global batch, and what an evaluation reads. Returns a note if
+    a flag asks for another one.
+    """
+    field, asked = 'gradient_accumulation_steps', cfg.gradient_accumulation_steps
+    is_other = given.get(field) == f'--{field}' and asked != base.get(field, asked)
     by_flag = {name for name in ('eval_iters', 'eval_tokens') if given.get(name) == f'--{name}'}
     kept = {'batch_size', 'gradient_accumulation_steps', 'eval_iters', 'eval_tokens'} - by_flag
     for name in kept:
         given.pop(name, None)  # a config file does not count, also not for give_way()
     for name in kept & base.keys():  # nanoGPT has no eval_tokens
         setattr(cfg, name, base[name])
+    note = f'{field}={asked}: no effect, because batch_size=auto keeps the batch of a step'
+    return [note] if is_other else []
 
 
 def is_renamed(checkpoint, dataset):

@@ -422,7 +422,7 @@ def test_what_does_not_fit_the_memory_is_named(train_tiny, monkeypatch, what, er
     assert words in error_of(train_tiny)
 
 
-def test_auto_keeps_the_step_of_a_card_and_of_the_resumed_run(train_tiny, tmp_path, monkeypatch):
+def test_auto_keeps_the_step_of_a_card_and_of_the_resumed_run(train_tiny, tmp_path, monkeypatch, capsys):
     """batch_size=auto changes the micro-batch, never the number of sequences of a step."""
     monkeypatch.setattr(train, 'choose_batch_size', lambda model, split, env, cfg: 6)
     (tmp_path / 'card.py').write_text('batch_size = 12\n')
@@ -434,6 +434,7 @@ def test_auto_keeps_the_step_of_a_card_and_of_the_resumed_run(train_tiny, tmp_pa
     train_tiny(init_from='resume', batch_size='auto', gradient_accumulation_steps=7, max_iters=2)
     config = load(tmp_path / 'out' / 'ckpt.pt')['config']
     assert (config['batch_size'], config['gradient_accumulation_steps']) == (6, 2)
+    assert 'gradient_accumulation_steps=7: no effect, because batch_size=auto' in capsys.readouterr().out
 
 
 def test_auto_keeps_what_an_evaluation_reads(data_dir, tmp_path, monkeypatch):
