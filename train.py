@@ -209,7 +209,7 @@ def read_settings(argv=None):
     model_cfg, lora, cfg, given, files = read(argv=argv, check=False)
     notes, base = [], {}
     if cfg.init_from == 'auto':
-        argv = argv + resume.resolve_auto(cfg, notes)
+        argv = argv + resume.resolve_auto(cfg, read(argv=files, check=False)[2].init_from, notes)
         model_cfg, lora, cfg, given, files = read(argv=argv, check=False)
     if cfg.init_from != 'resume':  # otherwise with the settings of the checkpoint, below
         check_problems([model_cfg, lora, cfg])

@@ -17,10 +17,11 @@ from hotloop.shard import shard_state
 OWN = {'out_dir', 'init_from', 'eval_only', 'check', 'dry_run', 'report', 'max_minutes', 'device', 'backend'}
 
 
-def resolve_auto(cfg, notes):
+def resolve_auto(cfg, in_files, notes):
     """
     The flags that init_from=auto stands for: resume if out_dir, or only the mirror, holds a checkpoint, even
-    a damaged one; otherwise scratch. Adds to the notes.
+    a damaged one; otherwise the start that the config files name. in_files: their init_from. Adds to the
+    notes.
     """
     if RunDir(cfg.out_dir).checkpoints():
         return ['--init_from=resume']
@@ -28,8 +29,9 @@ def resolve_auto(cfg, notes):
         notes.append(f'init_from=auto: {cfg.out_dir} holds no checkpoint, but its mirror does: the run '
                      f'continues in {cfg.mirror_dir}')
         return ['--init_from=resume', f'--out_dir={cfg.mirror_dir}', '--mirror_dir=None']
-    notes.append(f'init_from=auto: {cfg.out_dir} holds no checkpoint; starting from scratch')
-    return ['--init_from=scratch']
+    start = 'scratch' if in_files in ('auto', 'resume') else in_files
+    notes.append(f'init_from=auto: {cfg.out_dir} holds no checkpoint; starting from {start}')
+    return [f'--init_from={start}']
 
 
 def find_resumed(cfg, notes):

@@ -136,6 +136,14 @@ def test_auto_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, monke
     assert 'nothing to do: the run is at step 10 of 10' in capsys.readouterr().out
 
 
+def test_auto_starts_from_the_weights_that_a_card_names(train_tiny, stopped, tmp_path, capsys):
+    """And resumes the run that began so."""
+    (tmp_path / 'card.py').write_text(f'init_from = {str(stopped)!r}\n')
+    for steps, printed in ((1, f'starting from {stopped}'), (2, 'resuming at step 1')):
+        assert train_tiny('new', tmp_path / 'card.py', init_from='auto', max_iters=steps) == 0
+        assert printed in capsys.readouterr().out
+
+
 def test_auto_never_starts_over_where_checkpoints_are(train_tiny, stopped, tmp_path):
     """A run whose checkpoints are all damaged is an error, not a new run. It names an intact mirror."""
     shutil.copytree(stopped, tmp_path / 'drive')
