@@ -539,7 +539,7 @@ def train(run):
         state.tokens_seen += batches.global_batch * run.val.T
         stopping = env.stop() if env.world == 1 else stop_asked(result.stops)
 
-        save_due = look_at_clock(run, pending) or save_due  # before `due`, which it changes
+        save_due = look_at_clock(run, pending, timer) or save_due  # before `due`, which it changes
         due = what_is_due(state, cfg)
         together = due.log or due.evaluation or due.save or stopping or state.iter_num % 50 == 0
         save_due = save_due or due.save or stopping or save_is_late(run, together)

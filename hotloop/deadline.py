@@ -131,11 +131,11 @@ class Deadline:
         return steps >= ENOUGH_STEPS or seconds >= min(ENOUGH_SECONDS, self.left() / 20)
 
 
-def look_at_clock(run, pending):
+def look_at_clock(run, pending, timer):
     """
     All processes call it after each step. If a look is due, it waits for the steps in `pending`, plans with
-    rank 0's clock, and begins the decay when it is time. Returns whether to save: the first plan learns from
-    that what a save takes, and a decision must not be lost.
+    rank 0's clock, and begins the decay when it is time. timer: of the steps. Returns whether to save: the
+    first plan learns from that what a save takes, and a decision must not be lost.
     """
     deadline, env, step = run.deadline, run.env, run.state.iter_num
     if deadline is None or step != deadline.next_look:
@@ -149,7 +149,9 @@ def look_at_clock(run, pending):
         deadline.next_look = step + 1
         return False
     if is_first and env.any(env.rank == 0 and deadline.left() > 0):
+        timer.pause()
         try_evaluation(run)
+        timer.resume()
     deadline.measured = True
     plan = Plan(*env.of_rank_0(make_plan(run)).tolist())
     if not run.state.eval_fitted:

@@ -106,6 +106,12 @@ def test_a_run_ends_on_time_with_a_decayed_rate(budget, clock, tmp_path, capsys)
     assert re.search('^step 12: loss .* 2[2-6]s left$', out, re.M) and f'step {last}: loss' in out
 
 
+def test_the_speed_of_steps_leaves_out_the_trial_of_an_evaluation(budget, clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, 'perf_counter', clock.read)
+    budget()
+    assert {round(ms) for _, ms in numbers(tmp_path / 'out', 'ms')} == {1000}
+
+
 @pytest.mark.parametrize('settings', [
     dict(dropout=0.1, lr_schedule='cosine', max_epochs=30, gradient_accumulation_steps=2),
     dict(optimizer='muon', preset='modern', warmup_fraction=0.9, lr_decay_iters=7, max_iters=50),
