@@ -80,7 +80,7 @@ def name_of(config):
 def describe_length(run, settings):
     """Length and folder of the run, and notes on a schedule that is probably a mistake."""
     cfg, batches = run.cfg, run.batches
-    windows = cfg.max_iters * batches.global_batch
+    windows = batches.windows_before(cfg.max_iters)
     epochs = windows / batches.split.num_windows
     length = f'{counted(cfg.max_iters, "step")}, {windows * run.val.T:,} tokens, {epochs:.2f} epochs'
     if is_open(cfg):

@@ -135,6 +135,10 @@ class RunState:
     seconds_used: float = 0.0  # of the time budget, up to the last save
     eval_fitted: bool = False  # whether eval_interval has been adapted to the time budget
 
+    def shift(self, T, global_batch):
+        """Windows read beyond iter_num steps of global_batch: not 0 if earlier steps had another one."""
+        return self.tokens_seen // T - self.iter_num * global_batch
+
 
 def launch_id():
     """What identifies the torchrun that started this process, over its restarts; 'none' if nothing does."""

@@ -189,11 +189,12 @@ class Batches:
     the next micro-batch into pinned memory while this one is computed.
     """
 
-    def __init__(self, split, cfg, env):
+    def __init__(self, split, cfg, env, state=None):
         self.split, self.cfg, self.env = split, cfg, env
         sizes = cfg.batch_size, cfg.gradient_accumulation_steps
         self.micro_batch, self.accumulation = share_batch(*sizes, env.world)
         self.global_batch = math.prod(sizes)
+        self.shift = state.shift(split.T, self.global_batch) if state else 0
         self.windows = functools.lru_cache(maxsize=2)(self.find_windows)  # of this step and of the next
         self.waited = 0.0  # seconds spent on loading
         self.tokens = self.mask = None  # the split, if it is kept on the device
@@ -203,9 +204,13 @@ class Batches:
         elif env.device.type == 'cuda':
             self.reader = ThreadPoolExecutor(1)
 
+    def windows_before(self, step):
+        """The number of windows that the steps before this one read, counted over all epochs."""
+        return step * self.global_batch + self.shift
+
     def find_windows(self, step):
         """(unmasked targets of the global batch, positions of this process's windows by micro-batch)."""
-        index = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
+        index = np.arange(self.windows_before(step), self.windows_before(step + 1))
         starts = self.split.starts(self.cfg.seed, index)
         mine = starts.reshape(self.env.world, self.accumulation, self.micro_batch)[self.env.rank]
         return self.split.num_targets(starts), mine

@@ -47,7 +47,9 @@ def dry_run(settings, model_of):
         split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
         num_windows = split.num_windows
     if num_windows or cfg.max_epochs is None:
-        notes += set_length(cfg, num_windows, cfg.batch_size * cfg.gradient_accumulation_steps)
+        state = state_from(settings.resumed.checkpoint if settings.resumed else {})
+        batch = cfg.batch_size * cfg.gradient_accumulation_steps
+        notes += set_length(cfg, num_windows, batch, state.shift(model.config.block_size, batch))
     device = choose_device(cfg.device)[0]
     dtype = choose_dtype(cfg.dtype, device, training=True)[0]
     return notes + forecast(model, settings, num_windows, device, dtype)

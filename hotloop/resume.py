@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import glob
+import math
 import os
 
 import torch
@@ -152,7 +153,7 @@ def find_data(fingerprints, dataset, data_dir):
 
 
 def restore(checkpoint, optimizers, scaler):
-    """Restores optimizers and scaler; returns the RunState. ValueError if one does not fit."""
+    """Restores optimizers and scaler. ValueError if one does not fit."""
     saved = [checkpoint[name] for name in OPTIMIZERS if name in checkpoint]
     if len(saved) != len(optimizers):
         raise ValueError(f'the checkpoint has the state of {len(saved)} optimizers, not of {len(optimizers)} '
@@ -170,7 +171,6 @@ def restore(checkpoint, optimizers, scaler):
                                      f'{tuple(found)}, not {tuple(shape)}')
     if scaler.is_enabled() and checkpoint.get('scaler'):
         scaler.load_state_dict(checkpoint['scaler'])
-    return state_from(checkpoint)
 
 
 def state_shape(name, p):
@@ -186,4 +186,8 @@ def state_from(checkpoint):
     names = [f.name for f in dataclasses.fields(RunState)]
     state = RunState(**{name: saved[name] for name in names if name in saved})
     state.best_val_loss = float(state.best_val_loss)  # nanoGPT saves a tensor
+    if 'tokens_seen' not in saved:  # nor does it count them
+        values = {**checkpoint.get('config', {}), **checkpoint.get('model_args', {})}
+        sizes = 'batch_size', 'gradient_accumulation_steps', 'block_size'
+        state.tokens_seen = state.iter_num * math.prod(values.get(name, 0) for name in sizes)
     return state

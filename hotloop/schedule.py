@@ -78,14 +78,14 @@ def constant_then_decay(step, cfg):
     return cfg.min_lr + share * (rate - cfg.min_lr)
 
 
-def set_length(cfg, num_windows, global_batch):
+def set_length(cfg, num_windows, global_batch, shift=0):
     """
-    Turns max_epochs into max_iters, warmup_fraction into warmup_iters. num_windows: of an epoch. ValueError
-    if decay_start is not below max_iters.
+    Turns max_epochs into max_iters, warmup_fraction into warmup_iters. num_windows: of an epoch. shift: as in
+    RunState. ValueError if decay_start is not below max_iters.
     """
     notes = []
     if cfg.max_epochs is not None:
-        cfg.max_iters = math.ceil(cfg.max_epochs * num_windows / global_batch)
+        cfg.max_iters = max(math.ceil((cfg.max_epochs * num_windows - shift) / global_batch), 0)
         notes.append(f'max_epochs={cfg.max_epochs:g}: {counted(cfg.max_iters, "step")}')
         if cfg.decay_start is not None and cfg.decay_start >= cfg.max_iters:
             raise ValueError(f'decay_start={cfg.decay_start} must be below the {cfg.max_iters} steps of '

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import noise, same, write_bins
 
+from hotloop.checkpoint import RunState
 from hotloop.dataloader import (
     Batches,
     Split,
@@ -157,6 +158,13 @@ def test_processes_share_the_global_batch(splits, kind, world):
     assert np.array_equal(torch.cat(x), expected[0]) and np.array_equal(torch.cat(y), expected[1])
     assert {process.step(6)[0] for process in processes} == {(expected[1] >= 0).sum()}
     assert list(seeds) == [micro_seed(1337, 6, micro) for micro in range(len(x))]
+
+
+def test_with_another_batch_no_window_is_left_out_or_repeated(splits):
+    before = RunState(iter_num=6, tokens_seen=6 * 16 * T)
+    batches = Batches(splits['plain'], config(batch=8), Env(), before)
+    expected = splits['plain'].starts(1337, np.arange(6 * 16, 6 * 16 + 32))
+    assert np.array_equal(batches.windows(6)[1].ravel(), expected)
 
 
 @pytest.mark.parametrize('kind', [*KINDS, 'documents'])

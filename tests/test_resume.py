@@ -325,6 +325,14 @@ def test_a_number_of_steps_outranks_the_epochs_of_the_checkpoint(train_tiny, tmp
     assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == steps + 2
 
 
+def test_with_another_batch_the_epochs_stay(train_tiny, tmp_path, monkeypatch):
+    """Of 249 windows, 125 are half an epoch: 8 steps of 8, and 8 of 8 windows more or 4 of 16."""
+    interrupted(train_tiny, monkeypatch, 'out', 8, max_epochs=0.5)
+    train_tiny(init_from='resume', max_epochs=0.5, batch_size=8)
+    checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
+    assert (checkpoint['iter_num'], checkpoint['state']['tokens_seen']) == (12, 128 * 16)
+
+
 def test_config_py_of_a_run_repeats_it(train_tiny, halves, tmp_path):
     """Also where the shape came from the weights that the run started with."""
     train_tiny('a', init_from=halves / 'whole' / 'ckpt.pt', optimizer='muon', max_iters=4)
@@ -433,6 +441,7 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
                 '--device=cpu', '--dtype=float32', '--compile=False', '--threads=1'])
     ours = load(tmp_path / 'out' / 'ckpt.pt')
     assert ours['iter_num'] == 5 and ours['config']['beta2'] == 0.99
+    assert ours['state']['tokens_seen'] == 5 * 128
     for name, weight in gpt.state_dict().items():
         assert torch.allclose(ours['model'][name], weight, atol=1e-5), name
     assert 'char tokenizer' in capsys.readouterr().out
