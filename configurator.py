@@ -226,6 +226,7 @@ def meant(word, fields):
         return f'; a prompt is given as --start="{word}"'
     else:
         cards = glob.glob(os.path.join(HERE, 'config', '*.py'))
+        cards += glob.glob(os.path.join(glob.escape(os.path.dirname(word)), '*.py'))  # beside it
         known = {os.path.splitext(os.path.basename(card))[0]: os.path.relpath(card) for card in cards}
         name = os.path.splitext(os.path.basename(word))[0]
     hint = '' if word.endswith('.py') else '; settings are given as --NAME=VALUE'

@@ -190,6 +190,8 @@ def read_prompts(start, errors='strict'):
             raise ValueError(f'standard input is not UTF-8 at byte {e.start:,}; decode it first, or use '
                              '--bad_utf8=replace') from None
     if not start.startswith('FILE:'):
+        if os.path.isfile(start):
+            print(f'note: the prompt is the text {start!r}; FILE:{start} reads the file', file=sys.stderr)
         return [as_turn(start)]
     path = start.removeprefix('FILE:')
     with open_text(path, errors) as f:
@@ -390,7 +392,7 @@ def print_in_order(steps, end):
 def chat(model, tokenizer, template, cfg):
     """Answers the user's messages until an empty one, 'exit' or the end of the input."""
     if template not in TEMPLATES:
-        raise ValueError(f'the template of the model is {template!r}; {CHOOSE}')
+        raise ValueError(f'the model was not trained on chats, so it has no template; {CHOOSE}')
     standard_input()  # fails early if stdin is closed
     if hasattr(sys.stdin, 'reconfigure'):  # not in a notebook
         sys.stdin.reconfigure(errors='replace')  # a byte that is not UTF-8 must not end a chat

@@ -51,7 +51,9 @@ def is_adapter(folder):
 
 
 def base_of(folder):
-    """The name of the weights that an adapter was trained on."""
+    """The name of the weights that an adapter was trained on. ValueError if the folder has none."""
+    if not is_adapter(folder) and is_adapter(os.path.join(folder, 'adapter')):
+        raise ValueError(f'{folder} is a run; its adapter is --adapter={os.path.join(folder, "adapter")}')
     return read_json(os.path.join(folder, CONFIG)).get('base_model_name_or_path') or 'an unknown base'
 
 

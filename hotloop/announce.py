@@ -93,7 +93,9 @@ def describe_length(run, settings):
     if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
         lines.append(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
     if run.state.iter_num >= cfg.max_iters:
-        lines.append(f'nothing to do: the run is at step {run.state.iter_num:,} of {cfg.max_iters:,}')
+        clock = '' if cfg.time_budget is None else ' --time_budget=None'
+        lines.append(f'nothing to do: the run is at step {run.state.iter_num:,} of {cfg.max_iters:,}; '
+                     f'to train further, give --max_iters=N{clock}')
     if cfg.decay_lr and cfg.warmup_iters >= cfg.max_iters:
         lines.append(f'note: the warmup of {counted(cfg.warmup_iters, "step")} is longer than the run')
     if cfg.max_epochs is not None and cfg.max_iters < 10:

@@ -114,9 +114,14 @@ def text_parts(row, where, field, is_named):
     """The part of a row with one text, in `field`, which the user may have named; None if it is empty."""
     is_null_chat = not is_named and None in (row.get('messages', ''), row.get('conversations', ''))
     if field not in row and not is_null_chat:
-        raise ValueError(f'{where} has no field {field!r}; its fields are: {", ".join(map(str, row))}. Name '
-                         'the one that holds the text with --text_field; the field of an answer is one of '
-                         f'{", ".join(ANSWERS)}')
+        answer = next((name for name in ANSWERS if name in row), None)
+        remedy = 'Name the one that holds the text with --text_field'
+        if answer and not is_named:
+            remedy = f'The question of {answer!r} must be in prompt, question or instruction'
+        elif {'prompt', 'question', 'instruction'} & row.keys():
+            remedy += f'; the field of an answer is one of {", ".join(ANSWERS)}'
+        fields = ', '.join(map(str, row))
+        raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. {remedy}')
     text = check_text(row.get(field), f'{where}: field {field!r}')
     return [(text, False, True)] if text else None
 

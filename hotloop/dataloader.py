@@ -148,7 +148,7 @@ def share_batch(batch_size, accumulation, world):
         low = total // world * world
         nearest = f'{low} or {low + world}' if low else f'{world}'
         raise SettingsError(f'batch_size={batch_size} x gradient_accumulation_steps={accumulation} = {total} '
-                         f'sequences cannot be divided evenly among {world} processes; use {nearest}')
+                            f'sequences cannot be divided evenly among {world} processes; use {nearest}')
     share = total // world
     micro_batch = next(n for n in range(min(batch_size, share), 0, -1) if share % n == 0)
     return micro_batch, share // micro_batch

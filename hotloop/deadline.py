@@ -70,7 +70,7 @@ def keep_decisions(cfg, given, checkpoint, notes):
         why = f'the decay of this run began at step {cfg.decay_start:,}'
     if why:
         raise ValueError(f'{given["time_budget"]}: {now}, but {why}, and its schedule ends at step '
-                         f'{saved["max_iters"]:,}; for a new run from its weights: '
+                         f'{saved["max_iters"]:,}; to finish it, omit this; for a new run: '
                          f'--init_from={cfg.out_dir}/ckpt.pt --out_dir=NEW --{now}')
     if cfg.compile == 'auto':
         cfg.compile = saved['compile']
@@ -80,7 +80,7 @@ def keep_decisions(cfg, given, checkpoint, notes):
         cfg.max_iters, cfg.max_epochs = min(cfg.max_iters, saved['max_iters']), None
         if cfg.warmup_fraction is not None:
             cfg.warmup_iters, cfg.warmup_fraction = saved['warmup_iters'], None
-    notes += [f'{name}={value}: no effect, because the time budget has decided it'
+    notes += [f'{name}={value}: no effect, because the time budget has decided it; add --time_budget=None'
               for name, value in asked.items() if name in given and getattr(cfg, name) != value]
 
 
@@ -168,20 +168,37 @@ def look_at_clock(run, pending, timer):
 
 def try_evaluation(run):
     """Estimates the seconds of an evaluation from its first batches, of which the very first may compile."""
-    env, batch = run.env, run.batches.micro_batch
+    env, deadline, batch = run.env, run.deadline, run.batches.micro_batch
     began = host.process_seconds()
     for num_batches in (1, 2):
         lap = host.process_seconds()
         evaluate(run.evaluated, run.val, num_batches * batch * env.world, batch, env, run.byte_counts)
-    now, total = host.process_seconds(), 0
-    for split, windows in zip((run.val, run.batches.split), eval_windows(run.cfg, run.val), strict=True):
-        total += count_batches(split, windows, batch, env.world)
-    seconds = (now - lap) / count_batches(run.val, 2 * batch * env.world, batch, env.world) * total
-    run.deadline.evaluating += now - began
-    run.deadline.evaluation = seconds
-    if seconds > run.deadline.budget / 4:
-        env.print_once(f'note: the final evaluation takes about {duration(seconds)} of '
-                       f'{duration(run.deadline.budget)}; eval_tokens can be lowered')
+    now = host.process_seconds()
+    each = (now - lap) / count_batches(run.val, 2 * batch * env.world, batch, env.world)
+    each = float(env.of_rank_0([each])[0])
+    deadline.evaluating += now - began
+    deadline.evaluation = each * evaluation_batches(run)
+    if deadline.evaluation > deadline.budget / 4:
+        shorten_evaluations(run)
+        deadline.evaluation = each * evaluation_batches(run)
+
+
+def evaluation_batches(run):
+    """The number of batches of an evaluation, in each process."""
+    total, splits = 0, (run.val, run.batches.split)
+    for split, windows in zip(splits, eval_windows(run.cfg, run.val), strict=True):
+        total += count_batches(split, windows, run.batches.micro_batch, run.env.world)
+    return total
+
+
+def shorten_evaluations(run):
+    """Lowers eval_tokens until an evaluation takes about a share of EVALUATIONS of the budget."""
+    cfg, deadline, val = run.cfg, run.deadline, run.val
+    share = EVALUATIONS * deadline.budget / deadline.evaluation
+    num_windows = min(eval_windows(cfg, val)[0] or math.inf, val.num_tokens / val.T)
+    cfg.eval_tokens, cfg.eval_iters = max(int(share * num_windows), 1) * val.T, None
+    run.env.print_once(f'note: an evaluation would take {duration(deadline.evaluation)} of '
+                       f'{duration(deadline.budget)}; it reads {cfg.eval_tokens:,} tokens (eval_tokens)')
 
 
 class Plan(NamedTuple):

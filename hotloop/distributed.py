@@ -202,7 +202,7 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get('RANK', '0') == '0':
                 with contextlib.suppress(OSError):  # not print: the signal may have come inside print()
-                    os.write(2, b'\nstopping after the next save; Ctrl-C again exits without saving\n')
+                    os.write(2, b'\nstopping after this batch and a save; Ctrl-C again exits at once\n')
 
     def __call__(self):
         """Whether to stop, because of a signal or the time limit."""

@@ -27,10 +27,14 @@ def holdout_hash(key, seed):
 def hold_out(sizes, fraction):
     """
     The hashes of the documents to hold out, from {hash: bytes}: the lowest ones, up to the fraction of all
-    bytes. Each side gets at least one document. A document with more than half of all bytes is for training.
+    bytes. Each side gets at least one document. One with more than twice the fraction, or half of all bytes,
+    is for training, unless all are so large: then the smallest is held out.
     """
     total, held_bytes, held_out = sum(sizes.values()), 0, set()
-    candidates = sorted(key for key in sizes if 2 * sizes[key] <= total)
+    largest = min(2 * fraction, 0.5) * total
+    candidates = sorted(key for key in sizes if sizes[key] <= largest)
+    if not candidates:
+        candidates = sorted(sizes, key=lambda key: (sizes[key], key))[:1]
     for key in candidates[:len(sizes) - 1]:
         if not held_out or held_bytes < fraction * total:
             held_out.add(key)

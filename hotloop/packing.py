@@ -51,7 +51,7 @@ class Packed(Split):
                 f'{self.T + 1} tokens, {padding:.1%} padding')
         left_out = len(lengths) - len(kept)
         if left_out:
-            note += (f'; {counted(left_out, "row")} left out, longer than block_size={self.T} and one target '
+            note += (f'; {counted(left_out, "row")} left out, longer than block_size + 1 = {self.T + 1} '
                      f'(the longest has {lengths.max():,} tokens)')
         return note
 

@@ -251,6 +251,9 @@ def missing_dataset(path, name, data_dir):
     """The message about a file or folder of a dataset that does not exist."""
     bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
     found = sorted(os.path.basename(os.path.dirname(bin)) for bin in bins)
+    if not found and os.path.exists(os.path.join(data_dir, 'train.bin')):
+        parent, own = os.path.split(os.path.normpath(data_dir))
+        return f'{path} does not exist; {data_dir} is a dataset: --data_dir={parent or "."} --dataset={own}'
     others = f'; {data_dir} has {", ".join(found[:10])}' if found else ''
     known = {word: repr(word) for word in (*found, *CORPORA)}
     hint = '' if name in CORPORA else did_you_mean(os.path.basename(name.rstrip('/')), known)  # or a path

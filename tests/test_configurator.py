@@ -260,6 +260,14 @@ def test_a_word_that_is_no_file_gets_a_suggestion(monkeypatch, word, hint):
     assert refusal(word) == [f'{word}: No such file or directory; did you mean {hint}?']
 
 
+def test_a_card_in_another_folder_is_suggested_before_ours(tmp_path, monkeypatch):
+    monkeypatch.chdir(REPO)
+    card = tmp_path / 'train_shakespeare_char.py'
+    card.write_text('')
+    word = str(card).replace('char', 'cher')
+    assert refusal(word) == [f'{word}: No such file or directory; did you mean {os.path.relpath(card)}?']
+
+
 def test_a_folder_is_not_a_config_file_and_a_config_file_needs_no_flag(tmp_path):
     assert refusal(str(tmp_path)) == [
         f'{tmp_path}: Is a directory; a run folder is given as --out_dir={tmp_path}, several to compare as '

@@ -240,6 +240,8 @@ def test_datasets_that_cannot_be_opened(data):
     for name, near in (('wdie', 'wide'), ('wikitext-103', 'wikitext103'), ('data/wide/', 'wide')):
         words = f"{name.rstrip('/')} does not exist; did you mean '{near}'? If not"
         assert words in error_of(open_datasets, name, data)
+    remedy = f"{os.path.join(data, 'a')} is a dataset: --data_dir={data} --dataset=a"
+    assert error_of(open_datasets, 'a', os.path.join(data, 'a')).endswith(remedy)
 
 
 def test_a_checkpoints_tokenizer_must_be_the_datasets():

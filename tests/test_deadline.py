@@ -203,6 +203,17 @@ def test_evaluations_take_a_tenth_of_the_budget_at_most(budget, clock, tmp_path,
     assert found == [*steps, settings_of(tmp_path / 'out')['max_iters']]
 
 
+def test_a_final_evaluation_that_takes_most_of_the_budget_is_shortened(budget, clock, tmp_path, capsys):
+    """Of 125 windows of validation data, 17 batches and 4 of training data, so many that it takes a tenth."""
+    clock.batch = 2.0
+    assert budget(eval_tokens=None) == 0 and clock.now <= 44
+    assert 0 < settings_of(tmp_path / 'out')['eval_tokens'] <= 300
+    note = r'note: an evaluation would take \d+s of 40s; it reads \d+ tokens'
+    assert re.search(note, capsys.readouterr().out)
+    found = rows(tmp_path / 'out', 'val_loss')
+    assert len(found) == 1 and found[0]['val_tokens'] == settings_of(tmp_path / 'out')['eval_tokens']
+
+
 @pytest.mark.parametrize('most', [dict(max_iters=12), dict(max_epochs=0.2)])
 def test_a_number_of_steps_is_the_most(budget, clock, tmp_path, most):
     """Half of them decay. 0.2 epochs of 249 windows are 13 steps."""
@@ -318,7 +329,7 @@ def test_a_budget_on_resume(budget, clock, tmp_path, monkeypatch, capsys):
     assert 20 < start < 31
     assert error_of(budget, init_from='resume', seconds=90) == (
         f'--time_budget: time_budget=1.5, but the decay of this run began at step {start}, and its schedule '
-        f'ends at step {last}; for a new run from its weights: --init_from={tmp_path}/out/ckpt.pt '
+        f'ends at step {last}; to finish it, omit this; for a new run: --init_from={tmp_path}/out/ckpt.pt '
         '--out_dir=NEW --time_budget=1.5')
     assert budget(init_from='resume', seconds=None, max_iters=10**6, eval_interval=3) == 0
     out = capsys.readouterr().out
@@ -327,8 +338,8 @@ def test_a_budget_on_resume(budget, clock, tmp_path, monkeypatch, capsys):
     checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
     assert checkpoint['iter_num'] == last and 60 < checkpoint['state']['seconds_used'] < 64
     budget('plain', seconds=None, max_iters=2)
-    assert re.search('this run began without a time budget, and its schedule ends at step 2; for a new run',
-                     error_of(budget, 'plain', init_from='resume'))
+    assert ('this run began without a time budget, and its schedule ends at step 2; to finish it, omit this; '
+            'for a new run: ' in error_of(budget, 'plain', init_from='resume'))
 
 
 def test_a_resume_without_the_budget_or_with_a_fraction_needs_a_length(budget, monkeypatch):

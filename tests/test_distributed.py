@@ -179,7 +179,7 @@ def test_the_first_signal_asks_and_a_second_interrupt_ends(capfd):
         os.kill(os.getpid(), number)
         assert stop() and stop.by_signal()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL and stop.exit_code() == 143
-    assert 'Ctrl-C again exits without saving' in capfd.readouterr().err
+    assert 'Ctrl-C again exits at once' in capfd.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(signal, 'SIGHUP'), reason='needs SIGHUP')

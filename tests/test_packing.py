@@ -86,8 +86,8 @@ def test_rows_that_do_not_fit_are_counted_and_left_out(data_dir):
     kept = int((lengths <= limit).sum())
     assert 0 < kept < len(lengths) and sum(map(len, short.rows)) == kept
     assert re.fullmatch(rf'packing: train, {kept} rows in \d+ windows of {limit} tokens, \d+\.\d% padding; '
-                        rf'{len(lengths) - kept} rows left out, longer than block_size={limit - 1} and one '
-                        rf'target \(the longest has {lengths.max()} tokens\)', short.note)
+                        rf'{len(lengths) - kept} rows left out, longer than block_size \+ 1 = {limit} '
+                        rf'\(the longest has {lengths.max()} tokens\)', short.note)
     words = rf'no row of .*train\.bin fits into block_size=3; .* {lengths.min()} tokens: use --block_size='
     with pytest.raises(ValueError, match=words):
         open_rows(data_dir, T=3)

@@ -89,6 +89,16 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
     assert command[:4] == ['python', 'train.py', 'config/quickstart.py', '--dataset=book']
 
 
+@pytest.mark.parametrize('sizes, share', [([10] * 10, None), ([1000, 1, 1, 1], '0.30%'), ([50, 50], '50.00%')])
+def test_a_note_if_documents_are_too_large_to_hold_out_the_fraction(tmp_path, make, capsys, sizes, share):
+    (tmp_path / 'texts').mkdir()
+    for i, size in enumerate(sizes):
+        (tmp_path / 'texts' / f'{i}.txt').write_text('a' * size)
+    make(tmp_path / 'texts')
+    out = capsys.readouterr().out
+    assert ('note:' in out) == (f'note: {share} of the text is held out, not 10%, because' in out) == bool(share)
+
+
 @pytest.mark.parametrize('tokenizer', ['byte', 'char', 'bpe:300'])
 def test_a_folder_is_a_document_a_file_and_each_ends_with_the_end_of_text(notes, make, tokenizer):
     documents, meta = make(notes, tokenizer=tokenizer, val_fraction=0.3)
@@ -278,6 +288,8 @@ def test_documents_are_held_out_by_hash_to_make_up_the_fraction():
     assert len(choices) > 3
     # a document of more than half of all bytes is trained on
     assert hold_out({b'large': 100, b'small': 1, b'tiny': 0}, 0.5) == {b'small', b'tiny'}
+    # so is one of more than twice the fraction, unless there are no others
+    assert hold_out({b'a': 30, b'b': 10, b'c': 60}, 0.1) == {b'b'} == hold_out({b'a': 45, b'b': 10}, 0.01)
     sizes = {holdout_hash(name, 1337): os.path.getsize(path) for name, path in stdlib_files()}
     assert 0.05 <= sum(sizes[h] for h in hold_out(sizes, 0.05)) / sum(sizes.values()) < 0.1
 

@@ -133,7 +133,8 @@ def test_auto_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, monke
     assert_equal_runs(tmp_path / 'out', halves / 'whole')
     assert 'resuming at step 5' in capsys.readouterr().out and not (tmp_path / 'out.1').exists()
     train_tiny(**flags)
-    assert 'nothing to do: the run is at step 10 of 10' in capsys.readouterr().out
+    remedy = 'to train further, give --max_iters=N\n'
+    assert f'nothing to do: the run is at step 10 of 10; {remedy}' in capsys.readouterr().out
 
 
 def test_auto_starts_from_the_weights_that_a_card_names(train_tiny, stopped, tmp_path, capsys):

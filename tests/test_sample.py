@@ -128,6 +128,12 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
         assert sample.read_prompts(start, 'replace')[0][0] == 'caf\ufffd'
 
 
+def test_a_prompt_that_is_the_name_of_a_file_gets_a_note(tmp_path, capsys):
+    (tmp_path / 'p.txt').write_text('Hello')
+    assert sample.read_prompts(f'{tmp_path}/p.txt')[0][0] == f'{tmp_path}/p.txt'
+    assert f'FILE:{tmp_path}/p.txt reads the file' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('flags, words', [
     (dict(start='abéx'), "lacks 2 characters of the text or of its chat template: 'xé'"),
     (dict(start='-'), 'standard input is closed'), (dict(chat=True, template='plain'), 'is closed'),
