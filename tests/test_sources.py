@@ -50,11 +50,12 @@ def test_an_archive_is_refused(tmp_path, files, name):
         files(tmp_path / name)
 
 
-def test_a_folder_is_its_text_files_in_order(tmp_path, files):
+def test_a_folder_is_its_text_files_in_order(tmp_path, files, capsys):
     """Hidden files and datasets are not entered; another format takes all files."""
     make(tmp_path, 'b.txt', 'a/z.md', 'a/rows.jsonl.gz', 'a/.hidden.txt', '.git/config.txt', 'image.png',
          'shard.bin', 'data/x/meta.json', 'data/x/train.bin', 'data/x/notes.txt')
     assert files(tmp_path) == [('a/rows.jsonl.gz', 'jsonl'), ('a/z.md', 'text'), ('b.txt', 'text')]
+    assert 'left out 2 files without a known suffix, such as image.png;' in capsys.readouterr().err
     assert [name for name, _ in files(tmp_path, format='text')] == [
         'a/rows.jsonl.gz', 'a/z.md', 'b.txt', 'image.png', 'shard.bin']
     with pytest.raises(ValueError, match='is a dataset; train on it, or prepare what it was made from'):
