@@ -141,29 +141,19 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     Sets the depth of a run with a time budget, and adds its table to the notes. All processes call it.
     build_run, train_step: those of train.py, with which steps of a few depths are timed.
     """
-    cfg, began = settings.train, host.process_seconds()
-    budget = 60 * cfg.time_budget
-    room = device_memory(env.device) / 2 / BYTES_PER_PARAMETER
-    depths = [depth for depth in DEPTHS if num_parameters(depth) < room] or DEPTHS[:1]
-    if 'depth' in settings.given:
-        depths = [cfg.depth]
+    cfg = settings.train
+    budget, depths = 60 * cfg.time_budget, [cfg.depth]
+    end_of_timing = host.process_seconds() + SHARE / 2 * budget
+    if 'depth' not in settings.given:
+        room = device_memory(env.device) / 2 / BYTES_PER_PARAMETER
+        depths = [depth for depth in DEPTHS if num_parameters(depth) < room] or DEPTHS[:1]
     if env.device.type == 'cuda' and 'batch_size' not in settings.given:
         settings.auto_batch = True
     text = describe_text(datasets, open_split(datasets, 'train', rung(DEPTHS[0])['block_size']))
     ladder = Ladder(text, datasets[0].meta['vocab_size'], measure_flops(env.device, env.dtype) * env.world,
                     env.compile)
-    most, left = 1 if budget < SHORT else 3, budget - host.process_seconds()
-    while len(ladder.timed) < most:
-        depth = ladder.next_to_time(depths, left)
-        if host.process_seconds() - began > SHARE / 2 * budget:
-            depth = None
-        depth = int(env.of_rank_0([depth or 0])[0])
-        if not depth:
-            break
-        ladder.timed[depth] = time_depth(depth, settings, datasets, env, build_run, train_step)
-    for depth in list(ladder.timed) if len(ladder.timed) > 1 else []:  # other work comes and goes
-        again = time_depth(depth, settings, datasets, env, build_run, train_step)
-        ladder.timed[depth] = min(ladder.timed[depth], again)
+    time_depths(ladder, depths, budget, end_of_timing, env,
+                lambda depth: time_depth(depth, settings, datasets, env, build_run, train_step))
     left = budget - host.process_seconds()
     best = int(env.of_rank_0([ladder.best(depths, left)])[0])
     settings.notes += ladder.table(depths, left, best)
@@ -182,6 +172,19 @@ def choose_depth(settings, datasets, env, build_run, train_step):
     set_weight_decay(cfg, settings.given, epochs)
     if 'eval_tokens' not in settings.given:
         cfg.eval_tokens = 2 ** int(min(max(math.log2(eval_tokens), 14), 20))
+
+
+def time_depths(ladder, depths, budget, end, env, seconds_of_token):
+    """Times the depths that may be the best, until rank 0's clock is at `end`; then each once more."""
+    most, left = 1 if budget < SHORT else 3, budget - host.process_seconds()
+    while len(ladder.timed) < most:
+        depth = ladder.next_to_time(depths, left) if host.process_seconds() <= end else None
+        depth = int(env.of_rank_0([depth or 0])[0])
+        if not depth:
+            break
+        ladder.timed[depth] = seconds_of_token(depth)
+    for depth in list(ladder.timed) if len(ladder.timed) > 1 else []:  # other work comes and goes
+        ladder.timed[depth] = min(ladder.timed[depth], seconds_of_token(depth))
 
 
 def time_depth(depth, settings, datasets, env, build_run, train_step):
