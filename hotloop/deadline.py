@@ -61,7 +61,8 @@ def keep_decisions(cfg, given, checkpoint, notes):
     What a run with a time budget has decided outranks the settings of the command that resumes it.
     Adds to the notes. ValueError for a time budget that comes too late.
     """
-    asked = {name: getattr(cfg, name) for name in ('max_iters', 'max_epochs', 'eval_interval')}
+    fitted = ('eval_interval', 'eval_tokens', 'eval_iters')
+    asked = {name: getattr(cfg, name) for name in ('max_iters', 'max_epochs', *fitted)}
     saved, now, why = checkpoint.get('config', {}), f'time_budget={cfg.time_budget:g}', None
     before, cfg.decay_start = saved.get('time_budget'), saved.get('decay_start')
     if before is None:
@@ -75,7 +76,8 @@ def keep_decisions(cfg, given, checkpoint, notes):
     if cfg.compile == 'auto':
         cfg.compile = saved['compile']
     if checkpoint['state'].get('eval_fitted'):
-        cfg.eval_interval = saved['eval_interval']
+        for name in fitted:
+            setattr(cfg, name, saved[name])
     if not is_open(cfg):
         cfg.max_iters, cfg.max_epochs = min(cfg.max_iters, saved['max_iters']), None
         if cfg.warmup_fraction is not None:

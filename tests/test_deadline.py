@@ -203,8 +203,11 @@ def test_evaluations_take_a_tenth_of_the_budget_at_most(budget, clock, tmp_path,
     assert found == [*steps, settings_of(tmp_path / 'out')['max_iters']]
 
 
-def test_a_final_evaluation_that_takes_most_of_the_budget_is_shortened(budget, clock, tmp_path, capsys):
-    """Of 125 windows of validation data, 17 batches and 4 of training data, so many that it takes a tenth."""
+def test_an_evaluation_that_takes_most_of_a_budget_is_short(budget, clock, tmp_path, monkeypatch, capsys):
+    """
+    Of 125 windows of validation data, 17 batches and 4 of training data, so many that it takes a tenth. The
+    command that resumes the run asks for all of them again.
+    """
     clock.batch = 2.0
     assert budget(eval_tokens=None) == 0 and clock.now <= 44
     assert 0 < settings_of(tmp_path / 'out')['eval_tokens'] <= 300
@@ -212,6 +215,14 @@ def test_a_final_evaluation_that_takes_most_of_the_budget_is_shortened(budget, c
     assert re.search(note, capsys.readouterr().out)
     found = rows(tmp_path / 'out', 'val_loss')
     assert len(found) == 1 and found[0]['val_tokens'] == settings_of(tmp_path / 'out')['eval_tokens']
+    for settings in (dict(eval_tokens=None), dict(eval_iters=200)):
+        with monkeypatch.context() as m:
+            stop_at(m, 20)
+            assert budget(**settings) == 143
+        assert settings_of(tmp_path / 'out')['decay_start'] < 20
+        assert budget(init_from='resume', **settings) == 0
+        config, found = settings_of(tmp_path / 'out'), rows(tmp_path / 'out', 'val_loss')
+        assert config['eval_iters'] is None and found[-1]['val_tokens'] == config['eval_tokens'] <= 300
 
 
 @pytest.mark.parametrize('most', [dict(max_iters=12), dict(max_epochs=0.2)])
