@@ -392,7 +392,7 @@ def print_in_order(steps, end):
 def chat(model, tokenizer, template, cfg):
     """Answers the user's messages until an empty one, 'exit' or the end of the input."""
     if template not in TEMPLATES:
-        raise ValueError(f'the model was not trained on chats, so it has no template; {CHOOSE}')
+        raise ValueError(f'the chat template of the model is not known; {CHOOSE}')
     standard_input()  # fails early if stdin is closed
     if hasattr(sys.stdin, 'reconfigure'):  # not in a notebook
         sys.stdin.reconfigure(errors='replace')  # a byte that is not UTF-8 must not end a chat

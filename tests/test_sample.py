@@ -137,7 +137,7 @@ def test_a_prompt_that_is_the_name_of_a_file_gets_a_note(tmp_path, capsys):
 @pytest.mark.parametrize('flags, words', [
     (dict(start='abéx'), "lacks 2 characters of the text or of its chat template: 'xé'"),
     (dict(start='-'), 'standard input is closed'), (dict(chat=True, template='plain'), 'is closed'),
-    (dict(chat=True), 'choose one with --template: plain, joined, alpaca, chatml'),
+    (dict(chat=True), 'template of the model is not known; choose one with --template: plain, joined'),
     (dict(chat=True, template='none'), 'chat and score need a template'),
     (dict(system='Be brief.'), "system='Be brief.' needs a template: choose one with --template: plain"),
     (dict(logprobs=True), 'logprobs=True needs output=jsonl'),
