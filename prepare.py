@@ -365,8 +365,8 @@ def main(argv=None):
               f'{counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
     train, val = (meta['splits'][split]['bytes'] for split in dataset.SPLITS)
     if not val_files and not 0.5 <= val / (train + val) / cfg.val_fraction <= 2:
-        print(f'note: {val / (train + val):.2%} of the text is held out, not {cfg.val_fraction:.0%}, because '
-              'documents stay complete; --val names a validation source')
+        print(f'note: {val / (train + val):.2%} of the text is held out, not {100 * cfg.val_fraction:g}%, '
+              'because documents stay complete; --val names a validation source')
     print(f'train on it with: {training_command(name, cfg, found, bool(meta["templates"]))}')
 
 

@@ -89,15 +89,21 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
     assert command[:4] == ['python', 'train.py', 'config/quickstart.py', '--dataset=book']
 
 
-@pytest.mark.parametrize('sizes, share', [([9] * 10, None), ([1000, 1, 1, 1], '0.30%'), ([50, 50], '50.00%')])
-def test_a_note_if_documents_are_too_large_to_hold_out_the_fraction(tmp_path, make, capsys, sizes, share):
+@pytest.mark.parametrize('sizes, fraction, note', [
+    ([9] * 10, None, None),
+    ([1000, 1, 1, 1], None, '0.30% of the text is held out, not 10%'),
+    ([50, 50], None, '50.00% of the text is held out, not 10%'),
+    ([500, 3, 3], 0.0005, '0.59% of the text is held out, not 0.05%'),
+])
+def test_a_note_if_documents_are_too_large_to_hold_out_the_fraction(tmp_path, make, capsys, sizes, fraction,
+                                                                    note):
     (tmp_path / 'texts').mkdir()
     for i, size in enumerate(sizes):
         (tmp_path / 'texts' / f'{i}.txt').write_text('a' * size)
-    make(tmp_path / 'texts')
+    make(tmp_path / 'texts', val_fraction=fraction)
     out = capsys.readouterr().out
-    assert ('note:' in out) == bool(share)
-    assert not share or f'note: {share} of the text is held out, not 10%, because' in out
+    assert ('note:' in out) == bool(note)
+    assert not note or f'note: {note}, because' in out
 
 
 @pytest.mark.parametrize('tokenizer', ['byte', 'char', 'bpe:300'])
