@@ -116,10 +116,10 @@ def text_parts(row, where, field, is_named):
     if field not in row and not is_null_chat:
         answer = next((name for name in ANSWERS if name in row), None)
         remedy = 'Name the one that holds the text with --text_field'
-        if answer and not is_named:
-            remedy = f'The question of {answer!r} must be in prompt, question or instruction'
-        elif {'prompt', 'question', 'instruction'} & row.keys():
+        if {'prompt', 'question', 'instruction'} & row.keys():
             remedy += f'; the field of an answer is one of {", ".join(ANSWERS)}'
+        elif answer:
+            remedy += f'; the question that {answer!r} answers must be in prompt, question or instruction'
         fields = ', '.join(map(str, row))
         raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. {remedy}')
     text = check_text(row.get(field), f'{where}: field {field!r}')

@@ -101,6 +101,7 @@ def test_a_row_without_text_or_answer_has_no_document(row):
 @pytest.mark.parametrize('row, words', [
     ([1], r'a row must be an object or a string, not \[1\]'), (None, 'a row must be .* not null'),
     ({'title': 'a', 'n': 3}, r"has no field 'text'; its fields are: title, n\. Name the one .*--text_field"),
+    ({'body': 'a', 'output': 'b'}, "--text_field; the question that 'output' answers must be in prompt, "),
     ({}, 'its fields are: '), ({'text': 3}, "field 'text' must be a string, not 3"),
     ({'messages': [{'role': 'robot', 'content': 'hi'}]}, "a message has the role 'robot'"),
     ({'messages': [{'content': 'hi'}]}, 'a message has the role None'),
