@@ -100,3 +100,15 @@ def test_epochs_are_converted_to_steps(train_tiny, tmp_path, capsys):
     assert last['step'] == 16 and last['lr'] < 6e-4
     train_tiny('few', max_epochs=0.1)
     assert 'note: 4 steps change the weights little; raise --max_epochs' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('settings', [dict(warmup_iters=2), dict(warmup_fraction=0.5)])
+def test_a_note_says_what_has_a_warmup_and_a_constant_rate(train_tiny, tmp_path, capsys, settings):
+    train_tiny(decay_lr=False, max_iters=4, **settings)
+    note = 'note: there is no warmup with decay_lr=False; a warmup to a constant rate is'
+    flags = '--decay_lr=True --min_lr=0.005'
+    assert f'{note} {flags}' in ' '.join(capsys.readouterr().out.split())
+    train_tiny(decay_lr=True, min_lr=5e-3, max_iters=4, **settings)
+    assert 'no warmup' not in capsys.readouterr().out
+    rates = [row['lr'] for row in rows(tmp_path / 'out', 'lr')]
+    assert rates == pytest.approx([5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3])
