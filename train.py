@@ -485,13 +485,12 @@ def build_run(settings, datasets, env):
     if settings.auto_batch and not cfg.eval_only:
         choose = functools.partial(choose_batch_size, fits=fits_sharded) if sharded else choose_batch_size
         set_batch_size(cfg, choose(model, splits['train'], env, cfg), T, env, notes)
-    state = RunState(step if cfg.eval_only else 0)
-    if resumed and not cfg.eval_only:
-        state = resume.state_from(resumed.checkpoint)
+    state = resume.state_from(resumed.checkpoint) if resumed else RunState(step if cfg.eval_only else 0)
     batches = Batches(splits['train'], cfg, env, state)
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=base is not None)
-    notes += set_length(cfg, splits['train'].num_windows, batches.global_batch, batches.shift)
+    if not cfg.eval_only:
+        notes += set_length(cfg, splits['train'].num_windows, batches.global_batch, batches.shift)
     epochs = cfg.max_iters * batches.global_batch / splits['train'].num_windows
     depth.adapt_to_length(cfg, settings.given, resumed, epochs)
     evaluated, forward = wrap(model, cfg, env)
