@@ -46,23 +46,22 @@ def dry_run(settings, model_of):
     else:
         split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
         num_windows = split.num_windows
+    state = state_from(settings.resumed.checkpoint if settings.resumed else {})
     if num_windows or cfg.max_epochs is None:
-        state = state_from(settings.resumed.checkpoint if settings.resumed else {})
         batch = cfg.batch_size * cfg.gradient_accumulation_steps
         notes += set_length(cfg, num_windows, batch, state.shift(model.config.block_size, batch))
     device = choose_device(cfg.device)[0]
     dtype = choose_dtype(cfg.dtype, device, training=True)[0]
-    return notes + forecast(model, settings, num_windows, device, dtype)
+    return notes + forecast(model, settings, state, num_windows, device, dtype)
 
 
-def forecast(model, settings, num_windows, device, dtype):
+def forecast(model, settings, state, num_windows, device, dtype):
     """
     The lines of the forecast. model: on the meta device, without adapters. settings: train.py's Settings.
-    num_windows: of an epoch; None: unknown. device, dtype: of this machine.
+    state: its RunState. num_windows: of an epoch; None: unknown. device, dtype: of this machine.
     """
     cfg = settings.train
     batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, 1)
-    state = state_from(settings.resumed.checkpoint if settings.resumed else {})
     steps = max(cfg.max_iters - state.iter_num, 0)  # still to do
     minutes = cfg.time_budget and max(cfg.time_budget - state.seconds_used / 60, 0)
     if is_open(cfg) or (num_windows is None and cfg.max_epochs is not None):

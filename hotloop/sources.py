@@ -164,14 +164,14 @@ def files_of(source, reading, data_dir, spool):
         if {'meta.json', 'train.bin'} <= set(os.listdir(source)):
             raise ValueError(f'{source} is a dataset; train on it, or prepare what it was made from')
         suffixes = {'auto': FOLDER_SUFFIXES, 'functions': '.py'}.get(reading.format, '')
-        found = set(files_under(source, suffixes))
+        found = files_under(source, suffixes)
         if not found:
             raise ValueError(f'{source} contains no files with a known suffix; --format=text reads all')
-        others = [name for name, path in files_under(source, '') if (name, path) not in found]
-        if others and reading.format == 'auto':
+        others = sorted({*files_under(source, '')} - {*found}) if reading.format == 'auto' else []
+        if others:
             print(f'{source}: left out {counted(len(others), "file")} without a known suffix, such as '
-                  f'{others[0]}; --format=text reads all', file=sys.stderr)
-        return [open_file(path, name, reading) for name, path in sorted(found)]
+                  f'{others[0][0]}; --format=text reads all', file=sys.stderr)
+        return [open_file(path, name, reading) for name, path in found]
     paths = [source] if os.path.isfile(source) else files_matching(source)
     base = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [open_file(path, os.path.relpath(path, base).replace(os.sep, '/'), reading) for path in paths]
