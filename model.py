@@ -55,7 +55,7 @@ class GPTConfig:
     rope_base: float = 10000.0  # base of rotary positions; contexts beyond 8K use 500000 (Llama 3) or more
     rope_local_base: float | None = None  # rope_base of layers with a window (Gemma 3); None: rope_base
     rope_factor: float = 1.0  # divides the frequencies of rope_base, for a context longer than in training
-    rope_context: int | None = None  # context of pretraining, at which high frequencies stay (Llama 3)
+    rope_context: int | None = None  # context of pretraining; if given, high frequencies stay (Llama 3)
     norm: Literal['layernorm', 'rmsnorm', 'rmsnorm_weight', 'rmsnorm_offset'] | None = None  # normalization
     norm_eps: float | None = None  # added to the variance; None: 1e-5 for layernorm, 1e-6 for the others
     post_norm: bool = False  # also normalize the outputs of attention and MLP (Gemma 2)

@@ -350,7 +350,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
             torch.manual_seed(seed)
         with micro_batch(model, cfg.shard, last=i + 1 == len(loads)):
             loss = model(*batch).sum()
-            # DDP and FSDP average gradients over the processes; times their number that is the sum
+            # times world: DDP and FSDP average gradients over the processes, and the sum is wanted
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
         loss_and_stops[0] += loss.detach()
     if env.world > 1:

@@ -75,8 +75,8 @@ def settings_of(checkpoint, shape):
 
 def keep_batch(cfg, given, base):
     """
-    With batch_size=auto a resumed run keeps its global batch, and what an evaluation reads. Returns a note if
-    a flag asks for another one.
+    With batch_size=auto a resumed run keeps its global batch, and what an evaluation reads. Returns a list
+    with a note if a flag asks for another one.
     """
     field, asked = 'gradient_accumulation_steps', cfg.gradient_accumulation_steps
     is_other = given.get(field) == f'--{field}' and asked != base.get(field, asked)

@@ -109,7 +109,7 @@ def set_learning_rate(optimizers, lr, peak):
 
 
 class Due(NamedTuple):
-    """The actions due after a step. They depend only on the step, so all processes agree."""
+    """The actions due after a step, the same on all processes."""
     last: bool
     log: bool
     evaluation: bool
