@@ -148,10 +148,13 @@ def partial_folder(folder):
             print(f'{folder}: unchanged')
             return
         sync_folder(new)
-        target = free_number(folder) if os.path.isdir(folder) and os.listdir(folder) else None
-        if target:
+        target = None
+        if os.path.isdir(folder) and os.listdir(folder):
+            target = free_number(folder)
             os.rename(folder, target)
-        os.rename(new, folder)  # replaces an empty folder
+        elif os.path.isdir(folder):
+            os.rmdir(folder)  # Windows cannot rename to an empty folder
+        os.rename(new, folder)
         sync_folder(os.path.dirname(folder) or '.')
         if target:
             print(f'{folder} held another dataset, which was moved to {target}')

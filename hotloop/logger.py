@@ -123,8 +123,10 @@ def add_events(writer, row):
 
 def keep_lines(path, last_step):
     """Drops the lines after a step, which will be written again, and incomplete ones."""
-    with open(path, encoding='utf-8', errors='replace') as f, replacing(path) as kept:
-        for line in f:
+    with open(path, encoding='utf-8', errors='replace') as f:
+        lines = f.readlines()
+    with replacing(path) as kept:  # Windows cannot replace a file that is open
+        for line in lines:
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 if line.endswith('\n') and json.loads(line)['step'] <= last_step:
                     kept.write(line.encode())

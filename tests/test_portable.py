@@ -19,9 +19,35 @@ for name in ('fork', 'forkpty', 'killpg', 'getuid', 'posix_spawn', 'mkfifo', 'sc
     if hasattr(os, name):
         delattr(os, name)
 warnings.filterwarnings('ignore', 'only soft file lock')  # Windows has its own lock
+
+
+def is_open(path):
+    """Whether this process has a file open that is `path` or lies in it."""
+    for number in os.listdir('/proc/self/fd'):
+        try:
+            name = os.readlink(f'/proc/self/fd/{number}')
+        except OSError:  # of this list
+            continue
+        if (name + '/').startswith(os.path.abspath(path) + '/'):
+            return True
+
+
+def as_windows_does(move):
+    """os.rename or os.replace, which there fail for an open file; rename() also if the new name is taken."""
+    def moved(old, new):
+        if is_open(old) or is_open(new) or (move.__name__ == 'rename' and os.path.lexists(new)):
+            raise PermissionError(13, 'Access is denied', old)
+        move(old, new)
+    return moved
+
+
+if os.path.isdir('/proc/self/fd'):
+    os.rename, os.replace = as_windows_does(os.rename), as_windows_does(os.replace)
 '''
 COMMANDS = '''
 import prepare, sample, train
+os.makedirs('data/tiny')  # an empty folder is not in the way
+prepare.main(['text.txt', '--name=tiny', '--tokenizer=char'])
 prepare.main(['text.txt', '--name=tiny', '--tokenizer=byte'])
 shape = '--n_layer=1 --n_head=1 --n_embd=8 --block_size=8 --batch_size=2 --gradient_accumulation_steps=1'
 settings = '--device=cpu --dtype=float32 --compile=False --eval_tokens=64 --warmup_iters=0 --max_iters=2'
@@ -55,7 +81,7 @@ def run(code, folder):
 
 @pytest.mark.slow
 def test_the_commands_run_without_fcntl_resource_sighup_and_fork(tmp_path):
-    """As on Windows: import, prepare a text, train, resume, sample, diagnose."""
+    """As on Windows: import, prepare a text twice, train, resume, sample, diagnose."""
     assert 'step 3: val loss' in run(WITHOUT + COMMANDS, tmp_path)
 
 
