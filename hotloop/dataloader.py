@@ -156,7 +156,8 @@ def share_batch(batch_size, accumulation, world):
 
 def micro_seed(seed, step, micro):
     """The dropout seed of micro-batch `micro` of the global batch, on whichever process computes it."""
-    return int(np.random.SeedSequence((seed, step, micro)).generate_state(1, np.uint64)[0] >> 1)
+    words = np.random.SeedSequence((seed, step, micro)).generate_state(1, np.uint64)
+    return int(words[0]) >> 1  # numpy 1.26 cannot shift its own uint64
 
 
 def kept_on_device(split, cfg, env):
