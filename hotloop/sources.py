@@ -182,9 +182,11 @@ def all_files(sources, reading, data_dir, spool):
     [File] of all sources. Of several, a name begins with its source, as files of two may share a name. Empty
     texts are not documents and left out, unless there is nothing else.
     """
-    files, base = [], os.path.commonpath(map(os.path.abspath, sources))
-    for source in sources:
-        folder = os.path.relpath(source, base).replace(os.sep, '/') + '/' if len(sources) > 1 else ''
+    files, parts = [], [os.path.abspath(source).split(os.sep) for source in sources]
+    differ = [i for i, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1]
+    shared = min([*differ, *map(len, parts)])  # 0 on Windows if they are on several drives
+    for source, own in zip(sources, parts, strict=True):
+        folder = ('/'.join(own[shared:]) or '.') + '/' if len(sources) > 1 else ''
         found = files_of(source, reading, data_dir, spool)
         files += [file._replace(name=folder + file.name) for file in found]
     return [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files

@@ -1,6 +1,7 @@
 """A source as the command line names it -> files: folders, patterns, URLs, streams, corpora by name."""
 
 import io
+import ntpath
 import os
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from conftest import contents
 
 from hotloop import sources as sources_room
 from hotloop.documents import ReadConfig, documents_in
-from hotloop.sources import CORPORA, files_of, how_to_make, open_corpus, stdlib_files
+from hotloop.sources import CORPORA, File, all_files, files_of, how_to_make, open_corpus, stdlib_files
 
 
 @pytest.fixture
@@ -79,6 +80,16 @@ def test_a_pattern_gives_names_below_what_all_files_share(tmp_path, files):
     assert files(f'{tmp_path}/[ot]*/**/*.*') == expected
     make(tmp_path, '[a].txt')
     assert files(tmp_path / '[a].txt') == [('[a].txt', 'text')]  # looks like a pattern
+
+
+@pytest.mark.parametrize(('sources', 'names'), [
+    ((r'C:\books\a', r'C:\books\b\c'), ['a/x', 'b/c/x']), ((r'C:\books', r'C:\books\b'), ['./x', 'b/x']),
+    ((r'C:\books', r'D:\notes'), ['C:/books/x', 'D:/notes/x']), ((r'C:\books',), ['x'])])
+def test_sources_on_drives_of_windows(monkeypatch, sources, names):
+    """Several drives share no folder."""
+    monkeypatch.setattr(sources_room, 'os', SimpleNamespace(path=ntpath, sep='\\'))
+    monkeypatch.setattr(sources_room, 'files_of', lambda source, *_: [File(source, 'x', 'jsonl')])
+    assert [file.name for file in all_files(sources, ReadConfig(), 'data', 'spool')] == names
 
 
 @pytest.mark.parametrize('source', ['nowhere.txt', 'no/such/folder/', 'shakespeare', '*.pdf'])
