@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotloop.files import free_number, hash_file, lock, read_json, sync_folder
+from hotloop.files import free_number, hash_file, lock, read_json, rename, sync_folder
 from hotloop.sources import missing_dataset
 from hotloop.tokenizer import GPT2_SPEC, MAX_VOCAB, same_tokenizer, tokenizer_from
 
@@ -154,7 +154,7 @@ def partial_folder(folder):
             os.rename(folder, target)
         elif os.path.isdir(folder):
             os.rmdir(folder)  # Windows cannot rename to an empty folder
-        os.rename(new, folder)
+        rename(new, folder)
         sync_folder(os.path.dirname(folder) or '.')
         if target:
             print(f'{folder} held another dataset, which was moved to {target}')

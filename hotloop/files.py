@@ -1,6 +1,7 @@
 """Files: atomic replacement, locks, hashes, JSON; a progress line."""
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import json
@@ -10,6 +11,10 @@ import time
 from importlib.util import find_spec
 
 from hotloop.wording import file_size
+
+# how file systems, above all of networks and virtual machines, say that they do not lock or sync
+UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+WAITS = (0.01, 0.1, 0.4, 1.5)  # seconds between attempts to rename on Windows
 
 
 @contextlib.contextmanager
@@ -21,7 +26,7 @@ def replacing(path):
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.replace(partial, path)
+        rename(partial, path)
         sync_folder(os.path.dirname(path) or '.')
     except BaseException:
         with contextlib.suppress(OSError):
@@ -29,12 +34,26 @@ def replacing(path):
         raise
 
 
+def rename(old, new):
+    """os.replace(). Windows refuses while another program, such as a virus scanner, reads one of the two."""
+    for seconds in WAITS if os.name == 'nt' else ():
+        with contextlib.suppress(PermissionError):
+            return os.replace(old, new)
+        time.sleep(seconds)
+    return os.replace(old, new)
+
+
 def sync_folder(folder):
-    """Makes a rename in the folder durable. Windows cannot open folders, and syncs them itself."""
+    """Makes a rename in the folder durable, where folders can be synced. Windows cannot open them."""
     if os.name == 'posix':
         descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        except OSError as e:
+            if e.errno not in UNSUPPORTED:
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def lock(path):
@@ -52,6 +71,10 @@ def lock(path):
         with contextlib.suppress(OSError), open(owner, encoding='ascii') as f:
             pid = f.read()
         raise ValueError(f'{os.path.dirname(path) or "."} is in use by process {pid}') from None
+    except (OSError, NotImplementedError) as e:  # the latter: earlier versions of filelock
+        if getattr(e, 'errno', errno.ENOSYS) in UNSUPPORTED:
+            return None
+        raise
     if isinstance(held, SoftFileLock):  # without kernel locks: a plain file, which would outlive a kill -9
         held.release()
         return None

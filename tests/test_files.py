@@ -1,8 +1,12 @@
 """files.py and host.py: files replaced at once, locked, read; CPUs and memory as a container has them."""
 
+import contextlib
 import errno
 import os
 import signal
+import stat
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import contents, error_of
@@ -16,6 +20,7 @@ from hotloop.files import (
     lock,
     optional,
     read_json,
+    rename,
     replacing,
 )
 from hotloop.host import cores, memory, peak_memory, threads_for
@@ -58,6 +63,41 @@ def test_without_kernel_locks_there_is_none(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match='flock not supported'):
         assert lock(str(tmp_path / 'lock')) is None
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(('error', 'is_known'), [
+    (OSError(errno.ENOLCK, 'No locks available'), True), (OSError(errno.ENOTSUP, 'Not supported'), True),
+    (NotImplementedError('use SoftFileLock'), True), (OSError(errno.EIO, 'Input/output error'), False)])
+def test_file_systems_that_cannot_lock(tmp_path, monkeypatch, error, is_known):
+    """NFS without a lock service, some FUSE mounts; an earlier filelock without the system call."""
+    monkeypatch.setattr(pytest.importorskip('fcntl'), 'flock', Mock(side_effect=error))
+    with contextlib.nullcontext() if is_known else pytest.raises(OSError, match='Input/output error'):
+        assert lock(str(tmp_path / 'lock')) is None
+
+
+@pytest.mark.parametrize('number', [errno.EINVAL, errno.EIO])
+def test_folders_that_cannot_be_synced(tmp_path, monkeypatch, number):
+    """The shared folders of VirtualBox, some network drives."""
+    def fsync(descriptor, sync=os.fsync):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+    monkeypatch.setattr(os, 'fsync', fsync)
+    refused = pytest.raises(OSError, match='error') if number == errno.EIO else contextlib.nullcontext()
+    with refused, replacing(str(tmp_path / 'a')) as f:
+        f.write(b'new')
+    assert contents(tmp_path) == {'a': b'new'}
+
+
+@pytest.mark.parametrize('failures', [2, 9])
+def test_windows_may_refuse_to_replace_a_file_for_a_moment(tmp_path, monkeypatch, failures):
+    """Another program reads it. os.name stays: pathlib asks it."""
+    monkeypatch.setattr('hotloop.files.WAITS', (0, 0, 0, 0))
+    move = Mock(side_effect=[PermissionError(13, 'Access is denied')] * failures + [None])
+    monkeypatch.setattr('hotloop.files.os', SimpleNamespace(name='nt', replace=move))
+    with contextlib.nullcontext() if failures < 5 else pytest.raises(PermissionError):
+        rename('a', 'b')
+    assert move.call_count == min(failures, 4) + 1
 
 
 def test_json_that_is_not_an_object_is_refused(tmp_path):
