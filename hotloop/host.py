@@ -34,7 +34,7 @@ def threads_for(processes):
     return max(1, cores(physical=True) // processes)
 
 
-def cores(physical=False, system='/sys'):
+def cores(physical=False, root=''):
     """
     The CPUs this process may use: those in its affinity mask, limited by a container's quota.
     physical: count the hyper-threads of a core once, because they share its multiplication units.
@@ -42,21 +42,42 @@ def cores(physical=False, system='/sys'):
     cpus = os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count() or 1)
     count = len(cpus)
     if physical:
-        siblings = f'{system}/devices/system/cpu/cpu{{}}/topology/thread_siblings_list'
+        siblings = f'{root}/sys/devices/system/cpu/cpu{{}}/topology/thread_siblings_list'
         count = len({first_line_of(siblings.format(cpu)) or cpu for cpu in cpus})
-    with contextlib.suppress(ValueError):  # no quota, or not Linux
-        quota, period = first_line_of(f'{system}/fs/cgroup/cpu.max').split()
-        count = min(count, math.ceil(int(quota) / int(period)))
+    for folder in control_groups('cpu', root):
+        old = ' '.join(first_line_of(f'{folder}/cpu.cfs_{name}_us') for name in ('quota', 'period'))
+        quota, _, period = (first_line_of(f'{folder}/cpu.max') or old).partition(' ')
+        if quota.isdecimal() and period.isdecimal():  # unlimited: max, or -1
+            count = min(count, math.ceil(int(quota) / int(period)))
     return max(count, 1)
 
 
-def memory(system='/sys'):
-    """Bytes of memory of this machine, or of the container."""
+def memory(root=''):
+    """Bytes of memory of this machine, or of the container or job."""
     size = 16 * 2**30  # a guess for Windows, which has no sysconf
     if hasattr(os, 'sysconf'):
         size = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    limit = first_line_of(f'{system}/fs/cgroup/memory.max')
-    return min(size, int(limit)) if limit.isdecimal() else size
+    for folder in control_groups('memory', root):
+        limit = first_line_of(f'{folder}/memory.max') or first_line_of(f'{folder}/memory.limit_in_bytes')
+        if limit.isdecimal():
+            size = min(size, int(limit))
+    return size
+
+
+def control_groups(controller, root):
+    """The folders of the control groups that this process is in, innermost first; of version 2 or 1."""
+    lines = []
+    with contextlib.suppress(OSError), open(f'{root}/proc/self/cgroup', encoding='utf-8') as f:
+        lines = f.read().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(':', 2)
+        if controllers and controller not in controllers.split(','):
+            continue
+        mount = f'{root}/sys/fs/cgroup' + (controllers and f'/{controller}')
+        while path not in ('', '/'):  # a container's own group is its root, even if it is not called that
+            yield mount + path
+            path = os.path.dirname(path)
+        yield mount
 
 
 def peak_memory():

@@ -126,18 +126,49 @@ def test_small_helpers(tmp_path, capsys):
     assert capsys.readouterr().err == '\r50 MB of 100 MB, 5 MB/s, 10 s left   \n'
 
 
+def limit(root, groups, **files):
+    """Makes a machine whose process is in control groups, as /proc/self/cgroup lists them, with limits."""
+    for name, text in {'proc/self/cgroup': groups, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + '\n')
+
+
 def test_cores_are_those_of_the_affinity_mask_and_of_a_quota(tmp_path, monkeypatch):
     """Six CPUs: 0 and 4 share a core, 1 and 5 share one; the system says nothing about CPU 3."""
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(6)), raising=False)
     for cpu, siblings in {0: '0,4', 1: '1,5', 2: '2', 4: '0,4', 5: '1,5'}.items():
-        folder = tmp_path / f'devices/system/cpu/cpu{cpu}/topology'
-        folder.mkdir(parents=True)
-        (folder / 'thread_siblings_list').write_text(siblings + '\n')
-    (tmp_path / 'fs/cgroup').mkdir(parents=True)
+        folder = f'sys/devices/system/cpu/cpu{cpu}/topology'
+        limit(tmp_path, '0::/', **{f'{folder}/thread_siblings_list': siblings})
     for quota, logical, physical in (('', 6, 4), ('max 100000', 6, 4), ('250000 100000', 3, 3),
                                      ('1000 100000', 1, 1), ('nonsense', 6, 4)):
-        (tmp_path / 'fs/cgroup/cpu.max').write_text(quota + '\n')
-        assert (cores(system=tmp_path), cores(physical=True, system=tmp_path)) == (logical, physical)
+        limit(tmp_path, '0::/', **{'sys/fs/cgroup/cpu.max': quota})
+        assert (cores(root=tmp_path), cores(physical=True, root=tmp_path)) == (logical, physical)
+
+
+@pytest.mark.parametrize(('groups', 'folder', 'version'), [
+    ('0::/', '.', 2),  # a container
+    ('0::/system.slice/job_7/step_0', 'system.slice/job_7', 2),  # a job of Slurm
+    ('2:cpu,cpuacct:/docker/1\n1:memory:/docker/1', '.', 1),  # a container
+    ('2:cpu,cpuacct:/job_7/step_0\n1:memory:/job_7/step_0\n0::/', 'job_7', 1),
+])
+def test_limits_of_control_groups(tmp_path, monkeypatch, groups, folder, version):
+    """Each of the groups around a process limits it. Version 1 has a tree for each resource."""
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(6)), raising=False)
+    base = 'sys/fs/cgroup'
+    assert (cores(root=tmp_path), memory(tmp_path)) == (6, memory(tmp_path / 'nowhere'))
+    if version == 1:
+        limits = {f'{base}/cpu/{folder}/cpu.cfs_quota_us': '250000',
+                  f'{base}/cpu/{folder}/cpu.cfs_period_us': '100000',
+                  f'{base}/cpu/{folder}/step_0/cpu.cfs_quota_us': '-1',
+                  f'{base}/memory/{folder}/memory.limit_in_bytes': '1000000',
+                  f'{base}/memory/{folder}/step_0/memory.limit_in_bytes': str(2**63 - 4096)}
+    else:
+        limits = {f'{base}/{folder}/cpu.max': '250000 100000', f'{base}/{folder}/memory.max': '1000000',
+                  f'{base}/{folder}/step_0/cpu.max': 'max 100000',
+                  f'{base}/{folder}/step_0/memory.max': 'max'}
+    limit(tmp_path, groups, **limits)
+    assert (cores(root=tmp_path), memory(tmp_path)) == (3, 10**6)
 
 
 def test_threads_are_those_of_omp_num_threads_or_a_share_of_the_cores(monkeypatch):
@@ -152,9 +183,5 @@ def test_threads_are_those_of_omp_num_threads_or_a_share_of_the_cores(monkeypatc
     assert threads_for(16) == 1
 
 
-def test_memory_is_that_of_the_container(tmp_path):
-    (tmp_path / 'fs/cgroup').mkdir(parents=True)
-    for limit, expected in (('max', memory(tmp_path / 'nowhere')), ('1000000', 10**6)):
-        (tmp_path / 'fs/cgroup/memory.max').write_text(limit + '\n')
-        assert memory(tmp_path) == expected
+def test_peak_memory():
     assert 10**6 < peak_memory() < 10**12
