@@ -99,6 +99,8 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
         return
     assert len(tokenizer.sizes) == tokenizer.n_vocab  # computed here, once for all processes
     context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS: unsafe
+    if sys.platform == 'win32':
+        num_proc = min(num_proc, 61)  # more are an error there
     pool = ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer, bos, eot))
     waiting = deque()
     try:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -89,6 +90,17 @@ def test_what_fails_in_a_process_is_raised_here(monkeypatch, failure, words):
     with pytest.raises(ValueError, match=words) as e:
         list(encode_all(BPE, iter(batches()), num_proc=2))
     assert e.traceback[-1].path.name == 'encode.py'
+
+
+@pytest.mark.parametrize(('platform', 'expected'), [('win32', 61), ('linux', 128)])
+def test_windows_has_at_most_61_processes(monkeypatch, platform, expected):
+    """Python's pool refuses more, and --num_proc is the number of CPUs if it is not given."""
+    pool = Mock(side_effect=ValueError('recorded'))
+    monkeypatch.setattr(encode, 'ProcessPoolExecutor', pool)
+    monkeypatch.setattr(sys, 'platform', platform)
+    with pytest.raises(ValueError, match='recorded'):
+        list(encode_all(BPE, iter(batches()), num_proc=128))
+    assert pool.call_args.args[0] == expected
 
 
 def is_running(pid):
