@@ -22,7 +22,6 @@ if __name__ == '__main__':
 import functools
 import json
 import os
-import shlex
 from dataclasses import dataclass
 from itertools import groupby
 from urllib.parse import urlsplit
@@ -42,7 +41,7 @@ from hotloop.rows import rows_in
 from hotloop.sources import COMPRESSED, URLS, all_files, check_kinds, corpus_of, missing_dataset, open_corpus
 from hotloop.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.tokenizer_source import find_tokenizer
-from hotloop.wording import file_size
+from hotloop.wording import file_size, shell
 
 
 @dataclass
@@ -337,7 +336,7 @@ def main(argv=None):
     sources = sources or ['stdlib']
     values = {**vars(cfg), **vars(reading)}
     flags = [f'--{key}={values[key]}' for key in given if key not in OTHER_FLAGS]
-    origin = {'source': shlex.join(sources), 'flags': flags}
+    origin = {'source': shell(*sources), 'flags': flags}
     name = cfg.name or default_name(sources)
     folder = output_folder(cfg.data_dir, name)
     corpus = corpus_of(sources, cfg.shards)
@@ -380,7 +379,7 @@ def training_command(name, cfg, found, has_rows):
         words.append('--block_size=512')  # its own context may be 100 times as long
     if cfg.data_dir != PrepareConfig.data_dir:
         words.append(f'--data_dir={cfg.data_dir}')
-    return f'python train.py {shlex.join(words)}'
+    return f'python train.py {shell(*words)}'
 
 
 if __name__ == '__main__':

@@ -5,7 +5,6 @@ import filecmp
 import os
 import pickle
 import re
-import shlex
 import shutil
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import numpy as np
 from hotloop.files import free_number, hash_file, lock, read_json, rename, sync_folder
 from hotloop.sources import missing_dataset
 from hotloop.tokenizer import GPT2_SPEC, MAX_VOCAB, same_tokenizer, tokenizer_from
+from hotloop.wording import shell
 
 FORMAT = 1  # of meta.json
 COUNT_BLOCK = 1 << 24  # tokens
@@ -243,7 +243,7 @@ def command_for(dataset, data_dir, spec, path):
     flags = [f'--name={"NEW_NAME" if dataset.meta["foreign"] else dataset.name}',
              *dataset.meta.get('flags', []), f'--tokenizer={tokenizer}', f'--data_dir={data_dir}']
     source = dataset.meta.get('source', 'FILE_OR_FOLDER')
-    return f'python prepare.py {source} {shlex.join(flags)}'.removesuffix(' --data_dir=data')
+    return f'python prepare.py {source} {shell(*flags)}'.removesuffix(' --data_dir=data')
 
 
 def describe(spec):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import shlex
 import sys
 import time
 
@@ -14,7 +13,7 @@ from hotloop.files import counted, first_line, replacing
 from hotloop.flops import flops_of
 from hotloop.report import write_report
 from hotloop.schedule import is_open
-from hotloop.wording import compact, duration, file_size, rate, short
+from hotloop.wording import compact, duration, file_size, rate, shell, short
 
 # names in TensorBoard; other numbers keep those of log.jsonl
 TENSORBOARD = {'loss': 'Loss/train', 'val_loss': 'Loss/val', 'lr': 'LearningRate',
@@ -236,4 +235,4 @@ def log_done(run):
     run.env.print_once(f'curves: {run.out / "report.html"}')
     chats = run.context.get('template') in CHATS
     run.env.print_once(f'to {"chat" if chats else "sample"}: python sample.py '
-                       f'--out_dir={shlex.quote(run.cfg.out_dir)}{" --chat" if chats else ""}')
+                       f'--out_dir={shell(run.cfg.out_dir)}{" --chat" if chats else ""}')

@@ -5,7 +5,6 @@ import glob
 import math
 import os
 import queue
-import shlex
 import shutil
 import threading
 from concurrent import futures
@@ -17,6 +16,7 @@ from hotloop.checkpoint import OPTIMIZERS, DiskFull, load_checkpoint, save_check
 from hotloop.distributed import print_safely
 from hotloop.files import free_number, is_inside, lock, replacing
 from hotloop.record import DIAGNOSIS
+from hotloop.wording import shell
 
 ADAPTER_FILES = tuple(f'adapter/{name}' for name in (CONFIG, TENSORS, ORIGIN))  # of a run with lora_rank
 RUN_FILES = ('config.py', 'log.jsonl', 'report.html', DIAGNOSIS, 'best.pt', 'ckpt.pt', *ADAPTER_FILES)
@@ -138,7 +138,7 @@ class RunDir:
         if world != '1':
             on_a_node = os.environ.get('LOCAL_WORLD_SIZE') == world
             launcher = f'torchrun --standalone --nproc_per_node={world}' if on_a_node else 'torchrun ...'
-        return f'{launcher} train.py --init_from=resume --out_dir={shlex.quote(self.path)}'
+        return f'{launcher} train.py --init_from=resume --out_dir={shell(self.path)}'
 
     def promote(self, resumed):
         """Makes the checkpoint of a resume the latest one, and renames the damaged ones."""

@@ -4,7 +4,6 @@ import glob
 import hashlib
 import os
 import re
-import shlex
 import shutil
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ from configurator import did_you_mean
 from hotloop.documents import standard_input
 from hotloop.download import download, hub
 from hotloop.files import counted
+from hotloop.wording import shell
 
 
 class File(NamedTuple):
@@ -264,7 +264,7 @@ def missing_dataset(path, name, data_dir):
     others = f'; {data_dir} has {", ".join(found[:10])}' if found else ''
     known = {word: repr(word) for word in (*found, *CORPORA)}
     hint = '' if name in CORPORA else did_you_mean(os.path.basename(name.rstrip('/')), known)  # or a path
-    command = f'{how_to_make(name)} {shlex.join([f"--data_dir={data_dir}"])}'.removesuffix(' --data_dir=data')
+    command = f'{how_to_make(name)} {shell(f"--data_dir={data_dir}")}'.removesuffix(' --data_dir=data')
     if hint:
         return f'{path} does not exist{hint} If not, make it with: {command}'
     return f'{path} does not exist; make it with: {command}{others}'

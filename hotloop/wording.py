@@ -1,6 +1,9 @@
-"""Numbers as short text, for lines of at most 80 columns and the axes of a report."""
+"""Numbers as short text, for lines of at most 80 columns and the axes of a report; words of a command."""
 
 import math
+import os
+import shlex
+import subprocess
 import textwrap
 
 
@@ -45,6 +48,11 @@ def file_size(num_bytes):
 def with_error(loss, error):
     """A loss with its standard error, unless that is nan: 1.1212 ± 0.0075."""
     return f'{loss:.4f}' + (f' ± {error:.4f}' if math.isfinite(error) else '')
+
+
+def shell(*words):
+    """Words of a command line, quoted as the shell of this system needs it."""
+    return subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)
 
 
 def wrapped(line):

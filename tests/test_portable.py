@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from hotloop import wording
 
 ROOT = Path(__file__).resolve().parent.parent
 # what Windows lacks; torch itself asks sys.platform, which therefore stays
@@ -96,3 +99,12 @@ def test_processes_that_tokenize_are_spawned_on_macos(tmp_path):
     """It can fork, but its libraries do not survive that."""
     printed = run(SPAWN, tmp_path)
     assert printed.count('spawned') == 1 and 'train on it with' in printed
+
+
+@pytest.mark.parametrize(('system', 'printed'), [
+    ('nt', r'--data_dir=C:\data --name=x "--out_dir=my runs"'),
+    ('posix', r"'--data_dir=C:\data' --name=x '--out_dir=my runs'")])
+def test_commands_are_quoted_for_the_shell(monkeypatch, system, printed):
+    """For cmd.exe single quotes are part of a name."""
+    monkeypatch.setattr(wording, 'os', SimpleNamespace(name=system))
+    assert wording.shell(r'--data_dir=C:\data', '--name=x', '--out_dir=my runs') == printed
