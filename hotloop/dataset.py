@@ -162,6 +162,8 @@ def partial_folder(folder):
         shutil.rmtree(work, ignore_errors=True)
         if held is not None:
             held.release()
+        with contextlib.suppress(OSError):  # on Windows and on NFS the open lock kept it
+            os.rmdir(work)
 
 
 def same_dataset(folder, new):

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -121,6 +122,16 @@ def test_a_kill_at_any_moment_costs_no_dataset(tmp_path, before):
         assert [contents(path) for path in sorted(parent.iterdir())] == expected
         calls += 1
     assert calls > 6
+
+
+def test_nothing_is_left_where_an_open_file_cannot_be_removed(tmp_path, monkeypatch):
+    """As on Windows; NFS renames it to .nfsNUMBER until it is closed."""
+    lock = tmp_path / 'x.partial' / '.lock'
+    monkeypatch.setattr(dataset, 'lock', lambda path: lock.touch() or SimpleNamespace(release=lock.unlink))
+    monkeypatch.setattr(dataset.shutil, 'rmtree', lambda path, **_: None)
+    write(tmp_path / 'x', 'new')
+    assert os.listdir(tmp_path) == ['x']
+
 
 
 def test_two_processes_do_not_write_one_dataset(tmp_path):
