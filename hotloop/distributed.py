@@ -68,13 +68,15 @@ class Env:
     @contextlib.contextmanager
     def patience(self):
         """In this block processes wait up to a day for rank 0, which downloads, reads or saves alone."""
+        # torch 2.14 renamed _set_pg_timeout
+        set_timeout = getattr(dist, 'set_timeout', None) or dist.distributed_c10d._set_pg_timeout
         if self.world > 1:
-            dist.distributed_c10d._set_pg_timeout(PATIENCE)
+            set_timeout(PATIENCE)
         try:
             yield
         finally:
             if self.world > 1:
-                dist.distributed_c10d._set_pg_timeout(timedelta(minutes=self.timeout_minutes))
+                set_timeout(timedelta(minutes=self.timeout_minutes))
 
     def leave(self, failed=False):
         """Leaves the process group. After an error NCCL would wait for processes that are gone, and stays."""
