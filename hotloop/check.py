@@ -93,8 +93,11 @@ def check_backends(device):
 def check_disk(name, path):
     """Free space of a folder, or of the nearest folder above it that exists."""
     folder = os.path.abspath(path)
-    while not os.path.exists(folder):
+    while not os.path.exists(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
+    if not os.path.exists(folder):  # a drive of Windows
+        return [f'{name}={path}: {folder} does not exist',
+                f'  advice: choose another folder with --{name}']
     free = shutil.disk_usage(folder).free
     lines = [f'{name}={path}: {free / 1e9:,.1f} GB free']
     if not os.access(folder, os.W_OK):

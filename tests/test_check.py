@@ -1,7 +1,9 @@
 """--check: what a machine can do, and one line of advice for each thing that is missing."""
 
+import ntpath
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from conftest import contents
 
 import train
-from hotloop.check import check
+from hotloop.check import check, check_disk
 
 
 @pytest.fixture
@@ -89,3 +91,9 @@ def test_the_command_writes_nothing(monkeypatch, tmp_path, capsys):
     assert 'attention kernels that run' in capsys.readouterr().out and contents(tmp_path) == {}
     with pytest.raises(ValueError, match='cuda:99'):
         train.main(['--check', '--device=cuda:99'])
+
+
+def test_a_drive_of_windows_that_does_not_exist(monkeypatch):
+    nothing = Mock(wraps=ntpath, exists=lambda path: False)
+    monkeypatch.setattr('hotloop.check.os', SimpleNamespace(path=nothing))
+    assert check_disk('data_dir', r'Z:\data')[0] == r'data_dir=Z:\data: Z:\ does not exist'
