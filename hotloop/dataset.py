@@ -151,7 +151,7 @@ def partial_folder(folder):
         target = None
         if os.path.isdir(folder) and os.listdir(folder):
             target = free_number(folder)
-            os.rename(folder, target)
+            rename(folder, target)
         elif os.path.isdir(folder):
             os.rmdir(folder)  # Windows cannot rename to an empty folder
         rename(new, folder)

@@ -7,7 +7,7 @@ import sys
 import time
 from urllib.parse import urlsplit
 
-from hotloop.files import Progress, first_line, hash_file, lock, reason_of, sync_folder
+from hotloop.files import Progress, first_line, hash_file, lock, reason_of, rename, sync_folder
 
 BACKOFF = 1.0  # seconds before another attempt; grows with each that fails
 PATIENCE = 30.0  # seconds without a byte before a connection counts as lost
@@ -62,7 +62,7 @@ def download(url, path, sha256=None):
             os.remove(part)
             raise ValueError(f'{url} has SHA-256 {found}, not {expected}; the download was deleted; run the '
                              'command again')
-        os.replace(part, path)
+        rename(part, path)
         sync_folder(os.path.dirname(path) or '.')
     except OSError as e:
         raise ValueError(f'{url} cannot be downloaded to {path}: {e.strerror or first_line(e)}') from None

@@ -14,7 +14,7 @@ from hotloop import host
 from hotloop.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
 from hotloop.checkpoint import OPTIMIZERS, DiskFull, load_checkpoint, save_checkpoint
 from hotloop.distributed import print_safely
-from hotloop.files import free_number, is_inside, lock, replacing
+from hotloop.files import free_number, is_inside, lock, rename, replacing
 from hotloop.record import DIAGNOSIS
 from hotloop.wording import shell
 
@@ -143,9 +143,9 @@ class RunDir:
     def promote(self, resumed):
         """Makes the checkpoint of a resume the latest one, and renames the damaged ones."""
         for path in resumed.damaged:
-            os.replace(path, path + '.damaged')
+            rename(path, path + '.damaged')
         if resumed.path != self / 'ckpt.pt':
-            os.replace(resumed.path, self / 'ckpt.pt')
+            rename(resumed.path, self / 'ckpt.pt')
         self.saved_step = resumed.checkpoint['iter_num']
 
 
@@ -156,7 +156,7 @@ def move_aside(path):
         raise ValueError(f'{path} holds a run and cannot be moved aside, because it contains the current '
                          'directory; choose another folder, or resume that run with --init_from=resume')
     target = free_number(folder)
-    os.rename(folder, target)
+    rename(folder, target)
     return target
 
 

@@ -35,17 +35,15 @@ def is_open(path):
             return True
 
 
-def as_windows_does(move):
-    """os.rename or os.replace, which there fail for an open file; rename() also if the new name is taken."""
-    def moved(old, new):
-        if is_open(old) or is_open(new) or (move.__name__ == 'rename' and os.path.lexists(new)):
-            raise PermissionError(13, 'Access is denied', old)
-        move(old, new)
-    return moved
+def replace(old, new, move=os.replace):
+    """As on Windows, for what is open, and for the name of a folder, which it does not replace."""
+    if is_open(old) or is_open(new) or os.path.isdir(new):
+        raise PermissionError(13, 'Access is denied', old)
+    move(old, new)
 
 
 if os.path.isdir('/proc/self/fd'):
-    os.rename, os.replace = as_windows_does(os.rename), as_windows_does(os.replace)
+    os.replace = replace
 '''
 COMMANDS = '''
 import prepare, sample, train
