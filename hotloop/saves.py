@@ -29,8 +29,11 @@ def take_folder(run, resumed):
             run.out.promote(resumed)
         if cfg.mirror_dir:
             run.mirror = Mirror(run.out, cfg.mirror_dir, is_mirror(cfg.mirror_dir, resumed))
-    run.out.best_loss = run.state.best_val_loss
+    is_best = bool(resumed) and not ('state' in resumed.checkpoint or os.path.exists(run.out / 'best.pt'))
+    run.out.best_loss = math.inf if is_best else run.state.best_val_loss
     run.log = Log(run.out, cfg, settings_to_save(run), env, run.state if resumed else None)
+    if env.any(is_best):  # nanoGPT's only file: its loss is that of these weights
+        save(run)
 
 
 def is_mirror(folder, resumed):

@@ -443,6 +443,9 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     ours = load(tmp_path / 'out' / 'ckpt.pt')
     assert ours['iter_num'] == 5 and ours['config']['beta2'] == 0.99
     assert ours['state']['tokens_seen'] == 5 * 128
+    best = load(tmp_path / 'out' / 'best.pt')  # random tokens are not learned
+    assert best['iter_num'] == 3 and best['tokenizer']['chars'] == chars
+    assert ours['best_val_loss'] == best['best_val_loss'] == pytest.approx(4.1)
     for name, weight in gpt.state_dict().items():
         assert torch.allclose(ours['model'][name], weight, atol=1e-5), name
     assert 'char tokenizer' in capsys.readouterr().out
