@@ -66,18 +66,27 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_meta_pkl(path):
-    """(vocabulary size, tokenizer's spec) of nanoGPT's meta.pkl. ValueError for anything else."""
+    """
+    (vocabulary size, tokenizer's spec) of nanoGPT's meta.pkl. Only vocab_size must be there; an id without a
+    text in itos has an empty one. ValueError for anything else.
+    """
     try:
         with open(path, 'rb') as f:
             meta = PlainUnpickler(f).load()
-        vocab_size = int(meta['vocab_size'])
-        chars = ''.join(meta['itos'][i] for i in range(len(meta['itos'])))
-        if not len(set(chars)) == len(chars) == len(meta['itos']) <= vocab_size <= MAX_VOCAB:
-            raise ValueError(f'vocab_size={vocab_size} for {len(set(chars))} characters')
+        vocab_size, itos = int(meta['vocab_size']), meta.get('itos', {})
+        itos = dict(itos if isinstance(itos, dict) else enumerate(itos))
+        last = max(itos, default=vocab_size - 1)
+        if not (0 <= last < vocab_size <= MAX_VOCAB and min(itos, default=0) >= 0):
+            raise ValueError(f'vocab_size={vocab_size} for ids up to {last}')
+        chars = [itos.get(i, '') for i in range(last + 1)]
+        if all(len(text) == 1 for text in chars):
+            chars = ''.join(chars)
+        spec = {'kind': 'char', 'chars': chars, 'eot': False}
+        tokenizer_from(spec)
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
         raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e});"
                          " without it the bins are read as GPT-2's tokens") from None
-    return vocab_size, {'kind': 'char', 'chars': chars, 'eot': False}
+    return vocab_size, spec
 
 
 def open_bin(path, dtype):

@@ -65,7 +65,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character of `chars`, then an end-of-text id if `eot`."""
+    """
+    One id per character of `chars`, then an end-of-text id if `eot`. In a list, for nanoGPT's meta.pkl, other
+    texts may stand between the characters; they are decoded, but encode() never returns their ids.
+    """
 
     def __init__(self, chars, eot=False):
         self.chars = chars
@@ -74,9 +77,9 @@ class CharTokenizer(Tokenizer):
             self.eot = len(chars)
             self.pieces.append(b'')
         self.n_vocab = len(self.pieces)
-        points = np.array([ord(c) for c in chars], dtype=np.int64)
-        self.table = np.full(int(points.max(initial=0)) + 2, -1)  # code point -> id; the last entry: unknown
-        self.table[points] = np.arange(len(chars))
+        ids = {ord(c): i for i, c in enumerate(chars) if len(c) == 1}  # by code point
+        self.table = np.full(max(ids, default=0) + 2, -1)  # code point -> id; the last entry: unknown
+        self.table[list(ids)] = list(ids.values())
 
     def encode(self, text):
         points = np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype=np.uint32)

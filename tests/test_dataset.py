@@ -15,7 +15,7 @@ from conftest import contents, error_of, noise, write_bins
 from hotloop import dataset
 from hotloop.dataset import BinWriter, dataset_folder, open_bin, open_datasets, partial_folder, read_meta
 from hotloop.encode import Encoded
-from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+from hotloop.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from
 
 BYTE = {'kind': 'byte'}
 
@@ -177,6 +177,20 @@ def test_nanogpts_meta_pkl_is_read(tmp_path):
                                             'tokenizer': {'kind': 'char', 'chars': '\n abcé', 'eot': False}}
 
 
+@pytest.mark.parametrize('itos, pieces', [
+    ({}, [b'', b'', b'']),  # {'vocab_size': 3}, which is all that nanoGPT's train.py reads
+    ({1: 'a', 2: 'b'}, [b'', b'a', b'b']), (['a', 'b'], [b'a', b'b']),
+    ({0: '\n', 1: '10', 2: 'a'}, [b'\n', b'10', b'a'])])
+def test_a_meta_pkl_of_other_texts_than_characters_is_read(tmp_path, itos, pieces):
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3} | ({'itos': itos} if itos else {})))
+    meta = read_meta(str(tmp_path))
+    tokenizer = tokenizer_from(meta['tokenizer'])
+    assert meta['vocab_size'] == 3 and tokenizer.pieces == pieces == tokenizer_from(tokenizer.spec()).pieces
+    known = [i for i, piece in enumerate(pieces) if len(piece) == 1]
+    assert tokenizer.encode(''.join(pieces[i].decode() for i in known)).tolist() == known
+    assert "lacks 1 character of the text or of its chat template: '1'" in error_of(tokenizer.encode, '1')
+
+
 class Touch:
     """Makes a file when pickle.load reads it."""
 
@@ -198,8 +212,9 @@ def test_a_meta_pkl_cannot_run_code(tmp_path):
 
 def test_a_damaged_meta_pkl_is_one_sentence(tmp_path):
     for raw in (b'', b'text', pickle.dumps(nanogpt_meta('abc'))[:-5], *map(pickle.dumps, [
-            3, {'vocab_size': 2, 'itos': {0: 'ab', 1: 'c'}}, {'vocab_size': 2, 'itos': {0: 'a', 1: 'a'}},
-            {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 'x', 'itos': {0: 'a'}}])):
+            3, {'vocab_size': 2, 'itos': {0: 3, 1: 'c'}}, {'vocab_size': 2, 'itos': {-1: 'a', 1: 'a'}},
+            {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 'x', 'itos': {0: 'a'}},
+            {'vocab_size': 0}, {'vocab_size': 2**60}, {'itos': {0: 'a'}}])):
         (tmp_path / 'meta.pkl').write_bytes(raw)
         assert "meta.pkl is not nanoGPT's meta.pkl of a" in error_of(read_meta, str(tmp_path))
 
