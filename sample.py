@@ -38,13 +38,12 @@ from hotloop.export import export
 from hotloop.files import counted, json_lines
 from hotloop.generate import GREEDY_BELOW, Sampling, generate
 from hotloop.host import cores
-from hotloop.pretrained import open_base, open_weights
+from hotloop.pretrained import open_base, open_weights, tokenizer_of
 from hotloop.quantize import prepare_for_inference
 from hotloop.rows import json_rows
 from hotloop.score import print_json, score
 from hotloop.text_file import open_text
 from hotloop.tokenizer import encode_parts, prompt_ids, tokenizer_from
-from hotloop.tokenizer_source import dataset_spec
 from model import GPT
 
 ERRORS = {'refuse': 'strict', 'replace': 'replace'}  # handlers of codecs, by bad_utf8
@@ -143,9 +142,7 @@ def open_gpt(cfg):
 def open_model(cfg):
     """(Weights, the float32 model on the CPU, tokenizer, template of its data or 'none')."""
     found, model = open_gpt(cfg)
-    spec = found.tokenizer or dataset_spec(found.path, found.checkpoint.get('config', {}),
-                                           model.config.vocab_size, cfg.data_dir)
-    tokenizer = tokenizer_from(spec)
+    tokenizer = tokenizer_from(tokenizer_of(found, cfg.data_dir))
     tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
     unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]
     if unused and tokenizer.n_vocab - len(unused) == model.config.vocab_size:  # of images in Gemma 3

@@ -1,5 +1,6 @@
 """Weights to start from: a run, a checkpoint, a Hugging Face folder, a model of the hub (safetensors)."""
 
+import contextlib
 import dataclasses
 import glob
 import os
@@ -27,7 +28,7 @@ from hotloop.lora import adapters_of, frozen_weights, hash_source, hash_weights,
 from hotloop.run_dir import RunDir
 from hotloop.safetensors_file import read_safetensors
 from hotloop.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
-from hotloop.tokenizer_source import template_of
+from hotloop.tokenizer_source import dataset_spec, template_of
 
 GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=1024, vocab_size=50257,
                           bias=True, mlp='gelu_tanh')
@@ -149,7 +150,7 @@ def no_such_start(name):
 def open_start(cfg, resumed, adapts, env):
     """
     (name, Weights, {'base': name, 'sha256': hash} or None) of the weights that a run starts from or, resumed,
-    adds its adapters to. adapts: whether it trains adapters.
+    adds its adapters to. adapts: whether it trains adapters. Their tokenizer is None only if it is unknown.
     """
     name, base = cfg.init_from, None
     with env.patience():
@@ -164,7 +165,15 @@ def open_start(cfg, resumed, adapts, env):
                 base = {'base': name, 'sha256': hash_source(source)}
         if env.rank == 0:
             env.barrier()
+    with contextlib.suppress(ValueError):  # its dataset is not here
+        source = source._replace(tokenizer=tokenizer_of(source, cfg.data_dir))
     return name, source, base
+
+
+def tokenizer_of(found, data_dir):
+    """The spec of the tokenizer of Weights; of nanoGPT's, that of their dataset. ValueError if unknown."""
+    return found.tokenizer or dataset_spec(found.path, found.checkpoint.get('config', {}),
+                                           found.model_args['vocab_size'], data_dir)
 
 
 def open_base(record, path, data_dir):

@@ -2,14 +2,17 @@
 
 import json
 import os
+import pickle
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import error_of
 
 from hotloop.checkpoint import save_checkpoint
-from hotloop.pretrained import GPT2_SPEC, check_start, load_folder, open_weights, shape_of
+from hotloop.distributed import Env
+from hotloop.pretrained import GPT2_SPEC, check_start, load_folder, open_start, open_weights, shape_of
 from hotloop.safetensors_file import read_safetensors, write_safetensors
 from hotloop.tokenizer import ByteTokenizer
 from model import GPT
@@ -58,6 +61,21 @@ def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
         check_start(name)
     os.makedirs('org/model')
     assert "'org/model' holds neither" in error_of(open_weights, 'org/model', 'data')
+
+
+@pytest.mark.parametrize('size, dataset, known', [
+    (3, 'chars', {'kind': 'char', 'chars': 'abc', 'eot': False}), (4, 'chars', None), (3, 'other', None),
+    (50304, 'other', GPT2_SPEC), (50304, None, GPT2_SPEC)])
+def test_a_run_that_starts_from_nanogpts_weights_knows_their_tokenizer(tmp_path, size, dataset, known):
+    """Else it would train on ids of another tokenizer, if only they are below the vocabulary of the model."""
+    (tmp_path / 'chars').mkdir()
+    meta = {'vocab_size': 3, 'itos': dict(enumerate('abc'))}
+    (tmp_path / 'chars' / 'meta.pkl').write_bytes(pickle.dumps(meta))
+    path = str(tmp_path / 'ckpt.pt')
+    save_checkpoint(path, {'model': {}, 'model_args': {**ARGS, 'vocab_size': size},
+                           'config': {'dataset': dataset} if dataset else {}})
+    cfg = SimpleNamespace(init_from=path, data_dir=str(tmp_path))
+    assert open_start(cfg, None, False, Env())[1].tokenizer == known
 
 
 @pytest.fixture
