@@ -155,10 +155,16 @@ def find_data(fingerprints, dataset, data_dir):
 def restore(checkpoint, optimizers, scaler):
     """Restores optimizers and scaler. ValueError if one does not fit."""
     saved = [checkpoint[name] for name in OPTIMIZERS if name in checkpoint]
+    remedy = 'start a new run from its weights with --init_from=PATH'
     if len(saved) != len(optimizers):
         raise ValueError(f'the checkpoint has the state of {len(saved)} optimizers, not of {len(optimizers)} '
-                         '(best.pt has none); start a new run from its weights with --init_from=PATH')
+                         f'(best.pt has none); {remedy}')
+    misfit = 'the optimizer state of the checkpoint does not fit: {}; ' + remedy
     for optimizer, old in zip(optimizers, saved, strict=True):
+        before, now = ([len(group['params']) for group in groups]
+                       for groups in (old['param_groups'], optimizer.param_groups))
+        if before != now:  # of an early nanoGPT, whose embeddings did not decay, or of a fork
+            raise ValueError(misfit.format(f'its groups have {before} parameters, not {now}'))
         groups = []
         for now, before in zip(optimizer.param_groups, old['param_groups'], strict=True):
             groups.append({**now, 'params': before['params']})  # rates and kernels are those of the settings
@@ -167,8 +173,7 @@ def restore(checkpoint, optimizers, scaler):
             for name, value in values.items():
                 found, shape = torch.as_tensor(value).shape, state_shape(name, p)
                 if found != shape:  # AdamW's fused kernel would write beyond a shorter tensor
-                    raise ValueError(f'the optimizer state of the checkpoint does not fit: {name} has shape '
-                                     f'{tuple(found)}, not {tuple(shape)}')
+                    raise ValueError(misfit.format(f'{name} has shape {tuple(found)}, not {tuple(shape)}'))
     if scaler.is_enabled() and checkpoint.get('scaler'):
         scaler.load_state_dict(checkpoint['scaler'])
 
