@@ -42,7 +42,10 @@ def set_budget(cfg, given, resumed, notes):
     if 'decay_start' in given and cfg.decay_start is not None:
         raise ValueError(f'{given["decay_start"]}: decay_start={cfg.decay_start}, but {budget} decides when '
                          'the decay begins; give --decay_start=None or --time_budget=None')
-    for name, value in (('lr_schedule', 'linear'), ('decay_lr', True), ('lr_decay_iters', None)):
+    needed = {'lr_schedule': 'linear', 'decay_lr': True, 'lr_decay_iters': None}
+    if not cfg.decay_lr and not resumed:  # then these had no effect, and their defaults suit no constant rate
+        needed |= {name: value for name, value in (('warmup_iters', 0), ('min_lr', 0.0)) if name not in given}
+    for name, value in needed.items():
         if getattr(cfg, name) != value:
             notes.append(f'{budget}: {name}={value!r} replaces {getattr(cfg, name)!r}')
             setattr(cfg, name, value)

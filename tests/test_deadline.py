@@ -324,6 +324,15 @@ def test_a_fraction_needs_to_know_of_what(data_dir):
     assert train.read_settings([*argv[:3]]).train.max_iters == NO_LIMIT
 
 
+def test_a_constant_rate_decays_to_0_without_the_warmup_that_it_did_not_have(data_dir, tmp_path):
+    """nanoGPT's card for fine-tuning leaves warmup_iters at 2,000 and min_lr above its learning_rate."""
+    (tmp_path / 'card.py').write_text('learning_rate = 3e-5\ndecay_lr = False\n')
+    argv = [f'{tmp_path}/card.py', '--dataset=tiny', f'--data_dir={data_dir}', '--time_budget=3']
+    for flags, expected in (([], (0, 0.0)), (['--warmup_iters=9', '--min_lr=1e-6'], (9, 1e-6))):
+        cfg = train.read_settings([*argv, *flags]).train
+        assert (cfg.warmup_iters, cfg.min_lr) == expected and cfg.decay_lr
+
+
 def test_a_budget_on_resume(budget, clock, tmp_path, monkeypatch, capsys):
     """Before the decay it is the total; after it, the schedule stands. A run without one does not get one."""
     with monkeypatch.context() as m:
