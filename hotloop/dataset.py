@@ -32,6 +32,12 @@ def dataset_folder(data_dir, dataset):
     return os.path.join(data_dir, *parts)
 
 
+def name_of_path(dataset):
+    """The name of a dataset that nanoGPT was given by its path; a name inside data_dir is kept."""
+    path = dataset.replace('\\', '/').rstrip('/')
+    return path.rpartition('/')[2] if os.path.isabs(path) or '..' in path.split('/') else dataset
+
+
 def read_meta(folder):
     """
     A dataset's meta.json; or what nanoGPT's meta.pkl says; or, without either, what nanoGPT assumes: uint16

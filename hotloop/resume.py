@@ -10,7 +10,7 @@ import torch
 
 from hotloop.checkpoint import OPTIMIZERS, RunState, launch_id
 from hotloop.dataloader import Split
-from hotloop.dataset import dataset_folder, read_meta
+from hotloop.dataset import dataset_folder, name_of_path, read_meta
 from hotloop.run_dir import RunDir, find_latest
 from hotloop.shard import shard_state
 
@@ -68,6 +68,8 @@ def settings_of(checkpoint, shape):
     own = OWN
     if 'state' not in checkpoint:  # nanoGPT's: its dtype and compile were chosen for another machine
         own = OWN | {'dtype', 'compile'}
+        if isinstance(saved.get('dataset'), str):
+            saved['dataset'] = name_of_path(saved['dataset'])
         if saved.get('compile') is False:  # not its default, so a wish
             own = OWN | {'dtype'}
     return {name: value for name, value in saved.items() if name not in own}

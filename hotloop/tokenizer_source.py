@@ -9,7 +9,7 @@ import zipfile
 from typing import NamedTuple
 
 from hotloop.chat_template import CHATS, MARK, TEMPLATES
-from hotloop.dataset import PlainUnpickler, dataset_folder, read_meta
+from hotloop.dataset import PlainUnpickler, dataset_folder, name_of_path, read_meta
 from hotloop.files import first_intact, read_json
 from hotloop.hub import hub_tokenizer, is_hub_name
 from hotloop.tokenizer import (
@@ -114,7 +114,7 @@ def dataset_spec(path, config, vocab_size, data_dir):
     or GPT-2's if the dataset has no meta file. ValueError if its size is not the model's.
     """
     dataset = config.get('dataset')
-    folder = dataset_folder(data_dir, dataset) if dataset else data_dir
+    folder = dataset_folder(data_dir, name_of_path(dataset)) if dataset else data_dir
     meta = read_meta(folder)
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
     if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):

@@ -458,6 +458,11 @@ def test_a_run_of_nanogpt_without_compilation_stays_without():
         assert settings_of({'model_args': {}, 'config': config}, {}) == ours
 
 
+def test_a_run_of_nanogpt_whose_dataset_was_a_path_has_its_name():
+    for path in ('/scratch/me/chars', '../chars/', 'chars'):
+        assert settings_of({'model_args': {}, 'config': {'dataset': path}}, {}) == {'dataset': 'chars'}
+
+
 def test_weights_that_are_not_finite_are_not_resumed(train_tiny, stopped):
     change(stopped, lambda checkpoint: checkpoint['model']['lm_head.weight'][0, 0].fill_(math.nan))
     assert re.search('weights .*are not finite', error_of(train_tiny, init_from='resume'))

@@ -402,7 +402,8 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(talk):
 @pytest.mark.parametrize('chars, dataset, words', [
     (CHARS, 'chars', None), ('', 'chars', 'chars has none for 10 ids; set --data_dir'),
     (CHARS[:5], 'chars', 'none for 10 ids'),
-    (CHARS, '../data/chars', 'must be a name inside data_dir')])
+    (CHARS, '../data/chars', None), (CHARS, '/scratch/chars/', None),  # as nanoGPT's --dataset may be
+    (CHARS, '..', 'must be a name inside data_dir')])
 def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, chars, dataset, words):
     """And no other: nanoGPT falls back to GPT-2's whatever the vocabulary, and prints garbage."""
     (tmp_path / 'data' / 'chars').mkdir(parents=True)
