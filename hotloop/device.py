@@ -32,6 +32,8 @@ def choose_device(name, local_rank=0):
                          'device; use --device=cpu or --device=auto')
     if kind != 'cuda':
         return torch.device(kind), reason
+    if number and local_rank:  # nanoGPT ignores the number; NCCL refuses two processes on one GPU
+        raise ValueError(f'device={name!r} is one GPU for all processes of this machine; use --device=cuda')
     index = int(number or local_rank)
     if index >= torch.cuda.device_count():
         count = counted(torch.cuda.device_count(), 'GPU')

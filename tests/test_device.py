@@ -28,7 +28,9 @@ def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda index: f'GPU {index}')
     assert choose_device('auto', local_rank=1) == (torch.device('cuda', 1), 'GPU 1, GPU found')
-    assert choose_device('cuda:0', local_rank=1) == (CUDA, 'GPU 0, requested')
+    assert choose_device('cuda:0') == (CUDA, 'GPU 0, requested')
+    with pytest.raises(ValueError, match=r"device='cuda:0' is one GPU for all processes .*--device=cuda$"):
+        choose_device('cuda:0', local_rank=1)
     with pytest.raises(ValueError, match=r'cuda:2 does not exist: .* has 2 GPUs; .*--nproc_per_node'):
         choose_device('cuda', local_rank=2)
 
