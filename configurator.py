@@ -227,7 +227,8 @@ def meant(word, fields):
     else:
         cards = glob.glob(os.path.join(HERE, 'config', '*.py'))
         cards += glob.glob(os.path.join(glob.escape(os.path.dirname(word)), '*.py'))  # beside it
-        known = {os.path.splitext(os.path.basename(card))[0]: os.path.relpath(card) for card in cards}
+        known = {prefix + os.path.splitext(os.path.basename(card))[0]: os.path.relpath(card)
+                 for prefix in ('train_', '') for card in cards}  # the names of nanoGPT's begin with it
         name = os.path.splitext(os.path.basename(word))[0]
     hint = '' if word.endswith('.py') else '; settings are given as --NAME=VALUE'
     return did_you_mean(name, known) or hint

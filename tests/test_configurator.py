@@ -252,6 +252,7 @@ def test_only_an_assignment_counts_as_one():
     ('quickstart', 'config/quickstart.py'), ('config/quickstart', 'config/quickstart.py'),
     ('config/quikstart.py', 'config/quickstart.py'),
     ('train_shakespeare_char.py', 'config/shakespeare_char.py'),  # nanoGPT's
+    ('config/train_gpt2.py', 'config/gpt2_124m.py'),
     ('n_layer=8', '--n_layer=8'), ('-n_layer=8', '--n_layer=8'), ('n-layer=8', '--n_layer=8'),
     ('n_layr=8', '--n_layer=8'), ('-eval_only', '--eval_only'), ('n_layer', '--n_layer')])
 def test_a_word_that_is_no_file_gets_a_suggestion(monkeypatch, word, hint):
