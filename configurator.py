@@ -66,6 +66,8 @@ SYNONYMS = {
 # {setting of earlier versions: what to do instead}
 REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a step goes',
            'on_divergence': 'a run that diverges stops; lower the learning rate and resume'}
+# {name: module} that nanoGPT's train.py has imported before it runs a config file
+IMPORTED = {'math': 'math', 'np': 'numpy', 'os': 'os', 'time': 'time', 'torch': 'torch'}
 PIPES = {}  # {path: text} of config files that are pipes
 
 
@@ -263,7 +265,8 @@ def read_file(path, settings, fields):
     assigns must be a setting, a module or a function, or start with an underscore. Returns the problems.
     """
     values = {name: value for name, (value, _) in settings.items()}
-    namespace, problems = {**values, '__name__': 'config', '__file__': path}, []
+    modules = {name: sys.modules[module] for name, module in IMPORTED.items() if module in sys.modules}
+    namespace, problems = {**modules, **values, '__name__': 'config', '__file__': path}, []
     try:
         source = source_of(path)
         tree = ast.parse(source, path)

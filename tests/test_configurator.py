@@ -185,6 +185,14 @@ n_ff = 1e3
     assert given['n_layer'] == f'{path}, line 13' and type(values['learning_rate']) is float
 
 
+def test_a_file_may_use_the_modules_that_nanogpts_train_py_has_imported(card):
+    """Its comment on wandb_run_name is 'run' + str(time.time())."""
+    path = card("run_name = os.path.join('run', str(time.time()))\nn_layer = math.ceil(np.float64(2.5))\n")
+    values, given, _ = conf(path)
+    assert values['run_name'].startswith(f'run{os.sep}1') and values['n_layer'] == 3
+    assert set(given) == {'run_name', 'n_layer'}
+
+
 @pytest.mark.parametrize('text, problem', [
     # nanoGPT makes a new global of an unknown name and trains at the default
     ('n_layer = 3\n\n# x\nnlayer = 1\n', ", line 4: unknown setting 'nlayer'; did you mean 'n_layer'?"),
