@@ -27,8 +27,12 @@ def dataset_folder(data_dir, dataset):
     parts = dataset.replace('\\', '/').rstrip('/').split('/')
     unsafe = os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or re.search('[\0,:]', dataset)
     if unsafe or any(re.search(r'\.partial(\.|$)', part) for part in parts):
+        name, hint = name_of_path(dataset), ''
+        if name not in (dataset, '', '.', '..'):  # nanoGPT takes the path of a folder
+            above = os.path.normpath(os.path.join(data_dir, os.path.dirname(dataset.rstrip('/'))))
+            hint = f'; for this folder give data_dir={above!r} and the name {name!r}'
         raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, without a comma, '
-                         'a colon or .partial')
+                         f'a colon or .partial{hint}')
     return os.path.join(data_dir, *parts)
 
 
