@@ -55,8 +55,7 @@ def set_budget(cfg, given, resumed, notes):
         cfg.max_iters = NO_LIMIT
     if cfg.warmup_fraction is not None and cfg.max_iters == NO_LIMIT and cfg.max_epochs is None:
         raise ValueError(f'warmup_fraction={cfg.warmup_fraction:g} is a fraction of the steps, and {budget} '
-                         'leaves their number open; give --warmup_iters, or the largest number of steps with '
-                         '--max_iters')
+                         'leaves their number open; give --warmup_iters, or the most steps with --max_iters')
 
 
 def keep_decisions(cfg, given, checkpoint, notes):
