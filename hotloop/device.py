@@ -131,10 +131,17 @@ def device_memory(device):
 
 
 def peak_memory(device):
-    """The most bytes in use so far: by torch on a GPU, by the process elsewhere; None if unknown."""
+    """The most bytes in use: by torch on a GPU since the last trial, else by the process; None if unknown."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
     return host.peak_memory()
+
+
+def forget_trial(device):
+    """After a trial, gives cached GPU memory back and lets peak_memory() begin again."""
+    if device.type == 'cuda':
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def attention_kernels(config, env):

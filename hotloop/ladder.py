@@ -11,11 +11,10 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from hotloop import host
 from hotloop.depth import num_parameters, rung, set_depth, set_weight_decay, tokens_per_step, width
-from hotloop.device import COMPILE_GAIN, COMPILE_SECONDS, device_memory, measure_flops
+from hotloop.device import COMPILE_GAIN, COMPILE_SECONDS, device_memory, forget_trial, measure_flops
 from hotloop.mixture import open_split
 from hotloop.tokenizer import tokenizer_from
 
@@ -205,6 +204,5 @@ def time_depth(depth, settings, datasets, env, build_run, train_step):
     tokens, env.stop = run.batches.global_batch * run.val.T, run.env.stop  # a signal stops the run itself
     del run, result
     gc.collect()
-    if env.device.type == 'cuda':
-        torch.cuda.empty_cache()
+    forget_trial(env.device)
     return min(laps[1:] or laps or [1.0]) / tokens

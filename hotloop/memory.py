@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from hotloop.dataloader import kept_on_device, share_batch
-from hotloop.device import device_memory
+from hotloop.device import device_memory, forget_trial
 from hotloop.files import counted, first_line
 from hotloop.lora import trainable
 from hotloop.parallel import set_blocks
@@ -65,8 +65,7 @@ def batch_fits(model, batch, env, cfg, reserve):
         failed = 1.0
     model.zero_grad()
     model.loss_chunks = loss_chunks
-    if env.device.type == 'cuda':
-        torch.cuda.empty_cache()
+    forget_trial(env.device)
     return env.sum(np.array([failed]))[0] == 0
 
 

@@ -81,6 +81,17 @@ def test_no_peak_is_better_than_a_wrong_one(monkeypatch, name, peak):
     assert peak_flops(CUDA, torch.float32) is None and peak_flops(CPU, torch.bfloat16) is None
 
 
+def test_the_peak_of_a_run_is_not_that_of_a_trial_before_it(monkeypatch):
+    """batch_size=auto fills a GPU in its trials."""
+    peak = [80e9]
+    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: None)
+    monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda gpu: peak.append(3e9))
+    monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda gpu: peak[-1])
+    for place in (CPU, CUDA):
+        device.forget_trial(place)
+    assert len(peak) == 2 and device.peak_memory(CUDA) == 3e9
+
+
 def test_the_memory_of_a_cpu_is_that_of_the_machine():
     """Or of its container: see test_files.py."""
     machine = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
