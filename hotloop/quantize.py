@@ -116,11 +116,10 @@ def prepare_for_inference(model, device, dtype, quantize='none', pack=True, rows
     every Linear in 8 bits; embeddings keep dtype. pack: on a CPU, pack large matrices if that is faster for
     steps of so many rows.
     """
-    model.to(device)
     for p in model.parameters():
-        if p.dim() > 1:
-            p.data = p.data.to(dtype)
-    model.compute_dtype = dtype
+        if p.dim() > 1:  # one by one: in float32 the model may not fit on the device
+            p.data = p.data.to(device, dtype)
+    model.to(device).compute_dtype = dtype
     # names, not the Linears themselves, so that each is freed when it is replaced
     linears = [(module, name) for module in model.modules() for name, child in module.named_children()
                if isinstance(child, nn.Linear)]
