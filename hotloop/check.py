@@ -49,8 +49,12 @@ def check_gpus():
     lines = [f'gpu: CUDA {torch.version.cuda}, the driver supports {driver // 1000}.{driver % 1000 // 10}']
     for i in range(torch.cuda.device_count()):
         major, minor = capability = torch.cuda.get_device_capability(i)
-        free, total = torch.cuda.mem_get_info(i)
         modern = capability >= (8, 0)
+        total = torch.cuda.get_device_properties(i).total_memory
+        try:
+            free = torch.cuda.mem_get_info(i)[0]
+        except RuntimeError:  # not even a context fits, or the GPU is reserved for another process
+            free = 0
         lines.append(f'  cuda:{i}: {torch.cuda.get_device_name(i)}, capability {major}.{minor}, '
                      f'{free / 1e9:,.1f} of {total / 1e9:,.1f} GB free, bf16 {yes(modern)}, '
                      f'fp16 {yes(capability >= (7, 0))}, TF32 {yes(modern)}')
@@ -64,7 +68,7 @@ def check_attention(device, dtype):
     shape = SimpleNamespace(n_head=12, n_kv_head=12, head_dim=64)
     kernels = attention_kernels(shape, SimpleNamespace(device=device, dtype=dtype))
     lines = [f'attention kernels that run: {", ".join(kernels) or "none"}']
-    if not {'cudnn', 'flash', 'efficient'} & set(kernels) and device.type != 'mps':
+    if kernels == ['math'] and device.type != 'mps':
         lines.append('  advice: attention stores all T x T weights here; use a short block_size')
     return lines
 

@@ -148,12 +148,13 @@ def attention_kernels(config, env):
     """Names of torch's attention kernels that run here for the heads of a model."""
     dtype = torch.float32 if env.device.type == 'cpu' else env.dtype  # see Attention in model.py
     heads, kv_heads, channels = config.n_head, config.n_kv_head, config.head_dim
-    q = torch.zeros(1, heads, 128, channels, device=env.device, dtype=dtype)
-    k, names = q[:, :kv_heads], []
+    names = []
     for name in ('CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH'):
         with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, name)):
             warnings.simplefilter('ignore')  # torch warns at length about unsupported kernels
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # also if the GPU is full
+                q = torch.zeros(1, heads, 128, channels, device=env.device, dtype=dtype)
+                k = q[:, :kv_heads]
                 F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=kv_heads < heads)
                 names.append(name.lower().removesuffix('_attention'))
     return names

@@ -1,5 +1,7 @@
 """What a run will need: parameters, memory, time and disk, counted without a run."""
 
+import contextlib
+
 import torch
 
 from hotloop.dataloader import share_batch
@@ -81,7 +83,10 @@ def forecast(model, settings, state, num_windows, device, dtype):
               f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
     machines = [(name, gpu_dtype, size, None if gpu_dtype == torch.float32 else PEAK_FLOPS[key])
                 for name, (key, size) in MACHINES.items()]
-    machines.append((f'this {device.type}', dtype, device_memory(device), measure_flops(device, dtype)))
+    flops = None
+    with contextlib.suppress(RuntimeError):  # another process may fill the GPU
+        flops = measure_flops(device, dtype)
+    machines.append((f'this {device.type}', dtype, device_memory(device), flops))
     for name, machine_dtype, memory, flops in machines:
         repeated = 0 if cfg.recompute == 'none' else forward
         rate = MFU * flops / (flops_per_token + repeated) if flops else None

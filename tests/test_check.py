@@ -11,7 +11,9 @@ import torch.distributed as dist
 from conftest import contents
 
 import train
-from hotloop.check import check, check_disk
+from hotloop.check import check, check_disk, check_gpus
+from hotloop.device import attention_kernels
+from hotloop.distributed import Env
 
 
 @pytest.fixture
@@ -25,6 +27,8 @@ def machine(tmp_path, monkeypatch):
             monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
             monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'NVIDIA Test')
             monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
+            monkeypatch.setattr(torch.cuda, 'get_device_properties',
+                                lambda device: SimpleNamespace(total_memory=42e9))
             monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device: (free, 42e9))
             monkeypatch.setattr('hotloop.check.attention_kernels', lambda config, env: ['flash', 'math'])
         cfg = train.TrainConfig(out_dir=str(tmp_path / 'out'), data_dir=str(tmp_path), **settings)
@@ -76,6 +80,18 @@ def test_advice_for_what_is_missing(machine, monkeypatch, tmp_path):
         assert re.search(expected, line), line
     monkeypatch.setattr(torch.version, 'cuda', '13.0')
     assert 'its CUDA 13.0 may need a newer driver' in advice(machine())[0]
+
+
+def test_a_gpu_that_another_process_fills_is_reported(machine, monkeypatch):
+    """No context fits on it."""
+    def fail(*args, **settings):
+        raise RuntimeError('CUDA error: out of memory')
+    machine((8, 0))
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', fail)
+    monkeypatch.setattr(torch, 'zeros', fail)
+    assert attention_kernels(SimpleNamespace(n_head=2, n_kv_head=2, head_dim=64), Env()) == []
+    lines = check_gpus()
+    assert '0.0 of 42.0 GB free' in lines[1] and 'memory of cuda:0' in lines[2]
 
 
 def test_little_space_is_mentioned(machine, monkeypatch):

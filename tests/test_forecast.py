@@ -239,6 +239,13 @@ def forecast_of(tmp_path, monkeypatch, capsys):
     return run
 
 
+def test_a_gpu_without_free_memory_has_no_known_speed(forecast_of, monkeypatch):
+    def fail(*args):
+        raise torch.OutOfMemoryError('CUDA out of memory')
+    monkeypatch.setattr('hotloop.forecast.measure_flops', fail)
+    assert re.search('this cpu +10.0 GB +unknown', forecast_of(device='cpu'))
+
+
 def test_a_dataset_that_is_absent_is_assumed(forecast_of):
     """Its tokens are unknown, its ids GPT-2's. With max_epochs the time is unknown, too."""
     printed = forecast_of(dataset='wikitext103')
