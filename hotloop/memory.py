@@ -44,7 +44,8 @@ def chunks_within(asked, num_tokens, need, memory):
 
 def out_of_memory(error):
     """Whether an exception is an out-of-memory error; torch has no type for these on CPUs."""
-    return isinstance(error, MemoryError) or re.search('(allocate|out of) memory', str(error)) is not None
+    words = '(allocate|out of) memory|ALLOC_FAILED'  # the last is cuBLAS's, which starts again for backward
+    return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
 
 
 def batch_fits(model, batch, env, cfg, reserve):

@@ -39,8 +39,9 @@ def short_of_memory(monkeypatch, most, error=None):
     return tried
 
 
-@pytest.mark.parametrize('error', [None, torch.OutOfMemoryError('CUDA out of memory. Tried to allocate'),
-                                   MemoryError()])
+@pytest.mark.parametrize('error', [
+    None, torch.OutOfMemoryError('CUDA out of memory. Tried to allocate'), MemoryError(),
+    RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`')])
 def test_the_largest_micro_batch_that_fits_the_same_step_is_found(model, monkeypatch, error):
     """24 sequences a step, of which 24, 12 and 8 do not fit; no setting, weight or gradient changes."""
     tried, cfg = short_of_memory(monkeypatch, 7, error), config(12, 2)
