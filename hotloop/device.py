@@ -108,10 +108,10 @@ def choose_compile(asked, device, minutes=None):
 
 
 # dense bf16 peak in FLOP/s (fp16 on GPUs without bf16), from the vendors' data sheets
-PEAK_FLOPS = {'H200': 989e12, 'GH200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12,
-              'B200': 2250e12, 'A100': 312e12, 'A10G': 70e12, 'A10': 125e12, 'A40': 150e12, 'L40S': 362e12,
-              'L4': 121e12, 'V100': 125e12, 'T4': 65e12, 'RTX 3090': 71e12, 'RTX 4090': 165e12,
-              'RTX 5090': 210e12, 'MI300X': 1307e12}
+PEAK_FLOPS = {'H200': 989e12, 'H200 NVL': 835e12, 'GH200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12,
+              'H100': 989e12, 'B200': 2250e12, 'A100': 312e12, 'A10G': 70e12, 'A10': 125e12, 'A40': 150e12,
+              'L40S': 362e12, 'L4': 121e12, 'V100': 125e12, 'T4': 65e12, 'RTX 3090': 71e12,
+              'RTX 4090': 165e12, 'RTX 5090': 210e12, 'MI300X': 1307e12}
 
 
 def peak_flops(device, dtype):
@@ -119,7 +119,9 @@ def peak_flops(device, dtype):
     if device.type != 'cuda' or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    matches = [key for key in PEAK_FLOPS if re.search(rf'\b{key}\b', name) and 'Laptop' not in name]
+    if re.search(r'Laptop|MIG| Ti\b| D\b', name):  # slower or faster kinds, and parts of a GPU
+        return None
+    matches = [key for key in PEAK_FLOPS if re.search(rf'\b{key}\b', name)]
     return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 

@@ -74,7 +74,9 @@ def test_compilation_that_fails_is_one_line(monkeypatch):
 @pytest.mark.parametrize('name, peak', [
     ('NVIDIA A100-SXM4-80GB', 312e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA H200', 989e12),
     ('NVIDIA H100 80GB HBM3', 989e12), ('Tesla T4', 65e12), ('NVIDIA A10G', 70e12), ('NVIDIA L40', None),
-    ('NVIDIA RTX A1000', None), ('NVIDIA T400', None), ('NVIDIA GeForce RTX 4090 Laptop GPU', None)])
+    ('NVIDIA RTX A1000', None), ('NVIDIA T400', None), ('NVIDIA H200 NVL', 835e12),
+    ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None), ('NVIDIA GeForce RTX 3090 Ti', None),
+    ('NVIDIA GeForce RTX 4090 D', None), ('NVIDIA GeForce RTX 4090 Laptop GPU', None)])
 def test_no_peak_is_better_than_a_wrong_one(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda gpu: name)
     assert peak_flops(CUDA, torch.bfloat16) == peak
