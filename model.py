@@ -320,25 +320,27 @@ def attend_within(q, k, v, dropout, window, documents, kernel=None):
     return torch.cat(rows)
 
 
-@cache
-def compiled(function, **options):
-    """A function, compiled at its first call."""
-    return torch.compile(function, **options)
+compiled = cache(torch.compile)  # of a function, at its first call
+
+
+def flex_options(q):
+    """Blocks for FlexAttention if its own exceed the GPU's shared memory (pytorch#198224), else None."""
+    row = q.size(-1) * q.dtype.itemsize
+    memory = row > 256 and torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
+    if row <= 256 or memory > 160_000:
+        return None
+    names = 'fwd_BLOCK_M', 'fwd_BLOCK_N', 'bwd_BLOCK_M1', 'bwd_BLOCK_N1', 'bwd_BLOCK_M2', 'bwd_BLOCK_N2'
+    return dict.fromkeys(names, 32 if 192 * row < memory else 16) | {'num_stages': 1}
 
 
 def block_mask(T, window, documents, device):
     """FlexAttention's mask for T tokens of what attend_within() reaches. Not run: it needs a GPU."""
     from torch.nn.attention.flex_attention import create_block_mask
     def visible(b, h, i, j):
-        seen = j <= i
-        if window is not None:
-            seen = seen & (i - j < window)
-        if documents is not None:
-            seen = seen & (documents[b, i] == documents[b, j])
-        return seen
+        seen = j <= i if window is None else (j <= i) & (i - j < window)
+        return seen if documents is None else seen & (documents[b, i] == documents[b, j])
     rows = None if documents is None else len(documents)
-    # uncompiled, both would hold all T x T scores
-    return compiled(create_block_mask)(visible, rows, None, T, T, device=device)
+    return compiled(create_block_mask)(visible, rows, None, T, T, device=device)  # else it holds T x T scores
 
 
 class Attention(nn.Module):
@@ -380,7 +382,8 @@ class Attention(nn.Module):
             raise ValueError(f'dropout={dropout} cannot be combined with window, document_mask, pack_rows or '
                              'attn_softcap on a GPU; use --dropout=0')
         from torch.nn.attention.flex_attention import flex_attention
-        return compiled(flex_attention)(q, k, v, self.cap, within, enable_gqa=q.size(1) > k.size(1))
+        return compiled(flex_attention)(q, k, v, self.cap, within, enable_gqa=q.size(1) > k.size(1),
+                                        kernel_options=flex_options(q))
 
     def forward(self, x, cos, sin, cache=None, within=None, first=None):
         B, T, _ = x.shape
@@ -447,8 +450,7 @@ def head_gradients(x, w, targets, cap, smoothing, frozen):
     x, (N, C), and weights w, (V, C). targets: (N). frozen: the weights need none; it is None.
     """
     logits = (x @ w.T).float()  # (N, V)
-    if cap:
-        logits = softcap(logits, cap=cap)
+    logits = softcap(logits, cap=cap) if cap else logits
     loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum', label_smoothing=smoothing)
     N, V = logits.shape
     d = logits.softmax(1) - smoothing / V
@@ -634,8 +636,7 @@ class GPT(nn.Module):
         try:
             self.load_state_dict(weights)
         except RuntimeError as e:
-            reason = ' '.join(str(e).split())[:500]
-            raise ValueError(f'the weights do not fit the model: {reason}') from None
+            raise ValueError(f'the weights do not fit the model: {" ".join(str(e).split())[:500]}') from None
         wte, head = weights['transformer.wte.weight'], weights['lm_head.weight']  # NaN differs from itself
         if self.config.tie and wte.data_ptr() != head.data_ptr() and not torch.equal(wte, head):
             raise ValueError('the weights do not fit the model: tie=True, but embedding and head differ')

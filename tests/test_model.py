@@ -3,6 +3,7 @@
 import math
 import shutil
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from model import (
     block_mask,
     compiled,
     config_from,
+    flex_options,
     shift_keys,
 )
 
@@ -99,6 +101,22 @@ def test_the_block_mask_of_a_gpu_equals_the_dense_mask(monkeypatch, window, docu
         attention.attend(q, k, v, mask)
 
 
+@pytest.mark.parametrize('channels, dtype, memory, size', [
+    (128, torch.bfloat16, 102_400, None), (256, torch.bfloat16, 167_936, None),  # any GPU; A100
+    (256, torch.bfloat16, 102_400, 32), (256, torch.float16, 65_536, 16),  # RTX 4090; T4
+    (256, torch.float32, 102_400, 16)])
+def test_wide_heads_fit_the_shared_memory_of_a_gpu(monkeypatch, channels, dtype, memory, size):
+    """Sizes that Triton compiled for these GPUs to kernels of at most 66,560 bytes; on a T4 of 49,152."""
+    gpu = SimpleNamespace(shared_memory_per_multiprocessor=memory)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: gpu)
+    options = flex_options(torch.empty(1, 1, 8, channels, dtype=dtype))
+    if size is None:
+        assert options is None
+    else:
+        assert options.pop('num_stages') == 1 and set(options.values()) == {size}
+        assert {name.partition('_')[0] for name in options} == {'fwd', 'bwd'}
+
+
 @pytest.mark.parametrize('shape', ALL_SHAPES)
 def test_a_document_in_a_row_is_computed_as_if_it_stood_alone(shape):
     """Its logits, and the gradients of all; rotary positions are relative, learned ones begin again."""
@@ -163,8 +181,8 @@ def test_a_loss_in_chunks_is_the_loss_and_has_its_gradients(settings, chunks):
 
 def test_the_head_of_a_loss_in_chunks_is_wrapped_for_compilation_once(monkeypatch):
     wrapped = []
-    monkeypatch.setattr(torch, 'compile', lambda function, **options: wrapped.append(function) or function)
-    monkeypatch.setattr('model.compiled', cache(compiled.__wrapped__))
+    assert compiled.__wrapped__ is torch.compile
+    monkeypatch.setattr('model.compiled', cache(lambda function, **_: wrapped.append(function) or function))
     for _ in range(2):
         ChunkedLoss.apply(torch.ones(4, 8), torch.ones(5, 8), torch.arange(4), 0.0, 0.0, 2, True)
     assert len(wrapped) == 1
