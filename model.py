@@ -136,9 +136,7 @@ class GPTConfig:
         names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
         nanogpt = {name: getattr(self, name) for name in names}
         complete = replace(self.resolved(), label_smoothing=0.0)  # for training only
-        if complete == GPTConfig(**nanogpt).resolved():
-            return nanogpt
-        return asdict(complete)
+        return nanogpt if complete == GPTConfig(**nanogpt).resolved() else asdict(complete)
 
 
 class Linear(nn.Linear):
@@ -386,8 +384,7 @@ class Attention(nn.Module):
                                         kernel_options=flex_options(q))
 
     def forward(self, x, cos, sin, cache=None, within=None, first=None):
-        B, T, _ = x.shape
-        H, K, D = self.n_head, self.n_kv_head, self.head_dim
+        (B, T, _), H, K, D = x.shape, self.n_head, self.n_kv_head, self.head_dim
         qkv = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)  # first: fewer copies
         q, k, v = (part.transpose(1, 2) for part in qkv)  # (B, H or K, T, D)
         q = self.rotate(self.q_norm(q), cos, sin)
@@ -395,6 +392,9 @@ class Attention(nn.Module):
         if x.device.type == 'cpu':
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC)
             q, k, v = q.float(), k.float(), v.float()
+        elif H > K and cache is None and x.device.type == 'cuda' and x.dtype != torch.bfloat16:
+            # only flash takes groups, which a T4 and float32 lack; without it all T x T weights are stored
+            k, v = (part.repeat_interleave(H // K, 1) for part in (k, v))
         q = self.scale_query(q)
         y = self.attend(q, k, v, within) if cache is None else cache.attend(self, q, k, v)
         y = y.to(x.dtype).transpose(1, 2).reshape(B, T, H * D)  # of (B, H, T, D)

@@ -34,6 +34,7 @@ from hotloop.evaluate import evaluate
 from hotloop.footprint import LiveBytes, Need, flash_on_meta
 from hotloop.forecast import MACHINES
 from hotloop.generate import Sampling, generate
+from hotloop.kv_cache import new_cache
 from hotloop.memory import choose_loss_chunks
 from hotloop.optim import build_optimizers
 from hotloop.quantize import prepare_for_inference
@@ -242,6 +243,26 @@ def test_an_evaluation_reads_the_device_once(split, answers, preset, dtype, chun
     with Strict(copies=True), flash_on_meta():
         result = evaluate(model, split(16), 7, 4, Env(device=CUDA))
     assert (result['loss'], result['tokens']) == (2.0, 7 * 16)
+
+
+@pytest.mark.parametrize('dtype, masked, groups', [
+    (BF16, False, 2), (BF16, True, 1), (FP16, False, 1), (FP32, False, 1)])
+def test_only_flash_attention_sees_grouped_heads(monkeypatch, dtype, masked, groups):
+    """In training, and with a cache of prompts whose lengths differ."""
+    seen, attend = [], F.scaled_dot_product_attention
+
+    def kernel(q, k, v, mask=None, **settings):
+        seen.append((mask is not None, q.size(1) // k.size(1)))
+        return attend(q, k, v, mask, **settings)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', kernel)
+    model = fake_gpt(dtype, preset='modern', n_kv_head=2)
+    ids = torch.zeros(2, 8, dtype=torch.int64, device=CUDA)
+    if masked:
+        cache = new_cache(model.eval(), 2, 12, static=True)
+        model(ids[:, :1], cache=cache)
+    else:
+        model(ids, ids)
+    assert seen == [(masked, groups)]
 
 
 @pytest.mark.parametrize('preset, dtype, quantize', [
