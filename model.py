@@ -1,8 +1,7 @@
 """
 The transformer: config, attention, MLP, block, loss, initial weights, counts. It imports torch only.
 
-Letters: B batch, T time, C channels (n_embd), H heads, K key/value heads, D channels of a head,
-V vocabulary, L layers.
+Letters: B batch, T time, C channels (n_embd), H heads, K key/value heads, D head channels, V vocabulary.
 
 Two presets (PRESETS) set a few independent settings. 'gpt2' is OpenAI's GPT-2 as in nanoGPT, weight for
 weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat.
@@ -384,7 +383,8 @@ class Attention(nn.Module):
                                         kernel_options=flex_options(q))
 
     def forward(self, x, cos, sin, cache=None, within=None, first=None):
-        (B, T, _), H, K, D = x.shape, self.n_head, self.n_kv_head, self.head_dim
+        B, T, _ = x.shape
+        H, K, D = self.n_head, self.n_kv_head, self.head_dim
         qkv = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)  # first: fewer copies
         q, k, v = (part.transpose(1, 2) for part in qkv)  # (B, H or K, T, D)
         q = self.rotate(self.q_norm(q), cos, sin)
@@ -541,8 +541,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """
-        GPT-2: N(0, 0.02), and the projections onto the residual stream divided by sqrt(2 L). zero_init: those
-        and the head start at zero, the embedding at N(0, 1), and other matrices keep their input's scale.
+        GPT-2: N(0, 0.02), and projections onto the residual stream are divided by sqrt(2 n_layer).
+        zero_init: these and the head start at zero, the embedding at N(0, 1); others keep inputs' scale.
         """
         c = self.config
         for name, p in self.named_parameters():
