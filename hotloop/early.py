@@ -50,7 +50,7 @@ def check_early(*sources):
     left to the script: what needs torch, config files, and settings that contradict each other.
     """
     explain_imports()
-    host.end_spins_early()
+    host.end_spins_early(host.SAMPLING_SPINS if sources[-1] == 'sample.py' else host.SPINS)
     with without_torch(), contextlib.suppress(NameError):
         modules = [settings_module(os.path.join(HERE, source)) for source in sources]
         classes = []

@@ -26,7 +26,7 @@ SCRIPTS = {'train.py': (('model.py', 'hotloop/lora.py', 'train.py'),
 @pytest.fixture
 def check(monkeypatch):
     """check(script, *argv): the text of its error, None if there is none."""
-    monkeypatch.setattr(early.host, 'end_spins_early', lambda: None)
+    monkeypatch.setattr(early.host, 'end_spins_early', lambda spins: None)
 
     def check_words(script, *argv):
         monkeypatch.setattr(sys, 'argv', [script, *map(str, argv)])
@@ -164,9 +164,9 @@ def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, data
 
 
 @pytest.mark.parametrize('given, expected', [
-    ({}, {'GOMP_SPINCOUNT': str(early.host.SPINS)}), ({'GOMP_SPINCOUNT': '7'}, {'GOMP_SPINCOUNT': '7'}),
+    ({}, {'GOMP_SPINCOUNT': '1000'}), ({'GOMP_SPINCOUNT': '7'}, {'GOMP_SPINCOUNT': '7'}),
     ({'OMP_WAIT_POLICY': 'active'}, {'OMP_WAIT_POLICY': 'active'})])
 def test_threads_sleep_early_unless_the_user_has_set_how_they_wait(monkeypatch, given, expected):
     monkeypatch.setattr(os, 'environ', dict(given))
-    early.host.end_spins_early()
+    early.host.end_spins_early(early.host.SPINS)
     assert os.environ == expected
