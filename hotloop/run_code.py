@@ -56,7 +56,8 @@ def run_code(program, seconds=SECONDS):
 def set_limits(seconds):
     """Limits this process and what it starts. macOS does not limit memory."""
     import resource  # Windows has none
-    limits = {'CPU': seconds, 'FSIZE': FILE_SIZE, 'NPROC': 0, 'NOFILE': 64, 'CORE': 0}  # root ignores NPROC
+    # CPU: after the parent's timeout, which names the reason; root ignores NPROC
+    limits = {'CPU': seconds + 1, 'FSIZE': FILE_SIZE, 'NPROC': 0, 'NOFILE': 64, 'CORE': 0}
     if sys.platform != 'darwin':
         limits['AS'] = MEMORY
     for name, limit in limits.items():
