@@ -205,11 +205,11 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
 
 
 def find_special_names(pieces, tokenizer, names):
-    """Yields the pieces, (split, Piece). Adds the names of special ids in the first texts to names."""
+    """Yields the pieces, (split, Piece). Adds to names those of special ids at the beginning of texts."""
     for i, (split, piece) in enumerate(pieces):
         if i < 100 and isinstance(piece.parts, list):
             for text, markup, _ in piece.parts:
-                names.update(() if markup else tokenizer.special_names.findall(text))
+                names.update(() if markup else tokenizer.special_names.findall(text[:10_000]))
         yield split, piece
 
 
