@@ -99,7 +99,7 @@ def describe_length(run, settings):
     if cfg.decay_lr and cfg.warmup_iters >= cfg.max_iters:
         lines.append(f'note: the warmup of {counted(cfg.warmup_iters, "step")} is longer than the run')
     if not cfg.decay_lr and {'warmup_iters', 'warmup_fraction'} & settings.given.keys():
-        lines.append('note: there is no warmup with decay_lr=False; a warmup to a constant rate is '
+        lines.append('note: decay_lr=False turns the warmup off; a warmup to a constant rate is '
                      f'--decay_lr=True --min_lr={cfg.learning_rate:g}')
     if cfg.max_epochs is not None and cfg.max_iters < 10:
         lines.append(f'note: {counted(cfg.max_iters, "step")} change the weights little; raise --max_epochs '

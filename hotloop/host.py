@@ -9,7 +9,7 @@ import time
 # iterations that an idle OpenMP thread of torch (libgomp) spins before it sleeps: about 25 microseconds. Its
 # own value is 300,000, 7 milliseconds; two runs on the same cores then wait for each other at every barrier
 SPINS = 1000
-SAMPLING_SPINS = 10_000  # the many small products of a token took 1.2 times as long with 1,000
+SAMPLING_SPINS = 10_000  # with 1,000 the many small products of a token took up to 1.4 times as long
 STARTED = time.perf_counter()  # when this process started: hotloop/early.py imports this before torch
 
 

@@ -164,11 +164,12 @@ def files_of(source, reading, data_dir, spool):
         if {'meta.json', 'train.bin'} <= set(os.listdir(source)):
             raise ValueError(f'{source} is a dataset; train on it, or prepare what it was made from')
         suffixes = {'auto': FOLDER_SUFFIXES, 'functions': '.py'}.get(reading.format, '')
-        found = files_under(source, suffixes)
+        everything = files_under(source, '')
+        found = [file for file in everything if file[0].lower().endswith(suffixes)]
         if not found:
             raise ValueError(f'{source} contains no files with a known suffix; --format=text reads all')
-        others = sorted({*files_under(source, '')} - {*found}) if reading.format == 'auto' else []
-        if others:
+        others = sorted({*everything} - {*found})
+        if others and reading.format == 'auto':
             print(f'{source}: left out {counted(len(others), "file")} without a known suffix, such as '
                   f'{others[0][0]}; --format=text reads all', file=sys.stderr)
         return [open_file(path, name, reading) for name, path in found]

@@ -105,7 +105,7 @@ def test_epochs_are_converted_to_steps(train_tiny, tmp_path, capsys):
 @pytest.mark.parametrize('settings', [dict(warmup_iters=2), dict(warmup_fraction=0.5)])
 def test_a_note_says_what_has_a_warmup_and_a_constant_rate(train_tiny, tmp_path, capsys, settings):
     train_tiny(decay_lr=False, max_iters=4, **settings)
-    note = 'note: there is no warmup with decay_lr=False; a warmup to a constant rate is'
+    note = 'note: decay_lr=False turns the warmup off; a warmup to a constant rate is'
     flags = '--decay_lr=True --min_lr=0.005'
     assert f'{note} {flags}' in ' '.join(capsys.readouterr().out.split())
     train_tiny(decay_lr=True, min_lr=5e-3, max_iters=4, **settings)
