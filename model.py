@@ -184,11 +184,9 @@ def norm_of(config):
     return rms_norm(config, config.n_embd)
 
 
-class Identity(nn.Module):
-    """Returns its first argument. It takes the place of a part that the config turns off."""
-
-    def forward(self, x, *_):
-        return x
+def unchanged(x, *_):
+    """Takes the place of a part that the config turns off. A module would take longer to call."""
+    return x
 
 
 class Scale(nn.Module):
@@ -273,25 +271,34 @@ def positions_in(documents):
 QUERIES = 512  # that attend_in_window() computes at once; of 64 to 1,024, 256 and 512 were fastest on a CPU
 
 
-def capped_attention(q, k, v, attn_mask=None, dropout_p=0.0, enable_gqa=True, *, cap):
-    """F.scaled_dot_product_attention with softcap() on the logits, for which it has no kernel."""
-    k, v = (tensor.repeat_interleave(q.size(1) // k.size(1), 1) for tensor in (k, v))
+def plain_attention(q, k, v, mask=None, dropout=0.0, is_causal=False):
+    """The attention of q, (B, H, T, D), over k and v, (B, K, T, D), by torch's kernels."""
+    groups = q.size(1) // k.size(1)
+    if groups > 1 and q.device.type == 'cuda' and (mask is not None or q.dtype != torch.bfloat16):
+        # only flash takes groups, which a T4 and float32 lack; without it all T x T weights are stored
+        k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
+                                          enable_gqa=q.size(1) > k.size(1))
+
+
+def capped_attention(q, k, v, mask, dropout=0.0, *, cap):
+    """plain_attention() with softcap() on the logits, for which torch has no kernel."""
+    k, v = (part.repeat_interleave(q.size(1) // k.size(1), 1) for part in (k, v))
     logits = softcap((q @ k.mT).float() * q.size(-1)**-0.5, cap=cap)  # (B, H, T, keys)
-    if attn_mask is not None:
-        logits = logits.masked_fill(~attn_mask, -math.inf)
-    return F.dropout(logits.softmax(-1).to(v.dtype), dropout_p) @ v
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -math.inf)
+    return F.dropout(logits.softmax(-1).to(v.dtype), dropout) @ v
 
 
-def attend_in_window(q, k, v, dropout, window, kernel=None):
+def attend_in_window(q, k, v, dropout, window, kernel):
     """
     Causal attention over the last `window` keys (None: all), in blocks of queries with the keys they reach:
     there is no T x T mask, and no work beyond the window. q: (B, H, T, D), k, v: (B, K, T, D).
     """
-    T, gqa = q.size(2), q.size(1) > k.size(1)
+    T = q.size(2)
     size, window = min(T, QUERIES), min(window or T, T)
-    if window == T and kernel is None:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa)
-    kernel = kernel or F.scaled_dot_product_attention
+    if window == T and kernel is plain_attention:
+        return plain_attention(q, k, v, dropout=dropout, is_causal=True)
     # rows: a block of queries; columns: the keys of the window before the block, then its own
     row, column = torch.arange(size, device=q.device), torch.arange(window - 1 + size, device=q.device)
     age = row[:, None] + window - 1 - column
@@ -301,11 +308,11 @@ def attend_in_window(q, k, v, dropout, window, kernel=None):
         end, first = min(start + size, T), max(start - window + 1, 0)
         left = first - (start - window + 1)  # columns before the first key
         part = q[:, :, start:end], k[:, :, first:end], v[:, :, first:end]
-        parts.append(kernel(*part, mask[:end - start, left:left + end - first], dropout, enable_gqa=gqa))
+        parts.append(kernel(*part, mask[:end - start, left:left + end - first], dropout))
     return torch.cat(parts, 2)
 
 
-def attend_within(q, k, v, dropout, window, documents, kernel=None):
+def attend_within(q, k, v, dropout, window, documents, kernel):
     """attend_in_window() within each document. documents: (B, T), numbers that rise; None: one a row."""
     if documents is None:
         return attend_in_window(q, k, v, dropout, window, kernel)
@@ -351,16 +358,16 @@ class Attention(nn.Module):
         # queries, keys and values of all heads in one matrix, in that order
         self.c_attn = Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
         self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
-        self.q_norm = rms_norm(config, D) if config.qk_norm else Identity()
-        self.k_norm = rms_norm(config, D) if config.qk_norm else Identity()
-        self.shift_keys = shift_keys if config.key_shift else Identity()
-        self.rotate = rotate if config.position == 'rope' else Identity()
+        self.q_norm = rms_norm(config, D) if config.qk_norm else unchanged
+        self.k_norm = rms_norm(config, D) if config.qk_norm else unchanged
+        self.shift_keys = shift_keys if config.key_shift else unchanged
+        self.rotate = rotate if config.position == 'rope' else unchanged
         if config.rope_local_base is not None:
             self.rotate = partial(rotate_part, part=int(self.window is not None))
         own_scale = config.query_scale not in (None, D**-0.5)  # by which attention multiplies in any case
-        self.scale_query = partial(torch.mul, other=config.query_scale * D**0.5) if own_scale else Identity()
+        self.scale_query = partial(torch.mul, other=config.query_scale * D**0.5) if own_scale else unchanged
         self.cap = partial(softcap, cap=config.attn_softcap) if config.attn_softcap else None
-        self.kernel = partial(capped_attention, cap=config.attn_softcap) if self.cap else None
+        self.kernel = partial(capped_attention, cap=config.attn_softcap) if self.cap else plain_attention
         self.dropout = nn.Dropout(config.dropout)
 
     def attend(self, q, k, v, within=None):
@@ -392,9 +399,6 @@ class Attention(nn.Module):
         if x.device.type == 'cpu':
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC)
             q, k, v = q.float(), k.float(), v.float()
-        elif H > K and cache is None and x.device.type == 'cuda' and x.dtype != torch.bfloat16:
-            # only flash takes groups, which a T4 and float32 lack; without it all T x T weights are stored
-            k, v = (part.repeat_interleave(H // K, 1) for part in (k, v))
         q = self.scale_query(q)
         y = self.attend(q, k, v, within) if cache is None else cache.attend(self, q, k, v)
         y = y.to(x.dtype).transpose(1, 2).reshape(B, T, H * D)  # of (B, H, T, D)
@@ -430,13 +434,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.mix = X0Mix() if config.x0_mix else Identity()
+        self.mix = X0Mix() if config.x0_mix else unchanged
         self.ln_1 = norm_of(config)
         self.attn = Attention(config, layer)
-        self.ln_1_post = norm_of(config) if config.post_norm else Identity()
+        self.ln_1_post = norm_of(config) if config.post_norm else nn.Identity()
         self.ln_2 = norm_of(config)
         self.mlp = MLP(config)
-        self.ln_2_post = norm_of(config) if config.post_norm else Identity()
+        self.ln_2_post = norm_of(config) if config.post_norm else nn.Identity()
 
     def forward(self, x, x0, cos, sin, cache=None, within=None, first=None):
         x = self.mix(x, x0)
@@ -494,11 +498,8 @@ class ChunkedLoss(torch.autograd.Function):
 # torch.compiler.disable, but torch._dynamo is imported when it is called and not here: that takes 2 s
 disable = getattr(torch, '_disable_dynamo', torch.compiler.disable)
 attend_outside_graph = disable(attend_within)  # the shapes of documents depend on the data
-
-
-@disable  # in one graph the chunks would be fused again, so each is compiled alone
-def compiled_loss(*args):
-    return ChunkedLoss.apply(*args, True)
+# in one graph the chunks would be fused again, so each is compiled alone
+compiled_loss = disable(lambda *args: ChunkedLoss.apply(*args, True))
 
 
 class Uninitialized(TorchFunctionMode):
@@ -519,15 +520,16 @@ class GPT(nn.Module):
         self.config = c = config.resolved()
         self.compute_dtype = torch.float32  # train.py and sample.py set the machine's fastest dtype
         self.loss_chunks = 1  # for head and loss; train.py uses more if memory is short
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(c.vocab_size, c.n_embd),
-            wpe=PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else Identity(),
-            ln_e=(rms_norm(c, c.n_embd) if c.embed_norm else
-                  Scale(c.embed_scale) if c.embed_scale != 1 else Identity()),
-            drop=nn.Dropout(c.dropout),
-            h=nn.ModuleList([Block(c, layer) for layer in range(c.n_layer)]), ln_f=norm_of(c)))
+        self.transformer = parts = nn.Module()
+        parts.wte = nn.Embedding(c.vocab_size, c.n_embd)
+        parts.wpe = PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else unchanged
+        scale = Scale(c.embed_scale) if c.embed_scale != 1 else unchanged
+        parts.ln_e = rms_norm(c, c.n_embd) if c.embed_norm else scale
+        parts.drop = nn.Dropout(c.dropout)
+        parts.h = nn.ModuleList([Block(c, layer) for layer in range(c.n_layer)])
+        parts.ln_f = norm_of(c)
         self.lm_head = Linear(c.n_embd, c.vocab_size, bias=False)
-        self.softcap = partial(softcap, cap=c.softcap) if c.softcap else Identity()
+        self.softcap = partial(softcap, cap=c.softcap) if c.softcap else unchanged
         if c.tie:
             self.transformer.wte.weight = self.lm_head.weight
         # cos and sin are (T, D/2), or (T, D) where layers with a window have their own base
@@ -618,8 +620,7 @@ class GPT(nn.Module):
         self.config.block_size = block_size
         self.cos, self.sin = self.cos[:block_size], self.sin[:block_size]
         if self.config.position == 'learned':
-            weight = self.transformer.wpe.weight[:block_size].clone()
-            self.transformer.wpe = PositionEmbedding.from_pretrained(weight, freeze=False)
+            self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].clone())
 
     @classmethod
     def from_checkpoint(cls, model_args, weights, **override):
@@ -644,7 +645,6 @@ class GPT(nn.Module):
 
 def config_from(model_args):
     """The GPTConfig of a checkpoint's model_args. ValueError names those that this version does not have."""
-    unknown = sorted(model_args.keys() - {f.name for f in fields(GPTConfig)})
-    if unknown:
+    if unknown := sorted(model_args.keys() - {f.name for f in fields(GPTConfig)}):
         raise ValueError(f'the model has settings that this version does not have: {", ".join(unknown)}')
     return GPTConfig(**{'key_shift': False, **model_args})  # which earlier checkpoints do not have

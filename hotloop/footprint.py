@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def flash_attention(q, k, v, dropout_p=0.0, is_causal=False, enable_gqa=False):
+def flash_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa):
     """In place of F.scaled_dot_product_attention, which on the meta device would store all T x T weights."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 

@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch.nn import functional as F
 
 from hotloop.quantize import Int8Linear
 
@@ -62,7 +61,7 @@ class KVCache:
                 rows = torch.arange(new.size(0), device=new.device)
                 cached[rows, :, self.length] = new[:, :, 0].to(cached.dtype)
         if q.size(2) > 1:  # prompts, into an empty cache
-            return attention.attend(q, *ungroup(q, k, v, window is not None))
+            return attention.attend(q, k, v)
         first, mask = 0, self.mask
         if window is not None and mask is None:
             first = max(end - window, 0)
@@ -71,9 +70,7 @@ class KVCache:
         k, v = self.k[layer][:, :, first:end], self.v[layer][:, :, first:end]
         if self.static and q.device.type == 'cpu':
             return attend_in_sums(q, k, v, mask, attention.cap)
-        k, v = ungroup(q, k, v, mask is not None)
-        kernel = attention.kernel or F.scaled_dot_product_attention
-        return kernel(q, k, v, mask, enable_gqa=q.size(1) > k.size(1))
+        return attention.kernel(q, k, v, mask)
 
     def finish(self, x):
         """Counts the new tokens when all layers are done. (B, T, C) -> (B, C), each row's last token."""
@@ -100,17 +97,6 @@ class KVCache:
             self.k[layer] = self.k[layer][rows]
             self.v[layer] = self.v[layer][rows]
         self.last = [last[rows] for last in self.last]
-
-
-def ungroup(q, k, v, masked):
-    """
-    k and v, repeated on a GPU for all heads of q unless flash attention is possible, in bf16 and without a
-    mask: it alone takes groups, and without it torch would compute attention in parts.
-    """
-    groups = q.size(1) // k.size(1)
-    if groups == 1 or q.device.type != 'cuda' or (q.dtype == torch.bfloat16 and not masked):
-        return k, v
-    return k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
 
 def attend_in_sums(q, k, v, mask, cap):

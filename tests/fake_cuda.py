@@ -251,9 +251,9 @@ def test_only_flash_attention_sees_grouped_heads(monkeypatch, dtype, masked, gro
     """In training, and with a cache of prompts whose lengths differ."""
     seen, attend = [], F.scaled_dot_product_attention
 
-    def kernel(q, k, v, mask=None, **settings):
-        seen.append((mask is not None, q.size(1) // k.size(1)))
-        return attend(q, k, v, mask, **settings)
+    def kernel(q, k, v, attn_mask, **settings):
+        seen.append((attn_mask is not None, q.size(1) // k.size(1)))
+        return attend(q, k, v, attn_mask, **settings)
     monkeypatch.setattr(F, 'scaled_dot_product_attention', kernel)
     model = fake_gpt(dtype, preset='modern', n_kv_head=2)
     ids = torch.zeros(2, 8, dtype=torch.int64, device=CUDA)
