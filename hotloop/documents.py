@@ -144,9 +144,9 @@ def standard_input():
     return sys.stdin.buffer
 
 
-def text_blocks(file, reading, progress, counts):
+def text_blocks(file, reading, progress=None, counts=None):
     """A file's text in blocks of about a megabyte."""
-    with open_file(file, reading, progress, counts) as f:
+    with open_file(file, reading, progress, counts or RowCounts()) as f:
         blocks = iter(lambda: f.buffer.read(1 << 20), b'')  # f.read(size) is a third slower
         yield from codecs.iterdecode(blocks, f.encoding, f.errors)
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 from configurator import HERE, SettingsError, configure, fields_of, read_argv, settings_module
 from hotloop import host
@@ -27,6 +26,7 @@ def without_torch():
 
 def check_torch():
     """SettingsError if torch is older than the code needs. If it is missing, its import says so."""
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms that prepare.py saves
     with contextlib.suppress(PackageNotFoundError):
         found = version('torch')
         if tuple(map(int, found.split('.')[:2])) < (2, 11):
@@ -50,7 +50,8 @@ def check_early(*sources):
     left to the script: what needs torch, config files, and settings that contradict each other.
     """
     explain_imports()
-    host.end_spins_early(host.SAMPLING_SPINS if sources[-1] == 'sample.py' else host.SPINS)
+    if sources[-1] == 'train.py':  # a token of sample.py would take up to 1.4 times as long
+        host.end_spins_early()
     with without_torch(), contextlib.suppress(NameError):
         modules = [settings_module(os.path.join(HERE, source)) for source in sources]
         classes = []

@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from typing import NamedTuple
 
-from hotloop.documents import documents_in
+from hotloop.documents import documents_in, text_blocks
 
 SMALL = 1 << 24  # bytes of files; documents of larger ones are held out by probability
 
@@ -58,9 +58,12 @@ def plan_holdout(files, val_files, cfg, reading):
     if val_files:
         return Holdout(several=not single)
     if single or files[0].kind == 'tokens':
-        pieces = documents_in(files, reading)
-        length = sum(len(piece.parts[0][0] if single else piece.parts) for piece in pieces)
-        return Holdout(not single, int(length * (1 - cfg.val_fraction)))
+        if files[0].kind == 'text':
+            lengths = map(len, text_blocks(files[0], reading))
+        else:
+            pieces = documents_in(files, reading)
+            lengths = (len(piece.parts[0][0] if single else piece.parts) for piece in pieces)
+        return Holdout(not single, int(sum(lengths) * (1 - cfg.val_fraction)))
     if all(file.kind in ('text', 'functions') for file in files) and not reading.separator:
         sizes = {holdout_hash(file.name, cfg.seed): os.path.getsize(file.path) for file in files}
     else:

@@ -9,7 +9,6 @@ import time
 # iterations that an idle OpenMP thread of torch (libgomp) spins before it sleeps: about 25 microseconds. Its
 # own value is 300,000, 7 milliseconds; two runs on the same cores then wait for each other at every barrier
 SPINS = 1000
-SAMPLING_SPINS = 10_000  # with 1,000 the many small products of a token took up to 1.4 times as long
 STARTED = time.perf_counter()  # when this process started: hotloop/early.py imports this before torch
 
 
@@ -18,10 +17,10 @@ def process_seconds():
     return time.perf_counter() - STARTED
 
 
-def end_spins_early(spins):
+def end_spins_early():
     """Sets how long threads spin, before torch is imported, unless the user has set how they wait."""
     if 'OMP_WAIT_POLICY' not in os.environ:
-        os.environ.setdefault('GOMP_SPINCOUNT', str(spins))
+        os.environ.setdefault('GOMP_SPINCOUNT', str(SPINS))
 
 
 def threads_for(processes):

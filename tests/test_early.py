@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ SCRIPTS = {'train.py': (('model.py', 'hotloop/lora.py', 'train.py'),
 @pytest.fixture
 def check(monkeypatch):
     """check(script, *argv): the text of its error, None if there is none."""
-    monkeypatch.setattr(early.host, 'end_spins_early', lambda spins: None)
+    monkeypatch.setattr(early.host, 'end_spins_early', lambda: None)
 
     def check_words(script, *argv):
         monkeypatch.setattr(sys, 'argv', [script, *map(str, argv)])
@@ -55,9 +56,9 @@ def test_it_refuses_in_the_words_of_the_script(check, monkeypatch, script, argv)
 def test_an_old_torch_is_a_sentence(check, monkeypatch, found, words):
     def version(package):
         if found is None:
-            raise early.PackageNotFoundError
+            raise PackageNotFoundError
         return found
-    monkeypatch.setattr(early, 'version', version)
+    monkeypatch.setattr('importlib.metadata.version', version)
     assert check('train.py') == (words and f'this program needs torch 2.11 or later, and torch is {words}: '
                                            'pip install -c constraints.txt -r requirements.txt')
 
@@ -168,5 +169,5 @@ def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, data
     ({'OMP_WAIT_POLICY': 'active'}, {'OMP_WAIT_POLICY': 'active'})])
 def test_threads_sleep_early_unless_the_user_has_set_how_they_wait(monkeypatch, given, expected):
     monkeypatch.setattr(os, 'environ', dict(given))
-    early.host.end_spins_early(early.host.SPINS)
+    early.host.end_spins_early()
     assert os.environ == expected
