@@ -4,12 +4,13 @@ in the backward pass, against one all-reduce by hand.
 
     $ python tests/bench/parallel_speed.py                   # two gloo processes on this machine
     $ python tests/bench/parallel_speed.py --processes=8     # on a node with eight GPUs, by NCCL
+    $ python tests/bench/parallel_speed.py --shapes parameters --sides 'by hand' DDP    # a part of it
 
 By hand means: after the last micro-batch all gradients are concatenated, summed by one all-reduce and copied
 back, as this repository did before it used DDP. All sides run the same two micro-batches with the same
 weights, one thread per process, without compilation, and take turns. Memory is the most that rank 0 holds
-during the steps, beyond a process that has only imported torch and joined the group; on a GPU it is the
-allocator's peak.
+during the steps, beyond a process that has imported torch with its compiler, as DDP does (80 MB), and joined
+the group; on a GPU it is the allocator's peak.
 """
 
 import json
@@ -46,6 +47,7 @@ def work(side, shape):
 def measure(train, side, shape, cfg, env):
     """Milliseconds of a step, and peak megabytes."""
     import torch
+    import torch._dynamo
     import torch.distributed as dist
 
     from model import GPT, GPTConfig
@@ -93,6 +95,8 @@ def measure(train, side, shape, cfg, env):
 
 def main():
     parser = parser_of(__doc__, processes=2, rounds=7)
+    parser.add_argument('--shapes', nargs='+', default=list(SHAPES), choices=SHAPES)
+    parser.add_argument('--sides', nargs='+', default=list(SIDES), choices=SIDES)
     parser.add_argument('--work', nargs=2, help='for the processes that this starts')
     args = parser.parse_args()
     if args.work:
@@ -103,8 +107,8 @@ def main():
         return answer([sys.executable, *launcher, __file__, '--work', name, shape],
                       env={'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'})
     rows = []
-    for shape in SHAPES:
-        results = alternate({name: partial(turn, name, shape) for name in SIDES}, args.rounds)
+    for shape in args.shapes:
+        results = alternate({name: partial(turn, name, shape) for name in args.sides}, args.rounds)
         base = None
         for name, found in results.items():
             ms, peak = median([r['ms'] for r in found]), median([r['peak'] for r in found])
