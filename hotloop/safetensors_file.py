@@ -53,4 +53,4 @@ def write_safetensors(path, tensors):
     with replacing(path) as f:
         f.write(struct.pack('<Q', len(text)) + text)
         for tensor in tensors.values():
-            f.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
+            f.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())

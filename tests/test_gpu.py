@@ -75,6 +75,13 @@ def test_data_in_the_devices_memory_is_the_data_that_is_read_ahead(run):
     assert furthest(a, b) == 0
 
 
+def test_adapters_on_the_device_are_written_at_the_last_step(run, tmp_path):
+    """The last save takes no copy of the tensors first."""
+    run('base', max_iters=1)
+    tuned = run('tuned', init_from=tmp_path / 'base', lora_rank=4, max_iters=2, eval_interval=1)
+    assert (tmp_path / 'tuned' / 'adapter' / 'adapter_model.safetensors').exists() and tuned['iter_num'] == 2
+
+
 def test_a_loss_in_chunks_trains_as_the_whole_does(run):
     assert furthest(run('one'), run('four', loss_chunks=4)) < 0.05
 
