@@ -164,6 +164,8 @@ class TrainConfig:
                 wrong.append(f'{name}={path!r} is not a valid folder name')
         if not wrong and self.mirror_dir and is_inside(self.out_dir, self.mirror_dir):
             wrong.append(f'out_dir={self.out_dir!r} lies inside mirror_dir={self.mirror_dir!r}')
+        if os.path.exists(self.init_from) and is_inside(self.init_from, self.out_dir) and not self.eval_only:
+            wrong.append(f'init_from={self.init_from!r} would be moved aside with out_dir; choose another')
         if self.pack_rows and self.document_mask:
             wrong.append('pack_rows=True keeps rows apart already; remove document_mask=True')
         if self.pack_rows and self.data_on_device is True:
@@ -511,7 +513,7 @@ def build_run(settings, datasets, env):
     if resumed:
         origin = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
     return Run(cfg, settings.lora, origin, env, model, evaluated, forward, batches, splits['val'],
-               byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir), context, tokenizer)
+               byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir, cfg.device), context, tokenizer)
 
 
 # -----------------------------------------------------------------------------
@@ -567,8 +569,8 @@ def train(run):
             save(run, final=stopping or due.last)
             save_due = False
         if evaluation:
-            # The log has each evaluation once: a resume drops the lines after its checkpoint, and one of this
-            # step holds the result. That of due.last does not, but the final save has replaced it by now
+            # Each evaluation is logged once: a resume drops lines after the step of its checkpoint, so one of
+            # this step must hold the result. The final save has replaced that of due.last, which does not
             log_evaluation(run, evaluation)
         timer.resume()
         if stopping and not due.last:

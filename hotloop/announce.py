@@ -97,7 +97,7 @@ def describe_length(run, settings):
         lines.append(f'nothing to do: the run is at step {run.state.iter_num:,} of {cfg.max_iters:,}; '
                      f'to train further, give --max_iters=N{clock}')
     if cfg.decay_lr and cfg.warmup_iters >= cfg.max_iters:
-        lines.append(f'note: the warmup of {counted(cfg.warmup_iters, "step")} is longer than the run')
+        lines.append(f'note: the warmup of {counted(cfg.warmup_iters, "step")} takes the complete run')
     if not cfg.decay_lr and {'warmup_iters', 'warmup_fraction'} & settings.given.keys():
         lines.append('note: decay_lr=False turns the warmup off; a warmup to a constant rate is '
                      f'--decay_lr=True --min_lr={cfg.learning_rate:g}')

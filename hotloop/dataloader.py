@@ -27,7 +27,7 @@ class Split:
         self.dataset = Dataset(os.path.basename(folder), folder, meta, 1.0)
         self.num_windows = windows_per_epoch(self.num_tokens, T)
         self.order = functools.lru_cache(maxsize=2)(self.epoch_order)
-        self.end_id = None  # the last id of a document, if windows carry the documents of their tokens
+        self.end_id = None  # the id that ends each document, if document_mask is on
         expected = meta['splits'].get(name, {}).get('tokens', self.num_tokens)
         if self.num_tokens != expected:
             raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, but meta.json says {expected:,}; '

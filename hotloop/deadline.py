@@ -77,7 +77,7 @@ def keep_decisions(cfg, given, checkpoint, notes):
                          f'--init_from={cfg.out_dir}/ckpt.pt --out_dir=NEW --{now}')
     if cfg.compile == 'auto':
         cfg.compile = saved['compile']
-    if checkpoint['state'].get('eval_fitted'):
+    if checkpoint.get('state', {}).get('eval_fitted'):
         for name in fitted:
             setattr(cfg, name, saved[name])
     if not is_open(cfg):
@@ -95,7 +95,7 @@ class Deadline:
         self.budget, self.before = 60 * cfg.time_budget, state.seconds_used
         self.evaluating = 0.0  # seconds in evaluations since the start of this process
         self.evaluation = 0.0  # seconds of one: estimated, then those of the last one
-        self.pace = None  # seconds of a step at that time; None: not known yet
+        self.pace = None  # seconds of a step when that evaluation was timed; None: not known yet
         self.measured = False
         self.at_decay = None  # the Plan by which this process began the decay
         self.first_step, self.next_look = state.iter_num, state.iter_num + 1

@@ -182,8 +182,8 @@ def check_same_step(step, env):
     steps[env.rank] = step
     steps = env.sum(steps)  # after this no process reads out_dir, so rank 0 may rename files in it
     if (steps != step).any():
-        raise ValueError(f'rank {env.rank} starts from step {step:,}, but the mean of all {env.world} '
-                         f'processes is {steps.mean():,g}; out_dir must be a folder that they all share')
+        raise ValueError(f'the processes start from different steps, {steps.min():,.0f} to '
+                         f'{steps.max():,.0f}; out_dir must be a folder that they all share')
 
 
 class StopRequest:

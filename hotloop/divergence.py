@@ -50,7 +50,7 @@ def track_loss(run, step, loss):
 def divergence_message(run):
     """The error message of a run that has diverged."""
     return (f'step {run.diverged_at}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a row. '
-            f'Those steps were skipped. {what_next(run)}; with dtype=float16 try bfloat16 or float32')
+            f'Those steps were skipped. With dtype=float16, try bfloat16 or float32. {what_next(run)}')
 
 
 def what_next(run):

@@ -66,10 +66,9 @@ def evaluate_split(model, split, starts, batch, env, byte_counts, stop):
     sums = np.zeros((3, len(starts)))  # loss, targets and bytes; zero at the windows of other processes
     batch_losses, stopped, was_training = [], False, model.training
     model.eval()
-    together = is_sharded(model)  # then all processes run as many batches as rank 0
-    for first in range(0, -(-len(starts) // env.world) if together else len(mine), batch):
+    for first in range(0, -(-len(starts) // env.world), batch):  # sharded, all run as many batches
         stopped = stop is not None and stop()
-        if together and stop is not None:
+        if stop is not None and is_sharded(model):
             stopped = env.any(stopped)
         if stopped:
             break

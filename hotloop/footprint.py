@@ -120,7 +120,7 @@ def activation_bytes(model, batch, dtype, chunks, recompute='none', lora=None):
 def update_bytes(model, dtype):
     """Bytes at most that Muon allocates in an update. AdamW's fused kernel allocates nothing."""
     rows, device = matrix_rows(model), model.lm_head.weight.device
-    muon = Muon(list(rows), rows, 0.0, 0.0, 0.0, Env(device=device, dtype=dtype))
+    muon = Muon(rows, 0.0, 0.0, 0.0, Env(device=device, dtype=dtype))
     for p in rows:
         p.grad = torch.zeros_like(p)
     with LiveBytes([*rows, *(p.grad for p in rows)]) as live:
@@ -203,11 +203,12 @@ class Need:
         if self.activations(batch, dtype, 1, recompute)[0] > MARGIN * memory:
             return False  # counting the chunks takes longer
         chunks = self.chunks(batch, memory)
-        need = sum(self.parts(batch, dtype, chunks, recompute).values())
         shard, world = self.sharing
         if shard != 'none' and world > 1:
             need = self.standing(dtype, shard, world)
             need += sum(self.activations(batch, dtype, chunks, recompute))
+        else:
+            need = sum(self.parts(batch, dtype, chunks, recompute).values())
         return need <= MARGIN * memory
 
 

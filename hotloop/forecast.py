@@ -126,13 +126,13 @@ def describe_model(model):
 
 def describe_memory(need, batch, dtype):
     """Memory by part, disk."""
-    size = MACHINES['H100'][1]
-    chunks = need.chunks(batch, size)
+    memory = MACHINES['H100'][1]
+    chunks = need.chunks(batch, memory)
     parts = need.parts(batch, dtype, chunks)
     text = ', '.join(f'{part} {file_size(size)}' for part, size in parts.items() if size)
     pieces = f' in {chunks} chunks' if chunks > 1 else ''
     if need.asked_chunks == 'auto':
-        pieces += f' (loss_chunks=auto on a GPU with {size / 1e9:.0f} GB)'
+        pieces += f' (loss_chunks=auto on a GPU with {memory / 1e9:.0f} GB)'
     name, checkpoint = str(dtype).removeprefix('torch.'), need.weights + need.optimizer
     lines = [f'memory: {file_size(sum(parts.values()))} for a micro-batch of {batch} x '
              f'{need.model.config.block_size} tokens in {name}, or less if compiled: {text}{pieces}']

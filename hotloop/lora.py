@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hotloop.files import is_inside
 from hotloop.nf4 import NF4Linear, rounded
 from hotloop.wording import wrapped
 
@@ -53,9 +52,6 @@ def check_lora(lora, cfg):
         raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; omit it')
     if cfg.init_from == 'scratch':
         raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with --init_from')
-    if cfg.init_from != 'resume' and is_inside(cfg.init_from, cfg.out_dir):
-        raise ValueError(f'init_from={cfg.init_from!r} would be moved aside by this run, which needs it to '
-                         f'resume; choose another --out_dir than {cfg.out_dir}')
 
 
 class LoRALinear(nn.Module):

@@ -25,10 +25,10 @@ def choose_loss_chunks(asked, num_tokens, vocab_size, env, frozen=False):
     # bytes: logit and gradient in bf16, float32 copies of both; a compiled step does not store the copies
     per_logit = 2.5 * env.dtype.itemsize if env.compile else EAGER_LOGIT
     need = per_logit * num_tokens * vocab_size
+    chunks = chunks_within(asked, num_tokens, need, device_memory(env.device))
     if asked == 'auto' and frozen and need > FROZEN_LOGITS[env.compile]:
-        fewest = math.ceil(num_tokens / FROZEN_CHUNK[env.device.type])
-        return max(chunks_within(asked, num_tokens, need, device_memory(env.device)), fewest)
-    return chunks_within(asked, num_tokens, need, device_memory(env.device))
+        chunks = max(chunks, math.ceil(num_tokens / FROZEN_CHUNK[env.device.type]))
+    return chunks
 
 
 def chunks_within(asked, num_tokens, need, memory):
@@ -114,7 +114,7 @@ def why_largest(micro_batch, sequences, T, env):
     if following * T > MAX_TRIAL_TOKENS:
         return f'more than {MAX_TRIAL_TOKENS:,} tokens at once are no faster'
     memory = f'{device_memory(env.device) / 1e9:.0f} GB of memory here'
-    return f'the largest that fits {"half of the" if env.device.type == "cpu" else "the"} {memory}'
+    return f'the largest that fits in {"half of the" if env.device.type == "cpu" else "the"} {memory}'
 
 
 def memory_advice(run, env, error):

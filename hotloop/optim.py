@@ -46,8 +46,9 @@ class Muon(Uncompiled, torch.optim.Optimizer):
     {parameter: [rows of each matrix in it]}. With found_inf set to 1 a step changes nothing.
     """
 
-    def __init__(self, params, rows, lr, momentum, weight_decay, env):
-        super().__init__(params, {'lr': lr, 'momentum': momentum, 'weight_decay': weight_decay})
+    def __init__(self, rows, lr, momentum, weight_decay, env):
+        defaults = {'lr': lr, 'peak': lr, 'momentum': momentum, 'weight_decay': weight_decay}
+        super().__init__(list(rows), defaults)
         self.rows, self.env, self.growths = rows, env, {}
         self.sharded = any(local(p) is not p for p in rows)
         self.found_inf = torch.zeros((), device=env.device)
@@ -161,9 +162,7 @@ def build_optimizers(model, cfg, env):
     adamw = AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True)
     if not use_muon:
         return [adamw]
-    muon = Muon(list(rows), rows, cfg.muon_lr, cfg.muon_momentum, decay, env)
-    muon.param_groups[0]['peak'] = cfg.muon_lr
-    return [adamw, muon]
+    return [adamw, Muon(rows, cfg.muon_lr, cfg.muon_momentum, decay, env)]
 
 
 def matrix_rows(model):

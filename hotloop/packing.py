@@ -13,8 +13,9 @@ from hotloop.files import counted
 
 class Packed(Split):
     """
-    A split of rows of instruction data. A window holds complete rows, each a document, and padding; its
-    `start` is its number. Each epoch shuffles the windows. Their rows stay: they do not affect one another.
+    A split of rows of instruction data. A window holds complete rows, each a document, and padding. Its
+    `start` is the number of the window, not a position. Each epoch shuffles the windows, but not the rows
+    within them, which do not affect one another.
     """
 
     def __init__(self, folder, name, meta, T):

@@ -25,6 +25,6 @@ def describe(run):
     why = (f'patience={cfg.patience}: no lower val loss than {short(state.best_val_loss)} in '
            f'{counted(state.evals_since_best, "evaluation")}')
     last = learning_rate(state.iter_num - 1, cfg)
-    if last > 1.001 * cfg.min_lr:
+    if cfg.decay_lr and last > 1.001 * cfg.min_lr:
         why += f'\nthe learning rate, {rate(last)}, has not decayed to min_lr={rate(cfg.min_lr)}'
     return why

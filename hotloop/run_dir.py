@@ -10,6 +10,7 @@ import threading
 from concurrent import futures
 from dataclasses import dataclass
 
+from configurator import OWN_FILE
 from hotloop import host
 from hotloop.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
 from hotloop.checkpoint import OPTIMIZERS, DiskFull, load_checkpoint, save_checkpoint
@@ -19,15 +20,16 @@ from hotloop.record import DIAGNOSIS
 from hotloop.wording import shell
 
 ADAPTER_FILES = tuple(f'adapter/{name}' for name in (CONFIG, TENSORS, ORIGIN))  # of a run with lora_rank
-RUN_FILES = ('config.py', 'log.jsonl', 'report.html', DIAGNOSIS, 'best.pt', 'ckpt.pt', *ADAPTER_FILES)
+RUN_FILES = ('config.py', 'log.jsonl', 'report.html', DIAGNOSIS, *ADAPTER_FILES, 'best.pt', 'ckpt.pt')
 NOT_IN_BEST = (*OPTIMIZERS, 'scaler', 'state')
 
 
 class RunDir:
     """The folder of a run, locked by one process at a time."""
 
-    def __init__(self, path):
+    def __init__(self, path, device='auto'):
         self.path, self.lock = path, None
+        self.device = device  # the setting, which the command to resume repeats
         self.saved_step, self.best_loss = None, math.inf  # of ckpt.pt and best.pt
         self.writer, self.saving = futures.ThreadPoolExecutor(1), None  # a Future: the save under way
         self.save_seconds = 0.0  # that the last save took
@@ -56,6 +58,8 @@ class RunDir:
                 moved = move_aside(self.path)
                 notes.append(f'{self.path} held a run, which was moved to {moved}')
                 self.release_lock()  # the new folder gets its own
+            if fresh:
+                self.check_config()
             os.makedirs(os.path.realpath(self.path), exist_ok=True)
             self.take_lock()
             remove_partial_files(self.path)
@@ -64,6 +68,14 @@ class RunDir:
         except OSError as e:
             raise ValueError(f'out_dir={self.path!r} cannot be written: {e.strerror or e}') from None
         return notes
+
+    def check_config(self):
+        """ValueError if config.py is not that of a run: a file of the user's would be replaced."""
+        path = self / 'config.py'
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, 'rb') as f:
+            if not f.read().startswith(OWN_FILE.encode()):
+                raise ValueError(f'{path} was not written by a run, which would replace it; rename it, or '
+                                 'choose another folder')
 
     def take_lock(self):
         """Takes the lock. It is held until the process ends, even by kill -9."""
@@ -138,7 +150,8 @@ class RunDir:
         if world != '1':
             on_a_node = os.environ.get('LOCAL_WORLD_SIZE') == world
             launcher = f'torchrun --standalone --nproc_per_node={world}' if on_a_node else 'torchrun ...'
-        return f'{launcher} train.py --init_from=resume --out_dir={shell(self.path)}'
+        device = '' if self.device == 'auto' else f' --device={self.device}'
+        return f'{launcher} train.py --init_from=resume --out_dir={shell(self.path)}{device}'
 
     def promote(self, resumed):
         """Makes the checkpoint of a resume the latest one, and renames the damaged ones."""
@@ -199,6 +212,8 @@ class Mirror:
             if not ours and RunDir(path).holds_run():
                 moved = move_aside(path)
                 print(f'mirror_dir: {path} held a run, which was moved to {moved}', flush=True)
+            if not ours:
+                RunDir(path).check_config()
             os.makedirs(os.path.realpath(path), exist_ok=True)
             remove_partial_files(path)
         except OSError as e:
@@ -219,19 +234,25 @@ class Mirror:
 
     def copy_on_request(self):
         while self.requests.get():
-            for name in RUN_FILES:
-                try:
-                    if os.path.exists(self.run_dir / name):  # best.pt comes with the first evaluation
-                        self.copy(name)
-                except OSError as e:  # the next checkpoint tries again
-                    print(f'mirror_dir={self.path!r}: {name} not copied: {e.strerror or e}', flush=True)
+            with contextlib.ExitStack() as stack:
+                sources = {}
+                # An open file stays the same even if the run replaces it. ckpt.pt is opened first, so that
+                # the others are not older; a resume drops what is newer
+                for name in reversed(RUN_FILES):
+                    with contextlib.suppress(OSError):  # best.pt comes with the first evaluation
+                        sources[name] = stack.enter_context(open(self.run_dir / name, 'rb'))
+                for name in RUN_FILES:
+                    try:
+                        if name in sources:
+                            self.copy(name, sources[name])
+                    except OSError as e:  # the next checkpoint tries again
+                        print(f'mirror_dir={self.path!r}: {name} not copied: {e.strerror or e}', flush=True)
 
-    def copy(self, name):
-        with open(self.run_dir / name, 'rb') as source:  # stays this file even if the run replaces it
-            stat = os.fstat(source.fileno())
-            version = stat.st_ino, stat.st_mtime_ns, stat.st_size
-            if self.copied.get(name) != version:
-                os.makedirs(os.path.dirname(os.path.join(self.path, name)), exist_ok=True)
-                with replacing(os.path.join(self.path, name)) as target:
-                    shutil.copyfileobj(source, target, 1 << 20)
-                self.copied[name] = version
+    def copy(self, name, source):
+        stat = os.fstat(source.fileno())
+        version = stat.st_ino, stat.st_mtime_ns, stat.st_size
+        if self.copied.get(name) != version:
+            os.makedirs(os.path.dirname(os.path.join(self.path, name)), exist_ok=True)
+            with replacing(os.path.join(self.path, name)) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            self.copied[name] = version

@@ -20,7 +20,7 @@ from hotloop.shard import is_sharded
 
 
 def take_folder(run, resumed):
-    """Locks out_dir and the mirror for this run, and opens the log."""
+    """Locks out_dir, starts the mirror, and opens the log."""
     cfg, env = run.cfg, run.env
     if env.rank == 0:
         for note in run.out.open(resumed is None, config_text(run)):

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from hotloop.files import counted
 
-NO_LIMIT = 10**9  # max_iters of a run whose time budget alone limits it; also the distance of no evaluations
+# max_iters of a run whose time budget alone limits it, eval_interval of one that evaluates only at its end
+NO_LIMIT = 10**9
 
 
 def schedule_problems(cfg):
@@ -49,7 +50,7 @@ def learning_rate(step, cfg):
     if not cfg.decay_lr:  # as in nanoGPT, whose card for fine-tuning leaves warmup_iters at 2,000
         return cfg.learning_rate
     end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
-    share = None  # of the way from min_lr up to learning_rate
+    # share: of the way from min_lr up to learning_rate
     if step < cfg.warmup_iters:
         if cfg.lr_schedule != 'onecycle':
             return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)

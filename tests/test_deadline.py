@@ -360,6 +360,8 @@ def test_a_budget_on_resume(budget, clock, tmp_path, monkeypatch, capsys):
     budget('plain', seconds=None, max_iters=2)
     assert ('this run began without a time budget, and its schedule ends at step 2; to finish it, omit this; '
             'for a new run: ' in error_of(budget, 'plain', init_from='resume'))
+    os.replace(tmp_path / 'out' / 'best.pt', tmp_path / 'out' / 'ckpt.pt')
+    assert '(best.pt has none)' in error_of(budget, init_from='resume', seconds=None)
 
 
 def test_a_resume_without_the_budget_or_with_a_fraction_needs_a_length(budget, monkeypatch):

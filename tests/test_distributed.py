@@ -62,17 +62,17 @@ def test_a_sum_leaves_its_argument_alone_and_only_rank_0_prints(monkeypatch, cap
 
 
 @pytest.mark.parametrize('steps, words', [
-    ([5, 5, 5], ''), ([5, 5, 0], 'rank {} starts from step {}, but the mean of all 3 processes is 3.33333'),
-    ([0, 5, 10], 'rank {} starts from step {}, .* is 5; out_dir must be a folder that they all share')])
+    ([5, 5, 5], ''), ([5, 5, 0], 'the processes start from different steps, 0 to 5; out_dir must be'),
+    ([0, 5, 1000], 'different steps, 0 to 1,000; out_dir must be a folder that they all share')])
 def test_processes_that_start_from_different_steps_all_stop(steps, words):
-    """Each of them, the one at the mean too: one that went on would wait for the others."""
+    """Each of them: one that went on would wait for the others."""
     class Rank(Env):
         def sum(self, array):
             parts.append(array)
             return np.array(steps, dtype=float)
     parts = []
     for rank, step in enumerate(steps):
-        raises = pytest.raises(ValueError, match=words.format(rank, step) or None)
+        raises = pytest.raises(ValueError, match=words or None)
         with raises if words else contextlib.nullcontext():
             check_same_step(step, Rank(rank, 3))
     assert sum(parts).tolist() == steps

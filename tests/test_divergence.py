@@ -40,13 +40,14 @@ def test_the_step_of_a_divergence_does_not_depend_on_when_steps_are_read():
 
 def test_a_divergence_before_the_first_save_is_no_reason_to_resume():
     for saved, optimizer, remedy in (
-            (['ckpt.pt'], 'adamw', 'and resume with: python train.py --learning_rate=...; with dtype'),
-            (['ckpt.pt'], 'muon', 'train.py --learning_rate=... --muon_lr=...; with dtype'),
-            ([], 'adamw', 'Start again with a lower learning_rate;')):
+            (['ckpt.pt'], 'adamw', 'and resume with: python train.py --learning_rate=...'),
+            (['ckpt.pt'], 'muon', 'train.py --learning_rate=... --muon_lr=...'),
+            ([], 'adamw', 'Start again with a lower learning_rate')):
         out = SimpleNamespace(checkpoints=lambda saved=saved: saved, resume_command=lambda: 'python train.py')
         cfg = SimpleNamespace(optimizer=optimizer)
         message = divergence_message(SimpleNamespace(diverged_at=20, out=out, cfg=cfg))
-        assert message.startswith('step 20: ') and remedy in message and ('resume' in message) == bool(saved)
+        assert message.startswith('step 20: ') and message.endswith(remedy)
+        assert ('resume' in message) == bool(saved)
 
 
 def test_a_spike_is_logged_once_and_does_not_enter_the_usual_losses():

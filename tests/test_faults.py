@@ -167,7 +167,8 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_the_last_checkpoint(run,
     lines = run.printed('out').splitlines()
     assert sum('training continues' in line for line in lines) == 2
     error = (r'error: .*ckpt\.pt could not .*: the disk is full; .* free, .* needed; free space; step 3 '
-             r'is saved in .*ckpt\.pt; resume with: python train\.py --init_from=resume --out_dir=.*/out')
+             r'is saved in .*ckpt\.pt; resume with: python train\.py --init_from=resume --out_dir=.*/out '
+             '--device=cpu')
     assert re.fullmatch(error, lines[-1])
     assert step_of(tmp_path / 'out') == 3 and leftovers(tmp_path / 'out') == 0
 

@@ -280,7 +280,8 @@ def test_pretrained_weights_and_checkpoints_are_not_needed_or_only_read(forecast
     assert '--n_layer: n_layer=3, but gpt2 has 12; use --n_layer=12' in error_of(
         forecast_of, init_from='gpt2', n_layer=3)
     train_tiny(max_iters=1)
-    for settings in (dict(init_from=tmp_path / 'out'), dict(init_from='resume', out_dir=tmp_path / 'out')):
+    out, new = tmp_path / 'out', tmp_path / 'new'
+    for settings in (dict(init_from=out, out_dir=new), dict(init_from='resume', out_dir=out)):
         assert 'mixes 160' in forecast_of(dataset='tiny', **settings)
 
 

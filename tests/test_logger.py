@@ -127,7 +127,7 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
                  r'^  [\d,]+ parameters, [\d.]+ MFLOP per token$',
                  r'^batch: 4 sequences x 2 micro-batches x 1 process = 128 tokens per step$',
                  r'^run: 2 steps, 256 tokens, 0.06 epochs, into',
-                 r'^note: min_lr=1 is above learning_rate: ', r'^note: the warmup of 5 steps is longer',
+                 r'^note: min_lr=1 is above learning_rate: ', '^note: the warmup of 5 steps takes the compl',
                  r'^step 1: loss [\d.]+, lr [\d.]+e-\d, [\d.]+ [MG]B, [\d.]+ s including startup$',
                  r'^step 2: loss [\d.]+, lr [\d.]+e-\d, [\d.,]+k? tok/s, [\d.]+ [MG]B, 0s left$',
                  r'^step 2: val loss [\d.]+ \+- [\d.]+, [\d.]+ bits per byte, train loss [\d.]+$',

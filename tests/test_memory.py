@@ -77,8 +77,8 @@ def test_the_choice_has_a_reason(monkeypatch):
     gpu = Env(device=torch.device('cuda'))
     assert why_largest(64, 64, 1024, Env()) == 'all 64 sequences of the step fit'
     assert why_largest(64, 64, 1024, Env(0, 2)) == 'all 64 sequences of each process fit'
-    assert why_largest(16, 64, 1024, Env()) == 'the largest that fits half of the 24 GB of memory here'
-    assert why_largest(16, 64, 1024, gpu) == 'the largest that fits the 24 GB of memory here'
+    assert why_largest(16, 64, 1024, Env()) == 'the largest that fits in half of the 24 GB of memory here'
+    assert why_largest(16, 64, 1024, gpu) == 'the largest that fits in the 24 GB of memory here'
     assert why_largest(128, 512, 1024, gpu) == 'more than 131,072 tokens at once are no faster'
 
 

@@ -24,14 +24,15 @@ def test_a_run_out_of_patience_stops_saves_and_says_how_to_go_on(train_tiny, tmp
     assert rate == 'the learning rate, 1.6e-3, has not decayed to min_lr=5.0e-4'
     out = tmp_path / 'out'
     assert on == (f'step 10 is saved in {out}/ckpt.pt; resume with: python train.py --init_from=resume '
-                  f'--out_dir={out} --patience=None')
+                  f'--out_dir={out} --device=cpu --patience=None')
     saved, best = load(out / 'ckpt.pt'), load(out / 'best.pt')
     assert (saved['iter_num'], saved['state']['evals_since_best'], best['iter_num']) == (10, 2, 6)
 
 
-def test_it_says_nothing_of_a_rate_that_has_decayed(train_tiny, monkeypatch, capsys):
+@pytest.mark.parametrize('schedule', [dict(lr_decay_iters=5), dict(decay_lr=False)])
+def test_it_says_nothing_of_a_rate_that_has_decayed_or_never_does(train_tiny, monkeypatch, capsys, schedule):
     scripted_losses(monkeypatch, 4.0, 4.5, 4.2)
-    train_tiny(lr_decay_iters=5, **SETTINGS)
+    train_tiny(**schedule, **SETTINGS)
     assert 'learning rate' not in capsys.readouterr().out.split('stopped: ')[1]
 
 

@@ -107,7 +107,9 @@ def test_without_room_the_last_checkpoint_stays(tmp_path, monkeypatch, capsys, n
 def test_the_command_that_resumes_starts_as_many_processes(monkeypatch, world, local, launcher):
     monkeypatch.setenv('WORLD_SIZE', world)
     monkeypatch.setenv('LOCAL_WORLD_SIZE', local)
-    assert RunDir('my run').resume_command() == f"{launcher} train.py --init_from=resume --out_dir='my run'"
+    command = f"{launcher} train.py --init_from=resume --out_dir='my run'"
+    assert RunDir('my run').resume_command() == command
+    assert RunDir('my run', 'cpu').resume_command() == f'{command} --device=cpu'
 
 
 def test_copies_that_a_user_made_are_neither_read_nor_removed(tmp_path):
@@ -203,6 +205,16 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / 'run')
     with pytest.raises(ValueError, match=r'cannot be moved aside, .* contains the current directory; choose'):
         RunDir('.').open(True, '')
+
+
+def test_a_config_file_of_the_users_is_not_replaced(tmp_path):
+    (tmp_path / 'config.py').write_text('seed = 7\n')
+    run = RunDir(str(tmp_path))
+    words = r'config.py was not written by a run, which would replace it; rename it, or choose another folder'
+    for create in (lambda: run.open(True, ''), lambda: Mirror(run, str(tmp_path), False)):
+        with pytest.raises(ValueError, match=words):
+            create()
+    assert contents(tmp_path) == {'config.py': b'seed = 7\n'}
 
 
 # -----------------------------------------------------------------------------
@@ -302,6 +314,26 @@ def test_a_copy_that_fails_is_printed_and_tried_again(tmp_path, monkeypatch, cap
     monkeypatch.setattr(run_dir.shutil, 'copyfileobj', full_twice)
     assert mirrored(tmp_path, (1, 2)).keys() == {'config.py', 'ckpt.pt'}
     assert capsys.readouterr().out.count('not copied: No space left on device') == 2
+
+
+def test_a_mirror_has_no_checkpoint_that_is_newer_than_its_best(tmp_path, monkeypatch):
+    """The run saves step 2, a new best, while the best of step 1 is copied."""
+    run, original, mirrored_steps = RunDir(str(tmp_path / 'out')), shutil.copyfileobj, []
+    run.open(True, '')
+
+    def copy(source, target, size):
+        if source.name.endswith('best.pt') and run.saved_step == 1:
+            run.save(checkpoint(2) | {'best_val_loss': 2.0}, 2)
+        original(source, target, size)
+        if source.name.endswith('ckpt.pt'):
+            target.flush()
+            mirrored_steps.append(load_checkpoint(target.name)['iter_num'])
+    monkeypatch.setattr(run_dir.shutil, 'copyfileobj', copy)
+    run.save(checkpoint(1) | {'best_val_loss': 3.0}, 2)
+    mirror = Mirror(run, str(tmp_path / 'drive'), False)
+    mirror.update()
+    mirror.close(20)
+    assert mirrored_steps == [1, 2]
 
 
 def test_a_mirror_that_hangs_does_not_hold_the_run(tmp_path, monkeypatch, capsys):

@@ -291,7 +291,8 @@ def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, mo
     checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
     assert checkpoint['iter_num'] == 4 and all(v.isfinite().all() for v in checkpoint['model'].values())
     nan_at(monkeypatch, *range(100))
-    assert re.search('step 3: .*float16 try bfloat16 or float32', error_of(train_tiny, dtype='float16'))
+    words = 'step 3: .*float16, try bfloat16 or float32. Start again with a lower'
+    assert re.search(words, error_of(train_tiny, dtype='float16'))
 
 
 # -----------------------------------------------------------------------------
