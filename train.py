@@ -562,8 +562,6 @@ def train(run):
             best = evaluation is not None and track_best(run, evaluation)
             stopping = stopping or evaluation is None or patience.is_out(run)
             save_due = save_due or best or due.last or stopping or cfg.always_save_checkpoint
-        if due.sample:
-            write_sample(run)
         # it waits while steps are bad: checkpoints of a diverging run would replace the last good ones
         if save_due and (stopping or due.last or best or state.bad_in_a_row == 0):
             save(run, final=stopping or due.last)
@@ -572,6 +570,8 @@ def train(run):
             # Each evaluation is logged once: a resume drops lines after the step of its checkpoint, so one of
             # this step must hold the result. The final save has replaced that of due.last, which does not
             log_evaluation(run, evaluation)
+        if due.sample:
+            write_sample(run)  # after the save, which may be urgent
         timer.resume()
         if stopping and not due.last:
             return stop_run(run)
