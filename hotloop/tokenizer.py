@@ -110,7 +110,14 @@ class TiktokenTokenizer(Tokenizer):
         self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
 
     def encode(self, text):
-        return self.encoding.encode_to_numpy(fix_surrogates(text), disallowed_special=())
+        text = fix_surrogates(text)
+        try:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:  # a million characters of white space exceed the stack of its regular expressions
+            half = len(text) // 2
+            if not half:
+                raise
+            return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
 
     @cached_property
     def pieces(self):

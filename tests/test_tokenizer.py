@@ -74,6 +74,12 @@ def test_gpt2_round_trips_and_its_sizes_are_bytes(gpt2):
     assert prompt_ids(gpt2, 'hi<|endoftext|> there') == [5303, 50256, 612]
 
 
+def test_white_space_of_any_length_is_encoded():
+    text = 'é' + '\n ' * 1_050_000 + 'x'  # tiktoken fails from a million on
+    tokenizer = BPETokenizer([bytes([b]) for b in range(256)])
+    assert tokenizer.decode(tokenizer.encode(text)) == text.encode()
+
+
 def test_a_spec_that_cannot_be_used_is_refused():
     for spec in (None, 3, {}, {'kind': 'magic'}, {'kind': []}, {'kind': 'char'}, {'kind': 'char', 'chars': 3},
                  {'kind': 'hf'}, {'kind': 'bpe', 'tokens': None}, {'kind': 'bpe', 'merges': []}):
