@@ -139,8 +139,11 @@ def request(session, url, part):
 def receive(answer, part):
     """Writes an answer to the file part, or appends it (206). Returns whether the file is complete."""
     etag, length = answer.headers.get('ETag', ''), answer.headers.get('Content-Length')
-    if 'Content-Encoding' in answer.headers:  # length and ranges refer to the encoded bytes
-        etag, length = '', None
+    if 'Content-Encoding' in answer.headers:
+        if part.lower().endswith(('.gz.part', '.zst.part')):  # the file itself: without the header it is kept
+            del answer.raw.headers['Content-Encoding']
+        else:  # length and ranges refer to the encoded bytes
+            etag, length = '', None
     with open(part, 'ab' if answer.status_code == 206 else 'wb') as f:
         have = f.tell()
         if not have:

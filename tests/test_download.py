@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import hashlib
 import os
+import random
 import socket
 import threading
 
@@ -130,6 +131,16 @@ def test_a_body_of_unknown_length(server, tmp_path, body, headers):
     server.script = [answer(body, **headers)]
     download(server.url, str(tmp_path / 'f'))
     assert contents(tmp_path) == {'f': BODY}
+
+
+@pytest.mark.parametrize('encoding', ['gzip', 'x-gzip'])
+def test_a_compressed_file_is_kept_as_it_is(server, tmp_path, encoding):
+    """Many servers name the compression of a .gz file as an encoding of the answer."""
+    data = gzip.compress(random.Random(0).randbytes(800_000))
+    server.script = [answer(data, cut=600_000, Content_Encoding=encoding),
+                     answer(data, Content_Encoding=encoding)]
+    download(server.url, str(tmp_path / 'f.txt.gz'))
+    assert contents(tmp_path) == {'f.txt.gz': data} and starts(server)[1] > 0
 
 
 def test_a_connection_that_hangs_is_cut_and_resumed(server, tmp_path, monkeypatch):
