@@ -97,7 +97,7 @@ def parquet_rows(file, reading, progress):
     """(where, row) of a parquet file, a few hundred rows in memory at a time. Unread fields are None."""
     pyarrow = optional('pyarrow', 'reads parquet files')
     parquet = optional('pyarrow.parquet', 'reads parquet files')
-    wanted = (reading.text_field,) if reading.text_field else ROW_FIELDS
+    wanted = (reading.text_field,) if reading.text_field and file.kind != 'joined' else ROW_FIELDS
     number, size = 0, os.path.getsize(file.path)
     try:
         with parquet.ParquetFile(file.path) as table:

@@ -241,7 +241,7 @@ def open_corpus(name, cfg):
 
 def check_kinds(kinds, settings, where):
     """ValueError if text_field, template or separator is set and no file is of a kind that can use it."""
-    found = {'rows': kinds - {'text', 'tokens'}, 'text': kinds & {'text'}}
+    found = {'rows': kinds - {'text', 'tokens', 'joined'}, 'text': kinds & {'text'}}
     for name, needs in (('text_field', 'rows'), ('template', 'rows'), ('separator', 'text')):
         value = getattr(settings, name, None)
         if value not in (None, 'auto') and not found[needs]:

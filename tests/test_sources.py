@@ -10,7 +10,16 @@ from conftest import contents
 
 from hotloop import sources as sources_room
 from hotloop.documents import ReadConfig, documents_in
-from hotloop.sources import CORPORA, File, all_files, files_of, how_to_make, open_corpus, stdlib_files
+from hotloop.sources import (
+    CORPORA,
+    File,
+    all_files,
+    check_kinds,
+    files_of,
+    how_to_make,
+    open_corpus,
+    stdlib_files,
+)
 
 
 @pytest.fixture
@@ -171,8 +180,17 @@ def test_lines_of_wikitext_become_one_document(tmp_path, hub):
         hub.answers[path] = (200, {}, out.getvalue())
     train, val = open_corpus('wikitext2', settings(tmp_path))
     for files, split in ((train, 'train'), (val, 'validation')):
-        piece, = documents_in(files, ReadConfig())
-        assert piece.parts == [(f' \n = {split} = \n \n', False, True)]
+        for reading in (ReadConfig(), ReadConfig(text_field='page')):  # a field of the rows of --val
+            piece, = documents_in(files, reading)
+            assert piece.parts == [(f' \n = {split} = \n \n', False, True)]
+
+
+@pytest.mark.parametrize('kinds', [{'joined'}, {'text', 'tokens'}])
+@pytest.mark.parametrize('settings', [dict(text_field='page'), dict(template='chatml')])
+def test_settings_of_rows_need_rows(kinds, settings):
+    with pytest.raises(ValueError, match='applies to rows, and wikitext2 has none'):
+        check_kinds(kinds, ReadConfig(**settings), 'wikitext2')
+    check_kinds(kinds | {'jsonl'}, ReadConfig(**settings), 'wikitext2')
 
 
 def test_a_corpus_that_does_not_fit_on_the_disk_is_not_begun(tmp_path, monkeypatch, hub):
