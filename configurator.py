@@ -336,7 +336,7 @@ def configure(*classes, argv=None, files=True, about='', base=None, check=True):
     """
     argv = sys.argv[1:] if argv is None else argv
     if '--help' in argv or '-h' in argv:
-        print(help_text(classes, about, files))
+        print(help_text(classes, about, files), flush=True)  # a pipe may be closed
         sys.exit(0)
     fields = fields_of(classes)
     settings = {name: (default, None) for name, (_, default) in fields.items()}  # {name: (value, place)}
@@ -461,6 +461,7 @@ def call_main(main, *args):
         sys.stdout.reconfigure(errors='backslashreplace')  # an unprintable character must not end a run
     try:
         status = main(*args)
+        print(end='', flush=True)  # at exit, a closed pipe could not be handled
         if status is not None:
             sys.exit(status)
     except KeyboardInterrupt:

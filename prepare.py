@@ -352,6 +352,8 @@ def main(argv=None):
             if reading.template == 'auto' and files[0].kind != 'functions':  # which are continued, not asked
                 reading.template = found.template or 'auto'
             meta = write_dataset(partial, files, val_files, cfg, reading, found.tokenizer, origin)
+    except BrokenPipeError:  # of what we print
+        raise
     except OSError as e:
         raise ValueError(f'{folder} could not be created: {e}') from e
     if found.template == '' and reading.template == 'auto' and {*CHATS} & {*meta['templates']}:

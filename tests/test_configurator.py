@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import enum
+import io
 import os
 import subprocess
 import sys
@@ -457,7 +458,7 @@ def test_one_process_prints_an_error_in_the_settings(capsys, monkeypatch):
     assert run(lambda: accept('x', int), capsys)[2] == "error: expected an integer, not 'x'\n"
 
 
-@pytest.mark.parametrize('stdout', [None, object()])
+@pytest.mark.parametrize('stdout', [None, io.StringIO()])
 def test_stdout_may_be_closed_or_a_notebooks(monkeypatch, stdout):
     monkeypatch.setattr(sys, 'stdout', stdout)
     assert call_main(lambda: None) is None
@@ -468,13 +469,20 @@ def test_a_main_without_a_status_returns(capsys):
     assert call_main(print, 'checked') is None and capsys.readouterr().out == 'checked\n'
 
 
-def test_an_interrupt_and_a_closed_pipe_end_without_a_traceback(capsys):
+def test_an_interrupt_ends_without_a_traceback(capsys):
     def interrupted():
         raise KeyboardInterrupt
     assert run(interrupted, capsys) == (130, '', '\n')
-    script = 'import configurator; configurator.call_main(lambda: [print("x" * 99) for _ in range(99999)])'
-    with subprocess.Popen([sys.executable, '-c', script], cwd=REPO, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
-        process.stdout.readline()
+
+
+@pytest.mark.parametrize('main', [
+    '[print("x" * 99) for _ in range(99999)]', 'print("x")', 'configurator.configure(argv=["--help"])'])
+def test_a_closed_pipe_ends_without_a_traceback(main):
+    """Also if all of the output is still in the buffer at the end."""
+    script = f'import configurator; input(); configurator.call_main(lambda: {main})'
+    with subprocess.Popen([sys.executable, '-c', script], cwd=REPO, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
+        process.stdin.write(b'\n')
+        process.stdin.close()
         assert process.stderr.read() == b'' and process.wait() == 141

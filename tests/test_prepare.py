@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -441,6 +442,13 @@ def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
         with pytest.raises(ValueError, match=f'{name} exists and was not created by prepare.py; choose'):
             make(notes, name=name)
     assert contents(data) == before
+
+
+def test_a_closed_pipe_is_no_error_of_the_dataset(notes, make, tmp_path, monkeypatch):
+    monkeypatch.setattr('prepare.report', Mock(side_effect=BrokenPipeError))
+    with pytest.raises(BrokenPipeError):
+        make(notes)
+    assert os.listdir(tmp_path / 'data') == []
 
 
 def test_the_names_that_datasets_get(tmp_path, monkeypatch):
