@@ -59,7 +59,9 @@ def check_early(*sources):
             for name, value in vars(module).items():
                 if name.endswith('Config') and value.__module__ == module.__name__:  # not an imported one
                     classes.append(value)
-        *_, problems = read_argv(sys.argv[1:], fields_of(classes))
-        if problems:  # --help is one of them
+        if '--help' in sys.argv:
             configure(*classes, about=modules[-1].__doc__)
+        *_, problems = read_argv(sys.argv[1:], fields_of(classes))
+        if problems:
+            raise SettingsError('\n'.join(problems))
     check_torch()
