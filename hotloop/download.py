@@ -51,28 +51,29 @@ def download(url, path, sha256=None):
     """
     if os.path.exists(path):
         return path
-    part, held = path + '.part', None
+    part = path + '.part'
     try:
         os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
         held = lock(path + '.lock')
-        print(f'downloading {url}', file=sys.stderr)
-        linked = fetch(url, part)
-        expected = sha256 or linked
-        if expected and (found := hash_file(part)) != expected:
-            os.remove(part)
-            raise ValueError(f'{url} has SHA-256 {found}, not {expected}; the download was deleted; run the '
-                             'command again')
-        rename(part, path)
-        sync_folder(os.path.dirname(path) or '.')
+        try:
+            print(f'downloading {url}', file=sys.stderr)
+            linked = fetch(url, part)
+            expected = sha256 or linked
+            if expected and (found := hash_file(part)) != expected:
+                os.remove(part)
+                raise ValueError(f'{url} has SHA-256 {found}, not {expected}; the download was deleted; run '
+                                 'the command again')
+            rename(part, path)
+            sync_folder(os.path.dirname(path) or '.')
+        finally:
+            if held:
+                held.release()
+            if not os.path.exists(part):  # complete, or never begun
+                for left in (part + '.etag', path + '.lock', path + '.lock.pid'):
+                    with contextlib.suppress(OSError):
+                        os.remove(left)
     except OSError as e:
         raise ValueError(f'{url} cannot be downloaded to {path}: {e.strerror or first_line(e)}') from None
-    finally:
-        if held:
-            held.release()
-        if not os.path.exists(part):  # complete, or never begun
-            for left in (part + '.etag', path + '.lock', path + '.lock.pid'):
-                with contextlib.suppress(OSError):
-                    os.remove(left)
     return path
 
 
