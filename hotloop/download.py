@@ -151,8 +151,7 @@ def receive(answer, part):
             with open(part + '.etag', 'w', encoding='utf-8') as version:
                 version.write('' if etag.startswith('W/') else etag)
         size = None if length is None else have + int(length)
-        progress = Progress(size or 0)
-        progress.add(have)
+        progress = Progress(size or 0, have)
         for chunk in answer.iter_content(1 << 18):
             f.write(chunk)
             progress.add(len(chunk))

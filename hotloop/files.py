@@ -168,20 +168,22 @@ def optional(module, purpose):
 
 
 class Progress:
-    """A progress line on stderr, shown after two seconds of work. total: bytes in total."""
+    """A progress line on stderr, shown after two seconds of work. total, done: bytes; total=0: unknown."""
 
-    def __init__(self, total):
-        self.total, self.done, self.start, self.shown = total, 0, time.time(), 0.0
+    def __init__(self, total, done=0):
+        self.total, self.before, self.done, self.start, self.shown = total, done, done, time.time(), 0.0
 
     def add(self, num_bytes):
         self.done += num_bytes
         now = time.time()
-        if self.done and now - self.start > 2 and now - self.shown > 0.5:
-            rate = self.done / (now - self.start)
-            left = max(self.total - self.done, 0) / rate
-            done = f'{file_size(self.done)} of {file_size(self.total)}'
-            line = f'\r{done}, {file_size(rate)}/s, {left:.0f} s left   '
-            print(line, end='', flush=True, file=sys.stderr)
+        if self.done > self.before and now - self.start > 2 and now - self.shown > 0.5:
+            rate = (self.done - self.before) / (now - self.start)
+            done, speed = file_size(self.done), file_size(rate)
+            line = f'{done}, {speed}/s'
+            if self.total:
+                left = max(self.total - self.done, 0) / rate
+                line = f'{done} of {file_size(self.total)}, {speed}/s, {left:.0f} s left'
+            print(f'\r{line}   ', end='', flush=True, file=sys.stderr)
             self.shown = now
 
     def close(self):

@@ -118,12 +118,14 @@ def test_small_helpers(tmp_path, capsys):
     assert [counted(1, 'step'), counted(1200, 'step'), counted(0, 'process'), counted(2, 'micro-batch')] == [
         '1 step', '1,200 steps', '0 processes', '2 micro-batches']
     assert error_of(optional, 'nothing.part', 'reads dreams') == 'nothing reads dreams: pip install nothing'
-    progress = Progress(100e6)
-    progress.start -= 10
-    progress.add(0)
-    progress.add(50e6)
-    progress.close()
-    assert capsys.readouterr().err == '\r50 MB of 100 MB, 5 MB/s, 10 s left   \n'
+    for total, done, words in ((100e6, 0, '50 MB of 100 MB, 5 MB/s, 10 s left'), (0, 0, '50 MB, 5 MB/s'),
+                               (100e6, 30e6, '80 MB of 100 MB, 5 MB/s, 4 s left')):
+        progress = Progress(total, done)
+        progress.start -= 10
+        progress.add(0)
+        progress.add(50e6)
+        progress.close()
+        assert capsys.readouterr().err == f'\r{words}   \n'
 
 
 def limit(root, groups, **files):
