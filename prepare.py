@@ -22,6 +22,7 @@ if __name__ == '__main__':
 import functools
 import json
 import os
+import re
 from dataclasses import dataclass
 from itertools import groupby
 from urllib.parse import urlsplit
@@ -88,10 +89,10 @@ def default_name(sources):
     if len(sources) > 1 or is_pattern:
         raise ValueError(f'{" ".join(sources)}: give the dataset a name with --name')
     name = os.path.basename(os.path.abspath(source))
-    if os.path.isdir(source):
-        return name
-    stem, suffix = os.path.splitext(name)
-    return os.path.splitext(stem)[0] if suffix.lower() in COMPRESSED else stem
+    if not os.path.isdir(source):
+        name, suffix = os.path.splitext(name)
+        name = os.path.splitext(name)[0] if suffix.lower() in COMPRESSED else name
+    return re.sub(r'[,:\\]|\.(?=partial(\.|$))', '_', name)  # what dataset_folder() refuses
 
 
 def output_folder(data_dir, name):

@@ -19,7 +19,7 @@ from test_tokenizer_source import save
 
 import prepare
 import sample
-from hotloop.dataset import read_meta
+from hotloop.dataset import dataset_folder, read_meta
 from hotloop.holdout import hold_out, holdout_hash
 from hotloop.sources import stdlib_files
 from hotloop.tokenizer import tokenizer_from
@@ -454,8 +454,11 @@ def test_a_closed_pipe_is_no_error_of_the_dataset(notes, make, tmp_path, monkeyp
 def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for source, name in (('notes/', 'notes'), ('book.txt.gz', 'book'), ('-', 'stdin'), ('.', tmp_path.name),
-                         ('https://x.org/a/pages.jsonl.xz?raw=1', 'pages'), ('wikitext2', 'wikitext2')):
+                         ('https://x.org/a/pages.jsonl.xz?raw=1', 'pages'), ('wikitext2', 'wikitext2'),
+                         ('Moby Dick, or: the Whale.txt', 'Moby Dick_ or_ the Whale'),
+                         ('a.partial.txt', 'a_partial')):
         assert prepare.default_name([source]) == name
+        dataset_folder('data', name)
     for sources in (['a.txt', 'b.txt'], ['*.txt'], ['*.txt', '-', 'stdlib', 'https://x.org/a']):
         with pytest.raises(ValueError, match='give the dataset a name with --name'):
             prepare.default_name(sources)
