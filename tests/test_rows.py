@@ -7,6 +7,7 @@ import pytest
 
 import prepare
 from configurator import SettingsError
+from hotloop.dataset import read_meta
 from hotloop.holdout import holdout_hash
 from hotloop.rows import functions_of
 
@@ -93,6 +94,9 @@ def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys
     (tmp_path / 'data' / 'rows' / 'val.jsonl').unlink()
     prepare.main(['code', '--format=functions', '--name=rows'])
     assert (tmp_path / 'data' / 'rows' / 'val.jsonl').exists()
+    prepare.main(['code', '--format=functions', '--text_field=completion', '--name=bodies'])
+    val = read_meta('data/bodies')['splits']['val']
+    assert val['documents'] == len(held) and val['bytes'] == sum(len(row['completion']) for row in held)
     prepare.main(['--inspect', 'rows'])
     assert 'val: ' in capsys.readouterr().out
 
