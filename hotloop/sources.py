@@ -167,7 +167,9 @@ def files_of(source, reading, data_dir, spool):
         everything = files_under(source, '')
         found = [file for file in everything if file[0].lower().endswith(suffixes)]
         if not found:
-            raise ValueError(f'{source} contains no files with a known suffix; --format=text reads all')
+            why = {'auto': ' with a known suffix; --format=text reads all', 'functions': ' that end with .py'}
+            none = '; hidden ones and datasets are left out'
+            raise ValueError(f'{source} contains no files{why[reading.format] if everything else none}')
         others = sorted({*everything} - {*found})
         if others and reading.format == 'auto':
             print(f'{source}: left out {counted(len(others), "file")} without a known suffix, such as '

@@ -70,9 +70,17 @@ def test_a_folder_is_its_text_files_in_order(tmp_path, files, capsys):
         'a/rows.jsonl.gz', 'a/z.md', 'b.txt', 'image.png', 'shard.bin']
     with pytest.raises(ValueError, match='is a dataset; train on it, or prepare what it was made from'):
         files(tmp_path / 'data' / 'x')
-    (tmp_path / 'empty').mkdir()
-    with pytest.raises(ValueError, match='empty contains no files with a known suffix;'):
-        files(tmp_path / 'empty')
+
+
+@pytest.mark.parametrize('name, reading, words', [
+    ('image.png', 'auto', ' with a known suffix; --format=text reads all'),
+    ('a.txt', 'functions', ' that end with .py'),
+    *(('.hidden', reading, '; hidden ones and datasets are left out')
+      for reading in ('auto', 'text', 'jsonl', 'functions'))])
+def test_a_folder_without_files_to_read(tmp_path, files, name, reading, words):
+    make(tmp_path, name)
+    with pytest.raises(ValueError, match=f'contains no files{words}$'):
+        files(tmp_path, format=reading)
 
 
 def test_linked_folders_are_entered_once(tmp_path, files):
