@@ -97,7 +97,7 @@ def read_file(path):
     are those that tokenizer_config.json names, or the usual ones. ValueError if it cannot be used.
     """
     folder = path if os.path.isdir(path) else os.path.dirname(path)
-    path = os.path.join(folder, 'tokenizer.json')
+    path = os.path.join(path, 'tokenizer.json') if os.path.isdir(path) else path
     try:
         with open(path, encoding='utf-8') as f:
             file = TokenizerJson(f.read())

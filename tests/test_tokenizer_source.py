@@ -130,6 +130,8 @@ def test_what_has_no_tokenizer_is_named(places, capsys):
     assert 'nano/ckpt.pt has no tokenizer, and data/theirs has none for 99 ids; set' in error_of(
         find_tokenizer, 'nano', 'data')
     assert 'tokenizer.json cannot be read' in error_of(find_tokenizer, 'text/tokenizer.json', 'data')
+    Path('text/tok.json').write_text('{}')  # under another name
+    assert error_of(find_tokenizer, 'text/tok.json', 'data').startswith('text/tok.json cannot be used: ')
 
 
 def test_a_flipped_bit_is_found(places):
