@@ -33,7 +33,7 @@ from hotloop.chat_template import CHATS, TEMPLATES, choose_template, parts_befor
 from hotloop.code_eval import judge, report, task_of
 from hotloop.device import choose_compile, choose_device, choose_dtype
 from hotloop.diagnose import diagnose
-from hotloop.documents import Format, standard_input
+from hotloop.documents import Format
 from hotloop.export import export
 from hotloop.files import counted, json_lines
 from hotloop.generate import GREEDY_BELOW, Sampling, generate
@@ -42,7 +42,7 @@ from hotloop.pretrained import open_base, open_weights, tokenizer_of
 from hotloop.quantize import prepare_for_inference
 from hotloop.rows import json_rows
 from hotloop.score import print_json, score
-from hotloop.text_file import open_text
+from hotloop.text_file import open_text, standard_input
 from hotloop.tokenizer import encode_parts, prompt_ids, tokenizer_from
 from model import GPT
 

@@ -4,7 +4,6 @@ import codecs
 import io
 import os
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
@@ -135,13 +134,6 @@ def safe_cut(text, size):
             if cuts:
                 return cuts[-1]
     return size
-
-
-def standard_input():
-    """The bytes of standard input as a file. ValueError if it is closed."""
-    if sys.stdin is None:
-        raise ValueError('standard input is closed; redirect something into it, or name a file')
-    return sys.stdin.buffer
 
 
 def text_blocks(file, reading, progress=None, counts=None):

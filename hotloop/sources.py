@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from configurator import did_you_mean
-from hotloop.documents import standard_input
 from hotloop.download import download, hub
 from hotloop.files import counted
+from hotloop.text_file import standard_input
 from hotloop.wording import shell
 
 

@@ -1,4 +1,4 @@
-"""Opens text files of any compression. All failures are ValueErrors."""
+"""Opens text files of any compression, and standard input. All failures are ValueErrors."""
 
 import bz2
 import codecs
@@ -7,6 +7,7 @@ import gzip
 import io
 import lzma
 import os
+import sys
 import zlib
 
 from hotloop.files import optional
@@ -94,3 +95,10 @@ def open_file(file, reading, progress, counts):
         errors = 'hotloop.count'
         codecs.register_error(errors, replace)  # for all readers, but one file is read at a time
     return open_text(file.path, errors, progress, reading.encoding)
+
+
+def standard_input():
+    """The bytes of standard input as a file. ValueError if it is closed."""
+    if sys.stdin is None:
+        raise ValueError('standard input is closed; redirect something into it, or name a file')
+    return sys.stdin.buffer
