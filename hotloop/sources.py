@@ -153,7 +153,6 @@ def files_of(source, reading, data_dir, spool):
         return [open_file(path, name, reading) for name, path in stdlib_files()]
     if source == '-':
         stream = standard_input()
-        os.makedirs(os.path.dirname(spool), exist_ok=True)
         with open(spool, 'wb') as f:
             shutil.copyfileobj(stream, f, 1 << 20)
         return [open_file(spool, 'stdin', reading)]

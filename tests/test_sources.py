@@ -26,7 +26,7 @@ from hotloop.sources import (
 def files(tmp_path):
     """files(source, **reading) -> [(name, kind)] of its files."""
     def run(source, **reading):
-        spool = str(tmp_path / 'deep' / 'spool')
+        spool = str(tmp_path / 'spool')
         found = files_of(str(source), ReadConfig(**reading), str(tmp_path / 'data'), spool)
         assert all(os.path.isfile(file.path) for file in found)
         return [(file.name, file.kind) for file in found]
@@ -136,10 +136,10 @@ def test_the_standard_library_in_a_fixed_order_without_test_suites():
 # streams and URLs
 
 def test_standard_input_is_copied(tmp_path, files, monkeypatch):
-    """Standard input's name is the same wherever the spool is; the folder of the spool need not exist."""
+    """Its name is the same wherever the spool is."""
     monkeypatch.setattr('sys.stdin', SimpleNamespace(buffer=io.BytesIO(b'from a pipe')))
     assert files('-', format='jsonl') == [('stdin', 'jsonl')]
-    assert (tmp_path / 'deep' / 'spool').read_bytes() == b'from a pipe'
+    assert (tmp_path / 'spool').read_bytes() == b'from a pipe'
     monkeypatch.setattr('sys.stdin', None)
     with pytest.raises(ValueError, match='standard input is closed'):
         files('-')
