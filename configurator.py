@@ -109,14 +109,14 @@ def accept(value, kind):
     raise ValueError(f'expected {expected}, not {value!r}')
 
 
-def word(text):
+def constant(text):
     """True, False or None if the text spells one of them; otherwise the text."""
     return {'true': True, 'false': False, 'none': None}.get(text.lower(), text)
 
 
 def parse(text, kind):
     """The value of a flag's text, in a type of the annotation. Text is never run as code."""
-    for read in (word, int, float):
+    for read in (constant, int, float):
         with contextlib.suppress(ValueError):
             return accept(read(text), kind)
     return accept(text, kind)
