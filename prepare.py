@@ -10,8 +10,8 @@ Tokenizes text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bi
     $ python prepare.py --inspect mine                     # what is in a dataset
 
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 if the vocabulary needs it), no header.
-meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete, and
-another one of that name is moved to NAME.1, NAME.2, ...
+meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete. If
+a different dataset already has the name, that one is moved to NAME.1, NAME.2, ...
 The same input gives the same bytes with any number of processes, and memory does not grow with the corpus.
 """
 

@@ -13,7 +13,7 @@ MODEL = {'preset', 'n_layer', 'n_head', 'n_embd', 'block_size', 'optimizer'}
 
 
 def needs_card(cfg, given):
-    """Whether a command without a card names neither its data nor a model, which then come from a card."""
+    """Whether a command without a card leaves its data or its model open; a card then gives them."""
     return cfg.init_from == 'scratch' and ('dataset' not in given or MODEL.isdisjoint(given))
 
 

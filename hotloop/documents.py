@@ -28,7 +28,7 @@ class ReadConfig:
     max_function: int | None = None  # for functions: leave out those with more characters than this
     separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline
     encoding: str = 'utf-8'  # of files, such as latin-1, cp1252 or utf-16
-    bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with bytes that are not UTF-8
+    bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with bytes invalid in this encoding
 
     def problems(self):
         """The problems with the settings, one sentence each."""
@@ -55,7 +55,7 @@ class RowCounts:
     templates: set = field(default_factory=set)  # of those rows
     unseparated: int = 0  # rows without white space between prompt and completion, in the joined template
     fields: dict = field(default_factory=dict)  # {field of the first rows: whether it is used}
-    replaced: Counter = field(default_factory=Counter)  # bytes that are not UTF-8, by file
+    replaced: Counter = field(default_factory=Counter)  # bytes that could not be decoded, by file
     long_functions: int = 0  # longer than max_function
     not_python: list = field(default_factory=list)  # files, as the reason why each was skipped
 

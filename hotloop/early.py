@@ -34,7 +34,7 @@ def check_torch():
 
 
 def explain_imports():
-    """Until the script has its imports: no traceback for Ctrl-C or a missing package."""
+    """Installs a hook, so that Ctrl-C or a missing package during the imports prints no traceback."""
     def explain(kind, error, trace):
         if issubclass(kind, ModuleNotFoundError) and error.name in PACKAGES:
             print(f'error: {error.name} is not installed: {INSTALL}', file=sys.stderr)

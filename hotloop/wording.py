@@ -15,7 +15,7 @@ def short(loss):
 
 
 def compact(value):
-    """A number in at most five characters: 0.015, 9,999, 25.4k, 1.23M."""
+    """A number with at most four significant digits: 0.015, 9,990, 25.4k, 1.23M."""
     for unit, size, least in (('T', 1e12, 1e12), ('B', 1e9, 1e9), ('M', 1e6, 1e6), ('k', 1e3, 1e4)):
         if 0.9995 * least <= abs(value) < 1e15:
             return f'{value / size:.3g}{unit}'
