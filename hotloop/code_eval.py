@@ -5,12 +5,15 @@ rows of instruction data.
 """
 
 import ast
+import contextlib
+import io
 import json
 import math
 import re
 import statistics
 import sys
 import textwrap
+import tokenize
 import warnings
 from typing import NamedTuple
 
@@ -126,8 +129,24 @@ def code_of(answer, entry):
     code = unfenced(answer)
     body = INDENTED.match(code)[0]
     if entry and not defines(code, entry) and body.strip():
-        code = body
-    return textwrap.dedent(code).strip('\n')
+        # a line at the margin may be inside a string or parentheses
+        ends = [len(body), *(end.end() for end in re.finditer(r'\n(?=\S)|\Z', code))]
+        code = next((code[:end] for end in ends if parsed(f'if 1:\n{code[:end]}')), body)
+    return moved(code).strip('\n')
+
+
+def moved(code, space=''):
+    """The code with `space` in place of the indentation of its first statement. Strings stay as they are."""
+    margin = re.search(r'^[ \t]*(?=[^\s#])|\Z', code, re.MULTILINE)[0]
+    inside = set()  # numbers of lines that begin inside a string
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):  # of what is not Python
+        for token in tokenize.generate_tokens(io.StringIO(code).readline):
+            inside.update(range(token.start[0], token.end[0]))
+    lines = code.split('\n')
+    for number, line in enumerate(lines):
+        if line.strip() and number not in inside:
+            lines[number] = space + line.removeprefix(margin)
+    return '\n'.join(lines)
 
 
 def defines(code, entry):
@@ -142,7 +161,7 @@ def completed(code, task):
     prompt = task.prompt.rstrip()
     if not defines(code, task.entry):
         space = re.match(r'\s*', prompt.split('\n')[-1])[0]  # of the end of the docstring
-        code = textwrap.indent(code, space or '    ')
+        code = moved(code, space or '    ')
     return f'{prompt}\n{code}'
 
 

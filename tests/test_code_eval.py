@@ -39,6 +39,8 @@ def test_what_parses_by_accident_is_not_code(code):
     ('```\nx = 1', 'x = 1'), ('  ```py\n  x = 1\n    y\n  ```', 'x = 1\n  y'), ('    return 1\n', 'return 1'),
     ('    return 1\n\n    # end\n\nadd(1)\n', 'return 1\n\n# end'),
     ('\n    return 1\n\ndef g(): 1', 'return 1'),
+    ('    x = """\na\n  b\n"""\n    return (\n1)\n\nadd(1)', 'x = """\na\n  b\n"""\nreturn (\n1)'),
+    ('    return (\n\nadd(1)', 'return ('), ('\n# c\n    return 1\n', '# c\nreturn 1'),
     ('return 1\nx', 'return 1\nx'), ('```\n    return 1\nadd(1)\n```', 'return 1'),
     ('def add(a):\n    return 1\nprint(2)', 'def add(a):\n    return 1\nprint(2)'),
     ('    def add(a):\n        return 1\n', 'def add(a):\n    return 1')])
@@ -49,6 +51,7 @@ def test_the_code_of_an_answer_to_humaneval(answer, code):
 
 @pytest.mark.parametrize('answer, outcome', [
     ('    return a + b\n\nadd(1)', 'passed'), ('return a + b', 'passed'),
+    ('    c = """\n    x\ny"""\n    return a + b - (c != "\\n    x\\ny")\n\nadd(1)', 'passed'),
     ('```python\ndef add(a, b):\n    return math.fsum([a, b])\n```', 'passed'),
     ('    return a - b', 'AssertionError'), ('    exit()', 'SystemExit'),
     ('    pass', 'not code'), ('', 'not code'), (ADD['prompt'], 'not code'), ('    return (', 'not code')])
