@@ -159,10 +159,19 @@ def completed(code, task):
     if not task.entry:
         return code
     prompt = task.prompt.rstrip()
-    if not defines(code, task.entry):
-        space = re.match(r'\s*', prompt.split('\n')[-1])[0]  # of the end of the docstring
-        code = moved(code, space or '    ')
+    space = space_after(prompt)
+    # a definition of its own follows a prompt that may lack a body
+    code = f'{space}pass\n{code}' if defines(code, task.entry) else moved(code, space)
     return f'{prompt}\n{code}'
+
+
+def space_after(prompt):
+    """The indentation of the statement that continues a prompt: after a docstring, or the first of a body."""
+    lines, node = prompt.split('\n'), parsed(prompt)
+    while getattr(node, 'body', None):
+        node = node.body[-1]
+    is_after = isinstance(node, ast.stmt)  # a prompt without a statement in its body does not parse
+    return re.match(r'\s*', lines[node.lineno - 1 if is_after else -1])[0] + ('' if is_after else '    ')
 
 
 def is_code(code, prompt):

@@ -64,12 +64,22 @@ def test_an_answer_passes_if_its_program_and_the_tests_run(answer, outcome):
 
 
 @pytest.mark.parametrize('space', ['  ', '\t', '    ', '        '])
-def test_a_body_is_indented_as_its_prompt(space):
-    """If a docstring shows how; the answer may have any indentation."""
-    text = f'\"\"\"Adds.\n\n{space}add(1, 1) is 2.\n{space}\"\"\"'
-    docstring = {**ADD, 'prompt': f'def add(a, b):\n{space}{text}\n'}
-    for answer in (f'{space}return a + b\n', 'total = a + b\nreturn total', '   return a + b'):
-        assert judge(task_of(docstring, 'line 1', False), 7, answer, run=True).outcome == 'passed'
+@pytest.mark.parametrize('end', ['', '\n{space}', '\n', '\n  {space}', None])
+def test_a_body_is_indented_as_its_prompt(space, end):
+    """By the place of the docstring, if it has one. The answer may have any indentation, or the function."""
+    text = '' if end is None else f'{space}"""Adds.\n\n{space}add(1, 1) is 2.{end.format(space=space)}"""\n'
+    task = task_of({**ADD, 'prompt': f'def add(a, b):\n{text}'}, 'line 1', False)
+    for answer in (f'{space}return a + b\n', 'total = a + b\nreturn total', '   return a + b',
+                   '```python\ndef add(a, b):\n    return a + b\n```'):
+        assert judge(task, 7, answer, run=True).outcome == 'passed'
+
+
+@pytest.mark.parametrize('text', ['', '        """Adds."""\n'])
+def test_a_method_is_completed_in_its_class(text):
+    method = f'class A:\n    x = 1\n\n    def add(self, a, b):  # a sum\n{text}'
+    test = 'def check(f): assert A().add(2, 3) == 5\nadd = A'
+    task = task_of({**ADD, 'prompt': method, 'test': test}, 'line 1', False)
+    assert judge(task, 7, '        return a + b\n', run=True).outcome == 'passed'
 
 
 def test_mbpp_has_a_list_of_tests():
