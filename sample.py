@@ -167,11 +167,11 @@ def load(cfg, device, dtype):
 
 
 class Prompt(NamedTuple):
-    """A prompt: as given (a chat: its messages), as shown above its answer, its ids and the mark after it."""
-    given: object
-    shown: str
+    """A prompt, and what ends its answer."""
+    given: object  # a chat: its messages
+    shown: str  # above its answer
     ids: list
-    mark: str = ''
+    stops: tuple = ()  # texts that end its answer, as those of the settings do
 
 
 def read_prompts(start, errors='strict'):
@@ -215,7 +215,7 @@ def make_prompts(rows, tokenizer, template, cfg):
             used = choose_template(template, suited)
             ids = turn_ids(tokenizer, turns, used, cfg.system)
             shown = text if used == 'joined' else f'{text}\n'
-            prompts.append(Prompt(given, shown, ids, TEMPLATES[used].assistant[1]))
+            prompts.append(Prompt(given, shown, ids, (TEMPLATES[used].assistant[1],)))
         elif suited not in (None, 'joined'):
             raise ValueError(f'{cfg.eval_code or cfg.start} has a chat or an instruction, which needs a '
                              f'template: {CHOOSE}')
@@ -252,10 +252,10 @@ def stops_of(tokenizer, stop, more=()):
 class Text:
     """The text of one sequence as its tokens arrive. It ends before a stop text or a stop id."""
 
-    def __init__(self, tokenizer, stops, prompt, seed):
+    def __init__(self, tokenizer, prompt, seed, stop):
         self.tokenizer, self.seed = tokenizer, seed
         self.given, self.start = prompt.given, prompt.shown
-        self.stop_texts, self.stop_ids = stops
+        self.stop_texts, self.stop_ids = stops_of(tokenizer, stop, prompt.stops)
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
         self.text, self.pending = '', ''  # final text, and text that may still become a stop
         self.tokens, self.logprobs = [], []
@@ -285,15 +285,15 @@ class Text:
         self.text += self.pending + self.decoder.decode(b'', final=True)
 
 
-def write(model, tokenizer, prompts, seeds, stops, cfg):
+def write(model, tokenizer, prompts, seeds, cfg):
     """
     Continues each Prompt once with each seed, in one batch. Yields the Texts before the first
     step and after each step, ordered by prompt and seed. At the end all are finished.
     """
     sampling = Sampling(cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p,
-                        min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty, stop=stops[1],
+                        min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty,
                         past_context=cfg.past_context, vocab=tokenizer.n_vocab, logprobs=cfg.logprobs)
-    texts = [Text(tokenizer, stops, prompt, seed) for prompt in prompts for seed in seeds]
+    texts = [Text(tokenizer, prompt, seed, cfg.stop) for prompt in prompts for seed in seeds]
     stopped = set()
     yield texts
     for step in generate(model, [prompt.ids for prompt in prompts], sampling, num_samples=len(seeds),
@@ -314,22 +314,18 @@ def samples_of(cfg):
     return cfg.num_samples or (1 if cfg.temperature < GREEDY_BELOW else 3)
 
 
-def batches(model, tokenizer, prompts, cfg, stops=()):
-    """
-    Continues each prompt num_samples times, batch_size at a time. Yields what write() does for each batch, in
-    order. stops: texts that end a sample beside those of the settings.
-    """
+def batches(model, tokenizer, prompts, cfg):
+    """Continues each prompt num_samples times, batch_size at a time. Yields what write() does, in order."""
     longest, size = max((len(prompt.ids) for prompt in prompts), default=0), model.config.block_size
     if longest > size:
         print(f'note: the prompt has {longest:,} tokens; the last {size:,} fit the context', file=sys.stderr)
     num_samples = samples_of(cfg)
     prompts_at_once = max(cfg.batch_size // num_samples, 1)
-    ends = stops_of(tokenizer, cfg.stop, {*stops, *(prompt.mark for prompt in prompts)})
     for i in range(0, len(prompts), prompts_at_once):
         batch = prompts[i:i + prompts_at_once]
         for j in range(0, num_samples, cfg.batch_size):
             seeds = range(cfg.seed + j, cfg.seed + min(j + cfg.batch_size, num_samples))
-            yield write(model, tokenizer, batch, seeds, ends, cfg)
+            yield write(model, tokenizer, batch, seeds, cfg)
 
 
 def sample(model, tokenizer, template, cfg):
@@ -359,9 +355,10 @@ def eval_code(model, tokenizer, template, cfg):
     if not tasks or (cfg.run_code and not any(task.tests for task in tasks)):
         raise ValueError(f'{cfg.eval_code} has no {"tests to run" if tasks else "tasks"}')
     prompts = make_prompts([(task, task.turns, task.template) for task in tasks], tokenizer, template, cfg)
-    stops = () if is_chat else {stop for task in tasks for stop in task.stops}
+    if not is_chat:
+        prompts = [prompt._replace(stops=prompt.stops + prompt.given.stops) for prompt in prompts]
     verdicts = []
-    for steps in batches(model, tokenizer, prompts, cfg, stops):
+    for steps in batches(model, tokenizer, prompts, cfg):
         *_, texts = steps
         for text in texts:
             verdict = judge(text.given, text.seed, text.text, cfg.run_code)
@@ -394,7 +391,7 @@ def chat(model, tokenizer, template, cfg):
     if hasattr(sys.stdin, 'reconfigure'):  # not in a notebook
         sys.stdin.reconfigure(errors='replace')  # a byte that is not UTF-8 must not end a chat
     print('a line that ends with \\ continues on the next; an empty line ends the chat', file=sys.stderr)
-    stops, size = stops_of(tokenizer, cfg.stop, [TEMPLATES[template].assistant[1]]), model.config.block_size
+    stops, size = (TEMPLATES[template].assistant[1],), model.config.block_size
     limit = size - min(cfg.max_new_tokens, size // 4)  # leaves room for the answer
     turns, seed = [], cfg.seed
     while (message := read_message()).strip() not in ('', 'exit'):
@@ -403,7 +400,7 @@ def chat(model, tokenizer, template, cfg):
         except ValueError as e:  # too long, or characters that the tokenizer lacks
             print(f'note: {e}', file=sys.stderr)
             continue
-        (answer,) = print_in_order(write(model, tokenizer, [Prompt('', '', ids)], [seed], stops, cfg), '\n')
+        (answer,) = print_in_order(write(model, tokenizer, [Prompt('', '', ids, stops)], [seed], cfg), '\n')
         turns = [*asked, ('assistant', answer.text)]
         seed += 1
 

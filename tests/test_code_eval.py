@@ -195,6 +195,17 @@ def test_the_command_judges_greedy_answers_in_the_template(tasks, monkeypatch, c
     assert before + ADD['prompt'] in ByteTokenizer().decode(calls[0].prompts[0]).decode()
 
 
+def test_an_answer_ends_at_the_stops_of_its_own_task(tasks, monkeypatch, capsys):
+    out, answer = tasks.parent / 'out', '    return 1\n\ndef sq(x): return x * x\n'
+    write(out / 'best.pt', gpt(257, block_size=512), ByteTokenizer())
+    rows = ADD, {'prompt': '# A function that squares\n', 'completion': 'x'}
+    tasks.write_bytes(gzip.compress('\n'.join(map(json.dumps, rows)).encode()))
+    play(monkeypatch, *answer.encode())
+    main(out_dir=out, eval_code=tasks, output='jsonl')
+    first, second, *_ = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first['answer'] == '    return 1\n' and second['answer'] == answer
+
+
 def test_the_table_and_explicit_sampling(tasks, monkeypatch, capsys):
     """Answers are not run unless --run_code asks for it. The file is one list, as the sanitized MBPP is."""
     out = tasks.parent / 'out'

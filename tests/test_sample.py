@@ -201,7 +201,7 @@ def test_int8_and_compile(draw, out, monkeypatch):
     (['lo!'], b'elo lo', ['e', 'e', 'e', 'elo ', 'elo ', 'elo ', 'elo lo'])])
 def test_text_appears_when_it_is_certain(stops, tokens, texts):
     """A character with its last byte; what may become a stop text waits, and no more."""
-    text, seen = sample.Text(ByteTokenizer(), (stops, set()), sample.Prompt('', '', []), 1), []
+    text, seen = sample.Text(ByteTokenizer(), sample.Prompt('', '', [], (*stops,)), 1, None), []
     for token in tokens:
         text.add(token, 0.0)
         seen.append(text.text)
@@ -221,10 +221,10 @@ def test_a_stop_text_ends_the_sample_and_is_not_printed(draw, byte_out, monkeypa
 def test_special_tokens_and_the_end_of_text_end_it_too(draw, byte_out, monkeypatch):
     assert sample.stops_of(ByteTokenizer(), '<|endoftext|>|||zz', ['m', '']) == (['zz', 'm'], {256})
     assert sample.stops_of(CharTokenizer(CHARS), None) == ([], set())
-    calls = play(monkeypatch, *b'hi', 256)
-    assert draw() == ['abhi'] and calls[0].sampling.stop == {256}
+    calls = play(monkeypatch, *b'hi', 256, 97)
+    assert draw() == ['abhi'] and calls[0].stopped == [set(), set(), set(), {0}]
     assert draw(num_samples=2, stop='h') == ['ab', 'ab']
-    assert calls[1].stopped == [set(), {0, 1}, {0, 1}]  # generate() drops a sequence at a stop text too
+    assert calls[1].stopped == [set(), *[{0, 1}] * 3]  # generate() drops a sequence at a stop text too
 
 
 def test_samples_are_printed_in_order_and_the_first_as_it_comes(monkeypatch):
@@ -284,7 +284,7 @@ def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path,
     for asked in ('auto', template):
         cfg = sample.SampleConfig(start=f'FILE:{tmp_path / "p.jsonl"}', template=asked)
         prompt, = sample.make_prompts(sample.read_prompts(cfg.start), tokenizer, template, cfg)
-        assert prompt.ids == expected and prompt.mark == TEMPLATES[template].assistant[1]
+        assert prompt.ids == expected and prompt.stops == TEMPLATES[template].assistant[1:]
 
 
 def test_a_prompt_is_in_a_template_where_one_is_known(tmp_path):
@@ -321,8 +321,9 @@ def test_the_answers_to_chats_end_at_the_mark(draw, out, tmp_path, monkeypatch):
     start = f'FILE:{tmp_path / "p.jsonl"}'
     rows = draw(start=start, output='jsonl', num_samples=2)
     assert [row['prompt'] for row in rows[::2]] == ['Two?', ROWS[-1]['messages'], 'Two?']
-    assert {(row['text'], row['finish']) for row in rows} == {('Four.', 'stop')}
-    assert draw(start=start) == ['Two?\nFour.', 'c\nFour.', 'Two?Four.']
+    assert [row['text'] for row in rows[::2]] == ['Four.', 'Four.', 'Four.<|im_end|>no']  # the last is a text
+    assert [row['finish'] == 'stop' for row in rows] == [True] * 4 + [False] * 2
+    assert draw(start=start) == ['Two?\nFour.', 'c\nFour.', 'Two?Four.<|im_end|>no']
     (tmp_path / 'p.jsonl').write_text('\n'.join(map(json.dumps, ROWS[:3])))
     assert draw(start=start, template='joined', stop='<') == ['Two?Four.', 'Two?Four.', 'Add.Four.']
 
