@@ -179,8 +179,9 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
     log-probability) each step; sequence i * num_samples + j is the j-th sample of prompt i.
 
     seeds: one per sequence; its text depends only on prompt and seed. stopped: a set of finished sequences,
-    to which the caller may add; they leave the batch when they are half of it. compiled: compile the step; on
-    a CPU the weights are constants then. Raises ValueError when logits are not finite.
+    to which the caller may add; they leave the batch when they are half of it. compiled: compile the step for
+    the complete batch, which none leaves; on a CPU the weights are constants then. ValueError when logits are
+    not finite.
     """
     size, device = model.config.block_size, model.cos.device
     stopped = set() if stopped is None else stopped
@@ -210,7 +211,7 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
         alive = [index for index, row in enumerate(rows) if row.sequence not in stopped]
         if not alive or not left:
             return
-        if len(alive) <= len(rows) // 2:
+        if not compiled and len(alive) <= len(rows) // 2:  # another shape would compile again
             rows = [rows[index] for index in alive]
             tokens, seen = tokens[alive], seen[alive]
             cache.select(alive)
