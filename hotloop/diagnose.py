@@ -166,9 +166,9 @@ def val_batches(found, config, data_dir):
 
 def random_batches(config):
     """Batches (x, y) of random ids, without targets."""
-    T, rng = config.block_size, np.random.default_rng(0)
-    for _ in range(0, max(TOKENS, 2 * T), max(AT_ONCE, T)):
-        x = rng.integers(0, config.vocab_size, (max(AT_ONCE // T, 1), T))
+    T, rng = min(config.block_size, AT_ONCE), np.random.default_rng(0)
+    for _ in range(TOKENS // AT_ONCE):
+        x = rng.integers(0, config.vocab_size, (AT_ONCE // T, T))
         yield x, np.full_like(x, -1)
 
 

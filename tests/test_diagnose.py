@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import sample
 from hotloop import watch
 from hotloop.checkpoint import save_checkpoint
-from hotloop.diagnose import text_of
+from hotloop.diagnose import TOKENS, random_batches, text_of
 from hotloop.tokenizer import ByteTokenizer
 from hotloop.watch import Watch
 from model import GPT, GPTConfig
@@ -153,6 +153,12 @@ def test_without_its_data_the_rest_is_printed(train_tiny, tmp_path, diagnose, ki
                        'folder that has it with --data_dir']}[kind]
     assert found['notes'] == [f'no loss by position and no calibration, because {reason}' for reason in why]
     assert ('predictions' in found) == (kind == 'moved') and len(found['blocks']) > 1
+
+
+@pytest.mark.parametrize('size, longest', [(16, 16), (2**17, 2**12)])
+def test_random_ids_are_as_many_for_any_context(size, longest):
+    shapes = [x.shape for x, _ in random_batches(GPTConfig(block_size=size, vocab_size=9))]
+    assert sum(map(math.prod, shapes)) == TOKENS and {T for _, T in shapes} == {longest}
 
 
 def test_calibration_and_entropy_of_a_uniform_model():
