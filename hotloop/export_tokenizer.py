@@ -1,6 +1,7 @@
 """Writes a tokenizer as the files of a Hugging Face folder, without a package."""
 
 import json
+import re
 from itertools import pairwise
 
 from hotloop.bpe import GPT2_SPLIT
@@ -68,8 +69,8 @@ def tokenizer_json(tokenizer, begin):
     ranks = dict(sorted(ranks.items(), key=lambda item: item[1]))
     pairs = [pair for token in ranks if (pair := pair_of(token, ranks))]
     # in Oniguruma, which reads it there, {1,3}+ is not possessive but repeats {1,3}
-    split = {'type': 'Split', 'pattern': {'Regex': pattern.replace('}+', '}')}, 'behavior': 'Isolated',
-             'invert': False}
+    pattern = re.sub(r'(\{[\d,]+\})\+', r'\1', pattern)
+    split = {'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
     levels = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': False}
     added = {'single_word': False, 'lstrip': False, 'rstrip': False, 'normalized': False, 'special': True}
     return {

@@ -130,7 +130,8 @@ def check_ids(tokenizer):
 
 @pytest.mark.parametrize('tokenizer', [
     own(), ByteTokenizer(), BPETokenizer([*own().tokens, b'qxz']), own(nfc=True),
-    own(pattern=r'\p{N}{1,3}+|\s+|[^\s\p{N}]++')], ids=['own', 'byte', 'unreachable', 'nfc', 'pattern'])
+    own(pattern=r'\p{N}{1,3}+|\s+|[^\s\p{N}]++'), own(pattern=r'\p{N}{2}+|\p{N}|\p{L}+|[^\p{L}\p{N}]+')],
+    ids=['own', 'byte', 'unreachable', 'nfc', 'possessive', 'older'])
 def test_ids_are_equal_in_the_tokenizers_package(tokenizer):
     """Also of a token that no merges give, if it is a word."""
     check_ids(tokenizer)
