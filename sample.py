@@ -128,8 +128,8 @@ class SampleConfig:
 def open_gpt(cfg):
     """(Weights, the float32 model on the CPU with the adapter merged)."""
     source = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
-    if cfg.adapter and cfg.init_from == 'resume':  # merge_adapter() checks the hash
-        found = open_base({'base': base_of(cfg.adapter), 'sha256': None}, cfg.adapter, cfg.data_dir)
+    if cfg.adapter and cfg.init_from == 'resume':
+        found = open_base(base_of(cfg.adapter), cfg.adapter, cfg.data_dir)
     else:
         found = open_weights(source, cfg.data_dir)
     model = GPT.from_checkpoint(found.model_args, found.weights)

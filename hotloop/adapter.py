@@ -51,10 +51,16 @@ def is_adapter(folder):
 
 
 def base_of(folder):
-    """The name of the weights that an adapter was trained on. ValueError if the folder has none."""
+    """
+    What is known of the weights that an adapter was trained on: {'base': name, 'sha256': their hash or None,
+    'quantize': how they were rounded}. ValueError if the folder has no adapter.
+    """
     if not is_adapter(folder) and is_adapter(os.path.join(folder, 'adapter')):
         raise ValueError(f'{folder} is a run; its adapter is --adapter={os.path.join(folder, "adapter")}')
-    return read_json(os.path.join(folder, CONFIG)).get('base_model_name_or_path') or 'an unknown base'
+    name = read_json(os.path.join(folder, CONFIG)).get('base_model_name_or_path') or 'an unknown base'
+    origin = os.path.join(folder, ORIGIN)  # peft writes none
+    return {'sha256': None, 'quantize': 'none', **(read_json(origin) if os.path.exists(origin) else {}),
+            'base': name}
 
 
 def merge_adapter(model, folder, source):
@@ -63,14 +69,11 @@ def merge_adapter(model, folder, source):
     model has. ValueError if the adapter was trained on others.
     """
     adapters, scale = read_adapter(folder, model, source.path)
-    origin, quantize = os.path.join(folder, ORIGIN), 'none'
-    if os.path.exists(origin):  # peft writes none
-        record = read_json(origin)
-        quantize = record['quantize']
-        if record['sha256'] != hash_source(source):
-            raise ValueError(f'{folder} was trained on {record["base"]}, with other weights than '
-                             f'{source.path}; name its base with --init_from')
-    weights = frozen_weights(model.state_dict(), quantize)
+    record = base_of(folder)
+    if record['sha256'] is not None and record['sha256'] != hash_source(source):
+        raise ValueError(f'{folder} was trained on {record["base"]}, with other weights than '
+                         f'{source.path}; name its base with --init_from')
+    weights = frozen_weights(model.state_dict(), record['quantize'])
     merge(weights, adapters, scale)
     model.load_weights(weights)
 
@@ -92,7 +95,7 @@ def read_adapter(folder, model, path):
             raise ValueError(f'{folder}/{CONFIG}: {name}={value!r} is not a number from {least} on')
     scale = LoRAConfig(config['r'], config['lora_alpha'], config.get('use_rslora', False)).scale()
     tensors, table, adapters = read_safetensors(os.path.join(folder, TENSORS)), projections(model), []
-    trained_on = f'it was trained on {base_of(folder)}'
+    trained_on = f'it was trained on {base_of(folder)["base"]}'
     for name in sorted(tensors):
         found = re.fullmatch(r'base_model\.model\.(?:transformer\.h|model\.layers)\.(\d+)\.(?:self_)?(.+)'
                              r'\.lora_([AB])\.weight', name)

@@ -338,10 +338,10 @@ def test_a_relative_base_is_found_from_elsewhere_and_after_a_move(train_tiny, tm
     monkeypatch.chdir(tmp_path / 'away')
     home.rename(away)
     tuned = away / 'runs' / 'tuned'
+    train_tiny(tmp_path / 'away' / 'base', max_iters=2, seed=2)
     for word in (f'--out_dir={tuned}', f'--adapter={tuned / "adapter"}'):
         sample.main([word, '--max_new_tokens=2', '--device=cpu'])
     assert f'its adapter is --adapter={tuned}/adapter' in error_of(sample.main, [f'--adapter={tuned}'])
-    train_tiny(tmp_path / 'away' / 'base', max_iters=2, seed=2)
     assert train_tiny(tuned, init_from='resume', max_iters=6) == 0
     assert load(tuned / 'ckpt.pt')['lora']['base'] == 'base'
     shutil.rmtree(away / 'base')
