@@ -140,7 +140,7 @@ def open_gpt(cfg):
 
 
 def open_model(cfg):
-    """(Weights, the float32 model on the CPU, tokenizer, template of its data or 'none')."""
+    """(Weights, the float32 model on the CPU, tokenizer, template: as asked, of its data or 'none')."""
     found, model = open_gpt(cfg)
     tokenizer = tokenizer_from(tokenizer_of(found, cfg.data_dir))
     tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
@@ -151,11 +151,12 @@ def open_model(cfg):
     if tokenizer.n_vocab > model.config.vocab_size:
         raise ValueError(f'{found.path}: the tokenizer has {tokenizer.n_vocab:,} ids, but the model has '
                          f'{model.config.vocab_size:,}')
-    return found, model, tokenizer, found.checkpoint.get('template', 'none')
+    template = found.checkpoint.get('template', 'none') if cfg.template == 'auto' else cfg.template
+    return found, model, tokenizer, template
 
 
 def load(cfg, device, dtype):
-    """(model on its device and ready for inference, tokenizer, template: as asked, of its data or 'none')."""
+    """(model on its device and ready for inference, tokenizer, template as of open_model())."""
     found, model, tokenizer, template = open_model(cfg)
     rows = 1 if cfg.chat else min(samples_of(cfg), cfg.batch_size)  # of a step; several prompts have more
     model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile, rows=rows)
@@ -163,7 +164,7 @@ def load(cfg, device, dtype):
     spec = tokenizer.spec()
     print(f'weights: {found.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
           f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
-    return model, tokenizer, template if cfg.template == 'auto' else cfg.template
+    return model, tokenizer, template
 
 
 class Prompt(NamedTuple):

@@ -199,6 +199,8 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     weights = read_safetensors(str(folder / 'model.safetensors'))
     assert weights['transformer.ln_f.bias'].dtype == torch.bfloat16
     assert main(init_from=folder, start='hi', max_new_tokens=2) == 0
+    assert main(out_dir=path.parent, export=tmp_path / 'named', template='chatml') == 0
+    assert template_of(tmp_path / 'named') == 'chatml'
     for used in (folder, path):
         error = error_of(main, out_dir=path.parent, export=used)
         assert f'export={used} exists and is not an empty folder' in error
