@@ -195,8 +195,11 @@ def read_prompts(start, errors='strict'):
     with open_text(path, errors) as f:
         if not re.search(r'\.(jsonl|ndjson)(\.\w+)?$', path.lower()):  # compressed or not
             return [as_turn(f.read())]
-        return [as_turn(row) if isinstance(row, str) else prompt_of(row, where)
-                for where, row in json_lines(f, path)]
+        prompts = [as_turn(row) if isinstance(row, str) else prompt_of(row, where)
+                   for where, row in json_lines(f, path)]
+    if not prompts:
+        raise ValueError(f'{path} has no prompts, one on each line')
+    return prompts
 
 
 def as_turn(text):

@@ -107,6 +107,7 @@ def test_a_gpu_becomes_the_current_device_and_eager_int8_gives_a_warning(draw, m
     ('a.ndjson.gz', gzip.compress(b'{"prompt": "cab\\n", "id": 1}', mtime=0), ['cab\n']),
     ('p.txt', b'caf\xe9', 'p.txt is not UTF-8 text'), ('-', b'caf\xe9', 'input is not UTF-8 at byte 3'),
     ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2: expected a JSON string, or an object'),
+    ('p.jsonl', b'\n \n', 'p.jsonl has no prompts'),
     ('p.jsonl', b'7', 'line 1: a row must be an object or a string, not 7'),
     ('p.jsonl', b'{"prompt"', 'line 1 is not JSON'), ('p.jsonl', b'[' * 100_000, 'line 1 is not JSON'),
     ('p.jsonl', b'{"messages": []}', 'line 1: the chat has no turn of the user'),
