@@ -10,7 +10,7 @@ __init__ resolves each setting to a module or a function, so forward branches on
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -324,7 +324,7 @@ def attend_within(q, k, v, dropout, window, documents, kernel):
     return torch.cat(rows)
 
 
-compiled = cache(torch.compile)  # of a function, at its first call
+compiled = lru_cache(maxsize=None)(torch.compile)  # of a function, at its first call
 
 
 def flex_options(q):
@@ -536,8 +536,8 @@ class GPT(nn.Module):
         tables = [rotation_angles(c.block_size, c.head_dim, c.rope_base, c.rope_factor, c.rope_context)]
         if c.rope_local_base is not None:
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
-        for name, parts in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
-            self.register_buffer(name, torch.cat(parts, dim=1), persistent=False)
+        for name, columns in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
+            self.register_buffer(name, torch.cat(columns, dim=1), persistent=False)
         self.init_weights()
 
     @torch.no_grad()
