@@ -5,7 +5,7 @@ Letters: B batch, T time, C channels (n_embd), H heads, K key/value heads, D hea
 
 Two presets (PRESETS) set a few independent settings. 'gpt2' is OpenAI's GPT-2 as in nanoGPT, weight for
 weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat.
-__init__ resolves each setting to a module or a function, so forward branches only on cache and loss.
+__init__ resolves each setting to a module or a function, so forward hardly looks at settings.
 """
 
 import math
@@ -75,8 +75,7 @@ class GPTConfig:
 
     def problems(self):
         """The problems with the settings, one sentence each."""
-        c = self.resolved()
-        wrong = []
+        c, wrong = self.resolved(), []
         for least, below, words, names in LIMITS:
             for name in names:
                 value = getattr(c, name)
@@ -88,7 +87,8 @@ class GPTConfig:
             nearest = max(1, round(c.n_embd / c.n_head)) * c.n_head
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; try n_embd={nearest}')
         elif c.position == 'rope' and c.head_dim % 2:
-            wrong.append(f'head_dim, or n_embd / n_head = {c.head_dim} is odd; rotary positions rotate pairs')
+            wrong.append(f'head_dim={c.head_dim} (n_embd / n_head unless given) is odd; rotary positions '
+                         'need an even number')
         is_rope = c.position == 'rope'
         for name, acts, where in (
                 ('rope_base', is_rope, "position='rope'"), ('rope_factor', is_rope, "position='rope'"),

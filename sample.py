@@ -1,5 +1,6 @@
 """
-Samples from a checkpoint. It contains the model's shape and its tokenizer, so nothing else is needed.
+Samples from a checkpoint, which holds the model's shape and its tokenizer. A run with adapters also needs its
+base, and nanoGPT's checkpoints their dataset.
 
     $ python sample.py --start="The history of"                    # from the best checkpoint in out/
     $ python sample.py --out_dir=out.1 --start=FILE:prompt.txt     # a prompt from a file
@@ -429,7 +430,8 @@ def fit_turns(tokenizer, turns, template, limit, system=None):
             if first:
                 print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
             return turns[first:], ids
-    raise ValueError(f'the chat has {len(ids):,} tokens; the context has room for {limit:,} and an answer')
+    raise ValueError(f'the last message takes {len(ids):,} tokens with its template; the context has room '
+                     f'for {limit:,} and an answer')
 
 
 def main(argv=None):

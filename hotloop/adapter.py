@@ -92,7 +92,7 @@ def read_adapter(folder, model, path):
     for name, least in (('r', 1), ('lora_alpha', 0)):
         value = config.get(name)
         if not isinstance(value, int | float) or value < least:
-            raise ValueError(f'{folder}/{CONFIG}: {name}={value!r} is not a number from {least} on')
+            raise ValueError(f'{folder}/{CONFIG}: {name}={value!r} must be a number of at least {least}')
     scale = LoRAConfig(config['r'], config['lora_alpha'], config.get('use_rslora', False)).scale()
     tensors, table, adapters = read_safetensors(os.path.join(folder, TENSORS)), projections(model), []
     trained_on = f'it was trained on {base_of(folder)["base"]}'

@@ -22,7 +22,7 @@ from hotloop.score import print_json
 from hotloop.watch import Watch
 from hotloop.wording import text_of
 
-TOKENS, AT_ONCE = 2**14, 2**12  # that the model runs on
+TOKENS, AT_ONCE = 2**14, 2**12  # tokens that the model runs on: in all, and in a batch
 SETTINGS = ('dataset', 'init_from', 'preset', 'optimizer', 'learning_rate', 'lr_schedule', 'min_lr')
 
 

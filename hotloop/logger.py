@@ -85,7 +85,10 @@ class Log:
         return bool(rows) and not any(row['step'] == step and 'val_loss' in row for row in rows)
 
     def report(self, last=False):
-        """Writes report.html, if it is the last time or costs at most REPORT_COST of the time since."""
+        """
+        Writes report.html if it is the last time, or if enough time has passed that reports take at most
+        REPORT_COST of it.
+        """
         began = time.monotonic()
         if self.file is None or not (last or began >= self.next_report):
             return

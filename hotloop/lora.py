@@ -216,7 +216,7 @@ def adapters_of(checkpoint):
 
 
 def frozen_weights(weights, quantize):
-    """{name: float32 tensor}: the weights that adapters were trained on, which NF4 has rounded."""
+    """{name: float32 tensor}: the weights below the adapters, rounded to NF4 if quantize='nf4'."""
     in_blocks = re.compile(r'transformer\.h\.\d+\.\w+\.c_\w+\.weight')
     frozen = {name: weight.float() for name, weight in weights.items()}
     if quantize == 'nf4':

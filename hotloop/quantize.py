@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 PACK_FROM = 2**18  # numbers in a matrix; a smaller one stays in the CPU's cache, where packing gains nothing
 TRIAL_SIZE = 2**21  # numbers in a matrix of a trial, at most, to keep it short; all shapes exceed an L2 cache
-GAIN = 1.1  # packed weights must be so many times as fast: fewer could be noise of a busy machine
+GAIN = 1.1  # how many times as fast packed weights must be; a smaller gain could be noise on a busy machine
 
 
 class PackedLinear(nn.Module):

@@ -219,8 +219,8 @@ def test_an_adapter_for_another_base(tmp_path):
     ('rank_pattern', {'q_proj': 2}, "rank_pattern={'q_proj': 2} is not supported, only {}"),
     ('layer_replication', [[0, 1], [0, 1]], 'layer_replication=[[0, 1], [0, 1]] is not supported, only None'),
     ('init_lora_weights', 'OLoRA', "init_lora_weights='olora' changes the base"),
-    ('r', None, 'r=None is not a number from 1'), ('r', 0, 'r=0 is not a number from 1'),
-    ('lora_alpha', '8', "lora_alpha='8' is not a number from 0")])
+    ('r', None, 'r=None must be a number of at least 1'), ('r', 0, 'r=0 must be a number of at least 1'),
+    ('lora_alpha', '8', "lora_alpha='8' must be a number of at least 0")])
 def test_what_merge_cannot_do_is_refused(tmp_path, name, value, words):
     """Variants that peft has, an adapter that changes its base, or one without numbers."""
     write_adapter(tmp_path, adapt(gpt()))
