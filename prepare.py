@@ -12,7 +12,8 @@ Tokenizes text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bi
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 if the vocabulary needs it), no header.
 meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete. If
 a different dataset already has the name, that one is moved to NAME.1, NAME.2, ...
-The same input gives the same bytes with any number of processes, and memory does not grow with the corpus.
+The same input gives the same bytes with any number of processes, and memory does not grow with the corpus (a
+.json file is read at once).
 """
 
 if __name__ == '__main__':
@@ -36,9 +37,8 @@ from hotloop.chat_template import ANSWERS, CHATS, MARK, marks_of
 from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
 from hotloop.files import Progress, counted, replacing
-from hotloop.holdout import held_out_files, plan_holdout, split_pieces
+from hotloop.holdout import plan_holdout, split_pieces, validation_rows
 from hotloop.host import cores
-from hotloop.rows import rows_in
 from hotloop.sources import COMPRESSED, URLS, all_files, check_kinds, corpus_of, missing_dataset, open_corpus
 from hotloop.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.tokenizer_source import find_tokenizer
@@ -179,8 +179,6 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     print(f'{origin["source"]}: {counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}',
           flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
-    if files[0].kind == 'functions':
-        write_rows(os.path.join(folder, 'val.jsonl'), val_files or held_out_files(files, holdout), reading)
     read_pieces = functools.partial(split_pieces, files, val_files, reading, holdout)
     tokenizer = tokenizer or learn_tokenizer(cfg.tokenizer, read_pieces, holdout.several, num_bytes)
     if cfg.bos and tokenizer.bos is None:
@@ -197,6 +195,10 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
               '--separator to split a text into documents, and rows with messages for chats')
     report(counts, in_loss, sum(split['tokens'] for split in splits.values()))
     check_splits(splits, counts, origin['source'], cfg, reading)
+    if counts.templates:  # instruction data: by these rows sample.py --eval_code judges a model
+        with open(os.path.join(folder, 'val.jsonl'), 'w', encoding='utf-8') as f:
+            for row in validation_rows(files, val_files, reading, holdout):
+                f.write(json.dumps(row, default=str) + '\n')
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
             'splits': splits, 'templates': sorted(counts.templates), 'bos': bos, **origin}
@@ -212,14 +214,6 @@ def find_special_names(pieces, tokenizer, names):
             for text, markup, _ in piece.parts:
                 names.update(() if markup else tokenizer.special_names.findall(text[:10_000]))
         yield split, piece
-
-
-def write_rows(path, files, reading):
-    """Writes the rows of files to a .jsonl file, by which sample.py --eval_code judges a model."""
-    with open(path, 'w', encoding='utf-8') as f:
-        for file in files:
-            for _, row in rows_in(file, reading, None, RowCounts()):
-                f.write(json.dumps(row) + '\n')
 
 
 def write_bins(folder, batches, dtype, counts):

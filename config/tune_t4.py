@@ -10,4 +10,5 @@ gradient_accumulation_steps = 4
 recompute = 'full'
 
 learning_rate = 2e-4
-warmup_iters = 100
+
+log_interval = 50

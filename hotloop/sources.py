@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from configurator import did_you_mean
 from hotloop.download import download, hub
-from hotloop.files import counted
+from hotloop.files import counted, optional
 from hotloop.text_file import standard_input
 from hotloop.wording import shell
 
@@ -211,6 +211,8 @@ def download_source(url, data_dir, sha256=None):
     if url.startswith('HUB/'):
         url = url.replace('HUB', hub(), 1)
     base = os.path.basename(url.split('?')[0].split('#')[0].rstrip('/')) or 'index'
+    if base.endswith('.parquet'):
+        optional('pyarrow', 'reads parquet files')  # before gigabytes are downloaded
     name = hashlib.sha256(url.encode()).hexdigest()[:8] + '-' + re.sub(r'[^\w.-]', '_', base)
     return download(url, os.path.join(data_dir, 'downloads', name), sha256)
 

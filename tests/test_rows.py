@@ -101,6 +101,20 @@ def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys
     assert 'val: ' in capsys.readouterr().out
 
 
+def test_held_out_rows_with_answers_are_kept_as_tasks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{'instruction': f'Add {i} and 1.', 'output': f'{i} + 1'} for i in range(50)]
+    rows += [{'messages': [{'role': 'user', 'content': 'Hi.'}]}, {'text': 'no task'}]
+    (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    prepare.main(['rows.jsonl'])
+    held = [json.loads(line) for line in (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()]
+    assert 0 < len(held) < 20 and all(row in rows[:50] for row in held)
+    assert read_meta('data/rows')['splits']['val']['documents'] - len(held) in (0, 1)  # the text
+    (tmp_path / 'more.jsonl').write_bytes((tmp_path / 'rows.jsonl').read_bytes())
+    prepare.main(['rows.jsonl', '--val=more.jsonl', '--name=all'])
+    assert len((tmp_path / 'data' / 'all' / 'val.jsonl').read_text().splitlines()) == 50
+
+
 def test_long_functions_are_left_out_of_training_and_judging(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for i in range(8):
