@@ -8,7 +8,7 @@ Settings from Python files and --flags, checked against dataclasses.
 A setting is a dataclass field: its default is the only default, its annotation is the check, its trailing
 comment is the help, and a comment `# --- name` opens a section. Files are plain Python. They run in order in
 a namespace that holds the current values; flags come last and win. A misspelled name or a wrong type, in a
-file or a flag, is an error that names the place and the nearest setting. All errors are reported together.
+file or a flag, is an error that names the place and the nearest setting. Errors are reported together.
 """
 
 import ast
@@ -55,12 +55,12 @@ SYNONYMS = {
     'save_interval': ('save_every', 'save_steps'),
     'log_interval': ('log_every', 'logging_steps'),
     'dtype': ('mixed_precision', 'precision', 'amp', 'fp16', 'bf16', 'torch_dtype'),
-    'recompute': ('gradient_checkpointing', 'activation_checkpointing'),
+    'recompute': ('gradient_checkpointing', 'use_gradient_checkpointing', 'activation_checkpointing'),
     'lora_rank': ('lora_r', 'lora_dim'),
     'quantize': ('load_in_4bit', 'load_in_8bit', 'qlora'),
     'start': ('prompt', 'text', 'input'),
     'sample_prompt': ('prompt',),
-    'max_new_tokens': ('max_tokens', 'max_length', 'num_tokens', 'length'),
+    'max_new_tokens': ('max_tokens', 'max_length', 'generation_max_length', 'num_tokens', 'length'),
     'num_samples': ('n', 'num_return_sequences'),
 }
 # {setting of earlier versions: what to do instead}

@@ -71,7 +71,7 @@ class TrainConfig:
     # --- run
     out_dir: str = 'out'  # checkpoints, log and config of the run; an older run in it is moved aside
     init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2 (-medium, ...), a path, or a hub model
-    eval_only: bool = False  # evaluate once and exit; nothing is written
+    eval_only: bool = False  # evaluate once and exit; no run is written
     check: bool = False  # report what this machine can do and exit
     dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written
     report: str | None = None  # draw the curves of these run folders (a,b) in one HTML file and exit
@@ -84,7 +84,7 @@ class TrainConfig:
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
-    data_on_device: bool | Literal['auto'] = 'auto'  # training data in GPU memory; auto: if at most 10% of it
+    data_on_device: bool | Literal['auto'] = 'auto'  # training data in GPU memory; auto: up to 10% of it
     document_mask: bool = False  # attention stays within documents, which end with the end-of-text id
     pack_rows: bool = False  # windows of complete rows of instruction data, which do not see one another
     batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: what fits
@@ -123,14 +123,14 @@ class TrainConfig:
     wandb_run_name: str | None = None  # Weights & Biases run name; None: out_dir
     # --- checkpoints
     always_save_checkpoint: bool = True  # save after each evaluation; False: only if the loss improved
-    save_interval: int | None = None  # also save every N steps; None: only by save_minutes
+    save_interval: int | None = None  # also save every N steps; None: off
     save_minutes: float = 15.0  # also save at least this often
     keep_last: int = 2  # number of checkpoints to keep, including the latest
     mirror_dir: str | None = None  # a second folder, such as a mounted drive, to which checkpoints are copied
     # --- machine
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # compute dtype; weights are float32
-    compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if a test compilation works
+    compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if it works and pays
     compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # torch.compile mode
     loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in parts: less memory, slower
     recompute: Literal['none', 'selective', 'full'] = 'none'  # recompute blocks; selective: except attention

@@ -15,7 +15,7 @@ block_size = 512
 
 batch_size = 16
 gradient_accumulation_steps = 4  # 32,768 tokens per step
-max_iters = 20000  # 655 million tokens; OKADFA, whose sizes these are, counted micro-batches:
+max_iters = 20000  # 655 million tokens. OKADFA (tests/DOCUMENTS.md) has these sizes and counts micro-batches:
 # its 20,000 steps are 164 million tokens (--max_iters=5000)
 
 learning_rate = 3e-4  # of AdamW with the default betas and weight decay

@@ -15,7 +15,7 @@ block_size = 512
 
 batch_size = 8
 gradient_accumulation_steps = 8  # 32,768 tokens per step
-max_iters = 30000  # 983 million tokens; OKADFA, whose sizes these are, counted micro-batches:
+max_iters = 30000  # 983 million tokens. OKADFA (tests/DOCUMENTS.md) has these sizes and counts micro-batches:
 # its 30,000 steps are 123 million tokens (--max_iters=3750)
 
 learning_rate = 3e-4  # of AdamW with the default betas and weight decay

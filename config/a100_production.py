@@ -15,7 +15,7 @@ block_size = 512
 
 batch_size = 20
 gradient_accumulation_steps = 2  # 20,480 tokens per step
-max_iters = 10000  # 205 million tokens; OKADFA, whose sizes these are, counted micro-batches:
+max_iters = 10000  # 205 million tokens. OKADFA (tests/DOCUMENTS.md) has these sizes and counts micro-batches:
 # its 10,000 steps are 102 million tokens (--max_iters=5000)
 
 learning_rate = 3e-4  # of AdamW with the default betas and weight decay
