@@ -260,17 +260,8 @@ def report(counts, in_loss, tokens):
     if unused:
         more = ', ...' if len(unused) > 10 else ''
         print(f'fields not used: {", ".join(unused[:10])}{more}; --text_field=NAME uses one as the text')
-    if counts.skipped:
-        print(f'skipped {counted(counts.skipped, "row")} without text or without an answer')
-    if counts.long_functions:
-        print(f'left out {counted(counts.long_functions, "function")} longer than max_function')
-    if counts.not_python:
-        more = ', ...' if len(counts.not_python) > 3 else ''
-        print(f'skipped {counted(len(counts.not_python), "file")} that this Python cannot parse: '
-              f'{"; ".join(counts.not_python[:3])}{more}')
-    if counts.replaced:
-        print(f'{counts.replaced.total():,} bytes in {counted(len(counts.replaced), "file")} could not be '
-              'decoded and were replaced')
+    for sentence in counts.left_out():
+        print(sentence)
 
 
 def named_templates(names):

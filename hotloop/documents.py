@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hotloop.chat_template import TEMPLATES, as_object, form_of, parts_of
+from hotloop.files import counted
 from hotloop.rows import rows_in
 from hotloop.text_file import open_file
 
@@ -58,6 +59,20 @@ class RowCounts:
     replaced: Counter = field(default_factory=Counter)  # bytes that could not be decoded, by file
     long_functions: int = 0  # longer than max_function
     not_python: list = field(default_factory=list)  # files, as the reason why each was skipped
+
+    def left_out(self):
+        """Yields a sentence for each kind of content that is not in the documents."""
+        if self.skipped:
+            yield f'skipped {counted(self.skipped, "row")} without text or without an answer'
+        if self.long_functions:
+            yield f'left out {counted(self.long_functions, "function")} longer than max_function'
+        if self.not_python:
+            more = ', ...' if len(self.not_python) > 3 else ''
+            yield (f'skipped {counted(len(self.not_python), "file")} that this Python cannot parse: '
+                   f'{"; ".join(self.not_python[:3])}{more}')
+        if self.replaced:
+            yield (f'replaced {counted(self.replaced.total(), "byte")} in '
+                   f'{counted(len(self.replaced), "file")} that could not be decoded')
 
 
 class Piece(NamedTuple):

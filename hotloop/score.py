@@ -50,6 +50,8 @@ def score(model, tokenizer, template, cfg):
         progress.close()
     total = Score(cfg.score, sum(s.tokens for s in scores), sum(s.bytes for s in scores),
                   sum(s.nats for s in scores))
+    for sentence in counts.left_out():
+        print(sentence, file=sys.stderr)
     if not scores:
         raise ValueError(f'{cfg.score} contains no tokens to score')
     if counts.templates:

@@ -245,7 +245,7 @@ def test_what_became_of_the_input_is_printed(tmp_path, make, capsys, monkeypatch
         shutil.rmtree(tmp_path / 'data')  # a second time it is unchanged
     assert said[0] == said[1]
     assert 'fields not used: id, code; --text_field=NAME uses one as the text\n' in said[0]
-    assert '\n31 bytes in 2 files could not be decoded and were replaced\n' in said[0]
+    assert '\nreplaced 31 bytes in 2 files that could not be decoded\n' in said[0]
     assert 'instruction data' not in said[0]
     make(tmp_path / 'b.txt', encoding='latin-1', val_fraction=0.5)
     out = capsys.readouterr().out

@@ -90,10 +90,12 @@ def test_documents_are_scored_apart_and_summed(scored, tmp_path):
 def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, template, expected):
     """Or in that which suits each. Only the answer counts."""
     row = {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'ho'}]}
-    (tmp_path / 'a.jsonl').write_text(json.dumps(row))
+    silent = {'messages': row['messages'][:1]}
+    (tmp_path / 'a.jsonl').write_text(json.dumps(row) + '\n' + json.dumps(silent))
     model = gpt(257, block_size=256)
     first, _ = scored(tmp_path / 'a.jsonl', model, template=template)
-    assert scored.err == f'only the answers are scored; template: {expected}\n'
+    assert scored.err == ('skipped 1 row without text or without an answer\n'
+                          f'only the answers are scored; template: {expected}\n')
     ids, mask = encode_parts(ByteTokenizer(), render([('user', 'hi'), ('assistant', 'ho')], expected))
     ids, mask = torch.from_numpy(ids).long()[None], torch.from_numpy(mask)[None]
     inputs = torch.cat([torch.tensor([[256]]), ids[:, :-1]], 1)
@@ -124,6 +126,7 @@ def test_settings_of_reading_act_and_what_cannot_be_scored_is_refused(scored, tm
         (tmp_path / name).write_bytes(content)
     assert scored(tmp_path / 'a.jsonl', text_field='body')[-1]['bytes'] == 2
     assert scored(tmp_path / 'a.txt', bad_utf8='replace')[0]['tokens'] == 7
+    assert scored.err == 'replaced 1 byte in 1 file that could not be decoded\n'
     assert scored(tmp_path / 'a.jsonl', format='text')[0]['bytes'] == (tmp_path / 'a.jsonl').stat().st_size
     assert '--text_field' in error_of(scored, tmp_path / 'a.jsonl')
     assert '--bad_utf8=replace' in error_of(scored, tmp_path / 'a.txt')
