@@ -242,6 +242,7 @@ def check_splits(splits, counts, source, cfg, reading):
         raise ValueError(f'{source} contains no text')
     found = counted(documents, 'document') + (f' and {skipped}' if counts.skipped else '')
     kind = 'rows with an answer' if counts.templates else 'documents'
+    kind = 'files' if reading.format == 'functions' else kind  # each is held out with all its functions
     remedy = f'add other {kind}, or name {"another" if cfg.val else "a"} validation source with --val'
     raise ValueError(f'{source} has {found}: no text for the {empty[0]} split with val={cfg.val!r}, '
                      f'val_fraction={cfg.val_fraction}, separator={reading.separator!r}; {remedy}')

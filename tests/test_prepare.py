@@ -214,6 +214,9 @@ def test_a_row_with_an_answer_among_others_without_is_too_few(tmp_path, make):
     assert error_of(make, path) == f'{found}rows with an answer, or name a validation source with --val'
     path.write_text(as_jsonl([{'text': 'One.' * (i == 3)} for i in range(8)]))
     assert error_of(make, path) == f'{found}documents, or name a validation source with --val'
+    (tmp_path / 'a.py').write_text('def f():\n    "One."\n    return 1\n' * 9)
+    assert '; add other files, or name a validation source' in error_of(make, tmp_path / 'a.py',
+                                                                        format='functions')
     other = tmp_path / 'b.jsonl'
     other.write_text(as_jsonl([{'text': ''}] * 2))
     error = error_of(make, path, val=other)
