@@ -181,9 +181,11 @@ def open_base(record, path, data_dir):
     The Weights below the adapters in `path`: record['base'], with record['sha256'] unless that is None.
     ValueError if they are gone or have changed.
     """
-    wrong = []
+    wrong, own = [], {os.path.realpath(place) for place in (path, os.path.dirname(path))}
     for name in places_of(record['base'], path):
         try:
+            if os.path.isfile(path) and os.path.realpath(name) in own:
+                raise ValueError('these adapters are there now; move them away, and the base back')
             base = open_weights(name, data_dir)
             if record['sha256'] is None or hash_source(base) == record['sha256']:
                 return base

@@ -348,6 +348,15 @@ def test_a_relative_base_is_found_from_elsewhere_and_after_a_move(train_tiny, tm
     assert "adapters of 'base', whose weights have changed" in error_of(train_tiny, tuned, init_from='resume')
 
 
+def test_adapters_where_their_base_was_are_not_opened_as_their_own_base(train_tiny, tmp_path, base):
+    train_tiny('tuned', **base, max_iters=2)
+    shutil.rmtree(tmp_path / 'base')
+    (tmp_path / 'tuned').rename(tmp_path / 'base')
+    for command in (train_tiny, lambda out, **_: sample.main([f'--out_dir={tmp_path / out}'])):
+        error = error_of(command, 'base', init_from='resume')
+        assert "base', which cannot be read: these adapters are there now; move them away" in error
+
+
 @pytest.mark.parametrize('settings, words', [
     (dict(lora_rank=4), 'lora_rank=4 adapts trained weights; name them with --init_from'),
     (dict(lora_rank=4, init_from='gpt2', optimizer='muon'), "optimizer='muon': adapters are trained by"),
