@@ -182,7 +182,7 @@ def open_base(record, path, data_dir):
     ValueError if they are gone or have changed.
     """
     wrong, own = [], {os.path.realpath(place) for place in (path, os.path.dirname(path))}
-    for name in places_of(record['base'], path):
+    for name in places_of(record['base'], path, moved=record['sha256'] is not None):
         try:
             if os.path.isfile(path) and os.path.realpath(name) in own:
                 raise ValueError('these adapters are there now; move them away, and the base back')
@@ -196,14 +196,18 @@ def open_base(record, path, data_dir):
     raise ValueError(f'{path} holds adapters of {wrong[0]}')
 
 
-def places_of(base, path):
+def places_of(base, path, moved):
     """
     What the base of the adapters in `path` may be, the likeliest first: the folder or file of this name; that
     of a folder above `path`, because the run, whose working folder it was, may have been moved; a hub model.
+    moved: also those under the names that new runs have given them, such as base.1.
     """
-    above = Path(path).absolute().parents
-    found = [name for name in (base, *(str(folder / base) for folder in above)) if os.path.exists(name)]
-    return list(dict.fromkeys([*found, base]))
+    names = [base, *(str(folder / base) for folder in Path(path).absolute().parents)]
+    found, aside = [name for name in names if os.path.exists(name)], []
+    for name in names if moved else ():
+        folder, file = map(glob.escape, os.path.split(name))
+        aside += glob.glob(f'{glob.escape(name)}.[0-9]*') + glob.glob(os.path.join(f'{folder}.[0-9]*', file))
+    return list(dict.fromkeys([*found, base, *aside]))
 
 
 def merge_base(checkpoint, path, data_dir):

@@ -348,6 +348,18 @@ def test_a_relative_base_is_found_from_elsewhere_and_after_a_move(train_tiny, tm
     assert "adapters of 'base', whose weights have changed" in error_of(train_tiny, tuned, init_from='resume')
 
 
+@pytest.mark.parametrize('file', ['', '/ckpt.pt'])
+def test_a_base_that_new_runs_have_moved_aside_is_found(train_tiny, tmp_path, base, file):
+    train_tiny('tuned', **{**base, 'init_from': f'{tmp_path}/base{file}'}, max_iters=2)
+    for seed in (2, 3):
+        train_tiny('base', max_iters=2, seed=seed)
+    assert (tmp_path / 'base.2').exists() and train_tiny('tuned', init_from='resume', max_iters=4) == 0
+    sample.main([f'--adapter={tmp_path}/tuned/adapter', '--max_new_tokens=2', '--device=cpu'])
+    shutil.rmtree(tmp_path / 'base.1')
+    error = error_of(train_tiny, 'tuned', init_from='resume')
+    assert f"adapters of '{tmp_path}/base{file}', whose weights have changed since" in error
+
+
 def test_adapters_where_their_base_was_are_not_opened_as_their_own_base(train_tiny, tmp_path, base):
     train_tiny('tuned', **base, max_iters=2)
     shutil.rmtree(tmp_path / 'base')
