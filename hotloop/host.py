@@ -91,7 +91,7 @@ def peak_memory():
 
 
 def first_line_of(path):
-    """The first line of a system file; '' if it is not there."""
-    with contextlib.suppress(OSError), open(path, encoding='ascii') as f:
+    """The first line of a file; '' if it is not there."""
+    with contextlib.suppress(OSError), open(path, encoding='ascii', errors='replace') as f:
         return f.readline().strip()
     return ''

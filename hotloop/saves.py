@@ -12,7 +12,7 @@ from hotloop import patience
 from hotloop.checkpoint import DiskFull, checkpoint_of, settings_to_save, size_in_bytes, snapshot
 from hotloop.evaluate import evaluate_both
 from hotloop.files import replacing
-from hotloop.host import memory
+from hotloop.host import first_line_of, memory
 from hotloop.logger import Log, log_done, log_evaluation
 from hotloop.run_dir import Mirror, RunDir, find_latest
 from hotloop.schedule import what_is_due
@@ -28,7 +28,7 @@ def take_folder(run, resumed):
         if resumed:
             run.out.promote(resumed)
         if cfg.mirror_dir:
-            run.mirror = Mirror(run.out, cfg.mirror_dir, is_mirror(cfg.mirror_dir, resumed))
+            run.mirror = Mirror(run.out, cfg.mirror_dir, is_mirror(cfg.mirror_dir, run.out, resumed))
     is_best = bool(resumed) and not ('state' in resumed.checkpoint or os.path.exists(run.out / 'best.pt'))
     run.out.best_loss = math.inf if is_best else run.state.best_val_loss
     run.log = Log(run.out, cfg, settings_to_save(run), env, run.state if resumed else None)
@@ -36,11 +36,13 @@ def take_folder(run, resumed):
         save(run)
 
 
-def is_mirror(folder, resumed):
-    """Whether a folder is the mirror of the run to resume, and not ahead of it."""
+def is_mirror(folder, out, resumed):
+    """Whether a folder is the mirror of the run to resume from the folder `out`, and not ahead of it."""
     before = resumed and resumed.checkpoint.get('config', {}).get('mirror_dir')
     if not before or os.path.realpath(before) != os.path.realpath(folder):
         return False
+    if first_line_of(os.path.join(folder, 'log.jsonl')) != first_line_of(out / 'log.jsonl'):
+        return False  # of another run, which had this mirror_dir since
     try:
         return find_latest(RunDir(folder)).checkpoint['iter_num'] <= resumed.checkpoint['iter_num']
     except ValueError:  # it holds no intact checkpoint

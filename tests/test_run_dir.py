@@ -293,6 +293,15 @@ def test_a_mirror_of_another_run_is_moved_aside(tmp_path, capsys):
     assert contents(tmp_path / 'drive.1').keys() == first.keys()
 
 
+def test_a_mirror_that_another_run_took_over_is_not_overwritten_on_resume(train_tiny, tmp_path):
+    for out, seed in (('first', 1), ('second', 2)):
+        train_tiny(out, max_iters=2, seed=seed, mirror_dir=tmp_path / 'drive')
+    assert train_tiny('first', init_from='resume', max_iters=4) == 0
+    for folder, steps, seed in (('drive.1', 2, 1), ('drive.2', 2, 2), ('drive', 4, 1)):
+        checkpoint = load_checkpoint(str(tmp_path / folder / 'ckpt.pt'))
+        assert (checkpoint['iter_num'], checkpoint['config']['seed']) == (steps, seed)
+
+
 def test_a_run_that_is_refused_leaves_the_mirror_of_the_running_one(train_tiny, tmp_path):
     train_tiny(max_iters=2, mirror_dir=tmp_path / 'drive')
     before = contents(tmp_path / 'drive')
