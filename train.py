@@ -637,7 +637,7 @@ def execute(settings, datasets, env):
         env.explain_loss(e, run)
         if not isinstance(e, (RuntimeError, MemoryError)) or not out_of_memory(e):
             raise
-        raise ValueError(memory_advice(run, env, e)) from None
+        raise ValueError(memory_advice(run, env, e, settings.train)) from None
     finally:
         if run and run.log:
             run.out.wait()

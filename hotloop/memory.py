@@ -90,8 +90,9 @@ def choose_batch_size(model, split, env, cfg, fits=batch_fits):
     for batch in range(limit, 0, -1):
         if sequences % batch == 0 and fits(model, batch, env, cfg, reserve):
             return batch
+    beside, first = beside_data(cfg)
     raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits in the memory of '
-                     f'{env.device}; use a smaller model or block_size, --loss_chunks=16 '
+                     f'{env.device}{beside}; {first}use a smaller model or block_size, --loss_chunks=16 '
                      'or --recompute=full')
 
 
@@ -117,11 +118,19 @@ def why_largest(micro_batch, sequences, T, env):
     return f'the largest that fits in {"half of the" if env.device.type == "cpu" else "the"} {memory}'
 
 
-def memory_advice(run, env, error):
+def beside_data(cfg):
+    """(what to say of data_on_device=True where memory is short, the remedy); '' without it."""
+    if cfg.data_on_device is not True:
+        return '', ''
+    return ' beside the data, which data_on_device=True holds there', 'give --data_on_device=False, or '
+
+
+def memory_advice(run, env, error, cfg):
     """The error message for a model (before there is a run), step or micro-batch that does not fit."""
     if run is None:
-        return (f'the model does not fit in the memory of {env.device} ({first_line(error)}); reduce '
-                'n_layer, n_embd, block_size or batch_size')
+        beside, first = beside_data(cfg)
+        return (f'the model does not fit in the memory of {env.device}{beside} ({first_line(error)}); '
+                f'{first}reduce n_layer, n_embd, block_size or batch_size')
     if isinstance(error, MemoryError):  # numpy's, for the windows of a step; torch has its own
         return (f'a step of {counted(run.batches.global_batch, "sequence")}, batch_size x '
                 f'gradient_accumulation_steps, does not fit in memory: {first_line(error)}')

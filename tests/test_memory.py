@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import error_of
 
 from hotloop.distributed import Env
 from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, why_largest
@@ -103,13 +104,18 @@ def test_what_does_not_fit_at_all_and_any_other_error_end_the_search(model, monk
         choose_batch_size(model, SPLIT, Env(), config(12, 2))
 
 
-def test_the_message_names_what_does_not_fit():
+def test_the_message_names_what_does_not_fit(model, monkeypatch):
     full, batches = MemoryError(), SimpleNamespace(micro_batch=8, global_batch=16)
     run = SimpleNamespace(batches=batches, val=SPLIT)
-    assert 'the model does not fit' in memory_advice(None, Env(), full)
-    assert 'a step of 16 sequences' in memory_advice(run, Env(), full)
+    cfg, resident = config(12, 2), SimpleNamespace(**{**vars(config(12, 2)), 'data_on_device': True})
+    assert 'of cpu (MemoryError); reduce n_layer' in memory_advice(None, Env(), full, cfg)
+    words = 'of cpu beside the data, which data_on_device=True .*; give --data_on_device=False, or '
+    assert re.search(words, memory_advice(None, Env(), full, resident))
+    short_of_memory(monkeypatch, 0)
+    assert re.search(words, error_of(choose_batch_size, model, SPLIT, Env(), resident))
+    assert 'a step of 16 sequences' in memory_advice(run, Env(), full, cfg)
     assert re.search('a micro-batch of 8 sequences of 16 .* cpu; --batch_size=auto .* --recompute=full',
-                     memory_advice(run, Env(), RuntimeError('out of memory')))
+                     memory_advice(run, Env(), RuntimeError('out of memory'), cfg))
 
 
 @pytest.mark.parametrize('env, per_logit', [
