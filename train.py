@@ -500,7 +500,9 @@ def build_run(settings, datasets, env):
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     if resumed and not cfg.eval_only:
         resume.restore(resumed.checkpoint, optimizers, scaler)
+    origin = cfg.init_from
     if resumed:
+        origin = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
         for name in ('model', *OPTIMIZERS):  # frees their memory
             resumed.checkpoint.pop(name, None)
     check_same_step(state.iter_num, env)
@@ -509,11 +511,9 @@ def build_run(settings, datasets, env):
         byte_counts = byte_table(meta, vocab_size)
     except ValueError as e:  # the tokenizer is not available here
         notes.append(f'bits per byte: not reported, because {e}')
-    origin = cfg.init_from
-    if resumed:
-        origin = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
     return Run(cfg, settings.lora, origin, env, model, evaluated, forward, batches, splits['val'],
-               byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir, cfg.device), context, tokenizer)
+               byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir, cfg.device, cfg.backend), context,
+               tokenizer)
 
 
 # -----------------------------------------------------------------------------

@@ -27,9 +27,9 @@ NOT_IN_BEST = (*OPTIMIZERS, 'scaler', 'state')
 class RunDir:
     """The folder of a run, locked by one process at a time."""
 
-    def __init__(self, path, device='auto'):
+    def __init__(self, path, device='auto', backend='auto'):
         self.path, self.lock = path, None
-        self.device = device  # the setting, which the command to resume repeats
+        self.machine = {'device': device, 'backend': backend}  # settings that the command to resume repeats
         self.saved_step, self.best_loss = None, math.inf  # of ckpt.pt and best.pt
         self.writer, self.saving = futures.ThreadPoolExecutor(1), None  # a Future: the save under way
         self.save_seconds = 0.0  # that the last save took
@@ -150,8 +150,8 @@ class RunDir:
         if world != '1':
             on_a_node = os.environ.get('LOCAL_WORLD_SIZE') == world
             launcher = f'torchrun --standalone --nproc_per_node={world}' if on_a_node else 'torchrun ...'
-        device = '' if self.device == 'auto' else f' --device={self.device}'
-        return f'{launcher} train.py --init_from=resume --out_dir={shell(self.path)}{device}'
+        flags = ''.join(f' --{name}={value}' for name, value in self.machine.items() if value != 'auto')
+        return f'{launcher} train.py --init_from=resume --out_dir={shell(self.path)}{flags}'
 
     def promote(self, resumed):
         """Makes the checkpoint of a resume the latest one, and renames the damaged ones."""

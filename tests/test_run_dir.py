@@ -110,6 +110,7 @@ def test_the_command_that_resumes_starts_as_many_processes(monkeypatch, world, l
     command = f"{launcher} train.py --init_from=resume --out_dir='my run'"
     assert RunDir('my run').resume_command() == command
     assert RunDir('my run', 'cpu').resume_command() == f'{command} --device=cpu'
+    assert RunDir('my run', backend='gloo').resume_command() == f'{command} --backend=gloo'
 
 
 def test_copies_that_a_user_made_are_neither_read_nor_removed(tmp_path):
