@@ -13,6 +13,7 @@ from hotloop.dataloader import Split
 from hotloop.dataset import dataset_folder, name_of_path, read_meta
 from hotloop.run_dir import RunDir, find_latest
 from hotloop.shard import shard_state
+from hotloop.wording import shell
 
 # these depend on the command and its machine, and do not come from a checkpoint
 OWN = {'out_dir', 'init_from', 'eval_only', 'check', 'dry_run', 'report', 'max_minutes', 'device', 'backend'}
@@ -101,19 +102,24 @@ def is_renamed(checkpoint, dataset):
 
 def compare_settings(objects, given, base, bound):
     """
-    A note for each setting given with another value than `base`, the checkpoint's. ValueError for one in
+    A note for each setting given with another value than `base`, the checkpoint's. ValueError for those in
     `bound`, where None stands for the checkpoint's value.
     """
-    notes = []
+    notes, wrong, right = [], [], []
     for o in objects:
         for name, now in dataclasses.asdict(o).items():
             before = base.get(name, now)
             if name not in given or now == before or (name in bound and now is None):
                 continue
             if name in bound:
-                raise ValueError(f'{given[name]}: {name}={now!r}, but the checkpoint has {before!r}, which '
-                                 'cannot change on resume; for a new run from its weights: --init_from=PATH')
-            notes.append(f'{name}: {before!r} before, {now!r} now')
+                wrong.append(f'{given[name]}: {name}={now!r}, but the checkpoint has {before!r}, which '
+                             'cannot change on resume')
+                right.append(f'--{name}={before}')
+            else:
+                notes.append(f'{name}: {before!r} before, {now!r} now')
+    if wrong:
+        remedy = f'to continue it: {shell(*right)}; for a new run from its weights: --init_from=PATH'
+        raise ValueError('\n'.join([*wrong, remedy]))
     return notes
 
 

@@ -177,6 +177,18 @@ def test_flags_of_a_resume_are_checked_with_the_settings_of_its_checkpoint(stopp
     assert 'above 0' in error_of(train.read_settings, ['--init_from=auto', '--out_dir=new', '--threads=0'])
 
 
+def test_a_card_of_another_shape_is_told_which_flags_continue_the_run(stopped, tmp_path):
+    """nanoGPT ignores the shape in a card on resume. All differences are named at once."""
+    card = tmp_path / 'card.py'
+    card.write_text('n_layer = 7\nn_embd = 64\nmax_iters = 99\n')
+    words = [str(card), '--init_from=resume', f'--out_dir={stopped}']
+    *wrong, remedy = error_of(train.read_settings, words).splitlines()
+    assert [line.split(', but')[0] for line in wrong] == [f'{card}, line 1: n_layer=7',
+                                                          f'{card}, line 2: n_embd=64']
+    flags = remedy.removeprefix('to continue it: ').partition(';')[0].split()
+    assert len(flags) == 2 and train.read_settings(words + flags).train.max_iters == 99
+
+
 def test_auto_takes_the_card_of_the_machine_only_for_a_new_run(stopped, monkeypatch):
     """The checkpoint has the dataset and the shape."""
     monkeypatch.setattr(train, 'card_for_machine', lambda device: ('config/quickstart.py', 'a test'))
