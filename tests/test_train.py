@@ -322,12 +322,12 @@ def test_init_from_a_path_names_contradictions(train_tiny, tmp_path, data_dir):
         assert re.search(match, error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings))
     assert not (tmp_path / 'tuned').exists()
     card = tmp_path / 'card.py'
-    card.write_text(f'block_size = 32\ninit_from = {str(tmp_path / "base")!r}\n')
+    card.write_text(f'block_size = 32\nn_layer = 3\ninit_from = {str(tmp_path / "base")!r}\n')
     message = error_of(train.main, [str(card), '--device=cpu', '--compile=False', '--dataset=tiny',
                                     f'--data_dir={data_dir}'])
     assert message == (f'{card}, line 1: block_size=32, but {tmp_path / "base"} has 16; use --block_size=16 '
-                       'or less')
-    assert train_tiny('tuned', card, block_size=8, max_iters=1) == 0
+                       f'or less\n{card}, line 2: n_layer=3, but {tmp_path / "base"} has 2; use --n_layer=2')
+    assert train_tiny('tuned', card, block_size=8, n_layer=2, max_iters=1) == 0
 
 
 def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
