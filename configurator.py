@@ -275,6 +275,8 @@ def read_file(path, settings, fields):
     except (Exception, SystemExit) as e:
         return problems or [explain_failure(e, path, fields)]
     lines, dropped = assigned_lines(tree), []
+    if 'start' in fields and {'dataset', 'learning_rate'} & lines.keys():  # nanoGPT's sample.py reads such
+        return [f'{path} is for train.py; sample.py finds its run with --out_dir={namespace["out_dir"]}']
     for name, value in namespace.items():
         place = f'{path}, line {lines[name]}' if name in lines else path
         helper = name.startswith('_') or callable(value) or inspect.ismodule(value)

@@ -158,6 +158,14 @@ def test_a_prompt_without_its_flag_gets_the_flag():
     assert error_of(sample.main, ['Once upon']).endswith('a prompt is given as --start="Once upon"')
 
 
+def test_a_card_for_training_is_answered_with_its_folder(tmp_path):
+    """nanoGPT's sample.py ignores the settings that it does not have."""
+    card = tmp_path / 'card.py'
+    card.write_text('out_dir = "out-x"\ndataset = "x"\nbatch_size = 4\nmax_iters = 5\n')
+    assert error_of(sample.main, [str(card)]) == (
+        f'{card} is for train.py; sample.py finds its run with --out_dir=out-x')
+
+
 def test_a_text_is_a_function_of_prompt_and_seed(draw):
     """Of the end of a prompt that is too long: block_size is 8."""
     first = draw(seed=1, num_samples=3, start='fedcbahg')
