@@ -95,7 +95,8 @@ def read_meta_pkl(path):
         tokenizer_from(spec)
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
         raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e});"
-                         " without it the bins are read as GPT-2's tokens") from None
+                         " write it again with plain values, of which {'vocab_size': N} is enough to train; "
+                         "without it the bins are read as GPT-2's tokens") from None
     return vocab_size, spec
 
 

@@ -213,13 +213,15 @@ def test_a_meta_pkl_cannot_run_code(tmp_path):
     assert 'UnpicklingError' in error_of(read_meta, str(tmp_path)) and not target.exists()
 
 
-def test_a_damaged_meta_pkl_is_one_sentence(tmp_path):
+def test_a_damaged_meta_pkl_is_told_what_suffices(tmp_path):
     for raw in (b'', b'text', pickle.dumps(nanogpt_meta('abc'))[:-5], *map(pickle.dumps, [
             3, {'vocab_size': 2, 'itos': {0: 3, 1: 'c'}}, {'vocab_size': 2, 'itos': {-1: 'a', 1: 'a'}},
+            {'vocab_size': np.int64(2)}, {'vocab_size': 2, 'itos': {0: (1, 2), 1: (3, 4)}},
             {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 'x', 'itos': {0: 'a'}},
             {'vocab_size': 0}, {'vocab_size': 2**60}, {'itos': {0: 'a'}}])):
         (tmp_path / 'meta.pkl').write_bytes(raw)
-        assert "meta.pkl is not nanoGPT's meta.pkl of a" in error_of(read_meta, str(tmp_path))
+        error = error_of(read_meta, str(tmp_path))
+        assert "meta.pkl is not nanoGPT's meta.pkl of a" in error and "{'vocab_size': N} is enough" in error
 
 
 def test_bins_that_are_missing_empty_or_cut(tmp_path):
