@@ -40,8 +40,10 @@ def load_checkpoint(path):
         # mapped, the processes of a machine share the pages of the file: 8 copies would take 75 GB at 773M
         several = int(os.environ.get('WORLD_SIZE', '1')) > 1
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=several)
-    except UnpicklingError:  # torch's own message recommends weights_only=False
-        raise ValueError(f'{path} was rejected: it is not plain data and could run code') from None
+    except UnpicklingError as e:  # torch's own message recommends weights_only=False
+        what = ''.join(re.findall(r' GLOBAL (\S+)', str(e))[:1]) or 'unknown'
+        raise ValueError(f'{path} was rejected: it is not plain data ({what}) and could run code; save it '
+                         'again where it was made, with numbers and text in place of other objects') from None
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
     except Exception as e:  # reading damaged bytes can raise nearly anything
