@@ -178,6 +178,8 @@ def restore(checkpoint, optimizers, scaler):
             groups.append({**now, 'params': before['params']})  # rates and kernels are those of the settings
         optimizer.load_state_dict({'state': shard_state(old['state'], optimizer), 'param_groups': groups})
         for p, values in optimizer.state.items():
+            if isinstance(optimizer, torch.optim.AdamW) and 'exp_avg_sq' not in values:  # a fork's Sophia
+                raise ValueError(misfit.format(f'it has {", ".join(values)} and no exp_avg_sq'))
             for name, value in values.items():
                 found, shape = torch.as_tensor(value).shape, state_shape(name, p)
                 if found != shape:  # AdamW's fused kernel would write beyond a shorter tensor
