@@ -17,6 +17,8 @@ from hotloop.wording import shell
 
 # these depend on the command and its machine, and do not come from a checkpoint
 OWN = {'out_dir', 'init_from', 'eval_only', 'check', 'dry_run', 'report', 'max_minutes', 'device', 'backend'}
+# nor do these from nanoGPT's, which has none of them: in a fork they may mean something else
+FORKS = {'optimizer', 'depth', 'time_budget', 'lora_rank', 'quantize'}
 
 
 def resolve_auto(cfg, in_files, notes):
@@ -68,11 +70,11 @@ def settings_of(checkpoint, shape):
     saved = {**checkpoint['model_args'], **checkpoint.get('config', {}), **shape}
     own = OWN
     if 'state' not in checkpoint:  # nanoGPT's: its dtype and compile were chosen for another machine
-        own = OWN | {'dtype', 'compile'}
+        own = OWN | {'dtype'} | (set() if 'versions' in checkpoint else FORKS)  # our best.pt has them
         if isinstance(saved.get('dataset'), str):
             saved['dataset'] = name_of_path(saved['dataset'])
-        if saved.get('compile') is False:  # not its default, so a wish
-            own = OWN | {'dtype'}
+        if saved.get('compile') is not False:  # its default, so no wish
+            own.add('compile')
     return {name: value for name, value in saved.items() if name not in own}
 
 

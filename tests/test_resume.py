@@ -470,6 +470,13 @@ def test_a_run_of_nanogpt_without_compilation_stays_without():
         assert settings_of({'model_args': {}, 'config': config}, {}) == ours
 
 
+def test_settings_of_a_fork_of_nanogpt_do_not_count_as_ours_of_the_same_name():
+    config = {'optimizer': 'AdamW', 'lora_rank': 8, 'time_budget': 3.0, 'seed': 1}
+    assert settings_of({'model_args': {}, 'config': config}, {}) == {'seed': 1}
+    ours = {'model_args': {}, 'config': config, 'versions': {}}  # best.pt
+    assert settings_of(ours, {}) == config
+
+
 def test_a_run_of_nanogpt_whose_dataset_was_a_path_has_its_name():
     for path in ('/scratch/me/chars', '../chars/', 'chars'):
         assert settings_of({'model_args': {}, 'config': {'dataset': path}}, {}) == {'dataset': 'chars'}
