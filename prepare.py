@@ -36,7 +36,7 @@ from hotloop.bpe import count_words, learn_merges
 from hotloop.chat_template import ANSWERS, CHATS, MARK, marks_of
 from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
-from hotloop.files import Progress, counted, replacing
+from hotloop.files import Progress, counted, is_inside, read_json, replacing
 from hotloop.holdout import plan_holdout, split_pieces, validation_rows
 from hotloop.host import cores
 from hotloop.sources import COMPRESSED, URLS, all_files, check_kinds, corpus_of, missing_dataset, open_corpus
@@ -358,14 +358,22 @@ def main(argv=None):
     print(f'train on it with: {training_command(name, cfg, found, bool(meta["templates"]))}')
 
 
+LORA_DIR = 'out-lora'  # of config/lora.py
+
+
 def training_command(name, cfg, found, has_rows):
     """The command that trains on a dataset, or tunes the model that gave it its tokenizer, by a Found."""
     words = ['config/lora.py', f'--init_from={found.model}'] if found.model else ['config/quickstart.py']
     words.append(f'--dataset={name}')
     if found.model and not has_rows:
         words.append('--pack_rows=False')
-    if found.model and not found.is_run:
-        words.append('--block_size=512')  # its own context may be 100 times as long
+    if found.model and not found.is_run:  # its own context may be 100 times as long
+        path = os.path.join(found.model, 'config.json')
+        config = read_json(path) if os.path.exists(path) else {}  # of a hub model it is not here
+        sizes = [config.get(key) or 512 for key in ('n_positions', 'max_position_embeddings')]
+        words.append(f'--block_size={min(512, *sizes)}')
+    if found.model and is_inside(found.model, LORA_DIR):
+        words.append(f'--out_dir={LORA_DIR}-2')
     if cfg.data_dir != PrepareConfig.data_dir:
         words.append(f'--data_dir={cfg.data_dir}')
     return f'python train.py {shell(*words)}'

@@ -23,6 +23,7 @@ from hotloop.dataset import dataset_folder, read_meta
 from hotloop.holdout import hold_out, holdout_hash
 from hotloop.sources import stdlib_files
 from hotloop.tokenizer import tokenizer_from
+from hotloop.tokenizer_source import Found
 
 NOTES = {'0.txt': 'alpha\n' * 50, '1.txt': 'béta\r\n' * 60, '2.txt': 'γ' * 200, '4.txt': 'delta 😀\n' * 40,
          'sub/five.md': '# five\n'}
@@ -234,6 +235,18 @@ def test_the_last_line_tunes_the_model_of_the_tokenizer(tmp_path, make, capsys, 
     command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix('train on it with: '))
     assert command == ['python', 'train.py', 'config/lora.py', f'--init_from={run}', '--dataset=mine', *flags,
                        f'--data_dir={tmp_path / "data"}']
+
+
+def test_the_command_suits_the_context_and_the_folder_of_the_model(tmp_path, monkeypatch):
+    """A context below 512 is kept, a second tuning does not move the first aside."""
+    monkeypatch.chdir(tmp_path)
+    for folder, config, flags in (('small', {'n_positions': 64}, ['--block_size=64']),
+                                  ('llama', {'max_position_embeddings': 8192}, ['--block_size=512']),
+                                  ('out-lora', {}, ['--block_size=512', '--out_dir=out-lora-2'])):
+        os.mkdir(folder)
+        (tmp_path / folder / 'config.json').write_text(json.dumps(config))
+        command = prepare.training_command('mine', prepare.PrepareConfig(), Found(model=folder), True)
+        assert command.split()[3:] == [f'--init_from={folder}', '--dataset=mine', *flags]
 
 
 def test_what_became_of_the_input_is_printed(tmp_path, make, capsys, monkeypatch):
