@@ -19,7 +19,8 @@ CHANGES_BASE = ('pissa', 'olora', 'corda', 'loftq')  # starts with which peft ch
 def write_adapter(folder, checkpoint):
     """
     Writes the adapters of a checkpoint so that peft loads them onto the base in its Hugging Face form. A file
-    of ours beside them, hotloop.json, identifies the base. ValueError if the disk is full.
+    of ours beside them, hotloop.json, identifies the base and tells how the data begin a text and mark the
+    turns of chats. ValueError if the disk is full.
     """
     lora, tensors, targets = checkpoint['lora'], {}, []
     for a in adapters_of(checkpoint):
@@ -35,6 +36,7 @@ def write_adapter(folder, checkpoint):
               'lora_dropout': lora['lora_dropout'], 'target_modules': list(dict.fromkeys(targets)),
               'fan_in_fan_out': is_gpt2, 'bias': 'none', 'inference_mode': True}
     origin = {name: lora[name] for name in ('base', 'sha256', 'quantize')}
+    origin['habits'] = {'bos': checkpoint.get('bos'), 'template': checkpoint.get('template', 'none')}
     try:
         os.makedirs(folder, exist_ok=True)
         for name, value in ((CONFIG, config), (ORIGIN, origin)):
@@ -53,20 +55,20 @@ def is_adapter(folder):
 def base_of(folder):
     """
     What is known of the weights that an adapter was trained on: {'base': name, 'sha256': their hash or None,
-    'quantize': how they were rounded}. ValueError if the folder has no adapter.
+    'quantize': how they were rounded}; 'habits' of the adapter's data. ValueError if the folder has none.
     """
     if not is_adapter(folder) and is_adapter(os.path.join(folder, 'adapter')):
         raise ValueError(f'{folder} is a run; its adapter is --adapter={os.path.join(folder, "adapter")}')
     name = read_json(os.path.join(folder, CONFIG)).get('base_model_name_or_path') or 'an unknown base'
-    origin = os.path.join(folder, ORIGIN)  # peft writes none
-    return {'sha256': None, 'quantize': 'none', **(read_json(origin) if os.path.exists(origin) else {}),
-            'base': name}
+    path = os.path.join(folder, ORIGIN)  # peft writes none
+    origin = read_json(path) if os.path.exists(path) else {}
+    return {'sha256': None, 'quantize': 'none', 'habits': {}, **origin, 'base': name}
 
 
 def merge_adapter(model, folder, source):
     """
     Adds an adapter folder, ours or peft's, to the float32 weights of a model. source: the Weights that the
-    model has. ValueError if the adapter was trained on others.
+    model has, which get the habits of the adapter's data. ValueError if the adapter was trained on others.
     """
     adapters, scale = read_adapter(folder, model, source.path)
     record = base_of(folder)
@@ -76,6 +78,7 @@ def merge_adapter(model, folder, source):
     weights = frozen_weights(model.state_dict(), record['quantize'])
     merge(weights, adapters, scale)
     model.load_weights(weights)
+    source.checkpoint.update(record['habits'])
 
 
 def read_adapter(folder, model, path):

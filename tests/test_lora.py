@@ -280,17 +280,23 @@ def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, mo
 
 @pytest.mark.parametrize('settings', [dict(lora_rank=8), dict(quantize='nf4')])
 def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tmp_path, base, settings,
-                                                                  capsys):
-    train_tiny('tuned', **base | settings, learning_rate=2e-2, eval_interval=10)
+                                                                  capsys, data_dir):
+    """And how the data of the adapters begin a text and write a chat."""
+    rows_dir = shutil.copytree(data_dir, tmp_path / 'data')
+    meta = json.loads((rows_dir / 'tiny' / 'meta.json').read_text())
+    (rows_dir / 'tiny' / 'meta.json').write_text(json.dumps({**meta, 'templates': ['chatml'], 'bos': 7}))
+    train_tiny('tuned', **base | settings, data_dir=rows_dir, learning_rate=2e-2, eval_interval=10)
     best, losses = rows(tmp_path / 'tuned', 'val_loss')[-1]['val_loss'], []
     for name in ('tuned', 'base'):
         capsys.readouterr()
         train_tiny('elsewhere', init_from=tmp_path / name, eval_only=True)
         losses.append(float(capsys.readouterr().out.split('val loss ')[1].split()[0]))
     assert losses[0] == pytest.approx(best, abs=1e-4) and losses[1] > best + 1e-3
-    by_folder = sample.open_model(sample.SampleConfig(adapter=str(tmp_path / 'tuned' / 'adapter')))[1]
-    by_run = sample.open_model(sample.SampleConfig(out_dir=str(tmp_path / 'tuned')))[1]
-    assert torch.equal(all_logits(by_folder, IDS), all_logits(by_run, IDS))
+    for name, folder in (('adapter', tmp_path / 'tuned' / 'adapter'), ('out_dir', tmp_path / 'tuned')):
+        _, model, tokenizer, template = sample.open_model(sample.SampleConfig(**{name: str(folder)}))
+        assert (tokenizer.begin, template) == (7, 'chatml')
+        losses.append(all_logits(model, IDS))
+    assert torch.equal(*losses[2:])
 
 
 def test_a_tuned_run_is_a_base_again(train_tiny, tmp_path, base, monkeypatch):
