@@ -236,6 +236,8 @@ def log_done(run):
     peak = f', peak memory {file_size(memory)}' if memory else ''
     run.env.print_once(f'done: best val loss {short(run.state.best_val_loss)}{peak}')
     run.env.print_once(f'curves: {run.out / "report.html"}')
-    chats = run.context.get('template') in CHATS
-    run.env.print_once(f'to {"chat" if chats else "sample"}: python sample.py '
-                       f'--out_dir={shell(run.cfg.out_dir)}{" --chat" if chats else ""}')
+    words, chats = [f'--out_dir={run.cfg.out_dir}'], run.context.get('template') in CHATS
+    if 'lora' in run.context and run.cfg.data_dir != type(run.cfg).data_dir:  # which has a base of the hub
+        words.append(f'--data_dir={run.cfg.data_dir}')
+    words += ['--chat'] * chats
+    run.env.print_once(f'to {"chat" if chats else "sample"}: python sample.py {shell(*words)}')

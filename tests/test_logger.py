@@ -19,6 +19,7 @@ from hotloop.checkpoint import RunState
 from hotloop.distributed import Env
 from hotloop.divergence import track_loss
 from hotloop.logger import TENSORBOARD, Log, StepTimer, evaluation_line, keep_lines, log_done, step_line
+from train import TrainConfig
 
 PLAIN = SimpleNamespace(wandb_log=False, tensorboard=False)
 
@@ -137,11 +138,14 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
 
 
 def test_a_run_on_chats_ends_with_the_command_to_chat(capsys):
+    """With adapters, whose base may be a download, also the folder of downloads."""
     run = SimpleNamespace(env=SimpleNamespace(device=torch.device('cpu'), print_once=print), out=Path('out'),
-                          state=SimpleNamespace(best_val_loss=1.0), cfg=SimpleNamespace(out_dir='a b'))
-    for template, last in (('chatml', "to chat: python sample.py --out_dir='a b' --chat"),
-                           ('joined', "to sample: python sample.py --out_dir='a b'")):
-        run.context = {'template': template}
+                          state=SimpleNamespace(best_val_loss=1.0), cfg=TrainConfig(out_dir='a b'))
+    for context, data_dir, last in (
+            ({'template': 'chatml', 'lora': {}}, 'data', "to chat: python sample.py '--out_dir=a b' --chat"),
+            ({'template': 'joined'}, 'd', "to sample: python sample.py '--out_dir=a b'"),
+            ({'lora': {}}, 'd', "to sample: python sample.py '--out_dir=a b' --data_dir=d")):
+        run.context, run.cfg.data_dir = context, data_dir
         log_done(run)
         assert capsys.readouterr().out.splitlines()[-1] == last
 
