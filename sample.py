@@ -68,7 +68,7 @@ class SampleConfig:
     format: Format = 'auto'  # for score: of the files; auto: by suffix; functions: Python functions as rows
     text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation
     bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with text that is not UTF-8
-    eval_code: str | None = None  # judge answers to the tasks of this .jsonl or list: HumanEval, MBPP, rows
+    eval_code: str | None = None  # answer the tasks of this .jsonl or list: HumanEval, MBPP, rows
     run_code: bool = False  # for eval_code: also run the tests, in a process with limits (pass@1)
     diagnose: bool = False  # examine training, weights, dead units, predictions; also in report.html
     export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype

@@ -211,7 +211,7 @@ def prompt_of(row, where):
     while turns and turns[-1][0] not in ('user', 'input'):
         turns.pop()
     if not turns:
-        raise ValueError(f'{where}: the chat has no turn of the user')
+        raise ValueError(f'{where}: the chat has no user turn')
     return row[fields[0]], turns, suited
 
 

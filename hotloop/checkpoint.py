@@ -49,7 +49,7 @@ def load_checkpoint(path):
     except Exception as e:  # reading damaged bytes can raise nearly anything
         raise ValueError(f'{path} is damaged or not a checkpoint: {first_line(e)}') from e
     if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= checkpoint.keys():
-        raise ValueError(f'{path} is not a checkpoint of ours or of nanoGPT: "model" or "model_args" missing')
+        raise ValueError(f'{path} is not a hotloop or nanoGPT checkpoint: "model" or "model_args" missing')
     prefixes = r'^(_orig_mod\.|module\.)+'  # of torch.compile and DDP, in any order
     checkpoint['model'] = {re.sub(prefixes, '', name): w for name, w in checkpoint['model'].items()}
     if 'transformer.h.0.ln_1.bias' in checkpoint['model']:  # nanoGPT before bias became a setting

@@ -246,7 +246,7 @@ def open_datasets(dataset, data_dir):
         if not weighted:
             weight = os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize
         elif not re.fullmatch(r'\d+\.?\d*|\.\d+', weight) or not float(weight):
-            raise ValueError(f'dataset={dataset!r}: give every one a weight above 0 (a:0.7,b:0.3), or none')
+            raise ValueError(f'dataset={dataset!r}: give each dataset a weight above 0 (a:0.7,b:0.3) or none')
         datasets.append(Dataset(name, folder, meta, float(weight)))
     return datasets
 

@@ -188,7 +188,7 @@ def open_base(record, path, data_dir):
     for name in places_of(record['base'], path, moved=record['sha256'] is not None):
         try:
             if os.path.isfile(path) and os.path.realpath(name) in own:
-                raise ValueError('these adapters are there now; move them away, and the base back')
+                raise ValueError('that path now holds these adapters; move them and restore the base')
             base = open_weights(name, data_dir)
             if record['sha256'] is None or hash_source(base) == record['sha256']:
                 return base

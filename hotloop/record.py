@@ -33,7 +33,7 @@ class Record:
             raise ValueError(f'{path}: {e.strerror or e}; --report needs the folders of runs') from None
         if not self.columns:
             damaged = f', only {counted(self.damaged, "damaged line")}' if self.damaged else ''
-            raise ValueError(f'{path} has no line of a run yet{damaged}')
+            raise ValueError(f'{path} has no log entries yet{damaged}')
         with contextlib.suppress(OSError, SyntaxError, ValueError, AttributeError):
             with open(os.path.join(folder, 'config.py'), encoding='utf-8') as f:
                 source = ast.parse(f.read())  # which is never run

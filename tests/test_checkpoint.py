@@ -130,7 +130,7 @@ def test_no_flipped_bit_of_the_list_of_records_is_loaded(path):
 
 @pytest.mark.parametrize('content, words', [
     (None, 'cannot be read: No such file'), (b'', 'damaged or not a checkpoint: File is not a zip file'),
-    ({'model': {}}, 'is not a checkpoint of ours or of nanoGPT'), ('zip', 'damaged or not a checkpoint')])
+    ({'model': {}}, 'is not a hotloop or nanoGPT checkpoint'), ('zip', 'damaged or not a checkpoint')])
 def test_a_file_that_is_not_a_checkpoint_is_an_error(tmp_path, content, words):
     path = tmp_path / 'c.pt'
     if content == 'zip':

@@ -263,7 +263,7 @@ def test_weights_are_those_given_or_the_sizes(data):
 
 def test_datasets_that_cannot_be_opened(data):
     for text in ('a:x', 'a:x,wide:1', 'a:1,wide', 'a:0,wide:1', 'a:-1,wide:1', 'a:nan,wide:1', 'a:,wide:1'):
-        assert 'give every one a weight above 0' in error_of(open_datasets, text, data)
+        assert 'give each dataset a weight above 0' in error_of(open_datasets, text, data)
     for text, words in (('a,,wide', 'must be a name inside'), ('a,other', 'tokenizers of a and other differ'),
                         ('a,nothing', 'nothing does not exist; make it with: python prepare.py')):
         assert words in error_of(open_datasets, text, data)

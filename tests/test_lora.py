@@ -372,7 +372,7 @@ def test_adapters_where_their_base_was_are_not_opened_as_their_own_base(train_ti
     (tmp_path / 'tuned').rename(tmp_path / 'base')
     for command in (train_tiny, lambda out, **_: sample.main([f'--out_dir={tmp_path / out}'])):
         error = error_of(command, 'base', init_from='resume')
-        assert "base', which cannot be read: these adapters are there now; move them away" in error
+        assert "base', which cannot be read: that path now holds these adapters; move them" in error
 
 
 @pytest.mark.parametrize('settings, words', [

@@ -236,10 +236,10 @@ def test_a_damaged_log_is_a_sentence(tmp_path):
     assert error_of(report, str(folder)) == (f'{folder}/log.jsonl: No such file or directory; --report needs '
                                              'the folders of runs')
     write_log(folder, [])
-    assert error_of(report, str(folder)) == f'{folder}/log.jsonl has no line of a run yet'
+    assert error_of(report, str(folder)) == f'{folder}/log.jsonl has no log entries yet'
     torn = b'{"step": 2, "lo\n[1]\n{"loss": 4}\n\xff\xfe\n{"step": "x", "loss": 1}\n{"step": 1e999}\n'
     (folder / 'log.jsonl').write_bytes(torn)
-    assert error_of(report, str(folder)).endswith('has no line of a run yet, only 6 damaged lines')
+    assert error_of(report, str(folder)).endswith('has no log entries yet, only 6 damaged lines')
     (folder / 'log.jsonl').write_bytes(b'{"step": 1, "loss": 5.5, "lr": "x"}\n' + torn)
     (folder / 'config.py').write_text('n_layer = (')
     page = page_of(str(folder))

@@ -110,7 +110,7 @@ def test_a_gpu_becomes_the_current_device_and_eager_int8_gives_a_warning(draw, m
     ('p.jsonl', b'\n \n', 'p.jsonl has no prompts'),
     ('p.jsonl', b'7', 'line 1: a row must be an object or a string, not 7'),
     ('p.jsonl', b'{"prompt"', 'line 1 is not JSON'), ('p.jsonl', b'[' * 100_000, 'line 1 is not JSON'),
-    ('p.jsonl', b'{"messages": []}', 'line 1: the chat has no turn of the user'),
+    ('p.jsonl', b'{"messages": []}', 'line 1: the chat has no user turn'),
     ('p.jsonl', b'{"prompt": 3}', "line 1: the user's text must be a string, not 3"),
     ('p.txt', None, 'p.txt cannot be read: No such file')])
 def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name, content, expected):
