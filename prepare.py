@@ -37,7 +37,7 @@ from hotloop.chat_template import ANSWERS, CHATS, MARK, marks_of
 from hotloop.documents import ReadConfig, RowCounts
 from hotloop.encode import batches_of, encode_all, id_type
 from hotloop.files import Progress, counted, is_inside, read_json, replacing
-from hotloop.holdout import plan_holdout, split_pieces, validation_rows
+from hotloop.holdout import plan_holdout, split_pieces
 from hotloop.host import cores
 from hotloop.sources import COMPRESSED, URLS, all_files, check_kinds, corpus_of, missing_dataset, open_corpus
 from hotloop.tokenizer import BPETokenizer, tokenizer_from
@@ -186,8 +186,9 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     bos = {None: tokenizer.first, True: tokenizer.bos, False: None}[cfg.bos]
     eot = tokenizer.eot if holdout.several else None
     progress, counts, names = Progress(num_bytes), RowCounts(), set()
-    batches = batches_of(find_special_names(read_pieces(progress, counts), tokenizer, names))
-    encoded = encode_all(tokenizer, batches, cfg.num_proc or cores(), bos, eot)
+    pieces, tasks = read_pieces(progress, counts), os.path.join(folder, 'val.jsonl')
+    pieces = keep_rows(find_special_names(pieces, tokenizer, names), tasks)
+    encoded = encode_all(tokenizer, batches_of(pieces), cfg.num_proc or cores(), bos, eot)
     splits, in_loss = write_bins(folder, encoded, id_type(tokenizer), counts)
     progress.close()
     if names:
@@ -195,10 +196,8 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
               '--separator to split a text into documents, and rows with messages for chats')
     report(counts, in_loss, sum(split['tokens'] for split in splits.values()))
     check_splits(splits, counts, origin['source'], cfg, reading)
-    if counts.templates:  # instruction data: by these rows sample.py --eval_code judges a model
-        with open(os.path.join(folder, 'val.jsonl'), 'w', encoding='utf-8') as f:
-            for row in validation_rows(files, val_files, reading, holdout):
-                f.write(json.dumps(row, default=str) + '\n')
+    if not counts.templates:  # no instruction data
+        os.remove(tasks)
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
             'splits': splits, 'templates': sorted(counts.templates), 'bos': bos, **origin}
@@ -214,6 +213,18 @@ def find_special_names(pieces, tokenizer, names):
             for text, markup, _ in piece.parts:
                 names.update(() if markup else tokenizer.special_names.findall(text[:10_000]))
         yield split, piece
+
+
+def keep_rows(pieces, path):
+    """
+    Yields the pieces, (split, Piece), without their rows. Writes the rows that are for validation to a .jsonl
+    file, by which sample.py --eval_code judges a model.
+    """
+    with open(path, 'w', encoding='utf-8') as f:
+        for split, piece in pieces:
+            if split == 'val' and piece.row is not None:
+                f.write(json.dumps(piece.row, default=str) + '\n')
+            yield split, piece._replace(row=None)
 
 
 def write_bins(folder, batches, dtype, counts):

@@ -84,6 +84,7 @@ class Piece(NamedTuple):
     start: bool  # of the document
     end: bool  # hotloop/encode.py then appends the end-of-text id
     key: str  # of the document; decides whether it is held out
+    row: dict | None = None  # of instruction data
 
 
 def documents_in(files, reading, progress=None, counts=None):
@@ -181,6 +182,8 @@ def token_pieces(file, progress):
 
 def row_pieces(file, reading, progress, counts):
     """The pieces of the documents in a file of rows."""
+    # functions of one file resemble each other: all of them are held out, or none
+    key = file.name if file.kind == 'functions' else None
     for number, (where, row) in enumerate(rows_in(file, reading, progress, counts)):
         parts = parts_of(row, where, reading, counts)
         if number < 100:
@@ -191,12 +194,6 @@ def row_pieces(file, reading, progress, counts):
             counts.skipped += 1
         elif len(parts) == 1:
             text = parts[0][0]
-            blocks = (text[i:i + PIECE] for i in range(0, len(text), PIECE))
-            yield from pieces_of(blocks, file.name if file.kind == 'functions' else None)
+            yield from pieces_of((text[i:i + PIECE] for i in range(0, len(text), PIECE)), key)
         else:
-            yield Piece(parts, True, True, row_key(file, parts))
-
-
-def row_key(file, parts):
-    """The key of a row with several parts. Functions of a file are similar: all are held out, or none."""
-    return file.name if file.kind == 'functions' else '\0'.join(text for text, *_ in parts)
+            yield Piece(parts, True, True, key or '\0'.join(text for text, *_ in parts), row)

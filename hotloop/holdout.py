@@ -5,9 +5,7 @@ import os
 from collections import Counter
 from typing import NamedTuple
 
-from hotloop.chat_template import parts_of
-from hotloop.documents import RowCounts, documents_in, row_key, text_blocks
-from hotloop.rows import rows_in
+from hotloop.documents import documents_in, text_blocks
 
 SMALL = 1 << 24  # bytes of files; documents of larger ones are held out by probability
 
@@ -19,11 +17,6 @@ class Holdout(NamedTuple):
     seed: int | None = None  # of the hash
     held_out: frozenset = frozenset()
     limit: bytes = b''
-
-    def holds_out(self, key):
-        """Whether the document of this key is for validation."""
-        order = holdout_hash(key, self.seed)
-        return order in self.held_out or order < self.limit
 
 
 def holdout_hash(key, seed):
@@ -84,22 +77,14 @@ def plan_holdout(files, val_files, cfg, reading):
     return Holdout(several=True, seed=cfg.seed, held_out=hold_out(sizes, cfg.val_fraction))
 
 
-def validation_rows(files, val_files, reading, holdout):
-    """The rows of instruction data that are for validation."""
-    for file in val_files or files:
-        for where, row in rows_in(file, reading, None, RowCounts()):
-            parts = parts_of(row, where, reading, RowCounts()) or ()
-            if len(parts) > 1 and (val_files or holdout.holds_out(row_key(file, parts))):
-                yield row
-
-
 def split_pieces(files, val_files, reading, holdout, progress=None, counts=None):
     """Yields (split, Piece) of all documents. The other arguments are those of documents_in()."""
     pieces = documents_in(files, reading, progress, counts)
     if holdout.cut is None:
         for piece in pieces:
             if piece.start:
-                split = 'val' if holdout.holds_out(piece.key) else 'train'
+                order = holdout_hash(piece.key, holdout.seed)
+                split = 'val' if order in holdout.held_out or order < holdout.limit else 'train'
             yield split, piece
     elif files[0].kind == 'tokens':
         left = holdout.cut
