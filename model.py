@@ -75,7 +75,8 @@ class GPTConfig:
 
     def problems(self):
         """The problems with the settings, one sentence each."""
-        c, wrong = self.resolved(), []
+        c = self.resolved()
+        wrong = []
         for least, below, words, names in LIMITS:
             for name in names:
                 value = getattr(c, name)
@@ -87,8 +88,7 @@ class GPTConfig:
             nearest = max(1, round(c.n_embd / c.n_head)) * c.n_head
             wrong.append(f'n_embd={c.n_embd} is not divisible by n_head={c.n_head}; try n_embd={nearest}')
         elif c.position == 'rope' and c.head_dim % 2:
-            wrong.append(f'head_dim={c.head_dim} (n_embd / n_head unless given) is odd; rotary positions '
-                         'need an even number')
+            wrong.append(f'head_dim={c.head_dim} (n_embd / n_head) is odd; rotary positions need an even one')
         is_rope = c.position == 'rope'
         for name, acts, where in (
                 ('rope_base', is_rope, "position='rope'"), ('rope_factor', is_rope, "position='rope'"),
@@ -437,7 +437,7 @@ class Block(nn.Module):
         self.mix = X0Mix() if config.x0_mix else unchanged
         self.ln_1 = norm_of(config)
         self.attn = Attention(config, layer)
-        self.ln_1_post = norm_of(config) if config.post_norm else nn.Identity()
+        self.ln_1_post = norm_of(config) if config.post_norm else nn.Identity()  # which has hooks: watch.py
         self.ln_2 = norm_of(config)
         self.mlp = MLP(config)
         self.ln_2_post = norm_of(config) if config.post_norm else nn.Identity()

@@ -19,8 +19,8 @@ CHANGES_BASE = ('pissa', 'olora', 'corda', 'loftq')  # starts with which peft ch
 def write_adapter(folder, checkpoint):
     """
     Writes the adapters of a checkpoint so that peft loads them onto the base in its Hugging Face form. A file
-    of ours beside them, hotloop.json, identifies the base and tells how the data begin a text and mark the
-    turns of chats. ValueError if the disk is full.
+    of ours beside them, hotloop.json, identifies the base and records how the data begin a text and mark the
+    turns of a chat. ValueError if the disk is full.
     """
     lora, tensors, targets = checkpoint['lora'], {}, []
     for a in adapters_of(checkpoint):

@@ -239,5 +239,6 @@ def log_done(run):
     words, chats = [f'--out_dir={run.cfg.out_dir}'], run.context.get('template') in CHATS
     if 'lora' in run.context and run.cfg.data_dir != type(run.cfg).data_dir:  # which has a base of the hub
         words.append(f'--data_dir={run.cfg.data_dir}')
-    words += ['--chat'] * chats
+    if chats:
+        words.append('--chat')
     run.env.print_once(f'to {"chat" if chats else "sample"}: python sample.py {shell(*words)}')

@@ -70,11 +70,13 @@ def settings_of(checkpoint, shape):
     saved = {**checkpoint['model_args'], **checkpoint.get('config', {}), **shape}
     own = OWN
     if 'state' not in checkpoint:  # nanoGPT's: its dtype and compile were chosen for another machine
-        own = OWN | {'dtype'} | (set() if 'versions' in checkpoint else FORKS)  # our best.pt has them
+        own = OWN | {'dtype'}
+        if 'versions' not in checkpoint:  # our best.pt has them
+            own |= FORKS
         if isinstance(saved.get('dataset'), str):
             saved['dataset'] = name_of_path(saved['dataset'])
         if saved.get('compile') is not False:  # its default, so no wish
-            own.add('compile')
+            own |= {'compile'}
     return {name: value for name, value in saved.items() if name not in own}
 
 

@@ -209,10 +209,10 @@ class Mirror:
         self.run_dir, self.path, self.copied, self.requests = run_dir, path, {}, queue.SimpleQueue()
         self.thread = threading.Thread(target=self.copy_on_request, daemon=True)
         try:
-            if not ours and RunDir(path).holds_run():
-                moved = move_aside(path)
-                print(f'mirror_dir: {path} held a run, which was moved to {moved}', flush=True)
             if not ours:
+                if RunDir(path).holds_run():
+                    moved = move_aside(path)
+                    print(f'mirror_dir: {path} held a run, which was moved to {moved}', flush=True)
                 RunDir(path).check_config()
             os.makedirs(os.path.realpath(path), exist_ok=True)
             remove_partial_files(path)

@@ -74,7 +74,9 @@ def template_of(folder):
 def tokenizer_at(path, data_dir):
     """The Found of a file, or of a folder; None if that has no tokenizer. ValueError if it is damaged."""
     is_json = os.path.basename(path) == 'tokenizer.json' or (path.endswith('.json') and os.path.isfile(path))
-    names = os.listdir(path) if os.path.isdir(path) else ['tokenizer.json'] * is_json
+    names = ['tokenizer.json'] if is_json else []
+    if os.path.isdir(path):
+        names = os.listdir(path)
     if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
         folder = path if os.path.isdir(path) else os.path.dirname(path)
         model = path if 'config.json' in names else None
