@@ -29,6 +29,7 @@ import types
 import typing
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+PARTS = os.path.join(HERE, 'hotloop')
 OWN_FILE = '# all settings of the run in this folder'  # the first words of the config.py that a run writes
 # {setting, or setting=value: its names in other programs}
 SYNONYMS = {
@@ -428,7 +429,7 @@ def as_file(objects):
 def settings_module(path):
     """
     A module with the settings of a source file: its dataclasses *Config and its assignments, with the imports
-    that work (hotloop/early.py blocks torch). Nothing else in the file runs. path: one of our own files.
+    that work (early.py blocks torch). Nothing else in the file runs. path: one of our own files.
     NameError if a dataclass needs more.
     """
     module = sys.modules[path] = types.ModuleType(path)  # inspect.getsource looks there for --help
@@ -474,7 +475,7 @@ def call_main(main, *args):
         sys.exit(141)
     except ValueError as e:
         origin = os.path.dirname(traceback.extract_tb(e.__traceback__)[-1].filename)
-        if origin not in (HERE, os.path.join(HERE, 'hotloop')):  # .venv lies in the same folder
+        if os.path.dirname(origin) != PARTS and origin != HERE:  # .venv lies in the same folder
             raise
         rank = os.environ.get('LOCAL_RANK', os.environ.get('RANK', '0'))
         if isinstance(e, SettingsError) and rank != '0':

@@ -17,8 +17,8 @@ The same input gives the same bytes with any number of processes, and memory doe
 """
 
 if __name__ == '__main__':
-    import hotloop.early
-    hotloop.early.explain_imports()
+    import hotloop.system.early
+    hotloop.system.early.explain_imports()
 
 import functools
 import json
@@ -31,18 +31,26 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from configurator import call_main, configure
-from hotloop import dataset
-from hotloop.bpe import count_words, learn_merges
-from hotloop.chat_template import ANSWERS, CHATS, MARK, marks_of
-from hotloop.documents import ReadConfig, RowCounts
-from hotloop.encode import batches_of, encode_all, id_type
-from hotloop.files import Progress, counted, is_inside, read_json, replacing
-from hotloop.holdout import plan_holdout, split_pieces
-from hotloop.host import cores
-from hotloop.sources import COMPRESSED, URLS, all_files, check_kinds, corpus_of, missing_dataset, open_corpus
-from hotloop.tokenizer import BPETokenizer, tokenizer_from
-from hotloop.tokenizer_source import find_tokenizer
-from hotloop.wording import file_size, shell
+from hotloop.data import dataset
+from hotloop.data.bpe import count_words, learn_merges
+from hotloop.data.chat import ANSWERS, CHATS, MARK, marks_of
+from hotloop.data.documents import ReadConfig, RowCounts
+from hotloop.data.encode import batches_of, encode_all, id_type
+from hotloop.data.holdout import plan_holdout, split_pieces
+from hotloop.data.sources import (
+    COMPRESSED,
+    URLS,
+    all_files,
+    check_kinds,
+    corpus_of,
+    missing_dataset,
+    open_corpus,
+)
+from hotloop.data.tokenizer import BPETokenizer, tokenizer_from
+from hotloop.data.tokenizer_source import find_tokenizer
+from hotloop.system.files import Progress, counted, is_inside, read_json, replacing
+from hotloop.system.host import cores
+from hotloop.system.text import file_size, shell
 
 
 @dataclass

@@ -14,9 +14,9 @@ base, and nanoGPT's checkpoints their dataset.
 """
 
 if __name__ == '__main__':  # before torch, whose import takes seconds
-    import hotloop.early
+    import hotloop.system.early
     from configurator import call_main
-    call_main(hotloop.early.check_early, 'sample.py')
+    call_main(hotloop.system.early.check_early, 'sample.py')
 
 import codecs
 import math
@@ -29,22 +29,22 @@ from typing import Literal, NamedTuple
 import torch
 
 from configurator import call_main, configure
-from hotloop.adapter import base_of, merge_adapter
-from hotloop.chat_template import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
-from hotloop.code_eval import judge, report, task_of
-from hotloop.device import choose_compile, choose_device, choose_dtype
-from hotloop.diagnose import diagnose
-from hotloop.documents import Format
-from hotloop.export import export
-from hotloop.files import counted, json_lines
-from hotloop.generate import GREEDY_BELOW, Sampling, generate
-from hotloop.host import cores
-from hotloop.pretrained import open_base, open_weights, tokenizer_of
-from hotloop.quantize import prepare_for_inference
-from hotloop.rows import json_rows
-from hotloop.score import print_json, score
-from hotloop.text_file import open_text, standard_input
-from hotloop.tokenizer import encode_parts, prompt_ids, tokenizer_from
+from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
+from hotloop.data.documents import Format
+from hotloop.data.rows import json_rows
+from hotloop.data.text_file import open_text, standard_input
+from hotloop.data.tokenizer import encode_parts, prompt_ids, tokenizer_from
+from hotloop.inference.code_eval import judge, report, task_of
+from hotloop.inference.diagnose import diagnose
+from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
+from hotloop.inference.quantize import prepare_for_inference
+from hotloop.inference.score import print_json, score
+from hotloop.system.device import choose_compile, choose_device, choose_dtype
+from hotloop.system.files import counted, json_lines
+from hotloop.system.host import cores
+from hotloop.weights.adapter import base_of, merge_adapter
+from hotloop.weights.export import export
+from hotloop.weights.load import open_base, open_weights, tokenizer_of
 from model import GPT
 
 ERRORS = {'refuse': 'strict', 'replace': 'replace'}  # handlers of codecs, by bad_utf8

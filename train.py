@@ -12,9 +12,9 @@ micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds 
 """
 
 if __name__ == '__main__':  # before torch, whose import takes seconds
-    import hotloop.early
+    import hotloop.system.early
     from configurator import call_main
-    call_main(hotloop.early.check_early, 'model.py', 'hotloop/lora.py', 'train.py')
+    call_main(hotloop.system.early.check_early, 'model.py', 'hotloop/weights/lora.py', 'train.py')
 
 import dataclasses
 import functools
@@ -33,36 +33,56 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, check_problems, configure, give_way
-from hotloop import depth, ladder, patience, resume
-from hotloop.announce import announce
-from hotloop.cards import card_for_machine, needs_card
-from hotloop.check import check
-from hotloop.checkpoint import OPTIMIZERS, RunState, context_of
-from hotloop.dataloader import Batches, Split, check_lengths, share_batch
-from hotloop.dataset import byte_table, check_tokenizer, open_datasets
-from hotloop.deadline import Deadline, look_at_clock, report_end, set_budget
-from hotloop.device import EVALUATION_PAYS, choose_compile, choose_device, choose_dtype
-from hotloop.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
-from hotloop.divergence import collect_steps, divergence_message
-from hotloop.evaluate import evaluate_both
-from hotloop.files import is_inside
-from hotloop.footprint import fits_sharded
-from hotloop.forecast import dry_run, model_args_of
-from hotloop.host import threads_for
-from hotloop.logger import Log, StepTimer, log_done, log_evaluation, log_step
-from hotloop.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
-from hotloop.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory, set_batch_size
-from hotloop.mixture import Mixture, open_split
-from hotloop.optim import build_optimizers
-from hotloop.parallel import NO_BUFFERS, micro_batch, set_blocks
-from hotloop.pretrained import adapt_shape, check_start, open_start
-from hotloop.report import report
-from hotloop.run_dir import Mirror, Resumed, RunDir
-from hotloop.samples import sampling_tokenizer, write_sample
-from hotloop.saves import evaluate_missing, finish_save, save, save_is_late, stop_run, take_folder, track_best
-from hotloop.schedule import learning_rate, schedule_problems, set_learning_rate, set_length, what_is_due
-from hotloop.shard import is_sharded, local, shard_model
-from hotloop.tokenizer import Tokenizer
+from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
+from hotloop.data.tokenizer import Tokenizer
+from hotloop.system.cards import card_for_machine, needs_card
+from hotloop.system.check import check
+from hotloop.system.device import EVALUATION_PAYS, choose_compile, choose_device, choose_dtype
+from hotloop.system.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
+from hotloop.system.files import is_inside
+from hotloop.system.host import threads_for
+from hotloop.system.memory import (
+    choose_batch_size,
+    choose_loss_chunks,
+    memory_advice,
+    out_of_memory,
+    set_batch_size,
+)
+from hotloop.training import depth, ladder, patience, resume
+from hotloop.training.announce import announce
+from hotloop.training.checkpoint import OPTIMIZERS, RunState, context_of
+from hotloop.training.dataloader import Batches, Split, check_lengths, share_batch
+from hotloop.training.deadline import Deadline, look_at_clock, report_end, set_budget
+from hotloop.training.divergence import collect_steps, divergence_message
+from hotloop.training.evaluate import evaluate_both
+from hotloop.training.footprint import fits_sharded
+from hotloop.training.forecast import dry_run, model_args_of
+from hotloop.training.logger import Log, StepTimer, log_done, log_evaluation, log_step
+from hotloop.training.mixture import Mixture, open_split
+from hotloop.training.optim import build_optimizers
+from hotloop.training.parallel import NO_BUFFERS, micro_batch, set_blocks
+from hotloop.training.report import report
+from hotloop.training.run_dir import Mirror, Resumed, RunDir
+from hotloop.training.samples import sampling_tokenizer, write_sample
+from hotloop.training.saves import (
+    evaluate_missing,
+    finish_save,
+    save,
+    save_is_late,
+    stop_run,
+    take_folder,
+    track_best,
+)
+from hotloop.training.schedule import (
+    learning_rate,
+    schedule_problems,
+    set_learning_rate,
+    set_length,
+    what_is_due,
+)
+from hotloop.training.shard import is_sharded, local, shard_model
+from hotloop.weights.load import adapt_shape, check_start, open_start
+from hotloop.weights.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
 from model import GPT, GPTConfig, config_from
 
 
@@ -80,7 +100,7 @@ class TrainConfig:
     max_epochs: float | None = None  # passes over the data; replaces max_iters
     max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
     time_budget: float | None = None  # minutes for the run, which then sets decay_start and max_iters itself
-    depth: int | None = None  # layers of a modern model: sets shape, batch and rates; see hotloop/depth.py
+    depth: int | None = None  # layers of a modern model: sets shape, batch and rates
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
@@ -101,7 +121,7 @@ class TrainConfig:
     grad_clip: float = 1.0  # maximum global gradient norm; 0: off
     # --- schedule
     decay_lr: bool = True  # False: learning_rate in every step, without a warmup, as in nanoGPT
-    lr_schedule: Literal['cosine', 'linear', 'onecycle'] = 'cosine'  # see hotloop/schedule.py
+    lr_schedule: Literal['cosine', 'linear', 'onecycle'] = 'cosine'  # see hotloop/training/schedule.py
     warmup_iters: int = 2000  # warmup steps from 0 (onecycle: from min_lr) to the peak rate
     warmup_fraction: float | None = None  # the same as a fraction of max_iters; replaces warmup_iters
     lr_decay_iters: int | None = None  # step at which the decay ends; None: max_iters

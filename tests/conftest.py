@@ -16,10 +16,10 @@ import torch
 
 import prepare
 import train
-from hotloop import saves
-from hotloop.bpe import count_words, learn_merges
-from hotloop.evaluate import Evaluation
-from hotloop.tokenizer import TiktokenTokenizer
+from hotloop.data.bpe import count_words, learn_merges
+from hotloop.data.tokenizer import TiktokenTokenizer
+from hotloop.training import saves
+from hotloop.training.evaluate import Evaluation
 
 torch.set_num_threads(1)  # faster in models this small
 SHARED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__))), 'shared', 'data')
@@ -236,7 +236,7 @@ def server(monkeypatch):
     for name in ('HF_TOKEN', 'HF_HUB_CACHE'):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('HF_HOME', '/nonexistent')  # with a token or models of this machine's user
-    monkeypatch.setattr('hotloop.download.BACKOFF', 0.001)
+    monkeypatch.setattr('hotloop.data.download.BACKOFF', 0.001)
     yield state
     httpd.shutdown()
     httpd.server_close()

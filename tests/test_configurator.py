@@ -29,7 +29,7 @@ from configurator import (
     differences,
     give_way,
 )
-from hotloop.lora import LoRAConfig
+from hotloop.weights.lora import LoRAConfig
 from model import GPTConfig
 
 REPO = os.path.dirname(os.path.abspath(configurator.__file__))
@@ -432,7 +432,7 @@ def test_a_value_error_of_our_own_is_one_sentence(capsys):
         1, '', "error: --n_layr: unknown setting 'n_layr'; did you mean 'n_layer'?\n")
 
 
-@pytest.mark.parametrize('file, ours', [('train.py', True), ('hotloop/files.py', True),
+@pytest.mark.parametrize('file, ours', [('train.py', True), ('hotloop/system/files.py', True),
                                         ('.venv/lib/x.py', False), ('tests/test_x.py', False)])
 def test_exactly_two_folders_are_ours(capsys, file, ours):
     """A .venv lies in the same folder."""

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from configurator import configure, fields_of, parse
-from hotloop.documents import ReadConfig
-from hotloop.lora import LoRAConfig
-from hotloop.sources import CORPORA
+from hotloop.data.documents import ReadConfig
+from hotloop.data.sources import CORPORA
+from hotloop.weights.lora import LoRAConfig
 from model import GPT, GPTConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
@@ -194,7 +194,7 @@ def clauses(text):
 def clauses_in_source():
     """The clauses of all texts in our sources, with \\0 in place of each value."""
     found = set()
-    for path in (*ROOT.glob('*.py'), *(ROOT / 'hotloop').glob('*.py')):
+    for path in (*ROOT.glob('*.py'), *(ROOT / 'hotloop').rglob('*.py')):
         for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
             if isinstance(node, ast.JoinedStr):
                 parts = [part.value if isinstance(part, ast.Constant) else '\0' for part in node.values]
@@ -237,8 +237,9 @@ def test_readme_has_at_most_300_lines_and_names_every_file_and_every_card():
     for card in CARDS:
         assert f'`{card.stem}`' in README, card.name
     tree = README.split('\nhotloop/ ')[1].split('```')[0]
-    for part in re.findall(r'\w+(?=,|$)', re.sub(r'^.*such as$|^  .{15}', '', tree, flags=re.M), re.M):
-        assert (ROOT / f'hotloop/{part}.py').is_file(), part
+    for folder, parts in re.findall(r'^  (\w+)/ +[^:\n]*?(?:: )?([\w, ]+)$', tree, re.M):
+        for part in parts.split(', '):
+            assert (ROOT / f'hotloop/{folder}/{part}.py').is_file(), part
 
 
 def test_counts_in_cards_are_exact():

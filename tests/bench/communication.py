@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from hotloop.device import PEAK_FLOPS
-from hotloop.distributed import Env
-from hotloop.flops import flops_per_token
+from hotloop.system.device import PEAK_FLOPS
+from hotloop.system.distributed import Env
+from hotloop.system.flops import flops_per_token
 from model import GPT, GPTConfig
 
 SIZES = {'124M': dict(n_layer=12, n_head=12, n_embd=768), '354M': dict(n_layer=24, n_head=16, n_embd=1024),

@@ -31,9 +31,9 @@ def ours(side, args, dtype):
     import torch
 
     import train
-    from hotloop.distributed import Env
-    from hotloop.lora import LoRAConfig, add_adapters
-    from hotloop.memory import choose_loss_chunks
+    from hotloop.system.distributed import Env
+    from hotloop.system.memory import choose_loss_chunks
+    from hotloop.weights.lora import LoRAConfig, add_adapters
     from model import GPT, GPTConfig
     cfg, env = train.TrainConfig(learning_rate=1e-4), Env(dtype=dtype, compile=args.compile)
     model = GPT(GPTConfig(n_layer=args.n_layer, n_head=args.n_embd // 64, n_embd=args.n_embd, bias=True,
@@ -116,7 +116,7 @@ def measure(side, args):
 
 
 def main():
-    from hotloop.device import cpu_has_bf16
+    from hotloop.system.device import cpu_has_bf16
     parser = parser_of(__doc__, dtype='bfloat16' if cpu_has_bf16() else 'float32', compile=False, n_layer=12,
                        n_embd=768, batch=2, tokens=512, steps=2, rounds=3)
     parser.add_argument('--work', help='for the processes that this starts')

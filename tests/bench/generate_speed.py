@@ -21,8 +21,8 @@ import torch
 from bench import alternate, machine, nanogpt, parser_of, table
 from step_speed import SHAPES
 
-from hotloop.generate import Sampling, generate
-from hotloop.quantize import prepare_for_inference
+from hotloop.inference.generate import Sampling, generate
+from hotloop.inference.quantize import prepare_for_inference
 from model import GPT, GPTConfig, Linear
 
 SAMPLING = dict(temperature=0.8, top_k=200)

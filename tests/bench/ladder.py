@@ -1,5 +1,5 @@
 """
-The law of loss behind hotloop/ladder.py: trains depths on texts, and fits bits per byte to the rows.
+The law of loss behind hotloop/training/ladder.py: trains depths on texts, and fits bits per byte to the rows.
 
     $ python tests/bench/ladder.py --data_dir=data --datasets=stdlib,novels --depths=3,4,5 --megabytes=1,4
     $ python tests/bench/ladder.py --fit               # prints the constants and the error of each row
@@ -20,10 +20,10 @@ import tempfile
 import numpy as np
 from bench import parser_of, run, table
 
-from hotloop import ladder
-from hotloop.dataset import open_datasets
-from hotloop.depth import num_parameters, tokens_per_step
-from hotloop.mixture import open_split
+from hotloop.data.dataset import open_datasets
+from hotloop.training import ladder
+from hotloop.training.depth import num_parameters, tokens_per_step
+from hotloop.training.mixture import open_split
 
 ROWS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'ladder.jsonl')
 

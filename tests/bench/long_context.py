@@ -8,7 +8,7 @@ One training step over a long context: minutes and peak memory.
 The modern preset, 1,024 channels x 8 layers, rotary base 500,000, one sequence of random tokens, forward and
 backward, without compilation and optimizer. Blocks are recomputed in the backward pass, except attention, and
 the loss is in at least 4 chunks, more if train.py would choose so here. Memory is the most that the process
-holds, weights and gradients included. tests/test_parallel.py compares the gradients with the plain ones.
+holds, weights and gradients included. test_parallel.py compares the gradients with the plain ones.
 """
 
 import time
@@ -17,8 +17,8 @@ import torch
 from bench import machine, memory_now, parser_of
 
 import train
-from hotloop.memory import choose_loss_chunks
-from hotloop.parallel import set_blocks
+from hotloop.system.memory import choose_loss_chunks
+from hotloop.training.parallel import set_blocks
 from model import GPT, GPTConfig
 
 

@@ -25,16 +25,16 @@ from statistics import median
 
 from bench import ROOT, SHARED, alternate, machine, parser_of, run, table
 
-from hotloop.bpe import count_words, learn_merges
-from hotloop.documents import ReadConfig, documents_in
-from hotloop.sources import files_of, stdlib_files
-from hotloop.tokenizer import BPETokenizer, TiktokenTokenizer
+from hotloop.data.bpe import count_words, learn_merges
+from hotloop.data.documents import ReadConfig, documents_in
+from hotloop.data.sources import files_of, stdlib_files
+from hotloop.data.tokenizer import BPETokenizer, TiktokenTokenizer
 
 READ = """
 import sys, time, tiktoken
 sys.path.insert(0, {root!r})
-from hotloop.documents import ReadConfig, documents_in
-from hotloop.sources import files_of
+from hotloop.data.documents import ReadConfig, documents_in
+from hotloop.data.sources import files_of
 def texts():
     for piece in documents_in(files_of({source!r}, ReadConfig(), 'data', ''), ReadConfig()):
         yield piece.parts[0][0]

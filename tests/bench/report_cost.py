@@ -17,7 +17,7 @@ import time
 
 from bench import parser_of, table
 
-from hotloop.report import write_report
+from hotloop.training.report import write_report
 
 
 def write_log(folder, number):

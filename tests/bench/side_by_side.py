@@ -16,7 +16,7 @@ from statistics import median
 from bench import cores, machine, parser_of, table
 from step_speed import SHAPES, Side, write_data
 
-from hotloop.host import SPINS
+from hotloop.system.host import SPINS
 
 
 def start(spins, folder, threads, compiling):

@@ -100,10 +100,10 @@ def judge(paths, data_folder, threads, windows):
     """
     import torch
 
-    from hotloop.dataloader import Split
-    from hotloop.dataset import read_meta
-    from hotloop.distributed import Env
-    from hotloop.evaluate import evaluate
+    from hotloop.data.dataset import read_meta
+    from hotloop.system.distributed import Env
+    from hotloop.training.dataloader import Split
+    from hotloop.training.evaluate import evaluate
     from model import GPT
     torch.set_num_threads(threads)
     cuda = torch.cuda.is_available()

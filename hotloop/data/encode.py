@@ -1,0 +1,138 @@
+"""Encodes documents as token ids, in several processes."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+from hotloop.data.documents import PIECE
+from hotloop.data.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
+
+
+class Encoded(NamedTuple):
+    """
+    The part of a split from one batch. mask: 1 where a token counts toward the loss; None: all do. ends: the
+    positions after the documents that end here.
+    """
+    ids: np.ndarray
+    mask: np.ndarray | None
+    num_bytes: int
+    ends: np.ndarray
+
+
+def encode_batch(tokenizer, batch, bos=None, eot=None):
+    """{split: Encoded} of a batch of (split, Piece). bos, eot: the ids around each document, or None."""
+    encoded = {}  # split: list of (ids, mask, ends)
+    for split, piece in batch:
+        encoded.setdefault(split, []).append(encode_piece(tokenizer, piece, bos, eot))
+    return {split: combine(tokenizer, pieces) for split, pieces in encoded.items()}
+
+
+def encode_piece(tokenizer, piece, bos, eot):
+    """(ids, mask or None, positions after the documents that end here) of a Piece."""
+    if isinstance(piece.parts, np.ndarray):  # already ids
+        return piece.parts, None, np.flatnonzero(piece.parts == tokenizer.eot) + 1
+    ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
+    before = int(piece.start and bos is not None)
+    # a chat template ends with a mark, which may be eot
+    after = int(piece.end and eot is not None and (mask is None or ids[-1] != eot))
+    ids = np.append(bos, ids) if before else ids
+    ids = np.append(ids, eot) if after else ids
+    if mask is not None:
+        mask = np.concatenate((np.zeros(before, np.uint8), mask, mask[-1:].repeat(after)))
+    return ids, mask, np.full(int(piece.end), len(ids))
+
+
+def combine(tokenizer, pieces):
+    """The Encoded of a list of (ids, mask, ends). If one has a mask, all ids without one count."""
+    ids = np.concatenate([ids for ids, _, _ in pieces])
+    assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
+    mask = None
+    if any(mask is not None for _, mask, _ in pieces):
+        masks = [np.ones(len(ids), np.uint8) if mask is None else mask for ids, mask, _ in pieces]
+        mask = np.concatenate(masks)
+    sizes = np.cumsum([0, *(len(ids) for ids, _, _ in pieces)])  # of the pieces before
+    ends = np.concatenate([size + ends for size, (_, _, ends) in zip(sizes[:-1], pieces, strict=True)])
+    return Encoded(ids.astype(id_type(tokenizer)), mask, int(tokenizer.sizes[ids].sum()), ends)
+
+
+def id_type(tokenizer):
+    """The dtype of a dataset's ids, little-endian."""
+    return '<u2' if tokenizer.n_vocab <= 2**16 else '<u4'
+
+
+def batches_of(pieces):
+    """Lists of (split, Piece) that contain about PIECE characters together."""
+    batch, size = [], 0
+    for split, piece in pieces:
+        batch.append((split, piece))
+        size += 64  # short pieces cost time too
+        if isinstance(piece.parts, np.ndarray):
+            size += len(piece.parts)
+        else:
+            size += sum(len(text) for text, _, _ in piece.parts)
+        if size >= PIECE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
+    """
+    Yields encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes and
+    characters do not, because encoding them is faster than sending them. ValueError if a process dies.
+    """
+    first = list(islice(batches, 4))
+    batches = chain(first, batches)
+    if len(first) < 4 or isinstance(tokenizer, (ByteTokenizer, CharTokenizer)):
+        for batch in batches:
+            yield encode_batch(tokenizer, batch, bos, eot)
+        return
+    assert len(tokenizer.sizes) == tokenizer.n_vocab  # computed here, once for all processes
+    context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS: unsafe
+    if sys.platform == 'win32':
+        num_proc = min(num_proc, 61)  # more are an error there
+    pool = ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer, bos, eot))
+    waiting = deque()
+    try:
+        while True:
+            ahead = islice(batches, 2 * num_proc + 1 - len(waiting))
+            waiting.extend(pool.submit(encode_in_worker, batch) for batch in ahead)
+            if not waiting:
+                return
+            future = waiting.popleft()
+            if future.exception():
+                raise future.exception()  # from this file, so call_main() prints it without a traceback
+            yield future.result()
+    except BrokenProcessPool:
+        raise ValueError('a tokenizing process died, perhaps out of memory; lower --num_proc') from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def start_worker(*settings):
+    """Prepares a process of the pool. Ctrl-C reaches all processes; the parent decides when to end."""
+    global _worker  # noqa: PLW0603
+    _worker = settings  # (tokenizer, bos, eot)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def exit_with_parent():
+    """Ends this process when its parent ends, even if that was killed."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def encode_in_worker(batch):
+    tokenizer, bos, eot = _worker
+    return encode_batch(tokenizer, batch, bos, eot)

@@ -1,0 +1,118 @@
+"""Hugging Face's tokenizer.json, with the optional tokenizers package: text to ids, and their bytes."""
+
+import json
+import os
+import re
+
+import numpy as np
+
+from hotloop.data.bpe import BYTES_IN_GPT2S_ORDER
+from hotloop.system.files import first_line, optional, read_json
+
+# byte-level BPE writes each byte as a printable letter
+BYTE_OF = {chr(b if i < 188 else 68 + i): b for i, b in enumerate(BYTES_IN_GPT2S_ORDER)}
+EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')  # where no tokenizer_config.json names it
+BOS_NAMES = ('<|begin_of_text|>', '<s>', '<bos>')
+
+
+class TokenizerJson:
+    """
+    A byte-level BPE (GPT-2, Llama 3, Qwen) or sentencepiece BPE (Llama 2, Mistral, Gemma); ValueError if it
+    is neither. specials: {name: id}; encode() takes their names as text. space: when the file puts one before
+    a text: 'never', 'first' (in a document), 'always' (also after special ids).
+    """
+
+    def __init__(self, text):
+        self.text = text
+        self.backend = self.inside = open_backend(text)  # inside: for a text that continues another
+        file = json.loads(self.backend.to_str())  # the same file with every default spelled out
+        steps = []
+        for part, in_sequence in (('normalizer', 'normalizers'), ('pre_tokenizer', 'pretokenizers')):
+            if file[part]:
+                steps += file[part].get(in_sequence, [file[part]])
+        self.byte_level = any(step['type'] == 'ByteLevel' for step in steps)
+        if file['model']['type'] != 'BPE' or not (self.byte_level or file['model']['byte_fallback']) or \
+                any(step.get('add_prefix_space') for step in steps):
+            raise ValueError('it is not a BPE like those of GPT-2, Llama, Mistral, Qwen and Gemma')
+        self.space = 'never'
+        for step in steps:
+            if step['type'] == 'Prepend':
+                self.space, step['prepend'] = 'always', ''
+            elif step['type'] == 'Metaspace':
+                self.space, step['prepend_scheme'] = step['prepend_scheme'], 'never'
+        if self.space != 'never':
+            self.inside = open_backend(json.dumps(file))
+        self.added = self.backend.get_added_tokens_decoder()
+        self.specials = {self.added[i].content: i for i in sorted(self.added) if self.added[i].special}
+        self.n_vocab = max(self.backend.get_vocab().values()) + 1
+
+    def __reduce__(self):  # the package's own pickle loses encode_special_tokens
+        return TokenizerJson, (self.text,)
+
+    def encode(self, text, inside=False):
+        """The ids of a text, (n,) uint32. inside: without the space that the file may put before a text."""
+        backend = self.inside if inside else self.backend
+        encoding, = backend.encode_batch_fast([text], add_special_tokens=False)  # encode() is slower: offsets
+        return np.array(encoding.ids, dtype=np.uint32)
+
+    def first_id(self):
+        """The special id that the file puts before each text; None if it puts none."""
+        encoding = self.backend.encode('a', add_special_tokens=True)  # some files put one after a text
+        return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
+
+    def pieces(self, blank):
+        """The bytes of each id; unused ids and those in `blank` have none."""
+        pieces = [b''] * self.n_vocab
+        for token, i in self.backend.get_vocab().items():
+            if i in blank:
+                continue
+            if self.byte_level and i not in self.added and BYTE_OF.keys() >= set(token):
+                pieces[i] = bytes(BYTE_OF[letter] for letter in token)
+            elif self.byte_level:
+                pieces[i] = token.encode()
+            elif re.fullmatch('<0x[0-9A-F]{2}>', token):
+                pieces[i] = bytes.fromhex(token[3:5])
+            else:
+                pieces[i] = token.replace('▁', ' ').encode()
+        return pieces
+
+
+def open_backend(text):
+    """The package's tokenizer from the text of a tokenizer.json. It encodes special names as plain text."""
+    package = optional('tokenizers', 'reads tokenizer.json files')
+    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # encode.py forks
+    try:
+        backend = package.Tokenizer.from_str(text)
+    except Exception as e:  # the package raises plain Exception
+        raise ValueError(f'tokenizers {package.__version__} cannot read it: {first_line(e)[:200]}') from None
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def read_file(path):
+    """
+    (TokenizerJson, end id or None, begin id or None) of a tokenizer.json or the folder that has one. The ids
+    are those that tokenizer_config.json names, or the usual ones. ValueError if it cannot be used.
+    """
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    path = os.path.join(path, 'tokenizer.json') if os.path.isdir(path) else path
+    try:
+        with open(path, encoding='utf-8') as f:
+            file = TokenizerJson(f.read())
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one of other files: '
+                         f'AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})') from None
+    except ValueError as e:
+        raise ValueError(f'{path} cannot be used: {e}') from None
+    path = os.path.join(folder, 'tokenizer_config.json')
+    config = read_json(path) if os.path.exists(path) else {}
+    ends = []
+    for role, usual in (('eos_token', EOS_NAMES), ('bos_token', BOS_NAMES)):
+        name = config.get(role)
+        if isinstance(name, dict):
+            name = name['content']
+        ids = [file.specials[n] for n in (name, *usual) if n in file.specials]
+        ends.append(ids[0] if ids else None)
+    return file, *ends

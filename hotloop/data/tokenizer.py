@@ -1,0 +1,258 @@
+"""Tokenizers: text to ids and back; rebuilt from their spec(), which datasets and checkpoints carry."""
+
+import re
+import reprlib
+import unicodedata
+from functools import cached_property
+
+import numpy as np
+
+from hotloop.data.bpe import GPT2_SPLIT
+from hotloop.data.download import read_url
+from hotloop.data.hf_tokenizer import TokenizerJson, read_file
+from hotloop.system.files import counted, reason_of
+
+MAX_VOCAB = 2**20  # ids of a tokenizer
+GPT2_SPEC = {'kind': 'tiktoken', 'name': 'gpt2'}
+GPT2_VOCAB_SIZES = (50257, 50304)  # OpenAI's, and padded to a multiple of 64
+TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
+
+
+class Tokenizer:
+    """
+    What all tokenizers share; each adds encode(text) -> array of ids, and spec(). eot, bos: the ids that end
+    and begin a document, or None. begin: bos if the data was made with it. ends: other ids that end a text.
+    first: bos if each text begins with it, as in most families of Hugging Face. pieces: the bytes of each id;
+    eot, bos and unused ids have none. specials: {name: id}, for prompts and templates; encode() never returns
+    one.
+    """
+    n_vocab, eot, bos, begin, first, ends = 0, None, None, None, None, ()
+
+    def encode_next(self, text, after_special):
+        """The ids of a text inside a document; differs from encode() if encode() adds a leading space."""
+        return self.encode(text)
+
+    def decode(self, ids):
+        """The bytes of ids. Ids beyond n_vocab (padding of a model's vocabulary) have none."""
+        return b''.join(self.pieces[i] for i in ids if i < self.n_vocab)
+
+    @cached_property
+    def sizes(self):
+        """UTF-8 bytes of each id, (n_vocab,) int64, for bits per byte."""
+        return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
+
+    @cached_property
+    def specials(self):
+        return {} if self.eot is None else {'<|endoftext|>': self.eot}
+
+    @cached_property
+    def special_names(self):
+        """A regular expression that matches the names of special ids, the longest first."""
+        names = map(re.escape, sorted(self.specials, key=len, reverse=True))
+        return re.compile(f'({"|".join(names) or "(?!)"})')  # (?!) matches nothing
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8 and an end-of-text id. Needs no package and encodes any text."""
+    n_vocab, eot = 257, 256
+    pieces = (*(bytes([b]) for b in range(256)), b'')
+
+    def encode(self, text):
+        return np.frombuffer(text.encode('utf-8', 'surrogatepass'), dtype=np.uint8)
+
+    def spec(self):
+        return {'kind': 'byte'}
+
+
+class CharTokenizer(Tokenizer):
+    """
+    One id per character of `chars`, then an end-of-text id if `eot`. In a list, for nanoGPT's meta.pkl, other
+    texts may stand between the characters; they are decoded, but encode() never returns their ids.
+    """
+
+    def __init__(self, chars, eot=False):
+        self.chars = chars
+        self.pieces = [c.encode('utf-8', 'surrogatepass') for c in chars]
+        if eot:
+            self.eot = len(chars)
+            self.pieces.append(b'')
+        self.n_vocab = len(self.pieces)
+        ids = {ord(c): i for i, c in enumerate(chars) if len(c) == 1}  # by code point
+        self.table = np.full(max(ids, default=0) + 2, -1)  # code point -> id; the last entry: unknown
+        self.table[list(ids)] = list(ids.values())
+
+    def encode(self, text):
+        points = np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype=np.uint32)
+        ids = self.table[np.minimum(points, len(self.table) - 1)]
+        if (ids < 0).any():
+            unknown = ''.join(sorted({chr(p) for p in points[ids < 0]}))
+            raise ValueError(f'this char tokenizer lacks {counted(len(unknown), "character")} of the text or '
+                             f'of its chat template: {unknown[:20]!r}')
+        return ids
+
+    def spec(self):
+        return {'kind': 'char', 'chars': self.chars, 'eot': self.eot is not None}
+
+
+class TiktokenTokenizer(Tokenizer):
+    """One of OpenAI's encodings, from the tiktoken package, which downloads it once and caches it."""
+
+    def __init__(self, name):
+        import tiktoken.load
+        tiktoken.load.read_file = read_url  # its own would wait for ever behind a firewall that drops packets
+        self.name = name
+        try:
+            self.encoding = tiktoken.get_encoding(name)
+        except Exception as e:  # requests, urllib3 and the file system raise many types here
+            raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; without a '
+                             "network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's cache, or "
+                             'prepare the data with --tokenizer=bpe:8192') from None
+        self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
+
+    def encode(self, text):
+        text = fix_surrogates(text)
+        try:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError:  # a million characters of white space exceed the stack of its regular expressions
+            half = len(text) // 2
+            if not half:
+                raise
+            return np.concatenate([self.encode(text[:half]), self.encode(text[half:])])
+
+    @cached_property
+    def pieces(self):
+        pieces = [b''] * self.n_vocab
+        names = [name.encode() for name in self.encoding.special_tokens_set]
+        for piece in self.encoding.token_byte_values() + names:
+            i = self.encoding.encode_single_token(piece)
+            if i not in (self.eot, self.bos):
+                pieces[i] = piece
+        return pieces
+
+    def spec(self):
+        return {'kind': 'tiktoken', 'name': self.name}
+
+
+class BPETokenizer(TiktokenTokenizer):
+    """
+    A byte-level BPE that carries its tokens, run by tiktoken. tokens: the bytes of each id, None for special
+    and unused ids; lower ids merge first. The end-of-text id follows the tokens. The other arguments describe
+    the tokenizer.json of older datasets; nfc: normalize texts to NFC.
+    """
+
+    def __init__(self, tokens, pattern=GPT2_SPLIT, specials=None, eot=None, bos=None, nfc=False):
+        import tiktoken
+        if specials is None:
+            eot = len(tokens)
+            specials = {'<|endoftext|>': eot}
+        self.tokens, self.pattern, self.specials = tokens, pattern, specials
+        self.eot, self.bos, self.nfc = eot, bos, nfc
+        ranks = {token: i for i, token in enumerate(tokens) if token is not None}
+        self.encoding = tiktoken.Encoding('own', pat_str=pattern, mergeable_ranks=ranks,
+                                          special_tokens=specials)
+        self.n_vocab = self.encoding.n_vocab
+
+    def encode(self, text):
+        return super().encode(unicodedata.normalize('NFC', text) if self.nfc else text)
+
+    def spec(self):
+        tokens = [None if token is None else token.decode('latin-1') for token in self.tokens]
+        return {'kind': 'bpe', 'tokens': tokens, 'pattern': self.pattern, 'specials': self.specials,
+                'eot': self.eot, 'bos': self.bos, 'nfc': self.nfc}
+
+
+class HFTokenizer(Tokenizer):
+    """Wraps a TokenizerJson. If that adds a leading space, the ids have one byte more than the text."""
+
+    def __init__(self, file, eot, bos):
+        self.file, self.eot, self.bos = file, eot, bos
+        self.specials, self.n_vocab, self.first = file.specials, file.n_vocab, file.first_id()
+
+    def encode(self, text):
+        return self.file.encode(fix_surrogates(text))
+
+    def encode_next(self, text, after_special):
+        inside = not after_special or self.file.space != 'always'
+        return self.file.encode(fix_surrogates(text), inside)
+
+    @cached_property
+    def pieces(self):
+        return self.file.pieces(blank=(self.eot, self.bos))
+
+    def spec(self):
+        return {'kind': 'hf', 'json': self.file.text, 'eot': self.eot, 'bos': self.bos}
+
+
+KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'bpe': BPETokenizer,
+         'hf': HFTokenizer}
+
+
+def read_tokenizer_json(path):
+    """The HFTokenizer of a tokenizer.json or of the folder that has one. ValueError if it cannot be used."""
+    return HFTokenizer(*read_file(path))
+
+
+def tokenizer_from(spec):
+    """The tokenizer that a spec() describes. ValueError if it does not describe one."""
+    try:
+        settings = {name: value for name, value in spec.items() if name != 'kind'}
+        if 'tokens' in settings:
+            settings['tokens'] = [None if t is None else t.encode('latin-1') for t in settings['tokens']]
+        if 'json' in settings:
+            settings['file'] = TokenizerJson(settings.pop('json'))
+        return KINDS[spec['kind']](**settings)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this version') from None
+
+
+def same_tokenizer(a, b):
+    """Whether two specs give each id the same bytes, as those of GPT-2's tokenizer.json and tiktoken's do."""
+    if a == b:
+        return True
+    try:
+        a, b = tokenizer_from(a), tokenizer_from(b)
+    except ValueError:  # one of them cannot be built here
+        return False
+    return list(a.pieces) == list(b.pieces) and a.eot == b.eot
+
+
+def fix_surrogates(text):
+    """The text as UTF-8 can hold it: surrogate pairs joined, lone ones replaced. JSON may contain either."""
+    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+
+
+def encode_parts(tokenizer, parts, start=True):
+    """
+    (ids, mask) of a stretch of a document. parts: those of a Piece. start: whether the document begins here.
+    mask: 1 where a token counts toward the loss; None for a single part of plain text.
+    """
+    runs = []  # [text or special id, counts]; adjacent texts with equal `counts` form one run
+    for text, markup, counts in parts:
+        for word in tokenizer.special_names.split(text) if markup else [text]:
+            if markup and word in tokenizer.specials:
+                runs.append([tokenizer.specials[word], counts])
+            elif runs and isinstance(runs[-1][0], str) and runs[-1][1] == counts:
+                runs[-1][0] += word
+            elif word or not runs:
+                runs.append([word, counts])
+    ids, mask = [], []
+    for i, (run, counts) in enumerate(runs):
+        if not isinstance(run, str):
+            ids.append(np.array([run]))
+        elif start and i == 0:
+            ids.append(tokenizer.encode(run))
+        else:
+            after_special = i > 0 and not isinstance(runs[i - 1][0], str)
+            ids.append(tokenizer.encode_next(run, after_special))
+        mask.append(np.full(len(ids[-1]), counts, dtype=np.uint8))
+    if len(parts) == 1 and not parts[0][1]:
+        return ids[0], None
+    return np.concatenate(ids), np.concatenate(mask)
+
+
+def prompt_ids(tokenizer, text):
+    """The ids of a prompt, in which the names of special ids count, after tokenizer.begin; never empty."""
+    ids = encode_parts(tokenizer, [(text, True, True)])[0].tolist()
+    if tokenizer.begin is not None and ids[:1] != [tokenizer.begin]:
+        ids = [tokenizer.begin, *ids]
+    return ids or [0 if tokenizer.eot is None else tokenizer.eot]

@@ -1,0 +1,219 @@
+"""Text generation, one token per step for a batch of prompts: sampling, and compilation of the step."""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hotloop.inference.kv_cache import new_cache
+from hotloop.inference.quantize import Int8Linear
+
+GREEDY_BELOW = 1e-6  # temperatures that mean 0; dividing by a smaller one would overflow
+NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it diverged, or its numbers exceed '
+              'the range of float16 (then use --dtype=float32)')
+# where lengths vary: cuDNN would build a plan for each, which takes tens of milliseconds on the host (Hopper)
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling settings. The order is repetition_penalty, top_k, temperature, top_p, min_p."""
+    max_new_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int | None = None  # only the k most probable ids
+    top_p: float | None = None  # only the smallest set of most probable ids that has this probability
+    min_p: float | None = None  # only ids with at least this share of the highest probability
+    repetition_penalty: float = 1.0  # divides positive logits of ids that occurred, multiplies negative ones
+    stop: frozenset = frozenset()  # ids that end a text
+    past_context: str = 'slide'  # slide: a full context drops its oldest eighth; stop: it ends the text
+    vocab: int | None = None  # ids from here on are padding of the vocabulary and are never drawn
+    logprobs: bool = False  # compute each token's log-probability: the model's own, before any limit
+
+
+def sample_token(logits, number, sampling):
+    """One id per row, (B, 1), from (B, V) logits and a uniform number in [0, 1) per row, (B, 1)."""
+    s, V = sampling, logits.size(-1)
+    if s.temperature < GREEDY_BELOW:
+        return logits.argmax(dim=-1, keepdim=True)
+    order = None
+    if s.top_k is not None or s.top_p is not None:  # top_k first: it leaves less to sort and sum
+        k = min(s.top_k or V, V)
+        logits, order = logits.sort(descending=True) if k == V else logits.topk(k)
+    probs = (logits / s.temperature).softmax(dim=-1)
+    keep = torch.ones_like(probs, dtype=torch.bool)
+    if s.top_p is not None:
+        keep &= probs.cumsum(dim=-1) - probs < s.top_p  # the sum of all more probable ids; 0 for the first
+        keep[:, 0] = True
+    if s.min_p is not None:
+        keep &= probs >= s.min_p * probs.amax(dim=-1, keepdim=True)
+    below = torch.where(keep, probs, 0.0).cumsum(dim=-1, dtype=number.dtype)
+    index = torch.searchsorted(below, number * below[:, -1:], right=True).clamp_max(below.size(-1) - 1)
+    return index if order is None else order.gather(-1, index)
+
+
+def draw(logits, seen, numbers, sampling):
+    """
+    One token per row from (B, V) logits, as (B, 2) float32: its id, exact below 2^24, and its log-probability
+    (0 unless requested, NaN where logits are not finite). seen: (B, V), the ids that occurred in each row.
+    """
+    logits = limited = logits[:, :sampling.vocab]
+    if sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
+        penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
+        limited = torch.where(seen[:, :sampling.vocab], penalized, logits)
+    token = sample_token(limited, numbers, sampling)  # (B, 1)
+    logprob = torch.zeros_like(token, dtype=torch.float32)
+    if sampling.logprobs:
+        logprob = logits.log_softmax(-1).gather(-1, token)
+    finite = logits.sum(-1, keepdim=True).isfinite()  # one bad logit spoils the sum; checking each costs more
+    return torch.cat((token.float(), torch.where(finite, logprob, math.nan)), dim=1)
+
+
+def decode_step(model, cache, tokens, seen, numbers, sampling):
+    """Feeds each row its newest token, (B, 1), and draws the next. Returns what draw returns."""
+    return draw(model(tokens, cache=cache), seen, numbers, sampling)
+
+
+# On a CPU weights become constants, laid out for products that Inductor writes and times against the
+# library's: GPT-2 124M in int8 from 14.5 to 7.3 ms per token. The cache on disk would store those constants;
+# the last two keep tables off the terminal.
+CPU_STEP = dict(freezing=True, max_autotune=True, fx_graph_cache=False, autotune_num_choices_displayed=0,
+                max_autotune_report_choices_stats=False)
+
+
+# Under this setting Inductor generates the product of one row with int8 weights on CUDA; without it each step
+# writes the weights in bf16 and reads them again
+INT8_CUDA_STEP = dict(coordinate_descent_tuning=True)
+
+
+def compile_step(model):
+    """decode_step of a model, compiled for fixed shapes; on CUDA as a graph."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+    device, options = model.cos.device, {}
+    if device.type == 'cpu':
+        options = CPU_STEP
+    elif device.type == 'cuda' and isinstance(model.lm_head, Int8Linear):
+        options = INT8_CUDA_STEP
+    mode = 'reduce-overhead' if device.type == 'cuda' else None
+    compiled, known = torch.compile(decode_step, dynamic=False, mode=mode), set()
+
+    def step(model, cache, *args):
+        shape = cache.k[0].shape
+        if shape in known:  # patching the settings takes 0.2 ms
+            return compiled(model, cache, *args)
+        known.add(shape)
+        if device.type == 'cuda':  # a graph writes to these in place
+            for tensor in (*cache.k, *cache.v, *cache.last, cache.length):
+                torch._dynamo.mark_static_address(tensor)
+        # after 8 shapes of a function, or 256 of all models, torch would continue without compiling
+        with (dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=1000), inductor.patch(options),
+              warnings.catch_warnings()):
+            warnings.filterwarnings('ignore', 'TypedStorage is deprecated')  # torch warns about itself
+            return compiled(model, cache, *args)
+    return step
+
+
+class Row(NamedTuple):
+    """The state of one row of the batch on the host."""
+    sequence: int
+    context: list  # ids of the prompt and the text; the newest is not in the cache yet
+    generator: torch.Generator
+
+
+def uniform_numbers(rows, device):
+    """The next number in [0, 1) of each row, (B, 1). Made on the CPU, so it is the same on every device."""
+    numbers = torch.stack([torch.rand(1, dtype=torch.float64, generator=row.generator) for row in rows])
+    return numbers.to(device, torch.float32 if device.type == 'mps' else torch.float64)  # MPS has no float64
+
+
+@sdpa_kernel(WITHOUT_CUDNN)
+def prefill(model, contexts):
+    """Feeds lists of ids in one forward. Returns a cache that holds them and the (B, V) logits after each."""
+    device, longest = model.cos.device, max(map(len, contexts))
+    padded = [context + [0] * (longest - len(context)) for context in contexts]
+    cache = new_cache(model, len(contexts), longest)
+    cache.prompt_lengths = torch.tensor([len(context) for context in contexts], device=device)
+    return cache, model(torch.tensor(padded, device=device), cache=cache)
+
+
+def slide(model, cache, rows, stopped):
+    """
+    Drops the oldest eighth of each full context and computes the rest again, at positions that training has
+    seen. A stopped row starts over instead.
+    """
+    size, full = model.config.block_size, []
+    for index, row in enumerate(rows):
+        if len(row.context) > size:
+            del row.context[:size if row.sequence in stopped else max(size // 8, 1)]
+            cache.length[index] = 0
+            if len(row.context) > 1:
+                full.append(index)
+    if full:
+        filled, _ = prefill(model, [rows[index].context[:-1] for index in full])
+        cache.put(full, filled, slice(None))
+
+
+def read(drawn, rows, sampling, size, stopped):
+    """Appends the drawn tokens and stops rows that end. Returns what generate yields."""
+    new = []
+    for row, (token, logprob) in zip(rows, drawn.tolist(), strict=True):
+        row.context.append(int(token))
+        if row.sequence in stopped:
+            continue
+        if math.isnan(logprob):
+            raise ValueError(NOT_FINITE.format('logits that are'))
+        new.append((row.sequence, int(token), logprob))
+        if token in sampling.stop or (sampling.past_context == 'stop' and len(row.context) > size):
+            stopped.add(row.sequence)
+    return new
+
+
+@torch.no_grad()
+def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, compiled=False):
+    """
+    Continues prompts, lists of ids of any lengths, in one batch. Yields a list of (sequence, token,
+    log-probability) each step; sequence i * num_samples + j is the j-th sample of prompt i.
+
+    seeds: one per sequence; its text depends only on prompt and seed. stopped: a set of finished sequences,
+    to which the caller may add; they leave the batch when they are half of it. compiled: compile the step for
+    the complete batch, which none leaves; on a CPU the weights are constants then. ValueError when logits are
+    not finite.
+    """
+    size, device = model.config.block_size, model.cos.device
+    stopped = set() if stopped is None else stopped
+    contexts = [list(prompt[-size:]) for prompt in prompts for _ in range(num_samples)]
+    assert all(contexts), 'a prompt is empty'
+    if sampling.max_new_tokens < 1 or not contexts:
+        return
+    if seeds is None:
+        seeds = [torch.Generator().seed() for _ in contexts]
+    rows, seen = [], torch.zeros(len(contexts), model.config.vocab_size, dtype=torch.bool, device=device)
+    for sequence, (context, seed) in enumerate(zip(contexts, seeds, strict=True)):
+        rows.append(Row(sequence, context, torch.Generator().manual_seed(seed)))
+        seen[sequence, context] = True
+    prefilled, logits = prefill(model, contexts[::num_samples])
+    cache = new_cache(model, len(rows), max(map(len, contexts)) + sampling.max_new_tokens, static=compiled)
+    prompt_of = [sequence // num_samples for sequence in range(len(rows))]
+    cache.put(slice(None), prefilled, prompt_of)
+    drawn = draw(logits[prompt_of], seen, uniform_numbers(rows, device), sampling)
+    del prefilled, logits
+    step = compile_step(model) if compiled else sdpa_kernel(WITHOUT_CUDNN)(decode_step)
+    for left in reversed(range(sampling.max_new_tokens)):
+        tokens = drawn[:, :1].long()  # a copy, because a CUDA graph overwrites at each step what it returned
+        seen.scatter_(1, tokens, True)
+        new = read(drawn, rows, sampling, size, stopped)
+        if new:
+            yield new
+        alive = [index for index, row in enumerate(rows) if row.sequence not in stopped]
+        if not alive or not left:
+            return
+        if not compiled and len(alive) <= len(rows) // 2:  # another shape would compile again
+            rows = [rows[index] for index in alive]
+            tokens, seen = tokens[alive], seen[alive]
+            cache.select(alive)
+        slide(model, cache, rows, stopped)
+        drawn = step(model, cache, tokens, seen, uniform_numbers(rows, device), sampling)

@@ -1,0 +1,1 @@
+"""The machine: text, files, host, device, distributed processes, memory. Imports no other folder."""

@@ -1,0 +1,268 @@
+"""Weights to start from: a run, a checkpoint, a Hugging Face folder, a model of the hub (safetensors)."""
+
+import contextlib
+import dataclasses
+import glob
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from configurator import did_you_mean
+from hotloop.data.hub import (
+    GPT2_OWNER,
+    INDEX,
+    SINGLE,
+    find_on_disk,
+    hub_model,
+    is_hub_name,
+    model_files,
+    weight_files,
+)
+from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
+from hotloop.data.tokenizer_source import dataset_spec, template_of
+from hotloop.system.files import first_intact, read_json
+from hotloop.training.checkpoint import load_checkpoint
+from hotloop.training.run_dir import RunDir
+from hotloop.weights.adapter import is_adapter
+from hotloop.weights.families import CONV1D, our_name, settings_of
+from hotloop.weights.lora import adapters_of, frozen_weights, hash_source, hash_weights, merge
+from hotloop.weights.safetensors import read_safetensors
+
+GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=1024, vocab_size=50257,
+                          bias=True, mlp='gelu_tanh')
+               for name, n_layer, n_head, n_embd in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
+                                                     ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
+GPT2_NAMES = tuple(GPT2_SHAPES)
+KEYWORDS = ('scratch', 'resume', 'auto')
+TIED = ('transformer.wte.weight', 'lm_head.weight')
+
+
+class Weights(NamedTuple):
+    path: str  # the file or folder they were read from
+    model_args: dict  # for GPT.from_checkpoint
+    weights: dict  # {name: tensor}
+    tokenizer: dict | None  # its spec; None if the source has none
+    checkpoint: dict  # everything else in the checkpoint; of a Hugging Face folder, habits_of() it
+
+
+def open_weights(source, data_dir):
+    """
+    The Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file; or a model of the hub,
+    gpt2 (-medium, -large, -xl) among them, downloaded once to data_dir/pretrained. ValueError if nothing is
+    there, nothing is intact, or GPT cannot compute it.
+    """
+    folder = find_folder(source, data_dir)
+    if folder is None:
+        path, checkpoint = open_checkpoint(source)
+        if 'lora' in checkpoint:
+            checkpoint['model'] = merge_base(checkpoint, path, data_dir)
+        model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
+        return Weights(path, model_args, weights, checkpoint.get('tokenizer'), checkpoint)
+    model_args, weights = load_folder(folder)
+    spec, habits = None, {}
+    is_gpt2 = source in GPT2_NAMES and folder != source
+    if not is_gpt2 and has_tokenizer(folder):  # tiktoken has GPT-2's
+        tokenizer = read_tokenizer_json(folder)
+        spec, habits = tokenizer.spec(), habits_of(folder, tokenizer)
+    elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
+        spec = GPT2_SPEC
+    return Weights(folder, model_args, weights, spec, habits)
+
+
+def has_tokenizer(folder):
+    """Whether a Hugging Face folder has a tokenizer, in any format, other than GPT-2's in its old format."""
+    paths = {name: os.path.join(folder, name) for name in os.listdir(folder)}
+    if 'tokenizer.json' in paths or 'tokenizer.model' in paths:
+        return True
+    return 'vocab.json' in paths and read_json(paths['vocab.json']).get('Ġthe') != 262  # its id in GPT-2's
+
+
+def habits_of(folder, tokenizer):
+    """
+    What a Hugging Face folder says about texts, as a checkpoint says it: bos, the id that begins them; ends,
+    the ids that end an answer; template, the one of its chats.
+    """
+    config = read_json(os.path.join(folder, 'config.json'))
+    path = os.path.join(folder, 'generation_config.json')
+    if os.path.exists(path):
+        config |= read_json(path)
+    ends = config.get('eos_token_id')
+    ends = ends if isinstance(ends, list) else [ends]
+    habits = {'bos': tokenizer.first, 'ends': [i for i in ends if i is not None]}
+    template = template_of(folder)
+    return habits | {'template': template} if template else habits
+
+
+def find_folder(source, data_dir):
+    """The Hugging Face folder that `source` names, downloaded if it is not here; None for a checkpoint."""
+    if not os.path.exists(source):
+        if source in GPT2_NAMES:
+            return hub_model(f'{GPT2_OWNER}{source}', data_dir)
+        return hub_model(source, data_dir) if is_hub_name(source) else None
+    return source if os.path.exists(os.path.join(source, 'config.json')) else None
+
+
+def shape_of(source, data_dir):
+    """The model_args of what open_weights() would open, without a download. ValueError if it is not here."""
+    if is_hub_name(source) and find_on_disk(source, data_dir, model_files) is None:
+        raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python sample.py '
+                         f'--init_from={source} downloads it, or name a folder with its config.json')
+    folder = find_folder(source, data_dir)
+    if folder is None:
+        return open_checkpoint(source)[1]['model_args']
+    path = os.path.join(folder, 'config.json')
+    return settings_of(read_json(path), path)
+
+
+def adapt_shape(model, settings, name):
+    """
+    Crops the context of a loaded model to the block_size of the command, or of the run to resume. name: that
+    of its weights. ValueError if the command gives another shape.
+    """
+    asked, given = dataclasses.asdict(settings.model), settings.given
+    if (settings.resumed or 'block_size' in given) and asked['block_size'] < model.config.block_size:
+        model.crop_block_size(asked['block_size'])
+    wrong = []
+    for field, has in dataclasses.asdict(model.config).items():
+        is_shape = field not in ('dropout', 'label_smoothing')
+        if is_shape and field in given and asked[field] not in (None, has):
+            or_less = ' or less' if field == 'block_size' else ''
+            wrong.append(f'{given[field]}: {field}={asked[field]!r}, but {name} has {has!r}; use '
+                         f'--{field}={has}{or_less}')
+    if wrong:
+        raise ValueError('\n'.join(wrong))
+
+
+def check_start(name):
+    """ValueError if an init_from is neither a keyword, nor on this disk, nor like a name on the hub."""
+    if name not in KEYWORDS and name not in GPT2_NAMES and not os.path.exists(name) and not is_hub_name(name):
+        raise ValueError(no_such_start(name))
+
+
+def no_such_start(name):
+    """The message about weights that do not exist."""
+    beside = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), '*')) if '/' in name else []
+    known = [*KEYWORDS, *GPT2_NAMES, *glob.glob('*'), *beside]
+    hint = did_you_mean(name, {word: repr(word) for word in known})
+    return (f'{name!r} does not exist{hint}; train first, or name a run, a checkpoint, a Hugging Face '
+            f'folder, one of {", ".join(GPT2_NAMES)}, or a model of the hub such as Qwen/Qwen2.5-0.5B')
+
+
+def open_start(cfg, resumed, adapts, env):
+    """
+    (name, Weights, {'base': name, 'sha256': hash} or None) of the weights that a run starts from or, resumed,
+    adds its adapters to. adapts: whether it trains adapters. Their tokenizer is None only if it is unknown.
+    """
+    name, base = cfg.init_from, None
+    with env.patience():
+        if env.rank:
+            env.barrier()  # waits for rank 0, which downloads for all
+        if resumed:
+            base = {key: resumed.checkpoint['lora'][key] for key in ('base', 'sha256')}
+            name, source = base['base'], open_base(base, resumed.path, cfg.data_dir)
+        else:
+            source = open_weights(name, cfg.data_dir)
+            if adapts:
+                base = {'base': name, 'sha256': hash_source(source)}
+        if env.rank == 0:
+            env.barrier()
+    with contextlib.suppress(ValueError):  # its dataset is not here
+        source = source._replace(tokenizer=tokenizer_of(source, cfg.data_dir))
+    return name, source, base
+
+
+def tokenizer_of(found, data_dir):
+    """The spec of the tokenizer of Weights; of nanoGPT's, that of their dataset. ValueError if unknown."""
+    return found.tokenizer or dataset_spec(found.path, found.checkpoint.get('config', {}),
+                                           found.model_args['vocab_size'], data_dir)
+
+
+def open_base(record, path, data_dir):
+    """
+    The Weights below the adapters in `path`: record['base'], with record['sha256'] unless that is None.
+    ValueError if they are gone or have changed.
+    """
+    wrong, own = [], {os.path.realpath(place) for place in (path, os.path.dirname(path))}
+    for name in places_of(record['base'], path, moved=record['sha256'] is not None):
+        try:
+            if os.path.isfile(path) and os.path.realpath(name) in own:
+                raise ValueError('that path now holds these adapters; move them and restore the base')
+            base = open_weights(name, data_dir)
+            if record['sha256'] is None or hash_source(base) == record['sha256']:
+                return base
+            wrong.append(f'{name!r}, whose weights have changed since (SHA-256 {record["sha256"][:12]}... '
+                         'before); restore them there')
+        except ValueError as e:
+            wrong.append(f'{name!r}, which cannot be read: {e}')
+    raise ValueError(f'{path} holds adapters of {wrong[0]}')
+
+
+def places_of(base, path, moved):
+    """
+    What the base of the adapters in `path` may be, the likeliest first: the folder or file of this name; that
+    of a folder above `path`, because the run, whose working folder it was, may have been moved; a hub model.
+    moved: also those under the names that new runs have given them, such as base.1.
+    """
+    names = [base, *(str(folder / base) for folder in Path(path).absolute().parents)]
+    found, aside = [name for name in names if os.path.exists(name)], []
+    for name in names if moved else ():
+        folder, file = map(glob.escape, os.path.split(name))
+        aside += glob.glob(f'{glob.escape(name)}.[0-9]*') + glob.glob(os.path.join(f'{folder}.[0-9]*', file))
+    return list(dict.fromkeys([*found, base, *aside]))
+
+
+def merge_base(checkpoint, path, data_dir):
+    """{name: tensor} of a run that trained adapters: the weights of its base plus the adapters, float32."""
+    lora = checkpoint['lora']
+    checkpoint['sha256'] = hash_weights(checkpoint['model'], lora['sha256'])
+    weights = frozen_weights(open_base(lora, path, data_dir).weights, lora['quantize'])
+    if 'transformer.wpe.weight' in weights:  # the run may have shortened the context
+        rows = checkpoint['model_args']['block_size']
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:rows]
+    merge(weights, adapters_of(checkpoint), lora['scale'])
+    return weights
+
+
+def open_checkpoint(source):
+    """(path, checkpoint) of a file, or of a run folder's first intact one: best.pt, ckpt.pt, older ones."""
+    if not os.path.exists(source):
+        raise ValueError(no_such_start(source))
+    if not os.path.isdir(source):
+        return source, load_checkpoint(source)
+    run = RunDir(source)
+    paths = [path for path in (run / 'best.pt', *run.checkpoints()) if os.path.exists(path)]
+    if not paths:
+        remedy = f'; sample.py --adapter={source} reads its adapters' if is_adapter(source) else ''
+        raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json{remedy}')
+    return first_intact(paths, load_checkpoint)
+
+
+def load_folder(folder):
+    """
+    (model_args, weights) of a Hugging Face folder. Weights keep their dtype and stay in the mapped files, but
+    for matrices that are joined here.
+    """
+    path, found = os.path.join(folder, 'config.json'), {}
+    config = read_json(path)
+    model_args, kind = settings_of(config, path), config['model_type']
+    names = os.listdir(folder)
+    if SINGLE not in names and INDEX not in names:
+        raise ValueError(f'{folder} has no {SINGLE}, and other formats are not read, because they can run '
+                         'code. If you trust its source, transformers converts it: AutoModelForCausalLM'
+                         f'.from_pretrained({folder!r}).save_pretrained({folder!r})')
+    for file in weight_files(folder):
+        for name, tensor in read_safetensors(os.path.join(folder, file)).items():
+            if ours := our_name(name, kind):
+                is_conv = kind == 'gpt2' and name.endswith(CONV1D)  # OpenAI's "Conv1D" stores (in, out)
+                found.setdefault(ours[0], {})[ours[1]] = tensor.t() if is_conv else tensor
+    weights = {}
+    for name, parts in found.items():
+        parts = [parts[place] for place in sorted(parts)]
+        weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    both = [weights[name] for name in TIED if name in weights]  # of a tied pair a file may have either
+    if model_args['tie'] and both:
+        weights |= zip(TIED, (both[0], both[-1]), strict=True)
+        model_args['tie'] = torch.equal(both[0], both[-1])  # like transformers, keeps a different head
+    return model_args, weights

@@ -1,0 +1,56 @@
+"""Reads and writes safetensors files (https://github.com/huggingface/safetensors)."""
+
+import json
+import mmap
+import struct
+
+import torch
+
+from hotloop.system.files import replacing
+
+DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16,
+          'I64': torch.int64, 'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8,
+          'U8': torch.uint8, 'BOOL': torch.bool}  # as safetensors names them
+
+
+def read_safetensors(path):
+    """
+    {name: tensor} of a safetensors file, memory-mapped: 8 bytes of header length, a JSON header, raw
+    row-major bytes (https://github.com/huggingface/safetensors). ValueError if it is cut or damaged.
+    """
+    tensors = {}
+    try:
+        with open(path, 'rb') as f:
+            data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        first = 8 + struct.unpack_from('<Q', data)[0]  # byte of the tensors
+        header = json.loads(data[8:first])
+        header.pop('__metadata__', None)
+        for name, entry in header.items():
+            dtype, (start, end) = DTYPES[entry['dtype']], entry['data_offsets']
+            if not 0 <= start < end:
+                raise ValueError(f'{name} is at bytes {start} to {end}')
+            count = (end - start) // dtype.itemsize
+            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=first + start)
+            tensors[name] = flat.view(entry['shape'])
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror}; only safetensors is supported') from None
+    except Exception as e:  # damaged bytes can raise nearly anything
+        raise ValueError(f'{path} is damaged or not a safetensors file: {e!r}') from None
+    return tensors
+
+
+def write_safetensors(path, tensors):
+    """Writes {name: tensor}. Larger elements come first, so that all are aligned."""
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header, end = {'__metadata__': {'format': 'pt'}}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {'dtype': names[tensor.dtype], 'shape': list(tensor.shape),
+                        'data_offsets': [start, end]}
+    text = json.dumps(header, separators=(',', ':')).encode()
+    text += b' ' * (-len(text) % 8)
+    with replacing(path) as f:
+        f.write(struct.pack('<Q', len(text)) + text)
+        for tensor in tensors.values():
+            f.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())

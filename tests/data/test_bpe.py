@@ -1,0 +1,64 @@
+"""Learning a byte-level BPE: which merges it learns, and that its tokenizer loses nothing."""
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import train_bpe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotloop.data import bpe
+from hotloop.data.bpe import BYTES_IN_GPT2S_ORDER, count_words
+from hotloop.data.hf_tokenizer import BYTE_OF
+from hotloop.data.tokenizer import BPETokenizer, prompt_ids
+
+SOURCES = [path.read_text(encoding='utf-8') for path in sorted(Path(os.__file__).parent.glob('*.py'))[::40]]
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+    return BPETokenizer(train_bpe(SOURCES[:2], 600))
+
+
+def test_merges_equal_those_of_hugging_face():
+    """The same words, and the same choice among equally frequent pairs."""
+    package = pytest.importorskip('tokenizers')
+    reference = package.Tokenizer(package.models.BPE())
+    reference.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+    reference.train_from_iterator(SOURCES, package.trainers.BpeTrainer(
+        vocab_size=1200, initial_alphabet=alphabet, show_progress=False))
+    expected = [bytes(BYTE_OF[letter] for letter in reference.id_to_token(i)) for i in range(1200)]
+    assert train_bpe(SOURCES, 1200) == expected
+
+
+def test_merges_by_hand():
+    """'ab' five times, 'aa' four times, but not after the first merge. At the end the smaller ranks win."""
+    tokens = train_bpe(['aab', ' aab', 'aab', 'aab ab'], 300)
+    assert tokens[256:] == [b'ab', b'aab', b' ab', b' aab']
+    assert train_bpe(['xyxyxy'], 258)[256:] == [b'xy', b'xyxy']
+    assert train_bpe([], 300) == [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
+    assert sorted(BYTES_IN_GPT2S_ORDER) == list(range(256))
+
+
+def test_rare_words_are_dropped_when_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(bpe, 'MAX_WORDS', 3)
+    texts = ['often ' * 9, 'some ' * 5, *(f'w{chr(97 + i)} ' for i in range(20)), 'often ']
+    counts = count_words(texts)
+    assert len(counts) == 3 and counts[' often'] == 8 and counts[' some'] == 4
+    assert count_words(['x' * 5000]) == {'x' * 1000: 1}
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.text(st.characters(exclude_categories=['Cs']), max_size=60))
+def test_any_text_round_trips(tokenizer, text):
+    ids = tokenizer.encode(text).tolist()
+    assert tokenizer.decode(ids) == text.encode() and max(ids, default=0) < tokenizer.eot
+    assert tokenizer.sizes[ids].sum() == len(text.encode()) and tokenizer.sizes[tokenizer.eot] == 0
+
+
+def test_common_words_are_one_token_and_the_name_of_the_end_is_text(tokenizer):
+    assert len(tokenizer.encode('self')) == len(tokenizer.encode(' return')) == 1
+    assert tokenizer.eot == 600 and tokenizer.eot not in tokenizer.encode('<|endoftext|>')
+    assert prompt_ids(tokenizer, '<|endoftext|>self') == [tokenizer.eot, *tokenizer.encode('self')]

@@ -1,0 +1,295 @@
+"""dataset.py: what stands on the disk and how it gets there, what is known of it, and mixtures."""
+
+import functools
+import hashlib
+import json
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import contents, error_of, noise, write_bins
+
+from hotloop.data import dataset
+from hotloop.data.dataset import BinWriter, dataset_folder, open_bin, open_datasets, partial_folder, read_meta
+from hotloop.data.encode import Encoded
+from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from
+
+BYTE = {'kind': 'byte'}
+
+
+def test_a_name_that_leads_elsewhere_is_refused():
+    for name in ('../x', '..', 'a/../../x', 'a/..', '/tmp/x', 'a\\..\\x', 'a\0b', '', 'C:x', 'a,b',
+                 'x.partial', 'x.partial/new', 'x.partial.123', 'a/x.partial/old'):
+        assert 'must be a name inside' in error_of(dataset_folder, 'data', name)
+    for name, above in (('/tmp/x/', '/tmp'), ('../x', '.'), ('a/../../b/x', 'b')):  # as nanoGPT's may be
+        expected = f"; for this folder give data_dir={above!r} and the name 'x'"
+        assert error_of(dataset_folder, 'data', name).endswith(expected)
+    for name in ('a/b..c', 'a.partially'):
+        assert dataset_folder('data', name + '/') == os.path.join('data', *name.split('/'))
+
+
+def encoded(ids, mask=None):
+    mask = None if mask is None else np.array(mask, np.uint8)
+    return Encoded(np.array(ids, np.int64), mask, len(ids), np.array([len(ids)]))
+
+
+@pytest.mark.parametrize('dtype, itemsize', [('<u2', 2), ('<u4', 4)])
+def test_bins_are_nanogpts_and_counted(tmp_path, dtype, itemsize):
+    """Raw little-endian ids without a header, as nanoGPT's prepare.py writes them."""
+    writer = BinWriter(str(tmp_path), 'train', dtype)
+    for ids in ([1, 2, 258], [], [3]):
+        writer.add(encoded(ids))
+    raw = b''.join(i.to_bytes(itemsize, 'little') for i in (1, 2, 258, 3))
+    sha256 = hashlib.sha256(raw).hexdigest()
+    assert writer.close() == {'tokens': 4, 'bytes': 4, 'documents': 3, 'sha256': sha256}
+    assert contents(tmp_path) == {'train.bin': raw}
+    assert open_bin(str(tmp_path / 'train.bin'), np.dtype(dtype).name).tolist() == [1, 2, 258, 3]
+
+
+def test_a_mask_begins_with_the_first_prompt_and_all_text_counts(tmp_path):
+    writer = BinWriter(str(tmp_path), 'val', '<u2')
+    writer.add(encoded([7] * ((1 << 20) + 5)))
+    writer.add(encoded([1, 2, 3], [0, 0, 1]))
+    writer.add(encoded([4, 5]))
+    mask = b'\1' * ((1 << 20) + 5) + b'\0\0\1\1\1'
+    counts = writer.close(rows=True)
+    assert counts['mask_sha256'] == hashlib.sha256(mask).hexdigest()
+    assert (tmp_path / 'val.mask.bin').read_bytes() == mask
+    ends = np.array([(1 << 20) + 5, (1 << 20) + 8, (1 << 20) + 10], '<u8').tobytes()
+    assert (tmp_path / 'val.docs.bin').read_bytes() == ends
+    assert counts['docs_sha256'] == hashlib.sha256(ends).hexdigest()
+
+
+def files(text):
+    return {'train.bin': text.encode(), 'meta.json': text.encode()}
+
+
+def write(folder, text):
+    with partial_folder(str(folder)) as partial:
+        for name, raw in files(text).items():
+            Path(partial, name).write_bytes(raw)
+
+
+def test_a_dataset_replaces_the_old_one_completely_or_not_at_all(tmp_path):
+    folder = tmp_path / 'group' / 'x'
+    write(folder, 'old')
+    (folder / 'train.mask.bin').write_text('of the old one')
+    with pytest.raises(KeyboardInterrupt), partial_folder(str(folder)) as partial:
+        assert os.listdir(partial) == []
+        Path(partial, 'train.bin').touch()
+        raise KeyboardInterrupt
+    assert len(contents(folder)) == 3
+    (folder.parent / 'x.1').touch()
+    write(folder, 'new')
+    assert contents(folder) == files('new') and len(contents(folder.parent / 'x.2')) == 3
+    assert sorted(os.listdir(folder.parent)) == ['x', 'x.1', 'x.2']
+
+
+def finishes(action, calls):
+    """Whether action() finishes in a process that ends at once after so many calls that change the disk."""
+    child = os.fork()
+    if child == 0:
+        left = iter(range(calls))
+
+        def counted(call):
+            def run(*args, **kwargs):
+                if next(left, None) is None:
+                    os._exit(9)
+                return call(*args, **kwargs)
+            return run
+        for name in ('makedirs', 'mkdir', 'rename', 'rmdir', 'unlink', 'fsync'):
+            setattr(os, name, counted(getattr(os, name)))
+        action()
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
+@pytest.mark.parametrize('before', [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_kill_at_any_moment_costs_no_dataset(tmp_path, before):
+    old = files('old') if before else {}
+    finished, calls = False, 0
+    while not finished:
+        parent = tmp_path / str(calls)
+        folder = parent / 'x'
+        if before:
+            write(folder, 'old')
+        finished = finishes(functools.partial(write, folder, 'new'), calls)
+        after = contents(folder)
+        assert after in (old, files('new')) or contents(parent / 'x.1') == old
+        write(folder, 'next')
+        expected = [files('next'), *([old] if before else []), *([after] if after == files('new') else [])]
+        assert [contents(path) for path in sorted(parent.iterdir())] == expected
+        calls += 1
+    assert calls > 6
+
+
+def test_nothing_is_left_where_an_open_file_cannot_be_removed(tmp_path, monkeypatch):
+    """As on Windows; NFS renames it to .nfsNUMBER until it is closed."""
+    lock = tmp_path / 'x.partial' / '.lock'
+    monkeypatch.setattr(dataset, 'lock', lambda path: lock.touch() or SimpleNamespace(release=lock.unlink))
+    monkeypatch.setattr(dataset.shutil, 'rmtree', lambda path, **_: None)
+    write(tmp_path / 'x', 'new')
+    assert os.listdir(tmp_path) == ['x']
+
+
+
+def test_two_processes_do_not_write_one_dataset(tmp_path):
+    with partial_folder(str(tmp_path / 'x')):
+        assert 'x.partial is in use by process' in error_of(write, tmp_path / 'x', 'other')
+    write(tmp_path / 'x', 'new')
+    assert os.listdir(tmp_path) == ['x']
+
+
+def test_meta_json_comes_before_meta_pkl_and_that_before_nanogpts_assumption(tmp_path):
+    gpt2 = {'kind': 'tiktoken', 'name': 'gpt2'}
+    assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': gpt2,
+                                        'splits': {}, 'foreign': True}
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('abc')))
+    assert read_meta(str(tmp_path))['vocab_size'] == 3
+    write_bins(tmp_path, [1, 2], [3])
+    meta = json.loads((tmp_path / 'meta.json').read_text())
+    assert read_meta(str(tmp_path)) == {**meta, 'foreign': False}
+
+
+@pytest.mark.parametrize('change', [
+    b'', b'[]', b'\xff\xfe{}', dict(format=2), dict(dtype='int8'), dict(vocab_size='257'), dict(vocab_size=0),
+    dict(splits=[]), dict(splits={'train': {'tokens': 1}}), dict(tokenizer='byte'), dict(tokenizer={})])
+def test_a_damaged_meta_json_is_one_sentence(tmp_path, change):
+    write_bins(tmp_path, [1], [2])
+    if isinstance(change, dict):
+        change = json.dumps({**json.loads((tmp_path / 'meta.json').read_text()), **change}).encode()
+    (tmp_path / 'meta.json').write_bytes(change)
+    error = error_of(read_meta, str(tmp_path))
+    assert 'meta.json is damaged or from a later version (' in error and '\n' not in error
+
+
+def nanogpt_meta(chars):
+    """As nanoGPT's data/shakespeare_char/prepare.py writes it."""
+    stoi = {c: i for i, c in enumerate(chars)}
+    return {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': stoi}
+
+
+def test_nanogpts_meta_pkl_is_read(tmp_path):
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('\n abcé'), protocol))
+        assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 6, 'splits': {}, 'foreign': True,
+                                            'tokenizer': {'kind': 'char', 'chars': '\n abcé', 'eot': False}}
+
+
+@pytest.mark.parametrize('itos, pieces', [
+    ({}, [b'', b'', b'']),  # {'vocab_size': 3}, which is all that nanoGPT's train.py reads
+    ({1: 'a', 2: 'b'}, [b'', b'a', b'b']), (['a', 'b'], [b'a', b'b']),
+    ({0: '\n', 1: '10', 2: 'a'}, [b'\n', b'10', b'a'])])
+def test_a_meta_pkl_of_other_texts_than_characters_is_read(tmp_path, itos, pieces):
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3} | ({'itos': itos} if itos else {})))
+    meta = read_meta(str(tmp_path))
+    tokenizer = tokenizer_from(meta['tokenizer'])
+    assert meta['vocab_size'] == 3 and tokenizer.pieces == pieces == tokenizer_from(tokenizer.spec()).pieces
+    known = [i for i, piece in enumerate(pieces) if len(piece) == 1]
+    assert tokenizer.encode(''.join(pieces[i].decode() for i in known)).tolist() == known
+    assert "lacks 1 character of the text or of its chat template: '1'" in error_of(tokenizer.encode, '1')
+
+
+class Touch:
+    """Makes a file when pickle.load reads it."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, 'w')
+
+
+def test_a_meta_pkl_cannot_run_code(tmp_path):
+    target = tmp_path / 'touched'
+    evil = pickle.dumps({**nanogpt_meta('abc'), 'extra': Touch(target)})
+    pickle.loads(evil)['extra'].close()
+    target.unlink()  # the trap itself works
+    (tmp_path / 'meta.pkl').write_bytes(evil)
+    assert 'UnpicklingError' in error_of(read_meta, str(tmp_path)) and not target.exists()
+
+
+def test_a_damaged_meta_pkl_is_told_what_suffices(tmp_path):
+    for raw in (b'', b'text', pickle.dumps(nanogpt_meta('abc'))[:-5], *map(pickle.dumps, [
+            3, {'vocab_size': 2, 'itos': {0: 3, 1: 'c'}}, {'vocab_size': 2, 'itos': {-1: 'a', 1: 'a'}},
+            {'vocab_size': np.int64(2)}, {'vocab_size': 2, 'itos': {0: (1, 2), 1: (3, 4)}},
+            {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 'x', 'itos': {0: 'a'}},
+            {'vocab_size': 0}, {'vocab_size': 2**60}, {'itos': {0: 'a'}}])):
+        (tmp_path / 'meta.pkl').write_bytes(raw)
+        error = error_of(read_meta, str(tmp_path))
+        assert "meta.pkl is not nanoGPT's meta.pkl of a" in error and "{'vocab_size': N} is enough" in error
+
+
+def test_bins_that_are_missing_empty_or_cut(tmp_path):
+    for raw in (b'', b'123'):
+        assert open_bin(str(tmp_path / 'a.bin'), 'uint16').size == 0
+        (tmp_path / 'a.bin').write_bytes(raw)
+    assert 'has 3 bytes, not a multiple of 2' in error_of(open_bin, str(tmp_path / 'a.bin'), 'uint16')
+
+
+def test_ids_are_counted_in_blocks_and_shown_on_one_line(monkeypatch):
+    monkeypatch.setattr(dataset, 'COUNT_BLOCK', 10)
+    tokens = np.append(np.random.default_rng(0).integers(0, 9, 77), 300).astype(np.uint16)
+    assert dataset.count_ids(tokens).tolist() == np.bincount(tokens).tolist()
+    assert dataset.count_ids(tokens[:5], 400).tolist() == np.bincount(tokens[:5], minlength=400).tolist()
+    shown = 'a\\n\\x1b\ufffd<|endoftext|><|endoftext|>\\t'
+    assert dataset.show(ByteTokenizer(), [*b'a\n\x1b\xff', 256, 256, 9]) == shown
+    assert dataset.show(CharTokenizer('ab'), [1, 0]) == 'ba'
+    tokens = [bytes([b]) for b in range(256)]
+    specials = BPETokenizer(tokens, specials={'<|eot_id|>': 256, '<s>': 257}, eot=256, bos=257)
+    assert dataset.show(specials, [257, 97, 256, 300]) == '<s>a<|eot_id|>'
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('data')
+    write_bins(folder / 'a', noise(3001), noise(400))
+    write_bins(folder / 'wide', noise(501), noise(200), dtype='uint32')
+    write_bins(folder / 'other', noise(501), noise(200), tokenizer={'kind': 'char', 'chars': 'abc'})
+    return str(folder)
+
+
+def test_weights_are_those_given_or_the_sizes(data):
+    one, = open_datasets('a', data)
+    folder = os.path.join(data, 'a')
+    assert one == ('a', folder, read_meta(folder), 3001)
+    assert [d.weight for d in open_datasets('a,wide', data)] == [3001, 501]
+    assert [d.weight for d in open_datasets('a:0.7,wide:.3', data)] == [0.7, 0.3]
+
+
+def test_datasets_that_cannot_be_opened(data):
+    for text in ('a:x', 'a:x,wide:1', 'a:1,wide', 'a:0,wide:1', 'a:-1,wide:1', 'a:nan,wide:1', 'a:,wide:1'):
+        assert 'give each dataset a weight above 0' in error_of(open_datasets, text, data)
+    for text, words in (('a,,wide', 'must be a name inside'), ('a,other', 'tokenizers of a and other differ'),
+                        ('a,nothing', 'nothing does not exist; make it with: python prepare.py')):
+        assert words in error_of(open_datasets, text, data)
+    assert error_of(open_datasets, 'nothing', data).endswith(f'; {data} has a, other, wide')
+    for name, near in (('wdie', 'wide'), ('wikitext-103', 'wikitext103'), ('data/wide/', 'wide')):
+        words = f"{name.rstrip('/')} does not exist; did you mean '{near}'? If not"
+        assert words in error_of(open_datasets, name, data)
+    remedy = f"{os.path.join(data, 'a')} is a dataset: --data_dir={data} --dataset=a"
+    assert error_of(open_datasets, 'a', os.path.join(data, 'a')).endswith(remedy)
+
+
+def test_a_checkpoints_tokenizer_must_be_the_datasets():
+    """The error has the command that makes it so, for a dataset of ours and of nanoGPT's."""
+    abc = {'kind': 'char', 'chars': 'abc', 'eot': False}
+    meta = {'tokenizer': BYTE, 'foreign': False, 'source': "'a b' c", 'flags': ['--separator=\\n\\n']}
+    ours, theirs = (dataset.Dataset('x', 'd/x', m, 1.0) for m in (meta, {'tokenizer': abc, 'foreign': True}))
+    for spec in (BYTE, None):
+        dataset.check_tokenizer(spec, 'out', ours, 'data')
+    error = error_of(dataset.check_tokenizer, abc, 'my run', ours, 'data')
+    assert 'the tokenizer char (3 entries), but the dataset has byte; prepare the data' in error
+    command = "python prepare.py 'a b' c --name=x '--separator=\\n\\n' '--tokenizer=my run'"
+    assert error.endswith(f'checkpoint: {command}')
+    error = error_of(dataset.check_tokenizer, BYTE, 'out', theirs, 'd')
+    assert error.endswith(' FILE_OR_FOLDER --name=NEW_NAME --tokenizer=byte --data_dir=d')
+
+
+def test_bytes_of_every_id():
+    table = dataset.byte_table({'tokenizer': {'kind': 'char', 'chars': 'aé', 'eot': True}}, 5)
+    assert table.tolist() == [1, 2, 0, 0, 0]

@@ -1,0 +1,322 @@
+"""Files of every kind -> documents in pieces: what is read, where it is cut, and what is refused."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_tokenizer import LLAMA3_SPLIT
+
+import hotloop.data.documents as documents_room
+from hotloop.data.bpe import GPT2_SPLIT
+from hotloop.data.documents import PIECE, ReadConfig, RowCounts, documents_in, pieces_of, safe_cut
+from hotloop.data.sources import File, open_file, stdlib_files
+from hotloop.data.text_file import open_text
+
+ROWS = [f'row {i} — ünï\n' * (i + 1) for i in range(12)]
+
+
+def read(*paths, progress=None, counts=None, **options):
+    """The documents of files, as texts."""
+    reading = ReadConfig(**options)
+    files = [open_file(str(path), path.name, reading) for path in paths]
+    texts = []
+    for piece in documents_in(files, reading, progress, counts):
+        text = ''.join(text for text, *_ in piece.parts)
+        texts.append(text if piece.start else texts.pop() + text)
+    return texts
+
+
+# -----------------------------------------------------------------------------
+# text files
+
+def compress(suffix, data):
+    if suffix == '.zst':
+        zstandard = pytest.importorskip('zstandard')
+        window = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)  # as zstd --long=28
+        frame = zstandard.ZstdCompressor(compression_params=window).compressobj()
+        return zstandard.compress(data[:99]) + frame.compress(data[99:]) + frame.flush()  # two frames
+    return {'.gz': gzip, '.bz2': bz2, '.xz': lzma, '.lzma': lzma}[suffix].compress(data)
+
+
+@pytest.mark.parametrize('suffix', ['.gz', '.bz2', '.xz', '.lzma', '.zst'])
+def test_a_compressed_file_is_the_file(tmp_path, suffix):
+    """Line ends and characters that blocks cut included. Progress counts the bytes on the disk."""
+    text = 'xGröße\r\n' + 'Größe\r\n' * 120_000
+    path = tmp_path / f'a.txt{suffix}'
+    path.write_bytes(compress(suffix, text.encode()))
+    counted = []
+    assert read(path, progress=SimpleNamespace(add=counted.append)) == [text]
+    assert sum(counted) == path.stat().st_size
+    with open_text(str(path)) as f:
+        assert list(f) == text.splitlines(keepends=True)
+
+
+@pytest.mark.parametrize('suffix', ['.gz', '.bz2', '.xz', '.zst'])
+@pytest.mark.parametrize('size', [1, 200, -1, None])
+def test_a_damaged_or_cut_file_is_named(tmp_path, suffix, size):
+    path = tmp_path / f'a.txt{suffix}'
+    data = compress(suffix, random.Random(0).randbytes(100_000).hex().encode())
+    path.write_bytes(b'something else' if size is None else data[:size])
+    with pytest.raises(ValueError, match=rf'a\.txt\{suffix} (is damaged or incomplete|cannot be read: Inv)'):
+        read(path)
+
+
+@pytest.mark.parametrize('package, name', [('zstandard', 'a.txt.zst'), ('pyarrow', 'a.parquet')])
+def test_a_missing_package_is_named_with_its_pip_install(tmp_path, monkeypatch, package, name):
+    monkeypatch.setattr('hotloop.system.files.find_spec', lambda name: None)
+    (tmp_path / name).write_bytes(b'x' * 100)
+    with pytest.raises(ValueError, match=f'pip install {package}'):
+        read(tmp_path / name)
+
+
+def test_bytes_that_are_not_utf8(tmp_path):
+    (tmp_path / 'a.txt').write_bytes(b'x' * (1 << 20) + b'caf\xe9 noir ' * 3)  # beyond the first block
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: byte 0xe9 after '.*caf'; convert"):
+        read(tmp_path / 'a.txt')
+    assert read(tmp_path / 'a.txt', bad_utf8='replace')[0].endswith('caf\ufffd noir ')
+    (tmp_path / 'b.jsonl').write_bytes(b'{"text": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"b\.jsonl is not UTF-8 text: byte 0xe9"):
+        read(tmp_path / 'b.jsonl')
+    assert read(tmp_path / 'b.jsonl', bad_utf8='replace') == ['caf\ufffd']
+
+
+def test_a_file_that_cannot_be_read_a_byte_order_mark_and_no_text(tmp_path):
+    with pytest.raises(ValueError, match=r'nowhere\.txt cannot be read: No such file'):
+        read(tmp_path / 'nowhere.txt')
+    for name, text in (('a.txt', '\ufeffx\ufeff'), ('b.jsonl', '\ufeff{"text": "x\ufeff"}')):
+        (tmp_path / name).write_text(text, encoding='utf-8')
+        assert read(tmp_path / name) == ['x\ufeff']
+    (tmp_path / 'c.txt').write_bytes(b'')
+    assert read(tmp_path / 'c.txt') == []
+
+
+# -----------------------------------------------------------------------------
+# pieces
+
+@settings(max_examples=150, deadline=None)
+@given(st.text('ab\n .é', max_size=300).map(lambda text: re.sub('\n{9,}', '\n', text)), st.integers(1, 40),
+       st.integers(20, 60))
+def test_pieces_are_the_text_whatever_the_blocks(text, size, piece):
+    documents_room.PIECE = piece
+    try:
+        pieces = list(pieces_of((text[i:i + size] for i in range(0, len(text), size)), 'key'))
+        documents = list(pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, '.'))
+    finally:
+        documents_room.PIECE = PIECE
+    assert ''.join(p.parts[0][0] for p in pieces) == text and {p.key for p in pieces} <= {'key'}
+    assert [p.start for p in pieces] == [i == 0 for i in range(len(pieces))]
+    assert [p.end for p in pieces] == [i + 1 == len(pieces) for i in range(len(pieces))]
+    joined, started = [], True
+    for p in documents:
+        assert p.start == started
+        joined.append(p.parts[0][0] if p.start else joined.pop() + p.parts[0][0])
+        started = p.end
+    assert started and [d for d in joined if d] == [d.strip('\n') for d in text.split('.') if d.strip('\n')]
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 7])
+def test_a_separator_may_lie_across_blocks_and_contain_line_ends(tmp_path, size):
+    for separator in ('\n---\n', '\n\n'):
+        text = separator.join(['one\ntwo', '', 'three', 'four'])
+        pieces = pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, separator)
+        assert [piece.parts[0][0] for piece in pieces] == ['one\ntwo', 'three', 'four']
+        crlf = text.replace('\n', '\r\n')
+        pieces = pieces_of((crlf[i:i + size] for i in range(0, len(crlf), size)), None, separator)
+        assert [piece.parts[0][0] for piece in pieces] == ['one\r\ntwo', 'three', 'four']
+    (tmp_path / 'a.txt').write_text('line 1\nline 2\n\n')
+    assert read(tmp_path / 'a.txt', separator='\\n') == ['line 1', 'line 2']
+
+
+DIGITS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s"
+
+
+@pytest.mark.parametrize('pattern', [GPT2_SPLIT, LLAMA3_SPLIT, DIGITS], ids=['gpt2', 'llama3', 'digits'])
+def test_a_safe_cut_changes_no_token(pattern):
+    """Words as each split rule sees them, in real text cut at 300 places."""
+    import regex
+    rule = regex.compile(pattern)
+    text = ''.join(Path(path).read_bytes().decode() for _, path in stdlib_files()[:40])
+    text += 'Prose, with "quotes".\r\nAnd  CRLF\r\n\r\nlines 12345\n\n\n x' * 300
+    text += 'Die Straße\nvon Zürich 25½ x²\n' * 300
+    rng, cuts = random.Random(0), 0
+    for _ in range(300):
+        start = rng.randrange(len(text) - 3000)
+        part = text[start:start + rng.randrange(100, 3000)]
+        size = rng.randrange(50, len(part))
+        cut = safe_cut(part, size)
+        if cut != size:
+            cuts += 1
+            assert rule.findall(part[:cut]) + rule.findall(part[cut:]) == rule.findall(part)
+    assert cuts > 270
+
+
+# -----------------------------------------------------------------------------
+# rows
+
+def as_jsonl(rows):
+    return '\n'.join(json.dumps(row) for row in rows).encode()
+
+
+def as_csv(rows, delimiter=','):
+    out = io.StringIO(newline='')
+    writer = csv.DictWriter(out, rows[0], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+def as_parquet(rows):
+    pyarrow, parquet = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
+    out = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), out, row_group_size=5)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize('name, write', [
+    ('a.jsonl', as_jsonl), ('a.jsonl.gz', lambda rows: gzip.compress(as_jsonl(rows))), ('a.csv', as_csv),
+    ('a.tsv', lambda rows: as_csv(rows, '\t')), ('a.parquet', as_parquet), ('a.json', as_jsonl),
+    ('a.json', lambda rows: json.dumps(rows, indent=2).encode())])
+@pytest.mark.parametrize('field', ['text', 'content', 'body'])
+def test_a_row_is_a_document(tmp_path, monkeypatch, name, write, field):
+    """Its key, which decides whether it is held out, is its first piece."""
+    monkeypatch.setattr(documents_room, 'PIECE', 40)
+    path = tmp_path / name
+    path.write_bytes(write([{'id': i, field: text} for i, text in enumerate(ROWS)]))
+    counted, text_field = [], 'body' if field == 'body' else None
+    assert read(path, text_field=text_field, progress=SimpleNamespace(add=counted.append)) == ROWS
+    assert 0.9 * path.stat().st_size < sum(counted) <= path.stat().st_size
+    reading = ReadConfig(text_field=text_field)
+    keys = {piece.key for piece in documents_in([open_file(str(path), name, reading)], reading)}
+    assert len(keys) == len(ROWS) and ROWS[0] in keys and max(map(len, keys)) < 100
+    with pytest.raises(ValueError, match=r"a\..* \d has no field 'title'; its fields are: id, "):
+        read(path, text_field='title')
+
+
+def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path):
+    path = tmp_path / 'a.json'
+    path.write_text(json.dumps(ROWS))
+    assert read(path) == ROWS
+    for text in ('{"data": [\n{"text": "some"}]}', '{\n  // options\n}\n'):  # as in folders of source code
+        path.write_text(text)
+        assert read(path) == [text]
+    for text in ('["a", "b"]["c"] junk', '[' * 100_000, '{"text": "a"}\n{"text": \n'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r'a\.json.* is not JSON: .*; --format=text reads'):
+            read(path)
+
+
+@pytest.mark.parametrize('name, data, words', [
+    ('a.jsonl', b'{"text": "a"}\n{"text": \n', r'a\.jsonl, line 2 is not JSON'),
+    ('a.jsonl', b'[' * 100_000, r'a\.jsonl, line 1 is not JSON'),
+    ('a.jsonl', b'{"text": "a"}\n\n[1]\n', r'a\.jsonl, line 3'),
+    ('a.csv', b'text,label\nHello, world,1\n', r'a\.csv, line 2: 1 values beyond the header'),
+    ('a.csv', b'text,label\n"Hello,1\nsecond,2\n', r'a\.csv, line 3: unexpected end of data'),
+    ('a.parquet', b'PAR1 not really', r'a\.parquet cannot be read as parquet')])
+def test_rows_that_cannot_be_read_are_named(tmp_path, name, data, words):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=words) as e:
+        read(tmp_path / name)
+    assert len(str(e.value)) < 600
+
+
+def test_columns_that_python_cannot_hold(tmp_path):
+    """They are not read unless they are needed. Python's dates, for example, end in the year 9999."""
+    pyarrow, parquet = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
+    path, when = tmp_path / 'a.parquet', pyarrow.array([10**18], pyarrow.timestamp('us'))
+    parquet.write_table(pyarrow.table({'when': when, 'body': ['abc']}), path)
+    assert read(path, text_field='body') == ['abc']
+    with pytest.raises(ValueError, match="row 1 has no field 'text'; its fields are: when, body"):
+        read(path)
+    with pytest.raises(ValueError, match='cannot be read as parquet: date value out of range'):
+        read(path, text_field='when')
+    texts = pyarrow.array([b'caf\xe9']).buffers()
+    parquet.write_table(pyarrow.table({'text': pyarrow.Array.from_buffers(pyarrow.string(), 1, texts)}), path)
+    with pytest.raises(ValueError, match="cannot be read as parquet: 'utf-8' codec"):
+        read(path)
+
+
+def test_source_that_is_too_deep_to_parse_is_skipped(tmp_path):
+    (tmp_path / 'a.py').write_text(f'x = {"-" * 200_000}1\n')
+    counts = RowCounts()
+    assert read(tmp_path / 'a.py', counts=counts, format='functions') == [] and len(counts.not_python) == 1
+
+
+@pytest.mark.parametrize('name, write', [('a.jsonl', as_jsonl), ('a.csv', as_csv), ('a.parquet', as_parquet)])
+@pytest.mark.parametrize('row, options, unused', [
+    ({'id': 1, 'text': 'Add.', 'code': '+'}, {}, ['id', 'code']),
+    ({'id': 1, 'text': 'Add.', 'code': '+'}, {'text_field': 'code'}, ['id', 'text']),
+    ({'question': '2?', 'answer': '4', 'type': 'sum'}, {}, ['type']), ({'text': 'Add.'}, {}, [])])
+def test_fields_that_are_not_used_are_known(tmp_path, name, write, row, options, unused):
+    """Parquet files too, of which only the fields that are used are read."""
+    (tmp_path / name).write_bytes(write([row, row]))
+    counts = RowCounts()
+    read(tmp_path / name, counts=counts, **options)
+    assert [field for field, is_used in counts.fields.items() if not is_used] == unused
+
+
+@pytest.mark.parametrize('name, data, expected', [
+    ('a.txt', b'caf\xe9 \xe9\xe8 noir', 3), ('b.txt', b'\xef\xbf\xbd', 0),
+    ('c.jsonl', b'{"text": "\xff"}', 1)])
+def test_replaced_bytes_are_counted(tmp_path, name, data, expected):
+    """A replacement character in the file is not one."""
+    (tmp_path / name).write_bytes(data)
+    counts = RowCounts()
+    texts = read(tmp_path / name, counts=counts, bad_utf8='replace')
+    assert counts.replaced == ({str(tmp_path / name): expected} if expected else {})
+    assert texts == read(tmp_path / name, bad_utf8='replace') and '\ufffd' in texts[0]
+
+
+@pytest.mark.parametrize('encoding', ['latin-1', 'cp1252', 'utf-16', 'utf_8'])
+def test_an_encoding_by_name(tmp_path, encoding):
+    text = 'déjà vu\r\n' * 100_000
+    (tmp_path / 'a.txt').write_bytes(text.encode(encoding))
+    (tmp_path / 'b.csv').write_bytes('text\r\ndéjà\r\n'.encode(encoding))
+    assert read(tmp_path / 'a.txt', encoding=encoding) == [text]
+    assert read(tmp_path / 'b.csv', encoding=encoding) == ['déjà']
+
+
+def test_a_wrong_encoding_is_refused(tmp_path):
+    for name in ('klingon', 'hex', 'rot13', 'locale', '', '\0', '\ud800'):
+        assert 'is not a text encoding of Python, such as utf-8' in ReadConfig(encoding=name).problems()[0]
+    (tmp_path / 'a.txt').write_bytes(b'ab\x81')
+    for encoding, words in (('utf-8', 'is not UTF-8 text: byte 0x81 after .ab.*=replace, or .* --encoding='),
+                            ('cp1252', 'is not cp1252 text: byte 0x81 after .ab'),
+                            ('utf-16', 'is not utf-16 text: .*BOM')):
+        with pytest.raises(ValueError, match=words):
+            read(tmp_path / 'a.txt', encoding=encoding)
+
+
+# -----------------------------------------------------------------------------
+# shards of tokens
+
+def shard(tokens, magic=20240520, version=1, count=None):
+    header = np.zeros(256, dtype='<i4')
+    header[:3] = magic, version, len(tokens) if count is None else count
+    return header.tobytes() + np.asarray(tokens, dtype='<u2').tobytes()
+
+
+def test_a_shard_is_cut_where_documents_begin(tmp_path):
+    tokens = [50256, 1, 2, 3] * 2000
+    (tmp_path / 'a.bin').write_bytes(shard(tokens))
+    pieces = list(documents_in([File(str(tmp_path / 'a.bin'), 'a', 'tokens')], ReadConfig()))
+    assert np.concatenate([piece.parts for piece in pieces]).tolist() == tokens
+    assert len(pieces) > 5 and all(piece.parts[0] == 50256 for piece in pieces)
+
+
+@pytest.mark.parametrize('data', [shard([1, 2], magic=20240801, version=7), shard([1, 2], version=2), b'',
+                                  shard([1, 2])[:100], shard([1, 2, 3], count=4)])
+def test_a_damaged_shard_is_refused(tmp_path, data):
+    (tmp_path / 'a.bin').write_bytes(data)
+    with pytest.raises(ValueError, match=r'a\.bin does not have the header and size of a shard'):
+        read(tmp_path / 'a.bin')

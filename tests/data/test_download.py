@@ -1,0 +1,218 @@
+"""Downloads from a local server that misbehaves: what is resumed, retried, refused, and never kept."""
+
+import contextlib
+import gzip
+import hashlib
+import os
+import random
+import socket
+import threading
+
+import pytest
+import requests
+from conftest import contents, error_of
+
+from hotloop.data import download as download_room
+from hotloop.data.download import download
+from hotloop.system.files import lock
+
+BODY = bytes(range(256)) * 4000  # a megabyte, several chunks
+SHA256 = hashlib.sha256(BODY).hexdigest()
+
+
+def answer(body=BODY, status=200, cut=None, ranges='if', etag='"v1"', **headers):
+    """Sends the body, at most `cut` bytes of it. ranges: 'if' the ETag matches, 'always', or never (None)."""
+    def send(handler):
+        start, wanted = 0, handler.headers.get('Range')
+        matches = ranges == 'always' or (ranges == 'if' and handler.headers.get('If-Range') == etag)
+        if wanted and status == 200 and matches:
+            start = int(wanted.removeprefix('bytes=').removesuffix('-'))
+        handler.send_response(206 if start else status)
+        if start:
+            handler.send_header('Content-Range', f'bytes {start}-{len(body) - 1}/{len(body)}')
+        sent = {'Content-Length': len(body) - start, 'ETag': etag, **headers}
+        for name, value in sent.items():
+            if value is not None:
+                handler.send_header(name.replace('_', '-'), str(value))
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            handler.wfile.write(body[start:] if cut is None else body[start:start + cut])
+    return send
+
+
+def starts(server):
+    """The first byte that each request asked for."""
+    return [int(seen.get('Range', 'bytes=0-')[6:-1]) for seen in server.seen]
+
+
+def test_a_503_and_two_cuts_are_survived(server, tmp_path):
+    server.script = [answer(b'later', 503), answer(cut=400_000), answer(cut=300_000), answer()]
+    assert download(server.url, str(tmp_path / 'new' / 'f')) == str(tmp_path / 'new' / 'f')
+    assert contents(tmp_path) == {os.path.join('new', 'f'): BODY}
+    assert starts(server)[:2] == [0, 0] and 0 < starts(server)[2] <= 400_000 < starts(server)[3] <= 700_000
+
+
+def test_it_may_break_often_as_long_as_something_arrives(server, tmp_path, monkeypatch):
+    monkeypatch.setattr('hotloop.data.download.ATTEMPTS', 2)
+    server.script = [answer(cut=300_000)] * 3 + [answer()]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY} and len(server.seen) == 4
+    server.script = [answer(cut=300_000, ranges=None)]
+    with pytest.raises(ValueError, match=r'\w+, 2 times in a row; check .*, or run the command again'):
+        download(server.url, str(tmp_path / 'g'))
+    assert not (tmp_path / 'g').exists() and len(server.seen) == 7
+
+
+@pytest.mark.parametrize('ranges', ['if', 'always', None])
+@pytest.mark.parametrize('changed', [False, True])
+def test_the_next_command_resumes_the_same_version_only(server, tmp_path, ranges, changed):
+    """Also with a server that ignores If-Range, and one that ignores ranges."""
+    server.script = [answer(BODY[::-1] if changed else BODY, cut=600_000), answer(b'', 404)]
+    with pytest.raises(ValueError, match='404'):
+        download(server.url, str(tmp_path / 'f'))
+    assert 0 < (tmp_path / 'f.part').stat().st_size <= 600_000 and not (tmp_path / 'f').exists()
+    server.script, before = [answer(ranges=ranges, etag='"v2"' if changed else '"v1"')], len(server.seen)
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY}
+    assert server.seen[before]['If-Range'] == '"v1"' and starts(server)[before] > 0
+
+
+def test_it_begins_again_without_a_strong_etag_and_when_the_part_is_too_long(server, tmp_path):
+    for etag in (None, 'W/"v1"'):
+        server.script = [answer(cut=600_000, etag=etag), answer(etag=etag, ranges='always')]
+        download(server.url, str(tmp_path / f'{etag}'[:1]))
+    assert starts(server) == [0, 0, 0, 0]
+    (tmp_path / 'f.part').write_bytes(BODY + b'more')
+    (tmp_path / 'f.part.etag').write_text('"v1"')
+    server.script = [answer(b'', 416), answer()]
+    download(server.url, str(tmp_path / 'f'))
+    assert starts(server)[4:] == [len(BODY) + 4, 0]
+    assert contents(tmp_path) == {'N': BODY, 'W': BODY, 'f': BODY}
+
+
+@pytest.mark.parametrize('reply, words, requests', [
+    (answer(b'', 404), 'returned 404 Not Found; check the address$', 1),
+    (answer(b'', 401), 'returned 401 Unauthorized; set HF_TOKEN to a token that may read it$', 1),
+    (answer(b'', 403), 'returned 403 Forbidden; set HF_TOKEN', 1),
+    (answer(b'', 503), '503 Service Unavailable, 5 times in a row; check .* again later$', 5),
+    (answer(b'', 302, Location='ftp://127.0.0.1/f'), r'cannot be downloaded to .*: No connection', 1),
+    (answer(b'<html>Log in', Content_Type='text/html; charset=utf-8'), 'is a web page; give', 1),
+    (answer(X_Linked_ETag=f'"{"0" * 64}"'), f'has SHA-256 {SHA256}, not 00.*; the download was deleted', 1),
+])
+def test_one_sentence_and_no_file(server, tmp_path, reply, words, requests):
+    server.script = [reply]
+    with pytest.raises(ValueError, match=words) as e:
+        download(server.url, str(tmp_path / 'f'))
+    assert str(e.value).startswith(server.url) and '\n' not in str(e.value) and len(server.seen) == requests
+    assert contents(tmp_path).keys() <= {'f.lock', 'f.lock.pid', 'f.part.etag'}
+    server.script = [answer()]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY}
+
+
+def test_hashes_come_from_the_caller_or_the_hub_and_never_from_an_etag(server, tmp_path):
+    """The hub sends its hash before it redirects to where the bytes are."""
+    def redirected(sha256):
+        first = answer(b'', 302, Location='/store', X_Linked_ETag=f'"{sha256}"')
+        return [first, answer(etag=f'"{"1" * 64}"')]
+    for name, given, linked in (('a', SHA256, ''), ('b', None, SHA256), ('c', None, '')):
+        server.script = redirected(linked)
+        download(server.url, str(tmp_path / name), given)
+    for name, given, linked in (('d', '0' * 64, ''), ('e', None, '0' * 64)):
+        server.script = redirected(linked)
+        with pytest.raises(ValueError, match=f'has SHA-256 {SHA256}, not 0000'):
+            download(server.url, str(tmp_path / name), given)
+    assert sorted(name for name in contents(tmp_path) if '.' not in name) == ['a', 'b', 'c']
+
+
+@pytest.mark.parametrize('body, headers', [
+    (BODY, {'Content_Length': None}), (gzip.compress(BODY), {'Content_Encoding': 'gzip'})])
+def test_a_body_of_unknown_length(server, tmp_path, body, headers):
+    server.script = [answer(body, **headers)]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY}
+
+
+@pytest.mark.parametrize('encoding', ['gzip', 'x-gzip'])
+def test_a_compressed_file_is_kept_as_it_is(server, tmp_path, encoding):
+    """Many servers name the compression of a .gz file as an encoding of the answer."""
+    data = gzip.compress(random.Random(0).randbytes(800_000))
+    server.script = [answer(data, cut=600_000, Content_Encoding=encoding),
+                     answer(data, Content_Encoding=encoding)]
+    download(server.url, str(tmp_path / 'f.txt.gz'))
+    assert contents(tmp_path) == {'f.txt.gz': data} and starts(server)[1] > 0
+
+
+def test_a_connection_that_hangs_is_cut_and_resumed(server, tmp_path, monkeypatch):
+    monkeypatch.setattr('hotloop.data.download.PATIENCE', 0.3)
+    done = threading.Event()
+
+    def hang(handler):
+        answer(cut=600_000)(handler)
+        handler.wfile.flush()
+        done.wait(20)
+    server.script = [hang, answer()]
+    try:
+        download(server.url, str(tmp_path / 'f'))
+    finally:
+        done.set()
+    assert contents(tmp_path) == {'f': BODY} and starts(server)[1] > 0
+
+
+@pytest.mark.parametrize('url, words', [
+    ('http://127.0.0.1:9/f', 'Connection refused'),  # the discard port, where nobody listens
+    ('http://nowhere.invalid/f', 'Name or service not known')])
+def test_without_a_network_it_says_so_after_two_attempts(monkeypatch, tmp_path, url, words):
+    """Also when there is the start of the file, from an earlier command."""
+    tries, connect = [], socket.getaddrinfo
+
+    def resolve(host, *args, **kwargs):
+        tries.append(host)
+        if host == '127.0.0.1':
+            return connect(host, *args, **kwargs)
+        raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')
+    monkeypatch.setattr('socket.getaddrinfo', resolve)
+    monkeypatch.setattr('hotloop.data.download.BACKOFF', 0.001)
+    monkeypatch.setenv('NO_PROXY', '*')
+    (tmp_path / 'f.part').write_bytes(b'start')
+    error = error_of(download, url, str(tmp_path / 'f'))
+    assert error == (f'{url} cannot be reached: {words}; check the network and the proxy settings, or put '
+                     f'the file at {tmp_path / "f"}')
+    assert len(tries) == 2
+
+
+def test_a_host_that_answered_is_given_time_to_come_back(server, tmp_path, monkeypatch):
+    original, fails = download_room.request, [requests.ConnectionError('gone')] * 4
+
+    def flaky(*args):
+        if server.seen and fails:
+            raise fails.pop()
+        return original(*args)
+    monkeypatch.setattr('hotloop.data.download.request', flaky)
+    server.script = [answer(cut=300_000), answer()]
+    download(server.url, str(tmp_path / 'f'))
+    assert contents(tmp_path) == {'f': BODY} and not fails
+
+
+def test_a_file_that_is_there_or_being_downloaded_is_not_fetched(server, tmp_path):
+    (tmp_path / 'f').write_bytes(b'complete')
+    assert download(server.url, str(tmp_path / 'f')) == str(tmp_path / 'f')
+    held = lock(str(tmp_path / 'g.lock'))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f'in use by process {os.getpid()}'):
+            download(server.url, str(tmp_path / 'g'))
+    held.release()
+    assert not server.seen
+
+
+def test_the_token_goes_to_the_hub_alone(server, tmp_path, monkeypatch):
+    monkeypatch.setenv('HF_TOKEN', 'hf_secret')
+    server.script = [answer()]
+    download(server.url, str(tmp_path / 'f'))
+    server.script = [answer(b'', 302, Location=server.url.replace('127.0.0.1', 'localhost')), answer()]
+    monkeypatch.setenv('NO_PROXY', '127.0.0.1,localhost')
+    download(server.url, str(tmp_path / 'g'))
+    monkeypatch.setenv('HF_ENDPOINT', 'http://127.0.0.1:1')
+    download(server.url, str(tmp_path / 'h'))
+    token = 'Bearer hf_secret'
+    assert [seen.get('Authorization') for seen in server.seen] == [token, token, None, None]

@@ -1,0 +1,128 @@
+"""Documents to ids: what surrounds a document, which tokens count, and the processes that share the work."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from conftest import train_bpe
+
+from hotloop.data import encode
+from hotloop.data.documents import Piece
+from hotloop.data.encode import batches_of, encode_all, encode_batch, id_type
+from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+
+BPE = BPETokenizer(train_bpe(['one two three ' * 9], 270))
+
+
+def text_piece(text, start=True, end=True):
+    return Piece([(text, False, True)], start, end, text)
+
+
+def test_a_document_is_between_its_begin_and_end_ids():
+    pieces = [('train', text_piece('ab')), ('train', text_piece('c', end=False)), ('val', text_piece('x')),
+              ('train', text_piece('d', start=False)), ('train', text_piece('é'))]
+    encoded = encode_batch(ByteTokenizer(), pieces, bos=1, eot=256)
+    train, val = encoded['train'], encoded['val']
+    assert train.ids.tolist() == [1, *b'ab', 256, 1, *b'cd', 256, 1, *'é'.encode(), 256]
+    assert (train.num_bytes, len(train.ends)) == (6 + 3, 3) and train.mask is None and len(val.ends) == 1
+    assert train.ends.tolist() == [4, 8, 12] and val.ends.tolist() == [3]
+    assert encode_batch(ByteTokenizer(), pieces)['train'].ids.tolist() == list('abcdé'.encode())
+
+
+def test_only_answers_and_the_end_count():
+    """
+    A text beside a chat counts in full; an end-of-text id is not doubled, and counts if what it ends does; no
+    token straddles an answer.
+    """
+    chat = Piece([('ask', True, False), ('tell', False, True)], True, True, 'k')
+    marked = Piece([('ask', True, False), ('<|endoftext|>', True, True)], True, True, 'k')
+    asked = Piece([('tell', False, True), ('ask', True, False)], True, True, 'k')
+    pieces = [('train', piece) for piece in (text_piece('text'), chat, marked, asked)]
+    encoded = encode_batch(ByteTokenizer(), pieces, bos=0, eot=256)['train']
+    assert encoded.ids.tolist() == [0, *b'text', 256, 0, *b'asktell', 256, 0, *b'ask', 256,
+                                    0, *b'tellask', 256]
+    assert encoded.mask.tolist() == [1] * 6 + [0] * 4 + [1] * 5 + [0] * 4 + [1] + [0] + [1] * 4 + [0] * 4
+    assert encoded.mask.dtype == np.uint8 and encoded.num_bytes == 1 + 4 + 1 + 7 + 1 + 3 + 1 + 7
+    apart = Piece([('one th', True, False), ('ree', False, True)], True, True, 'k')
+    ids = encode_batch(BPE, [('train', apart)])['train'].ids.tolist()
+    assert ids == [*BPE.encode('one th'), *BPE.encode('ree')] != BPE.encode('one three').tolist()
+
+
+def test_ids_stay_ids_and_take_two_bytes_as_long_as_they_fit():
+    ids = np.array([256, 5, 6, 256, 7], dtype='<u2')
+    encoded = encode_batch(ByteTokenizer(), [('train', Piece(ids, True, True, 'shard'))], eot=256)['train']
+    assert encoded.ids.tolist() == ids.tolist() and (encoded.ends.tolist(), encoded.num_bytes) == ([1, 4], 3)
+    large = CharTokenizer(''.join(map(chr, range(0x20000, 0x20000 + 2**16))), eot=True)
+    assert (id_type(CharTokenizer(large.chars)), id_type(large)) == ('<u2', '<u4')
+    ids = encode_batch(large, [('train', text_piece(large.chars[-1]))], eot=large.eot)['train'].ids
+    assert ids.dtype == '<u4' and ids.tolist() == [2**16 - 1, 2**16]
+
+
+def test_batches_keep_the_order_and_hold_a_piece_of_text(monkeypatch):
+    monkeypatch.setattr(encode, 'PIECE', 1000)
+    rng = random.Random(0)
+    pieces = [('train', text_piece('x' * rng.randrange(300))) for _ in range(99)]
+    pieces.insert(50, ('val', Piece(np.zeros(2000, np.uint16), True, True, 'shard')))
+    batches = list(batches_of(iter(pieces)))
+    assert [piece for batch in batches for piece in batch] == pieces
+    assert 10 < len(batches) < 40 and all(batches) and list(batches_of(iter([]))) == []
+
+
+def batches(n=12):
+    rng = random.Random(1)
+    words = ['one', 'two', 'γάμμα', 'three\n']
+    return [[('train', text_piece(' '.join(rng.choices(words, k=rng.randrange(1, 500)))))] for _ in range(n)]
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='a spawned process has its own encode_batch()')
+@pytest.mark.parametrize('failure, words', [
+    (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'a tokenizing process died.*--num_proc'),
+    (lambda *_: CharTokenizer('a').encode('b'), "lacks 1 character of the text or .*: 'b'")])
+def test_what_fails_in_a_process_is_raised_here(monkeypatch, failure, words):
+    monkeypatch.setattr(encode, 'encode_batch', failure)
+    with pytest.raises(ValueError, match=words) as e:
+        list(encode_all(BPE, iter(batches()), num_proc=2))
+    assert e.traceback[-1].path.name == 'encode.py'
+
+
+@pytest.mark.parametrize(('platform', 'expected'), [('win32', 61), ('linux', 128)])
+def test_windows_has_at_most_61_processes(monkeypatch, platform, expected):
+    """Python's pool refuses more, and --num_proc is the number of CPUs if it is not given."""
+    pool = Mock(side_effect=ValueError('recorded'))
+    monkeypatch.setattr(encode, 'ProcessPoolExecutor', pool)
+    monkeypatch.setattr(sys, 'platform', platform)
+    with pytest.raises(ValueError, match='recorded'):
+        list(encode_all(BPE, iter(batches()), num_proc=128))
+    assert pool.call_args.args[0] == expected
+
+
+def is_running(pid):
+    status = Path(f'/proc/{pid}/stat')
+    return status.exists() and status.read_text().rpartition(')')[2].split()[0] != 'Z'  # a zombie has ended
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
+def test_processes_end_with_the_one_that_started_them():
+    """A kill -9 of the parent gives it no chance to end them."""
+    code = '''if True:
+        import itertools, os, time
+        from hotloop.data import encode
+        from hotloop.data import tokenizer
+        encode.encode_batch = lambda *_: time.sleep(0.1)
+        bpe = tokenizer.BPETokenizer([bytes([b]) for b in range(256)])
+        for _ in encode.encode_all(bpe, itertools.repeat([]), num_proc=2):
+            print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)'''
+    with subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True) as parent:
+        children = parent.stdout.readline().split()
+        parent.kill()
+    deadline = time.time() + 10
+    while any(map(is_running, children)) and time.time() < deadline:
+        time.sleep(0.02)
+    assert len(children) == 2 and not any(map(is_running, children))

@@ -1,0 +1,341 @@
+"""Tokenizers: text to ids and back; rebuilt from specs; a tokenizer.json gives Hugging Face's ids."""
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import error_of, train_bpe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotloop.data.documents import safe_cut
+from hotloop.data.hf_tokenizer import open_backend
+from hotloop.data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    encode_parts,
+    prompt_ids,
+    read_tokenizer_json,
+    same_tokenizer,
+    tokenizer_from,
+)
+
+SOURCES = [path.read_text(encoding='utf-8')[:5000]
+           for path in sorted(Path(os.__file__).parent.glob('*.py'))[::20]]
+TEXTS = ['', ' ', "Hello, world! It's 2024; they'll pay 12345.67.", 'def f():\n\treturn  x\r\n\r\n\n   # e',
+         'a  b   c    ', 'DON\'T "quote" — Größe, café, e\u0301 vs \u00e9', '日本語のテキスト、 текст',
+         '😀👍🏽 \u200d\u200b\ufeff', '   ', '\n\n\n', '1 22 333 4444 ½ ² Ⅷ', 'x' * 300,
+         '\x00\x1b[0m\x85\u2028', "'s 'T'LL ''' ... !!!\n!!!", 'tab\tbetween\t\twords ', 'مرحبا ١٢٣',
+         'Å Å ﬁ', '<|endoftext|> is text', '</s><0x0A><s>', '▁the']
+
+# st.text() never contains lone surrogates
+any_text = st.lists(st.characters() | st.integers(0xd800, 0xdfff).map(chr), max_size=40).map(''.join)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(any_text, st.booleans(), any_text)
+def test_bytes_and_characters_round_trip(text, eot, other):
+    chars = ''.join(sorted(set(text)))
+    byte, char = ByteTokenizer(), CharTokenizer(chars, eot)
+    utf8 = text.encode('utf-8', 'surrogatepass')
+    assert byte.encode(text).tolist() == list(utf8)
+    assert char.encode(text).tolist() == [chars.index(c) for c in text]
+    assert char.n_vocab == len(chars) + eot and char.eot == (len(chars) if eot else None)
+    for tokenizer in (byte, char):
+        ids = tokenizer.encode(text)
+        end = [] if tokenizer.eot is None else [tokenizer.eot]
+        assert tokenizer.decode([*ids.tolist(), *end]) == utf8
+        assert tokenizer.sizes[ids].sum() == len(utf8) and not tokenizer.sizes[end].any()
+        again = tokenizer_from(tokenizer.spec())  # JSON would join surrogates
+        assert type(again) is type(tokenizer) and again.spec() == tokenizer.spec()
+        assert again.pieces == tokenizer.pieces and again.encode(text).tolist() == ids.tolist()
+    unknown = sorted(set(other) - set(text))[:20]
+    if unknown:
+        assert error_of(char.encode, other).endswith(f'of its chat template: {"".join(unknown)!r}')
+
+
+def test_gpt2_round_trips_and_its_sizes_are_bytes(gpt2):
+    for text in (*TEXTS, 'a' * 3000, '\ud800 \ud83d\ude00'):
+        ids = gpt2.encode(text).tolist()
+        utf8 = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').encode()
+        assert gpt2.decode([*ids, gpt2.eot, 50300]) == utf8  # 50300: padding of a model's vocabulary
+        assert gpt2.eot not in ids and gpt2.sizes[ids].sum() == len(utf8)
+    assert (gpt2.eot, gpt2.n_vocab, gpt2.sizes.shape) == (50256, 50257, (50257,))
+    assert gpt2.sizes[:50256].min() == 1 and gpt2.sizes[50256] == 0
+    assert tokenizer_from(gpt2.spec()).encode('hi there').tolist() == [5303, 612]
+    assert same_tokenizer(BPETokenizer(gpt2.pieces[:-1]).spec(), gpt2.spec())
+    assert prompt_ids(gpt2, 'hi<|endoftext|> there') == [5303, 50256, 612]
+
+
+def test_white_space_of_any_length_is_encoded():
+    text = 'é' + '\n ' * 1_050_000 + 'x'  # tiktoken fails from a million on
+    tokenizer = BPETokenizer([bytes([b]) for b in range(256)])
+    assert tokenizer.decode(tokenizer.encode(text)) == text.encode()
+
+
+def test_a_spec_that_cannot_be_used_is_refused():
+    for spec in (None, 3, {}, {'kind': 'magic'}, {'kind': []}, {'kind': 'char'}, {'kind': 'char', 'chars': 3},
+                 {'kind': 'hf'}, {'kind': 'bpe', 'tokens': None}, {'kind': 'bpe', 'merges': []}):
+        assert 'does not describe a tokenizer' in error_of(tokenizer_from, spec)
+    error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'no-such-bpe'})
+    assert "'no-such-bpe' could not be loaded" in error and 'TIKTOKEN_CACHE_DIR' in error
+
+
+def test_without_a_network_tiktokens_download_is_one_sentence(monkeypatch, tmp_path):
+    tries = []
+
+    def resolve(host, *args, **kwargs):
+        tries.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')
+    monkeypatch.setattr('socket.getaddrinfo', resolve)
+    monkeypatch.setenv('NO_PROXY', '*')
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+    monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
+    error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'gpt2'})
+    assert "'gpt2' could not be loaded: Name or service not known; without a network, set" in error
+    assert len(tries) == 1 and '\n' not in error
+
+
+def test_a_network_that_drops_packets_does_not_hang_tiktokens_download(monkeypatch, tmp_path):
+    with socket.create_server(('127.0.0.1', 0)) as server:  # nobody answers
+        monkeypatch.setenv('HTTPS_PROXY', f'http://127.0.0.1:{server.getsockname()[1]}')
+        for name in ('NO_PROXY', 'no_proxy', 'https_proxy'):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+        monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
+        monkeypatch.setattr('hotloop.data.download.PATIENCE', 0.05)
+        error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'gpt2'})
+    assert error.startswith("the tokenizer 'gpt2' could not be loaded: ReadTimeout; without a network, set")
+
+
+def test_a_prompt_names_special_ids_and_is_never_empty():
+    byte, char = ByteTokenizer(), CharTokenizer('ab', eot=True)
+    assert prompt_ids(byte, 'a<|endoftext|>b') == [97, 256, 98]
+    assert prompt_ids(byte, '<|endoftext|><|endoftext|>a') == [256, 256, 97]
+    assert prompt_ids(char, 'b<|endoftext|>a') == [1, 2, 0]
+    without = CharTokenizer(''.join(sorted(set('<|endoftext|>'))))
+    assert prompt_ids(without, '<|endoftext|>') == without.encode('<|endoftext|>').tolist()
+    assert prompt_ids(byte, '') == [256] and prompt_ids(CharTokenizer('a'), '') == [0]
+    missing = ''.join(map(chr, range(1000, 1100)))
+    assert f'lacks 100 characters of the text or of its chat template: {missing[:20]!r}' == error_of(
+        CharTokenizer('a').encode, missing)[len('this char tokenizer '):]
+    byte.begin = 256  # comes first, once
+    assert prompt_ids(byte, 'a') == prompt_ids(byte, '<|endoftext|>a') == [256, 97]
+    assert prompt_ids(byte, '') == [256]
+
+
+def test_old_specs_made_from_a_tokenizer_json_still_encode():
+    """They carry a pattern, special ids and a normalization that our own BPE does not have."""
+    tokens = [token.decode('latin-1') for token in train_bpe(['12 1212 ab ab abc'], 262)]
+    old = {'kind': 'bpe', 'tokens': [*tokens, None], 'pattern': r'\p{N}|\p{L}+|[^\p{N}\p{L}]+', 'nfc': True,
+           'specials': {'<s>': 270, '</s>': 268}, 'eot': 268, 'bos': 270}
+    tokenizer, ab = tokenizer_from(old), tokens.index('ab')
+    assert '12' in tokens and tokenizer.encode('12ab').tolist() == [tokens.index('1'), tokens.index('2'), ab]
+    assert prompt_ids(tokenizer, '<s>ab</s>') == [270, ab, 268] and tokenizer.n_vocab == 271
+    assert tokenizer.decode([270, ab, 268, *tokenizer.encode('</s>')]) == b'ab</s>'
+    assert tokenizer.encode('e\u0301').tolist() == tokenizer.encode('\u00e9').tolist()
+    assert tokenizer.spec() == old and (tokenizer.eot, tokenizer.bos) == (268, 270)
+
+
+def test_equal_ids_under_two_names_are_the_same_tokenizer():
+    """Data made with one goes with weights that carry the other."""
+    small, end = train_bpe(SOURCES, 300), {'<|endoftext|>': 300}
+    own = BPETokenizer(small).spec()
+    assert same_tokenizer(own, dict(own))
+    assert same_tokenizer(BPETokenizer(small, specials=end, eot=300).spec(), own)
+    others = [BPETokenizer(small, specials=end), BPETokenizer([*small, b'qqq']),
+              BPETokenizer([*small[:-2], small[-1], small[-2]])]
+    for other in (*(other.spec() for other in others), None, {}, {'kind': []}, 'gpt2', {'kind': 'byte'}):
+        assert not same_tokenizer(other, own) and not same_tokenizer(own, other)
+
+
+# -----------------------------------------------------------------------------
+# tokenizer.json
+
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+                r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
+BYTE_LEVEL = ('gpt2', 'llama3', 'qwen')
+FAMILIES = (*BYTE_LEVEL, 'llama2', 'mistral', 'gemma')
+ENDS = {'llama3': ('<|end_of_text|>', '<|begin_of_text|>'), 'llama2': ('</s>', '<s>'),
+        'mistral': ('</s>', '<s>'), 'gemma': ('<eos>', '<bos>')}
+
+
+def byte_level(family):
+    """A byte-level BPE with the family's steps."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if family in ('llama3', 'qwen'):
+        pattern = LLAMA3_SPLIT if family == 'llama3' else LLAMA3_SPLIT.replace('{1,3}', '')
+        backend.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(pattern), 'isolated'),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    if family == 'qwen':
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(SOURCES + TEXTS, trainers.BpeTrainer(
+        vocab_size=1500, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    backend.add_special_tokens([*ENDS.get(family, ['<|endoftext|>']), '<|im_start|>', '<|im_end|>'])
+    backend.add_tokens(['<think>', '\t' * 9])
+    return json.loads(backend.to_str())
+
+
+def sentencepiece(family):
+    """A BPE with byte fallback, as Hugging Face converts the family's sentencepiece model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    backend = Tokenizer(models.BPE(unk_token='<unk>', fuse_unk=True, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    specials = ['<unk>', *ENDS[family], '<|im_start|>', '<|im_end|>', *(f'<0x{b:02X}>' for b in range(256))]
+    backend.train_from_iterator([text.replace('\n', ' ') for text in SOURCES], trainers.BpeTrainer(
+        vocab_size=1500, special_tokens=specials, show_progress=False))
+    file = json.loads(backend.to_str())
+    file['added_tokens'] = file['added_tokens'][:5]
+    space = {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '▁'}
+    file['pre_tokenizer'] = None
+    if family == 'llama2':
+        file['normalizer'] = {'type': 'Sequence', 'normalizers': [{'type': 'Prepend', 'prepend': '▁'}, space]}
+    elif family == 'mistral':
+        file['pre_tokenizer'] = {'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'first',
+                                 'split': False}
+    else:
+        file['normalizer'] = space
+        for name in ('\n\n', '▁▁', '\n'):  # words of white space
+            token = {'id': len(file['model']['vocab']), 'content': name, 'special': False}
+            file['model']['vocab'][name] = token['id']
+            file['added_tokens'].append(file['added_tokens'][0] | token)
+    return file
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    """{family: a folder with a tokenizer.json like the family's}."""
+    pytest.importorskip('tokenizers')
+    folders = {}
+    for family in FAMILIES:
+        folders[family] = tmp_path_factory.mktemp(family)
+        file = byte_level(family) if family in BYTE_LEVEL else sentencepiece(family)
+        (folders[family] / 'tokenizer.json').write_text(json.dumps(file), encoding='utf-8')
+    return folders
+
+
+def hugging_face(folder, names_are_text):
+    """Hugging Face's encode; names_are_text: those of special ids."""
+    from tokenizers import Tokenizer
+    backend = Tokenizer.from_file(str(folder / 'tokenizer.json'))
+    backend.encode_special_tokens = names_are_text
+    return lambda text: backend.encode(text, add_special_tokens=False).ids
+
+
+def first_space(family, text):
+    """The space that a tokenizer of the family puts before a text."""
+    return b' ' if text and (family == 'llama2' or (family == 'mistral' and text[0] != ' ')) else b''
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_ids_are_hugging_faces_and_their_bytes_are_the_texts(folders, family):
+    expected = hugging_face(folders[family], names_are_text=True)
+    tokenizer = read_tokenizer_json(str(folders[family]))
+    spec = json.loads(json.dumps(tokenizer.spec()))
+    copies = (tokenizer_from(spec), pickle.loads(pickle.dumps(tokenizer)))
+    rng = np.random.default_rng(0)
+    letters = [*range(1, 0x250), 0x3b1, 0x4e00, 0x1f600, *b'   \n\r\t19aA']
+    wild = [''.join(map(chr, rng.choice(letters, 60))) for _ in range(30)]
+    for text in (*TEXTS, *wild, *SOURCES[:2]):
+        ids = tokenizer.encode(text).tolist()
+        assert ids == expected(text) and not {*tokenizer.specials.values()} & {*ids}, text
+        assert all(copy.encode(text).tolist() == ids for copy in copies)
+        if family in BYTE_LEVEL or '▁' not in text:  # which sentencepiece reads as a space
+            utf8 = first_space(family, text) + text.encode()
+            if family == 'qwen':
+                utf8 = unicodedata.normalize('NFC', text).encode()
+            assert b''.join(tokenizer.decode([i]) for i in ids) == utf8, text
+            assert tokenizer.sizes[ids].sum() == len(utf8)
+    for copy in copies:
+        assert (copy.eot, copy.bos, copy.specials) == (tokenizer.eot, tokenizer.bos, tokenizer.specials)
+    assert tokenizer.encode('\ud83d\ude00 \ud800').tolist() == expected('😀 �')
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_marks_and_pieces_are_encoded_as_the_complete_text(folders, family):
+    """A text that continues another gets no space. After a special id it gets what Hugging Face gives it."""
+    expected = hugging_face(folders[family], names_are_text=False)
+    tokenizer = read_tokenizer_json(str(folders[family] / 'tokenizer.json'))
+    chat = '<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n<think>' + '\t' * 10 + 'x'
+    for text in (chat, 'begin ' + chat, *TEXTS):
+        assert encode_parts(tokenizer, [(text, True, True)])[0].tolist() == expected(text)
+    text = max(SOURCES, key=len)
+    ids = tokenizer.encode(text).tolist()
+    for size in range(500, len(text), 900):
+        cut = safe_cut(text, size)
+        head, _ = encode_parts(tokenizer, [(text[:cut], False, True)])
+        tail, _ = encode_parts(tokenizer, [(text[cut:], False, True)], start=False)
+        assert [*head.tolist(), *tail.tolist()] == ids
+    ids, mask = encode_parts(tokenizer, [('ask th', True, False), ('en', False, True)])
+    assert tokenizer.decode(ids) == first_space(family, 'ask') + b'ask then'
+    assert tokenizer.decode(ids[mask == 1]) == b'en'
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_end_and_begin_are_the_usual_ones_or_those_of_the_config(folders, tmp_path, family):
+    usual = read_tokenizer_json(str(folders[family]))
+    eot, bos = ENDS.get(family, ('<|endoftext|>', None))
+    assert (usual.eot, usual.bos) == (usual.specials[eot], usual.specials.get(bos))
+    assert usual.decode([usual.eot]) == b'' == usual.decode([usual.n_vocab])
+    shutil.copy(folders[family] / 'tokenizer.json', tmp_path)
+    config = {'eos_token': {'content': '<|im_end|>'}, 'bos_token': None}
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(config))
+    chat = read_tokenizer_json(str(tmp_path))
+    assert (chat.eot, chat.bos) == (usual.specials['<|im_end|>'], usual.bos)
+    assert usual.decode([chat.eot]) == b'<|im_end|>' and chat.decode([chat.eot]) == b''
+
+
+@pytest.mark.parametrize('family', ['qwen', 'llama2'])
+def test_only_an_id_before_each_text_is_its_first(folders, tmp_path, family):
+    """Not one that a file puts after it, as that of Qwen3-Embedding."""
+    from tokenizers import processors
+    backend = open_backend((folders[family] / 'tokenizer.json').read_text())
+    i = backend.token_to_id('<|im_end|>')
+    for single, first in (('<|im_end|> $A', i), ('<|im_end|> $A <|im_end|>', i), ('$A <|im_end|>', None)):
+        backend.post_processor = processors.TemplateProcessing(single, special_tokens=[('<|im_end|>', i)])
+        backend.save(str(tmp_path / 'tokenizer.json'))
+        assert read_tokenizer_json(str(tmp_path)).first == first
+
+
+def test_a_tokenizer_json_is_the_same_as_the_old_spec_made_from_it(folders):
+    """A checkpoint of an older version goes with a dataset of this one. A file's truncation does not act."""
+    new = read_tokenizer_json(str(folders['llama3']))
+    file = json.loads(new.spec()['json'])
+    file['truncation'] = {'direction': 'Right', 'max_length': 3, 'strategy': 'LongestFirst', 'stride': 0}
+    assert same_tokenizer({**new.spec(), 'json': json.dumps(file)}, new.spec())
+    names = {token['content']: token['id'] for token in file['added_tokens']}
+    tokens = [None if i in names.values() else piece for i, piece in enumerate(new.pieces)]
+    old = BPETokenizer(tokens, LLAMA3_SPLIT, names, names['<|end_of_text|>'], names['<|begin_of_text|>'])
+    assert same_tokenizer(old.spec(), new.spec()) and same_tokenizer(new.spec(), old.spec())
+    assert not same_tokenizer(read_tokenizer_json(str(folders['gpt2'])).spec(), new.spec())
+
+
+def test_a_tokenizer_json_that_cannot_be_used_is_refused(folders, tmp_path, monkeypatch):
+    path = tmp_path / 'tokenizer.json'
+    assert 'transformers makes one of other files' in error_of(read_tokenizer_json, str(tmp_path))
+    good = (folders['gpt2'] / 'tokenizer.json').read_text(encoding='utf-8')
+    words = {'model': {'type': 'WordLevel', 'vocab': {'a': 0}, 'unk_token': 'a'}}
+    for raw, sentence in (
+            ('{"model": ', 'cannot read it: EOF'), ('\xff', "cannot be used: 'utf-8' codec"),
+            (json.dumps(json.loads(good) | words), 'it is not a BPE like those of'),
+            (json.dumps(json.loads(good) | {'pre_tokenizer': None}), 'it is not a BPE like those of'),
+            (good.replace('"add_prefix_space": false', '"add_prefix_space": true', 1), 'it is not a BPE')):
+        path.write_text(raw, encoding='latin-1' if raw == '\xff' else 'utf-8')
+        error = error_of(read_tokenizer_json, str(tmp_path))
+        assert error.startswith(f'{path} cannot be used: ') and sentence in error
+    path.write_text(good)
+    (tmp_path / 'tokenizer_config.json').write_text('[]')
+    assert 'does not hold a JSON object' in error_of(read_tokenizer_json, str(tmp_path))
+    monkeypatch.setattr('hotloop.system.files.find_spec', lambda name: None)
+    assert error_of(read_tokenizer_json, str(folders['gpt2'])).endswith(': pip install tokenizers')

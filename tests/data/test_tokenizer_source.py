@@ -1,0 +1,167 @@
+"""What --tokenizer finds: datasets, runs, checkpoints; without torch, and without running code."""
+
+import collections
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import error_of, noise, write_bins
+from test_dataset import Touch, nanogpt_meta
+
+import prepare
+from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer
+from hotloop.data.tokenizer_source import Found, checkpoint_tokenizer, find_tokenizer
+
+BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
+CHAR = {'kind': 'char', 'chars': 'abc', 'eot': False}
+
+
+def save(path, **more):
+    """A checkpoint with a model, tensors of several types and a tokenizer."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    types = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)
+    tensors = [torch.nn.Parameter(torch.zeros(2)), *(torch.zeros(2, dtype=dtype) for dtype in types)]
+    checkpoint = {'model': torch.nn.Linear(2, 3).state_dict(), 'model_args': {'vocab_size': 257},
+                  'tensors': tensors, 'config': {}}
+    torch.save({**checkpoint, **more}, path)
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Data of three kinds in data/, runs beside it, and the current directory there."""
+    monkeypatch.chdir(tmp_path)
+    write_bins('data/own', noise(99), noise(99), tokenizer=BPE)
+    write_bins('data/theirs', [0, 1], [2], tokenizer=False)
+    Path('data/theirs/meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('abc')))
+    save('out/best.pt', tokenizer=BPE)
+    save('out/ckpt.pt', tokenizer=CHAR)
+    save('older/ckpt-000000100.pt', tokenizer=CHAR)
+    save('older/ckpt-000000200.pt', tokenizer=BPE)
+    save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 64})
+    Path('text').mkdir()
+    Path('text/a.txt').write_text('abc' * 50)
+
+
+@pytest.mark.parametrize('name, spec', [
+    ('own', BPE), ('data/own', BPE), ('theirs', CHAR), ('data/theirs/', CHAR),
+    ('out', BPE), ('out/best.pt', BPE), ('out/ckpt.pt', CHAR), ('older', BPE),
+    ('nano', CHAR), ('nano/ckpt.pt', CHAR), ('byte', {'kind': 'byte'})])
+def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
+    assert find_tokenizer(name, 'data').tokenizer.spec() == spec
+
+
+def test_built_in_names_come_first_then_paths_then_datasets(places):
+    for name in ('byte', 'char', 'text', 'out'):
+        write_bins(f'data/{name}', noise(9), noise(9), tokenizer=CHAR)
+    shutil.copytree('data/char', 'char')
+    assert find_tokenizer('byte', 'data').tokenizer.spec() == {'kind': 'byte'}
+    assert find_tokenizer('char', 'data') == find_tokenizer('bpe:300', 'data') == Found()
+    for name, data_dir in (('./char', 'data'), ('data/char', '')):
+        assert find_tokenizer(name, data_dir).tokenizer.spec() == CHAR
+    assert find_tokenizer('out', 'data').tokenizer.spec() == BPE  # the run, not the dataset
+    assert find_tokenizer('text', 'data').tokenizer.spec() == CHAR  # the folder of texts has none
+
+
+@pytest.mark.parametrize('name, found', [
+    ('out', ('out', True)), ('older', ('older', True)), ('out/best.pt', ('out/best.pt', True)),
+    ('hf', ('hf', False)), ('org/model', ('org/model', False)),
+    *((name, (None, False)) for name in ('own', 'data/own', 'theirs', 'org/own', 'hf/tokenizer.json',
+                                         'byte', 'bpe:300'))])
+def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, monkeypatch, name, found):
+    monkeypatch.setattr('hotloop.data.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
+    monkeypatch.setattr('hotloop.data.tokenizer_source.hub_tokenizer', lambda name, data_dir: 'hf')
+    Path('hf').mkdir()
+    for file in ('config.json', 'tokenizer.json'):
+        Path('hf', file).write_text('{}')
+    Path('hf/chat_template.jinja').write_text('<|im_start|>user')
+    shutil.copytree('data/own', 'data/org/own')
+    save('byte/best.pt')  # not the one meant by this name
+    model, is_run, template = find_tokenizer(name, 'data')[1:]
+    assert (model, is_run) == found
+    assert template == ('chatml' if name in ('hf', 'org/model', 'hf/tokenizer.json') else None)
+
+
+@pytest.mark.parametrize('saved, used', [('alpaca', 'alpaca'), ('joined', 'chatml'), (None, 'chatml')])
+def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, saved, used):
+    """Unless it marks no turns, or another one is asked for."""
+    save('tuned/best.pt', tokenizer=BPE, **({'template': saved} if saved else {}))
+    chats = [[{'role': 'user', 'content': f'Hi {i}'}, {'role': 'assistant', 'content': 'Ho'}]
+             for i in range(30)]
+    Path('chats.jsonl').write_text('\n'.join(json.dumps({'messages': chat}) for chat in chats))
+    for flags, expected in (([], used), (['--template=gemma'], 'gemma')):
+        prepare.main(['chats.jsonl', '--tokenizer=tuned', *flags])
+        assert json.loads(Path('data/chats/meta.json').read_text())['templates'] == [expected]
+        assert '--init_from=tuned --dataset=chats\n' in capsys.readouterr().out
+        assert find_tokenizer('chats', 'data').template == expected  # also that of a dataset
+
+
+@pytest.mark.parametrize('chat, rows, flags, is_noted', [
+    ('[INST]', True, [], True), ('[INST]', True, ['--template=chatml'], False), ('[INST]', False, [], False),
+    (None, True, [], False), ('<|im_start|>', True, [], False)])
+def test_an_unknown_template_of_a_model_is_noted(places, monkeypatch, capsys, chat, rows, flags, is_noted):
+    monkeypatch.setattr('hotloop.data.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
+    Path('hf').mkdir()
+    Path('hf/tokenizer_config.json').write_text(json.dumps({'chat_template': chat}))
+    Path('a.jsonl').write_text('\n'.join(json.dumps(
+        {'messages': [{'role': 'user', 'content': f'Hi {i}'}, {'role': 'assistant', 'content': 'Ho'}]}
+        if rows else {'text': str(i)}) for i in range(30)))
+    prepare.main(['a.jsonl', '--tokenizer=hf', *flags])
+    assert ('note: the chat template of hf is none of alpaca' in capsys.readouterr().out) == is_noted
+
+
+def test_what_has_no_tokenizer_is_named(places, capsys):
+    for name in ('nowhere', 'text', 'bpe:256', '/tmp/none', '../x', ''):
+        error = error_of(find_tokenizer, name, 'data')
+        assert error.startswith(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to 1,048,576), ')
+        assert f'and neither {name} nor {os.path.join("data", name)} is a checkpoint, a ' in error
+    error = error_of(find_tokenizer, 'text/a.txt', 'data')
+    assert 'text/a.txt is damaged or not a checkpoint (BadZipFile:' in error
+    os.truncate('older/ckpt-000000200.pt', 1000)
+    assert find_tokenizer('older', 'data').tokenizer.spec() == CHAR
+    assert 'ckpt-000000200.pt is damaged or not a checkpoint' in capsys.readouterr().err
+    save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 99})
+    assert 'nano/ckpt.pt has no tokenizer, and data/theirs has none for 99 ids; set' in error_of(
+        find_tokenizer, 'nano', 'data')
+    assert 'tokenizer.json cannot be read' in error_of(find_tokenizer, 'text/tokenizer.json', 'data')
+    Path('text/tok.json').write_text('{}')  # under another name
+    assert error_of(find_tokenizer, 'text/tok.json', 'data').startswith('text/tok.json cannot be used: ')
+
+
+def test_a_flipped_bit_is_found(places):
+    data = bytearray(Path('out/best.pt').read_bytes())
+    data[data.index(b'tokenizer') + 20] ^= 1
+    Path('out/bad.pt').write_bytes(data)
+    assert 'Bad CRC-32' in error_of(checkpoint_tokenizer, 'out/bad.pt', 'data')
+
+
+def evil(path, value):
+    """The path of a checkpoint that has this value."""
+    checkpoint = {'model_args': {'vocab_size': 3}, 'tokenizer': CHAR, 'x': value}
+    with zipfile.ZipFile(path, 'w') as z:
+        z.writestr('ckpt/data.pkl', pickle.dumps(checkpoint))
+    return path
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    """Names of torch that only look like storages, and all others, import nothing."""
+    path = evil(str(tmp_path / 'a.pt'), Touch(tmp_path / 'touched'))
+    assert 'UnpicklingError: ' in error_of(checkpoint_tokenizer, path, '')
+    assert not (tmp_path / 'touched').exists()
+    for value in (torch.load, torch.nn.Linear, collections.Counter, subprocess.run, print):
+        assert 'UnpicklingError: ' in error_of(checkpoint_tokenizer, evil(path, value), '')
+    assert checkpoint_tokenizer(evil(path, collections.OrderedDict(a=1)), '')[0].spec() == CHAR
+
+
+def test_prepare_reads_a_checkpoint_without_torch(places):
+    code = ("import sys; sys.modules['torch'] = None; import prepare; "
+            "prepare.main(['text/a.txt', '--name=x', '--tokenizer=out/ckpt.pt'])")
+    ran = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False,
+                         env={**os.environ, 'PYTHONPATH': str(Path(prepare.__file__).parent)})
+    assert ran.returncode == 0 and 'tokenizer: out/ckpt.pt, 3 ids' in ran.stdout, ran.stderr

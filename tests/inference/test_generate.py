@@ -1,0 +1,279 @@
+"""The laws of generation: cached is uncached, a batch is its rows alone, draws follow the probabilities."""
+
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_model import SHAPES, make
+from torch.nn import functional as F
+
+from hotloop.inference.generate import Sampling, compile_step, generate, sample_token
+from hotloop.inference.kv_cache import new_cache
+from hotloop.inference.quantize import prepare_for_inference
+from model import GPT
+
+
+def ids(n):
+    return torch.randint(61, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+
+
+PROMPTS = [ids(n) for n in (3, 7, 1, 16, 5)]  # block_size is 16
+
+
+@pytest.fixture
+def fixed_shapes(monkeypatch):
+    """compiled=True takes the step of fixed shapes, but does not compile it."""
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: function)
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """The shapes of idx that forward is called with."""
+    seen, forward = [], GPT.forward
+
+    def watched(self, idx, targets=None, cache=None):
+        seen.append(tuple(idx.shape))
+        return forward(self, idx, targets, cache=cache)
+    monkeypatch.setattr(GPT, 'forward', watched)
+    return seen
+
+
+def run(model, prompts, num_tokens, num_samples=1, seeds=None, compiled=False, **how):
+    """The tokens of each sequence."""
+    texts, sampling = [[] for _ in range(len(prompts) * num_samples)], Sampling(num_tokens, **how)
+    for new in generate(model, prompts, sampling, num_samples, seeds, compiled=compiled):
+        for sequence, token, _ in new:
+            texts[sequence].append(token)
+    return texts
+
+
+@torch.no_grad()
+def next_logits(model, context):
+    return model(torch.tensor([context]))[0]
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('length', [1, 16])
+def test_cached_greedy_generation_equals_uncached(shape, length):
+    """Past block_size too, where the oldest eighth, two tokens, is dropped and the rest is computed again."""
+    model, context, expected = make(shape), ids(length), []
+    for _ in range(24):
+        if len(context) > 16:
+            context = context[2:]
+        expected.append(next_logits(model, context).argmax().item())
+        context.append(expected[-1])
+    assert run(model, [ids(length)], 24, temperature=0) == [expected]
+
+
+def test_samples_share_a_prefill_and_a_slide_costs_one_in_an_eighth_of_the_context(shapes):
+    """nanoGPT computes the complete context for each token."""
+    texts = run(make(block_size=32), [ids(32), ids(5)], 21, num_samples=3, seeds=range(6))
+    assert shapes[0] == (2, 32) and len(set(map(tuple, texts))) == 6
+    assert shapes.count((3, 28)) == 5 and shapes.count((6, 1)) == 20 and len(shapes) == 26
+
+
+def test_where_lengths_vary_attention_is_not_cudnns(monkeypatch):
+    """It builds a plan for each length."""
+    enabled, original = [], F.scaled_dot_product_attention
+
+    def attention(*args, **kwargs):
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return original(*args, **kwargs)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', attention)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    steps = generate(make(), PROMPTS, Sampling(20))
+    assert next(steps) and torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert len(list(steps)) == 19 and len(enabled) >= 40 and not any(enabled)
+
+
+@pytest.mark.parametrize('quantize, expected', [('int8', True), ('none', False)])
+def test_inductor_generates_the_int8_products_of_a_step_on_a_gpu(monkeypatch, quantize, expected):
+    """Only the setting is tested: no kernel runs here."""
+    from torch._inductor import config as inductor
+    model = prepare_for_inference(make(n_embd=64), torch.device('cpu'), torch.float32, quantize, pack=False)
+    settings, cache = [], new_cache(model, 1, 4)
+    on_gpu = SimpleNamespace(cos=SimpleNamespace(device=torch.device('cuda')), lm_head=model.lm_head)
+
+    def compiled(model, cache):
+        settings.append(inductor.coordinate_descent_tuning)
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: compiled)
+    compile_step(on_gpu)(on_gpu, cache)
+    assert settings == [expected] and not inductor.coordinate_descent_tuning
+
+
+@pytest.mark.parametrize('size', [1, 2])
+@pytest.mark.parametrize('compiled', [False, True])
+def test_a_context_of_one_token_and_of_two(size, compiled, fixed_shapes):
+    model, context = make(block_size=size), [3]
+    for _ in range(5):
+        context.append(next_logits(model, context[-size:]).argmax().item())
+    assert run(model, [[3]], 5, temperature=0, compiled=compiled) == [context[1:]]
+
+
+def test_past_context_stop_ends_the_sequence():
+    texts = run(make(), PROMPTS, 20, temperature=0, past_context='stop')
+    assert [len(text) for text in texts] == [14, 10, 16, 1, 12]
+    longer = run(make(), PROMPTS, 20, temperature=0)
+    assert texts == [b[:len(a)] for a, b in zip(texts, longer, strict=True)]
+
+
+def test_prompts_longer_than_the_context_keep_their_end_and_no_tokens_are_no_steps(shapes):
+    assert run(make(), PROMPTS, 0) == [[]] * 5 and run(make(), [], 5) == [] and not shapes
+    assert run(make(), [ids(40)], 5, temperature=0) == run(make(), [ids(40)[-16:]], 5, temperature=0)
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_a_ragged_batch_equals_its_rows_alone(shape, fixed_shapes):
+    """Token for token, past the context, with sequences that end on the way; at fixed shapes too."""
+    model, how = make(shape), dict(top_k=20, repetition_penalty=1.1, stop={3, 5})
+    alone = [run(model, [prompt], 24, seeds=[i], **how)[0] for i, prompt in enumerate(PROMPTS)]
+    assert len(set(map(len, alone))) > 2, 'or nothing ends on the way'
+    for compiled in (False, True):
+        assert run(model, PROMPTS, 24, seeds=range(5), compiled=compiled, **how) == alone
+
+
+def test_int8_in_a_batch_of_any_size_equals_int8_alone():
+    """The prefill of all prompts and the step of 40 rows use another kernel than those of one."""
+    model = prepare_for_inference(make(n_embd=64), torch.device('cpu'), torch.float32, 'int8')
+    assert model.lm_head.on_cpu
+    batch = run(model, PROMPTS, 6, num_samples=8, seeds=range(40))
+    assert batch[::8] == [run(model, [PROMPTS[i]], 6, seeds=[8 * i])[0] for i in range(5)]
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_finished_sequences_leave_when_they_are_half_of_the_batch(compiled, fixed_shapes, shapes):
+    """
+    The caller ends them here. They yield nothing more, and nobody else's text changes. A compiled step keeps
+    its shape.
+    """
+    stopped, texts = set(), [[] for _ in PROMPTS]
+    sampling = Sampling(9, temperature=0)
+    for n, new in enumerate(generate(make(), PROMPTS, sampling, stopped=stopped, compiled=compiled)):
+        for sequence, token, _ in new:
+            texts[sequence].append(token)
+        stopped.add([4, 0, 2, 1][min(n, 3)])
+    assert [rows for rows, T in shapes if T == 1] == ([5] * 8 if compiled else [5, 5, 2, 1, 1, 1, 1, 1])
+    complete = run(make(), PROMPTS, 9, temperature=0)
+    assert texts == [text[:n] for text, n in zip(complete, [2, 4, 3, 9, 1], strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which('g++') is None, reason='torch.compile needs a C++ compiler')
+def test_a_compiled_step_draws_what_the_eager_one_draws():
+    """Of two models in turn, because a compiled step holds weights as constants."""
+    torch._dynamo.reset()
+    how = dict(num_samples=2, seeds=range(10), top_k=20)
+    models = [make('swiglu, grouped'), make('swiglu, grouped')]
+    with torch.no_grad():
+        for p in models[1].parameters():
+            p.mul_(1.5)
+    texts = [run(model, PROMPTS, 30, compiled=True, **how) for model in models]
+    assert texts == [run(model, PROMPTS, 30, **how) for model in models] and texts[0] != texts[1]
+    counts = torch._dynamo.utils.counters['stats']
+    compilations = counts['unique_graphs']
+    run(models[1], PROMPTS[::-1], 12, compiled=True, **how)
+    assert counts['unique_graphs'] == compilations > 0, 'other texts compile again'
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which('g++') is None, reason='torch.compile needs a C++ compiler')
+@pytest.mark.parametrize('shape, dtype, quantize', [('swiglu, grouped', torch.float32, 'int8'),
+                                                    ('gpt2', torch.bfloat16, 'none')])
+def test_a_compiled_step_with_bf16_keys_is_close_to_the_eager_one(shape, dtype, quantize, capfd):
+    torch._dynamo.reset()
+    model = make(shape, n_embd=64)
+    prepare_for_inference(model, torch.device('cpu'), dtype, quantize, pack=False)
+    assert new_cache(model, 1, 1, static=True).k[0].dtype == torch.bfloat16
+    assert new_cache(model, 1, 1).k[0].dtype == torch.float32
+    sampling = Sampling(10, temperature=0, logprobs=True)
+    eager, fast = ([new for step in generate(model, PROMPTS, sampling, compiled=compiled) for new in step]
+                   for compiled in (False, True))
+    different = set()
+    for (sequence, token, logprob), (_, other_token, other_logprob) in zip(eager, fast, strict=True):
+        assert sequence in different or logprob == pytest.approx(other_logprob, abs=0.05)
+        if token != other_token:  # two tokens may be about equally likely
+            different.add(sequence)
+    assert len(different) <= 3
+    assert 'AUTOTUNE' not in ''.join(capfd.readouterr()), "Inductor's tables are on the terminal"
+
+
+def test_a_text_is_a_function_of_its_seed():
+    model, prompt = make(), [ids(4)]
+    text = run(model, prompt, 10, seeds=[3])
+    assert run(model, prompt, 10, seeds=[3]) == text != run(model, prompt, 10, seeds=[4])
+    assert run(model, prompt, 4, seeds=[3])[0] == text[0][:4]
+    before = torch.random.get_rng_state()
+    assert run(model, prompt, 10) != run(model, prompt, 10), 'without a seed each text is another'
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_limits_that_leave_one_token_are_greedy():
+    greedy = run(make(), PROMPTS, 10, temperature=0)
+    for how in (dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0), dict(temperature=1e-39)):
+        assert run(make(), PROMPTS, 10, **how) == greedy
+
+
+def test_a_stop_id_is_yielded_and_padding_is_never_drawn():
+    model = make(bias=False, tie=False)
+    first = run(model, [PROMPTS[0]], 1, temperature=0)[0][0]
+    assert run(model, [PROMPTS[0]], 12, temperature=0, stop={first}) == [[first]]
+    model.lm_head.weight.data[40:] *= 50  # the most probable by far
+    for how in (dict(), dict(temperature=0), dict(top_k=5), dict(top_p=0.9), dict(repetition_penalty=1.3)):
+        assert max(map(max, run(model, PROMPTS, 12, vocab=40, **how))) < 40
+
+
+@pytest.mark.parametrize('how', [dict(), dict(top_k=4), dict(top_p=0.5), dict(temperature=0.5),
+                                 dict(min_p=0.5), dict(top_k=8, top_p=0.7, min_p=0.3, temperature=1.5)])
+def test_draws_follow_the_probabilities(how):
+    """Chi-square over 20,000 draws; 30 is beyond the 99.9th percentile of 9 degrees of freedom."""
+    logits = torch.linspace(0, 2, 10)[torch.randperm(10, generator=torch.Generator().manual_seed(0))]
+    p = (logits / how.get('temperature', 1.0)).softmax(0).double()
+    p[p < p.sort(descending=True).values[how.get('top_k', 10) - 1]] = 0
+    p /= p.sum()
+    by_size = p.sort(descending=True).values
+    last = int((by_size.cumsum(0) < how.get('top_p', 1.0)).sum().clamp_max(9))  # this one reaches top_p
+    p[p < max(by_size[last], how.get('min_p', 0.0) * p.max())] = 0
+    p /= p.sum()
+    numbers = torch.rand(20000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    drawn = sample_token(logits.repeat(20000, 1), numbers, Sampling(1, **how))
+    counts = drawn.flatten().bincount(minlength=10)
+    assert counts[p == 0].sum() == 0
+    expected = p[p > 0] * 20000
+    assert ((counts[p > 0] - expected) ** 2 / expected).sum() < 30
+
+
+def test_the_smallest_and_the_largest_number_draw_an_id_with_probability():
+    logits = torch.tensor([[-math.inf, 0.0, -200.0, 1.0, -math.inf]]).repeat(2, 1)
+    numbers = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
+    assert sample_token(logits, numbers, Sampling(1)).tolist() == [[1], [3]]
+
+
+def test_the_repetition_penalty_is_that_of_the_paper():
+    """It divides logits of ids that occurred, in the prompt or since, or multiplies negative ones (CTRL)."""
+    model, context, expected = make(), list(PROMPTS[1]), []
+    for _ in range(8):
+        logits = next_logits(model, context)
+        for i in set(context):
+            logits[i] = logits[i] * 1.7 if logits[i] < 0 else logits[i] / 1.7
+        expected.append(logits.argmax().item())
+        context.append(expected[-1])
+    assert run(model, [PROMPTS[1]], 8, temperature=0, repetition_penalty=1.7) == [expected]
+    assert run(model, [PROMPTS[1]], 8, temperature=0) != [expected], 'or the test shows nothing'
+
+
+def test_log_probabilities_are_the_models():
+    model, context = make(), list(PROMPTS[1])
+    for new in generate(model, [context], Sampling(8, temperature=2.0, top_k=5, logprobs=True), seeds=[1]):
+        _, token, logprob = new[0]
+        assert logprob == pytest.approx(next_logits(model, context).log_softmax(-1)[token].item(), abs=1e-5)
+        context.append(token)
+
+
+@pytest.mark.parametrize('how', [dict(), dict(temperature=0), dict(top_k=3), dict(logprobs=True)])
+def test_logits_that_are_not_finite_are_an_error(how):
+    model = make()
+    for model.lm_head.weight.data[3, 3] in (math.nan, math.inf):
+        with pytest.raises(ValueError, match='not finite'):
+            run(model, PROMPTS, 3, **how)

@@ -1,0 +1,147 @@
+"""Weights for inference: int8 is within its bound, packed weights compute the same."""
+
+import pytest
+import torch
+from test_generate import PROMPTS
+from test_model import make
+from torch.nn import functional as F
+
+from hotloop.inference.quantize import (
+    Int8Linear,
+    PackedLinear,
+    can_pack,
+    prepare_for_inference,
+    shapes_to_pack,
+)
+from model import GPT, Linear
+
+CPU = torch.device('cpu')
+needs_packing = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason='oneDNN does not pack here')
+
+
+@pytest.mark.parametrize('bias, rows', [(False, (3,)), (True, (1, 1)), (True, (2, 40))])
+@pytest.mark.parametrize('kernel', [True, False])
+def test_int8_is_within_its_bound(bias, rows, kernel, monkeypatch):
+    """Each weight moves by half a step at most; the CPU's kernel also rounds to bf16."""
+    if not kernel:
+        monkeypatch.delattr(torch, '_weight_int8pack_mm')
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(96, 64, bias=bias), torch.randn(*rows, 96)
+    linear.weight.data[5] *= 100  # each row has its own scale
+    linear.weight.data[6] = 0
+    quantized = Int8Linear(linear)
+    assert quantized.on_cpu == kernel
+    scale, w = quantized.scale.float(), linear.weight.detach()
+    assert ((quantized.weight * scale[:, None] - w).abs() <= scale[:, None] / 2 * (1 + 1e-6)).all()
+    assert (scale <= w.abs().amax(1) / 127 * (1 + 2**-7) + 1e-30).all()
+    assert quantized.weight.abs().max() <= 127
+    bound = x.abs().sum(-1, keepdim=True) * scale / 2 + x.abs() @ w.abs().t() * (2**-7 if kernel else 1e-6)
+    assert ((quantized(x) - linear(x)).abs() <= bound + 1e-6).all()
+
+
+@pytest.mark.parametrize('inputs', [1, 24, 36, 100, 300])
+@pytest.mark.parametrize('rows', [1, 5])
+def test_int8_of_a_width_that_the_kernel_does_not_take(inputs, rows):
+    """It reads 16 inputs at a time, beyond the end of other rows."""
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(inputs, 48), torch.randn(rows, inputs)
+    torch.testing.assert_close(Int8Linear(linear)(x), linear(x), rtol=0.02, atol=0.02)
+
+
+def test_int8_sums_stay_in_the_range_of_float16(monkeypatch):
+    monkeypatch.delattr(torch, '_weight_int8pack_mm')
+    linear, x = torch.nn.Linear(256, 64, bias=False), torch.rand(40, 256) * 200
+    linear.weight.data = torch.rand(64, 256) * 0.1
+    y = Int8Linear(linear)(x.half())
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.float(), linear(x), rtol=0.02, atol=0)
+
+
+def test_a_model_need_not_fit_on_its_device_in_float32(monkeypatch):
+    """Each matrix moves in its new dtype; only small vectors and tables are left for the model's own move."""
+    left, move = {}, GPT.to
+
+    def record(model, device):
+        left.update({name: p.dtype for name, p in model.named_parameters() if p.dim() > 1})
+        return move(model, device)
+    monkeypatch.setattr(GPT, 'to', record)
+    prepare_for_inference(make('modern', n_embd=64), CPU, torch.bfloat16, pack=False)
+    assert set(left.values()) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize('dtype, quantize', [(torch.float32, 'int8'), (torch.bfloat16, 'none')])
+def test_a_prepared_model_has_close_logits(dtype, quantize):
+    model, x = make('modern', n_embd=64).train(), torch.tensor([PROMPTS[3]])
+    exact = model(x)
+    assert prepare_for_inference(model, CPU, dtype, quantize) is model and not model.training
+    assert model.cos.dtype == torch.float32 and model.transformer.wte.weight.dtype == dtype
+    assert sum(isinstance(m, Int8Linear) for m in model.modules()) == (9 if quantize == 'int8' else 0)
+    assert 0 < (model(x) - exact).norm() < 0.05 * exact.norm()
+
+
+def pretend(monkeypatch, plain, packed):
+    """A trial finds these seconds: a function of the shape of a matrix and the rows of its input each."""
+    def seconds(product):
+        x, weight = product.args
+        is_plain = product.func is F.linear
+        out = weight.size(0) if is_plain else product().size(1)
+        return (plain if is_plain else packed)((out, x.size(1)), x.size(0))
+    monkeypatch.setattr('hotloop.inference.quantize.seconds', seconds)
+
+
+def kinds(model):
+    return [type(m) for m in model.modules() if isinstance(m, (torch.nn.Linear, PackedLinear))]
+
+
+@pytest.mark.parametrize('dtype, bound', [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_packed_weights_compute_the_same(dtype, bound, monkeypatch):
+    if not can_pack(CPU, dtype):
+        pytest.skip(f'oneDNN does not pack {dtype} here')
+    pretend(monkeypatch, lambda *_: 2, lambda *_: 1)
+    x, y = torch.tensor([PROMPTS[3]]), {}
+    for smallest, packed in ((0, 9), (10**6, 0)):
+        monkeypatch.setattr('hotloop.inference.quantize.PACK_FROM', smallest)
+        model = prepare_for_inference(make(), CPU, dtype)
+        assert kinds(model).count(PackedLinear) == packed
+        y[packed] = model(x)
+    assert (y[9] - y[0]).norm() <= bound * y[0].norm()
+
+
+@needs_packing
+def test_a_matrix_is_packed_where_a_trial_of_its_shape_and_rows_is_clearly_faster(monkeypatch):
+    monkeypatch.setattr('hotloop.inference.quantize.PACK_FROM', 0)
+    tried = []
+
+    def packed(shape, rows):
+        tried.append(rows)
+        return {(96, 32): 1.0, (61, 32): 1.95}.get(shape, 3.0)  # c_attn; the head, whose gain is too small
+    pretend(monkeypatch, lambda *_: 2.0, packed)
+    model = prepare_for_inference(make(), CPU, torch.float32, rows=3)
+    assert set(tried) == {3}
+    block = model.transformer.h[0]
+    assert [type(m) for m in (block.attn.c_attn, model.lm_head)] == [PackedLinear, Linear]
+    assert kinds(model).count(PackedLinear) == model.config.n_layer
+
+
+@needs_packing
+def test_the_best_of_several_trials_counts(monkeypatch):
+    """One slow round of a busy machine does not decide."""
+    rounds = iter([2, 9, 2, 1, 2, 9, 9, 9])  # plain and packed, four times
+    monkeypatch.setattr('hotloop.inference.quantize.seconds', lambda product: next(rounds))
+    linear = Linear(512, 512)
+    assert shapes_to_pack([linear], 1) == {linear.weight.shape}
+
+
+@needs_packing
+def test_a_trial_cuts_large_matrices(monkeypatch):
+    monkeypatch.setattr('hotloop.inference.quantize.TRIAL_SIZE', 512 * 100)
+    seen = set()
+    pretend(monkeypatch, lambda shape, rows: seen.add(shape) or 1, lambda shape, rows: seen.add(shape) or 1)
+    assert shapes_to_pack([Linear(512, 1024)], 1) == set() and seen == {(100, 512)}
+
+
+def test_weights_stay_plain_where_packing_fails(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError('not on this CPU')
+    monkeypatch.setattr(torch.ops.mkldnn, '_reorder_linear_weight', refuse)
+    assert not can_pack.__wrapped__(CPU, torch.float32)

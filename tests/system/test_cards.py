@@ -1,0 +1,314 @@
+"""Every setting acts, --help lists every setting, every recipe card resolves, every machine gets a card."""
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import importlib.machinery
+import inspect
+import io
+import os
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, noise, write_bins
+
+import prepare
+import sample
+import train
+from configurator import configure
+from hotloop.data.documents import ReadConfig
+from hotloop.data.sources import CORPORA
+from hotloop.system import cards
+from hotloop.training.dataloader import share_batch
+from hotloop.weights.load import Weights
+from hotloop.weights.lora import LoRAConfig
+from model import GPT, GPTConfig
+from prepare import PrepareConfig
+from sample import SampleConfig
+from train import TrainConfig
+
+ROOT = Path(train.__file__).parent
+SETTINGS = (GPTConfig, LoRAConfig, TrainConfig)
+CARDS = sorted((ROOT / 'config').glob('*.py'))
+
+
+# -----------------------------------------------------------------------------
+# every setting acts
+
+def two_processes(m):
+    """One of two processes, up to the moment when they would meet."""
+    m.setenv('WORLD_SIZE', '2')
+
+    def open_process_group(backend, device, rank, world, timeout_minutes):
+        raise ValueError(f'{backend} waits {timeout_minutes} minutes')
+    m.setattr(train, 'open_process_group', open_process_group)
+
+
+def fake_compile(m):
+    """A compiler that prints its mode."""
+    def compile_model(model, mode=None, **options):
+        print(f'compiled, mode {mode}')
+        return model
+    m.setattr(torch, 'compile', compile_model)
+
+
+def fake_checkpoint(m):
+    """Recomputation that prints that it is on."""
+    def checkpoint(run, *args, **options):
+        print('recomputed')
+        return run(*args)
+    m.setattr('hotloop.training.parallel.checkpoint', checkpoint)
+
+
+def fake_wandb(m):
+    """A package wandb that prints what it is given."""
+    wandb = types.ModuleType('wandb')
+    wandb.__spec__ = importlib.machinery.ModuleSpec('wandb', None)
+    wandb.init = lambda project, name, config: print('wandb', project, os.path.basename(name))
+    wandb.log = lambda numbers, step: print('wandb', step)
+    wandb.finish = lambda exit_code: None
+    m.setitem(sys.modules, 'wandb', wandb)
+
+
+def no_tensorboard(m):
+    m.setitem(sys.modules, 'tensorboard', None)
+
+
+def fake_determinism(m):
+    m.setattr(torch, 'set_deterministic_debug_mode', lambda mode: print('deterministic:', mode))
+
+
+def fake_base(m):
+    """Weights with the shape of run_once() for adapters to be added to."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=257))
+    found = Weights('base', model.config.model_args(), model.state_dict(), {'kind': 'byte'}, {})
+    m.setattr('hotloop.weights.load.open_weights', lambda name, data_dir: found)
+
+
+MUON = dict(optimizer='muon')
+ROPE = dict(position='rope')
+LORA = dict(init_from='hub/base', lora_rank=2)
+SAMPLES = dict(sample_interval=2, sample_tokens=3)
+# changed alone, these change the weights
+WEIGHTS = dict(
+    preset='modern', block_size=8, vocab_size=320, n_layer=2, n_head=4, n_kv_head=1, n_embd=24, n_ff=40,
+    dropout=0.2, bias=True, position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False,
+    zero_init=True, softcap=2, head_dim=4, qkv_bias=True, norm_eps=0.1, post_norm=True, embed_scale=2.0,
+    query_scale=0.1, attn_softcap=0.5, x0_mix=True, key_shift=True, label_smoothing=0.1, seed=1, max_iters=4,
+    max_epochs=0.05, max_minutes=0, dataset='other', batch_size=3, gradient_accumulation_steps=3,
+    optimizer='muon', learning_rate=1e-3, weight_decay=0.0, beta1=0.8, beta2=0.8, grad_clip=0.1,
+    decay_lr=False, lr_schedule='linear', warmup_iters=0, warmup_fraction=1, lr_decay_iters=2, min_lr=4e-3,
+    dtype='bfloat16')
+# name: (what must change, the changed value, settings of both runs, a patch around both)
+TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
+    'rope_base': ('weights', 500, ROPE),
+    'rope_factor': ('weights', 2.0, ROPE),
+    'rope_context': ('weights', 8, dict(rope_factor=2.0, **ROPE)),
+    'rope_local_base': ('weights', 50.0, dict(window=8, **ROPE)),
+    'embed_norm': ('weights', False, ROPE),
+    'window': ('weights', 3),
+    'window_pattern': ('weights', 'LS', dict(window=3)),
+    'document_mask': ('error', True),
+    'pack_rows': ('error', True),
+    'muon_lr': ('weights', 0.1, MUON),
+    'embed_lr': ('weights', 0.1, MUON),
+    'muon_momentum': ('weights', 0.5, MUON),
+    'decay_fraction': ('weights', 1.0, dict(lr_schedule='linear')),
+    'decay_start': ('weights', 2, dict(lr_schedule='linear')),
+    'depth': ('error', 3),  # the shape is given too
+    'time_budget': ('weights', 1e-4, dict(max_iters=5)),  # over before the first step
+    'lora_rank': ('weights', 4, LORA, fake_base),
+    'lora_alpha': ('weights', 4, LORA, fake_base),
+    'lora_rs': ('weights', True, LORA, fake_base),
+    'lora_dropout': ('weights', 0.5, LORA, fake_base),
+    'lora_targets': ('weights', 'mlp', LORA, fake_base),
+    'quantize': ('weights', 'nf4', LORA, fake_base),
+    'out_dir': ('files', 'elsewhere'),
+    'eval_only': ('files', True),
+    'check': ('files', True, {}, fake_compile),
+    'report': ('error', 'nowhere'),
+    'dry_run': ('files', True),
+    # at a learning rate of 0 no evaluation after the first improves
+    'always_save_checkpoint': ('files', False, dict(learning_rate=0, min_lr=0, eval_interval=1, keep_last=3)),
+    'save_interval': ('files', 1),
+    'save_minutes': ('files', 0),
+    'keep_last': ('files', 3, dict(save_interval=1)),
+    'data_on_device': ('lines', True),
+    'eval_interval': ('lines', 1),
+    'eval_tokens': ('lines', 32),
+    'eval_iters': ('lines', 1),
+    'patience': ('lines', 1, dict(learning_rate=0, min_lr=0, eval_interval=1)),  # nothing improves
+    'log_interval': ('lines', 3),
+    'sample_interval': ('lines', 2, dict(sample_tokens=3)),
+    'sample_prompt': ('lines', 'ab', SAMPLES),
+    'sample_tokens': ('lines', 5, SAMPLES),
+    'tensorboard': ('error', True, {}, no_tensorboard),
+    'wandb_log': ('lines', True, {}, fake_wandb),
+    'wandb_project': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
+    'wandb_run_name': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
+    'compile': ('lines', True, {}, fake_compile),
+    'compile_mode': ('lines', 'max-autotune-no-cudagraphs', dict(compile=True), fake_compile),
+    'loss_chunks': ('lines', 4),
+    'recompute': ('lines', 'full', {}, fake_checkpoint),
+    'shard': ('lines', 'full'),
+    'threads': ('lines', 2),
+    'deterministic': ('lines', False, {}, fake_determinism),
+    'init_from': ('error', 'resume'),
+    'data_dir': ('error', 'elsewhere'),
+    'mirror_dir': ('error', '/dev/null/mirror'),
+    'device': ('error', 'cuda:99'),
+    'backend': ('error', 'gloo', {}, two_processes),
+    'timeout_minutes': ('error', 3, {}, two_processes),
+}
+
+
+def without_clock(line):
+    """A printed line without the numbers that differ from run to run."""
+    return re.sub(r'[\d.,]+[kM]? (tok/s|[MG]B|s\b)|[\ddhms ]+ left', '', line)
+
+
+def run_once(folder, patch, settings):
+    """What can be seen of a run of three steps: a hash of the weights, the error, the lines, the files."""
+    flags = {**TINY, 'n_layer': 1, 'n_embd': 16, 'batch_size': 2, 'max_iters': 3, 'warmup_iters': 1,
+             'eval_interval': 100, 'eval_tokens': 128, **settings}
+    flags['out_dir'] = folder / flags.get('out_dir', 'out')
+    printed, error, weights = io.StringIO(), None, None
+    with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(printed):
+        m.setattr(gc, 'collect', lambda: 0)  # half the time of such a small run
+        if patch:
+            patch(m)
+        try:
+            train.main([f'--{name}={value}' for name, value in flags.items()])
+        except ValueError as e:
+            error = str(e)
+    if (flags['out_dir'] / 'ckpt.pt').exists():
+        model = torch.load(flags['out_dir'] / 'ckpt.pt', weights_only=True)['model']
+        everything = b''.join(name.encode() + w.numpy().tobytes() for name, w in model.items())
+        weights = hashlib.sha256(everything).hexdigest()
+    lines = printed.getvalue().replace(str(folder), '').splitlines()
+    # that a setting is listed does not show that it acts
+    lines = [without_clock(line) for line in lines if not re.match(r'  \w+ = ', line)]
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob('*'))
+    return {'weights': weights, 'error': error, 'lines': lines, 'files': files}
+
+
+@pytest.fixture(scope='module')
+def observe(tmp_path_factory, data_dir):
+    """observe(patch, **settings) -> what run_once sees; equal runs run once."""
+    write_bins(Path(data_dir) / 'other', noise(4001, seed=7), noise(487, seed=8))
+    seen = {}
+
+    def run(patch=None, **settings):
+        key = repr((patch, sorted(settings.items())))
+        if key not in seen:
+            seen[key] = run_once(tmp_path_factory.mktemp('run'), patch, {'data_dir': data_dir, **settings})
+        return seen[key]
+    return run
+
+
+def test_the_table_has_a_row_for_every_setting():
+    """A new setting needs a row: a change that shows that it acts."""
+    assert set(TABLE) == {f.name for cls in SETTINGS for f in dataclasses.fields(cls)}
+
+
+def check(observe, name, where, value, both=None, patch=None):
+    before, after = observe(patch, **(both or {})), observe(patch, **{**(both or {}), name: value})
+    assert before[where] != after[where], f'{name}={value} changes nothing'
+    if where != 'error':
+        assert before['error'] is None and after['error'] is None
+
+
+@pytest.mark.parametrize('name', TABLE)
+def test_every_setting_acts(observe, name):
+    """Changed alone, it changes a weight, a file, a line or an error."""
+    check(observe, name, *TABLE[name])
+
+
+def test_the_table_can_fail(observe):
+    """Equal runs look equal, and so does a run with a setting that has nothing to act on."""
+    for twin in (dict(wandb_project='hotloop'), dict(wandb_run_name='mine')):
+        assert observe(**twin) == observe(), twin
+
+
+# -----------------------------------------------------------------------------
+# --help
+
+@pytest.mark.parametrize('program, classes', [
+    (train, SETTINGS), (sample, (SampleConfig,)), (prepare, (PrepareConfig, ReadConfig))])
+def test_help_lists_every_setting(program, classes, capsys):
+    """With its default, its own comment and its section, in the order of the source."""
+    with pytest.raises(SystemExit) as end:
+        program.main(['--help'])
+    lines = capsys.readouterr().out.splitlines()
+    assert not end.value.code and lines[0] == program.__doc__.strip().splitlines()[0]
+    flags = [line for line in lines if line.startswith('  --')]
+    fields = [f for cls in classes for f in dataclasses.fields(cls)]
+    source = ''.join(inspect.getsource(cls) for cls in classes)
+    for line, field in zip(flags, fields, strict=True):
+        default = field.default if str(field.default).isprintable() else repr(field.default)
+        comment = re.search(rf'^    {field.name}: .*  # (.*)', source, re.M)[1]
+        assert line.startswith(f'  --{field.name}={default}  ') and comment in line and len(comment) > 5
+    sections = re.findall('# --- (.*)', source)
+    assert [line for line in lines if line in sections] == sections
+    assert any('in a config file:' in line for line in lines) == (program is not prepare)
+
+
+# -----------------------------------------------------------------------------
+# recipe cards
+
+@pytest.mark.parametrize('card', CARDS, ids=lambda card: card.stem)
+def test_every_card_resolves_and_runs_on_any_number_of_gpus(card):
+    """No unknown name, wrong type or impossible combination; one global batch on 1, 2, 4 and 8 GPUs."""
+    _, _, cfg, given, _ = configure(*SETTINGS, argv=[str(card)])
+    assert given
+    for world in (1, 2, 4, 8):
+        micro, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)
+        assert micro * accumulation * world == cfg.batch_size * cfg.gradient_accumulation_steps
+        assert micro <= cfg.batch_size
+
+
+@pytest.mark.parametrize('memory, apple, device, card', [
+    (80, False, 'auto', 'a100_fast'), (42, False, 'cuda', 'a100_fast'), (24, False, 'cuda:0', 'vram_24gb'),
+    (16, False, 'auto', 'vram_16gb'), (8, False, 'auto', 'vram_8gb'), (6, False, 'auto', 'quickstart'),
+    (80, False, 'cpu', 'quickstart'), (None, True, 'auto', 'shakespeare_char'),
+    (None, True, 'mps', 'shakespeare_char'), (None, True, 'cpu', 'quickstart'),
+    (None, False, 'auto', 'quickstart')])
+def test_the_card_of_a_machine(monkeypatch, memory, apple, device, card):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: memory is not None)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties',
+                        lambda device: types.SimpleNamespace(total_memory=memory * 1e9))
+    monkeypatch.setattr('hotloop.system.cards.choose_device',
+                        lambda name: (torch.device('cuda', 0), 'it is there'))
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: apple)
+    reason = 'Apple GPU' if apple else f'{memory} GB of GPU memory'
+    if device == 'cpu' or not (memory or apple):
+        reason = 'no GPU'
+    assert train.card_for_machine(device) == (f'config/{card}.py', reason)
+    assert (ROOT / 'config' / f'{card}.py').exists()
+
+
+def test_no_machine_is_sent_to_a_large_download():
+    for card in [*(name for _, name in cards.CARDS), cards.APPLE_CARD]:
+        dataset = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / f'{card}.py')])[1].dataset
+        assert dataset == 'stdlib' or CORPORA[dataset].download < 0.5e9, card
+
+
+def test_a_command_without_card_and_dataset_takes_the_card_of_the_machine(monkeypatch, tmp_path, capsys):
+    """It prints which and why. A dataset or a card of the user's own is left alone."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    for argv, dataset in (([], 'stdlib'), (['--dataset=mine'], 'mine'),
+                          ([str(ROOT / 'config' / 'gpt2_124m.py')], 'openwebtext')):
+        monkeypatch.setattr(sys, 'argv', ['train.py', f'--data_dir={tmp_path}', *argv])
+        with pytest.raises(ValueError, match=f'{dataset} does not exist'):
+            train.main()
+    write_bins(tmp_path / 'stdlib', noise(2001), noise(487))
+    tiny = {name: value for name, value in TINY.items() if name != 'dataset'}
+    flags = [f'--{name}={value}' for name, value in tiny.items()]
+    train.main([*flags, f'--data_dir={tmp_path}', f'--out_dir={tmp_path / "out"}', '--eval_only'])
+    assert re.search(r'card: config/quickstart\.py \(no GPU', capsys.readouterr().out)

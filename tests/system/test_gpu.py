@@ -1,0 +1,114 @@
+"""
+What only a GPU can show: the laws of resume, data and decoding in bf16, with its kernels, compiled.
+
+    $ python -m pytest -n 0 -s tests/system/test_gpu.py                    # skips where there is no GPU
+    $ TEST_DEVICE=cpu python -m pytest -n 0 -s tests/system/test_gpu.py    # tries the tests themselves
+"""
+
+import os
+
+import pytest
+import torch
+from conftest import noise, tiny_flags, write_bins
+from test_model import ids, make
+
+import train
+from hotloop.inference.generate import Sampling, generate
+from hotloop.inference.quantize import prepare_for_inference
+
+DEVICE = os.environ.get('TEST_DEVICE', 'cuda')
+pytestmark = pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available(), reason='there is no GPU')
+
+# heads of 64 and 128 positions, so that flash attention takes them
+SETTINGS = dict(device=DEVICE, dtype='bfloat16', compile=True, n_embd=128, block_size=128, batch_size=8,
+                dropout=0.1, eval_interval=5, lr_decay_iters=10, threads=2)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(out, **settings) -> the checkpoint that the run leaves."""
+    write_bins(tmp_path / 'data' / 'tiny', noise(60_001), noise(4001, seed=1))
+
+    def go(out, **settings):
+        torch._dynamo.reset()
+        assert train.main(tiny_flags(tmp_path / out, tmp_path / 'data', **{**SETTINGS, **settings})) == 0
+        return torch.load(tmp_path / out / 'ckpt.pt', map_location='cpu', weights_only=True)
+    return go
+
+
+def furthest(a, b):
+    """The largest difference between two checkpoints' weights."""
+    return max((a['model'][name] - b['model'][name]).abs().max().item() for name in a['model'])
+
+
+@pytest.mark.parametrize('recipe', [{}, {'preset': 'modern', 'optimizer': 'muon'}], ids=['gpt2', 'modern'])
+def test_resume_is_exact(run, recipe):
+    """With deterministic=True; without it the difference is only printed."""
+    for deterministic in (True, False):
+        settings = {**recipe, 'deterministic': deterministic}
+        whole = run(f'whole{deterministic}', **settings)
+        run(f'halves{deterministic}', **settings, max_iters=5)
+        difference = furthest(whole, run(f'halves{deterministic}', **settings, init_from='resume'))
+        print(f'{settings}: the furthest weights differ by {difference:.1e}')
+        assert not deterministic or difference == 0
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+@pytest.mark.parametrize('window, masked', [(100, False), (None, True), (100, True)])
+def test_attention_within_windows_and_documents_is_that_of_a_cpu(window, masked, compiled):
+    """FlexAttention with its gradients, in float32."""
+    torch._dynamo.reset()
+    model, x = make('modern', n_embd=128, n_head=2, block_size=300, window=window).train(), ids(2, 300)
+    documents = (torch.arange(600).view(2, 300) // 130) if masked else None
+    results = []
+    for device in ('cpu', DEVICE):
+        model.to(device).zero_grad()
+        forward = torch.compile(model, dynamic=False) if compiled and device == DEVICE else model
+        batch = [part.to(device) for part in (x, x, documents) if part is not None]
+        forward(*batch).sum().backward()
+        results.append(torch.cat([p.grad.flatten().cpu() for p in model.parameters()]))
+    assert (results[0] - results[1]).norm() < 1e-3 * results[0].norm()
+
+
+def test_data_in_the_devices_memory_is_the_data_that_is_read_ahead(run):
+    a, b = (run(f'{resident}', data_on_device=resident, deterministic=True) for resident in (True, False))
+    assert furthest(a, b) == 0
+
+
+def test_adapters_on_the_device_are_written_at_the_last_step(run, tmp_path):
+    """The last save takes no copy of the tensors first."""
+    run('base', max_iters=1)
+    tuned = run('tuned', init_from=tmp_path / 'base', lora_rank=4, max_iters=2, eval_interval=1)
+    assert (tmp_path / 'tuned' / 'adapter' / 'adapter_model.safetensors').exists() and tuned['iter_num'] == 2
+
+
+def test_a_loss_in_chunks_trains_as_the_whole_does(run):
+    assert furthest(run('one'), run('four', loss_chunks=4)) < 0.05
+
+
+@pytest.mark.parametrize('preset', ['gpt2', 'modern'])
+def test_a_compiled_step_draws_what_the_eager_one_draws(preset):
+    """In float32, where kernels differ less than probable ids. Contexts slide; graphs are used again."""
+    torch._dynamo.reset()
+    model = make(preset, n_head=2, n_embd=128, block_size=64)
+    prepare_for_inference(model, torch.device(DEVICE), torch.float32, pack=False)
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+
+    def texts(compiled, temperature):
+        sampling = Sampling(90, temperature=temperature, top_k=20, repetition_penalty=1.1, stop={11})
+        steps = generate(model, prompts, sampling, seeds=[1, 2, 3], compiled=compiled)
+        return [[(sequence, token) for sequence, token, _ in new] for new in steps]
+    for temperature in (0.0, 0.8, 0.8):
+        assert texts(True, temperature) == texts(False, temperature)
+
+
+@pytest.mark.skipif(DEVICE == 'cpu', reason='a CPU has no limit that is safe to reach')
+def test_batch_size_auto_on_a_device_that_is_nearly_full(run):
+    """All but 2 GB are taken."""
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(free - 2 * 10**9, dtype=torch.uint8, device=DEVICE)
+    found = run('auto', batch_size='auto', gradient_accumulation_steps=1024, block_size=1024, n_embd=512,
+                max_iters=2, eval_tokens=2048, vocab_size=50304, data_on_device=False)
+    del taken
+    config = found['config']
+    assert config['batch_size'] * config['gradient_accumulation_steps'] == 12 * 1024

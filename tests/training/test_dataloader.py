@@ -1,0 +1,264 @@
+"""Data is a pure function of seed and step, whatever the processes and wherever the tokens are kept."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import noise, same, write_bins
+
+from hotloop.data.dataset import read_meta
+from hotloop.system.distributed import Env
+from hotloop.training.checkpoint import RunState
+from hotloop.training.dataloader import (
+    Batches,
+    Split,
+    check_lengths,
+    kept_on_device,
+    micro_seed,
+    share_batch,
+    upload,
+    windows_per_epoch,
+)
+from hotloop.training.mixture import Mixture
+
+T = 16
+
+
+def config(batch=4, accumulation=4, device='auto'):
+    return SimpleNamespace(batch_size=batch, gradient_accumulation_steps=accumulation, seed=1337,
+                           data_on_device=device)
+
+
+def open_folder(folder, name='train', T=T):
+    return Split(str(folder), name, read_meta(str(folder)), T)
+
+
+@pytest.fixture(scope='module')
+def splits(tmp_path_factory):
+    """One of each kind: plain, masked more and more densely, of four-byte ids, and a mixture of these."""
+    folder = tmp_path_factory.mktemp('data')
+    masks = {'train': np.random.default_rng(2).random(700) < np.linspace(0.05, 1, 700), 'val': np.ones(100)}
+    write_bins(folder / 'plain', noise(900, low=60000, high=65535), noise(100))
+    write_bins(folder / 'masked', noise(700), noise(100), masks=masks)
+    write_bins(folder / 'wide', noise(800, low=2**17, high=2**31 - 1), noise(100), dtype='uint32')
+    kinds = {name: open_folder(folder / name) for name in ('plain', 'masked', 'wide')}
+    write_bins(folder / 'ended', noise(900, low=65500, high=65535), noise(100))
+    documents = [open_folder(folder / 'ended'), open_folder(folder / 'masked')]
+    documents[0].end_id, documents[1].end_id = 65505, 40
+    return {**kinds, 'mixture': Mixture(list(kinds), list(kinds.values()), [0.5, 0.3, 0.2]),
+            'documents': documents[0], 'mixed documents': Mixture(['a', 'b'], documents, [0.5, 0.5])}
+
+
+KINDS = ['plain', 'masked', 'wide', 'mixture']
+
+
+def epoch_order(seed, num_tokens, T, epoch):
+    split = SimpleNamespace(num_tokens=num_tokens, T=T, num_windows=windows_per_epoch(num_tokens, T))
+    return Split.epoch_order(split, seed, epoch)
+
+
+def load_all(batches, steps):
+    """(x, y, seed) of every micro-batch of these steps."""
+    return [load() for step in steps for load in batches.step(step)[1]]
+
+
+def assert_same(ours, theirs):
+    for (*batch, seed), (*batch2, seed2) in zip(ours, theirs, strict=True):
+        assert same(batch, batch2) and seed == seed2
+        assert all(part.dtype == torch.int64 and part.is_contiguous() for part in batch2)
+
+
+def test_the_order_is_that_of_earlier_versions(tmp_path):
+    """A run that was started by one resumes with these very windows, dropout masks and data."""
+    assert epoch_order(1337, 4001, 16, 0)[:5].tolist() == [649, 2825, 985, 3689, 1129]
+    assert epoch_order(7, 100, 16, 3).tolist() == [62, 14, 46, 78, 30]
+    assert (micro_seed(1337, 0, 0), micro_seed(2, 3, 4)) == (6791203004760804454, 4142466838686032688)
+    for name in 'ab':
+        write_bins(tmp_path / name, np.arange(500) % 251, np.arange(100))
+    mixture = Mixture(['a', 'b'], [open_folder(tmp_path / name) for name in 'ab'], [3, 1])
+    starts = mixture.starts(7, np.array([0, 1, 2, 9_999, 10_000, 123_456]))
+    assert starts.tolist() == [242, 754, 178, 144, 241, 270]
+    assert mixture.splits[0].fingerprint() == '45d02bbae36f813c'
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_order_is_a_pure_function_of_seed_and_step(splits, kind):
+    """Any step gives the same windows, asked in any order; over the seam of two blocks of a mixture too."""
+    split = splits[kind]
+    complete = split.starts(7, np.arange(10_080)).reshape(84, 120)
+    for step in (83, 0, 82, 5, 5):
+        assert np.array_equal(split.starts(7, np.arange(step * 120, step * 120 + 120)), complete[step])
+    assert not np.array_equal(split.starts(8, np.arange(120)), complete[0])
+
+
+@pytest.mark.parametrize('num_tokens', [1000, 49, 34, 17])
+def test_an_epoch_sees_each_of_its_windows_once(tmp_path, num_tokens):
+    """Non-overlapping windows within the split, one at least, and at most one fewer than fit."""
+    write_bins(tmp_path, noise(num_tokens), noise(100))
+    per_epoch = windows_per_epoch(num_tokens, T)
+    assert per_epoch >= max((num_tokens - 1) // T - 1, 1)
+    starts = open_folder(tmp_path).starts(7, np.arange(5 * per_epoch))
+    for epoch in starts.reshape(5, per_epoch):
+        assert np.array_equal(np.sort(epoch) - epoch.min(), T * np.arange(per_epoch))
+        assert epoch.min() >= 0 and epoch.max() + T < num_tokens
+    orders = [epoch_order(7, 100, T, epoch) for epoch in range(300)]
+    assert {int(order.min()) for order in orders} == set(range(100 - 5 * T)), 'every offset is drawn'
+    assert len({tuple(order - order.min()) for order in orders}) > 50
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_targets_are_the_next_tokens(splits, kind):
+    """Which a loss that looks good does not prove; -1 where the mask is 0; num_targets counts the others."""
+    split = splits[kind]
+    starts = split.starts(3, np.arange(60))
+    x, y = split.gather(starts)
+    tokens = np.concatenate([part.tokens for part in split.splits]).astype(np.int64)
+    masks = [np.ones(part.num_tokens) if part.mask is None else part.mask for part in split.splits]
+    masks = np.concatenate(masks)
+    for row, start in enumerate(starts):
+        assert np.array_equal(x[row], tokens[start:start + T])
+        counted = masks[start + 1:start + T + 1] > 0
+        assert np.array_equal(y[row], np.where(counted, tokens[start + 1:start + T + 1], -1))
+    assert split.num_targets(starts) == (y >= 0).sum()
+    assert ((y < 0).any()) == (kind in ('masked', 'mixture'))
+
+
+@pytest.mark.parametrize('kind', ['documents', 'mixed documents'])
+def test_a_document_begins_after_an_end_id_and_at_the_start_of_a_window(splits, kind):
+    split = splits[kind]
+    x, _, documents = split.gather(split.starts(3, np.arange(60)))
+    assert documents.max() > 1
+    for tokens, numbers in zip(x, documents, strict=True):
+        end = 65505 if tokens[0] > 60000 else 40
+        assert numbers.tolist() == [int((tokens[:t] == end).sum()) for t in range(T)]
+
+
+def test_any_mask_but_0_counts_once(tmp_path):
+    mask = np.zeros(40)
+    mask[10:20] = 255
+    write_bins(tmp_path, range(40), range(40), masks={'train': mask, 'val': mask})
+    split, starts = open_folder(tmp_path, T=8), [0, 8, 16, 24]
+    assert split.num_targets(starts) == (split.gather(starts)[1] >= 0).sum() == 10
+    before = split.fingerprint()
+    mask[0] = 1
+    write_bins(tmp_path, range(40), range(40), masks={'train': mask, 'val': mask})
+    assert open_folder(tmp_path, T=8).fingerprint() != before
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('world', [1, 2, 4, 8])
+def test_processes_share_the_global_batch(splits, kind, world):
+    """Their micro-batches one after another are the windows of the step, and have seeds of their own."""
+    split, cfg = splits[kind], config(batch=8)
+    processes = [Batches(split, cfg, Env(rank, world)) for rank in range(world)]
+    x, y, seeds = zip(*(part for process in processes for part in load_all(process, [6])), strict=True)
+    expected = split.gather(split.starts(cfg.seed, np.arange(6 * 32, 7 * 32)))
+    assert np.array_equal(torch.cat(x), expected[0]) and np.array_equal(torch.cat(y), expected[1])
+    assert {process.step(6)[0] for process in processes} == {(expected[1] >= 0).sum()}
+    assert list(seeds) == [micro_seed(1337, 6, micro) for micro in range(len(x))]
+
+
+def test_with_another_batch_no_window_is_left_out_or_repeated(splits):
+    before = RunState(iter_num=6, tokens_seen=6 * 16 * T)
+    batches = Batches(splits['plain'], config(batch=8), Env(), before)
+    expected = splits['plain'].starts(1337, np.arange(6 * 16, 6 * 16 + 32))
+    assert np.array_equal(batches.windows(6)[1].ravel(), expected)
+
+
+@pytest.mark.parametrize('kind', [*KINDS, 'documents'])
+def test_data_on_the_device_is_the_same_data(splits, kind):
+    batches = [Batches(splits[kind], config(device=there), Env(1, 2)) for there in (False, True)]
+    assert batches[0].tokens is None and batches[1].tokens is not None
+    assert_same(*(load_all(each, range(9)) for each in batches))
+
+
+def test_a_step_uploads_its_positions_before_its_first_load(splits, monkeypatch):
+    """An upload between micro-batches would wait until the GPU has computed the one before."""
+    _, loads = Batches(splits['masked'], config(device=True), Env()).step(0)
+    monkeypatch.setattr(torch, 'from_numpy', lambda array: pytest.fail('a load uploads'))
+    assert len([load() for load in loads]) == 4
+
+
+def copies_to_a_gpu(monkeypatch):
+    """A GPU whose tensors stay on the CPU. Returns a list: for each copy to it, whether the host waits."""
+    waits, pinned, original = [], [], torch.Tensor.to
+
+    def to(tensor, *args, non_blocking=False, **kwargs):
+        if args != (torch.device('cuda'),):
+            return original(tensor, *args, non_blocking=non_blocking, **kwargs)
+        waits.append(not (non_blocking and any(tensor is each for each in pinned)))
+        return tensor
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, 'to', to)
+    return waits
+
+
+def test_an_upload_to_a_gpu_is_not_waited_for(monkeypatch):
+    waits = copies_to_a_gpu(monkeypatch)
+    assert upload(np.arange(3), torch.device('cuda')).tolist() == [0, 1, 2] and waits == [False]
+    assert upload(np.arange(3), torch.device('cpu')).tolist() == [0, 1, 2] and waits == [False]
+
+
+@pytest.mark.parametrize('kind', ['mixture', 'mixed documents'])
+def test_reading_ahead_gives_the_same_micro_batches(splits, monkeypatch, kind):
+    """In order, after a jump, and over the end of a step."""
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda tensor: tensor)
+    plain, ahead = (Batches(splits[kind], config(accumulation=6), Env(1, 2)) for _ in range(2))
+    ahead.reader = ThreadPoolExecutor(1)
+    assert_same(load_all(plain, [0, 1, 2, 9, 10, 3]), load_all(ahead, [0, 1, 2, 9, 10, 3]))
+    assert list(ahead.ahead) == [(4, 0)]
+    ahead.reader.shutdown()
+
+
+def test_data_goes_to_a_gpu_that_has_room_for_it(splits, monkeypatch):
+    gpu = Env(device=torch.device('cuda'))
+    for free, fits in ((20 * splits['masked'].num_bytes, True), (9 * splits['masked'].num_bytes, False)):
+        monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device, free=free: (free, 0))
+        assert kept_on_device(splits['masked'], config(), gpu) is fits
+    assert kept_on_device(splits['masked'], config(device=True), gpu)
+    assert not kept_on_device(splits['masked'], config(), Env())
+
+
+def test_share_batch():
+    """The largest micro-batch up to batch_size, for the same global batch."""
+    assert share_batch(20, 2, 8) == (5, 1) and share_batch(12, 40, 8) == (12, 5)
+    assert share_batch(32, 1, 1) == (32, 1) and share_batch(8, 8, 2) == (8, 4)
+    for size, accumulation, world, nearest in ((10, 1, 8, '8 or 16'), (3, 1, 4, '4'), (7, 3, 2, '20 or 22')):
+        words = rf'= {size * accumulation} sequences cannot be .* {world} processes; use {nearest}'
+        with pytest.raises(ValueError, match=words):
+            share_batch(size, accumulation, world)
+
+
+@pytest.mark.parametrize('tokens, mask, said, words', [
+    (100, [1] * 100, 101, 'has 100 tokens, but meta.json says 101; prepare'),
+    (100, [1] * 99, 100, r'train\.mask\.bin has 99 bytes for 100 tokens'),
+    (100, [0] * 100, 100, r'train\.bin has no unmasked target: .*train\.mask\.bin is 0 everywhere')])
+def test_bins_and_masks_that_cannot_be(tmp_path, tokens, mask, said, words):
+    write_bins(tmp_path, noise(tokens), noise(100), masks={'train': np.array(mask), 'val': np.ones(100)})
+    meta = {**read_meta(str(tmp_path)), 'splits': {'train': {'tokens': said}}}
+    with pytest.raises(ValueError, match=words):
+        Split(str(tmp_path), 'train', meta, T)
+
+
+def test_a_window_must_fit_every_split(tmp_path):
+    """The error names the largest block_size for both splits, not for the first that is too short."""
+    write_bins(tmp_path, noise(16), noise(9))
+    splits = [Split(str(tmp_path), name, read_meta(str(tmp_path)), T) for name in ('train', 'val')]
+    with pytest.raises(ValueError, match=r'val\.bin has 9 tokens, too few for one window of block_size=16 '
+                                         r'and its target; use more text or --block_size=8 at most$'):
+        check_lengths(splits, T)
+    check_lengths(splits, 8)
+    write_bins(tmp_path, noise(16), noise(1))
+    splits[1] = Split(str(tmp_path), 'val', read_meta(str(tmp_path)), T)
+    with pytest.raises(ValueError, match=r'has 1 token, .*; use more text$'):
+        check_lengths(splits, T)
+
+
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
+    write_bins(tmp_path, [*noise(100), 300], noise(100))
+    split = open_folder(tmp_path)
+    with pytest.raises(ValueError, match=r'token id 300, but .* has 257 ids; .*--tokenizer=RUN_OR_MODEL'):
+        split.check_ids(257)
+    split.check_ids(301)

@@ -1,0 +1,188 @@
+"""An evaluation is the mean over fixed windows, whatever the batch and the processes are."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import error_of, noise, write_bins
+from test_dataloader import copies_to_a_gpu
+
+from hotloop.data.dataset import read_meta
+from hotloop.system.distributed import Env
+from hotloop.training.dataloader import Split
+from hotloop.training.evaluate import count_batches, eval_batch, eval_windows, evaluate
+from hotloop.training.mixture import Mixture
+from model import GPT, GPTConfig
+
+TOKENS = noise(487, seed=1)  # 30 windows of 16 and a tail of 6
+MASK = np.random.default_rng(2).random(487) < np.linspace(0.05, 1, 487) ** 2
+BYTES = np.arange(257) % 4
+
+
+def tiny_gpt(**settings):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=257, block_size=16, n_layer=1, n_head=2, n_embd=32, **settings))
+
+
+@pytest.fixture
+def splits(tmp_path):
+    """{'plain': ..., 'masked': ...}: the same tokens."""
+    masks = {'plain': None, 'masked': {'train': MASK, 'val': MASK}}
+    folders = {name: write_bins(tmp_path / name, TOKENS, TOKENS, masks=masks[name]) for name in masks}
+    return {name: Split(folders[name], 'val', read_meta(folders[name]), 16) for name in masks}
+
+
+def nats_by_hand(model):
+    """Nats of every target, one position after another, (486,)."""
+    tokens, nats = torch.tensor(TOKENS), torch.zeros(486, dtype=torch.float64)
+    model.eval()
+    with torch.no_grad():
+        for rows, length in ((torch.arange(30) * 16, 16), (torch.tensor([480]), 6)):
+            for t in range(length):
+                logits = model(tokens[rows[:, None] + torch.arange(t + 1)])
+                targets = tokens[rows + t + 1][:, None]
+                nats[rows + t] = -logits.log_softmax(-1).double().gather(1, targets)[:, 0]
+    model.train()
+    return nats
+
+
+@pytest.mark.parametrize('kind', ['plain', 'masked'])
+def test_the_loss_is_the_mean_over_every_target_that_counts(splits, kind):
+    """The tail included; bits per byte are over the bytes of those very targets."""
+    model = tiny_gpt(bias=True)
+    counts = torch.from_numpy(MASK[1:]) if kind == 'masked' else torch.ones(486, dtype=torch.bool)
+    nats, targets = nats_by_hand(model)[counts], torch.tensor(TOKENS[1:])[counts]
+    result = evaluate(model, splits[kind], None, 7, Env(), BYTES)
+    assert result['tokens'] == counts.sum()
+    assert result['loss'] == pytest.approx(nats.mean().item(), rel=1e-6)
+    assert result['bpb'] == pytest.approx(nats.sum().item() / math.log(2) / BYTES[targets].sum(), rel=1e-6)
+    assert model.training, 'the model was left in evaluation mode'
+    if kind == 'plain':  # windows of equal length: the deviation of their means over sqrt(their number)
+        stderr = nats[:480].view(30, 16).mean(1).std() / 30**0.5
+        assert evaluate(model, splits[kind], 30, 8, Env())['stderr'] == pytest.approx(stderr.item(), rel=1e-4)
+
+
+def evaluate_on(world, model, split, num_windows, batch, stop=None):
+    """evaluate() shared over processes that take their turn; what the last one returns."""
+    class Rank(Env):
+        def sum(self, values):
+            parts.append(values)
+            return sum(parts)
+    parts = []
+    for rank in range(world):
+        result = evaluate(model, split, num_windows, batch, Rank(rank, world), BYTES, stop and stop(rank))
+    return result
+
+
+def test_an_evaluation_on_a_gpu_gathers_while_the_gpu_computes(splits, monkeypatch):
+    """It uploads two tensors for each batch, and waits for neither."""
+    waits, model = copies_to_a_gpu(monkeypatch), tiny_gpt()
+    on_gpu = evaluate(model, splits['plain'], 30, 10, Env(device=torch.device('cuda')))
+    assert waits == [False] * 6 and on_gpu == evaluate(model, splits['plain'], 30, 10, Env())
+
+
+@pytest.mark.parametrize('num_windows', [None, 30, 2])
+def test_an_evaluation_does_not_depend_on_batch_or_processes(splits, num_windows):
+    """The same windows, and the same loss, tokens and standard error."""
+    model = tiny_gpt()
+    expected = evaluate(model, splits['plain'], num_windows, 4, Env(), BYTES)
+    assert expected['tokens'] == {None: 486, 30: 480, 2: 32}[num_windows], 'all include the tail'
+    for world, batch in ((1, 1), (1, 64), (2, 4), (2, 3)):
+        result = evaluate_on(world, model, splits['plain'], num_windows, batch)
+        assert result == pytest.approx(expected, rel=1e-6), (world, batch)
+
+
+def test_a_stop_on_any_process_ends_the_evaluation_of_all(splits):
+    model = tiny_gpt()
+    for stops in (0, 1, None):
+        result = evaluate_on(2, model, splits['plain'], None, 16, lambda rank, at=stops: lambda: rank == at)
+        assert (result is not None) == (stops is None) and model.training
+
+
+@pytest.mark.parametrize('number', [2, 7, 29])
+def test_a_capped_evaluation_spreads_its_windows_evenly(splits, monkeypatch, number):
+    """The first and the last full window are among them, and gaps differ by one at most."""
+    seen = []
+
+    def spy(split, starts, batch):
+        seen.extend(starts)
+        return eval_batch(split, starts, batch)
+    monkeypatch.setattr('hotloop.training.evaluate.eval_batch', spy)
+    assert evaluate(tiny_gpt(), splits['plain'], number, 4, Env())['tokens'] == number * 16
+    assert len(seen) == number and (seen[0], seen[-1]) == (0, 29 * 16) and np.ptp(np.diff(seen)) <= 16
+
+
+@pytest.mark.parametrize('number', [None, 30, 1000])
+@pytest.mark.parametrize('world', [1, 3])
+def test_the_batches_of_an_evaluation_are_counted(splits, monkeypatch, number, world):
+    """Those of rank 0, of a split and of a mixture; a time budget reserves time by them."""
+    seen = []
+
+    def spy(split, starts, batch):
+        seen.append(starts)
+        return eval_batch(split, starts, batch)
+    monkeypatch.setattr('hotloop.training.evaluate.eval_batch', spy)
+    for split in (splits['plain'], Mixture(['a', 'b'], list(splits.values()), [3, 1])):
+        seen.clear()
+        env = Env()
+        env.sum = lambda array: array
+        env.world = world
+        evaluate(tiny_gpt(), split, number, 4, env)
+        assert len(seen) == count_batches(split, number, 4, world) > 0
+
+
+def test_label_smoothing_and_dropout_act_in_training_only(splits):
+    plain, regularized = tiny_gpt(), tiny_gpt(label_smoothing=0.2, dropout=0.5)
+    results = [evaluate(model, splits['plain'], None, 8, Env()) for model in (plain, regularized)]
+    assert results[0] == results[1]
+    x, y = map(torch.from_numpy, splits['plain'].gather([0]))
+    assert not torch.allclose(plain(x, y), regularized(x, y), rtol=1e-3)
+
+
+def test_a_mixture_has_the_mean_by_weight_and_the_losses_of_each(splits):
+    """Bits per byte are over the bytes of the mixture, not the mean of two ratios."""
+    model, mixture = tiny_gpt(), Mixture(['a', 'b'], list(splits.values()), [3, 1])
+    both = evaluate(model, mixture, 20, 4, Env(), BYTES)
+    a = evaluate(model, splits['plain'], 15, 4, Env(), BYTES)
+    b = evaluate(model, splits['masked'], 5, 4, Env(), BYTES)
+    assert both['loss'] == pytest.approx(0.75 * a['loss'] + 0.25 * b['loss'])
+    assert both['losses'] == {'a': a['loss'], 'b': b['loss']} and both['tokens'] == a['tokens'] + b['tokens']
+    assert both['stderr'] == pytest.approx(math.hypot(0.75 * a['stderr'], 0.25 * b['stderr']))
+    bytes_per_token = [result['loss'] / math.log(2) / result['bpb'] for result in (a, b)]
+    expected = both['loss'] / math.log(2) / (0.75 * bytes_per_token[0] + 0.25 * bytes_per_token[1])
+    assert both['bpb'] == pytest.approx(expected)
+    assert evaluate(model, mixture, None, 4, Env(), BYTES, stop=lambda: True) is None
+
+
+def masked_split(folder, unmasked):
+    """A Split of 100 tokens, of which the loss counts those at these places."""
+    mask = np.zeros(100)
+    mask[unmasked] = 1
+    write_bins(folder, noise(100), noise(100), masks={'train': mask, 'val': mask})
+    return Split(str(folder), 'val', read_meta(str(folder)), 16)
+
+
+@pytest.mark.parametrize('unmasked, windows, found', [
+    ([99], 1, 1), ([99], 7, 1), ([99], None, 1), ([17, 18, 50, 99], 2, 3), ([17, 18, 50, 99], 3, 4),
+    ([0, 16, 17], 1, 1), ([0, 16, 17], 2, 2)])
+def test_an_evaluation_reads_windows_that_have_a_target(tmp_path, unmasked, windows, found):
+    """So few answers among long prompts are found. The short last window counts if all do."""
+    split = masked_split(tmp_path, unmasked)
+    assert evaluate(tiny_gpt(), split, windows, 4, Env())['tokens'] == found
+
+
+def test_a_split_without_a_target_is_an_error(tmp_path):
+    """The first token is not a target."""
+    split = masked_split(tmp_path, [0])
+    assert 'val.bin has no unmasked target' in error_of(evaluate, tiny_gpt(), split, 1, 4, Env())
+
+
+@pytest.mark.parametrize('tokens, iters, size, windows', [
+    (2**20, None, 10**7, (65536, 16384)), (None, None, 10**7, (None, 16384)), (10, None, 10**7, (1, 1)),
+    (None, None, 6400, (None, 100)), (10, 3, 10**7, (12, 12))])
+def test_how_much_an_evaluation_reads(tokens, iters, size, windows):
+    """eval_tokens caps tokens; eval_iters counts batches of batch_size, as in nanoGPT."""
+    cfg = SimpleNamespace(eval_tokens=tokens, eval_iters=iters, batch_size=4)
+    assert eval_windows(cfg, SimpleNamespace(T=16, num_tokens=size)) == windows

@@ -1,0 +1,375 @@
+"""What holds when something happens to a run: a kill, a signal, damage, a full disk, a dead process."""
+
+import ast
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import faults
+import pytest
+from conftest import noise, same, write_bins
+from faults import SAVE, Server, assert_equal_runs, final, leftovers, log
+
+import train
+from hotloop.training.checkpoint import load_checkpoint
+from hotloop.training.run_dir import RunDir, find_latest
+
+ROOT = Path(train.__file__).parent
+RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
+RECIPE = RECIPES[1]  # Muon's state beside AdamW's
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, getattr(signal, 'SIGHUP', None)
+pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
+
+
+@pytest.fixture(scope='module')
+def server(tmp_path_factory, data_dir):
+    server = Server(tmp_path_factory.mktemp('faults'), data_dir)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    """The server, writing into this test's folder."""
+    server.folder = tmp_path
+    return server
+
+
+def step_of(out):
+    """The step of a run's last checkpoint, 0 where it has none."""
+    path = out / 'ckpt.pt'
+    return load_checkpoint(str(path))['iter_num'] if path.exists() else 0
+
+
+# -----------------------------------------------------------------------------
+# checkpoints: killed while they are written, damaged, without room
+
+KILLS = int(os.environ.get('KILLS', '40'))
+
+
+@pytest.mark.parametrize('kills', [3, pytest.param(KILLS, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(run, tmp_path, kills):
+    """
+    kill -9 or SIGTERM after one to three saves and some milliseconds, many of them inside a save, until the
+    run has finished; then the next run. Each process finds an intact checkpoint, or it would exit with 1.
+    """
+    settings = dict(RECIPE, max_iters=8, save_interval=1, eval_interval=5, eval_tokens=64)
+    assert run('whole', **settings) == 0
+    rng, killed, terminated, inside = random.Random(kills), 0, 0, 0
+    while killed < kills or not inside:
+        code = -9
+        shutil.rmtree(tmp_path / 'out', ignore_errors=True)
+        while code in (-9, 143):
+            started = (tmp_path / 'out').exists()
+            delay = rng.choice([0.004, 0.12]) * rng.random()
+            code = run('out', calls=SAVE, times=rng.randint(2, 4), delay=delay,
+                       number=rng.choice([signal.SIGKILL] * 3 + [TERM]),
+                       init_from='resume' if started else 'scratch', **settings)
+            killed += code == -9
+            terminated += code == 143
+            inside += code == -9 and leftovers(tmp_path / 'out') > 0
+        assert code == 0, run.printed('out')
+        assert_equal_runs(tmp_path / 'out', tmp_path / 'whole')
+        assert killed < kills + 100, 'no kill was inside a save, so this has proved nothing'
+    print(f'{killed} kills, {inside} inside a save, {terminated} SIGTERMs: 0 unreadable, 0 differences')
+
+
+def test_the_same_kills_destroy_checkpoints_that_are_written_in_place(run, tmp_path):
+    """Or the test above could not fail."""
+    rng = random.Random(0)
+    for _ in range(20):
+        shutil.rmtree(tmp_path / 'out', ignore_errors=True)
+        delay = 0.004 * rng.random()
+        assert run('out', 'naive saves', calls=SAVE, times=2, delay=delay, save_interval=1) == -9
+        try:
+            step_of(tmp_path / 'out')
+        except ValueError:
+            return
+    pytest.fail('20 kills, and no file was lost')
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_before_any_operation_on_its_files_keeps_its_promise(run, tmp_path):
+    """Whenever one is opened, linked, renamed or removed, the last checkpoints and best.pt are intact."""
+    settings, deaths, code = dict(max_iters=5, save_interval=1, keep_last=3, eval_interval=2), 0, -9
+    while code == -9:
+        deaths += 1
+        shutil.rmtree(tmp_path / 'out', ignore_errors=True)
+        code = run('out', 'dies before', deaths, **settings)
+        out = RunDir(str(tmp_path / 'out'))
+        steps = {load_checkpoint(path)['iter_num'] for path in out.checkpoints()}
+        assert len(steps) >= min(3, max(steps, default=0)), f'{steps} are left after death {deaths}'
+        if (best := tmp_path / 'out' / 'best.pt').exists():
+            load_checkpoint(str(best))
+        assert best.exists() or max(steps, default=0) < 2
+    assert code == 0 and deaths > 20 and steps == {3, 4, 5}
+
+
+@pytest.fixture(scope='module')
+def two_checkpoints(server, tmp_path_factory):
+    """A run of two steps that kept both, of a size at which most bytes are weights."""
+    server.folder = tmp_path_factory.mktemp('two')
+    assert server('out', n_embd=64, max_iters=2, save_interval=1) == 0
+    return server.folder / 'out'
+
+
+def spoiled(data, rng):
+    """A flipped bit, a cut, bytes lost or put in, a block of zeros, or zeros at the end as without power."""
+    at, how = rng.randrange(len(data)), rng.choice(['flip', 'flip', 'cut', 'lost', 'put in', 'block', 'end'])
+    if how == 'flip':
+        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1:]
+    if how == 'cut':
+        return data[:at]
+    if how in ('lost', 'put in'):
+        return data[:at] + (rng.randbytes(9) + data[at:] if how == 'put in' else data[at + 9:])
+    end = len(data) if how == 'end' else min(at + 4096, len(data))
+    return data[:at] + bytes(end - at) + data[end:]
+
+
+DAMAGED = int(os.environ.get('DAMAGED', '1000'))
+
+
+@pytest.mark.parametrize('count', [60, pytest.param(DAMAGED, marks=pytest.mark.slow)])
+def test_no_damaged_checkpoint_is_loaded_wrong(two_checkpoints, tmp_path, count):
+    """It is named and the one before is taken, or the damage is where nothing is stored."""
+    shutil.copytree(two_checkpoints, tmp_path / 'out')
+    newest, rng, fell_back = tmp_path / 'out' / 'ckpt.pt', random.Random(count), 0
+    expected, data = load_checkpoint(str(newest)), newest.read_bytes()
+    for _ in range(count):
+        newest.write_bytes(spoiled(data, rng))
+        found = find_latest(RunDir(str(tmp_path / 'out')))
+        if found.path == str(newest):
+            assert same(found.checkpoint, expected)
+        else:
+            assert found.checkpoint['iter_num'] == 1 and str(newest) in found.damaged[str(newest)]
+            fell_back += 1
+    print(f'{count} damaged: {fell_back} fell back, {count - fell_back} harmless, 0 wrong')
+    assert fell_back > 0.8 * count
+
+
+def test_a_disk_that_is_full_for_a_while_loses_nothing(run, tmp_path):
+    """By RLIMIT_FSIZE, so the kernel makes the error. Twice two saves fail, and the third succeeds."""
+    settings = dict(RECIPE, max_iters=9, save_interval=1, eval_interval=100)
+    assert run('whole', **settings) == 0
+    assert run('out', 'small files', 50_000, 4, 6, 7, 9, **settings) == 0
+    assert run.printed('out').count('MB are needed; training continues') == 4
+    assert same(final(tmp_path / 'out'), final(tmp_path / 'whole')) and leftovers(tmp_path / 'out') == 0
+
+
+def test_a_disk_that_stays_full_ends_the_run_and_leaves_the_last_checkpoint(run, tmp_path):
+    settings = dict(max_iters=50, save_interval=1, eval_interval=100)
+    assert run('out', 'small files', 50_000, 4, **settings) == 1
+    lines = run.printed('out').splitlines()
+    assert sum('training continues' in line for line in lines) == 2
+    error = (r'error: .*ckpt\.pt could not .*: the disk is full; .* free, .* needed; free space; step 3 '
+             r'is saved in .*ckpt\.pt; resume with: python train\.py --init_from=resume --out_dir=.*/out '
+             '--device=cpu')
+    assert re.fullmatch(error, lines[-1])
+    assert step_of(tmp_path / 'out') == 3 and leftovers(tmp_path / 'out') == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_a_resume_from_every_step_ends_with_the_same_bits_and_losses(run, tmp_path, recipe):
+    """Dropout, accumulation, clipping, warmup and decay, each resume in a process of its own."""
+    settings = dict(recipe, max_iters=12, eval_interval=3)
+    assert run('whole', save_interval=1, keep_last=20, **settings) == 0
+    for step in range(1, 12):
+        shutil.rmtree(tmp_path / 'out', ignore_errors=True)
+        (tmp_path / 'out').mkdir()
+        shutil.copy(tmp_path / 'whole' / f'ckpt-{step:09d}.pt', tmp_path / 'out' / 'ckpt.pt')
+        shutil.copy(tmp_path / 'whole' / 'log.jsonl', tmp_path / 'out')
+        assert run('out', init_from='resume', **settings) == 0
+        assert_equal_runs(tmp_path / 'out', tmp_path / 'whole')
+
+
+# -----------------------------------------------------------------------------
+# signals
+
+FORWARD = 'model.GPT.forward'  # twice a step, and twice an evaluation
+
+
+@pytest.fixture(scope='module')
+def undisturbed(server, tmp_path_factory):
+    """A run of 8 steps with evaluations after 3, 6 and 8."""
+    server.folder = tmp_path_factory.mktemp('undisturbed')
+    assert server('whole', **SIGNALED) == 0
+    return server.folder / 'whole'
+
+
+SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
+
+
+@pytest.mark.parametrize('when, times, numbers, code, step', [
+    ('train.build_optimizers', 1, [TERM], 143, 0),  # before the first step
+    pytest.param(FORWARD, 1, [TERM], 143, 0, marks=pytest.mark.slow),  # in the first step
+    (FORWARD, 3, [INT], 130, 1),  # between the micro-batches of step 2, which is given up
+    (FORWARD, 4, [HUP], 129, 2),  # in the last one of step 2
+    pytest.param(FORWARD, 4, [TERM, INT], 143, 2, marks=pytest.mark.slow),
+    ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
+    ('hotloop.training.run_dir.RunDir.start_save', 2, [TERM], 143, 6),  # the save under way is completed
+    pytest.param('train.evaluate_both', 3, [TERM], 0, 8, marks=pytest.mark.slow),  # nothing is left to resume
+    ('train.evaluate_both', 2, [INT, INT], -INT, 3)])  # nothing more is saved
+def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, numbers, code, step):
+    """The exit code is 128 + the first signal; a second SIGINT ends at once. A resume has the same bits."""
+    assert run('out', 'signal in', when, times, *map(int, numbers), **SIGNALED) == code, run.printed('out')
+    assert step_of(tmp_path / 'out') == step and leftovers(tmp_path / 'out') == 0
+    if code > 0:
+        how = f'stopped: step {step} is saved' if step else 'stopped: this was before step 1'
+        assert how in run.printed('out')
+    if code:
+        assert run('out', init_from='resume' if step else 'scratch', **SIGNALED) == 0
+    assert_equal_runs(tmp_path / 'out', undisturbed)
+
+
+# -----------------------------------------------------------------------------
+# several processes
+
+def ended(process):
+    """(exit code, stdout, stderr) of a process that must end by itself."""
+    out, err = process.communicate(timeout=200)
+    return process.returncode, out, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_a_run_may_change_the_number_of_its_processes_and_keeps_its_bits(run, torchrun, tmp_path, recipe):
+    """
+    2 equal 1, and so do 2, 1 and 2 again: one process computes two micro-batches, two compute one each. A
+    signal to one stops both at one step: one save, and each ends with 143, for which torchrun returns 1.
+    """
+    settings = dict(recipe, max_iters=24)
+    assert run('whole', **settings) == 0
+    assert ended(torchrun('two', **settings))[0] == 0
+    code, out, err = ended(torchrun('out', 'terminate', 7, **settings))
+    assert code == 1 and len(re.findall(r'stopped: step [78] is saved', out)) == 1
+    assert re.search(r'exitcode *: 143', err) and not re.search(r'exitcode *: (?!143)', err), err
+    assert run('out', 'signal in', 'train.train_step', 7, int(TERM), init_from='resume', **settings) == 143
+    assert 13 <= step_of(tmp_path / 'out') <= 16  # one process gives the step up, two finish it
+    assert ended(torchrun('out', init_from='resume', **settings))[0] == 0
+    for out in ('two', 'out'):
+        assert_equal_runs(tmp_path / out, tmp_path / 'whole')
+
+
+RESTARTED = dict(RECIPE, max_iters=24, save_interval=5, eval_interval=100)
+RESTARTS = int(os.environ.get('RESTARTS', '1'))
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_process_was_killed(run, torchrun, tmp_path):
+    """Each time, with the bits of an undisturbed run."""
+    assert run('whole', **RESTARTED) == 0
+    for n in range(RESTARTS):
+        code, out, err = ended(torchrun(f'out{n}', 'kill', 20, restarts=2, forked=False, **RESTARTED))
+        assert code == 0, err
+        assert out.count('torchrun restarted this run: resuming') == 1 and 'resuming at step 15' in out
+        assert 'error: rank 1 of 2 processes was lost' in err
+        assert_equal_runs(tmp_path / f'out{n}', tmp_path / 'whole')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('how, words', [('kill', r'was lost \(.*\)'),
+                                        ('raise', 'ended with an error of its own')])
+def test_the_processes_that_are_left_name_the_one_that_ended(torchrun, tmp_path, how, words):
+    """Of four, so that one waits for none but the others. Its own error is printed, theirs are not."""
+    settings = dict(RESTARTED, batch_size=2, gradient_accumulation_steps=4, processes=4, forked=False)
+    code, _, err = ended(torchrun('out', how, 8, **settings))
+    sentences = re.findall('^error: .*', err, re.MULTILINE)
+    assert code == 1 and len(sentences) == 1, err
+    go_on = ('step 5 is saved in .*; resume with: torchrun --standalone --nproc_per_node=4 '
+             r'train\.py --init_from=resume --out_dir=.*')
+    assert re.fullmatch(f'error: rank 3 of 4 processes {words}; this was after step 7; {go_on}', sentences[0])
+    assert re.findall(r'rank +: (\d) .*\n.*exitcode +: (-?\d+)', err.split('Root Cause')[0]) == [
+        ('0', '1'), ('1', '1'), ('2', '1')], err
+    own = 'IndexError: a bad batch'
+    assert (own in err) is (how == 'raise') and 'RuntimeError' not in err
+    if how == 'raise':
+        assert err.index(own) < err.index(sentences[0])
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_given_up_and_the_run_restarted(run, torchrun, tmp_path):
+    """
+    Asleep or stopped by SIGSTOP: the other one gives up after 5 seconds, torchrun kills after 30 more, and
+    the restart ends with the same bits. Both at once, because they mostly wait.
+    """
+    settings = dict(RESTARTED)
+    assert run('whole', **settings) == 0
+    settings.update(restarts=2, timeout_minutes=5 / 60)
+    processes = {how: torchrun(how, how, 20, **settings) for how in ('hang', 'stop')}
+    for how, process in processes.items():
+        code, out, err = ended(process)
+        assert code == 0 and 'resuming at step 15' in out, err
+        assert re.search('[Tt]imed out|[Tt]imeout', err), 'the reason is not shown'
+        assert same(final(tmp_path / how), final(tmp_path / 'whole'))
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_slower_than_the_timeout_ends_no_run(torchrun, tmp_path):
+    """Rank 0 waits for the save of step 1 and for the last ones. save_minutes=0: all processes save then."""
+    code, _, err = ended(torchrun('out', 'slow saves', 8, max_iters=2, save_minutes=0, eval_interval=100,
+                                  timeout_minutes=5 / 60))
+    assert code == 0 and step_of(tmp_path / 'out') == 2, err
+
+
+@pytest.mark.slow
+def test_a_mistake_of_the_user_under_torchrun_has_no_traceback_of_ours(tmp_path):
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+               ROOT / 'train.py', '--dataset=nowhere']
+    ran = subprocess.run(command, cwd=tmp_path, env=faults.environment(), capture_output=True, text=True,
+                         check=False)
+    assert ran.returncode == 1 and 'error: data/nowhere does not exist' in ran.stderr
+    assert f'File "{ROOT}/train.py' not in ran.stderr
+    assert 'error: data/nowhere' in ran.stderr.rsplit('Root Cause', 1)[1]  # below torchrun's own traceback
+
+
+@pytest.mark.slow
+def test_all_processes_skip_a_step_that_is_not_finite_on_one(run, torchrun, tmp_path):
+    """If one of them had updated, the bits would differ from then on."""
+    settings = dict(RECIPE, max_iters=10)
+    assert run('one', 'nan', 5, **settings) == 0
+    assert ended(torchrun('two', 'nan', 5, **settings))[0] == 0
+    assert [line['step'] for line in log(tmp_path / 'two', 'step', 'skipped')] == [5]
+    assert_equal_runs(tmp_path / 'two', tmp_path / 'one')
+
+
+# -----------------------------------------------------------------------------
+# data and security
+
+def test_a_bin_that_was_cut_is_refused_at_the_start_and_on_resume(train_tiny, tmp_path):
+    """The cut leaves complete tokens. Cut while it is mapped, it would end in SIGBUS."""
+    folder = write_bins(tmp_path / 'data' / 'cut', noise(400), noise(200))
+    train_tiny(dataset='cut', data_dir=tmp_path / 'data', max_iters=2)
+    os.truncate(f'{folder}/train.bin', 100)
+    for init_from in ('resume', 'scratch'):
+        with pytest.raises(ValueError, match=r'train\.bin has 50 tokens, .*400'):
+            train_tiny(dataset='cut', data_dir=tmp_path / 'data', init_from=init_from)
+
+
+UNSAFE = {'eval', 'exec', 'os.system', 'os.popen', 'pickle.load', 'pickle.loads', 'np.load', 'marshal.loads',
+          'shutil.unpack_archive', 'DataLoader'}
+
+
+def unsafe_calls(source):
+    """Names of calls that could run what they are given or unpack it anywhere."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name, options = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+            unsafe_load = name == 'torch.load' and options.get('weights_only') != 'True'
+            unsafe_option = 'allow_pickle' in options or options.get('shell', 'False') != 'False'
+            if name in UNSAFE or name.endswith('.extractall') or unsafe_load or unsafe_option:
+                yield name
+
+
+def test_our_code_does_not_run_what_it_is_given():
+    files = [*ROOT.glob('*.py'), *(ROOT / 'hotloop').rglob('*.py')]
+    found = {(path.name, name) for path in files for name in unsafe_calls(path.read_text(encoding='utf-8'))}
+    # of config files, which are the user's own Python; of a judged program, in a child that --run_code starts
+    assert found == {('configurator.py', 'exec'), ('run_code.py', 'exec')}
+    unsafe = 'torch.load(p)\nx.run(c, shell=True)\neval("1")\nz.extractall()\npickle.loads(b)\nos.system(c)\n'
+    assert len(list(unsafe_calls(unsafe + 'torch.load(p, weights_only=True)\nmodel.eval()\n'))) == 6

@@ -1,0 +1,256 @@
+"""The log of a run: strict JSON, no line twice, 80 columns, the same numbers everywhere."""
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from conftest import error_of, noise, rows, write_bins
+
+from hotloop.system.distributed import Env
+from hotloop.training.checkpoint import RunState
+from hotloop.training.divergence import track_loss
+from hotloop.training.logger import (
+    TENSORBOARD,
+    Log,
+    StepTimer,
+    evaluation_line,
+    keep_lines,
+    log_done,
+    step_line,
+)
+from train import TrainConfig
+
+PLAIN = SimpleNamespace(wandb_log=False, tensorboard=False)
+
+
+def test_the_log_is_strict_json(train_tiny, tmp_path):
+    """Also if a number is not finite, such as the standard error of a single window."""
+    write_bins(tmp_path / 'data' / 'one', noise(200), noise(17))
+    train_tiny(dataset='one', data_dir=tmp_path / 'data', max_iters=3)
+    for line in (tmp_path / 'out' / 'log.jsonl').read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f'{name} in the log'))
+    [last] = rows(tmp_path / 'out', 'val_loss')
+    assert last['step'] == 3 and 'val_stderr' not in last and last['val_perplexity'] > 1
+
+
+def test_lines_that_come_again_and_torn_lines_are_dropped(tmp_path):
+    path = tmp_path / 'log.jsonl'
+    lines = ['{"step": 1, "loss": 5}\n', '{"step": 2, "los\n', '[1]\n', '{"step": 2}\n', '{"step": 3}\n',
+             '{"step": 2']
+    path.write_text(''.join(lines))
+    keep_lines(path, 2)
+    assert path.read_text() == lines[0] + lines[3]
+
+
+def test_an_evaluation_is_missing_only_from_a_log_that_has_lines(tmp_path):
+    cfg = PLAIN
+    log = Log(tmp_path, cfg, {}, Env(), RunState(iter_num=4))
+    assert not log.lacks_evaluation(4)
+    log.write('', step=4, loss=1.0)
+    assert log.lacks_evaluation(4)
+    log.write('', step=4, val_loss=1.0)
+    assert not log.lacks_evaluation(4) and log.lacks_evaluation(8)
+    assert not Log(tmp_path, cfg, {}, Env(rank=1, world=2), None).lacks_evaluation(4)
+
+
+def test_a_log_on_a_full_disk_is_reported_once(tmp_path, capsys):
+    (tmp_path / 'log.jsonl').symlink_to('/dev/full')
+    log = Log(tmp_path, PLAIN, {}, Env(), None)
+    for step in (1, 2):
+        log.write(f'step {step}', step=step)
+    log.close()
+    words = 'could not be written: No space left on device'
+    assert [line.endswith(words) for line in capsys.readouterr().out.splitlines()] == [False, True, False]
+
+
+class Wandb(ModuleType):
+    """A package wandb that fails where `fails` says."""
+
+    def __init__(self, fails=''):
+        super().__init__('wandb')
+        self.fails, self.codes = fails, []
+
+    def init(self, **settings):
+        if self.fails == 'init':
+            raise RuntimeError('No API key configured.\nUse wandb login')
+
+    def log(self, numbers, step):
+        if self.fails == 'log':
+            raise ConnectionResetError('Connection lost')
+
+    def finish(self, exit_code):
+        self.codes.append(exit_code)
+
+
+def test_wandb_is_told_how_a_run_ended_and_does_not_end_it(tmp_path, monkeypatch, capsys):
+    cfg = SimpleNamespace(wandb_log=True, tensorboard=False, wandb_project='', wandb_run_name='', out_dir='')
+    monkeypatch.setitem(sys.modules, 'wandb', Wandb('init'))
+    assert 'wandb did not start: No API key configured.; run `wandb login`' in error_of(
+        Log, tmp_path, cfg, {}, Env(), None)
+    monkeypatch.setitem(sys.modules, 'wandb', Wandb('log'))
+    log = Log(tmp_path, cfg, {}, Env(), None)
+    for step in (1, 2):
+        log.write(f'step {step}', step=step)
+    assert capsys.readouterr().out.splitlines() == [
+        'step 1', 'wandb failed: Connection lost; training continues', 'step 2']
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    Log(tmp_path, cfg, {}, Env(), None).close()
+    log = Log(tmp_path, cfg, {}, Env(), None)
+    with contextlib.suppress(ValueError):
+        try:
+            raise ValueError('the run has diverged')
+        finally:
+            log.close()
+    assert wandb.codes == [0, 1]
+
+
+def test_speed_is_measured_without_pauses(monkeypatch):
+    now = iter([0.0, 10.0, 11.0, 15.0, 21.0])
+    monkeypatch.setattr(time, 'perf_counter', lambda: next(now))
+    timer = StepTimer(batches := SimpleNamespace(waited=1.0), 4)
+    assert timer.lap(6) == (2, 10.0, 0.0, True)
+    timer.pause()
+    timer.resume()
+    batches.waited = 3.0
+    assert timer.lap(7) == (1, 7.0, 2.0, False)
+
+
+def test_what_a_run_prints_about_itself(train_tiny, capsys):
+    train_tiny(max_iters=2, min_lr=1, warmup_iters=5)
+    out = capsys.readouterr().out
+    for line in (r'^  max_iters = 2  \(--max_iters\)$', r'^device: cpu \(requested\), 1 x 1 thread$',
+                 r'^dtype: float32 \(requested\)$', r'^compile: off \(requested\)$',
+                 r'^attention: scaled_dot_product_attention; kernels available: .*math',
+                 r'^data: tiny, 4,001 training and 487 validation tokens, byte tokenizer$',
+                 r'^model: gpt2, 2 layers x 32 channels x 2 heads, context 16, vocabulary 257$',
+                 r'^  [\d,]+ parameters, [\d.]+ MFLOP per token$',
+                 r'^batch: 4 sequences x 2 micro-batches x 1 process = 128 tokens per step$',
+                 r'^run: 2 steps, 256 tokens, 0.06 epochs, into',
+                 r'^note: min_lr=1 is above learning_rate: ', '^note: the warmup of 5 steps takes the compl',
+                 r'^step 1: loss [\d.]+, lr [\d.]+e-\d, [\d.]+ [MG]B, [\d.]+ s including startup$',
+                 r'^step 2: loss [\d.]+, lr [\d.]+e-\d, [\d.,]+k? tok/s, [\d.]+ [MG]B, 0s left$',
+                 r'^step 2: val loss [\d.]+ \+- [\d.]+, [\d.]+ bits per byte, train loss [\d.]+$',
+                 r'^done: best val loss [\d.]+, peak memory [\d.]+ [MG]B$', r'^curves: .*out/report.html$',
+                 r'^to sample: python sample.py --out_dir='):
+        assert re.search(line, out, re.M), line
+
+
+def test_a_run_on_chats_ends_with_the_command_to_chat(capsys):
+    """With adapters, whose base may be a download, also the folder of downloads."""
+    run = SimpleNamespace(env=SimpleNamespace(device=torch.device('cpu'), print_once=print), out=Path('out'),
+                          state=SimpleNamespace(best_val_loss=1.0), cfg=TrainConfig(out_dir='a b'))
+    for context, data_dir, last in (
+            ({'template': 'chatml', 'lora': {}}, 'data', "to chat: python sample.py '--out_dir=a b' --chat"),
+            ({'template': 'joined'}, 'd', "to sample: python sample.py '--out_dir=a b'"),
+            ({'lora': {}}, 'd', "to sample: python sample.py '--out_dir=a b' --data_dir=d")):
+        run.context, run.cfg.data_dir = context, data_dir
+        log_done(run)
+        assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+# -----------------------------------------------------------------------------
+# lines of at most 80 columns
+
+STEPS, LOSSES = (1, 600_000), (0.0, 3.12345, 9.99996, 10.82, 999.96, 12345.6, 1e30, math.nan, math.inf)
+
+
+def test_a_line_of_a_step_fits_into_80_columns():
+    """The loop of extremes; and the line reads like this."""
+    for step, loss, lr, rate, mfu, memory, left in itertools.product(
+            STEPS, LOSSES, (0.0, 6e-4, 9.96e-10), (0.4, 9_999, 999_999, 9_999_999), (0.0, 0.4567, 1.0),
+            (0.4, 999.6, 79123.0, 191_999.0), (0, 3599, 86_399, 8_639_999, 1e9)):
+        numbers = {'loss': loss, 'lr': lr, 'peak_memory_mb': memory, 'skipped': 1200}
+        first = step_line(step, numbers, startup=left / 1e4)
+        line = step_line(step, {**numbers, 'tokens_per_s': rate, 'mfu': mfu}, left=left)
+        assert max(map(len, [*line.splitlines(), *first.splitlines()])) <= 80, line
+    numbers = {'loss': 3.1234, 'lr': 6e-4, 'peak_memory_mb': 79123.0, 'skipped': 2,
+               'tokens_per_s': 9_999_999.0, 'mfu': 0.4567}
+    assert step_line(600_000, numbers, left=3e6) == (
+        'step 600000: loss 3.1234, lr 6.0e-4, 10M tok/s, mfu 46%, 79.1 GB, 34d 17h left\n'
+        'step 600000: 2 non-finite steps skipped')
+    numbers |= {'peak_memory_mb': None, 'skipped': None}  # nothing is n/a
+    assert step_line(7, numbers, startup=12.345) == (
+        'step 7: loss 3.1234, lr 6.0e-4, 10M tok/s, mfu 46%, 12.3 s including startup')
+    assert ' 1,000 tok/s, ' in step_line(7, {**numbers, 'tokens_per_s': 999.7}, left=1)
+    numbers['loss'] = math.nan  # all targets are masked, and nothing is wrong
+    line = step_line(600_000, numbers, left=0).splitlines()[1]
+    assert line == 'step 600000: no token since the last line counts toward the loss' and len(line) <= 80
+
+
+def test_a_line_of_an_evaluation_fits_into_80_columns():
+    for loss, error, bpb, train in itertools.product(LOSSES, (0.0123, 12345, math.nan), (1.1777, 999.9, None),
+                                                     LOSSES):
+        numbers = {'val_loss': loss, 'val_stderr': error, 'val_bpb': bpb, 'train_loss': train}
+        assert len('step 600000: ' + evaluation_line(numbers)) <= 80
+    numbers = {'val_loss': 3.1234, 'val_stderr': 0.0075, 'val_bpb': 1.1777, 'train_loss': 3.1023}
+    assert evaluation_line(numbers) == 'val loss 3.1234 +- 0.0075, 1.1777 bits per byte, train loss 3.1023'
+    numbers |= {'val_stderr': math.nan, 'val_bpb': None}
+    assert evaluation_line(numbers) == 'val loss 3.1234, train loss 3.1023'
+
+
+@pytest.mark.parametrize('loss', [8.0, 12345.6, 1e30])
+def test_a_line_of_a_spike_fits_into_80_columns(loss):
+    lines = []
+    log = SimpleNamespace(write=lambda text, **numbers: lines.append(text))
+    run = SimpleNamespace(state=RunState(recent=[3.0, 3.001] * 64), log=log)
+    track_loss(run, 600_000, loss)
+    assert len(lines) == 1 and len(lines[0]) <= 80
+    assert lines[0].endswith(' is a spike; the 128 before averaged 3.0005 +- 0.0005')
+
+
+def test_progress_lines_of_a_run_fit_into_80_columns(train_tiny, capsys, data_dir):
+    train_tiny(max_iters=4, dataset='tiny:0.7,tiny:0.3')
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if re.match('step|done|curves|val loss', line)]
+    assert len(lines) == 8 and re.search('^step 4: val loss [0-9.]+ on tiny$', out, re.M)
+    assert max(len(line) for line in lines if not line.startswith('curves')) <= 80
+    train_tiny(max_iters=4, eval_only=True)
+    out = capsys.readouterr().out
+    assert re.search(r'^val loss .*\nperplexity [\d.]+, [\d,]+ tokens, [\d.]+ s$', out, re.M)
+
+
+# -----------------------------------------------------------------------------
+# TensorBoard
+
+def test_tensorboard_has_the_numbers_of_the_log(train_tiny, tmp_path):
+    """Also after a resume, which hides what comes again."""
+    pytest.importorskip('tensorboard')
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    settings = dict(tensorboard=True, save_interval=3, sample_interval=5, sample_tokens=3)
+    train_tiny(max_iters=5, **settings)
+    (tmp_path / 'out' / 'ckpt.pt').unlink()  # back to an earlier checkpoint
+    train_tiny(init_from='resume', max_iters=8, **settings)
+    events = EventAccumulator(str(tmp_path / 'out' / 'tensorboard'))
+    events.Reload()
+    names = {**TENSORBOARD, 'train_loss': 'train_loss', 'val_bpb': 'val_bpb', 'resumed': 'resumed'}
+    assert {'Loss/train', 'Loss/val', 'Throughput/tokens_per_sec', 'Memory/allocated_gb',
+            'LearningRate'} <= set(events.Tags()['scalars'])
+    for name, tag in names.items():
+        logged = [(row['step'], row[name]) for row in rows(tmp_path / 'out', name)]
+        if name == 'mfu':
+            assert logged == []
+            continue
+        found = [(event.step, event.value) for event in events.Scalars(tag)]
+        size = 1000 if name == 'peak_memory_mb' else 1
+        assert [step for step, _ in found] == [step for step, _ in logged], name
+        assert [value for _, value in found] == pytest.approx([value / size for _, value in logged], rel=1e-6)
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors('sample/text_summary')]
+    logged = [row['sample'] for row in rows(tmp_path / 'out', 'sample')]
+    assert texts[-len(logged):] == logged  # TensorBoard hides no text
+
+
+def test_tensorboard_that_is_missing_is_an_error_at_the_start(train_tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    assert error_of(train_tiny, tensorboard=True) == (
+        'tensorboard=True needs tensorboard: pip install tensorboard, or --tensorboard=False')
+    assert not (tmp_path / 'out').exists()

@@ -1,0 +1,107 @@
+"""Against nanoGPT itself, if NANOGPT names a clone of it: weights, text, checkpoints and config files."""
+
+import ast
+import contextlib
+import dataclasses
+import os
+import runpy
+import time
+from pathlib import Path
+
+import bench
+import pytest
+import torch
+
+from configurator import configure
+from hotloop.inference.generate import Sampling, generate
+from hotloop.training.checkpoint import load_checkpoint, save_checkpoint
+from model import GPT, GPTConfig
+from train import TrainConfig
+
+CLONE = os.environ.get('NANOGPT', '')
+pytestmark = pytest.mark.skipif(not os.path.exists(os.path.join(CLONE or '/nowhere', 'model.py')),
+                                reason='NANOGPT does not name a clone of karpathy/nanoGPT')
+SHAPE = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_embd=32, dropout=0.0)
+
+
+@pytest.fixture(scope='module')
+def nanogpt():
+    return bench.nanogpt(CLONE)
+
+
+@pytest.mark.parametrize('bias', [False, True])
+def test_their_checkpoint_computes_the_same_logits_text_and_loss(nanogpt, tmp_path, bias):
+    """Greedy text agrees token for token until the context is full; then ours slides in larger steps."""
+    torch.manual_seed(0)
+    theirs = nanogpt.GPT(nanogpt.GPTConfig(**SHAPE, bias=bias))
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    optimizer = theirs.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    theirs(*[torch.zeros(1, 4, dtype=torch.long)] * 2)[1].backward()
+    optimizer.step()
+    theirs.eval()
+    torch.save({'model': theirs.state_dict(), 'optimizer': optimizer.state_dict(), 'iter_num': 1,
+                'model_args': SHAPE | {'bias': bias}, 'best_val_loss': torch.tensor(3.0),
+                'config': {'dataset': 'shakespeare_char'}}, tmp_path / 'ckpt.pt')
+    checkpoint = load_checkpoint(str(tmp_path / 'ckpt.pt'))
+    ours = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model']).eval()
+    x, y = torch.randint(65, (2, 2, 16), generator=torch.Generator().manual_seed(0))
+    expected = theirs(x)[0][:, -1]
+    assert (ours(x) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert ours(x, y).sum().item() / y.numel() == pytest.approx(theirs(x, y)[1].item(), rel=1e-6)
+    steps = list(generate(ours, x[:, :3].tolist(), Sampling(14, temperature=0)))
+    text = [[token for sequence, token, _ in step] for step in steps]
+    assert torch.tensor(text).T.tolist() == theirs.generate(x[:, :3], 14, top_k=1)[:, 3:].tolist()
+
+
+@pytest.mark.parametrize('bias', [False, True])
+def test_they_read_our_checkpoint(nanogpt, tmp_path, bias):
+    ours = GPT(GPTConfig(**SHAPE, bias=bias)).eval()
+    path = str(tmp_path / 'ckpt.pt')
+    save_checkpoint(path, {'model': ours.state_dict(), 'model_args': ours.config.model_args()})
+    checkpoint = torch.load(path)
+    theirs = nanogpt.GPT(nanogpt.GPTConfig(**checkpoint['model_args'])).eval()
+    theirs.load_state_dict(checkpoint['model'])
+    idx = torch.arange(16)[None]
+    assert (ours(idx) - theirs(idx)[0][:, -1]).abs().max() < 1e-5
+
+
+def test_weights_start_as_theirs_do(nanogpt):
+    """The same names, and the same standard deviation for every kind of matrix."""
+    shape = SHAPE | dict(n_embd=128, vocab_size=512, block_size=64, bias=True)
+    theirs = nanogpt.GPT(nanogpt.GPTConfig(**shape)).state_dict()
+    ours = GPT(GPTConfig(**shape)).state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, p in theirs.items():
+        assert ours[name].std().item() == pytest.approx(p.std().item(), rel=0.05), name
+        assert ours[name].mean().item() == pytest.approx(p.mean().item(), abs=1e-3), name
+
+
+def defaults():
+    """{name: value} of the settings at the top of nanoGPT's train.py."""
+    found = {}
+    for node in ast.parse(Path(CLONE, 'train.py').read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if node.targets[0].id == 'config_keys':  # the settings end here
+                break
+            with contextlib.suppress(NameError):  # the default of dtype needs torch
+                found[node.targets[0].id] = eval(ast.unparse(node.value), {})
+    return found
+
+
+@pytest.mark.parametrize('name', ['train_gpt2', 'finetune_shakespeare', 'eval_gpt2',
+                                  'train_shakespeare_char'])
+def test_their_config_files_mean_the_same(monkeypatch, name):
+    """Every value that a file sets, and every default that training depends on."""
+    monkeypatch.setattr(time, 'time', lambda: 1700000000.0)
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: name)  # train_gpt2.py asks for wandb
+    path = str(Path(CLONE, 'config', f'{name}.py'))
+    model_cfg, cfg, given, _ = configure(GPTConfig, TrainConfig, argv=[path])
+    ours = {**dataclasses.asdict(model_cfg), **dataclasses.asdict(cfg)}
+    file = {k: v for k, v in runpy.run_path(path).items() if not k.startswith('__') and k != 'time'}
+    assert set(file) == set(given) and {k: ours[k] for k in file} == file
+    # ours differ on purpose: auto, or None for max_iters and for all of the split
+    free = {'device', 'dtype', 'compile', 'backend', 'eval_iters', 'lr_decay_iters', 'wandb_project',
+            'wandb_run_name'}
+    theirs = {k: v for k, v in defaults().items() if k not in given and k not in free}
+    assert {k: ours[k] for k in theirs} == theirs and 'learning_rate' in {*theirs, *file}

@@ -1,0 +1,116 @@
+"""Which parameter is updated by what, and what an update of Muon is."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import error_of
+
+from hotloop.system.distributed import Env
+from hotloop.training.optim import build_optimizers, orthogonalize
+from model import GPT, GPTConfig
+
+SWIGLU = dict(preset='modern', mlp='swiglu', n_kv_head=2)
+
+
+def config(optimizer='adamw', embed_lr=None, weight_decay=0.5):
+    return SimpleNamespace(optimizer=optimizer, learning_rate=0.1, weight_decay=weight_decay, beta1=0.9,
+                           beta2=0.95, muon_lr=1.0, muon_momentum=0.95, embed_lr=embed_lr)
+
+
+def make(**settings):
+    """A small model with random weights and gradients, none of them zero."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32, **settings))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+        p.grad = torch.randn_like(p)
+    return model
+
+
+def test_decay_is_for_matrices_and_embeddings_only():
+    """With gradients of zero AdamW shrinks those by lr x weight_decay, and vectors not at all."""
+    model = make(bias=True)
+    before = copy.deepcopy(model)
+    [adamw] = build_optimizers(model, config(), Env())
+    for p in model.parameters():
+        p.grad.zero_()
+    adamw.step()
+    for p, old in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.allclose(p, old * (0.95 if p.dim() >= 2 else 1.0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize('settings', [{}, SWIGLU])
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_every_parameter_is_in_one_group(settings, optimizer):
+    """Muon has the matrices of blocks; a tied embedding is one parameter; groups carry their peaks."""
+    model = make(**settings)
+    optimizers = build_optimizers(model, config(optimizer=optimizer), Env())
+    groups = [group for o in optimizers for group in o.param_groups]
+    assert sorted(id(p) for g in groups for p in g['params']) == sorted(map(id, model.parameters()))
+    names = {id(p): name for name, p in model.named_parameters()}
+    if optimizer == 'muon':
+        kinds = {names[id(p)].split('.')[-2] for p in groups[-1]['params']}
+        assert kinds == {'c_attn', 'c_proj', 'c_fc'} and len(groups[-1]['params']) == 8
+        assert [names[id(p)] for p in groups[2]['params']] in (['transformer.wte.weight'], ['lm_head.weight'])
+        assert [g['peak'] for g in groups] == [0.1, 0.1, 0.1, 1.0]
+    else:  # nanoGPT's two groups in its order, which its checkpoints fit
+        decayed = [id(p) for p in model.parameters() if p.dim() >= 2]
+        assert [id(p) for p in groups[0]['params']] == decayed and len(groups) == 2
+
+
+def test_the_embedding_has_a_rate_of_its_own_under_muon():
+    adamw, _ = build_optimizers(make(), config(optimizer='muon', embed_lr=0.3), Env())
+    assert [group['peak'] for group in adamw.param_groups] == [0.1, 0.1, 0.3]
+    words = "embed_lr=0.3 applies only with optimizer='muon'"
+    assert error_of(build_optimizers, make(), config(embed_lr=0.3), Env()) == words
+
+
+@pytest.mark.parametrize('shape', [(64, 64), (32, 128)])
+def test_orthogonalized_matrices_have_singular_values_near_1(shape):
+    G = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    together = orthogonalize(G, torch.float32)
+    values = torch.linalg.svdvals(together)
+    # a square random matrix has a few next to zero, which five iterations do not lift
+    assert values.max() < 1.3 and values.quantile(0.05) > 0.6
+    one_by_one = torch.cat([orthogonalize(g[None], torch.float32) for g in G])
+    assert torch.allclose(together, one_by_one, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_muon_moves_every_matrix_of_a_block_by_an_orthogonal_one(dtype):
+    """Queries, keys and values each by their own, up and gate too; tall ones by a larger one."""
+    model, before = make(**SWIGLU), make(**SWIGLU).state_dict()
+    *_, muon = build_optimizers(model, config(optimizer='muon', weight_decay=0.0), Env(dtype=dtype))
+    muon.step()
+    update = {name: before[name] - p.detach() for name, p in model.named_parameters()}
+    for block in ('transformer.h.0.', 'transformer.h.1.'):
+        qkv = update[block + 'attn.c_attn.weight'].split((32, 16, 16))
+        parts = [*qkv, update[block + 'attn.c_proj.weight'],
+                 *update[block + 'mlp.c_fc.weight'].chunk(2), update[block + 'mlp.c_proj.weight']]
+        for part in parts:
+            values = torch.linalg.svdvals(part) / max(1.0, part.size(0) / part.size(1)) ** 0.5
+            assert values.max() < 1.3 and values.median() > 0.6, part.shape
+    assert not update['lm_head.weight'].any() and not update['transformer.wte.weight'].any()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('world', [2, 3, 6])
+def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world, dtype):
+    """
+    Also if the matrices do not divide by them. The last process to gather has the shares of all, sent in the
+    dtype in which they were computed.
+    """
+    shares, parts = [], torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def all_gather(gathered, mine):
+        shares.append(mine)
+        if len(shares) == world:
+            gathered.copy_(torch.cat(shares))
+    monkeypatch.setattr(torch.distributed, 'all_gather_single', all_gather, raising=False)
+    for rank in range(world):
+        *_, muon = build_optimizers(make(), config(optimizer='muon'), Env(rank, world, dtype=dtype))
+        together = muon.orthogonalize_shared(parts)
+    alone = orthogonalize(torch.stack(parts), dtype)
+    assert torch.allclose(together, alone, atol=1e-5) and together.dtype == shares[0].dtype == dtype

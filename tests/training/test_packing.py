@@ -1,0 +1,242 @@
+"""Windows of complete rows: each row once an epoch, never cut, never seen by another, as a prompt is."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import error_of, load, noise, rows, same, write_bins
+from test_model import SHAPES, make
+
+import prepare
+from hotloop.data.dataset import Dataset, read_meta
+from hotloop.data.tokenizer import tokenizer_from
+from hotloop.system.distributed import Env
+from hotloop.training.evaluate import evaluate
+from hotloop.training.mixture import open_split
+from hotloop.training.packing import Packed, pack
+from model import GPT
+from sample import turn_ids
+
+T = 64
+
+
+def row_of(i):
+    return {'messages': [{'role': 'user', 'content': f'{i}?' * (i % 4)},
+                         {'role': 'assistant', 'content': 'abcdefgh'[:i % 7 + 1] * (i % 3 + 1)}]}
+
+
+@pytest.fixture(scope='module')
+def data_dir(tmp_path_factory):
+    """data_dir with the dataset chats: 60 rows of 13 to 19 tokens in the chatml template."""
+    folder = tmp_path_factory.mktemp('rows')
+    text = ''.join(json.dumps(row_of(i)) + '\n' for i in range(60))
+    (folder / 'chats.jsonl').write_text(text, encoding='utf-8')
+    prepare.main([str(folder / 'chats.jsonl'), f'--data_dir={folder}', '--tokenizer=bpe:300',
+                  '--val_fraction=0.2'])
+    return folder
+
+
+def open_rows(data_dir, name='train', T=T):
+    folder = str(data_dir / 'chats')
+    return Packed(folder, name, read_meta(folder), T)
+
+
+def rows_on_disk(split):
+    """[(ids, mask)] of each row of a Packed, by what prepare.py wrote."""
+    ids, masks = (np.split(part, split.ends[:-1]) for part in (split.tokens, split.mask))
+    return list(zip(ids, masks, strict=True))
+
+
+def test_rows_are_packed_tightly_and_none_is_cut():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 300, 2000)
+    windows = pack(lengths.tolist(), 1025)
+    used = np.bincount(windows, weights=lengths)
+    assert used.max() <= 1025 and used.min() > 0 and len(used) == np.ceil(lengths.sum() / 1025)
+    assert pack([5, 5, 5], 9).tolist() == [0, 1, 2] and pack([9, 1, 8], 9).tolist() == [0, 1, 1]
+
+
+def test_an_epoch_holds_each_row_once_with_its_answers_as_targets(data_dir):
+    split = open_rows(data_dir)
+    on_disk = rows_on_disk(split)
+    assert len(on_disk) == 48 and split.num_windows < 16
+    starts = split.starts(7, np.arange(3 * split.num_windows)).reshape(3, -1)
+    assert not np.array_equal(starts[0], starts[1])
+    for epoch in starts:
+        assert sorted(np.concatenate([split.rows[start] for start in epoch]).tolist()) == list(range(48))
+        x, y, documents = split.gather(epoch)
+        for window, start in enumerate(epoch):
+            for number, row in enumerate(split.rows[start]):
+                ids, mask = on_disk[row]
+                here, n = documents[window] == number, len(ids) - 1  # the last token may be a target only
+                assert np.array_equal(x[window, here], ids[:here.sum()]) and here.sum() >= n
+                assert np.array_equal(y[window, here][:n], np.where(mask, ids.astype(np.int64), -1)[1:])
+                assert (y[window, here][n:] == -1).all()
+            assert (y[window, documents[window] > number] == -1).all()
+        assert split.num_targets(epoch) == (y >= 0).sum() == sum(mask[1:].sum() for _, mask in on_disk)
+
+
+def test_rows_that_do_not_fit_are_counted_and_left_out(data_dir):
+    split = open_rows(data_dir)
+    lengths = np.diff(split.ends, prepend=0)
+    limit = int(np.median(lengths))
+    short = open_rows(data_dir, T=limit - 1)
+    kept = int((lengths <= limit).sum())
+    assert 0 < kept < len(lengths) and sum(map(len, short.rows)) == kept
+    assert re.fullmatch(rf'packing: train, {kept} rows in \d+ windows of {limit} tokens, \d+\.\d% padding; '
+                        rf'{len(lengths) - kept} rows left out, longer than block_size \+ 1 = {limit} '
+                        rf'\(the longest has {lengths.max()} tokens\)', short.note)
+    words = rf'no row of .*train\.bin fits into block_size=3; .* {lengths.min()} tokens: use --block_size='
+    with pytest.raises(ValueError, match=words):
+        open_rows(data_dir, T=3)
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_a_row_does_not_change_the_others_in_its_window(data_dir, shape):
+    split = open_rows(data_dir)
+    window = max(range(split.num_windows), key=lambda number: len(split.rows[number]))
+    x, _, documents = (torch.from_numpy(part) for part in split.gather([window]))
+    model, kept = make(shape, vocab_size=300, block_size=T), []
+    model.transformer.ln_f.register_forward_hook(lambda module, args, out: kept.append(out))
+    changed = torch.where(documents == 2, (x + 1) % 300, x)
+    for tokens in (x, changed):
+        model(tokens, tokens, documents)
+    unchanged = (kept[0] == kept[1]).all(-1)
+    assert documents.max() >= 3 and torch.equal(unchanged, documents != 2)
+
+
+def test_a_row_is_trained_as_it_is_prompted(data_dir):
+    """The ids of sample.py's prompt with the same turns, from the first on."""
+    split, meta = open_rows(data_dir), read_meta(str(data_dir / 'chats'))
+    tokenizer = tokenizer_from(meta['tokenizer'])
+    x, y, documents = split.gather(np.arange(split.num_windows))
+    trained = {}  # {ids before the answer: ids of the answer}
+    for window in range(len(x)):
+        for number in range(len(split.rows[window])):
+            here = documents[window] == number
+            answer = y[window, here] >= 0
+            trained[tuple(x[window, here][:answer.argmax() + 1])] = y[window, here][answer]
+    found = 0
+    for i in range(60):
+        turns = [(message['role'], message['content']) for message in row_of(i)['messages']]
+        prompt = tuple(turn_ids(tokenizer, turns[:1], 'chatml'))
+        found += prompt in trained
+        if prompt in trained and i % 4:  # other rows have equal questions
+            assert tokenizer.decode(trained[prompt][:-2].tolist()).decode() == turns[1][1]
+    assert found > 40
+
+
+def test_the_evaluation_is_the_mean_over_the_rows_alone(data_dir):
+    split, model = open_rows(data_dir, 'val'), make(vocab_size=300, block_size=T)
+    nats, targets = 0.0, 0
+    for ids, mask in rows_on_disk(split):
+        y = torch.tensor(np.where(mask, ids.astype(np.int64), -1)[1:])[None]
+        nats += model(torch.tensor(ids.astype(np.int64))[None, :-1], y).item()
+        targets += int((y >= 0).sum())
+    result = evaluate(model, split, None, 3, Env())
+    assert result['tokens'] == targets and result['loss'] == pytest.approx(nats / targets, rel=1e-5)
+    assert evaluate(model, split, 1, 3, Env())['tokens'] < targets
+
+
+ROWS = dict(dataset='chats', block_size=T, pack_rows=True)
+
+
+def test_a_run_learns_says_how_it_packs_and_resumes_bit_for_bit(train_tiny, tmp_path, capsys):
+    train_tiny('a', **ROWS, max_epochs=8)
+    out = capsys.readouterr().out
+    note, = re.findall(r'packing: train, \d+ rows in (\d+) windows of 65 tokens, \d+\.\d% padding\n', out)
+    steps = -(-8 * int(note) // 8)
+    assert f'max_epochs=8: {steps} steps' in out and str(tmp_path / 'a') in out and ' 8.' in out
+    assert 'attention within windows and documents: ' in out
+    losses = [row['val_loss'] for row in rows(tmp_path / 'a', 'val_loss')]
+    assert losses[-1] < losses[0] - 0.5
+    train_tiny('b', **ROWS, max_iters=5, lr_decay_iters=steps)
+    train_tiny('b', **ROWS, max_iters=steps, lr_decay_iters=steps, init_from='resume')
+    assert same(*(load(tmp_path / name / 'ckpt.pt')['model'] for name in 'ab'))
+    train_tiny('c', **ROWS, dry_run=True, max_epochs=2)
+    assert ', 2.' in capsys.readouterr().out
+
+
+def test_what_has_no_rows_is_refused(tmp_path, train_tiny):
+    settings = dict(data_dir=tmp_path, block_size=T, pack_rows=True)
+    write_bins(tmp_path / 'text', noise(900), noise(100))
+    words = error_of(train_tiny, **settings, dataset='text')
+    assert words.startswith(f'pack_rows=True needs {tmp_path}/text/') and 'texts use --document_mask' in words
+    masks = {'train': np.ones(900), 'val': np.ones(100)}
+    folder = write_bins(tmp_path / 'old', noise(900), noise(100), masks=masks)
+    for ends in ([100, 800], [100, 100, 900], []):
+        np.array(ends, '<u8').tofile(f'{folder}/train.docs.bin')
+        words = error_of(train_tiny, **settings, dataset='old')
+        assert 'train.docs.bin does not divide 900 tokens; prepare the dataset again' in words
+    np.array([400, 900], '<u8').tofile(f'{folder}/train.docs.bin')
+    (tmp_path / 'old' / 'train.mask.bin').unlink()  # as if these rows were texts, beside chats in val.bin
+    split = Packed(folder, 'train', read_meta(folder), 500)
+    assert split.num_targets([0, 1]) == 898 and split.note.startswith('packing: train, 2 rows in 2 windows')
+    assert 'remove document_mask=True' in error_of(train_tiny, **ROWS, document_mask=True)
+    assert 'remove data_on_device=True' in error_of(train_tiny, **ROWS, data_on_device=True)
+
+
+def test_a_mixture_of_rows(data_dir):
+    folder = str(data_dir / 'chats')
+    datasets = [Dataset(name, folder, read_meta(folder), 1.0) for name in 'ab']
+    mixture = open_split(datasets, 'train', T, pack_rows=True)
+    assert mixture.num_windows == 2 * open_rows(data_dir).num_windows
+    starts = mixture.starts(3, np.arange(20))
+    parts = mixture.gather(starts)
+    assert [part.shape for part in parts] == [(20, T)] * 3 and all(part.flags.c_contiguous for part in parts)
+    for row, (split, _, position) in enumerate(part for start in starts for part in mixture.by_split(
+            np.array([start])) if part[1].any()):
+        for ours, theirs in zip(parts, split.gather(position), strict=True):
+            assert np.array_equal(ours[row], theirs[0])
+    assert mixture.num_targets(starts) == (parts[1] >= 0).sum()
+
+
+# -----------------------------------------------------------------------------
+# documents of texts
+
+def test_a_run_masks_documents_in_training_and_evaluation_and_resumes(train_tiny, tmp_path, capsys):
+    """Of about 30 bytes, each with an end-of-text id."""
+    words = np.random.default_rng(0).integers(97, 107, 9000).astype(np.uint8).tobytes().decode()
+    text = '<|endoftext|>'.join(words[i:i + 20 + i % 7 * 3] for i in range(0, 8900, 30))
+    (tmp_path / 'texts.txt').write_text(text, encoding='utf-8')
+    prepare.main([str(tmp_path / 'texts.txt'), f'--data_dir={tmp_path}', '--separator=<|endoftext|>',
+                  '--tokenizer=byte'])
+    settings = dict(dataset='texts', data_dir=tmp_path, block_size=T)
+    train_tiny('plain', **settings)
+    train_tiny('masked', **settings, document_mask=True)
+    assert 'attention within windows and documents: by documents and blocks' in capsys.readouterr().out
+    assert not (tmp_path / 'texts' / 'train.docs.bin').exists()
+    args, weights = (load(tmp_path / 'masked' / 'ckpt.pt')[name] for name in ('model_args', 'model'))
+    assert not same(load(tmp_path / 'plain' / 'ckpt.pt')['model'], weights)
+    train_tiny('again', **settings, document_mask=True, max_iters=5, lr_decay_iters=10)
+    train_tiny('again', **settings, init_from='resume', lr_decay_iters=10)
+    assert same(load(tmp_path / 'again' / 'ckpt.pt')['model'], weights)
+
+    model = GPT.from_checkpoint(args, weights)
+    folder = str(tmp_path / 'texts')
+    split = open_split([Dataset('texts', folder, read_meta(folder), 1.0)], 'val', T, document_mask=True)
+    tokens, nats = split.tokens.astype(np.int64), 0.0
+    for start in range(0, len(tokens) - 1, T):
+        window = tokens[start:start + T + 1]
+        begin = 0
+        for end in [*(np.flatnonzero(window[:-1] == 256) + 1), len(window) - 1]:
+            if end > begin:  # the first token of the next document is a target too
+                part = torch.tensor(window[begin:end + 1])[None]
+                nats += model(part[:, :-1], part[:, 1:]).item()
+            begin = end
+    expected = nats / (len(tokens) - 1)
+    assert evaluate(model, split, None, 3, Env())['loss'] == pytest.approx(expected, rel=1e-5)
+
+
+def test_texts_whose_documents_no_id_ends_are_refused(tmp_path, train_tiny):
+    write_bins(tmp_path / 'chars', noise(900), noise(100))
+    write_bins(tmp_path / 'nanogpt', noise(900), noise(100), tokenizer=False)
+    for name, why in (('chars', 'has none'), ('nanogpt', 'has no meta.json, which names it')):
+        words = error_of(train_tiny, data_dir=tmp_path, dataset=name, document_mask=True)
+        assert words == ('document_mask=True needs the id that ends each document, and '
+                         f'{tmp_path}/{name} {why}; prepare it with a tokenizer that has such an id, like '
+                         'gpt2 or bpe:4096')
+    words = error_of(train_tiny, dataset='chats', document_mask=True)
+    assert 'holds rows of instruction data; use --pack_rows' in words

@@ -1,0 +1,506 @@
+"""The laws of exact resume: a run that was stopped ends with the bits and the log of an uninterrupted one."""
+
+import functools
+import json
+import math
+import os
+import pickle
+import re
+import shlex
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import contents, error_of, load, noise, same, stop_at, tiny_flags, write_bins
+from faults import assert_equal_runs, final, log
+
+import prepare
+import train
+from hotloop.data.dataset import read_meta
+from hotloop.system.device import try_compile
+from hotloop.system.distributed import Env
+from hotloop.training.checkpoint import context_of
+from hotloop.training.dataloader import Batches, Split
+from hotloop.training.resume import compare_context, settings_of
+from model import GPT, GPTConfig
+from train import TrainConfig
+
+RECIPE = dict(optimizer='muon', preset='modern', dropout=0.1)
+
+
+def interrupted(train_tiny, monkeypatch, out, step, **settings):
+    """A run that SIGTERM ended after this step."""
+    stop_at(monkeypatch, step)
+    assert train_tiny(out, **settings) == 143
+
+
+def change(out, function):
+    checkpoint = load(out / 'ckpt.pt')
+    function(checkpoint)
+    torch.save(checkpoint, out / 'ckpt.pt')
+
+
+# -----------------------------------------------------------------------------
+# exactness
+
+def test_ten_steps_equal_five_plus_five(train_tiny, tmp_path, monkeypatch):
+    """Weights, optimizer, counters and the log; with dropout, accumulation, clipping, warmup and decay."""
+    train_tiny('whole', dropout=0.1)
+    interrupted(train_tiny, monkeypatch, 'parts', 5, dropout=0.1)
+    assert load(tmp_path / 'parts' / 'ckpt.pt')['iter_num'] == 5
+    train_tiny('parts', init_from='resume')
+    assert_equal_runs(tmp_path / 'parts', tmp_path / 'whole')
+    assert same(load(tmp_path / 'parts' / 'best.pt')['model'], load(tmp_path / 'whole' / 'best.pt')['model'])
+
+
+def test_fp16_resumes_with_its_scale(train_tiny, tmp_path, monkeypatch):
+    """The first steps overflow; without the saved scaler the resumed run differs."""
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**30)
+    monkeypatch.setattr(torch.amp, 'GradScaler', scaler)
+    fp16 = dict(dtype='float16', max_iters=12, dropout=0.1)
+    train_tiny('whole', **fp16)
+    interrupted(train_tiny, monkeypatch, 'parts', 5, **fp16)
+    assert load(tmp_path / 'parts' / 'ckpt.pt')['scaler']['scale'] == 2.0**25  # five overflows
+    shutil.copytree(tmp_path / 'parts', tmp_path / 'other')
+    train_tiny('parts', init_from='resume', **fp16)
+    assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
+    change(tmp_path / 'other', lambda checkpoint: checkpoint.pop('scaler'))
+    train_tiny('other', init_from='resume', **fp16)
+    assert not same(final(tmp_path / 'other')['model'], final(tmp_path / 'whole')['model'])
+
+
+def run_in(folder, **settings):
+    """run(out, **more) trains into a folder below this one."""
+    def run(out, **more):
+        return train.main(tiny_flags(folder / out, **{**settings, **more}))
+    return run
+
+
+@pytest.fixture(scope='module')
+def halves(tmp_path_factory, data_dir):
+    """A complete run with Muon, and one that was stopped at step 5."""
+    folder = tmp_path_factory.mktemp('halves')
+    run = run_in(folder, data_dir=data_dir, save_interval=5, **RECIPE)
+    run('whole')
+    with pytest.MonkeyPatch.context() as m:
+        interrupted(run, m, 'stopped', 5)
+    return folder
+
+
+@pytest.fixture
+def stopped(halves, tmp_path):
+    """A copy of the run that was stopped at step 5, in the folder `out`."""
+    return shutil.copytree(halves / 'stopped', tmp_path / 'out')
+
+
+def zeroed(name):
+    def function(checkpoint):
+        for optimizer in ('optimizer', 'muon'):
+            for state in checkpoint[optimizer]['state'].values():
+                if name in state:
+                    state[name].zero_()
+    return function
+
+
+@pytest.mark.parametrize('what, function', [
+    ('nothing', lambda c: None),
+    ('step 0', lambda c: c['state'].update(iter_num=0)),
+    ('the count of AdamW', zeroed('step')), ('first moments', zeroed('exp_avg')),
+    ('second moments', zeroed('exp_avg_sq')), ('momentum', zeroed('momentum_buffer')),
+    ('one weight off by an ulp', lambda c: c['model']['lm_head.weight'][0, :1].mul_(1 + 2**-23))])
+def test_each_part_of_a_checkpoint_is_needed(train_tiny, halves, stopped, what, function):
+    change(stopped, function)
+    train_tiny(init_from='resume')
+    assert same(final(stopped)['model'], final(halves / 'whole')['model']) == (what == 'nothing')
+
+
+def test_a_resume_needs_no_settings(halves, stopped, capsys):
+    """Shape, data, rates and recipe come from the checkpoint. With Muon it ends with the same bits, too."""
+    train.main(['--init_from=resume', f'--out_dir={stopped}'])
+    assert_equal_runs(stopped, halves / 'whole')
+    assert 'resuming at step 5' in capsys.readouterr().out
+
+
+def test_auto_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, monkeypatch, capsys, halves):
+    """Started, killed, started again with the same flags, it gives one run's bits; then it does nothing."""
+    flags = dict(init_from='auto', save_interval=5, **RECIPE)
+    interrupted(train_tiny, monkeypatch, 'out', 5, **flags)
+    printed = capsys.readouterr().out
+    assert f'init_from=auto: {tmp_path}/out holds no checkpoint; starting from scratch' in printed
+    train_tiny(**flags)
+    assert_equal_runs(tmp_path / 'out', halves / 'whole')
+    assert 'resuming at step 5' in capsys.readouterr().out and not (tmp_path / 'out.1').exists()
+    train_tiny(**flags)
+    remedy = 'to train further, give --max_iters=N\n'
+    assert f'nothing to do: the run is at step 10 of 10; {remedy}' in capsys.readouterr().out
+
+
+def test_auto_starts_from_the_weights_that_a_card_names(train_tiny, stopped, tmp_path, capsys):
+    """And resumes the run that began so."""
+    (tmp_path / 'card.py').write_text(f'init_from = {str(stopped)!r}\n')
+    for steps, printed in ((1, f'starting from {stopped}'), (2, 'resuming at step 1')):
+        assert train_tiny('new', tmp_path / 'card.py', init_from='auto', max_iters=steps) == 0
+        assert printed in capsys.readouterr().out
+
+
+def test_auto_never_starts_over_where_checkpoints_are(train_tiny, stopped, tmp_path):
+    """A run whose checkpoints are all damaged is an error, not a new run. It names an intact mirror."""
+    shutil.copytree(stopped, tmp_path / 'drive')
+    for path in stopped.glob('ckpt*.pt'):
+        os.truncate(path, path.stat().st_size - 500)
+    assert 'holds no intact checkpoint; start with' in error_of(train_tiny, init_from='auto')
+    error = error_of(train_tiny, init_from='auto', mirror_dir=tmp_path / 'drive')
+    assert f'no intact checkpoint; its mirror does: resume there with --out_dir={tmp_path}/drive\n' in error
+
+
+def test_a_mirror_that_is_ahead_of_the_run_is_not_overwritten(train_tiny, tmp_path):
+    """It went on alone, or another machine has the same drive."""
+    flags = dict(save_interval=1, mirror_dir=tmp_path / 'drive')
+    train_tiny(max_iters=2, **flags)
+    train_tiny('drive', init_from='resume', max_iters=6, mirror_dir=None)
+    train_tiny(init_from='resume', max_iters=4, **flags)
+    steps = [load(str(tmp_path / out / 'ckpt.pt'))['iter_num'] for out in ('drive.1', 'drive')]
+    assert steps == [6, 4]
+
+
+def test_flags_of_a_resume_are_checked_with_the_settings_of_its_checkpoint(stopped):
+    """Not with the defaults, to which n_embd=32 would be a mistake."""
+    flags = ['--init_from=resume', f'--out_dir={stopped}']
+    shape = load(stopped / 'ckpt.pt')['config']
+    assert train.read_settings([*flags, f'--n_embd={shape["n_embd"]}']).model.n_head == shape['n_head']
+    for flag, words in (('--n_head=8', 'cannot change on resume'), ('--eval_interval=0', 'above 0'),
+                        ('--lora_dropout=0.1', 'applies only with lora_rank')):
+        assert words in error_of(train.read_settings, [*flags, flag])
+        assert words in error_of(train.read_settings, ['--init_from=auto', *flags[1:], flag])
+    assert 'above 0' in error_of(train.read_settings, ['--init_from=auto', '--out_dir=new', '--threads=0'])
+
+
+def test_a_card_of_another_shape_is_told_which_flags_continue_the_run(stopped, tmp_path):
+    """nanoGPT ignores the shape in a card on resume. All differences are named at once."""
+    card = tmp_path / 'card.py'
+    card.write_text('n_layer = 7\nn_embd = 64\nmax_iters = 99\n')
+    words = [str(card), '--init_from=resume', f'--out_dir={stopped}']
+    *wrong, remedy = error_of(train.read_settings, words).splitlines()
+    assert [line.split(', but')[0] for line in wrong] == [f'{card}, line 1: n_layer=7',
+                                                          f'{card}, line 2: n_embd=64']
+    flags = remedy.removeprefix('to continue it: ').partition(';')[0].split()
+    assert len(flags) == 2 and train.read_settings(words + flags).train.max_iters == 99
+
+
+def test_auto_takes_the_card_of_the_machine_only_for_a_new_run(stopped, monkeypatch):
+    """The checkpoint has the dataset and the shape."""
+    monkeypatch.setattr(train, 'card_for_machine', lambda device: ('config/quickstart.py', 'a test'))
+    resumed = train.read_settings(['--init_from=auto', f'--out_dir={stopped}'])
+    assert resumed.train.dataset == 'tiny' and resumed.train.init_from == 'resume'
+    new = train.read_settings(['--init_from=auto', f'--out_dir={stopped}/empty'])
+    assert new.train.dataset == 'stdlib' and new.train.init_from == 'scratch'
+
+
+def test_auto_continues_in_the_mirror_of_a_lost_folder(train_tiny, tmp_path, monkeypatch, capsys, halves):
+    """A machine whose disk is gone and whose drive is left runs the same command."""
+    flags = dict(init_from='auto', save_interval=5, mirror_dir=tmp_path / 'drive', **RECIPE)
+    interrupted(train_tiny, monkeypatch, 'out', 5, **flags)
+    shutil.rmtree(tmp_path / 'out')
+    train_tiny(**flags)
+    assert f'the run continues in {tmp_path}/drive' in capsys.readouterr().out
+    assert same(final(tmp_path / 'drive')['model'], final(halves / 'whole')['model'])
+
+
+def test_a_damaged_checkpoint_costs_steps_and_no_bits(train_tiny, tmp_path, monkeypatch, capsys, halves):
+    interrupted(train_tiny, monkeypatch, 'out', 7, save_interval=5, **RECIPE)
+    newest = tmp_path / 'out' / 'ckpt.pt'
+    os.truncate(newest, newest.stat().st_size - 500)
+    train_tiny(init_from='resume')
+    assert re.search(rf'{newest} is damaged.*; falling back to .*ckpt-000000005\.pt', capsys.readouterr().out)
+    assert_equal_runs(tmp_path / 'out', halves / 'whole')
+
+
+def test_resuming_a_finished_run_touches_nothing(train_tiny, tmp_path, capsys):
+    train_tiny(max_iters=4)
+    before = contents(tmp_path), os.stat(tmp_path / 'out' / 'ckpt.pt').st_mtime_ns
+    assert train_tiny(init_from='resume', max_iters=4) == 0
+    assert (contents(tmp_path), os.stat(tmp_path / 'out' / 'ckpt.pt').st_mtime_ns) == before
+    assert 'nothing to do: the run is at step 4 of 4' in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_compiled_runs_repeat_and_resume_bit_for_bit(tmp_path, monkeypatch):
+    """With deterministic=False Inductor adds up the gradient of the embedding in any order."""
+    if reason := try_compile(torch.device('cpu')):
+        pytest.skip(reason)
+    write_bins(tmp_path / 'tiny', noise(40001), noise(487, seed=1))
+    run = run_in(tmp_path, compile=True, threads=2, batch_size=32, block_size=64, n_embd=64, dropout=0.1,
+                 data_dir=tmp_path)
+    run('whole')
+    torch._dynamo.reset()
+    interrupted(run, monkeypatch, 'halves', 5)
+    torch._dynamo.reset()
+    run('halves', init_from='resume')
+    assert same(final(tmp_path / 'halves'), final(tmp_path / 'whole'))
+
+
+# -----------------------------------------------------------------------------
+# settings on resume
+
+@pytest.mark.parametrize('settings, words', [
+    (dict(n_layer=3), r'n_layer=3.* 2\b'), (dict(softcap=0), r'softcap=0\.0.* 15\.0'),
+    (dict(optimizer='adamw'), r"optimizer='adamw'.* 'muon'"),
+    (dict(dataset='other'), r"dataset='other'.* 'tiny'"),
+    (dict(), 'the dataset is not the one this run was trained on')])
+def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, settings, words):
+    """The error names both values, and no file changes. The last case is other tokens of the same name."""
+    write_bins(tmp_path / 'data' / 'tiny', noise(4001, seed=5), noise(487, seed=1))
+    shutil.copytree(tmp_path / 'data' / 'tiny', tmp_path / 'data' / 'other')
+    before = contents(stopped)
+    assert re.search(words, error_of(train_tiny, init_from='resume', data_dir=tmp_path / 'data', **settings))
+    assert contents(stopped) == before
+
+
+@pytest.mark.parametrize('dataset, found, flags', [
+    ('tiny', 'tiny.1', ['--tokenizer=char']), ('a:0.7,tiny:0.3', 'a:0.7,tiny.1:0.3', [])])
+def test_a_resume_says_where_its_replaced_dataset_is(train_tiny, tmp_path, dataset, found, flags):
+    """It resumes with that name. Other weights of a mixture, or other data, are refused."""
+    data = tmp_path / 'data'
+    prepare_text(data, 'a', 'some words ' * 400)
+    prepare_text(data, 'tiny', 'other words ' * 400)
+    train_tiny(data_dir=data, dataset=dataset, max_iters=2, eval_tokens=64)
+    settings = dict(init_from='resume', data_dir=data, max_iters=3)
+    prepare_text(data, 'tiny', 'new words, and characters ' * 400, *flags)
+    before = contents(tmp_path / 'out')
+    for now in (dataset, dataset.replace('tiny', 'a')):
+        error = error_of(train_tiny, **settings, dataset=now)
+        assert error.endswith(f'; the one it was trained on is now in {data}: resume with --dataset={found}')
+    if ',' in dataset:
+        assert "'a:0.5,tiny.1:0.5', but" in error_of(train_tiny, **settings, dataset='a:0.5,tiny.1:0.5')
+    assert contents(tmp_path / 'out') == before
+    assert train_tiny(**settings, dataset=found) == 0
+    checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
+    assert (checkpoint['iter_num'], checkpoint['config']['dataset']) == (3, found)
+    shutil.rmtree(data / 'tiny.1')
+    assert error_of(train_tiny, **settings, dataset=dataset).endswith('start a new run with --init_from=PATH')
+
+
+def prepare_text(data_dir, name, text, *flags):
+    path = data_dir.parent / f'{name}.txt'
+    path.write_text(text)
+    prepare.main([str(path), f'--data_dir={data_dir}', *flags])
+
+
+def run_command(error):
+    """Runs the command of prepare.py at the end of an error."""
+    words = shlex.split(error.split(': python ')[1])
+    assert words.pop(0) == 'prepare.py'
+    prepare.main(words)
+
+
+def test_the_command_in_the_error_about_another_tokenizer_prepares_the_data(train_tiny, tmp_path):
+    """For tuning from a file and from a run, and for a mixture; with the settings the data were made with."""
+    data = tmp_path / 'my data'
+    where = dict(data_dir=data, block_size=8, max_iters=1, eval_tokens=64)
+    prepare_text(data, 'old', 'some words ' * 400, '--tokenizer=bpe:270')
+    rows = [json.dumps({'about': 'x', 'a body': f'number {i}'}) for i in range(60)]
+    (tmp_path / 'my rows.jsonl').write_text('\n'.join(rows))
+    train_tiny('my run', **where, dataset='old')
+    for init_from in (tmp_path / 'my run', tmp_path / 'my run' / 'ckpt.pt', None):
+        prepare.main([str(tmp_path / 'my rows.jsonl'), f'--data_dir={data}', '--text_field=a body',
+                      '--name=new', '--tokenizer=char', '--val_fraction=0.4'])
+        settings = dict(init_from=init_from, dataset='new') if init_from else dict(dataset='old,new')
+        error = error_of(train_tiny, 'tuned', **where, **settings)
+        assert 'prepare the data with the tok' in error or 'differ; prepare new with the tok' in error
+        run_command(error)
+        meta = read_meta(str(data / 'new'))
+        assert meta['tokenizer'] == read_meta(str(data / 'old'))['tokenizer']
+        assert meta['splits']['train']['documents'] < 40
+        assert train_tiny('tuned', **where, **settings) == 0
+
+
+def test_what_may_change_is_taken_and_printed(train_tiny, stopped, capsys):
+    """With both values: rates, batches, lengths, and the machine."""
+    change(stopped, lambda checkpoint: checkpoint['versions'].update(torch='2.11.0'))
+    train_tiny(init_from='resume', learning_rate=0.25, embed_lr=0.02, batch_size=8, max_iters=7,
+               dropout=0, threads=2)
+    out = capsys.readouterr().out
+    for name, before, now in (('learning_rate:', 0.005, 0.25), ('batch_size:', 4, 8), ('max_iters:', 10, 7),
+                              ('embed_lr:', None, 0.02), ('threads', 1, 2),
+                              ('torch', '2.11.0', torch.__version__)):
+        assert f'{name} {before} before, {now} now' in out
+    checkpoint = load(stopped / 'ckpt.pt')
+    assert checkpoint['iter_num'] == 7 and checkpoint['config']['dropout'] == 0.0
+    assert [line['lr'] > 0.005 for line in log(stopped, 'step', 'lr')][-2:] == [True, True]
+
+
+def test_a_number_of_steps_outranks_the_epochs_of_the_checkpoint(train_tiny, tmp_path):
+    train_tiny(max_epochs=0.1)
+    steps = load(tmp_path / 'out' / 'ckpt.pt')['iter_num']
+    train_tiny(init_from='resume', max_iters=steps + 2)
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == steps + 2
+
+
+def test_with_another_batch_the_epochs_stay(train_tiny, tmp_path, monkeypatch):
+    """Of 249 windows, 125 are half an epoch: 8 steps of 8, and 8 of 8 windows more or 4 of 16."""
+    interrupted(train_tiny, monkeypatch, 'out', 8, max_epochs=0.5)
+    train_tiny(init_from='resume', max_epochs=0.5, batch_size=8)
+    checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
+    assert (checkpoint['iter_num'], checkpoint['state']['tokens_seen']) == (12, 128 * 16)
+
+
+def test_config_py_of_a_run_repeats_it(train_tiny, halves, tmp_path):
+    """Also where the shape came from the weights that the run started with."""
+    train_tiny('a', init_from=halves / 'whole' / 'ckpt.pt', optimizer='muon', max_iters=4)
+    train.main([str(tmp_path / 'a' / 'config.py'), f'--out_dir={tmp_path / "b"}'])
+    assert_equal_runs(tmp_path / 'a', tmp_path / 'b')
+
+
+# -----------------------------------------------------------------------------
+# checkpoints of others
+
+def run_of_an_earlier_version(folder):
+    """A run folder as commit c3a403d left it, stopped at step 4 before the evaluation that was due."""
+    write_bins(folder / 'data' / 'old', np.arange(1001) * 7 % 64 + 32, np.arange(301) * 7 % 64 + 32)
+    generator, C = torch.Generator().manual_seed(1), 8
+    shapes = {'wte': (257, C), 'wpe': (16, C), 'h.0.attn.c_attn': (3 * C, C), 'h.0.attn.c_proj': (C, C),
+              'h.0.mlp.c_fc': (4 * C, C), 'h.0.mlp.c_proj': (C, 4 * C),
+              'h.0.ln_1': (C,), 'h.0.ln_2': (C,), 'ln_f': (C,)}
+    params = [0.3 * torch.randn(shape, generator=generator) for shape in shapes.values()]
+    model = {f'transformer.{name}.weight': w for name, w in zip(shapes, params, strict=True)}
+    model['lm_head.weight'] = params[0]
+    moments = {i: {'step': torch.tensor(4.0), 'exp_avg': 0.01 * w, 'exp_avg_sq': 1e-4 * w * w}
+               for i, w in enumerate(params)}
+    group = dict(peak=6e-4, lr=1.2e-6, betas=(0.9, 0.95), eps=1e-8, amsgrad=False, maximize=False, fused=True,
+                 foreach=None, capturable=False, differentiable=False, decoupled_weight_decay=True)
+    groups = [{**group, 'weight_decay': 0.1, 'params': [0, 1, 2, 3, 4, 5]},
+              {**group, 'weight_decay': 0.0, 'params': [6, 7, 8]}]
+    args = dict(n_layer=1, n_head=2, n_embd=C, block_size=16, bias=False, vocab_size=257, dropout=0.0)
+    config = dict(args, preset='gpt2', n_kv_head=2, n_ff=32, position='learned', norm='layernorm', mlp='gelu',
+                  init_from='scratch', profile=False, on_divergence='stop', dataset='old',
+                  data_dir=str(folder / 'data'), batch_size=4, gradient_accumulation_steps=2,
+                  learning_rate=6e-4, warmup_iters=2, lr_decay_iters=None, max_iters=6, eval_interval=2,
+                  save_interval=1, mirror_dir=None, device='cpu', dtype='float32', compile=False, threads=1)
+    state = dict(iter_num=4, evaluation_left=True, best_val_loss=9.0, tokens_seen=512, logged=[],
+                 bad_in_a_row=0, spikes_in_a_row=0, recent=[6.0, 6.0], skips=[])
+    (folder / 'out').mkdir()
+    torch.save({'model': model, 'optimizer': {'state': moments, 'param_groups': groups}, 'scaler': {},
+                'model_args': args, 'iter_num': 4, 'best_val_loss': 9.0, 'config': config, 'state': state,
+                'tokenizer': {'kind': 'byte'}, 'run_id': 'none',
+                'data': {'train': '109b7085a51fb1ff', 'val': '3148e69190693443'},
+                'versions': {'torch': '2.13.0+cpu', 'numpy': '2.4.6'},
+                'machine': dict(device='cpu', dtype='torch.float32', world=1, threads=1, compile=False)},
+               folder / 'out' / 'ckpt.pt')
+    (folder / 'out' / 'log.jsonl').write_text('{"step": 2, "val_loss": 9.0}\n{"step": 4, "loss": 6.0}\n')
+    (folder / 'out' / 'config.py').write_text(''.join(f'{k} = {v!r}\n' for k, v in config.items()))
+    return folder / 'out'
+
+
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path):
+    """The numbers are those that commit c3a403d computed from the same files."""
+    out = run_of_an_earlier_version(tmp_path)
+    train.main(['--init_from=resume', f'--out_dir={out}', '--device=cpu'])
+    assert load(out / 'ckpt.pt')['iter_num'] == 6
+    losses = [line['loss'] for line in log(out, 'step', 'loss')]
+    val_losses = [line['val_loss'] for line in log(out, 'step', 'val_loss')]
+    assert losses == pytest.approx([6.0, 5.5455055, 5.5531235], abs=1e-5)
+    assert val_losses == pytest.approx([9.0, 5.5570693, 5.5569557], abs=1e-5)
+    train.main([str(out / 'config.py'), f'--out_dir={tmp_path / "again"}', '--max_iters=1'])
+    assert load(tmp_path / 'again' / 'ckpt.pt')['iter_num'] == 1
+
+
+def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
+    """Its steps 4 and 5 are those of torch's AdamW with its groups, betas and schedule. It was compiled."""
+    tokens, chars = noise(2001) - 32, ''.join(chr(32 + i) for i in range(65))
+    folder = write_bins(tmp_path / 'data' / 'chars', tokens, tokens[:300], tokenizer=False)
+    with open(f'{folder}/meta.pkl', 'wb') as f:
+        stoi = {c: i for i, c in enumerate(chars)}
+        pickle.dump({'vocab_size': 65, 'itos': dict(enumerate(chars)), 'stoi': stoi}, f)
+    torch.manual_seed(1)
+    gpt = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32))
+    params = list(gpt.parameters())
+    adamw = torch.optim.AdamW([{'params': [p for p in params if p.dim() >= 2], 'weight_decay': 0.1},
+                               {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}],
+                              lr=1e-3, betas=(0.9, 0.99))
+    batches = Batches(Split(folder, 'train', read_meta(folder), 16),
+                      train.TrainConfig(batch_size=4, gradient_accumulation_steps=2), Env())
+
+    def step(n):
+        for load_batch in batches.step(n)[1]:
+            x, y, _ = load_batch()
+            (gpt(x, y).sum() / 128).backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        for group in adamw.param_groups:
+            group['lr'] = 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * (n - 2) / 3))
+        adamw.step()
+        adamw.zero_grad()
+    for n in range(3):
+        step(n)
+    args = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=False, dropout=0.0)
+    config = dict(args, dataset='chars', gradient_accumulation_steps=2, batch_size=4, learning_rate=1e-3,
+                  max_iters=5, beta2=0.99, warmup_iters=2, lr_decay_iters=5, min_lr=1e-4, eval_iters=2,
+                  init_from='scratch', out_dir='out-chars', backend='nccl', device='cuda', dtype='bfloat16',
+                  compile=True)
+    (tmp_path / 'out').mkdir()
+    weights = {f'_orig_mod.{name}': weight for name, weight in gpt.state_dict().items()}
+    torch.save({'model': weights, 'optimizer': adamw.state_dict(), 'model_args': {**args, 'vocab_size': 65},
+                'iter_num': 3, 'best_val_loss': torch.tensor(4.1), 'config': config},
+               tmp_path / 'out' / 'ckpt.pt')
+    for n in (3, 4):
+        step(n)
+    (tmp_path / 'card.py').write_text('eval_tokens = 64\nbatch_size = 2\n')
+    flags = ['--init_from=resume', f'--out_dir={tmp_path}/out', '--batch_size=auto']
+    for words in (flags, [str(tmp_path / 'card.py'), *flags]):
+        auto = train.read_settings(words).train
+        assert (auto.batch_size, auto.gradient_accumulation_steps, auto.eval_iters) == (4, 2, 2)
+    train.main(['--init_from=resume', f'--out_dir={tmp_path}/out', f'--data_dir={tmp_path}/data',
+                '--device=cpu', '--dtype=float32', '--compile=False', '--threads=1'])
+    ours = load(tmp_path / 'out' / 'ckpt.pt')
+    assert ours['iter_num'] == 5 and ours['config']['beta2'] == 0.99
+    assert ours['state']['tokens_seen'] == 5 * 128
+    best = load(tmp_path / 'out' / 'best.pt')  # random tokens are not learned
+    assert best['iter_num'] == 3 and best['tokenizer']['chars'] == chars
+    assert ours['best_val_loss'] == best['best_val_loss'] == pytest.approx(4.1)
+    for name, weight in gpt.state_dict().items():
+        assert torch.allclose(ours['model'][name], weight, atol=1e-5), name
+    assert 'char tokenizer' in capsys.readouterr().out
+
+
+def test_a_run_of_nanogpt_without_compilation_stays_without():
+    """compile=False was a wish of its user; compile=True is nanoGPT's default."""
+    for asked, ours in ((False, {'seed': 1, 'compile': False}), (True, {'seed': 1})):
+        config = {'compile': asked, 'dtype': 'bfloat16', 'device': 'cuda', 'seed': 1}
+        assert settings_of({'model_args': {}, 'config': config}, {}) == ours
+
+
+def test_settings_of_a_fork_of_nanogpt_do_not_count_as_ours_of_the_same_name():
+    config = {'optimizer': 'AdamW', 'lora_rank': 8, 'time_budget': 3.0, 'seed': 1}
+    assert settings_of({'model_args': {}, 'config': config}, {}) == {'seed': 1}
+    ours = {'model_args': {}, 'config': config, 'versions': {}}  # best.pt
+    assert settings_of(ours, {}) == config
+
+
+def test_a_run_of_nanogpt_whose_dataset_was_a_path_has_its_name():
+    for path in ('/scratch/me/chars', '../chars/', 'chars'):
+        assert settings_of({'model_args': {}, 'config': {'dataset': path}}, {}) == {'dataset': 'chars'}
+
+
+def test_weights_that_are_not_finite_are_not_resumed(train_tiny, stopped):
+    change(stopped, lambda checkpoint: checkpoint['model']['lm_head.weight'][0, 0].fill_(math.nan))
+    assert re.search('weights .*are not finite', error_of(train_tiny, init_from='resume'))
+
+
+def test_the_context_of_a_run_is_compared():
+    """Other data are an error; another machine is a note, because the bits may differ."""
+    part = SimpleNamespace(fingerprint=lambda: 'abc')
+    splits = {'train': SimpleNamespace(splits=[part, part])}
+    chat = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'bos': 1, 'templates': ['chatml']})
+    other = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'templates': ['gemma']})
+    before = context_of([chat], splits, Env(threads=1))
+    now = context_of([chat, other], splits, Env(threads=2))
+    assert before['data'] == {'train': 'abc abc'} and before['template'] == 'chatml' and before['bos'] == 1
+    assert 'template' not in now and 'bos' not in now
+    cfg = TrainConfig()
+    assert compare_context(before, before, cfg) == compare_context({}, now, cfg) == []
+    before['versions'] = {**before['versions'], 'numpy': '1.0'}
+    [note] = compare_context(before, now, cfg)
+    assert re.match(r'numpy 1\.0 before, .* now; threads 1 before, 2 now; results may ', note)
+    with pytest.raises(ValueError, match=r"not the one this run was trained on.*'abc abc'.*'x'.*--init_from"):
+        compare_context(before, {**now, 'data': {'train': 'x'}}, cfg)

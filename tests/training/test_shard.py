@@ -1,0 +1,349 @@
+"""Several processes, sharded or not, compute what one process computes, and write its checkpoints."""
+
+import functools
+import importlib
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import load, rows, same, tiny_flags
+from faults import log
+from ranks import forks, on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_flatten_with_path
+
+import train
+from hotloop.data.dataset import read_meta
+from hotloop.system.distributed import Env
+from hotloop.system.memory import choose_batch_size
+from hotloop.training.dataloader import Batches, Split
+from hotloop.training.evaluate import evaluate
+from hotloop.training.footprint import Need, fits_sharded
+from hotloop.training.optim import build_optimizers, matrix_rows
+from hotloop.training.run_dir import RunDir
+from hotloop.training.shard import gather, local
+from model import GPT, GPTConfig
+from train import TrainConfig
+
+RECIPES = [dict(optimizer='adamw', bias=True),
+           dict(optimizer='muon', preset='modern', mlp='swiglu', zero_init=False)]
+pytestmark = forks
+
+
+def gpt(**settings):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{**dict(vocab_size=257, block_size=16, n_layer=3, n_head=3, n_embd=30,
+                                   zero_init=False, dropout=0.1), **settings}))
+
+
+def steps(folder, number, env=None, dtype='float32', scale=None, optimizer='adamw', shard='none',
+          recompute='none', **shape):
+    """
+    What `number` steps of 16 sequences compute, on any number of processes: the gradient and the norm of the
+    first one, and of all the losses, weights and scales, with an evaluation.
+    """
+    cfg = TrainConfig(optimizer=optimizer, shard=shard, batch_size=4, gradient_accumulation_steps=4,
+                      recompute=recompute)
+    env = env or Env(dtype=getattr(torch, dtype))
+    model, scaler = gpt(**shape), torch.amp.GradScaler('cpu', init_scale=scale or 1.0, enabled=bool(scale))
+    model.compute_dtype, model.loss_chunks = env.dtype, 2 if optimizer == 'muon' else 1
+    compiled, forward = train.wrap(model, cfg, env)
+    optimizers = build_optimizers(model, cfg, env)
+    splits = [Split(folder, name, read_meta(folder), 16) for name in ('train', 'val')]
+    batches, found = Batches(splits[0], cfg, env), SimpleNamespace(losses=[], scales=[])
+    for step in range(number):
+        num_targets, loads = batches.step(step)
+        result = train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
+        found.losses.append(result.loss.item())
+        found.scales.append(scaler.get_scale())
+        if step == 0:
+            gradients = gather([p.grad for p in model.parameters()])
+            found.gradient = torch.cat([gradient.flatten() for gradient in gradients])
+            found.norm = result.norm.item()
+    found.val = evaluate(compiled, splits[1], None, 5, env)['loss']  # 31 windows
+    found.weights = gather(model.state_dict())
+    last = env.rank + 1 == env.world
+    found.stopped = evaluate(compiled, splits[1], None, 5, env, stop=lambda: last) is None
+    return found
+
+
+def steps_of_rank(*args, dtype='float32', compiled=False, **settings):
+    """steps() in one of several processes."""
+    env = train.setup(TrainConfig(device='cpu', dtype=dtype, compile=compiled, threads=1))
+    with pytest.MonkeyPatch.context() as m:  # Inductor would take minutes
+        m.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
+        found = steps(*args, env=env, **settings)
+    env.leave()
+    return found
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def assert_equal_steps(found, one):
+    assert distance(found.gradient, one.gradient) < 1e-6
+    assert found.norm == pytest.approx(one.norm, rel=1e-6)
+    assert found.losses == pytest.approx(one.losses, rel=1e-4)
+    assert found.val == pytest.approx(one.val, rel=1e-4)
+    assert found.weights.keys() == one.weights.keys()
+    for name, weight in one.weights.items():
+        assert torch.allclose(found.weights[name], weight, atol=1e-4), name
+
+
+@pytest.mark.parametrize('world, shard, number, recipe', [
+    (2, 'none', 3, RECIPES[1]), (2, 'optimizer', 3, RECIPES[1]), (2, 'full', 3, RECIPES[0]),
+    *(pytest.param(world, shard, 10, recipe, marks=pytest.mark.slow)
+      for world in (2, 4) for shard in ('none', 'optimizer', 'full') for recipe in RECIPES)])
+def test_steps_of_several_processes_are_those_of_one(masked, world, shard, number, recipe):
+    """
+    With uneven masks, dropout and rows that do not divide evenly, and an evaluation of 31 windows. Rank 0 has
+    everything. A wish to stop on one process ends the evaluation on all.
+    """
+    one = steps(masked, number, **recipe)
+    first, *others = on_ranks(world, steps_of_rank, masked, number, shard=shard, **recipe)
+    assert_equal_steps(first, one)
+    for other in others:
+        assert other.losses == first.losses and other.val == first.val
+        assert shard == 'none' or not any(weight.numel() for weight in other.weights.values())
+    assert all(found.stopped for found in (first, *others))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('recompute, shard', [
+    ('none', 'none'), ('none', 'optimizer'), ('selective', 'full'), ('full', 'full')])
+def test_blocks_are_compiled_and_recomputed_on_several_processes(masked, shard, recompute):
+    """Without dropout, whose random numbers a compiled block draws in another order."""
+    settings = dict(dropout=0.0, preset='modern')
+    one = steps(masked, 3, **settings)
+    for compiled in (False, True):
+        settings.update(shard=shard, recompute=recompute, compiled=compiled)
+        assert_equal_steps(on_ranks(2, steps_of_rank, masked, 3, **settings)[0], one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shard', ['optimizer', 'full'])
+def test_sharded_steps_in_other_dtypes(masked, shard):
+    """In float16 an overflow skips the same steps and halves the scale; in bfloat16 the gradient is near."""
+    one = steps(masked, 5, dtype='float16', scale=2.0**22)
+    found, other = on_ranks(2, steps_of_rank, masked, 5, dtype='float16', scale=2.0**22, shard=shard)
+    assert found.scales == other.scales == one.scales and one.scales[2] == one.scales[3] == 2.0**19
+    one = steps(masked, 1, dtype='bfloat16', bias=True)
+    found = on_ranks(2, steps_of_rank, masked, 1, dtype='bfloat16', shard=shard, bias=True)[0]
+    assert distance(found.gradient, one.gradient) < 0.02
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+def main_of_rank(argv, fault=(), rank=0):
+    """
+    train.main() in one of several processes, with a change of a function in one of them. What is left of gloo
+    may abort the process at its end.
+    """
+    with pytest.MonkeyPatch.context() as m:
+        if fault and os.environ['RANK'] == str(rank):
+            m.setattr(fault[0], FAULTS[fault[1]])
+        code = train.main(argv)
+    threads = [path.read_text() for path in Path('/proc/self/task').glob('*/comm')]
+    assert not [name for name in threads if 'gloo' in name]
+    return code
+
+
+def slow_clock():
+    return 0.0
+
+
+def fail_first(out, name, *args, write=RunDir.write, failed=[]):  # noqa: B006
+    if name == 'best.pt' and not failed:
+        failed.append(name)
+        raise ValueError('best.pt could not be written')
+    write(out, name, *args)
+
+
+FAULTS = {'slow clock': slow_clock, 'fail first': fail_first}
+
+
+@pytest.fixture
+def run_on(tmp_path, data_dir, train_tiny):
+    """run_on(world, out, **settings) trains TINY on so many processes; returns their exit codes."""
+    def run(world, out, fault=(), rank=0, **settings):
+        if world == 1:
+            return [train_tiny(out, **settings)]
+        argv = tiny_flags(tmp_path / out, data_dir, timeout_minutes=1, **settings)
+        return on_ranks(world, main_of_rank, argv, fault, rank)
+    return run
+
+
+def assert_equal_checkpoints(path, expected_path):
+    """The same names and shapes, and values within 1e-4, in plain tensors of their own size."""
+    found, expected = load(path), load(expected_path)
+    assert found.keys() == expected.keys() and found['model_args'] == expected['model_args']
+    for part in ('model', 'optimizer', 'muon'):
+        states = [state.get(part, {}) for state in (found, expected)]
+        flat = [dict(tree_flatten_with_path(state.get('state', state))[0]) for state in states]
+        assert flat[0].keys() == flat[1].keys()
+        for name, value in flat[1].items():
+            assert torch.allclose(flat[0][name], value, atol=1e-4), name
+    assert os.path.getsize(path) == pytest.approx(os.path.getsize(expected_path), rel=0.1)
+
+
+CHAIN = [(1, 'none'), (2, 'full'), (4, 'optimizer'), (4, 'none'), (2, 'optimizer'), (1, 'full')]
+
+
+@pytest.mark.parametrize('recipe, stages', [
+    (RECIPES[1], [(2, 'full'), (1, 'none'), (2, 'optimizer')]),
+    *(pytest.param(recipe, CHAIN, marks=pytest.mark.slow) for recipe in RECIPES)])
+def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, recipe, stages):
+    """Losses, evaluations, samples, ckpt.pt and best.pt are those of one process without a stop."""
+    last = 4 * len(stages)
+    settings = dict(recipe, batch_size=2, gradient_accumulation_steps=4, dropout=0.1, sample_interval=4,
+                    sample_tokens=20, lr_decay_iters=last)
+    assert run_on(1, 'whole', max_iters=last, **settings) == [0]
+    for n, (world, shard) in enumerate(stages, 1):
+        init_from = 'scratch' if n == 1 else 'resume'
+        codes = run_on(world, 'out', shard=shard, max_iters=4 * n, init_from=init_from, **settings)
+        assert codes == [0] * world
+    whole, out = tmp_path / 'whole', tmp_path / 'out'
+    for name in ('ckpt.pt', 'best.pt'):
+        assert_equal_checkpoints(out / name, whole / name)
+    for found, expected in zip(log(out), log(whole), strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
+    samples, expected = rows(out, 'sample'), rows(whole, 'sample')
+    assert [row['step'] for row in samples] == [row['step'] for row in expected]
+    # the modern head is so near to uniform yet that rounding changes the order of ids
+    assert 'preset' in recipe or samples == expected
+
+
+@pytest.mark.slow
+def test_saves_of_a_sharded_run_are_agreed_on(run_on, tmp_path):
+    """
+    Rank 1's clock never says that save_minutes are over; rank 0 could not write best.pt, so the same loss is
+    an improvement later. If each process decided alone, they would wait for each other.
+    """
+    settings = dict(shard='full', max_iters=6, eval_interval=2, save_minutes=0)
+    assert run_on(2, 'clock', ('train.time.monotonic', 'slow clock'), 1, **settings) == [0, 0]
+    assert (tmp_path / 'clock' / 'ckpt-000000005.pt').exists()
+    settings.update(learning_rate=0, min_lr=0)
+    assert run_on(2, 'best', ('hotloop.training.run_dir.RunDir.write', 'fail first'), 0, **settings) == [0, 0]
+    assert load(tmp_path / 'best' / 'best.pt')['iter_num'] == 4
+
+
+def test_one_process_has_nothing_to_shard(train_tiny, tmp_path, capsys):
+    """It says so, and its bits are those of a run without the setting."""
+    train_tiny('plain', max_iters=2)
+    assert 'shard' not in capsys.readouterr().out
+    train_tiny('out', max_iters=2, shard='full')
+    assert 'shard=full: no effect, because there is only one process' in capsys.readouterr().out
+    assert same(load(tmp_path / 'out' / 'ckpt.pt')['model'], load(tmp_path / 'plain' / 'ckpt.pt')['model'])
+    train_tiny('out', max_iters=3, init_from='resume', shard='none')
+    assert "shard: 'full' before, 'none' now" in capsys.readouterr().out
+
+
+def standing_of_rank():
+    """The bytes of weights, gradients and optimizer states that one of several processes holds."""
+    cfg = TrainConfig(device='cpu', dtype='float32', compile=False, threads=1, shard='full', optimizer='muon')
+    env = train.setup(cfg)
+    model = gpt(preset='modern')
+    forward = train.wrap(model, cfg, env)[1]
+    optimizers = build_optimizers(model, cfg, env)
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    forward(ids, ids).sum().backward()
+    held = [*model.parameters(), *(p.grad for p in model.parameters())]
+    for optimizer in optimizers:
+        optimizer.found_inf = torch.zeros(())
+        optimizer.step()
+        held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    storages = [local(tensor).untyped_storage() for tensor in held]  # gradients share one
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    env.leave()
+    return held
+
+
+def test_a_process_holds_its_share():
+    """Of weights, gradients and moments; the forecast adds what is gathered for a moment."""
+    held = on_ranks(2, standing_of_rank)
+    need = Need(gpt(preset='modern'), TrainConfig(shard='full', optimizer='muon'))
+    assert held == pytest.approx([(2 * need.weights + need.optimizer) / 2] * 2, rel=0.03)
+    alone, two, eight = (need.standing(torch.float32, 'full', world) for world in (1, 2, 8))
+    assert alone == 2 * need.weights + need.optimizer and held[0] < two and eight < two
+
+
+@pytest.mark.parametrize('failing, batch', [(False, 8), (True, 2)])
+def test_the_largest_micro_batch_of_a_sharded_run_is_counted(monkeypatch, failing, batch):
+    """No process runs a forward, and all take what fits on all of them."""
+    class Two(Env):
+        def sum(self, values):
+            return values + (failing and len(asked) < 3)
+    asked = []
+    monkeypatch.setattr('hotloop.training.footprint.Need.fits',
+                        lambda self, *args: asked.append(self.sharing) or True)
+    monkeypatch.setattr(GPT, 'forward', lambda *args: pytest.fail('a trial'))
+    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=4, shard='full', data_on_device=False)
+    split = SimpleNamespace(T=16, num_bytes=0)
+    assert choose_batch_size(gpt(), split, Two(0, 2), cfg, fits_sharded) == batch
+    assert set(asked) == {('full', 2)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_the_bytes_of_a_step_are_those_of_the_parameters(optimizer):
+    """
+    DDP reduces all gradients once in float32. Sharded, blocks are gathered in bf16, once a step or, twice a
+    micro-batch, by shard='full', which also reduces in each. Muon sends an eighth to and fro. Here its eight
+    matrices of each shape and all rows divide by 8.
+    """
+    bench = importlib.import_module('communication')
+    settings = dict(n_layer=8, n_head=2, n_embd=64, block_size=16)
+    model = GPT(GPTConfig(vocab_size=50304, preset=bench.RECIPES[optimizer], **settings))
+    N, padding = model.num_params(), 8 * 6 if optimizer == 'muon' else 0  # of two numbers on eight processes
+    blocks = sum(p.numel() for p in model.transformer.h.parameters()) + padding
+    muon = 2 * sum(p.numel() for p in matrix_rows(model)) if optimizer == 'muon' else 0  # bytes in bf16
+    torch.distributed.init_process_group('fake', store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh, found = init_device_mesh('cpu', (8,)), {}
+        for shard in ('none', 'optimizer', 'full'):
+            found[shard] = bench.count_step(settings, optimizer, shard, 3, mesh)[0]
+    finally:
+        torch.distributed.destroy_process_group()
+    num_bytes = {shard: [count[1] for count in kinds.values()] for shard, kinds in found.items()}
+    rest = N + padding - blocks
+    assert num_bytes['none'] == [4 * N + 8, muon, 0, 0]
+    assert num_bytes['optimizer'] == [12, 2 * blocks + 4 * rest, 4 * (blocks + rest), muon // 4]
+    assert num_bytes['full'] == [12, 3 * (4 * blocks + 4 * rest), 3 * 4 * (blocks + rest), muon // 4]
+
+
+# -----------------------------------------------------------------------------
+# torchrun
+
+SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, save_interval=5, eval_interval=12)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_sharded_run_whose_process_was_killed(train_tiny, torchrun, tmp_path):
+    assert train_tiny('whole', **SETTINGS) == 0
+    process = torchrun('out', 'kill', 20, restarts=2, shard='full', **SETTINGS)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and 'resuming at step 15' in out, err
+    assert 'error: rank 1 of 2 processes was lost' in err
+    assert_equal_checkpoints(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'whole' / 'ckpt.pt')
+
+
+@pytest.mark.slow
+def test_two_agents_are_two_nodes(train_tiny, torchrun, tmp_path):
+    """The command lines of the README, with both nodes on this machine; they share out_dir."""
+    assert train_tiny('whole', **SETTINGS) == 0
+    with socket.create_server(('127.0.0.1', 0)) as free:
+        port = free.getsockname()[1]
+    node = ['--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d', f'--rdzv_endpoint=localhost:{port}',
+            '--rdzv_id=one', '--local_addr=127.0.0.1']
+    agents = [torchrun('out', node=node, **SETTINGS) for _ in range(2)]
+    for agent in agents:
+        assert agent.wait(200) == 0, agent.stderr.read()
+    losses = [[row['loss'] for row in rows(tmp_path / out, 'loss')] for out in ('out', 'whole')]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert_equal_checkpoints(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'whole' / 'ckpt.pt')

@@ -1,0 +1,538 @@
+"""Laws of training: the step, its gradient on any number of processes, the schedule, saves, settings."""
+
+import importlib.util
+import itertools
+import math
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, at_step, error_of, load, noise, rows, same, scripted_losses, write_bins
+from ranks import forks, on_ranks
+
+import train
+from configurator import SettingsError
+from hotloop.data.dataset import read_meta
+from hotloop.system.distributed import Env
+from hotloop.training.dataloader import Batches, Split
+from hotloop.training.optim import build_optimizers
+from model import GPT, GPTConfig
+from train import TrainConfig
+
+ROOT = Path(train.__file__).parent
+RECIPES = [dict(optimizer='adamw'), dict(optimizer='muon', preset='modern')]
+no_scaler = torch.amp.GradScaler('cpu', enabled=False)
+
+
+def tiny_gpt(seed=0, **settings):
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(**dict(vocab_size=257, block_size=16, n_layer=2, n_head=2, n_embd=32, **settings)))
+
+
+# -----------------------------------------------------------------------------
+# the step
+
+def gradient_of(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def first_step(folder, cfg, env, optimizers=(), model=None, scaler=no_scaler, step=0):
+    """The StepResult of one step of a tiny model on a dataset."""
+    num_targets, loads = Batches(Split(folder, 'train', read_meta(folder), 16), cfg, env).step(step)
+    return train.train_step(model, loads, num_targets, optimizers, scaler, cfg, env)
+
+
+def one_step(folder, batch_size, accumulation, env):
+    """Gradient and loss of a step."""
+    cfg = TrainConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation, grad_clip=0.0)
+    model = tiny_gpt(preset='modern', zero_init=False)
+    _, forward = train.wrap(model, cfg, env)
+    loss = first_step(folder, cfg, env, model=forward, step=3).loss.item()
+    return {'gradient': gradient_of(model), 'loss': loss}
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize('shape', [(16, 1), (8, 2), (4, 4), (1, 16)])
+def test_gradient_does_not_depend_on_how_the_batch_is_split(masked, shape):
+    """Micro-batches with unequal masks weigh by their targets: the mean over all targets, in one piece."""
+    split = Split(masked, 'train', read_meta(masked), 16)
+    batches = Batches(split, TrainConfig(batch_size=16, gradient_accumulation_steps=1), Env())
+    x, y, _ = batches.step(3)[1][0]()
+    model = tiny_gpt(preset='modern', zero_init=False)
+    loss = model(x, y).sum()
+    (loss / (y >= 0).sum()).backward()
+    found = one_step(masked, *shape, Env())
+    assert distance(found['gradient'], gradient_of(model)) < 1e-6
+    assert found['loss'] == pytest.approx(loss.item(), rel=1e-6)
+
+
+def one_step_of_rank(folder):
+    """one_step() in one of several processes."""
+    env = train.setup(TrainConfig(device='cpu', dtype='float32', compile=False, threads=1))
+    found = one_step(folder, 4, 2, env)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@forks
+def test_two_processes_of_one_micro_batch_each_find_the_bits_of_one_process(masked):
+    one = one_step(masked, 4, 2, Env())
+    for many in on_ranks(2, one_step_of_rank, masked):
+        assert torch.equal(many['gradient'], one['gradient']) and many['loss'] == one['loss']
+
+
+def test_gradients_are_clipped_to_the_norm_that_is_reported(masked):
+    """The reported norm is the one before clipping; a shorter gradient is not changed."""
+    model = tiny_gpt()
+
+    def norm(clip):
+        for p in model.parameters():
+            p.grad = None
+        cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2, grad_clip=clip)
+        return first_step(masked, cfg, Env(), model=model).norm.item()
+    full = norm(0.0)
+    assert full == pytest.approx(gradient_of(model).norm().item(), rel=1e-6)
+    assert norm(full / 3) == pytest.approx(full, rel=1e-6)
+    assert gradient_of(model).norm().item() == pytest.approx(full / 3, rel=1e-4)
+    norm(full * 3)
+    assert gradient_of(model).norm().item() == pytest.approx(full, rel=1e-6)
+
+
+@pytest.mark.parametrize('recipe', RECIPES)
+@pytest.mark.parametrize('where', ['loss', 'gradient'])
+def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
+    """Neither weights nor optimizer state."""
+    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2, optimizer=recipe['optimizer'])
+    model = tiny_gpt(preset=recipe.get('preset', 'gpt2'), zero_init=False)  # zeros would hide Muon's update
+    optimizers, broken = build_optimizers(model, cfg, Env()), []
+
+    def spoil_gradient(gradient):
+        if broken and where == 'gradient':
+            return gradient.index_fill(0, torch.tensor(3), math.inf)
+        return gradient
+    model.transformer.h[1].mlp.c_fc.weight.register_hook(spoil_gradient)
+
+    def spoil_loss(module, args, loss):
+        return loss * math.nan if broken and where == 'loss' else loss
+    model.register_forward_hook(spoil_loss)
+
+    def everything():
+        return [model.state_dict(), [o.state_dict()['state'] for o in optimizers]]
+    assert first_step(masked, cfg, Env(), optimizers, model).skipped.item() == 0
+    before = pickle.dumps(everything())
+    broken.append(True)
+    assert first_step(masked, cfg, Env(), optimizers, model, step=1).skipped.item() == 1
+    assert same(everything(), pickle.loads(before))
+    broken.clear()
+    assert first_step(masked, cfg, Env(), optimizers, model, step=2).skipped.item() == 0
+    assert not same(everything(), pickle.loads(before))
+
+
+def test_an_overflow_skips_the_update_and_halves_the_scale(masked):
+    """float16 with a loss scale that is too large."""
+    model, scaler, scale = tiny_gpt(), torch.amp.GradScaler('cpu', init_scale=2.0**30), 2.0**30
+    model.compute_dtype = torch.float16
+    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2)
+    optimizers, before = build_optimizers(model, cfg, Env()), pickle.dumps(model.state_dict())
+    while first_step(masked, cfg, Env(), optimizers, model, scaler).skipped:
+        scale /= 2
+        assert scaler.get_scale() == scale > 2.0
+        assert same(model.state_dict(), pickle.loads(before))
+    assert scale < 2.0**30 and not same(model.state_dict(), pickle.loads(before))
+
+
+def test_a_bf16_step_is_near_the_float32_step(masked):
+    """Weights and gradients stay float32; the gradient is right within bf16's rounding."""
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_gpt()
+        model.compute_dtype = dtype
+        first_step(masked, TrainConfig(batch_size=8, gradient_accumulation_steps=1, grad_clip=0), Env(),
+                   model=model)
+        gradients.append(gradient_of(model))
+    assert gradients[1].dtype == torch.float32 and 0 < distance(*gradients) < 0.02
+
+
+# -----------------------------------------------------------------------------
+# evaluations, samples and saves leave the run alone
+
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_evaluations_and_samples_do_not_disturb_training(train_tiny, tmp_path, recipe):
+    """With dropout, the weights are the same bits; and a step always writes the same sample."""
+    runs = {'never': dict(eval_interval=100), 'often': dict(eval_interval=1, sample_interval=2),
+            'samples': dict(eval_interval=100, sample_interval=1)}
+    for out, settings in runs.items():
+        train_tiny(out, dropout=0.1, max_iters=4, sample_prompt='ab', sample_tokens=8, **recipe, **settings)
+    never, often, samples = (load(tmp_path / out / 'ckpt.pt') for out in runs)
+    for part in ('model', 'optimizer'):
+        assert same(often[part], never[part]) and same(samples[part], never[part])
+    few, every = ({row['step']: row['sample'] for row in rows(tmp_path / out, 'sample')}
+                  for out in ('often', 'samples'))
+    assert [*few] == [2, 4] and few.items() <= every.items() and len(set(every.values())) == 4
+    assert all(text.startswith('ab') for text in every.values())
+
+
+def test_a_sample_that_cannot_be_drawn_does_not_end_the_run(train_tiny, tmp_path, monkeypatch):
+    def generate(*args, **kwargs):
+        raise ValueError('the model returned logits that are not finite')
+    monkeypatch.setattr('hotloop.training.samples.generate', generate)
+    assert train_tiny(max_iters=2, sample_interval=1) == 0
+    assert rows(tmp_path / 'out', 'sample')[0]['sample'].startswith('no text: the model returned logits')
+
+
+def test_samples_are_drawn_where_algorithms_must_be_deterministic(train_tiny, tmp_path, monkeypatch):
+    """Where the draw's cumsum is refused on CUDA. After a sample the rule holds again."""
+    original = torch.Tensor.cumsum
+
+    def cumsum(tensor, *args, **kwargs):
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError('cumsum_cuda_kernel does not have a deterministic implementation')
+        return original(tensor, *args, **kwargs)
+    monkeypatch.setattr(torch.Tensor, 'cumsum', cumsum)
+    train_tiny(max_iters=2, sample_interval=1, sample_tokens=2, deterministic=True)
+    assert len(rows(tmp_path / 'out', 'sample')) == 2 and torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_sample_prompt_that_cannot_be_read_is_refused_at_the_start(train_tiny, tmp_path):
+    write_bins(tmp_path / 'chars', noise(4001, low=0, high=3), noise(487, low=0, high=3), vocab_size=3,
+               tokenizer={'kind': 'char', 'chars': 'abc', 'eot': False})
+    settings = dict(data_dir=tmp_path, dataset='chars', sample_interval=5)
+    assert "'\\n'" in error_of(train_tiny, **settings)
+    train_tiny(**settings, sample_prompt='ab', max_iters=1)
+
+
+@pytest.mark.parametrize('always, steps', [(True, [2, 4, 6, 8, 10, 10]), (False, [2, 4, 10, 10])])
+def test_which_evaluations_save(train_tiny, tmp_path, monkeypatch, always, steps):
+    """
+    best.pt when the loss improves, never for a worse one, as in nanoGPT, or NaN. ckpt.pt always, or with
+    always_save_checkpoint=False after improvements and around the last evaluation.
+    """
+    saved, save = [], train.save
+
+    def count(run, final=False):
+        saved.append(run.state.iter_num)
+        save(run, final)
+    monkeypatch.setattr(train, 'save', count)
+    scripted_losses(monkeypatch, 5.0, 3.0, math.nan, 4.0, 3.5)
+    train_tiny(eval_interval=2, always_save_checkpoint=always)
+    assert saved == steps
+    best, last = load(tmp_path / 'out' / 'best.pt'), load(tmp_path / 'out' / 'ckpt.pt')
+    assert best['iter_num'] == 4 and best['best_val_loss'] == last['best_val_loss'] == 3.0
+    assert not {'optimizer', 'scaler', 'state'} & best.keys()
+
+
+def full_disk(monkeypatch, fails):
+    """torch.save fails as on a full disk if fails(checkpoint)."""
+    save = torch.save
+
+    def limited(checkpoint, *args):
+        if fails(checkpoint):
+            raise RuntimeError('[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598')
+        return save(checkpoint, *args)
+    monkeypatch.setattr(torch, 'save', limited)
+
+
+def test_best_that_cannot_be_written(train_tiny, tmp_path, monkeypatch):
+    """The next evaluation writes it; at the end that is an error, after ckpt.pt is written."""
+    settings = dict(eval_interval=2, max_iters=4)
+    with monkeypatch.context() as m:
+        full_disk(m, lambda checkpoint: 'optimizer' not in checkpoint and checkpoint['iter_num'] < 4)
+        assert train_tiny(**settings) == 0
+    assert load(tmp_path / 'out' / 'best.pt')['iter_num'] == 4
+    full_disk(monkeypatch, lambda checkpoint: 'optimizer' not in checkpoint)
+    assert 'best.pt could not be written' in error_of(train_tiny, 'never', **settings)
+    assert load(tmp_path / 'never' / 'ckpt.pt')['iter_num'] == 4
+    assert not (tmp_path / 'never' / 'best.pt').exists()
+
+
+# -----------------------------------------------------------------------------
+# steps that are not finite, in a run
+
+def nan_at(monkeypatch, *micro_batches):
+    """Makes the loss of these training micro-batches, counted from 0, NaN."""
+    forward, count = GPT.forward, itertools.count()
+
+    def broken(self, idx, targets=None, cache=None):
+        loss = forward(self, idx, targets, cache)
+        return loss * math.nan if self.training and next(count) in micro_batches else loss
+    monkeypatch.setattr(GPT, 'forward', broken)
+
+
+def test_a_skipped_step_never_enters_the_average(train_tiny, tmp_path, monkeypatch):
+    """Step 3 of 6 is skipped: its line has no loss, and the mean over steps 2 and 3 is that of 2."""
+    for out, interval in (('single', 1), ('average', 3)):
+        with monkeypatch.context() as m:
+            nan_at(m, 4)
+            train_tiny(out, max_iters=6, log_interval=interval, eval_interval=100)
+    losses = {row['step']: row.get('loss') for row in rows(tmp_path / 'single', 'lr')}
+    assert losses.pop(3) is None and all(map(math.isfinite, losses.values()))
+    average = {row['step']: row for row in rows(tmp_path / 'average', 'lr')}
+    assert average[3]['loss'] == pytest.approx(losses[2], rel=1e-12) and average[3]['skipped'] == 1
+    assert average[6]['loss'] == pytest.approx((losses[4] + losses[5] + losses[6]) / 3, rel=1e-12)
+
+
+def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, monkeypatch):
+    """One good step resets the count; no checkpoint is saved during bad steps, and the last one is finite."""
+    monkeypatch.setattr('hotloop.training.divergence.MAX_BAD_STEPS', 3)
+    with monkeypatch.context() as m:
+        nan_at(m, 2, 4, *range(8, 100))  # steps 2, 3 and from 5 on
+        message = error_of(train_tiny, max_iters=50, save_interval=1)
+    assert re.search('step 7: loss or gradients were not finite for 3 .*Lower the learning rate', message)
+    checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
+    assert checkpoint['iter_num'] == 4 and all(v.isfinite().all() for v in checkpoint['model'].values())
+    nan_at(monkeypatch, *range(100))
+    words = 'step 3: .*float16, try bfloat16 or float32. Start again with a lower'
+    assert re.search(words, error_of(train_tiny, dtype='float16'))
+
+
+# -----------------------------------------------------------------------------
+# settings, commands, processes
+
+def test_init_from_a_path_starts_at_step_0_with_those_weights(train_tiny, tmp_path):
+    """A folder (best.pt first) or a file; learning rate 0 shows what was loaded."""
+    train_tiny('base', max_iters=2)
+    for number, source in enumerate(('base', 'base/ckpt.pt')):
+        train_tiny(f'tuned{number}', init_from=tmp_path / source, max_iters=1, learning_rate=0, min_lr=0)
+        tuned = load(tmp_path / f'tuned{number}' / 'ckpt.pt')
+        base = load(tmp_path / ('base/ckpt.pt' if number else 'base/best.pt'))
+        assert tuned['iter_num'] == 1 and same(tuned['model'], base['model'])
+    train_tiny('short', init_from=tmp_path / 'base', block_size=8, max_iters=1)
+    assert load(tmp_path / 'short' / 'ckpt.pt')['model']['transformer.wpe.weight'].shape == (8, 32)
+
+
+def test_init_from_a_path_names_contradictions(train_tiny, tmp_path, data_dir):
+    train_tiny('base', max_iters=1)
+    write_bins(tmp_path / 'data' / 'chars', noise(100, low=0, high=3), noise(100, low=0, high=3),
+               vocab_size=3, tokenizer={'kind': 'char', 'chars': 'abc', 'eot': False})
+    for settings, match in ((dict(n_layer=3), '--n_layer: n_layer=3, but .*base has 2; use --n_layer=2$'),
+                            (dict(preset='modern'), "preset='modern', but .* has 'gpt2'; use --preset=gpt2$"),
+                            (dict(block_size=32), 'block_size=32, .* 16; use --block_size=16 or less'),
+                            (dict(dataset='chars', data_dir=tmp_path / 'data'),
+                             r'tokenizer byte, but the dataset has char \(3')):
+        assert re.search(match, error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings))
+    assert not (tmp_path / 'tuned').exists()
+    card = tmp_path / 'card.py'
+    card.write_text(f'block_size = 32\nn_layer = 3\ninit_from = {str(tmp_path / "base")!r}\n')
+    message = error_of(train.main, [str(card), '--device=cpu', '--compile=False', '--dataset=tiny',
+                                    f'--data_dir={data_dir}'])
+    assert message == (f'{card}, line 1: block_size=32, but {tmp_path / "base"} has 16; use --block_size=16 '
+                       f'or less\n{card}, line 2: n_layer=3, but {tmp_path / "base"} has 2; use --n_layer=2')
+    assert train_tiny('tuned', card, block_size=8, n_layer=2, max_iters=1) == 0
+
+
+def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
+    """nanoGPT trains and overwrites its checkpoint when resumed with eval_only."""
+    def files():
+        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in tmp_path.rglob('*') if p.is_file()}
+    train_tiny(max_iters=4)
+    loss = re.findall(r'val loss [\d.]+', capsys.readouterr().out)[-1]
+    before = files()
+    for out, source in (('out', 'resume'), ('new', tmp_path / 'out'), ('new', 'scratch')):
+        assert train_tiny(out, eval_only=True, init_from=source, max_epochs=2) == 0
+        assert files() == before and not (tmp_path / 'new').exists()
+        out = capsys.readouterr().out
+        assert (loss in out) == (source != 'scratch') and not re.search('^run: |^max_epochs=2: ', out, re.M)
+        assert ('step 4: val loss' in out) == (source != 'scratch') and 'step 0' not in out
+
+
+@pytest.mark.parametrize('settings, match', [
+    (dict(n_embd=30, n_head=4), 'n_embd=30 is not divisible by n_head=4'),
+    (dict(vocab_size=100), 'vocab_size=100 is smaller than the 257 ids of the tokenizer of tiny'),
+    (dict(init_from='resume'), 'holds no checkpoint; start with --init_from=scratch'),
+    (dict(init_from='nowhere'), "nowhere"),
+    (dict(dataset='missing'), 'missing does not exist; make it with: python prepare.py'),
+    (dict(device='tpu'), "device='tpu' is not one of"),
+    (dict(keep_last=1), 'keep_last=1 must be at least 2'),
+    (dict(embed_lr=0.1), "embed_lr=0.1 applies only with optimizer='muon'"),
+    (dict(eval_interval=0), 'eval_interval=0 must be above 0'),
+    (dict(patience=0), 'patience=0 must be above 0'),
+    (dict(lr_schedule='linear', decay_start=5, lr_decay_iters=10),
+     'lr_decay_iters=10 has no effect with decay_start=5'),
+    (dict(lr_schedule='linear', decay_start=500, max_epochs=0.5),
+     'decay_start=500 must be below the 16 steps of max_epochs=0.5'),
+    (dict(beta2=1.0), 'beta2=1.0 must be at least 0 and below 1'),
+    (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
+    (dict(seed=2**63), 'must be below 2'),
+    (dict(timeout_minutes=-1), 'timeout_minutes=-1.0 must not be negative'),
+    (dict(mirror_dir='a\0b'), 'is not a valid folder name'),
+    (dict(profile=True), "'profile' .*tests/bench/profile_step.py"),
+    pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
+        importlib.util.find_spec('wandb') is not None, reason='wandb is installed')),
+])
+def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):
+    """And no folder is left behind."""
+    assert re.search(match, error_of(train_tiny, **settings))
+    assert not (tmp_path / 'out').exists()
+
+
+def test_compile_that_does_not_work(train_tiny, monkeypatch, capsys):
+    """By name it is an error; auto runs without it and says why."""
+    monkeypatch.setattr('hotloop.system.device.try_compile', lambda device: 'no C++ compiler')
+    assert re.search('compile=True was requested, but .*no C.. compiler; use --compile=False',
+                     error_of(train_tiny, compile=True))
+    assert train_tiny(compile='auto', max_iters=1) == 0
+    assert 'compile: off (no C++ compiler)' in capsys.readouterr().out
+
+
+def test_tf32_is_allowed_by_a_switch_that_autotuning_can_read(monkeypatch):
+    """Under the newer fp32_precision the getters that Inductor's autotuning calls raise."""
+    gpu, current = torch.device('cuda', 1), []
+    monkeypatch.setattr(train, 'choose_device', lambda name, local_rank: (gpu, 'requested'))
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (8, 0))
+    monkeypatch.setattr(torch.cuda, 'set_device', current.append)
+    try:
+        train.setup(train.TrainConfig(device='cuda:1', compile=False, threads=1))
+        assert torch.get_float32_matmul_precision() == 'high' and torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision('highest')
+    assert current == [gpu]
+
+
+def test_processes_that_cannot_work(train_tiny, monkeypatch):
+    for name, value in (('WORLD_SIZE', '2'), ('RANK', '0'), ('LOCAL_RANK', '0'), ('LOCAL_WORLD_SIZE', '2')):
+        monkeypatch.setenv(name, value)
+    assert 'backend=nccl needs GPUs, and the device is cpu' in error_of(train_tiny, backend='nccl')
+
+
+def test_the_share_of_the_batch_is_checked_before_the_processes_meet(train_tiny, monkeypatch):
+    """Every process finds this error, and one prints it."""
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setattr(train, 'setup', lambda cfg: pytest.fail('too late'))
+    with pytest.raises(SettingsError, match=r'= 5 sequences cannot be .* among 2 processes; use 4 or 6'):
+        train_tiny(batch_size=5, gradient_accumulation_steps=1)
+
+
+@pytest.mark.parametrize('what, error, words', [
+    ('build_model', RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+     'the model does not fit in the memory of'),
+    ('train', MemoryError('Unable to allocate 29.8 GiB'), 'a step of 8 sequences, batch_size x')])
+def test_what_does_not_fit_the_memory_is_named(train_tiny, monkeypatch, what, error, words):
+    def fail(*_):
+        raise error
+    monkeypatch.setattr(train, what, fail)
+    assert words in error_of(train_tiny)
+
+
+def test_auto_keeps_the_step_of_a_card_and_of_the_resumed_run(train_tiny, tmp_path, monkeypatch, capsys):
+    """batch_size=auto changes the micro-batch, never the number of sequences of a step."""
+    monkeypatch.setattr(train, 'choose_batch_size', lambda model, split, env, cfg: 6)
+    (tmp_path / 'card.py').write_text('batch_size = 12\n')
+    flags = ['--dataset=tiny', '--gradient_accumulation_steps=2', '--batch_size=auto']
+    settings = train.read_settings([str(tmp_path / 'card.py'), *flags])
+    chosen = settings.train.batch_size, settings.train.gradient_accumulation_steps
+    assert settings.auto_batch and chosen == (12, 2)
+    train_tiny(batch_size=4, gradient_accumulation_steps=3, max_iters=1)
+    train_tiny(init_from='resume', batch_size='auto', gradient_accumulation_steps=7, max_iters=2)
+    config = load(tmp_path / 'out' / 'ckpt.pt')['config']
+    assert (config['batch_size'], config['gradient_accumulation_steps']) == (6, 2)
+    assert 'gradient_accumulation_steps=7: no effect, because batch_size=auto' in capsys.readouterr().out
+
+
+def test_auto_keeps_what_an_evaluation_reads(data_dir, tmp_path, monkeypatch):
+    """eval_iters counts batches of the card's size, also in the process that resumes."""
+    monkeypatch.setattr(train, 'choose_batch_size', lambda model, split, env, cfg: 6)
+    (tmp_path / 'card.py').write_text('batch_size = 3\ngradient_accumulation_steps = 4\neval_iters = 2\n')
+    left = {name: TINY[name] for name in TINY.keys() - {'batch_size', 'gradient_accumulation_steps'}
+            if not name.startswith('eval_')}
+    flags = {**left, 'batch_size': 'auto', 'data_dir': data_dir, 'out_dir': tmp_path / 'out'}
+    for steps, init_from in ((1, 'scratch'), (2, 'resume')):
+        now = {**flags, 'max_iters': steps, 'init_from': init_from}
+        words = (f'--{name}={value}' for name, value in now.items())
+        train.main([str(tmp_path / 'card.py'), *words])
+        config = load(tmp_path / 'out' / 'ckpt.pt')['config']
+        assert (config['eval_iters'], config['eval_tokens']) == (None, 2 * 3 * TINY['block_size'])
+
+
+@pytest.mark.parametrize('name', ['mine', 'none'])  # none is torchrun's default
+def test_a_restart_resumes_its_own_run_only(train_tiny, tmp_path, monkeypatch, capsys, name):
+    """The checkpoint of another torchrun in the same folder is a run to move aside."""
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', name)
+    train_tiny(max_iters=2)
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
+    train_tiny(max_iters=4)
+    assert 'torchrun restarted this run: resuming' in capsys.readouterr().out
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 4
+    monkeypatch.setattr(os, 'getppid', lambda: 1)  # of the same name
+    train_tiny(max_iters=1)
+    assert (tmp_path / 'out.1').exists() and load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 1
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '1')
+    if name == 'none':
+        assert 'on several nodes that has no --rdzv_id, so' in error_of(train_tiny)
+
+
+def test_max_minutes_ends_after_a_step_with_code_0(train_tiny, tmp_path):
+    """0 minutes are one step; the limit belongs to one command and not to the run."""
+    assert train_tiny(max_minutes=0) == 0
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 1
+    train_tiny(init_from='resume')
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 10
+
+
+def test_a_signal_during_the_last_step_is_a_normal_end(train_tiny, monkeypatch):
+    at_step(monkeypatch, 10, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train_tiny() == 0
+
+
+def test_an_interrupted_evaluation_is_done_after_the_resume(train_tiny, tmp_path, monkeypatch):
+    """The log has each evaluation once, with the numbers of an undisturbed run."""
+    train_tiny('whole', dropout=0.1)
+    real = train.evaluate_both
+
+    def interrupted(run, stop=None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(run, stop)
+    with monkeypatch.context() as m:
+        m.setattr(train, 'evaluate_both', interrupted)
+        assert train_tiny(dropout=0.1) == 143
+    assert rows(tmp_path / 'out', 'val_loss') == []
+    assert train_tiny(init_from='resume') == 0
+    whole, resumed = ([(row['step'], row['val_loss']) for row in rows(tmp_path / out, 'val_loss')]
+                      for out in ('whole', 'out'))
+    assert whole == resumed and len(whole) == 3
+
+
+def python(*command, **flags):
+    """Runs a script in a Python of its own; returns what it printed."""
+    command = [sys.executable, *command, *(f'--{k}={v}' for k, v in flags.items())]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, 'OMP_NUM_THREADS': '1'}, timeout=300,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_torchrun_trains_as_one_process_does(train_tiny, tmp_path, data_dir):
+    """
+    The same losses within rounding, one log and one set of checkpoints; it resumes on one process. It ends:
+    several processes once hung in gloo at exit, because DDP still held the process group.
+    """
+    recipe = dict(batch_size=4, gradient_accumulation_steps=4, **RECIPES[1])
+    train_tiny('one', **recipe)
+    flags = {**TINY, 'data_dir': data_dir, **recipe, 'out_dir': tmp_path / 'many'}
+    python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=8', 'train.py', **flags)
+    for name in ('loss', 'val_loss'):
+        one, many = ([row[name] for row in rows(tmp_path / out, name)] for out in ('one', 'many'))
+        assert len(one) == len(many) > 2 and many == pytest.approx(one, rel=1e-4)
+    assert train_tiny('many', init_from='resume', max_iters=12) == 0
+    assert load(tmp_path / 'many' / 'ckpt.pt')['iter_num'] == 12
+
+
+@pytest.mark.slow
+def test_the_benches_of_the_step_run(tmp_path, data_dir):
+    """The complete loop beside its step, and the profiler, which leaves no run behind."""
+    out = python('tests/bench/step_speed.py', '--loop', steps=2, rounds=1, compile='off', threads=1)
+    assert "train.py's loop" in out
+    flags = {**TINY, 'data_dir': data_dir, 'out_dir': tmp_path / 'out'}
+    assert 'ms per step without the profiler' in python('tests/bench/profile_step.py', **flags)
+    assert os.listdir(tmp_path / 'out') == ['trace.json']

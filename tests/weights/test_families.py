@@ -1,0 +1,365 @@
+"""Model families: the same logits and text as transformers, every switch seen, every other one refused."""
+
+import copy
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import all_logits, error_against, error_of, load, same
+from test_model import EVERYTHING, SMALL
+
+import prepare
+import sample
+from hotloop.inference.generate import Sampling, generate, prefill
+from hotloop.inference.kv_cache import new_cache
+from hotloop.training.footprint import activation_bytes
+from hotloop.training.forecast import describe_model
+from hotloop.training.optim import matrix_rows
+from hotloop.weights.families import settings_of
+from hotloop.weights.load import load_folder, shape_of
+from model import GPT, GPTConfig, block_mask, config_from
+
+# large eps, small soft-caps and short windows, so that each matters in a tiny model
+TINY = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=96, rms_norm_eps=1e-2, tie_word_embeddings=False)
+WINDOW = dict(sliding_window=12)
+GEMMA = dict(head_dim=16, query_pre_attn_scalar=24, **WINDOW)
+SLOW = pytest.mark.slow
+
+
+def rope(theta, **scaling):
+    return {'rope_theta': theta, 'rope_type': 'default', **scaling}
+
+
+LLAMA3 = dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=32)
+# {name: (model_type, keys of config.json as transformers 5 writes it)}; the first of each family is quick
+CASES = {
+    'llama 3': ('llama', dict(rope_parameters=rope(500.0, **LLAMA3), tie_word_embeddings=True)),
+    'llama 2': ('llama', dict(num_key_value_heads=4)),
+    'smollm2': ('llama', dict(num_attention_heads=6, num_key_value_heads=3, tie_word_embeddings=True)),
+    'linear': ('llama', dict(rope_parameters=rope(500.0, rope_type='linear', factor=4.0))),
+    'mistral': ('mistral', dict(head_dim=16, rope_parameters=rope(500.0), **WINDOW)),
+    'mistral 0.3': ('mistral', dict(sliding_window=None)),
+    'qwen2': ('qwen2', dict(rope_parameters=rope(500.0))),
+    'qwen2 with windows': ('qwen2', dict(use_sliding_window=True, max_window_layers=1, **WINDOW)),
+    'qwen3': ('qwen3', dict(head_dim=16, rope_parameters=rope(500.0))),
+    'gemma2': ('gemma2', dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.0, **GEMMA)),
+    'gemma3': ('gemma3_text', dict(num_hidden_layers=7, rope_parameters={
+        'full_attention': rope(500.0), 'sliding_attention': rope(50.0)}, **GEMMA)),
+    'gemma3 4b': ('gemma3_text', dict(num_hidden_layers=7, tie_word_embeddings=True, rope_parameters={
+        'full_attention': rope(500.0, rope_type='linear', factor=8.0), 'sliding_attention': rope(50.0)},
+        **GEMMA)),
+}
+QUICK = ('llama 3', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3')
+ALL = [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES]
+
+
+@pytest.fixture(scope='module')
+def families(tmp_path_factory):
+    """families(name) -> (folder in shards, model of transformers with random weights, ids, logits)."""
+    transformers = pytest.importorskip('transformers', reason='compares with transformers')
+    made = {}
+
+    def make(name):
+        if name not in made:
+            kind, keys = CASES[name]
+            config = transformers.AutoConfig.for_model(kind, **TINY | keys, bos_token_id=0, eos_token_id=1,
+                                                       pad_token_id=0)
+            torch.manual_seed(0)
+            theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
+            for name_of, p in theirs.named_parameters():  # no norm and no bias is trivial
+                std = 0.3 if p.dim() == 1 or 'embed' in name_of or 'head' in name_of else 0.15
+                torch.nn.init.normal_(p, std=std)
+            folder = tmp_path_factory.mktemp('model')
+            theirs.save_pretrained(folder, max_shard_size='40KB')
+            ids = torch.randint(2, 97, (2, 64))  # without the id that pads
+            with torch.no_grad():
+                made[name] = folder, theirs, ids, theirs(ids).logits
+        return made[name]
+    return make
+
+
+@pytest.mark.parametrize('name', ALL)
+def test_logits_and_greedy_text_equal_those_of_transformers(families, name):
+    """From shards, to 1e-5 of the largest logit; the text with our cache and with theirs."""
+    folder, theirs, ids, expected = families(name)
+    assert len(list(folder.glob('*.safetensors'))) > 1
+    model = GPT.from_checkpoint(*load_folder(str(folder))).eval()
+    logits = all_logits(model, ids)
+    assert error_against(expected, logits) < 1e-5 and torch.equal(logits.argmax(-1), expected.argmax(-1))
+    text = theirs.generate(ids[:, :30], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ours = [[], []]
+    for step in generate(model, ids[:, :30].tolist(), Sampling(20, temperature=0.0)):
+        for row, token, _ in step:
+            ours[row].append(token)
+    assert ours == text[:, 30:].tolist() and len(set(ours[0] + ours[1])) > 1
+
+
+@pytest.mark.parametrize('name, wrong', [
+    ('llama 3', dict(norm_eps=1e-5)), ('llama 3', dict(rope_base=600.0)), ('llama 3', dict(rope_factor=4.0)),
+    ('llama 3', dict(rope_context=None)), ('llama 3', dict(mlp='geglu')),
+    ('mistral', dict(window=13)), ('mistral', dict(window=None, window_pattern=None)),
+    ('gemma2', dict(norm='rmsnorm_weight')), ('gemma2', dict(attn_softcap=0.0)),
+    ('gemma2', dict(softcap=0.0)), ('gemma2', dict(embed_scale=1.0)), ('gemma2', dict(query_scale=None)),
+    ('gemma2', dict(window_pattern='LS')), ('gemma3', dict(rope_local_base=None))])
+def test_a_wrong_switch_changes_the_logits(families, name, wrong):
+    folder, _, ids, expected = families(name)
+    args, weights = load_folder(str(folder))
+    if name == 'gemma2':
+        assert args['window_pattern'] == 'SLS'
+    model = GPT.from_checkpoint({**args, **wrong}, weights).eval()
+    assert error_against(expected, all_logits(model, ids)) > 1e-4
+
+
+def test_weights_in_bfloat16_become_float32_without_a_copy_in_between(families, tmp_path):
+    _, theirs, _, _ = families('llama 3')
+    half = copy.deepcopy(theirs).bfloat16()
+    half.save_pretrained(tmp_path)
+    args, weights = load_folder(str(tmp_path))
+    assert weights['transformer.wte.weight'].dtype == torch.bfloat16
+    model = GPT.from_checkpoint(args, weights)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(model.lm_head.weight, half.lm_head.weight.float())
+
+
+# -----------------------------------------------------------------------------
+# config.json
+
+def as_version_4(config):
+    """A config.json of transformers 5 as transformers 4 writes it."""
+    config = copy.deepcopy(config)
+    ropes = config.pop('rope_parameters', {})
+    config.pop('layer_types', None)
+    local, full = ropes.get('sliding_attention'), ropes.get('full_attention', ropes)
+    if full:
+        config['rope_theta'] = full.pop('rope_theta')
+        config['rope_scaling'] = None if full['rope_type'] == 'default' else full
+    if local:
+        config['rope_local_base_freq'] = local['rope_theta']
+    return config
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_both_forms_of_config_json_give_the_same_settings(name):
+    kind, keys = CASES[name]
+    config = {**TINY, **keys, 'model_type': kind}
+    new, old = settings_of(config, 'config.json'), settings_of(as_version_4(config), 'config.json')
+    assert new == old and GPTConfig(**new).problems() == []
+    if kind == 'gemma3_text':
+        kinds = [*['sliding_attention'] * 5, 'full_attention', 'sliding_attention']
+        windows = GPTConfig(**settings_of({**config, 'layer_types': kinds}, 'config.json')).windows()
+        assert windows == GPTConfig(**new).windows() == [12] * 5 + [None, 12]
+
+
+def test_unusual_keys_mean_what_they_mean_in_transformers():
+    """Its Gemma 3 ignores one; rope_scaling, which users add, outranks rope_parameters."""
+    def read(kind, **keys):
+        return GPTConfig(**settings_of({**TINY, **keys, 'model_type': kind}, 'config.json'))
+    layers = ['full_attention', 'sliding_attention', 'full_attention']
+    mixed = read('mistral', num_hidden_layers=3, sliding_window=5, layer_types=layers)
+    assert mixed.windows() == [None, 5, None]
+    scaled = read('llama', rope_parameters=rope(500.0), rope_theta=500.0,
+                  rope_scaling={'rope_type': 'linear', 'factor': 4.0})
+    assert (scaled.rope_base, scaled.rope_factor) == (500.0, 4.0)
+    assert read('llama', rope_parameters={'rope_type': 'default'}, rope_theta=500.0).rope_base == 500.0
+    assert read('gemma3_text', **GEMMA, attn_logit_softcapping=3.0).attn_softcap == 0
+
+
+def test_keys_that_a_config_json_lacks_have_transformers_values(families):
+    """Gemma's files leave out what equals the defaults."""
+    least = {name: value for name, value in TINY.items() if name != 'tie_word_embeddings'}
+    transformers = pytest.importorskip('transformers')
+    for kind in ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text'):
+        complete = transformers.AutoConfig.for_model(kind, **least).to_dict()
+        lacking, complete = (GPTConfig(**settings_of(config, 'config.json')).resolved()
+                             for config in ({**least, 'model_type': kind}, complete))
+        assert lacking.windows() == complete.windows()
+        assert replace(lacking, window_pattern=None) == replace(complete, window_pattern=None)
+
+
+@pytest.mark.parametrize('kind, keys, words', [
+    ('phi3', {}, "model_type='phi3' is not supported, only gpt2, llama"), (None, {}, 'model_type=None'),
+    ('llama', {'attention_bias': True}, 'attention_bias=True is not supported, only False'),
+    ('llama', {'mlp_bias': True}, 'mlp_bias=True'), ('llama', {'hidden_act': 'gelu'}, 'hidden_act=gelu'),
+    ('llama', {'rope_scaling': {'type': 'yarn', 'factor': 2.0}}, "rope_type='yarn' is not supported"),
+    ('llama', {'rope_parameters': rope(1e4, rope_type='dynamic', factor=2.0)}, "rope_type='dynamic'"),
+    ('llama', {'rope_parameters': rope(1e4, **LLAMA3 | {'high_freq_factor': 8.0})}, 'high_freq_factor=8.0'),
+    ('llama', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5 is not supported, only 1'),
+    ('llama', {'quantization_config': {'bits': 4}}, "quantization_config={'bits': 4} is not supported"),
+    ('llama', {'quantization': {'bits': 4}}, "quantization={'bits': 4} is not supported, only none"),
+    ('llama', {'auto_map': {'AutoModel': 'x.py'}}, 'auto_map='),
+    ('llama', {'is_causal': False}, 'is_causal=False is not supported, only True'),
+    ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
+    ('llama', {'hidden_size': '48'}, "is damaged: hidden_size='48' is not an integer"),
+    ('llama', {'num_key_value_heads': '2'}, "is damaged: num_key_value_heads='2' is not an integer"),
+    ('llama', {'rope_parameters': 'x'}, 'is damaged'),
+    ('gemma2', {'hidden_activation': 'gelu'}, 'hidden_activation=gelu'),
+    ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True'),
+    ('gemma3_text', {'layer_types': ['chunked_attention']}, 'layer_types=chunked_attention is not supported'),
+    ('gpt2', {}, "has no 'n_layer'")])
+def test_a_switch_that_gpt_cannot_follow_is_refused_by_name(kind, keys, words):
+    config = {name: value for name, value in {**TINY, **WINDOW, 'model_type': kind, **keys}.items()
+              if value is not None}
+    error = error_of(settings_of, config, 'x/config.json')
+    assert words in error and error.startswith('x/config.json')
+
+
+# -----------------------------------------------------------------------------
+# a folder as a base: prepare, tune, resume, sample
+
+SHAPE = dict(n_layer=3, n_head=4, n_embd=48, block_size=96)  # of TINY
+TEMPLATE = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{% endfor %}"
+
+
+@pytest.fixture
+def llama_folder(families, tmp_path):
+    """A copy of the tiny Llama 3 with a tokenizer that begins texts, two end ids and a chat template."""
+    tokenizers = pytest.importorskip('tokenizers')
+    folder = tmp_path / 'llama'
+    shutil.copytree(families('llama 3')[0], folder)
+    names = ['<|begin_of_text|>', '<|end_of_text|>', '<|eot_id|>', '<|start_header_id|>', '<|end_header_id|>']
+    vocab = {name: i for i, name in enumerate([*names, *map(chr, range(33, 120))])}  # 92 of 97 ids
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.add_special_tokens(names)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single='<|begin_of_text|> $A', special_tokens=[('<|begin_of_text|>', 0)])
+    backend.save(str(folder / 'tokenizer.json'))
+    config = {'eos_token': '<|eot_id|>', 'bos_token': '<|begin_of_text|>', 'chat_template': TEMPLATE}
+    (folder / 'tokenizer_config.json').write_text(json.dumps(config))
+    (folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': [1, 2]}))
+    return folder
+
+
+def opened(folder):
+    """(Weights, model, tokenizer, template) as sample.py opens them."""
+    return sample.open_model(sample.SampleConfig(init_from=str(folder)))
+
+
+def test_a_folder_gives_the_habits_of_its_texts(llama_folder):
+    """The begin id before prompts and chats, both end ids, the template that the chat template looks like."""
+    _, model, tokenizer, template = opened(llama_folder)
+    assert (tokenizer.begin, template, model.config.vocab_size) == (0, 'llama3', 97)
+    assert sample.stops_of(tokenizer, None) == ([], {1, 2})
+    assert sample.prompt_ids(tokenizer, 'abc')[0] == 0 and tokenizer.n_vocab == 92
+    ids = sample.turn_ids(tokenizer, [('user', 'Hi')], 'llama3')
+    assert ids[:2] == [0, 3] and ids.count(3) == 2
+
+
+def test_special_ids_beyond_the_vocabulary_of_the_model_are_not_used(llama_folder):
+    """As the one for images in Gemma 3's tokenizer."""
+    tokenizer = json.loads((llama_folder / 'tokenizer.json').read_text())
+    for i in range(92, 98):
+        entry = {**tokenizer['added_tokens'][0], 'id': i, 'content': f'<extra_{i}>', 'special': i == 97}
+        tokenizer['added_tokens'].append(entry)
+    (llama_folder / 'tokenizer.json').write_text(json.dumps(tokenizer))
+    tokenizer = opened(llama_folder)[2]
+    assert tokenizer.n_vocab == 97 and '<extra_97>' not in tokenizer.specials
+
+
+def test_a_tuned_family_needs_its_folder_no_more(llama_folder, hub, train_tiny, tmp_path, capsys):
+    """It is resumed to the same bits, and sampled."""
+    rows = [json.dumps({'prompt': f'Say{i}', 'completion': 'Yes' * 9}) for i in range(60)]
+    (tmp_path / 'rows.jsonl').write_text('\n'.join(rows))
+    for name in ('tokenizer.json', 'tokenizer_config.json'):
+        hub.answers[f'/org/llama/resolve/main/{name}'] = (200, {}, (llama_folder / name).read_bytes())
+    data_dir = str(tmp_path / 'data')
+    prepare.main([str(tmp_path / 'rows.jsonl'), '--tokenizer=org/llama', f'--data_dir={data_dir}'])
+    meta = json.loads((tmp_path / 'data' / 'rows' / 'meta.json').read_text())
+    assert (meta['bos'], meta['eot']) == (0, 2)  # as the tokenizer's file begins and ends texts
+    assert meta['templates'] == ['llama3']  # the model's own
+    settings = dict(dataset='rows', data_dir=data_dir, eval_tokens=128, decay_lr=False, batch_size=2, **SHAPE)
+    capsys.readouterr()
+    train_tiny('a', **settings, init_from=llama_folder, max_iters=4)
+    assert 'model: llama architecture, 3 layers x 48 channels' in capsys.readouterr().out
+    shutil.copytree(tmp_path / 'a', tmp_path / 'b')
+    train_tiny('a', **settings, init_from='resume', max_iters=6)
+    shutil.rmtree(llama_folder)
+    train_tiny('b', **settings, init_from='resume', max_iters=6)
+    assert same(*(load(tmp_path / out / 'ckpt.pt')['model'] for out in 'ab'))
+    capsys.readouterr()
+    sample.main([f'--out_dir={tmp_path / "b"}', '--start=Say1', '--max_new_tokens=3', '--device=cpu'])
+    assert capsys.readouterr().out.count('Say1') == 3
+
+
+# -----------------------------------------------------------------------------
+# trained from scratch
+
+def everything(**settings):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**SMALL | EVERYTHING | settings)).eval()
+
+
+def test_a_model_with_every_setting_learns():
+    model, ids = everything(), torch.randint(61, (2, 16))
+    before = model.train()(ids, ids).sum()
+    before.backward()
+    for name, p in model.named_parameters():
+        assert p.grad.isfinite().all() and p.grad.abs().sum() > 0, name
+        p.data -= 0.1 * p.grad / p.grad.norm()
+    assert model(ids, ids).sum() < before
+
+
+def test_a_model_with_every_setting_writes_the_same_text_with_a_compiled_steps_cache():
+    """A static cache on a CPU computes attention as sums."""
+    model = everything().requires_grad_(False)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    ids = torch.randint(61, (1, 12))
+    prefilled, _ = prefill(model, [ids[0, :8].tolist()])
+    for static in (False, True):
+        cache = new_cache(model, 1, 16, static=static)
+        cache.put(slice(None), prefilled, [0])
+        for place in range(8, 12):
+            logits = model(ids[:, place:place + 1], cache=cache)
+            torch.testing.assert_close(logits, model(ids[:, :place + 1]), rtol=1e-4, atol=1e-5)
+
+
+def test_the_soft_cap_of_a_gpu_equals_the_one_written_out(monkeypatch):
+    """FlexAttention's, whose kernel needs a GPU; here it is evaluated uncompiled."""
+    monkeypatch.setattr('model.compiled', lambda function: function)
+    monkeypatch.setattr('torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG', True)
+    attention = everything().transformer.h[0].attn
+    q, k, v = (3 * torch.randn(2, heads, 16, 6) for heads in (4, 2, 2))
+    mask = block_mask(16, 5, None, 'cpu')
+    torch.testing.assert_close(attention.attend(q, k, v, mask), attention.attend(q, k, v))
+
+
+def test_muon_sees_each_matrix_of_wide_heads_and_gated_mlps():
+    model = everything(n_ff=40)
+    rows, block = matrix_rows(model), model.transformer.h[0]
+    assert rows[block.attn.c_attn.weight] == [24, 12, 12] and rows[block.mlp.c_fc.weight] == [40, 40]
+    assert all(sum(parts) == p.size(0) for p, parts in rows.items())
+
+
+def test_a_forecast_counts_a_family_from_its_config_json(families):
+    folder, theirs, *_ = families('gemma2')
+    with torch.device('meta'):
+        model = GPT(config_from(shape_of(str(folder), 'data')))
+    assert describe_model(model).startswith(f'parameters: {theirs.num_parameters():,} (')
+    assert all(count > 0 for count in activation_bytes(model, 1, torch.bfloat16, 1))
+
+
+def test_the_embedding_scale_is_rounded_to_the_dtype_as_in_gemmas_training():
+    model = everything(n_embd=1152, n_layer=1, embed_scale=math.sqrt(1152))
+    ones = torch.ones(1)
+    assert model.transformer.ln_e(ones).item() == pytest.approx(33.941, abs=1e-3)
+    assert model.transformer.ln_e(ones.bfloat16()).item() == 34.0
+
+
+def test_a_long_prompt_with_a_soft_cap_is_computed_in_blocks_of_queries(monkeypatch):
+    model, ids = everything(), torch.randint(61, (1, 16))
+    expected = all_logits(model, ids)
+    monkeypatch.setitem(GPT.__init__.__globals__, 'QUERIES', 3)
+    torch.testing.assert_close(all_logits(model, ids), expected)
+
+
+def test_settings_of_a_checkpoint_without_them_mean_what_they_meant():
+    names = ('preset', 'vocab_size', 'n_embd', 'n_head', 'position', 'norm', 'mlp', 'qk_norm', 'tie')
+    args = GPTConfig(vocab_size=61, preset='modern', n_embd=32, n_head=4).model_args()
+    config = config_from({name: args[name] for name in names}).resolved()
+    assert (config.head_dim, config.norm_eps, config.embed_norm, config.qkv_bias) == (8, 1e-6, True, False)

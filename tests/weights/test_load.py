@@ -1,0 +1,251 @@
+"""Weights to start from: which checkpoint is taken, Hugging Face folders, GPT-2 by name, safetensors."""
+
+import json
+import os
+import pickle
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import error_of
+
+from hotloop.data.tokenizer import ByteTokenizer
+from hotloop.system.distributed import Env
+from hotloop.training.checkpoint import save_checkpoint
+from hotloop.weights.load import GPT2_SPEC, check_start, load_folder, open_start, open_weights, shape_of
+from hotloop.weights.safetensors import read_safetensors, write_safetensors
+from model import GPT
+
+ARGS = dict(n_layer=1, n_head=1, n_embd=4, block_size=8, vocab_size=8, bias=False, dropout=0.0)
+
+
+def write_checkpoint(path, step, **more):
+    save_checkpoint(str(path), {'model': {'w': torch.full((4096,), float(step))}, 'model_args': ARGS,
+                                'iter_num': step, 'best_val_loss': 1.0, 'config': {}, **more})
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_best_is_taken_before_the_latest_and_the_latest_before_older_ones(tmp_path, capsys):
+    """A damaged one is reported and the next one taken; if none is intact, the last error is raised."""
+    steps = {'best.pt': 25, 'ckpt.pt': 30, 'ckpt-000000020.pt': 20}
+    for name, step in steps.items():
+        write_checkpoint(tmp_path / name, step, tokenizer={'kind': 'byte'})
+    for number, (name, step) in enumerate(steps.items()):
+        found = open_weights(str(tmp_path), 'data')
+        assert found.path == str(tmp_path / name) and found.weights['w'][0] == step
+        assert found.tokenizer == {'kind': 'byte'} and found.checkpoint['iter_num'] == step
+        assert found.model_args == ARGS and 'model' not in found.checkpoint
+        notes = capsys.readouterr().err.splitlines()
+        assert [damaged in note for damaged, note in zip(steps, notes, strict=False)] == [True] * number
+        flip_a_bit(tmp_path / name)
+        assert f'{name} is damaged' in error_of(open_weights, str(tmp_path / name), 'data')  # by its path
+    assert 'ckpt-000000020.pt' in error_of(open_weights, str(tmp_path), 'data')
+
+
+def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir('gpt2')
+    assert "'gpt2' holds neither a checkpoint nor a Hugging Face" in error_of(open_weights, 'gpt2', 'data')
+    write_checkpoint(tmp_path / 'gpt2' / 'ckpt.pt', 3)
+    found = open_weights('gpt2', 'data')
+    assert found.checkpoint['iter_num'] == 3 and found.tokenizer is None  # as in nanoGPT's checkpoints
+    assert "'gpt2-mine' does not exist; did you mean 'gpt2" in error_of(open_weights, 'gpt2-mine', 'data')
+    assert "'resum' does not exist; did you mean 'resume'?" in error_of(check_start, 'resum')
+    for name in ('scratch', 'resume', 'gpt2', 'some/model'):
+        check_start(name)
+    os.makedirs('org/model')
+    assert "'org/model' holds neither" in error_of(open_weights, 'org/model', 'data')
+
+
+@pytest.mark.parametrize('size, dataset, known', [
+    (3, 'chars', {'kind': 'char', 'chars': 'abc', 'eot': False}), (4, 'chars', None), (3, 'other', None),
+    (50304, 'other', GPT2_SPEC), (50304, None, GPT2_SPEC)])
+def test_a_run_that_starts_from_nanogpts_weights_knows_their_tokenizer(tmp_path, size, dataset, known):
+    """Else it would train on ids of another tokenizer, if only they are below the vocabulary of the model."""
+    (tmp_path / 'chars').mkdir()
+    meta = {'vocab_size': 3, 'itos': dict(enumerate('abc'))}
+    (tmp_path / 'chars' / 'meta.pkl').write_bytes(pickle.dumps(meta))
+    path = str(tmp_path / 'ckpt.pt')
+    save_checkpoint(path, {'model': {}, 'model_args': {**ARGS, 'vocab_size': size},
+                           'config': {'dataset': dataset} if dataset else {}})
+    cfg = SimpleNamespace(init_from=path, data_dir=str(tmp_path))
+    assert open_start(cfg, None, False, Env())[1].tokenizer == known
+
+
+@pytest.fixture
+def gpt2_folder(tmp_path):
+    """A tiny GPT-2, written by hand, with the n_inner of transformers."""
+    C, V, T = 4, 6, 5
+    tensors = {'wte.weight': torch.randn(V, C), 'wpe.weight': torch.randn(T, C)}
+    shapes = {'h.0.attn.c_attn': [C, 3 * C], 'h.0.attn.c_proj': [C, C], 'h.0.mlp.c_fc': [C, 4 * C],
+              'h.0.mlp.c_proj': [4 * C, C], 'h.0.ln_1': [C], 'h.0.ln_2': [C], 'ln_f': [C]}
+    for name, shape in shapes.items():
+        tensors |= {f'{name}.weight': torch.randn(shape), f'{name}.bias': torch.randn(shape[-1])}
+    write_safetensors(tmp_path / 'model.safetensors', tensors)
+    config = dict(model_type='gpt2', n_layer=1, n_head=2, n_embd=C, n_inner=None, n_positions=T, vocab_size=V)
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    return tmp_path
+
+
+def raw_safetensors(header, data):
+    return struct.pack('<Q', len(header)) + header + data
+
+
+def test_a_folder_gives_args_weights_and_tokenizer(gpt2_folder, monkeypatch):
+    found = open_weights(str(gpt2_folder), 'data')
+    model = GPT.from_checkpoint(found.model_args, found.weights)
+    assert found.path == str(gpt2_folder) and found.tokenizer is None and found.checkpoint == {}
+    assert model.config.mlp == 'gelu_tanh' and model.config.tie and model.config.block_size == 5
+    (gpt2_folder / 'tokenizer.json').write_text('{}')
+    monkeypatch.setattr('hotloop.weights.load.read_tokenizer_json', lambda folder: ByteTokenizer())
+    found = open_weights(str(gpt2_folder), 'data')
+    assert found.tokenizer == {'kind': 'byte'} and found.checkpoint == {'bos': None, 'ends': []}
+
+
+def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeypatch):
+    args = {}
+    monkeypatch.setattr('hotloop.weights.load.load_folder', lambda folder: (args, {}))
+    for args['vocab_size'], expected in ((50257, GPT2_SPEC), (50304, GPT2_SPEC), (50256, None)):
+        assert open_weights(str(gpt2_folder), 'data').tokenizer == expected
+    args['vocab_size'] = 50257
+    (gpt2_folder / 'vocab.json').write_text('{"Ġthe": 262}')  # as GPT-2's
+    assert open_weights(str(gpt2_folder), 'data').tokenizer == GPT2_SPEC
+    (gpt2_folder / 'vocab.json').write_text('{"Ġde": 262}')  # of a GPT-2 in another language
+    assert 'transformers makes one of other files' in error_of(open_weights, str(gpt2_folder), 'data')
+
+
+def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
+    """As in transformers. A head that equals them is no reason to untie; the file may have it alone."""
+    weights = read_safetensors(str(gpt2_folder / 'model.safetensors'))
+    embedding = weights.pop('wte.weight')
+    for head, tie, more in ((embedding.clone(), True, {'wte.weight': embedding}), (embedding, True, {}),
+                            (embedding + 1, False, {'wte.weight': embedding})):
+        write_safetensors(gpt2_folder / 'model.safetensors', {**weights, **more, 'lm_head.weight': head})
+        args, loaded = load_folder(str(gpt2_folder))
+        model = GPT.from_checkpoint(args, loaded)
+        assert model.config.tie == tie and torch.equal(model.lm_head.weight, head)
+        assert torch.equal(model.transformer.wte.weight, embedding)
+
+
+@pytest.mark.parametrize('name, content, words', [
+    ('config.json', {'model_type': 'mamba'}, "model_type='mamba' is not supported"),
+    ('config.json', {'model_type': 'gpt2', 'scale_attn_weights': False}, 'scale_attn_weights=False'),
+    ('config.json', [], 'does not hold a JSON object'),
+    ('model.safetensors.index.json', {'weight_map': {'x': 'y.safetensors'}}, 'y.safetensors cannot be read'),
+    ('model.safetensors.index.json', {}, 'model.safetensors.index.json is damaged: it has no weight_map'),
+    ('model.safetensors', 3, 'model.safetensors is damaged or not a safetensors file')])
+def test_a_folder_that_cannot_be_read_names_the_file(gpt2_folder, name, content, words):
+    if name.endswith('.index.json'):
+        (gpt2_folder / 'model.safetensors').unlink()
+    (gpt2_folder / name).write_text(json.dumps(content))
+    error = error_of(open_weights, str(gpt2_folder), 'data')
+    assert words in error and str(gpt2_folder) in error
+
+
+def test_one_file_outranks_an_index_that_was_left_beside_it(gpt2_folder):
+    """As in transformers, which leaves it when it replaces shards by one file."""
+    (gpt2_folder / 'model.safetensors.index.json').write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    assert load_folder(str(gpt2_folder))[1]
+
+
+def test_gpt2_by_name_is_downloaded_once(hub, gpt2_folder):
+    for name in ('config.json', 'model.safetensors'):
+        hub.serve(name, (gpt2_folder / name).read_bytes())
+    data_dir = str(gpt2_folder / 'data')
+    for _ in range(2):
+        found = open_weights('gpt2', data_dir)
+        assert found.path == os.path.join(data_dir, 'pretrained', 'gpt2') and len(found.weights) == 17
+    assert [path for path, _ in hub.requests] == ['/openai-community/gpt2/resolve/main/config.json',
+                                                  '/openai-community/gpt2/resolve/main/model.safetensors']
+
+
+def test_a_hub_model_is_downloaded_once_with_what_its_texts_need(hub, gpt2_folder, monkeypatch):
+    """An index with two shards; later the folder is found, in the data folder or in the hub's own cache."""
+    tensors = read_safetensors(str(gpt2_folder / 'model.safetensors'))
+    first = {name: tensors.pop(name) for name in list(tensors)[:5]}
+    for shard, part in (('a.safetensors', first), ('b.safetensors', tensors)):
+        write_safetensors(gpt2_folder / shard, part)
+    index = {'weight_map': dict.fromkeys(first, 'a.safetensors') | dict.fromkeys(tensors, 'b.safetensors')}
+    files = {'config.json': (gpt2_folder / 'config.json').read_bytes(), 'tokenizer.json': b'{}',
+             'model.safetensors.index.json': json.dumps(index).encode(),
+             'generation_config.json': b'{"eos_token_id": [3, 4]}', 'chat_template.jinja': b"'<|im_start|>'",
+             'a.safetensors': (gpt2_folder / 'a.safetensors').read_bytes(),
+             'b.safetensors': (gpt2_folder / 'b.safetensors').read_bytes()}
+    for name, body in files.items():
+        hub.answers[f'/org/model/resolve/main/{name}'] = (200, {}, body)
+    monkeypatch.setattr('hotloop.weights.load.read_tokenizer_json', lambda folder: ByteTokenizer())
+    monkeypatch.setenv('HF_HOME', str(gpt2_folder / 'home'))
+    data_dir = str(gpt2_folder / 'data')
+    assert "'org/model' is not on disk, and a dry run downloads" in error_of(shape_of, 'org/model', data_dir)
+    for _ in range(2):
+        found = open_weights('org/model', data_dir)
+        assert found.path == os.path.join(data_dir, 'pretrained', 'org/model') and len(found.weights) == 17
+        assert found.checkpoint == {'bos': None, 'ends': [3, 4], 'template': 'chatml'}
+    assert len(hub.requests) == len(files) + 1  # tokenizer_config.json is not there
+    assert sorted(os.listdir(found.path)) == sorted(files)  # and left nothing behind
+    assert shape_of('org/model', data_dir)['n_head'] == 2
+    snapshot = gpt2_folder / 'home' / 'hub' / 'models--org--model' / 'snapshots' / 'abc'
+    os.makedirs(snapshot.parent)
+    os.rename(found.path, snapshot)
+    head = gpt2_folder / 'home' / 'hub' / 'models--org--model' / 'refs' / 'main'
+    os.makedirs(head.parent)
+    head.write_text('abc\n')
+    for name, value in (('HF_HOME', 'home'), ('HF_HUB_CACHE', 'home/hub')):
+        monkeypatch.setenv('HF_HOME', '/nonexistent')
+        monkeypatch.setenv(name, str(gpt2_folder / value))
+        assert open_weights('org/model', data_dir).path == str(snapshot)
+    assert len(hub.requests) == len(files) + 1
+
+
+@pytest.mark.parametrize('status, words', [
+    (404, 'returned 404 Not Found; check the address; see http://'),
+    (401, 'returned 401 Unauthorized; set HF_TOKEN to a token that may read it; check the name, and accept'),
+    (403, 'accept the license of a gated model at http://')])
+def test_a_hub_model_that_is_missing_or_gated_is_one_sentence(hub, tmp_path, status, words):
+    hub.answers['/org/model/resolve/main/config.json'] = (status, {}, b'')
+    error = error_of(open_weights, 'org/model', str(tmp_path))
+    assert error.startswith("'org/model' is not on disk, and http://127.0.0.1") and words in error
+    assert '/org/model/resolve/main/config.json' in error and len(hub.requests) == 1
+
+
+def test_the_token_of_hugging_faces_own_tools_is_sent(hub, tmp_path, monkeypatch):
+    (tmp_path / 'token').write_text('of-the-file\n')
+    monkeypatch.setenv('HF_HOME', str(tmp_path))
+    error_of(open_weights, 'org/model', str(tmp_path))
+    monkeypatch.setenv('HF_TOKEN', 'of-the-variable')
+    error_of(open_weights, 'org/model', str(tmp_path))
+    assert [headers['Authorization'] for _, headers in hub.requests] == ['Bearer of-the-file',
+                                                                         'Bearer of-the-variable']
+
+
+def test_a_folder_without_safetensors_or_tokenizer_json_is_refused_with_the_conversion(gpt2_folder):
+    (gpt2_folder / 'tokenizer.model').write_bytes(b'')
+    error = error_of(open_weights, str(gpt2_folder), 'data')
+    assert 'tokenizer.json cannot be read' in error and 'AutoTokenizer.from_pretrained' in error
+    os.rename(gpt2_folder / 'model.safetensors', gpt2_folder / 'pytorch_model.bin')
+    error = error_of(open_weights, str(gpt2_folder), 'data')
+    assert 'has no model.safetensors' in error and 'AutoModelForCausalLM.from_pretrained' in error
+
+
+ENTRY = {'dtype': 'F32', 'shape': [2, 2], 'data_offsets': [0, 16]}
+
+
+def test_files_that_are_cut_damaged_or_inconsistent_are_refused(tmp_path):
+    path = tmp_path / 'x.safetensors'
+    intact = raw_safetensors(json.dumps({'a': ENTRY}).encode(), bytes(16))
+    path.write_bytes(intact)
+    assert read_safetensors(str(path))['a'].tolist() == [[0, 0], [0, 0]]
+    damaged = [intact[:n] for n in range(0, len(intact), 7)] + [b'\xff' * 8 + intact[8:]]
+    headers = [b'{"a": ', b'[1, 2]', b'[' * 50000, b'\xff\xfe\xfd', b'{"a": 3}']
+    for change in (dict(shape=[3, 2]), dict(shape='xx'), dict(dtype='F31'), dict(data_offsets=[4, 20]),
+                   dict(data_offsets=[-16, 0]), dict(data_offsets=None)):
+        headers.append(json.dumps({'a': {**ENTRY, **change}}).encode())
+    for content in [*damaged, *(raw_safetensors(header, bytes(16)) for header in headers)]:
+        path.write_bytes(content)
+        assert f'{path} is damaged' in error_of(read_safetensors, str(path)), content[:80]

@@ -1,0 +1,470 @@
+"""LoRA: peft's arithmetic, files both ways, runs that resume to the same bits, errors that name the base."""
+
+import json
+import shutil
+from functools import partial
+from operator import itemgetter
+
+import pytest
+import torch
+from conftest import all_logits, error_of, load, rows, same, stop_at, tiny_flags
+from faults import assert_equal_runs
+from ranks import forks, on_ranks
+
+import sample
+import train
+from hotloop.system.distributed import Env
+from hotloop.system.flops import flops_per_token
+from hotloop.training.run_dir import RUN_FILES
+from hotloop.weights.adapter import CONFIG, TENSORS, merge_adapter, read_adapter, write_adapter
+from hotloop.weights.load import Weights, open_weights
+from hotloop.weights.lora import (
+    LoRAConfig,
+    LoRALinear,
+    adapters_of,
+    add_adapters,
+    chosen,
+    hash_weights,
+    projections,
+    trainable,
+    weights_to_save,
+)
+from hotloop.weights.nf4 import NF4Linear
+from hotloop.weights.safetensors import read_safetensors, write_safetensors
+from model import GPT, GPTConfig, Linear
+
+LLAMA = dict(preset='modern', mlp='swiglu', n_kv_head=2, n_ff=48, zero_init=False)
+GPT2 = dict(bias=True, mlp='gelu_tanh')
+
+
+def gpt(**settings):
+    torch.manual_seed(0)
+    shape = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_embd=32)
+    return GPT(GPTConfig(**shape | settings)).eval()
+
+
+def adapt(model, dtype=torch.float32, **settings):
+    """Adds adapters whose B is not zero. Returns the checkpoint of such a run, as far as adapters go."""
+    cfg = LoRAConfig(**{'lora_rank': 4, **settings})
+    origin = {'base': 'out/base', 'sha256': hash_weights(model.state_dict())}
+    record = add_adapters(model, cfg, origin, Env(dtype=dtype), 1)
+    for name, p in model.named_parameters():
+        if name.endswith('lora_B'):
+            torch.nn.init.normal_(p, std=0.1)
+    return {'model': weights_to_save(model), 'lora': record}
+
+
+IDS = torch.arange(32).view(2, 16)
+
+
+# -----------------------------------------------------------------------------
+# arithmetic
+
+@pytest.mark.parametrize('parts', [[(0, 24)], [(0, 8), (8, 12), (12, 24)], [(2, 8), (12, 20)]])
+@pytest.mark.parametrize('rs', [False, True])
+def test_each_part_gains_its_own_product(parts, rs):
+    """Values and gradients of the formula, part by part; rows without a part are those of the base."""
+    torch.manual_seed(0)
+    base, x = Linear(16, 24).requires_grad_(False), torch.randn(2, 5, 16, requires_grad=True)
+    module = LoRALinear(base, 16, parts, LoRAConfig(lora_rank=4, lora_alpha=8, lora_rs=rs))
+    assert torch.equal(module(x), base(x)) and not module.lora_B.any()
+    assert module.lora_A.abs().max() <= 16**-0.5 and module.lora_A.std() > 0.5 * 16**-0.5
+    torch.nn.init.normal_(module.lora_B)
+    pieces = list(base(x).split(1, dim=-1))
+    Bs = module.lora_B.split([end - start for start, end in parts])
+    for (start, end), A, B in zip(parts, module.lora_A.split(4), Bs, strict=True):
+        added = (8 / 2 if rs else 8 / 4) * x @ A.T @ B.T
+        for row in range(start, end):
+            pieces[row] = pieces[row] + added[..., row - start:row - start + 1]
+    expected, weights = torch.cat(pieces, dim=-1), torch.randn(2, 5, 24)
+    learned = [x, module.lora_A, module.lora_B]
+    torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(torch.autograd.grad((module(x) * weights).sum(), learned),
+                               torch.autograd.grad((expected * weights).sum(), learned))
+
+
+@pytest.mark.parametrize('settings, names', [
+    (GPT2, 'attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj'),
+    (dict(preset='modern'), 'attn.q_proj attn.k_proj attn.v_proj attn.o_proj mlp.up_proj mlp.down_proj'),
+    (LLAMA, 'attn.q_proj attn.k_proj attn.v_proj attn.o_proj mlp.up_proj mlp.gate_proj mlp.down_proj')])
+def test_projections_have_the_names_of_peft_and_cover_every_row(settings, names):
+    model = gpt(**settings)
+    table, covered = projections(model), {}
+    assert list(table) == names.split()
+    for matrix, start, end in table.values():
+        covered.setdefault(matrix, []).extend(range(start, end))
+    for matrix, found in covered.items():
+        assert found == list(range(len(model.transformer.h[0].get_submodule(matrix).weight)))
+    assert chosen('all', table) == table
+    assert list(chosen('attn', table)) == [name for name in table if name.startswith('attn')]
+    assert list(chosen('mlp', table)) == [name for name in table if name.startswith('mlp')]
+
+
+def test_targets_are_named_as_in_peft():
+    table = projections(gpt(**LLAMA))
+    assert list(chosen('v_proj, q_proj', table)) == ['attn.q_proj', 'attn.v_proj']
+    assert list(chosen('c_proj', projections(gpt()))) == ['attn.c_proj', 'mlp.c_proj']  # both, as in peft
+    assert list(chosen('attn.c_proj', projections(gpt()))) == ['attn.c_proj']
+    for targets, word in (('q_proj,gate', 'gate'), ('', '')):
+        error = error_of(chosen, targets, table)
+        assert f'lora_targets={targets!r}: {word!r} matches nothing; this model has q_proj, k_proj' in error
+
+
+@pytest.mark.parametrize('settings', [GPT2, LLAMA])
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+def test_only_adapters_learn_and_the_start_is_the_base(settings, quantize):
+    """In float32, beside frozen weights of 16 bits or 4; embedding and head stay 16 bits."""
+    model = gpt(**settings)
+    expected = all_logits(model, IDS)
+    cfg = LoRAConfig(lora_rank=2, quantize=quantize)
+    add_adapters(model, cfg, {}, Env(dtype=torch.bfloat16), 1)
+    assert all('.lora_' in name and p.dtype == torch.float32
+               for name, p in model.named_parameters() if p.requires_grad)
+    table = projections(gpt(**settings))
+    features = {'attn.c_attn': 32, 'attn.c_proj': 32, 'mlp.c_fc': 32, 'mlp.c_proj': model.config.n_ff}
+    assert sum(p.numel() for p in trainable(model)) == sum(
+        2 * 2 * (end - start + features[matrix]) for matrix, start, end in table.values())
+    assert model.lm_head.weight.dtype == model.transformer.wte.weight.dtype == torch.bfloat16
+    assert sum(isinstance(m, NF4Linear) for m in model.modules()) == (8 if quantize == 'nf4' else 0)
+    model.compute_dtype = torch.bfloat16
+    assert (all_logits(model, IDS) - expected).norm() < (0.3 if quantize == 'nf4' else 0.03) * expected.norm()
+
+
+def gradients(recompute='none', compiled=False, n_layer=2, **settings):
+    """The loss and the gradients of adapters, with dropout, in one tensor."""
+    model = gpt(n_layer=n_layer, **LLAMA).train()
+    adapt(model, lora_dropout=0.1, **settings)
+    forward = train.wrap(model, train.TrainConfig(recompute=recompute), Env(compile=compiled))[1]
+    torch.manual_seed(2)
+    loss = forward(*torch.randint(61, (2, 2, 16))).sum()
+    loss.backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    return torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in trainable(model))])
+
+
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+@pytest.mark.parametrize('recompute', ['selective', 'full'])
+def test_recomputation_changes_no_bit(recompute, quantize):
+    assert torch.equal(gradients(recompute, quantize=quantize), gradients(quantize=quantize))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('recompute', ['none', 'full'])
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+def test_a_compiled_step_is_the_same(monkeypatch, recompute, quantize):
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='aot_eager'))
+    torch._dynamo.reset()
+    found = gradients(recompute, compiled=True, n_layer=1, quantize=quantize)
+    expected = gradients(n_layer=1, quantize=quantize)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_frozen_head_in_chunks_has_no_gradient_and_gives_those_of_one_piece():
+    found = []
+    for chunks in (1, 4):
+        model = gpt(**LLAMA)
+        adapt(model)
+        model.loss_chunks = chunks
+        model(*torch.arange(64).view(2, 2, 16) % 61).sum().backward()
+        assert model.lm_head.weight.grad is None
+        found.append([p.grad for p in trainable(model)])
+    torch.testing.assert_close(*found)
+
+
+# -----------------------------------------------------------------------------
+# folders in peft's format
+
+def as_weights(model, path='out/base'):
+    return Weights(path, model.config.model_args(), model.state_dict(), None, {})
+
+
+@pytest.mark.parametrize('settings, names', [
+    (GPT2, 'transformer.h.0.attn.c_attn transformer.h.1.mlp.c_proj'),
+    (LLAMA, 'model.layers.0.self_attn.q_proj model.layers.1.mlp.gate_proj')])
+@pytest.mark.parametrize('quantize, rs, scale', [('none', True, 16), ('nf4', False, 8)])
+def test_a_folder_has_pefts_names_and_merged_computes_what_was_trained(tmp_path, settings, names, quantize,
+                                                                       rs, scale):
+    tuned, base = gpt(**settings), gpt(**settings)
+    write_adapter(tmp_path, adapt(tuned, quantize=quantize, lora_rs=rs, lora_alpha=32))
+    assert {f'adapter/{path.name}' for path in tmp_path.iterdir()} <= set(RUN_FILES)
+    header = (tmp_path / 'adapter_model.safetensors').read_bytes()
+    for name in names.split():
+        assert all(f'"base_model.model.{name}.lora_{letter}.weight"'.encode() in header for letter in 'AB')
+    config = json.loads((tmp_path / 'adapter_config.json').read_text())
+    assert (config['r'], config['lora_alpha'], config['fan_in_fan_out']) == (4, 32, settings == GPT2)
+    adapters, found = read_adapter(tmp_path, base, 'out/base')
+    assert found == scale and len(adapters) == 2 * len(config['target_modules']) == 2 * len(projections(base))
+    before = all_logits(base, IDS)
+    merge_adapter(base, tmp_path, as_weights(base))
+    assert (all_logits(tuned, IDS) - before).norm() > 0.05 * before.norm()
+    torch.testing.assert_close(all_logits(base, IDS), all_logits(tuned, IDS), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_for_another_base(tmp_path):
+    """Other shapes, names, or weights: the sentence has the base, and the shapes if they differ."""
+    folder = tmp_path / 'adapter'
+    write_adapter(folder, adapt(gpt(**LLAMA)))
+    wide, gpt2, other = gpt(n_embd=64, **LLAMA), gpt(), gpt(**LLAMA)
+    other.transformer.ln_f.eps = 1  # not a weight
+    other.lm_head.weight.data[0, 0] += 1
+    for model, words in ((wide, 'is for a matrix of (32, 48), not of (64, 48); it was trained on out/base'),
+                         (gpt2, 'which has nothing for base_model.model.model.layers.0.mlp.down_proj.lora_A'),
+                         (other, 'was trained on out/base, with other weights than here')):
+        error = error_of(merge_adapter, model, folder, as_weights(model, 'here'))
+        assert words in error and str(folder) in error and 'here' in error and 'out/base' in error
+
+
+@pytest.mark.parametrize('name, value, words', [
+    ('use_dora', True, 'use_dora=True is not supported, only False'),
+    ('rank_pattern', {'q_proj': 2}, "rank_pattern={'q_proj': 2} is not supported, only {}"),
+    ('layer_replication', [[0, 1], [0, 1]], 'layer_replication=[[0, 1], [0, 1]] is not supported, only None'),
+    ('init_lora_weights', 'OLoRA', "init_lora_weights='olora' changes the base"),
+    ('r', None, 'r=None must be a number of at least 1'), ('r', 0, 'r=0 must be a number of at least 1'),
+    ('lora_alpha', '8', "lora_alpha='8' must be a number of at least 0")])
+def test_what_merge_cannot_do_is_refused(tmp_path, name, value, words):
+    """Variants that peft has, an adapter that changes its base, or one without numbers."""
+    write_adapter(tmp_path, adapt(gpt()))
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps({**config, name: value}))
+    assert f'{tmp_path}/adapter_config.json: {words}' in error_of(read_adapter, tmp_path, gpt(), 'out/base')
+
+
+def test_a_folder_of_adapters_is_no_model(tmp_path):
+    """Unlike in transformers, which opens their base."""
+    write_adapter(tmp_path, adapt(gpt()))
+    error = error_of(open_weights, str(tmp_path), 'data')
+    assert f'; sample.py --adapter={tmp_path} reads its adapters' in error
+
+
+def test_an_adapter_that_lacks_a_part_is_refused(tmp_path):
+    write_adapter(tmp_path, adapt(gpt()))
+    tensors = read_safetensors(str(tmp_path / TENSORS))
+    missing = next(name for name in tensors if 'lora_B' in name)
+    write_safetensors(tmp_path / TENSORS, {name: t for name, t in tensors.items() if name != missing})
+    assert f'{TENSORS} lacks {missing}' in error_of(read_adapter, tmp_path, gpt(), 'out/base')
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+@pytest.fixture
+def base(train_tiny, tmp_path):
+    """A trained base; its folder is an absolute path, as if it were named on a command line."""
+    train_tiny('base', max_iters=4)
+    return dict(init_from=tmp_path / 'base', lora_rank=4)
+
+
+@pytest.mark.parametrize('settings', [dict(lora_dropout=0.1, dropout=0.1), dict(quantize='nf4'),
+                                      dict(lora_targets='c_attn', block_size=8, dtype='bfloat16')])
+def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, monkeypatch, capsys, settings):
+    """Adapters, optimizer, counters and the log; settings come from the checkpoint, and so does the base."""
+    train_tiny('whole', **base, **settings)
+    printed = capsys.readouterr().out
+    stop_at(monkeypatch, 5)
+    assert train_tiny('parts', **base, **settings) == 143
+    given = {name: settings[name] for name in ('block_size', 'dtype') if name in settings}  # unlike TINY
+    train_tiny('parts', init_from='resume', **given)
+    assert_equal_runs(tmp_path / 'parts', tmp_path / 'whole')
+    assert same(load(tmp_path / 'parts' / 'best.pt')['model'], load(tmp_path / 'whole' / 'best.pt')['model'])
+    checkpoint = load(tmp_path / 'whole' / 'ckpt.pt')
+    error = error_of(GPT.from_checkpoint, checkpoint['model_args'], checkpoint['model'])  # as in nanoGPT
+    assert 'the weights do not fit the model' in error and 'Missing key(s)' in error
+    assert len(checkpoint['model_args']) == 7 and all('.lora_' in name for name in checkpoint['model'])
+    assert checkpoint['lora']['base'] == str(base['init_from'])
+    flags = ['--init_from=resume', f'--out_dir={tmp_path}/whole', '--lora_dropout=0.2']
+    assert train.read_settings(flags).lora.lora_dropout == 0.2  # of a run with a rank
+    count = sum(weight.numel() for weight in checkpoint['model'].values())
+    assert f'{count:,} parameters are trained, ' in printed
+    assert 'adapters: rank 4, scale 4, on attn.c_attn' in printed
+
+
+@pytest.mark.parametrize('settings', [dict(lora_rank=8), dict(quantize='nf4')])
+def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tmp_path, base, settings,
+                                                                  capsys, data_dir):
+    """And how the data of the adapters begin a text and write a chat."""
+    rows_dir = shutil.copytree(data_dir, tmp_path / 'data')
+    meta = json.loads((rows_dir / 'tiny' / 'meta.json').read_text())
+    (rows_dir / 'tiny' / 'meta.json').write_text(json.dumps({**meta, 'templates': ['chatml'], 'bos': 7}))
+    train_tiny('tuned', **base | settings, data_dir=rows_dir, learning_rate=2e-2, eval_interval=10)
+    best, losses = rows(tmp_path / 'tuned', 'val_loss')[-1]['val_loss'], []
+    for name in ('tuned', 'base'):
+        capsys.readouterr()
+        train_tiny('elsewhere', init_from=tmp_path / name, eval_only=True)
+        losses.append(float(capsys.readouterr().out.split('val loss ')[1].split()[0]))
+    assert losses[0] == pytest.approx(best, abs=1e-4) and losses[1] > best + 1e-3
+    for name, folder in (('adapter', tmp_path / 'tuned' / 'adapter'), ('out_dir', tmp_path / 'tuned')):
+        _, model, tokenizer, template = sample.open_model(sample.SampleConfig(**{name: str(folder)}))
+        assert (tokenizer.begin, template) == (7, 'chatml')
+        losses.append(all_logits(model, IDS))
+    assert torch.equal(*losses[2:])
+
+
+def test_a_tuned_run_is_a_base_again(train_tiny, tmp_path, base, monkeypatch):
+    """The base of a base is opened too; its hash does not depend on how sums are rounded."""
+    train_tiny('first', **base)
+    second = {**base, 'init_from': tmp_path / 'first', 'lora_targets': 'mlp'}
+    train_tiny('second', **second, max_iters=4)
+    monkeypatch.setattr('hotloop.weights.load.merge', lambda weights, adapters, scale: None)  # other sums
+    assert train_tiny('second', init_from='resume', max_iters=6) == 0
+
+
+def test_a_base_that_changed_or_is_gone_is_named_on_resume(train_tiny, tmp_path, base):
+    train_tiny('tuned', **base, max_iters=4)
+    best = tmp_path / 'base' / 'best.pt'
+    checkpoint = load(best)
+    checkpoint['model']['transformer.ln_f.weight'][3] += 1e-6
+    torch.save(checkpoint, best)
+    error = error_of(train_tiny, 'tuned', init_from='resume')
+    assert f"adapters of '{tmp_path / 'base'}', whose weights have changed since (SHA-256" in error
+    assert 'tuned/ckpt.pt' in error
+    shutil.rmtree(tmp_path / 'base')
+    error = error_of(train_tiny, 'tuned', init_from='resume')
+    assert f"adapters of '{tmp_path / 'base'}', which cannot be read: " in error and 'does not exist' in error
+
+
+def test_the_log_counts_no_gradients_of_frozen_weights(train_tiny, tmp_path, base, monkeypatch):
+    monkeypatch.setattr('hotloop.training.logger.peak_flops', lambda device, dtype: 1e12)
+    train_tiny('tuned', **base, quantize='nf4', max_iters=2)
+    line, = rows(tmp_path / 'tuned', 'mfu')
+    adapters = sum(weight.numel() for weight in load(tmp_path / 'tuned' / 'ckpt.pt')['model'].values())
+    model = GPT.from_checkpoint(*itemgetter('model_args', 'model')(load(tmp_path / 'base' / 'ckpt.pt')))
+    frozen = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
+    assert line['mfu'] * 1e12 / line['tokens_per_s'] == pytest.approx(
+        flops_per_token(model.config, 16) - 2 * frozen + 6 * adapters)
+
+
+def test_a_relative_base_is_found_from_elsewhere_and_after_a_move(train_tiny, tmp_path, monkeypatch):
+    """By a resume, by sample.py from the run and from its adapters. Another folder of that name is not it."""
+    home, away = tmp_path / 'home', tmp_path / 'away' / 'project'
+    train_tiny(home / 'base', max_iters=2)
+    (home / 'runs' / 'base').mkdir(parents=True)  # empty
+    monkeypatch.chdir(home)
+    train_tiny(home / 'runs' / 'tuned', init_from='base', lora_rank=4, max_iters=4)
+    (tmp_path / 'away').mkdir()
+    monkeypatch.chdir(tmp_path / 'away')
+    home.rename(away)
+    tuned = away / 'runs' / 'tuned'
+    train_tiny(tmp_path / 'away' / 'base', max_iters=2, seed=2)
+    for word in (f'--out_dir={tuned}', f'--adapter={tuned / "adapter"}'):
+        sample.main([word, '--max_new_tokens=2', '--device=cpu'])
+    assert f'its adapter is --adapter={tuned}/adapter' in error_of(sample.main, [f'--adapter={tuned}'])
+    assert train_tiny(tuned, init_from='resume', max_iters=6) == 0
+    assert load(tuned / 'ckpt.pt')['lora']['base'] == 'base'
+    shutil.rmtree(away / 'base')
+    assert "adapters of 'base', whose weights have changed" in error_of(train_tiny, tuned, init_from='resume')
+
+
+@pytest.mark.parametrize('file', ['', '/ckpt.pt'])
+def test_a_base_that_new_runs_have_moved_aside_is_found(train_tiny, tmp_path, base, file):
+    train_tiny('tuned', **{**base, 'init_from': f'{tmp_path}/base{file}'}, max_iters=2)
+    for seed in (2, 3):
+        train_tiny('base', max_iters=2, seed=seed)
+    assert (tmp_path / 'base.2').exists() and train_tiny('tuned', init_from='resume', max_iters=4) == 0
+    sample.main([f'--adapter={tmp_path}/tuned/adapter', '--max_new_tokens=2', '--device=cpu'])
+    shutil.rmtree(tmp_path / 'base.1')
+    error = error_of(train_tiny, 'tuned', init_from='resume')
+    assert f"adapters of '{tmp_path}/base{file}', whose weights have changed since" in error
+
+
+def test_adapters_where_their_base_was_are_not_opened_as_their_own_base(train_tiny, tmp_path, base):
+    train_tiny('tuned', **base, max_iters=2)
+    shutil.rmtree(tmp_path / 'base')
+    (tmp_path / 'tuned').rename(tmp_path / 'base')
+    for command in (train_tiny, lambda out, **_: sample.main([f'--out_dir={tmp_path / out}'])):
+        error = error_of(command, 'base', init_from='resume')
+        assert "base', which cannot be read: that path now holds these adapters; move them" in error
+
+
+@pytest.mark.parametrize('settings, words', [
+    (dict(lora_rank=4), 'lora_rank=4 adapts trained weights; name them with --init_from'),
+    (dict(lora_rank=4, init_from='gpt2', optimizer='muon'), "optimizer='muon': adapters are trained by"),
+    (dict(quantize='nf4'), "quantize='nf4' applies only with lora_rank"),
+    (dict(lora_dropout=0.1), 'lora_dropout=0.1 applies only with lora_rank, such as --lora_rank=16'),
+    (dict(lora_rank=-1), 'lora_rank=-1 must not be negative'),
+    (dict(lora_rank=1, lora_alpha=0), 'lora_alpha=0.0 must be above 0'),
+    (dict(lora_rank=1, lora_dropout=1), 'lora_dropout=1.0 must be at least 0 and below 1')])
+def test_settings_that_contradict_each_other(train_tiny, settings, words):
+    assert words in error_of(train_tiny, **settings)
+
+
+def test_a_base_is_not_moved_aside_and_adapters_do_not_appear_on_resume(train_tiny, tmp_path, base):
+    error = error_of(train_tiny, 'base', **base)
+    assert 'base\' would be moved aside with out_dir; choose another' in error
+    error = error_of(train_tiny, 'base', init_from='resume', lora_rank=4)
+    assert '--lora_rank: lora_rank=4, but the checkpoint has 0, which cannot change on resume' in error
+
+
+@forks
+def test_two_processes_tune_as_one_does(train_tiny, tmp_path, base, data_dir):
+    """One micro-batch each, over gloo: the same global batches, so the same adapters within rounding."""
+    train_tiny('one', **base, quantize='nf4')
+    on_ranks(2, train.main, tiny_flags(tmp_path / 'two', data_dir, quantize='nf4', **base))
+    one, two = (load(tmp_path / name / 'ckpt.pt')['model'] for name in ('one', 'two'))
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+
+
+# -----------------------------------------------------------------------------
+# against peft
+
+def peft_model(kind, **settings):
+    """A tiny random model of transformers, with peft's adapters on all of its linears, B not zero."""
+    transformers, peft = pytest.importorskip('transformers'), pytest.importorskip('peft')
+    torch.manual_seed(0)
+    shape = dict(vocab_size=61, bos_token_id=0, eos_token_id=0)
+    if kind == 'gpt2':
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0,
+                                         embd_pdrop=0, attn_pdrop=0, **shape)
+    else:
+        config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                          num_attention_heads=4, num_key_value_heads=2, **shape)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    targets = ['c_attn', 'c_proj', 'c_fc'] if kind == 'gpt2' else [
+        'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, fan_in_fan_out=kind == 'gpt2',
+                             task_type='CAUSAL_LM', **settings)
+    tuned = peft.get_peft_model(model, config)
+    for name, p in tuned.named_parameters():
+        if 'lora_B' in name:
+            torch.nn.init.normal_(p, std=0.1)
+    return tuned
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('rs', [False, True])
+@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
+def test_adapters_equal_pefts_and_their_files_load_both_ways(tmp_path, kind, rs):
+    """Logits, gradients and merged weights to 1e-5. One matrix of ours may be three of theirs."""
+    theirs, ids = peft_model(kind, use_rslora=rs), torch.randint(61, (2, 16))
+    import peft
+    theirs.save_pretrained(tmp_path / 'peft')
+    peft_model(kind).unload().save_pretrained(tmp_path / 'base')
+    source = open_weights(str(tmp_path / 'base'), 'data')
+    ours, merged = (GPT.from_checkpoint(source.model_args, source.weights) for _ in range(2))
+    merge_adapter(merged, tmp_path / 'peft', source)
+    read = {(a.layer, a.projection): a for a in read_adapter(tmp_path / 'peft', merged, 'base')[0]}
+    checkpoint = adapt(ours, lora_rs=rs)
+    for a in adapters_of(checkpoint):
+        a.A.copy_(read[a.layer, a.projection].A)
+        a.B.copy_(read[a.layer, a.projection].B)
+    write_adapter(tmp_path / 'ours', checkpoint)
+    again = peft.PeftModel.from_pretrained(peft_model(kind).unload(), tmp_path / 'ours')
+    expected = theirs(ids).logits
+    for logits in (all_logits(ours, ids), all_logits(merged, ids), again(ids).logits):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+    targets = torch.roll(ids, -1, 1)
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction='sum').backward()
+    ours(ids, targets).sum().backward()
+    found = {name: p.grad for name, p in theirs.named_parameters() if 'lora_' in name}
+    own = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
+    for a in adapters_of({**checkpoint, 'model': own}):
+        module = f'transformer.h.{a.layer}.{a.projection}'
+        if kind == 'llama':
+            module = f'model.layers.{a.layer}.{a.projection.replace("attn", "self_attn")}'
+        for letter, grad in (('A', a.A), ('B', a.B)):
+            expected = found.pop(f'base_model.model.{module}.lora_{letter}.default.weight')
+            assert (grad - expected).norm() < 1e-5 * expected.norm()
+    assert not found

@@ -1,0 +1,110 @@
+"""NF4: codes and errors of the paper and of bitsandbytes; a step saves 4 bits per weight."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from hotloop.weights.nf4 import BLOCK, CODE, NF4Linear, dequantize, pairs_of, quantize, rounded
+
+# bitsandbytes 0.50.2's quantize_4bit(torch.linspace(-1, 1, 64), blocksize=64, quant_type='nf4')
+LINSPACE = [0, 0, 1, 17, 17, 17, 18, 34, 34, 51, 52, 68, 69, 85, 102, 103, 120, 136, 153, 170, 171, 187, 204,
+            204, 221, 221, 238, 238, 238, 239, 255, 255]
+
+
+def saved_bytes(run, x):
+    """Bytes of the storages that autograd keeps for the backward of run(x), except x itself."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = run(x)
+    y.sum().backward()
+    kept.pop(x.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
+def test_codes_are_those_of_bitsandbytes():
+    assert quantize(torch.linspace(-1, 1, 64)).codes.tolist() == LINSPACE
+    assert len(CODE) == 16 and list(CODE) == sorted(CODE) and CODE[7] == 0
+
+
+def test_the_error_on_normal_numbers():
+    """The paper's format has 0.0920 before the scales are quantized too; storage is 4.127 bits."""
+    torch.manual_seed(0)
+    weight = torch.randn(1024, 1024)
+    nf4 = quantize(weight)
+    error = (dequantize(nf4, pairs_of('cpu'), weight.shape, torch.float32) - weight).norm() / weight.norm()
+    assert 0.091 < error <= 0.0925
+    assert 8 * sum(tensor.nbytes for tensor in nf4) / weight.numel() == pytest.approx(4.127, abs=0.001)
+
+
+@pytest.mark.parametrize('shape', [(3, 5), (2, 64), (17, 100)])
+def test_any_shape_and_blocks_of_zeros(shape):
+    """Codes and signs are right; numbers on the code come back but for the rounding of the scales."""
+    torch.manual_seed(0)
+    weight = torch.tensor(CODE)[torch.randint(16, shape)]
+    found = rounded(weight)
+    assert found.shape == shape and found.dtype == torch.float32
+    largest = weight.abs().max()
+    torch.testing.assert_close(found, weight, rtol=0.02, atol=0.02 * float(largest))
+    assert torch.equal(rounded(torch.zeros(shape)), torch.zeros(shape))
+    assert rounded(torch.full((2, BLOCK), 1e-20)).isfinite().all()
+
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_the_product_and_its_gradient_are_those_of_the_rounded_weights(bias, dtype):
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 48, bias=bias)
+    quantized, x = NF4Linear(linear).requires_grad_(False), torch.randn(5, 96, dtype=dtype)
+    linear.weight.data = rounded(linear.weight)
+    gradients = []
+    for module in (quantized, linear.to(dtype)):
+        inputs = x.clone().requires_grad_()
+        y = module(inputs)
+        y.square().sum().backward()
+        gradients.append((y.detach(), inputs.grad))
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_backward_keeps_4_bits_per_weight():
+    linear, x = nn.Linear(512, 1024, bias=False), torch.randn(2, 512, requires_grad=True)
+    quantized = NF4Linear(linear).requires_grad_(False)
+    assert saved_bytes(quantized, x) == 0  # the buffers are there anyway, and the product is computed again
+    assert saved_bytes(linear.requires_grad_(False), x) == linear.weight.nbytes
+    assert sum(buffer.nbytes for buffer in quantized.buffers()) < linear.weight.nbytes / 7
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which('g++') is None, reason='torch.compile needs a C++ compiler')
+def test_a_compiled_backward_keeps_4_bits_per_weight():
+    linears = nn.Linear(512, 1024), nn.Linear(1024, 512)
+    network = nn.Sequential(NF4Linear(linears[0]), nn.GELU(), NF4Linear(linears[1])).requires_grad_(False)
+    x = torch.randn(4, 512, requires_grad=True)
+    network(x).sum().backward()
+    expected = x.grad.clone()
+    x.grad = None
+    kept = saved_bytes(torch.compile(network, dynamic=False), x)
+    assert kept < 0.6 * 2 * linears[0].weight.numel() + 10**5
+    torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.slow
+def test_codes_scales_and_error_equal_the_package_bitsandbytes():
+    functional = pytest.importorskip('bitsandbytes.functional')
+    torch.manual_seed(0)
+    weight = torch.randn(512, 640) * torch.rand(512, 1)
+    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type='nf4')
+    ours = quantize(weight)
+    assert torch.equal(ours.codes, codes.flatten())
+    assert torch.equal(weight.view(-1, BLOCK).abs().amax(1), state.absmax)
+    assert torch.equal(torch.tensor(CODE), state.code)
+    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type='nf4',
+                                            compress_statistics=True)
+    theirs = (functional.dequantize_4bit(codes, state) - weight).norm()
+    assert (rounded(weight) - weight).norm() < 1.001 * theirs
