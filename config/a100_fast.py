@@ -4,7 +4,7 @@
 #   python train.py config/a100_fast.py
 #
 # hardware: one A100. time and score: not measured
-# the same steps on several GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_fast.py
+# on 8 GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_fast.py
 
 dataset = 'wikitext103'
 

@@ -4,7 +4,7 @@
 #   python train.py config/a100_max.py
 #
 # hardware: one A100. time and score: not measured
-# the same steps on several GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_max.py
+# on 8 GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_max.py
 
 dataset = 'wikitext103'
 
@@ -15,8 +15,9 @@ block_size = 512
 
 batch_size = 16
 gradient_accumulation_steps = 4  # 32,768 tokens per step
-max_iters = 20000  # 655 million tokens. OKADFA (tests/DOCUMENTS.md) has these sizes and counts micro-batches:
-# its 20,000 steps are 164 million tokens (--max_iters=5000)
+max_iters = 20000  # 655 million tokens
+# OKADFA (tests/DOCUMENTS.md) counts micro-batches as steps: its 20,000 are 164 million tokens,
+# as with --max_iters=5000
 
 learning_rate = 3e-4  # of AdamW with the default betas and weight decay
 min_lr = 3e-5  # cosine down to a tenth

@@ -4,7 +4,7 @@
 #   python train.py config/a100_mega.py
 #
 # hardware: one A100. time and score: not measured
-# the same steps on several GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_mega.py
+# on 8 GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_mega.py
 
 dataset = 'wikitext103'
 
@@ -15,8 +15,9 @@ block_size = 512
 
 batch_size = 8
 gradient_accumulation_steps = 8  # 32,768 tokens per step
-max_iters = 30000  # 983 million tokens. OKADFA (tests/DOCUMENTS.md) has these sizes and counts micro-batches:
-# its 30,000 steps are 123 million tokens (--max_iters=3750)
+max_iters = 30000  # 983 million tokens
+# OKADFA (tests/DOCUMENTS.md) counts micro-batches as steps: its 30,000 are 123 million tokens,
+# as with --max_iters=3750
 
 learning_rate = 3e-4  # of AdamW with the default betas and weight decay
 min_lr = 3e-5  # cosine down to a tenth

@@ -4,7 +4,7 @@
 #   python train.py config/a100_production.py
 #
 # hardware: one A100. time and score: not measured
-# the same steps on several GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_production.py
+# on 8 GPUs: torchrun --standalone --nproc_per_node=8 train.py config/a100_production.py
 
 dataset = 'wikitext103'
 
@@ -15,8 +15,9 @@ block_size = 512
 
 batch_size = 20
 gradient_accumulation_steps = 2  # 20,480 tokens per step
-max_iters = 10000  # 205 million tokens. OKADFA (tests/DOCUMENTS.md) has these sizes and counts micro-batches:
-# its 10,000 steps are 102 million tokens (--max_iters=5000)
+max_iters = 10000  # 205 million tokens
+# OKADFA (tests/DOCUMENTS.md) counts micro-batches as steps: its 10,000 are 102 million tokens,
+# as with --max_iters=5000
 
 learning_rate = 3e-4  # of AdamW with the default betas and weight decay
 min_lr = 3e-5  # cosine down to a tenth

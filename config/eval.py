@@ -1,7 +1,7 @@
 # evaluates weights on the full validation split and exits; writes nothing
 #
-#   python train.py config/eval.py --init_from=gpt2-xl --dataset=openwebtext   # OpenAI's weights, of any size
-#   python train.py config/eval.py --init_from=out --dataset=stdlib            # the best checkpoint of a run
+#   python train.py config/eval.py --init_from=gpt2-xl --dataset=openwebtext  # OpenAI's weights
+#   python train.py config/eval.py --init_from=out --dataset=stdlib           # the best of a run
 #
 # hardware: any. not measured here; on its OpenWebText split nanoGPT reports losses of 3.12 (gpt2),
 # 2.84 (-medium), 2.67 (-large) and 2.54 (-xl)

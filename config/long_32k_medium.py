@@ -4,7 +4,8 @@
 #   python train.py config/long_32k_medium.py
 #   torchrun --standalone --nproc_per_node=4 train.py config/long_32k_medium.py
 #
-# hardware: one GPU of 24 GB or more, or several. time and score: not measured; the sizes are our own choice
+# hardware: one GPU of 24 GB or more, or several. time and score: not measured
+# the sizes are our own choice
 
 dataset = 'fineweb_edu'
 

@@ -1,11 +1,13 @@
-# LoRA of rank 16 on Gemma 2 2B for Python tasks
+# Gemma 2 2B tuned for Python tasks with LoRA of rank 16
 #
 #   python prepare.py rows.jsonl --name=python_rows --tokenizer=google/gemma-2-2b
 #   python train.py config/lora_r16.py
-#   python sample.py --out_dir=out-lora-r16 --eval_code=data/python_rows/val.jsonl --max_new_tokens=384
+#   python sample.py --out_dir=out-lora-r16 \
+#       --eval_code=data/python_rows/val.jsonl --max_new_tokens=384
 #
+# other ranks: --lora_rank=8 --out_dir=out-lora-r8, or --lora_rank=32 --out_dir=out-lora-r32
 # hardware: one GPU of 40 GB (A100). time and score: not measured
-# Gemma needs pip install tokenizers and HF_TOKEN, the token of an account that has accepted its license
+# Gemma needs pip install tokenizers, and in HF_TOKEN the token of an account that accepted its license
 
 out_dir = 'out-lora-r16'
 init_from = 'google/gemma-2-2b'

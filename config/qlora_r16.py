@@ -1,11 +1,15 @@
-# QLoRA of rank 16 on Gemma 2 2B, its matrices in 4 bits
+# Gemma 2 2B tuned for Python tasks with QLoRA of rank 16: its matrices are held in 4 bits
 #
 #   python prepare.py rows.jsonl --name=python_rows --tokenizer=google/gemma-2-2b
 #   python train.py config/qlora_r16.py
-#   python sample.py --out_dir=out-qlora-r16 --eval_code=data/python_rows/val.jsonl --max_new_tokens=384
+#   python sample.py --out_dir=out-qlora-r16 \
+#       --eval_code=data/python_rows/val.jsonl --max_new_tokens=384
 #
+# on a T4, shorter windows in smaller micro-batches, as many windows per step:
+#   python train.py config/qlora_r16.py --block_size=512 --batch_size=4 \
+#       --gradient_accumulation_steps=4 --learning_rate=2e-4
 # hardware: one GPU of 16 GB or more. time and score: not measured
-# Gemma needs pip install tokenizers and HF_TOKEN, the token of an account that has accepted its license
+# Gemma needs pip install tokenizers, and in HF_TOKEN the token of an account that accepted its license
 
 out_dir = 'out-qlora-r16'
 init_from = 'google/gemma-2-2b'

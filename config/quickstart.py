@@ -1,11 +1,12 @@
-# a small GPT on the source code of Python's standard library: no download, three minutes on any machine
+# a small GPT on the source code of Python's standard library: no download, three minutes anywhere
 #
 #   python prepare.py
 #   python train.py config/quickstart.py
 #   python sample.py --start="def "
 #
-# hardware: 2 CPU cores. measured there with bf16 units on the full held-out split (24 files): 1.28 bits per
-# byte with the 1,758 steps that fit on idle cores, 1.45 with 673 on a slower machine; in float32 there 1.59
+# hardware: 2 CPU cores. measured there with bf16 units on the full held-out split (24 files):
+# 1.28 bits per byte after the 1,758 steps that fit on idle cores, 1.45 after 673 on a slower machine,
+# and 1.59 there in float32
 
 dataset = 'stdlib'  # in BPE tokens of 2.8 bytes
 

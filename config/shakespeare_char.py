@@ -1,4 +1,4 @@
-# a character-level GPT on the works of Shakespeare, nanoGPT's recipe: good for learning and experiments
+# characters of Shakespeare, nanoGPT's recipe: good for learning and experiments
 #
 #   python prepare.py shakespeare_char
 #   python train.py config/shakespeare_char.py

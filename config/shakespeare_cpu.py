@@ -4,8 +4,8 @@
 #   python train.py config/shakespeare_cpu.py
 #   python sample.py --start="ROMEO:"
 #
-# hardware: 2 CPU cores. measured there: 8 to 13 s from the start of Python, validation loss 1.86 on the
-# full split; nanoGPT's run ends at 1.90. see the table in README
+# hardware: 2 CPU cores. measured there: 8 to 13 s from the start of Python, validation loss 1.86 on
+# the full split; nanoGPT's run ends at 1.90 (see the table in README)
 
 dataset = 'shakespeare_char'
 
