@@ -9,7 +9,7 @@
 #   python train.py config/qlora_r16.py --block_size=512 --batch_size=4 \
 #       --gradient_accumulation_steps=4 --learning_rate=2e-4
 # hardware: one GPU of 16 GB or more. time and score: not measured
-# Gemma needs pip install tokenizers, and in HF_TOKEN the token of an account that accepted its license
+# Gemma needs pip install tokenizers and HF_TOKEN, the token of an account that accepted its license
 
 out_dir = 'out-qlora-r16'
 init_from = 'google/gemma-2-2b'

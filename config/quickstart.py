@@ -5,8 +5,8 @@
 #   python sample.py --start="def "
 #
 # hardware: 2 CPU cores. measured there with bf16 units on the full held-out split (24 files):
-# 1.28 bits per byte after the 1,758 steps that fit on idle cores, 1.45 after 673 on a slower machine,
-# and 1.59 there in float32
+# 1.28 bits per byte after the 1,758 steps that fit on idle cores, 1.45 after 673 on a slower
+# machine, and 1.59 there in float32
 
 dataset = 'stdlib'  # in BPE tokens of 2.8 bytes
 

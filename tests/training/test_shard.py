@@ -1,7 +1,6 @@
 """Several processes, sharded or not, compute what one process computes, and write its checkpoints."""
 
 import functools
-import importlib
 import os
 import socket
 from pathlib import Path
@@ -12,8 +11,6 @@ import torch
 from conftest import load, rows, same, tiny_flags
 from faults import log
 from ranks import forks, on_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten_with_path
 
 import train
@@ -23,7 +20,7 @@ from hotloop.system.memory import choose_batch_size
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
 from hotloop.training.footprint import Need, fits_sharded
-from hotloop.training.optim import build_optimizers, matrix_rows
+from hotloop.training.optim import build_optimizers
 from hotloop.training.run_dir import RunDir
 from hotloop.training.shard import gather, local
 from model import GPT, GPTConfig
@@ -287,34 +284,6 @@ def test_the_largest_micro_batch_of_a_sharded_run_is_counted(monkeypatch, failin
     split = SimpleNamespace(T=16, num_bytes=0)
     assert choose_batch_size(gpt(), split, Two(0, 2), cfg, fits_sharded) == batch
     assert set(asked) == {('full', 2)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
-def test_the_bytes_of_a_step_are_those_of_the_parameters(optimizer):
-    """
-    DDP reduces all gradients once in float32. Sharded, blocks are gathered in bf16, once a step or, twice a
-    micro-batch, by shard='full', which also reduces in each. Muon sends an eighth to and fro. Here its eight
-    matrices of each shape and all rows divide by 8.
-    """
-    bench = importlib.import_module('communication')
-    settings = dict(n_layer=8, n_head=2, n_embd=64, block_size=16)
-    model = GPT(GPTConfig(vocab_size=50304, preset=bench.RECIPES[optimizer], **settings))
-    N, padding = model.num_params(), 8 * 6 if optimizer == 'muon' else 0  # of two numbers on eight processes
-    blocks = sum(p.numel() for p in model.transformer.h.parameters()) + padding
-    muon = 2 * sum(p.numel() for p in matrix_rows(model)) if optimizer == 'muon' else 0  # bytes in bf16
-    torch.distributed.init_process_group('fake', store=FakeStore(), rank=0, world_size=8)
-    try:
-        mesh, found = init_device_mesh('cpu', (8,)), {}
-        for shard in ('none', 'optimizer', 'full'):
-            found[shard] = bench.count_step(settings, optimizer, shard, 3, mesh)[0]
-    finally:
-        torch.distributed.destroy_process_group()
-    num_bytes = {shard: [count[1] for count in kinds.values()] for shard, kinds in found.items()}
-    rest = N + padding - blocks
-    assert num_bytes['none'] == [4 * N + 8, muon, 0, 0]
-    assert num_bytes['optimizer'] == [12, 2 * blocks + 4 * rest, 4 * (blocks + rest), muon // 4]
-    assert num_bytes['full'] == [12, 3 * (4 * blocks + 4 * rest), 3 * 4 * (blocks + rest), muon // 4]
 
 
 # -----------------------------------------------------------------------------
