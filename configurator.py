@@ -1,7 +1,7 @@
 """
 Settings from Python files and --flags, checked against dataclasses.
 
-    model_config, config, given, files = configure(GPTConfig, TrainConfig)
+    (model_config, config), given, files = configure(GPTConfig, TrainConfig)
 
     $ python train.py config/quickstart.py --batch_size=32 --compile=False
 
@@ -17,7 +17,6 @@ import dataclasses
 import difflib
 import glob
 import inspect
-import json
 import math
 import numbers
 import os
@@ -27,13 +26,14 @@ import time
 import traceback
 import types
 import typing
+from typing import NamedTuple
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PARTS = os.path.join(HERE, 'hotloop')
 OWN_FILE = '# all settings of the run in this folder'  # the first words of the config.py that a run writes
 # {setting, or setting=value: its names in other programs}
 SYNONYMS = {
-    'init_from=resume': ('resume', 'resume_training', 'continue', 'auto_resume'),
+    'resume': ('resume_training', 'continue', 'auto_resume'),
     'init_from': ('resume_from', 'resume_from_checkpoint', 'model', 'model_name', 'model_name_or_path',
                   'pretrained', 'ckpt', 'checkpoint'),
     'out_dir': ('checkpoint_dir', 'ckpt_dir', 'output_dir', 'save_dir', 'log_dir'),
@@ -325,16 +325,18 @@ def read_argv(argv, fields):
     return words, found, problems
 
 
-def configure(*classes, argv=None, files=True, about='', base=None, check=True):
+def configure(*classes, argv=None, files=True, about='', below=None, check=True, pairs=()):
     """
     Reads a command line into one object per dataclass. Their problems() methods return the errors.
 
     files:   whether positional words are config files to run
     about:   the text above the settings in --help
-    base:    {name: value} below files and flags: the settings of a checkpoint
+    below:   {name: value} below files and flags: a card's, a depth's or a checkpoint's
+    pairs:   two settings for one thing each; the one from the stronger place wins, and of an equal place the
+             second. The other becomes None
     check:   whether to call problems(); without it check_problems() must follow, or another call with a base
 
-    Returns the objects, {name: place} of what files and flags set, and the positional words.
+    Returns a Configured.
     SettingsError has one line for each problem.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -344,30 +346,40 @@ def configure(*classes, argv=None, files=True, about='', base=None, check=True):
     fields = fields_of(classes)
     settings = {name: (default, None) for name, (_, default) in fields.items()}  # {name: (value, place)}
     words, flags, problems = read_argv(argv, fields)
-    problems += read_base(base or {}, settings, fields, flags)
+    problems += read_base(below or {}, settings, fields, flags)
     if files:
         for path in words:
             problems += read_file(path, settings, fields)
     settings.update(flags)
+    choose_one(settings, pairs)
     objects = [cls(**{f.name: settings[f.name][0] for f in dataclasses.fields(cls)}) for cls in classes]
     if problems:
         raise SettingsError('\n'.join(problems))
     if check:
         check_problems(objects)
     given = {name: place for name, (_, place) in settings.items() if place}
-    return *objects, given, words
+    return Configured(objects, given, words)
 
 
-def give_way(settings, given, pairs):
+class Configured(NamedTuple):
+    """The settings of a command line."""
+    objects: list  # one for each dataclass
+    given: dict  # {name: place} of what files and flags set
+    words: list  # the positional words
+
+
+def choose_one(settings, pairs):
     """
-    Each pair has two settings for one thing, and the second replaces the first. If the first comes from a
-    stronger place, the second becomes None. A flag is stronger than a config file, and a config file is
-    stronger than a checkpoint. given: {name: place}.
+    Of each pair of settings for one thing, keep the one from the stronger place: a flag, then a config file,
+    then what stands below. settings: {name: (value, place)}.
     """
     for pair in pairs:
-        first, second = (0 if name not in given else 2 if given[name] == f'--{name}' else 1 for name in pair)
-        if first > second:
-            setattr(settings, pair[1], None)
+        strengths = []
+        for name in pair:
+            place = settings[name][1]
+            strengths.append(0 if place is None else 1 + place.startswith('--'))
+        if strengths[0] > strengths[1]:
+            settings[pair[1]] = None, settings[pair[1]][1]
 
 
 def check_problems(objects):
@@ -415,44 +427,16 @@ def differences(objects, given, hidden=()):
     return '\n'.join(lines)
 
 
-def as_file(objects):
-    """All settings as the text of the config.py of a run."""
+def as_file(values):
+    """All settings, {name: value}, as the text of the config.py of a run."""
     lines = [f'{OWN_FILE}; as a config file it repeats the run', '']
-    for o in objects:
-        lines += [f'{f.name} = {getattr(o, f.name)!r}' for f in dataclasses.fields(o)]
+    for name, value in values.items():
+        lines.append(f'{name} = {value!r}')
     return '\n'.join(lines) + '\n'
 
 
 # -----------------------------------------------------------------------------
 # the entry point of a script
-
-def settings_module(path):
-    """
-    A module with the settings of a source file: its dataclasses *Config and its assignments, with the imports
-    that work (early.py blocks torch). Nothing else in the file runs. path: one of our own files.
-    NameError if a dataclass needs more.
-    """
-    module = sys.modules[path] = types.ModuleType(path)  # inspect.getsource looks there for --help
-    module.__file__ = path
-    with open(path, encoding='utf-8') as f:
-        tree = ast.parse(f.read(), path)
-    module.__doc__ = ast.get_docstring(tree, clean=False)
-    may_fail = {ast.Import: [ImportError], ast.ImportFrom: [ImportError], ast.Assign: [NameError]}
-    for node in tree.body:
-        is_config = isinstance(node, ast.ClassDef) and node.name.endswith('Config')
-        if is_config or type(node) in may_fail:  # to compile the rest would take as long again
-            with contextlib.suppress(*may_fail.get(type(node), ())):
-                exec(compile(ast.Module([node], []), path, 'exec'), vars(module))
-    return module
-
-
-def report_to_torchrun(message):
-    """Makes torchrun repeat the message in its last lines, below its own traceback."""
-    path = os.environ.get('TORCHELASTIC_ERROR_FILE')
-    if path:
-        with open(path, 'w', encoding='utf-8') as f:
-            json.dump({'message': message, 'timestamp': int(time.time())}, f)
-
 
 def call_main(main, *args):
     """
@@ -482,5 +466,4 @@ def call_main(main, *args):
             time.sleep(5)  # torchrun kills all processes when the first one ends, and rank 0 has to print
         else:
             print(f'error: {e}', file=sys.stderr)
-            report_to_torchrun(f'error: {e}')
         sys.exit(1)

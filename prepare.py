@@ -16,10 +16,6 @@ The same input gives the same bytes with any number of processes, and memory doe
 .json file is read at once).
 """
 
-if __name__ == '__main__':
-    import hotloop.system.early
-    hotloop.system.early.explain_imports()
-
 import functools
 import json
 import os
@@ -334,7 +330,7 @@ def inspect(name, data_dir):
 
 
 def main(argv=None):
-    cfg, reading, given, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__)
+    (cfg, reading), given, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__)
     if cfg.inspect:
         for name in sources or [cfg.name or 'stdlib']:
             inspect(name, cfg.data_dir)

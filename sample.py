@@ -13,11 +13,6 @@ base, and nanoGPT's checkpoints their dataset.
     $ python sample.py --export=folder                             # write it for transformers
 """
 
-if __name__ == '__main__':  # before torch, whose import takes seconds
-    import hotloop.system.early
-    from configurator import call_main
-    call_main(hotloop.system.early.check_early, 'sample.py')
-
 import codecs
 import math
 import os
@@ -435,7 +430,7 @@ def fit_turns(tokenizer, turns, template, limit, system=None):
 
 
 def main(argv=None):
-    cfg, given, _ = configure(SampleConfig, argv=argv, about=__doc__)
+    (cfg,), given, _ = configure(SampleConfig, argv=argv, about=__doc__)
     if cfg.eval_code is not None and 'temperature' not in given:
         cfg.temperature = 0.0
     if cfg.export is not None:

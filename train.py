@@ -3,7 +3,7 @@ The complete training loop: precision, accumulation, compilation, data paralleli
 
     $ python train.py                                          # a recipe card chosen by the hardware
     $ python train.py config/shakespeare_char.py --device=cpu  # a recipe card, then flags
-    $ python train.py --init_from=resume                       # resume the run in out_dir
+    $ python train.py --resume                                 # continue the run in out_dir, or start
     $ torchrun --standalone --nproc_per_node=8 train.py        # all GPUs of a node
 
 A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, on any number of
@@ -11,15 +11,15 @@ processes. Everything random (the order of the data, dropout) is a function of t
 micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds only tensors and counters.
 """
 
-if __name__ == '__main__':  # before torch, whose import takes seconds
-    import hotloop.system.early
-    from configurator import call_main
-    call_main(hotloop.system.early.check_early, 'model.py', 'hotloop/weights/lora.py', 'train.py')
+from hotloop.system import host  # starts the clock of this process
+
+if __name__ == '__main__':
+    host.end_spins_early()  # of OpenMP's threads; torch reads it when it is imported
 
 import dataclasses
 import functools
 import gc
-import importlib.util
+import importlib
 import math
 import os
 import sys
@@ -30,67 +30,85 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import call_main, check_problems, configure, give_way
+from configurator import as_file, call_main, configure, differences
+from hotloop.data.chat import CHATS
 from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
-from hotloop.data.tokenizer import Tokenizer
-from hotloop.system.cards import card_for_machine, needs_card
+from hotloop.data.tokenizer import prompt_ids, tokenizer_from
+from hotloop.inference.generate import Sampling, generate
 from hotloop.system.check import check
-from hotloop.system.device import EVALUATION_PAYS, choose_compile, choose_device, choose_dtype
-from hotloop.system.distributed import DelayedFlag, Env, StopRequest, check_same_step, open_process_group
-from hotloop.system.files import is_inside
-from hotloop.system.host import threads_for
-from hotloop.system.memory import (
-    choose_batch_size,
-    choose_loss_chunks,
-    memory_advice,
-    out_of_memory,
-    set_batch_size,
+from hotloop.system.device import (
+    EVALUATION_PAYS,
+    choose_compile,
+    choose_device,
+    choose_dtype,
+    peak_flops,
+    peak_memory,
 )
-from hotloop.training import depth, ladder, patience, resume
-from hotloop.training.announce import announce
-from hotloop.training.checkpoint import OPTIMIZERS, RunState, context_of
-from hotloop.training.dataloader import Batches, Split, check_lengths, share_batch
-from hotloop.training.deadline import Deadline, look_at_clock, report_end, set_budget
-from hotloop.training.divergence import collect_steps, divergence_message
+from hotloop.system.distributed import (
+    Env,
+    StopRequest,
+    check_same_step,
+    close_process_group,
+    open_process_group,
+    print0,
+)
+from hotloop.system.files import counted, replacing
+from hotloop.system.flops import flops_of
+from hotloop.system.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
+from hotloop.system.text import file_size, shell, short
+from hotloop.training.announce import print_length, print_run
+from hotloop.training.checkpoint import OPTIMIZERS, Checkpoints, Latest, RunState, checkpoint_of, restore, state_from
+from hotloop.training.dataloader import Batches, check_lengths, micro_seed, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.footprint import fits_sharded
 from hotloop.training.forecast import dry_run, model_args_of
-from hotloop.training.logger import Log, StepTimer, log_done, log_evaluation, log_step
-from hotloop.training.mixture import Mixture, open_split
+from hotloop.training.logger import Log, Meter, Speed, evaluation_text
+from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
-from hotloop.training.parallel import NO_BUFFERS, micro_batch, set_blocks
 from hotloop.training.report import report
-from hotloop.training.run_dir import Mirror, Resumed, RunDir
-from hotloop.training.samples import sampling_tokenizer, write_sample
-from hotloop.training.saves import (
-    evaluate_missing,
-    finish_save,
-    save,
-    save_is_late,
-    stop_run,
-    take_folder,
-    track_best,
-)
+from hotloop.training.run_dir import open_folder, open_mirror, resume_command
 from hotloop.training.schedule import (
+    Deadline,
+    decide,
     learning_rate,
-    schedule_problems,
+    measure_evaluation,
+    plan_schedule,
     set_learning_rate,
-    set_length,
-    what_is_due,
 )
-from hotloop.training.shard import is_sharded, local, shard_model
+from hotloop.training.settings import (
+    SHAPE,
+    budget_settings,
+    card_for_machine,
+    compare_record,
+    compare_settings,
+    depth_settings,
+    setting_problems,
+    settings_of,
+    threads,
+)
+from hotloop.training.shard import (
+    NO_BUFFERS,
+    is_sharded,
+    local,
+    micro_batch,
+    reshard,
+    set_blocks,
+    shard_model,
+)
 from hotloop.weights.load import adapt_shape, check_start, open_start
 from hotloop.weights.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
 from model import GPT, GPTConfig, config_from
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainConfig:
     # --- run
     out_dir: str = 'out'  # checkpoints, log and config of the run; an older run in it is moved aside
-    init_from: str = 'scratch'  # scratch, resume, auto (either), gpt2 (-medium, ...), a path, or a hub model
+    init_from: str = 'scratch'  # scratch, resume, gpt2 (-medium, ...), a path, or a hub model
+    resume: bool = False  # continue the run in out_dir if there is one; otherwise start
     eval_only: bool = False  # evaluate once and exit; no run is written
     check: bool = False  # report what this machine can do and exit
     dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written
@@ -99,15 +117,15 @@ class TrainConfig:
     max_iters: int = 600000  # total steps, including those before a resume
     max_epochs: float | None = None  # passes over the data; replaces max_iters
     max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
-    time_budget: float | None = None  # minutes for the run, which then sets decay_start and max_iters itself
+    time_budget: float | None = None  # minutes for the run, which decides when the rate decays
     depth: int | None = None  # layers of a modern model: sets shape, batch and rates
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
-    data_on_device: bool | Literal['auto'] = 'auto'  # training data in GPU memory; auto: up to 10% of it
     document_mask: bool = False  # attention stays within documents, which end with the end-of-text id
     pack_rows: bool = False  # windows of complete rows of instruction data, which do not see one another
-    batch_size: int | Literal['auto'] = 12  # largest micro-batch, in sequences; auto: what fits
+    batch_size: int = 12  # largest micro-batch, in sequences
+    auto_batch: bool = False  # find the largest micro-batch that fits, for the same step
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
     # --- optimizer
     optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: Muon in blocks, AdamW elsewhere
@@ -121,13 +139,12 @@ class TrainConfig:
     grad_clip: float = 1.0  # maximum global gradient norm; 0: off
     # --- schedule
     decay_lr: bool = True  # False: learning_rate in every step, without a warmup, as in nanoGPT
-    lr_schedule: Literal['cosine', 'linear', 'onecycle'] = 'cosine'  # see hotloop/training/schedule.py
+    lr_schedule: Literal['cosine', 'linear', 'onecycle'] = 'cosine'  # shape of the decay
     warmup_iters: int = 2000  # warmup steps from 0 (onecycle: from min_lr) to the peak rate
     warmup_fraction: float | None = None  # the same as a fraction of max_iters; replaces warmup_iters
     lr_decay_iters: int | None = None  # step at which the decay ends; None: max_iters
     min_lr: float = 6e-5  # final learning_rate of the decay; the other rates decay in proportion
     decay_fraction: float = 0.5  # final fraction of the run in which lr_schedule='linear' decays
-    decay_start: int | None = None  # step at which that decay begins; None: by decay_fraction
     # --- evaluation and logging
     eval_interval: int = 2000  # steps between evaluations; the last step is always evaluated
     eval_tokens: int | None = 2**20  # maximum validation tokens of an evaluation; None: all
@@ -135,8 +152,6 @@ class TrainConfig:
     patience: int | None = None  # stop after this many evaluations in a row without a lower loss; None: off
     log_interval: int = 1  # steps between log lines
     sample_interval: int | None = None  # steps between samples in the log; None: no samples
-    sample_prompt: str = '\n'  # prompt of these samples
-    sample_tokens: int = 100  # length of these samples
     tensorboard: bool = False  # also log to TensorBoard, in out_dir/tensorboard
     wandb_log: bool = False  # also log to Weights & Biases
     wandb_project: str = 'hotloop'  # Weights & Biases project
@@ -151,146 +166,103 @@ class TrainConfig:
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # compute dtype; weights are float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if it works and pays
-    compile_mode: Literal['default', 'max-autotune-no-cudagraphs'] = 'default'  # torch.compile mode
     loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in parts: less memory, slower
     recompute: Literal['none', 'selective', 'full'] = 'none'  # recompute blocks; selective: except attention
     shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide optimizer states; full: weights too
-    threads: int | None = None  # CPU threads per process; None: OMP_NUM_THREADS, or its share of the cores
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
-    timeout_minutes: float = 10.0  # how long a process waits for the others before it gives up
+    timeout_minutes: float = 60.0  # how long a process waits for the others before it gives up
 
     def problems(self):
-        """The problems with the settings, one sentence each."""
-        wrong = []
-        above_0 = ('max_iters', 'max_epochs', 'batch_size', 'gradient_accumulation_steps', 'eval_interval',
-                   'eval_tokens', 'eval_iters', 'log_interval', 'sample_interval', 'sample_tokens',
-                   'save_interval', 'loss_chunks', 'threads', 'patience', 'depth', 'timeout_minutes')
-        for name, value in dataclasses.asdict(self).items():
-            if isinstance(value, int | float) and value < 0:
-                wrong.append(f'{name}={value} must not be negative')
-            if name in above_0 and value == 0:
-                wrong.append(f'{name}=0 must be above 0')
-            if name in ('beta1', 'beta2', 'muon_momentum') and value >= 1:
-                wrong.append(f'{name}={value} must be at least 0 and below 1')
-        wrong += schedule_problems(self)
-        if self.seed >= 2**63:
-            wrong.append(f'seed={self.seed} must be below 2**63')
-        if self.keep_last < 2:
-            wrong.append(f'keep_last={self.keep_last} must be at least 2, in case one file is damaged')
-        for name in ('out_dir', 'mirror_dir'):
-            path = getattr(self, name)
-            if path is not None and (not path or '\0' in path):
-                wrong.append(f'{name}={path!r} is not a valid folder name')
-        if not wrong and self.mirror_dir and is_inside(self.out_dir, self.mirror_dir):
-            wrong.append(f'out_dir={self.out_dir!r} lies inside mirror_dir={self.mirror_dir!r}')
-        if os.path.exists(self.init_from) and is_inside(self.init_from, self.out_dir) and not self.eval_only:
-            wrong.append(f'init_from={self.init_from!r} would be moved aside with out_dir; choose another')
-        if self.pack_rows and self.document_mask:
-            wrong.append('pack_rows=True keeps rows apart already; remove document_mask=True')
-        if self.pack_rows and self.data_on_device is True:
-            wrong.append('pack_rows=True puts windows together on the host; remove data_on_device=True')
-        if self.shard != 'none' and self.optimizer == 'adamw8bit':
-            wrong.append(f'shard={self.shard!r} divides the states of adamw and muon, not of adamw8bit')
-        if self.optimizer == 'adamw8bit' and importlib.util.find_spec('bitsandbytes') is None:
-            wrong.append("optimizer='adamw8bit' needs the package bitsandbytes: pip install bitsandbytes")
-        for name, package in (('wandb_log', 'wandb'), ('tensorboard', 'tensorboard')):
-            if getattr(self, name) and importlib.util.find_spec(package) is None:
-                wrong.append(f'{name}=True needs {package}: pip install {package}, or --{name}=False')
-        return wrong
+        """List the problems with the settings, one sentence each."""
+        return setting_problems(self)
 
 
+# two settings for one thing: the one from the stronger place wins, and the other becomes None
 PAIRS = ('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction'), ('eval_tokens', 'eval_iters')
+MODEL = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
+ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
+BOUND = MODEL | ADAPTERS | {'dataset', 'optimizer', 'depth'}  # a resume cannot change these
 
 
 # -----------------------------------------------------------------------------
-# settings from recipe cards, flags and, on resume, the checkpoint
+# settings: defaults < card, depth or checkpoint < files < flags
 
-SHAPE = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
-ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
-BOUND = SHAPE | ADAPTERS | {'dataset', 'optimizer', 'depth'}  # a resumed run cannot change these
-
-
-@dataclass
-class Settings:
-    """The settings of a command line."""
+class Settings(NamedTuple):
+    """The settings of a command line. Nothing changes them after they are read."""
     model: GPTConfig
     lora: LoRAConfig
     train: TrainConfig
     given: dict  # {name: place} of settings in a file or a flag
-    resumed: Resumed | None
-    notes: list  # lines to print once
-    auto_batch: bool  # batch_size=auto: build_run() finds the largest micro-batch
-    choose_depth: bool  # with a time budget: the ladder chooses the depth, or times the steps of a given one
+    latest: Latest | None  # the checkpoint to resume
 
 
 def read_settings(argv=None):
-    """The Settings of a command line. ValueError if they contradict each other or the checkpoint."""
+    """Read a command line. Raises ValueError if settings contradict each other or the checkpoint."""
     argv = sys.argv[1:] if argv is None else argv
-    read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__)
-    model_cfg, lora, cfg, given, files = read(argv=argv, check=False)
-    notes, base = [], {}
-    if cfg.init_from == 'auto':
-        argv = argv + resume.resolve_auto(cfg, read(argv=files, check=False)[2].init_from, notes)
-        model_cfg, lora, cfg, given, files = read(argv=argv, check=False)
-    if cfg.init_from != 'resume':  # otherwise with the settings of the checkpoint, below
-        check_problems([model_cfg, lora, cfg])
-    if files:
-        notes.append(f'card: {" ".join(files)}')
-    on_ladder = not files and depth.applies(cfg, given)
-    if not files and (on_ladder or needs_card(cfg, given)):
-        card, why = card_for_machine(cfg.device)
-        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), card)
-        if not on_ladder:
-            notes.append(f'card: {card} ({why}); name a card to choose another')
-            files, argv = [path], [path, *argv]
-            model_cfg, lora, cfg, given, _ = read(argv=argv)
-        elif 'dataset' not in given:
-            cfg.dataset = read(argv=[path])[2].dataset
-    resumed = resume.find_resumed(cfg, notes)
-    if resumed:
-        shape = dataclasses.asdict(config_from(resumed.checkpoint['model_args']).resolved())
-        base = resume.settings_of(resumed.checkpoint, {name: shape[name] for name in SHAPE})
-        base = {**dataclasses.asdict(LoRAConfig()), **base}  # earlier versions had no adapters
-        if base.get('mirror_dir') and is_inside(cfg.out_dir, base['mirror_dir']):
-            base['mirror_dir'] = None
-            notes.append('mirror_dir: off, because out_dir is the mirror of the run')
-        model_cfg, lora, cfg, given, _ = read(argv=argv, base=base)
-        cfg.init_from = 'resume'
-    auto_batch = cfg.batch_size == 'auto'
-    if auto_batch and resumed:
-        notes += resume.keep_batch(cfg, given, base)
-    elif auto_batch:  # with the global batch of the config files
-        _, _, below, by_file, _ = read(argv=files, check=False)  # flags may mend what is wrong in them
-        cfg.batch_size = below.batch_size
-        if 'batch_size' not in by_file or cfg.batch_size == 'auto':
-            cfg.batch_size = TrainConfig.batch_size
-            del given['batch_size']  # a depth has its own
-    give_way(cfg, given, PAIRS)
-    world = int(os.environ.get('WORLD_SIZE', '1'))
-    if not resumed and (on_ladder or cfg.depth is not None):
-        cfg.depth = cfg.depth or ladder.DEPTHS[0]  # until choose_depth()
-        depth.set_depth(cfg.depth, model_cfg, cfg, given, world)
-        check_problems([cfg])
-    set_budget(cfg, given, resumed and resumed.checkpoint, notes)
-    if resumed:
-        bound = BOUND
-        if resume.is_renamed(resumed.checkpoint, cfg.dataset):  # compare_context() identifies the data
-            bound = BOUND - {'dataset'}
-        notes += resume.compare_settings([model_cfg, lora, cfg], given, base, bound)
+    read = functools.partial(configure, GPTConfig, LoRAConfig, TrainConfig, about=__doc__, pairs=PAIRS)
+    peek = read(argv=argv, check=False)
+    cfg = peek.objects[2]
+    latest = find_latest(cfg)
+    below, own_model = {}, not SHAPE.isdisjoint(peek.given)
+    is_new = cfg.init_from == 'scratch' and not cfg.eval_only and not peek.words
+    if latest:
+        shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
+        below = settings_of(latest.checkpoint, {name: shape[name] for name in MODEL})
+    elif cfg.depth is not None or (is_new and cfg.time_budget is not None and not own_model):
+        below = layer_of_depth(cfg, peek.given)
+    elif is_new and ('dataset' not in peek.given or not own_model):
+        card, _, why = card_for_machine(cfg.device)
+        print0(f'card: {card} ({why}); name a card to choose another')
+        argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
+    found = read(argv=argv, below=below)
+    model, lora, cfg = found.objects
+    if latest:
+        for line in compare_settings(found.objects, found.given, below, BOUND):
+            print0(line)
     if lora.lora_rank:
         check_lora(lora, cfg)
-    share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises before the processes meet
-    times_steps = on_ladder or (cfg.depth is not None and 'muon_lr' not in given)  # its rate depends on them
-    return Settings(model_cfg, lora, cfg, given, resumed, notes, auto_batch, times_steps and not resumed
-                    and cfg.time_budget is not None and not cfg.eval_only)
+    share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, int(os.environ.get('WORLD_SIZE', '1')))
+    return Settings(model, lora, cfg, found.given, latest)
+
+
+def layer_of_depth(cfg, given):
+    """Return the {setting: value} of a depth, given or chosen for a time budget."""
+    if cfg.init_from != 'scratch':
+        raise ValueError(f'depth={cfg.depth} shapes a new model, and init_from={cfg.init_from} has a shape; '
+                         'omit one of them')
+    world, dataset = int(os.environ.get('WORLD_SIZE', '1')), cfg.dataset
+    if 'dataset' not in given:
+        _, dataset, _ = card_for_machine(cfg.device)
+    if cfg.time_budget is None:
+        return {'dataset': dataset, **depth_settings(cfg.depth, world)}
+    num_tokens = 0
+    for one in open_datasets(dataset, cfg.data_dir):
+        num_tokens += one.meta['splits'].get('train', {}).get('tokens', 0)
+    layer = {'dataset': dataset, **budget_settings(cfg, world, num_tokens)}
+    if cfg.depth is None:
+        print0(f'depth: {layer["depth"]}, for the speed of this machine; --depth=N chooses another')
+    return layer
+
+
+def find_latest(cfg):
+    """Load the checkpoint to resume: with init_from=resume, or with --resume if out_dir holds a run."""
+    checkpoints = Checkpoints(cfg.out_dir)
+    if os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0' and not (cfg.resume or cfg.init_from == 'resume'):
+        raise ValueError('torchrun --max-restarts needs --resume, so that a restarted run continues')
+    if cfg.init_from != 'resume' and not (cfg.resume and checkpoints.paths()):
+        return None
+    latest = checkpoints.latest()
+    for why in latest.damaged.values():
+        print0(f'{why}; falling back to {latest.path}')
+    return latest
 
 
 # -----------------------------------------------------------------------------
 # setup: device, precision, processes, compilation
 
 def setup(cfg):
-    """Chooses device, dtype and compilation, and joins the process group. ValueError if cfg is impossible."""
+    """Choose device, dtype and compilation, and join the process group. Raises ValueError if cfg is impossible."""
     rank, world = int(os.environ.get('RANK', '0')), int(os.environ.get('WORLD_SIZE', '1'))
     device, why_device = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
@@ -298,42 +270,35 @@ def setup(cfg):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
         torch.set_deterministic_debug_mode('error')  # use_deterministic_algorithms() imports Inductor
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads uninitialized memory
-    threads = cfg.threads or threads_for(int(os.environ.get('LOCAL_WORLD_SIZE', '1')))
-    torch.set_num_threads(threads)
-    if cfg.backend == 'nccl' and device.type != 'cuda' and world > 1:
-        raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo')
+    torch.set_num_threads(threads())
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')  # TF32; Inductor's autotuning fails under the newer switch
-    store = None
     if world > 1:
-        store = open_process_group(cfg.backend, device, rank, world, cfg.timeout_minutes)
+        open_process_group(cfg.backend, device, cfg.timeout_minutes)
     compiles, why_compile = choose_compile(cfg.compile, device, cfg.time_budget)
     if compiles and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True)  # also sets Inductor's own switch
-    if cfg.time_budget is not None:
-        cfg.compile = compiles  # a resumed run and config.py do not choose again
     reasons = {'device': why_device, 'dtype': why_dtype, 'compile': why_compile}
-    return Env(rank, world, device, dtype, compiles, threads, reasons, None, store, cfg.timeout_minutes)
+    return Env(rank, world, device, dtype, compiles, reasons)
 
 
 def wrap(model, cfg, env):
-    """(the model for evaluations, the model for training), compiled and data parallel if env says so."""
+    """Return the model for evaluations and the model for training, compiled and data parallel if env says so."""
     if env.compile and env.device.type == 'cpu' and model.num_params() > 10**7:
         # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
         # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
         functorch = importlib.import_module('torch._functorch.config')
         functorch.ban_recompute_materialized_backward = False
-    set_blocks(model, cfg.recompute, cfg.compile_mode if env.compile and env.world > 1 else None)
+    set_blocks(model, cfg.recompute, compiles=env.compile and env.world > 1)
     if env.world == 1:
-        forward = torch.compile(model, dynamic=False, mode=cfg.compile_mode) if env.compile else model
+        forward = torch.compile(model, dynamic=False) if env.compile else model
         pays = cfg.time_budget is None or cfg.time_budget >= EVALUATION_PAYS
         return (forward if pays else model), forward
     if cfg.shard != 'none':
         shard_model(model, cfg.shard, env)
         return model, model
     device_ids = [env.device] if env.device.type == 'cuda' else None
-    # the only buffers are RoPE tables, which are the same on every process
     return model, DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, **NO_BUFFERS)
 
 
@@ -345,12 +310,11 @@ class StepResult(NamedTuple):
     loss: torch.Tensor  # summed over the targets of all processes, in nats
     norm: torch.Tensor  # of the gradients, before clipping
     skipped: torch.Tensor  # 1 if loss or gradients were not finite: nothing was updated
-    stops: torch.Tensor  # number of processes that were asked to stop
 
 
-def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
+def train_step(model, loads, num_targets, optimizers, scaler, cfg, env, stop=None):
     """
-    One optimizer update over the micro-batches that the functions in `loads` return. The loss is the mean
+    Update the weights once with the micro-batches that the functions in `loads` return. The loss is the mean
     over num_targets, the unmasked targets of the global batch, even if masks are uneven across micro-batches
     and processes. Returns a StepResult; None if this is the only process and a signal came between two
     micro-batches, in which case no weight has changed.
@@ -361,9 +325,9 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
             p.grad = None  # makes room for activations
         elif p.grad is not None:
             p.grad.zero_()  # it lies in a bucket of DDP
-    loss_and_stops = torch.zeros(2, device=env.device)
+    total = torch.zeros((), device=env.device)
     for i, load in enumerate(loads):
-        if env.world == 1 and env.stop and env.stop.by_signal():
+        if env.world == 1 and stop and stop.by_signal():
             return None
         *batch, seed = load()
         if env.device.type == 'cpu':
@@ -374,10 +338,9 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
             loss = model(*batch).sum()
             # times world: DDP and FSDP average gradients over the processes, and the sum is wanted
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
-        loss_and_stops[0] += loss.detach()
+        total += loss.detach()
     if env.world > 1:
-        loss_and_stops[1].fill_(bool(env.stop and env.stop()))  # an assignment would wait for the GPU
-        dist.all_reduce(loss_and_stops)
+        dist.all_reduce(total)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = torch.nn.utils.get_total_norm([local(p.grad) for p in params])
@@ -385,7 +348,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
         norm = norm.square()  # of the rows of this process
         dist.all_reduce(norm)
         norm = norm.sqrt()
-    skipped = (~torch.isfinite(norm + loss_and_stops[0])).float()
+    skipped = (~torch.isfinite(norm + total)).float()
     if cfg.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
     # on Apple GPUs the fused kernel ignores found_inf (by PyTorch's source; not run), so the host decides
@@ -394,47 +357,36 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env):
             optimizer.found_inf = skipped  # GradScaler's private handshake: 1 skips the update
             optimizer.step()
     scaler.update()
-    return StepResult(loss_and_stops[0], norm, skipped, loss_and_stops[1])
+    return StepResult(total, norm, skipped)
 
 
 # -----------------------------------------------------------------------------
 # a run
 
-@dataclass
-class Run:
-    """Everything that the loop needs; build_run() creates it."""
+class Run(NamedTuple):
+    """What the loop uses; build_run() makes it."""
     cfg: TrainConfig
-    lora: LoRAConfig
-    origin: str  # init_from of the command that began the run
     env: Env
     model: GPT
     evaluated: torch.nn.Module  # the model, compiled if that pays; evaluations call it
     forward: torch.nn.Module  # the model, compiled if enabled, and data parallel; training calls it
     batches: Batches
-    val: Split | Mixture
+    splits: dict  # {'train': split, 'val': split}
     byte_counts: np.ndarray | None  # UTF-8 bytes of each token id
     optimizers: list
     scaler: torch.amp.GradScaler
     state: RunState
-    out: RunDir
-    context: dict  # tokenizer, data and machine, for the checkpoint
-    tokenizer: Tokenizer | None = None  # if samples are requested
-    log: Log | None = None
-    deadline: Deadline | None = None  # with a time budget
-    mirror: Mirror | None = None
-    saved_at: float = dataclasses.field(default_factory=time.monotonic)
-    failed_saves: int = 0
-    diverged_at: int | None = None  # the step; the run stops once all processes reach the same step
+    record: dict  # settings, tokenizer, data and machine, for the checkpoint
 
 
 def build_model(settings, dataset, env):
     """
-    (the model on the CPU: new, or from a checkpoint or weights; the step of its weights, 0 if unknown; the
-    name and the hash of its weights if adapters are added to them). ValueError if settings differ.
+    Make the model on the CPU: new, or from a checkpoint or weights. Returns it, the step of its weights (0 if
+    unknown), and the name and hash of its weights if adapters are added to them.
     """
     model_cfg, cfg, given, meta = settings.model, settings.train, settings.given, dataset.meta
-    resumed = settings.resumed.checkpoint if settings.resumed else {}
-    if cfg.init_from == 'scratch':
+    checkpoint = settings.latest.checkpoint if settings.latest else {}
+    if not checkpoint and cfg.init_from == 'scratch':
         size = meta['vocab_size']
         if not meta['foreign'] and size >= 4096:  # GPUs multiply multiples of 64 faster
             size = math.ceil(size / 64) * 64
@@ -444,164 +396,280 @@ def build_model(settings, dataset, env):
                              f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
         return GPT(config), 0, None
-    if resumed and not settings.lora.lora_rank:
-        model = GPT.from_checkpoint(resumed['model_args'], resumed['model'], dropout=model_cfg.dropout,
+    if checkpoint and not settings.lora.lora_rank:
+        model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
                                     label_smoothing=model_cfg.label_smoothing)
-        return model, resumed.get('iter_num', 0), None
-    name, source, base = open_start(cfg, settings.resumed, settings.lora.lora_rank > 0, env)
+        return model, checkpoint.get('iter_num', 0), None
+    name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
-    kept = [field for field in ('dropout', 'label_smoothing') if resumed or field in given]
+    kept = [field for field in ('dropout', 'label_smoothing') if checkpoint or field in given]
     model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
     adapt_shape(model, settings, name)
-    return model, (resumed or source.checkpoint).get('iter_num', 0), base
+    return model, (checkpoint or source.checkpoint).get('iter_num', 0), base
 
 
-def open_data(settings, datasets, config, env):
-    """
-    {'train': split, 'val': split} and the context for checkpoints, checked against the model's config and the
-    run to resume. Adds to settings.notes.
-    """
-    cfg, notes, resumed = settings.train, settings.notes, settings.resumed
-    by_name = {name: open_split(datasets, name, config.block_size, cfg.document_mask, cfg.pack_rows)
-               for name in ('train', 'val')}
-    splits = by_name['train'].splits + by_name['val'].splits
+def open_data(cfg, datasets, config, env):
+    """Open {'train': split, 'val': split} and check them against the model's config."""
+    splits = {name: open_split(datasets, name, config.block_size, cfg.document_mask, cfg.pack_rows)
+              for name in ('train', 'val')}
+    parts = splits['train'].splits + splits['val'].splits
     if cfg.pack_rows:
-        notes += [split.note for split in splits]
+        for part in parts:
+            print0(part.note)
     else:
-        check_lengths(splits, config.block_size)
-    context = context_of(datasets, by_name, env)
-    if resumed:
-        notes += resume.compare_context(resumed.checkpoint, context, cfg)
-        check_tokenizer(resumed.checkpoint.get('tokenizer'), resumed.path, datasets[0], cfg.data_dir)
-    with env.patience():
-        if env.rank == 0:
-            for split in splits:
-                split.check_ids(config.vocab_size)
-        env.barrier()  # waits for rank 0
-    return by_name, context
+        check_lengths(parts, config.block_size)
+    if env.rank == 0:
+        for part in parts:
+            part.check_ids(config.vocab_size)
+    env.barrier()  # the others wait for rank 0
+    return splits
+
+
+def record_of(settings, model, datasets, splits, env):
+    """Return the settings, data, tokenizer and machine as a checkpoint records them."""
+    cfg, checkpoint = settings.train, settings.latest.checkpoint if settings.latest else {}
+    origin = str(checkpoint.get('config', {}).get('init_from', cfg.init_from))  # of the command that began it
+    if origin == 'resume':
+        origin = 'scratch'
+    config = {**dataclasses.asdict(model.config), **dataclasses.asdict(settings.lora),
+              **dataclasses.asdict(cfg), 'init_from': origin, 'resume': False}
+    fingerprints = {name: ' '.join(part.fingerprint() for part in split.splits) for name, split in splits.items()}
+    device = torch.cuda.get_device_name(env.device) if env.device.type == 'cuda' else env.device.type
+    metas = [dataset.meta for dataset in datasets]
+    record = {'config': config, 'tokenizer': metas[0]['tokenizer'], 'data': fingerprints,
+              'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
+              'machine': {'device': device, 'dtype': str(env.dtype), 'world': env.world, 'threads': threads(),
+                          'compile': env.compile}}
+    templates = {template for meta in metas for template in meta.get('templates', [])}
+    if len(templates) == 1:  # with several, the template for chat is ambiguous
+        record['template'] = templates.pop()
+    if all(meta.get('bos') is not None for meta in metas):
+        record['bos'] = metas[0]['bos']  # the first token of a prompt
+    return record
 
 
 def build_run(settings, datasets, env):
-    """The Run, ready to train except for its folder. Adds to settings.notes."""
-    cfg, notes, resumed = settings.train, settings.notes, settings.resumed
-    meta = datasets[0].meta
+    """Make the Run, ready to train except for its folder."""
+    cfg, latest = settings.train, settings.latest
+    checkpoint = latest.checkpoint if latest else {}
     model, step, base = build_model(settings, datasets[0], env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
-    splits, context = open_data(settings, datasets, model.config, env)
-    tokenizer = sampling_tokenizer(cfg, meta, context)
-    if not cfg.eval_only:
-        env.stop = env.stop or StopRequest(cfg.max_minutes)
+    splits = open_data(cfg, datasets, model.config, env)
+    record = record_of(settings, model, datasets, splits, env)
+    if latest:
+        for line in compare_record(checkpoint, record, cfg.dataset):
+            print0(line)
+        check_tokenizer(checkpoint.get('tokenizer'), latest.path, datasets[0], cfg.data_dir)
     if base:
-        context['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
-        notes.append(describe_adapters(context['lora'], model, env.dtype))
-        if resumed:
-            model.load_weights({**model.state_dict(), **resumed.checkpoint['model']})
+        record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
+        print0(describe_adapters(record['lora'], model, env.dtype))
+        if checkpoint:
+            model.load_weights({**model.state_dict(), **checkpoint['model']})
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
-    if cfg.shard != 'none' and env.world == 1:
-        notes.append(f'shard={cfg.shard}: no effect, because there is only one process')
-    sharded = cfg.shard != 'none' and env.world > 1
-    if not sharded:  # else wrap() moves the part of this process
+    is_to_shard = cfg.shard != 'none' and env.world > 1
+    if not is_to_shard:  # else wrap() moves the part of this process
         model.to(env.device)
     model.compute_dtype = env.dtype
-    if settings.auto_batch and not cfg.eval_only:
-        choose = functools.partial(choose_batch_size, fits=fits_sharded) if sharded else choose_batch_size
-        set_batch_size(cfg, choose(model, splits['train'], env, cfg), T, env, notes)
-    state = resume.state_from(resumed.checkpoint) if resumed else RunState(step if cfg.eval_only else 0)
-    batches = Batches(splits['train'], cfg, env, state)
+    sizes = cfg.batch_size, cfg.gradient_accumulation_steps
+    if cfg.auto_batch and not cfg.eval_only:
+        choose = choose_batch_size
+        if is_to_shard:
+            choose = functools.partial(choose_batch_size, fits=fits_sharded)
+        micro_batch_size = choose(model, splits['train'], env, cfg)
+        sizes = micro_batch_size, math.prod(sizes) // micro_batch_size
+        print0(f'auto_batch: micro-batches of {counted(micro_batch_size, "sequence")}')
+    state = state_from(checkpoint) if checkpoint else RunState(step if cfg.eval_only else 0)
+    batches = Batches(splits['train'], cfg.seed, sizes, env, state.shift(T, math.prod(sizes)))
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=base is not None)
-    if not cfg.eval_only:
-        notes += set_length(cfg, splits['train'].num_windows, batches.global_batch, batches.shift)
-    epochs = cfg.max_iters * batches.global_batch / splits['train'].num_windows
-    depth.adapt_to_length(cfg, settings.given, resumed, epochs)
     evaluated, forward = wrap(model, cfg, env)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)  # of what wrap() may have sharded
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
-    if resumed and not cfg.eval_only:
-        resume.restore(resumed.checkpoint, optimizers, scaler)
-    origin = cfg.init_from
-    if resumed:
-        origin = str(resumed.checkpoint.get('config', {}).get('init_from', 'scratch'))
-        for name in ('model', *OPTIMIZERS):  # frees their memory
-            resumed.checkpoint.pop(name, None)
+    if checkpoint and not cfg.eval_only:
+        restore(checkpoint, optimizers, scaler)
+    for name in ('model', *OPTIMIZERS):  # frees their memory
+        checkpoint.pop(name, None)
     check_same_step(state.iter_num, env)
     byte_counts = None
     try:
-        byte_counts = byte_table(meta, vocab_size)
+        byte_counts = byte_table(datasets[0].meta, vocab_size)
     except ValueError as e:  # the tokenizer is not available here
-        notes.append(f'bits per byte: not reported, because {e}')
-    return Run(cfg, settings.lora, origin, env, model, evaluated, forward, batches, splits['val'],
-               byte_counts, optimizers, scaler, state, RunDir(cfg.out_dir, cfg.device, cfg.backend), context,
-               tokenizer)
+        print0(f'bits per byte: not reported, because {e}')
+    return Run(cfg, env, model, evaluated, forward, batches, splits, byte_counts, optimizers, scaler, state, record)
+
+
+def write_sample(run, log):
+    """Log a sample of the current model. It has a seed of its own, so training does not change."""
+    is_for_all = is_sharded(run.model)  # then all processes run it, and as many steps
+    if run.env.rank and not is_for_all:
+        return  # and wait at the next reduction
+    tokenizer, step, ids = tokenizer_from(run.record['tokenizer']), run.state.iter_num, []
+    tokenizer.begin = run.record.get('bos')
+    stop = set() if is_for_all else {tokenizer.eot}
+    sampling = Sampling(100, temperature=0.8, top_k=200, vocab=tokenizer.n_vocab, stop=stop)
+    was_training, deterministic = run.model.training, torch.get_deterministic_debug_mode()
+    run.model.eval()
+    torch.set_deterministic_debug_mode('default')  # the draw sums probabilities, which CUDA refuses under it
+    try:
+        for drawn in generate(run.model, [prompt_ids(tokenizer, '\n')], sampling,
+                              seeds=[micro_seed(run.cfg.seed, step, 0)]):
+            ids += [token for _, token, _ in drawn]
+        if tokenizer.eot in ids:
+            ids = ids[:ids.index(tokenizer.eot)]
+        text = tokenizer.decode(ids).decode('utf-8', 'replace')
+    except ValueError as e:  # logits that are not finite; losses decide whether the run stops
+        text = f'no text: {e}'
+    finally:
+        torch.set_deterministic_debug_mode(deterministic)
+    run.model.train(was_training)
+    reshard(run.model)
+    log.write(f'--- sample at step {step}:\n{text}\n---', step=step, sample=text)
 
 
 # -----------------------------------------------------------------------------
 # the loop
 
-def train(run):
-    """The loop. Returns the exit code: 0, or 128 + the number of the signal that ended it."""
-    cfg, env, state, batches = run.cfg, run.env, run.state, run.batches
-    first_step, pending, stop_asked = state.iter_num, [], DelayedFlag()
-    if not evaluate_missing(run):
-        return stop_run(run)
-    timer, save_due = StepTimer(batches, first_step), False
+def train(run, schedule, checkpoints, log, stop):
+    """Train until the last step, a signal, or the end of patience. Returns the exit code."""
+    cfg, env, state, batches, model = run.cfg, run.env, run.state, run.batches, run.model
+    meter = Meter(batches, state.logged, state.bad_in_a_row, env.device)
+    deadline = Deadline(cfg.time_budget, state, env) if cfg.time_budget is not None else None
+    speed = Speed(batches.global_batch * batches.split.T, flops_of(model, batches.split.T)[1],
+                  peak_flops(env.device, env.dtype))
+    saved_at, save_is_due, advice = time.monotonic(), False, f'lower the learning rate: {resume_command(cfg)}'
 
-    while state.iter_num < cfg.max_iters:
-        lr = learning_rate(state.iter_num, cfg)
+    def save(best, final=False):
+        state.logged, state.bad_in_a_row = meter.state()
+        if deadline:
+            state.seconds_used = deadline.used()
+        if env.rank == 0 or is_sharded(model):
+            checkpoint = checkpoint_of(model, run.optimizers, run.scaler, state, run.record)
+            if env.rank == 0:
+                checkpoints.save(checkpoint, best, final)
+        env.barrier()  # the others wait for rank 0
+
+    def seconds_left(each):
+        if schedule.is_open:
+            return max(deadline.left(), 0)
+        return (schedule.max_iters - state.iter_num) * each
+
+    while True:
+        looked = time.perf_counter()
+        step, last, best = state.iter_num, state.iter_num >= schedule.max_iters, False
+        is_new = step != checkpoints.saved_step
+        stopping = stop.requested()
+        if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at and not stopping:
+            evaluation = evaluate_both(run.evaluated, run.splits, cfg, batches.micro_batch, env, run.byte_counts,
+                                       stop.by_signal)
+            stopping = stopping or evaluation is None  # the next process does it first
+            if evaluation:
+                best = state.record(step, env.broadcast(evaluation.val['loss']))
+                is_new = True
+                log.evaluation(step, evaluation)
+                save_is_due = save_is_due or cfg.always_save_checkpoint
+                if deadline:
+                    deadline.evaluation = evaluation.seconds
+        out_of_patience = cfg.patience is not None and state.evals_since_best >= cfg.patience and not last
+        stopping = stopping or out_of_patience
+        save_is_due = save_is_due or (cfg.save_interval is not None and step and step % cfg.save_interval == 0)
+        if step % 10 == 0:  # the clocks of processes differ
+            save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
+        # checkpoints of steps that are not finite would replace the last good ones
+        if is_new and step and (best or last or stopping or (save_is_due and meter.state()[1] == 0)):
+            save(best, final=last or stopping)
+            saved_at, save_is_due = time.monotonic(), False
+        if cfg.sample_interval and step and step % cfg.sample_interval == 0 and not stopping:
+            write_sample(run, log)
+        if last or stopping:
+            break
+        seconds = time.perf_counter() - looked
+        meter.exclude(seconds)
+
+        lr = learning_rate(step, schedule, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
-        num_targets, loads = batches.step(state.iter_num)
-        result = train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, cfg, env)
-        if result is None:
-            collect_steps(run, pending)
-            if state.iter_num > first_step:
-                save(run, final=True)
-            return stop_run(run)
-        pending.append((result, num_targets))
-        state.iter_num += 1
-        state.tokens_seen += batches.global_batch * run.val.T
-        stopping = env.stop() if env.world == 1 else stop_asked(result.stops)
+        num_targets, loads = batches.step(step)
+        result = train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop)
+        if result is None:  # a signal came between two micro-batches; no weight has changed
+            continue
+        meter.add(result, num_targets)
+        state.iter_num = step = step + 1
+        state.tokens_seen += batches.global_batch * batches.split.T
+        if step % cfg.log_interval == 0 or step in (1, schedule.max_iters) or step % 50 == 0:
+            meter.check(step, advice)
+        if step % cfg.log_interval == 0 or step in (1, schedule.max_iters):
+            log.step(state, lr, meter.read(), env, speed, seconds_left)
+        if schedule.is_open:
+            deadline.exclude(seconds)
+            schedule = look_at_clock(run, schedule, deadline, checkpoints, step)
+            save_is_due = save_is_due or not schedule.is_open
+    checkpoints.wait(final=True)
+    return report_end(run, schedule, checkpoints, stop, out_of_patience)
 
-        save_due = look_at_clock(run, pending, timer) or save_due  # before `due`, which it changes
-        due = what_is_due(state, cfg)
-        together = due.log or due.evaluation or due.save or stopping or state.iter_num % 50 == 0
-        save_due = save_due or due.save or stopping or save_is_late(run, together)
-        if together or save_due:
-            collect_steps(run, pending)  # waits for the device
-        finish_save(run, wait=run.diverged_at is not None)  # the message below depends on what is saved
-        if together and run.diverged_at is not None:
-            raise ValueError(divergence_message(run))
-        if due.log:
-            log_step(run, lr, result.norm.item(), timer.lap(state.iter_num))
-        timer.pause()
-        evaluation, best = None, False
-        if due.last:
-            save(run)  # before the evaluation, which may outlast the grace period of a scheduler
-        if due.evaluation and (due.last or not stopping):
-            evaluation = evaluate_both(run, None if due.last else env.stop.by_signal)
-            best = evaluation is not None and track_best(run, evaluation)
-            stopping = stopping or evaluation is None or patience.is_out(run)
-            save_due = save_due or best or due.last or stopping or cfg.always_save_checkpoint
-        # it waits while steps are bad: checkpoints of a diverging run would replace the last good ones
-        if save_due and (stopping or due.last or best or state.bad_in_a_row == 0):
-            save(run, final=stopping or due.last)
-            save_due = False
-        if evaluation:
-            # Each evaluation is logged once: a resume drops lines after the step of its checkpoint, so one of
-            # this step must hold the result. The final save has replaced that of due.last, which does not
-            log_evaluation(run, evaluation)
-        if due.sample:
-            write_sample(run)  # after the save, which may be urgent
-        timer.resume()
-        if stopping and not due.last:
-            return stop_run(run)
-    log_done(run)
-    report_end(run)
-    return 0
+
+def look_at_clock(run, schedule, deadline, checkpoints, step):
+    """Return the schedule after a step of a run whose time budget is open: the same, or decided."""
+    cfg, state, env = run.cfg, run.state, run.env
+    if deadline.evaluation is None and step - deadline.first_step >= 2:
+        measure_evaluation(deadline, run.evaluated, run.splits, cfg, run.batches.micro_batch, env)
+    begins, last = deadline.begins_decay(step, schedule, checkpoints.seconds, cfg.eval_interval)
+    if not begins:
+        return schedule
+    state.decay_start, state.max_iters = step, last
+    schedule = decide(schedule, step, last)
+    print0(f'time budget: decaying the learning rate over steps {step:,}-{last:,}')
+    if env.rank == 0:
+        write_config(cfg, run.record['config'], schedule)
+    return schedule
+
+
+def report_end(run, schedule, checkpoints, stop, out_of_patience):
+    """Print why and how a run ended, and what to do next. Returns the exit code."""
+    cfg, state = run.cfg, run.state
+    is_done = state.iter_num >= schedule.max_iters
+    if (is_done or out_of_patience) and not math.isfinite(state.best_val_loss):
+        raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it diverged; start '
+                         'again with a lower learning_rate')
+    if not is_done:
+        saved = 'before step 1; there is nothing to save'
+        if state.iter_num:
+            saved = (f'step {state.iter_num} is saved in {os.path.join(cfg.out_dir, "ckpt.pt")}; resume with: '
+                     f'{resume_command(cfg)}')
+        if out_of_patience:
+            saved = (f'patience={cfg.patience}: no lower val loss than {short(state.best_val_loss)} in '
+                     f'{counted(state.evals_since_best, "evaluation")}; {saved} --patience=None')
+        print0(f'stopped: {saved}')
+    if is_done or out_of_patience:
+        memory = peak_memory(run.env.device)
+        peak = f', peak memory {file_size(memory)}' if memory else ''
+        print0(f'done: best val loss {short(state.best_val_loss)}{peak}')
+        print0(f'curves: {os.path.join(cfg.out_dir, "report.html")}')
+        chat = ' --chat' if run.record.get('template') in CHATS else ''
+        print0(f'to {"chat" if chat else "sample"}: python sample.py {shell(f"--out_dir={cfg.out_dir}")}{chat}')
+    return stop.exit_code()
+
+
+def write_config(cfg, config, schedule):
+    """Write OUT_DIR/config.py, a config file that repeats the run without its clock."""
+    path = os.path.join(cfg.out_dir, 'config.py')
+    try:
+        with replacing(path) as f:
+            f.write(config_text(config, schedule).encode())
+    except OSError as e:
+        print0(f'{path} could not be written: {e.strerror or e}')
+
+
+def config_text(config, schedule):
+    """Return the text of a run's config.py. A decided time budget becomes an ordinary schedule."""
+    if config['time_budget'] is not None and not schedule.is_open:
+        config = {**config, 'time_budget': None, 'max_epochs': None, 'max_iters': schedule.max_iters,
+                  'lr_schedule': schedule.kind, 'decay_fraction': schedule.decay_fraction,
+                  'warmup_fraction': None, 'warmup_iters': schedule.warmup_iters}
+    return as_file(config)
 
 
 def meta_model(settings, dataset):
-    """The model of a command on torch's meta device: shapes without weights."""
+    """Make the model of a command on torch's meta device: shapes without weights."""
     model_args = model_args_of(settings)
     with torch.device('meta'):
         if not model_args:
@@ -611,60 +679,84 @@ def meta_model(settings, dataset):
     return model
 
 
-def inform(settings):
-    """What a command that does not train prints: a report, a check or a forecast."""
-    if settings.train.report is not None:
-        return report(settings.train.report)
-    return '\n'.join(check(settings.train) if settings.train.check else dry_run(settings, meta_model))
-
-
 def main(argv=None):
     settings = read_settings(argv)
     cfg = settings.train
-    if cfg.report is not None or cfg.check or cfg.dry_run:
-        if os.environ.get('RANK', '0') == '0':
-            print(inform(settings))
+    if cfg.report is not None:
+        print0(report(cfg.report))
+        return 0
+    if cfg.check or cfg.dry_run:
+        print0('\n'.join(check(cfg) if cfg.check else dry_run(settings, meta_model)))
         return 0
     check_start(cfg.init_from)  # before a dataset, which depends on it
     datasets = open_datasets(cfg.dataset, cfg.data_dir)
-    env = setup(cfg)
+    env, run = setup(cfg), None
     try:
-        return execute(settings, datasets, env)
+        run = build_run(settings, datasets, env)
+        return execute(run, settings, datasets[0].meta)
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
+        raise ValueError(memory_advice(run and run.batches, env, e)) from None
     finally:
         gc.unfreeze()
-        env.leave(failed=sys.exc_info()[0] is not None)
+        close_process_group(sys.exc_info()[0] is not None, env.device)
 
 
-def execute(settings, datasets, env):
-    """Evaluates or trains; returns the exit code. Closes log and mirror in any case."""
-    run, code = None, None
+def execute(run, settings, meta):
+    """Evaluate or train a run. Returns the exit code."""
+    cfg, env, latest = run.cfg, run.env, settings.latest
+    heading = 'settings that differ from the defaults:'
+    if latest:
+        heading = 'settings: those of the checkpoint, and those of this command'
+    print0(f'{heading}\n{differences([settings.model, settings.lora, cfg], settings.given)}')
+    print_run(run.model, run.batches, run.splits['val'], meta, cfg, env)
+    if cfg.eval_only:
+        evaluation = evaluate_both(run.evaluated, run.splits, cfg, run.batches.micro_batch, env, run.byte_counts)
+        text, numbers = evaluation_text(run.state.iter_num, evaluation)
+        print0(f'{text}\nperplexity {short(numbers["val_perplexity"])}, {numbers["val_tokens"]:,} tokens, '
+               f'{evaluation.seconds:.1f} s')
+        return 0
+    batches = run.batches
+    schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, run.state)
+    print_length(cfg, schedule, run.state, batches, latest is not None)
+    stop, checkpoints, held = StopRequest(env, cfg.max_minutes), Checkpoints(cfg.out_dir, cfg.keep_last), None
+    if env.rank == 0:
+        held = open_run_folder(run, schedule, checkpoints, latest)
+    # on the other ranks too: the loop compares it with the step
+    checkpoints.saved_step = run.state.iter_num if latest else None
+    log = Log(cfg, run.record['config'], env, run.state.iter_num if latest else None)
+    gc.collect()
+    gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
     try:
-        if settings.choose_depth:
-            ladder.choose_depth(settings, datasets, env, build_run, train_step)
-        run = build_run(settings, datasets, env)
-        announce(run, settings, datasets[0].meta)
-        if settings.train.eval_only:
-            log_evaluation(run, evaluate_both(run))
-            return 0
-        take_folder(run, settings.resumed)
-        gc.collect()
-        gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
-        if run.cfg.time_budget is not None:
-            run.deadline = Deadline(run.cfg, env, run.state)
-        code = train(run)
-        return code
-    except Exception as e:
-        env.explain_loss(e, run)
-        if not isinstance(e, (RuntimeError, MemoryError)) or not out_of_memory(e):
-            raise
-        raise ValueError(memory_advice(run, env, e, settings.train)) from None
+        return train(run, schedule, checkpoints, log, stop)
     finally:
-        if run and run.log:
-            run.out.wait()
-            run.log.close()
-            if run.mirror:  # torchrun kills 30 seconds after a signal
-                run.mirror.close(300 if code == 0 else 20)
+        log.close()
+        if held:
+            held.release()
+
+
+def open_run_folder(run, schedule, checkpoints, latest):
+    """Lock out_dir on rank 0 and prepare it and the mirror. Returns the lock."""
+    cfg = run.cfg
+    held, moved = open_folder(cfg.out_dir, latest is None, config_text(run.record['config'], schedule))
+    if moved:
+        print0(f'{cfg.out_dir} held a run, which was moved to {moved}')
+    if latest:
+        print0(f'resuming at step {run.state.iter_num:,}')
+        checkpoints.promote(latest)
+    if cfg.mirror_dir:
+        moved = open_mirror(cfg.mirror_dir, latest is not None)
+        if moved:
+            print0(f'mirror_dir: {cfg.mirror_dir} held a run, which was moved to {moved}')
+        checkpoints.mirror = cfg.mirror_dir
+    is_foreign = latest is not None and 'state' not in latest.checkpoint
+    if is_foreign and not os.path.exists(os.path.join(cfg.out_dir, 'best.pt')) and not is_sharded(run.model):
+        # nanoGPT's only file: its loss is that of these weights
+        checkpoint = checkpoint_of(run.model, run.optimizers, run.scaler, run.state, run.record)
+        checkpoints.save(checkpoint, best=True, final=True)
+    return held
 
 
 if __name__ == '__main__':
-    call_main(main)
+    call_main(record(main))

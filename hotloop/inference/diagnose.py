@@ -20,7 +20,6 @@ from hotloop.training.forecast import count_parts
 from hotloop.training.mixture import open_split
 from hotloop.training.record import DIAGNOSIS
 from hotloop.training.report import write_report
-from hotloop.training.resume import find_data
 
 TOKENS, AT_ONCE = 2**14, 2**12  # tokens that the model runs on: in all, and in a batch
 SETTINGS = ('dataset', 'init_from', 'preset', 'optimizer', 'learning_rate', 'lr_schedule', 'min_lr')
@@ -149,14 +148,10 @@ def val_batches(found, config, data_dir):
     ValueError if it is not in data_dir.
     """
     cfg, T = found.checkpoint.get('config', {}), config.block_size
-    name, fingerprints = cfg.get('dataset'), found.checkpoint.get('data')
+    name = cfg.get('dataset')
     if not name:
         raise ValueError(f'{found.path} does not say what it was trained on')
-    here = name if fingerprints is None else find_data(fingerprints, name, data_dir)
-    if here is None:
-        raise ValueError(f'the dataset {name} of the training is not in data_dir={data_dir!r}; name the '
-                         'folder that has it with --data_dir')
-    val = open_split(open_datasets(here, data_dir), 'val', T, cfg.get('document_mask', False),
+    val = open_split(open_datasets(name, data_dir), 'val', T, cfg.get('document_mask', False),
                      cfg.get('pack_rows', False))
     for split in val.splits:
         split.check_ids(config.vocab_size)

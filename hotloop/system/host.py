@@ -9,7 +9,7 @@ import time
 # iterations that an idle OpenMP thread of torch (libgomp) spins before it sleeps: about 25 microseconds. Its
 # own value is 300,000, 7 milliseconds; two runs on the same cores then wait for each other at every barrier
 SPINS = 1000
-STARTED = time.perf_counter()  # when this process started: hotloop/system/early.py imports this before torch
+STARTED = time.perf_counter()  # when this process started: train.py imports this before torch
 
 
 def process_seconds():

@@ -9,7 +9,7 @@ import torch
 from hotloop.system.device import device_memory, forget_trial
 from hotloop.system.files import counted, first_line
 from hotloop.training.dataloader import kept_on_device, share_batch
-from hotloop.training.parallel import set_blocks
+from hotloop.training.shard import set_blocks
 from hotloop.weights.lora import trainable
 
 EAGER_LOGIT = 12  # bytes of a logit in an uncompiled step
@@ -75,7 +75,7 @@ def choose_batch_size(model, split, env, cfg, fits=batch_fits):
     micro_batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, env.world)
     sequences, c = micro_batch * accumulation, model.config  # of this process
     reserve = 8 * sum(p.numel() for p in trainable(model))  # the optimizer's two moments
-    if kept_on_device(split, cfg, env):
+    if kept_on_device(split, env):
         reserve += split.num_bytes
     set_blocks(model, cfg.recompute)
     limit = min(sequences, max(MAX_TRIAL_TOKENS // c.block_size, 1))
@@ -90,50 +90,18 @@ def choose_batch_size(model, split, env, cfg, fits=batch_fits):
     for batch in range(limit, 0, -1):
         if sequences % batch == 0 and fits(model, batch, env, cfg, reserve):
             return batch
-    beside, first = beside_data(cfg)
-    raise ValueError(f'batch_size=auto: not even one sequence of {split.T} tokens fits in the memory of '
-                     f'{env.device}{beside}; {first}use a smaller model or block_size, --loss_chunks=16 '
-                     'or --recompute=full')
+    raise ValueError(f'auto_batch=True: not even one sequence of {split.T} tokens fits in the memory of '
+                     f'{env.device}; use a smaller model or block_size, --loss_chunks=16 or --recompute=full')
 
 
-def set_batch_size(cfg, micro_batch, T, env, notes):
-    """Replaces the configured micro-batch with the largest one that fits; the global batch stays the same."""
-    if cfg.eval_iters is not None:  # it counts batches of the configured size
-        cfg.eval_tokens, cfg.eval_iters = cfg.eval_iters * cfg.batch_size * T, None
-    total = cfg.batch_size * cfg.gradient_accumulation_steps
-    cfg.batch_size, cfg.gradient_accumulation_steps = micro_batch, total // micro_batch
-    why = why_largest(micro_batch, total // env.world, T, env)
-    notes.append(f'batch_size=auto: {micro_batch} ({why}), '
-                 f'gradient_accumulation_steps={total // micro_batch}')
-
-
-def why_largest(micro_batch, sequences, T, env):
-    """Why choose_batch_size() found no larger micro-batch for the sequences of a process."""
-    if micro_batch == sequences:
-        return f'all {sequences} sequences of {"the step" if env.world == 1 else "each process"} fit'
-    following = min(n for n in range(micro_batch + 1, sequences + 1) if sequences % n == 0)
-    if following * T > MAX_TRIAL_TOKENS:
-        return f'more than {MAX_TRIAL_TOKENS:,} tokens at once are no faster'
-    memory = f'{device_memory(env.device) / 1e9:.0f} GB of memory here'
-    return f'the largest that fits in {"half of the" if env.device.type == "cpu" else "the"} {memory}'
-
-
-def beside_data(cfg):
-    """(what to say of data_on_device=True where memory is short, the remedy); '' without it."""
-    if cfg.data_on_device is not True:
-        return '', ''
-    return ' beside the data, which data_on_device=True holds there', 'give --data_on_device=False, or '
-
-
-def memory_advice(run, env, error, cfg):
-    """The error message for a model (before there is a run), step or micro-batch that does not fit."""
-    if run is None:
-        beside, first = beside_data(cfg)
-        return (f'the model does not fit in the memory of {env.device}{beside} ({first_line(error)}); '
-                f'{first}reduce n_layer, n_embd, block_size or batch_size')
+def memory_advice(batches, env, error):
+    """Return the message for a model (without batches), a step or a micro-batch that does not fit."""
+    if batches is None:
+        return (f'the model does not fit in the memory of {env.device} ({first_line(error)}); reduce n_layer, '
+                'n_embd, block_size or batch_size')
     if isinstance(error, MemoryError):  # numpy's, for the windows of a step; torch has its own
-        return (f'a step of {counted(run.batches.global_batch, "sequence")}, batch_size x '
+        return (f'a step of {counted(batches.global_batch, "sequence")}, batch_size x '
                 f'gradient_accumulation_steps, does not fit in memory: {first_line(error)}')
-    return (f'a micro-batch of {counted(run.batches.micro_batch, "sequence")} of {run.val.T} tokens does not '
-            f'fit in the memory of {env.device}; --batch_size=auto finds the largest that does, for the same '
-            'step, and --recompute=full needs less memory')
+    return (f'a micro-batch of {counted(batches.micro_batch, "sequence")} of {batches.split.T} tokens '
+            f'does not fit in the memory of {env.device}; --auto_batch finds the largest that does, '
+            'for the same step, and --recompute=full needs less memory')

@@ -1,77 +1,85 @@
-"""Checkpoints: a kill cannot destroy one, and none is loaded before its checksums match."""
+"""Checkpoints of a run: a kill cannot destroy one, and none is loaded before its checksums match."""
 
-import contextlib
 import copy
 import dataclasses
-import errno
 import math
 import os
-import re
 import shutil
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pickle import UnpicklingError
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from hotloop.system import host
+from hotloop.system.distributed import print0
 from hotloop.system.files import first_line, replacing
-from hotloop.training.divergence import what_next
-from hotloop.training.shard import gather, is_sharded
+from hotloop.training.shard import gather, is_sharded, shard_state
+from hotloop.weights.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
+from hotloop.weights.load import check_records, checkpoint_paths, load_checkpoint
 from hotloop.weights.lora import weights_to_save
 
 OPTIMIZERS = ('optimizer', 'muon')  # names of their states in a checkpoint
+NOT_IN_BEST = (*OPTIMIZERS, 'scaler', 'state')
+ADAPTER_FILES = tuple(f'adapter/{name}' for name in (CONFIG, TENSORS, ORIGIN))
+MIRRORED = ('config.py', 'log.jsonl', 'report.html', *ADAPTER_FILES, 'best.pt', 'ckpt.pt')
 
 
-class DiskFull(ValueError):
-    """There was no room for a checkpoint."""
+@dataclass
+class RunState:
+    """The state of a run besides weights and optimizers."""
+    iter_num: int = 0  # optimizer updates done
+    best_val_loss: float = math.inf
+    tokens_seen: int = 0
+    evals_since_best: int = 0  # evaluations in a row without a lower loss
+    evaluated_at: int = -1  # the step of the last evaluation in these two
+    logged: list = field(default_factory=list)  # the Meter's sums since the last log line
+    bad_in_a_row: int = 0  # consecutive non-finite steps up to now
+    seconds_used: float = 0.0  # of the time budget, up to the last save
+    decay_start: int | None = None  # the step at which the time budget began the decay
+    max_iters: int | None = None  # the last step, which it decided then
+
+    def record(self, step, loss):
+        """Count an evaluation. Returns whether this is the lowest validation loss yet."""
+        self.evaluated_at = step
+        if loss < self.best_val_loss:
+            self.best_val_loss = loss
+            self.evals_since_best = 0
+            return True
+        self.evals_since_best += 1
+        return False
+
+    def shift(self, T, global_batch):
+        """Return the windows read beyond iter_num steps of global_batch: not 0 if it changed."""
+        return self.tokens_seen // T - self.iter_num * global_batch
 
 
-def load_checkpoint(path):
+def checkpoint_of(model, optimizers, scaler, state, record):
     """
-    Loads a checkpoint of ours or of nanoGPT onto the CPU. Checksums are verified first, because torch.load
-    ignores them: of 400 files with one flipped bit it loaded 398 with wrong values.
+    Collect what a resume needs, in plain types, with nanoGPT's names. record: the settings, data,
+    tokenizer and machine. All processes of a sharded run must call it; rank 0 gets the tensors.
+    Raises ValueError if a weight is not finite.
     """
-    if torch.__version__ < (2, 10):  # weights_only=True can be made to run code there
-        raise ValueError(f'torch {torch.__version__} cannot load checkpoints safely (CVE-2026-24747): '
-                         'pip install "torch>=2.11"')
-    try:
-        check_records(path)
-        # mapped, the processes of a machine share the pages of the file: 8 copies would take 75 GB at 773M
-        several = int(os.environ.get('WORLD_SIZE', '1')) > 1
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=several)
-    except UnpicklingError as e:  # torch's own message recommends weights_only=False
-        what = ''.join(re.findall(r' GLOBAL (\S+)', str(e))[:1]) or 'unknown'
-        raise ValueError(f'{path} was rejected: it is not plain data ({what}) and could run code; save it '
-                         'again where it was made, with numbers and text in place of other objects') from None
-    except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
-    except Exception as e:  # reading damaged bytes can raise nearly anything
-        raise ValueError(f'{path} is damaged or not a checkpoint: {first_line(e)}') from e
-    if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= checkpoint.keys():
-        raise ValueError(f'{path} is not a hotloop or nanoGPT checkpoint: "model" or "model_args" missing')
-    prefixes = r'^(_orig_mod\.|module\.)+'  # of torch.compile and DDP, in any order
-    checkpoint['model'] = {re.sub(prefixes, '', name): w for name, w in checkpoint['model'].items()}
-    if 'transformer.h.0.ln_1.bias' in checkpoint['model']:  # nanoGPT before bias became a setting
-        checkpoint['model_args'].setdefault('bias', True)
+    checkpoint = {'model': weights_to_save(model), 'scaler': scaler.state_dict(),
+                  'model_args': model.config.model_args(), 'iter_num': state.iter_num,
+                  'best_val_loss': state.best_val_loss, 'state': dataclasses.asdict(state),
+                  **record}
+    for name, optimizer in zip(OPTIMIZERS, optimizers, strict=False):
+        checkpoint[name] = optimizer.state_dict()
+    if is_sharded(model):
+        checkpoint = gather(checkpoint)
+    if not all(torch.isfinite(w).all() for w in checkpoint['model'].values()):
+        raise ValueError(f'step {state.iter_num}: weights are not finite and are not saved; lower '
+                         'the learning rate and resume from the last checkpoint')
     return checkpoint
-
-
-def check_records(path):
-    """Raises unless `path` is a zip file whose records all match their CRC-32."""
-    with zipfile.ZipFile(path) as z:
-        # one flipped bit turns a record into a folder for torch, which then returns uninitialized memory
-        if any(record.external_attr or record.compress_type or record.is_dir() for record in z.infolist()):
-            raise ValueError('the list of records is invalid')
-        if damaged := z.testzip():
-            raise ValueError(f'the checksum of record {damaged} does not match')
 
 
 def save_checkpoint(path, checkpoint, keep_old=None):
     """
-    Replaces `path` at once: written under another name, read back, flushed to the disk, renamed. Plain
-    torch.save left it destroyed by 38 of 100 kills. keep_old: a second name that keeps the old file.
-    ValueError if that fails, and DiskFull, which is one, for want of space.
+    Replace `path` at once: written under another name, read back, flushed to the disk, renamed.
+    Plain torch.save left it destroyed by 38 of 100 kills. keep_old: a second name that keeps the
+    old file. Raises ValueError with the reason, such as a full disk.
     """
     try:
         with replacing(path) as f:
@@ -85,19 +93,15 @@ def save_checkpoint(path, checkpoint, keep_old=None):
                     shutil.copyfile(path, keep_old)
     except (OSError, RuntimeError, ValueError, zipfile.BadZipFile) as e:
         why = getattr(e, 'strerror', None) or first_line(e)
-        kind = DiskFull if getattr(e, 'errno', None) in (errno.ENOSPC, errno.EDQUOT) else ValueError
         if 'unexpected pos' in why:  # torch's text for a full disk
-            kind, why = DiskFull, 'the disk is full'
-        with contextlib.suppress(OSError):  # the folder may be gone
-            free = shutil.disk_usage(os.path.dirname(path) or '.').free
-            why += f'; {free / 1e6:,.1f} MB are free, {size_in_bytes(checkpoint) / 1e6:,.1f} MB are needed'
-        raise kind(f'{path} could not be written: {why}') from e
+            why = 'the disk is full'
+        raise ValueError(f'{path} could not be written: {why}') from e
 
 
 def snapshot(value, copies):
     """
-    A copy of a nested value with all tensors in host memory, for a thread to write while the run continues.
-    The file is the same. copies: {} at first; a tensor with two names, such as a tied head, is copied once.
+    Copy a nested value with all tensors to host memory, for a thread to write while the run goes
+    on. copies: {} at first; a tensor with two names, such as a tied head, is copied once.
     """
     if isinstance(value, dict):
         copied = copy.copy(value)  # state_dict() has an attribute
@@ -115,81 +119,159 @@ def snapshot(value, copies):
     return copies[key].detach()  # two names stay two tensors of one storage
 
 
-def size_in_bytes(value):
-    """Bytes of all tensors in nested dictionaries."""
-    if isinstance(value, dict):
-        return sum(map(size_in_bytes, value.values()))
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
+class Latest(NamedTuple):
+    """The newest intact checkpoint of a folder."""
+    checkpoint: dict
+    path: str
+    damaged: dict  # {path of a newer one: why it was not loaded}
 
 
-@dataclass
-class RunState:
-    """The state of a run besides weights and optimizers."""
-    iter_num: int = 0  # optimizer updates done
-    best_val_loss: float = math.inf
-    tokens_seen: int = 0
-    evals_since_best: int = 0  # evaluations in a row without a lower loss
-    evaluated_at: int = -1  # the step of the last evaluation in these two
-    logged: list = field(default_factory=list)  # [summed loss, targets, skipped, steps] since the last line
-    bad_in_a_row: int = 0  # consecutive non-finite steps up to now
-    spikes_in_a_row: int = 0  # consecutive loss spikes up to now
-    recent: list = field(default_factory=list)  # losses of the last normal steps
-    seconds_used: float = 0.0  # of the time budget, up to the last save
-    eval_fitted: bool = False  # whether eval_interval has been adapted to the time budget
-
-    def shift(self, T, global_batch):
-        """Windows read beyond iter_num steps of global_batch: not 0 if earlier steps had another one."""
-        return self.tokens_seen // T - self.iter_num * global_batch
-
-
-def launch_id():
-    """What identifies the torchrun that started this process, over its restarts; 'none' if nothing does."""
-    name, env = os.environ.get('TORCHELASTIC_RUN_ID'), os.environ
-    if name and env.get('WORLD_SIZE') == env.get('LOCAL_WORLD_SIZE'):
-        name += f' {os.getppid()}'  # on one node the name may be the default one, or be used again
-    return name or 'none'
-
-
-def settings_to_save(run):
-    """All settings of a run in one dictionary."""
-    model, lora, cfg = map(dataclasses.asdict, (run.model.config, run.lora, run.cfg))
-    return {**model, **lora, **cfg, 'init_from': run.origin}
-
-
-def checkpoint_of(run):
+class Checkpoints:
     """
-    The state for a resume, in plain types, with nanoGPT's names. All processes of a sharded run must call it;
-    rank 0 has the tensors. ValueError if a weight is not finite.
+    The checkpoints of a run folder: best.pt, the latest ckpt.pt and older ones, which rank 0
+    writes. A thread writes them, and the next save or wait() reports how that ended.
     """
-    checkpoint = {'model': weights_to_save(run.model), 'scaler': run.scaler.state_dict(),
-                  'model_args': run.model.config.model_args(), 'iter_num': run.state.iter_num,
-                  'best_val_loss': run.state.best_val_loss, 'config': settings_to_save(run),
-                  'state': dataclasses.asdict(run.state), **run.context}
-    for name, optimizer in zip(OPTIMIZERS, run.optimizers, strict=False):
-        checkpoint[name] = optimizer.state_dict()
-    if is_sharded(run.model):
-        checkpoint = gather(checkpoint)
-    if not all(torch.isfinite(w).all() for w in checkpoint['model'].values()):
-        raise ValueError(f'step {run.state.iter_num}: weights are not finite and are not saved. '
-                         f'{what_next(run)}')
-    return checkpoint
+
+    def __init__(self, folder, keep=2, mirror=None):
+        self.folder, self.keep, self.mirror = folder, keep, mirror
+        self.saved_step, self.seconds = None, 0.0  # of the last save: its step and how long it took
+        self.writer, self.saving = ThreadPoolExecutor(1), None
+
+    def paths(self):
+        """List the checkpoint files, the newest first."""
+        return checkpoint_paths(self.folder)
+
+    def latest(self):
+        """Load the newest intact checkpoint. Raises ValueError, file by file, if there is none."""
+        damaged = {}
+        for path in self.paths():
+            try:
+                return Latest(load_checkpoint(path), path, damaged)
+            except ValueError as e:
+                damaged[path] = str(e)
+        found = 'intact checkpoint' if damaged else 'checkpoint'
+        raise ValueError('\n'.join([f'{self.folder} holds no {found}; start with '
+                                    '--init_from=scratch', *damaged.values()]))
+
+    def promote(self, latest):
+        """Make the checkpoint of a resume the latest one, and rename the damaged ones."""
+        for path in latest.damaged:
+            os.replace(path, path + '.damaged')
+        if latest.path != os.path.join(self.folder, 'ckpt.pt'):
+            os.replace(latest.path, os.path.join(self.folder, 'ckpt.pt'))
+        self.saved_step = latest.checkpoint['iter_num']
+
+    def save(self, checkpoint, best, final=False):
+        """
+        Write a checkpoint, and best.pt before it if these weights are the best. A failure is
+        printed; a final one raises ValueError. Waits for the save before.
+        """
+        self.wait()
+        if not final:
+            checkpoint = snapshot(checkpoint, {})
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        self.saving = self.writer.submit(self.write, checkpoint, best)
+        if final:
+            self.wait(final=True)
+
+    def wait(self, final=False):
+        """Wait for the save under way. A failure is printed; a final one raises ValueError."""
+        if self.saving is None:
+            return
+        saving, self.saving = self.saving, None
+        try:
+            saving.result()
+        except ValueError as e:
+            if final:
+                raise
+            print0(f'{e}; training continues')
+
+    def write(self, checkpoint, best):
+        """Write best.pt if these weights are the best, ckpt.pt, and the mirror. Drop old ones."""
+        began = host.process_seconds()
+        if best:
+            weights = {k: value for k, value in checkpoint.items() if k not in NOT_IN_BEST}
+            save_checkpoint(os.path.join(self.folder, 'best.pt'), weights)
+            if 'lora' in checkpoint:
+                write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
+        keep_old = None
+        if self.saved_step not in (None, checkpoint['iter_num']):
+            keep_old = os.path.join(self.folder, f'ckpt-{self.saved_step:09d}.pt')
+        save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)
+        self.saved_step = checkpoint['iter_num']
+        for path in self.paths()[self.keep:]:
+            os.remove(path)
+        if self.mirror:
+            self.copy()
+        self.seconds = host.process_seconds() - began
+
+    def copy(self):
+        """Copy the files of the run to the mirror, ckpt.pt last."""
+        try:
+            for name in MIRRORED:
+                source, target = os.path.join(self.folder, name), os.path.join(self.mirror, name)
+                if os.path.exists(source):
+                    os.makedirs(os.path.dirname(target), exist_ok=True)
+                    with open(source, 'rb') as old, replacing(target) as new:
+                        shutil.copyfileobj(old, new, 1 << 20)
+        except OSError as e:
+            print0(f'mirror_dir={self.mirror} could not be written: {e.strerror or e}')
 
 
-def context_of(datasets, splits, env):
-    """The data, tokenizer and machine as a checkpoint records them."""
-    metas = [dataset.meta for dataset in datasets]
-    fingerprints = {}
-    for name, split in splits.items():
-        fingerprints[name] = ' '.join(part.fingerprint() for part in split.splits)
-    device = torch.cuda.get_device_name(env.device) if env.device.type == 'cuda' else env.device.type
-    context = {'tokenizer': metas[0]['tokenizer'], 'data': fingerprints,
-               'run_id': launch_id(),
-               'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
-               'machine': {'device': device, 'dtype': str(env.dtype), 'world': env.world,
-                           'threads': env.threads, 'compile': env.compile}}
-    templates = {template for meta in metas for template in meta.get('templates', [])}
-    if len(templates) == 1:  # with several, the template for chat is ambiguous
-        context['template'] = templates.pop()
-    if all(meta.get('bos') is not None for meta in metas):
-        context['bos'] = metas[0]['bos']  # the first token of a prompt
-    return context
+# -----------------------------------------------------------------------------
+# resuming
+
+def state_from(checkpoint):
+    """Read the RunState of a checkpoint of ours or of nanoGPT. Unknown fields are dropped."""
+    config = checkpoint.get('config', {})
+    saved = checkpoint.get('state', checkpoint)  # nanoGPT's stand beside the weights
+    names = [f.name for f in dataclasses.fields(RunState)]
+    state = RunState(**{name: saved[name] for name in names if name in saved})
+    state.best_val_loss = float(state.best_val_loss)  # nanoGPT saves a tensor
+    if 'tokens_seen' not in saved:  # nor does it count them
+        values = {**config, **checkpoint.get('model_args', {})}
+        sizes = 'batch_size', 'gradient_accumulation_steps', 'block_size'
+        state.tokens_seen = state.iter_num * math.prod(values.get(name, 0) for name in sizes)
+    if config.get('decay_start') is not None and state.decay_start is None:  # was a setting once
+        state.decay_start, state.max_iters = config['decay_start'], config['max_iters']
+    return state
+
+
+def restore(checkpoint, optimizers, scaler):
+    """Restore optimizers and scaler. Raises ValueError if one does not fit."""
+    saved = [checkpoint[name] for name in OPTIMIZERS if name in checkpoint]
+    remedy = 'start a new run from its weights with --init_from=PATH'
+    if len(saved) != len(optimizers):
+        raise ValueError(f'the checkpoint has the state of {len(saved)} optimizers, not of '
+                         f'{len(optimizers)} (best.pt has none); {remedy}')
+    for optimizer, old in zip(optimizers, saved, strict=True):
+        before = [len(group['params']) for group in old['param_groups']]
+        now = [len(group['params']) for group in optimizer.param_groups]
+        if before != now:  # an early nanoGPT, whose embeddings did not decay, or a fork
+            raise ValueError(f'the optimizer of the checkpoint has groups of {before} parameters, '
+                             f'not of {now}; {remedy}')
+        groups = []
+        for current, group in zip(optimizer.param_groups, old['param_groups'], strict=True):
+            # rates and kernels are those of the settings
+            groups.append({**current, 'params': group['params']})
+        state = shard_state(old['state'], optimizer)
+        optimizer.load_state_dict({'state': state, 'param_groups': groups})
+        for p, values in optimizer.state.items():
+            check_state(p, values, optimizer, remedy)
+    if scaler.is_enabled() and checkpoint.get('scaler'):
+        scaler.load_state_dict(checkpoint['scaler'])
+
+
+def check_state(p, values, optimizer, remedy):
+    """Raise ValueError unless a parameter's state has the shapes that the optimizer expects."""
+    if isinstance(optimizer, torch.optim.AdamW) and 'exp_avg_sq' not in values:
+        raise ValueError(f'the optimizer of the checkpoint is not AdamW: its state is '
+                         f'{", ".join(values)}, without exp_avg_sq; {remedy}')
+    scales = (-(-p.numel() // 256),)  # of adamw8bit, like the next four
+    special = {'step': (), 'absmax1': scales, 'absmax2': scales, 'qmap1': (256,), 'qmap2': (256,)}
+    for name, value in values.items():
+        found, expected = torch.as_tensor(value).shape, special.get(name, p.shape)
+        if tuple(found) != tuple(expected):  # AdamW's fused kernel would write beyond its end
+            raise ValueError(f'the optimizer of the checkpoint does not fit: {name} has shape '
+                             f'{tuple(found)}, not {tuple(expected)}; {remedy}')

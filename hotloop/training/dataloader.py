@@ -160,10 +160,8 @@ def micro_seed(seed, step, micro):
     return int(words[0]) >> 1  # numpy 1.26 cannot shift its own uint64
 
 
-def kept_on_device(split, cfg, env):
-    """Whether the split is copied to the device; auto: on a GPU, if it takes up to a tenth of free memory."""
-    if cfg.data_on_device != 'auto':
-        return cfg.data_on_device
+def kept_on_device(split, env):
+    """Return whether the split is copied to a GPU: if it takes up to a tenth of its free memory."""
     return env.device.type == 'cuda' and split.num_bytes <= 0.1 * torch.cuda.mem_get_info(env.device)[0]
 
 
@@ -190,17 +188,17 @@ class Batches:
     the next micro-batch into pinned memory while this one is computed.
     """
 
-    def __init__(self, split, cfg, env, state=None):
-        self.split, self.cfg, self.env = split, cfg, env
-        sizes = cfg.batch_size, cfg.gradient_accumulation_steps
+    def __init__(self, split, seed, sizes, env, shift=0):
+        """sizes: batch_size and gradient_accumulation_steps. shift: windows read before step 0."""
+        self.split, self.seed, self.env = split, seed, env
         self.micro_batch, self.accumulation = share_batch(*sizes, env.world)
         self.global_batch = math.prod(sizes)
-        self.shift = state.shift(split.T, self.global_batch) if state else 0
+        self.shift = shift
         self.windows = functools.lru_cache(maxsize=2)(self.find_windows)  # of this step and of the next
         self.waited = 0.0  # seconds spent on loading
         self.tokens = self.mask = None  # the split, if it is kept on the device
         self.reader, self.ahead = None, {}  # {(step, micro): Future} of what is read ahead
-        if kept_on_device(split, cfg, env):
+        if kept_on_device(split, env):
             self.tokens, self.mask = copy_to_device(split, env.device)
         elif env.device.type == 'cuda':
             self.reader = ThreadPoolExecutor(1)
@@ -212,7 +210,7 @@ class Batches:
     def find_windows(self, step):
         """(unmasked targets of the global batch, positions of this process's windows by micro-batch)."""
         index = np.arange(self.windows_before(step), self.windows_before(step + 1))
-        starts = self.split.starts(self.cfg.seed, index)
+        starts = self.split.starts(self.seed, index)
         mine = starts.reshape(self.env.world, self.accumulation, self.micro_batch)[self.env.rank]
         return self.split.num_targets(starts), mine
 
@@ -235,7 +233,7 @@ class Batches:
             parts = self.read_ahead(step, micro) if self.reader else self.read(step, micro)
             batch = [part.to(self.env.device, non_blocking=self.reader is not None) for part in parts]
         self.waited += time.perf_counter() - began
-        return *batch, micro_seed(self.cfg.seed, step, self.env.rank * self.accumulation + micro)
+        return *batch, micro_seed(self.seed, step, self.env.rank * self.accumulation + micro)
 
     def gather(self, starts):
         """Split.gather() on the device."""

@@ -129,17 +129,17 @@ class Evaluation(NamedTuple):
     seconds: float
 
 
-def evaluate_both(run, stop=None):
-    """The Evaluation of a run; None if stop() returned True on any process before it was complete."""
-    num_val, num_train = eval_windows(run.cfg, run.val)
-    batch, began = run.batches.micro_batch, host.process_seconds()
-    val = evaluate(run.evaluated, run.val, num_val, batch, run.env, run.byte_counts, stop)
+def evaluate_both(model, splits, cfg, batch, env, byte_counts=None, stop=None):
+    """
+    Evaluate a model on both splits, {'train': split, 'val': split}, in batches of `batch` windows. Returns an
+    Evaluation; None if stop() was true on any process before it was complete.
+    """
+    num_val, num_train = eval_windows(cfg, splits['val'])
+    began = host.process_seconds()
+    val = evaluate(model, splits['val'], num_val, batch, env, byte_counts, stop)
     if val is None:
         return None
-    train = evaluate(run.evaluated, run.batches.split, num_train, batch, run.env, None, stop)
+    train = evaluate(model, splits['train'], num_train, batch, env, None, stop)
     if train is None:
         return None
-    seconds = host.process_seconds() - began
-    if run.deadline:
-        run.deadline.evaluated(seconds)
-    return Evaluation(val, train, seconds)
+    return Evaluation(val, train, host.process_seconds() - began)

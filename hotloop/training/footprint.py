@@ -15,7 +15,7 @@ from hotloop.system.device import device_memory
 from hotloop.system.distributed import Env
 from hotloop.system.memory import EAGER_LOGIT, FROZEN_CHUNK, FROZEN_LOGITS, chunks_within
 from hotloop.training.optim import Muon, matrix_rows
-from hotloop.training.parallel import set_blocks
+from hotloop.training.shard import set_blocks
 from hotloop.weights.lora import add_adapters, trainable
 
 MARGIN = 0.93  # usable share of a GPU's memory; the rest is CUDA's own and fragments

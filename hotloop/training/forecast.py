@@ -8,11 +8,11 @@ from hotloop.data.dataset import Dataset, open_datasets
 from hotloop.system.device import PEAK_FLOPS, choose_device, choose_dtype, device_memory, measure_flops
 from hotloop.system.flops import flops_of
 from hotloop.system.text import duration, file_size, wrapped
+from hotloop.training.checkpoint import state_from
 from hotloop.training.dataloader import share_batch
 from hotloop.training.footprint import Need
 from hotloop.training.mixture import open_split
-from hotloop.training.resume import state_from
-from hotloop.training.schedule import is_open, set_length
+from hotloop.training.schedule import plan_schedule
 from hotloop.weights.load import GPT2_SHAPES, shape_of
 from hotloop.weights.lora import describe_adapters
 
@@ -28,53 +28,50 @@ PARTS = {'embeddings': ('.wte.', '.wpe.'), 'attention': ('.attn.',), 'MLP': ('.m
 
 def dry_run(settings, model_of):
     """
-    The lines of the forecast of a command. Nothing is downloaded or written. model_of(settings, dataset): the
+    List the lines of the forecast of a command. Nothing is downloaded or written. model_of(settings, dataset): the
     model, on the meta device.
     """
-    cfg, notes, datasets, num_windows = settings.train, settings.notes, [], None
+    cfg, lines, datasets, num_windows = settings.train, [], [], None
     first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': True}, 1.0)
     try:
         datasets = open_datasets(cfg.dataset, cfg.data_dir)
         first = datasets[0]
     except ValueError as e:
         reason = e
-    if settings.choose_depth and 'depth' not in settings.given:
-        notes.append(f'depth: the run chooses it by its speed; this is a forecast of depth {cfg.depth}, and '
-                     '--depth=N of another')
     model = model_of(settings, first)
     if not datasets:
-        notes.append(f'note: the forecast assumes a vocabulary of {model.config.vocab_size:,} ids, because '
-                     f'{reason}')
+        lines.append(f'note: the forecast assumes a vocabulary of {model.config.vocab_size:,} ids, because {reason}')
     else:
         split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
         num_windows = split.num_windows
-    state = state_from(settings.resumed.checkpoint if settings.resumed else {})
+    state = state_from(settings.latest.checkpoint if settings.latest else {})
+    schedule = None
     if num_windows or cfg.max_epochs is None:
         batch = cfg.batch_size * cfg.gradient_accumulation_steps
-        notes += set_length(cfg, num_windows, batch, state.shift(model.config.block_size, batch))
-    device = choose_device(cfg.device)[0]
-    dtype = choose_dtype(cfg.dtype, device, training=True)[0]
-    return notes + forecast(model, settings, state, num_windows, device, dtype)
+        schedule = plan_schedule(cfg, num_windows, batch, state.shift(model.config.block_size, batch), state)
+    device, _ = choose_device(cfg.device)
+    dtype, _ = choose_dtype(cfg.dtype, device, training=True)
+    return lines + forecast(model, settings, schedule, state, num_windows, device, dtype)
 
 
-def forecast(model, settings, state, num_windows, device, dtype):
+def forecast(model, settings, schedule, state, num_windows, device, dtype):
     """
-    The lines of the forecast. model: on the meta device, without adapters. settings: train.py's Settings.
-    state: its RunState. num_windows: of an epoch; None: unknown. device, dtype: of this machine.
+    List the lines of the forecast. model: on the meta device, without adapters. settings: train.py's Settings.
+    schedule: its Schedule; None: unknown. state: its RunState. num_windows: of an epoch; None: unknown. device, dtype: of this machine.
     """
     cfg = settings.train
     batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, 1)
-    steps = max(cfg.max_iters - state.iter_num, 0)  # still to do
+    steps, is_open = None, schedule is not None and schedule.is_open
     minutes = cfg.time_budget and max(cfg.time_budget - state.seconds_used / 60, 0)
-    if is_open(cfg) or (num_windows is None and cfg.max_epochs is not None):
-        steps = None
+    if schedule is not None and not is_open:
+        steps = max(schedule.max_iters - state.iter_num, 0)  # still to do
     tokens = batch * accumulation * model.config.block_size  # per step
     gpu_dtype = torch.bfloat16 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
     need = Need(model, cfg, settings.lora if settings.lora.lora_rank else None)
     forward, flops_per_token = flops_of(need.adapted if need.lora else model, model.config.block_size)
     lines = ['a forecast, not a measurement', wrapped(describe_model(model))]
     if need.lora:
-        base = settings.resumed.checkpoint['lora']['base'] if settings.resumed else cfg.init_from
+        base = settings.latest.checkpoint['lora']['base'] if settings.latest else cfg.init_from
         lines.append(describe_adapters({**need.record, 'base': base}, need.adapted, gpu_dtype))
     rest = [f'compute: {flops_per_token / 1e6:,.1f} MFLOP per token, forward and backward',
             *describe_memory(need, batch, gpu_dtype),
@@ -91,7 +88,7 @@ def forecast(model, settings, state, num_windows, device, dtype):
         repeated = 0 if cfg.recompute == 'none' else forward
         rate = MFU * flops / (flops_per_token + repeated) if flops else None
         time = duration(steps * tokens / rate) if steps is not None and rate else 'unknown'
-        if is_open(cfg):
+        if is_open:
             time = duration(60 * minutes)
         lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {f"{rate:,.0f}" if rate else "unknown":>12} '
                      f'{time:>10}  {advise(need, batch, accumulation, machine_dtype, memory)}')
@@ -101,8 +98,8 @@ def forecast(model, settings, state, num_windows, device, dtype):
 def model_args_of(settings):
     """The shape of the checkpoint or of the GPT-2 that a run starts from; None from scratch."""
     cfg = settings.train
-    if settings.resumed:
-        return settings.resumed.checkpoint['model_args']
+    if settings.latest:
+        return settings.latest.checkpoint['model_args']
     if cfg.init_from in GPT2_SHAPES:
         return GPT2_SHAPES[cfg.init_from]
     return None if cfg.init_from == 'scratch' else shape_of(cfg.init_from, cfg.data_dir)

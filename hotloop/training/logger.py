@@ -6,56 +6,121 @@ import math
 import os
 import sys
 import time
+from typing import NamedTuple
 
-from hotloop.data.chat import CHATS
-from hotloop.system.device import peak_flops, peak_memory
+import torch
+
+from hotloop.system.device import peak_memory
+from hotloop.system.distributed import print0
 from hotloop.system.files import counted, first_line, replacing
-from hotloop.system.flops import flops_of
-from hotloop.system.text import compact, duration, file_size, rate, shell, short
+from hotloop.system.text import compact, duration, file_size, rate, short
 from hotloop.training.report import write_report
-from hotloop.training.schedule import is_open
 
 # names in TensorBoard; other numbers keep those of log.jsonl
 TENSORBOARD = {'loss': 'Loss/train', 'val_loss': 'Loss/val', 'lr': 'LearningRate',
                'grad_norm': 'GradientNorm', 'tokens_per_s': 'Throughput/tokens_per_sec',
                'mfu': 'Throughput/mfu', 'peak_memory_mb': 'Memory/allocated_gb'}
-REPORT_COST = 1 / 200  # the most of a run's time that its reports take, except for the first and the last
+REPORT_COST = 1 / 200  # the most of a run's time that its reports take, beside the last one
+MAX_BAD_STEPS = 20  # in a row, after which a run has diverged; fp16 halves its loss scale at each
+
+
+class Window(NamedTuple):
+    """The steps since the last log line."""
+    loss: float  # mean over their targets
+    skipped: int  # steps with a non-finite loss or gradient
+    norm: float  # of the last step's gradients
+    steps: int
+    seconds: float  # in steps alone
+    waited: float  # of these, seconds spent on data
+    is_first: bool  # whether they include startup and compilation
+
+
+class Meter:
+    """
+    Sum losses and times between log lines. The sums stay on the device; read() is the one wait.
+    logged: the sums of a resumed run since its last line, [loss, targets, skipped, steps].
+    """
+
+    def __init__(self, batches, logged, bad_in_a_row, device):
+        dtype = torch.float64
+        if device.type == 'mps':  # which has no float64
+            dtype = torch.float32
+        self.sums = torch.tensor(logged or [0.0] * 4, dtype=dtype, device=device)
+        self.bad = torch.tensor(bad_in_a_row, device=device)  # in a row up to now
+        self.worst = self.bad.clone()  # the most in a row
+        self.batches, self.norm, self.is_first = batches, None, True
+        self.began, self.steps, self.waited = time.perf_counter(), 0, batches.waited
+
+    def add(self, result, num_targets):
+        """Add the StepResult of a step. A skipped step never enters an average."""
+        skipped = result.skipped.to(self.sums.dtype)
+        loss = torch.where(result.skipped > 0, 0.0, result.loss).to(self.sums.dtype)
+        self.sums += torch.stack((loss, num_targets * (1 - skipped), skipped, 1 + 0 * skipped))
+        self.bad = (self.bad + 1) * result.skipped.to(self.bad.dtype)
+        self.worst = torch.maximum(self.worst, self.bad)
+        self.norm, self.steps = result.norm, self.steps + 1
+
+    def exclude(self, seconds):
+        """Leave the time of an evaluation, a save or a sample out of the steps' time."""
+        self.began += seconds
+
+    def state(self):
+        """Return (sums since the last log line, bad steps in a row) for a checkpoint."""
+        return self.sums.tolist(), int(self.bad)
+
+    def check(self, step, advice):
+        """Raise ValueError after MAX_BAD_STEPS non-finite steps in a row."""
+        if int(self.worst) >= MAX_BAD_STEPS:
+            raise ValueError(f'step {step}: loss or gradients were not finite for {MAX_BAD_STEPS} '
+                             'steps in a row. Those steps were skipped. With dtype=float16, try '
+                             f'bfloat16 or float32. {advice}')
+
+    def read(self):
+        """Wait for the device and return the Window of the steps since the last call."""
+        loss, targets, skipped, _ = self.sums.tolist()
+        now, waited = time.perf_counter(), self.batches.waited
+        window = Window(loss / targets if targets else math.nan, int(skipped), self.norm.item(),
+                        self.steps, now - self.began, waited - self.waited, self.is_first)
+        self.sums.zero_()
+        self.began, self.waited, self.steps, self.is_first = now, waited, 0, False
+        return window
 
 
 class Log:
     """
-    Writes the same numbers to the terminal, log.jsonl and, if enabled, TensorBoard and wandb, and draws
-    log.jsonl in report.html. Only rank 0 has a log.
+    Write the same numbers to the terminal, log.jsonl and, if enabled, TensorBoard and wandb, and
+    draw log.jsonl in report.html. Only rank 0 has a log.
     """
 
-    def __init__(self, out, cfg, settings, env, state):
-        """state: of a resumed run, whose later lines are dropped; None for a new run."""
-        self.env, self.file, self.wandb, self.tensorboard, self.failed = env, None, None, None, False
+    def __init__(self, cfg, settings, env, resumed_at=None):
+        """resumed_at: the step of a resumed run, whose later lines are dropped."""
+        self.file, self.wandb, self.tensorboard, self.failed = None, None, None, False
         if env.rank:
             return
-        self.path, self.next_report = out / 'log.jsonl', 0.0
-        if state is not None and os.path.exists(self.path):
-            try:
-                keep_lines(self.path, state.iter_num)
-            except OSError as e:
-                raise ValueError(f'{self.path} cannot be written: {e.strerror or e}') from None
+        self.path = os.path.join(cfg.out_dir, 'log.jsonl')
+        self.next_report = 0.0
+        if resumed_at is not None and os.path.exists(self.path):
+            keep_lines(self.path, resumed_at)
         self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
         if cfg.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             # purge_step hides the events after a checkpoint, which come again
-            self.tensorboard = SummaryWriter(out / 'tensorboard', purge_step=state and state.iter_num + 1)
+            purge = None if resumed_at is None else resumed_at + 1
+            self.tensorboard = SummaryWriter(os.path.join(cfg.out_dir, 'tensorboard'),
+                                             purge_step=purge)
         if cfg.wandb_log:
             import wandb
             try:
-                wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings)
+                wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir,
+                           config=settings)
             except Exception as e:  # of any kind: no login, no network
                 raise ValueError(f'wandb did not start: {first_line(e)}; run `wandb login`, set '
                                  'WANDB_MODE=offline, or give --wandb_log=False') from None
             self.wandb = wandb
 
     def write(self, text, **numbers):
-        """Prints the text and writes the numbers; the files leave out those that are None or not finite."""
-        self.env.print_once(text)
+        """Print the text and write the numbers that are finite."""
+        print0(text)
         if self.file:
             row = {}
             for name, value in numbers.items():
@@ -67,28 +132,44 @@ class Log:
                     add_events(self.tensorboard, row)
             except OSError as e:  # lines wait in the file's buffer for room
                 if not self.failed:
-                    self.env.print_once(f'{self.path} could not be written: {e.strerror or e}')
+                    print0(f'{self.path} could not be written: {e.strerror or e}')
                 self.failed = True
         if self.wandb:
             try:
                 self.wandb.log(numbers, step=numbers['step'])
             except Exception as e:  # of any kind: a lost connection must not end a run
-                self.env.print_once(f'wandb failed: {first_line(e)}; training continues')
+                print0(f'wandb failed: {first_line(e)}; training continues')
                 self.wandb = None
 
-    def lacks_evaluation(self, step):
-        """Whether log.jsonl has lines, but no evaluation of this step."""
-        if self.file is None:
-            return False
-        with open(self.path, encoding='utf-8') as f:
-            rows = [json.loads(line) for line in f]
-        return bool(rows) and not any(row['step'] == step and 'val_loss' in row for row in rows)
+    def step(self, state, lr, window, env, speed, left):
+        """
+        Log a line for the steps of a Window. speed: a Speed. left(seconds of a step): seconds to
+        the end of the run.
+        """
+        step, memory = state.iter_num, peak_memory(env.device)
+        numbers = {'loss': window.loss, 'lr': lr, 'grad_norm': window.norm,
+                   'tokens_seen': state.tokens_seen, 'skipped': window.skipped or None,
+                   'peak_memory_mb': memory and memory / 1e6}
+        if window.is_first:
+            numbers['resumed'] = step - window.steps or None
+            self.write(step_line(step, numbers, startup=window.seconds), step=step, **numbers)
+            return
+        each = window.seconds / window.steps
+        tokens_per_s = speed.tokens / each
+        numbers |= {'ms': each * 1000, 'tokens_per_s': tokens_per_s,
+                    'data_share': window.waited / window.seconds}
+        if speed.peak:
+            numbers['mfu'] = tokens_per_s * speed.flops_per_token / env.world / speed.peak
+        self.write(step_line(step, numbers, left=left(each)), step=step, **numbers)
+
+    def evaluation(self, step, evaluation):
+        """Log a line for an Evaluation and redraw the report."""
+        text, numbers = evaluation_text(step, evaluation)
+        self.write(text, step=step, **numbers)
+        self.report()
 
     def report(self, last=False):
-        """
-        Writes report.html if it is the last time, or if enough time has passed that reports take at most
-        REPORT_COST of it.
-        """
+        """Write report.html unless reports would take more than REPORT_COST of the time."""
         began = time.monotonic()
         if self.file is None or not (last or began >= self.next_report):
             return
@@ -96,7 +177,7 @@ class Log:
             if os.path.getsize(self.path):
                 write_report(os.path.dirname(self.path))
         except Exception as e:  # of any kind: a picture must not end a run
-            self.env.print_once(f'report.html could not be written: {first_line(e)}')
+            print0(f'report.html could not be written: {first_line(e)}')
         self.next_report = began + (time.monotonic() - began) / REPORT_COST
 
     def close(self):
@@ -112,8 +193,15 @@ class Log:
                 self.wandb.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
+class Speed(NamedTuple):
+    """What turns the time of a step into tokens per second and utilization."""
+    tokens: int  # of a step
+    flops_per_token: float
+    peak: float | None  # FLOP/s of a device; None: unknown
+
+
 def add_events(writer, row):
-    """Adds the numbers and the sample of a line of log.jsonl to TensorBoard's event file."""
+    """Add the numbers and the sample of a line of log.jsonl to TensorBoard's event file."""
     for name, value in row.items():
         if isinstance(value, str):
             writer.add_text(name, value, row['step'])
@@ -124,41 +212,21 @@ def add_events(writer, row):
 
 
 def keep_lines(path, last_step):
-    """Drops the lines after a step, which will be written again, and incomplete ones."""
-    with open(path, encoding='utf-8', errors='replace') as f:
-        lines = f.readlines()
-    with replacing(path) as kept:  # Windows cannot replace a file that is open
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                if line.endswith('\n') and json.loads(line)['step'] <= last_step:
-                    kept.write(line.encode())
-
-
-class StepTimer:
-    """Measures the steps between log lines, without what happens between pause() and resume()."""
-
-    def __init__(self, batches, step):
-        self.batches, self.step, self.first = batches, step, True
-        self.began, self.waited = time.perf_counter(), batches.waited
-
-    def lap(self, step):
-        """(steps, seconds, seconds of these spent on data, whether it is the first lap), up to this step."""
-        now = time.perf_counter()
-        lap = step - self.step, now - self.began, self.batches.waited - self.waited, self.first
-        self.step, self.began, self.waited, self.first = step, now, self.batches.waited, False
-        return lap
-
-    def pause(self):
-        self.paused = time.perf_counter()
-
-    def resume(self):
-        self.began += time.perf_counter() - self.paused
+    """Drop the lines after a step, which will be written again, and incomplete ones."""
+    try:
+        with open(path, encoding='utf-8', errors='replace') as f, replacing(path) as kept:
+            for line in f:
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                    if line.endswith('\n') and json.loads(line)['step'] <= last_step:
+                        kept.write(line.encode())
+    except OSError as e:
+        raise ValueError(f'{path} cannot be written: {e.strerror or e}') from None
 
 
 def step_line(step, numbers, left=None, startup=None):
     """
-    The line of a step, at most 80 columns, from the numbers that are logged; what is unknown is left out.
-    left: seconds to the end of the run; startup: seconds of a lap that includes it.
+    Format the line of a step, at most 80 columns, from the numbers that are logged. left: seconds
+    to the end of the run. startup: seconds of the first steps, which include startup.
     """
     parts = [f'step {step}: loss {short(numbers["loss"])}', f'lr {rate(numbers["lr"])}']
     if 'tokens_per_s' in numbers:
@@ -167,7 +235,10 @@ def step_line(step, numbers, left=None, startup=None):
         parts.append(f'mfu {numbers["mfu"]:.0%}')
     if numbers['peak_memory_mb']:
         parts.append(file_size(1e6 * numbers['peak_memory_mb']))
-    parts.append(f'{duration(left)} left' if startup is None else f'{startup:.1f} s including startup')
+    if startup is None:
+        parts.append(f'{duration(left)} left')
+    else:
+        parts.append(f'{startup:.1f} s including startup')
     line = ', '.join(parts)
     if numbers['skipped']:
         line += f'\nstep {step}: {counted(numbers["skipped"], "non-finite step")} skipped'
@@ -176,69 +247,22 @@ def step_line(step, numbers, left=None, startup=None):
     return line
 
 
-def log_step(run, lr, norm, lap):
-    """Logs one line for the steps of a lap. The first lap includes compilation."""
-    state, cfg, env = run.state, run.cfg, run.env
-    steps, seconds, waited, first = lap
-    loss_sum, targets, skipped, _ = state.logged
-    state.logged = []
-    memory = peak_memory(env.device)
-    numbers = {'loss': loss_sum / targets if targets else math.nan, 'lr': lr, 'grad_norm': norm,
-               'tokens_seen': state.tokens_seen, 'skipped': skipped or None,
-               'peak_memory_mb': memory and memory / 1e6}
-    if first:
-        numbers['resumed'] = state.iter_num - steps or None
-        text = step_line(state.iter_num, numbers, startup=seconds)
-    else:
-        each = seconds / steps
-        tokens_per_s = run.batches.global_batch * run.val.T / each
-        numbers |= {'ms': each * 1000, 'tokens_per_s': tokens_per_s, 'data_share': waited / seconds}
-        if peak := peak_flops(env.device, env.dtype):
-            numbers['mfu'] = tokens_per_s * flops_of(run.model, run.val.T)[1] / env.world / peak
-        left = max(run.deadline.left(), 0) if is_open(cfg) else (cfg.max_iters - state.iter_num) * each
-        text = step_line(state.iter_num, numbers, left=left)
-    run.log.write(text, step=state.iter_num, **numbers)
-
-
-def evaluation_line(numbers):
-    """The losses of an evaluation, at most 66 columns, from the numbers that are logged."""
-    parts = [f'val loss {short(numbers["val_loss"])}']
-    if math.isfinite(numbers['val_stderr']):
-        parts[0] += f' +- {short(numbers["val_stderr"])}'
-    if numbers['val_bpb'] is not None:
-        parts.append(f'{short(numbers["val_bpb"])} bits per byte')
-    parts.append(f'train loss {short(numbers["train_loss"])}')
-    return ', '.join(parts)
-
-
-def log_evaluation(run, evaluation):
-    """Logs one line for an Evaluation. With eval_only it is printed, not logged."""
-    val, train, step = evaluation.val, evaluation.train, run.state.iter_num
+def evaluation_text(step, evaluation):
+    """Return the lines of an Evaluation, at most 80 columns, and the numbers to log."""
+    val, train = evaluation.val, evaluation.train
     numbers = {f'val_{name}': val[name] for name in ('loss', 'stderr', 'bpb', 'tokens')}
     numbers |= {'val_perplexity': math.exp(min(val['loss'], 700)), 'train_loss': train['loss'],
                 'eval_seconds': evaluation.seconds}
-    prefix = f'step {step}: ' if step else ''  # with eval_only the step of the weights may be unknown
-    text = prefix + evaluation_line(numbers)
+    prefix = ''
+    if step:  # with eval_only the step of the weights may be unknown
+        prefix = f'step {step}: '
+    text = f'{prefix}val loss {short(val["loss"])}'
+    if math.isfinite(val['stderr']):
+        text += f' +- {short(val["stderr"])}'
+    if val['bpb'] is not None:
+        text += f', {short(val["bpb"])} bits per byte'
+    text += f', train loss {short(train["loss"])}'
     for name, loss in val.get('losses', {}).items():  # of a mixture's datasets
         text += f'\n{prefix}val loss {short(loss)} on {name}'
         numbers[f'val_loss_{name}'] = loss
-    if run.log is None:
-        text += f'\nperplexity {short(numbers["val_perplexity"])}, {val["tokens"]:,} tokens'
-        run.env.print_once(f'{text}, {evaluation.seconds:.1f} s')
-    else:
-        run.log.write(text, step=step, **numbers)
-        run.log.report()
-
-
-def log_done(run):
-    """The last lines of a run that has reached max_iters or is out of patience."""
-    memory = peak_memory(run.env.device)
-    peak = f', peak memory {file_size(memory)}' if memory else ''
-    run.env.print_once(f'done: best val loss {short(run.state.best_val_loss)}{peak}')
-    run.env.print_once(f'curves: {run.out / "report.html"}')
-    words, chats = [f'--out_dir={run.cfg.out_dir}'], run.context.get('template') in CHATS
-    if 'lora' in run.context and run.cfg.data_dir != type(run.cfg).data_dir:  # which has a base of the hub
-        words.append(f'--data_dir={run.cfg.data_dir}')
-    if chats:
-        words.append('--chat')
-    run.env.print_once(f'to {"chat" if chats else "sample"}: python sample.py {shell(*words)}')
+    return text, numbers

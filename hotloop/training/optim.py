@@ -143,8 +143,6 @@ def build_optimizers(model, cfg, env):
     blocks. Vectors and scalars do not decay. Each group has 'peak', its highest learning rate.
     """
     use_muon, lr, decay = cfg.optimizer == 'muon', cfg.learning_rate, cfg.weight_decay
-    if cfg.embed_lr is not None and not use_muon:
-        raise ValueError(f"embed_lr={cfg.embed_lr} applies only with optimizer='muon'")
     embedding, rows = model.transformer.wte.weight, matrix_rows(model) if use_muon else {}
     trained = [p for p in model.parameters() if p.requires_grad]  # adapters alone, if there are any
     vectors = [p for p in trained if p.dim() < 2]

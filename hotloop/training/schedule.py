@@ -1,129 +1,195 @@
-"""The length of a run, the learning rate of each step, and what is due after it."""
+"""The length of a run, the learning rate of each step, and the decision of a run with a time budget."""
 
 import math
 from typing import NamedTuple
 
-from hotloop.system.files import counted
+from hotloop.system import host
+from hotloop.system.distributed import print0
+from hotloop.system.text import duration
+from hotloop.training.evaluate import count_batches, eval_windows, evaluate
 
-# max_iters of a run whose time budget alone limits it, eval_interval of one that evaluates only at its end
-NO_LIMIT = 10**9
+MAX_ITERS = 600000  # the default of max_iters, which means: no limit beside a time budget
+ENOUGH_STEPS = 10  # steps after which their pace is known
+EXIT = 1.0  # seconds from the last save to the end of the process: 0.9 to 1.7 on 2 busy CPU cores
+
+
+class Schedule(NamedTuple):
+    """The length of a run and the shape of its learning rate."""
+    kind: str  # cosine, linear, onecycle or constant
+    max_iters: int  # the last step; with an open time budget the most steps
+    warmup_iters: int
+    decay_fraction: float  # final fraction of the steps in which a linear schedule decays
+    is_open: bool = False  # the time budget has not decided yet when the decay begins
 
 
 def schedule_problems(cfg):
-    """The problems with the settings of the schedule, one sentence each."""
+    """List the problems with the settings of the schedule, one sentence each."""
     wrong = []
     if not 0 < cfg.decay_fraction <= 1:
         wrong.append(f'decay_fraction={cfg.decay_fraction} must be above 0 and at most 1')
     if cfg.warmup_fraction is not None and cfg.warmup_fraction > 1:
         wrong.append(f'warmup_fraction={cfg.warmup_fraction} must be at least 0 and at most 1')
+    if cfg.time_budget is None:
+        return wrong
     if cfg.time_budget == 0:
         wrong.append('time_budget=0 must be above 0 minutes; --time_budget=None sets no budget')
-    decays = cfg.time_budget is not None or (cfg.lr_schedule == 'linear' and cfg.decay_lr)
-    if cfg.decay_start is not None and not decays:
-        wrong.append(f"decay_start={cfg.decay_start} applies only with lr_schedule='linear', decay_lr=True")
-    if cfg.decay_start is not None and cfg.max_epochs is None and cfg.decay_start >= cfg.max_iters:
-        wrong.append(f'decay_start={cfg.decay_start} must be below max_iters={cfg.max_iters}')
-    if cfg.decay_start is not None and cfg.lr_decay_iters is not None and cfg.time_budget is None:
-        wrong.append(f'lr_decay_iters={cfg.lr_decay_iters} has no effect with decay_start={cfg.decay_start}, '
-                     'whose decay ends with the run; give --lr_decay_iters=None')
+    if not cfg.decay_lr:
+        wrong.append('decay_lr=False contradicts time_budget, which ends with a decay; remove one')
+    if cfg.lr_decay_iters is not None:
+        wrong.append(f'lr_decay_iters={cfg.lr_decay_iters} contradicts time_budget, which decides '
+                     'when the decay ends; give --lr_decay_iters=None')
+    if cfg.warmup_fraction is not None and cfg.max_epochs is None and cfg.max_iters == MAX_ITERS:
+        wrong.append(f'warmup_fraction={cfg.warmup_fraction:g} is a fraction of the steps, whose '
+                     'number a time_budget leaves open; give --warmup_iters, or --max_iters')
     return wrong
 
 
-def is_open(cfg):
-    """Whether the last step of a run is not known yet, because its time budget will decide."""
-    return cfg.time_budget is not None and cfg.decay_start is None
-
-
-def learning_rate(step, cfg):
+def plan_schedule(cfg, num_windows, global_batch, shift, state):
     """
-    The rate of a step, counted from 0: warmup to learning_rate, then a decay to min_lr.
+    Resolve the settings of the schedule: max_epochs to steps, warmup_fraction to warmup steps, a
+    time budget to what it has decided. num_windows: of an epoch. shift: windows read before step 0
+    in the current batch size. state: the RunState.
+    """
+    kind = cfg.lr_schedule
+    if not cfg.decay_lr:  # as in nanoGPT, whose card for fine-tuning leaves warmup_iters at 2,000
+        kind = 'constant'
+    max_iters, decay_fraction = cfg.max_iters, cfg.decay_fraction
+    if cfg.max_epochs is not None:
+        max_iters = max(math.ceil((cfg.max_epochs * num_windows - shift) / global_batch), 0)
+    warmup_iters = cfg.warmup_iters
+    if cfg.warmup_fraction is not None:
+        warmup_iters = round(cfg.warmup_fraction * max_iters)
+    if cfg.time_budget is None:
+        return Schedule(kind, max_iters, warmup_iters, decay_fraction)
+    schedule = Schedule('linear', max_iters, warmup_iters, decay_fraction, is_open=True)
+    if state.decay_start is not None:
+        schedule = decide(schedule, state.decay_start, state.max_iters)
+    return schedule
+
+
+def decide(schedule, decay_start, max_iters):
+    """Fix a schedule that was open: the rate decays from decay_start to max_iters."""
+    fraction = (max_iters - decay_start) / max_iters
+    return schedule._replace(max_iters=max_iters, decay_fraction=fraction, is_open=False)
+
+
+def learning_rate(step, schedule, cfg):
+    """
+    Return the rate of a step, counted from 0: warmup to learning_rate, then a decay to min_lr.
 
     cosine    a linear warmup, then half a cosine
-    linear    a linear warmup, a constant rate, and a linear decay in the last decay_fraction of the steps,
-              or from decay_start on
-    onecycle  half a cosine up from min_lr, half a cosine down: torch's OneCycleLR with total_steps = the end
-              of the decay, pct_start = warmup_iters / total_steps, div_factor = learning_rate / min_lr and
-              final_div_factor = 1, so the last step has min_lr
+    linear    a linear warmup, a constant rate, and a linear decay in the last decay_fraction of
+              the steps
+    onecycle  half a cosine up from min_lr, half a cosine down: torch's OneCycleLR with total_steps
+              = the end of the decay, pct_start = warmup_iters / total_steps, div_factor =
+              learning_rate / min_lr and final_div_factor = 1, so the last step has min_lr
     """
-    if is_open(cfg) or cfg.decay_start is not None:
-        return constant_then_decay(step, cfg)
-    if not cfg.decay_lr:  # as in nanoGPT, whose card for fine-tuning leaves warmup_iters at 2,000
-        return cfg.learning_rate
-    end = cfg.max_iters if cfg.lr_decay_iters is None else cfg.lr_decay_iters
+    kind, warmup, rate = schedule.kind, schedule.warmup_iters, cfg.learning_rate
+    if kind == 'constant':
+        return rate
+    end = schedule.max_iters
+    if cfg.lr_decay_iters is not None:
+        end = cfg.lr_decay_iters
     # share: of the way from min_lr up to learning_rate
-    if step < cfg.warmup_iters:
-        if cfg.lr_schedule != 'onecycle':
-            return cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1)
-        share = half_cosine(1 - step / (cfg.warmup_iters - 1)) if cfg.warmup_iters > 1 else 1.0
+    if step < warmup and kind != 'onecycle':
+        reached = rate * (step + 1) / (warmup + 1)
+        if cfg.time_budget is None or schedule.is_open:
+            return reached
+        # a decay that began during the warmup begins at the rate that was reached
+        share = min(1.0, (end - step) / (schedule.decay_fraction * end))
+        return min(reached, cfg.min_lr + share * (rate - cfg.min_lr))
+    if schedule.is_open:
+        return rate
+    if step < warmup:
+        share = 1.0
+        if warmup > 1:
+            share = half_cosine(1 - step / (warmup - 1))
     elif step >= end:
         share = 0.0
-    elif cfg.lr_schedule == 'cosine':
-        share = half_cosine((step - cfg.warmup_iters) / (end - cfg.warmup_iters))
-    elif cfg.lr_schedule == 'onecycle':  # the last step of the warmup has the peak rate
-        share = half_cosine((step - cfg.warmup_iters + 1) / (end - cfg.warmup_iters))
+    elif kind == 'cosine':
+        share = half_cosine((step - warmup) / (end - warmup))
+    elif kind == 'onecycle':  # the last step of the warmup has the peak rate
+        share = half_cosine((step - warmup + 1) / (end - warmup))
     else:
-        share = min(1.0, (end - step) / (cfg.decay_fraction * end))
-    return cfg.min_lr + share * (cfg.learning_rate - cfg.min_lr)
-
-
-def constant_then_decay(step, cfg):
-    """The rate of a step with decay_start. A decay that begins in the warmup begins at the rate reached."""
-    reached, rate = step, cfg.learning_rate
-    if cfg.decay_start is not None:
-        reached = min(step, cfg.decay_start)
-    if reached < cfg.warmup_iters:
-        rate *= (reached + 1) / (cfg.warmup_iters + 1)
-    if reached == step:
-        return rate
-    share = max(cfg.max_iters - step, 0) / max(cfg.max_iters - cfg.decay_start, 1)
+        share = min(1.0, (end - step) / (schedule.decay_fraction * end))
     return cfg.min_lr + share * (rate - cfg.min_lr)
 
 
-def set_length(cfg, num_windows, global_batch, shift=0):
-    """
-    Turns max_epochs into max_iters, warmup_fraction into warmup_iters. num_windows: of an epoch. shift: as in
-    RunState. ValueError if decay_start is not below max_iters.
-    """
-    notes = []
-    if cfg.max_epochs is not None:
-        cfg.max_iters = max(math.ceil((cfg.max_epochs * num_windows - shift) / global_batch), 0)
-        notes.append(f'max_epochs={cfg.max_epochs:g}: {counted(cfg.max_iters, "step")}')
-        if cfg.decay_start is not None and cfg.decay_start >= cfg.max_iters:
-            raise ValueError(f'decay_start={cfg.decay_start} must be below the {cfg.max_iters} steps of '
-                             f'max_epochs={cfg.max_epochs:g}')
-    if cfg.warmup_fraction is not None:
-        cfg.warmup_iters = round(cfg.warmup_fraction * cfg.max_iters)
-        notes.append(f'warmup_fraction={cfg.warmup_fraction:g}: {counted(cfg.warmup_iters, "step")}')
-    return notes
-
-
 def half_cosine(progress):
-    """From 1 at progress 0 down to 0 at progress 1."""
+    """Return half a cosine: 1 at progress 0, 0 at progress 1."""
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def set_learning_rate(optimizers, lr, peak):
-    """Every group follows the schedule in proportion to its own peak."""
+    """Set the rate of every group in proportion to its own peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group['lr'] = group['peak'] * (lr / peak if peak else 0.0)
 
 
-class Due(NamedTuple):
-    """The actions due after a step, the same on all processes."""
-    last: bool
-    log: bool
-    evaluation: bool
-    sample: bool
-    save: bool
+class Deadline:
+    """
+    Decide once when the rate of a run with a time budget decays: when the time left, without one
+    evaluation and two saves, is what the last decay_fraction of the steps take. Rank 0's clock
+    counts.
+    """
+
+    def __init__(self, minutes, state, env):
+        self.budget, self.before, self.env = 60 * minutes, state.seconds_used, env
+        self.first_step, self.excluded = state.iter_num, 0.0
+        self.began = None  # seconds and step from which on the pace is measured
+        self.evaluation = None  # seconds of an evaluation
+
+    def used(self):
+        """Return the seconds of the budget used by this process and those before it."""
+        return self.before + host.process_seconds()
+
+    def left(self):
+        """Return the seconds until the deadline, negative after it."""
+        return self.budget - self.used()
+
+    def exclude(self, seconds):
+        """Leave the time of an evaluation or a save out of the pace of the steps."""
+        self.excluded += seconds
+
+    def begins_decay(self, step, schedule, save_seconds, eval_interval):
+        """
+        Return (whether the decay begins after this step, the last step). All processes call it
+        after each step of an open schedule. The first step, which compiles, does not count.
+        """
+        now = host.process_seconds() - self.excluded
+        if self.began is None:
+            self.began = now, step
+        since, first = self.began
+        steps, last = step - first, schedule.max_iters
+        if steps >= ENOUGH_STEPS or self.left() < self.budget / 4:
+            pace = (now - since) / max(steps, 1)
+            left = self.left() - 2 * max(save_seconds, 0.1) - EXIT - (self.evaluation or 0.0)
+            if pace > 0:
+                room = max(left / (pace + (self.evaluation or 0.0) / eval_interval), 1)
+                last = step + min(int(room), schedule.max_iters - step)
+        fraction = schedule.decay_fraction
+        begins = last - step <= step * fraction / (1 - fraction) if fraction < 1 else True
+        last = int(self.env.broadcast(max(last, step + 1)))
+        return bool(self.env.broadcast(begins)), last
 
 
-def what_is_due(state, cfg):
-    """The Due at a RunState. With a time budget, evaluations wait for its first plan."""
-    step, waits = state.iter_num, is_open(cfg) and not state.eval_fitted
-    last = step == cfg.max_iters
-    return Due(last,
-               log=last or step == 1 or step % cfg.log_interval == 0,
-               evaluation=last or (step % cfg.eval_interval == 0 and not waits),
-               sample=bool(cfg.sample_interval) and step % cfg.sample_interval == 0,
-               save=bool(cfg.save_interval) and step % cfg.save_interval == 0)
+def measure_evaluation(deadline, model, splits, cfg, batch, env):
+    """
+    Estimate the seconds of an evaluation by two batches, of which the first may compile. All
+    processes call it. Prints a note if an evaluation takes more than a tenth of the budget.
+    """
+    began = host.process_seconds()
+    for num_batches in (1, 2):
+        lap = host.process_seconds()
+        evaluate(model, splits['val'], num_batches * batch * env.world, batch, env)
+    each = (host.process_seconds() - lap) / 2
+    total = 0
+    windows = eval_windows(cfg, splits['val'])
+    for name, number in zip(('val', 'train'), windows, strict=True):
+        total += count_batches(splits[name], number, batch, env.world)
+    deadline.evaluation = env.broadcast(each * total)
+    deadline.exclude(host.process_seconds() - began)
+    if deadline.evaluation > deadline.budget / 10:
+        print0(f'note: an evaluation takes {duration(deadline.evaluation)} of a time budget of '
+               f'{duration(deadline.budget)}; lower --eval_tokens={cfg.eval_tokens}')

@@ -1,22 +1,96 @@
-"""Sharding by torch's FSDP2: each process holds its part of weights, gradients and optimizer states."""
+"""
+How training runs the blocks of a GPT: recomputed, compiled one by one, sharded by torch's FSDP2.
+
+Sharded, each process holds its rows of weights, gradients and optimizer states.
+"""
+
+import contextlib
+import inspect
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention.default,
+             torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+             torch.ops.aten._scaled_dot_product_efficient_attention.default,
+             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+             torch.ops.higher_order.flex_attention]  # not run: it needs a GPU
+
+# torch 2.13 renamed this option of DistributedDataParallel, and warns about the old name. The only
+# buffers of a GPT are RoPE tables, which are the same on every process
+NO_BUFFERS = {'broadcast_buffers': False}
+if 'forward_sync_buffers' in inspect.signature(DistributedDataParallel).parameters:
+    NO_BUFFERS = {'forward_sync_buffers': False}
+
+
+def set_blocks(model, recompute, compiles=False):
+    """
+    Set how training runs each block of a GPT. The results keep their bits.
+
+    recompute: 'none' stores all that the backward pass needs; 'full' stores a block's inputs and
+    computes the rest again; 'selective' stores the output of attention too. compiles: compile each
+    block, and the loss, by itself, so that gradients leave during the backward pass.
+    """
+    if recompute == 'none' and not compiles:
+        return
+    blocks = model.transformer.h
+    plain = run = type(blocks[0]).forward
+    if recompute != 'none':
+        keep = {}
+        if recompute == 'selective':
+            keep['context_fn'] = partial(create_selective_checkpoint_contexts, ATTENTION)
+        draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in blocks.modules())
+        run = partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=draws, **keep)
+    if compiles:
+        torch._dynamo.config.optimize_ddp = False  # it would split a block at the end of a bucket
+        run = torch.compile(run, dynamic=False)  # compiled once for all blocks
+        model.loss = torch.compile(model.loss, dynamic=False)
+
+    def forward(block, x, x0, cos, sin, cache=None, *masks):
+        if cache is not None:
+            return plain(block, x, x0, cos, sin, cache, *masks)
+        return run(block, x, x0, cos, sin, cache, *masks)
+
+    for block in blocks:
+        block.forward = partial(forward, block)
+
+
+def micro_batch(model, shard, last):
+    """
+    Return the context in which a micro-batch runs forward and backward. Gradients are reduced in
+    the last one of a step; with shard='full' in each, so that no process holds all of them.
+    """
+    if is_sharded(model) and shard == 'optimizer':
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+    elif isinstance(model, DistributedDataParallel) and not last:
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+# -----------------------------------------------------------------------------
+# FSDP2
 
 def shard_model(model, shard, env):
     """
-    Divides the rows of a GPT's parameters among all processes and moves them to the device. Gradients and
-    optimizer states follow. shard: 'optimizer' gathers all weights once a step (ZeRO-2, arXiv 1910.02054),
-    'full' those of a block each time it runs, forward or backward (ZeRO-3).
+    Divide the rows of a GPT's parameters among all processes and move them to the device.
+
+    shard: 'optimizer' gathers all weights once a step (ZeRO-2, arXiv 1910.02054); 'full' gathers
+    those of a block each time it runs, forward or backward (ZeRO-3).
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    env.mesh = mesh = init_device_mesh(env.device.type, (env.world,))
-    # Blocks cast their weights to the compute dtype, so these are sent in it. Embedding and head are not:
-    # if they are one matrix, their gradients are added before they are reduced
-    dtype = None if env.dtype == torch.float32 else env.dtype
+    mesh = init_device_mesh(env.device.type, (env.world,))
+    # Blocks cast their weights to the compute dtype, so these are sent in it. Embedding and head
+    # are not: if they are one matrix, their gradients are added before they are reduced
+    dtype = None
+    if env.dtype != torch.float32:
+        dtype = env.dtype
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=shard == 'full')
@@ -27,30 +101,30 @@ def shard_model(model, shard, env):
 
 
 def is_sharded(model):
-    """Whether shard_model() has sharded a model. Then a forward needs all processes."""
+    """Return whether shard_model() has sharded a model. Then a forward needs all processes."""
     return hasattr(model, 'reshard')
 
 
 def sharded_parts(model):
-    """The modules whose parameters are gathered together."""
+    """List the modules whose parameters are gathered together."""
     return [module for module in model.modules() if is_sharded(module)]
 
 
 def reshard(model):
-    """Frees the weights that a forward without a backward has gathered."""
+    """Free the weights that a forward without a backward has gathered."""
     for part in sharded_parts(model):
         part.reshard()
 
 
 def local(tensor):
-    """The rows of a tensor that this process holds; all, if it is not sharded."""
+    """Return the rows of a tensor that this process holds; all if it is not sharded."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
 
 
 def gather(state):
     """
-    A nested state with complete tensors in place of sharded ones: on rank 0 in host memory, on others empty.
-    All processes must call it.
+    Replace the sharded tensors of a nested state by complete ones: on rank 0 in host memory, empty
+    on the others. All processes must call it.
     """
     gathered = {}  # a tied matrix stays one
 
@@ -65,7 +139,7 @@ def gather(state):
 
 
 def shard_state(state, optimizer):
-    """This process's part of the saved state of an optimizer, {number of the parameter: {name: tensor}}."""
+    """Return this process's part of an optimizer's saved state, {parameter: {name: tensor}}."""
     params = [p for group in optimizer.param_groups for p in group['params']]
     if not hasattr(params[0], 'placements'):
         return state
@@ -75,15 +149,15 @@ def shard_state(state, optimizer):
         sharded[i] = dict(values)
         for name, value in values.items():
             if name != 'step':
-                sharded[i][name] = distribute_tensor(value, params[i].device_mesh, params[i].placements,
-                                                     src_data_rank=None)
+                sharded[i][name] = distribute_tensor(value, params[i].device_mesh,
+                                                     params[i].placements, src_data_rank=None)
     return sharded
 
 
 def rows_to_matrices(rows, world):
     """
-    (N, r, C), this process's r rows of N matrices, to (N / world, world * r, C), all rows of its share of the
-    matrices.
+    Exchange (N, r, C), this process's r rows of N matrices, for (N / world, world * r, C), all rows
+    of its share of the matrices.
     """
     N, r, C = rows.shape
     received = torch.empty_like(rows)
@@ -92,7 +166,7 @@ def rows_to_matrices(rows, world):
 
 
 def matrices_to_rows(matrices, world):
-    """The inverse of rows_to_matrices()."""
+    """Invert rows_to_matrices()."""
     share, R, C = matrices.shape
     rows = matrices.view(share, world, R // world, C).transpose(0, 1).contiguous()
     received = torch.empty_like(rows)

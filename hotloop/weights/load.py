@@ -4,7 +4,10 @@ import contextlib
 import dataclasses
 import glob
 import os
+import re
+import zipfile
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import NamedTuple
 
 import torch
@@ -22,9 +25,7 @@ from hotloop.data.hub import (
 )
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
 from hotloop.data.tokenizer_source import dataset_spec, template_of
-from hotloop.system.files import first_intact, read_json
-from hotloop.training.checkpoint import load_checkpoint
-from hotloop.training.run_dir import RunDir
+from hotloop.system.files import first_intact, first_line, read_json
 from hotloop.weights.adapter import is_adapter
 from hotloop.weights.families import CONV1D, our_name, settings_of
 from hotloop.weights.lora import adapters_of, frozen_weights, hash_source, hash_weights, merge
@@ -35,7 +36,7 @@ GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_s
                for name, n_layer, n_head, n_embd in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
                                                      ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
 GPT2_NAMES = tuple(GPT2_SHAPES)
-KEYWORDS = ('scratch', 'resume', 'auto')
+KEYWORDS = ('scratch', 'resume')
 TIED = ('transformer.wte.weight', 'lm_head.weight')
 
 
@@ -116,13 +117,61 @@ def shape_of(source, data_dir):
     return settings_of(read_json(path), path)
 
 
+def load_checkpoint(path):
+    """
+    Load a checkpoint of ours or of nanoGPT onto the CPU. Checksums are verified first, because torch.load
+    ignores them: of 400 files with one flipped bit it loaded 398 with wrong values.
+    """
+    if torch.__version__ < (2, 10):  # weights_only=True can be made to run code there
+        raise ValueError(f'torch {torch.__version__} cannot load checkpoints safely (CVE-2026-24747): '
+                         'pip install "torch>=2.11"')
+    try:
+        check_records(path)
+        # mapped, the processes of a machine share the pages of the file: 8 copies would take 75 GB at 773M
+        several = int(os.environ.get('WORLD_SIZE', '1')) > 1
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=several)
+    except UnpicklingError as e:  # torch's own message recommends weights_only=False
+        what = ''.join(re.findall(r' GLOBAL (\S+)', str(e))[:1]) or 'unknown'
+        raise ValueError(f'{path} was rejected: it is not plain data ({what}) and could run code; save it '
+                         'again where it was made, with numbers and text in place of other objects') from None
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
+    except Exception as e:  # reading damaged bytes can raise nearly anything
+        raise ValueError(f'{path} is damaged or not a checkpoint: {first_line(e)}') from e
+    if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= checkpoint.keys():
+        raise ValueError(f'{path} is not a hotloop or nanoGPT checkpoint: "model" or "model_args" missing')
+    prefixes = r'^(_orig_mod\.|module\.)+'  # of torch.compile and DDP, in any order
+    checkpoint['model'] = {re.sub(prefixes, '', name): w for name, w in checkpoint['model'].items()}
+    if 'transformer.h.0.ln_1.bias' in checkpoint['model']:  # nanoGPT before bias became a setting
+        checkpoint['model_args'].setdefault('bias', True)
+    return checkpoint
+
+
+def check_records(path):
+    """Raises unless `path` is a zip file whose records all match their CRC-32."""
+    with zipfile.ZipFile(path) as z:
+        # one flipped bit turns a record into a folder for torch, which then returns uninitialized memory
+        if any(record.external_attr or record.compress_type or record.is_dir() for record in z.infolist()):
+            raise ValueError('the list of records is invalid')
+        if damaged := z.testzip():
+            raise ValueError(f'the checksum of record {damaged} does not match')
+
+
+def checkpoint_paths(folder):
+    """List the checkpoints of a run folder, the newest first, without best.pt."""
+    newest = os.path.join(folder, 'ckpt.pt')
+    pattern = os.path.join(glob.escape(folder), 'ckpt-' + '[0-9]' * 9 + '.pt')  # no copies of the user's
+    older = sorted(glob.glob(pattern), reverse=True)
+    return [newest, *older] if os.path.exists(newest) else older
+
+
 def adapt_shape(model, settings, name):
     """
     Crops the context of a loaded model to the block_size of the command, or of the run to resume. name: that
     of its weights. ValueError if the command gives another shape.
     """
     asked, given = dataclasses.asdict(settings.model), settings.given
-    if (settings.resumed or 'block_size' in given) and asked['block_size'] < model.config.block_size:
+    if (settings.latest or 'block_size' in given) and asked['block_size'] < model.config.block_size:
         model.crop_block_size(asked['block_size'])
     wrong = []
     for field, has in dataclasses.asdict(model.config).items():
@@ -156,18 +205,17 @@ def open_start(cfg, resumed, adapts, env):
     adds its adapters to. adapts: whether it trains adapters. Their tokenizer is None only if it is unknown.
     """
     name, base = cfg.init_from, None
-    with env.patience():
-        if env.rank:
-            env.barrier()  # waits for rank 0, which downloads for all
-        if resumed:
-            base = {key: resumed.checkpoint['lora'][key] for key in ('base', 'sha256')}
-            name, source = base['base'], open_base(base, resumed.path, cfg.data_dir)
-        else:
-            source = open_weights(name, cfg.data_dir)
-            if adapts:
-                base = {'base': name, 'sha256': hash_source(source)}
-        if env.rank == 0:
-            env.barrier()
+    if env.rank:
+        env.barrier()  # waits for rank 0, which downloads for all
+    if resumed:
+        base = {key: resumed.checkpoint['lora'][key] for key in ('base', 'sha256')}
+        name, source = base['base'], open_base(base, resumed.path, cfg.data_dir)
+    else:
+        source = open_weights(name, cfg.data_dir)
+        if adapts:
+            base = {'base': name, 'sha256': hash_source(source)}
+    if env.rank == 0:
+        env.barrier()
     with contextlib.suppress(ValueError):  # its dataset is not here
         source = source._replace(tokenizer=tokenizer_of(source, cfg.data_dir))
     return name, source, base
@@ -231,8 +279,10 @@ def open_checkpoint(source):
         raise ValueError(no_such_start(source))
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
-    run = RunDir(source)
-    paths = [path for path in (run / 'best.pt', *run.checkpoints()) if os.path.exists(path)]
+    best = os.path.join(source, 'best.pt')
+    paths = checkpoint_paths(source)
+    if os.path.exists(best):
+        paths.insert(0, best)
     if not paths:
         remedy = f'; sample.py --adapter={source} reads its adapters' if is_adapter(source) else ''
         raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json{remedy}')
