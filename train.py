@@ -471,16 +471,17 @@ def build_run(settings, datasets, env):
     if not is_to_shard:  # else wrap() moves the part of this process
         model.to(env.device)
     model.compute_dtype = env.dtype
-    sizes = cfg.batch_size, cfg.gradient_accumulation_steps
+    sizes = cfg  # of the batch
+    global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
     if cfg.auto_batch and not cfg.eval_only:
         choose = choose_batch_size
         if is_to_shard:
             choose = functools.partial(choose_batch_size, fits=fits_sharded)
-        micro_batch_size = choose(model, splits['train'], env, cfg)
-        sizes = micro_batch_size, math.prod(sizes) // micro_batch_size
-        print0(f'auto_batch: micro-batches of {counted(micro_batch_size, "sequence")}')
+        size = choose(model, splits['train'], env, cfg)
+        sizes = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=global_batch // size)
+        print0(f'auto_batch: micro-batches of {counted(size, "sequence")}')
     state = state_from(checkpoint) if checkpoint else RunState(step if cfg.eval_only else 0)
-    batches = Batches(splits['train'], cfg.seed, sizes, env, state.shift(T, math.prod(sizes)))
+    batches = Batches(splits['train'], sizes, env, state.shift(T, global_batch))
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=base is not None)
     evaluated, forward = wrap(model, cfg, env)
@@ -537,7 +538,7 @@ def train(run, schedule, checkpoints, log, stop):
     deadline = Deadline(cfg.time_budget, state, env) if cfg.time_budget is not None else None
     speed = Speed(batches.global_batch * batches.split.T, flops_of(model, batches.split.T)[1],
                   peak_flops(env.device, env.dtype))
-    saved_at, save_is_due, advice = time.monotonic(), False, f'lower the learning rate: {resume_command(cfg)}'
+    saved_at, save_is_due = time.monotonic(), False
 
     def save(best, final=False):
         state.logged, state.bad_in_a_row = meter.state()
@@ -596,7 +597,7 @@ def train(run, schedule, checkpoints, log, stop):
         state.iter_num = step = step + 1
         state.tokens_seen += batches.global_batch * batches.split.T
         if step % cfg.log_interval == 0 or step in (1, schedule.max_iters) or step % 50 == 0:
-            meter.check(step, advice)
+            meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
         if step % cfg.log_interval == 0 or step in (1, schedule.max_iters):
             log.step(state, lr, meter.read(), env, speed, seconds_left)
         if schedule.is_open:
@@ -626,7 +627,7 @@ def look_at_clock(run, schedule, deadline, checkpoints, step):
 def report_end(run, schedule, checkpoints, stop, out_of_patience):
     """Print why and how a run ended, and what to do next. Returns the exit code."""
     cfg, state = run.cfg, run.state
-    is_done = state.iter_num >= schedule.max_iters
+    is_done = state.iter_num >= schedule.max_iters and not stop.by_signal()
     if (is_done or out_of_patience) and not math.isfinite(state.best_val_loss):
         raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it diverged; start '
                          'again with a lower learning_rate')

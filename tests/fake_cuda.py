@@ -148,7 +148,7 @@ def test_a_step_of_each_dtype(split, preset, optimizer, dtype):
     ('gpt2', dict(n_kv_head=2, mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
     ('modern', dict(n_kv_head=2, dropout=0.1, label_smoothing=0.1), 4, {}),
     ('gpt2', dict(softcap=15.0), 3, {}), ('gpt2', dict(dropout=0.1), 1, dict(recompute='selective')),
-    ('modern', {}, 4, dict(recompute='full')), ('modern', {}, 1, dict(data_on_device=False, grad_clip=0.0))],
+    ('modern', {}, 4, dict(recompute='full')), ('modern', {}, 1, dict(grad_clip=0.0))],
     ids=str)
 def test_a_step_of_other_settings(split, preset, shape, chunks, settings):
     run_steps(fake_gpt(BF16, chunks, preset=preset, **shape), split, **settings)
@@ -167,7 +167,7 @@ def group(monkeypatch):
 
 
 @pytest.mark.parametrize('preset, dtype, settings', [
-    ('gpt2', FP16, dict(recompute='full')), ('modern', BF16, dict(optimizer='muon', data_on_device=False))])
+    ('gpt2', FP16, dict(recompute='full')), ('modern', BF16, dict(optimizer='muon'))])
 def test_a_step_of_rank_3_of_8(split, group, preset, dtype, settings):
     run_steps(fake_gpt(dtype, preset=preset), split, world=8, **settings)
 

@@ -190,11 +190,12 @@ class Checkpoints:
     def write(self, checkpoint, best):
         """Write best.pt if these weights are the best, ckpt.pt, and the mirror. Drop old ones."""
         began = host.process_seconds()
+        failed = None
         if best:
-            weights = {k: value for k, value in checkpoint.items() if k not in NOT_IN_BEST}
-            save_checkpoint(os.path.join(self.folder, 'best.pt'), weights)
-            if 'lora' in checkpoint:
-                write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
+            try:
+                self.write_best(checkpoint)
+            except ValueError as e:  # ckpt.pt, by which the run goes on, must not depend on it
+                failed = e
         keep_old = None
         if self.saved_step not in (None, checkpoint['iter_num']):
             keep_old = os.path.join(self.folder, f'ckpt-{self.saved_step:09d}.pt')
@@ -205,6 +206,15 @@ class Checkpoints:
         if self.mirror:
             self.copy()
         self.seconds = host.process_seconds() - began
+        if failed:
+            raise failed
+
+    def write_best(self, checkpoint):
+        """Write the weights, settings and tokenizer of a checkpoint as best.pt, adapters also for peft."""
+        weights = {k: value for k, value in checkpoint.items() if k not in NOT_IN_BEST}
+        save_checkpoint(os.path.join(self.folder, 'best.pt'), weights)
+        if 'lora' in checkpoint:
+            write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
 
     def copy(self):
         """Copy the files of the run to the mirror, ckpt.pt last."""

@@ -188,9 +188,10 @@ class Batches:
     the next micro-batch into pinned memory while this one is computed.
     """
 
-    def __init__(self, split, seed, sizes, env, shift=0):
-        """sizes: batch_size and gradient_accumulation_steps. shift: windows read before step 0."""
-        self.split, self.seed, self.env = split, seed, env
+    def __init__(self, split, cfg, env, shift=0):
+        """shift: windows read before step 0, as RunState.shift() counts them."""
+        self.split, self.seed, self.env = split, cfg.seed, env
+        sizes = cfg.batch_size, cfg.gradient_accumulation_steps
         self.micro_batch, self.accumulation = share_batch(*sizes, env.world)
         self.global_batch = math.prod(sizes)
         self.shift = shift

@@ -108,7 +108,7 @@ def test_batch_size_auto_on_a_device_that_is_nearly_full(run):
     free = torch.cuda.mem_get_info()[0]
     taken = torch.empty(free - 2 * 10**9, dtype=torch.uint8, device=DEVICE)
     found = run('auto', batch_size='auto', gradient_accumulation_steps=1024, block_size=1024, n_embd=512,
-                max_iters=2, eval_tokens=2048, vocab_size=50304, data_on_device=False)
+                max_iters=2, eval_tokens=2048, vocab_size=50304)
     del taken
     config = found['config']
     assert config['batch_size'] * config['gradient_accumulation_steps'] == 12 * 1024

@@ -109,7 +109,7 @@ def test_the_message_names_what_does_not_fit(model, monkeypatch):
     run = SimpleNamespace(batches=batches, val=SPLIT)
     cfg, resident = config(12, 2), SimpleNamespace(**{**vars(config(12, 2)), 'data_on_device': True})
     assert 'of cpu (MemoryError); reduce n_layer' in memory_advice(None, Env(), full, cfg)
-    words = 'of cpu beside the data, which data_on_device=True .*; give --data_on_device=False, or '
+    words = 'of cpu beside the data, which data_on_device=True .*; give --or '
     assert re.search(words, memory_advice(None, Env(), full, resident))
     short_of_memory(monkeypatch, 0)
     assert re.search(words, error_of(choose_batch_size, model, SPLIT, Env(), resident))

@@ -377,7 +377,7 @@ def run_of_an_earlier_version(folder):
                   init_from='scratch', profile=False, on_divergence='stop', dataset='old',
                   data_dir=str(folder / 'data'), batch_size=4, gradient_accumulation_steps=2,
                   learning_rate=6e-4, warmup_iters=2, lr_decay_iters=None, max_iters=6, eval_interval=2,
-                  save_interval=1, mirror_dir=None, device='cpu', dtype='float32', compile=False, threads=1)
+                  save_interval=1, mirror_dir=None, device='cpu', dtype='float32', compile=False)
     state = dict(iter_num=4, evaluation_left=True, best_val_loss=9.0, tokens_seen=512, logged=[],
                  bad_in_a_row=0, spikes_in_a_row=0, recent=[6.0, 6.0], skips=[])
     (folder / 'out').mkdir()
@@ -386,7 +386,7 @@ def run_of_an_earlier_version(folder):
                 'tokenizer': {'kind': 'byte'}, 'run_id': 'none',
                 'data': {'train': '109b7085a51fb1ff', 'val': '3148e69190693443'},
                 'versions': {'torch': '2.13.0+cpu', 'numpy': '2.4.6'},
-                'machine': dict(device='cpu', dtype='torch.float32', world=1, threads=1, compile=False)},
+                'machine': dict(device='cpu', dtype='torch.float32', world=1, compile=False)},
                folder / 'out' / 'ckpt.pt')
     (folder / 'out' / 'log.jsonl').write_text('{"step": 2, "val_loss": 9.0}\n{"step": 4, "loss": 6.0}\n')
     (folder / 'out' / 'config.py').write_text(''.join(f'{k} = {v!r}\n' for k, v in config.items()))

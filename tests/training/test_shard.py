@@ -70,7 +70,7 @@ def steps(folder, number, env=None, dtype='float32', scale=None, optimizer='adam
 
 def steps_of_rank(*args, dtype='float32', compiled=False, **settings):
     """steps() in one of several processes."""
-    env = train.setup(TrainConfig(device='cpu', dtype=dtype, compile=compiled, threads=1))
+    env = train.setup(TrainConfig(device='cpu', dtype=dtype, compile=compiled))
     with pytest.MonkeyPatch.context() as m:  # Inductor would take minutes
         m.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
         found = steps(*args, env=env, **settings)
@@ -243,7 +243,7 @@ def test_one_process_has_nothing_to_shard(train_tiny, tmp_path, capsys):
 
 def standing_of_rank():
     """The bytes of weights, gradients and optimizer states that one of several processes holds."""
-    cfg = TrainConfig(device='cpu', dtype='float32', compile=False, threads=1, shard='full', optimizer='muon')
+    cfg = TrainConfig(device='cpu', dtype='float32', compile=False, shard='full', optimizer='muon')
     env = train.setup(cfg)
     model = gpt(preset='modern')
     forward = train.wrap(model, cfg, env)[1]
@@ -280,7 +280,7 @@ def test_the_largest_micro_batch_of_a_sharded_run_is_counted(monkeypatch, failin
     monkeypatch.setattr('hotloop.training.footprint.Need.fits',
                         lambda self, *args: asked.append(self.sharing) or True)
     monkeypatch.setattr(GPT, 'forward', lambda *args: pytest.fail('a trial'))
-    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=4, shard='full', data_on_device=False)
+    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=4, shard='full')
     split = SimpleNamespace(T=16, num_bytes=0)
     assert choose_batch_size(gpt(), split, Two(0, 2), cfg, fits_sharded) == batch
     assert set(asked) == {('full', 2)}
