@@ -75,7 +75,7 @@ def test_where_the_package_does_not_run_a_sentence_names_the_device(monkeypatch)
 def test_without_the_package_the_error_names_it(monkeypatch):
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     error = error_of(train.read_settings, ['--optimizer=adamw8bit', '--dataset=tiny'])
-    assert "optimizer='adamw8bit' needs the package bitsandbytes: pip install bitsandbytes" in error
+    assert "optimizer='adamw8bit' needs bitsandbytes: pip install bitsandbytes" in error
 
 
 def test_the_moments_are_forecast():

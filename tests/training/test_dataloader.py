@@ -15,6 +15,7 @@ from hotloop.training.dataloader import (
     Batches,
     Split,
     check_lengths,
+    copy_to_device,
     kept_on_device,
     micro_seed,
     share_batch,
@@ -26,9 +27,8 @@ from hotloop.training.mixture import Mixture
 T = 16
 
 
-def config(batch=4, accumulation=4, device='auto'):
-    return SimpleNamespace(batch_size=batch, gradient_accumulation_steps=accumulation, seed=1337,
-                           data_on_device=device)
+def config(batch=4, accumulation=4):
+    return SimpleNamespace(batch_size=batch, gradient_accumulation_steps=accumulation, seed=1337)
 
 
 def open_folder(folder, name='train', T=T):
@@ -162,21 +162,24 @@ def test_processes_share_the_global_batch(splits, kind, world):
 
 def test_with_another_batch_no_window_is_left_out_or_repeated(splits):
     before = RunState(iter_num=6, tokens_seen=6 * 16 * T)
-    batches = Batches(splits['plain'], config(batch=8), Env(), before)
+    batches = Batches(splits['plain'], config(batch=8), Env(), before.shift(T, 32))
     expected = splits['plain'].starts(1337, np.arange(6 * 16, 6 * 16 + 32))
     assert np.array_equal(batches.windows(6)[1].ravel(), expected)
 
 
 @pytest.mark.parametrize('kind', [*KINDS, 'documents'])
 def test_data_on_the_device_is_the_same_data(splits, kind):
-    batches = [Batches(splits[kind], config(device=there), Env(1, 2)) for there in (False, True)]
-    assert batches[0].tokens is None and batches[1].tokens is not None
+    batches = [Batches(splits[kind], config(), Env(1, 2)) for _ in range(2)]
+    batches[1].tokens, batches[1].mask = copy_to_device(splits[kind], torch.device('cpu'))
+    assert batches[0].tokens is None
     assert_same(*(load_all(each, range(9)) for each in batches))
 
 
 def test_a_step_uploads_its_positions_before_its_first_load(splits, monkeypatch):
     """An upload between micro-batches would wait until the GPU has computed the one before."""
-    _, loads = Batches(splits['masked'], config(device=True), Env()).step(0)
+    batches = Batches(splits['masked'], config(), Env())
+    batches.tokens, batches.mask = copy_to_device(splits['masked'], torch.device('cpu'))
+    _, loads = batches.step(0)
     monkeypatch.setattr(torch, 'from_numpy', lambda array: pytest.fail('a load uploads'))
     assert len([load() for load in loads]) == 4
 
@@ -216,9 +219,8 @@ def test_data_goes_to_a_gpu_that_has_room_for_it(splits, monkeypatch):
     gpu = Env(device=torch.device('cuda'))
     for free, fits in ((20 * splits['masked'].num_bytes, True), (9 * splits['masked'].num_bytes, False)):
         monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device, free=free: (free, 0))
-        assert kept_on_device(splits['masked'], config(), gpu) is fits
-    assert kept_on_device(splits['masked'], config(device=True), gpu)
-    assert not kept_on_device(splits['masked'], config(), Env())
+        assert kept_on_device(splits['masked'], gpu) is fits
+    assert not kept_on_device(splits['masked'], Env())
 
 
 def test_share_batch():

@@ -110,6 +110,7 @@ def test_a_capped_evaluation_spreads_its_windows_evenly(splits, monkeypatch, num
         seen.extend(starts)
         return eval_batch(split, starts, batch)
     monkeypatch.setattr('hotloop.training.evaluate.eval_batch', spy)
+    monkeypatch.setattr(Env, 'sum', lambda self, array: array)
     assert evaluate(tiny_gpt(), splits['plain'], number, 4, Env())['tokens'] == number * 16
     assert len(seen) == number and (seen[0], seen[-1]) == (0, 29 * 16) and np.ptp(np.diff(seen)) <= 16
 
@@ -124,11 +125,10 @@ def test_the_batches_of_an_evaluation_are_counted(splits, monkeypatch, number, w
         seen.append(starts)
         return eval_batch(split, starts, batch)
     monkeypatch.setattr('hotloop.training.evaluate.eval_batch', spy)
+    monkeypatch.setattr(Env, 'sum', lambda self, array: array)
     for split in (splits['plain'], Mixture(['a', 'b'], list(splits.values()), [3, 1])):
         seen.clear()
-        env = Env()
-        env.sum = lambda array: array
-        env.world = world
+        env = Env(world=world)
         evaluate(tiny_gpt(), split, number, 4, env)
         assert len(seen) == count_batches(split, number, 4, world) > 0
 

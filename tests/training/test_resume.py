@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import contents, error_of, load, noise, same, stop_at, tiny_flags, write_bins
 from faults import assert_equal_runs, final, log
+from hotloop.training.resume import compare_context, settings_of
 
 import prepare
 import train
@@ -23,7 +24,6 @@ from hotloop.system.device import try_compile
 from hotloop.system.distributed import Env
 from hotloop.training.checkpoint import context_of
 from hotloop.training.dataloader import Batches, Split
-from hotloop.training.resume import compare_context, settings_of
 from model import GPT, GPTConfig
 from train import TrainConfig
 

@@ -1,18 +1,23 @@
-"""The length of a run, its learning rates, and what is due after a step."""
+"""The length of a run, its learning rates, and the settings of a depth."""
 
 import math
 
 import pytest
 import torch
-from conftest import error_of, rows
+from conftest import error_of, load, rows
 
 from hotloop.system.distributed import Env
 from hotloop.training.checkpoint import RunState
 from hotloop.training.dataloader import windows_per_epoch
 from hotloop.training.optim import build_optimizers
-from hotloop.training.schedule import Due, learning_rate, set_learning_rate, what_is_due
+from hotloop.training.schedule import decide, learning_rate, plan_schedule, set_learning_rate
+from hotloop.training.settings import choose_depth, depth_settings, num_parameters, tokens_within
 from model import GPT, GPTConfig
 from train import TrainConfig
+
+
+def rate(step, cfg):
+    return learning_rate(step, plan_schedule(cfg, 100, 8, 0, RunState()), cfg)
 
 
 @pytest.mark.parametrize('settings, expected', [
@@ -24,9 +29,6 @@ from train import TrainConfig
     (dict(lr_schedule='linear', decay_fraction=0.25), {14: 1.0, 15: 1.0, 16: 0.82, 20: 0.1}),
     (dict(lr_schedule='linear', min_lr=0.0, lr_decay_iters=16, decay_fraction=0.5),
      {8: 1.0, 12: 0.5, 15: 0.125}),
-    (dict(lr_schedule='linear', decay_start=10), {0: 0.2, 4: 1.0, 10: 1.0, 15: 0.55, 18: 0.28, 20: 0.1}),
-    (dict(lr_schedule='linear', decay_start=15, lr_decay_iters=7), {14: 1.0, 15: 1.0, 16: 0.82, 20: 0.1}),
-    (dict(lr_schedule='linear', decay_start=2, warmup_iters=9), {1: 0.2, 2: 0.3, 11: 0.2, 20: 0.1}),
     (dict(lr_schedule='cosine', time_budget=1.0), {0: 0.2, 4: 1.0, 19: 1.0, 10**6: 1.0}),
     (dict(warmup_iters=0), {0: 1.0, 10: 0.55, 20: 0.1}),
     (dict(lr_schedule='onecycle', warmup_iters=5), {0: 0.1, 2: 0.55, 4: 1.0, 19: 0.1, 20: 0.1}),
@@ -36,9 +38,21 @@ def test_learning_rates_by_hand(settings, expected):
     """Peak 1, min_lr 0.1, 4 warmup steps, 20 steps."""
     cfg = TrainConfig(**dict(dict(learning_rate=1.0, min_lr=0.1, warmup_iters=4, max_iters=20), **settings))
     for step, lr in expected.items():
-        assert learning_rate(step, cfg) == pytest.approx(lr, rel=1e-9), step
-    rates = [learning_rate(step, cfg) for step in range(20)]
-    assert rates[0] > 0 and max(rates) == (0.3 if cfg.warmup_iters == 9 else 1.0)
+        assert rate(step, cfg) == pytest.approx(lr, rel=1e-9), step
+    rates = [rate(step, cfg) for step in range(20)]
+    assert rates[0] > 0 and max(rates) == 1.0
+
+
+@pytest.mark.parametrize('start, warmup, expected', [
+    (10, 4, {0: 0.2, 4: 1.0, 10: 1.0, 15: 0.55, 18: 0.28, 20: 0.1}),
+    (15, 4, {14: 1.0, 15: 1.0, 16: 0.82, 20: 0.1})])
+def test_a_decided_time_budget_decays_from_its_step(start, warmup, expected):
+    cfg = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=warmup, time_budget=1.0)
+    schedule = decide(plan_schedule(cfg, 100, 8, 0, RunState()), start, 20)
+    for step, lr in expected.items():
+        assert learning_rate(step, schedule, cfg) == pytest.approx(lr, rel=1e-9), step
+    resumed = plan_schedule(cfg, 100, 8, 0, RunState(decay_start=start, max_iters=20))
+    assert resumed == schedule
 
 
 @pytest.mark.parametrize('warmup', [0, 2, 7, 19])
@@ -53,16 +67,15 @@ def test_onecycle_is_torchs(warmup, min_lr):
         cycle_momentum=False)
     for step in range(20):
         expected = optimizer.param_groups[0]['lr']
-        assert learning_rate(step, cfg) == pytest.approx(expected, rel=1e-9), step
+        assert rate(step, cfg) == pytest.approx(expected, rel=1e-9), step
         optimizer.step()
         if step < 19:
             scheduler.step()
 
 
-def test_the_warmup_can_be_a_fraction_of_the_run(train_tiny, tmp_path, capsys):
+def test_the_warmup_can_be_a_fraction_of_the_run(train_tiny, tmp_path):
     """Of the steps that max_epochs gives, too."""
     train_tiny(warmup_fraction=0.25, max_epochs=0.5, eval_interval=100)
-    assert 'warmup_fraction=0.25: 4 steps' in capsys.readouterr().out
     assert rows(tmp_path / 'out', 'lr')[0]['lr'] == pytest.approx(5e-3 / 5)
     assert 'warmup_fraction=1.5 must be' in error_of(train_tiny, warmup_fraction=1.5)
 
@@ -74,41 +87,53 @@ def test_every_peak_follows_the_schedule_in_proportion():
                           preset='modern'))
     optimizers = build_optimizers(model, cfg, Env())
     for step in (0, 4, 12, 19):
-        lr = learning_rate(step, cfg)
+        lr = rate(step, cfg)
         set_learning_rate(optimizers, lr, cfg.learning_rate)
         rates = [g['lr'] for o in optimizers for g in o.param_groups]
         assert rates == pytest.approx([lr, lr, 30 * lr, 5 * lr], rel=1e-9)
-
-
-def test_what_is_due_after_a_step():
-    cfg = TrainConfig(max_iters=10, eval_interval=4, log_interval=3, save_interval=5, sample_interval=6)
-    due = {step: what_is_due(RunState(step), cfg) for step in range(1, 11)}
-    found = {name: [step for step in due if getattr(due[step], name)] for name in Due._fields}
-    assert found == {'last': [10], 'log': [1, 3, 6, 9, 10], 'evaluation': [4, 8, 10], 'sample': [6],
-                     'save': [5, 10]}
-    cfg.time_budget = 1.0  # before its first plan nothing is evaluated
-    known = [what_is_due(RunState(4, eval_fitted=known), cfg).evaluation for known in (False, True)]
-    assert known == [False, True]
 
 
 def test_epochs_are_converted_to_steps(train_tiny, tmp_path, capsys):
     """249 windows an epoch and 8 sequences a step: half an epoch is 16 steps, and the decay ends there."""
     train_tiny(max_epochs=0.5, eval_interval=100)
     steps = math.ceil(0.5 * windows_per_epoch(4001, 16) / 8)
-    assert steps == 16 and 'max_epochs=0.5: 16 steps' in capsys.readouterr().out
+    assert steps == 16 and 'run: 16 steps' in capsys.readouterr().out
     last = rows(tmp_path / 'out', 'lr')[-1]
     assert last['step'] == 16 and last['lr'] < 6e-4
     train_tiny('few', max_epochs=0.1)
     assert 'note: 4 steps change the weights little; raise --max_epochs' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('settings', [dict(warmup_iters=2), dict(warmup_fraction=0.5)])
-def test_a_note_says_what_has_a_warmup_and_a_constant_rate(train_tiny, tmp_path, capsys, settings):
-    train_tiny(decay_lr=False, max_iters=4, **settings)
-    note = 'note: decay_lr=False turns the warmup off; a warmup to a constant rate is'
-    flags = '--decay_lr=True --min_lr=0.005'
-    assert f'{note} {flags}' in ' '.join(capsys.readouterr().out.split())
-    train_tiny(decay_lr=True, min_lr=5e-3, max_iters=4, **settings)
-    assert 'no warmup' not in capsys.readouterr().out
-    rates = [row['lr'] for row in rows(tmp_path / 'out', 'lr')]
-    assert rates == pytest.approx([5e-3 / 3, 1e-2 / 3, 5e-3, 5e-3])
+# -----------------------------------------------------------------------------
+# depths
+
+@pytest.mark.parametrize('depth, width, heads, block_size', [
+    (3, 96, 3, 256), (4, 128, 4, 256), (6, 256, 8, 256), (8, 384, 6, 512), (12, 768, 6, 1024)])
+@pytest.mark.parametrize('world', [1, 3, 8])
+def test_a_depth_sets_a_shape_and_a_step(depth, width, heads, block_size, world):
+    values = depth_settings(depth, world)
+    found = values['n_embd'], values['n_head'], values['block_size']
+    assert found == (width, heads, block_size)
+    sequences = values['batch_size'] * values['gradient_accumulation_steps']
+    assert sequences % world == 0 and sequences * block_size >= 2048
+    tokens = values['max_iters'] * sequences * block_size
+    assert tokens == pytest.approx(20 * num_parameters(depth), rel=0.01)
+
+
+def test_a_text_that_is_read_often_gets_more_weight_decay():
+    assert depth_settings(4, tokens=1e6, text_tokens=1e6)['weight_decay'] == pytest.approx(0.1)
+    assert depth_settings(4, tokens=9e6, text_tokens=1e6)['weight_decay'] == pytest.approx(0.3)
+
+
+def test_a_time_budget_chooses_the_depth_that_reads_20_tokens_per_parameter():
+    assert choose_depth(180, 1e9) == 3 and choose_depth(1e6, 1e15) == 24
+    for seconds, flops in ((600, 1e12), (3600, 1e13), (3600, 1e14)):
+        depth = choose_depth(seconds, flops)
+        assert 6 < tokens_within(depth, seconds, flops) / num_parameters(depth) < 70
+
+
+def test_a_depth_is_a_layer_below_flags(train_tiny, tmp_path, capsys):
+    train_tiny(depth=3, max_iters=1, n_layer=2)
+    config = load(tmp_path / 'out' / 'ckpt.pt')['config']
+    assert (config['depth'], config['preset'], config['n_layer']) == (3, 'modern', 2)
+    assert 'init_from=gpt2' in error_of(train_tiny, depth=3, init_from='gpt2')
