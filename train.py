@@ -60,7 +60,15 @@ from hotloop.system.flops import flops_of
 from hotloop.system.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.system.text import file_size, shell, short
 from hotloop.training.announce import print_length, print_run
-from hotloop.training.checkpoint import OPTIMIZERS, Checkpoints, Latest, RunState, checkpoint_of, restore, state_from
+from hotloop.training.checkpoint import (
+    OPTIMIZERS,
+    Checkpoints,
+    Latest,
+    RunState,
+    checkpoint_of,
+    restore,
+    state_from,
+)
 from hotloop.training.dataloader import Batches, check_lengths, micro_seed, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.footprint import fits_sharded
@@ -205,7 +213,7 @@ def read_settings(argv=None):
     cfg = peek.objects[2]
     latest = find_latest(cfg)
     below, own_model = {}, not SHAPE.isdisjoint(peek.given)
-    is_new = cfg.init_from == 'scratch' and not cfg.eval_only and not peek.words
+    is_new = cfg.init_from == 'scratch' and not (cfg.eval_only or peek.words or cfg.report)
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = settings_of(latest.checkpoint, {name: shape[name] for name in MODEL})
@@ -733,6 +741,8 @@ def execute(run, settings, meta):
         return train(run, schedule, checkpoints, log, stop)
     finally:
         log.close()
+        if checkpoints.mirror:
+            checkpoints.copy()  # the last lines of the log
         if held:
             held.release()
 
@@ -747,7 +757,7 @@ def open_run_folder(run, schedule, checkpoints, latest):
         print0(f'resuming at step {run.state.iter_num:,}')
         checkpoints.promote(latest)
     if cfg.mirror_dir:
-        moved = open_mirror(cfg.mirror_dir, latest is not None)
+        moved = open_mirror(cfg.mirror_dir, cfg.out_dir, latest)
         if moved:
             print0(f'mirror_dir: {cfg.mirror_dir} held a run, which was moved to {moved}')
         checkpoints.mirror = cfg.mirror_dir

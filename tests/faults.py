@@ -26,13 +26,13 @@ import traceback
 import torch
 from conftest import load, rows, same, tiny_flags
 
-import hotloop.training.run_dir
+import hotloop.training.checkpoint
 import train
 from configurator import call_main
 
 KILL, STOP = getattr(signal, 'SIGKILL', None), getattr(signal, 'SIGSTOP', None)  # not on Windows
 STEP = 'train.train_step'
-SAVE = 'hotloop.training.run_dir.RunDir.save'  # runs in a thread
+SAVE = 'hotloop.training.checkpoint.Checkpoints.write'  # runs in a thread
 HANGS = 300  # seconds after which a forked run that hangs is killed
 
 
@@ -107,7 +107,7 @@ IN_STEP = {'kill': signals(KILL), 'stop': signals(STOP),
 
 def naive_saves():
     """Checkpoints as most trainers write them: onto the file."""
-    hotloop.training.run_dir.save_checkpoint = (
+    hotloop.training.checkpoint.save_checkpoint = (
         lambda path, checkpoint, keep_old=None: torch.save(checkpoint, path))
 
 

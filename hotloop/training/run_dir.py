@@ -6,6 +6,7 @@ import os
 
 from configurator import OWN_FILE
 from hotloop.system.files import free_number, is_inside, lock, replacing
+from hotloop.system.host import first_line_of
 from hotloop.system.text import shell
 from hotloop.training.checkpoint import MIRRORED, Checkpoints
 
@@ -34,8 +35,9 @@ def open_folder(folder, is_new, config_text):
             check_config(folder)
         os.makedirs(os.path.realpath(folder), exist_ok=True)
         held = take_lock(folder)
-        for path in glob.glob(os.path.join(glob.escape(folder), '*.tmp')):
-            os.remove(path)  # a killed process was writing it
+        for name in MIRRORED:  # files that a killed process was writing
+            for path in glob.glob(os.path.join(glob.escape(folder), f'{name}.*.tmp')):
+                os.remove(path)
         with replacing(os.path.join(folder, 'config.py')) as f:
             f.write(config_text.encode())
     except OSError as e:
@@ -71,17 +73,33 @@ def move_aside(folder):
     return target
 
 
-def open_mirror(folder, resumes):
-    """Prepare the second folder of a run. One that holds another run is moved aside."""
+def open_mirror(folder, out_dir, latest):
+    """
+    Prepare the second folder of a run. Another run in it, or this run at a later step than the checkpoint to
+    resume (`latest`; None for a new run), is moved aside. Returns its new name or None.
+    """
     moved = None
     try:
-        if not resumes and holds_run(folder):
+        if holds_run(folder) and not (latest and is_behind(folder, out_dir, latest)):
             moved = move_aside(folder)
+        if latest is None:
+            check_config(folder)
         os.makedirs(os.path.realpath(folder), exist_ok=True)
     except OSError as e:
         raise ValueError(f'mirror_dir={folder!r} cannot be written: {e.strerror or e}; choose '
                          'another folder, or --mirror_dir=None') from None
     return moved
+
+
+def is_behind(mirror, out_dir, latest):
+    """Return whether a mirror holds this run, at no later step than the checkpoint to resume."""
+    logs = [first_line_of(os.path.join(folder, 'log.jsonl')) for folder in (mirror, out_dir)]
+    if logs[0] != logs[1]:
+        return False
+    try:
+        return Checkpoints(mirror).latest().checkpoint['iter_num'] <= latest.checkpoint['iter_num']
+    except ValueError:  # it holds no intact checkpoint
+        return True
 
 
 def resume_command(cfg):

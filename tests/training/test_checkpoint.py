@@ -20,14 +20,13 @@ from hotloop.system.distributed import Env
 from hotloop.training.checkpoint import (
     RunState,
     checkpoint_of,
-    load_checkpoint,
+    restore,
     save_checkpoint,
     snapshot,
+    state_from,
 )
 from hotloop.training.optim import build_optimizers
-from hotloop.training.resume import restore, state_from
-from hotloop.training.run_dir import RunDir
-from hotloop.weights.lora import LoRAConfig
+from hotloop.weights.load import load_checkpoint
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -44,15 +43,19 @@ def tiny_run(optimizer='adamw', steps=1, **settings):
         model(ids, ids).sum().backward()
         for o in optimizers:
             o.step()
-    return SimpleNamespace(model=model, optimizers=optimizers, scaler=NO_SCALER, lora=LoRAConfig(),
-                           cfg=TrainConfig(), origin='scratch', state=RunState(iter_num=steps),
-                           context={'tokenizer': {'kind': 'byte'}})
+    return SimpleNamespace(model=model, optimizers=optimizers, state=RunState(iter_num=steps))
+
+
+def saved(run):
+    """The checkpoint of a run."""
+    record = {'tokenizer': {'kind': 'byte'}, 'config': {}}
+    return checkpoint_of(run.model, run.optimizers, NO_SCALER, run.state, record)
 
 
 @pytest.fixture
 def path(tmp_path):
     """A checkpoint file."""
-    save_checkpoint(str(tmp_path / 'c.pt'), checkpoint_of(tiny_run()))
+    save_checkpoint(str(tmp_path / 'c.pt'), saved(tiny_run()))
     return tmp_path / 'c.pt'
 
 
@@ -89,7 +92,7 @@ def test_several_processes_share_the_memory_of_a_file(path, monkeypatch):
 
 @pytest.mark.parametrize('bias', [True, False])
 def test_weights_tell_whether_a_checkpoint_from_before_the_bias_setting_has_biases(path, bias):
-    checkpoint = checkpoint_of(tiny_run(bias=bias))
+    checkpoint = saved(tiny_run(bias=bias))
     del checkpoint['model_args']['bias']
     save_checkpoint(str(path), checkpoint)
     assert load_checkpoint(str(path))['model_args'].get('bias', False) is bias
@@ -192,9 +195,9 @@ def write_other_bytes(checkpoint, f, save=torch.save):
 def test_a_save_that_fails_leaves_the_old_file_and_gives_the_space(path, monkeypatch, target, error, words):
     data = path.read_bytes()
     monkeypatch.setattr(target, error)
-    match = rf'c\.pt could not be written: {words}; .* MB are free, 0\.0 MB are needed'
+    match = rf'c\.pt could not be written: {words}'
     with pytest.raises(ValueError, match=match):
-        save_checkpoint(str(path), checkpoint_of(tiny_run(steps=2)))
+        save_checkpoint(str(path), saved(tiny_run(steps=2)))
     assert os.listdir(path.parent) == ['c.pt'] and path.read_bytes() == data
 
 
@@ -211,7 +214,7 @@ def test_the_old_file_keeps_a_second_name_that_is_never_overwritten(path, monkey
         monkeypatch.setattr(os, 'link', fail)
     old, first = path.parent / 'old.pt', path.read_bytes()
     for steps in (2, 3):
-        save_checkpoint(str(path), checkpoint_of(tiny_run(steps=steps)), keep_old=old)
+        save_checkpoint(str(path), saved(tiny_run(steps=steps)), keep_old=old)
         assert old.read_bytes() == first and load_checkpoint(str(path))['iter_num'] == steps
 
 
@@ -221,7 +224,7 @@ def test_the_old_file_keeps_a_second_name_that_is_never_overwritten(path, monkey
 def test_a_snapshot_stays_as_it_is_while_the_run_goes_on(tmp_path):
     """And the file is the same to the byte: the tied matrix is in it once."""
     run, undisturbed = (tiny_run('muon', preset='modern', tie=True) for _ in range(2))
-    checkpoint = checkpoint_of(run)
+    checkpoint = saved(run)
     copy = snapshot(checkpoint, {})
     for name, value in (('a', checkpoint), ('b', copy)):
         (tmp_path / name).mkdir()
@@ -229,7 +232,7 @@ def test_a_snapshot_stays_as_it_is_while_the_run_goes_on(tmp_path):
     assert (tmp_path / 'a' / 'c.pt').read_bytes() == (tmp_path / 'b' / 'c.pt').read_bytes()
     for o in run.optimizers:
         o.step()
-    assert same(copy, checkpoint_of(undisturbed)) and not same(checkpoint, copy)
+    assert same(copy, saved(undisturbed)) and not same(checkpoint, copy)
 
 
 def test_a_checkpoint_has_nanogpts_names_and_plain_values(path):
@@ -245,26 +248,21 @@ def test_a_checkpoint_has_nanogpts_names_and_plain_values(path):
 def test_weights_that_are_not_finite_are_not_saved():
     run = tiny_run()
     run.model.transformer.wte.weight.data[0, 0] = math.nan
-    run.cfg = TrainConfig()
-    for saved, remedy in ((['ckpt.pt'], 'resume with: python train.py --init_from=resume --out_dir=out '),
-                          ([], 'Start again with a lower learning_rate')):
-        run.out = RunDir('out')
-        run.out.checkpoints = lambda saved=saved: saved
-        with pytest.raises(ValueError, match=f'step 1: weights are not finite.*{remedy}'):
-            checkpoint_of(run)
+    with pytest.raises(ValueError, match='step 1: weights are not finite'):
+        saved(run)
 
 
 @pytest.mark.parametrize('change, words', [
     (lambda c: c.pop('optimizer'), r'of 0 optimizers, not of 1 \(best\.pt has none\); .*--init_from=PATH'),
-    (lambda c: c['optimizer']['param_groups'].pop(), r'groups have \[\d+\] parameters, .*--init_from=PATH'),
-    (lambda c: c['optimizer']['param_groups'][0]['params'].pop(), r'have \[\d, \d\] parameters, not \['),
+    (lambda c: c['optimizer']['param_groups'].pop(), r'has groups of \[\d+\] parameters, .*--init_from=PATH'),
+    (lambda c: c['optimizer']['param_groups'][0]['params'].pop(), r'groups of \[\d, \d\] parameters, not of \['),
     (lambda c: c['optimizer']['state'][0].update(exp_avg=torch.zeros(2, 3)),
      r'exp_avg has shape \(2, 3\), not \(11, 8\)'),
-    (lambda c: c['optimizer']['state'][0].pop('exp_avg_sq'), 'it has step, exp_avg and no exp_avg_sq'),
+    (lambda c: c['optimizer']['state'][0].pop('exp_avg_sq'), 'is not AdamW: its state is step, exp_avg, without exp_avg_sq'),
     (lambda c: c['optimizer']['state'][0].update(step=torch.zeros(5)), r'step has shape \(5,\), not \(\)')])
 def test_an_optimizer_state_that_does_not_fit_is_an_error(change, words):
     """torch does not compare shapes: AdamW's fused kernel wrote behind an exp_avg that was too short."""
-    run, checkpoint = tiny_run(), checkpoint_of(tiny_run())
+    run, checkpoint = tiny_run(), saved(tiny_run())
     change(checkpoint)
     with pytest.raises(ValueError, match=words):
         restore(checkpoint, run.optimizers, NO_SCALER)

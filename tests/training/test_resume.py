@@ -8,24 +8,21 @@ import pickle
 import re
 import shlex
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import contents, error_of, load, noise, same, stop_at, tiny_flags, write_bins
 from faults import assert_equal_runs, final, log
-from hotloop.training.resume import compare_context, settings_of
 
 import prepare
 import train
 from hotloop.data.dataset import read_meta
 from hotloop.system.device import try_compile
 from hotloop.system.distributed import Env
-from hotloop.training.checkpoint import context_of
 from hotloop.training.dataloader import Batches, Split
+from hotloop.training.settings import compare_record, settings_of
 from model import GPT, GPTConfig
-from train import TrainConfig
 
 RECIPE = dict(optimizer='muon', preset='modern', dropout=0.1)
 
@@ -123,12 +120,10 @@ def test_a_resume_needs_no_settings(halves, stopped, capsys):
     assert 'resuming at step 5' in capsys.readouterr().out
 
 
-def test_auto_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, monkeypatch, capsys, halves):
+def test_resume_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, monkeypatch, capsys, halves):
     """Started, killed, started again with the same flags, it gives one run's bits; then it does nothing."""
-    flags = dict(init_from='auto', save_interval=5, **RECIPE)
+    flags = dict(resume=True, save_interval=5, **RECIPE)
     interrupted(train_tiny, monkeypatch, 'out', 5, **flags)
-    printed = capsys.readouterr().out
-    assert f'init_from=auto: {tmp_path}/out holds no checkpoint; starting from scratch' in printed
     train_tiny(**flags)
     assert_equal_runs(tmp_path / 'out', halves / 'whole')
     assert 'resuming at step 5' in capsys.readouterr().out and not (tmp_path / 'out.1').exists()
@@ -137,26 +132,14 @@ def test_auto_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, monke
     assert f'nothing to do: the run is at step 10 of 10; {remedy}' in capsys.readouterr().out
 
 
-def test_auto_starts_from_the_weights_that_a_card_names(train_tiny, stopped, tmp_path, capsys):
-    """And resumes the run that began so."""
-    (tmp_path / 'card.py').write_text(f'init_from = {str(stopped)!r}\n')
-    for steps, printed in ((1, f'starting from {stopped}'), (2, 'resuming at step 1')):
-        assert train_tiny('new', tmp_path / 'card.py', init_from='auto', max_iters=steps) == 0
-        assert printed in capsys.readouterr().out
-
-
-def test_auto_never_starts_over_where_checkpoints_are(train_tiny, stopped, tmp_path):
-    """A run whose checkpoints are all damaged is an error, not a new run. It names an intact mirror."""
-    shutil.copytree(stopped, tmp_path / 'drive')
+def test_resume_never_starts_over_where_checkpoints_are(train_tiny, stopped):
+    """A run whose checkpoints are all damaged is an error, not a new run."""
     for path in stopped.glob('ckpt*.pt'):
         os.truncate(path, path.stat().st_size - 500)
-    assert 'holds no intact checkpoint; start with' in error_of(train_tiny, init_from='auto')
-    error = error_of(train_tiny, init_from='auto', mirror_dir=tmp_path / 'drive')
-    assert f'no intact checkpoint; its mirror does: resume there with --out_dir={tmp_path}/drive\n' in error
+    assert 'holds no intact checkpoint' in error_of(train_tiny, resume=True)
 
 
 def test_a_mirror_that_is_ahead_of_the_run_is_not_overwritten(train_tiny, tmp_path):
-    """It went on alone, or another machine has the same drive."""
     flags = dict(save_interval=1, mirror_dir=tmp_path / 'drive')
     train_tiny(max_iters=2, **flags)
     train_tiny('drive', init_from='resume', max_iters=6, mirror_dir=None)
@@ -173,8 +156,6 @@ def test_flags_of_a_resume_are_checked_with_the_settings_of_its_checkpoint(stopp
     for flag, words in (('--n_head=8', 'cannot change on resume'), ('--eval_interval=0', 'above 0'),
                         ('--lora_dropout=0.1', 'applies only with lora_rank')):
         assert words in error_of(train.read_settings, [*flags, flag])
-        assert words in error_of(train.read_settings, ['--init_from=auto', *flags[1:], flag])
-    assert 'above 0' in error_of(train.read_settings, ['--init_from=auto', '--out_dir=new', '--threads=0'])
 
 
 def test_a_card_of_another_shape_is_told_which_flags_continue_the_run(stopped, tmp_path):
@@ -187,25 +168,6 @@ def test_a_card_of_another_shape_is_told_which_flags_continue_the_run(stopped, t
                                                           f'{card}, line 2: n_embd=64']
     flags = remedy.removeprefix('to continue it: ').partition(';')[0].split()
     assert len(flags) == 2 and train.read_settings(words + flags).train.max_iters == 99
-
-
-def test_auto_takes_the_card_of_the_machine_only_for_a_new_run(stopped, monkeypatch):
-    """The checkpoint has the dataset and the shape."""
-    monkeypatch.setattr(train, 'card_for_machine', lambda device: ('config/quickstart.py', 'a test'))
-    resumed = train.read_settings(['--init_from=auto', f'--out_dir={stopped}'])
-    assert resumed.train.dataset == 'tiny' and resumed.train.init_from == 'resume'
-    new = train.read_settings(['--init_from=auto', f'--out_dir={stopped}/empty'])
-    assert new.train.dataset == 'stdlib' and new.train.init_from == 'scratch'
-
-
-def test_auto_continues_in_the_mirror_of_a_lost_folder(train_tiny, tmp_path, monkeypatch, capsys, halves):
-    """A machine whose disk is gone and whose drive is left runs the same command."""
-    flags = dict(init_from='auto', save_interval=5, mirror_dir=tmp_path / 'drive', **RECIPE)
-    interrupted(train_tiny, monkeypatch, 'out', 5, **flags)
-    shutil.rmtree(tmp_path / 'out')
-    train_tiny(**flags)
-    assert f'the run continues in {tmp_path}/drive' in capsys.readouterr().out
-    assert same(final(tmp_path / 'drive')['model'], final(halves / 'whole')['model'])
 
 
 def test_a_damaged_checkpoint_costs_steps_and_no_bits(train_tiny, tmp_path, monkeypatch, capsys, halves):
@@ -231,7 +193,7 @@ def test_compiled_runs_repeat_and_resume_bit_for_bit(tmp_path, monkeypatch):
     if reason := try_compile(torch.device('cpu')):
         pytest.skip(reason)
     write_bins(tmp_path / 'tiny', noise(40001), noise(487, seed=1))
-    run = run_in(tmp_path, compile=True, threads=2, batch_size=32, block_size=64, n_embd=64, dropout=0.1,
+    run = run_in(tmp_path, compile=True, batch_size=32, block_size=64, n_embd=64, dropout=0.1,
                  data_dir=tmp_path)
     run('whole')
     torch._dynamo.reset()
@@ -248,7 +210,7 @@ def test_compiled_runs_repeat_and_resume_bit_for_bit(tmp_path, monkeypatch):
     (dict(n_layer=3), r'n_layer=3.* 2\b'), (dict(softcap=0), r'softcap=0\.0.* 15\.0'),
     (dict(optimizer='adamw'), r"optimizer='adamw'.* 'muon'"),
     (dict(dataset='other'), r"dataset='other'.* 'tiny'"),
-    (dict(), 'the dataset is not the one this run was trained on')])
+    (dict(), "dataset='tiny' is not the data that this run was trained on")])
 def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, settings, words):
     """The error names both values, and no file changes. The last case is other tokens of the same name."""
     write_bins(tmp_path / 'data' / 'tiny', noise(4001, seed=5), noise(487, seed=1))
@@ -256,30 +218,6 @@ def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, set
     before = contents(stopped)
     assert re.search(words, error_of(train_tiny, init_from='resume', data_dir=tmp_path / 'data', **settings))
     assert contents(stopped) == before
-
-
-@pytest.mark.parametrize('dataset, found, flags', [
-    ('tiny', 'tiny.1', ['--tokenizer=char']), ('a:0.7,tiny:0.3', 'a:0.7,tiny.1:0.3', [])])
-def test_a_resume_says_where_its_replaced_dataset_is(train_tiny, tmp_path, dataset, found, flags):
-    """It resumes with that name. Other weights of a mixture, or other data, are refused."""
-    data = tmp_path / 'data'
-    prepare_text(data, 'a', 'some words ' * 400)
-    prepare_text(data, 'tiny', 'other words ' * 400)
-    train_tiny(data_dir=data, dataset=dataset, max_iters=2, eval_tokens=64)
-    settings = dict(init_from='resume', data_dir=data, max_iters=3)
-    prepare_text(data, 'tiny', 'new words, and characters ' * 400, *flags)
-    before = contents(tmp_path / 'out')
-    for now in (dataset, dataset.replace('tiny', 'a')):
-        error = error_of(train_tiny, **settings, dataset=now)
-        assert error.endswith(f'; the one it was trained on is now in {data}: resume with --dataset={found}')
-    if ',' in dataset:
-        assert "'a:0.5,tiny.1:0.5', but" in error_of(train_tiny, **settings, dataset='a:0.5,tiny.1:0.5')
-    assert contents(tmp_path / 'out') == before
-    assert train_tiny(**settings, dataset=found) == 0
-    checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
-    assert (checkpoint['iter_num'], checkpoint['config']['dataset']) == (3, found)
-    shutil.rmtree(data / 'tiny.1')
-    assert error_of(train_tiny, **settings, dataset=dataset).endswith('start a new run with --init_from=PATH')
 
 
 def prepare_text(data_dir, name, text, *flags):
@@ -320,10 +258,10 @@ def test_what_may_change_is_taken_and_printed(train_tiny, stopped, capsys):
     """With both values: rates, batches, lengths, and the machine."""
     change(stopped, lambda checkpoint: checkpoint['versions'].update(torch='2.11.0'))
     train_tiny(init_from='resume', learning_rate=0.25, embed_lr=0.02, batch_size=8, max_iters=7,
-               dropout=0, threads=2)
+               dropout=0)
     out = capsys.readouterr().out
     for name, before, now in (('learning_rate:', 0.005, 0.25), ('batch_size:', 4, 8), ('max_iters:', 10, 7),
-                              ('embed_lr:', None, 0.02), ('threads', 1, 2),
+                              ('embed_lr:', None, 0.02),
                               ('torch', '2.11.0', torch.__version__)):
         assert f'{name} {before} before, {now} now' in out
     checkpoint = load(stopped / 'ckpt.pt')
@@ -445,13 +383,8 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
                tmp_path / 'out' / 'ckpt.pt')
     for n in (3, 4):
         step(n)
-    (tmp_path / 'card.py').write_text('eval_tokens = 64\nbatch_size = 2\n')
-    flags = ['--init_from=resume', f'--out_dir={tmp_path}/out', '--batch_size=auto']
-    for words in (flags, [str(tmp_path / 'card.py'), *flags]):
-        auto = train.read_settings(words).train
-        assert (auto.batch_size, auto.gradient_accumulation_steps, auto.eval_iters) == (4, 2, 2)
     train.main(['--init_from=resume', f'--out_dir={tmp_path}/out', f'--data_dir={tmp_path}/data',
-                '--device=cpu', '--dtype=float32', '--compile=False', '--threads=1'])
+                '--device=cpu', '--dtype=float32', '--compile=False'])
     ours = load(tmp_path / 'out' / 'ckpt.pt')
     assert ours['iter_num'] == 5 and ours['config']['beta2'] == 0.99
     assert ours['state']['tokens_seen'] == 5 * 128
@@ -487,20 +420,12 @@ def test_weights_that_are_not_finite_are_not_resumed(train_tiny, stopped):
     assert re.search('weights .*are not finite', error_of(train_tiny, init_from='resume'))
 
 
-def test_the_context_of_a_run_is_compared():
+def test_the_record_of_a_run_is_compared():
     """Other data are an error; another machine is a note, because the bits may differ."""
-    part = SimpleNamespace(fingerprint=lambda: 'abc')
-    splits = {'train': SimpleNamespace(splits=[part, part])}
-    chat = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'bos': 1, 'templates': ['chatml']})
-    other = SimpleNamespace(meta={'tokenizer': {'kind': 'byte'}, 'templates': ['gemma']})
-    before = context_of([chat], splits, Env(threads=1))
-    now = context_of([chat, other], splits, Env(threads=2))
-    assert before['data'] == {'train': 'abc abc'} and before['template'] == 'chatml' and before['bos'] == 1
-    assert 'template' not in now and 'bos' not in now
-    cfg = TrainConfig()
-    assert compare_context(before, before, cfg) == compare_context({}, now, cfg) == []
-    before['versions'] = {**before['versions'], 'numpy': '1.0'}
-    [note] = compare_context(before, now, cfg)
-    assert re.match(r'numpy 1\.0 before, .* now; threads 1 before, 2 now; results may ', note)
-    with pytest.raises(ValueError, match=r"not the one this run was trained on.*'abc abc'.*'x'.*--init_from"):
-        compare_context(before, {**now, 'data': {'train': 'x'}}, cfg)
+    before = {'data': {'train': 'abc'}, 'versions': {'numpy': '1.0'}, 'machine': {'threads': 1}}
+    now = {'data': {'train': 'abc'}, 'versions': {'numpy': '2.0'}, 'machine': {'threads': 2}}
+    assert compare_record(before, before, 'd') == compare_record({}, now, 'd') == []
+    [note] = compare_record(before, now, 'd')
+    assert note.startswith('numpy 1.0 before, 2.0 now; threads 1 before, 2 now; ')
+    with pytest.raises(ValueError, match=r"dataset='d' is not the data .*'x'.*'abc'.*--init_from"):
+        compare_record(before, {**now, 'data': {'train': 'x'}}, 'd')
