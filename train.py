@@ -102,6 +102,7 @@ from hotloop.training.shard import (
     is_sharded,
     local,
     micro_batch,
+    release_mesh,
     reshard,
     set_blocks,
     shard_model,
@@ -709,6 +710,9 @@ def main(argv=None):
         raise ValueError(memory_advice(run and run.batches, env, e)) from None
     finally:
         gc.unfreeze()
+        if run:
+            release_mesh(run.model)
+        run = None  # DDP and FSDP hold the process group
         close_process_group(sys.exc_info()[0] is not None, env.device)
 
 

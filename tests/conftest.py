@@ -18,7 +18,6 @@ import prepare
 import train
 from hotloop.data.bpe import count_words, learn_merges
 from hotloop.data.tokenizer import TiktokenTokenizer
-
 from hotloop.training.evaluate import Evaluation
 
 torch.set_num_threads(1)  # faster in models this small

@@ -85,7 +85,7 @@ def shard_model(model, shard, env):
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    mesh = init_device_mesh(env.device.type, (env.world,))
+    model.mesh = mesh = init_device_mesh(env.device.type, (env.world,))
     # Blocks cast their weights to the compute dtype, so these are sent in it. Embedding and head
     # are not: if they are one matrix, their gradients are added before they are reduced
     dtype = None
@@ -103,6 +103,11 @@ def shard_model(model, shard, env):
 def is_sharded(model):
     """Return whether shard_model() has sharded a model. Then a forward needs all processes."""
     return hasattr(model, 'reshard')
+
+
+def release_mesh(model):
+    """Let the process group end: DTensor's caches keep the mesh of a sharded model, and it keeps the group."""
+    getattr(getattr(model, 'mesh', None), '_pg_registry', {}).clear()
 
 
 def sharded_parts(model):

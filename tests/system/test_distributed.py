@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from conftest import error_of
 
 from hotloop.system import distributed
-from hotloop.system.distributed import Env, StopRequest, check_same_step, open_process_group, print_safely
+from hotloop.system.distributed import Env, StopRequest, check_same_step, open_process_group, print0
 
 
 @pytest.mark.parametrize('number, lines', [(errno.EPIPE, 1), (errno.EIO, 1), (errno.ENOSPC, 2)])
@@ -30,18 +29,18 @@ def test_output_that_nobody_reads_ends_no_run(monkeypatch, number, lines):
     stdout = io.StringIO()
     monkeypatch.setattr(sys, 'stdout', stdout)
     stdout.flush = fail
-    print_safely('one')
+    print0('one')
     del stdout.flush
-    print_safely('two')
+    print0('two')
     assert len(stdout.getvalue().splitlines()) == lines
 
 
 def test_a_broken_pipe_leaves_the_exit_code_alone():
     """Python flushes stdout once more at its end, and would make the code 120."""
-    code = f"""import errno, sys
-{inspect.getsource(print_safely)}
+    code = f"""import errno, os, sys
+{inspect.getsource(print0)}
 for _ in range(3):
-    print_safely('text')
+    print0('text')
 sys.exit(7)"""  # without an import of torch
     reader, writer = os.pipe()
     os.close(reader)
@@ -57,8 +56,10 @@ def test_a_sum_leaves_its_argument_alone_and_only_rank_0_prints(monkeypatch, cap
     monkeypatch.setattr(dist, 'all_reduce', lambda tensor: tensor.mul_(2))
     mine = np.array([3.0, 0.25])
     for rank in (0, 1):
-        Env(rank, 2).print_once(Env(rank, 2).sum(mine)[0] + rank)
+        monkeypatch.setenv('RANK', str(rank))
+        print0(Env(rank, 2).sum(mine)[0] + rank)
     assert capsys.readouterr().out == '6.0\n' and mine.tolist() == [3.0, 0.25]
+    assert [Env(rank, 2).broadcast(5.0) for rank in (0, 1)] == [10.0, 0.0]
 
 
 @pytest.mark.parametrize('steps, words', [
@@ -78,125 +79,52 @@ def test_processes_that_start_from_different_steps_all_stop(steps, words):
     assert sum(parts).tolist() == steps
 
 
-@pytest.mark.parametrize('asked, device, backend', [('auto', 'cuda', 'nccl'), ('gloo', 'cuda', 'gloo')])
-def test_the_backend_and_the_timeout_are_those_of_the_settings(monkeypatch, asked, device, backend):
+@pytest.mark.parametrize('asked, device, backends', [
+    ('auto', 'cuda', 'cpu:gloo,cuda:nccl'), ('nccl', 'cuda', 'cpu:gloo,cuda:nccl'), ('gloo', 'cuda', 'gloo'),
+    ('auto', 'cpu', 'gloo')])
+def test_the_backend_and_the_timeout_are_those_of_the_settings(monkeypatch, asked, device, backends):
     """And the module whose default arguments would hold on to a group is imported before there is one."""
     calls, waits = [], []
 
-    def init_process_group(backend, timeout, device_id, **group):
+    def init_process_group(backend, timeout, **group):
         imported = 'torch.distributed.nn.functional' in sys.modules
-        calls.append((backend, timeout.total_seconds(), device_id, group['world_size'], imported))
+        calls.append((backend, timeout.total_seconds(), group['world_size'], imported))
     monkeypatch.setattr(dist, 'init_process_group', init_process_group)
     monkeypatch.setattr(dist, 'TCPStore', lambda host, port, world, hosts, timeout: waits.append(timeout)
                         or dist.HashStore())
-    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
-    monkeypatch.setenv('MASTER_PORT', '1')
-    for name in [name for name in sys.modules if name.startswith('torch.distributed.nn')]:
-        monkeypatch.delitem(sys.modules, name)
-    open_process_group(asked, torch.device(device, 3), 0, 2, 1.5)
-    assert calls == [(backend, 90.0, torch.device('cuda', 3) if backend == 'nccl' else None, 2, True)]
-    assert waits == [timedelta(seconds=90)]
+    for name, value in (('MASTER_ADDR', '127.0.0.1'), ('MASTER_PORT', '1'), ('WORLD_SIZE', '2'), ('RANK', '0')):
+        monkeypatch.setenv(name, value)
+    open_process_group(asked, torch.device(device), 1.5)
+    assert calls == [(backends, 90.0, 2, True)] and waits == [timedelta(seconds=90)]
     monkeypatch.delenv('MASTER_PORT')
-    error = error_of(open_process_group, asked, torch.device(device, 3), 0, 2, 1.5)
-    assert error == 'WORLD_SIZE=2 is set, but MASTER_PORT is not; start with torchrun, or unset WORLD_SIZE'
-
-
-@pytest.mark.parametrize('name', ['set_timeout', 'distributed_c10d._set_pg_timeout'])
-def test_processes_wait_longer_for_rank_0_where_it_works_alone(monkeypatch, name):
-    """torch has one of these functions, by its version."""
-    waits = []
-    monkeypatch.delattr(dist, 'set_timeout', raising=False)
-    monkeypatch.setattr(f'torch.distributed.{name}', waits.append, raising=False)
-    with Env(timeout_minutes=2.0).patience():
-        assert waits == []
-    with Env(1, 2, timeout_minutes=2.0).patience():
-        assert waits == [timedelta(days=1)]
-    assert waits == [timedelta(days=1), timedelta(minutes=2)]
-    with contextlib.suppress(KeyError), Env(1, 2, timeout_minutes=3.0).patience():
-        raise KeyError('an error ends it too')
-    assert waits[3:] == [timedelta(minutes=3)]
-
-
-GLOO = '[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9. This is typically caused'
-
-
-def ended(rank, ends, error, run=None):
-    """(exit code, message) of a rank that ends with this error, after others ended as in {rank: how}."""
-    store = dist.HashStore()
-    for other, end in ends.items():
-        store.set(f'end/{other}', end)
-    try:
-        Env(rank, 4, store=store).explain_loss(error, run)
-    except ValueError as e:
-        return 1, str(e)
-    except SystemExit as e:
-        return e.code, ''
-    return store.get(f'end/{rank}').decode(), ''
-
-
-def run_at_step(step):
-    out = SimpleNamespace(how_to_go_on=lambda: 'step 5 is saved',
-                          resume_command=lambda: 'torchrun train.py')
-    return SimpleNamespace(forward=None, log=True, state=SimpleNamespace(iter_num=step), out=out)
-
-
-@pytest.mark.parametrize('rank, ends, result', [
-    (0, {1: 'loss', 3: 'loss'}, (1, 'rank 2 of 4 processes was lost (Connection closed by peer [::1]:9); '
-                                    'this was after step 7; step 5 is saved')),
-    (1, {2: 'loss'}, (1, 'rank 0 of 4 processes was lost (Connection closed by peer [::1]:9); this was after '
-                         'step 7; resume with: torchrun train.py')),
-    (1, {0: 'error', 2: 'loss', 3: 'error'}, (1, 'rank 0 of 4 processes ended with an error of its own; this '
-     'was after step 7; resume with: torchrun train.py')),
-    (3, {0: 'loss'}, (1, ''))])  # rank 0 prints
-def test_one_sentence_names_the_process_that_was_lost(monkeypatch, rank, ends, result):
-    monkeypatch.setattr(distributed, 'GRACE', 0)
-    monkeypatch.setattr(dist, 'get_backend', lambda: 'nccl')
-    assert ended(rank, ends, RuntimeError(GLOO), run_at_step(7)) == result
-    _, message = ended(rank, ends, RuntimeError(GLOO), run_at_step(0))
-    assert message == result[1].split('; this was')[0]  # before step 1 nothing is there to resume
-
-
-def test_an_error_of_its_own_stays_as_it_is_and_is_shared(monkeypatch):
-    monkeypatch.setattr(time, 'sleep', lambda seconds: pytest.fail('it need not wait'))
-    for error in (ValueError('the file data/gloo is damaged'), RuntimeError('shapes differ'), MemoryError()):
-        assert ended(2, {}, error) == ('error', '')
-    assert Env().explain_loss(RuntimeError(GLOO), None) is None  # a single process
-
-
-def test_without_the_store_the_rank_is_not_known(monkeypatch):
-    """Rank 0 hosts it where there is no torchrun. The first evaluation of a run has no log yet."""
-    class Gone:
-        def set(self, key, value):
-            raise dist.DistNetworkError('Broken pipe')
-    monkeypatch.setattr(dist, 'get_backend', lambda: 'nccl')
-    with pytest.raises(ValueError, match=r'^another process was lost \(NCCL error\)$'):
-        Env(1, 4, store=Gone()).explain_loss(dist.DistBackendError('NCCL error\nin detail'), None)
+    error = error_of(open_process_group, asked, torch.device(device), 1.5)
+    assert 'WORLD_SIZE=2 is set, but MASTER_PORT is not' in error
 
 
 def test_the_first_signal_asks_and_a_second_interrupt_ends(capfd):
     """The first signal is the one whose code the process ends with."""
-    stop = StopRequest(None)
-    assert not stop() and stop.exit_code() == 0
+    stop = StopRequest(Env())
+    assert not stop.requested() and stop.exit_code() == 0
     for number in (signal.SIGTERM, signal.SIGINT):
         assert signal.getsignal(signal.SIGINT) == stop.receive
         os.kill(os.getpid(), number)
-        assert stop() and stop.by_signal()
+        assert stop.requested() and stop.by_signal()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL and stop.exit_code() == 143
-    assert 'Ctrl-C again exits at once' in capfd.readouterr().err
+    assert 'Ctrl-C again exits now' in capfd.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(signal, 'SIGHUP'), reason='needs SIGHUP')
 def test_a_run_under_nohup_outlives_its_terminal():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stop = StopRequest(None)
+    stop = StopRequest(Env())
     os.kill(os.getpid(), signal.SIGHUP)
-    assert not stop()
+    assert not stop.requested()
 
 
 def test_a_time_limit_is_a_stop_without_a_signal(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(distributed, 'time', SimpleNamespace(monotonic=lambda: now[0]))
-    stop = StopRequest(2)
-    assert not stop()
+    stop = StopRequest(Env(), 2)
+    assert not stop.requested()
     now[0] += 120
-    assert stop() and not stop.by_signal() and stop.exit_code() == 0
+    assert stop.requested() and not stop.by_signal() and stop.exit_code() == 0

@@ -1,14 +1,13 @@
-"""batch_size=auto finds what fits, by trial; a batch that does not fit ends with one that does."""
+"""auto_batch finds what fits, by trial; a batch that does not fit ends with one that does."""
 
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import error_of
 
 from hotloop.system.distributed import Env
-from hotloop.system.memory import choose_batch_size, choose_loss_chunks, memory_advice, why_largest
+from hotloop.system.memory import choose_batch_size, choose_loss_chunks, memory_advice
 from model import GPT, GPTConfig
 
 GB = 2**30
@@ -21,7 +20,7 @@ def model():
 
 def config(batch_size, accumulation, recompute='none'):
     return SimpleNamespace(batch_size=batch_size, gradient_accumulation_steps=accumulation,
-                           loss_chunks='auto', data_on_device='auto', recompute=recompute)
+                           loss_chunks='auto', recompute=recompute)
 
 
 SPLIT = SimpleNamespace(T=16, num_bytes=0)
@@ -72,17 +71,6 @@ def test_a_cpu_is_not_asked_for_more_than_half_its_memory(model, monkeypatch):
     assert choose_batch_size(model, SPLIT, Env(), config(24, 1)) == 4 and tried == [4]
 
 
-def test_the_choice_has_a_reason(monkeypatch):
-    """64 sequences of 1,024 tokens: all of them, as many as fit, as many as are useful."""
-    monkeypatch.setattr('hotloop.system.memory.device_memory', lambda device: 24e9)
-    gpu = Env(device=torch.device('cuda'))
-    assert why_largest(64, 64, 1024, Env()) == 'all 64 sequences of the step fit'
-    assert why_largest(64, 64, 1024, Env(0, 2)) == 'all 64 sequences of each process fit'
-    assert why_largest(16, 64, 1024, Env()) == 'the largest that fits in half of the 24 GB of memory here'
-    assert why_largest(16, 64, 1024, gpu) == 'the largest that fits in the 24 GB of memory here'
-    assert why_largest(128, 512, 1024, gpu) == 'more than 131,072 tokens at once are no faster'
-
-
 def test_the_trial_and_the_estimate_see_what_is_recomputed(model, monkeypatch):
     """Here a layer keeps 4 of 40 bytes; the trial runs each block a second time in its backward pass."""
     deep = GPT(GPTConfig(block_size=16, vocab_size=61, n_layer=10, n_head=2, n_embd=16))
@@ -104,18 +92,12 @@ def test_what_does_not_fit_at_all_and_any_other_error_end_the_search(model, monk
         choose_batch_size(model, SPLIT, Env(), config(12, 2))
 
 
-def test_the_message_names_what_does_not_fit(model, monkeypatch):
-    full, batches = MemoryError(), SimpleNamespace(micro_batch=8, global_batch=16)
-    run = SimpleNamespace(batches=batches, val=SPLIT)
-    cfg, resident = config(12, 2), SimpleNamespace(**{**vars(config(12, 2)), 'data_on_device': True})
-    assert 'of cpu (MemoryError); reduce n_layer' in memory_advice(None, Env(), full, cfg)
-    words = 'of cpu beside the data, which data_on_device=True .*; give --or '
-    assert re.search(words, memory_advice(None, Env(), full, resident))
-    short_of_memory(monkeypatch, 0)
-    assert re.search(words, error_of(choose_batch_size, model, SPLIT, Env(), resident))
-    assert 'a step of 16 sequences' in memory_advice(run, Env(), full, cfg)
-    assert re.search('a micro-batch of 8 sequences of 16 .* cpu; --batch_size=auto .* --recompute=full',
-                     memory_advice(run, Env(), RuntimeError('out of memory'), cfg))
+def test_the_message_names_what_does_not_fit():
+    full, batches = MemoryError(), SimpleNamespace(micro_batch=8, global_batch=16, split=SPLIT)
+    assert 'of cpu (MemoryError); reduce n_layer' in memory_advice(None, Env(), full)
+    assert 'a step of 16 sequences' in memory_advice(batches, Env(), full)
+    assert re.search('a micro-batch of 8 sequences of 16 .* cpu; --auto_batch .* --recompute=full',
+                     memory_advice(batches, Env(), RuntimeError('out of memory')))
 
 
 @pytest.mark.parametrize('env, per_logit', [

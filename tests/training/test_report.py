@@ -301,7 +301,7 @@ def test_a_run_draws_itself(train_tiny, tmp_path, monkeypatch):
     """At evaluations and at the end, and a resume is an event."""
     seen = []
     at_step(monkeypatch, 5, lambda: seen.append((tmp_path / 'out' / 'report.html').read_text()))
-    train_tiny(max_iters=6, log_interval=2, sample_interval=5, sample_tokens=3)
+    train_tiny(max_iters=6, log_interval=2, sample_interval=5)
     assert '>Loss<' in seen[0] and 'of 6<' in seen[0]
     train_tiny(init_from='resume', max_iters=9)
     page = Page(tmp_path / 'out' / 'report.html')
@@ -363,7 +363,7 @@ def test_reports_cost_little_of_a_run(tmp_path, monkeypatch):
         written.append(clock[0])
     monkeypatch.setattr('hotloop.training.logger.write_report', write_report)
     monkeypatch.setattr('time.monotonic', lambda: clock[0])
-    log = Log(tmp_path, SimpleNamespace(wandb_log=False, tensorboard=False), {}, Env(), None)
+    log = Log(SimpleNamespace(out_dir=tmp_path, wandb_log=False, tensorboard=False), {}, Env())
     log.report()
     assert written == []  # nothing is logged yet
     log.write('', step=1, loss=1.0)

@@ -15,13 +15,12 @@ from torch.utils._pytree import tree_flatten_with_path
 
 import train
 from hotloop.data.dataset import read_meta
-from hotloop.system.distributed import Env
+from hotloop.system.distributed import Env, close_process_group
 from hotloop.system.memory import choose_batch_size
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
 from hotloop.training.footprint import Need, fits_sharded
 from hotloop.training.optim import build_optimizers
-from hotloop.training.run_dir import RunDir
 from hotloop.training.shard import gather, local
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -74,7 +73,7 @@ def steps_of_rank(*args, dtype='float32', compiled=False, **settings):
     with pytest.MonkeyPatch.context() as m:  # Inductor would take minutes
         m.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
         found = steps(*args, env=env, **settings)
-    env.leave()
+    close_process_group(False, env.device)
     return found
 
 
@@ -155,14 +154,7 @@ def slow_clock():
     return 0.0
 
 
-def fail_first(out, name, *args, write=RunDir.write, failed=[]):  # noqa: B006
-    if name == 'best.pt' and not failed:
-        failed.append(name)
-        raise ValueError('best.pt could not be written')
-    write(out, name, *args)
-
-
-FAULTS = {'slow clock': slow_clock, 'fail first': fail_first}
+FAULTS = {'slow clock': slow_clock}
 
 
 @pytest.fixture
@@ -199,7 +191,7 @@ def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, r
     """Losses, evaluations, samples, ckpt.pt and best.pt are those of one process without a stop."""
     last = 4 * len(stages)
     settings = dict(recipe, batch_size=2, gradient_accumulation_steps=4, dropout=0.1, sample_interval=4,
-                    sample_tokens=20, lr_decay_iters=last)
+                    lr_decay_iters=last)
     assert run_on(1, 'whole', max_iters=last, **settings) == [0]
     for n, (world, shard) in enumerate(stages, 1):
         init_from = 'scratch' if n == 1 else 'resume'
@@ -218,16 +210,10 @@ def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, r
 
 @pytest.mark.slow
 def test_saves_of_a_sharded_run_are_agreed_on(run_on, tmp_path):
-    """
-    Rank 1's clock never says that save_minutes are over; rank 0 could not write best.pt, so the same loss is
-    an improvement later. If each process decided alone, they would wait for each other.
-    """
-    settings = dict(shard='full', max_iters=6, eval_interval=2, save_minutes=0)
+    """Rank 1's clock never says that save_minutes are over. If each decided alone, one would wait for ever."""
+    settings = dict(shard='full', max_iters=21, eval_interval=50, save_minutes=0)
     assert run_on(2, 'clock', ('train.time.monotonic', 'slow clock'), 1, **settings) == [0, 0]
-    assert (tmp_path / 'clock' / 'ckpt-000000005.pt').exists()
-    settings.update(learning_rate=0, min_lr=0)
-    assert run_on(2, 'best', ('hotloop.training.run_dir.RunDir.write', 'fail first'), 0, **settings) == [0, 0]
-    assert load(tmp_path / 'best' / 'best.pt')['iter_num'] == 4
+    assert (tmp_path / 'clock' / 'ckpt-000000020.pt').exists()
 
 
 def test_one_process_has_nothing_to_shard(train_tiny, tmp_path, capsys):
@@ -257,7 +243,7 @@ def standing_of_rank():
         held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     storages = [local(tensor).untyped_storage() for tensor in held]  # gradients share one
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    env.leave()
+    close_process_group(False, env.device)
     return held
 
 
