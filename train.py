@@ -547,7 +547,7 @@ def train(run, schedule, checkpoints, log, stop):
     deadline = Deadline(cfg.time_budget, state, env) if cfg.time_budget is not None else None
     speed = Speed(batches.global_batch * batches.split.T, flops_of(model, batches.split.T)[1],
                   peak_flops(env.device, env.dtype))
-    saved_at, save_is_due = time.monotonic(), False
+    first_step, saved_at, save_is_due = state.iter_num, time.monotonic(), False
 
     def save(best, final=False):
         state.logged, state.bad_in_a_row = meter.state()
@@ -589,7 +589,7 @@ def train(run, schedule, checkpoints, log, stop):
         if is_new and step and (best or last or stopping or (save_is_due and meter.state()[1] == 0)):
             save(best, final=last or stopping)
             saved_at, save_is_due = time.monotonic(), False
-        if cfg.sample_interval and step and step % cfg.sample_interval == 0 and not stopping:
+        if cfg.sample_interval and step > first_step and step % cfg.sample_interval == 0 and not stopping:
             write_sample(run, log)
         if last or stopping:
             break
