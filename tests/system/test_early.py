@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from conftest import TINY
 
-import sample
 import train
 from configurator import configure
 from hotloop.system import early
@@ -20,8 +19,7 @@ from model import GPTConfig
 
 ROOT = Path(train.__file__).parent
 SCRIPTS = {'train.py': (('model.py', 'hotloop/weights/lora.py', 'train.py'),
-                        (GPTConfig, train.LoRAConfig, train.TrainConfig), train),
-           'sample.py': (('sample.py',), (sample.SampleConfig,), sample)}
+                        (GPTConfig, train.LoRAConfig, train.TrainConfig), train)}
 
 
 @pytest.fixture
@@ -40,7 +38,7 @@ def check(monkeypatch):
 
 @pytest.mark.parametrize('script, argv', [
     ('train.py', ['--bath_size=8']), ('train.py', ['--batch_size=x', '--nlayer=2']),
-    ('train.py', ['--profile']), ('sample.py', ['--top_p=x']), ('sample.py', ['--hepl'])])
+    ('train.py', ['--profile'])])
 def test_it_refuses_in_the_words_of_the_script(check, monkeypatch, script, argv):
     monkeypatch.chdir(ROOT)
     _, classes, _ = SCRIPTS[script]
@@ -62,7 +60,7 @@ def test_an_old_torch_is_a_sentence(check, monkeypatch, found, words):
                                            'pip install -c constraints.txt -r requirements.txt')
 
 
-@pytest.mark.parametrize('script', ['prepare.py', 'train.py', 'sample.py'])
+@pytest.mark.parametrize('script', ['prepare.py', 'train.py'])
 @pytest.mark.parametrize('during', ['numpy', 'torch'])
 def test_an_interrupt_or_a_missing_package_during_the_imports_has_no_traceback(script, during):
     """Any other error keeps it."""
@@ -87,7 +85,7 @@ runpy.run_path(sys.argv[3], run_name="__main__")"""
     assert 'Traceback' in end('OSError')[1]
 
 
-@pytest.mark.parametrize('script', ['prepare.py', 'train.py', 'sample.py'])
+@pytest.mark.parametrize('script', ['prepare.py', 'train.py'])
 def test_the_version_of_python_is_a_sentence(script):
     """Before numpy and configurator, which Python 3.9 cannot parse; the file itself has no later syntax."""
     code = (f'import runpy, sys; sys.version_info = (3, 9, 1); sys.modules["numpy"] = None; '
