@@ -98,17 +98,15 @@ class SampleConfig:
             problems.append(f'stop={self.stop!r} contains an empty string; separate stop strings with |||')
         if self.logprobs and self.output != 'jsonl':
             problems.append('logprobs=True needs output=jsonl')
-        if self.run_code and self.eval_code is None:
+        if self.run_code and not self.eval_code:
             problems.append('run_code=True needs eval_code, the file with the tasks')
-        commands = []
-        for name in ('score', 'eval_code', 'chat', 'diagnose', 'export'):
-            if getattr(self, name) not in (None, False):
-                commands.append(name)
+        names = ('score', 'eval_code', 'chat', 'diagnose', 'export')
+        commands = [name for name in names if getattr(self, name)]
         if len(commands) > 1:
             problems.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
-        if self.template == 'none' and (self.chat or self.score is not None):
+        if self.template == 'none' and (self.chat or self.score):
             problems.append("template='none' keeps prompts as they are; chat and score need a template")
-        if self.quantize != 'none' and (self.export is not None or self.diagnose):
+        if self.quantize != 'none' and (self.export or self.diagnose):
             problems.append(f'{commands[0]} needs unquantized weights; remove quantize={self.quantize}')
         return problems
 
@@ -192,10 +190,7 @@ def text_prompt(text):
 
 
 def make_prompts(rows, tokenizer, template, cfg):
-    """
-    Encode rows from read_prompts() in the template; texts only if the settings name it. Returns
-    [Prompt].
-    """
+    """Encode rows of read_prompts() in the template; texts only if the settings name it."""
     prompts = []
     for given, turns, suited in rows:
         text = given if isinstance(given, str) else turns[-1][1]
@@ -204,11 +199,8 @@ def make_prompts(rows, tokenizer, template, cfg):
             ids = turn_ids(tokenizer, turns, used, cfg.system)
             shown = text if used == 'joined' else f'{text}\n'
             prompts.append(Prompt(given, shown, ids, (TEMPLATES[used].assistant[1],)))
-        elif suited not in (None, 'joined'):
-            raise ValueError(f'{cfg.eval_code or cfg.start} has a chat or an instruction, which needs a '
-                             f'template; {CHOOSE}')
-        elif cfg.system:
-            raise ValueError(f'system={cfg.system!r} needs a template; {CHOOSE}')
+        elif cfg.system or suited not in (None, 'joined'):
+            raise ValueError(f'a chat, an instruction or system={cfg.system!r} needs a template; {CHOOSE}')
         else:
             prompts.append(Prompt(given, text, prompt_ids(tokenizer, text)))
     return prompts
@@ -286,7 +278,7 @@ class Text:
 def temperature_of(cfg):
     if cfg.temperature is not None:
         return cfg.temperature
-    return 0.8 if cfg.eval_code is None else 0.0
+    return 0.0 if cfg.eval_code else 0.8
 
 
 def write(model, tokenizer, prompts, seeds, cfg):
@@ -466,7 +458,7 @@ def validation_batches(weights, config, data_dir):
 
 def main(argv=None):
     cfg, _, _ = configure(SampleConfig, argv=argv, about=__doc__)
-    if cfg.export is not None:
+    if cfg.export:
         opened = open_model(cfg)
         dtype = torch.float32 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
         export(opened.model, opened.tokenizer, opened.template, cfg.export, dtype)
@@ -481,15 +473,15 @@ def main(argv=None):
         diagnose_model(cfg, device, dtype)
         return 0
     weights, model, tokenizer, template = open_model(cfg)
-    model = prepare_for_inference(model, device, dtype, cfg.quantize)
+    model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile)
     step = f', step {weights.checkpoint["iter_num"]}' if 'iter_num' in weights.checkpoint else ''
     spec = tokenizer.spec()
     print(f'weights: {weights.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
           f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
-    if cfg.score is not None:
+    if cfg.score:
         documents = read_documents(cfg.score, tokenizer, template, cfg)
         print_scores(score_documents(model, tokenizer, documents, cfg.batch_size), cfg.score, cfg.output)
-    elif cfg.eval_code is not None:
+    elif cfg.eval_code:
         eval_code(model, tokenizer, template, cfg)
     elif cfg.chat:
         chat(model, tokenizer, template, cfg)

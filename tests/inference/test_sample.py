@@ -135,7 +135,7 @@ def test_int8_and_a_compilation_that_fails(draw, out, monkeypatch):
     prepared = []
     prepare = sample.prepare_for_inference
     monkeypatch.setattr('sample.prepare_for_inference',
-                        lambda *args: prepared.append(prepare(*args)) or prepared[-1])
+                        lambda *args, **rest: prepared.append(prepare(*args, **rest)) or prepared[-1])
     draw(quantize='int8')
     assert type(prepared[0].lm_head).__name__ == 'Int8Linear'
     monkeypatch.setattr('hotloop.system.device.try_compile', lambda device: 'no compiler')
