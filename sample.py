@@ -1,21 +1,20 @@
 """
-Samples from a checkpoint, which holds the model's shape and its tokenizer. A run with adapters also needs its
-base, and nanoGPT's checkpoints their dataset.
+Generate text from a checkpoint, which holds the model's shape and its tokenizer. A run with adapters
+also needs its base, and a checkpoint of nanoGPT its dataset.
 
     $ python sample.py --start="The history of"                    # from the best checkpoint in out/
     $ python sample.py --out_dir=out.1 --start=FILE:prompt.txt     # a prompt from a file
     $ python sample.py --init_from=gpt2 --temperature=0            # OpenAI's weights, greedy
     $ python sample.py --start=FILE:prompts.jsonl --output=jsonl   # many prompts or chats in one batch
-    $ python sample.py --chat                                      # chat in the template of its training data
-    $ python sample.py --score=book.txt                            # loss and bits per byte of each document
+    $ python sample.py --chat                                      # chat in the template of its data
+    $ python sample.py --score=book.txt                            # loss and bits per byte
     $ python sample.py --eval_code=HumanEval.jsonl.gz --run_code   # syntax, BLEU and pass@1 of its code
-    $ python sample.py --diagnose                                  # its training, weights and predictions
+    $ python sample.py --diagnose                                  # training, weights, activations
     $ python sample.py --export=folder                             # write it for transformers
 """
 
 import codecs
 import math
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -25,28 +24,33 @@ import torch
 
 from configurator import call_main, configure
 from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
-from hotloop.data.documents import Format
-from hotloop.data.rows import json_rows
+from hotloop.data.dataset import open_datasets
 from hotloop.data.text_file import open_text, standard_input
 from hotloop.data.tokenizer import encode_parts, prompt_ids, tokenizer_from
-from hotloop.inference.code_eval import judge, report, task_of
-from hotloop.inference.diagnose import diagnose
+from hotloop.inference.code_eval import judge, print_metrics, read_tasks
+from hotloop.inference.diagnose import diagnose, random_batches
 from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
 from hotloop.inference.quantize import prepare_for_inference
-from hotloop.inference.score import print_json, score
+from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
 from hotloop.system.device import choose_compile, choose_device, choose_dtype
-from hotloop.system.files import counted, json_lines
+from hotloop.system.files import json_lines
 from hotloop.system.host import cores
+from hotloop.training.evaluate import fixed_windows
+from hotloop.training.forecast import count_parts
+from hotloop.training.mixture import open_split
 from hotloop.weights.adapter import base_of, merge_adapter
 from hotloop.weights.export import export
 from hotloop.weights.load import open_base, open_weights, tokenizer_of
 from model import GPT
 
-ERRORS = {'refuse': 'strict', 'replace': 'replace'}  # handlers of codecs, by bad_utf8
-CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in messages about a missing template
+CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in errors about a missing template
+RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
+          'top_k': (1, math.inf), 'top_p': (1e-6, 1), 'min_p': (1e-6, 1),
+          'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf)}
+DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
 
 
-@dataclass
+@dataclass(frozen=True)
 class SampleConfig:
     # --- model
     init_from: str = 'resume'  # resume (from out_dir), gpt2 (-medium, -large, -xl), a path, or a hub model
@@ -60,23 +64,19 @@ class SampleConfig:
     template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # chat template; auto: of the training data
     system: str | None = None  # system prompt of chats and of prompts in a template
     score: str | None = None  # print the loss on each document of this file or folder
-    format: Format = 'auto'  # for score: of the files; auto: by suffix; functions: Python functions as rows
-    text_field: str | None = None  # for score: field of rows; None: text, content, or a conversation
-    bad_utf8: Literal['refuse', 'replace'] = 'refuse'  # what to do with text that is not UTF-8
     eval_code: str | None = None  # answer the tasks of this .jsonl or list: HumanEval, MBPP, rows
     run_code: bool = False  # for eval_code: also run the tests, in a process with limits (pass@1)
-    diagnose: bool = False  # examine training, weights, dead units, predictions; also in report.html
+    diagnose: bool = False  # examine training, weights, activations and loss by position
     export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
     max_new_tokens: int = 500  # maximum number of new tokens per sample
-    temperature: float = 0.8  # below 1 is less random; 0 always picks the most likely token (eval_code: 0)
+    temperature: float | None = None  # 0 always picks the most likely token; None: 0.8, 0 for eval_code
     top_k: int | None = 200  # sample from the k most likely tokens; None: all
     top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
     min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: off
     repetition_penalty: float = 1.0  # above 1 makes repeated tokens less likely (CTRL, arXiv 1909.05858)
     stop: str | None = None  # text or special token that ends a sample; several: a|||b; \n, \t
-    past_context: Literal['slide', 'stop'] = 'slide'  # when the context is full: drop its oldest 1/8 or stop
     seed: int = 1337  # of the first sample; each sample depends only on its seed and prompt
     # --- output
     output: Literal['text', 'jsonl'] = 'text'  # jsonl: one object per line, with its finish reason
@@ -88,126 +88,109 @@ class SampleConfig:
     compile: bool = False  # torch.compile: 20 to 50 s for GPT-2 on a CPU
 
     def problems(self):
-        """The problems with the settings, one sentence each."""
-        ranges = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
-                  'top_k': (1, math.inf), 'top_p': (1e-6, 1), 'min_p': (1e-6, 1),
-                  'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf)}
-        wrong = []
-        for name, (least, most) in ranges.items():
+        """List the problems with the settings, one sentence each."""
+        problems = []
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                limits = f'{least} or more' if most == math.inf else f'from {least} to {most}'
-                wrong.append(f'{name}={value} must be {limits}')
+                problems.append(f'{name}={value} must be from {least} to {most}')
         if self.stop is not None and '' in self.stop.split('|||'):
-            wrong.append(f'stop={self.stop!r} contains an empty string; separate stop strings with |||')
+            problems.append(f'stop={self.stop!r} contains an empty string; separate stop strings with |||')
         if self.logprobs and self.output != 'jsonl':
-            wrong.append('logprobs=True needs output=jsonl')
-        commands = [name for name in ('score', 'eval_code', 'chat', 'diagnose', 'export')
-                    if getattr(self, name) not in (None, False)]
+            problems.append('logprobs=True needs output=jsonl')
+        if self.run_code and not self.eval_code:
+            problems.append('run_code=True needs eval_code, the file with the tasks')
+        names = ('score', 'eval_code', 'chat', 'diagnose', 'export')
+        commands = [name for name in names if getattr(self, name)]
         if len(commands) > 1:
-            wrong.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
-        if self.template == 'none' and (self.chat or self.score is not None):
-            wrong.append("template='none' keeps prompts as they are; chat and score need a template")
-        if self.quantize != 'none' and {'export', 'diagnose'} & set(commands):
-            wrong.append(f'{commands[0]} needs unquantized weights; leave quantize={self.quantize} out')
-        for name, needed, what in (('run_code', 'eval_code', 'the file with the tasks'),
-                                   ('format', 'score', 'the text'), ('text_field', 'score', 'the text')):
-            value = getattr(self, name)
-            if value not in (False, 'auto', None) and getattr(self, needed) is None:
-                wrong.append(f'{name}={value!r} needs {needed}, {what}')
-        if self.run_code and os.name == 'nt':
-            wrong.append('run_code=True needs Linux or macOS, because Windows does not limit the memory and '
-                         'the processes of a child; use WSL, or leave it out')
-        return wrong
+            problems.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
+        if self.template == 'none' and (self.chat or self.score):
+            problems.append("template='none' keeps prompts as they are; chat and score need a template")
+        if self.quantize != 'none' and (self.export or self.diagnose):
+            problems.append(f'{commands[0]} needs unquantized weights; remove quantize={self.quantize}')
+        return problems
+
+
+# -----------------------------------------------------------------------------
+# the model
+
+class Opened(NamedTuple):
+    weights: object  # the Weights, which were freed
+    model: GPT  # float32, on the CPU, with the adapter merged
+    tokenizer: object
+    template: str  # as requested, or that of the training data, or 'none'
 
 
 def open_gpt(cfg):
-    """(Weights, the float32 model on the CPU with the adapter merged)."""
+    """Open the weights and the adapter. Returns (Weights, float32 GPT on the CPU)."""
     source = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
     if cfg.adapter and cfg.init_from == 'resume':
-        found = open_base(base_of(cfg.adapter), cfg.adapter, cfg.data_dir)
+        weights = open_base(base_of(cfg.adapter), cfg.adapter, cfg.data_dir)
     else:
-        found = open_weights(source, cfg.data_dir)
-    model = GPT.from_checkpoint(found.model_args, found.weights)
+        weights = open_weights(source, cfg.data_dir)
+    model = GPT.from_checkpoint(weights.model_args, weights.weights)
     if cfg.adapter:
-        merge_adapter(model, cfg.adapter, found)
-    found.weights.clear()  # the model has its own copy
-    return found, model
+        merge_adapter(model, cfg.adapter, weights)
+    weights.weights.clear()  # The model has its own copy.
+    return weights, model
 
 
 def open_model(cfg):
-    """(Weights, the float32 model on the CPU, tokenizer, template: as asked, of its data or 'none')."""
-    found, model = open_gpt(cfg)
-    tokenizer = tokenizer_from(tokenizer_of(found, cfg.data_dir))
-    tokenizer.begin, tokenizer.ends = found.checkpoint.get('bos'), found.checkpoint.get('ends', ())
+    """Open a model with its tokenizer and chat template. Returns Opened."""
+    weights, model = open_gpt(cfg)
+    tokenizer = tokenizer_from(tokenizer_of(weights, cfg.data_dir))
+    tokenizer.begin = weights.checkpoint.get('bos')
+    tokenizer.ends = weights.checkpoint.get('ends', ())
     unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]
     if unused and tokenizer.n_vocab - len(unused) == model.config.vocab_size:  # of images in Gemma 3
         tokenizer.specials = {name: i for name, i in tokenizer.specials.items() if name not in unused}
         tokenizer.n_vocab = model.config.vocab_size
     if tokenizer.n_vocab > model.config.vocab_size:
-        raise ValueError(f'{found.path}: the tokenizer has {tokenizer.n_vocab:,} ids, but the model has '
+        raise ValueError(f'{weights.path}: the tokenizer has {tokenizer.n_vocab:,} ids, but the model has '
                          f'{model.config.vocab_size:,}')
-    template = found.checkpoint.get('template', 'none') if cfg.template == 'auto' else cfg.template
-    return found, model, tokenizer, template
+    template = cfg.template
+    if template == 'auto':
+        template = weights.checkpoint.get('template', 'none')
+    return Opened(weights, model, tokenizer, template)
 
 
-def load(cfg, device, dtype):
-    """(model on its device and ready for inference, tokenizer, template as of open_model())."""
-    found, model, tokenizer, template = open_model(cfg)
-    rows = 1 if cfg.chat else min(samples_of(cfg), cfg.batch_size)  # of a step; several prompts have more
-    model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile, rows=rows)
-    step = f', step {found.checkpoint["iter_num"]}' if 'iter_num' in found.checkpoint else ''
-    spec = tokenizer.spec()
-    print(f'weights: {found.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
-          f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
-    return model, tokenizer, template
-
+# -----------------------------------------------------------------------------
+# prompts
 
 class Prompt(NamedTuple):
-    """A prompt, and what ends its answer."""
-    given: object  # a chat: its messages
-    shown: str  # above its answer
+    given: object  # as the user gave it; a chat: its messages
+    shown: str  # printed above its answer
     ids: list
-    stops: tuple = ()  # texts that end its answer, as those of the settings do
+    stops: tuple = ()  # texts that end its answer, besides those of the settings
 
 
-def read_prompts(start, errors='strict'):
+def read_prompts(start):
     """
-    The prompts that `start` stands for: itself, standard input, a file, or each line of a .jsonl file, as
-    (the prompt as given, [(role, text)], the template that suits a row, or None for a text). errors: how to
-    decode what is not UTF-8.
+    Read the prompts that `start` stands for: itself, standard input, a file, or each line of a
+    .jsonl file. Returns [(prompt as given, [(role, text)], template that suits a row or None)].
     """
     if start == '-':
-        try:
-            return [as_turn(standard_input().read().decode(errors=errors).removeprefix('\ufeff'))]
-        except UnicodeDecodeError as e:
-            raise ValueError(f'standard input is not UTF-8 at byte {e.start:,}; decode it first, or use '
-                             '--bad_utf8=replace') from None
+        return [text_prompt(standard_input().read().decode().removeprefix('\ufeff'))]
     if not start.startswith('FILE:'):
-        if os.path.isfile(start):
-            print(f'note: the prompt is the text {start!r}; FILE:{start} reads the file', file=sys.stderr)
-        return [as_turn(start)]
+        return [text_prompt(start)]
     path = start.removeprefix('FILE:')
-    with open_text(path, errors) as f:
+    with open_text(path) as f:
         if not re.search(r'\.(jsonl|ndjson)(\.\w+)?$', path.lower()):  # compressed or not
-            return [as_turn(f.read())]
-        prompts = [as_turn(row) if isinstance(row, str) else prompt_of(row, where)
-                   for where, row in json_lines(f, path)]
+            return [text_prompt(f.read())]
+        prompts = []
+        for where, row in json_lines(f, path):
+            prompts.append(text_prompt(row) if isinstance(row, str) else prompt_of(row, where))
     if not prompts:
         raise ValueError(f'{path} has no prompts, one on each line')
     return prompts
 
 
-def as_turn(text):
-    """A text as read_prompts() returns it."""
+def text_prompt(text):
     return text, [('user', text)], None
 
 
 def make_prompts(rows, tokenizer, template, cfg):
-    """
-    The Prompts of rows as read_prompts() returns them, in the template; texts only if the settings name it.
-    ValueError for a chat without a template, and for a system prompt that no prompt can use.
-    """
+    """Encode rows of read_prompts() in the template; texts only if the settings name it."""
     prompts = []
     for given, turns, suited in rows:
         text = given if isinstance(given, str) else turns[-1][1]
@@ -216,11 +199,8 @@ def make_prompts(rows, tokenizer, template, cfg):
             ids = turn_ids(tokenizer, turns, used, cfg.system)
             shown = text if used == 'joined' else f'{text}\n'
             prompts.append(Prompt(given, shown, ids, (TEMPLATES[used].assistant[1],)))
-        elif suited not in (None, 'joined'):
-            raise ValueError(f'{cfg.eval_code or cfg.start} has a chat or an instruction, which needs a '
-                             f'template: {CHOOSE}')
-        elif cfg.system:
-            raise ValueError(f'system={cfg.system!r} needs a template: {CHOOSE}')
+        elif cfg.system or suited not in (None, 'joined'):
+            raise ValueError(f'a chat, an instruction or system={cfg.system!r} needs a template; {CHOOSE}')
         else:
             prompts.append(Prompt(given, text, prompt_ids(tokenizer, text)))
     return prompts
@@ -228,19 +208,25 @@ def make_prompts(rows, tokenizer, template, cfg):
 
 def turn_ids(tokenizer, turns, template, system=None):
     """
-    The ids of a conversation up to the assistant's next answer, as in training; never empty. system: a system
-    prompt for turns that have none.
+    Encode a conversation up to the assistant's next answer, as in training. Returns a list that is
+    never empty. system: the system prompt of turns that have none.
     """
     if system is not None and 'system' not in dict(turns):
         turns = [('system', system), *turns]
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
     parts = parts_before_answer(turns, template)
-    return begin + encode_parts(tokenizer, parts)[0].tolist() if parts else prompt_ids(tokenizer, '')
+    if not parts:
+        return prompt_ids(tokenizer, '')
+    ids = encode_parts(tokenizer, parts)[0].tolist()
+    return ids if tokenizer.begin is None else [tokenizer.begin, *ids]
 
+
+# -----------------------------------------------------------------------------
+# texts
 
 def stops_of(tokenizer, stop, more=()):
-    """(texts, ids) that end a sample: those of the setting stop, more of them, the end-of-text id."""
-    texts, ids = [], {tokenizer.eot, *tokenizer.ends} - {None}
+    """Collect what ends a sample: the setting `stop`, more texts, end-of-text ids. Returns (texts, ids)."""
+    texts = []
+    ids = {tokenizer.eot, *tokenizer.ends} - {None}
     for text in [*(stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||'), *more]:
         if text in tokenizer.specials:
             ids.add(tokenizer.specials[text])
@@ -253,46 +239,56 @@ class Text:
     """The text of one sequence as its tokens arrive. It ends before a stop text or a stop id."""
 
     def __init__(self, tokenizer, prompt, seed, stop):
-        self.tokenizer, self.seed = tokenizer, seed
-        self.given, self.start = prompt.given, prompt.shown
+        self.tokenizer = tokenizer
+        self.prompt = prompt
+        self.seed = seed
         self.stop_texts, self.stop_ids = stops_of(tokenizer, stop, prompt.stops)
         self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
-        self.text, self.pending = '', ''  # final text, and text that may still become a stop
-        self.tokens, self.logprobs = [], []
-        self.finish = None  # 'stop', 'length' or 'context'
+        self.text = ''
+        self.pending = ''  # the end of the text, which may still become a stop text
+        self.tokens = []
+        self.logprobs = []
+        self.finish = None  # 'stop' or 'length'
 
     def add(self, token, logprob):
-        """Adds a token. Holds back bytes of an incomplete character and a possible start of a stop text."""
+        """Add a token. Bytes of an incomplete character and a possible stop text are held back."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in self.stop_ids:
             self.end('stop')
             return
         self.pending += self.decoder.decode(self.tokenizer.decode([token]))
-        found = [self.pending.index(stop) for stop in self.stop_texts if stop in self.pending]
-        if found:
-            self.finish, certain = 'stop', min(found)
-        else:
-            beginnings = [stop[:n] for stop in self.stop_texts for n in range(len(stop))]
-            waiting = [len(b) for b in beginnings if self.pending.endswith(b)]
-            certain = len(self.pending) - max(waiting, default=0)
-        self.text += self.pending[:certain]
-        self.pending = self.pending[certain:]
+        ready = len(self.pending)
+        for stop in self.stop_texts:
+            if stop in self.pending:
+                self.finish = 'stop'
+                ready = min(ready, self.pending.index(stop))
+            for length in range(len(stop)):
+                if self.finish is None and self.pending.endswith(stop[:length]):
+                    ready = min(ready, len(self.pending) - length)
+        self.text += self.pending[:ready]
+        self.pending = self.pending[ready:]
 
     def end(self, reason):
-        """Finishes the text. Bytes of an incomplete character become the replacement character."""
+        """Finish the text. Bytes of an incomplete character become the replacement character."""
         self.finish = reason
         self.text += self.pending + self.decoder.decode(b'', final=True)
 
 
+def temperature_of(cfg):
+    if cfg.temperature is not None:
+        return cfg.temperature
+    return 0.0 if cfg.eval_code else 0.8
+
+
 def write(model, tokenizer, prompts, seeds, cfg):
     """
-    Continues each Prompt once with each seed, in one batch. Yields the Texts before the first
-    step and after each step, ordered by prompt and seed. At the end all are finished.
+    Continue each Prompt once with each seed, in one batch. Yields the Texts before the first step
+    and after each step, ordered by prompt and seed. At the end all are finished.
     """
-    sampling = Sampling(cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p,
-                        min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty,
-                        past_context=cfg.past_context, vocab=tokenizer.n_vocab, logprobs=cfg.logprobs)
+    sampling = Sampling(cfg.max_new_tokens, temperature=temperature_of(cfg), top_k=cfg.top_k,
+                        top_p=cfg.top_p, min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty,
+                        vocab=tokenizer.n_vocab, logprobs=cfg.logprobs)
     texts = [Text(tokenizer, prompt, seed, cfg.stop) for prompt in prompts for seed in seeds]
     stopped = set()
     yield texts
@@ -305,156 +301,187 @@ def write(model, tokenizer, prompts, seeds, cfg):
         yield texts
     for text in texts:
         if not text.finish:
-            text.end('length' if len(text.tokens) == cfg.max_new_tokens else 'context')
+            text.end('length')
     yield texts
 
 
-def samples_of(cfg):
-    """The number of samples of each prompt."""
-    return cfg.num_samples or (1 if cfg.temperature < GREEDY_BELOW else 3)
-
-
-def batches(model, tokenizer, prompts, cfg):
-    """Continues each prompt num_samples times, batch_size at a time. Yields what write() does, in order."""
-    longest, size = max((len(prompt.ids) for prompt in prompts), default=0), model.config.block_size
-    if longest > size:
-        print(f'note: the prompt has {longest:,} tokens; the last {size:,} fit the context', file=sys.stderr)
-    num_samples = samples_of(cfg)
+def write_batches(model, tokenizer, prompts, cfg):
+    """Continue each prompt num_samples times, batch_size at a time. Yields write() of each batch."""
+    longest = max([len(prompt.ids) for prompt in prompts], default=0)
+    if longest > model.config.block_size:
+        print(f'note: the prompt has {longest:,} tokens; only the last {model.config.block_size:,} fit in '
+              'the context', file=sys.stderr)
+    num_samples = cfg.num_samples
+    if num_samples is None:
+        num_samples = 1 if temperature_of(cfg) < GREEDY_BELOW else 3
     prompts_at_once = max(cfg.batch_size // num_samples, 1)
     for i in range(0, len(prompts), prompts_at_once):
-        batch = prompts[i:i + prompts_at_once]
         for j in range(0, num_samples, cfg.batch_size):
             seeds = range(cfg.seed + j, cfg.seed + min(j + cfg.batch_size, num_samples))
-            yield write(model, tokenizer, batch, seeds, cfg)
+            yield write(model, tokenizer, prompts[i:i + prompts_at_once], seeds, cfg)
 
+
+def print_in_order(steps, end):
+    """Stream the Texts one after another, each between its prompt and `end`. Returns them."""
+    current = 0  # the Text that is printed
+    printed = 0  # characters of it
+    for texts in steps:
+        while current < len(texts):
+            text = texts[current]
+            shown = text.prompt.shown + text.text
+            print(shown[printed:], end=end if text.finish else '', flush=True)
+            printed = len(shown)
+            if not text.finish:
+                break
+            current += 1
+            printed = 0
+    return texts
+
+
+# -----------------------------------------------------------------------------
+# commands
 
 def sample(model, tokenizer, template, cfg):
-    """Prints samples of each prompt, in order."""
-    rows = read_prompts(cfg.start, ERRORS[cfg.bad_utf8])
-    prompts = make_prompts(rows, tokenizer, template, cfg)
-    for steps in batches(model, tokenizer, prompts, cfg):
+    """Print samples of each prompt, in order."""
+    prompts = make_prompts(read_prompts(cfg.start), tokenizer, template, cfg)
+    for steps in write_batches(model, tokenizer, prompts, cfg):
         if cfg.output == 'text':
             print_in_order(steps, '\n---------------\n')
             continue
         *_, texts = steps
         for text in texts:
-            row = {'prompt': text.given, 'seed': text.seed, 'text': text.text, 'finish': text.finish}
+            row = {'prompt': text.prompt.given, 'seed': text.seed, 'text': text.text, 'finish': text.finish}
             if cfg.logprobs:
                 row |= {'tokens': text.tokens, 'logprobs': text.logprobs}
             print_json(row)
 
 
 def eval_code(model, tokenizer, template, cfg):
-    """Judges the answers to the tasks of a file: prints the metrics, with output=jsonl the answers too."""
+    """Judge the answers to the tasks of a file. Prints the metrics, with output=jsonl also the answers."""
     is_chat = template in CHATS
-    with open_text(cfg.eval_code, ERRORS[cfg.bad_utf8]) as f:
-        lines = list(f)
-        is_list = ''.join(lines[:1]).lstrip().startswith('[')  # as MBPP's sanitized-mbpp.json is
-        rows = json_rows(lines, cfg.eval_code, '') if is_list else json_lines(lines, cfg.eval_code)
-        tasks = [task_of(row, where, is_chat) for where, row in rows]
-    if not tasks or (cfg.run_code and not any(task.tests for task in tasks)):
-        raise ValueError(f'{cfg.eval_code} has no {"tests to run" if tasks else "tasks"}')
-    prompts = make_prompts([(task, task.turns, task.template) for task in tasks], tokenizer, template, cfg)
-    if not is_chat:
-        prompts = [prompt._replace(stops=prompt.stops + prompt.given.stops) for prompt in prompts]
+    tasks = read_tasks(cfg.eval_code, is_chat)
+    if cfg.run_code and not any(task.tests for task in tasks):
+        raise ValueError(f'run_code=True needs tests, and {cfg.eval_code} has none')
+    prompts = []
+    for prompt in make_prompts([(task, task.turns, task.template) for task in tasks],
+                               tokenizer, template, cfg):
+        stops = prompt.stops if is_chat else prompt.stops + prompt.given.stops
+        prompts.append(prompt._replace(stops=stops))
     verdicts = []
-    for steps in batches(model, tokenizer, prompts, cfg):
+    for steps in write_batches(model, tokenizer, prompts, cfg):
         *_, texts = steps
         for text in texts:
-            verdict = judge(text.given, text.seed, text.text, cfg.run_code)
+            verdict = judge(text.prompt.given, text.seed, text.text, cfg.run_code)
             verdicts.append(verdict)
             if cfg.output == 'jsonl':
                 print_json({**verdict._asdict(), 'task': verdict.task.name})
-        print(f'{counted(len(verdicts), "answer")} to {counted(len(tasks), "task")}', file=sys.stderr)
-    report(verdicts, cfg.output)
-
-
-def print_in_order(steps, end):
-    """Streams the Texts one after another, each between its prompt and `end`. Returns them."""
-    turn, printed = 0, 0  # the Text to print, and how much of it is printed
-    for texts in steps:
-        while turn < len(texts):
-            text = texts[turn]
-            print((text.start + text.text)[printed:], end=end if text.finish else '', flush=True)
-            printed = len(text.start + text.text)
-            if not text.finish:
-                break
-            turn, printed = turn + 1, 0
-    return texts
+        print(f'{len(verdicts):,} answers to {len(tasks):,} tasks', file=sys.stderr)
+    print_metrics(verdicts, cfg.output)
 
 
 def chat(model, tokenizer, template, cfg):
-    """Answers the user's messages until an empty one, 'exit' or the end of the input."""
+    """Answer the user's lines until an empty one, 'exit' or the end of the input."""
     if template not in TEMPLATES:
         raise ValueError(f'the chat template of the model is not known; {CHOOSE}')
-    standard_input()  # fails early if stdin is closed
-    if hasattr(sys.stdin, 'reconfigure'):  # not in a notebook
-        sys.stdin.reconfigure(errors='replace')  # a byte that is not UTF-8 must not end a chat
-    print('a line that ends with \\ continues on the next; an empty line ends the chat', file=sys.stderr)
-    stops, size = (TEMPLATES[template].assistant[1],), model.config.block_size
-    limit = size - min(cfg.max_new_tokens, size // 4)  # leaves room for the answer
-    turns, seed = [], cfg.seed
-    while (message := read_message()).strip() not in ('', 'exit'):
+    size = model.config.block_size
+    limit = size - min(cfg.max_new_tokens, size // 4)  # This leaves room for the answer.
+    turns = []
+    seed = cfg.seed
+    while (message := read_line()) not in ('', 'exit'):
         try:
-            asked, ids = fit_turns(tokenizer, [*turns, ('user', message)], template, limit, cfg.system)
-        except ValueError as e:  # too long, or characters that the tokenizer lacks
+            turns, ids = fit_turns(tokenizer, [*turns, ('user', message)], template, limit, cfg.system)
+        except ValueError as e:  # The message is too long, or has characters that the tokenizer lacks.
             print(f'note: {e}', file=sys.stderr)
             continue
-        (answer,) = print_in_order(write(model, tokenizer, [Prompt('', '', ids, stops)], [seed], cfg), '\n')
-        turns = [*asked, ('assistant', answer.text)]
+        prompt = Prompt('', '', ids, (TEMPLATES[template].assistant[1],))
+        answer, = print_in_order(write(model, tokenizer, [prompt], [seed], cfg), '\n')
+        turns.append(('assistant', answer.text))
         seed += 1
 
 
-def read_message():
-    """The user's next lines, up to one that does not end with a backslash; '' at the end of the input."""
-    lines = []
+def read_line():
+    """Read a line of the user. Returns '' at the end of the input."""
     try:
-        while not lines or lines[-1].endswith('\\'):
-            lines.append(input('. ' if lines else '> '))
+        return input('> ').strip()
     except (EOFError, KeyboardInterrupt):
         print()
         return ''
-    return '\n'.join(line.removesuffix('\\') for line in lines)
 
 
 def fit_turns(tokenizer, turns, template, limit, system=None):
-    """(the newest turns of at most `limit` ids, those ids up to the answer). ValueError if there are none."""
+    """
+    Drop the oldest turns until the rest has at most `limit` ids. Returns (turns, their ids).
+    Raises ValueError if the last message alone is too long.
+    """
     for first in range(0, len(turns), 2):
         ids = turn_ids(tokenizer, turns[first:], template, system)
         if len(ids) <= limit:
             if first:
                 print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
             return turns[first:], ids
-    raise ValueError(f'the last message takes {len(ids):,} tokens with its template; the context has room '
-                     f'for {limit:,} and an answer')
+    raise ValueError(f'the message takes {len(ids):,} tokens with its template; the context has room for '
+                     f'{limit:,} and an answer')
+
+
+def diagnose_model(cfg, device, dtype):
+    """Diagnose a model on its validation data, or on random ids if that is not here."""
+    weights, model = open_gpt(cfg)
+    try:
+        batches = validation_batches(weights, model.config, cfg.data_dir)
+    except ValueError as e:
+        print(f'note: random ids and no loss by position, because {e}', file=sys.stderr)
+        batches = random_batches(model.config, DIAGNOSED)
+    parts = {**count_parts(model), 'all': model.num_params()}
+    model.to(device).eval().compute_dtype = dtype
+    diagnose(model, weights, parts, batches, cfg.output)
+
+
+def validation_batches(weights, config, data_dir):
+    """
+    Spread windows over the validation data of a training. Returns an iterator of batches for
+    diagnose(). Raises ValueError if the data is not in data_dir.
+    """
+    settings = weights.checkpoint.get('config', {})
+    if not settings.get('dataset'):
+        raise ValueError(f'{weights.path} does not name its dataset')
+    T = config.block_size
+    val = open_split(open_datasets(settings['dataset'], data_dir), 'val', T,
+                     settings.get('document_mask', False), settings.get('pack_rows', False))
+    trained_on = weights.checkpoint.get('data', {}).get('val')
+    if trained_on not in (None, ' '.join(split.fingerprint() for split in val.splits)):
+        raise ValueError(f'dataset={settings["dataset"]} in data_dir={data_dir} has changed since training')
+    size = max(4096 // T, 1)
+    windows = fixed_windows(val, max(DIAGNOSED // T, 2))
+    return (split.gather(starts[i:i + size])
+            for split, starts in windows for i in range(0, len(starts), size))
 
 
 def main(argv=None):
-    (cfg,), given, _ = configure(SampleConfig, argv=argv, about=__doc__)
-    if cfg.eval_code is not None and 'temperature' not in given:
-        cfg.temperature = 0.0
-    if cfg.export is not None:
-        _, model, tokenizer, template = open_model(cfg)
+    (cfg,), _, _ = configure(SampleConfig, argv=argv, about=__doc__)
+    if cfg.export:
+        opened = open_model(cfg)
         dtype = torch.float32 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
-        export(model, tokenizer, template, cfg.export, dtype)
+        export(opened.model, opened.tokenizer, opened.template, cfg.export, dtype)
         return 0
     device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
     if device.type == 'cuda':
-        torch.cuda.set_device(device)  # torch makes streams, events and CUDA graphs on the current device
+        torch.cuda.set_device(device)  # Streams, events and CUDA graphs are made on the current device.
     dtype, _ = choose_dtype(cfg.dtype, device)
-    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit
+    choose_compile(cfg.compile, device)  # It fails early where torch.compile does not work.
+    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit.
     if cfg.diagnose:
-        found, model = open_gpt(cfg)
-        diagnose(found, model, device, dtype, cfg)
+        diagnose_model(cfg, device, dtype)
         return 0
-    cfg.compile, _ = choose_compile(cfg.compile, device)
-    if device.type == 'cuda' and cfg.quantize == 'int8' and not cfg.compile:
-        print('note: quantize=int8 saves memory, but without --compile=True each token converts all weights, '
-              f'which is slower than {str(dtype).removeprefix("torch.")} on {device}', file=sys.stderr)
-    model, tokenizer, template = load(cfg, device, dtype)
-    if cfg.score is not None:
-        score(model, tokenizer, template, cfg)
-    elif cfg.eval_code is not None:
+    weights, model, tokenizer, template = open_model(cfg)
+    model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile)
+    step = f', step {weights.checkpoint["iter_num"]}' if 'iter_num' in weights.checkpoint else ''
+    spec = tokenizer.spec()
+    print(f'weights: {weights.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
+          f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
+    if cfg.score:
+        documents = read_documents(cfg.score, tokenizer, template, cfg)
+        print_scores(score_documents(model, tokenizer, documents, cfg.batch_size), cfg.score, cfg.output)
+    elif cfg.eval_code:
         eval_code(model, tokenizer, template, cfg)
     elif cfg.chat:
         chat(model, tokenizer, template, cfg)

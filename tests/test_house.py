@@ -15,7 +15,7 @@ BELOW = {'system': (), 'data': ('system',), 'weights': ('system', 'data'),
 SOURCES = {'.'.join(path.relative_to(ROOT).with_suffix('').parts): path.read_text(encoding='utf-8')
            for path in (*ROOT.glob('*.py'), *(ROOT / 'hotloop').rglob('*.py'))}
 # moved in the commits after this one
-KNOWN = {('training', 'inference'), ('inference', 'training'), ('weights', 'training'),
+KNOWN = {('training', 'inference'), ('weights', 'training'),
          ('system', 'weights'), ('system', 'training')}
 
 

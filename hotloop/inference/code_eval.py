@@ -1,51 +1,49 @@
 """
-Judges answers that should be Python code: syntax accuracy, BLEU against a reference, and pass@1 on tasks with
-tests, in the formats of HumanEval (arXiv 2107.03374) and MBPP (arXiv 2108.07732). Tasks without tests are
-rows of instruction data.
+Judge answers that should be Python code: syntax accuracy, BLEU against a reference, and pass@1 on
+tasks with tests. Tasks are HumanEval's (arXiv 2107.03374), MBPP's (arXiv 2108.07732), or rows of
+instruction data.
 """
 
 import ast
 import contextlib
-import io
-import json
 import math
+import os
 import re
+import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import textwrap
-import tokenize
 import warnings
 from typing import NamedTuple
 
-from hotloop.data.chat import as_object, check_text, form_of, prompt_of, turns_of
-from hotloop.inference.run_code import run_code
+from hotloop.data.chat import as_object, form_of, prompt_of, turns_of
+from hotloop.data.text_file import open_text
 from hotloop.inference.score import print_json
-from hotloop.system.files import optional
+from hotloop.system.files import json_lines, optional, parse_json
 
 FENCE = re.compile(r'^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)', re.DOTALL | re.MULTILINE)
-INDENTED = re.compile(r'(?:[ \t].*\n?|\n)*')  # lines that are indented or empty
-# where the continuation of a bare prompt ends: the first are Codex's, for a function's body (2107.03374)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# These end the continuation of a bare prompt; the first are Codex's (arXiv 2107.03374).
 BODY_STOPS = ('\nclass', '\ndef', '\n#', '\nif', '\nprint', '\n```')
 PROGRAM_STOPS = ('\nassert', '\nif', '\nprint', '\n"""', '\n```')
-ACTS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom)  # what gives an expression an effect
-EMPTY = (ast.Pass, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom,
-         ast.Global, ast.Nonlocal)  # statements that do nothing by themselves
 
 
 class Task(NamedTuple):
-    """A task for a model. tests: code that raises an exception after a wrong answer; '' if there is none."""
+    """A task for a model."""
     name: str
     turns: list  # [(role, text)] up to the answer
-    template: str  # the one that suits them
-    prompt: str  # what an answer must not copy; code, if the answer may continue it
-    reference: str  # a right answer, '' if there is none
-    entry: str = ''  # the function that the prompt begins, '' if it begins none
-    tests: str = ''
+    template: str  # the one that suits the turns
+    prompt: str
+    reference: str  # a correct answer, or ''
+    entry: str = ''  # the function that the prompt begins and the answer continues, or ''
+    tests: str = ''  # code that raises an exception after a wrong answer
     stops: tuple = ()  # texts that end the answer to a bare prompt
 
 
 class Verdict(NamedTuple):
-    """A judged answer. outcome: 'passed', the reason of a failure, or None if its tests were not run."""
+    """A judged answer. outcome: 'passed', why it failed, or None if its tests were not run."""
     task: Task
     seed: int
     answer: str
@@ -54,210 +52,230 @@ class Verdict(NamedTuple):
     outcome: str | None
 
 
-def task_of(row, where, is_chat):
+# -----------------------------------------------------------------------------
+# tasks
+
+def read_tasks(path, is_chat):
     """
-    The Task in a row: HumanEval's (prompt, test, entry_point), MBPP's (text or prompt, test_list), or
-    instruction data. is_chat: the question goes into a chat template; otherwise the model continues the code
-    of HumanEval, or for MBPP a docstring with the text and the tests. ValueError for other rows.
+    Read the tasks of a .jsonl file, or of a JSON list as MBPP's sanitized-mbpp.json is. is_chat:
+    questions go into a chat template; otherwise the model continues code.
     """
+    with open_text(path) as f:
+        text = f.read()
+    rows = json_lines(text.split('\n'), path)
+    if text.lstrip().startswith('['):
+        rows = [(f'{path}, element {i}', row) for i, row in enumerate(parse_json(text, path), 1)]
+    tasks = [read_task(row, where, is_chat) for where, row in rows]
+    if not tasks:
+        raise ValueError(f'{path} has no tasks')
+    return tasks
+
+
+def read_task(row, where, is_chat):
+    """Read the Task in a row. where: file and line, for errors."""
     row = as_object(row, where)
     name = str(row.get('task_id', where))
-
-    def text(field):
-        return check_text(row.get(field), f'{where}: field {field!r}')
     if {'prompt', 'test', 'entry_point'} <= row.keys():
-        prompt, entry = text('prompt'), text('entry_point')
-        question = f'Complete this Python function:\n\n{prompt}' if is_chat else prompt
-        return Task(name, [('user', question)], 'joined', prompt, text('canonical_solution'), entry,
-                    f'{text("test")}\ncheck({entry})\n', BODY_STOPS)
+        return humaneval_task(name, row, is_chat)
     if 'test_list' in row:
-        prompt, tests = text('text') or text('prompt'), lines_of(row['test_list'], where)
+        return mbpp_task(name, row, is_chat)
+    return row_task(name, row, where)
+
+
+def humaneval_task(name, row, is_chat):
+    question = f'Complete this Python function:\n\n{row["prompt"]}' if is_chat else row['prompt']
+    tests = f'{row["test"]}\ncheck({row["entry_point"]})\n'
+    return Task(name, [('user', question)], 'joined', row['prompt'], row.get('canonical_solution', ''),
+                row['entry_point'], tests, BODY_STOPS)
+
+
+def mbpp_task(name, row, is_chat):
+    prompt = row.get('text') or row['prompt']  # the latter in sanitized-mbpp.json
+    tests = '\n'.join(row['test_list'])
+    question = f'"""\n{prompt}\n{tests}\n"""\n'
+    if is_chat:
         question = f'{prompt}\nThe code should pass these tests:\n\n{tests}'
-        if not is_chat:
-            question = f'"""\n{prompt}\n{tests}\n"""\n'
-        setup = f'{lines_of(row.get("test_imports") or [""], where)}\n{text("test_setup_code")}'
-        return Task(name, [('user', question)], 'joined', prompt, text('code'), '', f'{setup}\n{tests}\n',
-                    PROGRAM_STOPS)
+    setup = '\n'.join([row.get('test_setup_code') or '', *row.get('test_imports', [])])
+    return Task(name, [('user', question)], 'joined', prompt, row.get('code', ''), '',
+                f'{setup}\n{tests}\n', PROGRAM_STOPS)
+
+
+def row_task(name, row, where):
+    """Read a row of instruction data. One whose prompt ends in a function has its body as the answer."""
     suited, fields = form_of(row)
-    reply = [] if suited is None else turns_of(row, where, suited, fields)[-1:]
+    reply = []
+    if suited is not None:
+        reply = turns_of(row, where, suited, fields)[-1:]
     if not reply or reply[0][0] != 'assistant':
         raise ValueError(f'{where}: expected a task of HumanEval (prompt, test, entry_point) or MBPP (text, '
-                         'test_list), or a row with a question and its answer; its fields are: '
-                         f'{", ".join(row)}')
+                         f'test_list), or a row with a question and its answer, not {", ".join(row)}')
     _, turns, suited = prompt_of(row, where)
     prompt = turns[-1][1]
-    entry = function_begun(prompt) if suited == 'joined' else ''
-    return Task(name, turns, suited, prompt, reply[0][1], entry, stops=BODY_STOPS if entry else ())
+    tree = parse(prompt)
+    if suited == 'joined' and tree and tree.body and isinstance(tree.body[-1], FUNCTIONS):
+        return Task(name, turns, suited, prompt, reply[0][1], tree.body[-1].name, stops=BODY_STOPS)
+    return Task(name, turns, suited, prompt, reply[0][1])
 
 
-def lines_of(values, where):
-    """The lines of code in a list of MBPP, as a text. ValueError for anything else or nothing."""
-    if not values or not isinstance(values, list) or not all(isinstance(line, str) for line in values):
-        raise ValueError(f'{where}: test_list and test_imports must be lists of strings, not '
-                         f'{json.dumps(values)[:50]}')
-    return '\n'.join(values)
-
-
-def function_begun(prompt):
-    """The name of the function at the end of a prompt that is Python, as prepare.py makes them; or ''."""
-    tree = parsed(prompt)
-    last = tree.body[-1] if tree and tree.body else None
-    return last.name if isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)) else ''
-
+# -----------------------------------------------------------------------------
+# one answer
 
 def judge(task, seed, answer, run):
-    """The Verdict on an answer. run: run its tests, in a child process."""
-    code = code_of(answer, task.entry)
-    parses, outcome = is_code(code, task.prompt), None
+    """Judge an answer. run: run its tests, in a child process. Returns a Verdict."""
+    code = first_fence(answer)
+    program = complete(task, answer)
+    parses = is_code(program, task.entry) and code.split() != first_fence(task.prompt).split()
+    outcome = None
     if run and task.tests:
-        program = f'{completed(code, task)}\n{task.tests}'
-        outcome = (run_code(program) or 'passed') if parses else 'not code'
+        outcome = run_program(f'{program}\n{task.tests}') if parses else 'not code'
     return Verdict(task, seed, answer, code, parses, outcome)
 
 
-def unfenced(text):
-    """The first fenced block in a text (``` to ``` or to the end), or else the complete text."""
+def first_fence(text):
+    """Return the first fenced block of a text (``` to ``` or to the end), or the text itself."""
     fenced = FENCE.search(text)
     return fenced[1] if fenced else text
 
 
-def code_of(answer, entry):
-    """
-    The code in an answer: its first fenced block, or all of it, dedented. Where it should define the function
-    `entry` and does not, it is the body: its indented lines up to the first new statement at the top level.
-    """
-    code = unfenced(answer)
-    body = INDENTED.match(code)[0]
-    if entry and not defines(code, entry) and body.strip():
-        # a line at the margin may be inside a string or parentheses
-        ends = [len(body), *(end.end() for end in re.finditer(r'\n(?=\S)|\Z', code))]
-        code = next((code[:end] for end in ends if parsed(f'if 1:\n{code[:end]}')), body)
-    return moved(code).strip('\n')
-
-
-def moved(code, space=''):
-    """The code with `space` in place of the indentation of its first statement. Strings stay as they are."""
-    margin = re.search(r'^[ \t]*(?=[^\s#])|\Z', code, re.MULTILINE)[0]
-    inside = set()  # numbers of lines that begin inside a string
-    with contextlib.suppress(tokenize.TokenError, SyntaxError):  # of what is not Python
-        for token in tokenize.generate_tokens(io.StringIO(code).readline):
-            inside.update(range(token.start[0], token.end[0]))
-    lines = code.split('\n')
-    for number, line in enumerate(lines):
-        if line.strip() and number not in inside:
-            lines[number] = space + line.removeprefix(margin)
-    return '\n'.join(lines)
+def complete(task, answer):
+    """Return the program of an answer: after the prompt that it continues, or alone."""
+    code = first_fence(answer)
+    if not task.entry:
+        return textwrap.dedent(code)  # A fence in a list is indented.
+    if code == answer and not defines(code, task.entry):
+        return task.prompt + answer
+    return f'{task.prompt}\n{code}'  # A repeated function replaces the prompt's, but not its imports.
 
 
 def defines(code, entry):
-    """Whether the code defines the function `entry`, a name that is not ''."""
-    return bool(entry and re.search(rf'^\s*(async )?def {re.escape(entry)}\b', code, re.MULTILINE))
+    return re.search(rf'^(async )?def {re.escape(entry)}\b', code, re.MULTILINE)
 
 
-def completed(code, task):
-    """The program of an answer: after the prompt that it continues, or alone."""
-    if not task.entry:
-        return code
-    prompt = task.prompt.rstrip()
-    space = space_after(prompt)
-    # a definition of its own follows a prompt that may lack a body
-    code = f'{space}pass\n{code}' if defines(code, task.entry) else moved(code, space)
-    return f'{prompt}\n{code}'
-
-
-def space_after(prompt):
-    """The indentation of the statement that continues a prompt: after a docstring, or the first of a body."""
-    lines, node = prompt.split('\n'), parsed(prompt)
-    while getattr(node, 'body', None):
-        node = node.body[-1]
-    is_after = isinstance(node, ast.stmt)  # a prompt without a statement in its body does not parse
-    return re.match(r'\s*', lines[node.lineno - 1 if is_after else -1])[0] + ('' if is_after else '    ')
-
-
-def is_code(code, prompt):
+def is_code(program, entry=''):
     """
-    Whether ast.parse reads the code and a statement in it has an effect. Empty code, pass, ..., a word, a
-    docstring, an import or a copy of the prompt is not enough.
+    Whether a program, or its function `entry`, parses and does more than pass, a word or a
+    docstring.
     """
-    tree = parsed(code)
-    is_copy = code.split() in (prompt.split(), unfenced(prompt).split())
-    return tree is not None and not is_copy and any(has_effect(node) for node in ast.walk(tree))
+    tree = parse(program)
+    if tree is None:
+        return False
+    body = tree.body
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS) and node.name == entry:
+            body = node.body  # The last definition counts.
+    return not all(does_nothing(statement) for statement in body)
 
 
-def parsed(code):
-    """ast.parse(code), or None if it is not Python."""
+def parse(code):
+    """Return ast.parse(code), or None if it is not Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # about strings such as '\d'
+            warnings.simplefilter('ignore')  # Python warns about strings such as '\d'.
             return ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of null bytes and deep nesting
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # null bytes and deep nesting
         return None
 
 
-def has_effect(node):
-    """Whether a node is a statement that does something by itself."""
-    if isinstance(node, ast.Expr):
-        return any(isinstance(part, ACTS) for part in ast.walk(node))
-    is_bare = isinstance(node, ast.AnnAssign) and node.value is None  # a prose line, such as Answer: yes
-    return isinstance(node, ast.stmt) and not isinstance(node, EMPTY) and not is_bare
+def does_nothing(statement):
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant | ast.Name)
+    return isinstance(statement, ast.Pass)
 
+
+# The child marks a complete run with its own exit status, because exit(0) ends a program before its tests.
+COMPLETE = 86
+CHILD = f'''
+import os, resource, runpy, sys
+for name, limit in (('CPU', int(sys.argv[1]) + 1), ('AS', 2**30), ('FSIZE', 2**20), ('CORE', 0)):
+    if name != 'AS' or sys.platform != 'darwin':  # macOS does not limit memory.
+        resource.setrlimit(getattr(resource, 'RLIMIT_' + name), (limit, limit))
+runpy.run_path('program.py', run_name='program')
+os._exit({COMPLETE})
+'''
+
+
+def run_program(program, seconds=10):
+    """
+    Run a program in a child process with limits of time, memory and file size, in a temporary
+    folder, with none of our environment. Returns 'passed' or why it failed. This stops accidents;
+    it is not a sandbox, and does not stop a program that attacks this machine.
+    """
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as errors:
+        with open(os.path.join(folder, 'program.py'), 'w', encoding='utf-8') as f:
+            f.write(program)
+        child = subprocess.Popen([sys.executable, '-I', '-B', '-c', CHILD, str(seconds)], cwd=folder,
+                                 env={'OMP_NUM_THREADS': '1'}, stdin=subprocess.DEVNULL,
+                                 stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+        try:
+            status = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f'stopped after {seconds} s'
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # All have ended.
+                os.killpg(child.pid, signal.SIGKILL)  # also the processes that it started
+            child.wait()
+        if status == COMPLETE:
+            return 'passed'
+        if status < 0:
+            return f'killed by {signal.Signals(-status).name}'
+        errors.seek(0)
+        lines = errors.read().decode('utf-8', 'replace').strip().split('\n')
+        return lines[-1] or f'exit status {status} before the end'
+
+
+# -----------------------------------------------------------------------------
+# metrics of all answers
 
 def wilson(rate, n):
-    """The 95% interval (low, high) of a rate of n tasks (Wilson 1927); also at 0 and 1."""
+    """Return the 95% interval (low, high) of a rate of n tasks (Wilson 1927); also at 0 and 1."""
     z = statistics.NormalDist().inv_cdf(0.975)
-    center, scale = rate + z * z / (2 * n), 1 + z * z / n
+    center = rate + z * z / (2 * n)
     half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    # the roots are exactly 0 and 1 there
-    return (center - half) / scale if rate > 0 else 0.0, (center + half) / scale if rate < 1 else 1.0
+    scale = 1 + z * z / n
+    low = (center - half) / scale if rate > 0 else 0.0  # without rounding errors
+    high = (center + half) / scale if rate < 1 else 1.0
+    return low, high
 
 
 def bleu(verdicts):
     """
-    (sacrebleu's BLEU from 0 to 100, low, high) of code against its references. The 95% interval is from 1000
-    bootstrap samples of the tasks. ValueError if sacrebleu is missing.
+    Compute sacrebleu's BLEU from 0 to 100 and its 95% interval from 1000 bootstrap samples of the
+    tasks. Returns (value, (low, high)). Raises ValueError if sacrebleu is missing.
     """
-    metric = optional('sacrebleu.metrics', 'computes BLEU').BLEU(force=True)  # quiet about text with spaces
-    codes = [without_prompt(v.code, v.task) for v in verdicts]
-    references = [textwrap.dedent(unfenced(v.task.reference)) for v in verdicts]
+    metric = optional('sacrebleu.metrics', 'computes BLEU').BLEU(force=True)  # Code may look tokenized.
+    codes = [verdict.code for verdict in verdicts]
+    references = [first_fence(verdict.task.reference) for verdict in verdicts]
     score = metric.corpus_score(codes, [references], n_bootstrap=1000)
-    return score.score, max(score._mean - score._ci, 0.0), min(score._mean + score._ci, 100.0)
+    return score.score, (max(score._mean - score._ci, 0.0), min(score._mean + score._ci, 100.0))
 
 
-def without_prompt(code, task):
-    """The code without lines of the prompt, if it repeats the function that the reference only continues."""
-    if not defines(code, task.entry):
-        return code
-    known = {line.strip() for line in task.prompt.split('\n')}
-    return '\n'.join(line for line in code.split('\n') if line.strip() not in known)
-
-
-def metrics_of(verdicts):
-    """[(metric, tasks, answers, value, low, high)] of verdicts, equally many for each task."""
-    rates, rows = {'syntax': [v.parses for v in verdicts]}, []
-    if run := [v.outcome == 'passed' for v in verdicts if v.outcome is not None]:
-        rates['pass@1'] = run
-    samples = len({v.seed for v in verdicts})
-    for metric, values in rates.items():
-        n, rate = len(values) // samples, statistics.mean(values)
-        rows.append((metric, n, len(values), rate, *wilson(rate, n)))
-    first = [v for v in verdicts if v.seed == verdicts[0].seed and v.task.reference]
-    if first:
-        try:
-            rows.append(('bleu', len(first), len(first), *bleu(first)))
-        except ValueError as e:
-            print(f'note: no BLEU; {e}', file=sys.stderr)
-    return rows
-
-
-def report(verdicts, output):
-    """Prints a row for each metric. output: 'text' or 'jsonl'."""
+def print_metrics(verdicts, output):
+    """Print a line for each metric of verdicts, of equally many answers to each task."""
     if output == 'text':
         print('metric  tasks  answers   value  95% interval')
-    for metric, tasks, answers, value, low, high in metrics_of(verdicts):
-        if output == 'jsonl':
-            print_json({'metric': metric, 'tasks': tasks, 'answers': answers, 'value': value, 'low': low,
-                        'high': high})
-            continue
-        digits, interval = (2, 'bootstrap') if metric == 'bleu' else (4, 'Wilson')
+    num_tasks = len({verdict.task.name for verdict in verdicts})
+    rates = {'syntax': [verdict.parses for verdict in verdicts],
+             'pass@1': [verdict.outcome == 'passed' for verdict in verdicts if verdict.outcome]}
+    for metric, values in rates.items():
+        if values:
+            rate = statistics.mean(values)
+            tasks = len(values) * num_tasks // len(verdicts)  # Samples of a task do not narrow the interval.
+            print_metric(metric, tasks, len(values), rate, wilson(rate, tasks), output)
+    first = [verdict for verdict in verdicts
+             if verdict.seed == verdicts[0].seed and verdict.task.reference]
+    if first:
+        try:
+            print_metric('bleu', len(first), len(first), *bleu(first), output)
+        except ValueError as e:
+            print(f'note: no BLEU; {e}', file=sys.stderr)
+
+
+def print_metric(metric, tasks, answers, value, interval, output):
+    low, high = interval
+    if output == 'jsonl':
+        print_json({'metric': metric, 'tasks': tasks, 'answers': answers, 'value': value, 'low': low,
+                    'high': high})
+    else:
+        digits = 2 if metric == 'bleu' else 4
         print(f'{metric:<6}  {tasks:>5,}  {answers:>7,}  {value:>6.{digits}f}  {low:.{digits}f} to '
-              f'{high:.{digits}f} ({interval})')
+              f'{high:.{digits}f}')

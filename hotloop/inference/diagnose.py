@@ -1,204 +1,238 @@
-"""The diagnosis of a checkpoint: its training, weights, activations, and predictions on validation data."""
+"""Diagnose a checkpoint: its training, weights, activations, and loss by position."""
 
-import json
 import math
-import os
 import re
-import sys
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
-from hotloop.data.dataset import open_datasets
 from hotloop.inference.score import print_json
-from hotloop.inference.watch import Watch
-from hotloop.system.files import replacing
 from hotloop.system.text import text_of
-from hotloop.training.evaluate import fixed_windows
-from hotloop.training.forecast import count_parts
-from hotloop.training.mixture import open_split
-from hotloop.training.record import DIAGNOSIS
-from hotloop.training.report import write_report
 
-TOKENS, AT_ONCE = 2**14, 2**12  # tokens that the model runs on: in all, and in a batch
-SETTINGS = ('dataset', 'init_from', 'preset', 'optimizer', 'learning_rate', 'lr_schedule', 'min_lr')
-
-
-def diagnose(found, model, device, dtype, cfg):
-    """
-    Prints the diagnosis of a float32 model as tables, or with output='jsonl' as lines of JSON, and adds the
-    tables to the report of its run. found: the Weights it was opened from. cfg: sample.py's settings.
-    """
-    tables = {}
-    for section, rows, about in sections(found, model, device, dtype, cfg.data_dir):
-        tables[section + about] = by_kind(rows) if section == 'weights' else rows
-        show(section, rows if cfg.output == 'jsonl' else tables[section + about], cfg.output, about)
-    if os.path.isfile(found.path) and not cfg.adapter:  # an adapter makes another model of it
-        add_to_report(os.path.dirname(found.path), tables)
+MAX_LOGITS = 2**24  # A forward pass holds at most this many logits at once.
+INACTIVE = 1e-3  # An inactive unit never exceeds this fraction of the RMS of its layer.
+SETTINGS = ('max_iters', 'dataset', 'init_from', 'lora_rank', 'preset', 'optimizer', 'learning_rate',
+            'lr_schedule', 'min_lr')
 
 
 @torch.no_grad()
-def sections(found, model, device, dtype, data_dir):
+def diagnose(model, source, parts, batches, output):
     """
-    Yields (section, its rows or one {name: value}, what to add to its title). Without the validation data of
-    its training, the model runs on random ids.
+    Print tables about a model in eval mode, or with output='jsonl' lines of JSON. source: the
+    Weights it was opened from. parts: {part: its parameters}. batches: tuples (x, y) or
+    (x, y, documents) of (B, T) arrays, y being -1 where there is no target; they are not read if
+    a weight is not finite.
     """
-    yield 'training', training(found, model), ''
-    parts = [*count_parts(model).items(), ('all', model.num_params())]
-    yield 'parameters', [{'part': part, 'parameters': n} for part, n in parts], ''
-    weights = [measure(name, p) for name, p in model.named_parameters()]
-    yield 'weights', weights, ''
-    problems, notes = wrong_weights(weights), []
-    if any(row['not_finite'] for row in weights):
-        notes.append('the model was not run, because its weights are not finite')
-    else:
-        try:
-            batches, source = val_batches(found, model.config, data_dir), 'validation data'
-        except ValueError as e:
-            notes.append(f'no loss by position and no calibration, because {e}')
-            batches, source = random_batches(model.config), 'random ids'
-        model.to(device).eval().compute_dtype = dtype
-        watch = Watch(model)
+    print_table('training', [describe_training(source, model)], output)
+    print_table('parameters', [{'part': part, 'parameters': n} for part, n in parts.items()], output)
+    weights = [measure_tensor(name, p) for name, p in model.named_parameters()]
+    print_table('weights', weights if output == 'jsonl' else group_by_kind(weights), output)
+    problems = find_bad_weights(weights)
+    if not any(row['not_finite'] for row in weights):
+        recorder = Recorder(model)
         for batch in batches:
-            watch.run(*(torch.from_numpy(part).to(device) for part in batch))
-        yield 'blocks', watch.blocks(), (': RMS of the residual stream and of what is added to it, on '
-                                         f'{watch.num_tokens:,} tokens of {source}')
-        problems += watch.problems()
-        for section, rows in watch.predictions().items():
-            about = ': confidence is the probability p of the likeliest token'
-            yield section, rows, about if section == 'predictions' else ''
-    yield 'problems', [{'problem': problem} for problem in problems or ['none found']], ''
-    if notes:
-        yield 'notes', [{'note': note} for note in notes], ''
+            recorder.run(*[torch.from_numpy(part).to(model.cos.device) for part in batch])
+        print_table('blocks', recorder.blocks(), output)
+        problems += recorder.problems()
+        by_position = recorder.loss_by_position()
+        if by_position:
+            print_table('loss by position', by_position, output)
+    print_table('problems', [{'problem': problem} for problem in problems or ['none found']], output)
 
 
-def training(found, model):
-    """What a model was trained on, and how far: {what: value}."""
-    checkpoint, config = found.checkpoint, found.checkpoint.get('config', {})
-    step = checkpoint.get('iter_num')
-    row = {'weights': found.path, 'step': step, 'max_iters': config.get('max_iters')}
-    tokens = checkpoint.get('state', {}).get('tokens_seen')  # best.pt has no state
-    names = ('batch_size', 'gradient_accumulation_steps', 'block_size')
-    if tokens is None and step is not None and all(isinstance(config.get(name), int) for name in names):
-        tokens = step * math.prod(config[name] for name in names)
-    row['tokens'] = tokens
-    row['tokens per parameter'] = tokens and tokens / model.num_params()
-    loss = checkpoint.get('best_val_loss')
-    row['best val loss'] = None if loss is None else float(loss)
-    row |= {name: config.get(name) for name in SETTINGS}
-    if 'lora' in checkpoint:
-        row |= {name: checkpoint['lora'][name] for name in ('base', 'lora_rank', 'quantize')}
-    machine = checkpoint.get('machine', {})
-    row |= {'device': machine.get('device'), 'dtype': machine.get('dtype'), 'processes': machine.get('world')}
-    return {name: value for name, value in row.items() if value is not None}
+def random_batches(config, num_tokens=2**14, batch_tokens=2**12):
+    """Yield batches (x, y) of random ids, without targets."""
+    T = min(config.block_size, batch_tokens)
+    rng = np.random.default_rng(0)
+    for _ in range(num_tokens // batch_tokens):
+        x = rng.integers(0, config.vocab_size, (batch_tokens // T, T))
+        yield x, np.full_like(x, -1)
+
+
+def describe_training(source, model):
+    """Describe what a model was trained on and for how long, as {what: value}."""
+    config = source.checkpoint.get('config', {})
+    facts = {'weights': source.path, 'step': source.checkpoint.get('iter_num')}
+    if 'best_val_loss' in source.checkpoint:
+        facts['best val loss'] = float(source.checkpoint['best_val_loss'])
+    batch = [config.get(name) for name in ('batch_size', 'gradient_accumulation_steps', 'block_size')]
+    if facts['step'] is not None and all(isinstance(size, int) for size in batch):
+        facts['tokens'] = facts['step'] * math.prod(batch)
+        facts['tokens per parameter'] = facts['tokens'] / model.num_params()
+    for name in SETTINGS:
+        facts[name] = config.get(name)
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 # -----------------------------------------------------------------------------
 # weights
 
-def measure(name, p):
-    """The numbers of a tensor: its size, norm, extremes, zeros, and how many of its values are not finite."""
+def measure_tensor(name, p):
+    """Measure the finite values of a tensor, and count those that are zero or not finite."""
     w = p.detach().float()
-    w = w[torch.isfinite(w)]
-    least, most = (x.item() for x in w.aminmax()) if len(w) else (math.nan, math.nan)
+    w = w[w.isfinite()]
     norm = torch.linalg.vector_norm(w, dtype=torch.float64).item()
     return {'name': name, 'shape': list(p.shape), 'parameters': p.numel(), 'norm': norm,
-            'rms': norm / max(len(w), 1)**0.5, 'min': least, 'max': most,
-            'zeros': int((w == 0).sum()), 'not_finite': p.numel() - len(w)}
+            'rms': norm / max(len(w), 1)**0.5, 'min': w.min().item() if len(w) else math.nan,
+            'max': w.max().item() if len(w) else math.nan, 'zeros': int((w == 0).sum()),
+            'not_finite': p.numel() - len(w)}
 
 
-def by_kind(rows):
-    """The numbers of the same tensor of all blocks in one row, and which block has the extreme ones."""
+def group_by_kind(rows):
+    """Join the rows of the same tensor in all blocks."""
     kinds = defaultdict(list)
     for row in rows:
-        kinds[re.sub(r'\.\d+\.', '.*.', row['name']).removeprefix('transformer.')].append(row)
-    result = []
+        kind = re.sub(r'\.\d+\.', '.*.', row['name']).removeprefix('transformer.')
+        kinds[kind].append(row)
+    joined = []
     for kind, same in kinds.items():
-        row = {'name': kind, 'parameters': sum(r['parameters'] for r in same),
-               'norm': math.hypot(*(r['norm'] for r in same))}
-        for column, choose in (('lowest rms', min), ('highest rms', max)):
-            extreme = choose(same, key=lambda r: r['rms'])
-            layer = re.search(r'\.\d+\.', extreme['name'])
-            row[column] = f'{extreme["rms"]:.3g}' + (f' (h{layer[0].rstrip(".")})' if layer else '')
-        row |= {'min': min(r['min'] for r in same), 'max': max(r['max'] for r in same)}
-        row |= {name.replace('_', ' '): sum(r[name] for r in same) for name in ('zeros', 'not_finite')}
-        result.append(row)
-    return result
+        rms = [row['rms'] for row in same]
+        joined.append({'name': kind, 'parameters': sum(row['parameters'] for row in same),
+                       'lowest rms': min(rms), 'highest rms': max(rms),
+                       'min': min(row['min'] for row in same), 'max': max(row['max'] for row in same),
+                       'zeros': sum(row['zeros'] for row in same),
+                       'not finite': sum(row['not_finite'] for row in same)})
+    return joined
 
 
-def wrong_weights(rows):
-    """Sentences about values that are not finite and matrices of zeros."""
-    found = []
+def find_bad_weights(rows):
+    """List the tensors with values that are not finite, and the matrices of zeros."""
+    problems = []
     for row in rows:
         if row['not_finite']:
-            found.append(f'{row["name"]}: {row["not_finite"]:,} of {row["parameters"]:,} values are NaN or '
-                         'infinite')
+            problems.append(f'{row["name"]}: {row["not_finite"]:,} of {row["parameters"]:,} values are NaN '
+                            'or infinite; the model was not run')
         elif row['norm'] == 0 and len(row['shape']) > 1:
-            found.append(f'{row["name"]}: all {row["parameters"]:,} values are zero')
-    return found
+            problems.append(f'{row["name"]}: all {row["parameters"]:,} values are zero')
+    return problems
 
 
 # -----------------------------------------------------------------------------
-# data
+# activations and losses
 
-def val_batches(found, config, data_dir):
-    """
-    Batches (x, y) or (x, y, documents) of windows spread over the val split that the checkpoint names.
-    ValueError if it is not in data_dir.
-    """
-    cfg, T = found.checkpoint.get('config', {}), config.block_size
-    name = cfg.get('dataset')
-    if not name:
-        raise ValueError(f'{found.path} does not say what it was trained on')
-    val = open_split(open_datasets(name, data_dir), 'val', T, cfg.get('document_mask', False),
-                     cfg.get('pack_rows', False))
-    for split in val.splits:
-        split.check_ids(config.vocab_size)
-    size, windows = max(AT_ONCE // T, 1), fixed_windows(val, max(TOKENS // T, 2))
-    return (part.gather(starts[i:i + size]) for part, starts in windows for i in range(0, len(starts), size))
+class Recorder:
+    """Record activations and losses of a model with forward hooks."""
 
+    def __init__(self, model):
+        self.model = model
+        self.squares = defaultdict(float)  # sums of squared activations by (place, layer)
+        self.counts = defaultdict(int)
+        self.peaks = {}  # the largest |output| of each MLP unit so far, by layer: (n_ff,)
+        self.losses = []  # (2, N) tensors: positions, losses
+        self.y = self.position = None  # (B, T), of the batch that runs
+        self.start = 0  # of the next logits in T; they come in chunks
+        for layer, block in enumerate(model.transformer.h):
+            block.register_forward_pre_hook(partial(self.record_input, 'stream', layer))
+            block.mlp.c_proj.register_forward_pre_hook(partial(self.record_input, 'units', layer))
+            block.ln_1_post.register_forward_hook(partial(self.record_output, 'attention', layer))
+            block.ln_2_post.register_forward_hook(partial(self.record_output, 'MLP', layer))
+        model.lm_head.register_forward_hook(self.record_losses)
 
-def random_batches(config):
-    """Batches (x, y) of random ids, without targets."""
-    T, rng = min(config.block_size, AT_ONCE), np.random.default_rng(0)
-    for _ in range(TOKENS // AT_ONCE):
-        x = rng.integers(0, config.vocab_size, (AT_ONCE // T, T))
-        yield x, np.full_like(x, -1)
+    def run(self, x, y, documents=None):
+        """Run the model on a batch. Positions begin again with each of the documents."""
+        B, T = x.shape
+        position = torch.arange(T, device=x.device).expand(B, T)
+        if documents is not None:
+            is_first = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+            position = position - torch.where(is_first, position, 0).cummax(1).values
+        self.y = y
+        self.position = position
+        self.start = 0
+        self.model.loss_chunks = min(T, math.ceil(B * T * self.model.config.vocab_size / MAX_LOGITS))
+        self.model(x, y, documents)
+
+    def record_input(self, place, layer, module, args):
+        x = args[0].float()  # (B, T, C)
+        self.record(place, layer, x)
+        if place == 'units':
+            peaks = x.abs().amax((0, 1))
+            self.peaks[layer] = torch.maximum(self.peaks.get(layer, peaks), peaks)
+
+    def record_output(self, place, layer, module, args, output):
+        self.record(place, layer, output.float())
+
+    def record(self, place, layer, x):
+        self.squares[place, layer] += x.square().sum().item()
+        self.counts[place, layer] += x.numel()
+
+    def record_losses(self, module, args, logits):
+        """Record the loss of each target from (B, T, V) logits, or from the next chunk of T."""
+        chunk = slice(self.start, self.start + logits.size(1))
+        self.start = chunk.stop
+        y = self.y[:, chunk]
+        targets = y[y >= 0]
+        losses = F.cross_entropy(self.model.softcap(logits.float())[y >= 0], targets, reduction='none')
+        self.losses.append(torch.stack([self.position[:, chunk][y >= 0], losses]).cpu().double())
+
+    def rms(self, place, layer):
+        return math.sqrt(self.squares[place, layer] / self.counts[place, layer])
+
+    def blocks(self):
+        """List the RMS of each block's input and of what attention and MLP add, and inactive units."""
+        rows = []
+        for layer, peaks in self.peaks.items():
+            inactive = int((peaks <= INACTIVE * self.rms('units', layer)).sum())
+            rows.append({'block': layer, 'stream': self.rms('stream', layer),
+                         'attention': self.rms('attention', layer), 'MLP': self.rms('MLP', layer),
+                         'dead units': inactive, 'units': len(peaks)})
+        return rows
+
+    def problems(self):
+        """List the parts whose output is zero or not finite, and layers with many inactive units."""
+        problems = []
+        for row in self.blocks():
+            for part in ('attention', 'MLP'):
+                where = f'block {row["block"]}, {part}'
+                if not math.isfinite(row[part]):  # All that follows is not finite either.
+                    return [*problems, f'{where}: its output is NaN or infinite, but all weights are finite']
+                if row[part] <= 1e-6 * row['stream']:
+                    problems.append(f'{where}: its output is zero')
+            if row['dead units'] >= row['units'] / 2:
+                problems.append(f'block {row["block"]}, MLP: {row["dead units"]:,} of {row["units"]:,} units '
+                                'are inactive')
+        if not torch.cat(self.losses, 1).isfinite().all():
+            problems.append('logits: NaN or infinite, but the outputs of all blocks are finite')
+        return problems
+
+    def loss_by_position(self):
+        """Average the losses at positions 1, 2, 3-4, 5-8, ...; [] without targets or finite losses."""
+        position, loss = torch.cat(self.losses, 1)  # (N,)
+        if not loss.isfinite().all():
+            return []
+        rows = []
+        power = torch.frexp(position).exponent  # positions from 0: 0 | 1 | 2 3 | 4 to 7
+        for k in power.unique():
+            chosen = power == k
+            rows.append({'from': int(position[chosen].min()) + 1, 'to': int(position[chosen].max()) + 1,
+                         'tokens': int(chosen.sum()), 'loss': loss[chosen].mean().item()})
+        return rows
 
 
 # -----------------------------------------------------------------------------
 # output
 
-def show(section, content, output, about=''):
-    """Prints rows, {column: value}, as a table, or one {name: value} as a list; or both as lines of JSON."""
-    rows = [content] if isinstance(content, dict) else content
+def print_table(section, rows, output):
+    """Print rows, {column: value}, as a table, a single row as a list; or as lines of JSON."""
     if output == 'jsonl':
         for row in rows:
-            finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                      for name, value in row.items()}
-            print_json({'section': section, **finite})
+            finite = {'section': section, **row}
+            for name, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):  # JSON has no NaN.
+                    finite[name] = None
+            print_json(finite)
         return
-    print(f'\n{section}{about}')
-    table = [list(rows[0]), *([text_of(value) for value in row.values()] for row in rows)]
-    if rows is not content:
-        table = zip(*table, strict=True)
-    elif len(rows[0]) == 1:  # sentences
-        del table[0]
-    table = list(table)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        print('  '.join(['  ' + line[0].ljust(widths[0]), *cells]).rstrip())
-
-
-def add_to_report(folder, tables):
-    """Keeps the tables, {title: rows}, in a run folder and draws its report again. Without a log: nothing."""
-    if not os.path.exists(os.path.join(folder, 'log.jsonl')):
-        return
-    try:
-        with replacing(os.path.join(folder, DIAGNOSIS)) as f:
-            f.write(json.dumps(tables).encode())
-        print(f'\nreport: {write_report(folder)}', file=sys.stderr)
-    except (OSError, ValueError) as e:
-        print(f'note: the diagnosis is not in the report of {folder}: {e}', file=sys.stderr)
+    table = [list(rows[0])]
+    for row in rows:
+        table.append([text_of(value) for value in row.values()])
+    if len(rows) == 1:
+        table = list(zip(*table, strict=True))
+    print(f'\n{section}')
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    for first, *others in table:
+        line = '  ' + first.ljust(widths[0])
+        for cell, width in zip(others, widths[1:], strict=True):
+            line += '  ' + cell.rjust(width)
+        print(line.rstrip())

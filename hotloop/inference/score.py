@@ -1,13 +1,13 @@
-"""Loss and bits per byte of a text: of each document, and of all together."""
+"""Score text: the loss and bits per byte of each document, and of all documents together."""
 
 import json
 import math
 import os
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,124 +19,142 @@ from hotloop.data.sources import check_kinds, files_of
 from hotloop.data.text_file import open_text
 from hotloop.data.tokenizer import encode_parts
 from hotloop.inference.generate import NOT_FINITE
-from hotloop.system.files import Progress
 
-LOGITS = 2**26  # that are computed at once: 256 MB
-SEPARATOR = '<|endoftext|>'  # between the documents of a text file
+MAX_LOGITS = 2**26  # A batch has at most this many logits: 256 MB.
+SEPARATOR = '<|endoftext|>'  # It stands between the documents of a text file.
+
+
+class Document(NamedTuple):
+    file: str
+    ids: np.ndarray
+    mask: np.ndarray  # 1 where a token counts toward the loss
 
 
 @dataclass
 class Score:
-    """A document's targets: their number, their UTF-8 bytes, and their summed loss in nats."""
+    """The targets of a document: their number, their UTF-8 bytes, and their summed loss in nats."""
     file: str
-    tokens: int
-    bytes: int
+    tokens: int = 0
+    bytes: int = 0
     nats: float = 0.0
 
 
-def score(model, tokenizer, template, cfg):
+class Window(NamedTuple):
+    score: Score  # of its document
+    x: torch.Tensor  # (T,)
+    y: torch.Tensor  # (T,), -1 where a token is not a target
+    is_last: bool
+
+
+def read_documents(source, tokenizer, template, settings):
     """
-    Prints the scores of the documents that cfg.score names, each and all together. template: that of rows;
-    'none': what suits each. ValueError if there is nothing to score or a loss is not finite.
+    Yield each Document of a file, folder, URL or - for standard input. Rows are written in the
+    template, or with 'none' in the one that suits each. settings: those of sample.py.
     """
-    template = template if template in TEMPLATES else 'auto'
-    reading = ReadConfig(cfg.format, cfg.text_field, template, bad_utf8=cfg.bad_utf8)
-    with tempfile.TemporaryDirectory() as folder:  # standard input is stored there
-        files = files_of(cfg.score, reading, cfg.data_dir, os.path.join(folder, 'stdin'))
-        check_kinds({file.kind for file in files}, cfg, cfg.score)
-        counts, progress = RowCounts(), Progress(sum(os.path.getsize(file.path) for file in files))
-        documents = documents_of(files, tokenizer, reading, counts)
-        scores = measure(model, tokenizer, documents, cfg.batch_size, progress)
-        progress.close()
-    total = Score(cfg.score, sum(s.tokens for s in scores), sum(s.bytes for s in scores),
-                  sum(s.nats for s in scores))
+    reading = ReadConfig(template=template if template in TEMPLATES else 'auto')
+    counts = RowCounts()
+    with tempfile.TemporaryDirectory() as folder:  # Standard input is stored there.
+        files = files_of(source, reading, settings.data_dir, os.path.join(folder, 'stdin'))
+        check_kinds({file.kind for file in files}, settings, source)
+        for file in files:
+            if file.kind == 'tokens':
+                raise ValueError(f'{file.path} holds token ids of an unknown tokenizer; score its text')
+            reading.separator = None  # A separator also drops the newlines around documents.
+            if file.kind == 'text':
+                with open_text(file.path) as f:
+                    if any(SEPARATOR in line for line in f):
+                        reading.separator = SEPARATOR
+            parts = []
+            for piece in documents_in([file], reading, None, counts):
+                parts += piece.parts
+                if piece.end:
+                    ids, mask = encode_parts(tokenizer, parts)
+                    parts = []
+                    yield Document(file.name, ids, np.ones(len(ids)) if mask is None else mask)
     for sentence in counts.left_out():
         print(sentence, file=sys.stderr)
-    if not scores:
-        raise ValueError(f'{cfg.score} contains no tokens to score')
     if counts.templates:
-        templates = ', '.join(sorted(counts.templates))
-        print(f'only the answers are scored; template: {templates}', file=sys.stderr)
-    if cfg.output == 'text':
-        print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
-    for number, s in [*enumerate(scores, 1), ('all', total)]:
-        loss = s.nats / s.tokens  # in nats a token
-        row = {'document': number, 'file': s.file, 'tokens': s.tokens, 'bytes': s.bytes, 'loss': loss,
-               'perplexity': math.exp(min(loss, 700)), 'bpb': s.nats / math.log(2) / max(s.bytes, 1)}
-        if cfg.output == 'text':
-            row['file'] = s.file[-24:]
-            print('{:>8}  {:<24}  {:>10,}  {:>11,}  {:>7.4f}  {:>10.2f}  {:.4f}'.format(*row.values()))
-        else:
-            print_json(row)
+        names = ', '.join(sorted(counts.templates))
+        print(f'only the answers are scored; template: {names}', file=sys.stderr)
 
 
-def documents_of(files, tokenizer, reading, counts):
+def split_document(document, tokenizer, T):
     """
-    Yields (file name, ids, mask, bytes read) of each document; mask is 1 where a token counts toward the
-    loss. The bytes are those read from the disk since the last document. Fills counts, a RowCounts.
+    Yield the Windows of up to T tokens that cover a document, none if it has no target. A target
+    counts only in its first window. Most have T / 2 tokens of context or more.
     """
-    for file in files:
-        if file.kind == 'tokens':
-            raise ValueError(f'{file.path} holds the ids of an unknown tokenizer; score the text itself')
-        separator = None  # with one, line ends around documents are dropped
-        if file.kind == 'text':
-            with open_text(file.path, errors='replace') as f:
-                separator = SEPARATOR if any(SEPARATOR in line for line in f) else None
-        parts, read = [], []  # read: numbers of bytes
-        counter = SimpleNamespace(add=read.append)
-        for piece in documents_in([file], replace(reading, separator=separator), counter, counts):
-            parts += piece.parts
-            if piece.end:
-                ids, mask = encode_parts(tokenizer, parts)
-                yield file.name, ids, np.ones(len(ids), np.uint8) if mask is None else mask, sum(read)
-                parts, read[:] = [], []
-
-
-def windows_of(documents, tokenizer, T, scores):
-    """
-    Appends the Score of each document and yields (Score, inputs, targets, its share of the bytes read) of
-    windows of up to T tokens that cover it. A target counts only in its first window; most have T / 2 tokens
-    of context or more.
-    """
-    begin = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
-    for name, ids, mask, num_bytes in documents:
-        if begin is not None:  # without it, nothing predicts the first token
-            ids, mask = np.append(begin, ids), np.append(0, mask)
-        ids = ids.astype(np.int64)
-        targets = np.where(mask, ids, -1)[1:]
-        counted = targets[targets >= 0]
-        if not len(counted):
-            continue
-        scores.append(Score(name, len(counted), int(tokenizer.sizes[counted].sum())))
-        done, start = 0, 0
-        while done < len(targets):
-            y = targets[start:start + T].copy()
-            y[:done - start] = -1
-            share = num_bytes * (start + len(y) - done) / len(targets)
-            yield scores[-1], torch.from_numpy(ids[start:start + len(y)]), torch.from_numpy(y), share
-            done, start = start + len(y), start + max(T // 2, 1)
+    ids, mask = document.ids, document.mask
+    first = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
+    if first is not None:  # Without it, nothing predicts the first token.
+        ids = np.append(first, ids)
+        mask = np.append(0, mask)
+    ids = ids.astype(np.int64)
+    targets = np.where(mask, ids, -1)[1:]
+    counted = targets[targets >= 0]
+    if not len(counted):
+        return
+    score = Score(document.file, len(counted), int(tokenizer.sizes[counted].sum()))
+    start = done = 0
+    while done < len(targets):
+        y = targets[start:start + T].copy()
+        y[:done - start] = -1
+        done = start + len(y)
+        x = ids[start:done]
+        yield Window(score, torch.from_numpy(x), torch.from_numpy(y), done == len(targets))
+        start += max(T // 2, 1)
 
 
 @torch.no_grad()
-def measure(model, tokenizer, documents, batch_size, progress):
-    """The Score of each document of documents_of(). progress gets the bytes of what is computed."""
-    T, device, scores = model.config.block_size, model.cos.device, []
-    windows = windows_of(documents, tokenizer, T, scores)
-    window = T * model.config.vocab_size  # its logits
-    most = max(LOGITS // window, 1)
-    model.loss_chunks = min(T, -(-window // LOGITS))
-    while batch := list(islice(windows, min(batch_size, most))):
-        x = pad_sequence([x for _, x, _, _ in batch], batch_first=True)
-        y = pad_sequence([y for _, _, y, _ in batch], batch_first=True, padding_value=-1)
-        for (s, _, _, share), loss in zip(batch, model(x.to(device), y.to(device)).tolist(), strict=True):
+def score_documents(model, tokenizer, documents, batch_size):
+    """Yield the Score of each Document with a target, as soon as its last window is computed."""
+    T = model.config.block_size
+    logits = T * model.config.vocab_size  # of one window
+    model.loss_chunks = min(T, math.ceil(logits / MAX_LOGITS))
+    batch_size = min(batch_size, max(MAX_LOGITS // logits, 1))
+    windows = (window for document in documents for window in split_document(document, tokenizer, T))
+    while batch := list(islice(windows, batch_size)):
+        x = pad_sequence([window.x for window in batch], batch_first=True)
+        y = pad_sequence([window.y for window in batch], batch_first=True, padding_value=-1)
+        losses = model(x.to(model.cos.device), y.to(model.cos.device)).tolist()  # (B,)
+        for window, loss in zip(batch, losses, strict=True):
             if not math.isfinite(loss):
-                raise ValueError(NOT_FINITE.format(f'a loss on {s.file} that is'))
-            s.nats += loss
-            progress.add(share)
-    return scores
+                raise ValueError(NOT_FINITE.format(f'a loss on {window.score.file} that is'))
+            window.score.nats += loss
+            if window.is_last:
+                yield window.score
+
+
+def print_scores(scores, source, output):
+    """
+    Print a row for each Score as it arrives and one for all. output: 'text' or 'jsonl'. Raises
+    ValueError if there are none.
+    """
+    total = Score(source)
+    for number, score in enumerate(scores, 1):
+        if number == 1 and output == 'text':
+            print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
+        print_score(number, score, output)
+        total.tokens += score.tokens
+        total.bytes += score.bytes
+        total.nats += score.nats
+    if not total.tokens:
+        raise ValueError(f'{source} contains no tokens to score')
+    print_score('all', total, output)
+
+
+def print_score(number, score, output):
+    loss = score.nats / score.tokens  # in nats per token
+    perplexity = math.exp(min(loss, 700))
+    bpb = score.nats / math.log(2) / max(score.bytes, 1)
+    if output == 'jsonl':
+        print_json({'document': number, 'file': score.file, 'tokens': score.tokens, 'bytes': score.bytes,
+                    'loss': loss, 'perplexity': perplexity, 'bpb': bpb})
+    else:
+        print(f'{number:>8}  {score.file[-24:]:<24}  {score.tokens:>10,}  {score.bytes:>11,}  '
+              f'{loss:>7.4f}  {perplexity:>10.2f}  {bpb:.4f}', flush=True)
 
 
 def print_json(row):
-    """Prints a line of JSON, in ASCII unless stdout is UTF-8."""
+    """Print a line of JSON, in ASCII unless stdout is UTF-8."""
     is_utf8 = (sys.stdout.encoding or '').lower() in ('utf-8', 'utf8')
     print(json.dumps(row, ensure_ascii=not is_utf8), flush=True)

@@ -1,4 +1,4 @@
-"""Loss and bits per byte of documents: the numbers, what a document is, the table."""
+"""Loss and bits per byte of documents: the numbers, what a document is, the output."""
 
 import gzip
 import io
@@ -14,21 +14,18 @@ from test_sample import CHARS, gpt
 
 from hotloop.data.chat import render
 from hotloop.data.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
-from hotloop.inference.score import print_json, score
-
-
-def settings(source, **changes):
-    defaults = dict(score=str(source), format='auto', template='auto', text_field=None, bad_utf8='refuse',
-                    data_dir='data', output='jsonl', batch_size=64)
-    return types.SimpleNamespace(**{**defaults, **changes})
+from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
 
 
 @pytest.fixture
 def scored(capsys):
-    """scored(source, ...) -> the rows that --output=jsonl prints."""
-    def run(source, model=None, tokenizer=None, template='none', **changes):
-        model, tokenizer = model or gpt(257, block_size=256), tokenizer or ByteTokenizer()
-        score(model, tokenizer, template, settings(source, **changes))
+    """scored(source, ...) returns the rows that --output=jsonl prints."""
+    def run(source, model=None, tokenizer=None, template='none', batch_size=64):
+        model = model or gpt(257, block_size=256)
+        tokenizer = tokenizer or ByteTokenizer()
+        settings = types.SimpleNamespace(data_dir='data', template='auto')
+        documents = read_documents(str(source), tokenizer, template, settings)
+        print_scores(score_documents(model, tokenizer, documents, batch_size), str(source), 'jsonl')
         captured = capsys.readouterr()
         run.err = captured.err
         return [json.loads(line) for line in captured.out.splitlines()]
@@ -36,7 +33,7 @@ def scored(capsys):
 
 
 def summed_loss(model, ids, T):
-    """The reference: each token after the context of its window."""
+    """Compute the reference: each token after the context of its window."""
     nats = 0.0
     for i in range(1, len(ids)):
         start = max(-(-(i - T) // (T // 2)), 0) * (T // 2)
@@ -53,7 +50,8 @@ def test_scores_are_the_models_log_probabilities(scored, tmp_path, eot):
     (tmp_path / 'a.txt').write_text(text)
     first, total = scored(tmp_path / 'a.txt', model, tokenizer)
     ids = [len(CHARS)] * eot + [CHARS.index(c) for c in text]
-    targets, nats = len(ids) - 1, summed_loss(model, ids, 8)
+    targets = len(ids) - 1
+    nats = summed_loss(model, ids, 8)
     assert first['tokens'] == first['bytes'] == targets
     assert first['loss'] == pytest.approx(nats / targets, rel=1e-5)
     assert first['bpb'] == pytest.approx(nats / math.log(2) / targets, rel=1e-5)
@@ -63,39 +61,37 @@ def test_scores_are_the_models_log_probabilities(scored, tmp_path, eot):
 
 def test_a_window_of_many_logits_is_scored_in_parts(scored, tmp_path, monkeypatch):
     (tmp_path / 'a.txt').write_text('habcd efgh' * 60)
-    model, sizes = gpt(257, block_size=256), []
+    model = gpt(257, block_size=256)
+    sizes = []
     before = scored(tmp_path / 'a.txt', model)
-    monkeypatch.setattr('hotloop.inference.score.LOGITS', 257 * 64)
+    monkeypatch.setattr('hotloop.inference.score.MAX_LOGITS', 257 * 64)
     model.lm_head.register_forward_hook(lambda module, args, logits: sizes.append(logits.numel()))
     after = scored(tmp_path / 'a.txt', model)
     assert max(sizes) <= 257 * 64
-    assert [row['tokens'] for row in after] == [row['tokens'] for row in before]
     assert [row['loss'] for row in after] == pytest.approx([row['loss'] for row in before], rel=1e-5)
 
 
 def test_documents_are_scored_apart_and_summed(scored, tmp_path):
-    """Between <|endoftext|>, compressed or not, and in several files. The batch size changes nothing."""
+    """They are separated by <|endoftext|>, or are files. The batch size changes nothing."""
     (tmp_path / 'a.txt.gz').write_bytes(gzip.compress(b'one\n<|endoftext|>\ntwo two\n'))
-    (tmp_path / 'b.txt').write_text('three\n')  # the line end of a single document counts
+    (tmp_path / 'b.txt').write_text('three\n')  # The line end of a single document counts.
     rows = scored(tmp_path)
     assert [(row['document'], row['tokens']) for row in rows] == [(1, 3), (2, 7), (3, 6), ('all', 16)]
     assert [row['file'] for row in rows] == ['a.txt.gz', 'a.txt.gz', 'b.txt', str(tmp_path)]
     assert rows[-1]['loss'] * 16 == pytest.approx(sum(row['loss'] * row['tokens'] for row in rows[:-1]))
-    for size in (1, 2):
-        assert [row['loss'] for row in scored(tmp_path, batch_size=size)] == \
-            pytest.approx([row['loss'] for row in rows], rel=1e-5)
+    losses = [row['loss'] for row in scored(tmp_path, batch_size=1)]
+    assert losses == pytest.approx([row['loss'] for row in rows], rel=1e-5)
 
 
 @pytest.mark.parametrize('template, expected', [('alpaca', 'alpaca'), ('none', 'chatml')])
 def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, template, expected):
-    """Or in that which suits each. Only the answer counts."""
+    """Without one, they are scored in the template that suits each. Only the answer counts."""
     row = {'messages': [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'ho'}]}
     silent = {'messages': row['messages'][:1]}
     (tmp_path / 'a.jsonl').write_text(json.dumps(row) + '\n' + json.dumps(silent))
     model = gpt(257, block_size=256)
     first, _ = scored(tmp_path / 'a.jsonl', model, template=template)
-    assert scored.err == ('skipped 1 row without text or without an answer\n'
-                          f'only the answers are scored; template: {expected}\n')
+    assert 'skipped 1 row' in scored.err and f'template: {expected}\n' in scored.err
     ids, mask = encode_parts(ByteTokenizer(), render([('user', 'hi'), ('assistant', 'ho')], expected))
     ids, mask = torch.from_numpy(ids).long()[None], torch.from_numpy(mask)[None]
     inputs = torch.cat([torch.tensor([[256]]), ids[:, :-1]], 1)
@@ -105,46 +101,26 @@ def test_rows_are_scored_in_the_template_of_the_models_data(scored, tmp_path, te
     assert first['loss'] == pytest.approx(nats / mask.sum().item(), rel=1e-4)
 
 
-@pytest.mark.parametrize('name, content', [
-    ('a.txt', b'some words ' * 50), ('a.jsonl', b'{"id": 1, "text": "some words"}\n' * 40)])
-def test_progress_is_in_bytes_of_the_file_while_it_computes(scored, tmp_path, monkeypatch, name, content):
-    """A long document advances with each batch of its windows."""
-    added = []
-
-    def progress(total):
-        return types.SimpleNamespace(add=added.append, close=lambda: added.append(f'of {total}'))
-    monkeypatch.setattr('hotloop.inference.score.Progress', progress)
+@pytest.mark.parametrize('name, content, words', [
+    ('a.txt', b'ab\xffcd', 'a.txt'), ('empty.txt', b'', 'no tokens to score'),
+    ('ids.bin', bytes(1024), 'ids.bin holds token ids'), ('nan.txt', b'ab', 'a loss on nan.txt')])
+def test_what_cannot_be_scored_is_refused(scored, tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    scored(tmp_path / name, gpt(257, block_size=16), batch_size=4)
-    assert added.pop() == f'of {len(content)}' and len(added) > 30
-    assert sum(added) == pytest.approx(len(content))
-
-
-def test_settings_of_reading_act_and_what_cannot_be_scored_is_refused(scored, tmp_path):
-    files = {'a.jsonl': b'{"body": "ab"}', 'a.txt': b'ab\xffcd', 'empty.txt': b'', 'ids.bin': bytes(1024)}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    assert scored(tmp_path / 'a.jsonl', text_field='body')[-1]['bytes'] == 2
-    assert scored(tmp_path / 'a.txt', bad_utf8='replace')[0]['tokens'] == 7
-    assert scored.err == 'replaced 1 byte in 1 file that could not be decoded\n'
-    assert scored(tmp_path / 'a.jsonl', format='text')[0]['bytes'] == (tmp_path / 'a.jsonl').stat().st_size
-    assert '--text_field' in error_of(scored, tmp_path / 'a.jsonl')
-    assert '--bad_utf8=replace' in error_of(scored, tmp_path / 'a.txt')
-    assert 'contains no tokens to score' in error_of(scored, tmp_path / 'empty.txt')
-    assert 'ids of an unknown tokenizer; score the text itself' in error_of(scored, tmp_path / 'ids.bin')
     model = gpt(257)
-    model.lm_head.weight.data[3, 4] = math.nan
-    assert 'a loss on a.txt' in error_of(scored, tmp_path / 'a.txt', model, bad_utf8='replace')
+    if name == 'nan.txt':
+        model.lm_head.weight.data[3, 4] = math.nan
+    assert words in error_of(scored, tmp_path / name, model)
 
 
 def test_the_table_has_a_row_for_each_document_and_for_all(capsys, tmp_path):
     for name in ('a.txt', 'b' * 30 + '.txt'):
         (tmp_path / name).write_text('habcd efgh')
-    score(gpt(257), ByteTokenizer(), 'none', settings(tmp_path, output='text'))
+    settings = types.SimpleNamespace(data_dir='data', template='auto')
+    documents = read_documents(str(tmp_path), ByteTokenizer(), 'none', settings)
+    print_scores(score_documents(gpt(257), ByteTokenizer(), documents, 8), str(tmp_path), 'text')
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[::2][0] for line in lines] == ['document', '1', '2', 'all']
-    assert [line.split()[1] for line in lines[:3]] == ['file', 'a.txt', f'{"b" * 20}.txt']  # its end
-    assert len({len(line.rsplit('  ', 1)[0]) for line in lines}) == 1  # columns are aligned
+    assert [line.split()[0] for line in lines] == ['document', '1', '2', 'all']
+    assert len({len(line.rsplit('  ', 1)[0]) for line in lines}) == 1  # The columns are aligned.
 
 
 @pytest.mark.parametrize('encoding, expected', [('ascii', b'caf\\u00e9'), ('utf-8', 'café 😀'.encode())])

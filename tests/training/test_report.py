@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from conftest import at_step, error_of, rows
 
-import sample
 import train
 from hotloop.system.distributed import Env
-from hotloop.system.text import duration, text_of, with_error
+from hotloop.system.text import duration, with_error
 from hotloop.training.chart import BUCKETS, COLUMNS, Axis, exact, outline
 from hotloop.training.logger import Log
 from hotloop.training.record import Record, running_mean
@@ -309,41 +308,6 @@ def test_a_run_draws_itself(train_tiny, tmp_path, monkeypatch):
     assert with_error(best['val_loss'], best['val_stderr']) in page.text and 'step 6: resumed' in page.text
     assert [row['resumed'] for row in rows(tmp_path / 'out', 'resumed')] == [6]
     assert not [name for name in os.listdir(tmp_path / 'out') if name.endswith('.tmp')]
-
-
-def test_a_diagnosis_is_a_section_of_the_report(train_tiny, tmp_path, data_dir, capsys):
-    """--diagnose draws it, and a run that goes on keeps it."""
-    out = tmp_path / 'out'
-    command = ['--diagnose', '--device=cpu', f'--out_dir={out}', f'--data_dir={data_dir}']
-    train_tiny(max_iters=6)
-    capsys.readouterr()
-    sample.main([*command, '--output=jsonl'])
-    printed = capsys.readouterr()
-    assert printed.err.endswith(f'report: {out}/report.html\n')
-    train_tiny(init_from='resume', max_iters=9)
-    page, found = Page(out / 'report.html'), {}
-    for row in map(json.loads, printed.out.splitlines()):
-        found.setdefault(row.pop('section'), []).append(row)
-    for section in ('training', 'predictions'):
-        for name, value in found[section][0].items():
-            assert f'{name} {text_of(value)}' in page.text
-    for section in ('parameters', 'blocks', 'loss by position', 'calibration', 'problems'):
-        for row in found[section]:
-            assert ' '.join(map(text_of, row.values())) in page.text
-    for row in found['loss by position']:
-        middle = (row['from'] + row['to']) / 2
-        assert f'loss, position {exact(middle)}: {exact(row["loss"])}' in page.titles
-    svg, ticks = page.figure('Calibration')
-    accuracy = values_at(points(svg, 'c0')[:, 1], ticks['y'], True)
-    assert accuracy == pytest.approx([row['accuracy'] for row in found['calibration']], abs=0.001)
-    sample.main([*command[1:], f'--export={tmp_path / "out" / "exported"}'])
-    os.remove(out / 'diagnosis.json')
-    (out / 'diagnosis.json').mkdir()
-    capsys.readouterr()
-    sample.main([f'--init_from={out / "exported"}', *command])
-    assert capsys.readouterr().err == ''  # that model is not the run's
-    sample.main(command)
-    assert capsys.readouterr().err.startswith(f'note: the diagnosis is not in the report of {out}: [Errno')
 
 
 def test_a_report_that_fails_is_a_warning(train_tiny, tmp_path, monkeypatch, capsys):
