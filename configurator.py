@@ -11,7 +11,6 @@ a namespace that holds the current values; flags come last and win. A misspelled
 file or a flag, is an error that names the place and the nearest setting. Errors are reported together.
 """
 
-import ast
 import contextlib
 import dataclasses
 import difflib
@@ -24,52 +23,23 @@ import re
 import sys
 import time
 import traceback
-import types
 import typing
 from typing import NamedTuple
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PARTS = os.path.join(HERE, 'hotloop')
 OWN_FILE = '# all settings of the run in this folder'  # the first words of the config.py that a run writes
-# {setting, or setting=value: its names in other programs}
+# {its name in another program: ours}
 SYNONYMS = {
-    'resume': ('resume_training', 'continue', 'auto_resume'),
-    'init_from': ('resume_from', 'resume_from_checkpoint', 'model', 'model_name', 'model_name_or_path',
-                  'pretrained', 'ckpt', 'checkpoint'),
-    'out_dir': ('checkpoint_dir', 'ckpt_dir', 'output_dir', 'save_dir', 'log_dir'),
-    'n_layer': ('num_layers', 'n_layers', 'layers', 'num_hidden_layers'),
-    'n_head': ('num_heads', 'n_heads', 'heads', 'num_attention_heads'),
-    'n_kv_head': ('num_kv_heads', 'num_key_value_heads'),
-    'n_embd': ('d_model', 'dim', 'embed_dim', 'hidden_size'),
-    'n_ff': ('d_ff', 'intermediate_size'),
-    'block_size': ('context_length', 'seq_len', 'seq_length', 'max_seq_len', 'max_seq_length'),
-    'max_iters': ('max_steps', 'steps', 'num_steps', 'train_steps', 'iterations'),
-    'max_epochs': ('epochs', 'num_epochs', 'num_train_epochs'),
-    'batch_size': ('micro_batch_size', 'per_device_train_batch_size'),
-    'gradient_accumulation_steps': ('grad_accum', 'grad_accum_steps', 'accumulation_steps'),
-    'learning_rate': ('lr', 'max_lr'),
-    'lr_schedule': ('scheduler', 'lr_scheduler', 'lr_scheduler_type'),
-    'warmup_iters': ('warmup', 'warmup_steps'),
-    'warmup_fraction': ('warmup_ratio',),
-    'grad_clip': ('clip', 'max_grad_norm', 'gradient_clip'),
-    'eval_interval': ('eval_every', 'eval_steps'),
-    'save_interval': ('save_every', 'save_steps'),
-    'log_interval': ('log_every', 'logging_steps'),
-    'dtype': ('mixed_precision', 'precision', 'amp', 'fp16', 'bf16', 'torch_dtype'),
-    'recompute': ('gradient_checkpointing', 'use_gradient_checkpointing', 'activation_checkpointing'),
-    'lora_rank': ('lora_r', 'lora_dim'),
-    'quantize': ('load_in_4bit', 'load_in_8bit', 'qlora'),
-    'start': ('prompt', 'text', 'input'),
-    'sample_prompt': ('prompt',),
-    'max_new_tokens': ('max_tokens', 'max_length', 'generation_max_length', 'num_tokens', 'length'),
-    'num_samples': ('n', 'num_return_sequences'),
-}
-# {setting of earlier versions: what to do instead}
-REMOVED = {'profile': 'tests/bench/profile_step.py shows where the time of a step goes',
-           'on_divergence': 'a run that diverges stops; lower the learning rate and resume'}
-# {name: module} that nanoGPT's train.py has imported before it runs a config file
-IMPORTED = {'math': 'math', 'np': 'numpy', 'os': 'os', 'time': 'time', 'torch': 'torch'}
-PIPES = {}  # {path: text} of config files that are pipes
+    'resume_from_checkpoint': 'init_from', 'model_name_or_path': 'init_from', 'pretrained': 'init_from',
+    'checkpoint_dir': 'out_dir', 'output_dir': 'out_dir', 'save_dir': 'out_dir',
+    'num_layers': 'n_layer', 'num_heads': 'n_head', 'd_model': 'n_embd', 'hidden_size': 'n_embd',
+    'context_length': 'block_size', 'max_seq_len': 'block_size', 'max_steps': 'max_iters',
+    'epochs': 'max_epochs', 'num_train_epochs': 'max_epochs', 'grad_accum': 'gradient_accumulation_steps',
+    'lr': 'learning_rate', 'scheduler': 'lr_schedule', 'warmup_steps': 'warmup_iters',
+    'max_grad_norm': 'grad_clip', 'save_steps': 'save_interval', 'mixed_precision': 'dtype',
+    'gradient_checkpointing': 'recompute', 'lora_r': 'lora_rank', 'load_in_4bit': 'quantize',
+    'prompt': 'start', 'max_tokens': 'max_new_tokens', 'n': 'num_samples'}
 
 
 class SettingsError(ValueError):
@@ -138,20 +108,17 @@ def fields_of(classes):
 
 
 def unknown(name, fields):
-    """The error message for a name that is not a setting."""
-    if name in REMOVED:
-        return f'setting {name!r} was removed: {REMOVED[name]}'
-    known = [ours for ours, names in SYNONYMS.items() if name in names and ours.split('=')[0] in fields]
+    """Return the error message for a name that is not a setting."""
     hint = did_you_mean(name, {field: repr(field) for field in fields})
-    if known:
-        hint = f'; did you mean {known[0]!r}?'
+    if SYNONYMS.get(name) in fields:
+        hint = f'; did you mean {SYNONYMS[name]!r}?'
     elif name in ('config', 'config_file') and 'out_dir' in fields:  # prepare.py takes none
         hint = '; a config file is given without a flag, as in: train.py FILE.py'
     return f'unknown setting {name!r}{hint}'
 
 
 def print_dropped(names, where):
-    """Prints the ignored settings of an older version, once for all processes."""
+    """Print, once for all processes, the ignored settings of another version."""
     if names and os.environ.get('RANK', '0') == '0':
         print(f'{where}: dropped settings that this version does not have: {", ".join(names)}')
 
@@ -170,47 +137,16 @@ def read_base(base, settings, fields, flags):
     return problems
 
 
-def outer_nodes(tree):
-    """The syntax nodes of a file outside functions, classes and annotations without a value."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop(0)
-        yield node
-        if isinstance(node, ast.AnnAssign) and node.value is None:
-            continue
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            waiting += ast.iter_child_nodes(node)
+class Assigned(dict):
+    """The namespace of a config file. It records the line of each assignment."""
 
+    def __init__(self, values):
+        super().__init__(values)
+        self.lines = {}
 
-def assigned_lines(tree):
-    """{name: line} of the names that a file assigns outside functions and classes; the last line counts."""
-    lines = {}
-    for node in outer_nodes(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            lines[node.id] = max(node.lineno, lines.get(node.id, 0))
-    return lines
-
-
-def lines_without_effect(source, tree, path):
-    """One problem for each line that looks like a setting but sets nothing: `a: 8`, `a == 8`, `a`."""
-    acting, problems = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom, []
-    for node in outer_nodes(tree):
-        name, value = 'NAME', None
-        match node:
-            case (ast.AnnAssign(ast.Name(name), value, None)
-                  | ast.Expr(ast.Compare(ast.Name(name), _, [value]))):
-                if any(isinstance(part, ast.Name) for part in ast.walk(value)):
-                    value = None  # a type
-            case ast.Expr(ast.Constant(str() | types.EllipsisType())):
-                continue  # a comment, or an empty block
-            case ast.Expr() if not any(isinstance(part, acting) for part in ast.walk(node)):
-                pass
-            case _:
-                continue
-        remedy = f'write {name} = {ast.get_source_segment(source, value) if value else "VALUE"}'
-        line = ast.get_source_segment(source, node)
-        problems.append(f'{path}, line {node.lineno}: {line!r} sets nothing; {remedy}')
-    return problems
+    def __setitem__(self, name, value):
+        self.lines[name] = sys._getframe(1).f_lineno
+        super().__setitem__(name, value)
 
 
 def did_you_mean(word, known):
@@ -237,17 +173,6 @@ def meant(word, fields):
     return did_you_mean(name, known) or hint
 
 
-def source_of(path):
-    """The text of a config file. A pipe can be read only once, so its text is kept."""
-    if path not in PIPES:
-        with open(path, encoding='utf-8-sig') as f:  # editors on Windows write a byte-order mark
-            text = f.read()
-        if os.path.isfile(path):
-            return text
-        PIPES[path] = text
-    return PIPES[path]
-
-
 def explain_failure(error, path, fields):
     """Why a config file could not be read or run: the line, the reason, and a hint."""
     places = [entry.lineno for entry in traceback.extract_tb(error.__traceback__) if entry.filename == path]
@@ -262,35 +187,36 @@ def explain_failure(error, path, fields):
 
 def read_file(path, settings, fields):
     """
-    Runs a config file, the user's own code, over the settings and puts its values into them. A name that it
+    Run a config file, the user's own code, over the settings and put its values into them. A name that it
     assigns must be a setting, a module or a function, or start with an underscore. Returns the problems.
     """
     values = {name: value for name, (value, _) in settings.items()}
-    modules = {name: sys.modules[module] for name, module in IMPORTED.items() if module in sys.modules}
-    namespace, problems = {**modules, **values, '__name__': 'config', '__file__': path}, []
+    namespace = Assigned({**values, '__name__': 'config', '__file__': path})
     try:
-        source = source_of(path)
-        tree = ast.parse(source, path)
-        problems = lines_without_effect(source, tree, path)
+        with open(path, encoding='utf-8-sig') as f:  # editors may write a byte-order mark
+            source = f.read()
         exec(compile(source, path, 'exec'), namespace)
     except (Exception, SystemExit) as e:
-        return problems or [explain_failure(e, path, fields)]
-    lines, dropped = assigned_lines(tree), []
+        return [explain_failure(e, path, fields)]
+    lines, problems, dropped = namespace.lines, [], []
     if 'start' in fields and {'dataset', 'learning_rate'} & lines.keys():  # nanoGPT's sample.py reads such
         return [f'{path} is for train.py; sample.py finds its run with --out_dir={namespace["out_dir"]}']
-    for name, value in namespace.items():
-        place = f'{path}, line {lines[name]}' if name in lines else path
-        helper = name.startswith('_') or callable(value) or inspect.ismodule(value)
-        if name in fields and (name in lines or value is not values[name]):
+    for name in namespace.get('__annotations__', {}):
+        if name not in lines:
+            problems.append(f'{path}: "{name}: VALUE" sets nothing; write {name} = VALUE')
+    for name, line in lines.items():
+        value, place = namespace.get(name), f'{path}, line {line}'
+        if name in fields:
             try:
                 settings[name] = accept(value, fields[name][0]), place
             except ValueError as e:
                 problems.append(f'{place}: {name}: {e}')
-        elif name in REMOVED and source.startswith(OWN_FILE):
+        elif name.startswith('_') or callable(value) or inspect.ismodule(value):
+            continue  # a helper
+        elif source.startswith(OWN_FILE):
             dropped.append(name)
-        elif name in lines and name not in fields and not helper:
-            hint = '' if name in REMOVED else ' (start the name of a helper with _)'
-            problems.append(f'{place}: {unknown(name, fields)}{hint}')
+        else:
+            problems.append(f'{place}: {unknown(name, fields)} (start the name of a helper with _)')
     print_dropped(dropped, path)
     return problems
 

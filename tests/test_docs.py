@@ -101,7 +101,7 @@ def check_script(script, argv):
     """The same for a script of ours: one of the three commands, or a bench, whose source names its flags."""
     if script in SETTINGS:
         argv = [arg for arg in argv if arg not in NANOGPTS]
-        cfg, *_, words = configure(*SETTINGS[script], argv=argv, files=script != 'prepare.py')
+        (cfg, *_), _, words = configure(*SETTINGS[script], argv=argv, files=script != 'prepare.py')
         if script == 'prepare.py' and not cfg.inspect:
             names = [word for word in words if not re.search('[./]|^-$', word)]
             unknown = [name for name in names if name not in (*CORPORA, 'stdlib')]
@@ -248,7 +248,7 @@ def test_counts_in_cards_are_exact():
     vocabulary = {'stdlib': 1024, 'shakespeare_char': 65, 'tinystories_4096': 4096}
     found = {'parameters': 0, 'tokens per step': 0}
     for card in CARDS:
-        config, _, cfg, *_ = configure(*SETTINGS['train.py'], argv=[str(card)])
+        (config, _, cfg), *_ = configure(*SETTINGS['train.py'], argv=[str(card)])
         config.vocab_size = vocabulary.get(cfg.dataset, 50304)
         with torch.device('meta'):
             exact = {'parameters': GPT(config).num_params(), 'tokens per step':

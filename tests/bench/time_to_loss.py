@@ -162,7 +162,7 @@ def main():
         from configurator import configure
         words = [os.path.join(ROOT, w) if w.endswith('.py') else w for w in args.ours.split()]
         words += [f'--data_dir={data_dir}', f'--dataset={args.dataset}', f'--seed={1337 + seed}']
-        _, cfg, *_ = configure(train.GPTConfig, train.TrainConfig, argv=words)
+        (_, cfg), *_ = configure(train.GPTConfig, train.TrainConfig, argv=words)
         with tempfile.TemporaryDirectory() as out:
             words += [f'--out_dir={out}', f'--eval_interval={max(cfg.max_iters // args.points, 1)}']
             return score(weights_of(OURS_RUN.format(root=ROOT), words, args.threads, ROOT))

@@ -2,7 +2,6 @@
 
 import pytest
 
-from configurator import HERE, accept, fields_of, settings_module
 from hotloop.data.chat import TEMPLATES, Template, parts_of, render
 from hotloop.data.documents import ReadConfig, RowCounts
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, encode_parts
@@ -148,9 +147,6 @@ def test_one_entry_makes_a_template(monkeypatch):
     monkeypatch.setitem(TEMPLATES, 'new', Template(user=('<|user|>', '</s>'), assistant=('<|bot|>', '</s>')))
     assert shown(PAIR, 'new') == '[<|user|>Q: 2+2?\nA:</s>\n<|bot|>] 4</s>'
     assert '{{ "<|bot|>" + (message[\'content\']) + "</s>" }}' in chat_template('new', begins=False)
-    for path, settings in (('hotloop/data/documents.py', 'ReadConfig'), ('sample.py', 'SampleConfig')):
-        fields = fields_of([getattr(settings_module(f'{HERE}/{path}'), settings)])
-        assert accept('new', fields['template'][0]) == 'new'
 
 
 def test_special_ids_come_from_the_template_and_never_from_the_data():

@@ -265,7 +265,7 @@ def test_help_lists_every_setting(program, classes, capsys):
 @pytest.mark.parametrize('card', CARDS, ids=lambda card: card.stem)
 def test_every_card_resolves_and_runs_on_any_number_of_gpus(card):
     """No unknown name, wrong type or impossible combination; one global batch on 1, 2, 4 and 8 GPUs."""
-    _, _, cfg, given, _ = configure(*SETTINGS, argv=[str(card)])
+    (_, _, cfg), given, _ = configure(*SETTINGS, argv=[str(card)])
     assert given
     for world in (1, 2, 4, 8):
         micro, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)
@@ -295,7 +295,7 @@ def test_the_card_of_a_machine(monkeypatch, memory, apple, device, card):
 
 def test_no_machine_is_sent_to_a_large_download():
     for card in [*(name for _, name in cards.CARDS), cards.APPLE_CARD]:
-        dataset = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / f'{card}.py')])[1].dataset
+        dataset = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / f'{card}.py')]).objects[1].dataset
         assert dataset == 'stdlib' or CORPORA[dataset].download < 0.5e9, card
 
 
