@@ -30,9 +30,7 @@ import torch
 
 from configurator import call_main, configure
 from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
-from hotloop.data.documents import Format
-from hotloop.data.rows import json_rows
-from hotloop.data.text_file import open_text, standard_input
+from hotloop.data.documents import Format, json_rows, open_text, standard_input
 from hotloop.data.tokenizer import encode_parts, prompt_ids, tokenizer_from
 from hotloop.inference.code_eval import judge, report, task_of
 from hotloop.inference.diagnose import diagnose

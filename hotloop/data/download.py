@@ -71,8 +71,8 @@ def download(url, path, sha256=None):
                              'command again')
         rename(part, path)
     except requests.RequestException as e:
-        raise ValueError(f'{url} cannot be reached: {reason_of(e)}; check the network and the proxy settings, '
-                         f'or put the file at {path}') from None
+        raise ValueError(f'{url} cannot be reached: {reason_of(e)}; check the network and the proxy '
+                         f'settings, or put the file at {path}') from None
     except OSError as e:
         raise ValueError(f'{url} cannot be downloaded to {path}: {e.strerror or first_line(e)}') from None
     finally:

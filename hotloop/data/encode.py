@@ -1,4 +1,4 @@
-"""Encodes documents as token ids, in several processes."""
+"""Encode documents as token ids, in several processes."""
 
 import multiprocessing
 import os
@@ -29,7 +29,7 @@ class Encoded(NamedTuple):
 
 
 def encode_batch(tokenizer, batch, bos=None, eot=None):
-    """{split: Encoded} of a batch of (split, Piece). bos, eot: the ids around each document, or None."""
+    """Encode a batch of (split, Piece) as {split: Encoded}. bos, eot: the ids around a document, or None."""
     encoded = {}  # split: list of (ids, mask, ends)
     for split, piece in batch:
         encoded.setdefault(split, []).append(encode_piece(tokenizer, piece, bos, eot))
@@ -37,9 +37,7 @@ def encode_batch(tokenizer, batch, bos=None, eot=None):
 
 
 def encode_piece(tokenizer, piece, bos, eot):
-    """(ids, mask or None, positions after the documents that end here) of a Piece."""
-    if isinstance(piece.parts, np.ndarray):  # already ids
-        return piece.parts, None, np.flatnonzero(piece.parts == tokenizer.eot) + 1
+    """Encode a Piece. Returns (ids, mask or None, positions after the documents that end here)."""
     ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
     before = int(piece.start and bos is not None)
     # a chat template ends with a mark, which may be eot
@@ -52,7 +50,7 @@ def encode_piece(tokenizer, piece, bos, eot):
 
 
 def combine(tokenizer, pieces):
-    """The Encoded of a list of (ids, mask, ends). If one has a mask, all ids without one count."""
+    """Join a list of (ids, mask, ends) into an Encoded. If one has a mask, all ids without one count."""
     ids = np.concatenate([ids for ids, _, _ in pieces])
     assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
     mask = None
@@ -65,30 +63,30 @@ def combine(tokenizer, pieces):
 
 
 def id_type(tokenizer):
-    """The dtype of a dataset's ids, little-endian."""
+    """Return the dtype of a dataset's ids, little-endian."""
     return '<u2' if tokenizer.n_vocab <= 2**16 else '<u4'
 
 
 def batches_of(pieces):
-    """Lists of (split, Piece) that contain about PIECE characters together."""
-    batch, size = [], 0
+    """Yield lists of (split, Piece) that contain about PIECE characters together."""
+    batch = []
+    size = 0
     for split, piece in pieces:
         batch.append((split, piece))
         size += 64  # short pieces cost time too
-        if isinstance(piece.parts, np.ndarray):
-            size += len(piece.parts)
-        else:
-            size += sum(len(text) for text, _, _ in piece.parts)
+        for text, _, _ in piece.parts:
+            size += len(text)
         if size >= PIECE:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
 
 def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
     """
-    Yields encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes and
+    Yield encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes and
     characters do not, because encoding them is faster than sending them. ValueError if a process dies.
     """
     first = list(islice(batches, 4))
@@ -99,8 +97,6 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
         return
     assert len(tokenizer.sizes) == tokenizer.n_vocab  # computed here, once for all processes
     context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS: unsafe
-    if sys.platform == 'win32':
-        num_proc = min(num_proc, 61)  # more are an error there
     pool = ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer, bos, eot))
     waiting = deque()
     try:
@@ -120,7 +116,7 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
 
 
 def start_worker(*settings):
-    """Prepares a process of the pool. Ctrl-C reaches all processes; the parent decides when to end."""
+    """Prepare a process of the pool. Ctrl-C reaches all processes; the parent decides when to end."""
     global _worker  # noqa: PLW0603
     _worker = settings  # (tokenizer, bos, eot)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -128,7 +124,7 @@ def start_worker(*settings):
 
 
 def exit_with_parent():
-    """Ends this process when its parent ends, even if that was killed."""
+    """End this process when its parent ends, even if that was killed."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

@@ -14,9 +14,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hotloop.data.chat import TEMPLATES
-from hotloop.data.documents import ReadConfig, RowCounts, documents_in
+from hotloop.data.documents import ReadConfig, RowCounts, documents_in, open_text, template_of
 from hotloop.data.sources import check_kinds, files_of
-from hotloop.data.text_file import open_text
 from hotloop.data.tokenizer import encode_parts
 from hotloop.inference.generate import NOT_FINITE
 from hotloop.system.files import Progress
@@ -39,11 +38,12 @@ def score(model, tokenizer, template, cfg):
     Prints the scores of the documents that cfg.score names, each and all together. template: that of rows;
     'none': what suits each. ValueError if there is nothing to score or a loss is not finite.
     """
-    template = template if template in TEMPLATES else 'auto'
-    reading = ReadConfig(cfg.format, cfg.text_field, template, bad_utf8=cfg.bad_utf8)
+    template = template if template in TEMPLATES else None
+    reading = ReadConfig(cfg.format, cfg.text_field)
     with tempfile.TemporaryDirectory() as folder:  # standard input is stored there
         files = files_of(cfg.score, reading, cfg.data_dir, os.path.join(folder, 'stdin'))
         check_kinds({file.kind for file in files}, cfg, cfg.score)
+        reading = replace(reading, template=template_of(files, reading, template))
         counts, progress = RowCounts(), Progress(sum(os.path.getsize(file.path) for file in files))
         documents = documents_of(files, tokenizer, reading, counts)
         scores = measure(model, tokenizer, documents, cfg.batch_size, progress)
@@ -54,9 +54,8 @@ def score(model, tokenizer, template, cfg):
         print(sentence, file=sys.stderr)
     if not scores:
         raise ValueError(f'{cfg.score} contains no tokens to score')
-    if counts.templates:
-        templates = ', '.join(sorted(counts.templates))
-        print(f'only the answers are scored; template: {templates}', file=sys.stderr)
+    if reading.template:
+        print(f'only the answers are scored; template: {reading.template}', file=sys.stderr)
     if cfg.output == 'text':
         print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
     for number, s in [*enumerate(scores, 1), ('all', total)]:
@@ -76,8 +75,6 @@ def documents_of(files, tokenizer, reading, counts):
     loss. The bytes are those read from the disk since the last document. Fills counts, a RowCounts.
     """
     for file in files:
-        if file.kind == 'tokens':
-            raise ValueError(f'{file.path} holds the ids of an unknown tokenizer; score the text itself')
         separator = None  # with one, line ends around documents are dropped
         if file.kind == 'text':
             with open_text(file.path, errors='replace') as f:

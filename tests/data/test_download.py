@@ -54,7 +54,7 @@ def test_it_may_break_often_as_long_as_something_arrives(server, tmp_path):
     download(server.url, str(tmp_path / 'f'))
     assert contents(tmp_path) == {'f': BODY} and len(server.seen) == 4
     server.script = [answer(cut=300_000, ranges=None)]
-    with pytest.raises(ValueError, match='cannot be reached: .*; check the network'):
+    with pytest.raises(ValueError, match=r'cannot be reached: .*; check the network'):
         download(server.url, str(tmp_path / 'g'))
     assert not (tmp_path / 'g').exists() and len(server.seen) == 6
 

@@ -6,27 +6,28 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import SHARED, contents, error_of, write_bins
-from test_documents import shard
+from conftest import SHARED, contents, write_bins
 from test_tokenizer_source import save
 
 import prepare
 import sample
+from configurator import SettingsError
 from hotloop.data.dataset import dataset_folder, read_meta
-from hotloop.data.holdout import hold_out, holdout_hash
+from hotloop.data.documents import hold_out, holdout_hash
 from hotloop.data.sources import stdlib_files
 from hotloop.data.tokenizer import tokenizer_from
 from hotloop.data.tokenizer_source import Found
 
 NOTES = {'0.txt': 'alpha\n' * 50, '1.txt': 'béta\r\n' * 60, '2.txt': 'γ' * 200, '4.txt': 'delta 😀\n' * 40,
          'sub/five.md': '# five\n'}
+CHAT = [{'messages': [{'role': 'user', 'content': f'Which number is {i}? <|im_end|>'},
+                      {'role': 'assistant', 'content': f'It is {i}.'}]} for i in range(40)]
 
 
 @pytest.fixture
@@ -82,8 +83,8 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
                                          'sha256': hashlib.sha256(raw).hexdigest()}
     assert meta == {'format': 1, 'dtype': 'uint16', 'vocab_size': len(chars), 'eot': None, 'foreign': False,
                     'tokenizer': {'kind': 'char', 'chars': ''.join(chars), 'eot': False}, 'bos': None,
-                    'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'templates': [],
-                    'flags': ['--seed=1']}
+                    'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'template': None,
+                    'templates': [], 'flags': ['--seed=1']}
     assert os.listdir(tmp_path / 'data') == ['book']
     out = capsys.readouterr().out
     assert f'tokenizer: char, {len(chars)} ids\n' in out
@@ -148,19 +149,14 @@ def test_texts_have_their_known_numbers_of_tokens(gpt2, tmp_path):
         assert [splits['train']['tokens'], splits['val']['tokens']] == expected
 
 
-def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
-    chats = [{'messages': [{'role': 'user', 'content': f'{i}?'}, {'role': 'assistant', 'content': 'Four.'}]}
-             for i in range(30)]
-    pairs = [{'prompt': f'{i} ask', 'completion': ' tell'} for i in range(30)]
-    for rows, templates, words in (
-            (chats + pairs, ['chatml', 'joined'],
-             '(30 chats, 30 prompt-completion pairs) in the templates chatml, joined: 660 of '),
-            (pairs, ['joined'], '(30 prompt-completion pairs) in the joined template: 180 of ')):
-        (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}]))
-        assert make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]['templates'] == templates
-        out = capsys.readouterr().out
-        assert 'skipped 1 row without text or without an answer' in out and 'not used' not in out
-        assert f'instruction data {words}' in out and re.search(r'\(\d\d%\) count toward the loss\n', out)
+def test_rows_with_answers_bring_masks_and_one_template(tmp_path, make, capsys):
+    pairs = [{'prompt': f'{i} ask', 'completion': ' tell', 'id': i} for i in range(30)]
+    (tmp_path / 'a.jsonl').write_text(as_jsonl([*pairs, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
+    meta = make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]
+    assert meta['template'] == 'joined' and meta['templates'] == ['joined']
+    out = capsys.readouterr().out
+    assert 'skipped 2 rows' in out and 'fields not used: id;' in out
+    assert re.search(r'instruction data in the joined template: 180 of .* \(\d\d%\) count toward', out)
     prepare.main(['--inspect', 'x', f'--data_dir={tmp_path / "data"}'])
     out = capsys.readouterr().out
     assert 'instruction data in the joined template\n' in out
@@ -168,14 +164,6 @@ def test_rows_with_answers_bring_masks_and_templates(tmp_path, make, capsys):
     for split, counts in read_meta(str(tmp_path / 'data' / 'x'))['splits'].items():
         mask = (tmp_path / 'data' / 'x' / f'{split}.mask.bin').read_bytes()
         assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
-
-
-def test_prompts_that_run_into_their_completions_are_noted(tmp_path, make, capsys):
-    (tmp_path / 'a.jsonl').write_text(as_jsonl({'question': f'{i} + 1?', 'answer': f'{i + 1}'}
-                                               for i in range(30)))
-    for template, is_noted in (('auto', True), ('alpaca', False)):
-        make(tmp_path / 'a.jsonl', template=template)
-        assert ('in 30 rows without white space between them; ' in capsys.readouterr().out) == is_noted
 
 
 @pytest.mark.parametrize('name, rows, flags, is_noted', [
@@ -190,38 +178,14 @@ def test_names_of_special_ids_in_the_text_are_noted(tmp_path, make, capsys, name
     assert ('special ids in the text, such as <|endoftext|>, are' in capsys.readouterr().out) == is_noted
 
 
-@pytest.mark.parametrize('row', [
-    {'instruction': 'Add.', 'output': ''}, {'prompt': 'Add.', 'completion': None},
-    {'messages': [{'role': 'user', 'content': 'Add.'}]}, {'text': ''}])
 @pytest.mark.parametrize('tokenizer', ['byte', 'char', 'bpe:300'])
+@pytest.mark.parametrize('row', [{'instruction': 'Add.', 'output': ''}, {'messages': CHAT[0]['messages'][:1]},
+                                 {'text': ''}])
 def test_rows_without_any_answer_are_no_dataset(tmp_path, make, row, tokenizer):
     path = tmp_path / 'a.jsonl'
     path.write_text(as_jsonl([row] * 3))
-    assert error_of(make, path, tokenizer=tokenizer) == (
-        f'{path}: 3 rows without text or without an answer, and none to train on; an answer is in one of '
-        'completion, response, output, answer, or in a message of the assistant; --text_field names the '
-        'field of a text')
-    path.write_text(as_jsonl([{'prompt': 'Add.'}]))
-    assert error_of(make, path).endswith(
-        'with --text_field; the field of an answer is one of completion, response, output, answer')
-
-
-def test_a_row_with_an_answer_among_others_without_is_too_few(tmp_path, make):
-    """Texts too: what was found, what was left out, what to do."""
-    path = tmp_path / 'a.jsonl'
-    path.write_text(as_jsonl([{'prompt': 'Add.', 'completion': 'Yes.' * (i == 3)} for i in range(8)]))
-    found = (f'{path} has 1 document and 7 rows without text or without an answer: no text for the val split '
-             'with val=None, val_fraction=0.1, separator=None; add other ')
-    assert error_of(make, path) == f'{found}rows with an answer, or name a validation source with --val'
-    path.write_text(as_jsonl([{'text': 'One.' * (i == 3)} for i in range(8)]))
-    assert error_of(make, path) == f'{found}documents, or name a validation source with --val'
-    (tmp_path / 'a.py').write_text('def f():\n    "One."\n    return 1\n' * 9)
-    assert '; add other files, or name a validation source' in error_of(make, tmp_path / 'a.py',
-                                                                        format='functions')
-    other = tmp_path / 'b.jsonl'
-    other.write_text(as_jsonl([{'text': ''}] * 2))
-    error = error_of(make, path, val=other)
-    assert error.endswith('; add other documents, or name another validation source with --val')
+    with pytest.raises(ValueError, match=r'a\.jsonl: 0 documents, 3 rows skipped, and no text for the train'):
+        make(path, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize('row, flags', [({'prompt': 'Add.', 'completion': 'Yes'}, []),
@@ -245,27 +209,8 @@ def test_the_command_suits_the_context_and_the_folder_of_the_model(tmp_path, mon
                                   ('out-lora', {}, ['--block_size=512', '--out_dir=out-lora-2'])):
         os.mkdir(folder)
         (tmp_path / folder / 'config.json').write_text(json.dumps(config))
-        command = prepare.training_command('mine', prepare.PrepareConfig(), Found(model=folder), True)
+        command = prepare.training_command(prepare.PrepareConfig(name='mine'), Found(model=folder), True)
         assert command.split()[3:] == [f'--init_from={folder}', '--dataset=mine', *flags]
-
-
-def test_what_became_of_the_input_is_printed(tmp_path, make, capsys, monkeypatch):
-    """The same whatever the number of processes."""
-    small_pieces(monkeypatch, 50)
-    (tmp_path / 'a.jsonl').write_bytes(b'{"id": 1, "text": "caf\xe9 noir", "code": "x"}\n' * 30)
-    (tmp_path / 'b.txt').write_bytes(b'\xe9\r\n')
-    sources, said = [tmp_path / 'a.jsonl', tmp_path / 'b.txt'], []
-    for num_proc in (1, 3):
-        make(*sources, tokenizer='bpe:260', bad_utf8='replace', num_proc=num_proc)
-        said.append(capsys.readouterr().out)
-        shutil.rmtree(tmp_path / 'data')  # a second time it is unchanged
-    assert said[0] == said[1]
-    assert 'fields not used: id, code; --text_field=NAME uses one as the text\n' in said[0]
-    assert '\nreplaced 31 bytes in 2 files that could not be decoded\n' in said[0]
-    assert 'instruction data' not in said[0]
-    make(tmp_path / 'b.txt', encoding='latin-1', val_fraction=0.5)
-    out = capsys.readouterr().out
-    assert 'replaced' not in out and 'fields' not in out
 
 
 def test_empty_files_are_not_documents(notes, make, tmp_path):
@@ -321,7 +266,7 @@ def test_documents_are_held_out_by_hash_to_make_up_the_fraction():
 def test_equal_documents_fall_on_one_side_however_many_there_are(tmp_path, make, monkeypatch):
     (tmp_path / 'a.jsonl').write_text(as_jsonl([{'text': f'document {i % 1000}'} for i in range(3000)]))
     for small in (1 << 24, 10):  # by exact size, then each with a probability
-        monkeypatch.setattr('hotloop.data.holdout.SMALL', small)
+        monkeypatch.setattr('hotloop.data.documents.SMALL', small)
         documents, _ = make(tmp_path / 'a.jsonl')
         assert len(documents['train']) + len(documents['val']) == 3000
         assert not set(documents['train']) & set(documents['val']) and 210 <= len(documents['val']) <= 390
@@ -353,24 +298,6 @@ def test_a_validation_source_of_its_own(tmp_path, make):
             make(tmp_path / 'a.txt', val=tmp_path / f'{val}.txt')
 
 
-def test_shards_of_tokens(tmp_path, make, gpt2):
-    documents = [[50256, *gpt2.encode(f'Document number {i}.').tolist()] for i in range(800)]
-    tokens = [token for document in documents for token in document]
-    for name, part in (('train_1', tokens[:3000]), ('train_2', tokens[3000:]), ('val', tokens[:60])):
-        (tmp_path / f'{name}.bin').write_bytes(shard(part))
-    for settings in ({'val': tmp_path / 'val.bin'}, {}):
-        _, meta = make(f'{tmp_path}/train_*.bin', **settings)
-        train, val = (np.fromfile(tmp_path / f'data/x/{s}.bin', '<u2').tolist() for s in ('train', 'val'))
-        assert meta['tokenizer'] == {'kind': 'tiktoken', 'name': 'gpt2'} and meta['eot'] == 50256
-        if settings:
-            assert train == tokens and val == tokens[:60] and meta['splits']['train']['documents'] == 800
-    assert train + val == tokens and val[0] == 50256 and 0.1 < len(val) / len(tokens) < 0.4
-    (tmp_path / 'a.txt').write_text('text')
-    for sources, settings in ((['val.bin', 'a.txt'], {}), (['val.bin'], {'tokenizer': 'byte'})):
-        with pytest.raises(ValueError, match='cannot be mixed with text or another tokenizer'):
-            make(*(tmp_path / name for name in sources), **settings)
-
-
 def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tmp_path, capsys):
     """The same: in tokens and tokenizer, whatever the settings are called, and still intact on the disk."""
     data = tmp_path / 'data'
@@ -393,10 +320,6 @@ def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tm
     (data / 'new').mkdir()
     make(notes, name='new')
     assert sorted(os.listdir(data)) == ['new', 'x', 'x.1', 'x.2']
-
-
-CHAT = [{'messages': [{'role': 'user', 'content': f'Which number is {i}? <|im_end|>'},
-                      {'role': 'assistant', 'content': f'It is {i}.'}]} for i in range(40)]
 
 
 @pytest.mark.parametrize('template, marks', [
@@ -424,10 +347,10 @@ def test_marks_of_a_template_are_special_ids_of_a_learned_tokenizer(tmp_path, ma
 def test_a_learned_tokenizer_that_has_marks_is_used_again(tmp_path, make):
     """From the dataset, by name."""
     (tmp_path / 'a.jsonl').write_text(as_jsonl(CHAT))
-    (tmp_path / 'b.jsonl').write_text(as_jsonl([*CHAT[::-1], {'text': 'plain'}]))
+    (tmp_path / 'b.jsonl').write_text(as_jsonl(CHAT[::-1]))
     _, first = make(tmp_path / 'a.jsonl', tokenizer='bpe:300', name='a')
     _, second = make(tmp_path / 'b.jsonl', tokenizer='a', name='b')
-    assert first['tokenizer'] == second['tokenizer'] and second['templates'] == ['chatml']
+    assert first['tokenizer'] == second['tokenizer'] and second['template'] == 'chatml'
     tokenizer = tokenizer_from(second['tokenizer'])
     ends = {tokenizer.specials['<|im_end|>'], tokenizer.eot}
     assert sample.stops_of(tokenizer, None, ['<|im_end|>']) == ([], ends)  # a chat ends at the id
@@ -461,7 +384,7 @@ def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
 
 
 def test_a_closed_pipe_is_no_error_of_the_dataset(notes, make, tmp_path, monkeypatch):
-    monkeypatch.setattr('prepare.report', Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr('prepare.check_splits', Mock(side_effect=BrokenPipeError))
     with pytest.raises(BrokenPipeError):
         make(notes)
     assert os.listdir(tmp_path / 'data') == []
@@ -486,12 +409,10 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     (dict(tokenizer='byte:5'), 'is not one of'), (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
     (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a:b'), 'without a comma'),
-    (dict(encoding='klingon'), "encoding='klingon' is not a text encoding"),
     (dict(shards=1), 'applies only to a named corpus'), (dict(text_field='a'), "text_field='a' .*rows"),
     (dict(template='chatml'), "template='chatml' applies to rows, and .* has none"),
     (dict(name='../x'), 'must be a name inside'),
     (dict(val='shakespeare'), 'prepared alone'), (dict(separator='===='), "separator='===='"),
-    (dict(bos=True), "tokenizer='byte' has none"),
     ('', r'a\.txt contains no text'), ('a', 'no text for the train split')])
 def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, settings, words):
     """So is a source, given here instead of settings, that has too little text."""
@@ -519,3 +440,60 @@ def test_inspect_shows_counts_and_a_window(tmp_path, capsys):
     assert out.endswith('from position 8: ab\\n<|endoftext|>[cd]<|endoftext|><|endoftext|>\n')
     with pytest.raises(ValueError, match='y does not exist; make it with'):
         prepare.main(['--inspect', 'y', f'--data_dir={tmp_path}'])
+
+
+def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys):
+    """The held-out files are those of the same texts, so a model of the texts has not seen them."""
+    monkeypatch.chdir(tmp_path)
+    for i in range(20):
+        body = ''.join(f'def f{n}():\n    """File {i}."""\n    return {n}\n' for n in range(1 + i % 3))
+        (tmp_path / 'code').mkdir(exist_ok=True)
+        (tmp_path / 'code' / f'm{i}.py').write_text(body)
+    for i, text in enumerate(('print "2"', 'def f(:', 'x = "\0"')):
+        (tmp_path / 'code' / f'not{i}.py').write_text(text)
+    (tmp_path / 'code' / 'notes.txt').write_text('not code')
+    prepare.main(['code', '--format=functions', '--name=rows'])
+    out = capsys.readouterr().out
+    assert 'skipped 3 files that this Python cannot parse: code/not0.py: ' in out
+    assert 'instruction data in the joined template' in out and 'note:' not in out
+    lines = (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()
+    held = [json.loads(line) for line in lines]
+    files = {row['prompt'].split('File ')[1].split('.')[0] for row in held}
+    hashes = sorted(holdout_hash(f'm{i}.py', 1337) for i in range(20))
+    assert 0 < len(files) < 10 and {holdout_hash(f'm{i}.py', 1337) for i in files} <= set(hashes[:5])
+    assert all(len([row for row in held if f'File {i}.' in row['prompt']]) == 1 + int(i) % 3 for i in files)
+    (tmp_path / 'data' / 'rows' / 'val.jsonl').unlink()
+    prepare.main(['code', '--format=functions', '--name=rows'])
+    assert (tmp_path / 'data' / 'rows' / 'val.jsonl').exists()
+    prepare.main(['code', '--format=functions', '--text_field=completion', '--name=bodies'])
+    val = read_meta('data/bodies')['splits']['val']
+    assert val['documents'] == len(held) and val['bytes'] == sum(len(row['completion']) for row in held)
+    prepare.main(['--inspect', 'rows'])
+    assert 'val: ' in capsys.readouterr().out
+
+
+def test_held_out_rows_with_answers_are_kept_as_tasks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{'instruction': f'Add {i} and 1.', 'output': f'{i} + 1'} for i in range(50)]
+    rows += [{'messages': [{'role': 'user', 'content': 'Hi.'}]}]
+    (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    prepare.main(['rows.jsonl'])
+    held = [json.loads(line) for line in (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()]
+    assert 0 < len(held) < 20 and all(row in rows[:50] for row in held)
+    assert read_meta('data/rows')['splits']['val']['documents'] == len(held)
+    (tmp_path / 'more.jsonl').write_bytes((tmp_path / 'rows.jsonl').read_bytes())
+    prepare.main(['rows.jsonl', '--val=more.jsonl', '--name=all'])
+    assert len((tmp_path / 'data' / 'all' / 'val.jsonl').read_text().splitlines()) == 50
+
+
+def test_long_functions_are_left_out_of_training_and_judging(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for i in range(8):
+        short = f'def f{i}():\n    """Number {i}."""\n    return {i}\n'
+        (tmp_path / f'm{i}.py').write_text(short + short.replace('Number', 'A number with more words'))
+    prepare.main(['.', '--format=functions', '--name=rows', f'--max_function={len(short)}'])
+    assert 'skipped 8 rows' in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()]
+    assert rows and all('more words' not in row['prompt'] for row in rows)
+    with pytest.raises(SettingsError, match='max_function=700 must be at least 1, and applies only'):
+        prepare.main(['.', '--max_function=700'])

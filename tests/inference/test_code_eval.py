@@ -226,7 +226,7 @@ def test_the_table_and_explicit_sampling(tasks, monkeypatch, capsys):
     (b'{"prompt": "a", "answer": "b"}', dict(run_code=True), 'tasks.jsonl has no tests to run'),
     (b'{"instruction": "a", "output": "b"}', {}, 'tasks.jsonl has a chat or an instruction, which needs'),
     (b'[]', {}, 'tasks.jsonl has no tasks'), (b'[3]', {}, 'tasks.jsonl, element 1: a row must be an object'),
-    (b'{', {}, 'tasks.jsonl, line 1 is not JSON'), (b'"\xff"', {}, 'use --bad_utf8=replace'),
+    (b'{', {}, 'tasks.jsonl, line 1 is not JSON'), (b'"\xff"', {}, 'is not UTF-8 text'),
     (b'"\xff"', dict(bad_utf8='replace'), 'line 1: expected a task of HumanEval'),
     (None, {}, 'tasks.jsonl cannot be read: No such file')])
 def test_a_file_without_tasks_is_refused(tasks, content, flags, words):
