@@ -213,7 +213,7 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     progress.close()
     for sentence in counts.left_out():
         print(sentence)
-    check_splits(splits, counts, origin['source'], cfg, reading)
+    check_splits(splits, counts.skipped, origin['source'], cfg, reading)
     if reading.template:
         tokens = sum(split['tokens'] for split in splits.values())
         print(f'instruction data in the {reading.template} template: {in_loss:,} of {tokens:,} tokens '
@@ -248,28 +248,23 @@ def keep_rows(pieces, tokenizer, path):
               '--separator to split a text into documents, and rows with messages for chats')
 
 
-def check_splits(splits, counts, source, cfg, reading):
-    """Raise ValueError if a split has no text. splits: their metadata; counts: a RowCounts."""
-    empty = [split for split in splits if not splits[split]['bytes']]
-    if not empty:
-        return
-    documents = sum(split['documents'] for split in splits.values())
-    if counts.skipped:
-        raise ValueError(f'{source}: {counted(documents, "document")}, {counted(counts.skipped, "row")} '
-                         f'skipped, and no text for the {empty[0]} split; an answer is in one of '
-                         f'{", ".join(ANSWERS)}, or in a message of the assistant; --text_field names the '
-                         'field of a text')
-    if not documents:
+def check_splits(splits, skipped, source, cfg, reading):
+    """Raise ValueError if a split has no text. splits: their metadata; skipped: number of rows."""
+    documents = sum(counts['documents'] for counts in splits.values())
+    if not documents and not skipped:
         raise ValueError(f'{source} contains no text')
-    raise ValueError(f'{source} has {counted(documents, "document")}: no text for the {empty[0]} split with '
-                     f'val={cfg.val!r}, val_fraction={cfg.val_fraction}, separator={reading.separator!r}; '
-                     'add other documents, or name a validation source with --val')
+    for split, counts in splits.items():
+        if not counts['bytes']:
+            raise ValueError(f'{source}: {counted(documents, "document")}, {counted(skipped, "row")} '
+                             f'skipped, and no text for the {split} split with val={cfg.val!r}, val_fraction='
+                             f'{cfg.val_fraction}, separator={reading.separator!r}; --val names a validation '
+                             f'source, --text_field the field of a text; {", ".join(ANSWERS)} hold answers')
 
 
 def inspect(name, data_dir):
     """
     Print the tokenizer, counts of each split, the most frequent training tokens, and text from the middle of
-    the training split, with tokens that do not count toward the loss in brackets.
+    the training split.
     """
     folder = dataset.dataset_folder(data_dir, name)
     if not os.path.exists(os.path.join(folder, 'train.bin')):
@@ -281,23 +276,28 @@ def inspect(name, data_dir):
     print(f'{folder}: {kind} tokenizer of {tokenizer.n_vocab:,} ids, {meta["dtype"]}, {origin}')
     if meta.get('templates'):
         print(f'instruction data in the {", ".join(meta["templates"])} template')
-    bins = {}
     for split in dataset.SPLITS:
         tokens = dataset.open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
         mask = dataset.open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')
         counts = dataset.count_ids(tokens, tokenizer.n_vocab)
-        bins[split] = tokens, mask, counts
         num_bytes = counts[:tokenizer.n_vocab] @ tokenizer.sizes  # larger ids pad the vocabulary
-        ends = counted(0 if tokenizer.eot is None else counts[tokenizer.eot], 'document end')
-        if 'documents' in meta['splits'].get(split, {}):  # in a chat, other turns may end with this id too
-            ends = counted(meta['splits'][split]['documents'], 'document')
-        share = f', {np.count_nonzero(mask) / len(mask):.0%} of tokens in the loss' if len(mask) else ''
-        distinct = counted(np.count_nonzero(counts), 'distinct id')
-        print(f'{split:>5}: {counted(len(tokens), "token")}, {num_bytes / max(len(tokens), 1):.2f} bytes '
-              f'per token, {ends}, {distinct}{share}')
-    tokens, mask, counts = bins['train']
-    most = np.argsort(-counts, kind='stable')[:10].tolist()
-    shares = [f'"{dataset.show(tokenizer, [i])}" {counts[i] / counts.sum():.1%}' for i in most if counts[i]]
+        parts = [counted(len(tokens), 'token'), f'{num_bytes / max(len(tokens), 1):.2f} bytes per token']
+        if 'documents' in meta['splits'].get(split, {}):
+            parts.append(counted(meta['splits'][split]['documents'], 'document'))
+        parts.append(counted(np.count_nonzero(counts), 'distinct id'))
+        if len(mask):
+            parts.append(f'{np.count_nonzero(mask) / len(mask):.0%} of tokens in the loss')
+        print(f'{split:>5}: {", ".join(parts)}')
+        if split == 'train':
+            show_tokens(tokenizer, tokens, mask, counts)
+
+
+def show_tokens(tokenizer, tokens, mask, counts):
+    """Print the most frequent tokens, and those in the middle, in brackets where they are not in the loss."""
+    shares = []
+    for i in np.argsort(-counts, kind='stable')[:10].tolist():
+        if counts[i]:
+            shares.append(f'"{dataset.show(tokenizer, [i])}" {counts[i] / counts.sum():.1%}')
     print(f'most frequent: {", ".join(shares)}')
     middle = len(tokens) // 2
     window = tokens[middle:middle + 200].tolist()

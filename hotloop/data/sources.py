@@ -115,7 +115,7 @@ def files_under(folder, suffixes, left_out=()):
         for name in names:
             path = os.path.join(here, name)
             if name.lower().endswith(suffixes) and not name.startswith('.') and os.path.isfile(path):
-                found.append((os.path.relpath(path, folder).replace(os.sep, '/'), path))
+                found.append((os.path.relpath(path, folder), path))
     return sorted(found)
 
 
@@ -147,33 +147,39 @@ def files_of(source, reading, data_dir, spool):
     (which is copied to the file spool, because it can be read only once).
     """
     if source == 'stdlib':
-        return [open_file(path, name, reading) for name, path in stdlib_files()]
-    if source == '-':
-        stream = standard_input()
+        found = stdlib_files()
+    elif source == '-':
         with open(spool, 'wb') as f:
-            shutil.copyfileobj(stream, f, 1 << 20)
-        return [open_file(spool, 'stdin', reading)]
-    if source.startswith(URLS):
+            shutil.copyfileobj(standard_input(), f, 1 << 20)
+        found = [('stdin', spool)]
+    elif source.startswith(URLS):
         path = download_source(source, data_dir)
-        return [open_file(path, os.path.basename(path).split('-', 1)[1], reading)]
-    if os.path.isdir(source):
-        if {'meta.json', 'train.bin'} <= set(os.listdir(source)):
-            raise ValueError(f'{source} is a dataset; train on it, or prepare what it was made from')
-        suffixes = {'auto': FOLDER_SUFFIXES, 'functions': '.py'}.get(reading.format, '')
-        everything = files_under(source, '')
-        found = [file for file in everything if file[0].lower().endswith(suffixes)]
-        if not found:
-            why = {'auto': ' with a known suffix; --format=text reads all', 'functions': ' that end with .py'}
-            none = '; hidden ones and datasets are left out'
-            raise ValueError(f'{source} contains no files{why[reading.format] if everything else none}')
-        others = sorted({*everything} - {*found})
-        if others and reading.format == 'auto':
-            print(f'{source}: left out {counted(len(others), "file")} without a known suffix, such as '
-                  f'{others[0][0]}; --format=text reads all', file=sys.stderr)
-        return [open_file(path, name, reading) for name, path in found]
-    paths = [source] if os.path.isfile(source) else files_matching(source)
-    base = os.path.commonpath([os.path.dirname(path) for path in paths])
-    return [open_file(path, os.path.relpath(path, base).replace(os.sep, '/'), reading) for path in paths]
+        found = [(os.path.basename(path).split('-', 1)[1], path)]
+    elif os.path.isdir(source):
+        found = files_in_folder(source, reading.format)
+    else:
+        paths = [source]
+        if not os.path.isfile(source):
+            paths = files_matching(source)
+        base = os.path.commonpath([os.path.dirname(path) for path in paths])
+        found = [(os.path.relpath(path, base), path) for path in paths]
+    return [open_file(path, name, reading) for name, path in found]
+
+
+def files_in_folder(folder, format):
+    """List (name, path) of the files in a folder that a format of ReadConfig reads."""
+    if {'meta.json', 'train.bin'} <= set(os.listdir(folder)):
+        raise ValueError(f'{folder} is a dataset; train on it, or prepare what it was made from')
+    suffixes = {'auto': FOLDER_SUFFIXES, 'functions': '.py'}.get(format, '')
+    found = files_under(folder, suffixes)
+    if not found:
+        raise ValueError(f'{folder} contains no files to read with format={format!r}; hidden files and '
+                         'datasets are left out; --format=text reads files of any name')
+    left_out = len(files_under(folder, '')) - len(found)
+    if left_out and format == 'auto':
+        print(f'{folder}: left out {counted(left_out, "file")} without a known suffix; --format=text reads '
+              'all', file=sys.stderr)
+    return found
 
 
 def all_files(sources, reading, data_dir, spool):
@@ -182,13 +188,13 @@ def all_files(sources, reading, data_dir, spool):
     may share a name. Empty texts are left out, unless there is nothing else.
     """
     files = []
-    parts = [os.path.abspath(source).split(os.sep) for source in sources]
-    differ = [i for i, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1]
-    shared = min([*differ, *map(len, parts)])
-    for source, own in zip(sources, parts, strict=True):
-        folder = ('/'.join(own[shared:]) or '.') + '/' if len(sources) > 1 else ''
-        found = files_of(source, reading, data_dir, spool)
-        files += [file._replace(name=folder + file.name) for file in found]
+    base = os.path.commonpath([os.path.abspath(source) for source in sources])
+    for source in sources:
+        for file in files_of(source, reading, data_dir, spool):
+            if len(sources) > 1:
+                folder = os.path.relpath(os.path.abspath(source), base)
+                file = file._replace(name=f'{folder}/{file.name}')
+            files.append(file)
     return [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files
 
 
@@ -254,24 +260,26 @@ def check_kinds(kinds, settings, where):
             raise ValueError(f'{name}={value!r} applies to {needs}, and {where} has none')
 
 
-def how_to_make(dataset):
-    """Return the command that makes a dataset, for messages about a missing one."""
-    if dataset == 'stdlib' or dataset in CORPORA:
-        return f'python prepare.py {dataset}'
-    return f'python prepare.py FILE_OR_FOLDER --name={dataset}'
-
-
 def missing_dataset(path, name, data_dir):
     """Explain how to make a dataset whose file or folder does not exist."""
-    bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
-    found = sorted(os.path.basename(os.path.dirname(bin)) for bin in bins)
-    if not found and os.path.exists(os.path.join(data_dir, 'train.bin')):
+    if os.path.exists(os.path.join(data_dir, 'train.bin')):
         parent, own = os.path.split(os.path.normpath(data_dir))
         return f'{path} does not exist; {data_dir} is a dataset: --data_dir={parent or "."} --dataset={own}'
-    others = f'; {data_dir} has {", ".join(found[:10])}' if found else ''
-    known = {word: repr(word) for word in (*found, *CORPORA)}
-    hint = '' if name in CORPORA else did_you_mean(os.path.basename(name.rstrip('/')), known)  # or a path
-    command = f'{how_to_make(name)} {shell(f"--data_dir={data_dir}")}'.removesuffix(' --data_dir=data')
+    words = [f'FILE_OR_FOLDER --name={name}']
+    hint = ''
+    others = ''
+    if name == 'stdlib' or name in CORPORA:
+        words = [name]
+    else:
+        bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
+        found = [os.path.basename(os.path.dirname(path)) for path in bins]
+        if found:
+            others = f'; {data_dir} has {", ".join(sorted(found)[:10])}'
+        near = {word: repr(word) for word in (*found, *CORPORA)}
+        hint = did_you_mean(os.path.basename(name.rstrip('/')), near)
+    if data_dir != 'data':
+        words.append(shell(f'--data_dir={data_dir}'))
+    command = f'python prepare.py {" ".join(words)}'
     if hint:
         return f'{path} does not exist{hint} If not, make it with: {command}'
     return f'{path} does not exist; make it with: {command}{others}'
