@@ -192,13 +192,16 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     print(f'{origin["source"]}: {counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}',
           flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
+    templates = [name for name in (reading.template,) if name]
     read_pieces = functools.partial(split_pieces, files, val_files, reading, holdout)
     if tokenizer is None:
-        marks = marks_of([reading.template] if reading.template else [])
+        marks = marks_of(templates)
         every = max(-(-num_bytes // BPE_BYTES), 1)
         tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(), marks, holdout.several, every)
     bos = tokenizer.first
-    eot = tokenizer.eot if holdout.several else None
+    eot = None
+    if holdout.several:
+        eot = tokenizer.eot
     progress = Progress(num_bytes)
     counts = RowCounts()
     pieces = keep_rows(read_pieces(progress, counts), tokenizer, os.path.join(folder, 'val.jsonl'))
@@ -220,7 +223,6 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
               f'({in_loss / tokens:.0%}) count toward the loss')
     else:
         os.remove(os.path.join(folder, 'val.jsonl'))
-    templates = [reading.template] if reading.template else []
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
             'splits': splits, 'template': reading.template, 'templates': templates, 'bos': bos, **origin}

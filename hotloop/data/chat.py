@@ -90,12 +90,16 @@ def form_of(row, text_field=None):
             return 'chatml', [chat, 'system']
     answer = next((name for name in ANSWERS if name in row), None)
     if 'instruction' in row and answer:
-        about = 'context' if 'context' in row and 'input' not in row else 'input'  # as Dolly's rows call it
+        about = 'input'
+        if 'context' in row and 'input' not in row:  # Dolly's name
+            about = 'context'
         return 'alpaca', ['instruction', about, 'system', answer]
     question = next((name for name in ('prompt', 'question') if name in row), None)
     if question and answer:
         return 'joined', [question, answer]
-    return None, ['content' if 'content' in row and 'text' not in row else 'text']
+    if 'content' in row and 'text' not in row:
+        return None, ['content']
+    return None, ['text']
 
 
 def choose_template(asked, suited):
@@ -201,4 +205,6 @@ def prompt_of(row, where):
 def parts_before_answer(turns, template):
     """Write a conversation and what comes before the assistant's next answer as parts."""
     parts = render([*turns, ('assistant', '')], template)
-    return parts[:-1] if TEMPLATES[template].assistant[1] else parts
+    if TEMPLATES[template].assistant[1]:
+        return parts[:-1]
+    return parts

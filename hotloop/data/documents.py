@@ -115,7 +115,9 @@ def open_text(path, errors='strict', progress=None):
     opener = OPENERS.get(os.path.splitext(path)[1].lower())
     try:
         with io.BufferedReader(ProgressFile(path, progress), 1 << 17) as raw:
-            data = opener(raw) if opener else raw
+            data = raw
+            if opener:
+                data = opener(raw)
             yield io.TextIOWrapper(data, 'utf-8-sig', errors, newline='\n')
     except UnicodeDecodeError as e:
         before = e.object[max(e.start - 20, 0):e.start].decode('utf-8', 'replace')
@@ -167,7 +169,9 @@ def documents_in(files, reading, progress=None, counts=None):
 def row_pieces(file, reading, progress, counts):
     """Yield the pieces of the documents in a file of rows."""
     # functions of one file resemble each other: all of them are held out, or none
-    key = file.name if file.kind == 'functions' else None
+    key = None
+    if file.kind == 'functions':
+        key = file.name
     for where, row in rows_in(file, reading, progress, counts):
         parts = parts_of(row, where, reading.template, reading.text_field)
         if parts is None:
@@ -231,7 +235,8 @@ def pieces_of(blocks, key=None, separator=None):
                 text = text.lstrip('\r\n')
             cut = safe_cut(text, PIECE)
             head, text = text[:cut], text[cut:]
-            name = head if name is None else name
+            if name is None:
+                name = head
             yield Piece([(head, False, True)], start, False, name)
             start = False
 
@@ -271,7 +276,9 @@ def rows_in(file, reading, progress=None, counts=None):
 
 def csv_rows(lines, path):
     """Yield (where, row) of lines of CSV, or of TSV by the file's name. The first line names the fields."""
-    delimiter = '\t' if '.tsv' in os.path.basename(path).lower() else ','
+    delimiter = ','
+    if '.tsv' in os.path.basename(path).lower():
+        delimiter = '\t'
     reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
     try:
         for row in reader:
@@ -285,8 +292,9 @@ def csv_rows(lines, path):
 def json_rows(lines, path, remedy=AS_TEXT):
     """Yield (where, row) of a .json file: of a list of rows; anything else is one text."""
     text = ''.join(lines)  # lines.read() would bypass the progress
-    is_list = text.lstrip().startswith('[')  # package.json, for example, is a text
-    rows = parse_json(text, path, remedy) if is_list else [text]
+    rows = [text]  # package.json, for example, is a text
+    if text.lstrip().startswith('['):
+        rows = parse_json(text, path, remedy)
     for number, row in enumerate(rows, 1):
         yield f'{path}, element {number}', row
 
@@ -334,7 +342,9 @@ def parquet_rows(file, reading, progress):
     """Yield (where, row) of a parquet file, 256 rows in memory at a time. Unread fields are None."""
     pyarrow = optional('pyarrow', 'reads parquet files')
     parquet = optional('pyarrow.parquet', 'reads parquet files')
-    wanted = (reading.text_field,) if reading.text_field and file.kind != 'joined' else ROW_FIELDS
+    wanted = ROW_FIELDS
+    if reading.text_field and file.kind != 'joined':
+        wanted = [reading.text_field]
     number = 0
     size = os.path.getsize(file.path)
     try:
@@ -432,7 +442,9 @@ def split_pieces(files, val_files, reading, holdout, progress=None, counts=None)
     for piece in pieces:
         if piece.start:
             order = holdout_hash(piece.key, holdout.seed)
-            split = 'val' if order in holdout.held_out or order < holdout.limit else 'train'
+            split = 'train'
+            if order in holdout.held_out or order < holdout.limit:
+                split = 'val'
         yield split, piece
     for piece in documents_in(val_files, reading, progress, counts):
         yield 'val', piece

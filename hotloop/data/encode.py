@@ -39,13 +39,15 @@ def encode_batch(tokenizer, batch, bos=None, eot=None):
 def encode_piece(tokenizer, piece, bos, eot):
     """Encode a Piece. Returns (ids, mask or None, positions after the documents that end here)."""
     ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
-    before = int(piece.start and bos is not None)
-    # a chat template ends with a mark, which may be eot
-    after = int(piece.end and eot is not None and (mask is None or ids[-1] != eot))
-    ids = np.append(bos, ids) if before else ids
-    ids = np.append(ids, eot) if after else ids
-    if mask is not None:
-        mask = np.concatenate((np.zeros(before, np.uint8), mask, mask[-1:].repeat(after)))
+    if piece.start and bos is not None:
+        ids = np.append(bos, ids)
+        if mask is not None:
+            mask = np.append(np.uint8(0), mask)
+    # A chat template ends with a mark, which may be eot.
+    if piece.end and eot is not None and (mask is None or ids[-1] != eot):
+        ids = np.append(ids, eot)
+        if mask is not None:
+            mask = np.append(mask, mask[-1])
     return ids, mask, np.full(int(piece.end), len(ids))
 
 
@@ -53,18 +55,29 @@ def combine(tokenizer, pieces):
     """Join a list of (ids, mask, ends) into an Encoded. If one has a mask, all ids without one count."""
     ids = np.concatenate([ids for ids, _, _ in pieces])
     assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
+    masks = []
+    ends = []
+    size = 0  # of the pieces before
+    masked = False
+    for piece_ids, mask, piece_ends in pieces:
+        masked = masked or mask is not None
+        if mask is None:
+            mask = np.ones(len(piece_ids), np.uint8)
+        masks.append(mask)
+        ends.append(size + piece_ends)
+        size += len(piece_ids)
     mask = None
-    if any(mask is not None for _, mask, _ in pieces):
-        masks = [np.ones(len(ids), np.uint8) if mask is None else mask for ids, mask, _ in pieces]
+    if masked:
         mask = np.concatenate(masks)
-    sizes = np.cumsum([0, *(len(ids) for ids, _, _ in pieces)])  # of the pieces before
-    ends = np.concatenate([size + ends for size, (_, _, ends) in zip(sizes[:-1], pieces, strict=True)])
-    return Encoded(ids.astype(id_type(tokenizer)), mask, int(tokenizer.sizes[ids].sum()), ends)
+    num_bytes = int(tokenizer.sizes[ids].sum())
+    return Encoded(ids.astype(id_type(tokenizer)), mask, num_bytes, np.concatenate(ends))
 
 
 def id_type(tokenizer):
     """Return the dtype of a dataset's ids, little-endian."""
-    return '<u2' if tokenizer.n_vocab <= 2**16 else '<u4'
+    if tokenizer.n_vocab <= 2**16:
+        return '<u2'
+    return '<u4'
 
 
 def batches_of(pieces):

@@ -91,10 +91,14 @@ FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) for c in (''
 def corpus_of(sources, shards):
     """Return the Corpus that the sources are: a named one, STDLIB or PLAIN."""
     is_name = len(sources) == 1 and not os.path.exists(sources[0])
-    corpus = CORPORA.get(sources[0], PLAIN) if is_name else PLAIN
+    corpus = PLAIN
+    if is_name:
+        corpus = CORPORA.get(sources[0], PLAIN)
     if shards and not corpus.train:
         raise ValueError(f'shards={shards} applies only to a named corpus: {", ".join(CORPORA)}')
-    return STDLIB if sources == ['stdlib'] else corpus
+    if sources == ['stdlib']:
+        return STDLIB
+    return corpus
 
 
 def files_under(folder, suffixes, left_out=()):
@@ -137,7 +141,9 @@ def open_file(path, name, reading):
     stem, suffix = os.path.splitext(name.lower())
     if suffix in COMPRESSED:
         suffix = os.path.splitext(stem)[1]
-    kind = KINDS.get(suffix, 'text') if reading.format == 'auto' else reading.format
+    kind = reading.format
+    if kind == 'auto':
+        kind = KINDS.get(suffix, 'text')
     return File(path, name, kind)
 
 
