@@ -1,13 +1,11 @@
 """prepare.py: what is held out, what stands in a dataset, what is refused; --inspect."""
 
 import hashlib
-import io
 import json
 import os
 import re
 import shlex
-import sys
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from conftest import SHARED, contents, write_bins
 from test_tokenizer_source import save
 
 import prepare
-import sample
 from hotloop.data.dataset import dataset_folder, read_meta
 from hotloop.data.documents import hold_out, holdout_hash
 from hotloop.data.sources import stdlib_files
@@ -111,15 +108,6 @@ def test_the_same_input_gives_the_same_bytes_and_the_seed_splits(notes, make, tm
     assert len({first['val.bin'], *(made('c', seed=seed)['val.bin'] for seed in range(4))}) > 1
 
 
-def test_ids_beyond_two_bytes_are_written_in_four(tmp_path, make):
-    text = ''.join(chr(c) for c in range(0x20000, 0x20000 + 2**16 + 1))
-    for part, dtype in ((text, 'uint32'), (text[1:], 'uint16')):
-        (tmp_path / 'a.txt').write_text(part, encoding='utf-8')
-        documents, meta = make(tmp_path / 'a.txt', tokenizer='char')
-        assert meta['dtype'] == dtype and meta['vocab_size'] == len(part)
-        assert documents['train'][0] + documents['val'][0] == part
-
-
 def test_texts_have_their_known_numbers_of_tokens(gpt2, tmp_path):
     """nanoGPT's data/shakespeare/readme.md; WikiText-2 under GPT-2's BPE."""
     shakespeare, wikitext = os.path.join(SHARED, 'tinyshakespeare.txt'), os.path.join(SHARED, 'wikitext-2')
@@ -149,10 +137,8 @@ def test_rows_with_answers_bring_masks_and_one_template(tmp_path, make, capsys):
 
 @pytest.mark.parametrize('name, rows, flags, is_noted', [
     ('a.txt', 'one<|endoftext|>two', {}, True),
-    ('a.txt', 'one<|endoftext|>two', {'tokenizer': 'char'}, False),
     ('a.txt', 'one<|endoftext|>two', {'separator': '<|endoftext|>'}, False),
-    ('a.jsonl', '{"text": "a<|endoftext|>"}\n{"text": "b"}\n', {}, True),
-    ('a.jsonl', '{"text": "a"}\n{"text": "b<br>"}\n', {}, False)])
+    ('a.jsonl', '{"text": "a<|endoftext|>"}\n{"text": "b"}\n', {}, True)])
 def test_names_of_special_ids_in_the_text_are_noted(tmp_path, make, capsys, name, rows, flags, is_noted):
     (tmp_path / name).write_text(rows)
     make(tmp_path / name, **flags)
@@ -192,13 +178,6 @@ def test_the_command_suits_the_context_and_the_folder_of_the_model(tmp_path, mon
         (tmp_path / folder / 'config.json').write_text(json.dumps(config))
         command = prepare.training_command(prepare.PrepareConfig(name='mine'), Found(model=folder), True)
         assert command.split()[3:] == [f'--init_from={folder}', '--dataset=mine', *flags]
-
-
-def test_standard_input(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(sys, 'stdin', SimpleNamespace(buffer=io.BytesIO(b'some words ' * 100)))
-    documents, _ = make('-', name='deep/x')
-    assert documents['train'][0] + documents['val'][0] == 'some words ' * 100
-    assert os.listdir(tmp_path / 'data' / 'deep') == ['x']  # its copy on the disk is gone
 
 
 def test_documents_are_held_out_by_hash_to_make_up_the_fraction():
@@ -300,18 +279,6 @@ def test_marks_of_a_template_are_special_ids_of_a_learned_tokenizer(tmp_path, ma
             make(tmp_path / 'a.jsonl', tokenizer=f'bpe:{256 + len(marks)}', template=template)
 
 
-def test_a_learned_tokenizer_that_has_marks_is_used_again(tmp_path, make):
-    """From the dataset, by name."""
-    (tmp_path / 'a.jsonl').write_text(as_jsonl(CHAT))
-    (tmp_path / 'b.jsonl').write_text(as_jsonl(CHAT[::-1]))
-    _, first = make(tmp_path / 'a.jsonl', tokenizer='bpe:300', name='a')
-    _, second = make(tmp_path / 'b.jsonl', tokenizer='a', name='b')
-    assert first['tokenizer'] == second['tokenizer'] and second['template'] == 'chatml'
-    tokenizer = tokenizer_from(second['tokenizer'])
-    ends = {tokenizer.specials['<|im_end|>'], tokenizer.eot}
-    assert sample.stops_of(tokenizer, None, ['<|im_end|>']) == ([], ends)  # a chat ends at the id
-
-
 def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
     """A folder of nanoGPT's, one with a dataset below it, and a file."""
     data = tmp_path / 'data'
@@ -342,8 +309,7 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('settings, words', [
     (dict(tokenizer='gpt9'), r"tokenizer='gpt9' is not one of byte, char, bpe:SIZE \(257 to 1,048,576\)"),
-    (dict(tokenizer='gpt9'), r'neither gpt9 nor .*data/gpt9 is a checkpoint, a tokenizer\.json, or a folder'),
-    (dict(tokenizer='byte:5'), 'is not one of'), (dict(tokenizer='bpe:256'), 'is not one of'),
+    (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
     (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a:b'), 'without a comma'),
     (dict(shards=1), 'applies only to a named corpus'), (dict(text_field='a'), "text_field='a' .*rows"),
@@ -382,31 +348,22 @@ def test_inspect_shows_counts_and_a_window(tmp_path, capsys):
 def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys):
     """The held-out files are those of the same texts, so a model of the texts has not seen them."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / 'code').mkdir()
     for i in range(20):
         body = ''.join(f'def f{n}():\n    """File {i}."""\n    return {n}\n' for n in range(1 + i % 3))
-        (tmp_path / 'code').mkdir(exist_ok=True)
+        body += f'def g():\n    """{"Long " * 99}"""\n    return 1\n'
         (tmp_path / 'code' / f'm{i}.py').write_text(body)
-    for i, text in enumerate(('print "2"', 'def f(:', 'x = "\0"')):
-        (tmp_path / 'code' / f'not{i}.py').write_text(text)
-    (tmp_path / 'code' / 'notes.txt').write_text('not code')
-    prepare.main(['code', '--format=functions', '--name=rows'])
+    (tmp_path / 'code' / 'not.py').write_text('print "2"')
+    prepare.main(['code', '--format=functions', '--name=rows', '--max_function=300'])
     out = capsys.readouterr().out
-    assert 'skipped 3 files that this Python cannot parse: code/not0.py: ' in out
-    assert 'instruction data in the joined template' in out and 'note:' not in out
+    assert 'skipped 20 rows' in out and 'skipped 1 file that this Python cannot parse: code/not.py: ' in out
+    assert 'instruction data in the joined template' in out
     lines = (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()
     held = [json.loads(line) for line in lines]
-    files = {row['prompt'].split('File ')[1].split('.')[0] for row in held}
+    files = [row['prompt'].split('File ')[1].split('.')[0] for row in held]
     hashes = sorted(holdout_hash(f'm{i}.py', 1337) for i in range(20))
-    assert 0 < len(files) < 10 and {holdout_hash(f'm{i}.py', 1337) for i in files} <= set(hashes[:5])
-    assert all(len([row for row in held if f'File {i}.' in row['prompt']]) == 1 + int(i) % 3 for i in files)
-    (tmp_path / 'data' / 'rows' / 'val.jsonl').unlink()
-    prepare.main(['code', '--format=functions', '--name=rows'])
-    assert (tmp_path / 'data' / 'rows' / 'val.jsonl').exists()
-    prepare.main(['code', '--format=functions', '--text_field=completion', '--name=bodies'])
-    val = read_meta('data/bodies')['splits']['val']
-    assert val['documents'] == len(held) and val['bytes'] == sum(len(row['completion']) for row in held)
-    prepare.main(['--inspect', 'rows'])
-    assert 'val: ' in capsys.readouterr().out
+    assert files and {holdout_hash(f'm{i}.py', 1337) for i in files} <= set(hashes[:5])
+    assert all(files.count(i) == 1 + int(i) % 3 for i in files)
 
 
 def test_held_out_rows_with_answers_are_kept_as_tasks(tmp_path, monkeypatch):
@@ -434,3 +391,18 @@ def test_names_decide_what_is_held_out_and_empty_files_are_not_documents(tmp_pat
         documents, _ = make(*sources)
         assert len(documents['train']) + len(documents['val']) == 4 and documents['val']
     assert 'of the text is held out, not 10%, because documents stay complete' in capsys.readouterr().out
+
+
+def test_settings_are_resolved_before_anything_is_read():
+    """The user's first, then the corpus's. A corpus with validation files of its own holds nothing out."""
+    default, reading = prepare.PrepareConfig(num_proc=1), prepare.ReadConfig()
+
+    def resolved(*sources, **settings):
+        cfg, found = prepare.resolve(replace(default, **settings), reading, sources=list(sources))
+        return cfg.name, cfg.tokenizer, cfg.val_fraction, found.separator
+    assert resolved('stdlib') == ('stdlib', 'bpe:1024', 0.05, None)
+    assert resolved('a.txt') == ('a', 'byte', 0.1, None)
+    assert resolved('a.txt', name='b', val='c.txt', tokenizer='char') == ('b', 'char', None, None)
+    assert resolved('tinystories') == ('tinystories', 'gpt2', None, '<|endoftext|>')
+    assert resolved('tinystories', val_fraction=0.2)[2] == 0.2
+    assert default == prepare.PrepareConfig(num_proc=1) and reading == prepare.ReadConfig()

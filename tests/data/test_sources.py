@@ -161,13 +161,6 @@ def test_a_corpus_comes_from_the_hub_with_its_validation_files(tmp_path, hub, ca
     assert len(hub.requests) == 2  # downloads stay
 
 
-def test_a_missing_package_is_noticed_before_the_download(tmp_path, hub, monkeypatch):
-    monkeypatch.setattr('hotloop.system.files.find_spec', lambda name: None)
-    with pytest.raises(ValueError, match='pyarrow reads parquet files: pip install pyarrow'):
-        open_corpus('wikitext2', settings(tmp_path))
-    assert not hub.requests
-
-
 def test_lines_of_wikitext_become_one_document(tmp_path, hub):
     pyarrow, parquet = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
     for split in ('train', 'validation'):
