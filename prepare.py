@@ -192,43 +192,55 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     print(f'{origin["source"]}: {counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}',
           flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
-    templates = [name for name in (reading.template,) if name]
     read_pieces = functools.partial(split_pieces, files, val_files, reading, holdout)
+    templates = []
+    marks = []
+    if reading.template:
+        templates = [reading.template]
+        marks = marks_of(reading.template)
     if tokenizer is None:
-        marks = marks_of(templates)
         every = max(-(-num_bytes // BPE_BYTES), 1)
         tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(), marks, holdout.several, every)
-    bos = tokenizer.first
     eot = None
     if holdout.several:
         eot = tokenizer.eot
     progress = Progress(num_bytes)
     counts = RowCounts()
     pieces = keep_rows(read_pieces(progress, counts), tokenizer, os.path.join(folder, 'val.jsonl'))
-    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, bos, eot)
-    writers = {split: dataset.BinWriter(folder, split, id_type(tokenizer)) for split in dataset.SPLITS}
-    in_loss = 0
-    for batch in batches:
-        for split, encoded in batch.items():
-            writers[split].add(encoded)
-            in_loss += len(encoded.ids) if encoded.mask is None else int(encoded.mask.sum())
-    splits = {split: writer.close(rows=bool(reading.template)) for split, writer in writers.items()}
+    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, tokenizer.first, eot)
+    splits = write_bins(folder, batches, id_type(tokenizer), reading.template)
     progress.close()
     for sentence in counts.left_out():
         print(sentence)
     check_splits(splits, counts.skipped, origin['source'], cfg, reading)
-    if reading.template:
-        tokens = sum(split['tokens'] for split in splits.values())
-        print(f'instruction data in the {reading.template} template: {in_loss:,} of {tokens:,} tokens '
-              f'({in_loss / tokens:.0%}) count toward the loss')
-    else:
-        os.remove(os.path.join(folder, 'val.jsonl'))
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
-            'splits': splits, 'template': reading.template, 'templates': templates, 'bos': bos, **origin}
+            'splits': splits, 'template': reading.template, 'templates': templates,
+            'bos': tokenizer.first, **origin}
     with replacing(os.path.join(folder, 'meta.json')) as f:
         f.write(json.dumps(meta, indent=1).encode())
     return meta
+
+
+def write_bins(folder, batches, dtype, template):
+    """Write the batches of encode_all(). Returns {split: its metadata}. template: of rows, or None."""
+    writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
+    tokens = 0
+    in_loss = 0
+    for batch in batches:
+        for split, encoded in batch.items():
+            writers[split].add(encoded)
+            tokens += len(encoded.ids)
+            if encoded.mask is None:
+                in_loss += len(encoded.ids)
+            else:
+                in_loss += int(encoded.mask.sum())
+    if template:
+        print(f'instruction data in the {template} template: {in_loss:,} of {tokens:,} tokens '
+              f'({in_loss / max(tokens, 1):.0%}) count toward the loss')
+    else:
+        os.remove(os.path.join(folder, 'val.jsonl'))
+    return {split: writer.close(rows=template is not None) for split, writer in writers.items()}
 
 
 def keep_rows(pieces, tokenizer, path):
@@ -353,7 +365,7 @@ def print_fields(files, reading):
     """Print the fields of the first row that are not used."""
     found = first_row(files, reading)
     if found:
-        _, _, row = found
+        _, row = found
         _, used = form_of(row, reading.text_field)
         unused = [name for name in row if name not in used]
         if unused:

@@ -66,10 +66,13 @@ def parts_of(row, where, template, text_field=None):
     return render(turns, template)
 
 
-def marks_of(templates):
-    """List the marks in the templates with these names, sorted."""
-    texts = (text for name in templates for role in SPEAKERS for text in getattr(TEMPLATES[name], role))
-    return sorted({mark for text in texts for mark in MARK.findall(text)})
+def marks_of(name):
+    """List the marks in the template with this name, sorted."""
+    marks = set()
+    for role in SPEAKERS:
+        before, after = getattr(TEMPLATES[name], role)
+        marks.update(MARK.findall(before + after))
+    return sorted(marks)
 
 
 def as_object(row, where):

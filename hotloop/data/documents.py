@@ -154,8 +154,8 @@ def documents_in(files, reading, progress=None, counts=None):
     counts = counts or RowCounts()
     if files and files[0].kind == 'joined':
         # WikiText: each row is a line of one document, and empty lines have lost their space and newline
-        rows = (row for file in files for _, row in rows_in(file, reading, progress, counts))
-        yield from pieces_of((row['text'] or ' \n' for row in rows), files[0].name)
+        rows = chain.from_iterable(rows_in(file, reading, progress, counts) for file in files)
+        yield from pieces_of((row['text'] or ' \n' for _, row in rows), files[0].name)
         return
     separator = (reading.separator or '').replace('\\n', '\n').replace('\\t', '\t')
     for file in files:
@@ -184,11 +184,11 @@ def row_pieces(file, reading, progress, counts):
 
 
 def first_row(files, reading):
-    """Return (file, where, row) of the first row in the files, or None if they are texts."""
+    """Return (file, row) of the first row in the files, or None if they are texts."""
     for file in files:
         if file.kind not in ('text', 'joined'):
             for where, row in rows_in(file, reading):
-                return file, where, as_object(row, where)
+                return file, as_object(row, where)
     return None
 
 
@@ -200,7 +200,7 @@ def template_of(files, reading, of_model=None):
     found = first_row(files, reading)
     if not found:
         return None
-    file, _, row = found
+    file, row = found
     suited, _ = form_of(row, reading.text_field)
     if reading.template != 'auto':
         return choose_template(reading.template, suited)
