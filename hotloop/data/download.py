@@ -78,9 +78,10 @@ def download(url, path, sha256=None):
     finally:
         if held:
             held.release()
-    for left in (part + '.etag', path + '.lock', path + '.lock.pid'):
-        with contextlib.suppress(OSError):
-            os.remove(left)
+        if not os.path.exists(part):
+            for left in (part + '.etag', path + '.lock', path + '.lock.pid'):
+                with contextlib.suppress(OSError):
+                    os.remove(left)
     return path
 
 
