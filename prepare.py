@@ -160,9 +160,9 @@ def open_sources(sources, cfg, reading, spool):
 
 def learn_tokenizer(name, pieces, marks, several, every):
     """
-    Learn the tokenizer `char` or `bpe:SIZE` from (split, Piece) pairs. Characters are collected from all
-    pieces; merges are learned from every n-th, if it is for training. marks: of the chat template; they
-    become special ids. several: whether documents need an end-of-text id.
+    Learn the tokenizer `char` or `bpe:SIZE` from (split, Piece) pairs. Characters are collected
+    from all pieces; merges are learned from every n-th, if it is for training. marks: of the chat
+    template; they become special ids. several: whether documents need an end-of-text id.
     """
     if name == 'char':
         chars = set()
@@ -245,8 +245,9 @@ def write_bins(folder, batches, dtype, template):
 
 def keep_rows(pieces, tokenizer, path):
     """
-    Yield the pieces, (split, Piece), without their rows. Writes those for validation to a .jsonl file, by
-    which sample.py --eval_code judges a model, and notes names of special ids in the first texts.
+    Yield the pieces, (split, Piece), without their rows. Writes those for validation to a .jsonl
+    file, by which sample.py --eval_code judges a model, and notes names of special ids in the first
+    texts.
     """
     names = set()
     with open(path, 'w', encoding='utf-8') as f:
@@ -277,8 +278,8 @@ def check_splits(splits, skipped, source, cfg, reading):
 
 def inspect(name, data_dir):
     """
-    Print the tokenizer, counts of each split, the most frequent training tokens, and text from the middle of
-    the training split.
+    Print the tokenizer, counts of each split, the most frequent training tokens, and text from the
+    middle of the training split.
     """
     folder = dataset.dataset_folder(data_dir, name)
     if not os.path.exists(os.path.join(folder, 'train.bin')):

@@ -1,4 +1,4 @@
-"""Turn rows and conversations into the parts of a document. The loss counts only the assistant's text."""
+"""Turn rows and conversations into the parts of a document. Only answers count in the loss."""
 
 import json
 import re
@@ -41,15 +41,16 @@ TEMPLATES = {
     'llama3': Template(*((f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>')
                          for role in SPEAKERS), between='', strips=True),
 }
-CHATS = tuple(name for name, template in TEMPLATES.items() if template.user[0])  # those that mark turns
+CHATS = tuple(name for name, template in TEMPLATES.items() if template.user[0])  # mark turns
 
 
 def parts_of(row, where, template, text_field=None):
     """
-    Return the parts [(text, markup, counts)] of the document in a row, or None if it has no text or no answer
-    or cannot be written in the template. A row is a text, or an object with the field text_field, with
-    messages (a chat), instruction and output (Alpaca), prompt or question and completion or answer, text, or
-    content. template: a name, or None if rows are texts. where: file and line, for errors.
+    Return the parts [(text, markup, counts)] of the document in a row, or None if it has no text or
+    no answer or cannot be written in the template. A row is a text, or an object with the field
+    text_field, with messages (a chat), instruction and output (Alpaca), prompt or question and
+    completion or answer, text, or content. template: a name, or None if rows are texts. where: file
+    and line, for errors.
     """
     row = as_object(row, where)
     suited, fields = form_of(row, text_field)
@@ -85,7 +86,7 @@ def as_object(row, where):
 
 
 def form_of(row, text_field=None):
-    """Return (the template that suits a row, or None for a text; the names of the fields that are used)."""
+    """Return (the template that suits a row, or None for a text; the fields that are used)."""
     if text_field:
         return None, [text_field]
     for chat in ('messages', 'conversations'):
@@ -106,7 +107,7 @@ def form_of(row, text_field=None):
 
 
 def choose_template(asked, suited):
-    """Return the template of a row: the one asked for, unless that is auto, or the one that suits the row."""
+    """Return the template asked for or, if that is auto, the one that suits the row."""
     if asked == 'auto' or (asked, suited) == ('plain', 'joined'):
         return suited  # The plain template also puts nothing between a prompt and its completion.
     return asked
@@ -147,8 +148,8 @@ def turns_of(row, where, suited, fields):
 
 def turn_of(message, where):
     """
-    Return (role, text) of a message of a chat, as OpenAI or ShareGPT writes it. Raises ValueError for a call
-    of tools, which the text does not show.
+    Return (role, text) of a message of a chat, as OpenAI or ShareGPT writes it. Raises ValueError
+    for a call of tools, which the text does not show.
     """
     role = message.get('role') or message.get('from')
     role = OTHER_ROLES.get(str(role), role)
@@ -160,7 +161,7 @@ def turn_of(message, where):
 
 
 def render(turns, name):
-    """Write a conversation as parts. Only the assistant's text and its end marker count toward the loss."""
+    """Write a conversation as parts. Only answers and their end markers count in the loss."""
     template = TEMPLATES[name]
     roles = [role for role, _ in turns]
     merged = []
@@ -188,8 +189,8 @@ def render(turns, name):
 
 def prompt_of(row, where):
     """
-    Return (the prompt as given, the turns up to the last user's, the template that suits them) of a row of
-    prompts: a chat, or an instruction, prompt or question with or without its answer.
+    Return (the prompt as given, the turns up to the last user's, the template that suits them) of a
+    row of prompts: a chat, or an instruction, prompt or question with or without its answer.
     """
     row = {name: value for name, value in as_object(row, where).items() if name not in ANSWERS}
     row['completion'] = ''

@@ -69,8 +69,8 @@ class RowCounts:
 
 class Piece(NamedTuple):
     """
-    A stretch of one document. parts: [(text, markup, counts)], tokenized separately where `counts` (in the
-    loss) changes. Names of special ids in markup, which a template adds, become ids.
+    A stretch of one document. parts: [(text, markup, counts)], tokenized separately where `counts`
+    (in the loss) changes. Names of special ids in markup, which a template adds, become ids.
     """
     parts: list
     start: bool  # of the document
@@ -109,8 +109,9 @@ OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.o
 @contextlib.contextmanager
 def open_text(path, errors='strict', progress=None):
     """
-    Open a UTF-8 text file for a with statement: decompressed by the suffix of its name, without a byte-order
-    mark, line ends unchanged. Raises ValueError, also while reading, for what cannot be read.
+    Open a UTF-8 text file for a with statement: decompressed by the suffix of its name, without a
+    byte-order mark, line ends unchanged. Raises ValueError, also while reading, for what cannot be
+    read.
     """
     opener = OPENERS.get(os.path.splitext(path)[1].lower())
     try:
@@ -148,12 +149,12 @@ def text_blocks(file, progress=None):
 
 def documents_in(files, reading, progress=None, counts=None):
     """
-    Yield the pieces of all documents of the files, in order. reading.template: that of template_of(). Counts
-    what is left out in counts, a RowCounts.
+    Yield the pieces of all documents of the files, in order. reading.template: that of
+    template_of(). Counts what is left out in counts, a RowCounts.
     """
     counts = counts or RowCounts()
     if files and files[0].kind == 'joined':
-        # WikiText: each row is a line of one document, and empty lines have lost their space and newline
+        # WikiText: rows are lines of one document; empty ones have lost their space and newline.
         rows = chain.from_iterable(rows_in(file, reading, progress, counts) for file in files)
         yield from pieces_of((row['text'] or ' \n' for _, row in rows), files[0].name)
         return
@@ -194,8 +195,8 @@ def first_row(files, reading):
 
 def template_of(files, reading, of_model=None):
     """
-    Return the one template of the rows in the files: that of the settings, or of the model, or what suits the
-    first row. None: the rows are texts.
+    Return the one template of the rows in the files: that of the settings, or of the model, or what
+    suits the first row. None: the rows are texts.
     """
     found = first_row(files, reading)
     if not found:
@@ -204,21 +205,21 @@ def template_of(files, reading, of_model=None):
     suited, _ = form_of(row, reading.text_field)
     if reading.template != 'auto':
         return choose_template(reading.template, suited)
-    if suited and of_model and file.kind != 'functions':  # a model continues functions, without turns
+    if suited and of_model and file.kind != 'functions':  # functions are continued
         return of_model
     return suited
 
 
 def pieces_of(blocks, key=None, separator=None):
     """
-    Yield the pieces of the documents in blocks of text: a single document, or those between separators,
-    without the newlines around them. The default key of a document is its first piece. Tokenized separately,
-    the pieces give the same tokens as the complete document.
+    Yield the pieces of the documents in blocks of text: a single document, or those between
+    separators, without the newlines around them. The default key of a document is its first piece.
+    Tokenized separately, the pieces give the same tokens as the complete document.
     """
     text = ''
     start = True
     name = key
-    ends = re.compile(re.escape(separator or '').replace('\\\n', '\r?\n'))  # also where lines end with \r\n
+    ends = re.compile(re.escape(separator or '').replace('\\\n', '\r?\n'))  # or \r\n
     for block in chain(blocks, [None]):
         text += block or ''
         documents = ends.split(text) if separator else [text]
@@ -250,7 +251,7 @@ SAFE_CUTS = [
 
 
 def safe_cut(text, size):
-    """Return the last index up to `size` where a cut changes no token; `size` if there is none nearby."""
+    """Return the last index up to `size` where a cut changes no token, or `size` if none is near."""
     for rule in SAFE_CUTS:
         for near in (1 << 10, 1 << 16):
             cuts = [match.start() for match in rule.finditer(text, max(size - near, 1), size + 1)]
@@ -263,7 +264,7 @@ def safe_cut(text, size):
 # rows
 
 def rows_in(file, reading, progress=None, counts=None):
-    """Yield (where, row) of each row of a file; a row is a dict, or a str in a JSON file of texts."""
+    """Yield (where, row) of each row of a file; a row is a dict, or a str in a JSON list."""
     counts = counts or RowCounts()
     readers = {'jsonl': partial(json_lines, remedy=AS_TEXT), 'csv': csv_rows, 'json': json_rows,
                'functions': partial(function_rows, limit=reading.max_function, counts=counts)}
@@ -275,7 +276,7 @@ def rows_in(file, reading, progress=None, counts=None):
 
 
 def csv_rows(lines, path):
-    """Yield (where, row) of lines of CSV, or of TSV by the file's name. The first line names the fields."""
+    """Yield (where, row) of lines of CSV or TSV, by the file's name. A header names the fields."""
     delimiter = ','
     if '.tsv' in os.path.basename(path).lower():
         delimiter = '\t'
@@ -301,8 +302,8 @@ def json_rows(lines, path, remedy=AS_TEXT):
 
 def function_rows(lines, path, limit, counts):
     """
-    Yield (where, row) of the functions of Python source that have at most `limit` characters. Source that is
-    not Python has none. Fills the RowCounts.
+    Yield (where, row) of the functions of Python source that have at most `limit` characters.
+    Source that is not Python has none. Fills the RowCounts.
     """
     try:
         for number, row in enumerate(functions_of(''.join(lines)), 1):
@@ -316,9 +317,9 @@ def function_rows(lines, path, limit, counts):
 
 def functions_of(source):
     """
-    Yield {'prompt': signature and docstring, 'completion': body} of each documented function and method in
-    Python source, without its decorators and moved to the margin. Functions without more than a docstring
-    are left out. SyntaxError, or ValueError for a null byte, if it is not Python.
+    Yield {'prompt': signature and docstring, 'completion': body} of each documented function and
+    method in Python source, without its decorators and moved to the margin. Functions without more
+    than a docstring are left out. SyntaxError, or ValueError for a null byte, if it is not Python.
     """
     # the lines that Python counts; splitlines() also splits at form feeds
     lines = list(io.StringIO(source, newline=None))
@@ -332,14 +333,14 @@ def functions_of(source):
         if len(node.body) == 1 or node.body[1].lineno <= docstring_end:
             continue
         text = textwrap.dedent(''.join(lines[first:node.end_lineno]))
-        if text.startswith(('def ', 'async def ')):  # a string at the margin keeps dedent from moving it
-            # the newline between them belongs to the body, as tokenizers join it with the indentation
+        if text.startswith(('def ', 'async def ')):  # no string kept dedent from it
+            # Tokenizers join the newline between them with the indentation, so it is the body's.
             prompt = ''.join(list(io.StringIO(text))[:docstring_end - first]).rstrip('\n')
             yield {'prompt': prompt, 'completion': text[len(prompt):]}
 
 
 def parquet_rows(file, reading, progress):
-    """Yield (where, row) of a parquet file, 256 rows in memory at a time. Unread fields are None."""
+    """Yield (where, row) of a parquet file, 256 rows at a time. Unread fields are None."""
     pyarrow = optional('pyarrow', 'reads parquet files')
     parquet = optional('pyarrow.parquet', 'reads parquet files')
     wanted = ROW_FIELDS
@@ -365,7 +366,7 @@ def parquet_rows(file, reading, progress):
 # validation
 
 class Holdout(NamedTuple):
-    """How documents are split: at a cut, or by hash. Those in held_out or below limit are for validation."""
+    """How documents are split: at a cut, or by hash: in held_out or below limit is validation."""
     several: bool  # documents, whose ends are marked
     cut: int | None = None  # number of characters of one document to train on
     seed: int | None = None  # of the hash
@@ -380,9 +381,10 @@ def holdout_hash(key, seed):
 
 def hold_out(sizes, fraction):
     """
-    Return the hashes of the documents to hold out, from {hash: bytes}: the lowest ones, up to the fraction of
-    all bytes. Each side gets at least one document. One with more than twice the fraction, or half of all
-    bytes, is for training, unless all are so large: then the smallest is held out.
+    Return the hashes of the documents to hold out, from {hash: bytes}: the lowest ones, up to the
+    fraction of all bytes. Each side gets at least one document. One with more than twice the
+    fraction, or half of all bytes, is for training, unless all are so large: then the smallest is
+    held out.
     """
     total = sum(sizes.values())
     held_bytes = 0
@@ -406,9 +408,9 @@ def is_single(files, reading):
 
 def plan_holdout(files, val_files, cfg, reading):
     """
-    Return the Holdout of these files. One document is cut at a character. Otherwise documents are held out,
-    up to the fraction of bytes or, if there are many, each with that probability. Reads the files once more,
-    unless each is a document.
+    Return the Holdout of these files. One document is cut at a character. Otherwise documents are
+    held out, up to the fraction of bytes or, if there are many, each with that probability. Reads
+    the files once more, unless each is a document.
     """
     single = is_single(files, reading) and (not val_files or is_single(val_files, reading))
     if val_files:

@@ -51,9 +51,9 @@ def read_url(url):
 
 def download(url, path, sha256=None):
     """
-    Download a file unless it exists, and return its path. A broken download stays in path.part, and the next
-    call resumes it. HF_ENDPOINT, HF_HOME, HF_TOKEN (sent to the hub alone) and proxies apply. sha256: default
-    is what the hub sends. Raises Refused with the status of a response.
+    Download a file unless it exists, and return its path. A broken download stays in path.part, and
+    the next call resumes it. HF_ENDPOINT, HF_HOME, HF_TOKEN (sent to the hub alone) and proxies
+    apply. sha256: default is what the hub sends. Raises Refused with the status of a response.
     """
     import requests
     if os.path.exists(path):
@@ -86,7 +86,7 @@ def download(url, path, sha256=None):
 
 
 def fetch(url, part, sha256):
-    """Complete the file `part`, and return its expected SHA-256 or None. Resumes while bytes arrive."""
+    """Complete the file `part`. Returns its expected SHA-256 or None. Resumes while bytes arrive."""
     import requests
     most = 0
     while True:
@@ -106,7 +106,7 @@ def fetch(url, part, sha256):
 
 
 def request(url, part):
-    """Ask for the rest of the file if `part` is the start of the same version, else for all of it."""
+    """Ask for the rest of the file if `part` is a start of the same version, else for all of it."""
     import requests
     from urllib3.util import Retry
     retry = Retry(ATTEMPTS - 1, connect=1, backoff_factor=BACKOFF, status_forcelist=BUSY,
@@ -142,9 +142,9 @@ def request(url, part):
 
 
 def receive(response, part):
-    """Write a response to the file `part`, or append it (206). Raises ConnectionError if it is cut off."""
+    """Write a response to `part`, or append it (206). Raises ConnectionError if it is cut off."""
     import requests
-    # The request refuses encodings, so a server that names one means the compression of the file itself.
+    # The request refuses encodings: one that is named is the compression of the file itself.
     response.raw.headers.pop('Content-Encoding', None)
     with open(part, 'ab' if response.status_code == 206 else 'wb') as f:
         with open(part + '.etag', 'w', encoding='utf-8') as version:

@@ -19,8 +19,8 @@ from hotloop.data.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
 
 class Encoded(NamedTuple):
     """
-    The part of a split from one batch. mask: 1 where a token counts toward the loss; None: all do. ends: the
-    positions after the documents that end here.
+    The part of a split from one batch. mask: 1 where a token counts toward the loss; None: all do.
+    ends: the positions after the documents that end here.
     """
     ids: np.ndarray
     mask: np.ndarray | None
@@ -29,7 +29,7 @@ class Encoded(NamedTuple):
 
 
 def encode_batch(tokenizer, batch, bos=None, eot=None):
-    """Encode a batch of (split, Piece) as {split: Encoded}. bos, eot: the ids around a document, or None."""
+    """Encode (split, Piece) pairs as {split: Encoded}. bos, eot: ids around a document, or None."""
     encoded = {}  # split: list of (ids, mask, ends)
     for split, piece in batch:
         encoded.setdefault(split, []).append(encode_piece(tokenizer, piece, bos, eot))
@@ -52,7 +52,7 @@ def encode_piece(tokenizer, piece, bos, eot):
 
 
 def combine(tokenizer, pieces):
-    """Join a list of (ids, mask, ends) into an Encoded. If one has a mask, all ids without one count."""
+    """Join (ids, mask, ends) into an Encoded. If one has a mask, all ids without one count."""
     ids = np.concatenate([ids for ids, _, _ in pieces])
     assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
     masks = []
@@ -99,8 +99,9 @@ def batches_of(pieces):
 
 def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
     """
-    Yield encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes and
-    characters do not, because encoding them is faster than sending them. ValueError if a process dies.
+    Yield encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes
+    and characters do not, because encoding them is faster than sending them. ValueError if a
+    process dies.
     """
     first = list(islice(batches, 4))
     batches = chain(first, batches)
@@ -120,7 +121,7 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
                 return
             future = waiting.popleft()
             if future.exception():
-                raise future.exception()  # from this file, so call_main() prints it without a traceback
+                raise future.exception()  # without a traceback
             yield future.result()
     except BrokenProcessPool:
         raise ValueError('a tokenizing process died, perhaps out of memory; lower --num_proc') from None
@@ -129,7 +130,7 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
 
 
 def start_worker(*settings):
-    """Prepare a process of the pool. Ctrl-C reaches all processes; the parent decides when to end."""
+    """Prepare a process of the pool. Ctrl-C reaches all, and the parent decides."""
     global _worker  # noqa: PLW0603
     _worker = settings  # (tokenizer, bos, eot)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

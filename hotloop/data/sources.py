@@ -103,8 +103,9 @@ def corpus_of(sources, shards):
 
 def files_under(folder, suffixes, left_out=()):
     """
-    List (relative path, path) of the files below a folder with one of the suffixes, sorted. Hidden files and
-    folders, datasets and the folders left_out are skipped; links are followed; each folder is visited once.
+    List (relative path, path) of the files below a folder with one of the suffixes, sorted. Hidden
+    files and folders, datasets and the folders left_out are skipped; links are followed; each
+    folder is visited once.
     """
     def fail(error):
         raise ValueError(f'{error.filename} cannot be read: {error.strerror}') from None
@@ -125,8 +126,9 @@ def files_under(folder, suffixes, left_out=()):
 
 def stdlib_files():
     """
-    List (relative path, path) of the source of the running Python, about 10 MB of real text on every machine.
-    Test suites, installed packages and generated files (codecs, topics of help()) are left out.
+    List (relative path, path) of the source of the running Python, about 10 MB of real text on
+    every machine. Test suites, installed packages and generated files (codecs, topics of help())
+    are left out.
     """
     left_out = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages', 'encodings',
                 'pydoc_data', 'turtledemo', 'ensurepip')
@@ -149,8 +151,8 @@ def open_file(path, name, reading):
 
 def files_of(source, reading, data_dir, spool):
     """
-    List the Files of a source: stdlib, a URL (which is downloaded), a folder, a file, a glob pattern, or -
-    (which is copied to the file spool, because it can be read only once).
+    List the Files of a source: stdlib, a URL (which is downloaded), a folder, a file, a glob
+    pattern, or - (which is copied to the file spool, because it can be read only once).
     """
     if source == 'stdlib':
         found = stdlib_files()
@@ -190,8 +192,8 @@ def files_in_folder(folder, format):
 
 def all_files(sources, reading, data_dir, spool):
     """
-    List the Files of all sources. With several, a file's name begins with its source, because files of two
-    may share a name. Empty texts are left out, unless there is nothing else.
+    List the Files of all sources. With several, a file's name begins with its source, because files
+    of two may share a name. Empty texts are left out, unless there is nothing else.
     """
     files = []
     base = os.path.commonpath([os.path.abspath(source) for source in sources])
@@ -229,9 +231,9 @@ def download_source(url, data_dir, sha256=None):
 
 def open_corpus(name, cfg):
     """
-    Download a corpus by name. Returns its training and its validation files: cfg.shards of the first, and
-    none of the second if cfg.val or cfg.val_fraction is given. Describes the corpus before the download, and
-    raises ValueError if the disk is too small.
+    Download a corpus by name. Returns its training and its validation files: cfg.shards of the
+    first, and none of the second if cfg.val or cfg.val_fraction is given. Describes the corpus
+    before the download, and raises ValueError if the disk is too small.
     """
     corpus = CORPORA[name]
     train = corpus.train[:cfg.shards]
