@@ -366,8 +366,8 @@ def print_fields(files, reading):
     """Print the fields of the first row that are not used."""
     found = first_row(files, reading)
     if found:
-        _, row = found
-        _, used = form_of(row, reading.text_field)
+        row = found[1]
+        used = form_of(row, reading.text_field)[1]
         unused = [name for name in row if name not in used]
         if unused:
             print(f'fields not used: {", ".join(unused[:10])}; --text_field=NAME uses one as the text')

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from configurator import did_you_mean
-from hotloop.data.documents import standard_input
+from hotloop.data.documents import OPENERS, standard_input
 from hotloop.data.download import download, hub
 from hotloop.system.files import counted, optional
 from hotloop.system.text import shell
@@ -78,14 +78,13 @@ CORPORA = {
 PLAIN = Corpus('', '', (), tokenizer='byte')  # the defaults of sources that are no named corpus
 STDLIB = replace(PLAIN, tokenizer='bpe:1024', val_fraction=0.05)  # best in the minutes of quickstart.py
 URLS = ('http://', 'https://')
-COMPRESSED = ('.gz', '.bz2', '.xz', '.lzma', '.zst')
 KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
          '.parquet': 'parquet'}
 TEXT_SUFFIXES = ('.txt', '.text', '.md', '.rst', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp', '.cu',
                  '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php', '.pl', '.lua',
                  '.r', '.jl', '.hs', '.ml', '.scala', '.swift', '.sql', '.html', '.htm', '.xml', '.css',
                  '.toml', '.yaml', '.yml', '.ini', '.tex', '.org', '.sh', '.bat', '.log')
-FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) for c in ('', *COMPRESSED))
+FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) for c in ('', *OPENERS))
 
 
 def corpus_of(sources, shards):
@@ -141,7 +140,7 @@ def open_file(path, name, reading):
     if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar)$', name.lower()):
         raise ValueError(f'{name} is an archive; unpack it, and name the folder')
     stem, suffix = os.path.splitext(name.lower())
-    if suffix in COMPRESSED:
+    if suffix in OPENERS:
         suffix = os.path.splitext(stem)[1]
     kind = reading.format
     if kind == 'auto':
