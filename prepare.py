@@ -1,5 +1,5 @@
 """
-Tokenizes text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin + meta.json.
+Tokenize text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin + meta.json.
 
     $ python prepare.py                             # the built-in corpus: this Python's standard library
     $ python prepare.py book.txt notes/ --name=mine --tokenizer=bpe:8192   # files, and folders of files
@@ -20,7 +20,7 @@ import functools
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from urllib.parse import urlsplit
 
@@ -29,27 +29,31 @@ import numpy as np
 from configurator import call_main, configure
 from hotloop.data import dataset
 from hotloop.data.bpe import count_words, learn_merges
-from hotloop.data.chat import ANSWERS, CHATS, MARK, marks_of
-from hotloop.data.documents import ReadConfig, RowCounts
-from hotloop.data.encode import batches_of, encode_all, id_type
-from hotloop.data.holdout import plan_holdout, split_pieces
-from hotloop.data.sources import (
-    COMPRESSED,
-    URLS,
-    all_files,
-    check_kinds,
-    corpus_of,
-    missing_dataset,
-    open_corpus,
+from hotloop.data.chat import ANSWERS, CHATS, MARK, form_of, marks_of
+from hotloop.data.documents import (
+    OPENERS,
+    ReadConfig,
+    RowCounts,
+    first_row,
+    plan_holdout,
+    split_pieces,
+    template_of,
 )
+from hotloop.data.encode import batches_of, encode_all, id_type
+from hotloop.data.sources import URLS, all_files, check_kinds, corpus_of, missing_dataset, open_corpus
 from hotloop.data.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.data.tokenizer_source import find_tokenizer
 from hotloop.system.files import Progress, counted, is_inside, read_json, replacing
 from hotloop.system.host import cores
 from hotloop.system.text import file_size, shell
 
+BPE_BYTES = 1 << 28  # size of the files that merges are learned from
+LORA_DIR = 'out-lora'  # of config/lora.py
+# the flags that command_for() adds, or that do not change a dataset
+OTHER_FLAGS = ('name', 'data_dir', 'tokenizer', 'num_proc', 'inspect')
 
-@dataclass
+
+@dataclass(frozen=True)
 class PrepareConfig:
     # --- dataset
     name: str | None = None  # folder under data_dir; None: the name of the source
@@ -62,11 +66,10 @@ class PrepareConfig:
     seed: int = 1337  # chooses which documents are held out
     # --- tokens
     tokenizer: str | None = None  # byte, char, bpe:SIZE (learned), gpt2, a run, ...; None: byte or a corpus's
-    bos: bool | None = None  # begin documents with the begin-of-text id; None: if the tokenizer's file does
     num_proc: int | None = None  # number of tokenizer processes; None: one per CPU core
 
     def problems(self):
-        """The problems with the settings, one sentence each."""
+        """List the problems with the settings, one sentence each."""
         problems = []
         if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             problems.append(f'val_fraction={self.val_fraction} must be between 0 and 1')
@@ -80,10 +83,24 @@ class PrepareConfig:
 
 
 # -----------------------------------------------------------------------------
-# names and sources: the positional arguments
+# settings and sources
+
+def resolve(cfg, reading, sources):
+    """
+    Fill in the settings that the sources decide, below those of the user. Returns (cfg, reading).
+    val_fraction stays None if there is a validation source.
+    """
+    corpus = corpus_of(sources, cfg.shards)
+    val_fraction = cfg.val_fraction
+    if val_fraction is None and not cfg.val and not corpus.val:
+        val_fraction = corpus.val_fraction
+    cfg = replace(cfg, name=cfg.name or default_name(sources), val_fraction=val_fraction,
+                  tokenizer=cfg.tokenizer or corpus.tokenizer, num_proc=cfg.num_proc or cores())
+    return cfg, replace(reading, separator=reading.separator or corpus.separator)
+
 
 def default_name(sources):
-    """The name of a dataset made from these sources. ValueError if they suggest none."""
+    """Name a dataset after its source. Raises ValueError if the sources suggest no name."""
     source = sources[0]
     if source == '-':
         return 'stdin'
@@ -95,15 +112,19 @@ def default_name(sources):
     name = os.path.basename(os.path.abspath(source))
     if not os.path.isdir(source):
         name, suffix = os.path.splitext(name)
-        name = os.path.splitext(name)[0] if suffix.lower() in COMPRESSED else name
+        if suffix.lower() in OPENERS:
+            name = os.path.splitext(name)[0]
     return re.sub(r'[,:\\]|\.(?=partial(\.|$))', '_', name)  # what dataset_folder() refuses
 
 
 def output_folder(data_dir, name):
-    """The folder of a new dataset. ValueError if it contains anything but a dataset of ours."""
+    """Return the folder of a new dataset. Raises ValueError if it holds anything but a dataset of ours."""
     folder = dataset.dataset_folder(data_dir, name)
-    folder = os.path.realpath(folder) if os.path.islink(folder) else folder
-    names = os.listdir(folder) if os.path.isdir(folder) else []
+    if os.path.islink(folder):
+        folder = os.path.realpath(folder)
+    names = []
+    if os.path.isdir(folder):
+        names = os.listdir(folder)
     names = [name for name in names if not name.startswith('.')]  # such as .DS_Store
     is_own = set(names) <= {*dataset.OWN_FILES} and (not names or 'meta.json' in names)
     if not is_own or os.path.isfile(folder):
@@ -111,185 +132,150 @@ def output_folder(data_dir, name):
     return folder
 
 
-def open_sources(sources, corpus, cfg, reading, spool):
-    """
-    (training files, validation files) of the positional arguments and --val. corpus: that of corpus_of().
-    Standard input is copied to `spool`. ValueError if none is left to train on, or the kinds do not fit.
-    """
-    val_files = all_files([cfg.val], reading, cfg.data_dir, spool) if cfg.val else []
-    if corpus.train:
+def open_sources(sources, cfg, reading, spool):
+    """Return (training files, validation files). Standard input is copied to the file `spool`."""
+    val_files = []
+    if cfg.val:
+        val_files = all_files([cfg.val], reading, cfg.data_dir, spool)
+    if corpus_of(sources, cfg.shards).train:
         files, own_val_files = open_corpus(sources[0], cfg)
         val_files = val_files or own_val_files
     else:
         files = all_files(sources, reading, cfg.data_dir, spool)
     validated = {os.path.realpath(file.path) for file in val_files}
-    once = {os.path.realpath(file.path): file for file in files}  # of sources that overlap, too
+    once = {os.path.realpath(file.path): file for file in files}  # sources may overlap
     kept = [file for path, file in once.items() if path not in validated]
     if not kept:
         raise ValueError('all files are validation files; none is left to train on')
-    kinds = {file.kind for file in (*kept, *val_files)}
-    check_kinds(kinds, reading, ' '.join(sources))
-    if 'tokens' in kinds and (len(kinds) > 1 or cfg.tokenizer not in (None, 'gpt2')):
-        raise ValueError('shards of GPT-2 tokens cannot be mixed with text or another tokenizer; '
-                         'make two datasets, and train on both with --dataset=A,B')
+    check_kinds({file.kind for file in (*kept, *val_files)}, reading, ' '.join(sources))
     return kept, val_files
 
 
 # -----------------------------------------------------------------------------
-# tokenizer
+# the dataset
 
-BPE_BYTES = 1 << 28  # size of the files that merges are learned from
-
-
-def learn_tokenizer(name, read_pieces, several, num_bytes):
+def learn_tokenizer(name, pieces, marks, several, every):
     """
-    The tokenizer `char` or `bpe:SIZE` of the text. read_pieces(counts=RowCounts()) yields (split, Piece);
-    num_bytes: of files. Characters are collected from all pieces. Merges are learned from the training split;
-    above BPE_BYTES, from an evenly spaced sample of its pieces. The marks of chat templates become special
-    ids. ValueError if SIZE has no room for them.
+    Learn the tokenizer `char` or `bpe:SIZE` from (split, Piece) pairs. Characters are collected
+    from all pieces; merges are learned from every n-th, if it is for training. marks: of the chat
+    template; they become special ids. several: whether documents need an end-of-text id.
     """
-    counts = RowCounts()
-    pieces = read_pieces(counts=counts)
     if name == 'char':
         chars = set()
         for _, piece in pieces:
             for text, *_ in piece.parts:
                 chars.update(text)
         return tokenizer_from({'kind': 'char', 'chars': ''.join(sorted(chars)), 'eot': several})
-    every = max(-(-num_bytes // BPE_BYTES), 1)
-    sample = (piece for i, (split, piece) in enumerate(pieces) if split == 'train' and i % every == 0)
-    parts = (part for piece in sample for part in piece.parts)
-    words = count_words(MARK.sub('', text) if markup else text for text, markup, _ in parts)
-    specials = [*marks_of(counts.templates), '<|endoftext|>']
+
+    def texts():
+        for i, (split, piece) in enumerate(pieces):
+            if split == 'train' and i % every == 0:
+                for text, markup, _ in piece.parts:
+                    yield MARK.sub('', text) if markup else text
+    specials = [*marks, '<|endoftext|>']
     size = int(name[4:]) - len(specials)
     if size < 256:
         raise ValueError(f'tokenizer={name} has no room for 256 bytes and the special ids '
                          f'{", ".join(specials)}; use bpe:{256 + len(specials)} or more')
-    tokens = learn_merges(words, size)
+    tokens = learn_merges(count_words(texts()), size)
     ids = {special: len(tokens) + i for i, special in enumerate(specials)}
     return BPETokenizer(tokens, specials=ids, eot=ids['<|endoftext|>'])
 
 
-# -----------------------------------------------------------------------------
-# the dataset
-
-# the flags that command_for() adds, or that do not change a dataset
-OTHER_FLAGS = ('name', 'data_dir', 'tokenizer', 'num_proc', 'inspect')
-
-
 def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
-    """Writes the documents of the files to an empty folder. Returns the metadata, which includes `origin`."""
+    """Write the documents of the files to an empty folder. Returns the metadata, which includes `origin`."""
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
     print(f'{origin["source"]}: {counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}',
           flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
     read_pieces = functools.partial(split_pieces, files, val_files, reading, holdout)
-    tokenizer = tokenizer or learn_tokenizer(cfg.tokenizer, read_pieces, holdout.several, num_bytes)
-    if cfg.bos and tokenizer.bos is None:
-        raise ValueError(f'bos=True needs a begin-of-text id, and tokenizer={cfg.tokenizer!r} has none')
-    bos = {None: tokenizer.first, True: tokenizer.bos, False: None}[cfg.bos]
-    eot = tokenizer.eot if holdout.several else None
-    progress, counts, names = Progress(num_bytes), RowCounts(), set()
-    pieces, tasks = read_pieces(progress, counts), os.path.join(folder, 'val.jsonl')
-    pieces = keep_rows(find_special_names(pieces, tokenizer, names), tasks)
-    encoded = encode_all(tokenizer, batches_of(pieces), cfg.num_proc or cores(), bos, eot)
-    splits, in_loss = write_bins(folder, encoded, id_type(tokenizer), counts)
+    templates = []
+    marks = []
+    if reading.template:
+        templates = [reading.template]
+        marks = marks_of(reading.template)
+    if tokenizer is None:
+        every = max(-(-num_bytes // BPE_BYTES), 1)
+        tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(), marks, holdout.several, every)
+    eot = None
+    if holdout.several:
+        eot = tokenizer.eot
+    progress = Progress(num_bytes)
+    counts = RowCounts()
+    pieces = keep_rows(read_pieces(progress, counts), tokenizer, os.path.join(folder, 'val.jsonl'))
+    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, tokenizer.first, eot)
+    splits = write_bins(folder, batches, id_type(tokenizer), reading.template)
     progress.close()
-    if names:
-        print(f'note: names of special ids in the text, such as {min(names)}, are encoded as plain text; use '
-              '--separator to split a text into documents, and rows with messages for chats')
-    report(counts, in_loss, sum(split['tokens'] for split in splits.values()))
-    check_splits(splits, counts, origin['source'], cfg, reading)
-    if not counts.templates:  # no instruction data
-        os.remove(tasks)
+    for sentence in counts.left_out():
+        print(sentence)
+    check_splits(splits, counts.skipped, origin['source'], cfg, reading)
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
-            'splits': splits, 'templates': sorted(counts.templates), 'bos': bos, **origin}
+            'splits': splits, 'template': reading.template, 'templates': templates,
+            'bos': tokenizer.first, **origin}
     with replacing(os.path.join(folder, 'meta.json')) as f:
         f.write(json.dumps(meta, indent=1).encode())
     return meta
 
 
-def find_special_names(pieces, tokenizer, names):
-    """Yields the pieces, (split, Piece). Adds to names those of special ids at the beginning of texts."""
-    for i, (split, piece) in enumerate(pieces):
-        if i < 100 and isinstance(piece.parts, list):
-            for text, markup, _ in piece.parts:
-                names.update(() if markup else tokenizer.special_names.findall(text[:10_000]))
-        yield split, piece
-
-
-def keep_rows(pieces, path):
-    """
-    Yields the pieces, (split, Piece), without their rows. Writes the rows that are for validation to a .jsonl
-    file, by which sample.py --eval_code judges a model.
-    """
-    with open(path, 'w', encoding='utf-8') as f:
-        for split, piece in pieces:
-            if split == 'val' and piece.row is not None:
-                f.write(json.dumps(piece.row, default=str) + '\n')
-            yield split, piece._replace(row=None)
-
-
-def write_bins(folder, batches, dtype, counts):
-    """Writes batches of encode_all(), which fill the RowCounts. Returns ({split: counts}, tokens in loss)."""
+def write_bins(folder, batches, dtype, template):
+    """Write the batches of encode_all(). Returns {split: its metadata}. template: of rows, or None."""
     writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
+    tokens = 0
     in_loss = 0
     for batch in batches:
         for split, encoded in batch.items():
             writers[split].add(encoded)
-            in_loss += len(encoded.ids) if encoded.mask is None else int(encoded.mask.sum())
-    return {split: writer.close(rows=bool(counts.templates)) for split, writer in writers.items()}, in_loss
+            tokens += len(encoded.ids)
+            if encoded.mask is None:
+                in_loss += len(encoded.ids)
+            else:
+                in_loss += int(encoded.mask.sum())
+    if template:
+        print(f'instruction data in the {template} template: {in_loss:,} of {tokens:,} tokens '
+              f'({in_loss / max(tokens, 1):.0%}) count toward the loss')
+    else:
+        os.remove(os.path.join(folder, 'val.jsonl'))
+    return {split: writer.close(rows=template is not None) for split, writer in writers.items()}
 
 
-def check_splits(splits, counts, source, cfg, reading):
-    """ValueError if a split has no text. splits: of write_bins(); counts: a RowCounts."""
-    empty = [split for split in splits if not splits[split]['bytes']]
-    if not empty:
-        return
-    documents = sum(split['documents'] for split in splits.values())
-    skipped = f'{counted(counts.skipped, "row")} without text or without an answer'
-    if 'train' in empty and counts.skipped:
-        raise ValueError(f'{source}: {skipped}, and none to train on; an answer is in one of '
-                         f'{", ".join(ANSWERS)}, or in a message of the assistant; --text_field names the '
-                         'field of a text')
-    if not documents:
+def keep_rows(pieces, tokenizer, path):
+    """
+    Yield the pieces, (split, Piece), without their rows. Writes those for validation to a .jsonl
+    file, by which sample.py --eval_code judges a model, and notes names of special ids in the first
+    texts.
+    """
+    names = set()
+    with open(path, 'w', encoding='utf-8') as f:
+        for i, (split, piece) in enumerate(pieces):
+            for text, markup, _ in piece.parts if i < 100 else ():
+                if not markup:
+                    names.update(tokenizer.special_names.findall(text[:10_000]))
+            if split == 'val' and piece.row is not None:
+                f.write(json.dumps(piece.row, default=str) + '\n')
+            yield split, piece._replace(row=None)
+    if names:
+        print(f'note: names of special ids in the text, such as {min(names)}, are encoded as plain text; use '
+              '--separator to split a text into documents, and rows with messages for chats')
+
+
+def check_splits(splits, skipped, source, cfg, reading):
+    """Raise ValueError if a split has no text. splits: their metadata; skipped: number of rows."""
+    documents = sum(counts['documents'] for counts in splits.values())
+    if not documents and not skipped:
         raise ValueError(f'{source} contains no text')
-    found = counted(documents, 'document') + (f' and {skipped}' if counts.skipped else '')
-    kind = 'rows with an answer' if counts.templates else 'documents'
-    kind = 'files' if reading.format == 'functions' else kind  # each is held out with all its functions
-    remedy = f'add other {kind}, or name {"another" if cfg.val else "a"} validation source with --val'
-    raise ValueError(f'{source} has {found}: no text for the {empty[0]} split with val={cfg.val!r}, '
-                     f'val_fraction={cfg.val_fraction}, separator={reading.separator!r}; {remedy}')
-
-
-def report(counts, in_loss, tokens):
-    """Prints what became of the rows and the bytes: a RowCounts, and the number of tokens in the loss."""
-    if counts.kinds:
-        kinds = ', '.join(counted(number, kind) for kind, number in sorted(counts.kinds.items()))
-        print(f'instruction data ({kinds}) in {named_templates(counts.templates)}: {in_loss:,} of {tokens:,} '
-              f'tokens ({in_loss / max(tokens, 1):.0%}) count toward the loss')
-    if counts.unseparated:
-        print(f'note: prompt and completion are joined as they are, in {counted(counts.unseparated, "row")} '
-              'without white space between them; end the prompts with a newline, or use --template=alpaca')
-    unused = [name for name, is_used in counts.fields.items() if not is_used]
-    if unused:
-        more = ', ...' if len(unused) > 10 else ''
-        print(f'fields not used: {", ".join(unused[:10])}{more}; --text_field=NAME uses one as the text')
-    for sentence in counts.left_out():
-        print(sentence)
-
-
-def named_templates(names):
-    """Names of templates in words."""
-    words = ', '.join(sorted(names))
-    return f'the {words} template' if len(names) == 1 else f'the templates {words}'
+    for split, counts in splits.items():
+        if not counts['bytes']:
+            raise ValueError(f'{source}: {counted(documents, "document")}, {counted(skipped, "row")} '
+                             f'skipped, and no text for the {split} split with val={cfg.val!r}, val_fraction='
+                             f'{cfg.val_fraction}, separator={reading.separator!r}; --val names a validation '
+                             f'source, --text_field the field of a text; {", ".join(ANSWERS)} hold answers')
 
 
 def inspect(name, data_dir):
     """
-    Prints the tokenizer, counts of each split, the most frequent training tokens, and text from the middle of
-    the training split, with tokens that do not count toward the loss in brackets.
+    Print the tokenizer, counts of each split, the most frequent training tokens, and text from the
+    middle of the training split.
     """
     folder = dataset.dataset_folder(data_dir, name)
     if not os.path.exists(os.path.join(folder, 'train.bin')):
@@ -300,24 +286,29 @@ def inspect(name, data_dir):
     origin = "nanoGPT's: no meta.json" if meta['foreign'] else f'from {meta.get("source", "unknown")}'
     print(f'{folder}: {kind} tokenizer of {tokenizer.n_vocab:,} ids, {meta["dtype"]}, {origin}')
     if meta.get('templates'):
-        print(f'instruction data in {named_templates(meta["templates"])}')
-    bins = {}
+        print(f'instruction data in the {", ".join(meta["templates"])} template')
     for split in dataset.SPLITS:
         tokens = dataset.open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
         mask = dataset.open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')
         counts = dataset.count_ids(tokens, tokenizer.n_vocab)
-        bins[split] = tokens, mask, counts
         num_bytes = counts[:tokenizer.n_vocab] @ tokenizer.sizes  # larger ids pad the vocabulary
-        ends = counted(0 if tokenizer.eot is None else counts[tokenizer.eot], 'document end')
-        if 'documents' in meta['splits'].get(split, {}):  # in a chat, other turns may end with this id too
-            ends = counted(meta['splits'][split]['documents'], 'document')
-        share = f', {np.count_nonzero(mask) / len(mask):.0%} of tokens in the loss' if len(mask) else ''
-        distinct = counted(np.count_nonzero(counts), 'distinct id')
-        print(f'{split:>5}: {counted(len(tokens), "token")}, {num_bytes / max(len(tokens), 1):.2f} bytes '
-              f'per token, {ends}, {distinct}{share}')
-    tokens, mask, counts = bins['train']
-    most = np.argsort(-counts, kind='stable')[:10].tolist()
-    shares = [f'"{dataset.show(tokenizer, [i])}" {counts[i] / counts.sum():.1%}' for i in most if counts[i]]
+        parts = [counted(len(tokens), 'token'), f'{num_bytes / max(len(tokens), 1):.2f} bytes per token']
+        if 'documents' in meta['splits'].get(split, {}):
+            parts.append(counted(meta['splits'][split]['documents'], 'document'))
+        parts.append(counted(np.count_nonzero(counts), 'distinct id'))
+        if len(mask):
+            parts.append(f'{np.count_nonzero(mask) / len(mask):.0%} of tokens in the loss')
+        print(f'{split:>5}: {", ".join(parts)}')
+        if split == 'train':
+            show_tokens(tokenizer, tokens, mask, counts)
+
+
+def show_tokens(tokenizer, tokens, mask, counts):
+    """Print the most frequent tokens, and those in the middle, in brackets where they are not in the loss."""
+    shares = []
+    for i in np.argsort(-counts, kind='stable')[:10].tolist():
+        if counts[i]:
+            shares.append(f'"{dataset.show(tokenizer, [i])}" {counts[i] / counts.sum():.1%}')
     print(f'most frequent: {", ".join(shares)}')
     middle = len(tokens) // 2
     window = tokens[middle:middle + 200].tolist()
@@ -339,52 +330,58 @@ def main(argv=None):
     values = {**vars(cfg), **vars(reading)}
     flags = [f'--{key}={values[key]}' for key in given if key not in OTHER_FLAGS]
     origin = {'source': shell(*sources), 'flags': flags}
-    name = cfg.name or default_name(sources)
-    folder = output_folder(cfg.data_dir, name)
-    corpus = corpus_of(sources, cfg.shards)
+    cfg, reading = resolve(cfg, reading, sources)
+    folder = output_folder(cfg.data_dir, cfg.name)
     try:
         with dataset.partial_folder(folder) as partial:
-            found = find_tokenizer(cfg.tokenizer or corpus.tokenizer, cfg.data_dir)  # errors before downloads
-            files, val_files = open_sources(sources, corpus, cfg, reading, f'{partial}.stdin')
-            if files[0].kind == 'tokens':
-                cfg.tokenizer, found = 'gpt2', find_tokenizer('gpt2', cfg.data_dir)
-            cfg.tokenizer = cfg.tokenizer or corpus.tokenizer
-            cfg.val_fraction = cfg.val_fraction or corpus.val_fraction
-            reading.separator = reading.separator or corpus.separator
-            if reading.template == 'auto' and files[0].kind != 'functions':  # which are continued, not asked
-                reading.template = found.template or 'auto'
+            found = find_tokenizer(cfg.tokenizer, cfg.data_dir)  # errors before downloads
+            files, val_files = open_sources(sources, cfg, reading, f'{partial}.stdin')
+            reading = replace(reading, template=template_of(files, reading, found.template))
             meta = write_dataset(partial, files, val_files, cfg, reading, found.tokenizer, origin)
+            print_fields(files, reading)
     except BrokenPipeError:  # of what we print
         raise
     except OSError as e:
         raise ValueError(f'{folder} could not be created: {e}') from e
-    if found.template == '' and reading.template == 'auto' and {*CHATS} & {*meta['templates']}:
-        print(f'note: the chat template of {cfg.tokenizer} is none of {", ".join(CHATS)}; its model has not '
-              'seen the template of these rows, and learns it in tuning')
+    if found.template == '' and 'template' not in given and reading.template in CHATS:
+        print(f'note: the model of {cfg.tokenizer} was not trained on the {reading.template} template; '
+              'fine-tuning has to teach it')
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '
               f'{counted(counts["documents"], "document")}, '
               f'{counts["bytes"] / max(counts["tokens"], 1):.2f} bytes per token')
-    train, val = (meta['splits'][split]['bytes'] for split in dataset.SPLITS)
-    if not val_files and not 0.5 <= val / (train + val) / cfg.val_fraction <= 2:
-        print(f'note: {val / (train + val):.2%} of the text is held out, not {100 * cfg.val_fraction:g}%, '
-              'because documents stay complete; --val names a validation source')
-    print(f'train on it with: {training_command(name, cfg, found, bool(meta["templates"]))}')
+    share = meta['splits']['val']['bytes'] / sum(split['bytes'] for split in meta['splits'].values())
+    if not val_files and not 0.5 <= share / cfg.val_fraction <= 2:
+        print(f'note: {share:.2%} of the text is held out, not {100 * cfg.val_fraction:g}%, because '
+              'documents stay complete; --val names a validation source')
+    print(f'train on it with: {training_command(cfg, found, reading.template is not None)}')
 
 
-LORA_DIR = 'out-lora'  # of config/lora.py
+def print_fields(files, reading):
+    """Print the fields of the first row that are not used."""
+    found = first_row(files, reading)
+    if found:
+        row = found[1]
+        used = form_of(row, reading.text_field)[1]
+        unused = [name for name in row if name not in used]
+        if unused:
+            print(f'fields not used: {", ".join(unused[:10])}; --text_field=NAME uses one as the text')
 
 
-def training_command(name, cfg, found, has_rows):
-    """The command that trains on a dataset, or tunes the model that gave it its tokenizer, by a Found."""
-    words = ['config/lora.py', f'--init_from={found.model}'] if found.model else ['config/quickstart.py']
-    words.append(f'--dataset={name}')
+def training_command(cfg, found, has_rows):
+    """Return the command that trains on a dataset, or tunes the model that its tokenizer is from."""
+    words = ['config/quickstart.py']
+    if found.model:
+        words = ['config/lora.py', f'--init_from={found.model}']
+    words.append(f'--dataset={cfg.name}')
     if found.model and not has_rows:
         words.append('--pack_rows=False')
     if found.model and not found.is_run:  # its own context may be 100 times as long
         path = os.path.join(found.model, 'config.json')
-        config = read_json(path) if os.path.exists(path) else {}  # of a hub model it is not here
+        config = {}  # that of a hub model is not here
+        if os.path.exists(path):
+            config = read_json(path)
         sizes = [config.get(key) or 512 for key in ('n_positions', 'max_position_embeddings')]
         words.append(f'--block_size={min(512, *sizes)}')
     if found.model and is_inside(found.model, LORA_DIR):

@@ -25,7 +25,7 @@ import torch
 from configurator import call_main, configure
 from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
 from hotloop.data.dataset import open_datasets
-from hotloop.data.text_file import open_text, standard_input
+from hotloop.data.documents import open_text, standard_input
 from hotloop.data.tokenizer import encode_parts, prompt_ids, tokenizer_from
 from hotloop.inference.code_eval import judge, print_metrics, read_tasks
 from hotloop.inference.diagnose import diagnose, random_batches

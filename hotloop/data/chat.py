@@ -1,4 +1,4 @@
-"""Turns rows and conversations into parts of a document. Only the assistant's text counts toward the loss."""
+"""Turn rows and conversations into the parts of a document. Only answers count in the loss."""
 
 import json
 import re
@@ -8,14 +8,14 @@ from hotloop.data.tokenizer import fix_surrogates
 
 ANSWERS = ('completion', 'response', 'output', 'answer')
 ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'question', 'instruction', 'input',
-              'context', 'system', 'history', *ANSWERS]
+              'context', 'system', *ANSWERS]
 SPEAKERS = ('system', 'user', 'assistant')
 OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
 MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it
 
 
 class Template(NamedTuple):
-    """The texts before and after the turns of each role, and how turns are put together."""
+    """Texts before and after the turns of each role, and how turns are put together."""
     system: tuple = ('', '')
     user: tuple = ('', '')
     assistant: tuple = ('', '')  # the text after an answer is part of its loss
@@ -25,56 +25,59 @@ class Template(NamedTuple):
     preamble: str = ''  # the system prompt of a conversation that has none; {} becomes input_note
     input_note: str = ''  # where an instruction has an input
     input_heading: str = ''
-    suits: str = ''  # the kind of rows that get it from template=auto, in words
 
 
 TEMPLATES = {
     'plain': Template(),
-    'joined': Template(between='', suits='prompt-completion pair'),
+    'joined': Template(between=''),  # a prompt and its completion
     'alpaca': Template(user=('### Instruction:\n', ''), assistant=('### Response:\n', ''), between='\n\n',
                        preamble='Below is an instruction that describes a task{}. Write a response that '
                                 'appropriately completes the request.',
                        input_note=', paired with an input that provides further context',
-                       input_heading='### Input:\n', suits='instruction-output pair'),
-    'chatml': Template(*((f'<|im_start|>{role}\n', '<|im_end|>') for role in SPEAKERS), suits='chat'),
+                       input_heading='### Input:\n'),
+    'chatml': Template(*((f'<|im_start|>{role}\n', '<|im_end|>') for role in SPEAKERS)),
     'gemma': Template(*((f'<start_of_turn>{role}\n', '<end_of_turn>') for role in ('user', 'user', 'model')),
                       strips=True, folds_system=True),
     'llama3': Template(*((f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>')
                          for role in SPEAKERS), between='', strips=True),
 }
-CHATS = tuple(name for name, template in TEMPLATES.items() if template.user[0])  # those that mark turns
+CHATS = tuple(name for name, template in TEMPLATES.items() if template.user[0])  # mark turns
 
 
-def parts_of(row, where, reading, counts):
+def parts_of(row, where, template, text_field=None):
     """
-    The parts [(text, markup, counts)] of the document in a row, or None if it has no text or no answer. A row
-    is a text, or an object with the field reading.text_field, with messages (a chat), instruction and output
-    (Alpaca), prompt or question and completion or answer, text, or content. where: file and line, for the
-    ValueError that a bad row raises. The RowCounts get the row's kind and the template used.
+    Return the parts [(text, markup, counts)] of the document in a row, or None if it has no text or
+    no answer or cannot be written in the template. A row is a text, or an object with the field
+    text_field, with messages (a chat), instruction and output (Alpaca), prompt or question and
+    completion or answer, text, or content. template: a name, or None if rows are texts. where: file
+    and line, for errors.
     """
     row = as_object(row, where)
-    suited, fields = form_of(row, reading.text_field)
+    suited, fields = form_of(row, text_field)
     if suited is None:
-        return text_parts(row, where, fields[0], bool(reading.text_field))
+        text = text_of(row, where, fields[0])
+        if not text or template:
+            return None
+        return [(text, False, True)]
     turns = turns_of(row, where, suited, fields)
     if not any(role == 'assistant' and text for role, text in turns):
         return None
-    template = choose_template(reading.template, suited)
-    counts.kinds[TEMPLATES[suited].suits] += 1
-    counts.templates.add(template)
-    border = turns[0][1][-1:] + turns[-1][1][:1]
-    counts.unseparated += template == 'joined' and len(border.strip()) == 2
+    if template is None or (template == 'joined' and suited != 'joined'):
+        return None
     return render(turns, template)
 
 
-def marks_of(templates):
-    """The marks in the templates with these names, sorted."""
-    texts = (text for name in templates for role in SPEAKERS for text in getattr(TEMPLATES[name], role))
-    return sorted({mark for text in texts for mark in MARK.findall(text)})
+def marks_of(name):
+    """List the marks in the template with this name, sorted."""
+    marks = set()
+    for role in SPEAKERS:
+        before, after = getattr(TEMPLATES[name], role)
+        marks.update(MARK.findall(before + after))
+    return sorted(marks)
 
 
 def as_object(row, where):
-    """A row as a dict; a string is its text. ValueError for anything else."""
+    """Return a row as a dict; a string is its text. Raises ValueError for anything else."""
     if isinstance(row, str):
         return {'text': row}
     if not isinstance(row, dict):
@@ -83,67 +86,55 @@ def as_object(row, where):
 
 
 def form_of(row, text_field=None):
-    """(the template that suits a row, or None for a text; the names of the fields that are used)."""
+    """Return (the template that suits a row, or None for a text; the fields that are used)."""
     if text_field:
         return None, [text_field]
-    given = {name: value for name, value in row.items() if value is not None}
-    if len(given) < len(row):  # a table has every field in every row: null where a row has another form
-        form = form_of(given)
-        if form[0] or form[1][0] in given:
-            return form
-    chat = 'conversations' if row.get('messages') is None else 'messages'
-    question = next((name for name in ('prompt', 'question') if name in row), None)
+    for chat in ('messages', 'conversations'):
+        if isinstance(row.get(chat), list) and all(isinstance(message, dict) for message in row[chat]):
+            return 'chatml', [chat, 'system']
     answer = next((name for name in ANSWERS if name in row), None)
-    if isinstance(row.get(chat), list) and all(isinstance(message, dict) for message in row[chat]):
-        return 'chatml', [chat, 'system']
     if 'instruction' in row and answer:
-        about = 'context' if 'context' in row and 'input' not in row else 'input'  # as Dolly's rows call it
-        return 'alpaca', ['instruction', about, 'history', 'system', answer]
+        about = 'input'
+        if 'context' in row and 'input' not in row:  # Dolly's name
+            about = 'context'
+        return 'alpaca', ['instruction', about, 'system', answer]
+    question = next((name for name in ('prompt', 'question') if name in row), None)
     if question and answer:
         return 'joined', [question, answer]
-    return None, ['content' if 'content' in row and 'text' not in row else 'text']
+    if 'content' in row and 'text' not in row:
+        return None, ['content']
+    return None, ['text']
 
 
 def choose_template(asked, suited):
-    """The template of a row: the one asked for, unless that is auto, or the one that suits the row."""
-    # the plain template also puts nothing between a prompt and its completion
-    return suited if asked == 'auto' or (asked, suited) == ('plain', 'joined') else asked
+    """Return the template asked for or, if that is auto, the one that suits the row."""
+    if asked == 'auto' or (asked, suited) == ('plain', 'joined'):
+        return suited  # The plain template also puts nothing between a prompt and its completion.
+    return asked
 
 
-def text_parts(row, where, field, is_named):
-    """The part of a row with one text, in `field`, which the user may have named; None if it is empty."""
-    is_null_chat = not is_named and None in (row.get('messages', ''), row.get('conversations', ''))
-    if field not in row and not is_null_chat:
-        answer = next((name for name in ANSWERS if name in row), None)
-        remedy = 'Name the one that holds the text with --text_field'
-        if {'prompt', 'question', 'instruction'} & row.keys():
-            remedy += f'; the field of an answer is one of {", ".join(ANSWERS)}'
-        elif answer:
-            remedy += f'; the question that {answer!r} answers must be in prompt, question or instruction'
+def text_of(row, where, field):
+    """Return the text in a field of a row. Raises ValueError if the row has no such field."""
+    if field not in row:
         fields = ', '.join(map(str, row))
-        raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. {remedy}')
-    text = check_text(row.get(field), f'{where}: field {field!r}')
-    return [(text, False, True)] if text else None
+        raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. Name the one that holds '
+                         f'the text with --text_field; a question needs an answer in {", ".join(ANSWERS)}')
+    return check_text(row[field], f'{where}: field {field!r}')
 
 
 def check_text(value, name):
-    """A text of a row, '' for None. ValueError if it is anything else."""
+    """Return a text of a row, '' for None. Raises ValueError if it is anything else."""
     if value is not None and not isinstance(value, str):
         raise ValueError(f'{name} must be a string, not {json.dumps(value, default=str)[:50]}')
     return fix_surrogates(value or '')
 
 
 def turns_of(row, where, suited, fields):
-    """[(role, text)] of a row of instruction data, which form_of() describes."""
+    """List the turns (role, text) of a row of instruction data, which form_of() describes."""
     turns = []
     if suited == 'chatml':
         turns = [turn_of(message, where) for message in row[fields[0]]]
     elif suited == 'alpaca':
-        past = row.get('history') or []
-        if not isinstance(past, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in past):
-            raise ValueError(f'{where}: history must be a list of [question, answer] pairs')
-        for question, reply in past:
-            turns += [('user', question), ('assistant', reply)]
         turns.append(('user', row['instruction']))
         if row.get(fields[1]):
             turns.append(('input', row[fields[1]]))
@@ -157,8 +148,8 @@ def turns_of(row, where, suited, fields):
 
 def turn_of(message, where):
     """
-    (role, text) of a message of a chat, as OpenAI or ShareGPT writes it. The role of an answer with OpenAI's
-    "weight": 0 is 'given': it does not count. ValueError for a call of tools, which the text does not show.
+    Return (role, text) of a message of a chat, as OpenAI or ShareGPT writes it. Raises ValueError
+    for a call of tools, which the text does not show.
     """
     role = message.get('role') or message.get('from')
     role = OTHER_ROLES.get(str(role), role)
@@ -166,15 +157,14 @@ def turn_of(message, where):
         raise ValueError(f'{where}: a message has the role {role!r}; expected system, user or assistant')
     if message.get('tool_calls') or message.get('function_call'):
         raise ValueError(f'{where}: a message calls tools, which no template can write; leave such rows out')
-    text = message.get('content') or message.get('value')
-    if isinstance(text, list) and all(isinstance(part, dict) and part.get('type') == 'text' for part in text):
-        text = ''.join(check_text(part.get('text'), f"{where}: the {role}'s text") for part in text)
-    return 'given' if role == 'assistant' and message.get('weight') == 0 else role, text
+    return role, message.get('content') or message.get('value')
 
 
 def render(turns, name):
-    """The parts of a conversation. Only the assistant's text and its end marker count toward the loss."""
-    template, roles, merged = TEMPLATES[name], [role for role, _ in turns], []
+    """Write a conversation as parts. Only answers and their end markers count in the loss."""
+    template = TEMPLATES[name]
+    roles = [role for role, _ in turns]
+    merged = []
     if template.preamble and roles[0] != 'system':
         merged.append(('system', template.preamble.format(template.input_note if 'input' in roles else '')))
     for role, text in turns:
@@ -187,9 +177,10 @@ def render(turns, name):
             merged[-1] = 'user', merged[-1][1] + '\n\n' + text
         else:
             merged.append((role, text))
-    parts, between = [], ''
+    parts = []
+    between = ''
     for role, text in merged:
-        before, after = getattr(template, 'assistant' if role == 'given' else role)
+        before, after = getattr(template, role)
         counts = role == 'assistant'
         parts += [(between + before, True, False), (text, False, counts), (after, True, counts)]
         between = template.between
@@ -198,8 +189,8 @@ def render(turns, name):
 
 def prompt_of(row, where):
     """
-    (the prompt as given, [(role, text)] up to the last user's turn, the template that suits them) of a row of
-    prompts: a chat, or an instruction, prompt or question with or without its answer. ValueError for others.
+    Return (the prompt as given, the turns up to the last user's, the template that suits them) of a
+    row of prompts: a chat, or an instruction, prompt or question with or without its answer.
     """
     row = {name: value for name, value in as_object(row, where).items() if name not in ANSWERS}
     row['completion'] = ''
@@ -216,6 +207,8 @@ def prompt_of(row, where):
 
 
 def parts_before_answer(turns, template):
-    """The parts of a conversation and of what comes before the text of the assistant's next turn."""
+    """Write a conversation and what comes before the assistant's next answer as parts."""
     parts = render([*turns, ('assistant', '')], template)
-    return parts[:-1] if TEMPLATES[template].assistant[1] else parts
+    if TEMPLATES[template].assistant[1]:
+        return parts[:-1]
+    return parts

@@ -1,4 +1,4 @@
-"""Encodes documents as token ids, in several processes."""
+"""Encode documents as token ids, in several processes."""
 
 import multiprocessing
 import os
@@ -19,8 +19,8 @@ from hotloop.data.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
 
 class Encoded(NamedTuple):
     """
-    The part of a split from one batch. mask: 1 where a token counts toward the loss; None: all do. ends: the
-    positions after the documents that end here.
+    The part of a split from one batch. mask: 1 where a token counts toward the loss; None: all do.
+    ends: the positions after the documents that end here.
     """
     ids: np.ndarray
     mask: np.ndarray | None
@@ -29,7 +29,7 @@ class Encoded(NamedTuple):
 
 
 def encode_batch(tokenizer, batch, bos=None, eot=None):
-    """{split: Encoded} of a batch of (split, Piece). bos, eot: the ids around each document, or None."""
+    """Encode (split, Piece) pairs as {split: Encoded}. bos, eot: ids around a document, or None."""
     encoded = {}  # split: list of (ids, mask, ends)
     for split, piece in batch:
         encoded.setdefault(split, []).append(encode_piece(tokenizer, piece, bos, eot))
@@ -37,59 +37,71 @@ def encode_batch(tokenizer, batch, bos=None, eot=None):
 
 
 def encode_piece(tokenizer, piece, bos, eot):
-    """(ids, mask or None, positions after the documents that end here) of a Piece."""
-    if isinstance(piece.parts, np.ndarray):  # already ids
-        return piece.parts, None, np.flatnonzero(piece.parts == tokenizer.eot) + 1
+    """Encode a Piece. Returns (ids, mask or None, positions after the documents that end here)."""
     ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
-    before = int(piece.start and bos is not None)
-    # a chat template ends with a mark, which may be eot
-    after = int(piece.end and eot is not None and (mask is None or ids[-1] != eot))
-    ids = np.append(bos, ids) if before else ids
-    ids = np.append(ids, eot) if after else ids
-    if mask is not None:
-        mask = np.concatenate((np.zeros(before, np.uint8), mask, mask[-1:].repeat(after)))
+    if piece.start and bos is not None:
+        ids = np.append(bos, ids)
+        if mask is not None:
+            mask = np.append(np.uint8(0), mask)
+    # A chat template ends with a mark, which may be eot.
+    if piece.end and eot is not None and (mask is None or ids[-1] != eot):
+        ids = np.append(ids, eot)
+        if mask is not None:
+            mask = np.append(mask, mask[-1])
     return ids, mask, np.full(int(piece.end), len(ids))
 
 
 def combine(tokenizer, pieces):
-    """The Encoded of a list of (ids, mask, ends). If one has a mask, all ids without one count."""
+    """Join (ids, mask, ends) into an Encoded. If one has a mask, all ids without one count."""
     ids = np.concatenate([ids for ids, _, _ in pieces])
     assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
+    masks = []
+    ends = []
+    size = 0  # of the pieces before
+    masked = False
+    for piece_ids, mask, piece_ends in pieces:
+        masked = masked or mask is not None
+        if mask is None:
+            mask = np.ones(len(piece_ids), np.uint8)
+        masks.append(mask)
+        ends.append(size + piece_ends)
+        size += len(piece_ids)
     mask = None
-    if any(mask is not None for _, mask, _ in pieces):
-        masks = [np.ones(len(ids), np.uint8) if mask is None else mask for ids, mask, _ in pieces]
+    if masked:
         mask = np.concatenate(masks)
-    sizes = np.cumsum([0, *(len(ids) for ids, _, _ in pieces)])  # of the pieces before
-    ends = np.concatenate([size + ends for size, (_, _, ends) in zip(sizes[:-1], pieces, strict=True)])
-    return Encoded(ids.astype(id_type(tokenizer)), mask, int(tokenizer.sizes[ids].sum()), ends)
+    num_bytes = int(tokenizer.sizes[ids].sum())
+    return Encoded(ids.astype(id_type(tokenizer)), mask, num_bytes, np.concatenate(ends))
 
 
 def id_type(tokenizer):
-    """The dtype of a dataset's ids, little-endian."""
-    return '<u2' if tokenizer.n_vocab <= 2**16 else '<u4'
+    """Return the dtype of a dataset's ids, little-endian."""
+    if tokenizer.n_vocab <= 2**16:
+        return '<u2'
+    return '<u4'
 
 
 def batches_of(pieces):
-    """Lists of (split, Piece) that contain about PIECE characters together."""
-    batch, size = [], 0
+    """Yield lists of (split, Piece) that contain about PIECE characters together."""
+    batch = []
+    size = 0
     for split, piece in pieces:
         batch.append((split, piece))
         size += 64  # short pieces cost time too
-        if isinstance(piece.parts, np.ndarray):
-            size += len(piece.parts)
-        else:
-            size += sum(len(text) for text, _, _ in piece.parts)
+        for text, _, _ in piece.parts:
+            size += len(text)
         if size >= PIECE:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
 
 def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
     """
-    Yields encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes and
-    characters do not, because encoding them is faster than sending them. ValueError if a process dies.
+    Yield encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes
+    and characters do not, because encoding them is faster than sending them. ValueError if a
+    process dies.
     """
     first = list(islice(batches, 4))
     batches = chain(first, batches)
@@ -99,8 +111,6 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
         return
     assert len(tokenizer.sizes) == tokenizer.n_vocab  # computed here, once for all processes
     context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS: unsafe
-    if sys.platform == 'win32':
-        num_proc = min(num_proc, 61)  # more are an error there
     pool = ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer, bos, eot))
     waiting = deque()
     try:
@@ -111,7 +121,7 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
                 return
             future = waiting.popleft()
             if future.exception():
-                raise future.exception()  # from this file, so call_main() prints it without a traceback
+                raise future.exception()  # without a traceback
             yield future.result()
     except BrokenProcessPool:
         raise ValueError('a tokenizing process died, perhaps out of memory; lower --num_proc') from None
@@ -120,7 +130,7 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
 
 
 def start_worker(*settings):
-    """Prepares a process of the pool. Ctrl-C reaches all processes; the parent decides when to end."""
+    """Prepare a process of the pool. Ctrl-C reaches all, and the parent decides."""
     global _worker  # noqa: PLW0603
     _worker = settings  # (tokenizer, bos, eot)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -128,7 +138,7 @@ def start_worker(*settings):
 
 
 def exit_with_parent():
-    """Ends this process when its parent ends, even if that was killed."""
+    """End this process when its parent ends, even if that was killed."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

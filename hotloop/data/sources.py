@@ -1,4 +1,4 @@
-"""Turns a source named on the command line into files, in a fixed order."""
+"""Turn a source named on the command line into files, in a fixed order."""
 
 import glob
 import hashlib
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from configurator import did_you_mean
+from hotloop.data.documents import OPENERS, standard_input
 from hotloop.data.download import download, hub
-from hotloop.data.text_file import standard_input
 from hotloop.system.files import counted, optional
 from hotloop.system.text import shell
 
@@ -40,7 +40,7 @@ class Corpus:
 
 
 def on_hub(dataset, *paths):
-    """URLs of files of a dataset on the hub; HUB stands for hub(), which the environment decides."""
+    """Name files of a dataset on the hub; HUB stands for hub(), which the environment decides."""
     return tuple(f'HUB/datasets/{dataset}/resolve/main/{path}' for path in paths)
 
 
@@ -74,41 +74,42 @@ CORPORA = {
         'educational web pages, a sample of 10 billion tokens', 'ODC-By 1.0',
         on_hub('HuggingFaceFW/fineweb-edu', *(f'sample/10BT/{i:03d}_00000.parquet' for i in range(14))), (),
         28.5e9, 20e9, kind='parquet', val_fraction=0.0005),
-    'fineweb10b_gpt2': Corpus(
-        'web pages, 10 billion GPT-2 tokens in the shards of llm.c and modded-nanogpt', 'ODC-By 1.0',
-        on_hub('kjj0/fineweb10B-gpt2', *(f'fineweb_train_{i:06d}.bin' for i in range(1, 104))),
-        on_hub('kjj0/fineweb10B-gpt2', 'fineweb_val_000000.bin'), 20.8e9, 20.8e9, kind='tokens'),
 }
 PLAIN = Corpus('', '', (), tokenizer='byte')  # the defaults of sources that are no named corpus
 STDLIB = replace(PLAIN, tokenizer='bpe:1024', val_fraction=0.05)  # best in the minutes of quickstart.py
 URLS = ('http://', 'https://')
-COMPRESSED = ('.gz', '.bz2', '.xz', '.lzma', '.zst')
 KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
-         '.parquet': 'parquet', '.bin': 'tokens'}
+         '.parquet': 'parquet'}
 TEXT_SUFFIXES = ('.txt', '.text', '.md', '.rst', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp', '.cu',
                  '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php', '.pl', '.lua',
                  '.r', '.jl', '.hs', '.ml', '.scala', '.swift', '.sql', '.html', '.htm', '.xml', '.css',
                  '.toml', '.yaml', '.yml', '.ini', '.tex', '.org', '.sh', '.bat', '.log')
-FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) if s != '.bin' for c in ('', *COMPRESSED))
+FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) for c in ('', *OPENERS))
 
 
 def corpus_of(sources, shards):
-    """The Corpus that the sources are: a named one, STDLIB or PLAIN. ValueError if it has no shards."""
+    """Return the Corpus that the sources are: a named one, STDLIB or PLAIN."""
     is_name = len(sources) == 1 and not os.path.exists(sources[0])
-    corpus = CORPORA.get(sources[0], PLAIN) if is_name else PLAIN
+    corpus = PLAIN
+    if is_name:
+        corpus = CORPORA.get(sources[0], PLAIN)
     if shards and not corpus.train:
         raise ValueError(f'shards={shards} applies only to a named corpus: {", ".join(CORPORA)}')
-    return STDLIB if sources == ['stdlib'] else corpus
+    if sources == ['stdlib']:
+        return STDLIB
+    return corpus
 
 
 def files_under(folder, suffixes, left_out=()):
     """
-    [(relative path, path)] of the files below a folder with one of the suffixes, sorted. Hidden files and
-    folders, datasets and the folders left_out are skipped; links are followed; each folder is visited once.
+    List (relative path, path) of the files below a folder with one of the suffixes, sorted. Hidden
+    files and folders, datasets and the folders left_out are skipped; links are followed; each
+    folder is visited once.
     """
     def fail(error):
         raise ValueError(f'{error.filename} cannot be read: {error.strerror}') from None
-    found, seen = [], set()
+    found = []
+    seen = set()
     for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         folders[:] = [f for f in sorted(folders) if f not in left_out and not f.startswith('.')]
         if os.path.realpath(here) in seen or {'meta.json', 'train.bin'} <= set(names):
@@ -118,14 +119,15 @@ def files_under(folder, suffixes, left_out=()):
         for name in names:
             path = os.path.join(here, name)
             if name.lower().endswith(suffixes) and not name.startswith('.') and os.path.isfile(path):
-                found.append((os.path.relpath(path, folder).replace(os.sep, '/'), path))
+                found.append((os.path.relpath(path, folder), path))
     return sorted(found)
 
 
 def stdlib_files():
     """
-    [(relative path, path)] of the source of the running Python, about 10 MB of real text on every machine.
-    Without test suites, installed packages and generated files (codecs, topics of help(), build settings).
+    List (relative path, path) of the source of the running Python, about 10 MB of real text on
+    every machine. Test suites, installed packages and generated files (codecs, topics of help())
+    are left out.
     """
     left_out = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages', 'encodings',
                 'pydoc_data', 'turtledemo', 'ensurepip')
@@ -134,68 +136,77 @@ def stdlib_files():
 
 
 def open_file(path, name, reading):
-    """The File of a path, of the kind that the settings or its name say. ValueError for an archive."""
+    """Return the File of a path, of the kind that the settings or its name say."""
     if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar)$', name.lower()):
         raise ValueError(f'{name} is an archive; unpack it, and name the folder')
     stem, suffix = os.path.splitext(name.lower())
-    if suffix in COMPRESSED:
+    if suffix in OPENERS:
         suffix = os.path.splitext(stem)[1]
-    kind = KINDS.get(suffix, 'text') if reading.format == 'auto' else reading.format
+    kind = reading.format
+    if kind == 'auto':
+        kind = KINDS.get(suffix, 'text')
     return File(path, name, kind)
 
 
 def files_of(source, reading, data_dir, spool):
     """
-    [File] of a source: stdlib, a URL (which is downloaded), a folder, a file, a glob pattern, or - (which is
-    copied to the file spool, because it can be read only once). ValueError if there is nothing.
+    List the Files of a source: stdlib, a URL (which is downloaded), a folder, a file, a glob
+    pattern, or - (which is copied to the file spool, because it can be read only once).
     """
     if source == 'stdlib':
-        return [open_file(path, name, reading) for name, path in stdlib_files()]
-    if source == '-':
-        stream = standard_input()
+        found = stdlib_files()
+    elif source == '-':
         with open(spool, 'wb') as f:
-            shutil.copyfileobj(stream, f, 1 << 20)
-        return [open_file(spool, 'stdin', reading)]
-    if source.startswith(URLS):
+            shutil.copyfileobj(standard_input(), f, 1 << 20)
+        found = [('stdin', spool)]
+    elif source.startswith(URLS):
         path = download_source(source, data_dir)
-        return [open_file(path, os.path.basename(path).split('-', 1)[1], reading)]
-    if os.path.isdir(source):
-        if {'meta.json', 'train.bin'} <= set(os.listdir(source)):
-            raise ValueError(f'{source} is a dataset; train on it, or prepare what it was made from')
-        suffixes = {'auto': FOLDER_SUFFIXES, 'functions': '.py'}.get(reading.format, '')
-        everything = files_under(source, '')
-        found = [file for file in everything if file[0].lower().endswith(suffixes)]
-        if not found:
-            why = {'auto': ' with a known suffix; --format=text reads all', 'functions': ' that end with .py'}
-            none = '; hidden ones and datasets are left out'
-            raise ValueError(f'{source} contains no files{why[reading.format] if everything else none}')
-        others = sorted({*everything} - {*found})
-        if others and reading.format == 'auto':
-            print(f'{source}: left out {counted(len(others), "file")} without a known suffix, such as '
-                  f'{others[0][0]}; --format=text reads all', file=sys.stderr)
-        return [open_file(path, name, reading) for name, path in found]
-    paths = [source] if os.path.isfile(source) else files_matching(source)
-    base = os.path.commonpath([os.path.dirname(path) for path in paths])
-    return [open_file(path, os.path.relpath(path, base).replace(os.sep, '/'), reading) for path in paths]
+        found = [(os.path.basename(path).split('-', 1)[1], path)]
+    elif os.path.isdir(source):
+        found = files_in_folder(source, reading.format)
+    else:
+        paths = [source]
+        if not os.path.isfile(source):
+            paths = files_matching(source)
+        base = os.path.commonpath([os.path.dirname(path) for path in paths])
+        found = [(os.path.relpath(path, base), path) for path in paths]
+    return [open_file(path, name, reading) for name, path in found]
+
+
+def files_in_folder(folder, format):
+    """List (name, path) of the files in a folder that a format of ReadConfig reads."""
+    if {'meta.json', 'train.bin'} <= set(os.listdir(folder)):
+        raise ValueError(f'{folder} is a dataset; train on it, or prepare what it was made from')
+    suffixes = {'auto': FOLDER_SUFFIXES, 'functions': '.py'}.get(format, '')
+    found = files_under(folder, suffixes)
+    if not found:
+        raise ValueError(f'{folder} contains no files to read with format={format!r}; hidden files and '
+                         'datasets are left out; --format=text reads files of any name')
+    left_out = len(files_under(folder, '')) - len(found)
+    if left_out and format == 'auto':
+        print(f'{folder}: left out {counted(left_out, "file")} without a known suffix; --format=text reads '
+              'all', file=sys.stderr)
+    return found
 
 
 def all_files(sources, reading, data_dir, spool):
     """
-    [File] of all sources. Of several, a name begins with its source, as files of two may share a name. Empty
-    texts are not documents and left out, unless there is nothing else.
+    List the Files of all sources. With several, a file's name begins with its source, because files
+    of two may share a name. Empty texts are left out, unless there is nothing else.
     """
-    files, parts = [], [os.path.abspath(source).split(os.sep) for source in sources]
-    differ = [i for i, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1]
-    shared = min([*differ, *map(len, parts)])  # 0 on Windows if they are on several drives
-    for source, own in zip(sources, parts, strict=True):
-        folder = ('/'.join(own[shared:]) or '.') + '/' if len(sources) > 1 else ''
-        found = files_of(source, reading, data_dir, spool)
-        files += [file._replace(name=folder + file.name) for file in found]
+    files = []
+    base = os.path.commonpath([os.path.abspath(source) for source in sources])
+    for source in sources:
+        for file in files_of(source, reading, data_dir, spool):
+            if len(sources) > 1:
+                folder = os.path.relpath(os.path.abspath(source), base)
+                file = file._replace(name=f'{folder}/{file.name}')
+            files.append(file)
     return [file for file in files if file.kind != 'text' or os.path.getsize(file.path)] or files
 
 
 def files_matching(pattern):
-    """The files that match a glob pattern, sorted. ValueError if there are none."""
+    """List the files that match a glob pattern, sorted. Raises ValueError if there are none."""
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
     if not paths:
         if pattern in CORPORA:
@@ -207,7 +218,7 @@ def files_matching(pattern):
 
 
 def download_source(url, data_dir, sha256=None):
-    """The path of the file at a URL, under data_dir/downloads; downloaded unless it is there."""
+    """Return the path of the file at a URL, under data_dir/downloads; downloaded unless it is there."""
     if url.startswith('HUB/'):
         url = url.replace('HUB', hub(), 1)
     base = os.path.basename(url.split('?')[0].split('#')[0].rstrip('/')) or 'index'
@@ -219,16 +230,18 @@ def download_source(url, data_dir, sha256=None):
 
 def open_corpus(name, cfg):
     """
-    [training files, validation files] of a corpus by name, downloaded: cfg.shards of the training files, and
-    the corpus's own validation files unless cfg.val or cfg.val_fraction is given. Describes the corpus and
-    the space it needs before the download. ValueError if the disk is too small.
+    Download a corpus by name. Returns its training and its validation files: cfg.shards of the
+    first, and none of the second if cfg.val or cfg.val_fraction is given. Describes the corpus
+    before the download, and raises ValueError if the disk is too small.
     """
     corpus = CORPORA[name]
-    train, val = corpus.train[:cfg.shards], corpus.val
+    train = corpus.train[:cfg.shards]
+    val = corpus.val
     if cfg.val or cfg.val_fraction is not None:
         val = ()
     share = len(train) / len(corpus.train)
-    size, need = corpus.download * share / 1e6, (corpus.download + corpus.bins) * share / 1e6
+    size = corpus.download * share / 1e6
+    need = (corpus.download + corpus.bins) * share / 1e6
     files = counted(len(train) + len(val), 'file')
     print(f'{name}: {corpus.about}; license {corpus.license}; {files} to download, '
           f'about {size:,.0f} MB; needs {need:,.0f} MB of disk space, bins included', flush=True)
@@ -238,37 +251,42 @@ def open_corpus(name, cfg):
     if free + sum(os.path.getsize(path) for path in downloaded) / 1e6 < need:
         raise ValueError(f'{cfg.data_dir} has {free:,.0f} MB free, and {name} needs {need:,.0f} MB; use '
                          'another --data_dir, or fewer --shards')
-    return [[File(download_source(url, cfg.data_dir, corpus.sha256), url.rsplit('/', 1)[1], corpus.kind)
-             for url in urls] for urls in (train, val)]
+    files = []
+    for url in (*train, *val):
+        path = download_source(url, cfg.data_dir, corpus.sha256)
+        files.append(File(path, url.rsplit('/', 1)[1], corpus.kind))
+    return files[:len(train)], files[len(train):]
 
 
 def check_kinds(kinds, settings, where):
-    """ValueError if text_field, template or separator is set and no file is of a kind that can use it."""
-    found = {'rows': kinds - {'text', 'tokens', 'joined'}, 'text': kinds & {'text'}}
+    """Raise ValueError if text_field, template or separator is set and no file can use it."""
+    found = {'rows': kinds - {'text', 'joined'}, 'text': kinds & {'text'}}
     for name, needs in (('text_field', 'rows'), ('template', 'rows'), ('separator', 'text')):
         value = getattr(settings, name, None)
         if value not in (None, 'auto') and not found[needs]:
             raise ValueError(f'{name}={value!r} applies to {needs}, and {where} has none')
 
 
-def how_to_make(dataset):
-    """The command that makes a dataset, for messages about a missing one."""
-    if dataset == 'stdlib' or dataset in CORPORA:
-        return f'python prepare.py {dataset}'
-    return f'python prepare.py FILE_OR_FOLDER --name={dataset}'
-
-
 def missing_dataset(path, name, data_dir):
-    """The message about a file or folder of a dataset that does not exist."""
-    bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
-    found = sorted(os.path.basename(os.path.dirname(bin)) for bin in bins)
-    if not found and os.path.exists(os.path.join(data_dir, 'train.bin')):
+    """Explain how to make a dataset whose file or folder does not exist."""
+    if os.path.exists(os.path.join(data_dir, 'train.bin')):
         parent, own = os.path.split(os.path.normpath(data_dir))
         return f'{path} does not exist; {data_dir} is a dataset: --data_dir={parent or "."} --dataset={own}'
-    others = f'; {data_dir} has {", ".join(found[:10])}' if found else ''
-    known = {word: repr(word) for word in (*found, *CORPORA)}
-    hint = '' if name in CORPORA else did_you_mean(os.path.basename(name.rstrip('/')), known)  # or a path
-    command = f'{how_to_make(name)} {shell(f"--data_dir={data_dir}")}'.removesuffix(' --data_dir=data')
+    words = [f'FILE_OR_FOLDER --name={name}']
+    hint = ''
+    others = ''
+    if name == 'stdlib' or name in CORPORA:
+        words = [name]
+    else:
+        bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
+        found = [os.path.basename(os.path.dirname(path)) for path in bins]
+        if found:
+            others = f'; {data_dir} has {", ".join(sorted(found)[:10])}'
+        near = {word: repr(word) for word in (*found, *CORPORA)}
+        hint = did_you_mean(os.path.basename(name.rstrip('/')), near)
+    if data_dir != 'data':
+        words.append(shell(f'--data_dir={data_dir}'))
+    command = f'python prepare.py {" ".join(words)}'
     if hint:
         return f'{path} does not exist{hint} If not, make it with: {command}'
     return f'{path} does not exist; make it with: {command}{others}'

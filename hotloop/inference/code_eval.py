@@ -19,7 +19,7 @@ import warnings
 from typing import NamedTuple
 
 from hotloop.data.chat import as_object, form_of, prompt_of, turns_of
-from hotloop.data.text_file import open_text
+from hotloop.data.documents import open_text
 from hotloop.inference.score import print_json
 from hotloop.system.files import json_lines, optional, parse_json
 

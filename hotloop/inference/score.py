@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -14,9 +14,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hotloop.data.chat import TEMPLATES
-from hotloop.data.documents import ReadConfig, RowCounts, documents_in
+from hotloop.data.documents import ReadConfig, RowCounts, documents_in, open_text, template_of
 from hotloop.data.sources import check_kinds, files_of
-from hotloop.data.text_file import open_text
 from hotloop.data.tokenizer import encode_parts
 from hotloop.inference.generate import NOT_FINITE
 
@@ -51,21 +50,20 @@ def read_documents(source, tokenizer, template, settings):
     Yield each Document of a file, folder, URL or - for standard input. Rows are written in the
     template, or with 'none' in the one that suits each. settings: those of sample.py.
     """
-    reading = ReadConfig(template=template if template in TEMPLATES else 'auto')
-    counts = RowCounts()
+    counts, reading = RowCounts(), ReadConfig()
     with tempfile.TemporaryDirectory() as folder:  # Standard input is stored there.
         files = files_of(source, reading, settings.data_dir, os.path.join(folder, 'stdin'))
         check_kinds({file.kind for file in files}, settings, source)
+        asked = template if template in TEMPLATES else None
+        reading = replace(reading, template=template_of(files, reading, asked))
         for file in files:
-            if file.kind == 'tokens':
-                raise ValueError(f'{file.path} holds token ids of an unknown tokenizer; score its text')
-            reading.separator = None  # A separator also drops the newlines around documents.
+            separator = None  # A separator also drops the newlines around documents.
             if file.kind == 'text':
                 with open_text(file.path) as f:
                     if any(SEPARATOR in line for line in f):
-                        reading.separator = SEPARATOR
+                        separator = SEPARATOR
             parts = []
-            for piece in documents_in([file], reading, None, counts):
+            for piece in documents_in([file], replace(reading, separator=separator), None, counts):
                 parts += piece.parts
                 if piece.end:
                     ids, mask = encode_parts(tokenizer, parts)
@@ -73,9 +71,8 @@ def read_documents(source, tokenizer, template, settings):
                     yield Document(file.name, ids, np.ones(len(ids)) if mask is None else mask)
     for sentence in counts.left_out():
         print(sentence, file=sys.stderr)
-    if counts.templates:
-        names = ', '.join(sorted(counts.templates))
-        print(f'only the answers are scored; template: {names}', file=sys.stderr)
+    if reading.template:
+        print(f'only the answers are scored; template: {reading.template}', file=sys.stderr)
 
 
 def split_document(document, tokenizer, T):

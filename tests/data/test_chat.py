@@ -2,8 +2,7 @@
 
 import pytest
 
-from hotloop.data.chat import TEMPLATES, Template, parts_of, render
-from hotloop.data.documents import ReadConfig, RowCounts
+from hotloop.data.chat import TEMPLATES, Template, choose_template, form_of, parts_of, render
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, encode_parts
 from hotloop.weights.export_tokenizer import chat_template
 
@@ -26,9 +25,9 @@ LLAMA3 = ('[<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>'
           '<|start_header_id|>assistant<|end_header_id|>\n\n]Four.<|eot_id|>')
 
 
-def shown(row, template='auto'):
+def shown(row, template):
     """The document of a row; what does not count in the loss stands in brackets."""
-    parts = parts_of(row, 'a.jsonl, line 1', ReadConfig(template=template), RowCounts())
+    parts = parts_of(row, 'a.jsonl, line 1', choose_template(template, form_of(row)[0]))
     return ''.join(text if counts else f'[{text}]' for text, _, counts in parts).replace('][', '')
 
 
@@ -39,8 +38,6 @@ def shown(row, template='auto'):
     ({'question': '2+2?', 'answer': ' 4', 'id': 3}, 'auto', '[2+2?] 4'),
     ({'question': 'hi', 'response': 'ho'}, 'llama3', LLAMA3.replace('Four.', 'ho')),
     ({'prompt': 'a', 'question': 'b', 'answer': 'c'}, 'auto', '[a]c'),
-    ({**dict.fromkeys(ALPACA), **PAIR, 'text': None}, 'auto', '[Q: 2+2?\nA:] 4'),  # of a table with all forms
-    ({**ALPACA, **dict.fromkeys(PAIR), 'messages': None}, 'plain', '[Add.\n\n2 and 2\n]4'),
     (PAIR, 'alpaca', f'[{TASK}{WRITE}Q: 2+2?\nA:\n\n### Response:\n] 4'),
     (ALPACA, 'auto', f'[{TASK}, paired with an input that provides further context{WRITE}'
      'Add.\n\n### Input:\n2 and 2\n\n### Response:\n]4'),
@@ -53,16 +50,10 @@ def shown(row, template='auto'):
     ({**ALPACA, 'text': 'all of it'}, 'chatml',
      '[<|im_start|>user\nAdd.\n\n2 and 2<|im_end|>\n<|im_start|>assistant\n]4<|im_end|>'),
     (ALPACA, 'plain', '[Add.\n\n2 and 2\n]4'),
-    ({**ALPACA, 'history': [['Hi.', 'Ho.']]}, 'plain', '[Hi.\n]Ho.[\nAdd.\n\n2 and 2\n]4'),
     (CHAT, 'auto', CHATML_SYSTEM + CHATML_FIRST + CHATML_SECOND),
     ({'messages': CHAT['messages'][1:]}, 'chatml', '[' + CHATML_FIRST + CHATML_SECOND),
     (SHARE_GPT, 'auto', '[' + CHATML_FIRST),
     ({**SHARE_GPT, 'system': 'Be brief.'}, 'auto', CHATML_SYSTEM + CHATML_FIRST),
-    ({'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': text}
-                                             for text in ('Two and ', 'two?')]},
-                   {**ANSWER, 'tool_calls': None}]}, 'auto', '[' + CHATML_FIRST),
-    ({'messages': [ASK, {**ANSWER, 'weight': 0}, *CHAT['messages'][-2:]]}, 'auto',
-     f'[{CHATML_FIRST}{CHATML_SECOND}'.replace(']Four.<|im_end|>[', 'Four.<|im_end|>')),
     ({**CHAT, 'system': 'Not this.'}, 'auto', CHATML_SYSTEM + CHATML_FIRST + CHATML_SECOND),
     (CHAT, 'plain', '[Be brief.\nTwo and two?\n]Four.[\nAnd one?\n]Five.'),
     (CHAT, 'gemma', GEMMA),
@@ -76,63 +67,51 @@ def test_the_document_of_a_row(row, template, expected):
 
 @pytest.mark.parametrize('row, expected', [
     ('text', 'text'), ({'text': 'a', 'content': 'b'}, 'a'), ({'content': 'b', 'n': 3}, 'b'),
-    ({'messages': None, 'text': 'abc', 'prompt': None}, 'abc'), ({'text': 'abc', 'system': True}, 'abc'),
+    ({'messages': None, 'text': 'abc'}, 'abc'),
     ({'text': 'a\ud800b \ud83d\ude00'}, 'a\ufffdb 😀'),
 ])
 def test_a_text_is_one_part(row, expected):
-    assert parts_of(row, 'line 1', ReadConfig(), RowCounts()) == [(expected, False, True)]
+    assert parts_of(row, 'line 1', None) == [(expected, False, True)]
 
 
 def test_a_field_named_by_the_user_is_the_text():
-    parts = parts_of({**ALPACA, 'text': 'all of it'}, 'line 1', ReadConfig(text_field='text'), RowCounts())
+    parts = parts_of({**ALPACA, 'text': 'all of it'}, 'line 1', None, 'text')
     assert parts == [('all of it', False, True)]
 
 
 @pytest.mark.parametrize('row', [
-    {'messages': [ASK]}, {'messages': [ASK, {**ANSWER, 'weight': 0}]}, {'prompt': 'a', 'completion': ''},
+    {'messages': [ASK]}, {'prompt': 'a', 'completion': ''},
     {'prompt': 'a', 'completion': None},
-    {'messages': [ASK, {'role': 'assistant', 'content': ''}]}, {'messages': None}, {'conversations': []},
+    {'messages': [ASK, {'role': 'assistant', 'content': ''}]}, {'conversations': []},
     '', {'text': ''}, {'text': None}])
 def test_a_row_without_text_or_answer_has_no_document(row):
-    assert parts_of(row, 'line 1', ReadConfig(), RowCounts()) is None
+    assert parts_of(row, 'line 1', form_of(row)[0] if isinstance(row, dict) else None) is None
 
 
 @pytest.mark.parametrize('row, words', [
     ([1], r'a row must be an object or a string, not \[1\]'), (None, 'a row must be .* not null'),
     ({'title': 'a', 'n': 3}, r"has no field 'text'; its fields are: title, n\. Name the one .*--text_field"),
-    ({'body': 'a', 'output': 'b'}, "--text_field; the question that 'output' answers must be in prompt, "),
-    ({}, 'its fields are: '), ({'text': 3}, "field 'text' must be a string, not 3"),
+    ({'text': 3}, "field 'text' must be a string, not 3"),
     ({'messages': [{'role': 'robot', 'content': 'hi'}]}, "a message has the role 'robot'"),
     ({'messages': [{'content': 'hi'}]}, 'a message has the role None'),
     ({'messages': [{'role': ['user'], 'content': 'hi'}]}, r"a message has the role \['user'\]"),
     ({'messages': [{'role': 'user', 'content': [{'text': 'hi'}]}]}, "user's text must be a string"),
-    ({'messages': [{'role': 'user', 'content': [{'type': 'text', 'text': 3}]}]}, 'must be a string, not 3'),
-    ({'messages': [{'role': 'user', 'content': [{'type': 'image'}]}]}, 'user.s text must be a string'),
     ({'messages': [ASK, {'role': 'assistant', 'content': None, 'tool_calls': [{'id': '1'}]}, ANSWER]},
      'a message calls tools, .*; leave such rows out'),
     ({'prompt': ['a'], 'completion': 'b'}, r'user.s text must be a string, not \["a"\]'),
     ({'prompt': 'a', 'completion': 3}, 'assistant.s text must be a string, not 3'),
     ({**ALPACA, 'input': 3}, 'input.s text must be'), ({**ALPACA, 'system': 3}, 'system.s text must be'),
-    *(({**ALPACA, 'history': history}, 'history must be') for history in
-      ('ab', ['ab', 'cd'], [['a', 'b', 'c']], [['a']], 3, {'a': 'b'})),
-    ({**ALPACA, 'history': [[1, 2]]}, 'user.s text must be a string'),
 ])
 def test_a_bad_row_is_named_with_its_place(row, words):
     with pytest.raises(ValueError, match=f'^a.jsonl, line 1.*{words}'):
-        parts_of(row, 'a.jsonl, line 1', ReadConfig(), RowCounts())
+        parts_of(row, 'a.jsonl, line 1', 'chatml')
 
 
-def test_the_template_used_is_reported():
-    """And the kinds of rows. A checkpoint carries the template. Rows without an answer do not count."""
-    counts = RowCounts()
-    for row in (PAIR, CHAT, CHAT, {'text': 'abc'}, {**ALPACA, 'output': ''}):
-        parts_of(row, 'line 1', ReadConfig(), counts)
-    assert counts.templates == {'joined', 'chatml'}
-    assert counts.kinds == {'chat': 2, 'prompt-completion pair': 1}
-    counts = RowCounts()
+def test_a_row_that_the_template_cannot_write_has_no_document():
+    assert parts_of({'text': 'abc'}, 'line 1', 'chatml') is None
     for row in (PAIR, CHAT, ALPACA):
-        parts_of(row, 'line 1', ReadConfig(template='gemma'), counts)
-    assert counts.templates == {'gemma'} and counts.kinds.total() == 3
+        assert parts_of(row, 'line 1', None) is None and parts_of(row, 'line 1', 'gemma')
+    assert parts_of(CHAT, 'line 1', 'joined') is None
 
 
 def test_the_answer_and_the_text_after_it_count_in_every_template():
@@ -154,7 +133,7 @@ def test_special_ids_come_from_the_template_and_never_from_the_data():
     specials = {'<|im_start|>': 256, '<|im_end|>': 257, '<|endoftext|>': 258}
     tokenizer = BPETokenizer(tokens, specials=specials, eot=258)
     row = {'messages': [{'role': 'user', 'content': '<|im_end|>ha'}, ANSWER]}
-    ids, mask = encode_parts(tokenizer, parts_of(row, '', ReadConfig(), RowCounts()))
+    ids, mask = encode_parts(tokenizer, parts_of(row, '', 'chatml'))
     assert ids.tolist() == [256, *b'user\n<|im_end|>ha', 257, *b'\n', 256, *b'assistant\n', *b'Four.', 257]
     assert mask.tolist() == [0] * (len(ids) - 6) + [1] * 6
 
@@ -167,6 +146,6 @@ def test_text_between_special_ids_is_encoded_as_one():
         def encode(self, text):
             seen.append(text)
             return super().encode(text)
-    encode_parts(Spy(), parts_of(CHAT, '', ReadConfig(template='chatml'), RowCounts()))
+    encode_parts(Spy(), parts_of(CHAT, '', 'chatml'))
     assert len(seen) == 4 and seen[1] == 'Four.<|im_end|>'
     assert seen[2].startswith('\n<|im_start|>user\nAnd one?')

@@ -5,14 +5,11 @@ import gzip
 import hashlib
 import os
 import random
-import socket
 import threading
 
 import pytest
-import requests
 from conftest import contents, error_of
 
-from hotloop.data import download as download_room
 from hotloop.data.download import download
 from hotloop.system.files import lock
 
@@ -52,15 +49,14 @@ def test_a_503_and_two_cuts_are_survived(server, tmp_path):
     assert starts(server)[:2] == [0, 0] and 0 < starts(server)[2] <= 400_000 < starts(server)[3] <= 700_000
 
 
-def test_it_may_break_often_as_long_as_something_arrives(server, tmp_path, monkeypatch):
-    monkeypatch.setattr('hotloop.data.download.ATTEMPTS', 2)
+def test_it_may_break_often_as_long_as_something_arrives(server, tmp_path):
     server.script = [answer(cut=300_000)] * 3 + [answer()]
     download(server.url, str(tmp_path / 'f'))
     assert contents(tmp_path) == {'f': BODY} and len(server.seen) == 4
     server.script = [answer(cut=300_000, ranges=None)]
-    with pytest.raises(ValueError, match=r'\w+, 2 times in a row; check .*, or run the command again'):
+    with pytest.raises(ValueError, match=r'cannot be reached: .*; check the network'):
         download(server.url, str(tmp_path / 'g'))
-    assert not (tmp_path / 'g').exists() and len(server.seen) == 7
+    assert not (tmp_path / 'g').exists() and len(server.seen) == 6
 
 
 @pytest.mark.parametrize('ranges', ['if', 'always', None])
@@ -77,25 +73,10 @@ def test_the_next_command_resumes_the_same_version_only(server, tmp_path, ranges
     assert server.seen[before]['If-Range'] == '"v1"' and starts(server)[before] > 0
 
 
-def test_it_begins_again_without_a_strong_etag_and_when_the_part_is_too_long(server, tmp_path):
-    for etag in (None, 'W/"v1"'):
-        server.script = [answer(cut=600_000, etag=etag), answer(etag=etag, ranges='always')]
-        download(server.url, str(tmp_path / f'{etag}'[:1]))
-    assert starts(server) == [0, 0, 0, 0]
-    (tmp_path / 'f.part').write_bytes(BODY + b'more')
-    (tmp_path / 'f.part.etag').write_text('"v1"')
-    server.script = [answer(b'', 416), answer()]
-    download(server.url, str(tmp_path / 'f'))
-    assert starts(server)[4:] == [len(BODY) + 4, 0]
-    assert contents(tmp_path) == {'N': BODY, 'W': BODY, 'f': BODY}
-
-
 @pytest.mark.parametrize('reply, words, requests', [
     (answer(b'', 404), 'returned 404 Not Found; check the address$', 1),
     (answer(b'', 401), 'returned 401 Unauthorized; set HF_TOKEN to a token that may read it$', 1),
-    (answer(b'', 403), 'returned 403 Forbidden; set HF_TOKEN', 1),
-    (answer(b'', 503), '503 Service Unavailable, 5 times in a row; check .* again later$', 5),
-    (answer(b'', 302, Location='ftp://127.0.0.1/f'), r'cannot be downloaded to .*: No connection', 1),
+    (answer(b'', 503), 'returned 503 Service Unavailable; run the command again later$', 5),
     (answer(b'<html>Log in', Content_Type='text/html; charset=utf-8'), 'is a web page; give', 1),
     (answer(X_Linked_ETag=f'"{"0" * 64}"'), f'has SHA-256 {SHA256}, not 00.*; the download was deleted', 1),
 ])
@@ -125,20 +106,11 @@ def test_hashes_come_from_the_caller_or_the_hub_and_never_from_an_etag(server, t
     assert sorted(name for name in contents(tmp_path) if '.' not in name) == ['a', 'b', 'c']
 
 
-@pytest.mark.parametrize('body, headers', [
-    (BODY, {'Content_Length': None}), (gzip.compress(BODY), {'Content_Encoding': 'gzip'})])
-def test_a_body_of_unknown_length(server, tmp_path, body, headers):
-    server.script = [answer(body, **headers)]
-    download(server.url, str(tmp_path / 'f'))
-    assert contents(tmp_path) == {'f': BODY}
-
-
-@pytest.mark.parametrize('encoding', ['gzip', 'x-gzip'])
-def test_a_compressed_file_is_kept_as_it_is(server, tmp_path, encoding):
-    """Many servers name the compression of a .gz file as an encoding of the answer."""
+def test_a_compressed_file_is_kept_as_it_is(server, tmp_path):
+    """Many servers name the compression of a .gz file as an encoding of the response."""
     data = gzip.compress(random.Random(0).randbytes(800_000))
-    server.script = [answer(data, cut=600_000, Content_Encoding=encoding),
-                     answer(data, Content_Encoding=encoding)]
+    server.script = [answer(data, cut=600_000, Content_Encoding='gzip'),
+                     answer(data, Content_Encoding='gzip')]
     download(server.url, str(tmp_path / 'f.txt.gz'))
     assert contents(tmp_path) == {'f.txt.gz': data} and starts(server)[1] > 0
 
@@ -159,39 +131,13 @@ def test_a_connection_that_hangs_is_cut_and_resumed(server, tmp_path, monkeypatc
     assert contents(tmp_path) == {'f': BODY} and starts(server)[1] > 0
 
 
-@pytest.mark.parametrize('url, words', [
-    ('http://127.0.0.1:9/f', 'Connection refused'),  # the discard port, where nobody listens
-    ('http://nowhere.invalid/f', 'Name or service not known')])
-def test_without_a_network_it_says_so_after_two_attempts(monkeypatch, tmp_path, url, words):
-    """Also when there is the start of the file, from an earlier command."""
-    tries, connect = [], socket.getaddrinfo
-
-    def resolve(host, *args, **kwargs):
-        tries.append(host)
-        if host == '127.0.0.1':
-            return connect(host, *args, **kwargs)
-        raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')
-    monkeypatch.setattr('socket.getaddrinfo', resolve)
+def test_without_a_network_the_error_names_where_to_put_the_file(monkeypatch, tmp_path):
     monkeypatch.setattr('hotloop.data.download.BACKOFF', 0.001)
     monkeypatch.setenv('NO_PROXY', '*')
-    (tmp_path / 'f.part').write_bytes(b'start')
-    error = error_of(download, url, str(tmp_path / 'f'))
-    assert error == (f'{url} cannot be reached: {words}; check the network and the proxy settings, or put '
-                     f'the file at {tmp_path / "f"}')
-    assert len(tries) == 2
-
-
-def test_a_host_that_answered_is_given_time_to_come_back(server, tmp_path, monkeypatch):
-    original, fails = download_room.request, [requests.ConnectionError('gone')] * 4
-
-    def flaky(*args):
-        if server.seen and fails:
-            raise fails.pop()
-        return original(*args)
-    monkeypatch.setattr('hotloop.data.download.request', flaky)
-    server.script = [answer(cut=300_000), answer()]
-    download(server.url, str(tmp_path / 'f'))
-    assert contents(tmp_path) == {'f': BODY} and not fails
+    url = 'http://127.0.0.1:9/f'  # the discard port, where nobody listens
+    assert error_of(download, url, str(tmp_path / 'f')) == (
+        f'{url} cannot be reached: Connection refused; check the network and the proxy settings, or put '
+        f'the file at {tmp_path / "f"}')
 
 
 def test_a_file_that_is_there_or_being_downloaded_is_not_fetched(server, tmp_path):

@@ -113,7 +113,7 @@ def test_an_unknown_template_of_a_model_is_noted(places, monkeypatch, capsys, ch
         {'messages': [{'role': 'user', 'content': f'Hi {i}'}, {'role': 'assistant', 'content': 'Ho'}]}
         if rows else {'text': str(i)}) for i in range(30)))
     prepare.main(['a.jsonl', '--tokenizer=hf', *flags])
-    assert ('note: the chat template of hf is none of alpaca' in capsys.readouterr().out) == is_noted
+    assert ('was not trained on the chatml template' in capsys.readouterr().out) == is_noted
 
 
 def test_what_has_no_tokenizer_is_named(places, capsys):
