@@ -321,7 +321,8 @@ def show_tokens(tokenizer, tokens, mask, counts):
 
 
 def main(argv=None):
-    (cfg, reading), given, sources = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__)
+    found = configure(PrepareConfig, ReadConfig, argv=argv, files=False, about=__doc__)
+    (cfg, reading), given, sources = found
     if cfg.inspect:
         for name in sources or [cfg.name or 'stdlib']:
             inspect(name, cfg.data_dir)

@@ -56,8 +56,6 @@ from hotloop.system.distributed import (
     print0,
 )
 from hotloop.system.files import counted, replacing
-from hotloop.system.flops import flops_of
-from hotloop.system.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.system.text import file_size, shell, short
 from hotloop.training.announce import print_length, print_run
 from hotloop.training.checkpoint import (
@@ -71,9 +69,11 @@ from hotloop.training.checkpoint import (
 )
 from hotloop.training.dataloader import Batches, check_lengths, micro_seed, share_batch
 from hotloop.training.evaluate import evaluate_both
+from hotloop.training.flops import flops_of
 from hotloop.training.footprint import fits_sharded
 from hotloop.training.forecast import dry_run, model_args_of
 from hotloop.training.logger import Log, Meter, Speed, evaluation_text
+from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
 from hotloop.training.report import report
@@ -257,7 +257,8 @@ def layer_of_depth(cfg, given):
 def find_latest(cfg):
     """Load the checkpoint to resume: with init_from=resume, or with --resume if out_dir holds a run."""
     checkpoints = Checkpoints(cfg.out_dir)
-    if os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0' and not (cfg.resume or cfg.init_from == 'resume'):
+    resumes = cfg.resume or cfg.init_from == 'resume'
+    if os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0' and not resumes:
         raise ValueError('torchrun --max-restarts needs --resume, so that a restarted run continues')
     if cfg.init_from != 'resume' and not (cfg.resume and checkpoints.paths()):
         return None
@@ -271,7 +272,7 @@ def find_latest(cfg):
 # setup: device, precision, processes, compilation
 
 def setup(cfg):
-    """Choose device, dtype and compilation, and join the process group. Raises ValueError if cfg is impossible."""
+    """Choose device, dtype and compilation, and join the process group."""
     rank, world = int(os.environ.get('RANK', '0')), int(os.environ.get('WORLD_SIZE', '1'))
     device, why_device = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
@@ -293,7 +294,7 @@ def setup(cfg):
 
 
 def wrap(model, cfg, env):
-    """Return the model for evaluations and the model for training, compiled and data parallel if env says so."""
+    """Return the model for evaluations and the one for training, compiled and data parallel as env says."""
     if env.compile and env.device.type == 'cpu' and model.num_params() > 10**7:
         # recompute inputs of matrix products in the backward pass, such as bf16 copies of weights:
         # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
@@ -442,7 +443,9 @@ def record_of(settings, model, datasets, splits, env):
         origin = 'scratch'
     config = {**dataclasses.asdict(model.config), **dataclasses.asdict(settings.lora),
               **dataclasses.asdict(cfg), 'init_from': origin, 'resume': False}
-    fingerprints = {name: ' '.join(part.fingerprint() for part in split.splits) for name, split in splits.items()}
+    fingerprints = {}
+    for name, split in splits.items():
+        fingerprints[name] = ' '.join(part.fingerprint() for part in split.splits)
     device = torch.cuda.get_device_name(env.device) if env.device.type == 'cuda' else env.device.type
     metas = [dataset.meta for dataset in datasets]
     record = {'config': config, 'tokenizer': metas[0]['tokenizer'], 'data': fingerprints,
@@ -506,7 +509,8 @@ def build_run(settings, datasets, env):
         byte_counts = byte_table(datasets[0].meta, vocab_size)
     except ValueError as e:  # the tokenizer is not available here
         print0(f'bits per byte: not reported, because {e}')
-    return Run(cfg, env, model, evaluated, forward, batches, splits, byte_counts, optimizers, scaler, state, record)
+    return Run(cfg, env, model, evaluated, forward, batches, splits, byte_counts, optimizers, scaler, state,
+               record)
 
 
 def write_sample(run, log):
@@ -570,8 +574,8 @@ def train(run, schedule, checkpoints, log, stop):
         is_new = step != checkpoints.saved_step
         stopping = stop.requested()
         if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at and not stopping:
-            evaluation = evaluate_both(run.evaluated, run.splits, cfg, batches.micro_batch, env, run.byte_counts,
-                                       stop.by_signal)
+            evaluation = evaluate_both(run.evaluated, run.splits, cfg, batches.micro_batch, env,
+                                       run.byte_counts, stop.by_signal)
             stopping = stopping or evaluation is None  # the next process does it first
             if evaluation:
                 best = state.record(step, env.broadcast(evaluation.val['loss']))
@@ -582,7 +586,8 @@ def train(run, schedule, checkpoints, log, stop):
                     deadline.evaluation = evaluation.seconds
         out_of_patience = cfg.patience is not None and state.evals_since_best >= cfg.patience and not last
         stopping = stopping or out_of_patience
-        save_is_due = save_is_due or (cfg.save_interval is not None and step and step % cfg.save_interval == 0)
+        if cfg.save_interval is not None and step % cfg.save_interval == 0:
+            save_is_due = True
         if step % 10 == 0:  # the clocks of processes differ
             save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
         # checkpoints of steps that are not finite would replace the last good ones
@@ -638,13 +643,13 @@ def report_end(run, schedule, checkpoints, stop, out_of_patience):
     cfg, state = run.cfg, run.state
     is_done = state.iter_num >= schedule.max_iters and not stop.by_signal()
     if (is_done or out_of_patience) and not math.isfinite(state.best_val_loss):
-        raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it diverged; start '
-                         'again with a lower learning_rate')
+        raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it diverged; '
+                         'start again with a lower learning_rate')
     if not is_done:
         saved = 'before step 1; there is nothing to save'
         if state.iter_num:
-            saved = (f'step {state.iter_num} is saved in {os.path.join(cfg.out_dir, "ckpt.pt")}; resume with: '
-                     f'{resume_command(cfg)}')
+            path = os.path.join(cfg.out_dir, 'ckpt.pt')
+            saved = f'step {state.iter_num} is saved in {path}; resume with: {resume_command(cfg)}'
         if out_of_patience:
             saved = (f'patience={cfg.patience}: no lower val loss than {short(state.best_val_loss)} in '
                      f'{counted(state.evals_since_best, "evaluation")}; {saved} --patience=None')
@@ -655,7 +660,8 @@ def report_end(run, schedule, checkpoints, stop, out_of_patience):
         print0(f'done: best val loss {short(state.best_val_loss)}{peak}')
         print0(f'curves: {os.path.join(cfg.out_dir, "report.html")}')
         chat = ' --chat' if run.record.get('template') in CHATS else ''
-        print0(f'to {"chat" if chat else "sample"}: python sample.py {shell(f"--out_dir={cfg.out_dir}")}{chat}')
+        verb = 'chat' if chat else 'sample'
+        print0(f'to {verb}: python sample.py {shell(f"--out_dir={cfg.out_dir}")}{chat}')
     return stop.exit_code()
 
 
@@ -725,7 +731,8 @@ def execute(run, settings, meta):
     print0(f'{heading}\n{differences([settings.model, settings.lora, cfg], settings.given)}')
     print_run(run.model, run.batches, run.splits['val'], meta, cfg, env)
     if cfg.eval_only:
-        evaluation = evaluate_both(run.evaluated, run.splits, cfg, run.batches.micro_batch, env, run.byte_counts)
+        evaluation = evaluate_both(run.evaluated, run.splits, cfg, run.batches.micro_batch, env,
+                                   run.byte_counts)
         text, numbers = evaluation_text(run.state.iter_num, evaluation)
         print0(f'{text}\nperplexity {short(numbers["val_perplexity"])}, {numbers["val_tokens"]:,} tokens, '
                f'{evaluation.seconds:.1f} s')

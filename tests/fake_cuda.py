@@ -31,12 +31,12 @@ from hotloop.inference.generate import Sampling, generate
 from hotloop.inference.kv_cache import new_cache
 from hotloop.inference.quantize import prepare_for_inference
 from hotloop.system.distributed import Env
-from hotloop.system.memory import choose_loss_chunks
 from hotloop.training import optim
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
 from hotloop.training.footprint import LiveBytes, Need, flash_on_meta
 from hotloop.training.forecast import MACHINES
+from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.optim import build_optimizers
 from model import ACTIVATIONS, GPT, MLP, GPTConfig, Linear, PositionEmbedding, relu2
 from train import TrainConfig
@@ -313,7 +313,7 @@ def forecast_of(settings, dtype, chunks, cfg):
 ], ids=['124M', '124M modern', '32K', '4 x 32K'])
 def test_a_step_needs_no_more_memory(split, monkeypatch, shape, batch, cfg, machine, limit):
     """Uncompiled, in as many chunks as train.py chooses on this GPU. The forecast is the count."""
-    monkeypatch.setattr('hotloop.system.memory.device_memory', lambda device: MACHINES[machine][1])
+    monkeypatch.setattr('hotloop.training.memory.device_memory', lambda device: MACHINES[machine][1])
     env = Env(device=CUDA, dtype=BF16)
     chunks = choose_loss_chunks('auto', batch * shape['block_size'], shape['vocab_size'], env)
     peak = run_steps(fake_gpt(BF16, chunks, **shape), split, batch_size=batch, **cfg)

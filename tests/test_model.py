@@ -11,7 +11,7 @@ from conftest import all_logits
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from hotloop.system.flops import flops_per_token
+from hotloop.training.flops import flops_per_token
 from model import (
     GPT,
     PRESETS,

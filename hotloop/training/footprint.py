@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hotloop.system.device import device_memory
 from hotloop.system.distributed import Env
-from hotloop.system.memory import EAGER_LOGIT, FROZEN_CHUNK, FROZEN_LOGITS, chunks_within
+from hotloop.training.memory import EAGER_LOGIT, FROZEN_CHUNK, FROZEN_LOGITS, chunks_within
 from hotloop.training.optim import Muon, matrix_rows
 from hotloop.training.shard import set_blocks
 from hotloop.weights.lora import add_adapters, trainable

@@ -6,10 +6,10 @@ import torch
 
 from hotloop.data.dataset import Dataset, open_datasets
 from hotloop.system.device import PEAK_FLOPS, choose_device, choose_dtype, device_memory, measure_flops
-from hotloop.system.flops import flops_of
 from hotloop.system.text import duration, file_size, wrapped
 from hotloop.training.checkpoint import state_from
 from hotloop.training.dataloader import share_batch
+from hotloop.training.flops import flops_of
 from hotloop.training.footprint import Need
 from hotloop.training.mixture import open_split
 from hotloop.training.schedule import plan_schedule
@@ -28,8 +28,8 @@ PARTS = {'embeddings': ('.wte.', '.wpe.'), 'attention': ('.attn.',), 'MLP': ('.m
 
 def dry_run(settings, model_of):
     """
-    List the lines of the forecast of a command. Nothing is downloaded or written. model_of(settings, dataset): the
-    model, on the meta device.
+    List the lines of the forecast of a command. Nothing is downloaded or written.
+    model_of(settings, dataset): the model, on the meta device.
     """
     cfg, lines, datasets, num_windows = settings.train, [], [], None
     first = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': True}, 1.0)
@@ -40,7 +40,8 @@ def dry_run(settings, model_of):
         reason = e
     model = model_of(settings, first)
     if not datasets:
-        lines.append(f'note: the forecast assumes a vocabulary of {model.config.vocab_size:,} ids, because {reason}')
+        lines.append(f'note: the forecast assumes a vocabulary of {model.config.vocab_size:,} ids, '
+                     f'because {reason}')
     else:
         split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
         num_windows = split.num_windows
@@ -56,8 +57,9 @@ def dry_run(settings, model_of):
 
 def forecast(model, settings, schedule, state, num_windows, device, dtype):
     """
-    List the lines of the forecast. model: on the meta device, without adapters. settings: train.py's Settings.
-    schedule: its Schedule; None: unknown. state: its RunState. num_windows: of an epoch; None: unknown. device, dtype: of this machine.
+    List the lines of the forecast. model: on the meta device, without adapters. settings: train.py's.
+    schedule: its Schedule; None: unknown. state: its RunState. num_windows: of an epoch; None: unknown.
+    device, dtype: of this machine.
     """
     cfg = settings.train
     batch, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, 1)

@@ -106,7 +106,7 @@ def is_sharded(model):
 
 
 def release_mesh(model):
-    """Let the process group end: DTensor's caches keep the mesh of a sharded model, and it keeps the group."""
+    """Let the process group end. DTensor's caches keep the mesh of a model, and it keeps the group."""
     getattr(getattr(model, 'mesh', None), '_pg_registry', {}).clear()
 
 

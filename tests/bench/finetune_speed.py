@@ -32,7 +32,7 @@ def ours(side, args, dtype):
 
     import train
     from hotloop.system.distributed import Env
-    from hotloop.system.memory import choose_loss_chunks
+    from hotloop.training.memory import choose_loss_chunks
     from hotloop.weights.lora import LoRAConfig, add_adapters
     from model import GPT, GPTConfig
     cfg, env = train.TrainConfig(learning_rate=1e-4), Env(dtype=dtype, compile=args.compile)

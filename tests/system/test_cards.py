@@ -295,7 +295,8 @@ def test_the_card_of_a_machine(monkeypatch, memory, apple, device, card):
 
 def test_no_machine_is_sent_to_a_large_download():
     for card in [*(name for _, name in cards.CARDS), cards.APPLE_CARD]:
-        dataset = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / f'{card}.py')]).objects[1].dataset
+        found = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / f'{card}.py')])
+        dataset = found.objects[1].dataset
         assert dataset == 'stdlib' or CORPORA[dataset].download < 0.5e9, card
 
 

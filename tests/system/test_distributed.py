@@ -92,7 +92,8 @@ def test_the_backend_and_the_timeout_are_those_of_the_settings(monkeypatch, aske
     monkeypatch.setattr(dist, 'init_process_group', init_process_group)
     monkeypatch.setattr(dist, 'TCPStore', lambda host, port, world, hosts, timeout: waits.append(timeout)
                         or dist.HashStore())
-    for name, value in (('MASTER_ADDR', '127.0.0.1'), ('MASTER_PORT', '1'), ('WORLD_SIZE', '2'), ('RANK', '0')):
+    variables = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '1', 'WORLD_SIZE': '2', 'RANK': '0'}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     open_process_group(asked, torch.device(device), 1.5)
     assert calls == [(backends, 90.0, 2, True)] and waits == [timedelta(seconds=90)]

@@ -255,10 +255,10 @@ def test_weights_that_are_not_finite_are_not_saved():
 @pytest.mark.parametrize('change, words', [
     (lambda c: c.pop('optimizer'), r'of 0 optimizers, not of 1 \(best\.pt has none\); .*--init_from=PATH'),
     (lambda c: c['optimizer']['param_groups'].pop(), r'has groups of \[\d+\] parameters, .*--init_from=PATH'),
-    (lambda c: c['optimizer']['param_groups'][0]['params'].pop(), r'groups of \[\d, \d\] parameters, not of \['),
+    (lambda c: c['optimizer']['param_groups'][0]['params'].pop(), r'groups of \[\d, \d\] parameters, not'),
     (lambda c: c['optimizer']['state'][0].update(exp_avg=torch.zeros(2, 3)),
      r'exp_avg has shape \(2, 3\), not \(11, 8\)'),
-    (lambda c: c['optimizer']['state'][0].pop('exp_avg_sq'), 'is not AdamW: its state is step, exp_avg, without exp_avg_sq'),
+    (lambda c: c['optimizer']['state'][0].pop('exp_avg_sq'), 'is not AdamW: its state is step'),
     (lambda c: c['optimizer']['state'][0].update(step=torch.zeros(5)), r'step has shape \(5,\), not \(\)')])
 def test_an_optimizer_state_that_does_not_fit_is_an_error(change, words):
     """torch does not compare shapes: AdamW's fused kernel wrote behind an exp_avg that was too short."""

@@ -260,7 +260,8 @@ def test_torchrun_restarts_a_run_whose_process_was_killed(run, torchrun, tmp_pat
     """Each time, with the bits of an undisturbed run."""
     assert run('whole', **RESTARTED) == 0
     for n in range(RESTARTS):
-        code, out, err = ended(torchrun(f'out{n}', 'kill', 20, restarts=2, forked=False, resume=True, **RESTARTED))
+        process = torchrun(f'out{n}', 'kill', 20, restarts=2, forked=False, resume=True, **RESTARTED)
+        code, out, err = ended(process)
         assert code == 0, err
         assert 'resuming at step 15' in out and 'exitcode: -9' in err
         assert_equal_runs(tmp_path / f'out{n}', tmp_path / 'whole')

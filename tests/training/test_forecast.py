@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train
 from hotloop.system.distributed import Env
-from hotloop.system.flops import flops_of
-from hotloop.system.memory import choose_loss_chunks
+from hotloop.training.flops import flops_of
 from hotloop.training.footprint import Need, activation_bytes, count_step, update_bytes
 from hotloop.training.forecast import MACHINES, PARTS, advise, describe_model
+from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.optim import build_optimizers, matrix_rows
 from hotloop.training.shard import set_blocks
 from hotloop.weights.families import settings_of
@@ -140,7 +140,7 @@ def test_frozen_weights_adapters_and_their_optimizer_are_counted(settings, lora)
 
 @pytest.mark.parametrize('tokens, vocab_size, chunks', [(768, 50304, 1), (6144, 50304, 1), (6144, 256000, 6)])
 def test_the_loss_of_a_frozen_head_is_chunked_as_in_a_compiled_step(monkeypatch, tokens, vocab_size, chunks):
-    monkeypatch.setattr('hotloop.system.memory.device_memory', lambda device: 85e9)
+    monkeypatch.setattr('hotloop.training.memory.device_memory', lambda device: 85e9)
     model = gpt('meta', block_size=tokens, vocab_size=vocab_size)
     env = Env(device=torch.device('cuda'), dtype=torch.bfloat16, compile=True)
     assert choose_loss_chunks('auto', tokens, vocab_size, env, frozen=True) == chunks

@@ -77,7 +77,8 @@ class Wandb(ModuleType):
 
 
 def test_wandb_is_told_how_a_run_ended_and_does_not_end_it(tmp_path, monkeypatch, capsys):
-    cfg = SimpleNamespace(wandb_log=True, tensorboard=False, wandb_project='', wandb_run_name='', out_dir=str(tmp_path))
+    cfg = SimpleNamespace(wandb_log=True, tensorboard=False, wandb_project='', wandb_run_name='',
+                          out_dir=str(tmp_path))
     monkeypatch.setitem(sys.modules, 'wandb', Wandb('init'))
     assert 'wandb did not start: No API key configured.; run `wandb login`' in error_of(
         Log, cfg, {}, Env())

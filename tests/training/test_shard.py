@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_flatten_with_path
 import train
 from hotloop.data.dataset import read_meta
 from hotloop.system.distributed import Env, close_process_group
-from hotloop.system.memory import choose_batch_size
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
 from hotloop.training.footprint import Need, fits_sharded
+from hotloop.training.memory import choose_batch_size
 from hotloop.training.optim import build_optimizers
 from hotloop.training.shard import gather, local
 from model import GPT, GPTConfig
@@ -210,7 +210,7 @@ def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, r
 
 @pytest.mark.slow
 def test_saves_of_a_sharded_run_are_agreed_on(run_on, tmp_path):
-    """Rank 1's clock never says that save_minutes are over. If each decided alone, one would wait for ever."""
+    """Rank 1's clock never says that save_minutes are over. If each decided alone, one would wait."""
     settings = dict(shard='full', max_iters=21, eval_interval=50, save_minutes=0)
     assert run_on(2, 'clock', ('train.time.monotonic', 'slow clock'), 1, **settings) == [0, 0]
     assert (tmp_path / 'clock' / 'ckpt-000000020.pt').exists()

@@ -14,8 +14,8 @@ from ranks import forks, on_ranks
 import sample
 import train
 from hotloop.system.distributed import Env
-from hotloop.system.flops import flops_per_token
 from hotloop.training.checkpoint import MIRRORED
+from hotloop.training.flops import flops_per_token
 from hotloop.weights.adapter import CONFIG, TENSORS, merge_adapter, read_adapter, write_adapter
 from hotloop.weights.load import Weights, open_weights
 from hotloop.weights.lora import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hotloop.system.distributed import Env
-from hotloop.system.memory import choose_batch_size, choose_loss_chunks, memory_advice
+from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice
 from model import GPT, GPTConfig
 
 GB = 2**30
@@ -67,7 +67,7 @@ def test_a_cpu_is_not_asked_for_more_than_half_its_memory(model, monkeypatch):
     tried = short_of_memory(monkeypatch, 100)
     sequence = 16 * (12 * 61 + 40 * 16)
     memory = 2 * (5 * sequence + 8 * model.num_params())
-    monkeypatch.setattr('hotloop.system.memory.device_memory', lambda device: memory)
+    monkeypatch.setattr('hotloop.training.memory.device_memory', lambda device: memory)
     assert choose_batch_size(model, SPLIT, Env(), config(24, 1)) == 4 and tried == [4]
 
 
@@ -76,7 +76,7 @@ def test_the_trial_and_the_estimate_see_what_is_recomputed(model, monkeypatch):
     deep = GPT(GPTConfig(block_size=16, vocab_size=61, n_layer=10, n_head=2, n_embd=16))
     kept = 16 * (12 * 61 + (40 + 9 * 4) * 16)
     memory = 2 * (4 * kept + 8 * deep.num_params())
-    monkeypatch.setattr('hotloop.system.memory.device_memory', lambda device: memory)
+    monkeypatch.setattr('hotloop.training.memory.device_memory', lambda device: memory)
     calls = []
     deep.transformer.h[3].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     assert choose_batch_size(deep, SPLIT, Env(), config(4, 1)) == 1 and len(calls) == 1
@@ -105,7 +105,7 @@ def test_the_message_names_what_does_not_fit():
     (Env(dtype=torch.bfloat16, compile=True), 5), (Env(compile=True), 10)])
 def test_the_loss_is_computed_in_chunks_if_its_logits_would_fill_the_memory(monkeypatch, env, per_logit):
     """A compiled step needs fewer bytes for each logit."""
-    monkeypatch.setattr('hotloop.system.memory.device_memory', lambda device: 80 * GB)
+    monkeypatch.setattr('hotloop.training.memory.device_memory', lambda device: 80 * GB)
     most = 80 * GB // 4 // per_logit // 50304  # tokens
     assert choose_loss_chunks('auto', most, 50304, env) == 1
     chunks = choose_loss_chunks('auto', most + 1, 50304, env)

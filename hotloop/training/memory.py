@@ -97,8 +97,8 @@ def choose_batch_size(model, split, env, cfg, fits=batch_fits):
 def memory_advice(batches, env, error):
     """Return the message for a model (without batches), a step or a micro-batch that does not fit."""
     if batches is None:
-        return (f'the model does not fit in the memory of {env.device} ({first_line(error)}); reduce n_layer, '
-                'n_embd, block_size or batch_size')
+        return (f'the model does not fit in the memory of {env.device} ({first_line(error)}); '
+                'reduce n_layer, n_embd, block_size or batch_size')
     if isinstance(error, MemoryError):  # numpy's, for the windows of a step; torch has its own
         return (f'a step of {counted(batches.global_batch, "sequence")}, batch_size x '
                 f'gradient_accumulation_steps, does not fit in memory: {first_line(error)}')
