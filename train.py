@@ -751,6 +751,7 @@ def execute(run, settings, meta):
     try:
         return train(run, schedule, checkpoints, log, stop)
     finally:
+        checkpoints.wait()
         log.close()
         if checkpoints.mirror:
             checkpoints.copy()  # the last lines of the log

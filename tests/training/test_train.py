@@ -356,7 +356,6 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(seed=2**63), 'must be below 2'),
     (dict(timeout_minutes=-1), 'timeout_minutes=-1.0 must not be negative'),
     (dict(mirror_dir='a\0b'), 'is not a valid folder name'),
-    (dict(profile=True), "'profile' .*tests/bench/profile_step.py"),
     pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
         importlib.util.find_spec('wandb') is not None, reason='wandb is installed')),
 ])
