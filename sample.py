@@ -439,9 +439,9 @@ def main(argv=None):
     if cfg.eval_code is not None and 'temperature' not in given:
         cfg.temperature = 0.0
     if cfg.export is not None:
-        _, model, tokenizer, template = open_model(cfg)
+        found, model, tokenizer, template = open_model(cfg)
         dtype = torch.float32 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
-        export(model, tokenizer, template, cfg.export, dtype)
+        export(model, tokenizer, template, cfg.export, dtype, found.checkpoint.get('hf_config'))
         return 0
     device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
     if device.type == 'cuda':

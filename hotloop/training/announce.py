@@ -8,7 +8,6 @@ from hotloop.system.files import counted
 from hotloop.system.flops import flops_of
 from hotloop.system.text import wrapped
 from hotloop.training.schedule import NO_LIMIT, is_open
-from hotloop.weights.export import counterpart
 
 
 def announce(run, settings, meta):
@@ -59,22 +58,13 @@ def describe_work(run, meta):
     num_params = run.context.get('lora', {}).get('parameters') or model.num_params()
     chunks = f', loss in {model.loss_chunks} chunks to save memory' if model.loss_chunks > 1 else ''
     return [f'data: {data}',
-            f'model: {name_of(c)}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x '
+            f'model: {c.preset}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x '
             f'{counted(c.n_head, "head")}, context {c.block_size}, vocabulary {c.vocab_size}',
             f'  {num_params:,} parameters, '
             f'{flops_of(model, c.block_size)[1] / 1e6:,.1f} MFLOP per token',
             f'batch: {counted(batches.micro_batch, "sequence")} x '
             f'{counted(batches.accumulation, "micro-batch")} x {counted(run.env.world, "process")} = '
             f'{batches.global_batch * c.block_size:,} tokens per step{chunks}']
-
-
-def name_of(config):
-    """The preset of a model, or the family of transformers that computes the same."""
-    try:
-        kind = counterpart(config)['model_type']
-    except ValueError:
-        return config.preset
-    return kind if kind == config.preset else f'{kind} architecture'
 
 
 def describe_length(run, settings):

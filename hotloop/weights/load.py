@@ -44,7 +44,7 @@ class Weights(NamedTuple):
     model_args: dict  # for GPT.from_checkpoint
     weights: dict  # {name: tensor}
     tokenizer: dict | None  # its spec; None if the source has none
-    checkpoint: dict  # everything else in the checkpoint; of a Hugging Face folder, habits_of() it
+    checkpoint: dict  # the rest of the checkpoint; of a folder: its config.json as hf_config, its habits
 
 
 def open_weights(source, data_dir):
@@ -61,14 +61,16 @@ def open_weights(source, data_dir):
         model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
         return Weights(path, model_args, weights, checkpoint.get('tokenizer'), checkpoint)
     model_args, weights = load_folder(folder)
-    spec, habits = None, {}
+    spec = None
+    checkpoint = {'hf_config': read_json(os.path.join(folder, 'config.json'))}
     is_gpt2 = source in GPT2_NAMES and folder != source
     if not is_gpt2 and has_tokenizer(folder):  # tiktoken has GPT-2's
         tokenizer = read_tokenizer_json(folder)
-        spec, habits = tokenizer.spec(), habits_of(folder, tokenizer)
+        spec = tokenizer.spec()
+        checkpoint |= habits_of(folder, tokenizer)
     elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
         spec = GPT2_SPEC
-    return Weights(folder, model_args, weights, spec, habits)
+    return Weights(folder, model_args, weights, spec, checkpoint)
 
 
 def has_tokenizer(folder):
@@ -217,7 +219,10 @@ def merge_base(checkpoint, path, data_dir):
     """{name: tensor} of a run that trained adapters: the weights of its base plus the adapters, float32."""
     lora = checkpoint['lora']
     checkpoint['sha256'] = hash_weights(checkpoint['model'], lora['sha256'])
-    weights = frozen_weights(open_base(lora, path, data_dir).weights, lora['quantize'])
+    base = open_base(lora, path, data_dir)
+    if 'hf_config' in base.checkpoint:
+        checkpoint['hf_config'] = base.checkpoint['hf_config']
+    weights = frozen_weights(base.weights, lora['quantize'])
     if 'transformer.wpe.weight' in weights:  # the run may have shortened the context
         rows = checkpoint['model_args']['block_size']
         weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:rows]

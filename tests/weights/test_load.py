@@ -100,12 +100,14 @@ def raw_safetensors(header, data):
 def test_a_folder_gives_args_weights_and_tokenizer(gpt2_folder, monkeypatch):
     found = open_weights(str(gpt2_folder), 'data')
     model = GPT.from_checkpoint(found.model_args, found.weights)
-    assert found.path == str(gpt2_folder) and found.tokenizer is None and found.checkpoint == {}
+    assert found.path == str(gpt2_folder) and found.tokenizer is None
+    assert found.checkpoint.keys() == {'hf_config'} and found.checkpoint['hf_config']['n_positions'] == 5
     assert model.config.mlp == 'gelu_tanh' and model.config.tie and model.config.block_size == 5
     (gpt2_folder / 'tokenizer.json').write_text('{}')
     monkeypatch.setattr('hotloop.weights.load.read_tokenizer_json', lambda folder: ByteTokenizer())
     found = open_weights(str(gpt2_folder), 'data')
-    assert found.tokenizer == {'kind': 'byte'} and found.checkpoint == {'bos': None, 'ends': []}
+    assert found.tokenizer == {'kind': 'byte'}
+    assert (found.checkpoint['bos'], found.checkpoint['ends']) == (None, [])
 
 
 def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeypatch):
@@ -186,7 +188,7 @@ def test_a_hub_model_is_downloaded_once_with_what_its_texts_need(hub, gpt2_folde
     for _ in range(2):
         found = open_weights('org/model', data_dir)
         assert found.path == os.path.join(data_dir, 'pretrained', 'org/model') and len(found.weights) == 17
-        assert found.checkpoint == {'bos': None, 'ends': [3, 4], 'template': 'chatml'}
+        assert found.checkpoint | {'bos': None, 'ends': [3, 4], 'template': 'chatml'} == found.checkpoint
     assert len(hub.requests) == len(files) + 1  # tokenizer_config.json is not there
     assert sorted(os.listdir(found.path)) == sorted(files)  # and left nothing behind
     assert shape_of('org/model', data_dir)['n_head'] == 2
