@@ -1,10 +1,9 @@
-"""Weights to start from: a run, a checkpoint, a Hugging Face folder, a model of the hub (safetensors)."""
+"""Load weights to start from: of a run, a checkpoint, a Hugging Face folder or a model of the hub."""
 
 import contextlib
 import dataclasses
 import glob
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -49,9 +48,9 @@ class Weights(NamedTuple):
 
 def open_weights(source, data_dir):
     """
-    The Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file; or a model of the hub,
-    gpt2 (-medium, -large, -xl) among them, downloaded once to data_dir/pretrained. ValueError if nothing is
-    there, nothing is intact, or GPT cannot compute it.
+    Open the Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file, or a model of the
+    hub such as gpt2, which is downloaded once. Raises ValueError if the source is missing, damaged, or of an
+    unsupported architecture.
     """
     folder = find_folder(source, data_dir)
     if folder is None:
@@ -74,7 +73,7 @@ def open_weights(source, data_dir):
 
 
 def has_tokenizer(folder):
-    """Whether a Hugging Face folder has a tokenizer, in any format, other than GPT-2's in its old format."""
+    """Test whether a Hugging Face folder has a tokenizer other than GPT-2's in its old format."""
     paths = {name: os.path.join(folder, name) for name in os.listdir(folder)}
     if 'tokenizer.json' in paths or 'tokenizer.model' in paths:
         return True
@@ -83,22 +82,27 @@ def has_tokenizer(folder):
 
 def habits_of(folder, tokenizer):
     """
-    What a Hugging Face folder says about texts, as a checkpoint says it: bos, the id that begins them; ends,
-    the ids that end an answer; template, the one of its chats.
+    Read how texts begin and end from a Hugging Face folder, with the keys of a checkpoint: bos, the id that
+    begins them; ends, the ids that end an answer; template, that of its chats.
     """
     config = read_json(os.path.join(folder, 'config.json'))
     path = os.path.join(folder, 'generation_config.json')
     if os.path.exists(path):
         config |= read_json(path)
     ends = config.get('eos_token_id')
-    ends = ends if isinstance(ends, list) else [ends]
-    habits = {'bos': tokenizer.first, 'ends': [i for i in ends if i is not None]}
+    if ends is None:
+        ends = []
+    elif not isinstance(ends, list):
+        ends = [ends]
+    habits = {'bos': tokenizer.first, 'ends': ends}
     template = template_of(folder)
-    return habits | {'template': template} if template else habits
+    if template:
+        habits['template'] = template
+    return habits
 
 
 def find_folder(source, data_dir):
-    """The Hugging Face folder that `source` names, downloaded if it is not here; None for a checkpoint."""
+    """Find the Hugging Face folder of `source`, which may be downloaded. Returns None for a checkpoint."""
     if not os.path.exists(source):
         if source in GPT2_NAMES:
             return hub_model(f'{GPT2_OWNER}{source}', data_dir)
@@ -107,7 +111,7 @@ def find_folder(source, data_dir):
 
 
 def shape_of(source, data_dir):
-    """The model_args of what open_weights() would open, without a download. ValueError if it is not here."""
+    """Read the model_args of a source without a download. Raises ValueError if it is not on this disk."""
     if is_hub_name(source) and find_on_disk(source, data_dir, model_files) is None:
         raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python sample.py '
                          f'--init_from={source} downloads it, or name a folder with its config.json')
@@ -144,7 +148,7 @@ def check_start(name):
 
 
 def no_such_start(name):
-    """The message about weights that do not exist."""
+    """Write the message about weights that do not exist."""
     beside = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), '*')) if '/' in name else []
     known = [*KEYWORDS, *GPT2_NAMES, *glob.glob('*'), *beside]
     hint = did_you_mean(name, {word: repr(word) for word in known})
@@ -176,47 +180,35 @@ def open_start(cfg, resumed, adapts, env):
 
 
 def tokenizer_of(found, data_dir):
-    """The spec of the tokenizer of Weights; of nanoGPT's, that of their dataset. ValueError if unknown."""
+    """Find the spec of the tokenizer of Weights; nanoGPT's have that of their dataset."""
     return found.tokenizer or dataset_spec(found.path, found.checkpoint.get('config', {}),
                                            found.model_args['vocab_size'], data_dir)
 
 
 def open_base(record, path, data_dir):
     """
-    The Weights below the adapters in `path`: record['base'], with record['sha256'] unless that is None.
-    ValueError if they are gone or have changed.
+    Open the Weights that the adapters in `path` were trained on: record['base'], with the hash
+    record['sha256'] unless that is None. Raises ValueError if they are missing or have changed.
     """
-    wrong, own = [], {os.path.realpath(place) for place in (path, os.path.dirname(path))}
-    for name in places_of(record['base'], path, moved=record['sha256'] is not None):
-        try:
-            if os.path.isfile(path) and os.path.realpath(name) in own:
-                raise ValueError('that path now holds these adapters; move them and restore the base')
-            base = open_weights(name, data_dir)
-            if record['sha256'] is None or hash_source(base) == record['sha256']:
-                return base
-            wrong.append(f'{name!r}, whose weights have changed since (SHA-256 {record["sha256"][:12]}... '
-                         'before); restore them there')
-        except ValueError as e:
-            wrong.append(f'{name!r}, which cannot be read: {e}')
-    raise ValueError(f'{path} holds adapters of {wrong[0]}')
-
-
-def places_of(base, path, moved):
-    """
-    What the base of the adapters in `path` may be, the likeliest first: the folder or file of this name; that
-    of a folder above `path`, because the run, whose working folder it was, may have been moved; a hub model.
-    moved: also those under the names that new runs have given them, such as base.1.
-    """
-    names = [base, *(str(folder / base) for folder in Path(path).absolute().parents)]
-    found, aside = [name for name in names if os.path.exists(name)], []
-    for name in names if moved else ():
-        folder, file = map(glob.escape, os.path.split(name))
-        aside += glob.glob(f'{glob.escape(name)}.[0-9]*') + glob.glob(os.path.join(f'{folder}.[0-9]*', file))
-    return list(dict.fromkeys([*found, base, *aside]))
+    name = record['base']
+    folder = path if os.path.isdir(path) else os.path.join(os.path.dirname(path), 'adapter')
+    remedy = f'restore it, or name a copy of it: sample.py --init_from=COPY --adapter={folder}'
+    own = {os.path.realpath(path), os.path.realpath(os.path.dirname(path))}
+    if os.path.isfile(path) and os.path.realpath(name) in own:
+        raise ValueError(f'{path} holds adapters of {name!r}, which now holds these adapters; {remedy}')
+    try:
+        base = open_weights(name, data_dir)
+    except ValueError as e:
+        raise ValueError(f'{path} holds adapters of {name!r}, which cannot be read: {e}; {remedy}') from None
+    before = record['sha256']
+    if before is not None and hash_source(base) != before:
+        raise ValueError(f'{path} holds adapters of {name!r}, whose weights have changed since '
+                         f'(SHA-256 {before[:12]}... before); {remedy}')
+    return base
 
 
 def merge_base(checkpoint, path, data_dir):
-    """{name: tensor} of a run that trained adapters: the weights of its base plus the adapters, float32."""
+    """Add the adapters of a run to the weights of its base. Returns {name: float32 tensor}."""
     lora = checkpoint['lora']
     checkpoint['sha256'] = hash_weights(checkpoint['model'], lora['sha256'])
     base = open_base(lora, path, data_dir)
@@ -246,28 +238,34 @@ def open_checkpoint(source):
 
 def load_folder(folder):
     """
-    (model_args, weights) of a Hugging Face folder. Weights keep their dtype and stay in the mapped files, but
-    for matrices that are joined here.
+    Load (model_args, weights) of a Hugging Face folder. Weights keep their dtype and stay in the mapped
+    files, except matrices that are joined here.
     """
-    path, found = os.path.join(folder, 'config.json'), {}
+    path = os.path.join(folder, 'config.json')
     config = read_json(path)
-    model_args, kind = settings_of(config, path), config['model_type']
+    model_args = settings_of(config, path)
+    kind = config['model_type']
     names = os.listdir(folder)
     if SINGLE not in names and INDEX not in names:
         raise ValueError(f'{folder} has no {SINGLE}, and other formats are not read, because they can run '
                          'code. If you trust its source, transformers converts it: AutoModelForCausalLM'
                          f'.from_pretrained({folder!r}).save_pretrained({folder!r})')
+    found = {}
     for file in weight_files(folder):
         for name, tensor in read_safetensors(os.path.join(folder, file)).items():
-            if ours := our_name(name, kind):
-                is_conv = kind == 'gpt2' and name.endswith(CONV1D)  # OpenAI's "Conv1D" stores (in, out)
-                found.setdefault(ours[0], {})[ours[1]] = tensor.t() if is_conv else tensor
+            place = our_name(name, kind)
+            if place is None:
+                continue
+            if kind == 'gpt2' and name.endswith(CONV1D):  # OpenAI's "Conv1D" stores (in, out)
+                tensor = tensor.t()
+            found.setdefault(place[0], {})[place[1]] = tensor
     weights = {}
-    for name, parts in found.items():
-        parts = [parts[place] for place in sorted(parts)]
+    for name, by_place in found.items():
+        parts = [by_place[place] for place in sorted(by_place)]
         weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
     both = [weights[name] for name in TIED if name in weights]  # of a tied pair a file may have either
     if model_args['tie'] and both:
-        weights |= zip(TIED, (both[0], both[-1]), strict=True)
+        weights[TIED[0]] = both[0]
+        weights[TIED[1]] = both[-1]
         model_args['tie'] = torch.equal(both[0], both[-1])  # like transformers, keeps a different head
     return model_args, weights

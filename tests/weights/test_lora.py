@@ -333,46 +333,11 @@ def test_the_log_counts_no_gradients_of_frozen_weights(train_tiny, tmp_path, bas
         flops_per_token(model.config, 16) - 2 * frozen + 6 * adapters)
 
 
-def test_a_relative_base_is_found_from_elsewhere_and_after_a_move(train_tiny, tmp_path, monkeypatch):
-    """By a resume, by sample.py from the run and from its adapters. Another folder of that name is not it."""
-    home, away = tmp_path / 'home', tmp_path / 'away' / 'project'
-    train_tiny(home / 'base', max_iters=2)
-    (home / 'runs' / 'base').mkdir(parents=True)  # empty
-    monkeypatch.chdir(home)
-    train_tiny(home / 'runs' / 'tuned', init_from='base', lora_rank=4, max_iters=4)
-    (tmp_path / 'away').mkdir()
-    monkeypatch.chdir(tmp_path / 'away')
-    home.rename(away)
-    tuned = away / 'runs' / 'tuned'
-    train_tiny(tmp_path / 'away' / 'base', max_iters=2, seed=2)
-    for word in (f'--out_dir={tuned}', f'--adapter={tuned / "adapter"}'):
-        sample.main([word, '--max_new_tokens=2', '--device=cpu'])
-    assert f'its adapter is --adapter={tuned}/adapter' in error_of(sample.main, [f'--adapter={tuned}'])
-    assert train_tiny(tuned, init_from='resume', max_iters=6) == 0
-    assert load(tuned / 'ckpt.pt')['lora']['base'] == 'base'
-    shutil.rmtree(away / 'base')
-    assert "adapters of 'base', whose weights have changed" in error_of(train_tiny, tuned, init_from='resume')
-
-
-@pytest.mark.parametrize('file', ['', '/ckpt.pt'])
-def test_a_base_that_new_runs_have_moved_aside_is_found(train_tiny, tmp_path, base, file):
-    train_tiny('tuned', **{**base, 'init_from': f'{tmp_path}/base{file}'}, max_iters=2)
-    for seed in (2, 3):
-        train_tiny('base', max_iters=2, seed=seed)
-    assert (tmp_path / 'base.2').exists() and train_tiny('tuned', init_from='resume', max_iters=4) == 0
-    sample.main([f'--adapter={tmp_path}/tuned/adapter', '--max_new_tokens=2', '--device=cpu'])
-    shutil.rmtree(tmp_path / 'base.1')
-    error = error_of(train_tiny, 'tuned', init_from='resume')
-    assert f"adapters of '{tmp_path}/base{file}', whose weights have changed since" in error
-
-
 def test_adapters_where_their_base_was_are_not_opened_as_their_own_base(train_tiny, tmp_path, base):
     train_tiny('tuned', **base, max_iters=2)
     shutil.rmtree(tmp_path / 'base')
     (tmp_path / 'tuned').rename(tmp_path / 'base')
-    for command in (train_tiny, lambda out, **_: sample.main([f'--out_dir={tmp_path / out}'])):
-        error = error_of(command, 'base', init_from='resume')
-        assert "base', which cannot be read: that path now holds these adapters; move them" in error
+    assert 'which now holds these adapters' in error_of(open_weights, str(tmp_path / 'base'), 'data')
 
 
 @pytest.mark.parametrize('settings, words', [
