@@ -46,7 +46,7 @@ def find_tokenizer(name, data_dir):
     if found := tokenizer_at(name, data_dir) or tokenizer_at(in_data_dir, data_dir):
         return found
     if is_hub_name(name):
-        folder = hub_tokenizer(name, data_dir)
+        folder = hub_tokenizer(name)
         return Found(read_tokenizer_json(folder), name, template=template_of(folder))
     raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
                      f'{", ".join(TIKTOKEN_NAMES)} or a model of the hub such as Qwen/Qwen2.5-0.5B, and '

@@ -13,10 +13,9 @@ from hotloop.data.hub import (
     GPT2_OWNER,
     INDEX,
     SINGLE,
-    find_on_disk,
+    cached_model,
     hub_model,
     is_hub_name,
-    model_files,
     weight_files,
 )
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
@@ -52,7 +51,7 @@ def open_weights(source, data_dir):
     hub such as gpt2, which is downloaded once. Raises ValueError if the source is missing, damaged, or of an
     unsupported architecture.
     """
-    folder = find_folder(source, data_dir)
+    folder = find_folder(source)
     if folder is None:
         path, checkpoint = open_checkpoint(source)
         if 'lora' in checkpoint:
@@ -62,7 +61,7 @@ def open_weights(source, data_dir):
     model_args, weights = load_folder(folder)
     spec = None
     checkpoint = {'hf_config': read_json(os.path.join(folder, 'config.json'))}
-    is_gpt2 = source in GPT2_NAMES and folder != source
+    is_gpt2 = source.removeprefix(GPT2_OWNER) in GPT2_NAMES and folder != source
     if not is_gpt2 and has_tokenizer(folder):  # tiktoken has GPT-2's
         tokenizer = read_tokenizer_json(folder)
         spec = tokenizer.spec()
@@ -101,21 +100,23 @@ def habits_of(folder, tokenizer):
     return habits
 
 
-def find_folder(source, data_dir):
+def find_folder(source):
     """Find the Hugging Face folder of `source`, which may be downloaded. Returns None for a checkpoint."""
-    if not os.path.exists(source):
-        if source in GPT2_NAMES:
-            return hub_model(f'{GPT2_OWNER}{source}', data_dir)
-        return hub_model(source, data_dir) if is_hub_name(source) else None
-    return source if os.path.exists(os.path.join(source, 'config.json')) else None
+    if os.path.exists(os.path.join(source, 'config.json')):
+        return source
+    if os.path.exists(source):
+        return None
+    if source in GPT2_NAMES:
+        return hub_model(f'{GPT2_OWNER}{source}')
+    return hub_model(source) if is_hub_name(source) else None
 
 
 def shape_of(source, data_dir):
     """Read the model_args of a source without a download. Raises ValueError if it is not on this disk."""
-    if is_hub_name(source) and find_on_disk(source, data_dir, model_files) is None:
+    if is_hub_name(source) and cached_model(source) is None:
         raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python sample.py '
                          f'--init_from={source} downloads it, or name a folder with its config.json')
-    folder = find_folder(source, data_dir)
+    folder = find_folder(source)
     if folder is None:
         return open_checkpoint(source)[1]['model_args']
     path = os.path.join(folder, 'config.json')

@@ -261,14 +261,12 @@ def test_special_ids_beyond_the_vocabulary_of_the_model_are_not_used(llama_folde
     assert tokenizer.n_vocab == 97 and '<extra_97>' not in tokenizer.specials
 
 
-def test_a_tuned_family_needs_its_folder_no_more(llama_folder, hub, train_tiny, tmp_path, capsys):
+def test_a_tuned_family_needs_its_folder_no_more(llama_folder, train_tiny, tmp_path, capsys):
     """It is resumed to the same bits, and sampled."""
     rows = [json.dumps({'prompt': f'Say{i}', 'completion': 'Yes' * 9}) for i in range(60)]
     (tmp_path / 'rows.jsonl').write_text('\n'.join(rows))
-    for name in ('tokenizer.json', 'tokenizer_config.json'):
-        hub.answers[f'/org/llama/resolve/main/{name}'] = (200, {}, (llama_folder / name).read_bytes())
     data_dir = str(tmp_path / 'data')
-    prepare.main([str(tmp_path / 'rows.jsonl'), '--tokenizer=org/llama', f'--data_dir={data_dir}'])
+    prepare.main([str(tmp_path / 'rows.jsonl'), f'--tokenizer={llama_folder}', f'--data_dir={data_dir}'])
     meta = json.loads((tmp_path / 'data' / 'rows' / 'meta.json').read_text())
     assert (meta['bos'], meta['eot']) == (0, 2)  # as the tokenizer's file begins and ends texts
     assert meta['templates'] == ['llama3']  # the model's own
