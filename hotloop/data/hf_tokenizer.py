@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer.json, with the optional tokenizers package: text to ids, and their bytes."""
+"""Read Hugging Face's tokenizer.json with the optional tokenizers package."""
 
 import json
 import os
@@ -17,9 +17,10 @@ BOS_NAMES = ('<|begin_of_text|>', '<s>', '<bos>')
 
 class TokenizerJson:
     """
-    A byte-level BPE (GPT-2, Llama 3, Qwen) or sentencepiece BPE (Llama 2, Mistral, Gemma); ValueError if it
-    is neither. specials: {name: id}; encode() takes their names as text. space: when the file puts one before
-    a text: 'never', 'first' (in a document), 'always' (also after special ids).
+    Run a byte-level BPE (GPT-2, Llama 3, Qwen) or sentencepiece BPE (Llama 2, Mistral, Gemma).
+    Raises ValueError if the file is neither. specials: {name: id}; encode() takes their names as
+    text. space: when the file puts one before a text: 'never', 'first' (in a document), 'always'
+    (also after special ids).
     """
 
     def __init__(self, text):
@@ -31,15 +32,17 @@ class TokenizerJson:
             if file[part]:
                 steps += file[part].get(in_sequence, [file[part]])
         self.byte_level = any(step['type'] == 'ByteLevel' for step in steps)
-        if file['model']['type'] != 'BPE' or not (self.byte_level or file['model']['byte_fallback']) or \
-                any(step.get('add_prefix_space') for step in steps):
+        is_bpe = file['model']['type'] == 'BPE' and (self.byte_level or file['model']['byte_fallback'])
+        if not is_bpe or any(step.get('add_prefix_space') for step in steps):
             raise ValueError('it is not a BPE like those of GPT-2, Llama, Mistral, Qwen and Gemma')
         self.space = 'never'
         for step in steps:
             if step['type'] == 'Prepend':
-                self.space, step['prepend'] = 'always', ''
+                self.space = 'always'
+                step['prepend'] = ''
             elif step['type'] == 'Metaspace':
-                self.space, step['prepend_scheme'] = step['prepend_scheme'], 'never'
+                self.space = step['prepend_scheme']
+                step['prepend_scheme'] = 'never'
         if self.space != 'never':
             self.inside = open_backend(json.dumps(file))
         self.added = self.backend.get_added_tokens_decoder()
@@ -50,18 +53,20 @@ class TokenizerJson:
         return TokenizerJson, (self.text,)
 
     def encode(self, text, inside=False):
-        """The ids of a text, (n,) uint32. inside: without the space that the file may put before a text."""
+        """
+        Encode a text, (n,) uint32. inside: without the space that the file may put before a text.
+        """
         backend = self.inside if inside else self.backend
         encoding, = backend.encode_batch_fast([text], add_special_tokens=False)  # encode() is slower: offsets
         return np.array(encoding.ids, dtype=np.uint32)
 
     def first_id(self):
-        """The special id that the file puts before each text; None if it puts none."""
+        """Find the special id that the file puts before each text, or None."""
         encoding = self.backend.encode('a', add_special_tokens=True)  # some files put one after a text
         return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
     def pieces(self, blank):
-        """The bytes of each id; unused ids and those in `blank` have none."""
+        """List the bytes of each id; unused ids and those in `blank` have none."""
         pieces = [b''] * self.n_vocab
         for token, i in self.backend.get_vocab().items():
             if i in blank:
@@ -78,7 +83,9 @@ class TokenizerJson:
 
 
 def open_backend(text):
-    """The package's tokenizer from the text of a tokenizer.json. It encodes special names as plain text."""
+    """
+    Build the package's tokenizer from the text of a file. It encodes special names as plain text.
+    """
     package = optional('tokenizers', 'reads tokenizer.json files')
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # encode.py forks
     try:
@@ -93,11 +100,13 @@ def open_backend(text):
 
 def read_file(path):
     """
-    (TokenizerJson, end id or None, begin id or None) of a tokenizer.json or the folder that has one. The ids
-    are those that tokenizer_config.json names, or the usual ones. ValueError if it cannot be used.
+    Read (TokenizerJson, end id or None, begin id or None) of a tokenizer.json or the folder that
+    has one. The ids are those that tokenizer_config.json names, or the usual ones.
     """
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
-    path = os.path.join(path, 'tokenizer.json') if os.path.isdir(path) else path
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        folder = path
+        path = os.path.join(path, 'tokenizer.json')
     try:
         with open(path, encoding='utf-8') as f:
             file = TokenizerJson(f.read())

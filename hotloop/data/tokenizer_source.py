@@ -1,4 +1,6 @@
-"""Finds the tokenizer that --tokenizer names: built in, or of a dataset, a run, a file. Without torch."""
+"""
+Find the tokenizer that --tokenizer names: built in, or of a dataset, a run, a file. Without torch.
+"""
 
 import collections
 import glob
@@ -23,7 +25,7 @@ from hotloop.system.files import first_intact, read_json
 
 
 class Found(NamedTuple):
-    """A tokenizer, and the model that has it, if one does."""
+    """Hold a tokenizer, and the model that has it, if one does."""
     tokenizer: object = None  # None if it is built from the text
     model: str | None = None  # what init_from takes
     is_run: bool = False  # whether that is a run or a checkpoint
@@ -32,8 +34,8 @@ class Found(NamedTuple):
 
 def find_tokenizer(name, data_dir):
     """
-    The Found of the tokenizer with this name, or of the file or folder at this path, or at this path in
-    data_dir, or of a model of the hub. ValueError if there is none.
+    Find a tokenizer by its name, by the path of a file or folder, by a path inside data_dir, or by
+    a model of the hub. Raises ValueError if there is none.
     """
     kind, _, size = name.partition(':')
     if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
@@ -55,8 +57,11 @@ def find_tokenizer(name, data_dir):
 
 
 def template_of(folder):
-    """The template of a Hugging Face folder's chats, by how a turn begins; '' for others, None if none."""
-    chat, path = '', os.path.join(folder, 'tokenizer_config.json')
+    """
+    Find the template of a Hugging Face folder by how a turn begins; '' for others, None if none.
+    """
+    chat = ''
+    path = os.path.join(folder, 'tokenizer_config.json')
     if os.path.exists(path):
         chat = str(read_json(path).get('chat_template') or '')
     path = os.path.join(folder, 'chat_template.jinja')
@@ -72,7 +77,7 @@ def template_of(folder):
 
 
 def tokenizer_at(path, data_dir):
-    """The Found of a file, or of a folder; None if that has no tokenizer. ValueError if it is damaged."""
+    """Read the Found of a file or a folder. Returns None if it has no tokenizer."""
     is_json = os.path.basename(path) == 'tokenizer.json' or (path.endswith('.json') and os.path.isfile(path))
     names = ['tokenizer.json'] if is_json else []
     if os.path.isdir(path):
@@ -96,15 +101,17 @@ def tokenizer_at(path, data_dir):
 
 def checkpoint_tokenizer(path, data_dir):
     """
-    The tokenizer of a checkpoint, and the template of its chats or None. ValueError if the file is damaged,
-    or if its tokenizer is missing.
+    Read the tokenizer of a checkpoint, and the template of its chats or None. Raises ValueError if
+    the file is damaged, or if its tokenizer is missing.
     """
     try:
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
             checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()  # read() checks its CRC
-        spec, vocab_size = checkpoint.get('tokenizer'), checkpoint['model_args']['vocab_size']
-        config, template = checkpoint.get('config', {}), checkpoint.get('template')
+        spec = checkpoint.get('tokenizer')
+        vocab_size = checkpoint['model_args']['vocab_size']
+        config = checkpoint.get('config', {})
+        template = checkpoint.get('template')
     except Exception as e:  # damaged bytes can raise nearly anything
         raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
     tokenizer = tokenizer_from(spec or dataset_spec(path, config, vocab_size, data_dir))
@@ -113,8 +120,9 @@ def checkpoint_tokenizer(path, data_dir):
 
 def dataset_spec(path, config, vocab_size, data_dir):
     """
-    The spec of the tokenizer of a checkpoint that has none, as nanoGPT's: that of the dataset in its config,
-    or GPT-2's if the dataset has no meta file. ValueError if its size is not the model's.
+    Find the tokenizer's spec of a checkpoint that has none, as nanoGPT's: that of the dataset in
+    its config, or GPT-2's if the dataset has no meta file. Raises ValueError if its size is not the
+    model's.
     """
     dataset = config.get('dataset')
     folder = dataset_folder(data_dir, name_of_path(dataset)) if dataset else data_dir
@@ -127,7 +135,7 @@ def dataset_spec(path, config, vocab_size, data_dir):
 
 
 class CheckpointUnpickler(PlainUnpickler):
-    """Loads what torch.save wrote, with None for each tensor and its storage. It imports nothing."""
+    """Load what torch.save wrote, with None for each tensor and its storage. It imports nothing."""
     def persistent_load(self, *args):
         return None
 

@@ -1,4 +1,6 @@
-"""Model families of Hugging Face: a config.json as settings of GPTConfig, and the names of the weights."""
+"""
+Translate families of Hugging Face: config.json to settings of GPTConfig, and names of weights.
+"""
 
 import math
 import re
@@ -70,8 +72,8 @@ CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_
 
 def settings_of(config, path):
     """
-    The settings of GPTConfig, as model_args, that a config.json stands for; path: for messages. It may be
-    that of transformers 4 or 5. ValueError names the key that GPT cannot follow.
+    Translate a config.json of transformers 4 or 5 to settings of GPTConfig, as model_args. path:
+    for messages. Raises ValueError with the key that GPT cannot follow.
     """
     kind = config.get('model_type')
     if kind not in SETTINGS:
@@ -95,7 +97,7 @@ def names_of(kind):
 
 
 def sizes_of(config, path):
-    """{key: integer} of the sizes in a config.json. ValueError for what is not an integer."""
+    """Read the sizes in a config.json. Raises ValueError for what is not an integer."""
     sizes = {}
     for key in filter(config.__contains__, SIZES):
         try:
@@ -106,7 +108,7 @@ def sizes_of(config, path):
 
 
 def scales_of(config, kind):
-    """Gemma's scale of embeddings and queries, and its soft-caps, of which transformers' Gemma 3 has one."""
+    """Read Gemma's scales and its soft-caps, of which transformers' Gemma 3 has one."""
     if not kind.startswith('gemma'):
         return {}
     return dict(embed_scale=math.sqrt(config['hidden_size']),
@@ -116,7 +118,7 @@ def scales_of(config, kind):
 
 
 def attention_of(config, kind, path):
-    """Windows and rotary positions."""
+    """Read windows and rotary positions."""
     pattern = pattern_of(config, kind, path)
     windows = {'window': config['sliding_window'], 'window_pattern': pattern} if 'S' in pattern else {}
     rope = config.get('rope_scaling') or config.get('rope_parameters') or {}  # of transformers 4, and of 5
@@ -131,10 +133,13 @@ def attention_of(config, kind, path):
 
 
 def pattern_of(config, kind, path):
-    """A letter for each layer, or for each of a few that repeat: S for a sliding window, L for none."""
-    layers, is_qwen = config['num_hidden_layers'], kind.startswith('qwen')
-    if config.get('sliding_window') is None or kind == 'llama' or \
-            (is_qwen and not config.get('use_sliding_window')):
+    """
+    Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none.
+    """
+    layers = config['num_hidden_layers']
+    if config.get('sliding_window') is None or kind == 'llama':
+        return 'L'
+    if kind.startswith('qwen') and not config.get('use_sliding_window'):
         return 'L'
     if config.get('layer_types'):
         unknown = set(config['layer_types']) - LETTERS.keys()
@@ -153,7 +158,7 @@ def pattern_of(config, kind, path):
 
 
 def scaling_of(rope, path):
-    """The settings of scaled rotary positions; {} if they are not scaled. ValueError for other kinds."""
+    """Read the settings of scaled rotary positions; {} if they are not scaled."""
     kind = rope.get('rope_type', rope.get('type', 'default'))
     only = {'partial_rotary_factor': [None, 1]}
     if kind == 'llama3':
@@ -170,7 +175,9 @@ def scaling_of(rope, path):
 
 
 def check_keys(config, supported, path):
-    """ValueError if a key has another value than supported, {key: values}; a missing one has the first."""
+    """
+    Raise ValueError if a key has none of its supported values; a missing key has the first one.
+    """
     for key, values in supported.items():
         if config.get(key, values[0]) not in values:
             only = ', '.join(str(value) for value in values if value is not None) or 'none'
@@ -182,8 +189,8 @@ def check_keys(config, supported, path):
 
 def our_name(name, kind):
     """
-    (our name of the weight that Hugging Face calls `name`, its place among those that are joined there); a
-    name that is not known stays as it is. None for what is not a weight.
+    Translate the name of a weight to (our name, its place among those that are joined there); an
+    unknown name stays as it is. Returns None for what is not a weight.
     """
     if name.endswith(('.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq')):  # buffers of old versions
         return None

@@ -21,7 +21,7 @@ BYTE = {'kind': 'byte'}
 
 
 def test_a_name_that_leads_elsewhere_is_refused():
-    for name in ('../x', '..', 'a/../../x', 'a/..', '/tmp/x', 'a\\..\\x', 'a\0b', '', 'C:x', 'a,b',
+    for name in ('../x', '..', 'a/../../x', 'a/..', '/tmp/x', 'a\0b', '', 'C:x', 'a,b',
                  'x.partial', 'x.partial/new', 'x.partial.123', 'a/x.partial/old'):
         assert 'must be a name inside' in error_of(dataset_folder, 'data', name)
     for name, above in (('/tmp/x/', '/tmp'), ('../x', '.'), ('a/../../b/x', 'b')):  # as nanoGPT's may be
@@ -128,7 +128,7 @@ def test_a_kill_at_any_moment_costs_no_dataset(tmp_path, before):
 
 
 def test_nothing_is_left_where_an_open_file_cannot_be_removed(tmp_path, monkeypatch):
-    """As on Windows; NFS renames it to .nfsNUMBER until it is closed."""
+    """As on NFS, which renames it to .nfsNUMBER until it is closed."""
     lock = tmp_path / 'x.partial' / '.lock'
     monkeypatch.setattr(dataset, 'lock', lambda path: lock.touch() or SimpleNamespace(release=lock.unlink))
     monkeypatch.setattr(dataset.shutil, 'rmtree', lambda path, **_: None)
