@@ -18,13 +18,13 @@ from hotloop.weights.safetensors import read_safetensors, write_safetensors
 
 CONFIG = 'adapter_config.json'
 TENSORS = 'adapter_model.safetensors'
-ORIGIN = 'hotloop.json'  # identifies the base, and records how texts begin and the template of chats
+ORIGIN = 'hotloop.json'  # identifies the base, and records how its data begin and write a chat
 # the options in adapter_config.json that merge() supports, with their only values
 ONLY = {'peft_type': 'LORA', 'bias': 'none', 'use_dora': False, 'lora_bias': False,
         'modules_to_save': None, 'rank_pattern': {}, 'alpha_pattern': {},
         'target_parameters': None, 'trainable_token_indices': None,
         'alora_invocation_tokens': None, 'layer_replication': None}
-CHANGES_BASE = ('pissa', 'olora', 'corda', 'loftq')  # with these, peft changes the base when it loads it
+CHANGES_BASE = ('pissa', 'olora', 'corda', 'loftq')  # with these, loading changes the base
 
 
 def write_adapter(folder, checkpoint):
@@ -77,7 +77,7 @@ def base_of(folder):
     'quantize': how they were rounded, 'habits': how its data begin a text and write a chat}.
     """
     if not is_adapter(folder) and is_adapter(os.path.join(folder, 'adapter')):
-        raise ValueError(f'{folder} is a run; its adapter is --adapter={os.path.join(folder, "adapter")}')
+        raise ValueError(f'{folder} is a run; its adapter is --adapter={folder}/adapter')
     config = read_json(os.path.join(folder, CONFIG))
     record = {'sha256': None, 'quantize': 'none', 'habits': {}}
     path = os.path.join(folder, ORIGIN)
@@ -119,20 +119,18 @@ def read_adapter(folder, model, path):
     for name in sorted(tensors):
         found = pattern.fullmatch(name)
         if not found or found[2] not in table or int(found[1]) >= model.config.n_layer:
-            raise ValueError(f'{folder} does not fit {path}, which has nothing for {name}; {trained_on}')
+            raise ValueError(f'{folder} does not fit {path}, which has nothing for {name}; '
+                             f'{trained_on}')
         if found[3] == 'B':
             continue
-        other = name.replace('lora_A', 'lora_B')
-        if other not in tensors:
-            raise ValueError(f'{folder}/{TENSORS} lacks {other}')
         A = tensors[name].float()
-        B = tensors[other].float()
+        B = tensors[name.replace('lora_A', 'lora_B')].float()
         matrix, start, end = table[found[2]]
         in_features = model.transformer.h[0].get_submodule(matrix).in_features
         shape = (len(B), A.size(1))
         if shape != (end - start, in_features):
-            raise ValueError(f'{folder} does not fit {path}: {name} is for a matrix of {shape}, not of '
-                             f'{(end - start, in_features)}; {trained_on}')
+            raise ValueError(f'{folder} does not fit {path}: {name} is for a matrix of {shape}, '
+                             f'not of {(end - start, in_features)}; {trained_on}')
         adapters.append(Adapter(int(found[1]), found[2], matrix, start, end, A, B))
     return adapters, lora.scale()
 
