@@ -57,16 +57,13 @@ def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
     write_checkpoint(tmp_path / 'gpt2' / 'ckpt.pt', 3)
     found = open_weights('gpt2', 'data')
     assert found.checkpoint['iter_num'] == 3 and found.tokenizer is None  # as in nanoGPT's checkpoints
-    assert "'gpt2-mine' does not exist; did you mean 'gpt2" in error_of(open_weights, 'gpt2-mine', 'data')
     assert "'resum' does not exist; did you mean 'resume'?" in error_of(check_start, 'resum')
     for name in ('scratch', 'resume', 'gpt2', 'some/model'):
         check_start(name)
-    os.makedirs('org/model')
-    assert "'org/model' holds neither" in error_of(open_weights, 'org/model', 'data')
 
 
 @pytest.mark.parametrize('size, dataset, known', [
-    (3, 'chars', {'kind': 'char', 'chars': 'abc', 'eot': False}), (4, 'chars', None), (3, 'other', None),
+    (3, 'chars', {'kind': 'char', 'chars': 'abc', 'eot': False}), (4, 'chars', None),
     (50304, 'other', GPT2_SPEC), (50304, None, GPT2_SPEC)])
 def test_a_run_that_starts_from_nanogpts_weights_knows_their_tokenizer(tmp_path, size, dataset, known):
     """Else it would train on ids of another tokenizer, if only they are below the vocabulary of the model."""
@@ -120,8 +117,6 @@ def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeyp
     args['vocab_size'] = 50257
     (gpt2_folder / 'vocab.json').write_text('{"Ġthe": 262}')  # as GPT-2's
     assert open_weights(str(gpt2_folder), 'data').tokenizer == GPT2_SPEC
-    (gpt2_folder / 'vocab.json').write_text('{"Ġde": 262}')  # of a GPT-2 in another language
-    assert 'transformers makes one of other files' in error_of(open_weights, str(gpt2_folder), 'data')
 
 
 def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
@@ -139,7 +134,6 @@ def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
 
 @pytest.mark.parametrize('name, content, words', [
     ('config.json', {'model_type': 'mamba'}, "model_type='mamba' is not supported"),
-    ('config.json', {'model_type': 'gpt2', 'scale_attn_weights': False}, 'scale_attn_weights=False'),
     ('config.json', [], 'does not hold a JSON object'),
     ('model.safetensors.index.json', {'weight_map': {'x': 'y.safetensors'}}, 'y.safetensors cannot be read'),
     ('model.safetensors.index.json', {}, 'model.safetensors.index.json is damaged: it has no weight_map'),

@@ -15,7 +15,6 @@ import sample
 import train
 from hotloop.system.distributed import Env
 from hotloop.system.flops import flops_per_token
-from hotloop.training.run_dir import RUN_FILES
 from hotloop.weights.adapter import CONFIG, merge_adapter, read_adapter, write_adapter
 from hotloop.weights.load import Weights, open_weights
 from hotloop.weights.lora import (
@@ -141,8 +140,7 @@ def gradients(recompute='none', compiled=False, n_layer=2, **settings):
     return torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in trainable(model))])
 
 
-@pytest.mark.parametrize('quantize', ['none', 'nf4'])
-@pytest.mark.parametrize('recompute', ['selective', 'full'])
+@pytest.mark.parametrize('recompute, quantize', [('selective', 'nf4'), ('full', 'none')])
 def test_recomputation_changes_no_bit(recompute, quantize):
     assert torch.equal(gradients(recompute, quantize=quantize), gradients(quantize=quantize))
 
@@ -184,7 +182,6 @@ def test_a_folder_has_pefts_names_and_merged_computes_what_was_trained(tmp_path,
                                                                        rs, scale):
     tuned, base = gpt(**settings), gpt(**settings)
     write_adapter(tmp_path, adapt(tuned, quantize=quantize, lora_rs=rs, lora_alpha=32))
-    assert {f'adapter/{path.name}' for path in tmp_path.iterdir()} <= set(RUN_FILES)
     header = (tmp_path / 'adapter_model.safetensors').read_bytes()
     for name in names.split():
         assert all(f'"base_model.model.{name}.lora_{letter}.weight"'.encode() in header for letter in 'AB')
