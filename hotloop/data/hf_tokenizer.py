@@ -11,7 +11,8 @@ from hotloop.system.files import first_line, optional, read_json
 
 # byte-level BPE writes each byte as a printable letter
 BYTE_OF = {chr(b if i < 188 else 68 + i): b for i, b in enumerate(BYTES_IN_GPT2S_ORDER)}
-EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')  # where no tokenizer_config.json names it
+# the usual names, where tokenizer_config.json has none
+EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
 BOS_NAMES = ('<|begin_of_text|>', '<s>', '<bos>')
 
 
@@ -28,11 +29,12 @@ class TokenizerJson:
         self.backend = self.inside = open_backend(text)  # inside: for a text that continues another
         file = json.loads(self.backend.to_str())  # the same file with every default spelled out
         steps = []
-        for part, in_sequence in (('normalizer', 'normalizers'), ('pre_tokenizer', 'pretokenizers')):
+        for part, parts in (('normalizer', 'normalizers'), ('pre_tokenizer', 'pretokenizers')):
             if file[part]:
-                steps += file[part].get(in_sequence, [file[part]])
+                steps += file[part].get(parts, [file[part]])
         self.byte_level = any(step['type'] == 'ByteLevel' for step in steps)
-        is_bpe = file['model']['type'] == 'BPE' and (self.byte_level or file['model']['byte_fallback'])
+        model = file['model']
+        is_bpe = model['type'] == 'BPE' and (self.byte_level or model['byte_fallback'])
         if not is_bpe or any(step.get('add_prefix_space') for step in steps):
             raise ValueError('it is not a BPE like those of GPT-2, Llama, Mistral, Qwen and Gemma')
         self.space = 'never'
@@ -46,7 +48,10 @@ class TokenizerJson:
         if self.space != 'never':
             self.inside = open_backend(json.dumps(file))
         self.added = self.backend.get_added_tokens_decoder()
-        self.specials = {self.added[i].content: i for i in sorted(self.added) if self.added[i].special}
+        self.specials = {}
+        for i in sorted(self.added):
+            if self.added[i].special:
+                self.specials[self.added[i].content] = i
         self.n_vocab = max(self.backend.get_vocab().values()) + 1
 
     def __reduce__(self):  # the package's own pickle loses encode_special_tokens
@@ -57,12 +62,14 @@ class TokenizerJson:
         Encode a text, (n,) uint32. inside: without the space that the file may put before a text.
         """
         backend = self.inside if inside else self.backend
-        encoding, = backend.encode_batch_fast([text], add_special_tokens=False)  # encode() is slower: offsets
+        # encode() is slower, because it computes offsets.
+        encoding, = backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
     def first_id(self):
         """Find the special id that the file puts before each text, or None."""
-        encoding = self.backend.encode('a', add_special_tokens=True)  # some files put one after a text
+        encoding = self.backend.encode('a', add_special_tokens=True)
+        # Some files put a special id after a text instead.
         return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
     def pieces(self, blank):
@@ -91,7 +98,8 @@ def open_backend(text):
     try:
         backend = package.Tokenizer.from_str(text)
     except Exception as e:  # the package raises plain Exception
-        raise ValueError(f'tokenizers {package.__version__} cannot read it: {first_line(e)[:200]}') from None
+        raise ValueError(f'tokenizers {package.__version__} cannot read it: '
+                         f'{first_line(e)[:200]}') from None
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
@@ -111,8 +119,9 @@ def read_file(path):
         with open(path, encoding='utf-8') as f:
             file = TokenizerJson(f.read())
     except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one of other files: '
-                         f'AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})') from None
+        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one of other '
+                         f'files: AutoTokenizer.from_pretrained({folder!r})'
+                         f'.save_pretrained({folder!r})') from None
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
     path = os.path.join(folder, 'tokenizer_config.json')

@@ -11,11 +11,12 @@ MLP_OF = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'ge
 LLAMA = dict(position='rope', norm='rmsnorm_weight', mlp='swiglu', bias=False, embed_norm=False)
 GEMMA = LLAMA | dict(norm='rmsnorm_offset', mlp='geglu', post_norm=True)
 # {model_type: settings of GPTConfig that all its models share}
-SETTINGS = {'gpt2': dict(bias=True), 'llama': LLAMA, 'mistral': LLAMA, 'qwen2': LLAMA | dict(qkv_bias=True),
-            'qwen3': LLAMA | dict(qk_norm=True), 'gemma2': GEMMA, 'gemma3_text': GEMMA | dict(qk_norm=True)}
+SETTINGS = {'gpt2': dict(bias=True), 'llama': LLAMA, 'mistral': LLAMA,
+            'qwen2': LLAMA | dict(qkv_bias=True), 'qwen3': LLAMA | dict(qk_norm=True),
+            'gemma2': GEMMA, 'gemma3_text': GEMMA | dict(qk_norm=True)}
 
-# The keys of a config.json that change what transformers computes and that have no setting here, each with
-# the values that GPT computes; a missing key has the first one. Keys that are not here do not change it.
+# The keys of a config.json that change what transformers computes and that have no setting here,
+# each with the values that GPT computes; a missing key has the first one. Other keys change nothing.
 LLAMA_KEYS = {'hidden_act': ['silu'], 'attention_bias': [False], 'mlp_bias': [False],
               'partial_rotary_factor': [None, 1]}
 GEMMA_KEYS = {'hidden_activation': ['gelu_pytorch_tanh'], 'attention_bias': [False],
@@ -24,7 +25,8 @@ GPT2_KEYS = {'activation_function': list(MLP_OF), 'scale_attn_weights': [True],
              'scale_attn_by_inverse_layer_idx': [False], 'add_cross_attention': [False]}
 EVERY_KEYS = {'quantization_config': [None], 'quantization': [None],  # the latter is MLX's
               'auto_map': [None], 'is_causal': [True]}
-SUPPORTED = {'gpt2': GPT2_KEYS, 'gemma2': GEMMA_KEYS, 'gemma3_text': GEMMA_KEYS}  # others: LLAMA_KEYS
+# all other families have LLAMA_KEYS
+SUPPORTED = {'gpt2': GPT2_KEYS, 'gemma2': GEMMA_KEYS, 'gemma3_text': GEMMA_KEYS}
 
 # {setting of GPTConfig: its key in a config.json} of GPT-2, and of all other families
 GPT2_NAMES = {'n_layer': 'n_layer', 'n_head': 'n_head', 'n_embd': 'n_embd', 'n_ff': 'n_inner',
@@ -49,10 +51,10 @@ DEFAULTS = {
     'gemma3_text': GEMMA_DEFAULTS | {'sliding_window': 4096, 'sliding_window_pattern': 6,
                                      'rope_theta': 1e6, 'rope_local_base_freq': 1e4}}
 # {key of a size: its type}
-SIZES = dict.fromkeys(('vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_positions', 'num_hidden_layers',
-                       'num_attention_heads', 'hidden_size', 'intermediate_size', 'max_position_embeddings'),
-                      int)
-SIZES |= dict.fromkeys(('n_inner', 'num_key_value_heads', 'head_dim', 'sliding_window'), int | None)
+SIZES = {'vocab_size': int, 'n_layer': int, 'n_head': int, 'n_embd': int, 'n_positions': int,
+         'n_inner': int | None, 'num_hidden_layers': int, 'num_attention_heads': int,
+         'num_key_value_heads': int | None, 'head_dim': int | None, 'hidden_size': int,
+         'intermediate_size': int, 'max_position_embeddings': int, 'sliding_window': int | None}
 LETTERS = {'sliding_attention': 'S', 'full_attention': 'L'}  # of GPTConfig.window_pattern
 
 # {module of a block: the modules of Hugging Face that it holds, one after the other}
@@ -61,7 +63,8 @@ BLOCK = {'ln_1': ('input_layernorm',), 'ln_2': ('post_attention_layernorm',),
          'attn.c_proj': ('self_attn.o_proj',),
          'attn.q_norm': ('self_attn.q_norm',), 'attn.k_norm': ('self_attn.k_norm',),
          'mlp.c_fc': ('mlp.up_proj', 'mlp.gate_proj'), 'mlp.c_proj': ('mlp.down_proj',)}
-GEMMA_BLOCK = BLOCK | {'ln_1_post': ('post_attention_layernorm',), 'ln_2': ('pre_feedforward_layernorm',),
+GEMMA_BLOCK = BLOCK | {'ln_1_post': ('post_attention_layernorm',),
+                       'ln_2': ('pre_feedforward_layernorm',),
                        'ln_2_post': ('post_feedforward_layernorm',)}
 OUTSIDE = {'embed_tokens': 'transformer.wte', 'norm': 'transformer.ln_f', 'lm_head': 'lm_head'}
 CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
@@ -77,12 +80,15 @@ def settings_of(config, path):
     """
     kind = config.get('model_type')
     if kind not in SETTINGS:
-        raise ValueError(f'{path}: model_type={kind!r} is not supported, only {", ".join(SETTINGS)}')
+        raise ValueError(f'{path}: model_type={kind!r} is not supported, only '
+                         f'{", ".join(SETTINGS)}')
     config = {**EVERY_DEFAULTS, **DEFAULTS.get(kind, {}), **config}
     check_keys(config, {**EVERY_KEYS, **SUPPORTED.get(kind, LLAMA_KEYS)}, path)
     config |= sizes_of(config, path)
     try:
-        settings = SETTINGS[kind] | {ours: config[theirs] for ours, theirs in names_of(kind).items()}
+        settings = dict(SETTINGS[kind])
+        for ours, theirs in names_of(kind).items():
+            settings[ours] = config[theirs]
         if kind == 'gpt2':
             return settings | {'mlp': MLP_OF[config['activation_function']]}
         return settings | attention_of(config, kind, path) | scales_of(config, kind)
@@ -103,7 +109,8 @@ def sizes_of(config, path):
         try:
             sizes[key] = accept(config[key], SIZES[key])
         except ValueError:
-            raise ValueError(f'{path} is damaged: {key}={config[key]!r} is not an integer') from None
+            raise ValueError(f'{path} is damaged: {key}={config[key]!r} is not an '
+                             'integer') from None
     return sizes
 
 
@@ -120,8 +127,11 @@ def scales_of(config, kind):
 def attention_of(config, kind, path):
     """Read windows and rotary positions."""
     pattern = pattern_of(config, kind, path)
-    windows = {'window': config['sliding_window'], 'window_pattern': pattern} if 'S' in pattern else {}
-    rope = config.get('rope_scaling') or config.get('rope_parameters') or {}  # of transformers 4, and of 5
+    windows = {}
+    if 'S' in pattern:
+        windows = {'window': config['sliding_window'], 'window_pattern': pattern}
+    # The first is a key of transformers 4, the second of 5.
+    rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
     rope = {'rope_theta': config.get('rope_theta', 10000.0), **rope}
     rope = {**rope, **rope.get('full_attention', {})}
     settings = {'rope_base': float(rope['rope_theta']), **scaling_of(rope, path)}
@@ -144,8 +154,8 @@ def pattern_of(config, kind, path):
     if config.get('layer_types'):
         unknown = set(config['layer_types']) - LETTERS.keys()
         if unknown:
-            raise ValueError(f'{path}: layer_types={", ".join(sorted(unknown))} is not supported, only '
-                             f'{", ".join(LETTERS)}')
+            raise ValueError(f'{path}: layer_types={", ".join(sorted(unknown))} is not supported, '
+                             f'only {", ".join(LETTERS)}')
         return ''.join(LETTERS[name] for name in config['layer_types'])
     if kind == 'mistral':
         return 'S'
@@ -167,7 +177,8 @@ def scaling_of(rope, path):
     if kind == 'default':
         return {}
     if kind not in ('linear', 'llama3'):
-        raise ValueError(f'{path}: rope_type={kind!r} is not supported, only default, linear, llama3')
+        raise ValueError(f'{path}: rope_type={kind!r} is not supported, only default, linear, '
+                         'llama3')
     settings = {'rope_factor': float(rope['factor'])}
     if kind == 'llama3':
         settings['rope_context'] = rope['original_max_position_embeddings']
@@ -192,7 +203,8 @@ def our_name(name, kind):
     Translate the name of a weight to (our name, its place among those that are joined there); an
     unknown name stays as it is. Returns None for what is not a weight.
     """
-    if name.endswith(('.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq')):  # buffers of old versions
+    # These are buffers of old versions.
+    if name.endswith(('.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq')):
         return None
     if kind == 'gpt2':
         return (name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}'), 0

@@ -40,7 +40,8 @@ class LoRAConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default and not self.lora_rank:
-                wrong.append(f'{field.name}={value!r} applies only with lora_rank, such as --lora_rank=16')
+                wrong.append(f'{field.name}={value!r} applies only with lora_rank, such as '
+                             '--lora_rank=16')
         return wrong
 
     def scale(self):
@@ -52,11 +53,14 @@ class LoRAConfig:
 def check_lora(lora, cfg):
     """Raise ValueError if adapters contradict other settings of the run."""
     if cfg.optimizer == 'muon':
-        raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained by AdamW; use --optimizer=adamw')
+        raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained by AdamW; use '
+                         '--optimizer=adamw')
     if cfg.shard != 'none':
-        raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; omit it')
+        raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; '
+                         'omit it')
     if cfg.init_from == 'scratch':
-        raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with --init_from')
+        raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with '
+                         '--init_from')
 
 
 class LoRALinear(nn.Module):
@@ -72,14 +76,15 @@ class LoRALinear(nn.Module):
         self.scale = cfg.scale()
         self.dropout = nn.Dropout(cfg.lora_dropout)
         self.lora_A = nn.Parameter(torch.empty(len(parts) * cfg.lora_rank, in_features))
-        self.lora_B = nn.Parameter(torch.zeros(sum(end - start for start, end in parts), cfg.lora_rank))
+        num_rows = sum(end - start for start, end in parts)
+        self.lora_B = nn.Parameter(torch.zeros(num_rows, cfg.lora_rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # peft's
 
     def forward(self, x):
         rows = x.reshape(-1, x.size(-1))
         y = self.base(rows)
         down = F.linear(self.dropout(rows), self.lora_A.to(x.dtype))  # (N, parts * rank)
-        # one product in place for all parts; the zeros in B cost less than a product and a copy for each part
+        # This is one product in place; the zeros in B cost less than a product and a copy per part.
         y.addmm_(down, self.all_of_B(y.size(1)).to(x.dtype).T, alpha=self.scale)
         return y.view(*x.shape[:-1], -1)
 
@@ -107,11 +112,12 @@ def projections(model):
     k = c.n_kv_head * c.head_dim
     n_ff = c.n_ff
     if c.position == 'learned':
-        rows = {'attn.c_attn': q + 2 * k, 'attn.c_proj': c.n_embd, 'mlp.c_fc': (1 + c.is_gated) * n_ff,
-                'mlp.c_proj': c.n_embd}
+        rows = {'attn.c_attn': q + 2 * k, 'attn.c_proj': c.n_embd,
+                'mlp.c_fc': (1 + c.is_gated) * n_ff, 'mlp.c_proj': c.n_embd}
         return {name: (name, 0, end) for name, end in rows.items()}
     found = {'attn.q_proj': ('attn.c_attn', 0, q), 'attn.k_proj': ('attn.c_attn', q, q + k),
-             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k), 'attn.o_proj': ('attn.c_proj', 0, c.n_embd),
+             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k),
+             'attn.o_proj': ('attn.c_proj', 0, c.n_embd),
              'mlp.up_proj': ('mlp.c_fc', 0, n_ff), 'mlp.gate_proj': ('mlp.c_fc', n_ff, 2 * n_ff),
              'mlp.down_proj': ('mlp.c_proj', 0, c.n_embd)}
     if not c.is_gated:
@@ -128,8 +134,8 @@ def chosen(targets, table):
         matches = [name for name in table if word == 'all' or word in (name, *name.split('.'))]
         if not matches:
             known = ', '.join(dict.fromkeys(name.split('.')[1] for name in table))
-            raise ValueError(f'lora_targets={targets!r}: {word!r} matches nothing; this model has {known}, '
-                             'and all, attn and mlp stand for several')
+            raise ValueError(f'lora_targets={targets!r}: {word!r} matches nothing; this model has '
+                             f'{known}, and all, attn and mlp stand for several')
         names.update(matches)
     return {name: place for name, place in table.items() if name in names}
 
@@ -150,10 +156,15 @@ def add_adapters(model, cfg, origin, env, seed):
     model.requires_grad_(False)
     torch.manual_seed(seed)
     for block in model.transformer.h:
-        for matrix, linear in [(name, m) for name, m in block.named_modules() if isinstance(m, nn.Linear)]:
-            base = NF4Linear(linear.to(env.device)) if cfg.quantize == 'nf4' else linear
+        for matrix, linear in list(block.named_modules()):
+            if not isinstance(linear, nn.Linear):
+                continue
+            base = linear
+            if cfg.quantize == 'nf4':
+                base = NF4Linear(linear.to(env.device))
             if matrix in parts:
-                base = LoRALinear(base, linear.in_features, [tuple(part[1:]) for part in parts[matrix]], cfg)
+                rows = [(start, end) for _, start, end in parts[matrix]]
+                base = LoRALinear(base, linear.in_features, rows, cfg)
             block.set_submodule(matrix, base)
     for p in model.parameters():
         if p.dim() > 1 and not p.requires_grad:
@@ -169,9 +180,9 @@ def describe_adapters(record, model, dtype):
     stored = str(dtype).removeprefix('torch.')
     if record['quantize'] == 'nf4':
         stored = f'NF4, embedding and head in {stored}'
-    return wrapped(f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}, on {", ".join(names)}; '
-                   f'{count:,} parameters are trained, and the {record["parameters"]:,} of {record["base"]} '
-                   f'are frozen in {stored}')
+    return wrapped(f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}, on '
+                   f'{", ".join(names)}; {count:,} parameters are trained, and the '
+                   f'{record["parameters"]:,} of {record["base"]} are frozen in {stored}')
 
 
 def trainable(model):
@@ -232,9 +243,11 @@ def adapters_of(checkpoint):
 def frozen_weights(weights, quantize):
     """Return the float32 weights below the adapters, rounded to NF4 if quantize='nf4'."""
     in_blocks = re.compile(r'transformer\.h\.\d+\.\w+\.c_\w+\.weight')
-    frozen = {name: weight.float() for name, weight in weights.items()}
-    if quantize == 'nf4':
-        frozen |= {name: rounded(weight) for name, weight in frozen.items() if in_blocks.fullmatch(name)}
+    frozen = {}
+    for name, weight in weights.items():
+        frozen[name] = weight.float()
+        if quantize == 'nf4' and in_blocks.fullmatch(name):
+            frozen[name] = rounded(frozen[name])
     return frozen
 
 

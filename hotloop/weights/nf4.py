@@ -51,7 +51,8 @@ def pairs_of(device):
     Tabulate the two weights of each byte, (256,): two float32 in an int64, for one look-up of both.
     """
     code = torch.tensor(CODE, device=device)
-    return torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1).view(torch.int64).flatten()
+    pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)
+    return pairs.view(torch.int64).flatten()
 
 
 def dequantize(nf4, pairs, shape, dtype):
@@ -79,8 +80,8 @@ class NF4Linear(nn.Module):
         return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
     def forward(self, x):
-        # This saves 4 bits and not 16 for backward, also compiled, where the two dequantizations of an
-        # autograd.Function were merged into one. The product itself is not computed twice.
+        # This saves 4 bits and not 16 for backward, also compiled, where the two dequantizations of
+        # an autograd.Function were merged into one. The product itself is not computed twice.
         return checkpoint(self.product, x, use_reentrant=False, preserve_rng_state=False)
 
 
