@@ -20,7 +20,9 @@ def learn_merges(word_counts, num_tokens):
     """
     tokens = [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
     rank = {token: i for i, token in enumerate(tokens)}
-    words = [[rank[bytes([b])] for b in word.encode('utf-8', 'surrogatepass')] for word in word_counts]
+    words = []
+    for word in word_counts:
+        words.append([rank[bytes([b])] for b in word.encode('utf-8', 'surrogatepass')])
     counts = list(word_counts.values())
     pairs = Counter()  # pair -> its count
     words_with = defaultdict(set)  # pair -> the indices of words that contain it

@@ -18,8 +18,8 @@ from hotloop.system.text import shell
 FORMAT = 1  # of meta.json
 COUNT_BLOCK = 1 << 24  # tokens
 SPLITS = ('train', 'val')
-OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'train.docs.bin', 'val.docs.bin',
-             'val.jsonl', 'meta.json')
+OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'train.docs.bin',
+             'val.docs.bin', 'val.jsonl', 'meta.json')
 
 
 def dataset_folder(data_dir, dataset):
@@ -32,8 +32,8 @@ def dataset_folder(data_dir, dataset):
         if name not in (dataset, '', '.', '..'):  # nanoGPT takes the path of a folder
             above = os.path.normpath(os.path.join(data_dir, os.path.dirname(dataset.rstrip('/'))))
             hint = f'; for this folder give data_dir={above!r} and the name {name!r}'
-        raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, without a comma, '
-                         f'a colon or .partial{hint}')
+        raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, '
+                         f'without a comma, a colon or .partial{hint}')
     return os.path.join(data_dir, *parts)
 
 
@@ -60,8 +60,10 @@ def read_meta(folder):
         tokenizer = GPT2_SPEC
         if os.path.exists(old_path):
             size, tokenizer = read_meta_pkl(old_path)
-        return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'foreign': True, 'splits': {}}
-    allowed = {'format': (0, FORMAT), 'dtype': ('uint16', 'uint32'), 'vocab_size': range(1, MAX_VOCAB + 1)}
+        return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'foreign': True,
+                'splits': {}}
+    allowed = {'format': (0, FORMAT), 'dtype': ('uint16', 'uint32'),
+               'vocab_size': range(1, MAX_VOCAB + 1)}
     try:
         meta = read_json(path)
         for name, values in allowed.items():
@@ -71,8 +73,8 @@ def read_meta(folder):
         if 'kind' not in meta['tokenizer'] or not all(isinstance(size, int) for size in sizes):
             raise ValueError(f'splits of {sizes} tokens')
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f'{path} is damaged or from a later version ({type(e).__name__}: {e}); prepare the '
-                         'dataset again') from None
+        raise ValueError(f'{path} is damaged or from a later version ({type(e).__name__}: {e}); '
+                         'prepare the dataset again') from None
     return {**meta, 'foreign': False}
 
 
@@ -101,9 +103,10 @@ def read_meta_pkl(path):
         spec = {'kind': 'char', 'chars': chars, 'eot': False}
         tokenizer_from(spec)
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
-        raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e});"
-                         " write it again with plain values, of which {'vocab_size': N} is enough to train; "
-                         "without it the bins are read as GPT-2's tokens") from None
+        raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset "
+                         f"({type(e).__name__}: {e}); write it again with plain values, of which "
+                         "{'vocab_size': N} is enough to train; without it the bins are read as "
+                         "GPT-2's tokens") from None
     return vocab_size, spec
 
 
@@ -112,7 +115,8 @@ def open_bin(path, dtype):
     dtype = np.dtype(dtype).newbyteorder('<')
     size = os.path.getsize(path) if os.path.exists(path) else 0
     if size % dtype.itemsize:
-        raise ValueError(f'{path} has {size:,} bytes, not a multiple of {dtype.itemsize}; prepare it again')
+        raise ValueError(f'{path} has {size:,} bytes, not a multiple of {dtype.itemsize}; prepare '
+                         'it again')
     return np.memmap(path, dtype=dtype, mode='r') if size else np.zeros(0, dtype=dtype)
 
 
@@ -133,7 +137,8 @@ class BinWriter:
         """Append an encode.Encoded."""
         if encoded.mask is not None and self.mask is None:
             self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
-            for start in range(0, self.counts['tokens'], 1 << 20):  # in blocks: they may exceed memory
+            # Blocks, because the tokens before may exceed memory.
+            for start in range(0, self.counts['tokens'], 1 << 20):
                 self.mask.write(b'\1' * min(self.counts['tokens'] - start, 1 << 20))
         self.file.write(encoded.ids.astype(self.dtype, copy=False).tobytes())
         if self.mask is not None:
@@ -152,7 +157,8 @@ class BinWriter:
             self.docs.close()
             os.remove(self.docs.name)
             self.docs = None
-        for file, key in ((self.file, 'sha256'), (self.mask, 'mask_sha256'), (self.docs, 'docs_sha256')):
+        files = {'sha256': self.file, 'mask_sha256': self.mask, 'docs_sha256': self.docs}
+        for key, file in files.items():
             if file is not None:
                 file.flush()
                 os.fsync(file.fileno())
@@ -257,12 +263,14 @@ def open_datasets(dataset, data_dir):
         if datasets and not same_tokenizer(meta['tokenizer'], datasets[0].meta['tokenizer']):
             first, other = datasets[0], Dataset(name, folder, meta, 0.0)
             command = command_for(other, data_dir, first.meta['tokenizer'], first.folder)
-            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} with the '
-                             f'tokenizer of {first.name}: {command}')
+            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} '
+                             f'with the tokenizer of {first.name}: {command}')
         if not weighted:
-            weight = os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize
+            size = os.path.getsize(os.path.join(folder, 'train.bin'))
+            weight = size // np.dtype(meta['dtype']).itemsize
         elif not re.fullmatch(r'\d+\.?\d*|\.\d+', weight) or not float(weight):
-            raise ValueError(f'dataset={dataset!r}: give each dataset a weight above 0 (a:0.7,b:0.3) or none')
+            raise ValueError(f'dataset={dataset!r}: give each dataset a weight above 0 '
+                             '(a:0.7,b:0.3) or none')
         datasets.append(Dataset(name, folder, meta, float(weight)))
     return datasets
 
@@ -273,8 +281,9 @@ def check_tokenizer(spec, path, dataset, data_dir):
     """
     if spec and not same_tokenizer(spec, dataset.meta['tokenizer']):
         raise ValueError(f'the checkpoint has the tokenizer {describe(spec)}, but the dataset has '
-                         f'{describe(dataset.meta["tokenizer"])}; prepare the data with the tokenizer of the '
-                         f'checkpoint: {command_for(dataset, data_dir, spec, path)}')
+                         f'{describe(dataset.meta["tokenizer"])}; prepare the data with the '
+                         'tokenizer of the checkpoint: '
+                         f'{command_for(dataset, data_dir, spec, path)}')
 
 
 def command_for(dataset, data_dir, spec, path):

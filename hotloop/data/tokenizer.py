@@ -84,7 +84,8 @@ class CharTokenizer(Tokenizer):
             self.pieces.append(b'')
         self.n_vocab = len(self.pieces)
         ids = {ord(c): i for i, c in enumerate(chars) if len(c) == 1}  # by code point
-        self.table = np.full(max(ids, default=0) + 2, -1)  # code point -> id; the last entry: unknown
+        # code point -> id; the last entry stands for unknown ones
+        self.table = np.full(max(ids, default=0) + 2, -1)
         self.table[list(ids)] = list(ids.values())
 
     def encode(self, text):
@@ -93,8 +94,8 @@ class CharTokenizer(Tokenizer):
         if (ids < 0).any():
             unknown = ''.join(sorted({chr(p) for p in points[ids < 0]}))
             raise ValueError('the vocabulary of this char tokenizer lacks '
-                             f'{counted(len(unknown), "character")} of the text or of its chat template: '
-                             f'{unknown[:20]!r}')
+                             f'{counted(len(unknown), "character")} of the text or of its chat '
+                             f'template: {unknown[:20]!r}')
         return ids
 
     def spec(self):
@@ -114,16 +115,16 @@ class TiktokenTokenizer(Tokenizer):
         try:
             self.encoding = tiktoken.get_encoding(name)
         except Exception as e:  # requests, urllib3 and the file system raise many types here
-            raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; without a '
-                             "network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's cache, or "
-                             'prepare the data with --tokenizer=bpe:8192') from None
+            raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; without '
+                             "a network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's "
+                             'cache, or prepare the data with --tokenizer=bpe:8192') from None
         self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
 
     def encode(self, text):
         text = fix_surrogates(text)
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # a million characters of white space exceed the stack of its regular expressions
+        except ValueError:  # A million characters of white space exceed the stack of its regex.
             half = len(text) // 2
             if not half:
                 raise
@@ -205,8 +206,8 @@ class HFTokenizer(Tokenizer):
         return {'kind': 'hf', 'json': self.file.text, 'eot': self.eot, 'bos': self.bos}
 
 
-KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'bpe': BPETokenizer,
-         'hf': HFTokenizer}
+KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer,
+         'bpe': BPETokenizer, 'hf': HFTokenizer}
 
 
 def read_tokenizer_json(path):
@@ -221,12 +222,14 @@ def tokenizer_from(spec):
     try:
         settings = {name: value for name, value in spec.items() if name != 'kind'}
         if 'tokens' in settings:
-            settings['tokens'] = [None if t is None else t.encode('latin-1') for t in settings['tokens']]
+            settings['tokens'] = [t if t is None else t.encode('latin-1')
+                                  for t in settings['tokens']]
         if 'json' in settings:
             settings['file'] = TokenizerJson(settings.pop('json'))
         return KINDS[spec['kind']](**settings)
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this version') from None
+        raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this '
+                         'version') from None
 
 
 def same_tokenizer(a, b):

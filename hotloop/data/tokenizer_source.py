@@ -50,10 +50,10 @@ def find_tokenizer(name, data_dir):
     if is_hub_name(name):
         folder = hub_tokenizer(name)
         return Found(read_tokenizer_json(folder), name, template=template_of(folder))
-    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
-                     f'{", ".join(TIKTOKEN_NAMES)} or a model of the hub such as Qwen/Qwen2.5-0.5B, and '
-                     f'neither {name} nor {in_data_dir} is a checkpoint, a tokenizer.json, or a folder with '
-                     'one of them or with a dataset')
+    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to '
+                     f'{MAX_VOCAB:,}), {", ".join(TIKTOKEN_NAMES)} or a model of the hub such as '
+                     f'Qwen/Qwen2.5-0.5B, and neither {name} nor {in_data_dir} is a checkpoint, a '
+                     'tokenizer.json, or a folder with one of them or with a dataset')
 
 
 def template_of(folder):
@@ -78,8 +78,10 @@ def template_of(folder):
 
 def tokenizer_at(path, data_dir):
     """Read the Found of a file or a folder. Returns None if it has no tokenizer."""
-    is_json = os.path.basename(path) == 'tokenizer.json' or (path.endswith('.json') and os.path.isfile(path))
-    names = ['tokenizer.json'] if is_json else []
+    names = []
+    is_json = path.endswith('.json') and os.path.isfile(path)
+    if is_json or os.path.basename(path) == 'tokenizer.json':
+        names = ['tokenizer.json']
     if os.path.isdir(path):
         names = os.listdir(path)
     if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
@@ -89,13 +91,15 @@ def tokenizer_at(path, data_dir):
     if 'train.bin' in names:
         meta = read_meta(path)
         chats = [template for template in meta.get('templates', []) if template in CHATS]
-        return Found(tokenizer_from(meta['tokenizer']), template=chats[0] if len(chats) == 1 else None)
+        template = chats[0] if len(chats) == 1 else None
+        return Found(tokenizer_from(meta['tokenizer']), template=template)
     paths = [path] if os.path.isfile(path) else []
     for pattern in ('best.pt', 'ckpt.pt', 'ckpt-*.pt'):
         paths += sorted(glob.glob(os.path.join(glob.escape(path), pattern)), reverse=True)
     if not paths:
         return None
-    _, (tokenizer, template) = first_intact(paths, lambda file: checkpoint_tokenizer(file, data_dir))
+    _, found = first_intact(paths, lambda file: checkpoint_tokenizer(file, data_dir))
+    tokenizer, template = found
     return Found(tokenizer, path, is_run=True, template=template)
 
 
@@ -107,13 +111,15 @@ def checkpoint_tokenizer(path, data_dir):
     try:
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
-            checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()  # read() checks its CRC
+            # read() checks the CRC of the record.
+            checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()
         spec = checkpoint.get('tokenizer')
         vocab_size = checkpoint['model_args']['vocab_size']
         config = checkpoint.get('config', {})
         template = checkpoint.get('template')
     except Exception as e:  # damaged bytes can raise nearly anything
-        raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
+        raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: '
+                         f'{e})') from None
     tokenizer = tokenizer_from(spec or dataset_spec(path, config, vocab_size, data_dir))
     return tokenizer, template if template in CHATS else None
 
@@ -129,8 +135,9 @@ def dataset_spec(path, config, vocab_size, data_dir):
     meta = read_meta(folder)
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
     if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
-        raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
-                         '--data_dir to where its dataset is, or add the tokenizer.json of the model')
+        raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; '
+                         'set --data_dir to where its dataset is, or add the tokenizer.json of the '
+                         'model')
     return meta['tokenizer']
 
 
@@ -142,6 +149,7 @@ class CheckpointUnpickler(PlainUnpickler):
     def find_class(self, module, name):
         if (module, name) == ('collections', 'OrderedDict'):
             return collections.OrderedDict
-        if re.fullmatch(r'torch\.(\w+Storage|_utils\._rebuild_(tensor_v2|parameter))', f'{module}.{name}'):
+        storages = r'torch\.(\w+Storage|_utils\._rebuild_(tensor_v2|parameter))'
+        if re.fullmatch(storages, f'{module}.{name}'):
             return self.persistent_load
         return super().find_class(module, name)
