@@ -16,7 +16,7 @@ SETTINGS = {'gpt2': dict(bias=True), 'llama': LLAMA, 'mistral': LLAMA,
             'gemma2': GEMMA, 'gemma3_text': GEMMA | dict(qk_norm=True)}
 
 # The keys of a config.json that change what transformers computes and that have no setting here,
-# each with the values that GPT computes; a missing key has the first one. Other keys change nothing.
+# each with the values that GPT computes; a missing key has the first one.
 LLAMA_KEYS = {'hidden_act': ['silu'], 'attention_bias': [False], 'mlp_bias': [False],
               'partial_rotary_factor': [None, 1]}
 GEMMA_KEYS = {'hidden_activation': ['gelu_pytorch_tanh'], 'attention_bias': [False],

@@ -42,14 +42,14 @@ class Weights(NamedTuple):
     model_args: dict  # for GPT.from_checkpoint
     weights: dict  # {name: tensor}
     tokenizer: dict | None  # its spec; None if the source has none
-    checkpoint: dict  # the rest of the checkpoint; of a folder: its config.json as hf_config, its habits
+    checkpoint: dict  # the rest of the checkpoint; of a folder, hf_config and habits_of() it
 
 
 def open_weights(source, data_dir):
     """
-    Open the Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file, or a model of the
-    hub such as gpt2, which is downloaded once. Raises ValueError if the source is missing, damaged, or of an
-    unsupported architecture.
+    Open the Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file, or a model
+    of the hub such as gpt2, which is downloaded once. Raises ValueError if the source is missing,
+    damaged, or of an unsupported architecture.
     """
     folder = find_folder(source)
     if folder is None:
@@ -76,13 +76,15 @@ def has_tokenizer(folder):
     paths = {name: os.path.join(folder, name) for name in os.listdir(folder)}
     if 'tokenizer.json' in paths or 'tokenizer.model' in paths:
         return True
-    return 'vocab.json' in paths and read_json(paths['vocab.json']).get('Ġthe') != 262  # its id in GPT-2's
+    if 'vocab.json' not in paths:
+        return False
+    return read_json(paths['vocab.json']).get('Ġthe') != 262  # its id in GPT-2's
 
 
 def habits_of(folder, tokenizer):
     """
-    Read how texts begin and end from a Hugging Face folder, with the keys of a checkpoint: bos, the id that
-    begins them; ends, the ids that end an answer; template, that of its chats.
+    Read how texts begin and end from a Hugging Face folder, with the keys of a checkpoint: bos, the
+    id that begins them; ends, the ids that end an answer; template, that of its chats.
     """
     config = read_json(os.path.join(folder, 'config.json'))
     path = os.path.join(folder, 'generation_config.json')
@@ -101,7 +103,7 @@ def habits_of(folder, tokenizer):
 
 
 def find_folder(source):
-    """Find the Hugging Face folder of `source`, which may be downloaded. Returns None for a checkpoint."""
+    """Find or download the Hugging Face folder of `source`. Returns None for a checkpoint."""
     if os.path.exists(os.path.join(source, 'config.json')):
         return source
     if os.path.exists(source):
@@ -112,10 +114,11 @@ def find_folder(source):
 
 
 def shape_of(source, data_dir):
-    """Read the model_args of a source without a download. Raises ValueError if it is not on this disk."""
+    """Read the model_args of a source without a download. Raises ValueError if it is not here."""
     if is_hub_name(source) and cached_model(source) is None:
-        raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python sample.py '
-                         f'--init_from={source} downloads it, or name a folder with its config.json')
+        raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python '
+                         f'sample.py --init_from={source} downloads it, or name a folder with its '
+                         'config.json')
     folder = find_folder(source)
     if folder is None:
         return open_checkpoint(source)[1]['model_args']
@@ -196,11 +199,13 @@ def open_base(record, path, data_dir):
     remedy = f'restore it, or name a copy of it: sample.py --init_from=COPY --adapter={folder}'
     own = {os.path.realpath(path), os.path.realpath(os.path.dirname(path))}
     if os.path.isfile(path) and os.path.realpath(name) in own:
-        raise ValueError(f'{path} holds adapters of {name!r}, which now holds these adapters; {remedy}')
+        raise ValueError(f'{path} holds adapters of {name!r}, which now holds these adapters; '
+                         f'{remedy}')
     try:
         base = open_weights(name, data_dir)
     except ValueError as e:
-        raise ValueError(f'{path} holds adapters of {name!r}, which cannot be read: {e}; {remedy}') from None
+        raise ValueError(f'{path} holds adapters of {name!r}, which cannot be read: {e}; '
+                         f'{remedy}') from None
     before = record['sha256']
     if before is not None and hash_source(base) != before:
         raise ValueError(f'{path} holds adapters of {name!r}, whose weights have changed since '
@@ -239,8 +244,8 @@ def open_checkpoint(source):
 
 def load_folder(folder):
     """
-    Load (model_args, weights) of a Hugging Face folder. Weights keep their dtype and stay in the mapped
-    files, except matrices that are joined here.
+    Load (model_args, weights) of a Hugging Face folder. Weights keep their dtype and stay in the
+    mapped files, except matrices that are joined here.
     """
     path = os.path.join(folder, 'config.json')
     config = read_json(path)
@@ -248,9 +253,10 @@ def load_folder(folder):
     kind = config['model_type']
     names = os.listdir(folder)
     if SINGLE not in names and INDEX not in names:
-        raise ValueError(f'{folder} has no {SINGLE}, and other formats are not read, because they can run '
-                         'code. If you trust its source, transformers converts it: AutoModelForCausalLM'
-                         f'.from_pretrained({folder!r}).save_pretrained({folder!r})')
+        raise ValueError(f'{folder} has no {SINGLE}, and other formats are not read, because they '
+                         'can run code. If you trust its source, transformers converts it: '
+                         f'AutoModelForCausalLM.from_pretrained({folder!r})'
+                         f'.save_pretrained({folder!r})')
     found = {}
     for file in weight_files(folder):
         for name, tensor in read_safetensors(os.path.join(folder, file)).items():
@@ -264,9 +270,10 @@ def load_folder(folder):
     for name, by_place in found.items():
         parts = [by_place[place] for place in sorted(by_place)]
         weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
-    both = [weights[name] for name in TIED if name in weights]  # of a tied pair a file may have either
+    # Of a tied pair a file may have either; a head that differs is kept, as in transformers.
+    both = [weights[name] for name in TIED if name in weights]
     if model_args['tie'] and both:
         weights[TIED[0]] = both[0]
         weights[TIED[1]] = both[-1]
-        model_args['tie'] = torch.equal(both[0], both[-1])  # like transformers, keeps a different head
+        model_args['tie'] = torch.equal(both[0], both[-1])
     return model_args, weights
