@@ -461,7 +461,8 @@ def main(argv=None):
     if cfg.export:
         opened = open_model(cfg)
         dtype = torch.float32 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
-        export(opened.model, opened.tokenizer, opened.template, cfg.export, dtype)
+        export(opened.model, opened.tokenizer, opened.template, cfg.export, dtype,
+               opened.weights.checkpoint.get('hf_config'))
         return 0
     device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
     if device.type == 'cuda':

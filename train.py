@@ -389,11 +389,16 @@ class Run(NamedTuple):
     record: dict  # settings, tokenizer, data and machine, for the checkpoint
 
 
+class Start(NamedTuple):
+    """The model that a run starts with."""
+    model: GPT
+    step: int = 0  # of its weights; 0: unknown
+    base: dict | None = None  # the name and hash of its weights, if adapters are added to them
+    hf_config: dict | None = None  # the config.json of weights from Hugging Face, by which they are exported
+
+
 def build_model(settings, dataset, env):
-    """
-    Make the model on the CPU: new, or from a checkpoint or weights. Returns it, the step of its weights (0 if
-    unknown), and the name and hash of its weights if adapters are added to them.
-    """
+    """Make the model on the CPU: new, or from a checkpoint or weights. Returns a Start."""
     model_cfg, cfg, given, meta = settings.model, settings.train, settings.given, dataset.meta
     checkpoint = settings.latest.checkpoint if settings.latest else {}
     if not checkpoint and cfg.init_from == 'scratch':
@@ -405,17 +410,18 @@ def build_model(settings, dataset, env):
             raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids '
                              f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
-        return GPT(config), 0, None
+        return Start(GPT(config))
     if checkpoint and not settings.lora.lora_rank:
         model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
                                     label_smoothing=model_cfg.label_smoothing)
-        return model, checkpoint.get('iter_num', 0), None
+        return Start(model, checkpoint.get('iter_num', 0), None, checkpoint.get('hf_config'))
     name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
     kept = [field for field in ('dropout', 'label_smoothing') if checkpoint or field in given]
     model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
     adapt_shape(model, settings, name)
-    return model, (checkpoint or source.checkpoint).get('iter_num', 0), base
+    step = (checkpoint or source.checkpoint).get('iter_num', 0)
+    return Start(model, step, base, source.checkpoint.get('hf_config'))
 
 
 def open_data(cfg, datasets, config, env):
@@ -464,10 +470,12 @@ def build_run(settings, datasets, env):
     """Make the Run, ready to train except for its folder."""
     cfg, latest = settings.train, settings.latest
     checkpoint = latest.checkpoint if latest else {}
-    model, step, base = build_model(settings, datasets[0], env)
+    model, step, base, hf_config = build_model(settings, datasets[0], env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
     splits = open_data(cfg, datasets, model.config, env)
     record = record_of(settings, model, datasets, splits, env)
+    if hf_config:
+        record['hf_config'] = hf_config
     if latest:
         for line in compare_record(checkpoint, record, cfg.dataset):
             print0(line)
@@ -689,7 +697,7 @@ def meta_model(settings, dataset):
     model_args = model_args_of(settings)
     with torch.device('meta'):
         if not model_args:
-            return build_model(settings, dataset, Env())[0]
+            return build_model(settings, dataset, Env()).model
         model = GPT(config_from(model_args))
         adapt_shape(model, settings, settings.train.init_from)
     return model

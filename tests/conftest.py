@@ -244,10 +244,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def hub(server):
-    """
-    The server as a hub: serve(file of gpt2, body), answers {path: (status, headers, body)}, requests
-    [(path, headers)].
-    """
+    """The server as a hub: answers {path: (status, headers, body)}, requests [(path, headers)]."""
     answers, requests = {}, []
 
     def answer(handler):
@@ -258,8 +255,5 @@ def hub(server):
             handler.send_header(key, str(value))
         handler.end_headers()
         handler.wfile.write(body)
-
-    def serve(file, body):
-        answers[f'/openai-community/gpt2/resolve/main/{file}'] = (200, {}, body)
     server.script = [answer]
-    return types.SimpleNamespace(serve=serve, requests=requests, answers=answers)
+    return types.SimpleNamespace(requests=requests, answers=answers)

@@ -1,4 +1,4 @@
-"""Learning a byte-level byte-pair encoding (BPE, arXiv 1508.07909)."""
+"""Learn a byte-level byte-pair encoding (BPE, arXiv 1508.07909)."""
 
 import heapq
 from collections import Counter, defaultdict
@@ -13,15 +13,19 @@ MAX_WORDS = 400_000  # distinct words to learn from; each takes about a kilobyte
 
 def learn_merges(word_counts, num_tokens):
     """
-    Trains a BPE on {word: count}. Returns its tokens, as bytes, in order of rank: the 256 bytes, then one per
-    merge, at most num_tokens in total. Each step merges the most frequent pair of adjacent tokens. Ties go to
-    the smallest ranks, as in Hugging Face. A merge visits only the words that contain its pair.
+    Train a BPE on {word: count}. Returns its tokens, as bytes, in order of rank: the 256 bytes,
+    then one per merge, at most num_tokens in total. Each step merges the most frequent pair of
+    adjacent tokens. Ties go to the smallest ranks, as in Hugging Face. A merge visits only the
+    words that contain its pair.
     """
     tokens = [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
     rank = {token: i for i, token in enumerate(tokens)}
-    words = [[rank[bytes([b])] for b in word.encode('utf-8', 'surrogatepass')] for word in word_counts]
+    words = []
+    for word in word_counts:
+        words.append([rank[bytes([b])] for b in word.encode('utf-8', 'surrogatepass')])
     counts = list(word_counts.values())
-    pairs, words_with = Counter(), defaultdict(set)  # pair -> its count, the indices of words that contain it
+    pairs = Counter()  # pair -> its count
+    words_with = defaultdict(set)  # pair -> the indices of words that contain it
     for i, word in enumerate(words):
         for pair in pairwise(word):
             pairs[pair] += counts[i]
@@ -55,9 +59,10 @@ def learn_merges(word_counts, num_tokens):
 
 
 def count_words(texts):
-    """How often each word occurs, for the MAX_WORDS most frequent. Words are cut to 1,000 characters."""
+    """Count the MAX_WORDS most frequent words. Words are cut to 1,000 characters."""
     import regex  # a dependency of tiktoken
-    split, counts = regex.compile(GPT2_SPLIT), Counter()
+    split = regex.compile(GPT2_SPLIT)
+    counts = Counter()
     for text in texts:
         counts.update(word[:1000] for word in split.findall(text))
         if len(counts) > 4 * MAX_WORDS:
@@ -66,8 +71,9 @@ def count_words(texts):
 
 
 def merge(word, pair, new):
-    """The word with each occurrence of the pair, from the left, replaced by the token `new`."""
-    merged, i = [], 0
+    """Replace each occurrence of the pair in a word, from the left, by the token `new`."""
+    merged = []
+    i = 0
     while i < len(word):
         if word[i] == pair[0] and i + 1 < len(word) and word[i + 1] == pair[1]:
             merged.append(new)

@@ -18,43 +18,52 @@ from hotloop.system.text import shell
 FORMAT = 1  # of meta.json
 COUNT_BLOCK = 1 << 24  # tokens
 SPLITS = ('train', 'val')
-OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'train.docs.bin', 'val.docs.bin',
-             'val.jsonl', 'meta.json')
+OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'train.docs.bin',
+             'val.docs.bin', 'val.jsonl', 'meta.json')
 
 
 def dataset_folder(data_dir, dataset):
-    """The folder of a dataset by name. ValueError for a name outside data_dir."""
-    parts = dataset.replace('\\', '/').rstrip('/').split('/')
+    """Find the folder of a dataset by name. Raises ValueError for a name outside data_dir."""
+    parts = dataset.rstrip('/').split('/')
     unsafe = os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or re.search('[\0,:]', dataset)
     if unsafe or any(re.search(r'\.partial(\.|$)', part) for part in parts):
-        name, hint = name_of_path(dataset), ''
+        name = name_of_path(dataset)
+        hint = ''
         if name not in (dataset, '', '.', '..'):  # nanoGPT takes the path of a folder
             above = os.path.normpath(os.path.join(data_dir, os.path.dirname(dataset.rstrip('/'))))
             hint = f'; for this folder give data_dir={above!r} and the name {name!r}'
-        raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, without a comma, '
-                         f'a colon or .partial{hint}')
+        raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, '
+                         f'without a comma, a colon or .partial{hint}')
     return os.path.join(data_dir, *parts)
 
 
 def name_of_path(dataset):
-    """The name of a dataset that nanoGPT was given by its path; a name inside data_dir is kept."""
-    path = dataset.replace('\\', '/').rstrip('/')
-    return path.rpartition('/')[2] if os.path.isabs(path) or '..' in path.split('/') else dataset
+    """
+    Find the name of a dataset that nanoGPT was given by its path; a name inside data_dir is kept.
+    """
+    path = dataset.rstrip('/')
+    if os.path.isabs(path) or '..' in path.split('/'):
+        return os.path.basename(path)
+    return dataset
 
 
 def read_meta(folder):
     """
-    A dataset's meta.json; or what nanoGPT's meta.pkl says; or, without either, what nanoGPT assumes: uint16
-    ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, foreign, splits ({} if it is foreign). ValueError
-    if it is damaged or from a later version.
+    Read a dataset's meta.json, or nanoGPT's meta.pkl, or assume what nanoGPT does without either:
+    uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, foreign, splits ({} if it is
+    foreign).
     """
-    path, old_path = os.path.join(folder, 'meta.json'), os.path.join(folder, 'meta.pkl')
+    path = os.path.join(folder, 'meta.json')
+    old_path = os.path.join(folder, 'meta.pkl')
     if not os.path.exists(path):
-        size, tokenizer = 50304, GPT2_SPEC
+        size = 50304
+        tokenizer = GPT2_SPEC
         if os.path.exists(old_path):
             size, tokenizer = read_meta_pkl(old_path)
-        return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'foreign': True, 'splits': {}}
-    allowed = {'format': (0, FORMAT), 'dtype': ('uint16', 'uint32'), 'vocab_size': range(1, MAX_VOCAB + 1)}
+        return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'foreign': True,
+                'splits': {}}
+    allowed = {'format': (0, FORMAT), 'dtype': ('uint16', 'uint32'),
+               'vocab_size': range(1, MAX_VOCAB + 1)}
     try:
         meta = read_json(path)
         for name, values in allowed.items():
@@ -64,21 +73,21 @@ def read_meta(folder):
         if 'kind' not in meta['tokenizer'] or not all(isinstance(size, int) for size in sizes):
             raise ValueError(f'splits of {sizes} tokens')
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f'{path} is damaged or from a later version ({type(e).__name__}: {e}); prepare the '
-                         'dataset again') from None
+        raise ValueError(f'{path} is damaged or from a later version ({type(e).__name__}: {e}); '
+                         'prepare the dataset again') from None
     return {**meta, 'foreign': False}
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Loads containers, text and numbers. Refuses a pickle that names anything importable."""
+    """Load containers, text and numbers. Refuses a pickle that names anything importable."""
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f'{module}.{name}')
 
 
 def read_meta_pkl(path):
     """
-    (vocabulary size, tokenizer's spec) of nanoGPT's meta.pkl. Only vocab_size must be there; an id without a
-    text in itos has an empty one. ValueError for anything else.
+    Read (vocabulary size, tokenizer's spec) of nanoGPT's meta.pkl. Only vocab_size must be there;
+    an id without a text in itos has an empty one.
     """
     try:
         with open(path, 'rb') as f:
@@ -94,35 +103,42 @@ def read_meta_pkl(path):
         spec = {'kind': 'char', 'chars': chars, 'eot': False}
         tokenizer_from(spec)
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
-        raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset ({type(e).__name__}: {e});"
-                         " write it again with plain values, of which {'vocab_size': N} is enough to train; "
-                         "without it the bins are read as GPT-2's tokens") from None
+        raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset "
+                         f"({type(e).__name__}: {e}); write it again with plain values, of which "
+                         "{'vocab_size': N} is enough to train; without it the bins are read as "
+                         "GPT-2's tokens") from None
     return vocab_size, spec
 
 
 def open_bin(path, dtype):
-    """A bin as a mapped array of ids, empty if the file is missing. ValueError if it is truncated."""
+    """Map a bin as an array of ids, empty if the file is missing."""
     dtype = np.dtype(dtype).newbyteorder('<')
     size = os.path.getsize(path) if os.path.exists(path) else 0
     if size % dtype.itemsize:
-        raise ValueError(f'{path} has {size:,} bytes, not a multiple of {dtype.itemsize}; prepare it again')
+        raise ValueError(f'{path} has {size:,} bytes, not a multiple of {dtype.itemsize}; prepare '
+                         'it again')
     return np.memmap(path, dtype=dtype, mode='r') if size else np.zeros(0, dtype=dtype)
 
 
 class BinWriter:
-    """Writes one split: its bin, a mask if a document has one, the ends of documents as uint64; counts."""
+    """
+    Write one split: its bin, a mask if a document has one, the ends of documents as uint64; counts.
+    """
 
     def __init__(self, folder, name, dtype):
-        self.file, self.mask = open(os.path.join(folder, f'{name}.bin'), 'wb'), None  # noqa: SIM115
+        self.file = open(os.path.join(folder, f'{name}.bin'), 'wb')  # noqa: SIM115
+        self.mask = None
         self.docs = open(os.path.join(folder, f'{name}.docs.bin'), 'wb')  # noqa: SIM115
-        self.mask_path, self.dtype = os.path.join(folder, f'{name}.mask.bin'), dtype
+        self.mask_path = os.path.join(folder, f'{name}.mask.bin')
+        self.dtype = dtype
         self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
 
     def add(self, encoded):
-        """Appends an encode.Encoded."""
+        """Append an encode.Encoded."""
         if encoded.mask is not None and self.mask is None:
             self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
-            for start in range(0, self.counts['tokens'], 1 << 20):  # in blocks: they may exceed memory
+            # Blocks, because the tokens before may exceed memory.
+            for start in range(0, self.counts['tokens'], 1 << 20):
                 self.mask.write(b'\1' * min(self.counts['tokens'] - start, 1 << 20))
         self.file.write(encoded.ids.astype(self.dtype, copy=False).tobytes())
         if self.mask is not None:
@@ -134,12 +150,15 @@ class BinWriter:
         self.counts['documents'] += len(encoded.ends)
 
     def close(self, rows=False):
-        """Flushes to the disk. Returns the counts with the SHA-256 of the files. rows: keeps their ends."""
+        """
+        Flush to the disk. Returns the counts with the SHA-256 of the files. rows: keeps their ends.
+        """
         if not rows:
             self.docs.close()
             os.remove(self.docs.name)
             self.docs = None
-        for file, key in ((self.file, 'sha256'), (self.mask, 'mask_sha256'), (self.docs, 'docs_sha256')):
+        files = {'sha256': self.file, 'mask_sha256': self.mask, 'docs_sha256': self.docs}
+        for key, file in files.items():
             if file is not None:
                 file.flush()
                 os.fsync(file.fileno())
@@ -151,10 +170,11 @@ class BinWriter:
 @contextlib.contextmanager
 def partial_folder(folder):
     """
-    An empty folder to write a dataset into, which becomes `folder` when the block ends, unless it is the same
-    dataset. An old one is moved to the first free folder.1, folder.2, ... After an error or a kill, `folder`
-    is the old dataset or the complete new one; only a kill between the two renames leaves neither, and then
-    the old one has its number. ValueError if another process is writing it.
+    Yield an empty folder to write a dataset into, which becomes `folder` when the block ends,
+    unless it is the same dataset. An old one is moved to the first free folder.1, folder.2, ...
+    After an error or a kill, `folder` is the old dataset or the complete new one; only a kill
+    between the two renames leaves neither, and then the old one has its number. Raises ValueError
+    if another process is writing it.
     """
     work = folder + '.partial'
     new = os.path.join(work, 'new')
@@ -172,8 +192,6 @@ def partial_folder(folder):
         if os.path.isdir(folder) and os.listdir(folder):
             target = free_number(folder)
             rename(folder, target)
-        elif os.path.isdir(folder):
-            os.rmdir(folder)  # Windows cannot rename to an empty folder
         rename(new, folder)
         sync_folder(os.path.dirname(folder) or '.')
         if target:
@@ -182,12 +200,14 @@ def partial_folder(folder):
         shutil.rmtree(work, ignore_errors=True)
         if held is not None:
             held.release()
-        with contextlib.suppress(OSError):  # on Windows and on NFS the open lock kept it
+        with contextlib.suppress(OSError):  # On NFS the open lock kept the folder.
             os.rmdir(work)
 
 
 def same_dataset(folder, new):
-    """Whether two folders hold the same tokens, masks and tokenizer. Reads all files of both."""
+    """
+    Test whether two folders hold the same tokens, masks and tokenizer. Reads all files of both.
+    """
     try:
         before, now = (read_json(os.path.join(path, 'meta.json')) for path in (folder, new))
     except ValueError:  # there is none, or it is damaged
@@ -202,7 +222,7 @@ def same_dataset(folder, new):
 
 
 def count_ids(tokens, at_least=0):
-    """How often each id occurs, (largest id + 1,) or longer."""
+    """Count how often each id occurs, (largest id + 1,) or longer."""
     counts = np.zeros(max(int(tokens.max(initial=0)) + 1, at_least), dtype=np.int64)
     for start in range(0, len(tokens), COUNT_BLOCK):  # in blocks: a bin may be larger than memory
         counts += np.bincount(tokens[start:start + COUNT_BLOCK], minlength=len(counts))
@@ -210,7 +230,7 @@ def count_ids(tokens, at_least=0):
 
 
 def show(tokenizer, ids):
-    """Ids as printable text on one line, special ids by name."""
+    """Print ids as text on one line, special ids by name."""
     names = {i: name.encode() for name, i in tokenizer.specials.items()}
     parts = [names[i] if i in names else tokenizer.decode([i]) for i in ids]
     text = b''.join(parts).decode('utf-8', 'replace')
@@ -218,7 +238,7 @@ def show(tokenizer, ids):
 
 
 class Dataset(NamedTuple):
-    """One dataset of a run. weight: its share of a mixture, not normalized."""
+    """Describe one dataset of a run. weight: its share of a mixture, not normalized."""
     name: str
     folder: str
     meta: dict
@@ -227,10 +247,12 @@ class Dataset(NamedTuple):
 
 def open_datasets(dataset, data_dir):
     """
-    The Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights, each is
-    weighted by its number of training tokens. ValueError if one is missing, or their tokenizers differ.
+    Open the Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights,
+    each is weighted by its number of training tokens. Raises ValueError if one is missing, or
+    tokenizers differ.
     """
-    datasets, weighted = [], ':' in dataset
+    datasets = []
+    weighted = ':' in dataset
     for word in dataset.split(','):
         name, _, weight = word.partition(':')
         folder = dataset_folder(data_dir, name)
@@ -241,26 +263,34 @@ def open_datasets(dataset, data_dir):
         if datasets and not same_tokenizer(meta['tokenizer'], datasets[0].meta['tokenizer']):
             first, other = datasets[0], Dataset(name, folder, meta, 0.0)
             command = command_for(other, data_dir, first.meta['tokenizer'], first.folder)
-            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} with the '
-                             f'tokenizer of {first.name}: {command}')
+            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} '
+                             f'with the tokenizer of {first.name}: {command}')
         if not weighted:
-            weight = os.path.getsize(os.path.join(folder, 'train.bin')) // np.dtype(meta['dtype']).itemsize
+            size = os.path.getsize(os.path.join(folder, 'train.bin'))
+            weight = size // np.dtype(meta['dtype']).itemsize
         elif not re.fullmatch(r'\d+\.?\d*|\.\d+', weight) or not float(weight):
-            raise ValueError(f'dataset={dataset!r}: give each dataset a weight above 0 (a:0.7,b:0.3) or none')
+            raise ValueError(f'dataset={dataset!r}: give each dataset a weight above 0 '
+                             '(a:0.7,b:0.3) or none')
         datasets.append(Dataset(name, folder, meta, float(weight)))
     return datasets
 
 
 def check_tokenizer(spec, path, dataset, data_dir):
-    """ValueError if the tokenizer of the checkpoint at this path (None: unknown) is not the Dataset's."""
+    """
+    Raise ValueError if the tokenizer of the checkpoint at this path is known and not the Dataset's.
+    """
     if spec and not same_tokenizer(spec, dataset.meta['tokenizer']):
         raise ValueError(f'the checkpoint has the tokenizer {describe(spec)}, but the dataset has '
-                         f'{describe(dataset.meta["tokenizer"])}; prepare the data with the tokenizer of the '
-                         f'checkpoint: {command_for(dataset, data_dir, spec, path)}')
+                         f'{describe(dataset.meta["tokenizer"])}; prepare the data with the '
+                         'tokenizer of the checkpoint: '
+                         f'{command_for(dataset, data_dir, spec, path)}')
 
 
 def command_for(dataset, data_dir, spec, path):
-    """The command that prepares a Dataset again with another tokenizer, from its spec and where it is."""
+    """
+    Write the command that prepares a Dataset again with the tokenizer of this spec, which is at
+    path.
+    """
     tokenizer = {'byte': 'byte', 'tiktoken': spec.get('name')}.get(spec['kind'], path)
     flags = [f'--name={"NEW_NAME" if dataset.meta["foreign"] else dataset.name}',
              *dataset.meta.get('flags', []), f'--tokenizer={tokenizer}', f'--data_dir={data_dir}']
@@ -269,12 +299,13 @@ def command_for(dataset, data_dir, spec, path):
 
 
 def describe(spec):
-    """The name of a tokenizer and, if it carries its own table, how many ids or characters it has."""
-    name, table = spec.get('name') or spec['kind'], spec.get('chars') or spec.get('tokens')
+    """Describe a tokenizer by its name and, if it carries its own table, the number of entries."""
+    name = spec.get('name') or spec['kind']
+    table = spec.get('chars') or spec.get('tokens')
     return f'{name} ({len(table)} entries)' if table else name
 
 
 def byte_table(meta, vocab_size):
-    """UTF-8 bytes of every id of a model, (vocab_size,). ValueError if the tokenizer is unavailable."""
+    """Count the UTF-8 bytes of every id of a model, (vocab_size,)."""
     sizes = tokenizer_from(meta['tokenizer']).sizes
     return np.pad(sizes, (0, max(vocab_size - len(sizes), 0)))

@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer.json, with the optional tokenizers package: text to ids, and their bytes."""
+"""Read Hugging Face's tokenizer.json with the optional tokenizers package."""
 
 import json
 import os
@@ -11,15 +11,17 @@ from hotloop.system.files import first_line, optional, read_json
 
 # byte-level BPE writes each byte as a printable letter
 BYTE_OF = {chr(b if i < 188 else 68 + i): b for i, b in enumerate(BYTES_IN_GPT2S_ORDER)}
-EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')  # where no tokenizer_config.json names it
+# the usual names, where tokenizer_config.json has none
+EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
 BOS_NAMES = ('<|begin_of_text|>', '<s>', '<bos>')
 
 
 class TokenizerJson:
     """
-    A byte-level BPE (GPT-2, Llama 3, Qwen) or sentencepiece BPE (Llama 2, Mistral, Gemma); ValueError if it
-    is neither. specials: {name: id}; encode() takes their names as text. space: when the file puts one before
-    a text: 'never', 'first' (in a document), 'always' (also after special ids).
+    Run a byte-level BPE (GPT-2, Llama 3, Qwen) or sentencepiece BPE (Llama 2, Mistral, Gemma).
+    Raises ValueError if the file is neither. specials: {name: id}; encode() takes their names as
+    text. space: when the file puts one before a text: 'never', 'first' (in a document), 'always'
+    (also after special ids).
     """
 
     def __init__(self, text):
@@ -27,41 +29,51 @@ class TokenizerJson:
         self.backend = self.inside = open_backend(text)  # inside: for a text that continues another
         file = json.loads(self.backend.to_str())  # the same file with every default spelled out
         steps = []
-        for part, in_sequence in (('normalizer', 'normalizers'), ('pre_tokenizer', 'pretokenizers')):
+        for part, parts in (('normalizer', 'normalizers'), ('pre_tokenizer', 'pretokenizers')):
             if file[part]:
-                steps += file[part].get(in_sequence, [file[part]])
+                steps += file[part].get(parts, [file[part]])
         self.byte_level = any(step['type'] == 'ByteLevel' for step in steps)
-        if file['model']['type'] != 'BPE' or not (self.byte_level or file['model']['byte_fallback']) or \
-                any(step.get('add_prefix_space') for step in steps):
+        model = file['model']
+        is_bpe = model['type'] == 'BPE' and (self.byte_level or model['byte_fallback'])
+        if not is_bpe or any(step.get('add_prefix_space') for step in steps):
             raise ValueError('it is not a BPE like those of GPT-2, Llama, Mistral, Qwen and Gemma')
         self.space = 'never'
         for step in steps:
             if step['type'] == 'Prepend':
-                self.space, step['prepend'] = 'always', ''
+                self.space = 'always'
+                step['prepend'] = ''
             elif step['type'] == 'Metaspace':
-                self.space, step['prepend_scheme'] = step['prepend_scheme'], 'never'
+                self.space = step['prepend_scheme']
+                step['prepend_scheme'] = 'never'
         if self.space != 'never':
             self.inside = open_backend(json.dumps(file))
         self.added = self.backend.get_added_tokens_decoder()
-        self.specials = {self.added[i].content: i for i in sorted(self.added) if self.added[i].special}
+        self.specials = {}
+        for i in sorted(self.added):
+            if self.added[i].special:
+                self.specials[self.added[i].content] = i
         self.n_vocab = max(self.backend.get_vocab().values()) + 1
 
     def __reduce__(self):  # the package's own pickle loses encode_special_tokens
         return TokenizerJson, (self.text,)
 
     def encode(self, text, inside=False):
-        """The ids of a text, (n,) uint32. inside: without the space that the file may put before a text."""
+        """
+        Encode a text, (n,) uint32. inside: without the space that the file may put before a text.
+        """
         backend = self.inside if inside else self.backend
-        encoding, = backend.encode_batch_fast([text], add_special_tokens=False)  # encode() is slower: offsets
+        # encode() is slower, because it computes offsets.
+        encoding, = backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
     def first_id(self):
-        """The special id that the file puts before each text; None if it puts none."""
-        encoding = self.backend.encode('a', add_special_tokens=True)  # some files put one after a text
+        """Find the special id that the file puts before each text, or None."""
+        encoding = self.backend.encode('a', add_special_tokens=True)
+        # Some files put a special id after a text instead.
         return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
     def pieces(self, blank):
-        """The bytes of each id; unused ids and those in `blank` have none."""
+        """List the bytes of each id; unused ids and those in `blank` have none."""
         pieces = [b''] * self.n_vocab
         for token, i in self.backend.get_vocab().items():
             if i in blank:
@@ -78,13 +90,16 @@ class TokenizerJson:
 
 
 def open_backend(text):
-    """The package's tokenizer from the text of a tokenizer.json. It encodes special names as plain text."""
+    """
+    Build the package's tokenizer from the text of a file. It encodes special names as plain text.
+    """
     package = optional('tokenizers', 'reads tokenizer.json files')
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # encode.py forks
     try:
         backend = package.Tokenizer.from_str(text)
     except Exception as e:  # the package raises plain Exception
-        raise ValueError(f'tokenizers {package.__version__} cannot read it: {first_line(e)[:200]}') from None
+        raise ValueError(f'tokenizers {package.__version__} cannot read it: '
+                         f'{first_line(e)[:200]}') from None
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
@@ -93,17 +108,20 @@ def open_backend(text):
 
 def read_file(path):
     """
-    (TokenizerJson, end id or None, begin id or None) of a tokenizer.json or the folder that has one. The ids
-    are those that tokenizer_config.json names, or the usual ones. ValueError if it cannot be used.
+    Read (TokenizerJson, end id or None, begin id or None) of a tokenizer.json or the folder that
+    has one. The ids are those that tokenizer_config.json names, or the usual ones.
     """
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
-    path = os.path.join(path, 'tokenizer.json') if os.path.isdir(path) else path
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        folder = path
+        path = os.path.join(path, 'tokenizer.json')
     try:
         with open(path, encoding='utf-8') as f:
             file = TokenizerJson(f.read())
     except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one of other files: '
-                         f'AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})') from None
+        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one of other '
+                         f'files: AutoTokenizer.from_pretrained({folder!r})'
+                         f'.save_pretrained({folder!r})') from None
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
     path = os.path.join(folder, 'tokenizer_config.json')

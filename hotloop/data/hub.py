@@ -1,25 +1,28 @@
-"""Models of the Hugging Face hub: the folder of one, in the hub's own cache or downloaded once."""
+"""Find models of the Hugging Face hub in its cache, or download them with huggingface_hub."""
 
 import os
 import re
 
-from hotloop.data.download import download, hub, hub_home
-from hotloop.system.files import read_json
+from hotloop.system.files import first_line, optional, read_json
 
 GPT2_OWNER = 'openai-community/'  # on the hub; here its models have short names
-INDEX, SINGLE = 'model.safetensors.index.json', 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
+SINGLE = 'model.safetensors'
+TOKENIZER_FILES = ['tokenizer_config.json', 'chat_template.jinja', 'tokenizer.json']
+MODEL_FILES = ['config.json', 'generation_config.json', 'tokenizer.model', 'vocab.json', SINGLE,
+               'model-*.safetensors', INDEX, *TOKENIZER_FILES]
 
 
 def is_hub_name(name):
-    """Whether a name may be a model of the hub: ORGANIZATION/MODEL, and nothing on disk."""
+    """Test whether a name may be a model of the hub: ORGANIZATION/MODEL, and nothing on disk."""
     looks = re.fullmatch(r'[\w-][\w.-]*/[\w-][\w.-]*', name) and not name.endswith(('.pt', '.json'))
     return bool(looks) and not os.path.exists(name)
 
 
 def weight_files(folder):
     """
-    The names of the safetensors files of a folder: one file, which may have an old index beside it, or the
-    shards in its index. ValueError for a damaged index.
+    List the safetensors files of a folder: one file, which may have an old index beside it, or the
+    shards in its index.
     """
     index = os.path.join(folder, INDEX)
     if os.path.exists(os.path.join(folder, SINGLE)) or not os.path.exists(index):
@@ -30,69 +33,50 @@ def weight_files(folder):
     return sorted({os.path.basename(name) for name in names.values()})
 
 
-def find_on_disk(name, data_dir, needed):
-    """The folder that holds a model of the hub and all needed(folder) files; None if it is not here."""
-    caches = os.environ.get('HF_HUB_CACHE') or os.path.join(hub_home(), 'hub')
-    cache = os.path.join(caches, f'models--{name.replace("/", "--")}')
-    folders = [own_folder(name, data_dir)]
-    head = os.path.join(cache, 'refs', 'main')
-    if os.path.exists(head):
-        with open(head, encoding='utf-8') as f:
-            folders.append(os.path.join(cache, 'snapshots', f.read().strip()))
-    for folder in folders:
-        if all(os.path.exists(os.path.join(folder, file)) for file in needed(folder)):
-            return folder
-    return None
+def hub_model(name):
+    """Find or download the folder of a model with its weights and, if it has one, its tokenizer."""
+    return cached_model(name) or download(name, MODEL_FILES)
 
 
-def own_folder(name, data_dir):
-    return os.path.join(data_dir, 'pretrained', name.removeprefix(GPT2_OWNER))
+def hub_tokenizer(name):
+    """Find or download the folder of a model with its tokenizer.json, without its weights."""
+    folder = cached(name, TOKENIZER_FILES)
+    if folder and os.path.exists(os.path.join(folder, 'tokenizer.json')):
+        return folder
+    return download(name, TOKENIZER_FILES)
 
 
-def model_files(folder):
-    return ['config.json', *weight_files(folder)]
-
-
-def hub_model(name, data_dir):
-    """The folder of a model of the hub, with its weights and, if it has one, its tokenizer."""
-    found = find_on_disk(name, data_dir, model_files)
-    if found:
-        return found
-    folder = own_folder(name, data_dir)
-    fetch(name, 'config.json', folder)
-    if not name.startswith(GPT2_OWNER):  # of which tiktoken has the tokenizer
-        for file in ('generation_config.json', 'tokenizer_config.json', 'chat_template.jinja', INDEX):
-            fetch(name, file, folder, required=False)
-        any(fetch(name, file, folder, required=False)
-            for file in ('tokenizer.json', 'tokenizer.model', 'vocab.json'))
-    for file in weight_files(folder):
-        fetch(name, file, folder)
+def cached_model(name):
+    """Find the folder of a model on this disk. Returns None if a file of its weights is missing."""
+    folder = cached(name, MODEL_FILES)
+    if folder is None:
+        return None
+    for file in ('config.json', *weight_files(folder)):
+        if not os.path.exists(os.path.join(folder, file)):
+            return None
     return folder
 
 
-def hub_tokenizer(name, data_dir):
-    """The folder of a model of the hub that has its tokenizer.json, without its weights."""
-    found = find_on_disk(name, data_dir, lambda folder: ['tokenizer.json'])
-    if found:
-        return found
-    folder = own_folder(name, data_dir)
-    for file in ('tokenizer_config.json', 'chat_template.jinja'):
-        fetch(name, file, folder, required=False)
-    fetch(name, 'tokenizer.json', folder)
-    return folder
-
-
-def fetch(name, file, folder, required=True):
-    """Downloads a file of a model. Returns whether the model has it. ValueError if it is required."""
+def cached(name, patterns):
+    """Find a model in the cache of the hub, without a network; its files may be incomplete."""
+    hub = optional('huggingface_hub', f'finds and downloads {name}')
     try:
-        download(f'{hub()}/{name}/resolve/main/{file}', os.path.join(folder, file))
-    except ValueError as e:
-        status, page, hint = getattr(e, 'status', None), f'{hub()}/{name}', ''
-        if status == 404 and not required:
-            return False
-        if status == 404:
-            hint = f'; see {page}/tree/main: a model needs config.json, safetensors and tokenizer.json'
-        elif status in (401, 403):
-            hint = f'; check the name, and accept the license of a gated model at {page}'
-        raise ValueError(f'{name!r} is not on disk, and {e}{hint}') from None
-    return True
+        return hub.snapshot_download(name, allow_patterns=patterns, local_files_only=True)
+    except (OSError, ValueError):  # LocalEntryNotFoundError
+        return None
+
+
+def download(name, patterns):
+    """Download the files of a model. Raises ValueError in one sentence, with the remedy."""
+    hub = optional('huggingface_hub', f'downloads {name}')
+    errors = optional('huggingface_hub.errors', f'downloads {name}')
+    page = f'https://huggingface.co/{name}'
+    try:
+        return hub.snapshot_download(name, allow_patterns=patterns)
+    except errors.GatedRepoError:
+        reason = f'accept its license at {page}, and set HF_TOKEN or log in with: hf auth login'
+    except errors.RepositoryNotFoundError:
+        reason = f'{page} does not exist, or is private and HF_TOKEN may not read it'
+    except Exception as e:  # of huggingface_hub, of its HTTP client and of the file system
+        reason = first_line(e)
+    raise ValueError(f'{name!r} is not on disk and could not be downloaded: {reason}')

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back; rebuilt from their spec(), which datasets and checkpoints carry."""
+"""Tokenizers: text to ids and back, rebuilt from the spec() that datasets and checkpoints carry."""
 
 import re
 import reprlib
@@ -20,25 +20,30 @@ TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
 
 class Tokenizer:
     """
-    What all tokenizers share; each adds encode(text) -> array of ids, and spec(). eot, bos: the ids that end
-    and begin a document, or None. begin: bos if the data was made with it. ends: other ids that end a text.
-    first: bos if each text begins with it, as in most families of Hugging Face. pieces: the bytes of each id;
-    eot, bos and unused ids have none. specials: {name: id}, for prompts and templates; encode() never returns
-    one.
+    Share what all tokenizers need; each adds encode(text) -> array of ids, and spec().
+
+    eot, bos: the ids that end and begin a document, or None. begin: bos if the data was made with
+    it. ends: other ids that end a text. first: bos if each text begins with it, as in most families
+    of Hugging Face. pieces: the bytes of each id; eot, bos and unused ids have none. specials:
+    {name: id}, for prompts and templates; encode() never returns one of them.
     """
     n_vocab, eot, bos, begin, first, ends = 0, None, None, None, None, ()
 
     def encode_next(self, text, after_special):
-        """The ids of a text inside a document; differs from encode() if encode() adds a leading space."""
+        """
+        Encode a text inside a document; differs from encode() if encode() adds a leading space.
+        """
         return self.encode(text)
 
     def decode(self, ids):
-        """The bytes of ids. Ids beyond n_vocab (padding of a model's vocabulary) have none."""
+        """
+        Return the bytes of ids. Ids beyond n_vocab (padding of a model's vocabulary) have none.
+        """
         return b''.join(self.pieces[i] for i in ids if i < self.n_vocab)
 
     @cached_property
     def sizes(self):
-        """UTF-8 bytes of each id, (n_vocab,) int64, for bits per byte."""
+        """Count the UTF-8 bytes of each id, (n_vocab,) int64, for bits per byte."""
         return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
 
     @cached_property
@@ -47,13 +52,13 @@ class Tokenizer:
 
     @cached_property
     def special_names(self):
-        """A regular expression that matches the names of special ids, the longest first."""
+        """Match the names of special ids, the longest first."""
         names = map(re.escape, sorted(self.specials, key=len, reverse=True))
         return re.compile(f'({"|".join(names) or "(?!)"})')  # (?!) matches nothing
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8 and an end-of-text id. Needs no package and encodes any text."""
+    """Encode any text as the 256 bytes of UTF-8, with an end-of-text id. Needs no package."""
     n_vocab, eot = 257, 256
     pieces = (*(bytes([b]) for b in range(256)), b'')
 
@@ -66,8 +71,9 @@ class ByteTokenizer(Tokenizer):
 
 class CharTokenizer(Tokenizer):
     """
-    One id per character of `chars`, then an end-of-text id if `eot`. In a list, for nanoGPT's meta.pkl, other
-    texts may stand between the characters; they are decoded, but encode() never returns their ids.
+    Give each character of `chars` an id, then the end of text if `eot`. In a list, as from
+    nanoGPT's meta.pkl, longer texts may stand between the characters; they are decoded, but never
+    encoded.
     """
 
     def __init__(self, chars, eot=False):
@@ -78,7 +84,8 @@ class CharTokenizer(Tokenizer):
             self.pieces.append(b'')
         self.n_vocab = len(self.pieces)
         ids = {ord(c): i for i, c in enumerate(chars) if len(c) == 1}  # by code point
-        self.table = np.full(max(ids, default=0) + 2, -1)  # code point -> id; the last entry: unknown
+        # code point -> id; the last entry stands for unknown ones
+        self.table = np.full(max(ids, default=0) + 2, -1)
         self.table[list(ids)] = list(ids.values())
 
     def encode(self, text):
@@ -86,8 +93,9 @@ class CharTokenizer(Tokenizer):
         ids = self.table[np.minimum(points, len(self.table) - 1)]
         if (ids < 0).any():
             unknown = ''.join(sorted({chr(p) for p in points[ids < 0]}))
-            raise ValueError(f'this char tokenizer lacks {counted(len(unknown), "character")} of the text or '
-                             f'of its chat template: {unknown[:20]!r}')
+            raise ValueError('the vocabulary of this char tokenizer lacks '
+                             f'{counted(len(unknown), "character")} of the text or of its chat '
+                             f'template: {unknown[:20]!r}')
         return ids
 
     def spec(self):
@@ -95,25 +103,28 @@ class CharTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """One of OpenAI's encodings, from the tiktoken package, which downloads it once and caches it."""
+    """
+    Wrap one of OpenAI's encodings from the tiktoken package, which downloads it once and caches it.
+    """
 
     def __init__(self, name):
         import tiktoken.load
-        tiktoken.load.read_file = read_url  # its own would wait for ever behind a firewall that drops packets
+        # tiktoken's own would wait for ever behind a firewall that drops packets.
+        tiktoken.load.read_file = read_url
         self.name = name
         try:
             self.encoding = tiktoken.get_encoding(name)
         except Exception as e:  # requests, urllib3 and the file system raise many types here
-            raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; without a '
-                             "network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's cache, or "
-                             'prepare the data with --tokenizer=bpe:8192') from None
+            raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; without '
+                             "a network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's "
+                             'cache, or prepare the data with --tokenizer=bpe:8192') from None
         self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
 
     def encode(self, text):
         text = fix_surrogates(text)
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # a million characters of white space exceed the stack of its regular expressions
+        except ValueError:  # A million characters of white space exceed the stack of its regex.
             half = len(text) // 2
             if not half:
                 raise
@@ -135,9 +146,9 @@ class TiktokenTokenizer(Tokenizer):
 
 class BPETokenizer(TiktokenTokenizer):
     """
-    A byte-level BPE that carries its tokens, run by tiktoken. tokens: the bytes of each id, None for special
-    and unused ids; lower ids merge first. The end-of-text id follows the tokens. The other arguments describe
-    the tokenizer.json of older datasets; nfc: normalize texts to NFC.
+    Run a byte-level BPE that carries its tokens with tiktoken. tokens: the bytes of each id, None
+    for special and unused ids; lower ids merge first. The end-of-text id follows the tokens. The
+    other arguments describe the tokenizer.json of older datasets; nfc: normalize texts to NFC.
     """
 
     def __init__(self, tokens, pattern=GPT2_SPLIT, specials=None, eot=None, bos=None, nfc=False):
@@ -145,15 +156,21 @@ class BPETokenizer(TiktokenTokenizer):
         if specials is None:
             eot = len(tokens)
             specials = {'<|endoftext|>': eot}
-        self.tokens, self.pattern, self.specials = tokens, pattern, specials
-        self.eot, self.bos, self.nfc = eot, bos, nfc
+        self.tokens = tokens
+        self.pattern = pattern
+        self.specials = specials
+        self.eot = eot
+        self.bos = bos
+        self.nfc = nfc
         ranks = {token: i for i, token in enumerate(tokens) if token is not None}
         self.encoding = tiktoken.Encoding('own', pat_str=pattern, mergeable_ranks=ranks,
                                           special_tokens=specials)
         self.n_vocab = self.encoding.n_vocab
 
     def encode(self, text):
-        return super().encode(unicodedata.normalize('NFC', text) if self.nfc else text)
+        if self.nfc:
+            text = unicodedata.normalize('NFC', text)
+        return super().encode(text)
 
     def spec(self):
         tokens = [None if token is None else token.decode('latin-1') for token in self.tokens]
@@ -162,11 +179,17 @@ class BPETokenizer(TiktokenTokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """Wraps a TokenizerJson. If that adds a leading space, the ids have one byte more than the text."""
+    """
+    Wrap a TokenizerJson. If that adds a leading space, the ids have one byte more than the text.
+    """
 
     def __init__(self, file, eot, bos):
-        self.file, self.eot, self.bos = file, eot, bos
-        self.specials, self.n_vocab, self.first = file.specials, file.n_vocab, file.first_id()
+        self.file = file
+        self.eot = eot
+        self.bos = bos
+        self.specials = file.specials
+        self.n_vocab = file.n_vocab
+        self.first = file.first_id()
 
     def encode(self, text):
         return self.file.encode(fix_surrogates(text))
@@ -183,30 +206,36 @@ class HFTokenizer(Tokenizer):
         return {'kind': 'hf', 'json': self.file.text, 'eot': self.eot, 'bos': self.bos}
 
 
-KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer, 'bpe': BPETokenizer,
-         'hf': HFTokenizer}
+KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer,
+         'bpe': BPETokenizer, 'hf': HFTokenizer}
 
 
 def read_tokenizer_json(path):
-    """The HFTokenizer of a tokenizer.json or of the folder that has one. ValueError if it cannot be used."""
+    """Read the HFTokenizer of a tokenizer.json, or of the folder that has one."""
     return HFTokenizer(*read_file(path))
 
 
 def tokenizer_from(spec):
-    """The tokenizer that a spec() describes. ValueError if it does not describe one."""
+    """
+    Build the tokenizer that a spec() describes. Raises ValueError if it does not describe one.
+    """
     try:
         settings = {name: value for name, value in spec.items() if name != 'kind'}
         if 'tokens' in settings:
-            settings['tokens'] = [None if t is None else t.encode('latin-1') for t in settings['tokens']]
+            settings['tokens'] = [t if t is None else t.encode('latin-1')
+                                  for t in settings['tokens']]
         if 'json' in settings:
             settings['file'] = TokenizerJson(settings.pop('json'))
         return KINDS[spec['kind']](**settings)
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this version') from None
+        raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this '
+                         'version') from None
 
 
 def same_tokenizer(a, b):
-    """Whether two specs give each id the same bytes, as those of GPT-2's tokenizer.json and tiktoken's do."""
+    """
+    Test whether two specs give each id the same bytes, as GPT-2's tokenizer.json and tiktoken do.
+    """
     if a == b:
         return True
     try:
@@ -217,14 +246,17 @@ def same_tokenizer(a, b):
 
 
 def fix_surrogates(text):
-    """The text as UTF-8 can hold it: surrogate pairs joined, lone ones replaced. JSON may contain either."""
+    """
+    Join surrogate pairs and replace lone ones, which UTF-8 cannot hold. JSON may contain either.
+    """
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 def encode_parts(tokenizer, parts, start=True):
     """
-    (ids, mask) of a stretch of a document. parts: those of a Piece. start: whether the document begins here.
-    mask: 1 where a token counts toward the loss; None for a single part of plain text.
+    Encode a stretch of a document as (ids, mask). parts: those of a Piece. start: whether the
+    document begins here. mask: 1 where a token counts toward the loss; None for a single part of
+    plain text.
     """
     runs = []  # [text or special id, counts]; adjacent texts with equal `counts` form one run
     for text, markup, counts in parts:
@@ -235,7 +267,8 @@ def encode_parts(tokenizer, parts, start=True):
                 runs[-1][0] += word
             elif word or not runs:
                 runs.append([word, counts])
-    ids, mask = [], []
+    ids = []
+    mask = []
     for i, (run, counts) in enumerate(runs):
         if not isinstance(run, str):
             ids.append(np.array([run]))
@@ -251,7 +284,9 @@ def encode_parts(tokenizer, parts, start=True):
 
 
 def prompt_ids(tokenizer, text):
-    """The ids of a prompt, in which the names of special ids count, after tokenizer.begin; never empty."""
+    """
+    Encode a prompt, in which the names of special ids count, after tokenizer.begin; never empty.
+    """
     ids = encode_parts(tokenizer, [(text, True, True)])[0].tolist()
     if tokenizer.begin is not None and ids[:1] != [tokenizer.begin]:
         ids = [tokenizer.begin, *ids]

@@ -1,4 +1,6 @@
-"""Finds the tokenizer that --tokenizer names: built in, or of a dataset, a run, a file. Without torch."""
+"""
+Find the tokenizer that --tokenizer names: built in, or of a dataset, a run, a file. Without torch.
+"""
 
 import collections
 import glob
@@ -23,7 +25,7 @@ from hotloop.system.files import first_intact, read_json
 
 
 class Found(NamedTuple):
-    """A tokenizer, and the model that has it, if one does."""
+    """Hold a tokenizer, and the model that has it, if one does."""
     tokenizer: object = None  # None if it is built from the text
     model: str | None = None  # what init_from takes
     is_run: bool = False  # whether that is a run or a checkpoint
@@ -32,8 +34,8 @@ class Found(NamedTuple):
 
 def find_tokenizer(name, data_dir):
     """
-    The Found of the tokenizer with this name, or of the file or folder at this path, or at this path in
-    data_dir, or of a model of the hub. ValueError if there is none.
+    Find a tokenizer by its name, by the path of a file or folder, by a path inside data_dir, or by
+    a model of the hub. Raises ValueError if there is none.
     """
     kind, _, size = name.partition(':')
     if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
@@ -46,17 +48,20 @@ def find_tokenizer(name, data_dir):
     if found := tokenizer_at(name, data_dir) or tokenizer_at(in_data_dir, data_dir):
         return found
     if is_hub_name(name):
-        folder = hub_tokenizer(name, data_dir)
+        folder = hub_tokenizer(name)
         return Found(read_tokenizer_json(folder), name, template=template_of(folder))
-    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
-                     f'{", ".join(TIKTOKEN_NAMES)} or a model of the hub such as Qwen/Qwen2.5-0.5B, and '
-                     f'neither {name} nor {in_data_dir} is a checkpoint, a tokenizer.json, or a folder with '
-                     'one of them or with a dataset')
+    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to '
+                     f'{MAX_VOCAB:,}), {", ".join(TIKTOKEN_NAMES)} or a model of the hub such as '
+                     f'Qwen/Qwen2.5-0.5B, and neither {name} nor {in_data_dir} is a checkpoint, a '
+                     'tokenizer.json, or a folder with one of them or with a dataset')
 
 
 def template_of(folder):
-    """The template of a Hugging Face folder's chats, by how a turn begins; '' for others, None if none."""
-    chat, path = '', os.path.join(folder, 'tokenizer_config.json')
+    """
+    Find the template of a Hugging Face folder by how a turn begins; '' for others, None if none.
+    """
+    chat = ''
+    path = os.path.join(folder, 'tokenizer_config.json')
     if os.path.exists(path):
         chat = str(read_json(path).get('chat_template') or '')
     path = os.path.join(folder, 'chat_template.jinja')
@@ -72,9 +77,11 @@ def template_of(folder):
 
 
 def tokenizer_at(path, data_dir):
-    """The Found of a file, or of a folder; None if that has no tokenizer. ValueError if it is damaged."""
-    is_json = os.path.basename(path) == 'tokenizer.json' or (path.endswith('.json') and os.path.isfile(path))
-    names = ['tokenizer.json'] if is_json else []
+    """Read the Found of a file or a folder. Returns None if it has no tokenizer."""
+    names = []
+    is_json = path.endswith('.json') and os.path.isfile(path)
+    if is_json or os.path.basename(path) == 'tokenizer.json':
+        names = ['tokenizer.json']
     if os.path.isdir(path):
         names = os.listdir(path)
     if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
@@ -84,56 +91,65 @@ def tokenizer_at(path, data_dir):
     if 'train.bin' in names:
         meta = read_meta(path)
         chats = [template for template in meta.get('templates', []) if template in CHATS]
-        return Found(tokenizer_from(meta['tokenizer']), template=chats[0] if len(chats) == 1 else None)
+        template = chats[0] if len(chats) == 1 else None
+        return Found(tokenizer_from(meta['tokenizer']), template=template)
     paths = [path] if os.path.isfile(path) else []
     for pattern in ('best.pt', 'ckpt.pt', 'ckpt-*.pt'):
         paths += sorted(glob.glob(os.path.join(glob.escape(path), pattern)), reverse=True)
     if not paths:
         return None
-    _, (tokenizer, template) = first_intact(paths, lambda file: checkpoint_tokenizer(file, data_dir))
+    _, found = first_intact(paths, lambda file: checkpoint_tokenizer(file, data_dir))
+    tokenizer, template = found
     return Found(tokenizer, path, is_run=True, template=template)
 
 
 def checkpoint_tokenizer(path, data_dir):
     """
-    The tokenizer of a checkpoint, and the template of its chats or None. ValueError if the file is damaged,
-    or if its tokenizer is missing.
+    Read the tokenizer of a checkpoint, and the template of its chats or None. Raises ValueError if
+    the file is damaged, or if its tokenizer is missing.
     """
     try:
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
-            checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()  # read() checks its CRC
-        spec, vocab_size = checkpoint.get('tokenizer'), checkpoint['model_args']['vocab_size']
-        config, template = checkpoint.get('config', {}), checkpoint.get('template')
+            # read() checks the CRC of the record.
+            checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()
+        spec = checkpoint.get('tokenizer')
+        vocab_size = checkpoint['model_args']['vocab_size']
+        config = checkpoint.get('config', {})
+        template = checkpoint.get('template')
     except Exception as e:  # damaged bytes can raise nearly anything
-        raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
+        raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: '
+                         f'{e})') from None
     tokenizer = tokenizer_from(spec or dataset_spec(path, config, vocab_size, data_dir))
     return tokenizer, template if template in CHATS else None
 
 
 def dataset_spec(path, config, vocab_size, data_dir):
     """
-    The spec of the tokenizer of a checkpoint that has none, as nanoGPT's: that of the dataset in its config,
-    or GPT-2's if the dataset has no meta file. ValueError if its size is not the model's.
+    Find the tokenizer's spec of a checkpoint that has none, as nanoGPT's: that of the dataset in
+    its config, or GPT-2's if the dataset has no meta file. Raises ValueError if its size is not the
+    model's.
     """
     dataset = config.get('dataset')
     folder = dataset_folder(data_dir, name_of_path(dataset)) if dataset else data_dir
     meta = read_meta(folder)
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
     if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
-        raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
-                         '--data_dir to where its dataset is, or add the tokenizer.json of the model')
+        raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; '
+                         'set --data_dir to where its dataset is, or add the tokenizer.json of the '
+                         'model')
     return meta['tokenizer']
 
 
 class CheckpointUnpickler(PlainUnpickler):
-    """Loads what torch.save wrote, with None for each tensor and its storage. It imports nothing."""
+    """Load what torch.save wrote, with None for each tensor and its storage. It imports nothing."""
     def persistent_load(self, *args):
         return None
 
     def find_class(self, module, name):
         if (module, name) == ('collections', 'OrderedDict'):
             return collections.OrderedDict
-        if re.fullmatch(r'torch\.(\w+Storage|_utils\._rebuild_(tensor_v2|parameter))', f'{module}.{name}'):
+        storages = r'torch\.(\w+Storage|_utils\._rebuild_(tensor_v2|parameter))'
+        if re.fullmatch(storages, f'{module}.{name}'):
             return self.persistent_load
         return super().find_class(module, name)

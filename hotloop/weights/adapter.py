@@ -1,4 +1,4 @@
-"""Writes and reads folders of adapters in the format of peft, and merges them into their base."""
+"""Write and read folders of adapters in the format of peft, and merge them into their base."""
 
 import json
 import os
@@ -16,35 +16,46 @@ from hotloop.weights.lora import (
 )
 from hotloop.weights.safetensors import read_safetensors, write_safetensors
 
-CONFIG, TENSORS, ORIGIN = 'adapter_config.json', 'adapter_model.safetensors', 'hotloop.json'
-# of adapter_config.json: what else would compute something that merge() does not
-ONLY = {'peft_type': 'LORA', 'bias': 'none', 'use_dora': False, 'lora_bias': False, 'modules_to_save': None,
-        'rank_pattern': {}, 'alpha_pattern': {}, 'target_parameters': None, 'trainable_token_indices': None,
+CONFIG = 'adapter_config.json'
+TENSORS = 'adapter_model.safetensors'
+ORIGIN = 'hotloop.json'  # identifies the base, and records how its data begin and write a chat
+# the options in adapter_config.json that merge() supports, with their only values
+ONLY = {'peft_type': 'LORA', 'bias': 'none', 'use_dora': False, 'lora_bias': False,
+        'modules_to_save': None, 'rank_pattern': {}, 'alpha_pattern': {},
+        'target_parameters': None, 'trainable_token_indices': None,
         'alora_invocation_tokens': None, 'layer_replication': None}
-CHANGES_BASE = ('pissa', 'olora', 'corda', 'loftq')  # starts with which peft changes the base as it loads it
+CHANGES_BASE = ('pissa', 'olora', 'corda', 'loftq')  # with these, loading changes the base
 
 
 def write_adapter(folder, checkpoint):
     """
-    Writes the adapters of a checkpoint so that peft loads them onto the base in its Hugging Face form. A file
-    of ours beside them, hotloop.json, identifies the base and records how the data begin a text and mark the
-    turns of a chat. ValueError if the disk is full.
+    Write the adapters of a checkpoint so that peft loads them onto the base in its Hugging Face
+    form. Raises ValueError if the folder cannot be written.
     """
-    lora, tensors, targets = checkpoint['lora'], {}, []
+    lora = checkpoint['lora']
+    tensors = {}
+    targets = []
     for a in adapters_of(checkpoint):
         is_gpt2 = a.projection == a.matrix
-        blocks, projection = 'transformer.h', a.projection
-        if not is_gpt2:
-            blocks, projection = 'model.layers', re.sub('^attn', 'self_attn', projection)
+        if is_gpt2:
+            blocks = 'transformer.h'
+            projection = a.projection
+        else:
+            blocks = 'model.layers'
+            projection = re.sub('^attn', 'self_attn', a.projection)
         module = f'base_model.model.{blocks}.{a.layer}.{projection}'
-        tensors |= {f'{module}.lora_A.weight': a.A, f'{module}.lora_B.weight': a.B}
-        targets.append(projection)
-    config = {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'base_model_name_or_path': lora['base'],
-              'r': lora['lora_rank'], 'lora_alpha': lora['lora_alpha'], 'use_rslora': lora['lora_rs'],
-              'lora_dropout': lora['lora_dropout'], 'target_modules': list(dict.fromkeys(targets)),
+        tensors[f'{module}.lora_A.weight'] = a.A
+        tensors[f'{module}.lora_B.weight'] = a.B
+        if projection not in targets:
+            targets.append(projection)
+    config = {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM',
+              'base_model_name_or_path': lora['base'], 'r': lora['lora_rank'],
+              'lora_alpha': lora['lora_alpha'], 'use_rslora': lora['lora_rs'],
+              'lora_dropout': lora['lora_dropout'], 'target_modules': targets,
               'fan_in_fan_out': is_gpt2, 'bias': 'none', 'inference_mode': True}
-    origin = {name: lora[name] for name in ('base', 'sha256', 'quantize')}
-    origin['habits'] = {'bos': checkpoint.get('bos'), 'template': checkpoint.get('template', 'none')}
+    habits = {'bos': checkpoint.get('bos'), 'template': checkpoint.get('template', 'none')}
+    origin = {'base': lora['base'], 'sha256': lora['sha256'], 'quantize': lora['quantize'],
+              'habits': habits}
     try:
         os.makedirs(folder, exist_ok=True)
         for name, value in ((CONFIG, config), (ORIGIN, origin)):
@@ -56,27 +67,31 @@ def write_adapter(folder, checkpoint):
 
 
 def is_adapter(folder):
-    """Whether a folder holds adapters."""
+    """Test whether a folder holds adapters."""
     return os.path.exists(os.path.join(folder, CONFIG))
 
 
 def base_of(folder):
     """
-    What is known of the weights that an adapter was trained on: {'base': name, 'sha256': their hash or None,
-    'quantize': how they were rounded}; 'habits' of the adapter's data. ValueError if the folder has none.
+    Read which weights an adapter was trained on: {'base': name, 'sha256': their hash or None,
+    'quantize': how they were rounded, 'habits': how its data begin a text and write a chat}.
     """
     if not is_adapter(folder) and is_adapter(os.path.join(folder, 'adapter')):
-        raise ValueError(f'{folder} is a run; its adapter is --adapter={os.path.join(folder, "adapter")}')
-    name = read_json(os.path.join(folder, CONFIG)).get('base_model_name_or_path') or 'an unknown base'
-    path = os.path.join(folder, ORIGIN)  # peft writes none
-    origin = read_json(path) if os.path.exists(path) else {}
-    return {'sha256': None, 'quantize': 'none', 'habits': {}, **origin, 'base': name}
+        raise ValueError(f'{folder} is a run; its adapter is --adapter={folder}/adapter')
+    config = read_json(os.path.join(folder, CONFIG))
+    record = {'sha256': None, 'quantize': 'none', 'habits': {}}
+    path = os.path.join(folder, ORIGIN)
+    if os.path.exists(path):  # peft writes none
+        record |= read_json(path)
+    record['base'] = config.get('base_model_name_or_path') or 'an unknown base'
+    return record
 
 
 def merge_adapter(model, folder, source):
     """
-    Adds an adapter folder, ours or peft's, to the float32 weights of a model. source: the Weights that the
-    model has, which get the habits of the adapter's data. ValueError if the adapter was trained on others.
+    Add an adapter folder, ours or peft's, to the float32 weights of a model. source: the Weights
+    of the model, whose habits become those of the adapter's data. Raises ValueError if the
+    adapter was trained on others.
     """
     adapters, scale = read_adapter(folder, model, source.path)
     record = base_of(folder)
@@ -90,39 +105,47 @@ def merge_adapter(model, folder, source):
 
 
 def read_adapter(folder, model, path):
-    """([Adapter], scale) of a peft folder. path: of the model's weights, for errors."""
+    """Read ([Adapter], scale) of a peft folder. path: of the model's weights, for errors."""
     config = read_json(os.path.join(folder, CONFIG))
+    check_config(config, f'{folder}/{CONFIG}')
+    lora = LoRAConfig(lora_rank=config['r'], lora_alpha=config['lora_alpha'],
+                      lora_rs=config.get('use_rslora', False))
+    tensors = read_safetensors(os.path.join(folder, TENSORS))
+    table = projections(model)
+    trained_on = f'it was trained on {base_of(folder)["base"]}'
+    pattern = re.compile(r'base_model\.model\.(?:transformer\.h|model\.layers)\.(\d+)'
+                         r'\.(?:self_)?(.+)\.lora_([AB])\.weight')
+    adapters = []
+    for name in sorted(tensors):
+        found = pattern.fullmatch(name)
+        if not found or found[2] not in table or int(found[1]) >= model.config.n_layer:
+            raise ValueError(f'{folder} does not fit {path}, which has nothing for {name}; '
+                             f'{trained_on}')
+        if found[3] == 'B':
+            continue
+        A = tensors[name].float()
+        B = tensors[name.replace('lora_A', 'lora_B')].float()
+        matrix, start, end = table[found[2]]
+        in_features = model.transformer.h[0].get_submodule(matrix).in_features
+        shape = (len(B), A.size(1))
+        if shape != (end - start, in_features):
+            raise ValueError(f'{folder} does not fit {path}: {name} is for a matrix of {shape}, '
+                             f'not of {(end - start, in_features)}; {trained_on}')
+        adapters.append(Adapter(int(found[1]), found[2], matrix, start, end, A, B))
+    return adapters, lora.scale()
+
+
+def check_config(config, path):
+    """Raise ValueError if adapter_config.json describes something that merge() does not compute."""
     for name, value in ONLY.items():
         found = config.get(name, value)
         if found and found != value:
-            raise ValueError(f'{folder}/{CONFIG}: {name}={found!r} is not supported, only {value!r}')
+            raise ValueError(f'{path}: {name}={found!r} is not supported, only {value!r}')
     start = str(config.get('init_lora_weights')).lower()
     if start.startswith(CHANGES_BASE):
-        raise ValueError(f'{folder}/{CONFIG}: init_lora_weights={start!r} changes the base; save the adapter '
+        raise ValueError(f'{path}: init_lora_weights={start!r} changes the base; save the adapter '
                          'with path_initial_model_for_weight_conversion, an option of peft')
     for name, least in (('r', 1), ('lora_alpha', 0)):
         value = config.get(name)
         if not isinstance(value, int | float) or value < least:
-            raise ValueError(f'{folder}/{CONFIG}: {name}={value!r} must be a number of at least {least}')
-    scale = LoRAConfig(config['r'], config['lora_alpha'], config.get('use_rslora', False)).scale()
-    tensors, table, adapters = read_safetensors(os.path.join(folder, TENSORS)), projections(model), []
-    trained_on = f'it was trained on {base_of(folder)["base"]}'
-    for name in sorted(tensors):
-        found = re.fullmatch(r'base_model\.model\.(?:transformer\.h|model\.layers)\.(\d+)\.(?:self_)?(.+)'
-                             r'\.lora_([AB])\.weight', name)
-        if not found or found[2] not in table or int(found[1]) >= model.config.n_layer:
-            raise ValueError(f'{folder} does not fit {path}, which has nothing for {name}; {trained_on}')
-        if found[3] == 'B':
-            continue
-        matrix, start, end = table[found[2]]
-        other = name.replace('lora_A', 'lora_B')
-        if other not in tensors:
-            raise ValueError(f'{folder}/{TENSORS} lacks {other}')
-        A, B = tensors[name].float(), tensors[other].float()
-        in_features = model.transformer.h[0].get_submodule(matrix).in_features
-        shapes = [(len(B), A.size(1)), (end - start, in_features)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f'{folder} does not fit {path}: {name} is for a matrix of {shapes[0]}, not of '
-                             f'{shapes[1]}; {trained_on}')
-        adapters.append(Adapter(int(found[1]), found[2], matrix, start, end, A, B))
-    return adapters, scale
+            raise ValueError(f'{path}: {name}={value!r} must be a number of at least {least}')

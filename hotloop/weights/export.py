@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder that transformers loads: the inverse of families.py."""
+"""Write a model as a Hugging Face folder that transformers loads: the inverse of families.py."""
 
 import dataclasses
 import json
@@ -14,142 +14,114 @@ from hotloop.weights.families import (
     BLOCK,
     CONV1D,
     GEMMA_BLOCK,
-    LETTERS,
-    MLP_OF,
+    GPT2_NAMES,
     OUTSIDE,
     names_of,
     settings_of,
 )
 from hotloop.weights.safetensors import write_safetensors
 
-ARCHITECTURES = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
-                 'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM', 'gemma2': 'Gemma2ForCausalLM',
+ARCHITECTURES = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM',
+                 'mistral': 'MistralForCausalLM', 'qwen2': 'Qwen2ForCausalLM',
+                 'qwen3': 'Qwen3ForCausalLM', 'gemma2': 'Gemma2ForCausalLM',
                  'gemma3_text': 'Gemma3ForCausalLM'}
-OUTSIDE_OF = {ours: theirs if theirs == 'lm_head' else f'model.{theirs}' for theirs, ours in OUTSIDE.items()}
-BIASES = ('bias', 'qkv_bias')
-TRAINING = ('preset', 'dropout', 'zero_init', 'label_smoothing')  # settings that do not change the function
+ACTIVATIONS = {'gelu': 'gelu', 'gelu_tanh': 'gelu_new'}  # of GPT-2
+SAME_FUNCTION = ('preset', 'dropout', 'zero_init', 'label_smoothing')  # settings of training alone
+EMBEDDINGS = ('transformer.wte', 'transformer.wpe', 'lm_head')
 
 
-def export(model, tokenizer, template, folder, dtype):
+def export(model, tokenizer, template, folder, dtype, hf_config=None):
     """
-    Writes a GPT in a dtype, its tokenizer and the template of its chats ('none' if it has none) to a folder,
-    new or empty. ValueError names the settings that no model of transformers has.
+    Write a GPT in a dtype, its tokenizer and its chat template ('none': no template) to a new
+    or empty folder. hf_config: the config.json of the model it was started from; None if it was
+    trained from scratch. Raises ValueError if transformers has no such model.
     """
-    if os.path.lexists(folder) and not (os.path.isdir(folder) and not os.listdir(folder)):
+    is_empty = os.path.isdir(folder) and not os.listdir(folder)
+    if os.path.lexists(folder) and not is_empty:
         raise ValueError(f'export={folder} exists and is not an empty folder; name a new one')
-    config = counterpart(model.config)
+    config = config_json(model.config, hf_config)
     files = tokenizer_files(tokenizer, template, model.config.block_size)
-    tensors = {name: tensor.to(dtype) for name, tensor in hf_tensors(model, config).items()}
-    ids = {'eos_token_id': tokenizer.eot, 'bos_token_id': tokenizer.begin}  # None: not transformers' defaults
-    config |= {'dtype': str(dtype).removeprefix('torch.'), **files.get('generation_config.json', ids)}
+    # None is written too, because transformers assumes GPT-2's ids for keys that are missing.
+    ids = {'eos_token_id': tokenizer.eot, 'bos_token_id': tokenizer.begin}
+    config |= files.get('generation_config.json', ids)
+    config['dtype'] = str(dtype).removeprefix('torch.')
+    tensors = {}
+    for name, tensor in hf_tensors(model, config['model_type']).items():
+        tensors[name] = tensor.to(dtype)
     try:
         os.makedirs(folder, exist_ok=True)
         write_safetensors(os.path.join(folder, 'model.safetensors'), tensors)
-        for name, content in {**files, 'config.json': config}.items():  # with the last one it is complete
-            text = content if isinstance(content, str) else json.dumps(content, indent=2)
+        # config.json comes last: a folder that has it is complete.
+        for name, content in [*files.items(), ('config.json', config)]:
+            if not isinstance(content, str):
+                content = json.dumps(content, indent=2)
             with replacing(os.path.join(folder, name)) as f:
-                f.write(text.encode())
+                f.write(content.encode())
     except OSError as e:
         raise ValueError(f'export={folder} could not be written: {e.strerror or e}') from None
     print(f'wrote {folder}: {config["architectures"][0]}, {config["dtype"]}')
     if not files:
-        print('note: without a tokenizer, because tokenizer.json has no form for one of characters',
+        print('note: without a tokenizer, because tokenizer.json cannot hold one of characters',
               file=sys.stderr)
 
 
-# -----------------------------------------------------------------------------
-# settings
-
-def counterpart(config):
+def config_json(config, hf_config=None):
     """
-    The config.json of the model of transformers that computes what a GPTConfig does. ValueError if there is
-    none: with the settings in which the nearest one differs.
+    Return the config.json of a resolved GPTConfig: hf_config with the sizes that training may
+    change, or that of GPT-2. Raises ValueError if it does not describe the same model.
     """
-    ours, candidates, GPTConfig = function_of(config), [], type(config)  # parts do not import model.py
-    for kind in ARCHITECTURES:
-        made = nearest_config(config, kind)
-        theirs = function_of(GPTConfig(**settings_of(made, 'config.json')).resolved())
-        candidates.append(([name for name in ours if ours[name] != theirs[name]
-                            and not (name in BIASES and theirs[name])], made))  # zeros
-    differing, made = min(candidates, key=lambda candidate: len(candidate[0]))
+    if hf_config is None:
+        made = {'model_type': 'gpt2', 'n_ctx': config.block_size,  # llama.cpp reads n_ctx
+                'activation_function': ACTIVATIONS.get(config.mlp, 'gelu_new')}
+        for ours, theirs in GPT2_NAMES.items():
+            made[theirs] = getattr(config, ours)
+    else:
+        made = {key: value for key, value in hf_config.items() if key != 'torch_dtype'}
+        names = names_of(made['model_type'])
+        for ours in ('block_size', 'vocab_size', 'tie'):
+            made[names[ours]] = getattr(config, ours)
+        if 'n_ctx' in made:
+            made['n_ctx'] = config.block_size
+    kind = made['model_type']
+    made['architectures'] = [ARCHITECTURES[kind]]
+    GPTConfig = type(config)  # The parts do not import model.py.
+    theirs = GPTConfig(**settings_of(made, 'config.json')).resolved()
+    differing = []
+    for name, value in dataclasses.asdict(config).items():
+        # Biases that the model lacks are written as zeros.
+        is_zero = kind == 'gpt2' and name in ('bias', 'qkv_bias') and not value
+        if value != getattr(theirs, name) and name not in SAME_FUNCTION and not is_zero:
+            differing.append(f'{name}={value}')
     if differing:
-        values = ', '.join(f'{name}={getattr(config, name)}' for name in differing)
-        raise ValueError('transformers has no model that computes the same; the nearest is '
-                         f'{made["model_type"]}, differing in {values}')
+        raise ValueError(f'transformers has no such model: its {kind} differs in '
+                         f'{", ".join(differing)}; a run from scratch can be exported if it has '
+                         'the settings of --preset=gpt2')
     return made
 
 
-def function_of(config):
-    """{setting: value} of a resolved GPTConfig; equal for those that compute the same."""
-    c = {name: value for name, value in dataclasses.asdict(config).items() if name not in TRAINING}
-    if config.norm == 'rmsnorm':
-        c['norm'] = 'rmsnorm_weight'  # ones
-    if config.position == 'learned':
-        c['rope_base'] = c['rope_factor'] = c['rope_context'] = None
-    c['window'], c['window_pattern'] = config.windows(), None
-    if not any(c['window']) or (config.rope_factor == 1 and config.rope_local_base == config.rope_base):
-        c['rope_local_base'] = None
-    c['query_scale'] = config.query_scale or config.head_dim ** -0.5
-    return c
-
-
-def nearest_config(c, kind):
-    """The config.json of the model of a family that is nearest to a GPTConfig."""
-    made = {'model_type': kind, 'architectures': [ARCHITECTURES[kind]],
-            **{theirs: getattr(c, ours) for ours, theirs in names_of(kind).items()}}
-    if kind == 'gpt2':
-        names = {ours: name for name, ours in reversed(MLP_OF.items())}
-        return made | {'n_ctx': c.block_size,  # llama.cpp reads this one
-                       'activation_function': names.get(c.mlp, 'gelu_new')}
-    made['rope_theta'] = c.rope_base
-    if c.rope_context is not None:
-        made['rope_scaling'] = {'rope_type': 'llama3', 'factor': c.rope_factor, 'low_freq_factor': 1.0,
-                                'high_freq_factor': 4.0, 'original_max_position_embeddings': c.rope_context}
-    elif c.rope_factor != 1:
-        made['rope_scaling'] = {'rope_type': 'linear', 'factor': c.rope_factor}
-    windows = c.windows()
-    if kind == 'mistral':
-        made['sliding_window'] = c.window
-    elif kind != 'llama':
-        kinds = {letter: name for name, letter in LETTERS.items()}
-        made |= {'sliding_window': c.window or c.block_size, 'use_sliding_window': any(windows),
-                 'layer_types': [kinds['S' if window else 'L'] for window in windows]}
-    if kind.startswith('gemma'):
-        scale = c.query_scale or c.head_dim ** -0.5
-        made |= {'hidden_activation': 'gelu_pytorch_tanh', 'query_pre_attn_scalar': round(scale ** -2),
-                 'attn_logit_softcapping': c.attn_softcap or None,
-                 'final_logit_softcapping': c.softcap or None}
-    if kind == 'gemma3_text':
-        made['rope_local_base_freq'] = c.rope_local_base or c.rope_base
-    return made
-
-
-# -----------------------------------------------------------------------------
-# weights
-
-def hf_tensors(model, config):
-    """
-    {name in transformers: tensor} of a GPT that the config.json describes. Biases that it lacks are 0,
-    weights of norms 1.
-    """
-    c, kind, tensors = model.config, config['model_type'], {}
-    with torch.device('meta'):
-        shapes = type(model)(type(c)(**settings_of(config, 'config.json'))).state_dict()
+def hf_tensors(model, kind):
+    """Return {name in transformers: tensor} of a GPT whose family is `kind`."""
+    c = model.config
     weights = model.state_dict()
-    for name, like in shapes.items():
-        if name not in weights:
-            weights[name] = torch.full(like.shape, float(name.endswith('.weight')))
     if c.tie:
         del weights['lm_head.weight']
+    block = GEMMA_BLOCK if kind.startswith('gemma') else BLOCK
+    outside = {ours: theirs for theirs, ours in OUTSIDE.items()}
+    tensors = {}
     for name, tensor in weights.items():
         module, _, suffix = name.rpartition('.')
         layer = re.fullmatch(r'transformer\.h\.(\d+)\.(.+)', module)
         if kind == 'gpt2':
             tensors[name] = tensor.t() if name.endswith(CONV1D) else tensor  # stored as (in, out)
+            bias = f'{module}.bias'
+            if bias not in weights and module not in EMBEDDINGS:
+                tensors[bias] = torch.zeros(len(tensor))
         elif layer is None:
-            tensors[f'{OUTSIDE_OF[module]}.{suffix}'] = tensor
+            theirs = outside[module]
+            prefix = '' if theirs == 'lm_head' else 'model.'
+            tensors[f'{prefix}{theirs}.{suffix}'] = tensor
         else:
-            theirs = (GEMMA_BLOCK if kind.startswith('gemma') else BLOCK)[layer[2]]
+            theirs = block[layer[2]]
             rows = len(tensor) // len(theirs)
             if layer[2] == 'attn.c_attn':
                 rows = [heads * c.head_dim for heads in (c.n_head, c.n_kv_head, c.n_kv_head)]

@@ -1,4 +1,6 @@
-"""Model families of Hugging Face: a config.json as settings of GPTConfig, and the names of the weights."""
+"""
+Translate families of Hugging Face: config.json to settings of GPTConfig, and names of weights.
+"""
 
 import math
 import re
@@ -9,11 +11,12 @@ MLP_OF = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'ge
 LLAMA = dict(position='rope', norm='rmsnorm_weight', mlp='swiglu', bias=False, embed_norm=False)
 GEMMA = LLAMA | dict(norm='rmsnorm_offset', mlp='geglu', post_norm=True)
 # {model_type: settings of GPTConfig that all its models share}
-SETTINGS = {'gpt2': dict(bias=True), 'llama': LLAMA, 'mistral': LLAMA, 'qwen2': LLAMA | dict(qkv_bias=True),
-            'qwen3': LLAMA | dict(qk_norm=True), 'gemma2': GEMMA, 'gemma3_text': GEMMA | dict(qk_norm=True)}
+SETTINGS = {'gpt2': dict(bias=True), 'llama': LLAMA, 'mistral': LLAMA,
+            'qwen2': LLAMA | dict(qkv_bias=True), 'qwen3': LLAMA | dict(qk_norm=True),
+            'gemma2': GEMMA, 'gemma3_text': GEMMA | dict(qk_norm=True)}
 
-# The keys of a config.json that change what transformers computes and that have no setting here, each with
-# the values that GPT computes; a missing key has the first one. Keys that are not here do not change it.
+# The keys of a config.json that change what transformers computes and that have no setting here,
+# each with the values that GPT computes; a missing key has the first one.
 LLAMA_KEYS = {'hidden_act': ['silu'], 'attention_bias': [False], 'mlp_bias': [False],
               'partial_rotary_factor': [None, 1]}
 GEMMA_KEYS = {'hidden_activation': ['gelu_pytorch_tanh'], 'attention_bias': [False],
@@ -22,7 +25,8 @@ GPT2_KEYS = {'activation_function': list(MLP_OF), 'scale_attn_weights': [True],
              'scale_attn_by_inverse_layer_idx': [False], 'add_cross_attention': [False]}
 EVERY_KEYS = {'quantization_config': [None], 'quantization': [None],  # the latter is MLX's
               'auto_map': [None], 'is_causal': [True]}
-SUPPORTED = {'gpt2': GPT2_KEYS, 'gemma2': GEMMA_KEYS, 'gemma3_text': GEMMA_KEYS}  # others: LLAMA_KEYS
+# all other families have LLAMA_KEYS
+SUPPORTED = {'gpt2': GPT2_KEYS, 'gemma2': GEMMA_KEYS, 'gemma3_text': GEMMA_KEYS}
 
 # {setting of GPTConfig: its key in a config.json} of GPT-2, and of all other families
 GPT2_NAMES = {'n_layer': 'n_layer', 'n_head': 'n_head', 'n_embd': 'n_embd', 'n_ff': 'n_inner',
@@ -47,10 +51,10 @@ DEFAULTS = {
     'gemma3_text': GEMMA_DEFAULTS | {'sliding_window': 4096, 'sliding_window_pattern': 6,
                                      'rope_theta': 1e6, 'rope_local_base_freq': 1e4}}
 # {key of a size: its type}
-SIZES = dict.fromkeys(('vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_positions', 'num_hidden_layers',
-                       'num_attention_heads', 'hidden_size', 'intermediate_size', 'max_position_embeddings'),
-                      int)
-SIZES |= dict.fromkeys(('n_inner', 'num_key_value_heads', 'head_dim', 'sliding_window'), int | None)
+SIZES = {'vocab_size': int, 'n_layer': int, 'n_head': int, 'n_embd': int, 'n_positions': int,
+         'n_inner': int | None, 'num_hidden_layers': int, 'num_attention_heads': int,
+         'num_key_value_heads': int | None, 'head_dim': int | None, 'hidden_size': int,
+         'intermediate_size': int, 'max_position_embeddings': int, 'sliding_window': int | None}
 LETTERS = {'sliding_attention': 'S', 'full_attention': 'L'}  # of GPTConfig.window_pattern
 
 # {module of a block: the modules of Hugging Face that it holds, one after the other}
@@ -59,7 +63,8 @@ BLOCK = {'ln_1': ('input_layernorm',), 'ln_2': ('post_attention_layernorm',),
          'attn.c_proj': ('self_attn.o_proj',),
          'attn.q_norm': ('self_attn.q_norm',), 'attn.k_norm': ('self_attn.k_norm',),
          'mlp.c_fc': ('mlp.up_proj', 'mlp.gate_proj'), 'mlp.c_proj': ('mlp.down_proj',)}
-GEMMA_BLOCK = BLOCK | {'ln_1_post': ('post_attention_layernorm',), 'ln_2': ('pre_feedforward_layernorm',),
+GEMMA_BLOCK = BLOCK | {'ln_1_post': ('post_attention_layernorm',),
+                       'ln_2': ('pre_feedforward_layernorm',),
                        'ln_2_post': ('post_feedforward_layernorm',)}
 OUTSIDE = {'embed_tokens': 'transformer.wte', 'norm': 'transformer.ln_f', 'lm_head': 'lm_head'}
 CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
@@ -70,17 +75,20 @@ CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_
 
 def settings_of(config, path):
     """
-    The settings of GPTConfig, as model_args, that a config.json stands for; path: for messages. It may be
-    that of transformers 4 or 5. ValueError names the key that GPT cannot follow.
+    Translate a config.json of transformers 4 or 5 to settings of GPTConfig, as model_args. path:
+    for messages. Raises ValueError with the key that GPT cannot follow.
     """
     kind = config.get('model_type')
     if kind not in SETTINGS:
-        raise ValueError(f'{path}: model_type={kind!r} is not supported, only {", ".join(SETTINGS)}')
+        raise ValueError(f'{path}: model_type={kind!r} is not supported, only '
+                         f'{", ".join(SETTINGS)}')
     config = {**EVERY_DEFAULTS, **DEFAULTS.get(kind, {}), **config}
     check_keys(config, {**EVERY_KEYS, **SUPPORTED.get(kind, LLAMA_KEYS)}, path)
     config |= sizes_of(config, path)
     try:
-        settings = SETTINGS[kind] | {ours: config[theirs] for ours, theirs in names_of(kind).items()}
+        settings = dict(SETTINGS[kind])
+        for ours, theirs in names_of(kind).items():
+            settings[ours] = config[theirs]
         if kind == 'gpt2':
             return settings | {'mlp': MLP_OF[config['activation_function']]}
         return settings | attention_of(config, kind, path) | scales_of(config, kind)
@@ -95,18 +103,19 @@ def names_of(kind):
 
 
 def sizes_of(config, path):
-    """{key: integer} of the sizes in a config.json. ValueError for what is not an integer."""
+    """Read the sizes in a config.json. Raises ValueError for what is not an integer."""
     sizes = {}
     for key in filter(config.__contains__, SIZES):
         try:
             sizes[key] = accept(config[key], SIZES[key])
         except ValueError:
-            raise ValueError(f'{path} is damaged: {key}={config[key]!r} is not an integer') from None
+            raise ValueError(f'{path} is damaged: {key}={config[key]!r} is not an '
+                             'integer') from None
     return sizes
 
 
 def scales_of(config, kind):
-    """Gemma's scale of embeddings and queries, and its soft-caps, of which transformers' Gemma 3 has one."""
+    """Read Gemma's scales and its soft-caps, of which transformers' Gemma 3 has one."""
     if not kind.startswith('gemma'):
         return {}
     return dict(embed_scale=math.sqrt(config['hidden_size']),
@@ -116,10 +125,13 @@ def scales_of(config, kind):
 
 
 def attention_of(config, kind, path):
-    """Windows and rotary positions."""
+    """Read windows and rotary positions."""
     pattern = pattern_of(config, kind, path)
-    windows = {'window': config['sliding_window'], 'window_pattern': pattern} if 'S' in pattern else {}
-    rope = config.get('rope_scaling') or config.get('rope_parameters') or {}  # of transformers 4, and of 5
+    windows = {}
+    if 'S' in pattern:
+        windows = {'window': config['sliding_window'], 'window_pattern': pattern}
+    # The first is a key of transformers 4, the second of 5.
+    rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
     rope = {'rope_theta': config.get('rope_theta', 10000.0), **rope}
     rope = {**rope, **rope.get('full_attention', {})}
     settings = {'rope_base': float(rope['rope_theta']), **scaling_of(rope, path)}
@@ -131,16 +143,19 @@ def attention_of(config, kind, path):
 
 
 def pattern_of(config, kind, path):
-    """A letter for each layer, or for each of a few that repeat: S for a sliding window, L for none."""
-    layers, is_qwen = config['num_hidden_layers'], kind.startswith('qwen')
-    if config.get('sliding_window') is None or kind == 'llama' or \
-            (is_qwen and not config.get('use_sliding_window')):
+    """
+    Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none.
+    """
+    layers = config['num_hidden_layers']
+    if config.get('sliding_window') is None or kind == 'llama':
+        return 'L'
+    if kind.startswith('qwen') and not config.get('use_sliding_window'):
         return 'L'
     if config.get('layer_types'):
         unknown = set(config['layer_types']) - LETTERS.keys()
         if unknown:
-            raise ValueError(f'{path}: layer_types={", ".join(sorted(unknown))} is not supported, only '
-                             f'{", ".join(LETTERS)}')
+            raise ValueError(f'{path}: layer_types={", ".join(sorted(unknown))} is not supported, '
+                             f'only {", ".join(LETTERS)}')
         return ''.join(LETTERS[name] for name in config['layer_types'])
     if kind == 'mistral':
         return 'S'
@@ -153,7 +168,7 @@ def pattern_of(config, kind, path):
 
 
 def scaling_of(rope, path):
-    """The settings of scaled rotary positions; {} if they are not scaled. ValueError for other kinds."""
+    """Read the settings of scaled rotary positions; {} if they are not scaled."""
     kind = rope.get('rope_type', rope.get('type', 'default'))
     only = {'partial_rotary_factor': [None, 1]}
     if kind == 'llama3':
@@ -162,7 +177,8 @@ def scaling_of(rope, path):
     if kind == 'default':
         return {}
     if kind not in ('linear', 'llama3'):
-        raise ValueError(f'{path}: rope_type={kind!r} is not supported, only default, linear, llama3')
+        raise ValueError(f'{path}: rope_type={kind!r} is not supported, only default, linear, '
+                         'llama3')
     settings = {'rope_factor': float(rope['factor'])}
     if kind == 'llama3':
         settings['rope_context'] = rope['original_max_position_embeddings']
@@ -170,7 +186,9 @@ def scaling_of(rope, path):
 
 
 def check_keys(config, supported, path):
-    """ValueError if a key has another value than supported, {key: values}; a missing one has the first."""
+    """
+    Raise ValueError if a key has none of its supported values; a missing key has the first one.
+    """
     for key, values in supported.items():
         if config.get(key, values[0]) not in values:
             only = ', '.join(str(value) for value in values if value is not None) or 'none'
@@ -182,10 +200,11 @@ def check_keys(config, supported, path):
 
 def our_name(name, kind):
     """
-    (our name of the weight that Hugging Face calls `name`, its place among those that are joined there); a
-    name that is not known stays as it is. None for what is not a weight.
+    Translate the name of a weight to (our name, its place among those that are joined there); an
+    unknown name stays as it is. Returns None for what is not a weight.
     """
-    if name.endswith(('.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq')):  # buffers of old versions
+    # These are buffers of old versions.
+    if name.endswith(('.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq')):
         return None
     if kind == 'gpt2':
         return (name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}'), 0

@@ -1,4 +1,4 @@
-"""Weights to start from: a run, a checkpoint, a Hugging Face folder, a model of the hub (safetensors)."""
+"""Load weights to start from: of a run, a checkpoint, a Hugging Face folder or a model of the hub."""
 
 import contextlib
 import dataclasses
@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import zipfile
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import NamedTuple
 
@@ -17,10 +16,9 @@ from hotloop.data.hub import (
     GPT2_OWNER,
     INDEX,
     SINGLE,
-    find_on_disk,
+    cached_model,
     hub_model,
     is_hub_name,
-    model_files,
     weight_files,
 )
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
@@ -45,16 +43,16 @@ class Weights(NamedTuple):
     model_args: dict  # for GPT.from_checkpoint
     weights: dict  # {name: tensor}
     tokenizer: dict | None  # its spec; None if the source has none
-    checkpoint: dict  # everything else in the checkpoint; of a Hugging Face folder, habits_of() it
+    checkpoint: dict  # the rest of the checkpoint; of a folder, hf_config and habits_of() it
 
 
 def open_weights(source, data_dir):
     """
-    The Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file; or a model of the hub,
-    gpt2 (-medium, -large, -xl) among them, downloaded once to data_dir/pretrained. ValueError if nothing is
-    there, nothing is intact, or GPT cannot compute it.
+    Open the Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file, or a model
+    of the hub such as gpt2, which is downloaded once. Raises ValueError if the source is missing,
+    damaged, or of an unsupported architecture.
     """
-    folder = find_folder(source, data_dir)
+    folder = find_folder(source)
     if folder is None:
         path, checkpoint = open_checkpoint(source)
         if 'lora' in checkpoint:
@@ -62,55 +60,67 @@ def open_weights(source, data_dir):
         model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
         return Weights(path, model_args, weights, checkpoint.get('tokenizer'), checkpoint)
     model_args, weights = load_folder(folder)
-    spec, habits = None, {}
-    is_gpt2 = source in GPT2_NAMES and folder != source
+    spec = None
+    checkpoint = {'hf_config': read_json(os.path.join(folder, 'config.json'))}
+    is_gpt2 = source.removeprefix(GPT2_OWNER) in GPT2_NAMES and folder != source
     if not is_gpt2 and has_tokenizer(folder):  # tiktoken has GPT-2's
         tokenizer = read_tokenizer_json(folder)
-        spec, habits = tokenizer.spec(), habits_of(folder, tokenizer)
+        spec = tokenizer.spec()
+        checkpoint |= habits_of(folder, tokenizer)
     elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
         spec = GPT2_SPEC
-    return Weights(folder, model_args, weights, spec, habits)
+    return Weights(folder, model_args, weights, spec, checkpoint)
 
 
 def has_tokenizer(folder):
-    """Whether a Hugging Face folder has a tokenizer, in any format, other than GPT-2's in its old format."""
+    """Test whether a Hugging Face folder has a tokenizer other than GPT-2's in its old format."""
     paths = {name: os.path.join(folder, name) for name in os.listdir(folder)}
     if 'tokenizer.json' in paths or 'tokenizer.model' in paths:
         return True
-    return 'vocab.json' in paths and read_json(paths['vocab.json']).get('Ġthe') != 262  # its id in GPT-2's
+    if 'vocab.json' not in paths:
+        return False
+    return read_json(paths['vocab.json']).get('Ġthe') != 262  # its id in GPT-2's
 
 
 def habits_of(folder, tokenizer):
     """
-    What a Hugging Face folder says about texts, as a checkpoint says it: bos, the id that begins them; ends,
-    the ids that end an answer; template, the one of its chats.
+    Read how texts begin and end from a Hugging Face folder, with the keys of a checkpoint: bos, the
+    id that begins them; ends, the ids that end an answer; template, that of its chats.
     """
     config = read_json(os.path.join(folder, 'config.json'))
     path = os.path.join(folder, 'generation_config.json')
     if os.path.exists(path):
         config |= read_json(path)
     ends = config.get('eos_token_id')
-    ends = ends if isinstance(ends, list) else [ends]
-    habits = {'bos': tokenizer.first, 'ends': [i for i in ends if i is not None]}
+    if ends is None:
+        ends = []
+    elif not isinstance(ends, list):
+        ends = [ends]
+    habits = {'bos': tokenizer.first, 'ends': ends}
     template = template_of(folder)
-    return habits | {'template': template} if template else habits
+    if template:
+        habits['template'] = template
+    return habits
 
 
-def find_folder(source, data_dir):
-    """The Hugging Face folder that `source` names, downloaded if it is not here; None for a checkpoint."""
-    if not os.path.exists(source):
-        if source in GPT2_NAMES:
-            return hub_model(f'{GPT2_OWNER}{source}', data_dir)
-        return hub_model(source, data_dir) if is_hub_name(source) else None
-    return source if os.path.exists(os.path.join(source, 'config.json')) else None
+def find_folder(source):
+    """Find or download the Hugging Face folder of `source`. Returns None for a checkpoint."""
+    if os.path.exists(os.path.join(source, 'config.json')):
+        return source
+    if os.path.exists(source):
+        return None
+    if source in GPT2_NAMES:
+        return hub_model(f'{GPT2_OWNER}{source}')
+    return hub_model(source) if is_hub_name(source) else None
 
 
 def shape_of(source, data_dir):
-    """The model_args of what open_weights() would open, without a download. ValueError if it is not here."""
-    if is_hub_name(source) and find_on_disk(source, data_dir, model_files) is None:
-        raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python sample.py '
-                         f'--init_from={source} downloads it, or name a folder with its config.json')
-    folder = find_folder(source, data_dir)
+    """Read the model_args of a source without a download. Raises ValueError if it is not here."""
+    if is_hub_name(source) and cached_model(source) is None:
+        raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python '
+                         f'sample.py --init_from={source} downloads it, or name a folder with its '
+                         'config.json')
+    folder = find_folder(source)
     if folder is None:
         return open_checkpoint(source)[1]['model_args']
     path = os.path.join(folder, 'config.json')
@@ -191,7 +201,7 @@ def check_start(name):
 
 
 def no_such_start(name):
-    """The message about weights that do not exist."""
+    """Write the message about weights that do not exist."""
     beside = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), '*')) if '/' in name else []
     known = [*KEYWORDS, *GPT2_NAMES, *glob.glob('*'), *beside]
     hint = did_you_mean(name, {word: repr(word) for word in known})
@@ -222,50 +232,43 @@ def open_start(cfg, resumed, adapts, env):
 
 
 def tokenizer_of(found, data_dir):
-    """The spec of the tokenizer of Weights; of nanoGPT's, that of their dataset. ValueError if unknown."""
+    """Find the spec of the tokenizer of Weights; nanoGPT's have that of their dataset."""
     return found.tokenizer or dataset_spec(found.path, found.checkpoint.get('config', {}),
                                            found.model_args['vocab_size'], data_dir)
 
 
 def open_base(record, path, data_dir):
     """
-    The Weights below the adapters in `path`: record['base'], with record['sha256'] unless that is None.
-    ValueError if they are gone or have changed.
+    Open the Weights that the adapters in `path` were trained on: record['base'], with the hash
+    record['sha256'] unless that is None. Raises ValueError if they are missing or have changed.
     """
-    wrong, own = [], {os.path.realpath(place) for place in (path, os.path.dirname(path))}
-    for name in places_of(record['base'], path, moved=record['sha256'] is not None):
-        try:
-            if os.path.isfile(path) and os.path.realpath(name) in own:
-                raise ValueError('that path now holds these adapters; move them and restore the base')
-            base = open_weights(name, data_dir)
-            if record['sha256'] is None or hash_source(base) == record['sha256']:
-                return base
-            wrong.append(f'{name!r}, whose weights have changed since (SHA-256 {record["sha256"][:12]}... '
-                         'before); restore them there')
-        except ValueError as e:
-            wrong.append(f'{name!r}, which cannot be read: {e}')
-    raise ValueError(f'{path} holds adapters of {wrong[0]}')
-
-
-def places_of(base, path, moved):
-    """
-    What the base of the adapters in `path` may be, the likeliest first: the folder or file of this name; that
-    of a folder above `path`, because the run, whose working folder it was, may have been moved; a hub model.
-    moved: also those under the names that new runs have given them, such as base.1.
-    """
-    names = [base, *(str(folder / base) for folder in Path(path).absolute().parents)]
-    found, aside = [name for name in names if os.path.exists(name)], []
-    for name in names if moved else ():
-        folder, file = map(glob.escape, os.path.split(name))
-        aside += glob.glob(f'{glob.escape(name)}.[0-9]*') + glob.glob(os.path.join(f'{folder}.[0-9]*', file))
-    return list(dict.fromkeys([*found, base, *aside]))
+    name = record['base']
+    folder = path if os.path.isdir(path) else os.path.join(os.path.dirname(path), 'adapter')
+    remedy = f'restore it, or name a copy of it: sample.py --init_from=COPY --adapter={folder}'
+    own = {os.path.realpath(path), os.path.realpath(os.path.dirname(path))}
+    if os.path.isfile(path) and os.path.realpath(name) in own:
+        raise ValueError(f'{path} holds adapters of {name!r}, which now holds these adapters; '
+                         f'{remedy}')
+    try:
+        base = open_weights(name, data_dir)
+    except ValueError as e:
+        raise ValueError(f'{path} holds adapters of {name!r}, which cannot be read: {e}; '
+                         f'{remedy}') from None
+    before = record['sha256']
+    if before is not None and hash_source(base) != before:
+        raise ValueError(f'{path} holds adapters of {name!r}, whose weights have changed since '
+                         f'(SHA-256 {before[:12]}... before); {remedy}')
+    return base
 
 
 def merge_base(checkpoint, path, data_dir):
-    """{name: tensor} of a run that trained adapters: the weights of its base plus the adapters, float32."""
+    """Add the adapters of a run to the weights of its base. Returns {name: float32 tensor}."""
     lora = checkpoint['lora']
     checkpoint['sha256'] = hash_weights(checkpoint['model'], lora['sha256'])
-    weights = frozen_weights(open_base(lora, path, data_dir).weights, lora['quantize'])
+    base = open_base(lora, path, data_dir)
+    if 'hf_config' in base.checkpoint:
+        checkpoint['hf_config'] = base.checkpoint['hf_config']
+    weights = frozen_weights(base.weights, lora['quantize'])
     if 'transformer.wpe.weight' in weights:  # the run may have shortened the context
         rows = checkpoint['model_args']['block_size']
         weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:rows]
@@ -291,28 +294,36 @@ def open_checkpoint(source):
 
 def load_folder(folder):
     """
-    (model_args, weights) of a Hugging Face folder. Weights keep their dtype and stay in the mapped files, but
-    for matrices that are joined here.
+    Load (model_args, weights) of a Hugging Face folder. Weights keep their dtype and stay in the
+    mapped files, except matrices that are joined here.
     """
-    path, found = os.path.join(folder, 'config.json'), {}
+    path = os.path.join(folder, 'config.json')
     config = read_json(path)
-    model_args, kind = settings_of(config, path), config['model_type']
+    model_args = settings_of(config, path)
+    kind = config['model_type']
     names = os.listdir(folder)
     if SINGLE not in names and INDEX not in names:
-        raise ValueError(f'{folder} has no {SINGLE}, and other formats are not read, because they can run '
-                         'code. If you trust its source, transformers converts it: AutoModelForCausalLM'
-                         f'.from_pretrained({folder!r}).save_pretrained({folder!r})')
+        raise ValueError(f'{folder} has no {SINGLE}, and other formats are not read, because they '
+                         'can run code. If you trust its source, transformers converts it: '
+                         f'AutoModelForCausalLM.from_pretrained({folder!r})'
+                         f'.save_pretrained({folder!r})')
+    found = {}
     for file in weight_files(folder):
         for name, tensor in read_safetensors(os.path.join(folder, file)).items():
-            if ours := our_name(name, kind):
-                is_conv = kind == 'gpt2' and name.endswith(CONV1D)  # OpenAI's "Conv1D" stores (in, out)
-                found.setdefault(ours[0], {})[ours[1]] = tensor.t() if is_conv else tensor
+            place = our_name(name, kind)
+            if place is None:
+                continue
+            if kind == 'gpt2' and name.endswith(CONV1D):  # OpenAI's "Conv1D" stores (in, out)
+                tensor = tensor.t()
+            found.setdefault(place[0], {})[place[1]] = tensor
     weights = {}
-    for name, parts in found.items():
-        parts = [parts[place] for place in sorted(parts)]
+    for name, by_place in found.items():
+        parts = [by_place[place] for place in sorted(by_place)]
         weights[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
-    both = [weights[name] for name in TIED if name in weights]  # of a tied pair a file may have either
+    # Of a tied pair a file may have either; a head that differs is kept, as in transformers.
+    both = [weights[name] for name in TIED if name in weights]
     if model_args['tie'] and both:
-        weights |= zip(TIED, (both[0], both[-1]), strict=True)
-        model_args['tie'] = torch.equal(both[0], both[-1])  # like transformers, keeps a different head
+        weights[TIED[0]] = both[0]
+        weights[TIED[1]] = both[-1]
+        model_args['tie'] = torch.equal(both[0], both[-1])
     return model_args, weights

@@ -1,4 +1,7 @@
-"""LoRA: thin matrices beside frozen weights (arXiv 2106.09685), and the same over NF4 (QLoRA, 2305.14314)."""
+"""
+LoRA: thin matrices beside frozen weights (arXiv 2106.09685), and the same over NF4 (QLoRA,
+2305.14314).
+"""
 
 import dataclasses
 import hashlib
@@ -26,7 +29,7 @@ class LoRAConfig:
     quantize: Literal['none', 'nf4'] = 'none'  # nf4: frozen weights in 4 bits, except embedding and head
 
     def problems(self):
-        """The problems with the settings, one sentence each."""
+        """List the problems with the settings, one sentence each."""
         wrong = []
         if self.lora_rank < 0:
             wrong.append(f'lora_rank={self.lora_rank} must not be negative; 0 trains all weights')
@@ -37,48 +40,58 @@ class LoRAConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default and not self.lora_rank:
-                wrong.append(f'{field.name}={value!r} applies only with lora_rank, such as --lora_rank=16')
+                wrong.append(f'{field.name}={value!r} applies only with lora_rank, such as '
+                             '--lora_rank=16')
         return wrong
 
     def scale(self):
-        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.lora_rs else self.lora_rank)
+        if self.lora_rs:
+            return self.lora_alpha / math.sqrt(self.lora_rank)
+        return self.lora_alpha / self.lora_rank
 
 
 def check_lora(lora, cfg):
-    """Raises ValueError if adapters contradict other settings of the run."""
+    """Raise ValueError if adapters contradict other settings of the run."""
     if cfg.optimizer == 'muon':
-        raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained by AdamW; use --optimizer=adamw')
+        raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained by AdamW; use '
+                         '--optimizer=adamw')
     if cfg.shard != 'none':
-        raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; omit it')
+        raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; '
+                         'omit it')
     if cfg.init_from == 'scratch':
-        raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with --init_from')
+        raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with '
+                         '--init_from')
 
 
 class LoRALinear(nn.Module):
     """
-    A frozen Linear plus adapters: rows start to end of the output gain scale * B A x. parts: [(start, end)],
-    in order. One matrix of ours may hold several projections, such as queries, keys and values.
+    Add adapters to a frozen Linear: rows start to end of the output gain scale * B A x. parts:
+    [(start, end)], in order. One matrix of ours may hold several projections, such as queries.
     """
 
     def __init__(self, base, in_features, parts, cfg):
         super().__init__()
-        self.base, self.parts, self.scale = base, parts, cfg.scale()
+        self.base = base
+        self.parts = parts
+        self.scale = cfg.scale()
         self.dropout = nn.Dropout(cfg.lora_dropout)
         self.lora_A = nn.Parameter(torch.empty(len(parts) * cfg.lora_rank, in_features))
-        self.lora_B = nn.Parameter(torch.zeros(sum(end - start for start, end in parts), cfg.lora_rank))
+        num_rows = sum(end - start for start, end in parts)
+        self.lora_B = nn.Parameter(torch.zeros(num_rows, cfg.lora_rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # peft's
 
     def forward(self, x):
         rows = x.reshape(-1, x.size(-1))
         y = self.base(rows)
         down = F.linear(self.dropout(rows), self.lora_A.to(x.dtype))  # (N, parts * rank)
-        # one product in place for all parts; the zeros in B cost less than a product and a copy for each part
+        # This is one product in place; the zeros in B cost less than a product and a copy per part.
         y.addmm_(down, self.all_of_B(y.size(1)).to(x.dtype).T, alpha=self.scale)
         return y.view(*x.shape[:-1], -1)
 
     def all_of_B(self, num_rows):
-        """B of all parts, (num_rows, parts * rank): zero in the rows of other parts."""
-        blocks, done = [], 0
+        """Stack B of all parts, (num_rows, parts * rank): zero in the rows of other parts."""
+        blocks = []
+        done = 0
         sizes = [end - start for start, end in self.parts]
         for (start, end), B in zip(self.parts, self.lora_B.split(sizes), strict=True):
             blocks += [B.new_zeros(start - done, 0), B]
@@ -91,17 +104,20 @@ class LoRALinear(nn.Module):
 
 def projections(model):
     """
-    {name: (matrix in a block, first row, last row + 1)} of all that can have adapters. The names are peft's:
-    GPT-2's where positions are learned, with one adapter for c_attn, and Llama's elsewhere.
+    List what can have adapters: {name: (matrix in a block, first row, last row + 1)}. The names are
+    peft's: GPT-2's where positions are learned, with one adapter for c_attn, and Llama's elsewhere.
     """
     c = model.config
-    q, k, n_ff = c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_ff
+    q = c.n_head * c.head_dim
+    k = c.n_kv_head * c.head_dim
+    n_ff = c.n_ff
     if c.position == 'learned':
-        rows = {'attn.c_attn': q + 2 * k, 'attn.c_proj': c.n_embd, 'mlp.c_fc': (1 + c.is_gated) * n_ff,
-                'mlp.c_proj': c.n_embd}
+        rows = {'attn.c_attn': q + 2 * k, 'attn.c_proj': c.n_embd,
+                'mlp.c_fc': (1 + c.is_gated) * n_ff, 'mlp.c_proj': c.n_embd}
         return {name: (name, 0, end) for name, end in rows.items()}
     found = {'attn.q_proj': ('attn.c_attn', 0, q), 'attn.k_proj': ('attn.c_attn', q, q + k),
-             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k), 'attn.o_proj': ('attn.c_proj', 0, c.n_embd),
+             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k),
+             'attn.o_proj': ('attn.c_proj', 0, c.n_embd),
              'mlp.up_proj': ('mlp.c_fc', 0, n_ff), 'mlp.gate_proj': ('mlp.c_fc', n_ff, 2 * n_ff),
              'mlp.down_proj': ('mlp.c_proj', 0, c.n_embd)}
     if not c.is_gated:
@@ -110,14 +126,16 @@ def projections(model):
 
 
 def chosen(targets, table):
-    """The rows of projections() that lora_targets names. ValueError for a name that matches nothing."""
+    """
+    Select the rows of projections() that lora_targets names. Raises ValueError for an unknown name.
+    """
     names = set()
     for word in targets.replace(' ', '').split(','):
         matches = [name for name in table if word == 'all' or word in (name, *name.split('.'))]
         if not matches:
             known = ', '.join(dict.fromkeys(name.split('.')[1] for name in table))
-            raise ValueError(f'lora_targets={targets!r}: {word!r} matches nothing; this model has {known}, '
-                             'and all, attn and mlp stand for several')
+            raise ValueError(f'lora_targets={targets!r}: {word!r} matches nothing; this model has '
+                             f'{known}, and all, attn and mlp stand for several')
         names.update(matches)
     return {name: place for name, place in table.items() if name in names}
 
@@ -127,20 +145,26 @@ def chosen(targets, table):
 
 def add_adapters(model, cfg, origin, env, seed):
     """
-    Freezes a model, with its matrices in the run's dtype or in NF4, and adds adapters in float32. origin: the
-    name and the hash of its weights. Returns all that a checkpoint needs to know beside the adapters; 'parts'
-    is {matrix in a block: [[projection, first row, last row + 1]]}.
+    Freeze a model, with its matrices in the run's dtype or in NF4, and add adapters in float32.
+    origin: the name and the hash of its weights. Returns all that a checkpoint needs to know beside
+    the adapters; 'parts' is {matrix in a block: [[projection, first row, last row + 1]]}.
     """
-    parts, num_params = {}, model.num_params()
+    parts = {}
+    num_params = model.num_params()
     for name, (matrix, start, end) in chosen(cfg.lora_targets, projections(model)).items():
         parts.setdefault(matrix, []).append([name, start, end])
     model.requires_grad_(False)
     torch.manual_seed(seed)
     for block in model.transformer.h:
-        for matrix, linear in [(name, m) for name, m in block.named_modules() if isinstance(m, nn.Linear)]:
-            base = NF4Linear(linear.to(env.device)) if cfg.quantize == 'nf4' else linear
+        for matrix, linear in list(block.named_modules()):
+            if not isinstance(linear, nn.Linear):
+                continue
+            base = linear
+            if cfg.quantize == 'nf4':
+                base = NF4Linear(linear.to(env.device))
             if matrix in parts:
-                base = LoRALinear(base, linear.in_features, [tuple(part[1:]) for part in parts[matrix]], cfg)
+                rows = [(start, end) for _, start, end in parts[matrix]]
+                base = LoRALinear(base, linear.in_features, rows, cfg)
             block.set_submodule(matrix, base)
     for p in model.parameters():
         if p.dim() > 1 and not p.requires_grad:
@@ -150,24 +174,24 @@ def add_adapters(model, cfg, origin, env, seed):
 
 
 def describe_adapters(record, model, dtype):
-    """What is trained and what is frozen, in lines of at most 80 columns."""
+    """Describe what is trained and what is frozen, in lines of at most 80 columns."""
     names = [name for rows in record['parts'].values() for name, _, _ in rows]
     count = sum(p.numel() for p in trainable(model))
     stored = str(dtype).removeprefix('torch.')
     if record['quantize'] == 'nf4':
         stored = f'NF4, embedding and head in {stored}'
-    return wrapped(f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}, on {", ".join(names)}; '
-                   f'{count:,} parameters are trained, and the {record["parameters"]:,} of {record["base"]} '
-                   f'are frozen in {stored}')
+    return wrapped(f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}, on '
+                   f'{", ".join(names)}; {count:,} parameters are trained, and the '
+                   f'{record["parameters"]:,} of {record["base"]} are frozen in {stored}')
 
 
 def trainable(model):
-    """The parameters that a run trains."""
+    """List the parameters that a run trains."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def weights_to_save(model):
-    """The state of a model: that of its adapters alone if it has any."""
+    """Return the state of a model: that of its adapters alone if it has any."""
     state = model.state_dict()
     return {name: w for name, w in state.items() if '.lora_' in name} or state
 
@@ -176,7 +200,7 @@ def weights_to_save(model):
 # adapters on their own
 
 class Adapter(NamedTuple):
-    """One adapter: rows start to end of a matrix gain scale * B A."""
+    """Hold one adapter: rows start to end of a matrix gain scale * B A."""
     layer: int
     projection: str  # as projections() names it
     matrix: str
@@ -187,7 +211,7 @@ class Adapter(NamedTuple):
 
 
 def hash_weights(weights, before=''):
-    """The SHA-256 of {name: tensor} as float32, after the text `before`, in hexadecimal."""
+    """Hash {name: tensor} as float32 with SHA-256, after the text `before`, in hexadecimal."""
     digest = hashlib.sha256(before.encode())
     for name in sorted(weights):
         digest.update(name.encode())
@@ -196,15 +220,16 @@ def hash_weights(weights, before=''):
 
 
 def hash_source(source):
-    """The SHA-256 of Weights. Sums with adapters depend on the machine, so it is that of their summands."""
+    """Hash Weights. Sums with adapters depend on the machine, so their summands are hashed."""
     known = source.checkpoint
     known['sha256'] = known.get('sha256') or hash_weights(source.weights)  # once: 0.6 s per GB
     return known['sha256']
 
 
 def adapters_of(checkpoint):
-    """The Adapters in the checkpoint of a run."""
-    tensors, parts = checkpoint['model'], checkpoint['lora']['parts']
+    """Yield the Adapters in the checkpoint of a run."""
+    tensors = checkpoint['model']
+    parts = checkpoint['lora']['parts']
     for name in tensors:
         if found := re.fullmatch(r'transformer\.h\.(\d+)\.(.+)\.lora_A', name):
             layer, matrix = int(found[1]), found[2]
@@ -216,16 +241,18 @@ def adapters_of(checkpoint):
 
 
 def frozen_weights(weights, quantize):
-    """{name: float32 tensor}: the weights below the adapters, rounded to NF4 if quantize='nf4'."""
+    """Return the float32 weights below the adapters, rounded to NF4 if quantize='nf4'."""
     in_blocks = re.compile(r'transformer\.h\.\d+\.\w+\.c_\w+\.weight')
-    frozen = {name: weight.float() for name, weight in weights.items()}
-    if quantize == 'nf4':
-        frozen |= {name: rounded(weight) for name, weight in frozen.items() if in_blocks.fullmatch(name)}
+    frozen = {}
+    for name, weight in weights.items():
+        frozen[name] = weight.float()
+        if quantize == 'nf4' and in_blocks.fullmatch(name):
+            frozen[name] = rounded(frozen[name])
     return frozen
 
 
 @torch.no_grad()
 def merge(weights, adapters, scale):
-    """Adds adapters in float32 to {name: tensor}, the float32 weights of a GPT, in place."""
+    """Add adapters to {name: tensor}, the float32 weights of a GPT, in place."""
     for a in adapters:
         weights[f'transformer.h.{a.layer}.{a.matrix}.weight'][a.start:a.end] += scale * (a.B @ a.A)

@@ -1,4 +1,6 @@
-"""NF4: frozen weights in 4 bits, 4.127 with their scales (QLoRA, arXiv 2305.14314), in plain torch."""
+"""
+NF4: frozen weights in 4 bits, 4.127 with their scales (QLoRA, arXiv 2305.14314), in plain torch.
+"""
 
 from typing import NamedTuple
 
@@ -18,8 +20,9 @@ GROUP = 256  # scales that share a step
 
 class NF4(NamedTuple):
     """
-    A tensor in 4 bits. The largest absolute value of each block of 64 weights is mean + scales * step, with
-    one step for 256 scales. Blocks run over the flattened tensor; the last one is padded with zeros.
+    A tensor in 4 bits. The largest absolute value of each block of 64 weights is mean + scales *
+    step, with one step for 256 scales. Blocks run over the flattened tensor; the last one is padded
+    with zeros.
     """
     codes: torch.Tensor  # uint8, two weights per byte, the first in the high bits
     scales: torch.Tensor  # int8, one per block
@@ -28,7 +31,7 @@ class NF4(NamedTuple):
 
 
 def quantize(weight):
-    """The NF4 of a tensor. Quantizing the scales too is the paper's double quantization."""
+    """Round a tensor to NF4. Quantizing the scales too is the paper's double quantization."""
     flat = weight.detach().float().flatten()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().amax(1)
@@ -44,13 +47,16 @@ def quantize(weight):
 
 
 def pairs_of(device):
-    """The two weights of each byte, (256,): two float32 in an int64, so that one look-up reads both."""
+    """
+    Tabulate the two weights of each byte, (256,): two float32 in an int64, for one look-up of both.
+    """
     code = torch.tensor(CODE, device=device)
-    return torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1).view(torch.int64).flatten()
+    pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)
+    return pairs.view(torch.int64).flatten()
 
 
 def dequantize(nf4, pairs, shape, dtype):
-    """The tensor of this shape that quantize() took, within its rounding."""
+    """Restore the tensor of this shape that quantize() took, within its rounding."""
     largest = nf4.scales * nf4.steps.repeat_interleave(GROUP)[:len(nf4.scales)] + nf4.mean
     # 3072 x 768 on a Xeon: 3 ms, and 19 with a look-up for each weight
     blocks = pairs.index_select(0, nf4.codes.int()).view(torch.float32).view(-1, BLOCK)
@@ -58,11 +64,12 @@ def dequantize(nf4, pairs, shape, dtype):
 
 
 class NF4Linear(nn.Module):
-    """A frozen Linear with its weights in NF4. The product's backward dequantizes them again."""
+    """Apply a frozen Linear whose weights are in NF4. The backward dequantizes them again."""
 
     def __init__(self, linear):
         super().__init__()
-        self.shape, self.bias = linear.weight.shape, linear.bias
+        self.shape = linear.weight.shape
+        self.bias = linear.bias
         self.register_buffer('pairs', pairs_of(linear.weight.device))
         for name, tensor in quantize(linear.weight)._asdict().items():
             self.register_buffer(name, tensor)
@@ -73,11 +80,11 @@ class NF4Linear(nn.Module):
         return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
     def forward(self, x):
-        # so that 4 bits and not 16 are saved for backward, compiled too, where the two dequantizations of an
-        # autograd.Function were merged into one; the product itself is not computed twice
+        # This saves 4 bits and not 16 for backward, also compiled, where the two dequantizations of
+        # an autograd.Function were merged into one. The product itself is not computed twice.
         return checkpoint(self.product, x, use_reentrant=False, preserve_rng_state=False)
 
 
 def rounded(weight):
-    """A float32 tensor as a run with quantize='nf4' computes with it."""
+    """Round a float32 tensor as a run with quantize='nf4' does."""
     return dequantize(quantize(weight), pairs_of(weight.device), weight.shape, torch.float32)

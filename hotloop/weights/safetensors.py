@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files (https://github.com/huggingface/safetensors)."""
+"""Read and write safetensors files (https://github.com/huggingface/safetensors)."""
 
 import json
 import mmap
@@ -15,8 +15,8 @@ DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF1
 
 def read_safetensors(path):
     """
-    {name: tensor} of a safetensors file, memory-mapped: 8 bytes of header length, a JSON header, raw
-    row-major bytes (https://github.com/huggingface/safetensors). ValueError if it is cut or damaged.
+    Map {name: tensor} of a safetensors file: 8 bytes of header length, a JSON header, raw row-major
+    bytes. Raises ValueError if it is cut or damaged.
     """
     tensors = {}
     try:
@@ -26,28 +26,32 @@ def read_safetensors(path):
         header = json.loads(data[8:first])
         header.pop('__metadata__', None)
         for name, entry in header.items():
-            dtype, (start, end) = DTYPES[entry['dtype']], entry['data_offsets']
+            dtype = DTYPES[entry['dtype']]
+            start, end = entry['data_offsets']
             if not 0 <= start < end:
                 raise ValueError(f'{name} is at bytes {start} to {end}')
             count = (end - start) // dtype.itemsize
             flat = torch.frombuffer(data, dtype=dtype, count=count, offset=first + start)
             tensors[name] = flat.view(entry['shape'])
     except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror}; only safetensors is supported') from None
+        raise ValueError(f'{path} cannot be read: {e.strerror}; only safetensors is '
+                         'supported') from None
     except Exception as e:  # damaged bytes can raise nearly anything
         raise ValueError(f'{path} is damaged or not a safetensors file: {e!r}') from None
     return tensors
 
 
 def write_safetensors(path, tensors):
-    """Writes {name: tensor}. Larger elements come first, so that all are aligned."""
+    """Write {name: tensor}. Larger elements come first, so that all are aligned."""
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header, end = {'__metadata__': {'format': 'pt'}}, 0
+    header = {'__metadata__': {'format': 'pt'}}
+    start = 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
+        end = start + tensor.nbytes
         header[name] = {'dtype': names[tensor.dtype], 'shape': list(tensor.shape),
                         'data_offsets': [start, end]}
+        start = end
     text = json.dumps(header, separators=(',', ':')).encode()
     text += b' ' * (-len(text) % 8)
     with replacing(path) as f:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hotloop.data import bpe
 from hotloop.data.bpe import BYTES_IN_GPT2S_ORDER, count_words
 from hotloop.data.hf_tokenizer import BYTE_OF
-from hotloop.data.tokenizer import BPETokenizer, prompt_ids
+from hotloop.data.tokenizer import BPETokenizer
 
 SOURCES = [path.read_text(encoding='utf-8') for path in sorted(Path(os.__file__).parent.glob('*.py'))[::40]]
 
@@ -56,9 +56,3 @@ def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer.encode(text).tolist()
     assert tokenizer.decode(ids) == text.encode() and max(ids, default=0) < tokenizer.eot
     assert tokenizer.sizes[ids].sum() == len(text.encode()) and tokenizer.sizes[tokenizer.eot] == 0
-
-
-def test_common_words_are_one_token_and_the_name_of_the_end_is_text(tokenizer):
-    assert len(tokenizer.encode('self')) == len(tokenizer.encode(' return')) == 1
-    assert tokenizer.eot == 600 and tokenizer.eot not in tokenizer.encode('<|endoftext|>')
-    assert prompt_ids(tokenizer, '<|endoftext|>self') == [tokenizer.eot, *tokenizer.encode('self')]

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,18 +14,16 @@ from conftest import contents, error_of, noise, write_bins
 from hotloop.data import dataset
 from hotloop.data.dataset import BinWriter, dataset_folder, open_bin, open_datasets, partial_folder, read_meta
 from hotloop.data.encode import Encoded
-from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, tokenizer_from
+from hotloop.data.tokenizer import ByteTokenizer, tokenizer_from
 
 BYTE = {'kind': 'byte'}
 
 
 def test_a_name_that_leads_elsewhere_is_refused():
-    for name in ('../x', '..', 'a/../../x', 'a/..', '/tmp/x', 'a\\..\\x', 'a\0b', '', 'C:x', 'a,b',
-                 'x.partial', 'x.partial/new', 'x.partial.123', 'a/x.partial/old'):
+    for name in ('../x', '..', 'a/../../x', '/tmp/x', 'a\0b', '', 'a:x', 'a,b', 'a/x.partial/old'):
         assert 'must be a name inside' in error_of(dataset_folder, 'data', name)
-    for name, above in (('/tmp/x/', '/tmp'), ('../x', '.'), ('a/../../b/x', 'b')):  # as nanoGPT's may be
-        expected = f"; for this folder give data_dir={above!r} and the name 'x'"
-        assert error_of(dataset_folder, 'data', name).endswith(expected)
+    error = error_of(dataset_folder, 'data', '/tmp/x/')  # as nanoGPT's may be
+    assert "data_dir='/tmp' and the name 'x'" in error
     for name in ('a/b..c', 'a.partially'):
         assert dataset_folder('data', name + '/') == os.path.join('data', *name.split('/'))
 
@@ -73,21 +70,6 @@ def write(folder, text):
             Path(partial, name).write_bytes(raw)
 
 
-def test_a_dataset_replaces_the_old_one_completely_or_not_at_all(tmp_path):
-    folder = tmp_path / 'group' / 'x'
-    write(folder, 'old')
-    (folder / 'train.mask.bin').write_text('of the old one')
-    with pytest.raises(KeyboardInterrupt), partial_folder(str(folder)) as partial:
-        assert os.listdir(partial) == []
-        Path(partial, 'train.bin').touch()
-        raise KeyboardInterrupt
-    assert len(contents(folder)) == 3
-    (folder.parent / 'x.1').touch()
-    write(folder, 'new')
-    assert contents(folder) == files('new') and len(contents(folder.parent / 'x.2')) == 3
-    assert sorted(os.listdir(folder.parent)) == ['x', 'x.1', 'x.2']
-
-
 def finishes(action, calls):
     """Whether action() finishes in a process that ends at once after so many calls that change the disk."""
     child = os.fork()
@@ -108,33 +90,24 @@ def finishes(action, calls):
 
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
-@pytest.mark.parametrize('before', [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_kill_at_any_moment_costs_no_dataset(tmp_path, before):
-    old = files('old') if before else {}
-    finished, calls = False, 0
+def test_a_kill_at_any_moment_costs_no_dataset(tmp_path):
+    old = files('old')
+    finished = False
+    calls = 0
     while not finished:
         parent = tmp_path / str(calls)
         folder = parent / 'x'
-        if before:
-            write(folder, 'old')
+        write(folder, 'old')
         finished = finishes(functools.partial(write, folder, 'new'), calls)
         after = contents(folder)
         assert after in (old, files('new')) or contents(parent / 'x.1') == old
         write(folder, 'next')
-        expected = [files('next'), *([old] if before else []), *([after] if after == files('new') else [])]
+        expected = [files('next'), old]
+        if after == files('new'):
+            expected.append(after)
         assert [contents(path) for path in sorted(parent.iterdir())] == expected
         calls += 1
     assert calls > 6
-
-
-def test_nothing_is_left_where_an_open_file_cannot_be_removed(tmp_path, monkeypatch):
-    """As on Windows; NFS renames it to .nfsNUMBER until it is closed."""
-    lock = tmp_path / 'x.partial' / '.lock'
-    monkeypatch.setattr(dataset, 'lock', lambda path: lock.touch() or SimpleNamespace(release=lock.unlink))
-    monkeypatch.setattr(dataset.shutil, 'rmtree', lambda path, **_: None)
-    write(tmp_path / 'x', 'new')
-    assert os.listdir(tmp_path) == ['x']
-
 
 
 def test_two_processes_do_not_write_one_dataset(tmp_path):
@@ -148,16 +121,18 @@ def test_meta_json_comes_before_meta_pkl_and_that_before_nanogpts_assumption(tmp
     gpt2 = {'kind': 'tiktoken', 'name': 'gpt2'}
     assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': gpt2,
                                         'splits': {}, 'foreign': True}
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('abc')))
-    assert read_meta(str(tmp_path))['vocab_size'] == 3
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('\n abcé'), protocol))
+        assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 6, 'splits': {}, 'foreign': True,
+                                            'tokenizer': {'kind': 'char', 'chars': '\n abcé', 'eot': False}}
     write_bins(tmp_path, [1, 2], [3])
     meta = json.loads((tmp_path / 'meta.json').read_text())
     assert read_meta(str(tmp_path)) == {**meta, 'foreign': False}
 
 
 @pytest.mark.parametrize('change', [
-    b'', b'[]', b'\xff\xfe{}', dict(format=2), dict(dtype='int8'), dict(vocab_size='257'), dict(vocab_size=0),
-    dict(splits=[]), dict(splits={'train': {'tokens': 1}}), dict(tokenizer='byte'), dict(tokenizer={})])
+    b'', b'[]', b'\xff\xfe{}', dict(format=2), dict(dtype='int8'), dict(vocab_size=0), dict(splits=[]),
+    dict(tokenizer={})])
 def test_a_damaged_meta_json_is_one_sentence(tmp_path, change):
     write_bins(tmp_path, [1], [2])
     if isinstance(change, dict):
@@ -171,13 +146,6 @@ def nanogpt_meta(chars):
     """As nanoGPT's data/shakespeare_char/prepare.py writes it."""
     stoi = {c: i for i, c in enumerate(chars)}
     return {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': stoi}
-
-
-def test_nanogpts_meta_pkl_is_read(tmp_path):
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('\n abcé'), protocol))
-        assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 6, 'splits': {}, 'foreign': True,
-                                            'tokenizer': {'kind': 'char', 'chars': '\n abcé', 'eot': False}}
 
 
 @pytest.mark.parametrize('itos, pieces', [
@@ -214,11 +182,9 @@ def test_a_meta_pkl_cannot_run_code(tmp_path):
 
 
 def test_a_damaged_meta_pkl_is_told_what_suffices(tmp_path):
-    for raw in (b'', b'text', pickle.dumps(nanogpt_meta('abc'))[:-5], *map(pickle.dumps, [
-            3, {'vocab_size': 2, 'itos': {0: 3, 1: 'c'}}, {'vocab_size': 2, 'itos': {-1: 'a', 1: 'a'}},
-            {'vocab_size': np.int64(2)}, {'vocab_size': 2, 'itos': {0: (1, 2), 1: (3, 4)}},
-            {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 'x', 'itos': {0: 'a'}},
-            {'vocab_size': 0}, {'vocab_size': 2**60}, {'itos': {0: 'a'}}])):
+    for value in (3, {'vocab_size': 2, 'itos': {0: 3, 1: 'c'}}, {'vocab_size': np.int64(2)},
+                  {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 2**60}, None):
+        raw = pickle.dumps(nanogpt_meta('abc'))[:-5] if value is None else pickle.dumps(value)
         (tmp_path / 'meta.pkl').write_bytes(raw)
         error = error_of(read_meta, str(tmp_path))
         assert "meta.pkl is not nanoGPT's meta.pkl of a" in error and "{'vocab_size': N} is enough" in error
@@ -236,12 +202,8 @@ def test_ids_are_counted_in_blocks_and_shown_on_one_line(monkeypatch):
     tokens = np.append(np.random.default_rng(0).integers(0, 9, 77), 300).astype(np.uint16)
     assert dataset.count_ids(tokens).tolist() == np.bincount(tokens).tolist()
     assert dataset.count_ids(tokens[:5], 400).tolist() == np.bincount(tokens[:5], minlength=400).tolist()
-    shown = 'a\\n\\x1b\ufffd<|endoftext|><|endoftext|>\\t'
-    assert dataset.show(ByteTokenizer(), [*b'a\n\x1b\xff', 256, 256, 9]) == shown
-    assert dataset.show(CharTokenizer('ab'), [1, 0]) == 'ba'
-    tokens = [bytes([b]) for b in range(256)]
-    specials = BPETokenizer(tokens, specials={'<|eot_id|>': 256, '<s>': 257}, eot=256, bos=257)
-    assert dataset.show(specials, [257, 97, 256, 300]) == '<s>a<|eot_id|>'
+    shown = 'a\\n\\x1b\ufffd<|endoftext|>\\t'
+    assert dataset.show(ByteTokenizer(), [*b'a\n\x1b\xff', 256, 9]) == shown
 
 
 @pytest.fixture(scope='module')
@@ -262,17 +224,15 @@ def test_weights_are_those_given_or_the_sizes(data):
 
 
 def test_datasets_that_cannot_be_opened(data):
-    for text in ('a:x', 'a:x,wide:1', 'a:1,wide', 'a:0,wide:1', 'a:-1,wide:1', 'a:nan,wide:1', 'a:,wide:1'):
+    for text in ('a:x', 'a:1,wide', 'a:0,wide:1', 'a:-1,wide:1', 'a:nan,wide:1', 'a:,wide:1'):
         assert 'give each dataset a weight above 0' in error_of(open_datasets, text, data)
     for text, words in (('a,,wide', 'must be a name inside'), ('a,other', 'tokenizers of a and other differ'),
                         ('a,nothing', 'nothing does not exist; make it with: python prepare.py')):
         assert words in error_of(open_datasets, text, data)
     assert error_of(open_datasets, 'nothing', data).endswith(f'; {data} has a, other, wide')
-    for name, near in (('wdie', 'wide'), ('wikitext-103', 'wikitext103'), ('data/wide/', 'wide')):
-        words = f"{name.rstrip('/')} does not exist; did you mean '{near}'? If not"
-        assert words in error_of(open_datasets, name, data)
-    remedy = f"{os.path.join(data, 'a')} is a dataset: --data_dir={data} --dataset=a"
-    assert error_of(open_datasets, 'a', os.path.join(data, 'a')).endswith(remedy)
+    assert "wdie does not exist; did you mean 'wide'?" in error_of(open_datasets, 'wdie', data)
+    inside = os.path.join(data, 'a')
+    assert error_of(open_datasets, 'a', inside).endswith(f'--data_dir={data} --dataset=a')
 
 
 def test_a_checkpoints_tokenizer_must_be_the_datasets():
@@ -288,8 +248,3 @@ def test_a_checkpoints_tokenizer_must_be_the_datasets():
     assert error.endswith(f'checkpoint: {command}')
     error = error_of(dataset.check_tokenizer, BYTE, 'out', theirs, 'd')
     assert error.endswith(' FILE_OR_FOLDER --name=NEW_NAME --tokenizer=byte --data_dir=d')
-
-
-def test_bytes_of_every_id():
-    table = dataset.byte_table({'tokenizer': {'kind': 'char', 'chars': 'aé', 'eot': True}}, 5)
-    assert table.tolist() == [1, 2, 0, 0, 0]

@@ -50,9 +50,8 @@ def places(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('name, spec', [
-    ('own', BPE), ('data/own', BPE), ('theirs', CHAR), ('data/theirs/', CHAR),
-    ('out', BPE), ('out/best.pt', BPE), ('out/ckpt.pt', CHAR), ('older', BPE),
-    ('nano', CHAR), ('nano/ckpt.pt', CHAR), ('byte', {'kind': 'byte'})])
+    ('own', BPE), ('data/own', BPE), ('theirs', CHAR), ('data/theirs/', CHAR), ('out', BPE),
+    ('out/ckpt.pt', CHAR), ('older', BPE), ('nano', CHAR)])
 def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
     assert find_tokenizer(name, 'data').tokenizer.spec() == spec
 
@@ -60,11 +59,8 @@ def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
 def test_built_in_names_come_first_then_paths_then_datasets(places):
     for name in ('byte', 'char', 'text', 'out'):
         write_bins(f'data/{name}', noise(9), noise(9), tokenizer=CHAR)
-    shutil.copytree('data/char', 'char')
     assert find_tokenizer('byte', 'data').tokenizer.spec() == {'kind': 'byte'}
     assert find_tokenizer('char', 'data') == find_tokenizer('bpe:300', 'data') == Found()
-    for name, data_dir in (('./char', 'data'), ('data/char', '')):
-        assert find_tokenizer(name, data_dir).tokenizer.spec() == CHAR
     assert find_tokenizer('out', 'data').tokenizer.spec() == BPE  # the run, not the dataset
     assert find_tokenizer('text', 'data').tokenizer.spec() == CHAR  # the folder of texts has none
 
@@ -76,7 +72,7 @@ def test_built_in_names_come_first_then_paths_then_datasets(places):
                                          'byte', 'bpe:300'))])
 def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, monkeypatch, name, found):
     monkeypatch.setattr('hotloop.data.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
-    monkeypatch.setattr('hotloop.data.tokenizer_source.hub_tokenizer', lambda name, data_dir: 'hf')
+    monkeypatch.setattr('hotloop.data.tokenizer_source.hub_tokenizer', lambda name: 'hf')
     Path('hf').mkdir()
     for file in ('config.json', 'tokenizer.json'):
         Path('hf', file).write_text('{}')
@@ -104,7 +100,7 @@ def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, s
 
 @pytest.mark.parametrize('chat, rows, flags, is_noted', [
     ('[INST]', True, [], True), ('[INST]', True, ['--template=chatml'], False), ('[INST]', False, [], False),
-    (None, True, [], False), ('<|im_start|>', True, [], False)])
+    ('<|im_start|>', True, [], False)])
 def test_an_unknown_template_of_a_model_is_noted(places, monkeypatch, capsys, chat, rows, flags, is_noted):
     monkeypatch.setattr('hotloop.data.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
     Path('hf').mkdir()
@@ -117,28 +113,19 @@ def test_an_unknown_template_of_a_model_is_noted(places, monkeypatch, capsys, ch
 
 
 def test_what_has_no_tokenizer_is_named(places, capsys):
-    for name in ('nowhere', 'text', 'bpe:256', '/tmp/none', '../x', ''):
-        error = error_of(find_tokenizer, name, 'data')
-        assert error.startswith(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to 1,048,576), ')
-        assert f'and neither {name} nor {os.path.join("data", name)} is a checkpoint, a ' in error
-    error = error_of(find_tokenizer, 'text/a.txt', 'data')
-    assert 'text/a.txt is damaged or not a checkpoint (BadZipFile:' in error
-    os.truncate('older/ckpt-000000200.pt', 1000)
+    for name in ('nowhere', 'text', 'bpe:256', '../x', ''):
+        assert f'tokenizer={name!r} is not one of byte' in error_of(find_tokenizer, name, 'data')
+    assert 'text/a.txt is damaged or not' in error_of(find_tokenizer, 'text/a.txt', 'data')
+    damaged = Path('older/ckpt-000000200.pt')
+    content = bytearray(damaged.read_bytes())
+    content[content.index(b'tokenizer') + 20] ^= 1
+    damaged.write_bytes(content)
     assert find_tokenizer('older', 'data').tokenizer.spec() == CHAR
-    assert 'ckpt-000000200.pt is damaged or not a checkpoint' in capsys.readouterr().err
+    assert f'{damaged} is damaged or not a checkpoint' in capsys.readouterr().err
     save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 99})
     assert 'nano/ckpt.pt has no tokenizer, and data/theirs has none for 99 ids; set' in error_of(
         find_tokenizer, 'nano', 'data')
     assert 'tokenizer.json cannot be read' in error_of(find_tokenizer, 'text/tokenizer.json', 'data')
-    Path('text/tok.json').write_text('{}')  # under another name
-    assert error_of(find_tokenizer, 'text/tok.json', 'data').startswith('text/tok.json cannot be used: ')
-
-
-def test_a_flipped_bit_is_found(places):
-    data = bytearray(Path('out/best.pt').read_bytes())
-    data[data.index(b'tokenizer') + 20] ^= 1
-    Path('out/bad.pt').write_bytes(data)
-    assert 'Bad CRC-32' in error_of(checkpoint_tokenizer, 'out/bad.pt', 'data')
 
 
 def evil(path, value):

@@ -14,9 +14,8 @@ from ranks import forks, on_ranks
 import sample
 import train
 from hotloop.system.distributed import Env
-from hotloop.training.checkpoint import MIRRORED
 from hotloop.training.flops import flops_per_token
-from hotloop.weights.adapter import CONFIG, TENSORS, merge_adapter, read_adapter, write_adapter
+from hotloop.weights.adapter import CONFIG, merge_adapter, read_adapter, write_adapter
 from hotloop.weights.load import Weights, open_weights
 from hotloop.weights.lora import (
     LoRAConfig,
@@ -30,7 +29,6 @@ from hotloop.weights.lora import (
     weights_to_save,
 )
 from hotloop.weights.nf4 import NF4Linear
-from hotloop.weights.safetensors import read_safetensors, write_safetensors
 from model import GPT, GPTConfig, Linear
 
 LLAMA = dict(preset='modern', mlp='swiglu', n_kv_head=2, n_ff=48, zero_init=False)
@@ -142,15 +140,13 @@ def gradients(recompute='none', compiled=False, n_layer=2, **settings):
     return torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in trainable(model))])
 
 
-@pytest.mark.parametrize('quantize', ['none', 'nf4'])
-@pytest.mark.parametrize('recompute', ['selective', 'full'])
+@pytest.mark.parametrize('recompute, quantize', [('selective', 'nf4'), ('full', 'none')])
 def test_recomputation_changes_no_bit(recompute, quantize):
     assert torch.equal(gradients(recompute, quantize=quantize), gradients(quantize=quantize))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('recompute', ['none', 'full'])
-@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+@pytest.mark.parametrize('recompute, quantize', [('none', 'none'), ('full', 'nf4')])
 def test_a_compiled_step_is_the_same(monkeypatch, recompute, quantize):
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='aot_eager'))
     torch._dynamo.reset()
@@ -186,7 +182,6 @@ def test_a_folder_has_pefts_names_and_merged_computes_what_was_trained(tmp_path,
                                                                        rs, scale):
     tuned, base = gpt(**settings), gpt(**settings)
     write_adapter(tmp_path, adapt(tuned, quantize=quantize, lora_rs=rs, lora_alpha=32))
-    assert {f'adapter/{path.name}' for path in tmp_path.iterdir()} <= set(MIRRORED)
     header = (tmp_path / 'adapter_model.safetensors').read_bytes()
     for name in names.split():
         assert all(f'"base_model.model.{name}.lora_{letter}.weight"'.encode() in header for letter in 'AB')
@@ -215,33 +210,17 @@ def test_an_adapter_for_another_base(tmp_path):
 
 
 @pytest.mark.parametrize('name, value, words', [
-    ('use_dora', True, 'use_dora=True is not supported, only False'),
-    ('rank_pattern', {'q_proj': 2}, "rank_pattern={'q_proj': 2} is not supported, only {}"),
-    ('layer_replication', [[0, 1], [0, 1]], 'layer_replication=[[0, 1], [0, 1]] is not supported, only None'),
-    ('init_lora_weights', 'OLoRA', "init_lora_weights='olora' changes the base"),
-    ('r', None, 'r=None must be a number of at least 1'), ('r', 0, 'r=0 must be a number of at least 1'),
-    ('lora_alpha', '8', "lora_alpha='8' must be a number of at least 0")])
+    ('use_dora', True, 'use_dora=True'), ('rank_pattern', {'q_proj': 2}, "rank_pattern={'q_proj': 2}"),
+    ('layer_replication', [[0, 1], [0, 1]], 'layer_replication=[[0, 1], [0, 1]]'),
+    ('init_lora_weights', 'OLoRA', "init_lora_weights='olora'"), ('r', None, 'r=None'), ('r', 0, 'r=0'),
+    ('lora_alpha', '8', "lora_alpha='8'")])
 def test_what_merge_cannot_do_is_refused(tmp_path, name, value, words):
     """Variants that peft has, an adapter that changes its base, or one without numbers."""
     write_adapter(tmp_path, adapt(gpt()))
     config = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps({**config, name: value}))
     assert f'{tmp_path}/adapter_config.json: {words}' in error_of(read_adapter, tmp_path, gpt(), 'out/base')
-
-
-def test_a_folder_of_adapters_is_no_model(tmp_path):
-    """Unlike in transformers, which opens their base."""
-    write_adapter(tmp_path, adapt(gpt()))
-    error = error_of(open_weights, str(tmp_path), 'data')
-    assert f'; sample.py --adapter={tmp_path} reads its adapters' in error
-
-
-def test_an_adapter_that_lacks_a_part_is_refused(tmp_path):
-    write_adapter(tmp_path, adapt(gpt()))
-    tensors = read_safetensors(str(tmp_path / TENSORS))
-    missing = next(name for name in tensors if 'lora_B' in name)
-    write_safetensors(tmp_path / TENSORS, {name: t for name, t in tensors.items() if name != missing})
-    assert f'{TENSORS} lacks {missing}' in error_of(read_adapter, tmp_path, gpt(), 'out/base')
+    assert f'--adapter={tmp_path}' in error_of(open_weights, str(tmp_path), 'data')  # no model
 
 
 # -----------------------------------------------------------------------------
@@ -254,7 +233,7 @@ def base(train_tiny, tmp_path):
     return dict(init_from=tmp_path / 'base', lora_rank=4)
 
 
-@pytest.mark.parametrize('settings', [dict(lora_dropout=0.1, dropout=0.1), dict(quantize='nf4'),
+@pytest.mark.parametrize('settings', [dict(lora_dropout=0.1, dropout=0.1, quantize='nf4'),
                                       dict(lora_targets='c_attn', block_size=8, dtype='bfloat16')])
 def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, monkeypatch, capsys, settings):
     """Adapters, optimizer, counters and the log; settings come from the checkpoint, and so does the base."""
@@ -267,15 +246,10 @@ def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, mo
     assert_equal_runs(tmp_path / 'parts', tmp_path / 'whole')
     assert same(load(tmp_path / 'parts' / 'best.pt')['model'], load(tmp_path / 'whole' / 'best.pt')['model'])
     checkpoint = load(tmp_path / 'whole' / 'ckpt.pt')
-    error = error_of(GPT.from_checkpoint, checkpoint['model_args'], checkpoint['model'])  # as in nanoGPT
-    assert 'the weights do not fit the model' in error and 'Missing key(s)' in error
-    assert len(checkpoint['model_args']) == 7 and all('.lora_' in name for name in checkpoint['model'])
+    assert all('.lora_' in name for name in checkpoint['model'])
     assert checkpoint['lora']['base'] == str(base['init_from'])
-    flags = ['--init_from=resume', f'--out_dir={tmp_path}/whole', '--lora_dropout=0.2']
-    assert train.read_settings(flags).lora.lora_dropout == 0.2  # of a run with a rank
     count = sum(weight.numel() for weight in checkpoint['model'].values())
     assert f'{count:,} parameters are trained, ' in printed
-    assert 'adapters: rank 4, scale 4, on attn.c_attn' in printed
 
 
 @pytest.mark.parametrize('settings', [dict(lora_rank=8), dict(quantize='nf4')])
@@ -333,56 +307,19 @@ def test_the_log_counts_no_gradients_of_frozen_weights(train_tiny, tmp_path, bas
         flops_per_token(model.config, 16) - 2 * frozen + 6 * adapters)
 
 
-def test_a_relative_base_is_found_from_elsewhere_and_after_a_move(train_tiny, tmp_path, monkeypatch):
-    """By a resume, by sample.py from the run and from its adapters. Another folder of that name is not it."""
-    home, away = tmp_path / 'home', tmp_path / 'away' / 'project'
-    train_tiny(home / 'base', max_iters=2)
-    (home / 'runs' / 'base').mkdir(parents=True)  # empty
-    monkeypatch.chdir(home)
-    train_tiny(home / 'runs' / 'tuned', init_from='base', lora_rank=4, max_iters=4)
-    (tmp_path / 'away').mkdir()
-    monkeypatch.chdir(tmp_path / 'away')
-    home.rename(away)
-    tuned = away / 'runs' / 'tuned'
-    train_tiny(tmp_path / 'away' / 'base', max_iters=2, seed=2)
-    for word in (f'--out_dir={tuned}', f'--adapter={tuned / "adapter"}'):
-        sample.main([word, '--max_new_tokens=2', '--device=cpu'])
-    assert f'its adapter is --adapter={tuned}/adapter' in error_of(sample.main, [f'--adapter={tuned}'])
-    assert train_tiny(tuned, init_from='resume', max_iters=6) == 0
-    assert load(tuned / 'ckpt.pt')['lora']['base'] == 'base'
-    shutil.rmtree(away / 'base')
-    assert "adapters of 'base', whose weights have changed" in error_of(train_tiny, tuned, init_from='resume')
-
-
-@pytest.mark.parametrize('file', ['', '/ckpt.pt'])
-def test_a_base_that_new_runs_have_moved_aside_is_found(train_tiny, tmp_path, base, file):
-    train_tiny('tuned', **{**base, 'init_from': f'{tmp_path}/base{file}'}, max_iters=2)
-    for seed in (2, 3):
-        train_tiny('base', max_iters=2, seed=seed)
-    assert (tmp_path / 'base.2').exists() and train_tiny('tuned', init_from='resume', max_iters=4) == 0
-    sample.main([f'--adapter={tmp_path}/tuned/adapter', '--max_new_tokens=2', '--device=cpu'])
-    shutil.rmtree(tmp_path / 'base.1')
-    error = error_of(train_tiny, 'tuned', init_from='resume')
-    assert f"adapters of '{tmp_path}/base{file}', whose weights have changed since" in error
-
-
 def test_adapters_where_their_base_was_are_not_opened_as_their_own_base(train_tiny, tmp_path, base):
     train_tiny('tuned', **base, max_iters=2)
     shutil.rmtree(tmp_path / 'base')
     (tmp_path / 'tuned').rename(tmp_path / 'base')
-    for command in (train_tiny, lambda out, **_: sample.main([f'--out_dir={tmp_path / out}'])):
-        error = error_of(command, 'base', init_from='resume')
-        assert "base', which cannot be read: that path now holds these adapters; move them" in error
+    assert 'which now holds these adapters' in error_of(open_weights, str(tmp_path / 'base'), 'data')
 
 
 @pytest.mark.parametrize('settings, words', [
-    (dict(lora_rank=4), 'lora_rank=4 adapts trained weights; name them with --init_from'),
-    (dict(lora_rank=4, init_from='gpt2', optimizer='muon'), "optimizer='muon': adapters are trained by"),
+    (dict(lora_rank=4), 'lora_rank=4'), (dict(lora_rank=-1), 'lora_rank=-1'),
+    (dict(lora_rank=4, init_from='gpt2', optimizer='muon'), "optimizer='muon'"),
     (dict(quantize='nf4'), "quantize='nf4' applies only with lora_rank"),
-    (dict(lora_dropout=0.1), 'lora_dropout=0.1 applies only with lora_rank, such as --lora_rank=16'),
-    (dict(lora_rank=-1), 'lora_rank=-1 must not be negative'),
-    (dict(lora_rank=1, lora_alpha=0), 'lora_alpha=0.0 must be above 0'),
-    (dict(lora_rank=1, lora_dropout=1), 'lora_dropout=1.0 must be at least 0 and below 1')])
+    (dict(lora_rank=1, lora_alpha=0), 'lora_alpha=0.0'),
+    (dict(lora_rank=1, lora_dropout=1), 'lora_dropout=1.0')])
 def test_settings_that_contradict_each_other(train_tiny, settings, words):
     assert words in error_of(train_tiny, **settings)
 
