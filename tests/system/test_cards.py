@@ -23,8 +23,8 @@ import train
 from configurator import configure
 from hotloop.data.documents import ReadConfig
 from hotloop.data.sources import CORPORA
-from hotloop.system import cards
 from hotloop.training.dataloader import share_batch
+from hotloop.training.settings import CARDS as CARDS_OF_GPUS
 from hotloop.weights.load import Weights
 from hotloop.weights.lora import LoRAConfig
 from model import GPT, GPTConfig
@@ -44,7 +44,7 @@ def two_processes(m):
     """One of two processes, up to the moment when they would meet."""
     m.setenv('WORLD_SIZE', '2')
 
-    def open_process_group(backend, device, rank, world, timeout_minutes):
+    def open_process_group(backend, device, timeout_minutes):
         raise ValueError(f'{backend} waits {timeout_minutes} minutes')
     m.setattr(train, 'open_process_group', open_process_group)
 
@@ -62,7 +62,7 @@ def fake_checkpoint(m):
     def checkpoint(run, *args, **options):
         print('recomputed')
         return run(*args)
-    m.setattr('hotloop.training.parallel.checkpoint', checkpoint)
+    m.setattr('hotloop.training.shard.checkpoint', checkpoint)
 
 
 def fake_wandb(m):
@@ -94,14 +94,13 @@ def fake_base(m):
 MUON = dict(optimizer='muon')
 ROPE = dict(position='rope')
 LORA = dict(init_from='hub/base', lora_rank=2)
-SAMPLES = dict(sample_interval=2, sample_tokens=3)
 # changed alone, these change the weights
 WEIGHTS = dict(
     preset='modern', block_size=8, vocab_size=320, n_layer=2, n_head=4, n_kv_head=1, n_embd=24, n_ff=40,
     dropout=0.2, bias=True, position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False,
     zero_init=True, softcap=2, head_dim=4, qkv_bias=True, norm_eps=0.1, post_norm=True, embed_scale=2.0,
     query_scale=0.1, attn_softcap=0.5, x0_mix=True, key_shift=True, label_smoothing=0.1, seed=1, max_iters=4,
-    max_epochs=0.05, max_minutes=0, dataset='other', batch_size=3, gradient_accumulation_steps=3,
+    max_epochs=0.05, dataset='other', batch_size=3, gradient_accumulation_steps=3,
     optimizer='muon', learning_rate=1e-3, weight_decay=0.0, beta1=0.8, beta2=0.8, grad_clip=0.1,
     decay_lr=False, lr_schedule='linear', warmup_iters=0, warmup_fraction=1, lr_decay_iters=2, min_lr=4e-3,
     dtype='bfloat16')
@@ -120,9 +119,11 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'embed_lr': ('weights', 0.1, MUON),
     'muon_momentum': ('weights', 0.5, MUON),
     'decay_fraction': ('weights', 1.0, dict(lr_schedule='linear')),
-    'decay_start': ('weights', 2, dict(lr_schedule='linear')),
-    'depth': ('error', 3),  # the shape is given too
-    'time_budget': ('weights', 1e-4, dict(max_iters=5)),  # over before the first step
+    'depth': ('weights', 3),
+    'time_budget': ('lines', 1e-4, dict(max_iters=5)),  # over before the first step
+    'max_minutes': ('lines', 0),
+    'auto_batch': ('lines', True),
+    'resume': ('error', True, dict(init_from='resume')),
     'lora_rank': ('weights', 4, LORA, fake_base),
     'lora_alpha': ('weights', 4, LORA, fake_base),
     'lora_rs': ('weights', True, LORA, fake_base),
@@ -139,25 +140,20 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'save_interval': ('files', 1),
     'save_minutes': ('files', 0),
     'keep_last': ('files', 3, dict(save_interval=1)),
-    'data_on_device': ('lines', True),
     'eval_interval': ('lines', 1),
     'eval_tokens': ('lines', 32),
     'eval_iters': ('lines', 1),
     'patience': ('lines', 1, dict(learning_rate=0, min_lr=0, eval_interval=1)),  # nothing improves
     'log_interval': ('lines', 3),
-    'sample_interval': ('lines', 2, dict(sample_tokens=3)),
-    'sample_prompt': ('lines', 'ab', SAMPLES),
-    'sample_tokens': ('lines', 5, SAMPLES),
+    'sample_interval': ('lines', 2),
     'tensorboard': ('error', True, {}, no_tensorboard),
     'wandb_log': ('lines', True, {}, fake_wandb),
     'wandb_project': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
     'wandb_run_name': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
     'compile': ('lines', True, {}, fake_compile),
-    'compile_mode': ('lines', 'max-autotune-no-cudagraphs', dict(compile=True), fake_compile),
     'loss_chunks': ('lines', 4),
     'recompute': ('lines', 'full', {}, fake_checkpoint),
     'shard': ('lines', 'full'),
-    'threads': ('lines', 2),
     'deterministic': ('lines', False, {}, fake_determinism),
     'init_from': ('error', 'resume'),
     'data_dir': ('error', 'elsewhere'),
@@ -283,20 +279,20 @@ def test_the_card_of_a_machine(monkeypatch, memory, apple, device, card):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: memory is not None)
     monkeypatch.setattr(torch.cuda, 'get_device_properties',
                         lambda device: types.SimpleNamespace(total_memory=memory * 1e9))
-    monkeypatch.setattr('hotloop.system.cards.choose_device',
+    monkeypatch.setattr('hotloop.training.settings.choose_device',
                         lambda name: (torch.device('cuda', 0), 'it is there'))
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: apple)
     reason = 'Apple GPU' if apple else f'{memory} GB of GPU memory'
     if device == 'cpu' or not (memory or apple):
         reason = 'no GPU'
-    assert train.card_for_machine(device) == (f'config/{card}.py', reason)
+    found, dataset, why = train.card_for_machine(device)
+    assert (found, why) == (f'config/{card}.py', reason)
+    assert configure(*SETTINGS, argv=[str(ROOT / found)]).objects[2].dataset == dataset
     assert (ROOT / 'config' / f'{card}.py').exists()
 
 
 def test_no_machine_is_sent_to_a_large_download():
-    for card in [*(name for _, name in cards.CARDS), cards.APPLE_CARD]:
-        found = configure(GPTConfig, TrainConfig, argv=[str(ROOT / 'config' / f'{card}.py')])
-        dataset = found.objects[1].dataset
+    for _, card, dataset in CARDS_OF_GPUS:
         assert dataset == 'stdlib' or CORPORA[dataset].download < 0.5e9, card
 
 
