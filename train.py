@@ -214,11 +214,12 @@ def read_settings(argv=None):
     cfg = peek.objects[2]
     latest = find_latest(cfg)
     below, own_model = {}, not SHAPE.isdisjoint(peek.given)
-    is_new = cfg.init_from == 'scratch' and not (cfg.eval_only or peek.words or cfg.report)
+    is_new = cfg.init_from == 'scratch' and not (peek.words or cfg.report)
+    chooses_depth = cfg.time_budget is not None and not (own_model or cfg.eval_only)
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = settings_of(latest.checkpoint, {name: shape[name] for name in MODEL})
-    elif cfg.depth is not None or (is_new and cfg.time_budget is not None and not own_model):
+    elif cfg.depth is not None or (is_new and chooses_depth):
         below = layer_of_depth(cfg, peek.given)
     elif is_new and ('dataset' not in peek.given or not own_model):
         card, _, why = card_for_machine(cfg.device)
