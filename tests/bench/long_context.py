@@ -15,10 +15,10 @@ import time
 
 import torch
 from bench import machine, memory_now, parser_of
-from hotloop.training.parallel import set_blocks
 
 import train
 from hotloop.training.memory import choose_loss_chunks
+from hotloop.training.shard import set_blocks
 from model import GPT, GPTConfig
 
 

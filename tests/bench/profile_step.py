@@ -21,11 +21,11 @@ WARM, TIMED, TRACED = 5, 20, 3  # steps
 
 
 def run_steps(run, first, number):
-    """Trains on the data of `number` steps from `first` on; returns the seconds of a step."""
+    """Train on the data of `number` steps from `first` on; returns the seconds of a step."""
     began = time.perf_counter()
     for step in range(first, first + number):
         num_targets, loads = run.batches.step(step)
-        train.set_learning_rate(run.optimizers, train.learning_rate(step, run.cfg), run.cfg.learning_rate)
+        train.set_learning_rate(run.optimizers, run.cfg.learning_rate, run.cfg.learning_rate)
         result = train.train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, run.cfg,
                                   run.env)
     result.loss.item()  # waits for the device
@@ -37,7 +37,6 @@ def main():
     cfg = settings.train
     env = train.setup(cfg)
     run = train.build_run(settings, train.open_datasets(cfg.dataset, cfg.data_dir), env)
-    env.stop = None  # Ctrl-C ends at once
     run_steps(run, 0, WARM)
     seconds, waited = run_steps(run, WARM, TIMED), run.batches.waited
     activities, sort_by = [ProfilerActivity.CPU], 'self_cpu_time_total'
@@ -50,7 +49,7 @@ def main():
         print(profiler.key_averages().table(sort_by=sort_by, row_limit=25, max_name_column_width=70))
         os.makedirs(cfg.out_dir, exist_ok=True)
         profiler.export_chrome_trace(os.path.join(cfg.out_dir, 'trace.json'))
-        tokens = run.batches.global_batch * run.val.T
+        tokens = run.batches.global_batch * run.batches.split.T
         print(f'{seconds * 1000:.1f} ms per step without the profiler, {tokens / seconds:,.0f} tok/s, data '
               f'{waited / (seconds * (WARM + TIMED)):.1%}; the table is of {TRACED} steps, and '
               f'{cfg.out_dir}/trace.json is for chrome://tracing or perfetto')

@@ -5,7 +5,6 @@ Tokens per second and peak memory of one training step: forward, loss, backward,
     $ python tests/bench/step_speed.py --peer=../nanoGPT --shape=124m --batch=2 --steps=2 --rounds=3
     $ python tests/bench/step_speed.py --table                   # each optimization switched off in turn
     $ python tests/bench/step_speed.py --table float32 'unfused AdamW'   # only these
-    $ python tests/bench/step_speed.py --loop                    # the loop of train.py against its step
 
 The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each side is
 a process that stays and waits for its turn, compiles before the first one, and has the machine to itself
@@ -37,7 +36,7 @@ SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_si
 # what --table switches off or replaces, one at a time: settings of the worker
 WITHOUT = {'without compile': dict(compile=False), 'float32': dict(dtype='float32'),
            'unfused AdamW': dict(fused=False), 'vocabulary not padded': dict(vocab_size=50257),
-           'no flash attention': dict(attention='math'), 'data not resident': dict(data_on_device=False),
+           'no flash attention': dict(attention='math'),
            'with a mask of ones': dict(mask=True), 'not deterministic': dict(deterministic=False),
            'loss in 4 chunks': dict(loss_chunks=4), 'casts computed again': dict(recompute=True),
            'casts kept': dict(recompute=False), 'modern, Muon': dict(preset='modern', optimizer='muon')}
@@ -60,7 +59,7 @@ def write_data(folder, vocab_size, num_tokens):
 # one side, in a process of its own: builds its step, runs as many steps as stdin asks for, prints the seconds
 
 def our_step(a, folder, device):
-    """The step of train.py, or with loop its loop, of the run that its build_run() puts together."""
+    """The step of train.py, of the run that its build_run() puts together."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -68,8 +67,7 @@ def our_step(a, folder, device):
     data_dir, dataset = os.path.split(folder)
     flags = dict(**SHAPES[a['shape']], data_dir=data_dir, dataset=dataset, device=device,
                  batch_size=a['batch'], gradient_accumulation_steps=1, learning_rate=1e-3, loss_chunks=1)
-    changed = ('vocab_size', 'preset', 'dtype', 'compile', 'optimizer', 'data_on_device', 'deterministic',
-               'loss_chunks')
+    changed = ('vocab_size', 'preset', 'dtype', 'compile', 'optimizer', 'deterministic', 'loss_chunks')
     flags |= {name: a[name] for name in changed if name in a}
     settings = train.read_settings([f'--{name}={value}' for name, value in flags.items()])
     env = train.setup(settings.train)
@@ -85,9 +83,7 @@ def our_step(a, folder, device):
     if a.get('mask'):
         split = run.batches.split
         split.mask = np.ones(split.num_tokens, dtype=np.uint8)
-        run.batches = train.Batches(split, run.cfg, env)
-    if a.get('loop'):
-        return the_loop(train, run), env
+        run = run._replace(batches=train.Batches(split, run.cfg, env))
     if a.get('fixed'):
         num_targets, (load,) = run.batches.step(0)
         batch = load()
@@ -99,18 +95,6 @@ def our_step(a, folder, device):
         with kernels:
             train.train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, run.cfg, env)
     return step, env
-
-
-def the_loop(train, run):
-    """train.train() itself, with a log line at each step, without evaluations and saves."""
-    for name in ('evaluate_both', 'track_best', 'log_evaluation', 'save', 'finish_save', 'log_done'):
-        setattr(train, name, lambda *args, **kwargs: False)
-    run.log = SimpleNamespace(write=lambda text, **numbers: None, lacks_evaluation=lambda step: False)
-
-    def steps(n, number=1):
-        run.cfg.max_iters = n + number
-        train.train(run)
-    return steps
 
 
 def peers_step(a, folder, device):
@@ -166,11 +150,8 @@ def work(a):
           flush=True)
     for line in sys.stdin:
         began, number = time.perf_counter(), int(line)
-        if a.get('loop'):
-            step(n, number)
-        else:
-            for i in range(n, n + number):
-                step(i)
+        for i in range(n, n + number):
+            step(i)
         n += number
         sync()
         peak = torch.cuda.max_memory_allocated() if device == 'cuda' else memory_now('VmHWM') - idle
@@ -243,7 +224,6 @@ def main():
     parser.add_argument('--compile', default='auto', choices=['auto', 'on', 'off'])
     parser.add_argument('--table', nargs='*', choices=WITHOUT, metavar='NAME',
                         help='each optimization switched off in turn, or only these')
-    parser.add_argument('--loop', action='store_true', help="the step on one batch, and train.py's loop")
     args = parser.parse_args()
     if args.work:
         return work(json.loads(args.work))
@@ -257,18 +237,13 @@ def main():
         if args.peer:
             theirs = {**common, 'peer': os.path.abspath(args.peer), 'compile': args.compile != 'off'}
             sides += [Side('nanoGPT', batch=b, **theirs) for b in [args.batch, *args.peer_batches]]
-        if args.before and not args.loop:
+        if args.before:
             sides.append(Side('before', args.before, batch=args.batch, **ours))
-        sides += [Side('ours', batch=b, **ours) for b in [args.batch, *args.batches] if not args.loop]
+        sides += [Side('ours', batch=b, **ours) for b in [args.batch, *args.batches]]
         if args.table is not None:
             for name in args.table or WITHOUT:
                 if args.shape != 'small' or 'vocab_size' not in WITHOUT[name]:
                     sides.append(Side(name, batch=args.batch, **{**ours, **WITHOUT[name]}))
-        if args.loop:
-            if args.before:
-                sides.append(Side('the loop before', args.before, batch=args.batch, **ours, loop=True))
-            sides += [Side('the step alone', batch=args.batch, **ours, fixed=True),
-                     Side("train.py's loop", batch=args.batch, **ours, loop=True)]
         measure(sides, args.rounds, args.steps, together=args.device != 'cuda')
         device = torch.cuda.get_device_name() if args.device == 'cuda' else machine()
         print(f'{device}, torch {torch.__version__}, {args.threads} threads, {args.shape}: {shape}')
