@@ -1,4 +1,4 @@
-"""A panel of curves as inline SVG that scales to any width; its words are HTML, so they keep their size."""
+"""Draw a panel of curves as inline SVG that scales to any width; its words are HTML, so they keep their size."""
 
 import html
 import math
@@ -25,7 +25,7 @@ class Curve(NamedTuple):
 
 
 class Axis:
-    """Maps values to 0...1000 along the side of a panel; ticks, [(place, label)], are at round numbers."""
+    """Map values to 0...1000 along the side of a panel; ticks, [(place, label)], are at round numbers."""
 
     def __init__(self, values, log=False, parts=6, least=0.0, rounded=False):
         """parts: between ticks, about; least: the smallest of them; rounded: also the ends."""
@@ -55,19 +55,19 @@ class Axis:
 
 
 def tick_label(tick, step):
-    """The label of a tick, with the digits that tell it from its neighbors; step: nan on a log axis."""
+    """Return the label of a tick, with the digits that tell it from its neighbors; step: nan on a log axis."""
     if tick and 1e-5 < step < 1:
         return f'{tick:.{-math.floor(math.log10(step))}f}'
     return f'{tick:,.0f}' if 1 <= step < abs(tick) / 100 else compact(tick)
 
 
 def exact(value):
-    """A number for a tooltip or a table: 25,391 or 0.0015."""
+    """Format a number for a tooltip or a table: 25,391 or 0.0015."""
     return f'{value:,.0f}' if abs(value) >= 1e4 else f'{value:,.5g}'.replace('e-0', 'e-')
 
 
 def outline(x, y):
-    """The numbers of the points to draw: the first, lowest, highest and last of each bucket of x."""
+    """Return the numbers of the points to draw: the first, lowest, highest and last of each bucket of x."""
     if len(x) <= 2 * BUCKETS:
         return range(len(x))
     kept = set()
@@ -77,7 +77,7 @@ def outline(x, y):
 
 
 def draw(curve, x_axis, y_axis, x_name):
-    """The SVG of a curve. Each dot has its error bar and a tooltip."""
+    """Return the SVG of a curve. Each dot has its error bar and a tooltip."""
     x, y, color = x_axis(curve.x), 1000 - y_axis(curve.y), f'c{curve.color % 6}'
     line = ' '.join(f'{x[i]},{y[i]}' for i in outline(x, y))
     shapes = [f'<path class="{color} {curve.kind if len(x) > 1 else "dot"}" d="M{line}h0"/>']
@@ -94,9 +94,8 @@ def draw(curve, x_axis, y_axis, x_name):
 
 
 def tooltips(curves, x_axis, x_name):
-    """Invisible SVG columns, which name the point of each curve that is nearest."""
-    space = np.geomspace if x_axis.log else np.linspace
-    centers = space(x_axis.low, x_axis.high, 2 * COLUMNS + 1)[1::2]
+    """Return invisible SVG columns, which name the point of each curve that is nearest."""
+    centers = np.linspace(x_axis.low, x_axis.high, 2 * COLUMNS + 1)[1::2]
     nearest = [np.searchsorted((c.x[1:] + c.x[:-1]) / 2, centers) for c in curves]
     shapes = []
     for column in range(COLUMNS):
@@ -112,8 +111,8 @@ def tooltips(curves, x_axis, x_name):
 
 def panel(title, unit, curves, x_name='step', marks=(), wide=False, log=False):
     """
-    A figure of curves, with direct labels if it is wide. marks: [(class, x, y or None for a vertical line,
-    tooltip)]. Without log the y axis includes 0. Positions are on a log axis. '' if no curve has points.
+    Return a figure of curves, with direct labels if it is wide. marks: [(class, x, y or None for a vertical line,
+    tooltip)]. Without log the y axis includes 0. Returns '' if no curve has points.
     """
     curves = [c for c in curves if len(c.x)]
     if not curves:
@@ -123,10 +122,9 @@ def panel(title, unit, curves, x_name='step', marks=(), wide=False, log=False):
         if c.error is not None:
             ys += [c.y - np.nan_to_num(c.error), c.y + np.nan_to_num(c.error)]
     ys += [[y for _, _, y, _ in marks if y is not None], [] if log else [0.0]]
-    log_x = x_name == 'position'
-    if not log_x and (xs.min() < 0.2 * xs.max() or len(xs) == 1):
+    if xs.min() < 0.2 * xs.max() or len(xs) == 1:
         xs = np.append(xs, 0.0)
-    x_axis = Axis(xs, log_x, least=0.0 if x_name in ('minutes', 'p') else 1.0)
+    x_axis = Axis(xs, least=0.0 if x_name == 'minutes' else 1.0)
     y_axis = Axis(np.concatenate(ys), log, parts=6 if wide else 4, rounded=True)
     grid = ''.join(f'M0,{1000 - place}H1000' for place, _ in y_axis.ticks)
     shapes = [f'<path class="grid" d="{grid}"/>', *tooltips(curves, x_axis, x_name)]
@@ -150,7 +148,7 @@ def panel(title, unit, curves, x_name='step', marks=(), wide=False, log=False):
 
 
 def direct_labels(curves, places, gap=58):
-    """The names of curves beside their ends, at least a gap apart."""
+    """Return the names of curves beside their ends, at least a gap apart."""
     order = sorted(range(len(curves)), key=places.__getitem__)
     for before, after in pairwise(order):
         places[after] = max(places[after], places[before] + gap)

@@ -1,4 +1,4 @@
-"""What a run folder records: numbers of log.jsonl, settings, the last diagnosis. Needs no torch."""
+"""What a run folder records: numbers of log.jsonl, settings. Needs no torch."""
 
 import ast
 import contextlib
@@ -10,18 +10,17 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from hotloop.system.files import counted, read_json
+from hotloop.system.files import counted
 from hotloop.system.text import with_error
-
-DIAGNOSIS = 'diagnosis.json'  # of sample.py --diagnose, in a run folder
 
 
 class Record:
-    """The log, settings and diagnosis of a run folder. ValueError if the log is missing or empty."""
+    """The log and settings of a run folder. Raises ValueError if the log is missing or empty."""
 
     def __init__(self, folder):
-        self.name, self.damaged = os.path.normpath(folder), 0
-        self.settings, self.diagnosis = {}, {}  # the latter: {title: rows, or one {name: value}}
+        self.name = os.path.normpath(folder)
+        self.damaged = 0
+        self.settings = {}
         self.columns = defaultdict(lambda: (array('d'), array('d')))  # {name: (steps, values)}
         self.samples = deque(maxlen=3)  # (step, text)
         path = os.path.join(folder, 'log.jsonl')
@@ -39,11 +38,9 @@ class Record:
                 source = ast.parse(f.read())  # which is never run
             for node in source.body:
                 self.settings[node.targets[0].id] = ast.literal_eval(node.value)
-        with contextlib.suppress(ValueError):
-            self.diagnosis = read_json(os.path.join(folder, DIAGNOSIS))
 
     def read(self, line):
-        """Adds the numbers of a line. A torn or damaged one is counted."""
+        """Add the numbers of a line. A torn or damaged one is counted."""
         try:
             row = json.loads(line)
             step = float(row['step'])
@@ -60,13 +57,13 @@ class Record:
             self.damaged += 1
 
     def __getitem__(self, name):
-        """(steps, values) of the lines that have this name: two float64 arrays, by step."""
+        """Return (steps, values) of the lines that have this name: two float64 arrays, by step."""
         steps, values = map(np.array, self.columns.get(name, ((), ())))
         order = np.argsort(steps, kind='stable')
         return steps[order], values[order]
 
     def at(self, name, steps):
-        """The values of a name at these steps, (N,) like them; nan where the log has none."""
+        """Return the values of a name at these steps, (N,) like them; nan where the log has none."""
         known, values = self[name]
         if not len(known):
             return np.full(len(steps), math.nan)
@@ -74,12 +71,12 @@ class Record:
         return np.where(known[nearest] == steps, values[nearest], math.nan)
 
     def tokens(self, steps):
-        """The tokens seen after these steps; nan if the log does not have them."""
+        """Return the tokens seen after these steps; nan if the log does not have them."""
         known = self['tokens_seen']
         return np.interp(steps, *known) if len(known[0]) else np.full(np.shape(steps), math.nan)
 
     def minutes(self, steps):
-        """Minutes in training steps up to these: without startup, evaluations and saves; nan if unknown."""
+        """Return minutes in training steps up to these: without startup, evaluations and saves; nan if unknown."""
         ends, _ = self['lr']
         ms = self.at('ms', ends)
         if np.isnan(ms).all():
@@ -88,7 +85,7 @@ class Record:
         return np.interp(steps, ends, np.cumsum(np.diff(ends, prepend=ends[0]) * ms) / 6e4)
 
     def best(self):
-        """(step, loss, standard error, bits per byte) of the best evaluation; nan where unknown."""
+        """Return (step, loss, standard error, bits per byte) of the best evaluation; nan where unknown."""
         steps, losses = self['val_loss']
         if not len(losses):
             return (math.nan,) * 4
@@ -97,12 +94,10 @@ class Record:
         return step[0], losses[best], self.at('val_stderr', step)[0], self.at('val_bpb', step)[0]
 
     def events(self):
-        """[(kind, step, loss or None, sentence)] by step; kind: resumed, spike, skipped or best."""
+        """List (kind, step, loss or None, sentence) by step; kind: resumed, skipped or best."""
         found = []
         for _, step in zip(*self['resumed'], strict=True):
             found.append(('resumed', step, None, f'step {step:,.0f}: resumed'))
-        for step, loss in zip(*self['spike'], strict=True):
-            found.append(('spike', step, loss, f'step {step:,.0f}: loss {loss:.4f} is a spike'))
         for step, number in zip(*self['skipped'], strict=True):
             steps = counted(int(number), 'non-finite step')
             found.append(('skipped', step, None, f'step {step:,.0f}: {steps} skipped'))
@@ -114,7 +109,7 @@ class Record:
 
 
 def running_mean(x, y, parts=2000):
-    """(x, mean of y around it) in at most `parts` points, with a Hann window over a 25th of them."""
+    """Return (x, mean of y around it) in at most `parts` points, with a Hann window over a 25th of them."""
     starts = np.unique(np.linspace(0, len(x), min(len(x), parts), endpoint=False).astype(int))
     y = np.add.reduceat(y, starts) / np.diff(starts, append=len(x))  # first the mean of each part
     window = np.hanning(2 * (len(starts) // 50) + 5)

@@ -1,4 +1,4 @@
-"""The report of a run, or of several: one HTML file without scripts, from log.jsonl and config.py."""
+"""Write the report of a run, or of several: one HTML file without scripts, from log.jsonl and config.py."""
 
 import html
 import math
@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from hotloop.system.files import counted, replacing
-from hotloop.system.text import duration, text_of, with_error
+from hotloop.system.text import duration, with_error
 from hotloop.training.chart import Curve, exact, panel
 from hotloop.training.record import Record, running_mean
 
@@ -31,7 +31,7 @@ h2{font-size:15px;margin:40px 0 12px}h3{font-size:12.5px;margin:20px 0 0;font-we
 h3+.scroll{margin-top:4px}p{margin:6px 0 0}p,h3,dt,small,footer,th,.t,li span{color:var(--soft)}
 dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:20px 24px;margin:24px 0 36px}
 dt{font-size:12.5px}dd{margin:0;font-size:19px;line-height:1.4}dd small{font-size:12.5px;display:block}
-main,.panels{display:grid;grid-template-columns:1fr 1fr;gap:36px 40px}
+main{display:grid;grid-template-columns:1fr 1fr;gap:36px 40px}
 figure{margin:0;min-width:0}
 .wide{grid-column:1/-1}figcaption{display:flex;gap:2px 8px;align-items:baseline;margin-bottom:14px}
 figcaption b{font-size:15px}figcaption span{margin-left:auto}
@@ -39,8 +39,8 @@ figcaption b{font-size:15px}figcaption span{margin-left:auto}
 svg{display:block;width:100%;height:100%;overflow:visible}
 path{fill:none;stroke:currentColor;stroke-width:1.7;stroke-linejoin:round;vector-effect:non-scaling-stroke}
 path.grid{stroke:var(--line);stroke-width:1}path.faint{opacity:.4;stroke-width:1}
-path.dot,path.spike,path.best{stroke-width:7;stroke-linecap:round}
-path.best{stroke-width:17;opacity:.25;color:var(--c1)}path.spike{color:var(--c3)}
+path.dot,path.best{stroke-width:7;stroke-linecap:round}
+path.best{stroke-width:17;opacity:.25;color:var(--c1)}
 path.resumed,path.skipped{stroke-width:1.3;stroke-dasharray:5 4;color:var(--soft)}
 path.skipped{stroke-dasharray:1 4;color:var(--c4)}
 rect{fill:transparent}rect:hover{fill:var(--line);opacity:.6}
@@ -60,7 +60,7 @@ li b{font-weight:400;text-align:right;overflow-wrap:anywhere}
 pre{font:12.5px/1.5 ui-monospace,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;
 margin:4px 0 20px;padding-left:16px;border-left:2px solid var(--line);max-width:100ch}
 footer{margin-top:44px;font-size:12.5px}
-@media(max-width:760px){body{padding:24px 16px}main,.panels{grid-template-columns:1fr}
+@media(max-width:760px){body{padding:24px 16px}main{grid-template-columns:1fr}
 figcaption{flex-wrap:wrap}
 .wide .plot{height:260px;margin-right:88px}.name{width:96px}dl{grid-template-columns:1fr 1fr}}
 """
@@ -70,7 +70,7 @@ figcaption{flex-wrap:wrap}
 # pages
 
 def page(title, lead, panels, sections):
-    """The complete HTML. lead: HTML under the title; panels: figures; sections: {heading: HTML}."""
+    """Return the complete HTML. lead: HTML under the title; panels: figures; sections: {heading: HTML}."""
     parts = [f'<h2>{heading}</h2>{content}' for heading, content in sections.items() if content]
     return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
             '<meta name="viewport" content="width=device-width,initial-scale=1"><meta http-equiv='
@@ -82,7 +82,7 @@ def page(title, lead, panels, sections):
 
 
 def table(rows):
-    """An HTML table from lists of cells, which are HTML; the first row is the head."""
+    """Return an HTML table from lists of cells, which are HTML; the first row is the head."""
     lines = []
     for number, row in enumerate(rows):
         tag = 'td' if number else 'th'
@@ -91,14 +91,14 @@ def table(rows):
 
 
 def columns(pairs):
-    """An HTML list in columns, of names and values as text."""
+    """Return an HTML list in columns, of names and values as text."""
     items = [f'<li><span>{html.escape(name)}</span><b>{html.escape(str(value))}</b></li>'
              for name, value in pairs]
     return f'<ul>{"".join(items)}</ul>' if items else ''
 
 
 def differing_data(runs):
-    """A sentence if the losses of these runs do not compare; otherwise ''."""
+    """Return a sentence if the losses of these runs do not compare, otherwise ''."""
     for name, what in (('dataset', 'datasets'), ('vocab_size', 'vocabularies')):
         if len({run.settings[name] for run in runs if name in run.settings}) > 1:
             return f'The runs have different {what}: compare bits per byte, not losses.'
@@ -106,7 +106,7 @@ def differing_data(runs):
 
 
 def sentences(runs):
-    """What is wrong with the logs, as HTML."""
+    """Return what is wrong with the logs, as HTML."""
     wrong = [f'{run.name}: {counted(run.damaged, "damaged line")} of log.jsonl left out'
              for run in runs if run.damaged]
     wrong.append(differing_data(runs))
@@ -114,7 +114,7 @@ def sentences(runs):
 
 
 def facts_of(run):
-    """The numbers at the top of a run's page, as HTML."""
+    """Return the numbers at the top of a run's page, as HTML."""
     step, loss, error, bpb = run.best()
     last = max(steps[-1] for steps, _ in run.columns.values())
     tokens, minutes, settings = run.tokens(last), run.minutes(last), run.settings
@@ -132,7 +132,7 @@ def facts_of(run):
 
 
 def results(runs):
-    """The table of a comparison: the best losses, and the way to a loss that all runs have reached."""
+    """Return the table of a comparison: the best losses, and the way to a loss that all runs have reached."""
     bests = [run.best() for run in runs]
     # nan if a run has no evaluation
     goal = math.nan if differing_data(runs) else np.max([best[1] for best in bests])
@@ -151,12 +151,12 @@ def results(runs):
 
 
 def label(run, number):
-    """The name of a run in its color."""
+    """Return the name of a run in its color."""
     return f'<b class="c{number % 6}">{html.escape(run.name)}</b>'
 
 
 def evaluations(run, label, color, places):
-    """The Curve of a run's evaluations; places: turns their steps into the x axis."""
+    """Return the Curve of a run's evaluations; places: turns their steps into the x axis."""
     steps, losses = run['val_loss']
     x = places(steps)
     known = np.isfinite(x)
@@ -164,7 +164,7 @@ def evaluations(run, label, color, places):
 
 
 def small_panels(runs):
-    """The panels below the losses."""
+    """Return the panels below the losses."""
     panels = []
     for name, title, unit, size in SMALL_PANELS:
         curves = []
@@ -180,37 +180,14 @@ def small_panels(runs):
     return panels
 
 
-def diagnosis(tables):
-    """Charts and tables of what sample.py --diagnose found, {title: rows, or one {name: value}}, as HTML."""
-    parts, by_place, bins = [], tables.get('loss by position'), tables.get('calibration')
-    if bins:  # then there are both
-        position = np.array([(row['from'] + row['to']) / 2 for row in by_place])
-        loss = Curve('loss', 0, position, np.array([row['loss'] for row in by_place]))
-        confidence = np.array([row['confidence'] for row in bins])
-        accuracy = Curve('accuracy', 0, confidence, np.array([row['accuracy'] for row in bins]))
-        perfect = Curve('perfect', 1, np.array([0.0, 1.0]), np.array([0.0, 1.0]), 'faint')
-        charts = (panel('Loss by position', 'nats per token', [loss], 'position', log=True)
-                  + panel('Calibration', 'accuracy by confidence p', [perfect, accuracy], 'p'))
-        parts.append(f'<div class="panels">{charts}</div>')
-    for title, rows in tables.items():
-        if isinstance(rows, dict):
-            content = columns([(name, text_of(value)) for name, value in rows.items()])
-        else:
-            cells = [[html.escape(text_of(value)) for value in row.values()] for row in rows]
-            content = table([list(rows[0]), *cells])
-        parts.append(f'<h3>{html.escape(title)}</h3>{content}')
-    return ''.join(parts)
-
-
 def run_page(run):
-    """The page of one run."""
+    """Return the page of one run."""
     events, loss, unit = run.events(), run['loss'], 'nats per token'
     curves = [Curve('training', 0, *loss, 'faint')]
     if len(loss[0]) >= 10:
         curves.append(Curve('mean', 0, *running_mean(*loss)))
     curves.append(evaluations(run, 'validation', 1, np.array))
-    for kind, key in (('resumed', 'dashed: resumed'), ('spike', 'purple: spike'),
-                      ('skipped', 'dotted: skipped steps')):
+    for kind, key in (('resumed', 'dashed: resumed'), ('skipped', 'dotted: skipped steps')):
         if any(event[0] == kind for event in events):
             unit += f' · {key}'
     panels = [panel('Loss', unit, curves, marks=events[-EVENTS:], wide=True, log=True)]
@@ -219,11 +196,11 @@ def run_page(run):
                for step, text in run.samples]
     return page(run.name, sentences([run]) + facts_of(run), panels, {
         'Events': columns([(event[3], '') for event in events[-30:]]), 'Samples': ''.join(samples),
-        'Diagnosis': diagnosis(run.diagnosis), 'Settings': columns(run.settings.items())})
+        'Settings': columns(run.settings.items())})
 
 
 def comparison_page(runs):
-    """The page of several runs, over tokens if all logs count them."""
+    """Return the page of several runs, over tokens if all logs count them."""
     by_tokens = all(math.isfinite(run.tokens(1)) for run in runs)
     x_name = 'tokens' if by_tokens else 'step'
     means, by_step, by_time = [], [], []
@@ -252,14 +229,14 @@ def comparison_page(runs):
 # files
 
 def write_report(folder):
-    """Writes FOLDER/report.html; returns its path. ValueError if the folder holds no log; OSError."""
+    """Write FOLDER/report.html. Returns its path. Raises ValueError if the folder holds no log; OSError."""
     return write(os.path.join(folder, 'report.html'), run_page(Record(folder)))
 
 
 def report(folders):
     """
-    Writes the report of a run into its folder, or that of several, separated by commas, into the current
-    one. Returns the text to print. ValueError if a folder holds no log, or the report cannot be written.
+    Write the report of a run into its folder, or that of several, separated by commas, into the current
+    one. Returns the text to print. Raises ValueError if a folder holds no log, or the report cannot be written.
     """
     names = [folders] if os.path.isdir(folders) else [n.strip() for n in folders.split(',') if n.strip()]
     if not names:
@@ -274,7 +251,7 @@ def report(folders):
 
 
 def write(path, text):
-    """Replaces a file; returns its path."""
+    """Replace a file. Returns its path."""
     with replacing(path) as f:
         f.write(text.encode('utf-8', 'replace'))
     return path
