@@ -583,6 +583,7 @@ def train(run, schedule, checkpoints, log, stop):
         is_new = step != checkpoints.saved_step
         stopping = stop.requested()
         if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at and not stopping:
+            checkpoints.wait()  # how it ended is known before the next one
             evaluation = evaluate_both(run.evaluated, run.splits, cfg, batches.micro_batch, env,
                                        run.byte_counts, stop.by_signal)
             stopping = stopping or evaluation is None  # the next process does it first
