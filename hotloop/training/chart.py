@@ -1,4 +1,4 @@
-"""Draw a panel of curves as inline SVG that scales to any width; its words are HTML, so they keep their size."""
+"""Draw a panel of curves as inline SVG that scales to any width. Its words are HTML: they keep their size."""
 
 import html
 import math

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available
 
 # heads of 64 and 128 positions, so that flash attention takes them
 SETTINGS = dict(device=DEVICE, dtype='bfloat16', compile=True, n_embd=128, block_size=128, batch_size=8,
-                dropout=0.1, eval_interval=5, lr_decay_iters=10, threads=2)
+                dropout=0.1, eval_interval=5, lr_decay_iters=10)
 
 
 @pytest.fixture
@@ -70,9 +70,10 @@ def test_attention_within_windows_and_documents_is_that_of_a_cpu(window, masked,
     assert (results[0] - results[1]).norm() < 1e-3 * results[0].norm()
 
 
-def test_data_in_the_devices_memory_is_the_data_that_is_read_ahead(run):
-    a, b = (run(f'{resident}', data_on_device=resident, deterministic=True) for resident in (True, False))
-    assert furthest(a, b) == 0
+def test_data_in_the_devices_memory_is_the_data_that_is_read_ahead(run, monkeypatch):
+    resident = run('resident', deterministic=True)
+    monkeypatch.setattr('hotloop.training.dataloader.kept_on_device', lambda split, env: False)
+    assert furthest(resident, run('ahead', deterministic=True)) == 0
 
 
 def test_adapters_on_the_device_are_written_at_the_last_step(run, tmp_path):
@@ -103,12 +104,12 @@ def test_a_compiled_step_draws_what_the_eager_one_draws(preset):
 
 
 @pytest.mark.skipif(DEVICE == 'cpu', reason='a CPU has no limit that is safe to reach')
-def test_batch_size_auto_on_a_device_that_is_nearly_full(run):
+def test_auto_batch_on_a_device_that_is_nearly_full(run):
     """All but 2 GB are taken."""
     free = torch.cuda.mem_get_info()[0]
     taken = torch.empty(free - 2 * 10**9, dtype=torch.uint8, device=DEVICE)
-    found = run('auto', batch_size='auto', gradient_accumulation_steps=1024, block_size=1024, n_embd=512,
-                max_iters=2, eval_tokens=2048, vocab_size=50304)
+    found = run('auto', auto_batch=True, batch_size=12, gradient_accumulation_steps=1024,
+                block_size=1024, n_embd=512, max_iters=2, eval_tokens=2048, vocab_size=50304)
     del taken
     config = found['config']
     assert config['batch_size'] * config['gradient_accumulation_steps'] == 12 * 1024
