@@ -55,7 +55,7 @@ class Axis:
 
 
 def tick_label(tick, step):
-    """Return the label of a tick, with the digits that tell it from its neighbors; step: nan on a log axis."""
+    """Return the label of a tick, with as many digits as it needs. step: nan on a log axis."""
     if tick and 1e-5 < step < 1:
         return f'{tick:.{-math.floor(math.log10(step))}f}'
     return f'{tick:,.0f}' if 1 <= step < abs(tick) / 100 else compact(tick)
@@ -111,8 +111,8 @@ def tooltips(curves, x_axis, x_name):
 
 def panel(title, unit, curves, x_name='step', marks=(), wide=False, log=False):
     """
-    Return a figure of curves, with direct labels if it is wide. marks: [(class, x, y or None for a vertical line,
-    tooltip)]. Without log the y axis includes 0. Returns '' if no curve has points.
+    Return a figure of curves, with direct labels if it is wide. marks: [(class, x, y or None for a vertical
+    line, tooltip)]. Without log the y axis includes 0. Returns '' if no curve has points.
     """
     curves = [c for c in curves if len(c.x)]
     if not curves:

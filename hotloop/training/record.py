@@ -76,7 +76,7 @@ class Record:
         return np.interp(steps, *known) if len(known[0]) else np.full(np.shape(steps), math.nan)
 
     def minutes(self, steps):
-        """Return minutes in training steps up to these: without startup, evaluations and saves; nan if unknown."""
+        """Return the minutes in training steps alone up to these steps; nan if unknown."""
         ends, _ = self['lr']
         ms = self.at('ms', ends)
         if np.isnan(ms).all():

@@ -236,7 +236,7 @@ def write_report(folder):
 def report(folders):
     """
     Write the report of a run into its folder, or that of several, separated by commas, into the current
-    one. Returns the text to print. Raises ValueError if a folder holds no log, or the report cannot be written.
+    one. Returns the text to print. Raises ValueError if a folder holds no log or cannot be written.
     """
     names = [folders] if os.path.isdir(folders) else [n.strip() for n in folders.split(',') if n.strip()]
     if not names:
