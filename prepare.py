@@ -189,10 +189,8 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
           flush=True)
     holdout = plan_holdout(files, val_files, cfg, reading)
     read_pieces = functools.partial(split_pieces, files, val_files, reading, holdout)
-    templates = []
     marks = []
     if reading.template:
-        templates = [reading.template]
         marks = marks_of(reading.template)
     if tokenizer is None:
         every = max(-(-num_bytes // BPE_BYTES), 1)
@@ -203,7 +201,7 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     progress = Progress(num_bytes)
     counts = RowCounts()
     pieces = keep_rows(read_pieces(progress, counts), tokenizer, os.path.join(folder, 'val.jsonl'))
-    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, tokenizer.first, eot)
+    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot)
     splits = write_bins(folder, batches, id_type(tokenizer), reading.template)
     progress.close()
     for sentence in counts.left_out():
@@ -211,8 +209,7 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     check_splits(splits, counts.skipped, origin['source'], cfg, reading)
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
-            'splits': splits, 'template': reading.template, 'templates': templates,
-            'bos': tokenizer.first, **origin}
+            'splits': splits, 'template': reading.template, **origin}
     with replacing(os.path.join(folder, 'meta.json')) as f:
         f.write(json.dumps(meta, indent=1).encode())
     return meta
@@ -285,8 +282,8 @@ def inspect(name, data_dir):
     kind = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
     origin = "nanoGPT's: no meta.json" if meta['foreign'] else f'from {meta.get("source", "unknown")}'
     print(f'{folder}: {kind} tokenizer of {tokenizer.n_vocab:,} ids, {meta["dtype"]}, {origin}')
-    if meta.get('templates'):
-        print(f'instruction data in the {", ".join(meta["templates"])} template')
+    if meta['template']:
+        print(f'instruction data in the {meta["template"]} template')
     for split in dataset.SPLITS:
         tokens = dataset.open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
         mask = dataset.open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')

@@ -26,7 +26,7 @@ from configurator import call_main, configure
 from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
 from hotloop.data.dataset import open_datasets
 from hotloop.data.documents import open_text, standard_input
-from hotloop.data.tokenizer import encode_parts, prompt_ids, tokenizer_from
+from hotloop.data.tokenizer import encode_parts, prompt_ids, template_of_record, tokenizer_from
 from hotloop.inference.code_eval import judge, print_metrics, read_tasks
 from hotloop.inference.diagnose import diagnose, random_batches
 from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
@@ -130,7 +130,7 @@ def open_gpt(cfg):
         weights = open_weights(source, cfg.data_dir)
     model = GPT.from_checkpoint(weights.model_args, weights.weights)
     if cfg.adapter:
-        merge_adapter(model, cfg.adapter, weights)
+        weights = merge_adapter(model, cfg.adapter, weights)
     weights.weights.clear()  # The model has its own copy.
     return weights, model
 
@@ -139,8 +139,6 @@ def open_model(cfg):
     """Open a model with its tokenizer and chat template. Returns Opened."""
     weights, model = open_gpt(cfg)
     tokenizer = tokenizer_from(tokenizer_of(weights, cfg.data_dir))
-    tokenizer.begin = weights.checkpoint.get('bos')
-    tokenizer.ends = weights.checkpoint.get('ends', ())
     unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]
     if unused and tokenizer.n_vocab - len(unused) == model.config.vocab_size:  # of images in Gemma 3
         tokenizer.specials = {name: i for name, i in tokenizer.specials.items() if name not in unused}
@@ -150,7 +148,7 @@ def open_model(cfg):
                          f'{model.config.vocab_size:,}')
     template = cfg.template
     if template == 'auto':
-        template = weights.checkpoint.get('template', 'none')
+        template = template_of_record(weights.checkpoint) or 'none'
     return Opened(weights, model, tokenizer, template)
 
 
@@ -217,7 +215,7 @@ def turn_ids(tokenizer, turns, template, system=None):
     if not parts:
         return prompt_ids(tokenizer, '')
     ids = encode_parts(tokenizer, parts)[0].tolist()
-    return ids if tokenizer.begin is None else [tokenizer.begin, *ids]
+    return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
 
 
 # -----------------------------------------------------------------------------
@@ -226,7 +224,7 @@ def turn_ids(tokenizer, turns, template, system=None):
 def stops_of(tokenizer, stop, more=()):
     """Collect what ends a sample: the setting `stop`, more texts, end-of-text ids. Returns (texts, ids)."""
     texts = []
-    ids = {tokenizer.eot, *tokenizer.ends} - {None}
+    ids = {tokenizer.eot, *tokenizer.stops} - {None}
     for text in [*(stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||'), *more]:
         if text in tokenizer.specials:
             ids.add(tokenizer.specials[text])

@@ -459,11 +459,9 @@ def record_of(settings, model, datasets, splits, env):
               'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
               'machine': {'device': device, 'dtype': str(env.dtype), 'world': env.world, 'threads': threads(),
                           'compile': env.compile}}
-    templates = {template for meta in metas for template in meta.get('templates', [])}
+    templates = {meta['template'] for meta in metas} - {None}
     if len(templates) == 1:  # with several, the template for chat is ambiguous
         record['template'] = templates.pop()
-    if all(meta.get('bos') is not None for meta in metas):
-        record['bos'] = metas[0]['bos']  # the first token of a prompt
     return record
 
 
@@ -528,7 +526,6 @@ def write_sample(run, log):
     if run.env.rank and not is_for_all:
         return  # and wait at the next reduction
     tokenizer, step, ids = tokenizer_from(run.record['tokenizer']), run.state.iter_num, []
-    tokenizer.begin = run.record.get('bos')
     stop = set() if is_for_all else {tokenizer.eot}
     sampling = Sampling(100, temperature=0.8, top_k=200, vocab=tokenizer.n_vocab, stop=stop)
     was_training, deterministic = run.model.training, torch.get_deterministic_debug_mode()

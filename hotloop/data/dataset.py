@@ -11,7 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from hotloop.data.sources import missing_dataset
-from hotloop.data.tokenizer import GPT2_SPEC, MAX_VOCAB, same_tokenizer, tokenizer_from
+from hotloop.data.tokenizer import (
+    GPT2_SPEC,
+    MAX_VOCAB,
+    same_tokenizer,
+    spec_of,
+    template_of_record,
+    tokenizer_from,
+)
 from hotloop.system.files import free_number, hash_file, lock, read_json, rename, sync_folder
 from hotloop.system.text import shell
 
@@ -50,8 +57,8 @@ def name_of_path(dataset):
 def read_meta(folder):
     """
     Read a dataset's meta.json, or nanoGPT's meta.pkl, or assume what nanoGPT does without either:
-    uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, foreign, splits ({} if it is
-    foreign).
+    uint16 ids of GPT-2's BPE. Keys: dtype, vocab_size, tokenizer, template, foreign, splits ({} if
+    it is foreign).
     """
     path = os.path.join(folder, 'meta.json')
     old_path = os.path.join(folder, 'meta.pkl')
@@ -60,8 +67,8 @@ def read_meta(folder):
         tokenizer = GPT2_SPEC
         if os.path.exists(old_path):
             size, tokenizer = read_meta_pkl(old_path)
-        return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'foreign': True,
-                'splits': {}}
+        return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'template': None,
+                'foreign': True, 'splits': {}}
     allowed = {'format': (0, FORMAT), 'dtype': ('uint16', 'uint32'),
                'vocab_size': range(1, MAX_VOCAB + 1)}
     try:
@@ -75,7 +82,8 @@ def read_meta(folder):
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f'{path} is damaged or from a later version ({type(e).__name__}: {e}); '
                          'prepare the dataset again') from None
-    return {**meta, 'foreign': False}
+    return {**meta, 'tokenizer': spec_of(meta), 'template': template_of_record(meta),
+            'foreign': False}
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -208,11 +216,14 @@ def same_dataset(folder, new):
     """
     Test whether two folders hold the same tokens, masks and tokenizer. Reads all files of both.
     """
-    try:
-        before, now = (read_json(os.path.join(path, 'meta.json')) for path in (folder, new))
-    except ValueError:  # there is none, or it is damaged
+    if not os.path.exists(os.path.join(folder, 'meta.json')):
         return False
-    names = ('format', 'dtype', 'vocab_size', 'tokenizer', 'eot', 'bos', 'templates', 'splits')
+    try:
+        before = read_meta(folder)
+        now = read_meta(new)
+    except ValueError:  # It is damaged.
+        return False
+    names = ('foreign', 'dtype', 'vocab_size', 'tokenizer', 'eot', 'template', 'splits')
     if any((before.get(name) or None) != (now.get(name) or None) for name in names):
         return False
     others = OWN_FILES[:-1]  # without meta.json

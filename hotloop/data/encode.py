@@ -28,19 +28,19 @@ class Encoded(NamedTuple):
     ends: np.ndarray
 
 
-def encode_batch(tokenizer, batch, bos=None, eot=None):
-    """Encode (split, Piece) pairs as {split: Encoded}. bos, eot: ids around a document, or None."""
+def encode_batch(tokenizer, batch, eot=None):
+    """Encode (split, Piece) pairs as {split: Encoded}. eot: the id after a document, or None."""
     encoded = {}  # split: list of (ids, mask, ends)
     for split, piece in batch:
-        encoded.setdefault(split, []).append(encode_piece(tokenizer, piece, bos, eot))
+        encoded.setdefault(split, []).append(encode_piece(tokenizer, piece, eot))
     return {split: combine(tokenizer, pieces) for split, pieces in encoded.items()}
 
 
-def encode_piece(tokenizer, piece, bos, eot):
+def encode_piece(tokenizer, piece, eot):
     """Encode a Piece. Returns (ids, mask or None, positions after the documents that end here)."""
     ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
-    if piece.start and bos is not None:
-        ids = np.append(bos, ids)
+    if piece.start and tokenizer.bos is not None:
+        ids = np.append(tokenizer.bos, ids)
         if mask is not None:
             mask = np.append(np.uint8(0), mask)
     # A chat template ends with a mark, which may be eot.
@@ -97,7 +97,7 @@ def batches_of(pieces):
         yield batch
 
 
-def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
+def encode_all(tokenizer, batches, num_proc, eot=None):
     """
     Yield encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes
     and characters do not, because encoding them is faster than sending them. ValueError if a
@@ -107,11 +107,11 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
     batches = chain(first, batches)
     if len(first) < 4 or isinstance(tokenizer, (ByteTokenizer, CharTokenizer)):
         for batch in batches:
-            yield encode_batch(tokenizer, batch, bos, eot)
+            yield encode_batch(tokenizer, batch, eot)
         return
     assert len(tokenizer.sizes) == tokenizer.n_vocab  # computed here, once for all processes
     context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS: unsafe
-    pool = ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer, bos, eot))
+    pool = ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer, eot))
     waiting = deque()
     try:
         while True:
@@ -132,7 +132,7 @@ def encode_all(tokenizer, batches, num_proc, bos=None, eot=None):
 def start_worker(*settings):
     """Prepare a process of the pool. Ctrl-C reaches all, and the parent decides."""
     global _worker  # noqa: PLW0603
-    _worker = settings  # (tokenizer, bos, eot)
+    _worker = settings  # (tokenizer, eot)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
@@ -144,5 +144,5 @@ def exit_with_parent():
 
 
 def encode_in_worker(batch):
-    tokenizer, bos, eot = _worker
-    return encode_batch(tokenizer, batch, bos, eot)
+    tokenizer, eot = _worker
+    return encode_batch(tokenizer, batch, eot)

@@ -11,9 +11,8 @@ from hotloop.system.files import first_line, optional, read_json
 
 # byte-level BPE writes each byte as a printable letter
 BYTE_OF = {chr(b if i < 188 else 68 + i): b for i, b in enumerate(BYTES_IN_GPT2S_ORDER)}
-# the usual names, where tokenizer_config.json has none
+# The usual names, where tokenizer_config.json has none.
 EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
-BOS_NAMES = ('<|begin_of_text|>', '<s>', '<bos>')
 
 
 class TokenizerJson:
@@ -108,8 +107,8 @@ def open_backend(text):
 
 def read_file(path):
     """
-    Read (TokenizerJson, end id or None, begin id or None) of a tokenizer.json or the folder that
-    has one. The ids are those that tokenizer_config.json names, or the usual ones.
+    Read (TokenizerJson, end id or None, other ids that end an answer) of a tokenizer.json or the
+    folder that has one. The end is what tokenizer_config.json names, or the usual one.
     """
     folder = os.path.dirname(path)
     if os.path.isdir(path):
@@ -124,13 +123,22 @@ def read_file(path):
                          f'.save_pretrained({folder!r})') from None
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
-    path = os.path.join(folder, 'tokenizer_config.json')
-    config = read_json(path) if os.path.exists(path) else {}
-    ends = []
-    for role, usual in (('eos_token', EOS_NAMES), ('bos_token', BOS_NAMES)):
-        name = config.get(role)
-        if isinstance(name, dict):
-            name = name['content']
-        ids = [file.specials[n] for n in (name, *usual) if n in file.specials]
-        ends.append(ids[0] if ids else None)
-    return file, *ends
+    name = read_optional(folder, 'tokenizer_config.json').get('eos_token')
+    if isinstance(name, dict):
+        name = name['content']
+    eot = None
+    for known in (name, *EOS_NAMES):
+        if known in file.specials:
+            eot = file.specials[known]
+            break
+    config = {**read_optional(folder, 'config.json'), **read_optional(folder, 'generation_config.json')}
+    stops = config.get('eos_token_id') or []
+    if not isinstance(stops, list):
+        stops = [stops]
+    return file, eot, tuple(i for i in stops if i != eot)
+
+
+def read_optional(folder, name):
+    """Read a JSON file of the folder, {} if it is missing."""
+    path = os.path.join(folder, name)
+    return read_json(path) if os.path.exists(path) else {}

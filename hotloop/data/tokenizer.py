@@ -2,7 +2,6 @@
 
 import re
 import reprlib
-import unicodedata
 from functools import cached_property
 
 import numpy as np
@@ -13,21 +12,28 @@ from hotloop.data.hf_tokenizer import TokenizerJson, read_file
 from hotloop.system.files import counted, reason_of
 
 MAX_VOCAB = 2**20  # ids of a tokenizer
-GPT2_SPEC = {'kind': 'tiktoken', 'name': 'gpt2'}
+GPT2_SPEC = {'kind': 'tiktoken', 'name': 'gpt2', 'bos': None, 'stops': []}
 GPT2_VOCAB_SIZES = (50257, 50304)  # OpenAI's, and padded to a multiple of 64
 TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
 
 
 class Tokenizer:
     """
-    Share what all tokenizers need; each adds encode(text) -> array of ids, and spec().
+    Share what all tokenizers need; each adds encode(text) -> array of ids, and settings().
 
-    eot, bos: the ids that end and begin a document, or None. begin: bos if the data was made with
-    it. ends: other ids that end a text. first: bos if each text begins with it, as in most families
-    of Hugging Face. pieces: the bytes of each id; eot, bos and unused ids have none. specials:
-    {name: id}, for prompts and templates; encode() never returns one of them.
+    eot: the id that ends a document, or None. bos: the id that begins every document, as in most
+    families of Hugging Face, or None. stops: other ids that end an answer. pieces: the bytes of
+    each id; eot, bos and unused ids have none. specials: {name: id}, for prompts and templates;
+    encode() never returns one of them.
     """
-    n_vocab, eot, bos, begin, first, ends = 0, None, None, None, None, ()
+    n_vocab = 0
+    eot = None
+    bos = None
+    stops = ()
+
+    def spec(self):
+        """Describe this tokenizer for meta.json and checkpoints; tokenizer_from() builds it again."""
+        return {**self.settings(), 'bos': self.bos, 'stops': [*self.stops]}
 
     def encode_next(self, text, after_special):
         """
@@ -65,7 +71,7 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text):
         return np.frombuffer(text.encode('utf-8', 'surrogatepass'), dtype=np.uint8)
 
-    def spec(self):
+    def settings(self):
         return {'kind': 'byte'}
 
 
@@ -98,7 +104,7 @@ class CharTokenizer(Tokenizer):
                              f'template: {unknown[:20]!r}')
         return ids
 
-    def spec(self):
+    def settings(self):
         return {'kind': 'char', 'chars': self.chars, 'eot': self.eot is not None}
 
 
@@ -140,18 +146,17 @@ class TiktokenTokenizer(Tokenizer):
                 pieces[i] = piece
         return pieces
 
-    def spec(self):
+    def settings(self):
         return {'kind': 'tiktoken', 'name': self.name}
 
 
 class BPETokenizer(TiktokenTokenizer):
     """
     Run a byte-level BPE that carries its tokens with tiktoken. tokens: the bytes of each id, None
-    for special and unused ids; lower ids merge first. The end-of-text id follows the tokens. The
-    other arguments describe the tokenizer.json of older datasets; nfc: normalize texts to NFC.
+    for special and unused ids; lower ids merge first. The end-of-text id follows the tokens.
     """
 
-    def __init__(self, tokens, pattern=GPT2_SPLIT, specials=None, eot=None, bos=None, nfc=False):
+    def __init__(self, tokens, pattern=GPT2_SPLIT, specials=None, eot=None):
         import tiktoken
         if specials is None:
             eot = len(tokens)
@@ -160,22 +165,15 @@ class BPETokenizer(TiktokenTokenizer):
         self.pattern = pattern
         self.specials = specials
         self.eot = eot
-        self.bos = bos
-        self.nfc = nfc
         ranks = {token: i for i, token in enumerate(tokens) if token is not None}
         self.encoding = tiktoken.Encoding('own', pat_str=pattern, mergeable_ranks=ranks,
                                           special_tokens=specials)
         self.n_vocab = self.encoding.n_vocab
 
-    def encode(self, text):
-        if self.nfc:
-            text = unicodedata.normalize('NFC', text)
-        return super().encode(text)
-
-    def spec(self):
+    def settings(self):
         tokens = [None if token is None else token.decode('latin-1') for token in self.tokens]
         return {'kind': 'bpe', 'tokens': tokens, 'pattern': self.pattern, 'specials': self.specials,
-                'eot': self.eot, 'bos': self.bos, 'nfc': self.nfc}
+                'eot': self.eot}
 
 
 class HFTokenizer(Tokenizer):
@@ -183,13 +181,11 @@ class HFTokenizer(Tokenizer):
     Wrap a TokenizerJson. If that adds a leading space, the ids have one byte more than the text.
     """
 
-    def __init__(self, file, eot, bos):
+    def __init__(self, file, eot):
         self.file = file
         self.eot = eot
-        self.bos = bos
         self.specials = file.specials
         self.n_vocab = file.n_vocab
-        self.first = file.first_id()
 
     def encode(self, text):
         return self.file.encode(fix_surrogates(text))
@@ -202,8 +198,8 @@ class HFTokenizer(Tokenizer):
     def pieces(self):
         return self.file.pieces(blank=(self.eot, self.bos))
 
-    def spec(self):
-        return {'kind': 'hf', 'json': self.file.text, 'eot': self.eot, 'bos': self.bos}
+    def settings(self):
+        return {'kind': 'hf', 'json': self.file.text, 'eot': self.eot}
 
 
 KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer,
@@ -212,7 +208,11 @@ KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenToken
 
 def read_tokenizer_json(path):
     """Read the HFTokenizer of a tokenizer.json, or of the folder that has one."""
-    return HFTokenizer(*read_file(path))
+    file, eot, stops = read_file(path)
+    tokenizer = HFTokenizer(file, eot)
+    tokenizer.bos = file.first_id()
+    tokenizer.stops = stops
+    return tokenizer
 
 
 def tokenizer_from(spec):
@@ -220,16 +220,45 @@ def tokenizer_from(spec):
     Build the tokenizer that a spec() describes. Raises ValueError if it does not describe one.
     """
     try:
-        settings = {name: value for name, value in spec.items() if name != 'kind'}
+        settings = dict(spec)
+        kind = KINDS[settings.pop('kind')]
+        bos = settings.pop('bos', None)
+        stops = settings.pop('stops', ())
         if 'tokens' in settings:
             settings['tokens'] = [t if t is None else t.encode('latin-1')
                                   for t in settings['tokens']]
         if 'json' in settings:
             settings['file'] = TokenizerJson(settings.pop('json'))
-        return KINDS[spec['kind']](**settings)
+        tokenizer = kind(**settings)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this '
                          'version') from None
+    tokenizer.bos = bos
+    tokenizer.stops = tuple(stops)
+    return tokenizer
+
+
+def spec_of(record):
+    """
+    Return the tokenizer's spec in a meta.json or a checkpoint, or None. Older ones hold `bos` and
+    the stops (`ends`) beside the spec, whose own `bos` is only the name that a file has for it.
+    """
+    spec = record.get('tokenizer')
+    if not spec or 'stops' in spec:
+        return spec
+    stops = [i for i in record.get('ends', ()) if i != spec.get('eot')]
+    spec = {**spec, 'bos': record.get('bos'), 'stops': stops}
+    spec.pop('nfc', None)
+    return spec
+
+
+def template_of_record(record):
+    """Return the chat template in a meta.json or a checkpoint, or None. Older ones may list several."""
+    names = record.get('templates', ())
+    if len(names) == 1:
+        return names[0]
+    template = record.get('template')
+    return None if template == 'none' else template
 
 
 def same_tokenizer(a, b):
@@ -285,9 +314,9 @@ def encode_parts(tokenizer, parts, start=True):
 
 def prompt_ids(tokenizer, text):
     """
-    Encode a prompt, in which the names of special ids count, after tokenizer.begin; never empty.
+    Encode a prompt, in which the names of special ids count, after the bos; never empty.
     """
     ids = encode_parts(tokenizer, [(text, True, True)])[0].tolist()
-    if tokenizer.begin is not None and ids[:1] != [tokenizer.begin]:
-        ids = [tokenizer.begin, *ids]
+    if tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:
+        ids = [tokenizer.bos, *ids]
     return ids or [0 if tokenizer.eot is None else tokenizer.eot]

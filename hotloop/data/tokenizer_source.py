@@ -19,6 +19,7 @@ from hotloop.data.tokenizer import (
     MAX_VOCAB,
     TIKTOKEN_NAMES,
     read_tokenizer_json,
+    spec_of,
     tokenizer_from,
 )
 from hotloop.system.files import first_intact, read_json
@@ -90,8 +91,7 @@ def tokenizer_at(path, data_dir):
         return Found(read_tokenizer_json(path), model, template=template_of(folder))
     if 'train.bin' in names:
         meta = read_meta(path)
-        chats = [template for template in meta.get('templates', []) if template in CHATS]
-        template = chats[0] if len(chats) == 1 else None
+        template = meta['template'] if meta['template'] in CHATS else None
         return Found(tokenizer_from(meta['tokenizer']), template=template)
     paths = [path] if os.path.isfile(path) else []
     for pattern in ('best.pt', 'ckpt.pt', 'ckpt-*.pt'):
@@ -113,7 +113,7 @@ def checkpoint_tokenizer(path, data_dir):
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
             # read() checks the CRC of the record.
             checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()
-        spec = checkpoint.get('tokenizer')
+        spec = spec_of(checkpoint)
         vocab_size = checkpoint['model_args']['vocab_size']
         config = checkpoint.get('config', {})
         template = checkpoint.get('template')

@@ -81,7 +81,7 @@ def split_document(document, tokenizer, T):
     counts only in its first window. Most have T / 2 tokens of context or more.
     """
     ids, mask = document.ids, document.mask
-    first = tokenizer.eot if tokenizer.begin is None else tokenizer.begin
+    first = tokenizer.eot if tokenizer.bos is None else tokenizer.bos
     if first is not None:  # Without it, nothing predicts the first token.
         ids = np.append(first, ids)
         mask = np.append(0, mask)

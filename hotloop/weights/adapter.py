@@ -4,6 +4,7 @@ import json
 import os
 import re
 
+from hotloop.data.tokenizer import spec_of, template_of_record
 from hotloop.system.files import read_json, replacing
 from hotloop.weights.lora import (
     Adapter,
@@ -18,7 +19,7 @@ from hotloop.weights.safetensors import read_safetensors, write_safetensors
 
 CONFIG = 'adapter_config.json'
 TENSORS = 'adapter_model.safetensors'
-ORIGIN = 'hotloop.json'  # identifies the base, and records how its data begin and write a chat
+ORIGIN = 'hotloop.json'  # identifies the base; records the tokenizer and chat template of its data
 # the options in adapter_config.json that merge() supports, with their only values
 ONLY = {'peft_type': 'LORA', 'bias': 'none', 'use_dora': False, 'lora_bias': False,
         'modules_to_save': None, 'rank_pattern': {}, 'alpha_pattern': {},
@@ -53,9 +54,8 @@ def write_adapter(folder, checkpoint):
               'lora_alpha': lora['lora_alpha'], 'use_rslora': lora['lora_rs'],
               'lora_dropout': lora['lora_dropout'], 'target_modules': targets,
               'fan_in_fan_out': is_gpt2, 'bias': 'none', 'inference_mode': True}
-    habits = {'bos': checkpoint.get('bos'), 'template': checkpoint.get('template', 'none')}
     origin = {'base': lora['base'], 'sha256': lora['sha256'], 'quantize': lora['quantize'],
-              'habits': habits}
+              'tokenizer': spec_of(checkpoint), 'template': template_of_record(checkpoint)}
     try:
         os.makedirs(folder, exist_ok=True)
         for name, value in ((CONFIG, config), (ORIGIN, origin)):
@@ -74,15 +74,16 @@ def is_adapter(folder):
 def base_of(folder):
     """
     Read which weights an adapter was trained on: {'base': name, 'sha256': their hash or None,
-    'quantize': how they were rounded, 'habits': how its data begin a text and write a chat}.
+    'quantize': how they were rounded, 'tokenizer' and 'template': those of its data, or None}.
     """
     if not is_adapter(folder) and is_adapter(os.path.join(folder, 'adapter')):
         raise ValueError(f'{folder} is a run; its adapter is --adapter={folder}/adapter')
     config = read_json(os.path.join(folder, CONFIG))
-    record = {'sha256': None, 'quantize': 'none', 'habits': {}}
+    record = {'sha256': None, 'quantize': 'none', 'tokenizer': None, 'template': None}
     path = os.path.join(folder, ORIGIN)
     if os.path.exists(path):  # peft writes none
         record |= read_json(path)
+        record['template'] = template_of_record(record.pop('habits', record))
     record['base'] = config.get('base_model_name_or_path') or 'an unknown base'
     return record
 
@@ -90,8 +91,8 @@ def base_of(folder):
 def merge_adapter(model, folder, source):
     """
     Add an adapter folder, ours or peft's, to the float32 weights of a model. source: the Weights
-    of the model, whose habits become those of the adapter's data. Raises ValueError if the
-    adapter was trained on others.
+    of the model. Returns them with the tokenizer and template of the adapter's data. Raises
+    ValueError if the adapter was trained on other weights.
     """
     adapters, scale = read_adapter(folder, model, source.path)
     record = base_of(folder)
@@ -101,7 +102,10 @@ def merge_adapter(model, folder, source):
     weights = frozen_weights(model.state_dict(), record['quantize'])
     merge(weights, adapters, scale)
     model.load_weights(weights)
-    source.checkpoint.update(record['habits'])
+    if record['tokenizer']:
+        source = source._replace(tokenizer=record['tokenizer'])
+    source.checkpoint['template'] = record['template']
+    return source
 
 
 def read_adapter(folder, model, path):

@@ -42,7 +42,7 @@ def export(model, tokenizer, template, folder, dtype, hf_config=None):
     config = config_json(model.config, hf_config)
     files = tokenizer_files(tokenizer, template, model.config.block_size)
     # None is written too, because transformers assumes GPT-2's ids for keys that are missing.
-    ids = {'eos_token_id': tokenizer.eot, 'bos_token_id': tokenizer.begin}
+    ids = {'eos_token_id': tokenizer.eot, 'bos_token_id': tokenizer.bos}
     config |= files.get('generation_config.json', ids)
     config['dtype'] = str(dtype).removeprefix('torch.')
     tensors = {}

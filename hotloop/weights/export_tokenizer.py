@@ -26,26 +26,19 @@ def tokenizer_files(tokenizer, template, max_length):
     names = {i: name for name, i in tokenizer.specials.items()}
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': max_length,
               'clean_up_tokenization_spaces': False}
-    begin = tokenizer.begin
-    if begin is None:
-        begin = tokenizer.bos
-    for role, i in (('eos_token', tokenizer.eot), ('bos_token', begin)):
+    for role, i in (('eos_token', tokenizer.eot), ('bos_token', tokenizer.bos)):
         if i in names:
             config[role] = names[i]
-    ends = {tokenizer.eot, *tokenizer.ends}
+    ends = {tokenizer.eot, *tokenizer.stops}
     if template in CHATS:
-        config['chat_template'] = chat_template(template, tokenizer.begin is not None)
+        config['chat_template'] = chat_template(template, tokenizer.bos is not None)
         ends.add(tokenizer.specials.get(TEMPLATES[template].assistant[1]))
     ends.discard(None)
-    generation = {'eos_token_id': sorted(ends) or None, 'bos_token_id': begin}
-    name = names.get(tokenizer.begin)
-    if spec['kind'] != 'hf':
-        content = tokenizer_json(tokenizer, name)
-    else:
+    generation = {'eos_token_id': sorted(ends) or None, 'bos_token_id': tokenizer.bos}
+    if spec['kind'] == 'hf':
         content = spec['json']
-        if tokenizer.begin != tokenizer.first:  # of data made with another --bos
-            content = json.loads(content)
-            content['post_processor'] = begin_with(name, tokenizer.begin) if name else None
+    else:
+        content = tokenizer_json(tokenizer)
     return {'tokenizer.json': content, 'tokenizer_config.json': config,
             'generation_config.json': generation}
 
@@ -74,11 +67,8 @@ def chat_template(name, begins):
     return start + LOOP.format(turns + between) + WHEN.format('add_generation_prompt', answer)
 
 
-def tokenizer_json(tokenizer, begin):
-    """
-    Return the content of a tokenizer.json for bytes, or for a byte-level BPE that tiktoken runs.
-    begin: the name of the special id that begins a text, or None.
-    """
+def tokenizer_json(tokenizer):
+    """Return the tokenizer.json of bytes, or of a byte-level BPE that tiktoken runs."""
     ranks = {bytes([b]): b for b in range(256)}
     specials = tokenizer.specials
     pattern = GPT2_SPLIT
@@ -104,9 +94,9 @@ def tokenizer_json(tokenizer, begin):
     return {
         'version': '1.0', 'truncation': None, 'padding': None,
         'added_tokens': [{'id': i, 'content': name, **flags} for name, i in specials.items()],
-        'normalizer': {'type': 'NFC'} if getattr(tokenizer, 'nfc', False) else None,
+        'normalizer': None,
         'pre_tokenizer': {'type': 'Sequence', 'pretokenizers': [split, levels]},
-        'post_processor': begin_with(begin, specials[begin]) if begin else None,
+        'post_processor': None,
         'decoder': levels,
         'model': {'type': 'BPE', 'dropout': None, 'unk_token': None,
                   'continuing_subword_prefix': None, 'end_of_word_suffix': None,
@@ -114,16 +104,6 @@ def tokenizer_json(tokenizer, begin):
                   'ignore_merges': True,  # like tiktoken: a word that is a token needs no merges
                   'vocab': {spelled(token): i for token, i in ranks.items()} | specials,
                   'merges': merges}}
-
-
-def begin_with(name, i):
-    """Return the post-processor that puts a special id before each text."""
-    special = {'SpecialToken': {'id': name, 'type_id': 0}}
-    first = {'Sequence': {'id': 'A', 'type_id': 0}}
-    second = {'Sequence': {'id': 'B', 'type_id': 0}}
-    return {'type': 'TemplateProcessing', 'single': [special, first],
-            'pair': [special, first, special, second],
-            'special_tokens': {name: {'id': name, 'ids': [i], 'tokens': [name]}}}
 
 
 def spelled(token):

@@ -21,7 +21,7 @@ from hotloop.data.hub import (
     is_hub_name,
     weight_files,
 )
-from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json
+from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, template_of
 from hotloop.system.files import first_intact, first_line, read_json
 from hotloop.weights.adapter import is_adapter
@@ -58,15 +58,14 @@ def open_weights(source, data_dir):
         if 'lora' in checkpoint:
             checkpoint['model'] = merge_base(checkpoint, path, data_dir)
         model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
-        return Weights(path, model_args, weights, checkpoint.get('tokenizer'), checkpoint)
+        return Weights(path, model_args, weights, spec_of(checkpoint), checkpoint)
     model_args, weights = load_folder(folder)
     spec = None
     checkpoint = {'hf_config': read_json(os.path.join(folder, 'config.json'))}
     is_gpt2 = source.removeprefix(GPT2_OWNER) in GPT2_NAMES and folder != source
     if not is_gpt2 and has_tokenizer(folder):  # tiktoken has GPT-2's
-        tokenizer = read_tokenizer_json(folder)
-        spec = tokenizer.spec()
-        checkpoint |= habits_of(folder, tokenizer)
+        spec = read_tokenizer_json(folder).spec()
+        checkpoint['template'] = template_of(folder) or None
     elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
         spec = GPT2_SPEC
     return Weights(folder, model_args, weights, spec, checkpoint)
@@ -80,27 +79,6 @@ def has_tokenizer(folder):
     if 'vocab.json' not in paths:
         return False
     return read_json(paths['vocab.json']).get('Ġthe') != 262  # its id in GPT-2's
-
-
-def habits_of(folder, tokenizer):
-    """
-    Read how texts begin and end from a Hugging Face folder, with the keys of a checkpoint: bos, the
-    id that begins them; ends, the ids that end an answer; template, that of its chats.
-    """
-    config = read_json(os.path.join(folder, 'config.json'))
-    path = os.path.join(folder, 'generation_config.json')
-    if os.path.exists(path):
-        config |= read_json(path)
-    ends = config.get('eos_token_id')
-    if ends is None:
-        ends = []
-    elif not isinstance(ends, list):
-        ends = [ends]
-    habits = {'bos': tokenizer.first, 'ends': ends}
-    template = template_of(folder)
-    if template:
-        habits['template'] = template
-    return habits
 
 
 def find_folder(source):

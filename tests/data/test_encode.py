@@ -27,7 +27,9 @@ def text_piece(text, start=True, end=True):
 def test_a_document_is_between_its_begin_and_end_ids():
     pieces = [('train', text_piece('ab')), ('train', text_piece('c', end=False)), ('val', text_piece('x')),
               ('train', text_piece('d', start=False)), ('train', text_piece('é'))]
-    encoded = encode_batch(ByteTokenizer(), pieces, bos=1, eot=256)
+    tokenizer = ByteTokenizer()
+    tokenizer.bos = 1
+    encoded = encode_batch(tokenizer, pieces, eot=256)
     train, val = encoded['train'], encoded['val']
     assert train.ids.tolist() == [1, *b'ab', 256, 1, *b'cd', 256, 1, *'é'.encode(), 256]
     assert (train.num_bytes, len(train.ends)) == (6 + 3, 3) and train.mask is None and len(val.ends) == 1
@@ -44,7 +46,9 @@ def test_only_answers_and_the_end_count():
     marked = Piece([('ask', True, False), ('<|endoftext|>', True, True)], True, True, 'k')
     asked = Piece([('tell', False, True), ('ask', True, False)], True, True, 'k')
     pieces = [('train', piece) for piece in (text_piece('text'), chat, marked, asked)]
-    encoded = encode_batch(ByteTokenizer(), pieces, bos=0, eot=256)['train']
+    tokenizer = ByteTokenizer()
+    tokenizer.bos = 0
+    encoded = encode_batch(tokenizer, pieces, eot=256)['train']
     assert encoded.ids.tolist() == [0, *b'text', 256, 0, *b'asktell', 256, 0, *b'ask', 256,
                                     0, *b'tellask', 256]
     assert encoded.mask.tolist() == [1] * 6 + [0] * 4 + [1] * 5 + [0] * 4 + [1] + [0] + [1] * 4 + [0] * 4

@@ -16,7 +16,7 @@ import prepare
 from hotloop.data.dataset import dataset_folder, read_meta
 from hotloop.data.documents import hold_out, holdout_hash
 from hotloop.data.sources import stdlib_files
-from hotloop.data.tokenizer import tokenizer_from
+from hotloop.data.tokenizer import CharTokenizer, tokenizer_from
 from hotloop.data.tokenizer_source import Found
 
 NOTES = {'0.txt': 'alpha\n' * 50, '1.txt': 'béta\r\n' * 60, '2.txt': 'γ' * 200, '4.txt': 'delta 😀\n' * 40,
@@ -77,9 +77,9 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
         assert meta['splits'][split] == {'tokens': len(part), 'bytes': len(part.encode()), 'documents': 1,
                                          'sha256': hashlib.sha256(raw).hexdigest()}
     assert meta == {'format': 1, 'dtype': 'uint16', 'vocab_size': len(chars), 'eot': None, 'foreign': False,
-                    'tokenizer': {'kind': 'char', 'chars': ''.join(chars), 'eot': False}, 'bos': None,
+                    'tokenizer': CharTokenizer(''.join(chars)).spec(),
                     'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'template': None,
-                    'templates': [], 'flags': ['--seed=1']}
+                    'flags': ['--seed=1']}
     assert os.listdir(tmp_path / 'data') == ['book']
     out = capsys.readouterr().out
     assert f'tokenizer: char, {len(chars)} ids\n' in out
@@ -122,7 +122,7 @@ def test_rows_with_answers_bring_masks_and_one_template(tmp_path, make, capsys):
     pairs = [{'prompt': f'{i} ask', 'completion': ' tell', 'id': i} for i in range(30)]
     (tmp_path / 'a.jsonl').write_text(as_jsonl([*pairs, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
     meta = make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]
-    assert meta['template'] == 'joined' and meta['templates'] == ['joined']
+    assert meta['template'] == 'joined'
     out = capsys.readouterr().out
     assert 'skipped 2 rows' in out and 'fields not used: id;' in out
     assert re.search(r'instruction data in the joined template: 180 of .* \(\d\d%\) count toward', out)

@@ -23,6 +23,7 @@ from hotloop.data.tokenizer import (
     prompt_ids,
     read_tokenizer_json,
     same_tokenizer,
+    spec_of,
     tokenizer_from,
 )
 
@@ -106,22 +107,16 @@ def test_a_prompt_names_special_ids_and_is_never_empty():
     missing = ''.join(map(chr, range(1000, 1100)))
     error = error_of(CharTokenizer('a').encode, missing)
     assert error.endswith(f'lacks 100 characters of the text or of its chat template: {missing[:20]!r}')
-    byte.begin = 256  # comes first, once
+    byte.bos = 256  # comes first, once
     assert prompt_ids(byte, 'a') == prompt_ids(byte, '<|endoftext|>a') == [256, 97]
     assert prompt_ids(byte, '') == [256]
 
 
-def test_old_specs_made_from_a_tokenizer_json_still_encode():
-    """They carry a pattern, special ids and a normalization that our own BPE does not have."""
-    tokens = [token.decode('latin-1') for token in train_bpe(['12 1212 ab ab abc'], 262)]
-    old = {'kind': 'bpe', 'tokens': [*tokens, None], 'pattern': r'\p{N}|\p{L}+|[^\p{N}\p{L}]+', 'nfc': True,
-           'specials': {'<s>': 270, '</s>': 268}, 'eot': 268, 'bos': 270}
-    tokenizer, ab = tokenizer_from(old), tokens.index('ab')
-    assert '12' in tokens and tokenizer.encode('12ab').tolist() == [tokens.index('1'), tokens.index('2'), ab]
-    assert prompt_ids(tokenizer, '<s>ab</s>') == [270, ab, 268] and tokenizer.n_vocab == 271
-    assert tokenizer.decode([270, ab, 268, *tokenizer.encode('</s>')]) == b'ab</s>'
-    assert tokenizer.encode('e\u0301').tolist() == tokenizer.encode('\u00e9').tolist()
-    assert tokenizer.spec() == old and (tokenizer.eot, tokenizer.bos) == (268, 270)
+@pytest.mark.parametrize('record', [{}, {'bos': 1, 'ends': [2, 3]}])
+def test_older_records_hold_bos_and_stops_beside_the_spec(record):
+    spec = {'kind': 'byte', 'bos': 9, 'eot': 2}  # The bos of an older spec is only a name.
+    expected = {'kind': 'byte', 'eot': 2, 'bos': record.get('bos'), 'stops': [3] if record else []}
+    assert spec_of({'tokenizer': spec, **record}) == expected == spec_of({'tokenizer': expected})
 
 
 def test_equal_ids_under_two_names_are_the_same_tokenizer():
@@ -262,30 +257,16 @@ def test_marks_and_pieces_are_encoded_as_the_complete_text(folders, family):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_end_and_begin_are_the_usual_ones_or_those_of_the_config(folders, tmp_path, family):
+def test_the_end_is_the_usual_one_or_that_of_the_config(folders, tmp_path, family):
     usual = read_tokenizer_json(str(folders[family]))
-    eot, bos = ENDS.get(family, ('<|endoftext|>', None))
-    assert (usual.eot, usual.bos) == (usual.specials[eot], usual.specials.get(bos))
+    assert usual.eot == usual.specials[ENDS.get(family, ['<|endoftext|>'])[0]]
     assert usual.decode([usual.eot]) == b'' == usual.decode([usual.n_vocab])
     shutil.copy(folders[family] / 'tokenizer.json', tmp_path)
     config = {'eos_token': {'content': '<|im_end|>'}, 'bos_token': None}
     (tmp_path / 'tokenizer_config.json').write_text(json.dumps(config))
     chat = read_tokenizer_json(str(tmp_path))
-    assert (chat.eot, chat.bos) == (usual.specials['<|im_end|>'], usual.bos)
+    assert chat.eot == usual.specials['<|im_end|>']
     assert usual.decode([chat.eot]) == b'<|im_end|>' and chat.decode([chat.eot]) == b''
-
-
-def test_a_tokenizer_json_is_the_same_as_the_old_spec_made_from_it(folders):
-    """A checkpoint of an older version goes with a dataset of this one. A file's truncation does not act."""
-    new = read_tokenizer_json(str(folders['llama3']))
-    file = json.loads(new.spec()['json'])
-    file['truncation'] = {'direction': 'Right', 'max_length': 3, 'strategy': 'LongestFirst', 'stride': 0}
-    assert same_tokenizer({**new.spec(), 'json': json.dumps(file)}, new.spec())
-    names = {token['content']: token['id'] for token in file['added_tokens']}
-    tokens = [None if i in names.values() else piece for i, piece in enumerate(new.pieces)]
-    old = BPETokenizer(tokens, LLAMA3_SPLIT, names, names['<|end_of_text|>'], names['<|begin_of_text|>'])
-    assert same_tokenizer(old.spec(), new.spec()) and same_tokenizer(new.spec(), old.spec())
-    assert not same_tokenizer(read_tokenizer_json(str(folders['gpt2'])).spec(), new.spec())
 
 
 def test_a_tokenizer_json_that_cannot_be_used_is_refused(folders, tmp_path, monkeypatch):

@@ -16,11 +16,11 @@ from conftest import error_of, noise, write_bins
 from test_dataset import Touch, nanogpt_meta
 
 import prepare
-from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer
+from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.data.tokenizer_source import Found, checkpoint_tokenizer, find_tokenizer
 
 BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
-CHAR = {'kind': 'char', 'chars': 'abc', 'eot': False}
+CHAR = CharTokenizer('abc').spec()
 
 
 def save(path, **more):
@@ -59,7 +59,7 @@ def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
 def test_built_in_names_come_first_then_paths_then_datasets(places):
     for name in ('byte', 'char', 'text', 'out'):
         write_bins(f'data/{name}', noise(9), noise(9), tokenizer=CHAR)
-    assert find_tokenizer('byte', 'data').tokenizer.spec() == {'kind': 'byte'}
+    assert find_tokenizer('byte', 'data').tokenizer.spec() == ByteTokenizer().spec()
     assert find_tokenizer('char', 'data') == find_tokenizer('bpe:300', 'data') == Found()
     assert find_tokenizer('out', 'data').tokenizer.spec() == BPE  # the run, not the dataset
     assert find_tokenizer('text', 'data').tokenizer.spec() == CHAR  # the folder of texts has none
@@ -93,7 +93,7 @@ def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, s
     Path('chats.jsonl').write_text('\n'.join(json.dumps({'messages': chat}) for chat in chats))
     for flags, expected in (([], used), (['--template=gemma'], 'gemma')):
         prepare.main(['chats.jsonl', '--tokenizer=tuned', *flags])
-        assert json.loads(Path('data/chats/meta.json').read_text())['templates'] == [expected]
+        assert json.loads(Path('data/chats/meta.json').read_text())['template'] == expected
         assert '--init_from=tuned --dataset=chats\n' in capsys.readouterr().out
         assert find_tokenizer('chats', 'data').template == expected  # also that of a dataset
 

@@ -121,7 +121,9 @@ def test_a_text_is_a_function_of_prompt_and_seed(draw):
 
 def test_settings_and_prompts_reach_generate(draw, out, monkeypatch):
     """A prompt begins as the documents of the data."""
-    write(out / 'best.pt', gpt(257), ByteTokenizer(), bos=256)
+    tokenizer = ByteTokenizer()
+    tokenizer.bos = 256
+    write(out / 'best.pt', gpt(257), tokenizer)
     calls = play(monkeypatch, 2)
     flags = dict(max_new_tokens=3, temperature=0.5, top_k=None, top_p=0.9, min_p=0.1, repetition_penalty=1.5,
                  logprobs=True)
@@ -233,7 +235,7 @@ def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path,
     """This holds in the template that the model was tuned in, and in one that is named."""
     specials = {'<|im_end|>': 256, '<e>': 257}
     tokenizer = BPETokenizer([bytes([b]) for b in range(256)], specials=specials, eot=257)
-    tokenizer.begin = 257
+    tokenizer.bos = 257
     used = choose_template(template, form_of(row)[0])
     ids, mask = encode_parts(tokenizer, parts_of(row, 'a', used))
     expected = [257, *ids[:len(mask) - mask[::-1].argmin()].tolist()]

@@ -129,8 +129,8 @@ def check_ids(tokenizer):
 
 
 @pytest.mark.parametrize('tokenizer', [
-    own(), ByteTokenizer(), BPETokenizer([*own().tokens, b'qxz']), own(nfc=True),
-    own(pattern=r'\p{N}{1,3}+|\s+|[^\s\p{N}]++')], ids=['own', 'byte', 'unreachable', 'nfc', 'possessive'])
+    own(), ByteTokenizer(), BPETokenizer([*own().tokens, b'qxz']),
+    own(pattern=r'\p{N}{1,3}+|\s+|[^\s\p{N}]++')], ids=['own', 'byte', 'unreachable', 'possessive'])
 def test_ids_are_equal_in_the_tokenizers_package(tokenizer):
     """Also of a token that no merges give, if it is a word."""
     check_ids(tokenizer)
@@ -140,27 +140,21 @@ def test_the_ids_of_gpt2_are_equal(gpt2):
     check_ids(gpt2)
 
 
-@pytest.mark.parametrize('begins', [False, True])
-def test_the_folder_keeps_begin_end_and_template(tmp_path, begins):
-    """
-    In transformers and here. A tokenizer.json that a folder had stays as it was; texts begin as in training,
-    also otherwise than by that file, as after prepare.py --bos.
-    """
+def test_the_folder_keeps_end_stops_and_template(tmp_path):
+    """In transformers and here. A tokenizer.json that a folder had stays as it was."""
     transformers = pytest.importorskip('transformers')
     tokenizer, model = own(specials={'<e>': 401, '<|im_end|>': 402}, eot=401), gpt(448)
-    for name, begin in (('a', begins), ('b', begins), ('c', not begins)):
-        folder, tokenizer.begin = tmp_path / name, 401 if begin else None
+    for name in ('a', 'b'):
+        folder = tmp_path / name
         export(model, tokenizer, 'chatml', str(folder), torch.float32)
         found = open_weights(str(folder), 'data')
-        found.checkpoint.pop('hf_config')
-        assert found.checkpoint == {'bos': tokenizer.begin, 'ends': [401, 402], 'template': 'chatml'}
+        assert found.tokenizer['stops'] == [402] and found.checkpoint['template'] == 'chatml'
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         ids = tokenizer.encode('a <b>').tolist()
-        assert theirs('a <b>').input_ids == [401] * begin + ids and theirs.eos_token_id == 401
+        assert theirs('a <b>').input_ids == ids and theirs.eos_token_id == 401
         settings = transformers.GenerationConfig.from_pretrained(folder)
         assert settings.eos_token_id == [401, 402]
         tokenizer = read_tokenizer_json(str(folder))
-        tokenizer.ends = [402]
     first, second = ((tmp_path / name / 'tokenizer.json').read_bytes() for name in 'ab')
     assert first == second
 
@@ -169,7 +163,7 @@ def test_the_folder_keeps_begin_end_and_template(tmp_path, begins):
 def test_chats_are_as_in_training(tmp_path, template):
     transformers = pytest.importorskip('transformers')
     tokenizer = ByteTokenizer()
-    tokenizer.begin = 256
+    tokenizer.bos = 256
     export(gpt(257), tokenizer, template, str(tmp_path / 'a'), torch.float32)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'a')
     chats = [[('user', 'Hi "you"')], [('user', ' a\n'), ('assistant', "b's"), ('user', 'c')],
@@ -190,12 +184,12 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     folder = tmp_path / 'hf'
     path = tmp_path / 'out' / 'best.pt'
     path.parent.mkdir()
-    write(path, gpt(257), ByteTokenizer(), template='alpaca', bos=256)
+    write(path, gpt(257), ByteTokenizer(), template='alpaca')
     assert main(out_dir=path.parent, export=folder, dtype='bfloat16') == 0
     assert capsys.readouterr().out == f'wrote {folder}: GPT2LMHeadModel, bfloat16\n'
     assert template_of(folder) == 'alpaca'
     config = json.loads((folder / 'config.json').read_text())
-    assert (config['dtype'], config['eos_token_id'], config['bos_token_id']) == ('bfloat16', [256], 256)
+    assert (config['dtype'], config['eos_token_id'], config['bos_token_id']) == ('bfloat16', [256], None)
     weights = read_safetensors(str(folder / 'model.safetensors'))
     assert weights['transformer.ln_f.bias'].dtype == torch.bfloat16
     assert main(init_from=folder, start='hi', max_new_tokens=2) == 0

@@ -236,10 +236,10 @@ def opened(folder):
     return sample.open_model(sample.SampleConfig(init_from=str(folder)))
 
 
-def test_a_folder_gives_the_habits_of_its_texts(llama_folder):
+def test_a_folder_gives_bos_stops_and_template(llama_folder):
     """The begin id before prompts and chats, both end ids, the template that the chat template looks like."""
     _, model, tokenizer, template = opened(llama_folder)
-    assert (tokenizer.begin, template, model.config.vocab_size) == (0, 'llama3', 97)
+    assert (tokenizer.bos, template, model.config.vocab_size) == (0, 'llama3', 97)
     assert sample.stops_of(tokenizer, None) == ([], {1, 2})
     assert sample.prompt_ids(tokenizer, 'abc')[0] == 0 and tokenizer.n_vocab == 92
     ids = sample.turn_ids(tokenizer, [('user', 'Hi')], 'llama3')
@@ -264,8 +264,8 @@ def test_a_tuned_family_needs_its_folder_no_more(llama_folder, train_tiny, tmp_p
     data_dir = str(tmp_path / 'data')
     prepare.main([str(tmp_path / 'rows.jsonl'), f'--tokenizer={llama_folder}', f'--data_dir={data_dir}'])
     meta = json.loads((tmp_path / 'data' / 'rows' / 'meta.json').read_text())
-    assert (meta['bos'], meta['eot']) == (0, 2)  # as the tokenizer's file begins and ends texts
-    assert meta['templates'] == ['llama3']  # the model's own
+    assert (meta['tokenizer']['bos'], meta['eot']) == (0, 2)  # as the tokenizer's file begins and ends texts
+    assert meta['template'] == 'llama3'  # the model's own
     settings = dict(dataset='rows', data_dir=data_dir, eval_tokens=128, decay_lr=False, batch_size=2, **SHAPE)
     capsys.readouterr()
     train_tiny('a', **settings, init_from=llama_folder, max_iters=4)

@@ -37,11 +37,11 @@ def test_best_is_taken_before_the_latest_and_the_latest_before_older_ones(tmp_pa
     """A damaged one is reported and the next one taken; if none is intact, the last error is raised."""
     steps = {'best.pt': 25, 'ckpt.pt': 30, 'ckpt-000000020.pt': 20}
     for name, step in steps.items():
-        write_checkpoint(tmp_path / name, step, tokenizer={'kind': 'byte'})
+        write_checkpoint(tmp_path / name, step, tokenizer=ByteTokenizer().spec())
     for number, (name, step) in enumerate(steps.items()):
         found = open_weights(str(tmp_path), 'data')
         assert found.path == str(tmp_path / name) and found.weights['w'][0] == step
-        assert found.tokenizer == {'kind': 'byte'} and found.checkpoint['iter_num'] == step
+        assert found.tokenizer == ByteTokenizer().spec() and found.checkpoint['iter_num'] == step
         assert found.model_args == ARGS and 'model' not in found.checkpoint
         notes = capsys.readouterr().err.splitlines()
         assert [damaged in note for damaged, note in zip(steps, notes, strict=False)] == [True] * number
@@ -105,8 +105,7 @@ def test_a_folder_gives_args_weights_and_tokenizer(gpt2_folder, monkeypatch):
     (gpt2_folder / 'tokenizer.json').write_text('{}')
     monkeypatch.setattr('hotloop.weights.load.read_tokenizer_json', lambda folder: ByteTokenizer())
     found = open_weights(str(gpt2_folder), 'data')
-    assert found.tokenizer == {'kind': 'byte'}
-    assert (found.checkpoint['bos'], found.checkpoint['ends']) == (None, [])
+    assert found.tokenizer == ByteTokenizer().spec()
 
 
 def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeypatch):

@@ -258,7 +258,8 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
     """And how the data of the adapters begin a text and write a chat."""
     rows_dir = shutil.copytree(data_dir, tmp_path / 'data')
     meta = json.loads((rows_dir / 'tiny' / 'meta.json').read_text())
-    (rows_dir / 'tiny' / 'meta.json').write_text(json.dumps({**meta, 'templates': ['chatml'], 'bos': 7}))
+    meta |= {'template': 'chatml', 'tokenizer': {'kind': 'byte', 'bos': 7, 'stops': []}}
+    (rows_dir / 'tiny' / 'meta.json').write_text(json.dumps(meta))
     train_tiny('tuned', **base | settings, data_dir=rows_dir, learning_rate=2e-2, eval_interval=10)
     best, losses = rows(tmp_path / 'tuned', 'val_loss')[-1]['val_loss'], []
     for name in ('tuned', 'base'):
@@ -268,7 +269,7 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
     assert losses[0] == pytest.approx(best, abs=1e-4) and losses[1] > best + 1e-3
     for name, folder in (('adapter', tmp_path / 'tuned' / 'adapter'), ('out_dir', tmp_path / 'tuned')):
         _, model, tokenizer, template = sample.open_model(sample.SampleConfig(**{name: str(folder)}))
-        assert (tokenizer.begin, template) == (7, 'chatml')
+        assert (tokenizer.bos, template) == (7, 'chatml')
         losses.append(all_logits(model, IDS))
     assert torch.equal(*losses[2:])
 
