@@ -181,7 +181,7 @@ def explain_failure(error, path, fields):
     if isinstance(error, FileNotFoundError) and not places:
         hint = meant(path, fields)
     elif isinstance(error, IsADirectoryError) and not places:
-        hint = f'; a run folder is given as --out_dir={path}, several to compare as --report=A,B'
+        hint = f'; a run folder is given as --out_dir={path}'
     return f'{place}: {reason}{hint}'
 
 

@@ -36,8 +36,6 @@ from torch.nn.parallel import DistributedDataParallel
 from configurator import as_file, call_main, configure, differences
 from hotloop.data.chat import CHATS
 from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
-from hotloop.data.tokenizer import prompt_ids, tokenizer_from
-from hotloop.inference.generate import Sampling, generate
 from hotloop.system.check import check
 from hotloop.system.device import (
     EVALUATION_PAYS,
@@ -67,7 +65,7 @@ from hotloop.training.checkpoint import (
     restore,
     state_from,
 )
-from hotloop.training.dataloader import Batches, check_lengths, micro_seed, share_batch
+from hotloop.training.dataloader import Batches, check_lengths, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.flops import flops_of
 from hotloop.training.footprint import fits_sharded
@@ -76,7 +74,6 @@ from hotloop.training.logger import Log, Meter, Speed, evaluation_text
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
-from hotloop.training.report import report
 from hotloop.training.run_dir import open_folder, open_mirror, resume_command
 from hotloop.training.schedule import (
     Deadline,
@@ -103,7 +100,6 @@ from hotloop.training.shard import (
     local,
     micro_batch,
     release_mesh,
-    reshard,
     set_blocks,
     shard_model,
 )
@@ -121,11 +117,9 @@ class TrainConfig:
     eval_only: bool = False  # evaluate once and exit; no run is written
     check: bool = False  # report what this machine can do and exit
     dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written
-    report: str | None = None  # draw the curves of these run folders (a,b) in one HTML file and exit
     seed: int = 1337  # for initial weights, data order and dropout
     max_iters: int = 600000  # total steps, including those before a resume
     max_epochs: float | None = None  # passes over the data; replaces max_iters
-    max_minutes: float | None = None  # save and stop after this long, as on SIGTERM
     time_budget: float | None = None  # minutes for the run, which decides when the rate decays
     depth: int | None = None  # layers of a modern model: sets shape, batch and rates
     # --- data
@@ -140,7 +134,6 @@ class TrainConfig:
     optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: Muon in blocks, AdamW elsewhere
     learning_rate: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon
-    embed_lr: float | None = None  # peak rate of the token embedding with muon; None: learning_rate
     weight_decay: float = 1e-1  # on matrices only
     beta1: float = 0.9  # of AdamW
     beta2: float = 0.95  # of AdamW
@@ -149,8 +142,7 @@ class TrainConfig:
     # --- schedule
     decay_lr: bool = True  # False: learning_rate in every step, without a warmup, as in nanoGPT
     lr_schedule: Literal['cosine', 'linear', 'onecycle'] = 'cosine'  # shape of the decay
-    warmup_iters: int = 2000  # warmup steps from 0 (onecycle: from min_lr) to the peak rate
-    warmup_fraction: float | None = None  # the same as a fraction of max_iters; replaces warmup_iters
+    warmup_iters: int | float = 2000  # steps to the peak rate; below 1: a fraction of the run
     lr_decay_iters: int | None = None  # step at which the decay ends; None: max_iters
     min_lr: float = 6e-5  # final learning_rate of the decay; the other rates decay in proportion
     decay_fraction: float = 0.5  # final fraction of the run in which lr_schedule='linear' decays
@@ -160,7 +152,6 @@ class TrainConfig:
     eval_iters: int | None = None  # batches per split, as in nanoGPT; replaces eval_tokens
     patience: int | None = None  # stop after this many evaluations in a row without a lower loss; None: off
     log_interval: int = 1  # steps between log lines
-    sample_interval: int | None = None  # steps between samples in the log; None: no samples
     tensorboard: bool = False  # also log to TensorBoard, in out_dir/tensorboard
     wandb_log: bool = False  # also log to Weights & Biases
     wandb_project: str = 'hotloop'  # Weights & Biases project
@@ -180,7 +171,6 @@ class TrainConfig:
     shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide optimizer states; full: weights too
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
-    timeout_minutes: float = 60.0  # how long a process waits for the others before it gives up
 
     def problems(self):
         """List the problems with the settings, one sentence each."""
@@ -188,7 +178,7 @@ class TrainConfig:
 
 
 # two settings for one thing: the one from the stronger place wins, and the other becomes None
-PAIRS = ('max_iters', 'max_epochs'), ('warmup_iters', 'warmup_fraction'), ('eval_tokens', 'eval_iters')
+PAIRS = ('max_iters', 'max_epochs'), ('eval_tokens', 'eval_iters')
 MODEL = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
 ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
 BOUND = MODEL | ADAPTERS | {'dataset', 'optimizer', 'depth'}  # a resume cannot change these
@@ -214,7 +204,7 @@ def read_settings(argv=None):
     cfg = peek.objects[2]
     latest = find_latest(cfg)
     below, own_model = {}, not SHAPE.isdisjoint(peek.given)
-    is_new = cfg.init_from == 'scratch' and not (peek.words or cfg.report)
+    is_new = cfg.init_from == 'scratch' and not peek.words
     chooses_depth = cfg.time_budget is not None and not (own_model or cfg.eval_only)
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
@@ -286,7 +276,7 @@ def setup(cfg):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')  # TF32; Inductor's autotuning fails under the newer switch
     if world > 1:
-        open_process_group(cfg.backend, device, cfg.timeout_minutes)
+        open_process_group(cfg.backend, device)
     compiles, why_compile = choose_compile(cfg.compile, device, cfg.time_budget)
     if compiles and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True)  # also sets Inductor's own switch
@@ -520,33 +510,6 @@ def build_run(settings, datasets, env):
                record)
 
 
-def write_sample(run, log):
-    """Log a sample of the current model. It has a seed of its own, so training does not change."""
-    is_for_all = is_sharded(run.model)  # then all processes run it, and as many steps
-    if run.env.rank and not is_for_all:
-        return  # and wait at the next reduction
-    tokenizer, step, ids = tokenizer_from(run.record['tokenizer']), run.state.iter_num, []
-    stop = set() if is_for_all else {tokenizer.eot}
-    sampling = Sampling(100, temperature=0.8, top_k=200, vocab=tokenizer.n_vocab, stop=stop)
-    was_training, deterministic = run.model.training, torch.get_deterministic_debug_mode()
-    run.model.eval()
-    torch.set_deterministic_debug_mode('default')  # the draw sums probabilities, which CUDA refuses under it
-    try:
-        for drawn in generate(run.model, [prompt_ids(tokenizer, '\n')], sampling,
-                              seeds=[micro_seed(run.cfg.seed, step, 0)]):
-            ids += [token for _, token, _ in drawn]
-        if tokenizer.eot in ids:
-            ids = ids[:ids.index(tokenizer.eot)]
-        text = tokenizer.decode(ids).decode('utf-8', 'replace')
-    except ValueError as e:  # logits that are not finite; losses decide whether the run stops
-        text = f'no text: {e}'
-    finally:
-        torch.set_deterministic_debug_mode(deterministic)
-    run.model.train(was_training)
-    reshard(run.model)
-    log.write(f'--- sample at step {step}:\n{text}\n---', step=step, sample=text)
-
-
 # -----------------------------------------------------------------------------
 # the loop
 
@@ -557,7 +520,7 @@ def train(run, schedule, checkpoints, log, stop):
     deadline = Deadline(cfg.time_budget, state, env) if cfg.time_budget is not None else None
     speed = Speed(batches.global_batch * batches.split.T, flops_of(model, batches.split.T)[1],
                   peak_flops(env.device, env.dtype))
-    first_step, saved_at, save_is_due = state.iter_num, time.monotonic(), False
+    saved_at, save_is_due = time.monotonic(), False
 
     def save(best, final=False):
         state.logged, state.bad_in_a_row = meter.state()
@@ -601,8 +564,6 @@ def train(run, schedule, checkpoints, log, stop):
         if is_new and step and (best or last or stopping or (save_is_due and meter.state()[1] == 0)):
             save(best, final=last or stopping)
             saved_at, save_is_due = time.monotonic(), False
-        if cfg.sample_interval and step > first_step and step % cfg.sample_interval == 0 and not stopping:
-            write_sample(run, log)
         if last or stopping:
             break
         seconds = time.perf_counter() - looked
@@ -687,7 +648,7 @@ def config_text(config, schedule):
     if config['time_budget'] is not None and not schedule.is_open:
         config = {**config, 'time_budget': None, 'max_epochs': None, 'max_iters': schedule.max_iters,
                   'lr_schedule': schedule.kind, 'decay_fraction': schedule.decay_fraction,
-                  'warmup_fraction': None, 'warmup_iters': schedule.warmup_iters}
+                  'warmup_iters': schedule.warmup_iters}
     return as_file(config)
 
 
@@ -705,9 +666,6 @@ def meta_model(settings, dataset):
 def main(argv=None):
     settings = read_settings(argv)
     cfg = settings.train
-    if cfg.report is not None:
-        print0(report(cfg.report))
-        return 0
     if cfg.check or cfg.dry_run:
         print0('\n'.join(check(cfg) if cfg.check else dry_run(settings, meta_model)))
         return 0
@@ -747,7 +705,7 @@ def execute(run, settings, meta):
     batches = run.batches
     schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, run.state)
     print_length(cfg, schedule, run.state, batches, latest is not None)
-    stop, checkpoints, held = StopRequest(env, cfg.max_minutes), Checkpoints(cfg.out_dir, cfg.keep_last), None
+    stop, checkpoints, held = StopRequest(env), Checkpoints(cfg.out_dir, cfg.keep_last), None
     if env.rank == 0:
         held = open_run_folder(run, schedule, checkpoints, latest)
     # on the other ranks too: the loop compares it with the step

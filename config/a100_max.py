@@ -21,7 +21,7 @@ max_iters = 20000  # 655 million tokens
 
 learning_rate = 3e-4  # of AdamW with the default betas and weight decay
 min_lr = 3e-5  # cosine down to a tenth
-warmup_fraction = 0.05
+warmup_iters = 0.05
 
 eval_interval = 2000
 log_interval = 10

@@ -24,7 +24,7 @@ max_iters = 5000
 learning_rate = 3e-4
 min_lr = 3e-5
 lr_schedule = 'onecycle'
-warmup_fraction = 0.1
+warmup_iters = 0.1
 
 eval_interval = 500
 log_interval = 10

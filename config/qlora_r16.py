@@ -29,7 +29,7 @@ max_epochs = 3
 learning_rate = 2.5e-4
 weight_decay = 0.01
 beta2 = 0.999
-warmup_fraction = 0.03
+warmup_iters = 0.03
 min_lr = 0.0
 
 eval_interval = 100

@@ -25,7 +25,7 @@ max_epochs = 3
 
 learning_rate = 2e-3
 weight_decay = 0.0
-warmup_fraction = 0.05
+warmup_iters = 0.05
 min_lr = 0.0
 
 eval_interval = 500

@@ -22,7 +22,7 @@ max_iters = 3600  # 4 epochs
 
 learning_rate = 6e-4
 min_lr = 6e-5  # cosine down to a tenth
-warmup_fraction = 0.05
+warmup_iters = 0.05
 
 eval_interval = 400
 log_interval = 10

@@ -22,7 +22,7 @@ max_iters = 1800  # 4 epochs
 
 learning_rate = 3e-4
 min_lr = 3e-5  # cosine down to a tenth
-warmup_fraction = 0.05
+warmup_iters = 0.05
 
 eval_interval = 200
 log_interval = 10

@@ -21,7 +21,7 @@ max_iters = 3600  # 4 epochs
 
 learning_rate = 1e-3
 min_lr = 1e-4  # cosine down to a tenth
-warmup_fraction = 0.05
+warmup_iters = 0.05
 
 eval_interval = 400
 log_interval = 10

@@ -22,10 +22,12 @@ import subprocess
 import sys
 import time
 import traceback
+from datetime import timedelta
 
 import torch
 from conftest import load, rows, same, tiny_flags
 
+import hotloop.system.distributed
 import hotloop.training.checkpoint
 import train
 from configurator import call_main
@@ -250,6 +252,8 @@ def main():
         from torch.distributed.run import main as torchrun  # not importable on Windows
         return torchrun(['--run-path', '--start-method=fork', *sys.argv[2:]])
     name, step, *argv = sys.argv[1:]
+    if name in ('hang', 'stop'):
+        hotloop.system.distributed.TIMEOUT = timedelta(seconds=5)
     last_rank = int(os.environ.get('RANK', '0')) == int(os.environ.get('WORLD_SIZE', '1')) - 1
     if (last_rank or name == 'slow saves') and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':
         happen(name, int(step))

@@ -4,17 +4,17 @@ import contextlib
 import errno
 import gc
 import importlib
-import math
 import os
 import signal
 import sys
-import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+TIMEOUT = timedelta(hours=1)  # how long a process waits for the others before it gives up
 
 
 def print0(text):
@@ -64,7 +64,7 @@ class Env:
         self.sum(np.zeros(1))
 
 
-def open_process_group(backend, device, timeout_minutes):
+def open_process_group(backend, device):
     """
     Join the process group that torchrun's environment variables describe. Tensors on GPUs travel
     by NCCL (backend auto or nccl), those on hosts by gloo. Raises ValueError without the variables.
@@ -80,18 +80,17 @@ def open_process_group(backend, device, timeout_minutes):
     backends = 'gloo'
     if device.type == 'cuda' and backend != 'gloo':
         backends = 'cpu:gloo,cuda:nccl'
-    timeout = timedelta(minutes=timeout_minutes)
     # torchrun hosts the store and keeps it over all restarts. Without a prefix for each restart,
     # the keys of dead processes are read again: 9 of 14 restarts failed (pytorch#135712)
     rank = int(os.environ['RANK'])
     is_host = rank == 0 and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
     store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), world,
-                          is_host, timeout)
+                          is_host, TIMEOUT)
     store = dist.PrefixStore(f'try{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}', store)
     # Optimizers import this module at their first step, and its default arguments then hold the
     # group: gloo's threads outlived destroy_process_group and aborted 4 of 128 finished runs
     importlib.import_module('torch.distributed.nn.functional')
-    dist.init_process_group(backends, timeout=timeout, store=store, rank=rank, world_size=world)
+    dist.init_process_group(backends, timeout=TIMEOUT, store=store, rank=rank, world_size=world)
 
 
 def close_process_group(failed, device):
@@ -116,14 +115,12 @@ def check_same_step(step, env):
 
 class StopRequest:
     """
-    Record a signal or the end of max_minutes; the loop then saves and stops. A second SIGINT kills
-    the process at once.
+    Record a signal; the loop then saves and stops. A second SIGINT kills the process at once.
     """
 
-    def __init__(self, env, max_minutes=None):
-        self.env, self.signal, self.deadline = env, None, math.inf
-        if max_minutes is not None:
-            self.deadline = time.monotonic() + 60 * max_minutes
+    def __init__(self, env):
+        self.env = env
+        self.signal = None
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
@@ -143,8 +140,8 @@ class StopRequest:
 
     def requested(self):
         """Return whether any process was asked to stop. All of them must call it."""
-        return self.env.any(self.by_signal() or time.monotonic() >= self.deadline)
+        return self.env.any(self.by_signal())
 
     def exit_code(self):
-        """Return 128 + the signal's number, as shells do: 143, 130, 129; 0 after max_minutes."""
+        """Return 128 + the signal's number, as shells do: 143, 130 or 129; 0 without a signal."""
         return 128 + self.signal if self.signal else 0

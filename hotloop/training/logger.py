@@ -61,7 +61,7 @@ class Meter:
         self.norm, self.steps = result.norm, self.steps + 1
 
     def exclude(self, seconds):
-        """Leave the time of an evaluation, a save or a sample out of the steps' time."""
+        """Leave the time of an evaluation or a save out of the steps' time."""
         self.began += seconds
 
     def state(self):
@@ -124,7 +124,7 @@ class Log:
         if self.file:
             row = {}
             for name, value in numbers.items():
-                if isinstance(value, str) or (value is not None and math.isfinite(value)):
+                if value is not None and math.isfinite(value):
                     row[name] = value
             try:
                 self.file.write(json.dumps(row) + '\n')
@@ -201,11 +201,9 @@ class Speed(NamedTuple):
 
 
 def add_events(writer, row):
-    """Add the numbers and the sample of a line of log.jsonl to TensorBoard's event file."""
+    """Add the numbers of a line of log.jsonl to TensorBoard's event file."""
     for name, value in row.items():
-        if isinstance(value, str):
-            writer.add_text(name, value, row['step'])
-        elif name == 'peak_memory_mb':
+        if name == 'peak_memory_mb':
             writer.add_scalar(TENSORBOARD[name], value / 1000, row['step'])
         elif name != 'step':
             writer.add_scalar(TENSORBOARD.get(name, name), value, row['step'])

@@ -152,8 +152,7 @@ def build_optimizers(model, cfg, env):
     groups = [{'params': matrices, 'weight_decay': decay, 'peak': lr},
               {'params': vectors, 'weight_decay': 0.0, 'peak': lr}]
     if use_muon:
-        embed_lr = lr if cfg.embed_lr is None else cfg.embed_lr
-        groups.append({'params': [embedding], 'weight_decay': decay, 'peak': embed_lr})
+        groups.append({'params': [embedding], 'weight_decay': decay, 'peak': lr})
     if cfg.optimizer == 'adamw8bit':
         return [adamw8bit(groups, lr, (cfg.beta1, cfg.beta2), env.device)]
     # fused: one kernel per group, which skips the update where train_step's found_inf is 1

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from array import array
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import numpy as np
 
@@ -22,14 +22,13 @@ class Record:
         self.damaged = 0
         self.settings = {}
         self.columns = defaultdict(lambda: (array('d'), array('d')))  # {name: (steps, values)}
-        self.samples = deque(maxlen=3)  # (step, text)
         path = os.path.join(folder, 'log.jsonl')
         try:
             with open(path, encoding='utf-8', errors='replace') as f:
                 for line in f:
                     self.read(line)
         except OSError as e:
-            raise ValueError(f'{path}: {e.strerror or e}; --report needs the folders of runs') from None
+            raise ValueError(f'{path}: {e.strerror or e}; give the folders of runs') from None
         if not self.columns:
             damaged = f', only {counted(self.damaged, "damaged line")}' if self.damaged else ''
             raise ValueError(f'{path} has no log entries yet{damaged}')
@@ -47,9 +46,7 @@ class Record:
             if not math.isfinite(step):
                 raise ValueError('no step')
             for name, value in row.items():
-                if name == 'sample':
-                    self.samples.append((step, str(value)))
-                elif isinstance(value, int | float) and math.isfinite(value):
+                if isinstance(value, int | float) and math.isfinite(value):
                     steps, values = self.columns[name]
                     steps.append(step)
                     values.append(value)

@@ -1,12 +1,18 @@
-"""Write the report of a run, or of several: one HTML file without scripts, from log.jsonl and config.py."""
+"""
+Write the report of a run, or of several: one HTML file without scripts, from log.jsonl and config.py.
+
+    $ python -m hotloop.training.report out,out.1    # compare runs
+"""
 
 import html
 import math
 import os
+import sys
 import time
 
 import numpy as np
 
+from configurator import call_main
 from hotloop.system.files import counted, replacing
 from hotloop.system.text import duration, with_error
 from hotloop.training.chart import Curve, exact, panel
@@ -192,10 +198,8 @@ def run_page(run):
             unit += f' · {key}'
     panels = [panel('Loss', unit, curves, marks=events[-EVENTS:], wide=True, log=True)]
     panels += small_panels([run])
-    samples = [f'<h3>Step {exact(step)}</h3><pre>{html.escape(text[:2000])}</pre>'
-               for step, text in run.samples]
     return page(run.name, sentences([run]) + facts_of(run), panels, {
-        'Events': columns([(event[3], '') for event in events[-30:]]), 'Samples': ''.join(samples),
+        'Events': columns([(event[3], '') for event in events[-30:]]),
         'Settings': columns(run.settings.items())})
 
 
@@ -240,7 +244,7 @@ def report(folders):
     """
     names = [folders] if os.path.isdir(folders) else [n.strip() for n in folders.split(',') if n.strip()]
     if not names:
-        raise ValueError('--report needs the folders of runs, separated by commas')
+        raise ValueError('give the folders of runs, separated by commas')
     try:
         if len(names) == 1:
             return f'report: {write_report(names[0])}'
@@ -255,3 +259,7 @@ def write(path, text):
     with replacing(path) as f:
         f.write(text.encode('utf-8', 'replace'))
     return path
+
+
+if __name__ == '__main__':
+    call_main(lambda: print(report(','.join(sys.argv[1:]))))

@@ -27,8 +27,6 @@ def schedule_problems(cfg):
     wrong = []
     if not 0 < cfg.decay_fraction <= 1:
         wrong.append(f'decay_fraction={cfg.decay_fraction} must be above 0 and at most 1')
-    if cfg.warmup_fraction is not None and cfg.warmup_fraction > 1:
-        wrong.append(f'warmup_fraction={cfg.warmup_fraction} must be at least 0 and at most 1')
     if cfg.time_budget is None:
         return wrong
     if cfg.time_budget == 0:
@@ -38,15 +36,16 @@ def schedule_problems(cfg):
     if cfg.lr_decay_iters is not None:
         wrong.append(f'lr_decay_iters={cfg.lr_decay_iters} contradicts time_budget, which decides '
                      'when the decay ends; give --lr_decay_iters=None')
-    if cfg.warmup_fraction is not None and cfg.max_epochs is None and cfg.max_iters == MAX_ITERS:
-        wrong.append(f'warmup_fraction={cfg.warmup_fraction:g} is a fraction of the steps, whose '
-                     'number a time_budget leaves open; give --warmup_iters, or --max_iters')
+    is_fraction = 0 < cfg.warmup_iters < 1
+    if is_fraction and cfg.max_epochs is None and cfg.max_iters == MAX_ITERS:
+        wrong.append(f'warmup_iters={cfg.warmup_iters:g} is a fraction of the steps, whose '
+                     'number a time_budget leaves open; give a number of steps, or --max_iters')
     return wrong
 
 
 def plan_schedule(cfg, num_windows, global_batch, shift, state):
     """
-    Resolve the settings of the schedule: max_epochs to steps, warmup_fraction to warmup steps, a
+    Resolve the settings of the schedule: max_epochs to steps, a warmup below 1 to steps, a
     time budget to what it has decided. num_windows: of an epoch. shift: windows read before step 0
     in the current batch size. state: the RunState.
     """
@@ -57,8 +56,8 @@ def plan_schedule(cfg, num_windows, global_batch, shift, state):
     if cfg.max_epochs is not None:
         max_iters = max(math.ceil((cfg.max_epochs * num_windows - shift) / global_batch), 0)
     warmup_iters = cfg.warmup_iters
-    if cfg.warmup_fraction is not None:
-        warmup_iters = round(cfg.warmup_fraction * max_iters)
+    if warmup_iters < 1:
+        warmup_iters = round(warmup_iters * max_iters)
     if cfg.time_budget is None:
         return Schedule(kind, max_iters, warmup_iters, decay_fraction)
     schedule = Schedule('linear', max_iters, warmup_iters, decay_fraction, is_open=True)

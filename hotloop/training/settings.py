@@ -22,8 +22,8 @@ APPLE_CARD = 'shakespeare_char'
 # a command that gives one of these settings describes its own model
 SHAPE = {'preset', 'n_layer', 'n_head', 'n_embd', 'block_size', 'optimizer'}
 # these settings belong to a command and its machine, not to the run that is resumed
-OWN = {'out_dir', 'init_from', 'resume', 'eval_only', 'check', 'dry_run', 'report', 'max_minutes',
-       'device', 'backend'}
+OWN = {'out_dir', 'init_from', 'resume', 'eval_only', 'check', 'dry_run', 'device',
+       'backend'}
 # nor do these come from nanoGPT's checkpoints, which have none; in a fork they mean something else
 FORKS = {'optimizer', 'depth', 'time_budget', 'lora_rank', 'quantize', 'dtype'}
 # depths from which on heads, contexts and rates are those of larger models
@@ -36,8 +36,8 @@ def setting_problems(cfg):
     """List the problems with the settings of train.py, one sentence each."""
     wrong = []
     above_0 = ('max_iters', 'max_epochs', 'batch_size', 'gradient_accumulation_steps',
-               'eval_interval', 'eval_tokens', 'eval_iters', 'log_interval', 'sample_interval',
-               'save_interval', 'loss_chunks', 'patience', 'depth', 'timeout_minutes')
+               'eval_interval', 'eval_tokens', 'eval_iters', 'log_interval', 'save_interval',
+               'loss_chunks', 'patience', 'depth')
     for name, value in dataclasses.asdict(cfg).items():
         if isinstance(value, int | float) and value < 0:
             wrong.append(f'{name}={value} must not be negative')
@@ -63,8 +63,6 @@ def setting_problems(cfg):
                      'another')
     if cfg.pack_rows and cfg.document_mask:
         wrong.append('pack_rows=True keeps rows apart already; remove document_mask=True')
-    if cfg.embed_lr is not None and cfg.optimizer != 'muon':
-        wrong.append(f"embed_lr={cfg.embed_lr} applies only with optimizer='muon'")
     if cfg.shard != 'none' and cfg.optimizer == 'adamw8bit':
         wrong.append(f'shard={cfg.shard!r} divides the states of adamw and muon, not of adamw8bit')
     needs = (('wandb_log', 'wandb'), ('tensorboard', 'tensorboard'))
@@ -195,6 +193,8 @@ def settings_of(checkpoint, shape):
             own.add('compile')
     if saved.get('batch_size') == 'auto':  # a setting of its own now
         own.add('batch_size')
+    if saved.get('warmup_fraction') is not None:  # warmup_iters holds it now
+        saved['warmup_iters'] = saved['warmup_fraction']
     return {name: value for name, value in saved.items() if name not in own}
 
 

@@ -44,8 +44,8 @@ def two_processes(m):
     """One of two processes, up to the moment when they would meet."""
     m.setenv('WORLD_SIZE', '2')
 
-    def open_process_group(backend, device, timeout_minutes):
-        raise ValueError(f'{backend} waits {timeout_minutes} minutes')
+    def open_process_group(backend, device):
+        raise ValueError(f'backend {backend}')
     m.setattr(train, 'open_process_group', open_process_group)
 
 
@@ -102,7 +102,7 @@ WEIGHTS = dict(
     query_scale=0.1, attn_softcap=0.5, x0_mix=True, key_shift=True, label_smoothing=0.1, seed=1, max_iters=4,
     max_epochs=0.05, dataset='other', batch_size=3, gradient_accumulation_steps=3,
     optimizer='muon', learning_rate=1e-3, weight_decay=0.0, beta1=0.8, beta2=0.8, grad_clip=0.1,
-    decay_lr=False, lr_schedule='linear', warmup_iters=0, warmup_fraction=1, lr_decay_iters=2, min_lr=4e-3,
+    decay_lr=False, lr_schedule='linear', warmup_iters=0, lr_decay_iters=2, min_lr=4e-3,
     dtype='bfloat16')
 # name: (what must change, the changed value, settings of both runs, a patch around both)
 TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
@@ -116,12 +116,10 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'document_mask': ('error', True),
     'pack_rows': ('error', True),
     'muon_lr': ('weights', 0.1, MUON),
-    'embed_lr': ('weights', 0.1, MUON),
     'muon_momentum': ('weights', 0.5, MUON),
     'decay_fraction': ('weights', 1.0, dict(lr_schedule='linear')),
     'depth': ('weights', 3),
     'time_budget': ('lines', 1e-4, dict(max_iters=5)),  # over before the first step
-    'max_minutes': ('lines', 0),
     'auto_batch': ('lines', True),
     'resume': ('error', True, dict(init_from='resume')),
     'lora_rank': ('weights', 4, LORA, fake_base),
@@ -133,7 +131,6 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'out_dir': ('files', 'elsewhere'),
     'eval_only': ('files', True),
     'check': ('files', True, {}, fake_compile),
-    'report': ('error', 'nowhere'),
     'dry_run': ('files', True),
     # at a learning rate of 0 no evaluation after the first improves
     'always_save_checkpoint': ('files', False, dict(learning_rate=0, min_lr=0, eval_interval=1, keep_last=3)),
@@ -145,7 +142,6 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'eval_iters': ('lines', 1),
     'patience': ('lines', 1, dict(learning_rate=0, min_lr=0, eval_interval=1)),  # nothing improves
     'log_interval': ('lines', 3),
-    'sample_interval': ('lines', 2),
     'tensorboard': ('error', True, {}, no_tensorboard),
     'wandb_log': ('lines', True, {}, fake_wandb),
     'wandb_project': ('lines', 'mine', dict(wandb_log=True), fake_wandb),
@@ -160,7 +156,6 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'mirror_dir': ('error', '/dev/null/mirror'),
     'device': ('error', 'cuda:99'),
     'backend': ('error', 'gloo', {}, two_processes),
-    'timeout_minutes': ('error', 3, {}, two_processes),
 }
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from datetime import timedelta
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from conftest import error_of
 
-from hotloop.system import distributed
 from hotloop.system.distributed import Env, StopRequest, check_same_step, open_process_group, print0
 
 
@@ -95,10 +93,10 @@ def test_the_backend_and_the_timeout_are_those_of_the_settings(monkeypatch, aske
     variables = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '1', 'WORLD_SIZE': '2', 'RANK': '0'}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    open_process_group(asked, torch.device(device), 1.5)
-    assert calls == [(backends, 90.0, 2, True)] and waits == [timedelta(seconds=90)]
+    open_process_group(asked, torch.device(device))
+    assert calls == [(backends, 3600.0, 2, True)] and waits == [timedelta(hours=1)]
     monkeypatch.delenv('MASTER_PORT')
-    error = error_of(open_process_group, asked, torch.device(device), 1.5)
+    error = error_of(open_process_group, asked, torch.device(device))
     assert 'WORLD_SIZE=2 is set, but MASTER_PORT is not' in error
 
 
@@ -120,12 +118,3 @@ def test_a_run_under_nohup_outlives_its_terminal():
     stop = StopRequest(Env())
     os.kill(os.getpid(), signal.SIGHUP)
     assert not stop.requested()
-
-
-def test_a_time_limit_is_a_stop_without_a_signal(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(distributed, 'time', SimpleNamespace(monotonic=lambda: now[0]))
-    stop = StopRequest(Env(), 2)
-    assert not stop.requested()
-    now[0] += 120
-    assert stop.requested() and not stop.by_signal() and stop.exit_code() == 0

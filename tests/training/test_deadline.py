@@ -99,9 +99,9 @@ def test_max_iters_can_end_it_earlier(train_tiny, tmp_path, clock):
 
 
 def test_a_fraction_of_an_open_number_of_steps_is_refused(tmp_path, data_dir):
-    flags = tiny_flags(tmp_path / 'out', data_dir, time_budget=1, warmup_fraction=0.1)
-    flags = [flag for flag in flags if not flag.startswith(('--max_iters', '--warmup_iters'))]
-    assert 'warmup_fraction=0.1' in error_of(train.main, flags)
+    flags = tiny_flags(tmp_path / 'out', data_dir, time_budget=1, warmup_iters=0.1)
+    flags = [flag for flag in flags if not flag.startswith('--max_iters')]
+    assert 'warmup_iters=0.1' in error_of(train.main, flags)
 
 
 def test_a_short_budget_is_not_compiled(monkeypatch):

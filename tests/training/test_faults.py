@@ -275,7 +275,7 @@ def test_a_process_that_hangs_is_given_up_and_the_run_restarted(run, torchrun, t
     """
     settings = dict(RESTARTED)
     assert run('whole', **settings) == 0
-    settings.update(restarts=2, timeout_minutes=5 / 60, resume=True)
+    settings.update(restarts=2, resume=True)
     processes = {how: torchrun(how, how, 20, **settings) for how in ('hang', 'stop')}
     for how, process in processes.items():
         code, out, err = ended(process)

@@ -271,7 +271,7 @@ def test_a_dataset_that_is_there_is_counted(forecast_of, tmp_path):
     write_bins(tmp_path / 'data' / 'mine', noise(4001), noise(487))
     flags = dict(dataset='mine', block_size=16, gradient_accumulation_steps=4)
     assert 'run: 63 steps of 128 tokens, 8,064 tokens, 2.02 epochs' in forecast_of(max_epochs=2, **flags)
-    assert 'run: 50 steps' in forecast_of(max_iters=50, warmup_fraction=0.1, **flags)
+    assert 'run: 50 steps' in forecast_of(max_iters=50, warmup_iters=0.1, **flags)
 
 
 def test_pretrained_weights_and_checkpoints_are_not_needed_or_only_read(forecast_of, train_tiny, tmp_path):

@@ -193,7 +193,7 @@ def test_tensorboard_has_the_numbers_of_the_log(train_tiny, tmp_path):
     """Also after a resume, which hides what comes again."""
     pytest.importorskip('tensorboard')
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    settings = dict(tensorboard=True, save_interval=3, sample_interval=5)
+    settings = dict(tensorboard=True, save_interval=3)
     train_tiny(max_iters=5, **settings)
     (tmp_path / 'out' / 'ckpt.pt').unlink()  # back to an earlier checkpoint
     train_tiny(init_from='resume', max_iters=8, **settings)
@@ -211,9 +211,6 @@ def test_tensorboard_has_the_numbers_of_the_log(train_tiny, tmp_path):
         size = 1000 if name == 'peak_memory_mb' else 1
         assert [step for step, _ in found] == [step for step, _ in logged], name
         assert [value for _, value in found] == pytest.approx([value / size for _, value in logged], rel=1e-6)
-    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors('sample/text_summary')]
-    logged = [row['sample'] for row in rows(tmp_path / 'out', 'sample')]
-    assert texts[-len(logged):] == logged  # TensorBoard hides no text
 
 
 def test_tensorboard_that_is_missing_is_an_error_at_the_start(train_tiny, tmp_path, monkeypatch):

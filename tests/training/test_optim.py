@@ -9,14 +9,13 @@ import torch
 from hotloop.system.distributed import Env
 from hotloop.training.optim import build_optimizers, orthogonalize
 from model import GPT, GPTConfig
-from train import TrainConfig
 
 SWIGLU = dict(preset='modern', mlp='swiglu', n_kv_head=2)
 
 
-def config(optimizer='adamw', embed_lr=None, weight_decay=0.5):
+def config(optimizer='adamw', weight_decay=0.5):
     return SimpleNamespace(optimizer=optimizer, learning_rate=0.1, weight_decay=weight_decay, beta1=0.9,
-                           beta2=0.95, muon_lr=1.0, muon_momentum=0.95, embed_lr=embed_lr)
+                           beta2=0.95, muon_lr=1.0, muon_momentum=0.95)
 
 
 def make(**settings):
@@ -58,12 +57,6 @@ def test_every_parameter_is_in_one_group(settings, optimizer):
     else:  # nanoGPT's two groups in its order, which its checkpoints fit
         decayed = [id(p) for p in model.parameters() if p.dim() >= 2]
         assert [id(p) for p in groups[0]['params']] == decayed and len(groups) == 2
-
-
-def test_the_embedding_has_a_rate_of_its_own_under_muon():
-    adamw, _ = build_optimizers(make(), config(optimizer='muon', embed_lr=0.3), Env())
-    assert [group['peak'] for group in adamw.param_groups] == [0.1, 0.1, 0.3]
-    assert any('embed_lr=0.3' in problem for problem in TrainConfig(embed_lr=0.3).problems())
 
 
 @pytest.mark.parametrize('shape', [(64, 64), (32, 128)])

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+import runpy
+import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,12 +15,12 @@ import numpy as np
 import pytest
 from conftest import at_step, error_of, rows
 
-import train
 from hotloop.system.distributed import Env
 from hotloop.system.text import duration, with_error
 from hotloop.training.chart import BUCKETS, COLUMNS, Axis, exact, outline
 from hotloop.training.logger import Log
 from hotloop.training.record import Record, running_mean
+from hotloop.training.report import __file__ as REPORT
 from hotloop.training.report import report
 
 VOID = {'meta', '!doctype'}
@@ -105,11 +107,10 @@ def page_of(folder):
 def test_every_number_of_the_log_is_on_the_page(tmp_path):
     lines = lines_of_a_run(40)
     lines[20] |= {'resumed': 18, 'skipped': 3}
-    lines += [{'step': step, 'sample': f'text {step}'} for step in (10, 20, 30, 40)]
     page = page_of(write_log(tmp_path / 'out', lines, max_iters=50, dataset='tiny', learning_rate=6e-4))
     step = lines[20]['step']
     for words in ('3.4250 ± 0.0125', 'at step 40', f'{3.175 / 3:.4f}', '40 of 50', f'{40 * 128:,}', '23s',
-                  'max_iters 50', 'learning_rate 0.0006', 'dataset tiny', 'text 20', 'text 30', 'text 40',
+                  'max_iters 50', 'learning_rate 0.0006', 'dataset tiny',
                   'step 18: resumed', f'step {step}: 3 non-finite steps skipped',
                   'step 40: best validation loss, 3.4250 ± 0.0125',
                   'dashed: resumed · dotted: skipped steps'):
@@ -197,7 +198,7 @@ def test_ticks_are_at_round_numbers(values, log, labels):
 @pytest.mark.parametrize('lines', [
     [{'step': 1, 'loss': 5.0, 'lr': 1e-3, 'grad_norm': 1.0}],
     [{'step': 2, 'val_loss': 5.0, 'val_stderr': 0.1}],
-    [{'step': 3, 'sample': 'a', 'lr': 0.0}], [{'step': 0, 'loss': 0.0}, {'step': 0, 'loss': 0.0}],
+    [{'step': 3, 'lr': 0.0}], [{'step': 0, 'loss': 0.0}, {'step': 0, 'loss': 0.0}],
     [{'step': 1, 'loss': 1e300}, {'step': 2, 'loss': 1e-300}, {'step': 3, 'loss': 1e299}],
     [{'step': 5, 'val_loss': 2.0}, {'step': 5, 'val_loss': 2.0, 'val_stderr': 3.0},
      {'step': 1, 'loss': 1.0}]])
@@ -211,7 +212,7 @@ def test_a_page_of_little(tmp_path, lines):
 def test_nothing_is_loaded_and_nothing_is_run(tmp_path, monkeypatch):
     evil = '<script src="https://example.com/x.js"></script>'
     name = tmp_path / '<img src=x>&'
-    write_log(name, [*lines_of_a_run(3), {'step': 3, 'sample': evil}], start=evil)
+    write_log(name, lines_of_a_run(3), start=evil)
     (name / 'config.py').open('a').write('import os\nos.remove("x")\n')
     other = write_log(tmp_path / 'b', lines_of_a_run(3))
     monkeypatch.chdir(tmp_path)
@@ -231,8 +232,8 @@ def test_nothing_is_loaded_and_nothing_is_run(tmp_path, monkeypatch):
 
 def test_a_damaged_log_is_a_sentence(tmp_path):
     folder = tmp_path / 'out'
-    assert error_of(report, str(folder)) == (f'{folder}/log.jsonl: No such file or directory; --report needs '
-                                             'the folders of runs')
+    assert error_of(report, str(folder)) == (f'{folder}/log.jsonl: No such file or directory; give the '
+                                             'folders of runs')
     write_log(folder, [])
     assert error_of(report, str(folder)) == f'{folder}/log.jsonl has no log entries yet'
     torn = b'{"step": 2, "lo\n[1]\n{"loss": 4}\n\xff\xfe\n{"step": "x", "loss": 1}\n{"step": 1e999}\n'
@@ -299,7 +300,7 @@ def test_a_run_draws_itself(train_tiny, tmp_path, monkeypatch):
     """At evaluations and at the end, and a resume is an event."""
     seen = []
     at_step(monkeypatch, 5, lambda: seen.append((tmp_path / 'out' / 'report.html').read_text()))
-    train_tiny(max_iters=6, log_interval=2, sample_interval=5)
+    train_tiny(max_iters=6, log_interval=2)
     assert '>Loss<' in seen[0] and 'of 6<' in seen[0]
     train_tiny(init_from='resume', max_iters=9)
     page = Page(tmp_path / 'out' / 'report.html')
@@ -336,10 +337,7 @@ def test_reports_cost_little_of_a_run(tmp_path, monkeypatch):
     assert written == [1101, 1301, 1302]
 
 
-def test_the_command_draws_a_report(train_tiny, tmp_path, capsys):
-    train_tiny(max_iters=2)
-    (tmp_path / 'out').rename(tmp_path / 'a, b')
-    capsys.readouterr()
-    assert train.main([f'--report={tmp_path / "a, b"}']) == 0
+def test_the_command_draws_a_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['report', write_log(tmp_path / 'a, b', lines_of_a_run(3))])
+    runpy.run_path(REPORT, run_name='__main__')
     assert capsys.readouterr().out == f'report: {tmp_path}/a, b/report.html\n'
-    assert error_of(train.main, ['--report=nowhere']).startswith('nowhere/log.jsonl: No such file')

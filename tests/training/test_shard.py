@@ -163,7 +163,7 @@ def run_on(tmp_path, data_dir, train_tiny):
     def run(world, out, fault=(), rank=0, **settings):
         if world == 1:
             return [train_tiny(out, **settings)]
-        argv = tiny_flags(tmp_path / out, data_dir, timeout_minutes=1, **settings)
+        argv = tiny_flags(tmp_path / out, data_dir, **settings)
         return on_ranks(world, main_of_rank, argv, fault, rank)
     return run
 
@@ -188,9 +188,9 @@ CHAIN = [(1, 'none'), (2, 'full'), (4, 'optimizer'), (4, 'none'), (2, 'optimizer
     (RECIPES[1], [(2, 'full'), (1, 'none'), (2, 'optimizer')]),
     *(pytest.param(recipe, CHAIN, marks=pytest.mark.slow) for recipe in RECIPES)])
 def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, recipe, stages):
-    """Losses, evaluations, samples, ckpt.pt and best.pt are those of one process without a stop."""
+    """Losses, evaluations, ckpt.pt and best.pt are those of one process without a stop."""
     last = 4 * len(stages)
-    settings = dict(recipe, batch_size=2, gradient_accumulation_steps=4, dropout=0.1, sample_interval=4,
+    settings = dict(recipe, batch_size=2, gradient_accumulation_steps=4, dropout=0.1,
                     lr_decay_iters=last)
     assert run_on(1, 'whole', max_iters=last, **settings) == [0]
     for n, (world, shard) in enumerate(stages, 1):
@@ -202,10 +202,6 @@ def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, r
         assert_equal_checkpoints(out / name, whole / name)
     for found, expected in zip(log(out), log(whole), strict=True):
         assert found == pytest.approx(expected, rel=1e-3)
-    samples, expected = rows(out, 'sample'), rows(whole, 'sample')
-    assert [row['step'] for row in samples] == [row['step'] for row in expected]
-    # the modern head is so near to uniform yet that rounding changes the order of ids
-    assert 'preset' in recipe or samples == expected
 
 
 @pytest.mark.slow
