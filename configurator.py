@@ -1,17 +1,18 @@
 """
 Settings from Python files and --flags, checked against dataclasses.
 
-    (model_config, config), given, files = configure(GPTConfig, TrainConfig)
+    found = configure(GPTConfig, TrainConfig)
+    model_config, config = found.objects
 
     $ python train.py config/quickstart.py --batch_size=32 --compile=False
 
-A setting is a dataclass field: its default is the only default, its annotation is the check, its trailing
-comment is the help, and a comment `# --- name` opens a section. Files are plain Python. They run in order in
-a namespace that holds the current values; flags come last and win. A misspelled name or a wrong type, in a
-file or a flag, is an error that names the place and the nearest setting. Errors are reported together.
+A setting is a dataclass field: its default is the only default, its annotation is the check, its
+trailing comment is the help, and a comment `# --- name` opens a section. Files are plain Python.
+They run in order in a namespace that holds the current values; flags come last and win. A
+misspelled name or a wrong type, in a file or a flag, is an error that names the place and the
+nearest setting. All errors are reported together.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import glob
@@ -21,39 +22,36 @@ import numbers
 import os
 import re
 import sys
-import time
 import traceback
 import typing
+from pathlib import Path
 from typing import NamedTuple
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-PARTS = os.path.join(HERE, 'hotloop')
-OWN_FILE = '# all settings of the run in this folder'  # the first words of the config.py that a run writes
+OWN_FILE = '# all settings of the run in this folder'  # the config.py of a run begins with this
 # {its name in another program: ours}
 SYNONYMS = {
-    'resume_from_checkpoint': 'init_from', 'model_name_or_path': 'init_from', 'pretrained': 'init_from',
-    'checkpoint_dir': 'out_dir', 'output_dir': 'out_dir', 'save_dir': 'out_dir',
+    'model_name_or_path': 'init_from', 'checkpoint_dir': 'out_dir', 'output_dir': 'out_dir',
     'num_layers': 'n_layer', 'num_heads': 'n_head', 'd_model': 'n_embd', 'hidden_size': 'n_embd',
     'context_length': 'block_size', 'max_seq_len': 'block_size', 'max_steps': 'max_iters',
-    'epochs': 'max_epochs', 'num_train_epochs': 'max_epochs', 'grad_accum': 'gradient_accumulation_steps',
-    'lr': 'learning_rate', 'scheduler': 'lr_schedule', 'warmup_steps': 'warmup_iters',
-    'max_grad_norm': 'grad_clip', 'save_steps': 'save_interval', 'mixed_precision': 'dtype',
-    'gradient_checkpointing': 'recompute', 'lora_r': 'lora_rank', 'load_in_4bit': 'quantize',
-    'prompt': 'start', 'max_tokens': 'max_new_tokens', 'n': 'num_samples'}
+    'epochs': 'max_epochs', 'num_train_epochs': 'max_epochs', 'lr': 'learning_rate',
+    'warmup_steps': 'warmup_iters', 'warmup_ratio': 'warmup_iters', 'max_grad_norm': 'grad_clip',
+    'mixed_precision': 'dtype', 'gradient_checkpointing': 'recompute', 'lora_r': 'lora_rank',
+    'load_in_4bit': 'quantize', 'prompt': 'start', 'max_tokens': 'max_new_tokens'}
 
 
-class SettingsError(ValueError):
-    """An error in the settings. Every process of a run finds it, so only one prints it."""
+class Configured(NamedTuple):
+    """The settings of a command line."""
+    objects: list  # one for each dataclass
+    given: dict  # {name: place} of what files and flags set
+    words: list  # the positional words
 
 
 # -----------------------------------------------------------------------------
 # values: the ones an annotation allows, from Python and from text
 
-IN_WORDS = {int: 'an integer', float: 'a number', str: 'text', bool: 'True or False', type(None): 'None'}
-
-
 def alternatives(kind):
-    """The types and choices of an annotation: int | Literal['auto'] | None -> [int, 'auto', NoneType]."""
+    """List the types and choices of an annotation: int | Literal['auto'] -> [int, 'auto']."""
     found = []
     for part in typing.get_args(kind):
         found += alternatives(part)
@@ -62,42 +60,44 @@ def alternatives(kind):
 
 def accept(value, kind):
     """
-    The value in the type of the annotation: 3 becomes 3.0 for a float, 1e5 becomes 100000 for an int, and
-    NumPy's values become Python's, for checkpoints. ValueError if the annotation does not allow the value.
+    Return the value in the type of the annotation: 3 becomes 3.0 for a float, 1e5 becomes 100000
+    for an int, and NumPy's values become Python's, for checkpoints. Raises ValueError.
     """
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    is_finite = is_number and abs(value) < math.inf
     for part in alternatives(kind):
-        if part in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # an int that no float can hold
-                if math.isfinite(value) and (part is float or value == int(value)):
-                    return part(value)
-        elif isinstance(part, str) and isinstance(value, str) and value == part:
-            return part
-        elif part is str and isinstance(value, str):
+        if part is int and is_finite and value == int(value):
+            return int(value)
+        if part is float and is_finite:
+            return float(value)
+        if part is str and isinstance(value, str):
             return str(value)
-        elif part in (bool, type(None)) and isinstance(value, part):
+        if part in (bool, type(None)) and isinstance(value, part):
             return value
-    expected = ' or '.join(IN_WORDS.get(part, part) for part in alternatives(kind))
+        if isinstance(part, str) and part == value:
+            return part
+    words = {int: 'an integer', float: 'a number', str: 'text', bool: 'True or False',
+             type(None): 'None'}
+    expected = ' or '.join(words.get(part, part) for part in alternatives(kind))
     raise ValueError(f'expected {expected}, not {value!r}')
 
 
-def constant(text):
-    """True, False or None if the text spells one of them; otherwise the text."""
-    return {'true': True, 'false': False, 'none': None}.get(text.lower(), text)
-
-
 def parse(text, kind):
-    """The value of a flag's text, in a type of the annotation. Text is never run as code."""
-    for read in (constant, int, float):
-        with contextlib.suppress(ValueError):
+    """Return the value of a flag's text, in a type of the annotation. Text is never run as code."""
+    constants = {'true': True, 'false': False, 'none': None}
+    for read in (lambda text: constants[text.lower()], int, float):
+        try:
             return accept(read(text), kind)
+        except (KeyError, ValueError, OverflowError):
+            continue
     return accept(text, kind)
 
 
 # -----------------------------------------------------------------------------
-# sources: files and flags, and below them a checkpoint
+# sources: a layer below, files, and flags
 
 def fields_of(classes):
-    """{name: (annotation, default)} of all dataclasses, whose field names must differ."""
+    """Return {name: (annotation, default)} of all dataclasses, whose field names must differ."""
     fields = {}
     for cls in classes:
         hints = typing.get_type_hints(cls)
@@ -107,33 +107,28 @@ def fields_of(classes):
     return fields
 
 
+def did_you_mean(word, known):
+    """End a message with a question for the most similar known word, {word: text}, if there is one."""
+    nearest = difflib.get_close_matches(word, known, n=1)
+    return f'; did you mean {known[nearest[0]]}?' if nearest else ''
+
+
 def unknown(name, fields):
     """Return the error message for a name that is not a setting."""
-    hint = did_you_mean(name, {field: repr(field) for field in fields})
     if SYNONYMS.get(name) in fields:
-        hint = f'; did you mean {SYNONYMS[name]!r}?'
-    elif name in ('config', 'config_file') and 'out_dir' in fields:  # prepare.py takes none
-        hint = '; a config file is given without a flag, as in: train.py FILE.py'
-    return f'unknown setting {name!r}{hint}'
+        return f'unknown setting {name!r}; did you mean {SYNONYMS[name]!r}?'
+    return f'unknown setting {name!r}{did_you_mean(name, {field: repr(field) for field in fields})}'
 
 
-def print_dropped(names, where):
-    """Print, once for all processes, the ignored settings of another version."""
-    if names and os.environ.get('RANK', '0') == '0':
-        print(f'{where}: dropped settings that this version does not have: {", ".join(names)}')
-
-
-def read_base(base, settings, fields, flags):
-    """Copies a checkpoint's values into the settings. Returns problems with those that no flag overrides."""
+def read_below(below, settings, fields, flags):
+    """Copy the values of a checkpoint, card or depth into the settings. Returns the problems."""
     problems = []
-    for name, value in base.items():
+    for name in below.keys() & fields.keys():
         try:
-            if name in fields:
-                settings[name] = accept(value, fields[name][0]), None
+            settings[name] = accept(below[name], fields[name][0]), None
         except ValueError as e:
             if name not in flags:
-                problems.append(f'the checkpoint has {name}={value!r}: {e}; give --{name}')
-    print_dropped([name for name in base if name not in fields], 'the checkpoint')
+                problems.append(f'the checkpoint has {name}={below[name]!r}: {e}; give --{name}')
     return problems
 
 
@@ -149,46 +144,20 @@ class Assigned(dict):
         super().__setitem__(name, value)
 
 
-def did_you_mean(word, known):
-    """The end of a message that asks for the most similar of the known words, {word: text}; '' if none is."""
-    nearest = difflib.get_close_matches(word, known, n=1)
-    return f'; did you mean {known[nearest[0]]}?' if nearest else ''
-
-
-def meant(word, fields):
-    """A hint at the flag or the card that a word, which is not a file, was probably meant to be; or ''."""
-    name, equals, value = word.lstrip('-').partition('=')
-    name = name.replace('-', '_')
-    if equals or word.startswith('-') or name in fields:
-        known = {field: f'--{field}{equals}{value}' for field in fields}
-    elif 'start' in fields and not word.endswith('.py'):
-        return f'; a prompt is given as --start="{word}"'
-    else:
-        cards = glob.glob(os.path.join(HERE, 'config', '*.py'))
-        cards += glob.glob(os.path.join(glob.escape(os.path.dirname(word)), '*.py'))  # beside it
-        known = {prefix + os.path.splitext(os.path.basename(card))[0]: os.path.relpath(card)
-                 for prefix in ('train_', '') for card in cards}  # the names of nanoGPT's begin with it
-        name = os.path.splitext(os.path.basename(word))[0]
-    hint = '' if word.endswith('.py') else '; settings are given as --NAME=VALUE'
-    return did_you_mean(name, known) or hint
-
-
-def explain_failure(error, path, fields):
-    """Why a config file could not be read or run: the line, the reason, and a hint."""
-    places = [entry.lineno for entry in traceback.extract_tb(error.__traceback__) if entry.filename == path]
-    place, hint = f'{path}, line {places[-1]}' if places else path, ''
-    reason = getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'  # strerror: of an OSError
-    if isinstance(error, FileNotFoundError) and not places:
-        hint = meant(path, fields)
-    elif isinstance(error, IsADirectoryError) and not places:
-        hint = f'; a run folder is given as --out_dir={path}'
-    return f'{place}: {reason}{hint}'
+def nearest_card(path):
+    """Return a hint for a config file that does not exist."""
+    cards = {}
+    for card in glob.glob(os.path.join(HERE, 'config', '*.py')):
+        cards[Path(card).stem] = os.path.relpath(card)
+    name = Path(path).stem.removeprefix('train_')  # of nanoGPT's cards
+    return did_you_mean(name, cards) or '; settings are given as --NAME=VALUE'
 
 
 def read_file(path, settings, fields):
     """
-    Run a config file, the user's own code, over the settings and put its values into them. A name that it
-    assigns must be a setting, a module or a function, or start with an underscore. Returns the problems.
+    Run a config file, the user's own code, over the settings and put its values into them. A name
+    that it assigns must be a setting, a module or a function, or start with an underscore. Returns
+    the problems.
     """
     values = {name: value for name, (value, _) in settings.items()}
     namespace = Assigned({**values, '__name__': 'config', '__file__': path})
@@ -197,32 +166,32 @@ def read_file(path, settings, fields):
             source = f.read()
         exec(compile(source, path, 'exec'), namespace)
     except (Exception, SystemExit) as e:
-        return [explain_failure(e, path, fields)]
-    lines, problems, dropped = namespace.lines, [], []
-    if 'start' in fields and {'dataset', 'learning_rate'} & lines.keys():  # nanoGPT's sample.py reads such
-        return [f'{path} is for train.py; sample.py finds its run with --out_dir={namespace["out_dir"]}']
+        frames = traceback.extract_tb(e.__traceback__)
+        lines = [f', line {frame.lineno}' for frame in frames if frame.filename == path]
+        hint = nearest_card(path) if isinstance(e, FileNotFoundError) and not lines else ''
+        return [f'{path}{lines[-1] if lines else ""}: {type(e).__name__}: {e}{hint}']
+    problems = []
     for name in namespace.get('__annotations__', {}):
-        if name not in lines:
+        if name not in namespace.lines:
             problems.append(f'{path}: "{name}: VALUE" sets nothing; write {name} = VALUE')
-    for name, line in lines.items():
-        value, place = namespace.get(name), f'{path}, line {line}'
+    for name, line in namespace.lines.items():
+        value = namespace.get(name)
+        place = f'{path}, line {line}'
         if name in fields:
             try:
                 settings[name] = accept(value, fields[name][0]), place
             except ValueError as e:
                 problems.append(f'{place}: {name}: {e}')
-        elif name.startswith('_') or callable(value) or inspect.ismodule(value):
-            continue  # a helper
-        elif source.startswith(OWN_FILE):
-            dropped.append(name)
-        else:
+            continue
+        is_helper = name.startswith('_') or callable(value) or inspect.ismodule(value)
+        # the config.py of an older run may have settings that are gone
+        if not is_helper and not source.startswith(OWN_FILE):
             problems.append(f'{place}: {unknown(name, fields)} (start the name of a helper with _)')
-    print_dropped(dropped, path)
     return problems
 
 
 def read_argv(argv, fields):
-    """Splits a command line into words and flags. Returns (words, {name: (value, place)}, problems)."""
+    """Split a command line. Returns (words, {name: (value, place)}, problems)."""
     words, found, problems = [], {}, []
     rest = list(argv)
     while rest:
@@ -232,95 +201,85 @@ def read_argv(argv, fields):
             continue
         key, equals, text = arg[2:].partition('=')
         name = key.replace('-', '_')
-        kind = fields[name][0] if name in fields else str
-        if not equals and bool in alternatives(kind):
-            text = 'True'
-            with contextlib.suppress(ValueError, IndexError):  # unless a value of it follows
-                parse(rest[0], kind)
-                text = rest.pop(0)
-        elif not equals and rest and not rest[0].startswith('--'):
-            text, equals = rest.pop(0), True
+        kind, _ = fields.get(name, (str, None))
         try:
+            if not equals:
+                text = following(rest, kind, name)
             if name not in fields:
                 raise ValueError(unknown(name, fields))
-            if not equals and not text:
-                raise ValueError(f'a value is missing; write --{name}=VALUE')
-            found[name] = (parse(text, kind), f'--{name}')
+            found[name] = parse(text, kind), f'--{name}'
         except ValueError as e:
             problems.append(f'--{key}: {e}')
     return words, found, problems
 
 
+def following(rest, kind, name):
+    """Take the text of a flag without = from the words after it. A flag of a bool needs none."""
+    if bool in alternatives(kind):
+        try:
+            parse(rest[0], kind)
+        except (IndexError, ValueError):
+            return 'True'
+        return rest.pop(0)
+    if rest and not rest[0].startswith('--'):
+        return rest.pop(0)
+    raise ValueError(f'a value is missing; write --{name}=VALUE')
+
+
 def configure(*classes, argv=None, files=True, about='', below=None, check=True, pairs=()):
     """
-    Reads a command line into one object per dataclass. Their problems() methods return the errors.
+    Read a command line into one object per dataclass.
 
     files:   whether positional words are config files to run
     about:   the text above the settings in --help
-    below:   {name: value} below files and flags: a card's, a depth's or a checkpoint's
-    pairs:   two settings for one thing each; the one from the stronger place wins, and of an equal place the
-             second. The other becomes None
-    check:   whether to call problems(); without it check_problems() must follow, or another call with a base
+    below:   {name: value} below files and flags: of a card, a depth or a checkpoint
+    check:   whether to call the problems() of the objects, which list what is wrong with them
+    pairs:   two settings for one thing each: flags override files, files override the checkpoint,
+             and at an equal place the second overrides the first; the losing one becomes None
 
-    Returns a Configured.
-    SettingsError has one line for each problem.
+    Raises ValueError with one line for each problem.
     """
     argv = sys.argv[1:] if argv is None else argv
     if '--help' in argv or '-h' in argv:
-        print(help_text(classes, about, files), flush=True)  # a pipe may be closed
+        print(help_text(classes, about), flush=True)  # a pipe may be closed
         sys.exit(0)
     fields = fields_of(classes)
-    settings = {name: (default, None) for name, (_, default) in fields.items()}  # {name: (value, place)}
+    settings = {name: (default, None) for name, (_, default) in fields.items()}  # (value, place)
     words, flags, problems = read_argv(argv, fields)
-    problems += read_base(below or {}, settings, fields, flags)
+    problems += read_below(below or {}, settings, fields, flags)
     if files:
         for path in words:
             problems += read_file(path, settings, fields)
     settings.update(flags)
-    choose_one(settings, pairs)
-    objects = [cls(**{f.name: settings[f.name][0] for f in dataclasses.fields(cls)}) for cls in classes]
+    for first, second in pairs:
+        _, place = settings[second]
+        if strength(settings[first][1]) > strength(place):
+            settings[second] = None, place
+    objects = []
+    for cls in classes:
+        objects.append(cls(**{field.name: settings[field.name][0] for field in dataclasses.fields(cls)}))
+    if check and not problems:
+        for o in objects:
+            problems += o.problems()
     if problems:
-        raise SettingsError('\n'.join(problems))
-    if check:
-        check_problems(objects)
+        raise ValueError('\n'.join(problems))
     given = {name: place for name, (_, place) in settings.items() if place}
     return Configured(objects, given, words)
 
 
-class Configured(NamedTuple):
-    """The settings of a command line."""
-    objects: list  # one for each dataclass
-    given: dict  # {name: place} of what files and flags set
-    words: list  # the positional words
-
-
-def choose_one(settings, pairs):
-    """
-    Of each pair of settings for one thing, keep the one from the stronger place: a flag, then a config file,
-    then what stands below. settings: {name: (value, place)}.
-    """
-    for pair in pairs:
-        strengths = []
-        for name in pair:
-            place = settings[name][1]
-            strengths.append(0 if place is None else 1 + place.startswith('--'))
-        if strengths[0] > strengths[1]:
-            settings[pair[1]] = None, settings[pair[1]][1]
-
-
-def check_problems(objects):
-    """SettingsError, if settings have problems."""
-    if problems := [problem for o in objects for problem in o.problems()]:
-        raise SettingsError('\n'.join(problems))
+def strength(place):
+    """Return 0 for a default or the layer below, 1 for a file and 2 for a flag."""
+    if place is None:
+        return 0
+    return 2 if place.startswith('--') else 1
 
 
 # -----------------------------------------------------------------------------
 # settings as text
 
-def help_text(classes, about='', files=True):
-    """Every setting with its default, its comment and its choices, by section, in the order of the source."""
-    in_files = ' or as name = value in a config file' if files else ''
-    lines = [about.strip(), '', f'settings, as --name=value{in_files}:']
+def help_text(classes, about=''):
+    """List every setting with its default, comment and choices, by section, as in the source."""
+    lines = [about.strip(), '', 'settings, as --name=value:']
     for cls in classes:
         fields = fields_of([cls])
         for line in inspect.getsource(cls).splitlines():
@@ -330,31 +289,27 @@ def help_text(classes, about='', files=True):
                 lines += ['', heading[1]]
             elif field and field[1] in fields:
                 kind, default = fields[field[1]]
-                if not str(default).isprintable():
-                    default = repr(default)
-                lines.append(f'  {f"--{field[1]}={default}":<36}  {field[2] or ""}')
+                default = str(default).encode('unicode_escape').decode()  # a line break is \\n
                 choices = [part for part in alternatives(kind) if isinstance(part, str)]
-                if len(choices) > 1:
-                    lines[-1] += f' [{", ".join(choices)}]'
+                listed = f' [{", ".join(choices)}]' if len(choices) > 1 else ''
+                lines.append(f'  {f"--{field[1]}={default}":<36}  {field[2] or ""}{listed}')
     return '\n'.join(lines)
 
 
-def differences(objects, given, hidden=()):
-    """
-    One line for each setting that is not at its default: name, value, and its place, or that it was derived.
-    hidden: values that are not shown.
-    """
+def differences(objects, given):
+    """List the settings that differ from their defaults, and where each was set."""
     lines = []
     for o in objects:
-        for f in dataclasses.fields(o):
-            value = getattr(o, f.name)
-            if value != f.default and value not in hidden:
-                lines.append(f'  {f.name} = {value!r}  ({given.get(f.name, "derived")})')
+        for field in dataclasses.fields(o):
+            value = getattr(o, field.name)
+            if value != field.default:
+                place = given.get(field.name, 'derived')
+                lines.append(f'  {field.name} = {value!r}  ({place})')
     return '\n'.join(lines)
 
 
 def as_file(values):
-    """All settings, {name: value}, as the text of the config.py of a run."""
+    """Return all settings, {name: value}, as the text of the config.py of a run."""
     lines = [f'{OWN_FILE}; as a config file it repeats the run', '']
     for name, value in values.items():
         lines.append(f'{name} = {value!r}')
@@ -366,12 +321,10 @@ def as_file(values):
 
 def call_main(main, *args):
     """
-    Runs a script's main and exits with the status that it returns, if it returns one. A ValueError raised in
-    our own files is printed as one message, with status 1; a SettingsError by one process of a machine only.
-    A ValueError from a library is a bug and keeps its traceback.
+    Run a script's main and exit with the status that it returns, if it returns one. A ValueError
+    raised in our own files is printed as one message, with status 1. A ValueError from a library is
+    a bug and keeps its traceback.
     """
-    if hasattr(sys.stdout, 'reconfigure'):  # not in a notebook, nor if it is closed
-        sys.stdout.reconfigure(errors='backslashreplace')  # an unprintable character must not end a run
     try:
         status = main(*args)
         print(end='', flush=True)  # at exit, a closed pipe could not be handled
@@ -385,11 +338,8 @@ def call_main(main, *args):
         sys.exit(141)
     except ValueError as e:
         origin = os.path.dirname(traceback.extract_tb(e.__traceback__)[-1].filename)
-        if os.path.dirname(origin) != PARTS and origin != HERE:  # .venv lies in the same folder
+        is_ours = origin == HERE or os.path.dirname(origin) == os.path.join(HERE, 'hotloop')
+        if not is_ours:
             raise
-        rank = os.environ.get('LOCAL_RANK', os.environ.get('RANK', '0'))
-        if isinstance(e, SettingsError) and rank != '0':
-            time.sleep(5)  # torchrun kills all processes when the first one ends, and rank 0 has to print
-        else:
-            print(f'error: {e}', file=sys.stderr)
+        print(f'error: {e}', file=sys.stderr)
         sys.exit(1)

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from configurator import SettingsError
 from hotloop.data.dataset import Dataset, command_for, open_bin
 from hotloop.system.files import counted
 
@@ -147,8 +146,8 @@ def share_batch(batch_size, accumulation, world):
     if total % world:
         low = total // world * world
         nearest = f'{low} or {low + world}' if low else f'{world}'
-        raise SettingsError(f'batch_size={batch_size} x gradient_accumulation_steps={accumulation} = {total} '
-                            f'sequences cannot be divided evenly among {world} processes; use {nearest}')
+        raise ValueError(f'batch_size={batch_size} x gradient_accumulation_steps={accumulation} = {total} '
+                         f'sequences cannot be divided evenly among {world} processes; use {nearest}')
     share = total // world
     micro_batch = next(n for n in range(min(batch_size, share), 0, -1) if share % n == 0)
     return micro_batch, share // micro_batch
