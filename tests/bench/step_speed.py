@@ -5,6 +5,8 @@ Tokens per second and peak memory of one training step: forward, loss, backward,
     $ python tests/bench/step_speed.py --peer=../nanoGPT --shape=124m --batch=2 --steps=2 --rounds=3
     $ python tests/bench/step_speed.py --table                   # each optimization switched off in turn
     $ python tests/bench/step_speed.py --table float32 'unfused AdamW'   # only these
+    $ python tests/bench/step_speed.py --shape=32k --batch=1 --steps=1 --rounds=1 --compile=off \\
+          --set recompute=selective loss_chunks=4                # a long context
 
 The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each side is
 a process that stays and waits for its turn, compiles before the first one, and has the machine to itself
@@ -31,7 +33,9 @@ from bench import cores, forget_peak, machine, memory_now, nanogpt, parser_of, t
 SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65),
           'quickstart': dict(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=257),
           '124m': dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304),
-          '355m': dict(n_layer=24, n_head=16, n_embd=1024, block_size=1024, vocab_size=50304)}
+          '355m': dict(n_layer=24, n_head=16, n_embd=1024, block_size=1024, vocab_size=50304),
+          '32k': dict(preset='modern', n_layer=8, n_head=8, n_embd=1024, block_size=32768, rope_base=5e5,
+                      vocab_size=50304)}
 
 # what --table switches off or replaces, one at a time: settings of the worker
 WITHOUT = {'without compile': dict(compile=False), 'float32': dict(dtype='float32'),
@@ -69,7 +73,8 @@ def our_step(a, folder, device):
                  batch_size=a['batch'], gradient_accumulation_steps=1, learning_rate=1e-3, loss_chunks=1)
     changed = ('vocab_size', 'preset', 'dtype', 'compile', 'optimizer', 'deterministic', 'loss_chunks')
     flags |= {name: a[name] for name in changed if name in a}
-    settings = train.read_settings([f'--{name}={value}' for name, value in flags.items()])
+    argv = [f'--{name}={value}' for name, value in flags.items()]
+    settings = train.read_settings([*argv, *(f'--{word}' for word in a.get('set', ()))])
     env = train.setup(settings.train)
     datasets = train.open_datasets(dataset, data_dir)
     datasets[0].meta['foreign'] = True  # a shape may have fewer ids than its tokenizer
@@ -224,6 +229,7 @@ def main():
     parser.add_argument('--compile', default='auto', choices=['auto', 'on', 'off'])
     parser.add_argument('--table', nargs='*', choices=WITHOUT, metavar='NAME',
                         help='each optimization switched off in turn, or only these')
+    parser.add_argument('--set', nargs='*', default=[], metavar='NAME=VALUE', help='more settings of ours')
     args = parser.parse_args()
     if args.work:
         return work(json.loads(args.work))
@@ -232,7 +238,7 @@ def main():
         shape = SHAPES[args.shape]
         write_data(folder, shape['vocab_size'], 2_000_000)
         common = dict(folder=folder, shape=args.shape, device=args.device, threads=args.threads)
-        ours = {**common, 'dtype': args.dtype, 'compile': compiling}
+        ours = {**common, 'dtype': args.dtype, 'compile': compiling, 'set': args.set}
         sides = []
         if args.peer:
             theirs = {**common, 'peer': os.path.abspath(args.peer), 'compile': args.compile != 'off'}

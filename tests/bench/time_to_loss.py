@@ -64,24 +64,23 @@ runpy.run_path(script, run_name='__main__')
 
 OURS_RUN = """
 import sys, time
-began, out, stopped = time.perf_counter(), sys.argv[1], [0.0]
+from types import SimpleNamespace
+began, out, stopped = time.perf_counter(), sys.argv[1], 0.0
 argv = sys.argv[2:]
 sys.path.insert(0, {root!r})
 import torch, train
-save = train.save
-def keep_weights(run, stop=None):
+def do_not_evaluate(model, *args):
+    return SimpleNamespace(model=model, val={{'loss': 1.0}}, seconds=0.0)
+def keep_weights(log, step, evaluation):
+    global stopped
     start = time.perf_counter()
-    torch.save({{'model': {{k: v.clone() for k, v in run.model.state_dict().items()}},
-                'model_args': run.model.config.model_args(), 'seconds': start - began - stopped[0],
-                'step': run.state.iter_num}}, f'{{out}}/{{run.state.iter_num:06d}}.pt')
-    stopped[0] += time.perf_counter() - start
-    return 'kept'
-def save_and_stop(run, final=False):
-    start = time.perf_counter()
-    save(run, final)
-    stopped[0] += time.perf_counter() - start
-train.evaluate_both, train.save = keep_weights, save_and_stop
-train.track_best = train.log_evaluation = lambda run, evaluation: False
+    model = evaluation.model
+    torch.save({{'model': model.state_dict(), 'model_args': model.config.model_args(),
+                'seconds': start - began - stopped, 'step': step}}, f'{{out}}/{{step:06d}}.pt')
+    stopped += time.perf_counter() - start
+def do_not_save(checkpoints, checkpoint, best, final=False):
+    checkpoints.saved_step = checkpoint['iter_num']
+train.evaluate_both, train.Log.evaluation, train.Checkpoints.save = do_not_evaluate, keep_weights, do_not_save
 train.main(argv)
 """
 
@@ -159,10 +158,9 @@ def main():
 
     def ours(seed):
         import train
-        from configurator import configure
         words = [os.path.join(ROOT, w) if w.endswith('.py') else w for w in args.ours.split()]
         words += [f'--data_dir={data_dir}', f'--dataset={args.dataset}', f'--seed={1337 + seed}']
-        (_, cfg), *_ = configure(train.GPTConfig, train.TrainConfig, argv=words)
+        cfg = train.read_settings(words).train
         with tempfile.TemporaryDirectory() as out:
             words += [f'--out_dir={out}', f'--eval_interval={max(cfg.max_iters // args.points, 1)}']
             return score(weights_of(OURS_RUN.format(root=ROOT), words, args.threads, ROOT))

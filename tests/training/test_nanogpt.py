@@ -96,7 +96,9 @@ def test_their_config_files_mean_the_same(monkeypatch, name):
     monkeypatch.setattr(time, 'time', lambda: 1700000000.0)
     monkeypatch.setattr('importlib.util.find_spec', lambda name: name)  # train_gpt2.py asks for wandb
     path = str(Path(CLONE, 'config', f'{name}.py'))
-    model_cfg, cfg, given, _ = configure(GPTConfig, TrainConfig, argv=[path])
+    found = configure(GPTConfig, TrainConfig, argv=[path])
+    model_cfg, cfg = found.objects
+    given = found.given
     ours = {**dataclasses.asdict(model_cfg), **dataclasses.asdict(cfg)}
     file = {k: v for k, v in runpy.run_path(path).items() if not k.startswith('__') and k != 'time'}
     assert set(file) == set(given) and {k: ours[k] for k in file} == file
