@@ -28,7 +28,6 @@ class Sampling:
     min_p: float | None = None  # only ids with at least this share of the highest probability
     repetition_penalty: float = 1.0  # divides positive logits of ids that occurred, multiplies negative ones
     stop: frozenset = frozenset()  # ids that end a text
-    past_context: str = 'slide'  # slide: a full context drops its oldest eighth; stop: it ends the text
     vocab: int | None = None  # ids from here on are padding of the vocabulary and are never drawn
     logprobs: bool = False  # compute each token's log-probability: the model's own, before any limit
 
@@ -157,7 +156,7 @@ def slide(model, cache, rows, stopped):
         cache.put(full, filled, slice(None))
 
 
-def read(drawn, rows, sampling, size, stopped):
+def read(drawn, rows, sampling, stopped):
     """Appends the drawn tokens and stops rows that end. Returns what generate yields."""
     new = []
     for row, (token, logprob) in zip(rows, drawn.tolist(), strict=True):
@@ -167,7 +166,7 @@ def read(drawn, rows, sampling, size, stopped):
         if math.isnan(logprob):
             raise ValueError(NOT_FINITE.format('logits that are'))
         new.append((row.sequence, int(token), logprob))
-        if token in sampling.stop or (sampling.past_context == 'stop' and len(row.context) > size):
+        if token in sampling.stop:
             stopped.add(row.sequence)
     return new
 
@@ -205,7 +204,7 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
     for left in reversed(range(sampling.max_new_tokens)):
         tokens = drawn[:, :1].long()  # a copy, because a CUDA graph overwrites at each step what it returned
         seen.scatter_(1, tokens, True)
-        new = read(drawn, rows, sampling, size, stopped)
+        new = read(drawn, rows, sampling, stopped)
         if new:
             yield new
         alive = [index for index, row in enumerate(rows) if row.sequence not in stopped]

@@ -39,13 +39,13 @@ def prompts(args, batch, length):
     return torch.randint(min(SHAPES[args.shape]['vocab_size'], 50257), (batch, length), generator=generator)
 
 
-def our_model(args, kind, pack=True, rows=1):
+def our_model(args, kind, pack):
     torch.manual_seed(0)
     gpt = GPT(GPTConfig(**SHAPES[args.shape]))
     wide = kind == 'float32' or (kind == 'int8' and args.device == 'cpu')
     dtype = torch.float32 if wide else torch.bfloat16
     quantize = 'int8' if kind == 'int8' else 'none'
-    return prepare_for_inference(gpt, torch.device(args.device), dtype, quantize, pack, rows)
+    return prepare_for_inference(gpt, torch.device(args.device), dtype, quantize, pack)
 
 
 def first_and_rest(times):
@@ -160,8 +160,8 @@ def main():
     for kind in args.kinds if 'ours' in args.sides else []:
         for compiled in (False, True) if on_gpu or args.compiled else (False,):
             for batch in args.batches:
-                if not compiled or batch == args.batches[0]:  # a compiled model has the same weights for any
-                    gpt = our_model(args, kind, pack=not compiled, rows=batch)
+                if batch == args.batches[0]:
+                    gpt = our_model(args, kind, pack=not compiled)
                 name = 'ours, compiled' if compiled else 'ours, eager'
                 add(name, batch, kind, our_side(args, gpt, batch, compiled))
     if not find_spec('transformers'):

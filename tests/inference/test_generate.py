@@ -112,13 +112,6 @@ def test_a_context_of_one_token_and_of_two(size, compiled, fixed_shapes):
     assert run(model, [[3]], 5, temperature=0, compiled=compiled) == [context[1:]]
 
 
-def test_past_context_stop_ends_the_sequence():
-    texts = run(make(), PROMPTS, 20, temperature=0, past_context='stop')
-    assert [len(text) for text in texts] == [14, 10, 16, 1, 12]
-    longer = run(make(), PROMPTS, 20, temperature=0)
-    assert texts == [b[:len(a)] for a, b in zip(texts, longer, strict=True)]
-
-
 def test_prompts_longer_than_the_context_keep_their_end_and_no_tokens_are_no_steps(shapes):
     assert run(make(), PROMPTS, 0) == [[]] * 5 and run(make(), [], 5) == [] and not shapes
     assert run(make(), [ids(40)], 5, temperature=0) == run(make(), [ids(40)[-16:]], 5, temperature=0)

@@ -4,19 +4,11 @@ import pytest
 import torch
 from test_generate import PROMPTS
 from test_model import make
-from torch.nn import functional as F
 
-from hotloop.inference.quantize import (
-    Int8Linear,
-    PackedLinear,
-    can_pack,
-    prepare_for_inference,
-    shapes_to_pack,
-)
-from model import GPT, Linear
+from hotloop.inference.quantize import Int8Linear, PackedLinear, can_pack, prepare_for_inference
+from model import GPT
 
 CPU = torch.device('cpu')
-needs_packing = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason='oneDNN does not pack here')
 
 
 @pytest.mark.parametrize('bias, rows', [(False, (3,)), (True, (1, 1)), (True, (2, 40))])
@@ -79,65 +71,18 @@ def test_a_prepared_model_has_close_logits(dtype, quantize):
     assert 0 < (model(x) - exact).norm() < 0.05 * exact.norm()
 
 
-def pretend(monkeypatch, plain, packed):
-    """A trial finds these seconds: a function of the shape of a matrix and the rows of its input each."""
-    def seconds(product):
-        x, weight = product.args
-        is_plain = product.func is F.linear
-        out = weight.size(0) if is_plain else product().size(1)
-        return (plain if is_plain else packed)((out, x.size(1)), x.size(0))
-    monkeypatch.setattr('hotloop.inference.quantize.seconds', seconds)
-
-
-def kinds(model):
-    return [type(m) for m in model.modules() if isinstance(m, (torch.nn.Linear, PackedLinear))]
-
-
 @pytest.mark.parametrize('dtype, bound', [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 def test_packed_weights_compute_the_same(dtype, bound, monkeypatch):
     if not can_pack(CPU, dtype):
         pytest.skip(f'oneDNN does not pack {dtype} here')
-    pretend(monkeypatch, lambda *_: 2, lambda *_: 1)
-    x, y = torch.tensor([PROMPTS[3]]), {}
+    x = torch.tensor([PROMPTS[3]])
+    logits = {}
     for smallest, packed in ((0, 9), (10**6, 0)):
         monkeypatch.setattr('hotloop.inference.quantize.PACK_FROM', smallest)
         model = prepare_for_inference(make(), CPU, dtype)
-        assert kinds(model).count(PackedLinear) == packed
-        y[packed] = model(x)
-    assert (y[9] - y[0]).norm() <= bound * y[0].norm()
-
-
-@needs_packing
-def test_a_matrix_is_packed_where_a_trial_of_its_shape_and_rows_is_clearly_faster(monkeypatch):
-    monkeypatch.setattr('hotloop.inference.quantize.PACK_FROM', 0)
-    tried = []
-
-    def packed(shape, rows):
-        tried.append(rows)
-        return {(96, 32): 1.0, (61, 32): 1.95}.get(shape, 3.0)  # c_attn; the head, whose gain is too small
-    pretend(monkeypatch, lambda *_: 2.0, packed)
-    model = prepare_for_inference(make(), CPU, torch.float32, rows=3)
-    assert set(tried) == {3}
-    block = model.transformer.h[0]
-    assert [type(m) for m in (block.attn.c_attn, model.lm_head)] == [PackedLinear, Linear]
-    assert kinds(model).count(PackedLinear) == model.config.n_layer
-
-
-@needs_packing
-def test_the_best_of_several_trials_counts(monkeypatch):
-    """One slow round of a busy machine does not decide."""
-    rounds = iter([2, 9, 2, 1, 2, 9, 9, 9])  # plain and packed, four times
-    monkeypatch.setattr('hotloop.inference.quantize.seconds', lambda product: next(rounds))
-    linear = Linear(512, 512)
-    assert shapes_to_pack([linear], 1) == {linear.weight.shape}
-
-
-@needs_packing
-def test_a_trial_cuts_large_matrices(monkeypatch):
-    monkeypatch.setattr('hotloop.inference.quantize.TRIAL_SIZE', 512 * 100)
-    seen = set()
-    pretend(monkeypatch, lambda shape, rows: seen.add(shape) or 1, lambda shape, rows: seen.add(shape) or 1)
-    assert shapes_to_pack([Linear(512, 1024)], 1) == set() and seen == {(100, 512)}
+        assert sum(isinstance(m, PackedLinear) for m in model.modules()) == packed
+        logits[packed] = model(x)
+    assert (logits[9] - logits[0]).norm() <= bound * logits[0].norm()
 
 
 def test_weights_stay_plain_where_packing_fails(monkeypatch):
