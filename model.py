@@ -25,6 +25,8 @@ PRESETS = {
     'modern': dict(position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False, zero_init=True,
                    key_shift=True, softcap=15.0, x0_mix=True)}
 
+GATED = ('swiglu', 'geglu')  # these MLPs multiply two projections
+
 # the values that settings may have: (least, all below, in words, names)
 LIMITS = (
     (1, math.inf, 'at least 1', ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head',
@@ -35,7 +37,7 @@ LIMITS = (
     (1 + 1e-9, math.inf, 'above 1 and finite', ('rope_base', 'rope_local_base')))
 
 
-@dataclass
+@dataclass(frozen=True)
 class GPTConfig:
     # --- model
     preset: Literal['gpt2', 'modern'] = 'gpt2'  # gives values to the settings below that are None
@@ -109,18 +111,22 @@ class GPTConfig:
         """A copy with the preset's values in place of None. vocab_size stays None if it is None."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         known = {**PRESETS[self.preset], **given}
-        c = GPTConfig(**{'n_kv_head': self.n_head, 'head_dim': self.n_embd // max(self.n_head, 1),
-                         'qkv_bias': self.bias, 'norm_eps': 1e-5 if known['norm'] == 'layernorm' else 1e-6,
-                         # without learned positions nothing else sets the scale of the residual stream
-                         'embed_norm': known['position'] == 'rope', **known})
-        if c.n_ff is None:
-            c.n_ff = math.ceil(8 * c.n_embd / 3 / 64) * 64 if c.is_gated else 4 * c.n_embd
-        return c
+        n_ff = 4 * self.n_embd
+        if known['mlp'] in GATED:
+            n_ff = math.ceil(8 * self.n_embd / 3 / 64) * 64
+        norm_eps = 1e-6
+        if known['norm'] == 'layernorm':
+            norm_eps = 1e-5
+        # Without learned positions nothing else sets the scale of the residual stream.
+        embed_norm = known['position'] == 'rope'
+        return GPTConfig(**{'n_kv_head': self.n_head, 'head_dim': self.n_embd // max(self.n_head, 1),
+                            'n_ff': n_ff, 'qkv_bias': self.bias, 'norm_eps': norm_eps,
+                            'embed_norm': embed_norm, **known})
 
     @property
     def is_gated(self):
         """Whether the MLP multiplies two projections, which c_fc holds: up, gate (arXiv 2002.05202)."""
-        return self.mlp in ('swiglu', 'geglu')
+        return self.mlp in GATED
 
     def windows(self):
         """The window of each layer, in tokens; None where attention reaches the complete context."""
@@ -617,7 +623,7 @@ class GPT(nn.Module):
     def crop_block_size(self, block_size):
         """Shortens the context, for example to fine-tune a GPT-2 of 1024 positions on shorter text."""
         assert block_size <= self.config.block_size
-        self.config.block_size = block_size
+        self.config = replace(self.config, block_size=block_size)
         self.cos, self.sin = self.cos[:block_size], self.sin[:block_size]
         if self.config.position == 'learned':
             self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].clone())

@@ -18,7 +18,7 @@ from hotloop.system.text import wrapped
 from hotloop.weights.nf4 import NF4Linear, rounded
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoRAConfig:
     # --- adapters
     lora_rank: int = 0  # train adapters of this rank beside the frozen weights of init_from; 0: off
