@@ -36,15 +36,11 @@ class ReadConfig:
     format: Format = 'auto'  # auto: by suffix; functions: Python functions as rows
     text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
     template: Literal[('auto', *(t for t in TEMPLATES if t != 'joined'))] = 'auto'  # of instruction data
-    max_function: int | None = None  # for functions: leave out those with more characters than this
     separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline
 
     def problems(self):
         """List the problems with the settings, one sentence each."""
         problems = []
-        if self.max_function is not None and (self.max_function < 1 or self.format != 'functions'):
-            problems.append(f'max_function={self.max_function} must be at least 1, and applies only with '
-                            '--format=functions')
         if self.template != 'auto' and self.text_field:
             problems.append(f'template={self.template!r} is for instruction data, and text_field='
                             f'{self.text_field!r} selects a single text field; remove one of them')
@@ -267,7 +263,7 @@ def rows_in(file, reading, progress=None, counts=None):
     """Yield (where, row) of each row of a file; a row is a dict, or a str in a JSON list."""
     counts = counts or RowCounts()
     readers = {'jsonl': partial(json_lines, remedy=AS_TEXT), 'csv': csv_rows, 'json': json_rows,
-               'functions': partial(function_rows, limit=reading.max_function, counts=counts)}
+               'functions': partial(function_rows, counts=counts)}
     if file.kind in readers:
         with open_text(file.path, progress=progress) as f:
             yield from readers[file.kind](f, file.path)
@@ -300,17 +296,14 @@ def json_rows(lines, path, remedy=AS_TEXT):
         yield f'{path}, element {number}', row
 
 
-def function_rows(lines, path, limit, counts):
+def function_rows(lines, path, counts):
     """
-    Yield (where, row) of the functions of Python source that have at most `limit` characters.
-    Source that is not Python has none. Fills the RowCounts.
+    Yield (where, row) of the functions of Python source. Source that is not Python has none, and is
+    counted in a RowCounts.
     """
     try:
         for number, row in enumerate(functions_of(''.join(lines)), 1):
-            if limit and len(row['prompt']) + len(row['completion']) > limit:
-                counts.skipped += 1
-            else:
-                yield f'{path}, function {number}', row
+            yield f'{path}, function {number}', row
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         counts.not_python.append(f'{path}: {first_line(e)}')
 

@@ -99,7 +99,7 @@ DOCUMENTS = torch.tensor([[0] * 11 + [1] * 5, [0] * 16])
 @pytest.mark.parametrize('window', [None, 5])
 @pytest.mark.parametrize('documents', [None, DOCUMENTS])
 def test_a_long_contexts_step_has_the_gradients_of_the_plain_one(monkeypatch, window, documents):
-    """Blocks of queries, recomputed blocks, a loss in chunks, as in tests/bench/long_context.py."""
+    """Blocks of queries, recomputed blocks, a loss in chunks, as over a long context."""
     how = dict(documents=documents, window=window, rope_base=5e5)
     plain = gradients('none', **how)
     monkeypatch.setattr('model.QUERIES', 3)
