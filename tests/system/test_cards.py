@@ -227,6 +227,13 @@ def test_the_table_can_fail(observe):
         assert observe(**twin) == observe(), twin
 
 
+def test_no_setting_can_be_assigned_after_the_settings_are_resolved():
+    for cls in (*SETTINGS, SampleConfig, PrepareConfig, ReadConfig):
+        for field in dataclasses.fields(cls):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(cls(), field.name, None)
+
+
 # -----------------------------------------------------------------------------
 # --help
 
