@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, at_step, error_of, load, noise, rows, same, scripted_losses, write_bins
+from conftest import TINY, error_of, load, noise, rows, same, scripted_losses, write_bins
 from ranks import forks, on_ranks
 
 import train
@@ -117,9 +117,7 @@ def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
     optimizers, broken = build_optimizers(model, cfg, Env()), []
 
     def spoil_gradient(gradient):
-        if broken and where == 'gradient':
-            return gradient.index_fill(0, torch.tensor(3), math.inf)
-        return gradient
+        return gradient * math.inf if broken and where == 'gradient' else gradient
     model.transformer.h[1].mlp.c_fc.weight.register_hook(spoil_gradient)
 
     def spoil_loss(module, args, loss):
@@ -196,31 +194,6 @@ def test_which_evaluations_save(train_tiny, tmp_path, monkeypatch, always, steps
     assert not {'optimizer', 'scaler', 'state'} & best.keys()
 
 
-def full_disk(monkeypatch, fails):
-    """torch.save fails as on a full disk if fails(checkpoint)."""
-    save = torch.save
-
-    def limited(checkpoint, *args):
-        if fails(checkpoint):
-            raise RuntimeError('[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598')
-        return save(checkpoint, *args)
-    monkeypatch.setattr(torch, 'save', limited)
-
-
-def test_best_that_cannot_be_written(train_tiny, tmp_path, monkeypatch, capsys):
-    """Training continues, and ckpt.pt is written; in the final save it is an error."""
-    settings = dict(eval_interval=2, max_iters=4)
-    with monkeypatch.context() as m:
-        full_disk(m, lambda checkpoint: 'optimizer' not in checkpoint and checkpoint['iter_num'] < 4)
-        assert train_tiny(**settings) == 0
-    assert 'best.pt could not be written: the disk is full; training continues' in capsys.readouterr().out
-    assert load(tmp_path / 'out' / 'best.pt')['iter_num'] == 4
-    full_disk(monkeypatch, lambda checkpoint: 'optimizer' not in checkpoint)
-    assert 'best.pt could not be written' in error_of(train_tiny, 'never', **settings)
-    assert load(tmp_path / 'never' / 'ckpt.pt')['iter_num'] == 4
-    assert not (tmp_path / 'never' / 'best.pt').exists()
-
-
 # -----------------------------------------------------------------------------
 # steps that are not finite, in a run
 
@@ -276,7 +249,7 @@ def test_init_from_a_path_starts_at_step_0_with_those_weights(train_tiny, tmp_pa
     assert load(tmp_path / 'short' / 'ckpt.pt')['model']['transformer.wpe.weight'].shape == (8, 32)
 
 
-def test_init_from_a_path_names_contradictions(train_tiny, tmp_path, data_dir):
+def test_init_from_a_path_names_contradictions(train_tiny, tmp_path):
     train_tiny('base', max_iters=1)
     write_bins(tmp_path / 'data' / 'chars', noise(100, low=0, high=3), noise(100, low=0, high=3),
                vocab_size=3, tokenizer={'kind': 'char', 'chars': 'abc', 'eot': False})
@@ -287,13 +260,6 @@ def test_init_from_a_path_names_contradictions(train_tiny, tmp_path, data_dir):
                              r'tokenizer byte, but the dataset has char \(3')):
         assert re.search(match, error_of(train_tiny, 'tuned', init_from=tmp_path / 'base', **settings))
     assert not (tmp_path / 'tuned').exists()
-    card = tmp_path / 'card.py'
-    card.write_text(f'block_size = 32\nn_layer = 3\ninit_from = {str(tmp_path / "base")!r}\n')
-    message = error_of(train.main, [str(card), '--device=cpu', '--compile=False', '--dataset=tiny',
-                                    f'--data_dir={data_dir}'])
-    assert message == (f'{card}, line 1: block_size=32, but {tmp_path / "base"} has 16; use --block_size=16 '
-                       f'or less\n{card}, line 2: n_layer=3, but {tmp_path / "base"} has 2; use --n_layer=2')
-    assert train_tiny('tuned', card, block_size=8, n_layer=2, max_iters=1) == 0
 
 
 def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
@@ -315,12 +281,10 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(n_embd=30, n_head=4), 'n_embd=30 is not divisible by n_head=4'),
     (dict(vocab_size=100), 'vocab_size=100 is smaller than the 257 ids of the tokenizer of tiny'),
     (dict(init_from='resume'), 'holds no checkpoint; start with --init_from=scratch'),
-    (dict(init_from='nowhere'), "nowhere"),
     (dict(dataset='missing'), 'missing does not exist; make it with: python prepare.py'),
     (dict(device='tpu'), "device='tpu' is not one of"),
     (dict(keep_last=1), 'keep_last=1 must be at least 2'),
     (dict(eval_interval=0), 'eval_interval=0 must be above 0'),
-    (dict(patience=0), 'patience=0 must be above 0'),
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
     (dict(beta2=1.0), 'beta2=1.0 must be at least 0 and below 1'),
@@ -406,14 +370,6 @@ def test_restarts_by_torchrun_need_resume(train_tiny, tmp_path, monkeypatch):
     assert train_tiny(resume=True, max_iters=1) == 0
     assert train_tiny(resume=True, max_iters=2) == 0
     assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 2 and not (tmp_path / 'out.1').exists()
-
-
-def test_a_signal_during_the_last_step_leaves_its_evaluation_to_the_resume(train_tiny, tmp_path, monkeypatch):
-    at_step(monkeypatch, 10, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train_tiny() == 143
-    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 10
-    assert train_tiny(init_from='resume') == 0
-    assert [row['step'] for row in rows(tmp_path / 'out', 'val_loss')] == [4, 8, 10]
 
 
 def test_an_interrupted_evaluation_is_done_after_the_resume(train_tiny, tmp_path, monkeypatch):
