@@ -19,7 +19,7 @@ from hotloop.data.tokenizer import (
     template_of_record,
     tokenizer_from,
 )
-from hotloop.system.files import free_number, hash_file, lock, read_json, rename, sync_folder
+from hotloop.system.files import free_number, hash_file, lock, read_json, sync_folder
 from hotloop.system.text import shell
 
 FORMAT = 1  # of meta.json
@@ -199,8 +199,8 @@ def partial_folder(folder):
         target = None
         if os.path.isdir(folder) and os.listdir(folder):
             target = free_number(folder)
-            rename(folder, target)
-        rename(new, folder)
+            os.rename(folder, target)
+        os.rename(new, folder)
         sync_folder(os.path.dirname(folder) or '.')
         if target:
             print(f'{folder} held another dataset, which was moved to {target}')

@@ -6,7 +6,7 @@ import re
 import sys
 from urllib.parse import urlsplit
 
-from hotloop.system.files import Progress, first_line, hash_file, lock, reason_of, rename
+from hotloop.system.files import Progress, first_line, hash_file, lock, reason_of
 
 ATTEMPTS = 5
 BACKOFF = 1.0  # seconds before the second attempt; doubles with each
@@ -69,7 +69,7 @@ def download(url, path, sha256=None):
             os.remove(part)
             raise ValueError(f'{url} has SHA-256 {found}, not {expected}; the download was deleted; run the '
                              'command again')
-        rename(part, path)
+        os.replace(part, path)
     except requests.RequestException as e:
         raise ValueError(f'{url} cannot be reached: {reason_of(e)}; check the network and the proxy '
                          f'settings, or put the file at {path}') from None

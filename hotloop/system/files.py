@@ -12,21 +12,23 @@ from importlib.util import find_spec
 
 from hotloop.system.text import file_size
 
-# how file systems, above all of networks and virtual machines, say that they do not lock or sync
+# File systems of networks and virtual machines return these if they cannot lock or sync.
 UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-WAITS = (0.01, 0.1, 0.4, 1.5)  # seconds between attempts to rename on Windows
 
 
 @contextlib.contextmanager
 def replacing(path):
-    """A binary file that becomes `path` when the block ends. An error or a kill leaves `path` unchanged."""
+    """
+    Open a binary file that becomes `path` when the block ends. An error or a kill leaves `path`
+    unchanged.
+    """
     partial = f'{path}.{os.getpid()}.tmp'
     try:
         with open(partial, 'wb') as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
-        rename(partial, path)
+        os.replace(partial, path)
         sync_folder(os.path.dirname(path) or '.')
     except BaseException:
         with contextlib.suppress(OSError):
@@ -34,32 +36,22 @@ def replacing(path):
         raise
 
 
-def rename(old, new):
-    """os.replace(). Windows refuses while another program, such as a virus scanner, reads one of the two."""
-    for seconds in WAITS if os.name == 'nt' else ():
-        with contextlib.suppress(PermissionError):
-            return os.replace(old, new)
-        time.sleep(seconds)
-    return os.replace(old, new)
-
-
 def sync_folder(folder):
-    """Makes a rename in the folder durable, where folders can be synced. Windows cannot open them."""
-    if os.name == 'posix':
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError as e:
-            if e.errno not in UNSUPPORTED:
-                raise
-        finally:
-            os.close(descriptor)
+    """Make a rename in the folder durable, where folders can be synced."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as e:
+        if e.errno not in UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def lock(path):
     """
-    Locks a file until the returned lock is released or this process ends, even by kill -9; None where the
-    system does not support that. ValueError names the process that holds the lock.
+    Lock a file until the returned lock is released or this process ends, even by kill -9. Returns
+    None where the file system has no locks. Raises ValueError with the process that holds the lock.
     """
     from filelock import FileLock, SoftFileLock, Timeout
     held = FileLock(path)
@@ -71,8 +63,8 @@ def lock(path):
         with contextlib.suppress(OSError), open(owner, encoding='ascii') as f:
             pid = f.read()
         raise ValueError(f'{os.path.dirname(path) or "."} is in use by process {pid}') from None
-    except (OSError, NotImplementedError) as e:  # the latter: earlier versions of filelock
-        if getattr(e, 'errno', errno.ENOSYS) in UNSUPPORTED:
+    except OSError as e:
+        if e.errno in UNSUPPORTED:
             return None
         raise
     if isinstance(held, SoftFileLock):  # without kernel locks: a plain file, which would outlive a kill -9
@@ -84,7 +76,7 @@ def lock(path):
 
 
 def free_number(path):
-    """The first of path.1, path.2, ... that does not exist."""
+    """Find the first of path.1, path.2, ... that does not exist."""
     number = 1
     while os.path.lexists(f'{path}.{number}'):
         number += 1
@@ -92,7 +84,7 @@ def free_number(path):
 
 
 def first_intact(paths, load):
-    """(path, load(path)) of the first that loads. Prints the ValueErrors before it, and raises the last."""
+    """Return (path, load(path)) of the first that loads. Prints why others do not, raises for the last."""
     for path in paths[:-1]:
         try:
             return path, load(path)
@@ -102,18 +94,18 @@ def first_intact(paths, load):
 
 
 def is_inside(path, folder):
-    """Whether `path` is `folder` or is inside it, after resolving links."""
+    """Test whether `path` is `folder` or is inside it, after resolving links."""
     return os.path.join(os.path.realpath(path), '').startswith(os.path.join(os.path.realpath(folder), ''))
 
 
 def hash_file(path):
-    """The SHA-256 of a file, in hexadecimal."""
+    """Hash a file with SHA-256, in hexadecimal."""
     with open(path, 'rb') as f:
         return hashlib.file_digest(f, 'sha256').hexdigest()
 
 
 def read_json(path):
-    """The object in a JSON file. ValueError if the file cannot be read or holds anything else."""
+    """Read the object in a JSON file. Raises ValueError if it cannot be read or holds anything else."""
     try:
         with open(path, encoding='utf-8') as f:
             value = json.load(f)
@@ -125,7 +117,7 @@ def read_json(path):
 
 
 def parse_json(text, where, remedy=''):
-    """The value of a JSON text. ValueError says where it is wrong, and the remedy."""
+    """Parse a JSON text. Raises ValueError with the place and the remedy."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -133,7 +125,7 @@ def parse_json(text, where, remedy=''):
 
 
 def json_lines(lines, path, remedy=''):
-    """Yields (where, value) of each line of JSON that is not empty. ValueError as in parse_json()."""
+    """Yield (where, value) of each line of JSON that is not empty. Raises as parse_json() does."""
     for number, line in enumerate(lines, 1):
         where = f'{path}, line {number}'
         if line.strip():
@@ -141,18 +133,21 @@ def json_lines(lines, path, remedy=''):
 
 
 def counted(number, noun):
-    """A number and its noun: 1 step, 1,200 steps, 2 processes."""
-    plural = 'es' if noun.endswith(('s', 'ch')) else 's'
-    return f'{number:,} {noun}{"" if number == 1 else plural}'
+    """Write a number with its noun: 1 step, 1,200 steps, 2 processes."""
+    if number == 1:
+        return f'1 {noun}'
+    if noun.endswith(('s', 'ch')):
+        return f'{number:,} {noun}es'
+    return f'{number:,} {noun}s'
 
 
 def first_line(error):
-    """The first line of an exception's text; its type, if it has none."""
+    """Return the first line of an exception's text, or its type if it has none."""
     return str(error).strip().split('\n')[0] or type(error).__name__
 
 
 def reason_of(error):
-    """The system's words for the cause of an exception, such as Connection refused; otherwise its type."""
+    """Find the cause of an exception in the system's words, such as Connection refused, or its type."""
     cause = error
     while cause is not None and not getattr(cause, 'strerror', None):
         cause = cause.__context__
@@ -160,7 +155,7 @@ def reason_of(error):
 
 
 def optional(module, purpose):
-    """Imports a package that requirements.txt does not list. ValueError if it is missing."""
+    """Import a package that requirements.txt does not list. Raises ValueError if it is missing."""
     package = module.split('.')[0]
     if find_spec(package) is None:
         raise ValueError(f'{package} {purpose}: pip install {package}')
@@ -168,21 +163,25 @@ def optional(module, purpose):
 
 
 class Progress:
-    """A progress line on stderr, shown after two seconds of work. total, done: bytes; total=0: unknown."""
+    """Show progress on stderr after two seconds of work. total, done: bytes; total=0: unknown."""
 
     def __init__(self, total, done=0):
-        self.total, self.before, self.done, self.start, self.shown = total, done, done, time.time(), 0.0
+        self.total = total
+        self.before = done
+        self.done = done
+        self.start = time.time()
+        self.shown = 0.0
 
     def add(self, num_bytes):
         self.done += num_bytes
         now = time.time()
         if self.done > self.before and now - self.start > 2 and now - self.shown > 0.5:
             rate = (self.done - self.before) / (now - self.start)
-            done, speed = file_size(self.done), file_size(rate)
-            line = f'{done}, {speed}/s'
+            line = f'{file_size(self.done)}, {file_size(rate)}/s'
             if self.total:
                 left = max(self.total - self.done, 0) / rate
-                line = f'{done} of {file_size(self.total)}, {speed}/s, {left:.0f} s left'
+                line = (f'{file_size(self.done)} of {file_size(self.total)}, {file_size(rate)}/s, '
+                        f'{left:.0f} s left')
             print(f'\r{line}   ', end='', flush=True, file=sys.stderr)
             self.shown = now
 

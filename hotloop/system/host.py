@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import resource
 import sys
 import time
 
@@ -54,9 +55,7 @@ def cores(physical=False, root=''):
 
 def memory(root=''):
     """Bytes of memory of this machine, or of the container or job."""
-    size = 16 * 2**30  # a guess for Windows, which has no sysconf
-    if hasattr(os, 'sysconf'):
-        size = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+    size = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
     for folder in control_groups('memory', root):
         limit = first_line_of(f'{folder}/memory.max') or first_line_of(f'{folder}/memory.limit_in_bytes')
         if limit.isdecimal():
@@ -81,13 +80,11 @@ def control_groups(controller, root):
 
 
 def peak_memory():
-    """The most bytes this process has used so far; None where the system does not count them."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
+    """Return the most bytes this process has used so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == 'darwin' else peak * 1024
+    if sys.platform == 'darwin':
+        return peak
+    return peak * 1024
 
 
 def first_line_of(path):

@@ -1,9 +1,7 @@
 """Numbers as short text, for lines of at most 80 columns and the axes of a report; words of a command."""
 
 import math
-import os
 import shlex
-import subprocess
 import textwrap
 
 
@@ -51,8 +49,8 @@ def with_error(loss, error):
 
 
 def shell(*words):
-    """Words of a command line, quoted as the shell of this system needs it."""
-    return subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)
+    """Join the words of a command line, quoted as a shell needs it."""
+    return shlex.join(words)
 
 
 def wrapped(line):

@@ -5,7 +5,6 @@ import errno
 import os
 import signal
 import stat
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -20,7 +19,6 @@ from hotloop.system.files import (
     lock,
     optional,
     read_json,
-    rename,
     replacing,
 )
 from hotloop.system.host import cores, memory, peak_memory, threads_for
@@ -67,9 +65,9 @@ def test_without_kernel_locks_there_is_none(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(('error', 'is_known'), [
     (OSError(errno.ENOLCK, 'No locks available'), True), (OSError(errno.ENOTSUP, 'Not supported'), True),
-    (NotImplementedError('use SoftFileLock'), True), (OSError(errno.EIO, 'Input/output error'), False)])
+    (OSError(errno.EIO, 'Input/output error'), False)])
 def test_file_systems_that_cannot_lock(tmp_path, monkeypatch, error, is_known):
-    """NFS without a lock service, some FUSE mounts; an earlier filelock without the system call."""
+    """NFS without a lock service, some FUSE mounts."""
     monkeypatch.setattr(pytest.importorskip('fcntl'), 'flock', Mock(side_effect=error))
     with contextlib.nullcontext() if is_known else pytest.raises(OSError, match='Input/output error'):
         assert lock(str(tmp_path / 'lock')) is None
@@ -87,17 +85,6 @@ def test_folders_that_cannot_be_synced(tmp_path, monkeypatch, number):
     with refused, replacing(str(tmp_path / 'a')) as f:
         f.write(b'new')
     assert contents(tmp_path) == {'a': b'new'}
-
-
-@pytest.mark.parametrize('failures', [2, 9])
-def test_windows_may_refuse_to_replace_a_file_for_a_moment(tmp_path, monkeypatch, failures):
-    """Another program reads it. os.name stays: pathlib asks it."""
-    monkeypatch.setattr('hotloop.system.files.WAITS', (0, 0, 0, 0))
-    move = Mock(side_effect=[PermissionError(13, 'Access is denied')] * failures + [None])
-    monkeypatch.setattr('hotloop.system.files.os', SimpleNamespace(name='nt', replace=move))
-    with contextlib.nullcontext() if failures < 5 else pytest.raises(PermissionError):
-        rename('a', 'b')
-    assert move.call_count == min(failures, 4) + 1
 
 
 def test_json_that_is_not_an_object_is_refused(tmp_path):
