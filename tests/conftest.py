@@ -93,8 +93,7 @@ def train_tiny(tmp_path, data_dir):
 def as_it_was(monkeypatch):
     """Training changes signal handlers and threads of its process."""
     monkeypatch.setattr('gc.collect', lambda *args: 0)  # half the time of a tiny run
-    numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, 'SIGHUP') else [])]
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
