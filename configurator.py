@@ -120,18 +120,6 @@ def unknown(name, fields):
     return f'unknown setting {name!r}{did_you_mean(name, {field: repr(field) for field in fields})}'
 
 
-def read_below(below, settings, fields, flags):
-    """Copy the values of a checkpoint, card or depth into the settings. Returns the problems."""
-    problems = []
-    for name in below.keys() & fields.keys():
-        try:
-            settings[name] = accept(below[name], fields[name][0]), None
-        except ValueError as e:
-            if name not in flags:
-                problems.append(f'the checkpoint has {name}={below[name]!r}: {e}; give --{name}')
-    return problems
-
-
 class Assigned(dict):
     """The namespace of a config file. It records the line of each assignment."""
 
@@ -157,7 +145,7 @@ def read_file(path, settings, fields):
     """
     Run a config file, the user's own code, over the settings and put its values into them. A name
     that it assigns must be a setting, a module or a function, or start with an underscore. Returns
-    the problems.
+    the problems; values are checked when all sources are read, so that a flag may override them.
     """
     values = {name: value for name, (value, _) in settings.items()}
     namespace = Assigned({**values, '__name__': 'config', '__file__': path})
@@ -177,15 +165,10 @@ def read_file(path, settings, fields):
     for name, line in namespace.lines.items():
         value = namespace.get(name)
         place = f'{path}, line {line}'
-        if name in fields:
-            try:
-                settings[name] = accept(value, fields[name][0]), place
-            except ValueError as e:
-                problems.append(f'{place}: {name}: {e}')
-            continue
         is_helper = name.startswith('_') or callable(value) or inspect.ismodule(value)
-        # the config.py of an older run may have settings that are gone
-        if not is_helper and not source.startswith(OWN_FILE):
+        if name in fields:
+            settings[name] = value, place
+        elif not is_helper and not source.startswith(OWN_FILE):  # an older run's may have more settings
             problems.append(f'{place}: {unknown(name, fields)} (start the name of a helper with _)')
     return problems
 
@@ -246,7 +229,9 @@ def configure(*classes, argv=None, files=True, about='', below=None, check=True,
     fields = fields_of(classes)
     settings = {name: (default, None) for name, (_, default) in fields.items()}  # (value, place)
     words, flags, problems = read_argv(argv, fields)
-    problems += read_below(below or {}, settings, fields, flags)
+    for name, value in (below or {}).items():
+        if name in fields:  # a checkpoint of another version may have more
+            settings[name] = value, None
     if files:
         for path in words:
             problems += read_file(path, settings, fields)
@@ -255,16 +240,27 @@ def configure(*classes, argv=None, files=True, about='', below=None, check=True,
         _, place = settings[second]
         if strength(settings[first][1]) > strength(place):
             settings[second] = None, place
+    values = {}
+    for name, (value, place) in settings.items():
+        try:
+            values[name] = accept(value, fields[name][0])
+        except ValueError as e:
+            problems.append(f'{place or "the checkpoint"}: {name}: {e}')
+    raise_all(problems)
     objects = []
     for cls in classes:
-        objects.append(cls(**{field.name: settings[field.name][0] for field in dataclasses.fields(cls)}))
-    if check and not problems:
-        for o in objects:
-            problems += o.problems()
-    if problems:
-        raise ValueError('\n'.join(problems))
+        objects.append(cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}))
+        if check:
+            problems += objects[-1].problems()
+    raise_all(problems)
     given = {name: place for name, (_, place) in settings.items() if place}
     return Configured(objects, given, words)
+
+
+def raise_all(problems):
+    """Raise one ValueError for all problems, if there are any."""
+    if problems:
+        raise ValueError('\n'.join(problems))
 
 
 def strength(place):

@@ -234,11 +234,12 @@ def test_words_are_returned_but_not_run_with_files_false(card):
     assert words == [path, 'a folder/', '-x'] and values['n_layer'] == 3 and set(places) == {'n_layer'}
 
 
-def test_a_value_of_a_checkpoint_that_no_longer_fits_names_the_flag():
-    base = {'dtype': 'float8', 'n_layer': -1}
-    assert refusal(below=base) == ["the checkpoint has dtype='float8': expected auto or float32 or bfloat16, "
-                                   "not 'float8'; give --dtype"]
-    assert conf('--dtype=float32', '--n_layer=2', below=base)[0]['dtype'] == 'float32'
+def test_a_flag_overrides_an_invalid_value_of_a_checkpoint_or_a_file(card):
+    base = {'dtype': 'float8'}
+    path = card("n_layer = 'x'\n")
+    expected = "expected auto or float32 or bfloat16, not 'float8'"
+    assert refusal(below=base) == [f'the checkpoint: dtype: {expected}']
+    assert conf(path, '--dtype=float32', '--n_layer=2', below=base)[0]['dtype'] == 'float32'
 
 
 # -----------------------------------------------------------------------------
