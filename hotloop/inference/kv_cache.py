@@ -36,7 +36,8 @@ class KVCache:
             lengths = self.length.tolist()
             assert T == 1 or not any(lengths), 'a cache that is not empty takes one token at a time'
             self.end = max(lengths) + T
-        if self.static or min(lengths) < max(lengths):  # without a mask a CPU saves a fifth of the time
+        # Without a mask a CPU saves a tenth of a small model's step.
+        if self.static or min(lengths) < max(lengths):
             self.age = (positions - torch.arange(self.end, device=device))[:, None, None]
             self.mask = self.age >= 0  # (B, 1, 1, end)
         return positions
