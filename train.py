@@ -54,7 +54,7 @@ from hotloop.system.distributed import (
     print0,
 )
 from hotloop.system.files import counted, replacing
-from hotloop.system.text import file_size, shell, short
+from hotloop.system.text import file_size, shell, short, wrapped
 from hotloop.training.announce import print_length, print_run
 from hotloop.training.checkpoint import (
     OPTIMIZERS,
@@ -209,6 +209,10 @@ def read_settings(argv=None):
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = settings_of(latest.checkpoint, {name: shape[name] for name in MODEL})
+        known = {f.name for c in (GPTConfig, LoRAConfig, TrainConfig) for f in dataclasses.fields(c)}
+        gone = sorted(below.keys() - known)
+        if gone:
+            print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
     elif cfg.depth is not None or (is_new and chooses_depth):
         below = layer_of_depth(cfg, peek.given)
     elif is_new and ('dataset' not in peek.given or not own_model):

@@ -329,10 +329,11 @@ def run_of_an_earlier_version(folder):
     return folder / 'out'
 
 
-def test_a_run_of_an_earlier_version_is_resumed(tmp_path):
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path, capsys):
     """The numbers are those that commit c3a403d computed from the same files."""
     out = run_of_an_earlier_version(tmp_path)
     train.main(['--init_from=resume', f'--out_dir={out}', '--device=cpu'])
+    assert 'no longer exist: on_divergence, profile' in capsys.readouterr().out
     assert load(out / 'ckpt.pt')['iter_num'] == 6
     losses = [line['loss'] for line in log(out, 'step', 'loss')]
     val_losses = [line['val_loss'] for line in log(out, 'step', 'val_loss')]
