@@ -1,4 +1,4 @@
-"""What fits in memory: batch_size=auto and the chunks of the loss."""
+"""What fits in memory: auto_batch and the chunks of the loss."""
 
 import math
 import re
