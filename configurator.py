@@ -58,13 +58,21 @@ def alternatives(kind):
     return found or [kind]
 
 
+def is_finite_number(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # Python's integers have no limit.
+        return False
+
+
 def accept(value, kind):
     """
     Return the value in the type of the annotation: 3 becomes 3.0 for a float, 1e5 becomes 100000
     for an int, and NumPy's values become Python's, for checkpoints. Raises ValueError.
     """
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    is_finite = is_number and abs(value) < math.inf
+    is_finite = is_finite_number(value)
     for part in alternatives(kind):
         if part is int and is_finite and value == int(value):
             return int(value)
@@ -88,7 +96,7 @@ def parse(text, kind):
     for read in (lambda text: constants[text.lower()], int, float):
         try:
             return accept(read(text), kind)
-        except (KeyError, ValueError, OverflowError):
+        except (KeyError, ValueError):
             continue
     return accept(text, kind)
 

@@ -99,7 +99,7 @@ def test_flags(argv, name, value):
 @pytest.mark.parametrize('flag, words', [
     *[(f'--n_layer={text}', 'an integer') for text in
       ('six', '6.5', '', 'True', '5*8', 'nan', 'inf', 'None')],
-    *[(f'--learning_rate={text}', 'a number') for text in ('nan', '-inf', 'False')],
+    *[(f'--learning_rate={text}', 'a number') for text in ('nan', '-inf', 'False', '9' * 400)],
     ('--n_ff=x', 'an integer or None'), ('--eval_only=1', 'True or False'),
     ('--norm=batchnorm', 'layernorm or rmsnorm or None'), ('--compile=maybe', 'True or False or auto')])
 def test_a_flag_of_the_wrong_type_names_what_was_expected(flag, words):
@@ -169,6 +169,7 @@ for _ in range(2):
     ('\nif True:\n    nlayer = 2\n', ', line 3: unknown'), ('a_b, n_ff = 1, 2\n', ', line 1: unknown'),
     ("\nn_layer = '3'", ", line 2: n_layer: expected an integer, not '3'"),
     ("import numpy as np; n_layer = np.float32('inf')", ', line 1: n_layer: expected an integer, not '),
+    ('learning_rate = 10**400', ', line 1: learning_rate: expected a number, not 1'),
     ('learning_rate = 1e-3,', ', line 1: learning_rate: expected a number, not (0.001,)'),
     ('def compile():\n    pass\n', ', line 1: compile: expected '),
     ('n_layer = 1\nn_head = = 2\n', ': SyntaxError: invalid syntax (card.py, line 2)'),
