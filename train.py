@@ -36,7 +36,6 @@ from torch.nn.parallel import DistributedDataParallel
 from configurator import as_file, call_main, configure, differences
 from hotloop.data.chat import CHATS
 from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
-from hotloop.system.check import check
 from hotloop.system.device import (
     EVALUATION_PAYS,
     choose_compile,
@@ -115,7 +114,6 @@ class TrainConfig:
     init_from: str = 'scratch'  # scratch, resume, gpt2 (-medium, ...), a path, or a hub model
     resume: bool = False  # continue the run in out_dir if there is one; otherwise start
     eval_only: bool = False  # evaluate once and exit; no run is written
-    check: bool = False  # report what this machine can do and exit
     dry_run: bool = False  # forecast memory, time and disk and exit; nothing is downloaded or written
     seed: int = 1337  # for initial weights, data order and dropout
     max_iters: int = 600000  # total steps, including those before a resume
@@ -670,8 +668,8 @@ def meta_model(settings, dataset):
 def main(argv=None):
     settings = read_settings(argv)
     cfg = settings.train
-    if cfg.check or cfg.dry_run:
-        print0('\n'.join(check(cfg) if cfg.check else dry_run(settings, meta_model)))
+    if cfg.dry_run:
+        print0('\n'.join(dry_run(settings, meta_model)))
         return 0
     check_start(cfg.init_from)  # before a dataset, which depends on it
     datasets = open_datasets(cfg.dataset, cfg.data_dir)

@@ -22,8 +22,7 @@ APPLE_CARD = 'shakespeare_char'
 # a command that gives one of these settings describes its own model
 SHAPE = {'preset', 'n_layer', 'n_head', 'n_embd', 'block_size', 'optimizer'}
 # these settings belong to a command and its machine, not to the run that is resumed
-OWN = {'out_dir', 'init_from', 'resume', 'eval_only', 'check', 'dry_run', 'device',
-       'backend'}
+OWN = {'out_dir', 'init_from', 'resume', 'eval_only', 'dry_run', 'device', 'backend'}
 # nor do these come from nanoGPT's checkpoints, which have none; in a fork they mean something else
 FORKS = {'optimizer', 'depth', 'time_budget', 'lora_rank', 'quantize', 'dtype'}
 # depths from which on heads, contexts and rates are those of larger models

@@ -129,7 +129,6 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'quantize': ('weights', 'nf4', LORA, fake_base),
     'out_dir': ('files', 'elsewhere'),
     'eval_only': ('files', True),
-    'check': ('files', True, {}, fake_compile),
     'dry_run': ('files', True),
     # at a learning rate of 0 no evaluation after the first improves
     'always_save_checkpoint': ('files', False, dict(learning_rate=0, min_lr=0, eval_interval=1, keep_last=3)),
