@@ -5,7 +5,7 @@ Tokenize text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin
     $ python prepare.py book.txt notes/ --name=mine --tokenizer=bpe:8192   # files, and folders of files
     $ python prepare.py 'pages/*.jsonl.gz' --name=pages --tokenizer=gpt2   # one document per row; CSV, ...
     $ zcat dump.gz | python prepare.py - --name=dump       # standard input; https://... is downloaded
-    $ python prepare.py fineweb_edu --shards=1             # a named corpus
+    $ python prepare.py fineweb_edu:1                      # a file of a named corpus
     $ python prepare.py chats.jsonl --tokenizer=out        # the tokenizer of a run, for tuning from it
     $ python prepare.py --inspect mine                     # what is in a dataset
 
@@ -40,7 +40,7 @@ from hotloop.data.documents import (
     template_of,
 )
 from hotloop.data.encode import batches_of, encode_all, id_type
-from hotloop.data.sources import URLS, all_files, check_kinds, corpus_of, missing_dataset, open_corpus
+from hotloop.data.sources import URLS, all_files, check_kinds, find_corpus, missing_dataset, open_corpus
 from hotloop.data.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.data.tokenizer_source import find_tokenizer
 from hotloop.system.files import Progress, counted, is_inside, read_json, replacing
@@ -59,7 +59,6 @@ class PrepareConfig:
     name: str | None = None  # folder under data_dir; None: the name of the source
     data_dir: str = 'data'  # folder of datasets and downloads
     inspect: bool = False  # only show the contents of the named datasets, ours or nanoGPT's
-    shards: int | None = None  # number of files to use from a named corpus; None: all
     # --- validation
     val: str | None = None  # separate source; None: hold out documents, or the end of a single document
     val_fraction: float | None = None  # fraction to hold out; None: 0.1, or a named corpus's default
@@ -75,10 +74,8 @@ class PrepareConfig:
             problems.append(f'val_fraction={self.val_fraction} must be between 0 and 1')
         if self.val and self.val_fraction is not None:
             problems.append(f'val={self.val!r} is a separate validation source; remove val_fraction')
-        for name in ('shards', 'num_proc'):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                problems.append(f'{name}={value} must be at least 1')
+        if self.num_proc is not None and self.num_proc < 1:
+            problems.append(f'num_proc={self.num_proc} must be at least 1')
         return problems
 
 
@@ -90,7 +87,7 @@ def resolve(cfg, reading, sources):
     Fill in the settings that the sources decide, below those of the user. Returns (cfg, reading).
     val_fraction stays None if there is a validation source.
     """
-    corpus = corpus_of(sources, cfg.shards)
+    corpus = find_corpus(sources)
     val_fraction = cfg.val_fraction
     if val_fraction is None and not cfg.val and not corpus.val:
         val_fraction = corpus.val_fraction
@@ -109,6 +106,8 @@ def default_name(sources):
     is_pattern = any(c in source for c in '*?[') and not os.path.exists(source)
     if len(sources) > 1 or is_pattern:
         raise ValueError(f'{" ".join(sources)}: give the dataset a name with --name')
+    if find_corpus(sources).train:
+        return source.partition(':')[0]
     name = os.path.basename(os.path.abspath(source))
     if not os.path.isdir(source):
         name, suffix = os.path.splitext(name)
@@ -136,12 +135,14 @@ def open_sources(sources, cfg, reading, spool):
     """Return (training files, validation files). Standard input is copied to the file `spool`."""
     val_files = []
     if cfg.val:
-        val_files = all_files([cfg.val], reading, cfg.data_dir, spool)
-    if corpus_of(sources, cfg.shards).train:
-        files, own_val_files = open_corpus(sources[0], cfg)
+        val_files = all_files([cfg.val], reading.format, cfg.data_dir, spool)
+    corpus = find_corpus(sources)
+    if corpus.train:
+        with_val = not cfg.val and cfg.val_fraction is None
+        files, own_val_files = open_corpus(corpus, cfg.data_dir, with_val)
         val_files = val_files or own_val_files
     else:
-        files = all_files(sources, reading, cfg.data_dir, spool)
+        files = all_files(sources, reading.format, cfg.data_dir, spool)
     validated = {os.path.realpath(file.path) for file in val_files}
     once = {os.path.realpath(file.path): file for file in files}  # sources may overlap
     kept = [file for path, file in once.items() if path not in validated]

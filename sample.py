@@ -25,7 +25,7 @@ import torch
 from configurator import call_main, configure
 from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
 from hotloop.data.dataset import open_datasets
-from hotloop.data.documents import open_text, standard_input
+from hotloop.data.documents import open_text
 from hotloop.data.tokenizer import encode_parts, prompt_ids, template_of_record, tokenizer_from
 from hotloop.inference.code_eval import judge, print_metrics, read_tasks
 from hotloop.inference.diagnose import diagnose, random_batches
@@ -168,7 +168,7 @@ def read_prompts(start):
     .jsonl file. Returns [(prompt as given, [(role, text)], template that suits a row or None)].
     """
     if start == '-':
-        return [text_prompt(standard_input().read().decode().removeprefix('\ufeff'))]
+        return [text_prompt(sys.stdin.buffer.read().decode().removeprefix('\ufeff'))]
     if not start.startswith('FILE:'):
         return [text_prompt(start)]
     path = start.removeprefix('FILE:')

@@ -1,4 +1,4 @@
-"""Shared by the tests: a tiny dataset, training runs in this process, GPT-2's tokenizer, a local hub."""
+"""Shared by the tests: a tiny dataset, training runs in this process, GPT-2's tokenizer, a local server."""
 
 import http.server
 import itertools
@@ -213,7 +213,7 @@ def gpt2(monkeypatch):
 @pytest.fixture
 def server(monkeypatch):
     """
-    A server on 127.0.0.1 under HF_ENDPOINT. server.script: functions of its handler, one per request, the
+    A server on 127.0.0.1. server.script: functions of its handler, one per request, the
     last for all others; server.seen: request headers; server.url: of a file.
     """
     state = types.SimpleNamespace(script=[], seen=[])
@@ -229,30 +229,9 @@ def server(monkeypatch):
     thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
     thread.start()
     state.url = f'http://127.0.0.1:{httpd.server_port}/file.bin'
-    monkeypatch.setenv('HF_ENDPOINT', state.url.removesuffix('file.bin'))
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
-    for name in ('HF_TOKEN', 'HF_HUB_CACHE'):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv('HF_HOME', '/nonexistent')  # with a token or models of this machine's user
     monkeypatch.setattr('hotloop.data.download.BACKOFF', 0.001)
     yield state
     httpd.shutdown()
     httpd.server_close()
     thread.join()
-
-
-@pytest.fixture
-def hub(server):
-    """The server as a hub: answers {path: (status, headers, body)}, requests [(path, headers)]."""
-    answers, requests = {}, []
-
-    def answer(handler):
-        requests.append((handler.path, handler.headers))
-        status, headers, body = answers.get(handler.path, (404, {}, b'Entry not found'))
-        handler.send_response(status)
-        for key, value in {'Content-Length': len(body), **headers}.items():
-            handler.send_header(key, str(value))
-        handler.end_headers()
-        handler.wfile.write(body)
-    server.script = [answer]
-    return types.SimpleNamespace(requests=requests, answers=answers)

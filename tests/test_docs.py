@@ -68,7 +68,7 @@ def check_settings(script, argv):
     (cfg, *_), _, words = configure(*SETTINGS[script], argv=argv, files=not is_prepare)
     if is_prepare and not cfg.inspect:
         for word in words:
-            if not re.search('[./]|^-$', word) and word not in (*CORPORA, 'stdlib'):
+            if not re.search('[./]|^-$', word) and word.partition(':')[0] not in CORPORA:
                 raise ValueError(f'no corpus is named {word}')
 
 

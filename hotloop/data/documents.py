@@ -11,7 +11,6 @@ import io
 import lzma
 import os
 import re
-import sys
 import textwrap
 import warnings
 import zlib
@@ -124,13 +123,6 @@ def open_text(path, errors='strict', progress=None):
         raise ValueError(f'{path} is damaged or incomplete: {e}') from None
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
-
-
-def standard_input():
-    """Return standard input as a file of bytes. Raises ValueError if it is closed."""
-    if sys.stdin is None:
-        raise ValueError('standard input is closed; redirect something into it, or name a file')
-    return sys.stdin.buffer
 
 
 def text_blocks(file, progress=None):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hotloop.data.chat import CHATS, MARK, TEMPLATES
 from hotloop.data.dataset import PlainUnpickler, dataset_folder, name_of_path, read_meta
-from hotloop.data.hub import hub_tokenizer, is_hub_name
+from hotloop.data.download import TOKENIZER_FILES, hub_folder, is_hub_name
 from hotloop.data.tokenizer import (
     GPT2_SPEC,
     GPT2_VOCAB_SIZES,
@@ -49,7 +49,7 @@ def find_tokenizer(name, data_dir):
     if found := tokenizer_at(name, data_dir) or tokenizer_at(in_data_dir, data_dir):
         return found
     if is_hub_name(name):
-        folder = hub_tokenizer(name)
+        folder = hub_folder(name, TOKENIZER_FILES)
         return Found(read_tokenizer_json(folder), name, template=template_of(folder))
     raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to '
                      f'{MAX_VOCAB:,}), {", ".join(TIKTOKEN_NAMES)} or a model of the hub such as '

@@ -52,7 +52,7 @@ def read_documents(source, tokenizer, template, settings):
     """
     counts, reading = RowCounts(), ReadConfig()
     with tempfile.TemporaryDirectory() as folder:  # Standard input is stored there.
-        files = files_of(source, reading, settings.data_dir, os.path.join(folder, 'stdin'))
+        files = files_of(source, reading.format, settings.data_dir, os.path.join(folder, 'stdin'))
         check_kinds({file.kind for file in files}, settings, source)
         asked = template if template in TEMPLATES else None
         reading = replace(reading, template=template_of(files, reading, asked))

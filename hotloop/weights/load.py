@@ -12,15 +12,7 @@ from typing import NamedTuple
 import torch
 
 from configurator import did_you_mean
-from hotloop.data.hub import (
-    GPT2_OWNER,
-    INDEX,
-    SINGLE,
-    cached_model,
-    hub_model,
-    is_hub_name,
-    weight_files,
-)
+from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_name
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, template_of
 from hotloop.system.files import first_intact, first_line, read_json
@@ -35,6 +27,8 @@ GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_s
                                                      ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
 GPT2_NAMES = tuple(GPT2_SHAPES)
 KEYWORDS = ('scratch', 'resume')
+INDEX = 'model.safetensors.index.json'
+SINGLE = 'model.safetensors'
 TIED = ('transformer.wte.weight', 'lm_head.weight')
 
 
@@ -88,21 +82,36 @@ def find_folder(source):
     if os.path.exists(source):
         return None
     if source in GPT2_NAMES:
-        return hub_model(f'{GPT2_OWNER}{source}')
-    return hub_model(source) if is_hub_name(source) else None
+        return hub_folder(f'{GPT2_OWNER}{source}')
+    return hub_folder(source) if is_hub_name(source) else None
 
 
 def shape_of(source, data_dir):
     """Read the model_args of a source without a download. Raises ValueError if it is not here."""
-    if is_hub_name(source) and cached_model(source) is None:
-        raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python '
-                         f'sample.py --init_from={source} downloads it, or name a folder with its '
-                         'config.json')
-    folder = find_folder(source)
-    if folder is None:
+    path = os.path.join(source, 'config.json')
+    if is_hub_name(source):
+        path = cached_config(source)
+        if path is None:
+            raise ValueError(f'{source!r} is not on disk, and a dry run downloads nothing; python '
+                             f'sample.py --init_from={source} downloads it, or name a folder with '
+                             'its config.json')
+    elif not os.path.exists(path):
         return open_checkpoint(source)[1]['model_args']
-    path = os.path.join(folder, 'config.json')
     return settings_of(read_json(path), path)
+
+
+def weight_files(folder):
+    """
+    List the safetensors files of a folder: one file, which may have an old index beside it, or the
+    shards in its index.
+    """
+    index = os.path.join(folder, INDEX)
+    if os.path.exists(os.path.join(folder, SINGLE)) or not os.path.exists(index):
+        return [SINGLE]
+    names = read_json(index).get('weight_map')
+    if not names:
+        raise ValueError(f'{index} is damaged: it has no weight_map')
+    return sorted({os.path.basename(name) for name in names.values()})
 
 
 def load_checkpoint(path):

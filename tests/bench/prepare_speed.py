@@ -36,7 +36,7 @@ sys.path.insert(0, {root!r})
 from hotloop.data.documents import ReadConfig, documents_in
 from hotloop.data.sources import files_of
 def texts():
-    for piece in documents_in(files_of({source!r}, ReadConfig(), 'data', ''), ReadConfig()):
+    for piece in documents_in(files_of({source!r}, 'auto', 'data', ''), ReadConfig()):
         yield piece.parts[0][0]
 encoding = tiktoken.get_encoding('gpt2')
 """
@@ -71,7 +71,7 @@ with open({folder!r} + '/train.bin', 'wb') as f:
 
 def speed(source, folder, rounds, with_datasets):
     """Rows of MB/s, the share of tiktoken alone per process, and peak memory from one more run of each."""
-    pieces = documents_in(files_of(source, ReadConfig(), 'data', ''), ReadConfig())
+    pieces = documents_in(files_of(source, 'auto', 'data', ''), ReadConfig())
     size = sum(len(piece.parts[0][0].encode()) for piece in pieces)
 
     def ours(num_proc, watch=False):

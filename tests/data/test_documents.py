@@ -30,7 +30,7 @@ from hotloop.data.documents import (
     safe_cut,
     template_of,
 )
-from hotloop.data.sources import open_file, stdlib_files
+from hotloop.data.sources import File, kind_of, stdlib_files
 
 ROWS = [f'row {i} — ünï\n' * (i + 1) for i in range(12)]
 
@@ -38,7 +38,7 @@ ROWS = [f'row {i} — ünï\n' * (i + 1) for i in range(12)]
 def read(*paths, progress=None, counts=None, **options):
     """The documents of files, as texts."""
     reading = ReadConfig(**options)
-    files = [open_file(str(path), path.name, reading) for path in paths]
+    files = [File(str(path), path.name, kind_of(path.name, reading.format)) for path in paths]
     reading = replace(reading, template=template_of(files, reading))
     texts = []
     for piece in documents_in(files, reading, progress, counts):
@@ -205,7 +205,7 @@ def test_a_row_is_a_document(tmp_path, monkeypatch, name, write, field):
     assert read(path, text_field=text_field, progress=SimpleNamespace(add=counted.append)) == ROWS
     assert 0.9 * path.stat().st_size < sum(counted) <= path.stat().st_size
     reading = ReadConfig(text_field=text_field, template=None)
-    keys = {piece.key for piece in documents_in([open_file(str(path), name, reading)], reading)}
+    keys = {piece.key for piece in documents_in([File(str(path), name, kind_of(name, "auto"))], reading)}
     assert len(keys) == len(ROWS) and ROWS[0] in keys and max(map(len, keys)) < 100
     with pytest.raises(ValueError, match=r"a\..* \d has no field 'title'; its fields are: id, "):
         read(path, text_field='title')
@@ -312,6 +312,6 @@ def test_a_dataset_has_one_template(tmp_path, rows, asked, of_model, expected):
     (tmp_path / 'a.jsonl').write_bytes(as_jsonl(rows))
     (tmp_path / 'b.txt').write_text('text')
     reading = ReadConfig(template=asked)
-    files = [open_file(str(tmp_path / name), name, reading) for name in ('b.txt', 'a.jsonl')]
+    files = [File(str(tmp_path / name), name, kind_of(name, "auto")) for name in ("b.txt", "a.jsonl")]
     assert template_of(files, reading, of_model) == expected
     assert template_of(files[:1], reading, of_model) is None

@@ -312,7 +312,7 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
     (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a:b'), 'without a comma'),
-    (dict(shards=1), 'applies only to a named corpus'), (dict(text_field='a'), "text_field='a' .*rows"),
+    (dict(text_field='a'), "text_field='a' .*rows"),
     (dict(template='chatml'), "template='chatml' applies to rows, and .* has none"),
     (dict(name='../x'), 'must be a name inside'),
     (dict(val='shakespeare'), 'prepared alone'), (dict(separator='===='), "separator='===='"),

@@ -72,7 +72,7 @@ def test_built_in_names_come_first_then_paths_then_datasets(places):
                                          'byte', 'bpe:300'))])
 def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, monkeypatch, name, found):
     monkeypatch.setattr('hotloop.data.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
-    monkeypatch.setattr('hotloop.data.tokenizer_source.hub_tokenizer', lambda name: 'hf')
+    monkeypatch.setattr('hotloop.data.tokenizer_source.hub_folder', lambda *names: 'hf')
     Path('hf').mkdir()
     for file in ('config.json', 'tokenizer.json'):
         Path('hf', file).write_text('{}')

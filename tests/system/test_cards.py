@@ -283,7 +283,7 @@ def test_the_card_of_a_machine(monkeypatch, memory, apple, device, card):
     assert found == f'config/{card}.py' and ('GPU memory' in why) == (memory is not None and device != 'cpu')
     assert configure(*SETTINGS, argv=[str(ROOT / found)]).objects[2].dataset == dataset
     # no machine is sent to a large download
-    assert dataset == 'stdlib' or CORPORA[dataset].download < 0.5e9
+    assert CORPORA[dataset].download < 0.5e9
 
 
 def test_a_command_without_card_and_dataset_takes_the_card_of_the_machine(monkeypatch, tmp_path, capsys):
