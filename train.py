@@ -64,7 +64,7 @@ from hotloop.training.checkpoint import (
     restore,
     state_from,
 )
-from hotloop.training.dataloader import Batches, check_lengths, share_batch
+from hotloop.training.dataloader import Batches, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.flops import flops_of
 from hotloop.training.footprint import fits_sharded
@@ -425,8 +425,6 @@ def open_data(cfg, datasets, config, env):
     if cfg.pack_rows:
         for part in parts:
             print0(part.note)
-    else:
-        check_lengths(parts, config.block_size)
     if env.rank == 0:
         for part in parts:
             part.check_ids(config.vocab_size)

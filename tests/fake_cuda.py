@@ -80,7 +80,12 @@ def fake(monkeypatch):
     """Every tensor is fake; three functions that do not take fake tensors, or ask for a GPU, are replaced."""
     monkeypatch.setattr('torch.cuda.amp.common.amp_definitely_not_available', lambda: False)
     monkeypatch.setattr(torch.Tensor, 'pin_memory', pin_memory)
-    from_numpy = torch.from_numpy
+    from_numpy, gather = torch.from_numpy, Split.gather
+
+    def gather_on_host(split, starts):
+        with unset_fake_temporarily():
+            return gather(split, starts)
+    monkeypatch.setattr(Split, 'gather', gather_on_host)
     with FakeTensorMode() as mode:
         monkeypatch.setattr(torch, 'from_numpy', lambda array: mode.from_tensor(from_numpy(array)))
         yield

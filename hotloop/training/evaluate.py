@@ -88,8 +88,6 @@ def evaluate_split(model, split, starts, batch, env, byte_counts, stop):
     if stops:
         return None
     loss, targets, num_bytes = np.reshape(sums, (3, -1))
-    if not targets.any():
-        raise ValueError(f'{split.path} has no unmasked target')
     bpb = float(loss.sum() / math.log(2) / num_bytes.sum()) if num_bytes.any() else None
     return {'loss': float(loss.sum() / targets.sum()), 'stderr': standard_error(loss, targets),
             'tokens': int(targets.sum()), 'bpb': bpb}

@@ -7,33 +7,35 @@ import numpy as np
 from hotloop.training.dataloader import Split, windows_per_epoch
 from hotloop.training.packing import Packed
 
+INTERLEAVE = 10_000  # windows in which each split has its exact share
+
 
 class Mixture:
-    """
-    Splits, mixed by weight: each has its exact share of INTERLEAVE windows, shuffled by the seed. Batches and
-    evaluate() use it like a Split.
-    """
-    INTERLEAVE = 10_000
+    """Splits, mixed by weight and shuffled by the seed, with the methods of a Split."""
 
     def __init__(self, names, splits, weights):
-        self.names, self.splits, self.T = names, splits, splits[0].T
+        self.names = names
+        self.splits = splits
         self.weights = [weight / sum(weights) for weight in weights]
+        self.T = splits[0].T
+        self.end_id = splits[0].end_id
         ends = np.cumsum([split.num_tokens for split in splits])
-        self.num_tokens, self.num_bytes = int(ends[-1]), sum(split.num_bytes for split in splits)
         self.bases = [0, *ends[:-1].tolist()]  # positions continue from one split to the next
+        self.num_tokens = int(ends[-1])
+        self.num_bytes = sum(split.num_bytes for split in splits)
+        self.num_windows = windows_per_epoch(self.num_tokens, self.T)
         if isinstance(splits[0], Packed):
             self.num_windows = sum(split.num_windows for split in splits)
-        else:
-            self.num_windows = windows_per_epoch(self.num_tokens, self.T)
-        self.end_id = splits[0].end_id
-        last = np.round(np.cumsum(self.weights) * self.INTERLEAVE).astype(np.int64)
+        last = np.round(np.cumsum(self.weights) * INTERLEAVE).astype(np.int64)
         self.shares = tuple(np.diff(last, prepend=0).tolist())
         if not all(self.shares):
-            raise ValueError(f'{names[self.shares.index(0)]} would never be drawn: its weight is below '
-                             f'1/{2 * self.INTERLEAVE} of the sum; raise it, or leave the dataset out')
+            raise ValueError(f'{names[self.shares.index(0)]} would never be drawn: its weight is '
+                             f'below 1/{2 * INTERLEAVE} of the sum; raise it, or leave it out')
 
     def starts(self, seed, index):
-        blocks, places, starts = index // self.INTERLEAVE, index % self.INTERLEAVE, np.empty_like(index)
+        blocks = index // INTERLEAVE
+        places = index % INTERLEAVE
+        starts = np.empty_like(index)
         for block in np.unique(blocks).tolist():
             split_of, nth_of = interleave(seed, block, self.shares)
             for k, split in enumerate(self.splits):
@@ -43,7 +45,7 @@ class Mixture:
         return starts
 
     def by_split(self, starts):
-        """Yields (split, which of the starts lie in it, their positions there)."""
+        """Yield (split, which of the starts lie in it, their positions there)."""
         owner = np.searchsorted(self.bases, starts, side='right') - 1
         for k, split in enumerate(self.splits):
             yield split, owner == k, starts[owner == k] - self.bases[k]
@@ -63,21 +65,28 @@ class Mixture:
 
 @functools.lru_cache(maxsize=2)  # a step can meet two blocks
 def interleave(seed, block, shares):
-    """(the split of each window of a block, for each split: how many of its windows come before)."""
-    split_of = np.random.default_rng((seed, block)).permutation(np.repeat(np.arange(len(shares)), shares))
+    """Return the split of each window of a block, and for each split how many of its come before."""
+    split_of = np.repeat(np.arange(len(shares)), shares)
+    split_of = np.random.default_rng((seed, block)).permutation(split_of)
     return split_of, [np.cumsum(split_of == k) - 1 for k in range(len(shares))]
 
 
 def open_split(datasets, name, T, document_mask=False, pack_rows=False):
     """
-    The Split 'train' or 'val' of one dataset, or the Mixture of several. document_mask: its windows carry
-    the documents of their tokens; pack_rows: it is Packed. ValueError if a dataset has none.
+    Open the Split 'train' or 'val' of one Dataset, or the Mixture of several. document_mask: windows
+    carry the documents of their tokens. pack_rows: windows are of complete rows.
     """
-    kind = Packed if pack_rows else Split
-    splits = [kind(dataset.folder, name, dataset.meta, T) for dataset in datasets]
-    if document_mask:
-        for split in splits:
-            split.mask_documents()
+    splits = []
+    for dataset in datasets:
+        if pack_rows:
+            splits.append(Packed(dataset.folder, name, dataset.meta, T))
+            continue
+        split = Split(dataset.folder, name, dataset.meta, T, document_mask)
+        if split.num_tokens <= T:
+            raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for a window of '
+                             f'block_size={T} and its target; use more text or a smaller block_size')
+        splits.append(split)
     if len(splits) == 1:
         return splits[0]
-    return Mixture([dataset.name for dataset in datasets], splits, [dataset.weight for dataset in datasets])
+    return Mixture([dataset.name for dataset in datasets], splits,
+                   [dataset.weight for dataset in datasets])

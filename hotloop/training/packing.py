@@ -7,30 +7,28 @@ import os
 import numpy as np
 
 from hotloop.data.dataset import open_bin
-from hotloop.system.files import counted
 from hotloop.training.dataloader import Split
 
 
 class Packed(Split):
     """
-    A split of rows of instruction data. A window holds complete rows, each a document, and padding. Its
-    `start` is the number of the window, not a position. Each epoch shuffles the windows, but not the rows
-    within them, which do not affect one another.
+    A split whose windows hold complete rows, each a document, and padding. A `start` is the number
+    of a window, not a position. Each epoch shuffles the windows, but not the rows within them,
+    which do not see one another.
     """
 
     def __init__(self, folder, name, meta, T):
         super().__init__(folder, name, meta, T)
         path = os.path.join(folder, f'{name}.docs.bin')
         if not os.path.exists(path):
-            raise ValueError(f'pack_rows=True needs {path}, which is made of rows of instruction data; for '
-                             'texts use --document_mask; prepare rows of an earlier version again')
+            raise ValueError(f'pack_rows=True needs {path}, which prepare.py makes of rows of '
+                             'instruction data; for texts use --document_mask')
         if self.mask is None:
-            self.mask = np.ones(self.num_tokens, np.uint8)  # rows of this split are texts
+            self.mask = np.ones(self.num_tokens, np.uint8)  # the rows of this split are texts
+        self.padding_id = meta['eot'] or 0
         self.ends = open_bin(path, '<u8').astype(np.int64)
         lengths = np.diff(self.ends, prepend=0)
-        if not len(lengths) or lengths.min() < 1 or self.ends[-1] != self.num_tokens:
-            raise ValueError(f'{path} does not divide {self.num_tokens:,} tokens; prepare the dataset again')
-        self.begins, self.padding_id = self.ends - lengths, meta['eot'] or 0
+        self.begins = self.ends - lengths
         kept = np.flatnonzero(lengths <= T + 1)
         if not len(kept):
             raise ValueError(f'no row of {self.path} fits into block_size={T}; the shortest has '
@@ -43,18 +41,10 @@ class Packed(Split):
         targets = counts[self.ends] - counts[self.begins + 1]  # of each row
         self.targets = np.array([targets[rows].sum() for rows in self.rows])
         self.num_bytes = math.inf  # windows are put together on the host, never on the device
-        self.note = self.describe(name, lengths, kept)
-
-    def describe(self, name, lengths, kept):
-        """The line about the windows of this split. lengths: of all rows; kept: those that fit."""
-        padding = 1 - lengths[kept].sum() / (self.num_windows * (self.T + 1))
-        note = (f'packing: {name}, {counted(len(kept), "row")} in {counted(self.num_windows, "window")} of '
-                f'{self.T + 1} tokens, {padding:.1%} padding')
-        left_out = len(lengths) - len(kept)
-        if left_out:
-            note += (f'; {counted(left_out, "row")} left out, longer than block_size + 1 = {self.T + 1} '
-                     f'(the longest has {lengths.max():,} tokens)')
-        return note
+        padding = 1 - lengths[kept].sum() / (self.num_windows * (T + 1))
+        self.note = (f'packing: {name}, {len(kept):,} rows in {self.num_windows:,} windows of '
+                     f'{T + 1} tokens, {padding:.1%} padding; {len(lengths) - len(kept):,} rows left '
+                     f'out (the longest row has {lengths.max():,} tokens)')
 
     def epoch_order(self, seed, epoch):
         return np.random.default_rng((seed, epoch)).permutation(self.num_windows)
@@ -65,25 +55,25 @@ class Packed(Split):
 
     def gather(self, starts):
         """
-        Inputs, targets and documents of these windows: three (B, T) int64 arrays. The first token of a row is
-        not a target, because the last one of another row would predict it.
+        Return inputs, targets and documents of these windows: three (B, T) int64 arrays. The first
+        token of a row is not a target, because the last one of another row would predict it.
         """
-        shape = len(starts), self.T + 1
-        tokens, targets = np.full(shape, self.padding_id), np.full(shape, -1)
-        documents = np.zeros(shape, dtype=np.int64)
+        tokens = np.full((len(starts), self.T + 1), self.padding_id)
+        targets = np.full_like(tokens, -1)
+        documents = np.zeros_like(tokens)
         for window, start in enumerate(starts):
             place = 0
             for row in self.rows[start]:
                 part = slice(self.begins[row], self.ends[row])
                 ids = self.tokens[part].astype(np.int64)
-                here = slice(place, place + len(ids))
-                tokens[window, here] = ids
-                targets[window, here] = np.where(self.mask[part], ids, -1)
+                end = place + len(ids)
+                tokens[window, place:end] = ids
+                targets[window, place:end] = np.where(self.mask[part], ids, -1)
                 targets[window, place] = -1
-                place += len(ids)
-                documents[window, place:] += 1
-        return tuple(np.ascontiguousarray(part) for part in
-                     (tokens[:, :-1], targets[:, 1:], documents[:, :-1]))
+                documents[window, end:] += 1
+                place = end
+        parts = tokens[:, :-1], targets[:, 1:], documents[:, :-1]
+        return tuple(map(np.ascontiguousarray, parts))
 
     def num_targets(self, starts):
         return int(self.targets[starts].sum())
@@ -91,15 +81,18 @@ class Packed(Split):
 
 def pack(lengths, size):
     """
-    The number of the window of each row, (N,): best fit, the longest rows first. lengths: of rows, at most
-    `size`, that of a window.
+    Choose a window for each row, by best fit, the longest rows first. Returns the numbers of the
+    windows, (N,). lengths: of rows, at most `size`, that of a window.
     """
-    window_of, num_windows = np.empty(len(lengths), dtype=np.int64), 0
-    spaces, windows = [], {}  # the free spaces of windows, sorted; {space: the windows that have it}
+    window_of = np.empty(len(lengths), dtype=np.int64)
+    num_windows = 0
+    windows = {}  # {free space: the windows that have it}
+    spaces = []  # the free spaces of these, sorted
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         place = bisect.bisect_left(spaces, lengths[row])
+        space = size
+        window = num_windows
         if place == len(spaces):
-            space, window = size, num_windows
             num_windows += 1
         else:
             space = spaces[place]

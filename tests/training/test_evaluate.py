@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import error_of, noise, write_bins
-from test_dataloader import copies_to_a_gpu
+from conftest import noise, write_bins
 
 from hotloop.data.dataset import read_meta
 from hotloop.system.distributed import Env
@@ -74,13 +73,6 @@ def evaluate_on(world, model, split, num_windows, batch, stop=None):
     for rank in range(world):
         result = evaluate(model, split, num_windows, batch, Rank(rank, world), BYTES, stop and stop(rank))
     return result
-
-
-def test_an_evaluation_on_a_gpu_gathers_while_the_gpu_computes(splits, monkeypatch):
-    """It uploads two tensors for each batch, and waits for neither."""
-    waits, model = copies_to_a_gpu(monkeypatch), tiny_gpt()
-    on_gpu = evaluate(model, splits['plain'], 30, 10, Env(device=torch.device('cuda')))
-    assert waits == [False] * 6 and on_gpu == evaluate(model, splits['plain'], 30, 10, Env())
 
 
 @pytest.mark.parametrize('num_windows', [None, 30, 2])
@@ -171,12 +163,6 @@ def test_an_evaluation_reads_windows_that_have_a_target(tmp_path, unmasked, wind
     """So few answers among long prompts are found. The short last window counts if all do."""
     split = masked_split(tmp_path, unmasked)
     assert evaluate(tiny_gpt(), split, windows, 4, Env())['tokens'] == found
-
-
-def test_a_split_without_a_target_is_an_error(tmp_path):
-    """The first token is not a target."""
-    split = masked_split(tmp_path, [0])
-    assert 'val.bin has no unmasked target' in error_of(evaluate, tiny_gpt(), split, 1, 4, Env())
 
 
 @pytest.mark.parametrize('tokens, iters, size, windows', [

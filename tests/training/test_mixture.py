@@ -47,3 +47,11 @@ def test_one_dataset_is_a_split_and_several_are_a_mixture(splits):
     assert mixture.weights == [0.25, 0.75] and mixture.names == ['plain', 'wide']
     with pytest.raises(ValueError, match='wide would never be drawn: its weight is below 1/20000 of the sum'):
         open_split(datasets(plain=1, wide=1e-5), 'train', T)
+
+
+def test_a_window_must_fit(tmp_path):
+    folder = write_bins(tmp_path, noise(17), noise(16))
+    datasets = [Dataset('tiny', folder, read_meta(folder), 1.0)]
+    open_split(datasets, 'train', T)
+    with pytest.raises(ValueError, match=r'val\.bin has 16 tokens, too few .* block_size=16'):
+        open_split(datasets, 'val', T)

@@ -86,8 +86,8 @@ def test_rows_that_do_not_fit_are_counted_and_left_out(data_dir):
     kept = int((lengths <= limit).sum())
     assert 0 < kept < len(lengths) and sum(map(len, short.rows)) == kept
     assert re.fullmatch(rf'packing: train, {kept} rows in \d+ windows of {limit} tokens, \d+\.\d% padding; '
-                        rf'{len(lengths) - kept} rows left out, longer than block_size \+ 1 = {limit} '
-                        rf'\(the longest has {lengths.max()} tokens\)', short.note)
+                        rf'{len(lengths) - kept} rows left out '
+                        rf'\(the longest row has {lengths.max()} tokens\)', short.note)
     words = rf'no row of .*train\.bin fits into block_size=3; .* {lengths.min()} tokens: use --block_size='
     with pytest.raises(ValueError, match=words):
         open_rows(data_dir, T=3)
@@ -146,7 +146,7 @@ ROWS = dict(dataset='chats', block_size=T, pack_rows=True)
 def test_a_run_learns_says_how_it_packs_and_resumes_bit_for_bit(train_tiny, tmp_path, capsys):
     train_tiny('a', **ROWS, max_epochs=8)
     out = capsys.readouterr().out
-    note, = re.findall(r'packing: train, \d+ rows in (\d+) windows of 65 tokens, \d+\.\d% padding\n', out)
+    note, = re.findall(r'packing: train, \d+ rows in (\d+) windows of 65 tokens, \d+\.\d% padding;', out)
     steps = -(-8 * int(note) // 8)
     assert f'run: {steps} steps' in out and str(tmp_path / 'a') in out and ' 8.' in out
     assert 'attention within windows and documents: ' in out
@@ -159,22 +159,18 @@ def test_a_run_learns_says_how_it_packs_and_resumes_bit_for_bit(train_tiny, tmp_
     assert ', 2.' in capsys.readouterr().out
 
 
-def test_what_has_no_rows_is_refused(tmp_path, train_tiny):
-    settings = dict(data_dir=tmp_path, block_size=T, pack_rows=True)
+def test_texts_are_not_rows(tmp_path, train_tiny):
     write_bins(tmp_path / 'text', noise(900), noise(100))
-    words = error_of(train_tiny, **settings, dataset='text')
+    words = error_of(train_tiny, data_dir=tmp_path, block_size=T, pack_rows=True, dataset='text')
     assert words.startswith(f'pack_rows=True needs {tmp_path}/text/') and 'texts use --document_mask' in words
-    masks = {'train': np.ones(900), 'val': np.ones(100)}
-    folder = write_bins(tmp_path / 'old', noise(900), noise(100), masks=masks)
-    for ends in ([100, 800], [100, 100, 900], []):
-        np.array(ends, '<u8').tofile(f'{folder}/train.docs.bin')
-        words = error_of(train_tiny, **settings, dataset='old')
-        assert 'train.docs.bin does not divide 900 tokens; prepare the dataset again' in words
-    np.array([400, 900], '<u8').tofile(f'{folder}/train.docs.bin')
-    (tmp_path / 'old' / 'train.mask.bin').unlink()  # as if these rows were texts, beside chats in val.bin
-    split = Packed(folder, 'train', read_meta(folder), 500)
-    assert split.num_targets([0, 1]) == 898 and split.note.startswith('packing: train, 2 rows in 2 windows')
     assert 'remove document_mask=True' in error_of(train_tiny, **ROWS, document_mask=True)
+
+
+def test_rows_of_a_split_without_a_mask_are_texts(tmp_path):
+    """Beside chats in val.bin."""
+    folder = write_bins(tmp_path, noise(900), noise(100))
+    np.array([400, 900], '<u8').tofile(f'{folder}/train.docs.bin')
+    assert Packed(folder, 'train', read_meta(folder), 500).num_targets([0, 1]) == 898
 
 
 def test_a_mixture_of_rows(data_dir):
@@ -184,11 +180,10 @@ def test_a_mixture_of_rows(data_dir):
     assert mixture.num_windows == 2 * open_rows(data_dir).num_windows
     starts = mixture.starts(3, np.arange(20))
     parts = mixture.gather(starts)
-    assert [part.shape for part in parts] == [(20, T)] * 3 and all(part.flags.c_contiguous for part in parts)
-    for row, (split, _, position) in enumerate(part for start in starts for part in mixture.by_split(
-            np.array([start])) if part[1].any()):
-        for ours, theirs in zip(parts, split.gather(position), strict=True):
-            assert np.array_equal(ours[row], theirs[0])
+    assert [part.shape for part in parts] == [(20, T)] * 3
+    for split, chosen, positions in mixture.by_split(starts):
+        assert chosen.any() and same([p[chosen].tolist() for p in parts],
+                                     [p.tolist() for p in split.gather(positions)])
     assert mixture.num_targets(starts) == (parts[1] >= 0).sum()
 
 
@@ -232,10 +227,7 @@ def test_a_run_masks_documents_in_training_and_evaluation_and_resumes(train_tiny
 def test_texts_whose_documents_no_id_ends_are_refused(tmp_path, train_tiny):
     write_bins(tmp_path / 'chars', noise(900), noise(100))
     write_bins(tmp_path / 'nanogpt', noise(900), noise(100), tokenizer=False)
-    for name, why in (('chars', 'has none'), ('nanogpt', 'has no meta.json, which names it')):
+    for name in ('chars', 'nanogpt'):
         words = error_of(train_tiny, data_dir=tmp_path, dataset=name, document_mask=True)
-        assert words == ('document_mask=True needs the id that ends each document, and '
-                         f'{tmp_path}/{name} {why}; prepare it with a tokenizer that has such an id, like '
-                         'gpt2 or bpe:4096')
-    words = error_of(train_tiny, dataset='chats', document_mask=True)
-    assert 'holds rows of instruction data; use --pack_rows' in words
+        assert f'document_mask=True needs texts and the id that ends each of them, which {tmp_path}' in words
+    assert 'for rows use --pack_rows' in error_of(train_tiny, dataset='chats', document_mask=True)
