@@ -25,6 +25,7 @@ PRESETS = {
     'modern': dict(position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False, zero_init=True,
                    key_shift=True, softcap=15.0, x0_mix=True)}
 
+TRAINING_ONLY = ('dropout', 'label_smoothing')  # settings that do not shape a model
 GATED = ('swiglu', 'geglu')  # these MLPs multiply two projections
 
 # the values that settings may have: (least, all below, in words, names)

@@ -104,7 +104,7 @@ from hotloop.training.shard import (
 )
 from hotloop.weights.load import adapt_shape, check_start, open_start
 from hotloop.weights.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
-from model import GPT, GPTConfig, config_from
+from model import GPT, TRAINING_ONLY, GPTConfig, config_from
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class TrainConfig:
 
 # two settings for one thing: the one from the stronger place wins, and the other becomes None
 PAIRS = ('max_iters', 'max_epochs'), ('eval_tokens', 'eval_iters')
-MODEL = {f.name for f in dataclasses.fields(GPTConfig)} - {'dropout', 'label_smoothing'}
+MODEL = {f.name for f in dataclasses.fields(GPTConfig)} - set(TRAINING_ONLY)
 ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
 BOUND = MODEL | ADAPTERS | {'dataset', 'optimizer', 'depth'}  # a resume cannot change these
 
@@ -201,19 +201,18 @@ def read_settings(argv=None):
     peek = read(argv=argv, check=False)
     cfg = peek.objects[2]
     latest = find_latest(cfg)
-    below, own_model = {}, not SHAPE.isdisjoint(peek.given)
+    below = {}
+    names_model = not SHAPE.isdisjoint(peek.given)
     is_new = cfg.init_from == 'scratch' and not peek.words
-    chooses_depth = cfg.time_budget is not None and not (own_model or cfg.eval_only)
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = settings_of(latest.checkpoint, {name: shape[name] for name in MODEL})
-        known = {f.name for c in (GPTConfig, LoRAConfig, TrainConfig) for f in dataclasses.fields(c)}
-        gone = sorted(below.keys() - known)
+        gone = sorted(below.keys() - {f.name for o in peek.objects for f in dataclasses.fields(o)})
         if gone:
             print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
-    elif cfg.depth is not None or (is_new and chooses_depth):
+    elif cfg.depth is not None or (is_new and cfg.time_budget and not names_model and not cfg.eval_only):
         below = layer_of_depth(cfg, peek.given)
-    elif is_new and ('dataset' not in peek.given or not own_model):
+    elif is_new and not (names_model and 'dataset' in peek.given):
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
         argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
@@ -233,7 +232,8 @@ def layer_of_depth(cfg, given):
     if cfg.init_from != 'scratch':
         raise ValueError(f'depth={cfg.depth} shapes a new model, and init_from={cfg.init_from} has a shape; '
                          'omit one of them')
-    world, dataset = int(os.environ.get('WORLD_SIZE', '1')), cfg.dataset
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    dataset = cfg.dataset
     if 'dataset' not in given:
         _, dataset, _ = card_for_machine(cfg.device)
     if cfg.time_budget is None:
@@ -241,19 +241,19 @@ def layer_of_depth(cfg, given):
     num_tokens = 0
     for one in open_datasets(dataset, cfg.data_dir):
         num_tokens += one.meta['splits'].get('train', {}).get('tokens', 0)
-    layer = {'dataset': dataset, **budget_settings(cfg, world, num_tokens)}
+    layer = budget_settings(cfg, world, num_tokens)
     if cfg.depth is None:
         print0(f'depth: {layer["depth"]}, for the speed of this machine; --depth=N chooses another')
-    return layer
+    return {'dataset': dataset, **layer}
 
 
 def find_latest(cfg):
     """Load the checkpoint to resume: with init_from=resume, or with --resume if out_dir holds a run."""
     checkpoints = Checkpoints(cfg.out_dir)
-    resumes = cfg.resume or cfg.init_from == 'resume'
-    if os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0' and not resumes:
+    must_resume = cfg.init_from == 'resume'
+    if os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0' and not (cfg.resume or must_resume):
         raise ValueError('torchrun --max-restarts needs --resume, so that a restarted run continues')
-    if cfg.init_from != 'resume' and not (cfg.resume and checkpoints.paths()):
+    if not must_resume and not (cfg.resume and checkpoints.paths()):
         return None
     latest = checkpoints.latest()
     for why in latest.damaged.values():
@@ -410,7 +410,7 @@ def build_model(settings, dataset, env):
         return Start(model, checkpoint.get('iter_num', 0), None, checkpoint.get('hf_config'))
     name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
-    kept = [field for field in ('dropout', 'label_smoothing') if checkpoint or field in given]
+    kept = [field for field in TRAINING_ONLY if checkpoint or field in given]
     model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
     adapt_shape(model, settings, name)
     step = (checkpoint or source.checkpoint).get('iter_num', 0)
@@ -610,9 +610,6 @@ def report_end(run, schedule, checkpoints, stop, out_of_patience):
     """Print why and how a run ended, and what to do next. Returns the exit code."""
     cfg, state = run.cfg, run.state
     is_done = state.iter_num >= schedule.max_iters and not stop.by_signal()
-    if (is_done or out_of_patience) and not math.isfinite(state.best_val_loss):
-        raise ValueError(f'step {state.iter_num}: no validation loss of this run was finite: it diverged; '
-                         'start again with a lower learning_rate')
     if not is_done:
         saved = 'before step 1; there is nothing to save'
         if state.iter_num:
