@@ -28,7 +28,7 @@ from hotloop.data.dataset import open_datasets
 from hotloop.data.documents import open_text
 from hotloop.data.tokenizer import encode_parts, prompt_ids, template_of_record, tokenizer_from
 from hotloop.inference.code_eval import judge, print_metrics, read_tasks
-from hotloop.inference.diagnose import diagnose, random_batches
+from hotloop.inference.diagnose import diagnose
 from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
 from hotloop.inference.quantize import prepare_for_inference
 from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
@@ -36,12 +36,11 @@ from hotloop.system.device import choose_compile, choose_device, choose_dtype
 from hotloop.system.files import json_lines
 from hotloop.system.host import cores
 from hotloop.training.evaluate import fixed_windows
-from hotloop.training.forecast import count_parts
 from hotloop.training.mixture import open_split
 from hotloop.weights.adapter import base_of, merge_adapter
 from hotloop.weights.export import export
 from hotloop.weights.load import open_base, open_weights, tokenizer_of
-from model import GPT
+from model import GPT, positions_in
 
 CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in errors about a missing template
 RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
@@ -424,34 +423,44 @@ def fit_turns(tokenizer, turns, template, limit, system=None):
 def diagnose_model(cfg, device, dtype):
     """Diagnose a model on its validation data, or on random ids if that is not here."""
     weights, model = open_gpt(cfg)
+    T, vocab_size = model.config.block_size, model.config.vocab_size
     try:
-        batches = validation_batches(weights, model.config, cfg.data_dir)
+        batches = validation_batches(weights, T, cfg.data_dir)
     except ValueError as e:
         print(f'note: random ids and no loss by position, because {e}', file=sys.stderr)
-        batches = random_batches(model.config, DIAGNOSED)
-    parts = {**count_parts(model), 'all': model.num_params()}
+        x = torch.randint(vocab_size, (max(DIAGNOSED // T, 1), min(T, DIAGNOSED)))
+        batches = [(x, torch.full_like(x, -1))]
     model.to(device).eval().compute_dtype = dtype
-    diagnose(model, weights, parts, batches, cfg.output)
+    diagnose(model, weights, (with_positions(*batch, device=device) for batch in batches), cfg.output)
 
 
-def validation_batches(weights, config, data_dir):
+def with_positions(x, y, documents=None, *, device):
+    """Return a batch of diagnose() on the device, from tensors of a Split."""
+    position = torch.arange(x.size(1)).expand_as(x)
+    if documents is not None:
+        documents = documents.to(device)
+        position = positions_in(documents)
+    return x.to(device), y.to(device), position.to(device), documents
+
+
+def validation_batches(weights, T, data_dir):
     """
-    Spread windows over the validation data of a training. Returns an iterator of batches for
-    diagnose(). Raises ValueError if the data is not in data_dir.
+    Spread windows over the validation data of a training. Returns batches of tensors, one window
+    each. Raises ValueError if the data is not in data_dir.
     """
     settings = weights.checkpoint.get('config', {})
     if not settings.get('dataset'):
         raise ValueError(f'{weights.path} does not name its dataset')
-    T = config.block_size
     val = open_split(open_datasets(settings['dataset'], data_dir), 'val', T,
                      settings.get('document_mask', False), settings.get('pack_rows', False))
     trained_on = weights.checkpoint.get('data', {}).get('val')
     if trained_on not in (None, ' '.join(split.fingerprint() for split in val.splits)):
         raise ValueError(f'dataset={settings["dataset"]} in data_dir={data_dir} has changed since training')
-    size = max(4096 // T, 1)
-    windows = fixed_windows(val, max(DIAGNOSED // T, 2))
-    return (split.gather(starts[i:i + size])
-            for split, starts in windows for i in range(0, len(starts), size))
+    batches = []
+    for split, starts in fixed_windows(val, max(DIAGNOSED // T, 2)):
+        for start in starts:
+            batches.append([torch.from_numpy(part) for part in split.gather([start])])
+    return batches
 
 
 def main(argv=None):

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import sample
 from hotloop.data.tokenizer import ByteTokenizer
 from hotloop.inference import diagnose as diagnosis
-from hotloop.inference.diagnose import Recorder, random_batches
 from hotloop.system.text import text_of
 from hotloop.training.checkpoint import save_checkpoint
 from model import GPT, GPTConfig
@@ -92,8 +91,8 @@ def test_a_nan_is_found_and_named_also_in_tied_weights(tmp_path, diagnose, name)
     assert problem.startswith(f'{name}: 2 of {weight.numel():,} values') and 'blocks' not in found
     row = next(row for row in found['weights'] if row['name'] == name)
     finite = weight[weight.isfinite()]
-    assert (row['not_finite'], row['max']) == (2, finite.max().item())
-    assert row['norm'] == pytest.approx(finite.norm().item())
+    assert (row['not finite'], row['max']) == (2, finite.max().item())
+    assert row['rms'] == pytest.approx(finite.square().mean().sqrt().item())
 
 
 def test_a_run_is_measured_on_the_validation_data_of_its_training(train_tiny, tmp_path, data_dir, diagnose):
@@ -103,21 +102,20 @@ def test_a_run_is_measured_on_the_validation_data_of_its_training(train_tiny, tm
     saved = load(tmp_path / 'out' / 'best.pt')
     training, = found['training']
     assert training['best val loss'] == saved['best_val_loss'] and training['dataset'] == 'tiny'
-    assert training['step'] == 10 and training['tokens'] == 10 * 8 * 16
+    assert training['step'] == 10
     rows = found['loss by position']
     assert [(row['from'], row['to']) for row in rows] == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16)]
     assert sum(row['tokens'] for row in rows) == 486
     mean = sum(row['tokens'] * row['loss'] for row in rows) / 486
     assert mean == pytest.approx(saved['best_val_loss'], rel=1e-6)
     model = GPT.from_checkpoint(saved['model_args'], saved['model']).eval()
-    assert {row['part']: row['parameters'] for row in found['parameters']}['all'] == model.num_params()
     tokens = torch.tensor(noise(487, seed=1))
     x, y = tokens[:480].view(30, 16), tokens[1:481].view(30, 16)  # all but the last, shorter window
     first = F.cross_entropy(all_logits(model, x)[:, 0], y[:, 0], reduction='sum')
     last = F.cross_entropy(model(tokens[None, 480:481]), tokens[481:482])
     assert rows[0]['loss'] == pytest.approx((first + last).item() / 31, rel=1e-5)
     lines = [' '.join(line.split()) for line in diagnose.text.splitlines()]
-    for section in ('parameters', 'blocks', 'loss by position'):
+    for section in ('blocks', 'loss by position'):
         assert ' '.join(found[section][0]) in lines
         for row in found[section]:
             assert ' '.join(map(text_of, row.values())) in lines
@@ -133,7 +131,6 @@ def test_logits_that_overflow_are_a_fault_and_not_a_table(train_tiny, tmp_path, 
     save_checkpoint(str(path), checkpoint)
     found = diagnose(path, data_dir=data_dir)
     assert found['problems'] == ['logits: NaN or infinite, but the outputs of all blocks are finite']
-    assert 'loss by position' not in found
 
 
 @pytest.mark.parametrize('kind, why', [('changed', 'dataset=a'), ('unnamed', 'does not name its dataset')])
@@ -151,12 +148,6 @@ def test_without_its_data_the_model_runs_on_random_ids(train_tiny, tmp_path, dia
     assert 'loss by position' not in found and len(found['blocks']) > 1
 
 
-@pytest.mark.parametrize('size, longest', [(16, 16), (2**17, 2**12)])
-def test_random_ids_are_as_many_for_any_context(size, longest):
-    shapes = [x.shape for x, _ in random_batches(GPTConfig(block_size=size, vocab_size=9))]
-    assert sum(map(math.prod, shapes)) == 2**14 and {T for _, T in shapes} == {longest}
-
-
 def test_positions_begin_again_with_a_document_and_chunks_change_nothing(monkeypatch):
     x = torch.arange(32).view(2, 16)
     documents = torch.zeros_like(x)
@@ -164,11 +155,9 @@ def test_positions_begin_again_with_a_document_and_chunks_change_nothing(monkeyp
     results = []
     for logits in (2**24, 300):
         monkeypatch.setattr(diagnosis, 'MAX_LOGITS', logits)
-        recorder = Recorder(gpt())
+        batch = sample.with_positions(x, x.where(x != 3, -1), documents, device='cpu')
         with torch.no_grad():
-            recorder.run(x, x.where(x != 3, -1), documents)
-        assert recorder.model.loss_chunks == (1 if logits > 300 else 16)
-        results.append(recorder.loss_by_position())
+            results.append(diagnosis.run(gpt(), [batch])[1])
     assert [row['tokens'] for row in results[0]] == [3, 3, 6 - 1, 4 + 1 + 4, 8 + 3]
     for row, chunked in zip(*results, strict=True):
         assert row == pytest.approx(chunked, rel=1e-5)
