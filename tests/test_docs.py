@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from configurator import configure, fields_of, parse
-from hotloop.data.documents import ReadConfig
 from hotloop.data.sources import CORPORA
 from hotloop.weights.lora import LoRAConfig
 from model import GPT, GPTConfig
@@ -23,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 CARDS = sorted((ROOT / 'config').glob('*.py'))
 SETTINGS = {'train.py': (GPTConfig, LoRAConfig, TrainConfig), 'sample.py': (SampleConfig,),
-            'prepare.py': (PrepareConfig, ReadConfig)}
+            'prepare.py': (PrepareConfig,)}
 NANOGPTS = ('config/train_shakespeare_char.py', '../nanoGPT/config/train_shakespeare_char.py')
 
 

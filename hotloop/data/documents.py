@@ -2,7 +2,6 @@
 
 import ast
 import bz2
-import codecs
 import contextlib
 import csv
 import gzip
@@ -15,51 +14,21 @@ import textwrap
 import warnings
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from hotloop.data.chat import ROW_FIELDS, TEMPLATES, as_object, choose_template, form_of, parts_of
-from hotloop.system.files import counted, first_line, json_lines, optional, parse_json
+from hotloop.data.chat import ROW_FIELDS, as_object, choose_template, form_of, parts_of
+from hotloop.system.files import json_lines, optional, parse_json
 
 PIECE = 1 << 20  # characters tokenized at a time
 SMALL = 1 << 24  # bytes of files; documents of larger ones are held out by probability
+SEPARATOR = '<|endoftext|>'
 AS_TEXT = '; --format=text reads the file as plain text'
-Format = Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'functions']
 
 
-@dataclass(frozen=True)
-class ReadConfig:
-    # --- reading
-    format: Format = 'auto'  # auto: by suffix; functions: Python functions as rows
-    text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
-    template: Literal[('auto', *(t for t in TEMPLATES if t != 'joined'))] = 'auto'  # of instruction data
-    separator: str | None = None  # text between documents in a file, such as <|endoftext|>; \n: a newline
-
-    def problems(self):
-        """List the problems with the settings, one sentence each."""
-        problems = []
-        if self.template != 'auto' and self.text_field:
-            problems.append(f'template={self.template!r} is for instruction data, and text_field='
-                            f'{self.text_field!r} selects a single text field; remove one of them')
-        return problems
-
-
-@dataclass
-class RowCounts:
-    """Count what documents_in() leaves out."""
-    skipped: int = 0  # rows
-    not_python: list = field(default_factory=list)  # files, and why each cannot be parsed
-
-    def left_out(self):
-        """Yield a sentence for each kind of content that is not in the documents."""
-        if self.skipped:
-            yield (f'skipped {counted(self.skipped, "row")} without text, without an answer, too long, or '
-                   'not in the form of the template')
-        if self.not_python:
-            yield (f'skipped {counted(len(self.not_python), "file")} that this Python cannot parse: '
-                   f'{"; ".join(self.not_python[:3])}')
+class Reading(NamedTuple):
+    """How the rows of files become documents."""
+    template: str | None = None  # that of template_of(); None: rows are texts
+    text_field: str | None = None  # the field that holds a row's text
 
 
 class Piece(NamedTuple):
@@ -77,157 +46,119 @@ class Piece(NamedTuple):
 # -----------------------------------------------------------------------------
 # text files
 
-class ProgressFile(io.FileIO):
-    """Report the bytes read from the disk, so that progress is right for compressed files."""
-
-    def __init__(self, path, progress):
-        super().__init__(path)
-        self.progress = progress
-
-    def readinto(self, buffer):
-        count = super().readinto(buffer)
-        if self.progress:
-            self.progress.add(count)
-        return count
-
-
-def open_zstd(raw):
+def open_zstd(path, mode, encoding, newline):
+    """Open a .zst file, also of several frames or with the window of zstd --long=31."""
     zstandard = optional('zstandard', 'reads .zst files')
-    # A window of 2 GB is that of zstd --long=31.
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-    return decompressor.stream_reader(raw, read_across_frames=True)
+    stream = decompressor.stream_reader(open(path, 'rb'), read_across_frames=True)  # noqa: SIM115
+    return io.TextIOWrapper(stream, encoding, newline=newline)
 
 
 OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open, '.zst': open_zstd}
 
 
 @contextlib.contextmanager
-def open_text(path, errors='strict', progress=None):
+def open_text(path):
     """
     Open a UTF-8 text file for a with statement: decompressed by the suffix of its name, without a
-    byte-order mark, line ends unchanged. Raises ValueError, also while reading, for what cannot be
-    read.
+    byte-order mark, line ends unchanged. Raises ValueError for what cannot be read.
     """
-    opener = OPENERS.get(os.path.splitext(path)[1].lower())
+    opener = OPENERS.get(os.path.splitext(path)[1].lower(), open)
     try:
-        with io.BufferedReader(ProgressFile(path, progress), 1 << 17) as raw:
-            data = raw
-            if opener:
-                data = opener(raw)
-            yield io.TextIOWrapper(data, 'utf-8-sig', errors, newline='\n')
+        with opener(path, 'rt', encoding='utf-8-sig', newline='\n') as f:
+            yield f
     except UnicodeDecodeError as e:
-        before = e.object[max(e.start - 20, 0):e.start].decode('utf-8', 'replace')
-        raise ValueError(f'{path} is not UTF-8 text: byte {e.object[e.start]:#04x} after {before!r}; convert '
-                         f'it with iconv -f latin1 -t utf-8, or leave it out') from None
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as e:
-        raise ValueError(f'{path} is damaged or incomplete: {e}') from None
-    except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
+        raise ValueError(f'{path} is not UTF-8 text: {e}; convert it with iconv -f latin1 -t utf-8, or '
+                         'leave it out') from None
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
+        raise ValueError(f'{path} cannot be read: {e}') from None
 
 
-def text_blocks(file, progress=None):
-    """Yield a file's text in blocks of about a megabyte."""
-    with open_text(file.path, progress=progress) as f:
-        blocks = iter(lambda: f.buffer.read(1 << 20), b'')  # f.read(size) is a third slower
-        yield from codecs.iterdecode(blocks, f.encoding, f.errors)
+def text_blocks(path):
+    """Yield the text of a file in blocks of about a megabyte."""
+    with open_text(path) as f:
+        while block := f.read(1 << 20):
+            yield block
+
+
+def has_separators(path):
+    """Test whether a text is documents between separators: one is alone on an early line."""
+    first = next(text_blocks(path), '')
+    return SEPARATOR in map(str.strip, first.split('\n'))
 
 
 # -----------------------------------------------------------------------------
 # documents
 
-def documents_in(files, reading, progress=None, counts=None):
+def documents_in(files, reading, skipped):
     """
-    Yield the pieces of all documents of the files, in order. reading.template: that of
-    template_of(). Counts what is left out in counts, a RowCounts.
+    Yield the Pieces of all documents of the files, in order. skipped: a Counter of the rows that
+    have none, by the kind of their file.
     """
-    counts = counts or RowCounts()
     if files and files[0].kind == 'joined':
-        # WikiText: rows are lines of one document; empty ones have lost their space and newline.
-        rows = chain.from_iterable(rows_in(file, reading, progress, counts) for file in files)
-        yield from pieces_of((row['text'] or ' \n' for _, row in rows), files[0].name)
+        yield from pieces_of(joined_blocks(files), files[0].name)
         return
-    separator = (reading.separator or '').replace('\\n', '\n').replace('\\t', '\t')
     for file in files:
         if file.kind == 'text':
-            blocks = text_blocks(file, progress)
-            yield from pieces_of(blocks, None if separator else file.name, separator)
+            yield from pieces_of(text_blocks(file.path), file.name)
+        elif file.kind == 'texts':
+            for text in separated_texts(file.path):
+                yield from pieces_of([text])
         else:
-            yield from row_pieces(file, reading, progress, counts)
+            yield from row_pieces(file, reading, skipped)
 
 
-def row_pieces(file, reading, progress, counts):
-    """Yield the pieces of the documents in a file of rows."""
-    # functions of one file resemble each other: all of them are held out, or none
+def joined_blocks(files):
+    """Yield the text of WikiText: rows are lines; empty ones have lost their space and newline."""
+    for file in files:
+        for _, row in parquet_rows(file.path):
+            yield row['text'] or ' \n'
+
+
+def separated_texts(path):
+    """Yield the texts between separators, without the newlines around them."""
+    text = ''
+    for block in text_blocks(path):
+        *documents, text = (text + block).split(SEPARATOR)
+        for document in documents:
+            yield document.strip('\r\n')
+    yield text.strip('\r\n')
+
+
+def row_pieces(file, reading, skipped):
+    """Yield the Pieces of the documents in a file of rows."""
     key = None
     if file.kind == 'functions':
-        key = file.name
-    for where, row in rows_in(file, reading, progress, counts):
-        parts = parts_of(row, where, reading.template, reading.text_field)
+        key = file.name  # Functions of a file resemble each other: all are held out, or none.
+    for where, row in rows_in(file, reading.text_field):
+        parts = None
+        if row is not None:
+            parts = parts_of(row, where, reading.template, reading.text_field)
         if parts is None:
-            counts.skipped += 1
+            skipped[file.kind] += 1
         elif len(parts) == 1:
-            text = parts[0][0]
-            yield from pieces_of((text[i:i + PIECE] for i in range(0, len(text), PIECE)), key)
+            yield from pieces_of([parts[0][0]], key)
         else:
             yield Piece(parts, True, True, key or '\0'.join(text for text, *_ in parts), row)
 
 
-def first_row(files, reading):
-    """Return (file, row) of the first row in the files, or None if they are texts."""
-    for file in files:
-        if file.kind not in ('text', 'joined'):
-            for where, row in rows_in(file, reading):
-                return file, as_object(row, where)
-    return None
-
-
-def template_of(files, reading, of_model=None):
+def pieces_of(blocks, key=None):
     """
-    Return the one template of the rows in the files: that of the settings, or of the model, or what
-    suits the first row. None: the rows are texts.
-    """
-    found = first_row(files, reading)
-    if not found:
-        return None
-    file, row = found
-    suited, _ = form_of(row, reading.text_field)
-    if reading.template != 'auto':
-        return choose_template(reading.template, suited)
-    if suited and of_model and file.kind != 'functions':  # functions are continued
-        return of_model
-    return suited
-
-
-def pieces_of(blocks, key=None, separator=None):
-    """
-    Yield the pieces of the documents in blocks of text: a single document, or those between
-    separators, without the newlines around them. The default key of a document is its first piece.
+    Yield the Pieces of one document in blocks of text. The default key is the first piece.
     Tokenized separately, the pieces give the same tokens as the complete document.
     """
     text = ''
     start = True
-    name = key
-    ends = re.compile(re.escape(separator or '').replace('\\\n', '\r?\n'))  # or \r\n
-    for block in chain(blocks, [None]):
-        text += block or ''
-        documents = ends.split(text) if separator else [text]
-        text = '' if block is None else documents.pop()
-        for document in documents:
-            if separator:
-                document = document.strip('\r\n') if start else document.rstrip('\r\n')
-            if document or not start:
-                yield Piece([(document, False, True)], start, True, document if name is None else name)
-            start = True
-            name = key
+    for block in blocks:
+        text += block
         while len(text) > 2 * PIECE:
-            if separator and start:
-                text = text.lstrip('\r\n')
             cut = safe_cut(text, PIECE)
-            head, text = text[:cut], text[cut:]
-            if name is None:
-                name = head
-            yield Piece([(head, False, True)], start, False, name)
+            key = key or text[:cut]
+            yield Piece([(text[:cut], False, True)], start, False, key)
+            text = text[cut:]
             start = False
+    if text or not start:
+        yield Piece([(text, False, True)], start, True, key or text)
 
 
 # split points that no tokenizer merges across, best first
@@ -241,26 +172,33 @@ SAFE_CUTS = [
 def safe_cut(text, size):
     """Return the last index up to `size` where a cut changes no token, or `size` if none is near."""
     for rule in SAFE_CUTS:
-        for near in (1 << 10, 1 << 16):
-            cuts = [match.start() for match in rule.finditer(text, max(size - near, 1), size + 1)]
-            if cuts:
-                return cuts[-1]
+        cuts = [match.start() for match in rule.finditer(text, max(size - 65_536, 1), size + 1)]
+        if cuts:
+            return cuts[-1]
     return size
 
 
 # -----------------------------------------------------------------------------
 # rows
 
-def rows_in(file, reading, progress=None, counts=None):
-    """Yield (where, row) of each row of a file; a row is a dict, or a str in a JSON list."""
-    counts = counts or RowCounts()
-    readers = {'jsonl': partial(json_lines, remedy=AS_TEXT), 'csv': csv_rows, 'json': json_rows,
-               'functions': partial(function_rows, counts=counts)}
-    if file.kind in readers:
-        with open_text(file.path, progress=progress) as f:
-            yield from readers[file.kind](f, file.path)
-    else:
-        yield from parquet_rows(file, reading, progress)
+def rows_in(file, text_field=None):
+    """
+    Yield (where, row) of each row of a file. A row is a dict, a str in a JSON list, or None for a
+    file that is not Python.
+    """
+    if file.kind == 'parquet':
+        yield from parquet_rows(file.path, text_field)
+        return
+    with open_text(file.path) as lines:
+        if file.kind == 'jsonl':
+            yield from json_lines(lines, file.path, AS_TEXT)
+        elif file.kind == 'json':
+            yield from json_rows(lines.read(), file.path)
+        elif file.kind == 'csv':
+            yield from csv_rows(lines, file.path)
+        else:
+            for row in functions_of(lines.read()):
+                yield file.path, row
 
 
 def csv_rows(lines, path):
@@ -278,43 +216,35 @@ def csv_rows(lines, path):
         raise ValueError(f'{path}, line {reader.reader.line_num}: {e}') from None
 
 
-def json_rows(lines, path, remedy=AS_TEXT):
+def json_rows(text, path):
     """Yield (where, row) of a .json file: of a list of rows; anything else is one text."""
-    text = ''.join(lines)  # lines.read() would bypass the progress
     rows = [text]  # package.json, for example, is a text
     if text.lstrip().startswith('['):
-        rows = parse_json(text, path, remedy)
+        rows = parse_json(text, path, AS_TEXT)
     for number, row in enumerate(rows, 1):
         yield f'{path}, element {number}', row
-
-
-def function_rows(lines, path, counts):
-    """
-    Yield (where, row) of the functions of Python source. Source that is not Python has none, and is
-    counted in a RowCounts.
-    """
-    try:
-        for number, row in enumerate(functions_of(''.join(lines)), 1):
-            yield f'{path}, function {number}', row
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        counts.not_python.append(f'{path}: {first_line(e)}')
 
 
 def functions_of(source):
     """
     Yield {'prompt': signature and docstring, 'completion': body} of each documented function and
     method in Python source, without its decorators and moved to the margin. Functions without more
-    than a docstring are left out. SyntaxError, or ValueError for a null byte, if it is not Python.
+    than a docstring are left out. Yields None for source that is not Python.
     """
-    # the lines that Python counts; splitlines() also splits at form feeds
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # about strings such as '\d'
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        yield None
+        return
+    # These are the lines that Python counts; splitlines() also splits at form feeds.
     lines = list(io.StringIO(source, newline=None))
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # about strings such as '\d'
-        tree = ast.parse(source)
     for node in ast.walk(tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or not ast.get_docstring(node):
             continue
-        first, docstring_end = node.lineno - 1, node.body[0].end_lineno
+        first = node.lineno - 1
+        docstring_end = node.body[0].end_lineno
         if len(node.body) == 1 or node.body[1].lineno <= docstring_end:
             continue
         text = textwrap.dedent(''.join(lines[first:node.end_lineno]))
@@ -324,36 +254,60 @@ def functions_of(source):
             yield {'prompt': prompt, 'completion': text[len(prompt):]}
 
 
-def parquet_rows(file, reading, progress):
+def parquet_rows(path, text_field=None):
     """Yield (where, row) of a parquet file, 256 rows at a time. Unread fields are None."""
     pyarrow = optional('pyarrow', 'reads parquet files')
     parquet = optional('pyarrow.parquet', 'reads parquet files')
     wanted = ROW_FIELDS
-    if reading.text_field and file.kind != 'joined':
-        wanted = [reading.text_field]
+    if text_field:
+        wanted = [text_field]
     number = 0
-    size = os.path.getsize(file.path)
     try:
-        with parquet.ParquetFile(file.path) as table:
+        with parquet.ParquetFile(path) as table:
             names = table.schema_arrow.names
             fields = [name for name in names if name in wanted]
             for batch in table.iter_batches(256, columns=fields):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f'{file.path}, row {number}', dict.fromkeys(names) | row
-                if progress:
-                    progress.add(size * batch.num_rows // table.metadata.num_rows)
-    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as e:  # a text may not be UTF-8
-        raise ValueError(f'{file.path} cannot be read as parquet: {str(e)[:200]}') from None
+                    yield f'{path}, row {number}', dict.fromkeys(names) | row
+    except (OSError, ValueError, pyarrow.ArrowException) as e:  # a text may not be UTF-8
+        raise ValueError(f'{path} cannot be read as parquet: {str(e)[:200]}') from None
+
+
+def template_of(files, asked='auto', text_field=None, of_model=None):
+    """
+    Choose the one template of the rows in the files: that of the settings, or of the model, or what
+    suits the first row. Returns None if the rows are texts. Raises ValueError if settings of rows
+    are given, and the files have none.
+    """
+    for file in files:
+        if file.kind in ('text', 'texts', 'joined'):
+            continue
+        for where, row in rows_in(file, text_field):
+            if row is None:
+                continue
+            suited, _ = form_of(as_object(row, where), text_field)
+            if asked != 'auto':
+                return choose_template(asked, suited)
+            if suited and of_model and file.kind != 'functions':  # functions are continued
+                return of_model
+            return suited
+    if asked != 'auto' or text_field:
+        raise ValueError(f'template={asked!r} and text_field={text_field!r} apply to rows, and '
+                         f'{files[0].path} has none')
+    return None
 
 
 # -----------------------------------------------------------------------------
 # validation
 
 class Holdout(NamedTuple):
-    """How documents are split: at a cut, or by hash: in held_out or below limit is validation."""
+    """
+    How documents are split: one document at a cut; several by hash, of which those in held_out or
+    below limit are for validation.
+    """
     several: bool  # documents, whose ends are marked
-    cut: int | None = None  # number of characters of one document to train on
+    cut: int | None = None  # number of characters to train on
     seed: int | None = None  # of the hash
     held_out: frozenset = frozenset()
     limit: bytes = b''
@@ -385,55 +339,56 @@ def hold_out(sizes, fraction):
     return frozenset(held_out)
 
 
-def is_single(files, reading):
-    """Return whether the files are one document."""
-    is_one_text = len(files) == 1 and files[0].kind == 'text' and not reading.separator
-    return is_one_text or files[0].kind == 'joined'
+def is_document(files):
+    """Test whether the files are one document."""
+    return files[0].kind == 'joined' or (len(files) == 1 and files[0].kind == 'text')
 
 
-def plan_holdout(files, val_files, cfg, reading):
+def document_sizes(files, reading):
+    """Yield (key, bytes) of each piece of the documents. A file of text or Python is one."""
+    for file in files:
+        if file.kind in ('text', 'functions'):
+            yield file.name, os.path.getsize(file.path)
+            continue
+        for piece in documents_in([file], reading, Counter()):
+            yield piece.key, sum(len(text.encode()) for text, *_ in piece.parts)
+
+
+def plan_holdout(files, val_files, fraction, seed, reading):
     """
-    Return the Holdout of these files. One document is cut at a character. Otherwise documents are
-    held out, up to the fraction of bytes or, if there are many, each with that probability. Reads
-    the files once more, unless each is a document.
+    Return the Holdout of these files. A single document is cut at a character. Of several, the
+    lowest hashes are held out, up to the fraction of bytes or, if there are many, each with that
+    probability; rows are read once more for this.
     """
-    single = is_single(files, reading) and (not val_files or is_single(val_files, reading))
     if val_files:
-        return Holdout(several=not single)
-    if single:
-        if files[0].kind == 'text':
-            length = sum(map(len, text_blocks(files[0])))
-        else:
-            length = sum(len(piece.parts[0][0]) for piece in documents_in(files, reading))
-        return Holdout(several=False, cut=int(length * (1 - cfg.val_fraction)))
-    if all(file.kind in ('text', 'functions') for file in files) and not reading.separator:
-        sizes = {holdout_hash(file.name, cfg.seed): os.path.getsize(file.path) for file in files}
-        return Holdout(several=True, seed=cfg.seed, held_out=hold_out(sizes, cfg.val_fraction))
-    num_bytes = sum(os.path.getsize(file.path) for file in files)
+        return Holdout(several=not is_document(files) or not is_document(val_files))
+    if is_document(files):
+        pieces = documents_in(files, reading, Counter())
+        length = sum(len(piece.parts[0][0]) for piece in pieces)
+        return Holdout(several=False, cut=int(length * (1 - fraction)))
+    is_large = sum(os.path.getsize(file.path) for file in files) > SMALL
     sizes = Counter()
-    for piece in documents_in(files, reading):
-        text = ''.join(text for text, *_ in piece.parts)
-        sizes[holdout_hash(piece.key, cfg.seed)] += len(text.encode())
-        if num_bytes > SMALL and len(sizes) > min(50 / cfg.val_fraction, 1e6):
-            limit = int(cfg.val_fraction * 2**64).to_bytes(8, 'big')
-            return Holdout(several=True, seed=cfg.seed, limit=limit)
-    return Holdout(several=True, seed=cfg.seed, held_out=hold_out(sizes, cfg.val_fraction))
+    for key, size in document_sizes(files, reading):
+        sizes[holdout_hash(key, seed)] += size
+        if is_large and len(sizes) > min(50 / fraction, 1e6):
+            limit = int(fraction * 2**64).to_bytes(8, 'big')
+            return Holdout(True, seed=seed, limit=limit)
+    return Holdout(True, seed=seed, held_out=hold_out(sizes, fraction))
 
 
-def split_pieces(files, val_files, reading, holdout, progress=None, counts=None):
-    """Yield (split, Piece) of all documents. The other arguments are those of documents_in()."""
-    pieces = documents_in(files, reading, progress, counts)
+def split_pieces(files, val_files, reading, holdout, skipped):
+    """Yield (split, Piece) of all documents."""
+    pieces = documents_in(files, reading, skipped)
     if holdout.cut is not None:
         yield from cut_document(pieces, holdout.cut)
         return
     for piece in pieces:
-        if piece.start:
-            order = holdout_hash(piece.key, holdout.seed)
-            split = 'train'
-            if order in holdout.held_out or order < holdout.limit:
-                split = 'val'
-        yield split, piece
-    for piece in documents_in(val_files, reading, progress, counts):
+        order = holdout_hash(piece.key, holdout.seed)
+        if order in holdout.held_out or order < holdout.limit:
+            yield 'val', piece
+        else:
+            yield 'train', piece
+    for piece in documents_in(val_files, reading, skipped):
         yield 'val', piece
 
 

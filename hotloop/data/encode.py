@@ -1,5 +1,6 @@
 """Encode documents as token ids, in several processes."""
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -7,7 +8,6 @@ import sys
 import threading
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -28,49 +28,49 @@ class Encoded(NamedTuple):
     ends: np.ndarray
 
 
-def encode_batch(tokenizer, batch, eot=None):
+def encode_batch(tokenizer, eot, with_masks, batch):
     """Encode (split, Piece) pairs as {split: Encoded}. eot: the id after a document, or None."""
-    encoded = {}  # split: list of (ids, mask, ends)
+    pieces = {}
     for split, piece in batch:
-        encoded.setdefault(split, []).append(encode_piece(tokenizer, piece, eot))
-    return {split: combine(tokenizer, pieces) for split, pieces in encoded.items()}
+        pieces.setdefault(split, []).append(piece)
+    return {split: encode_pieces(tokenizer, eot, with_masks, pieces[split]) for split in pieces}
 
 
-def encode_piece(tokenizer, piece, eot):
-    """Encode a Piece. Returns (ids, mask or None, positions after the documents that end here)."""
-    ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
-    if piece.start and tokenizer.bos is not None:
-        ids = np.append(tokenizer.bos, ids)
-        if mask is not None:
-            mask = np.append(np.uint8(0), mask)
-    # A chat template ends with a mark, which may be eot.
-    if piece.end and eot is not None and (mask is None or ids[-1] != eot):
-        ids = np.append(ids, eot)
-        if mask is not None:
-            mask = np.append(mask, mask[-1])
-    return ids, mask, np.full(int(piece.end), len(ids))
-
-
-def combine(tokenizer, pieces):
-    """Join (ids, mask, ends) into an Encoded. If one has a mask, all ids without one count."""
-    ids = np.concatenate([ids for ids, _, _ in pieces])
-    assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
+def encode_pieces(tokenizer, eot, with_masks, pieces):
+    """Encode the Pieces of one split as Encoded."""
+    ids = []
     masks = []
     ends = []
-    size = 0  # of the pieces before
-    masked = False
-    for piece_ids, mask, piece_ends in pieces:
-        masked = masked or mask is not None
-        if mask is None:
-            mask = np.ones(len(piece_ids), np.uint8)
+    size = 0
+    for piece in pieces:
+        piece_ids, mask = encode_piece(tokenizer, eot, piece)
+        ids.append(piece_ids)
         masks.append(mask)
-        ends.append(size + piece_ends)
         size += len(piece_ids)
+        if piece.end:
+            ends.append(size)
+    ids = np.concatenate(ids)
+    assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
     mask = None
-    if masked:
+    if with_masks:
         mask = np.concatenate(masks)
     num_bytes = int(tokenizer.sizes[ids].sum())
-    return Encoded(ids.astype(id_type(tokenizer)), mask, num_bytes, np.concatenate(ends))
+    return Encoded(ids.astype(id_type(tokenizer)), mask, num_bytes, np.array(ends, np.int64))
+
+
+def encode_piece(tokenizer, eot, piece):
+    """Encode a Piece between its begin and end ids. Returns (ids, mask)."""
+    ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
+    if mask is None:
+        mask = np.ones(len(ids), np.uint8)
+    if piece.start and tokenizer.bos is not None:
+        ids = np.append(tokenizer.bos, ids)
+        mask = np.append(np.uint8(0), mask)
+    # A chat template ends with a mark, which may be eot.
+    if piece.end and eot is not None and (len(piece.parts) == 1 or ids[-1] != eot):
+        ids = np.append(ids, eot)
+        mask = np.append(mask, np.uint8(piece.parts[-1][2]))
+    return ids, mask
 
 
 def id_type(tokenizer):
@@ -97,42 +97,33 @@ def batches_of(pieces):
         yield batch
 
 
-def encode_all(tokenizer, batches, num_proc, eot=None):
+def encode_all(tokenizer, batches, num_proc, eot=None, with_masks=False):
     """
     Yield encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes
-    and characters do not, because encoding them is faster than sending them. ValueError if a
-    process dies.
+    and characters do not, because encoding them is faster than sending them.
     """
+    encode = functools.partial(encode_batch, tokenizer, eot, with_masks)
     first = list(islice(batches, 4))
     batches = chain(first, batches)
     if len(first) < 4 or isinstance(tokenizer, (ByteTokenizer, CharTokenizer)):
-        for batch in batches:
-            yield encode_batch(tokenizer, batch, eot)
+        yield from map(encode, batches)
         return
     assert len(tokenizer.sizes) == tokenizer.n_vocab  # computed here, once for all processes
     context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS: unsafe
-    pool = ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer, eot))
-    waiting = deque()
-    try:
+    with ProcessPoolExecutor(num_proc, context, start_worker, (encode,)) as pool:
+        waiting = deque()
         while True:
-            ahead = islice(batches, 2 * num_proc + 1 - len(waiting))
-            waiting.extend(pool.submit(encode_in_worker, batch) for batch in ahead)
+            for batch in islice(batches, 2 * num_proc + 1 - len(waiting)):
+                waiting.append(pool.submit(encode_in_worker, batch))
             if not waiting:
                 return
-            future = waiting.popleft()
-            if future.exception():
-                raise future.exception()  # without a traceback
-            yield future.result()
-    except BrokenProcessPool:
-        raise ValueError('a tokenizing process died, perhaps out of memory; lower --num_proc') from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+            yield waiting.popleft().result()
 
 
-def start_worker(*settings):
+def start_worker(encode):
     """Prepare a process of the pool. Ctrl-C reaches all, and the parent decides."""
-    global _worker  # noqa: PLW0603
-    _worker = settings  # (tokenizer, eot)
+    global _encode  # noqa: PLW0603
+    _encode = encode
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
@@ -144,5 +135,4 @@ def exit_with_parent():
 
 
 def encode_in_worker(batch):
-    tokenizer, eot = _worker
-    return encode_batch(tokenizer, batch, eot)
+    return _encode(batch)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from configurator import did_you_mean
-from hotloop.data.documents import OPENERS
+from hotloop.data.documents import OPENERS, has_separators
 from hotloop.data.download import download, hub_folder
 from hotloop.system.files import counted, optional
 from hotloop.system.text import file_size, shell
@@ -20,7 +20,7 @@ from hotloop.system.text import file_size, shell
 class File(NamedTuple):
     path: str
     name: str  # decides whether the document is held out, so it is the same on every machine
-    kind: str  # a format of ReadConfig, or 'joined': rows that are the lines of one document
+    kind: str  # a format; 'texts': one with separators; 'joined': rows that are lines of one text
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,8 @@ class Corpus:
     download: float = 0.0  # bytes to download, about
     bins: float = 0.0  # bytes of the bins, about
     tokenizer: str = 'gpt2'
-    kind: str = 'text'
-    separator: str | None = None
-    val_fraction: float = 0.1
+    kind: str = 'text'  # of a File
+    val_fraction: float | None = 0.1
     sha256: str | None = None
 
 
@@ -55,17 +54,17 @@ CORPORA = {
         'Wikipedia, 2 million words, with a validation set', 'CC BY-SA 3.0', 'Salesforce/wikitext',
         train=('wikitext-2-v1/train-00000-of-00001.parquet',),
         val=('wikitext-2-v1/validation-00000-of-00001.parquet',),
-        download=7e6, bins=6e6, kind='joined'),
+        download=7e6, bins=6e6, kind='joined', val_fraction=None),
     'wikitext103': Corpus(
         'Wikipedia, 100 million words, with a validation set', 'CC BY-SA 3.0', 'Salesforce/wikitext',
         train=tuple(f'wikitext-103-v1/train-0000{i}-of-00002.parquet' for i in range(2)),
         val=('wikitext-103-v1/validation-00000-of-00001.parquet',),
-        download=0.3e9, bins=0.25e9, kind='joined'),
+        download=0.3e9, bins=0.25e9, kind='joined', val_fraction=None),
     'tinystories': Corpus(
         'short stories by GPT-4 for small models, with a validation set', 'CDLA-Sharing-1.0',
         'roneneldan/TinyStories', train=('TinyStoriesV2-GPT4-train.txt',),
-        val=('TinyStoriesV2-GPT4-valid.txt',), download=2.3e9, bins=1.1e9,
-        separator='<|endoftext|>'),
+        val=('TinyStoriesV2-GPT4-valid.txt',),
+        download=2.3e9, bins=1.1e9, kind='texts', val_fraction=None),
     'openwebtext': Corpus(
         'a reproduction of the training data of GPT-2: 8 million web pages', 'CC0-1.0',
         'Skylion007/openwebtext',
@@ -158,16 +157,19 @@ def download_source(url, data_dir, sha256=None):
     return download(url, os.path.join(data_dir, 'downloads', name), sha256)
 
 
-def kind_of(name, format):
-    """Find how a file is read: the format of the settings, or by its suffix."""
+def open_file(path, name, format):
+    """Return the File of a path. Its kind is the format of the settings, or by its suffix."""
     if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar)$', name.lower()):
         raise ValueError(f'{name} is an archive; unpack it, and name the folder')
-    if format != 'auto':
-        return format
     stem, suffix = os.path.splitext(name.lower())
     if suffix in OPENERS:
         suffix = os.path.splitext(stem)[1]
-    return KINDS.get(suffix, 'text')
+    kind = format
+    if format == 'auto':
+        kind = KINDS.get(suffix, 'text')
+    if kind == 'text' and has_separators(path):
+        kind = 'texts'
+    return File(path, name, kind)
 
 
 def files_of(source, format, data_dir, spool):
@@ -192,7 +194,7 @@ def files_of(source, format, data_dir, spool):
             paths = files_matching(source)
         base = os.path.commonpath([os.path.dirname(path) for path in paths])
         found = [(os.path.relpath(path, base), path) for path in paths]
-    return [File(path, name, kind_of(name, format)) for name, path in found]
+    return [open_file(path, name, format) for name, path in found]
 
 
 def all_files(sources, format, data_dir, spool):
@@ -239,7 +241,7 @@ def open_corpus(corpus, data_dir, with_val=True):
     print(f'{corpus.about}; license {corpus.license}; {counted(len(paths), "file")} to download, '
           f'about {file_size(corpus.download)}; needs {file_size(corpus.download + corpus.bins)} of '
           'disk space, bins included', flush=True)
-    if corpus.kind != 'text':
+    if corpus.kind in ('joined', 'parquet'):
         optional('pyarrow', 'reads parquet files')  # before gigabytes are downloaded
     if corpus.repository:
         folder = os.path.join(data_dir, 'downloads', os.path.basename(corpus.repository))
@@ -251,15 +253,6 @@ def open_corpus(corpus, data_dir, with_val=True):
     for path, local in zip(paths, found, strict=True):
         files.append(File(local, os.path.basename(path), corpus.kind))
     return files[:len(corpus.train)], files[len(corpus.train):]
-
-
-def check_kinds(kinds, settings, where):
-    """Raise ValueError if text_field, template or separator is set and no file can use it."""
-    found = {'rows': kinds - {'text', 'joined'}, 'text': kinds & {'text'}}
-    for name, needs in (('text_field', 'rows'), ('template', 'rows'), ('separator', 'text')):
-        value = getattr(settings, name, None)
-        if value not in (None, 'auto') and not found[needs]:
-            raise ValueError(f'{name}={value!r} applies to {needs}, and {where} has none')
 
 
 def missing_dataset(path, name, data_dir):

@@ -5,7 +5,8 @@ import math
 import os
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -14,13 +15,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hotloop.data.chat import TEMPLATES
-from hotloop.data.documents import ReadConfig, RowCounts, documents_in, open_text, template_of
-from hotloop.data.sources import check_kinds, files_of
+from hotloop.data.documents import Reading, documents_in, template_of
+from hotloop.data.sources import files_of
 from hotloop.data.tokenizer import encode_parts
 from hotloop.inference.generate import NOT_FINITE
 
 MAX_LOGITS = 2**26  # A batch has at most this many logits: 256 MB.
-SEPARATOR = '<|endoftext|>'  # It stands between the documents of a text file.
 
 
 class Document(NamedTuple):
@@ -50,27 +50,27 @@ def read_documents(source, tokenizer, template, settings):
     Yield each Document of a file, folder, URL or - for standard input. Rows are written in the
     template, or with 'none' in the one that suits each. settings: those of sample.py.
     """
-    counts, reading = RowCounts(), ReadConfig()
+    skipped = Counter()
+    asked = 'auto'
+    if settings.template in TEMPLATES:
+        asked = settings.template
+    of_model = None
+    if template in TEMPLATES:
+        of_model = template
     with tempfile.TemporaryDirectory() as folder:  # Standard input is stored there.
-        files = files_of(source, reading.format, settings.data_dir, os.path.join(folder, 'stdin'))
-        check_kinds({file.kind for file in files}, settings, source)
-        asked = template if template in TEMPLATES else None
-        reading = replace(reading, template=template_of(files, reading, asked))
+        files = files_of(source, 'auto', settings.data_dir, os.path.join(folder, 'stdin'))
+        reading = Reading(template_of(files, asked, None, of_model))
         for file in files:
-            separator = None  # A separator also drops the newlines around documents.
-            if file.kind == 'text':
-                with open_text(file.path) as f:
-                    if any(SEPARATOR in line for line in f):
-                        separator = SEPARATOR
             parts = []
-            for piece in documents_in([file], replace(reading, separator=separator), None, counts):
+            for piece in documents_in([file], reading, skipped):
                 parts += piece.parts
                 if piece.end:
                     ids, mask = encode_parts(tokenizer, parts)
                     parts = []
                     yield Document(file.name, ids, np.ones(len(ids)) if mask is None else mask)
-    for sentence in counts.left_out():
-        print(sentence, file=sys.stderr)
+    if skipped:
+        print(f'skipped {skipped.total():,} rows without text or answer, or not in the form of the '
+              'template', file=sys.stderr)
     if reading.template:
         print(f'only the answers are scored; template: {reading.template}', file=sys.stderr)
 

@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -26,17 +27,18 @@ from statistics import median
 from bench import ROOT, SHARED, alternate, machine, parser_of, run, table
 
 from hotloop.data.bpe import count_words, learn_merges
-from hotloop.data.documents import ReadConfig, documents_in
+from hotloop.data.documents import Reading, documents_in
 from hotloop.data.sources import files_of, stdlib_files
 from hotloop.data.tokenizer import BPETokenizer, TiktokenTokenizer
 
 READ = """
 import sys, time, tiktoken
+from collections import Counter
 sys.path.insert(0, {root!r})
-from hotloop.data.documents import ReadConfig, documents_in
+from hotloop.data.documents import Reading, documents_in
 from hotloop.data.sources import files_of
 def texts():
-    for piece in documents_in(files_of({source!r}, 'auto', 'data', ''), ReadConfig()):
+    for piece in documents_in(files_of({source!r}, 'auto', 'data', ''), Reading(), Counter()):
         yield piece.parts[0][0]
 encoding = tiktoken.get_encoding('gpt2')
 """
@@ -71,7 +73,7 @@ with open({folder!r} + '/train.bin', 'wb') as f:
 
 def speed(source, folder, rounds, with_datasets):
     """Rows of MB/s, the share of tiktoken alone per process, and peak memory from one more run of each."""
-    pieces = documents_in(files_of(source, 'auto', 'data', ''), ReadConfig())
+    pieces = documents_in(files_of(source, 'auto', 'data', ''), Reading(), Counter())
     size = sum(len(piece.parts[0][0].encode()) for piece in pieces)
 
     def ours(num_proc, watch=False):

@@ -8,10 +8,8 @@ import io
 import json
 import lzma
 import random
-import re
-from dataclasses import replace
+from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -22,26 +20,27 @@ import hotloop.data.documents as documents_room
 from hotloop.data.bpe import GPT2_SPLIT
 from hotloop.data.documents import (
     PIECE,
-    ReadConfig,
+    Reading,
     documents_in,
     functions_of,
+    hold_out,
+    holdout_hash,
     open_text,
     pieces_of,
     safe_cut,
     template_of,
 )
-from hotloop.data.sources import File, kind_of, stdlib_files
+from hotloop.data.sources import open_file, stdlib_files
 
 ROWS = [f'row {i} — ünï\n' * (i + 1) for i in range(12)]
 
 
-def read(*paths, progress=None, counts=None, **options):
+def read(*paths, text_field=None):
     """The documents of files, as texts."""
-    reading = ReadConfig(**options)
-    files = [File(str(path), path.name, kind_of(path.name, reading.format)) for path in paths]
-    reading = replace(reading, template=template_of(files, reading))
+    files = [open_file(str(path), path.name, 'auto') for path in paths]
+    reading = Reading(template_of(files, text_field=text_field), text_field)
     texts = []
-    for piece in documents_in(files, reading, progress, counts):
+    for piece in documents_in(files, reading, Counter()):
         text = ''.join(text for text, *_ in piece.parts)
         texts.append(text if piece.start else texts.pop() + text)
     return texts
@@ -61,13 +60,11 @@ def compress(suffix, data):
 
 @pytest.mark.parametrize('suffix', ['.gz', '.bz2', '.xz', '.lzma', '.zst'])
 def test_a_compressed_file_is_the_file(tmp_path, suffix):
-    """Line ends and characters that blocks cut included. Progress counts the bytes on the disk."""
-    text = 'xGröße\r\n' + 'Größe\r\n' * 120_000
+    """Line ends and characters that blocks cut included."""
+    text = 'xGröße\r\n' + 'Größe\r\n' * 200_000
     path = tmp_path / f'a.txt{suffix}'
     path.write_bytes(compress(suffix, text.encode()))
-    counted = []
-    assert read(path, progress=SimpleNamespace(add=counted.append)) == [text]
-    assert sum(counted) == path.stat().st_size
+    assert read(path) == [text]
     with open_text(str(path)) as f:
         assert list(f) == text.splitlines(keepends=True)
 
@@ -78,30 +75,16 @@ def test_a_damaged_or_cut_file_is_named(tmp_path, suffix, size):
     path = tmp_path / f'a.txt{suffix}'
     data = compress(suffix, random.Random(0).randbytes(100_000).hex().encode())
     path.write_bytes(b'something else' if size is None else data[:size])
-    with pytest.raises(ValueError, match=rf'a\.txt\{suffix} (is damaged or incomplete|cannot be read: Inv)'):
+    with pytest.raises(ValueError, match=rf'a\.txt\{suffix} cannot be read: '):
         read(path)
 
 
-@pytest.mark.parametrize('package, name', [('zstandard', 'a.txt.zst'), ('pyarrow', 'a.parquet')])
-def test_a_missing_package_is_named_with_its_pip_install(tmp_path, monkeypatch, package, name):
-    monkeypatch.setattr('hotloop.system.files.find_spec', lambda name: None)
-    (tmp_path / name).write_bytes(b'x' * 100)
-    with pytest.raises(ValueError, match=f'pip install {package}'):
-        read(tmp_path / name)
-
-
-def test_bytes_that_are_not_utf8(tmp_path):
+def test_text_is_utf8_with_or_without_a_byte_order_mark(tmp_path):
     (tmp_path / 'a.txt').write_bytes(b'x' * (1 << 20) + b'caf\xe9 noir ' * 3)  # beyond the first block
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: byte 0xe9 after '.*caf'; .* iconv"):
-        read(tmp_path / 'a.txt')
     (tmp_path / 'b.jsonl').write_bytes(b'{"text": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match=r"b\.jsonl is not UTF-8 text: byte 0xe9"):
-        read(tmp_path / 'b.jsonl')
-
-
-def test_a_file_that_cannot_be_read_a_byte_order_mark_and_no_text(tmp_path):
-    with pytest.raises(ValueError, match=r'nowhere\.txt cannot be read: No such file'):
-        read(tmp_path / 'nowhere.txt')
+    for name in ('a.txt', 'b.jsonl'):
+        with pytest.raises(ValueError, match=f'{name} is not UTF-8 text: .* 0xe9 .* iconv'):
+            read(tmp_path / name)
     for name, text in (('a.txt', '\ufeffx\ufeff'), ('b.jsonl', '\ufeff{"text": "x\ufeff"}')):
         (tmp_path / name).write_text(text, encoding='utf-8')
         assert read(tmp_path / name) == ['x\ufeff']
@@ -109,41 +92,29 @@ def test_a_file_that_cannot_be_read_a_byte_order_mark_and_no_text(tmp_path):
     assert read(tmp_path / 'c.txt') == []
 
 
+def test_a_text_with_separators_on_their_own_lines_is_documents(tmp_path):
+    """As TinyStories. Code that only mentions the separator is one document."""
+    story = 'Once\nupon.\r\n'
+    (tmp_path / 'a.txt').write_text(f'{story}\n<|endoftext|>\n{story}<|endoftext|>\n\n<|endoftext|> x')
+    assert read(tmp_path / 'a.txt') == ['Once\nupon.', 'Once\nupon.', ' x']
+    (tmp_path / 'b.py').write_text('EOT = "<|endoftext|>"\n')
+    assert read(tmp_path / 'b.py') == ['EOT = "<|endoftext|>"\n']
+
+
 # -----------------------------------------------------------------------------
 # pieces
 
 @settings(max_examples=150, deadline=None)
-@given(st.text('ab\n .é', max_size=300).map(lambda text: re.sub('\n{9,}', '\n', text)), st.integers(1, 40),
-       st.integers(20, 60))
+@given(st.text('ab\n .é', max_size=300), st.integers(1, 40), st.integers(20, 60))
 def test_pieces_are_the_text_whatever_the_blocks(text, size, piece):
     documents_room.PIECE = piece
     try:
         pieces = list(pieces_of((text[i:i + size] for i in range(0, len(text), size)), 'key'))
-        documents = list(pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, '.'))
     finally:
         documents_room.PIECE = PIECE
     assert ''.join(p.parts[0][0] for p in pieces) == text and {p.key for p in pieces} <= {'key'}
     assert [p.start for p in pieces] == [i == 0 for i in range(len(pieces))]
     assert [p.end for p in pieces] == [i + 1 == len(pieces) for i in range(len(pieces))]
-    joined, started = [], True
-    for p in documents:
-        assert p.start == started
-        joined.append(p.parts[0][0] if p.start else joined.pop() + p.parts[0][0])
-        started = p.end
-    assert started and [d for d in joined if d] == [d.strip('\n') for d in text.split('.') if d.strip('\n')]
-
-
-@pytest.mark.parametrize('size', [1, 2, 3, 7])
-def test_a_separator_may_lie_across_blocks_and_contain_line_ends(tmp_path, size):
-    for separator in ('\n---\n', '\n\n'):
-        text = separator.join(['one\ntwo', '', 'three', 'four'])
-        pieces = pieces_of((text[i:i + size] for i in range(0, len(text), size)), None, separator)
-        assert [piece.parts[0][0] for piece in pieces] == ['one\ntwo', 'three', 'four']
-        crlf = text.replace('\n', '\r\n')
-        pieces = pieces_of((crlf[i:i + size] for i in range(0, len(crlf), size)), None, separator)
-        assert [piece.parts[0][0] for piece in pieces] == ['one\r\ntwo', 'three', 'four']
-    (tmp_path / 'a.txt').write_text('line 1\nline 2\n\n')
-    assert read(tmp_path / 'a.txt', separator='\\n') == ['line 1', 'line 2']
 
 
 DIGITS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s"
@@ -195,17 +166,16 @@ def as_parquet(rows):
     ('a.jsonl', as_jsonl), ('a.jsonl.gz', lambda rows: gzip.compress(as_jsonl(rows))), ('a.csv', as_csv),
     ('a.tsv', lambda rows: as_csv(rows, '\t')), ('a.parquet', as_parquet),
     ('a.json', lambda rows: json.dumps(rows, indent=2).encode())])
-@pytest.mark.parametrize('field', ['text', 'content', 'body'])
+@pytest.mark.parametrize('field', ['text', 'body'])
 def test_a_row_is_a_document(tmp_path, monkeypatch, name, write, field):
     """Its key, which decides whether it is held out, is its first piece."""
     monkeypatch.setattr(documents_room, 'PIECE', 40)
     path = tmp_path / name
     path.write_bytes(write([{'id': i, field: text} for i, text in enumerate(ROWS)]))
-    counted, text_field = [], 'body' if field == 'body' else None
-    assert read(path, text_field=text_field, progress=SimpleNamespace(add=counted.append)) == ROWS
-    assert 0.9 * path.stat().st_size < sum(counted) <= path.stat().st_size
-    reading = ReadConfig(text_field=text_field, template=None)
-    keys = {piece.key for piece in documents_in([File(str(path), name, kind_of(name, "auto"))], reading)}
+    text_field = 'body' if field == 'body' else None
+    assert read(path, text_field=text_field) == ROWS
+    files = [open_file(str(path), name, 'auto')]
+    keys = {piece.key for piece in documents_in(files, Reading(None, text_field), Counter())}
     assert len(keys) == len(ROWS) and ROWS[0] in keys and max(map(len, keys)) < 100
     with pytest.raises(ValueError, match=r"a\..* \d has no field 'title'; its fields are: id, "):
         read(path, text_field='title')
@@ -215,41 +185,39 @@ def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path):
     path = tmp_path / 'a.json'
     path.write_text(json.dumps(ROWS))
     assert read(path) == ROWS
-    for text in ('{"data": [\n{"text": "some"}]}', '{\n  // options\n}\n'):  # as in folders of source code
-        path.write_text(text)
-        assert read(path) == [text]
-    for text in ('["a", "b"]["c"] junk', '[' * 100_000):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r'a\.json.* is not JSON: .*; --format=text reads'):
-            read(path)
+    path.write_text('{"data": [\n{"text": "some"}]}')  # as in folders of source code
+    assert read(path) == ['{"data": [\n{"text": "some"}]}']
 
 
 @pytest.mark.parametrize('name, data, words', [
+    ('a.json', b'["a", "b"]["c"] junk', r'a\.json.* is not JSON: .*; --format=text reads'),
     ('a.jsonl', b'{"text": "a"}\n{"text": \n', r'a\.jsonl, line 2 is not JSON'),
-    ('a.jsonl', b'[' * 100_000, r'a\.jsonl, line 1 is not JSON'),
     ('a.jsonl', b'{"text": "a"}\n\n[1]\n', r'a\.jsonl, line 3'),
     ('a.csv', b'text,label\nHello, world,1\n', r'a\.csv, line 2: 1 values beyond the header'),
     ('a.csv', b'text,label\n"Hello,1\nsecond,2\n', r'a\.csv, line 3: unexpected end of data'),
     ('a.parquet', b'PAR1 not really', r'a\.parquet cannot be read as parquet')])
 def test_rows_that_cannot_be_read_are_named(tmp_path, name, data, words):
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=words) as e:
+    with pytest.raises(ValueError, match=words):
         read(tmp_path / name)
-    assert len(str(e.value)) < 600
 
 
-def test_a_column_that_python_cannot_hold_is_not_read_unless_it_is_needed(tmp_path):
-    """Python's dates, for example, end in the year 9999."""
-    pyarrow, parquet = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
-    path, when = tmp_path / 'a.parquet', pyarrow.array([10**18], pyarrow.timestamp('us'))
-    parquet.write_table(pyarrow.table({'when': when, 'body': ['abc']}), path)
-    assert read(path, text_field='body') == ['abc']
-    with pytest.raises(ValueError, match='cannot be read as parquet: date value out of range'):
-        read(path, text_field='when')
+@pytest.mark.parametrize('rows, asked, of_model, expected', [
+    ([{'text': 'a'}], 'auto', 'chatml', None), ([{'prompt': 'a', 'completion': 'b'}], 'auto', None, 'joined'),
+    ([{'prompt': 'a', 'completion': 'b'}], 'auto', 'gemma', 'gemma'),
+    ([{'prompt': 'a', 'completion': 'b'}], 'llama3', 'gemma', 'llama3'),
+    ([{'messages': []}, {'prompt': 'a', 'completion': 'b'}], 'auto', None, 'chatml')])
+def test_a_dataset_has_one_template(tmp_path, rows, asked, of_model, expected):
+    """That of the settings, else of the model, else what suits the first row. Texts have none."""
+    (tmp_path / 'a.jsonl').write_bytes(as_jsonl(rows))
+    (tmp_path / 'b.txt').write_text('text')
+    files = [open_file(str(tmp_path / name), name, 'auto') for name in ('b.txt', 'a.jsonl')]
+    assert template_of(files, asked, None, of_model) == expected
+    assert template_of(files[:1], 'auto', None, of_model) is None
+    for flags in (dict(asked='llama3'), dict(text_field='body')):
+        with pytest.raises(ValueError, match='apply to rows'):
+            template_of(files[:1], **flags)
 
-
-# -----------------------------------------------------------------------------
-# functions
 
 SOURCE = '''
 @cache
@@ -300,18 +268,23 @@ def test_documented_functions_become_prompts_and_bodies():
         '\n    return x\n']
     for row in rows:
         ast.parse(row['prompt'] + row['completion'])
+    assert list(functions_of('print "2"')) == [None]
 
 
-@pytest.mark.parametrize('rows, asked, of_model, expected', [
-    ([{'text': 'a'}], 'auto', 'chatml', None), ([{'prompt': 'a', 'completion': 'b'}], 'auto', None, 'joined'),
-    ([{'prompt': 'a', 'completion': 'b'}], 'auto', 'gemma', 'gemma'),
-    ([{'prompt': 'a', 'completion': 'b'}], 'llama3', 'gemma', 'llama3'),
-    ([{'messages': []}, {'prompt': 'a', 'completion': 'b'}], 'auto', None, 'chatml')])
-def test_a_dataset_has_one_template(tmp_path, rows, asked, of_model, expected):
-    """That of the settings, else of the model, else what suits the first row. Texts have none."""
-    (tmp_path / 'a.jsonl').write_bytes(as_jsonl(rows))
-    (tmp_path / 'b.txt').write_text('text')
-    reading = ReadConfig(template=asked)
-    files = [File(str(tmp_path / name), name, kind_of(name, "auto")) for name in ("b.txt", "a.jsonl")]
-    assert template_of(files, reading, of_model) == expected
-    assert template_of(files[:1], reading, of_model) is None
+# -----------------------------------------------------------------------------
+# validation
+
+def test_documents_are_held_out_by_hash_to_make_up_the_fraction():
+    choices = set()
+    for seed in range(20):
+        sizes = {holdout_hash(f'{i}.txt', seed): 100 * (i + 1) for i in range(6)}
+        for fraction in (0.01, 0.1, 0.5, 0.99):
+            held_out = hold_out(sizes, fraction)
+            assert 0 < len(held_out) < 6 and held_out == hold_out(dict(reversed(sizes.items())), fraction)
+            assert sum(sizes[h] for h in held_out) >= fraction * 2100 or len(held_out) == 5
+        choices.add(tuple(h in hold_out(sizes, 0.1) for h in sizes))
+    assert len(choices) > 3
+    # A document of more than half of all bytes is for training.
+    assert hold_out({b'large': 100, b'small': 1, b'tiny': 0}, 0.5) == {b'small', b'tiny'}
+    # So is one of more than twice the fraction, unless there are no others.
+    assert hold_out({b'a': 30, b'b': 10, b'c': 60}, 0.1) == {b'b'} == hold_out({b'a': 45, b'b': 10}, 0.01)

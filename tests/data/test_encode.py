@@ -1,8 +1,6 @@
 """Documents to ids: what surrounds a document, which tokens count, and the processes that share the work."""
 
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +12,7 @@ from conftest import train_bpe
 
 from hotloop.data import encode
 from hotloop.data.documents import Piece
-from hotloop.data.encode import batches_of, encode_all, encode_batch, id_type
+from hotloop.data.encode import batches_of, encode_batch, id_type
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 
 BPE = BPETokenizer(train_bpe(['one two three ' * 9], 270))
@@ -29,18 +27,19 @@ def test_a_document_is_between_its_begin_and_end_ids():
               ('train', text_piece('d', start=False)), ('train', text_piece('é'))]
     tokenizer = ByteTokenizer()
     tokenizer.bos = 1
-    encoded = encode_batch(tokenizer, pieces, eot=256)
+    encoded = encode_batch(tokenizer, 256, False, pieces)
     train, val = encoded['train'], encoded['val']
     assert train.ids.tolist() == [1, *b'ab', 256, 1, *b'cd', 256, 1, *'é'.encode(), 256]
-    assert (train.num_bytes, len(train.ends)) == (6 + 3, 3) and train.mask is None and len(val.ends) == 1
+    assert train.num_bytes == 6 + 3 and train.mask is None
     assert train.ends.tolist() == [4, 8, 12] and val.ends.tolist() == [3]
-    assert encode_batch(ByteTokenizer(), pieces)['train'].ids.tolist() == list('abcdé'.encode())
+    ids = encode_batch(ByteTokenizer(), None, False, pieces)['train'].ids
+    assert ids.tolist() == list('abcdé'.encode())
 
 
 def test_only_answers_and_the_end_count():
     """
-    A text beside a chat counts in full; an end-of-text id is not doubled, and counts if what it ends does; no
-    token straddles an answer.
+    A text beside a chat counts; an end-of-text id is not doubled, and counts if what it ends does; no token
+    straddles an answer.
     """
     chat = Piece([('ask', True, False), ('tell', False, True)], True, True, 'k')
     marked = Piece([('ask', True, False), ('<|endoftext|>', True, True)], True, True, 'k')
@@ -48,20 +47,20 @@ def test_only_answers_and_the_end_count():
     pieces = [('train', piece) for piece in (text_piece('text'), chat, marked, asked)]
     tokenizer = ByteTokenizer()
     tokenizer.bos = 0
-    encoded = encode_batch(tokenizer, pieces, eot=256)['train']
+    encoded = encode_batch(tokenizer, 256, True, pieces)['train']
     assert encoded.ids.tolist() == [0, *b'text', 256, 0, *b'asktell', 256, 0, *b'ask', 256,
                                     0, *b'tellask', 256]
-    assert encoded.mask.tolist() == [1] * 6 + [0] * 4 + [1] * 5 + [0] * 4 + [1] + [0] + [1] * 4 + [0] * 4
+    assert encoded.mask.tolist() == [0, *[1] * 5, *[0] * 4, *[1] * 5, *[0] * 4, 1, 0, *[1] * 4, *[0] * 4]
     assert encoded.mask.dtype == np.uint8 and encoded.num_bytes == 1 + 4 + 1 + 7 + 1 + 3 + 1 + 7
     apart = Piece([('one th', True, False), ('ree', False, True)], True, True, 'k')
-    ids = encode_batch(BPE, [('train', apart)])['train'].ids.tolist()
+    ids = encode_batch(BPE, None, True, [('train', apart)])['train'].ids.tolist()
     assert ids == [*BPE.encode('one th'), *BPE.encode('ree')] != BPE.encode('one three').tolist()
 
 
 def test_ids_take_two_bytes_as_long_as_they_fit():
     large = CharTokenizer(''.join(map(chr, range(0x20000, 0x20000 + 2**16))), eot=True)
     assert (id_type(CharTokenizer(large.chars)), id_type(large)) == ('<u2', '<u4')
-    ids = encode_batch(large, [('train', text_piece(large.chars[-1]))], eot=large.eot)['train'].ids
+    ids = encode_batch(large, large.eot, False, [('train', text_piece(large.chars[-1]))])['train'].ids
     assert ids.dtype == '<u4' and ids.tolist() == [2**16 - 1, 2**16]
 
 
@@ -73,23 +72,6 @@ def test_batches_keep_the_order_and_hold_a_piece_of_text(monkeypatch):
     batches = list(batches_of(iter(pieces)))
     assert [piece for batch in batches for piece in batch] == pieces
     assert 10 < len(batches) < 40 and all(batches) and list(batches_of(iter([]))) == []
-
-
-def batches(n=12):
-    rng = random.Random(1)
-    words = ['one', 'two', 'γάμμα', 'three\n']
-    return [[('train', text_piece(' '.join(rng.choices(words, k=rng.randrange(1, 500)))))] for _ in range(n)]
-
-
-@pytest.mark.skipif(sys.platform != 'linux', reason='a spawned process has its own encode_batch()')
-@pytest.mark.parametrize('failure, words', [
-    (lambda *_: os.kill(os.getpid(), signal.SIGKILL), 'a tokenizing process died.*--num_proc'),
-    (lambda *_: CharTokenizer('a').encode('b'), "lacks 1 character of the text or .*: 'b'")])
-def test_what_fails_in_a_process_is_raised_here(monkeypatch, failure, words):
-    monkeypatch.setattr(encode, 'encode_batch', failure)
-    with pytest.raises(ValueError, match=words) as e:
-        list(encode_all(BPE, iter(batches()), num_proc=2))
-    assert e.traceback[-1].path.name == 'encode.py'
 
 
 def is_running(pid):

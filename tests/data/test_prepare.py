@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +12,9 @@ from conftest import SHARED, contents, write_bins
 from test_tokenizer_source import save
 
 import prepare
-from hotloop.data.dataset import dataset_folder, read_meta
-from hotloop.data.documents import hold_out, holdout_hash
-from hotloop.data.sources import stdlib_files
+from hotloop.data.dataset import read_meta
+from hotloop.data.documents import holdout_hash
 from hotloop.data.tokenizer import CharTokenizer, tokenizer_from
-from hotloop.data.tokenizer_source import Found
 
 NOTES = {'0.txt': 'alpha\n' * 50, '1.txt': 'béta\r\n' * 60, '2.txt': 'γ' * 200, '4.txt': 'delta 😀\n' * 40,
          'sub/five.md': '# five\n'}
@@ -118,43 +115,6 @@ def test_texts_have_their_known_numbers_of_tokens(gpt2, tmp_path):
         assert [splits['train']['tokens'], splits['val']['tokens']] == expected
 
 
-def test_rows_with_answers_bring_masks_and_one_template(tmp_path, make, capsys):
-    pairs = [{'prompt': f'{i} ask', 'completion': ' tell', 'id': i} for i in range(30)]
-    (tmp_path / 'a.jsonl').write_text(as_jsonl([*pairs, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
-    meta = make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]
-    assert meta['template'] == 'joined'
-    out = capsys.readouterr().out
-    assert 'skipped 2 rows' in out and 'fields not used: id;' in out
-    assert re.search(r'instruction data in the joined template: 180 of .* \(\d\d%\) count toward', out)
-    prepare.main(['--inspect', 'x', f'--data_dir={tmp_path / "data"}'])
-    out = capsys.readouterr().out
-    assert 'instruction data in the joined template\n' in out
-    assert len(re.findall(r' token, \d+ documents, \d+ distinct ids, 5\d% of tokens in the loss\n', out)) == 2
-    for split, counts in read_meta(str(tmp_path / 'data' / 'x'))['splits'].items():
-        mask = (tmp_path / 'data' / 'x' / f'{split}.mask.bin').read_bytes()
-        assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
-
-
-@pytest.mark.parametrize('name, rows, flags, is_noted', [
-    ('a.txt', 'one<|endoftext|>two', {}, True),
-    ('a.txt', 'one<|endoftext|>two', {'separator': '<|endoftext|>'}, False),
-    ('a.jsonl', '{"text": "a<|endoftext|>"}\n{"text": "b"}\n', {}, True)])
-def test_names_of_special_ids_in_the_text_are_noted(tmp_path, make, capsys, name, rows, flags, is_noted):
-    (tmp_path / name).write_text(rows)
-    make(tmp_path / name, **flags)
-    assert ('special ids in the text, such as <|endoftext|>, are' in capsys.readouterr().out) == is_noted
-
-
-@pytest.mark.parametrize('tokenizer', ['byte', 'char', 'bpe:300'])
-@pytest.mark.parametrize('row', [{'instruction': 'Add.', 'output': ''}, {'messages': CHAT[0]['messages'][:1]},
-                                 {'text': ''}])
-def test_rows_without_any_answer_are_no_dataset(tmp_path, make, row, tokenizer):
-    path = tmp_path / 'a.jsonl'
-    path.write_text(as_jsonl([row] * 3))
-    with pytest.raises(ValueError, match=r'a\.jsonl: 0 documents, 3 rows skipped, and no text for the train'):
-        make(path, tokenizer=tokenizer)
-
-
 @pytest.mark.parametrize('row, flags', [({'prompt': 'Add.', 'completion': 'Yes'}, []),
                                         ({'text': 'Yes'}, ['--pack_rows=False'])])
 def test_the_last_line_tunes_the_model_of_the_tokenizer(tmp_path, make, capsys, row, flags):
@@ -166,36 +126,6 @@ def test_the_last_line_tunes_the_model_of_the_tokenizer(tmp_path, make, capsys, 
     command = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix('train on it with: '))
     assert command == ['python', 'train.py', 'config/lora.py', f'--init_from={run}', '--dataset=mine', *flags,
                        f'--data_dir={tmp_path / "data"}']
-
-
-def test_the_command_suits_the_context_and_the_folder_of_the_model(tmp_path, monkeypatch):
-    """A context below 512 is kept, a second tuning does not move the first aside."""
-    monkeypatch.chdir(tmp_path)
-    for folder, config, flags in (('small', {'n_positions': 64}, ['--block_size=64']),
-                                  ('llama', {'max_position_embeddings': 8192}, ['--block_size=512']),
-                                  ('out-lora', {}, ['--block_size=512', '--out_dir=out-lora-2'])):
-        os.mkdir(folder)
-        (tmp_path / folder / 'config.json').write_text(json.dumps(config))
-        command = prepare.training_command(prepare.PrepareConfig(name='mine'), Found(model=folder), True)
-        assert command.split()[3:] == [f'--init_from={folder}', '--dataset=mine', *flags]
-
-
-def test_documents_are_held_out_by_hash_to_make_up_the_fraction():
-    choices = set()
-    for seed in range(20):
-        sizes = {holdout_hash(f'{i}.txt', seed): 100 * (i + 1) for i in range(6)}
-        for fraction in (0.01, 0.1, 0.5, 0.99):
-            held_out = hold_out(sizes, fraction)
-            assert 0 < len(held_out) < 6 and held_out == hold_out(dict(reversed(sizes.items())), fraction)
-            assert sum(sizes[h] for h in held_out) >= fraction * 2100 or len(held_out) == 5
-        choices.add(tuple(h in hold_out(sizes, 0.1) for h in sizes))
-    assert len(choices) > 3
-    # a document of more than half of all bytes is trained on
-    assert hold_out({b'large': 100, b'small': 1, b'tiny': 0}, 0.5) == {b'small', b'tiny'}
-    # so is one of more than twice the fraction, unless there are no others
-    assert hold_out({b'a': 30, b'b': 10, b'c': 60}, 0.1) == {b'b'} == hold_out({b'a': 45, b'b': 10}, 0.01)
-    sizes = {holdout_hash(name, 1337): os.path.getsize(path) for name, path in stdlib_files()}
-    assert 0.05 <= sum(sizes[h] for h in hold_out(sizes, 0.05)) / sum(sizes.values()) < 0.1
 
 
 def test_equal_documents_fall_on_one_side_however_many_there_are(tmp_path, make, monkeypatch):
@@ -237,7 +167,6 @@ def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tm
     """The same: in tokens and tokenizer, whatever the settings are called, and still intact on the disk."""
     data = tmp_path / 'data'
     make(notes, val_fraction=0.5)
-    (data / 'x' / '.DS_Store').touch()  # of a file manager
     first = contents(data / 'x')
     capsys.readouterr()
     make(notes, val_fraction=0.5, num_proc=1, seed=1337)
@@ -252,9 +181,6 @@ def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tm
         f.write(b'damage')
     make(notes, val_fraction=0.5, tokenizer='char')
     assert contents(data / 'x') == second and sorted(os.listdir(data)) == ['x', 'x.1', 'x.2']
-    (data / 'new').mkdir()
-    make(notes, name='new')
-    assert sorted(os.listdir(data)) == ['new', 'x', 'x.1', 'x.2']
 
 
 @pytest.mark.parametrize('template, marks', [
@@ -279,108 +205,41 @@ def test_marks_of_a_template_are_special_ids_of_a_learned_tokenizer(tmp_path, ma
             make(tmp_path / 'a.jsonl', tokenizer=f'bpe:{256 + len(marks)}', template=template)
 
 
-def test_what_prepare_did_not_make_is_left_alone(notes, make, tmp_path):
-    """A folder of nanoGPT's, one with a dataset below it, and a file."""
-    data = tmp_path / 'data'
-    make(notes, name='deep')
-    make(notes, name='deep/er')
-    (data / 'nano').mkdir()
-    (data / 'nano' / 'train.bin').write_bytes(b'ab')
-    (data / 'file').write_text('precious')
-    before = contents(data)
-    for name in ('deep', 'nano', 'file'):
-        with pytest.raises(ValueError, match=f'{name} exists and was not created by prepare.py; choose'):
-            make(notes, name=name)
-    assert contents(data) == before
-
-
-def test_the_names_that_datasets_get(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for source, name in (('notes/', 'notes'), ('book.txt.gz', 'book'), ('-', 'stdin'), ('.', tmp_path.name),
-                         ('https://x.org/a/pages.jsonl.xz?raw=1', 'pages'), ('wikitext2', 'wikitext2'),
-                         ('Moby Dick, or: the Whale.txt', 'Moby Dick_ or_ the Whale'),
-                         ('a.partial.txt', 'a_partial')):
-        assert prepare.default_name([source]) == name
-        dataset_folder('data', name)
-    for sources in (['a.txt', 'b.txt'], ['*.txt'], ['*.txt', '-', 'stdlib', 'https://x.org/a']):
-        with pytest.raises(ValueError, match='give the dataset a name with --name'):
-            prepare.default_name(sources)
-
-
-@pytest.mark.parametrize('settings, words', [
-    (dict(tokenizer='gpt9'), r"tokenizer='gpt9' is not one of byte, char, bpe:SIZE \(257 to 1,048,576\)"),
-    (dict(tokenizer='bpe:256'), 'is not one of'),
-    (dict(val_fraction=0), 'val_fraction=0.0 must be between 0'), (dict(num_proc=0), 'must be at least 1'),
-    (dict(val='a', val_fraction=0.1), 'remove val_fraction'), (dict(name='a:b'), 'without a comma'),
-    (dict(text_field='a'), "text_field='a' .*rows"),
-    (dict(template='chatml'), "template='chatml' applies to rows, and .* has none"),
-    (dict(name='../x'), 'must be a name inside'),
-    (dict(val='shakespeare'), 'prepared alone'), (dict(separator='===='), "separator='===='"),
-    ('', r'a\.txt contains no text'), ('a', 'no text for the train split')])
-def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, settings, words):
-    """So is a source, given here instead of settings, that has too little text."""
-    is_text = isinstance(settings, str)
-    (tmp_path / 'a.txt').write_text(settings if is_text else 'text ' * 9)
-    with pytest.raises(ValueError, match=words):
-        make(tmp_path / 'a.txt', **({} if is_text else settings))
-    assert not (tmp_path / 'data').exists() or os.listdir(tmp_path / 'data') == []
-
-
-def test_inspect_shows_counts_and_a_window(tmp_path, capsys):
-    """The window shows document ends, and in brackets what does not count toward the loss."""
-    ids = [*b'ab\n', 256, *b'cd', 256, 256]
-    mask = np.array([1, 1, 1, 1, 0, 0, 1, 1])
-    write_bins(tmp_path / 'x', [0] * 8 + ids, ids, masks={'train': np.append(np.ones(8), mask), 'val': mask})
-    write_bins(tmp_path / 'padded', [1, 2, 300, 301], [], tokenizer={'kind': 'char', 'chars': 'abc'})
-    write_bins(tmp_path / 'one', [256], [])
-    prepare.main(['--inspect', 'padded', 'one', 'x', f'--data_dir={tmp_path}'])
+def test_rows_with_answers_bring_masks_one_template_and_tasks(tmp_path, make, capsys):
+    """The held-out rows are written beside the bins. Rows without an answer are counted and left out."""
+    rows = [{'prompt': f'{i} ask', 'completion': ' tell', 'id': i} for i in range(30)]
+    (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
+    meta = make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]
+    assert meta['template'] == 'joined'
     out = capsys.readouterr().out
-    assert 'train: 1 token, 0.00 bytes per token, 1 distinct id\n' in out
-    assert 'train: 4 tokens, 0.50 bytes per token' in out and 'val: 0 tokens' in out
-    assert 'byte tokenizer of 257 ids, uint16, from by hand' in out
-    assert 'train: 16 tokens, 0.81 bytes per token, 7 distinct ids' in out
-    assert 'most frequent: "\\x00" 50.0%, "<|endoftext|>" 18.8%' in out
-    assert 'from position 8: ab\\n<|endoftext|>[cd]<|endoftext|><|endoftext|>\n' in out
-    with pytest.raises(ValueError, match='y does not exist; make it with'):
-        prepare.main(['--inspect', 'y', f'--data_dir={tmp_path}'])
+    assert 'skipped 2 rows' in out
+    assert re.search(r'instruction data in the joined template: 180 of .* \(\d\d%\) count toward', out)
+    folder = tmp_path / 'data' / 'x'
+    for split, counts in meta['splits'].items():
+        mask = (folder / f'{split}.mask.bin').read_bytes()
+        assert len(mask) == counts['tokens'] and sum(mask) == 6 * counts['documents']  # ' tell' and its end
+    held = [json.loads(line) for line in (folder / 'val.jsonl').read_text().splitlines()]
+    assert len(held) == meta['splits']['val']['documents'] and all(row in rows for row in held)
 
 
-def test_functions_of_a_file_are_held_out_together(tmp_path, monkeypatch, capsys):
+def test_functions_of_a_file_are_held_out_together(tmp_path, make, capsys):
     """The held-out files are those of the same texts, so a model of the texts has not seen them."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / 'code').mkdir()
     for i in range(20):
         body = ''.join(f'def f{n}():\n    """File {i}."""\n    return {n}\n' for n in range(1 + i % 3))
         (tmp_path / 'code' / f'm{i}.py').write_text(body)
     (tmp_path / 'code' / 'not.py').write_text('print "2"')
-    prepare.main(['code', '--format=functions', '--name=rows'])
-    out = capsys.readouterr().out
-    assert 'skipped 1 file that this Python cannot parse: code/not.py: ' in out
-    assert 'instruction data in the joined template' in out
-    lines = (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()
-    held = [json.loads(line) for line in lines]
-    files = [row['prompt'].split('File ')[1].split('.')[0] for row in held]
+    make(tmp_path / 'code', format='functions')
+    assert 'skipped 1 row of functions' in capsys.readouterr().out
+    lines = (tmp_path / 'data' / 'x' / 'val.jsonl').read_text().splitlines()
+    files = [json.loads(line)['prompt'].split('File ')[1].split('.')[0] for line in lines]
     hashes = sorted(holdout_hash(f'm{i}.py', 1337) for i in range(20))
     assert files and {holdout_hash(f'm{i}.py', 1337) for i in files} <= set(hashes[:5])
     assert all(files.count(i) == 1 + int(i) % 3 for i in files)
 
 
-def test_held_out_rows_with_answers_are_kept_as_tasks(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{'instruction': f'Add {i} and 1.', 'output': f'{i} + 1'} for i in range(50)]
-    rows += [{'messages': [{'role': 'user', 'content': 'Hi.'}]}]
-    (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
-    prepare.main(['rows.jsonl'])
-    held = [json.loads(line) for line in (tmp_path / 'data' / 'rows' / 'val.jsonl').read_text().splitlines()]
-    assert 0 < len(held) < 20 and all(row in rows[:50] for row in held)
-    assert read_meta('data/rows')['splits']['val']['documents'] == len(held)
-    (tmp_path / 'more.jsonl').write_bytes((tmp_path / 'rows.jsonl').read_bytes())
-    prepare.main(['rows.jsonl', '--val=more.jsonl', '--name=all'])
-    assert len((tmp_path / 'data' / 'all' / 'val.jsonl').read_text().splitlines()) == 50
-
-
-def test_names_decide_what_is_held_out_and_empty_files_are_not_documents(tmp_path, make, capsys):
-    """Files of one name in several folders are documents of their own, and a file counts once."""
+def test_names_decide_what_is_held_out_and_a_file_counts_once(tmp_path, make):
+    """Files of one name in several folders are documents of their own; empty ones are not documents."""
     paths = [tmp_path / 'books' / name / 'text.txt' for name in ('alice', 'bob', 'carol', 'dan')]
     for path in paths:
         path.parent.mkdir(parents=True)
@@ -389,19 +248,61 @@ def test_names_decide_what_is_held_out_and_empty_files_are_not_documents(tmp_pat
     for sources in (paths, [tmp_path / 'books', *paths]):
         documents, _ = make(*sources)
         assert len(documents['train']) + len(documents['val']) == 4 and documents['val']
-    assert 'of the text is held out, not 10%, because documents stay complete' in capsys.readouterr().out
+
+
+def test_the_names_that_datasets_get(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for source, name in (('notes/', 'notes'), ('book.txt.gz', 'book'), ('.', tmp_path.name),
+                         ('https://x.org/a/pages.jsonl.xz?raw=1', 'pages'), ('wikitext2', 'wikitext2'),
+                         ('fineweb_edu:1', 'fineweb_edu')):
+        assert prepare.default_name([source]) == name
+    for sources in (['a.txt', 'b.txt'], ['*.txt'], ['-'], ['Moby Dick, or: the Whale.txt']):
+        with pytest.raises(ValueError, match='give the dataset a name with --name'):
+            prepare.default_name(sources)
+
+
+@pytest.mark.parametrize('settings, words', [
+    (dict(tokenizer='gpt9'), "tokenizer='gpt9' is not one of"), (dict(tokenizer='bpe:256'), 'is not one of'),
+    (dict(val_fraction=0), 'val_fraction=0.0'), (dict(val='a', val_fraction=0.1), 'remove val_fraction'),
+    (dict(name='a:b'), 'without a comma'), (dict(name='../x'), 'must be a name inside'),
+    (dict(text_field='a'), "text_field='a' apply"), (dict(template='chatml'), "template='chatml' and"),
+    (dict(val='shakespeare'), 'prepared alone'), (dict(name='nano'), 'nano exists and was not created by'),
+    ('', r'a\.txt has no text for the train split'), ('a', 'no text for the train split')])
+def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, settings, words):
+    """So is a source, given here instead of settings, that has too little text."""
+    nano = tmp_path / 'data' / 'nano'
+    nano.mkdir(parents=True)
+    (nano / 'train.bin').write_bytes(b'ab')
+    is_text = isinstance(settings, str)
+    (tmp_path / 'a.txt').write_text(settings if is_text else 'text ' * 9)
+    with pytest.raises(ValueError, match=words):
+        make(tmp_path / 'a.txt', **({} if is_text else settings))
+    assert contents(tmp_path / 'data') == {'nano/train.bin': b'ab'}
+
+
+def test_inspect_shows_counts_and_a_window(tmp_path, capsys):
+    ids = [*b'ab\n', 256, *b'cd', 256, 256]
+    mask = np.array([1, 1, 1, 1, 0, 0, 1, 1])
+    write_bins(tmp_path / 'x', [0] * 8 + ids, ids, masks={'train': np.append(np.ones(8), mask), 'val': mask})
+    write_bins(tmp_path / 'padded', [1, 2, 300, 301], [], tokenizer={'kind': 'char', 'chars': 'abc'})
+    prepare.main(['--inspect', 'padded', 'x', f'--data_dir={tmp_path}'])
+    out = capsys.readouterr().out
+    assert 'train: 4 tokens, 4 in the loss, 0.50 bytes per token' in out and 'val: 0 tokens' in out
+    assert 'byte tokenizer of 257 ids, uint16, template None, from by hand' in out
+    assert 'train: 16 tokens, 14 in the loss, 0.81 bytes per token, 7 distinct ids' in out
+    assert '\n           8  \\x00\n           3  <|endoftext|>\n' in out
+    assert 'from 8: ab\\n<|endoftext|>cd<|endoftext|><|endoftext|>\n' in out
+    with pytest.raises(ValueError, match='y does not exist; make it with'):
+        prepare.main(['--inspect', 'y', f'--data_dir={tmp_path}'])
 
 
 def test_settings_are_resolved_before_anything_is_read():
     """The user's first, then the corpus's. A corpus with validation files of its own holds nothing out."""
-    default, reading = prepare.PrepareConfig(num_proc=1), prepare.ReadConfig()
-
     def resolved(*sources, **settings):
-        cfg, found = prepare.resolve(replace(default, **settings), reading, sources=list(sources))
-        return cfg.name, cfg.tokenizer, cfg.val_fraction, found.separator
-    assert resolved('stdlib') == ('stdlib', 'bpe:1024', 0.05, None)
-    assert resolved('a.txt') == ('a', 'byte', 0.1, None)
-    assert resolved('a.txt', name='b', val='c.txt', tokenizer='char') == ('b', 'char', None, None)
-    assert resolved('tinystories') == ('tinystories', 'gpt2', None, '<|endoftext|>')
+        cfg = prepare.resolve(prepare.PrepareConfig(**settings), list(sources))
+        return cfg.name, cfg.tokenizer, cfg.val_fraction
+    assert resolved('stdlib') == ('stdlib', 'bpe:1024', 0.05)
+    assert resolved('a.txt') == ('a', 'byte', 0.1)
+    assert resolved('a.txt', name='b', tokenizer='char') == ('b', 'char', 0.1)
+    assert resolved('tinystories') == ('tinystories', 'gpt2', None)
     assert resolved('tinystories', val_fraction=0.2)[2] == 0.2
-    assert default == prepare.PrepareConfig(num_proc=1) and reading == prepare.ReadConfig()

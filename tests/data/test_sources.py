@@ -2,16 +2,16 @@
 
 import io
 import os
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import contents
 
-from hotloop.data.documents import ReadConfig, documents_in
+from hotloop.data.documents import Reading, documents_in
 from hotloop.data.sources import (
     CORPORA,
-    check_kinds,
     files_of,
     find_corpus,
     missing_dataset,
@@ -42,7 +42,7 @@ def make(folder, *names):
 # files and folders
 
 @pytest.mark.parametrize('name, kind', [
-    ('a.txt', 'text'), ('a', 'text'), ('a.unknown', 'text'), ('A.TXT.GZ', 'text'), ('a.jsonl', 'jsonl'),
+    ('a.txt', 'text'), ('a', 'text'), ('a.unknown', 'text'), ('a.jsonl', 'jsonl'),
     ('a.ndjson.xz', 'jsonl'), ('a.json', 'json'), ('a.json.zst', 'json'), ('a.csv.bz2', 'csv'),
     ('a.tsv', 'csv'), ('a.parquet', 'parquet')])
 def test_the_name_decides_the_kind_unless_the_settings_do(tmp_path, files, name, kind):
@@ -60,12 +60,12 @@ def test_an_archive_is_refused(tmp_path, files, name):
 
 def test_a_folder_is_its_text_files_in_order(tmp_path, files, capsys):
     """Hidden files and datasets are not entered; another format takes all files."""
-    make(tmp_path, 'b.txt', 'a/z.md', 'a/rows.jsonl.gz', 'a/.hidden.txt', '.git/config.txt', 'image.png',
+    make(tmp_path, 'b.txt', 'a/z.md', 'a/rows.jsonl', 'a/.hidden.txt', '.git/config.txt', 'image.png',
          'shard.bin', 'data/x/meta.json', 'data/x/train.bin', 'data/x/notes.txt')
-    assert files(tmp_path) == [('a/rows.jsonl.gz', 'jsonl'), ('a/z.md', 'text'), ('b.txt', 'text')]
+    assert files(tmp_path) == [('a/rows.jsonl', 'jsonl'), ('a/z.md', 'text'), ('b.txt', 'text')]
     assert 'left out 2 files of other suffixes;' in capsys.readouterr().err
     assert [name for name, _ in files(tmp_path, format='text')] == [
-        'a/rows.jsonl.gz', 'a/z.md', 'b.txt', 'image.png', 'shard.bin']
+        'a/rows.jsonl', 'a/z.md', 'b.txt', 'image.png', 'shard.bin']
     with pytest.raises(ValueError, match='is a dataset; train on it, or prepare what it was made from'):
         files(tmp_path / 'data' / 'x')
 
@@ -159,7 +159,7 @@ def test_a_corpus_comes_from_the_hub_with_its_validation_files(tmp_path, reposit
         repository['roneneldan/TinyStories', f'TinyStoriesV2-GPT4-{name}.txt'] = name.encode()
     train, val = open_corpus(CORPORA['tinystories'], str(tmp_path))
     assert [(file.name, file.kind) for file in train + val] == [
-        ('TinyStoriesV2-GPT4-train.txt', 'text'), ('TinyStoriesV2-GPT4-valid.txt', 'text')]
+        ('TinyStoriesV2-GPT4-train.txt', 'texts'), ('TinyStoriesV2-GPT4-valid.txt', 'texts')]
     assert Path(train[0].path).read_bytes() == b'train'
     out = capsys.readouterr().out
     assert 'license CDLA-Sharing-1.0; 2 files to download, about 2.3 GB; needs 3.4 GB of disk' in out
@@ -183,16 +183,8 @@ def test_lines_of_wikitext_become_one_document(tmp_path, repository):
         repository['Salesforce/wikitext', path] = out.getvalue()
     train, val = open_corpus(CORPORA['wikitext2'], str(tmp_path))
     for files, split in ((train, 'train'), (val, 'validation')):
-        piece, = documents_in(files, ReadConfig())
+        piece, = documents_in(files, Reading(), Counter())
         assert piece.parts == [(f' \n = {split} = \n \n', False, True)]
-
-
-@pytest.mark.parametrize('kinds', [{'joined'}, {'text'}])
-@pytest.mark.parametrize('settings', [dict(text_field='page'), dict(template='chatml')])
-def test_settings_of_rows_need_rows(kinds, settings):
-    with pytest.raises(ValueError, match='applies to rows, and wikitext2 has none'):
-        check_kinds(kinds, ReadConfig(**settings), 'wikitext2')
-    check_kinds(kinds | {'jsonl'}, ReadConfig(**settings), 'wikitext2')
 
 
 def test_every_corpus_says_what_it_is():

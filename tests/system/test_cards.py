@@ -21,7 +21,6 @@ import prepare
 import sample
 import train
 from configurator import configure
-from hotloop.data.documents import ReadConfig
 from hotloop.data.sources import CORPORA
 from hotloop.training.dataloader import share_batch
 from hotloop.weights.load import Weights
@@ -226,7 +225,7 @@ def test_the_table_can_fail(observe):
 
 
 def test_no_setting_can_be_assigned_after_the_settings_are_resolved():
-    for cls in (*SETTINGS, SampleConfig, PrepareConfig, ReadConfig):
+    for cls in (*SETTINGS, SampleConfig, PrepareConfig):
         for field in dataclasses.fields(cls):
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(cls(), field.name, None)
@@ -236,7 +235,7 @@ def test_no_setting_can_be_assigned_after_the_settings_are_resolved():
 # --help
 
 @pytest.mark.parametrize('program, classes', [
-    (train, SETTINGS), (sample, (SampleConfig,)), (prepare, (PrepareConfig, ReadConfig))])
+    (train, SETTINGS), (sample, (SampleConfig,)), (prepare, (PrepareConfig,))])
 def test_help_lists_every_setting(program, classes, capsys):
     """With its default, its own comment and its section, in the order of the source."""
     with pytest.raises(SystemExit) as end:

@@ -193,10 +193,9 @@ def test_a_mixture_of_rows(data_dir):
 def test_a_run_masks_documents_in_training_and_evaluation_and_resumes(train_tiny, tmp_path, capsys):
     """Of about 30 bytes, each with an end-of-text id."""
     words = np.random.default_rng(0).integers(97, 107, 9000).astype(np.uint8).tobytes().decode()
-    text = '<|endoftext|>'.join(words[i:i + 20 + i % 7 * 3] for i in range(0, 8900, 30))
+    text = '\n<|endoftext|>\n'.join(words[i:i + 20 + i % 7 * 3] for i in range(0, 8900, 30))
     (tmp_path / 'texts.txt').write_text(text, encoding='utf-8')
-    prepare.main([str(tmp_path / 'texts.txt'), f'--data_dir={tmp_path}', '--separator=<|endoftext|>',
-                  '--tokenizer=byte'])
+    prepare.main([str(tmp_path / 'texts.txt'), f'--data_dir={tmp_path}'])
     settings = dict(dataset='texts', data_dir=tmp_path, block_size=T)
     train_tiny('plain', **settings)
     train_tiny('masked', **settings, document_mask=True)
