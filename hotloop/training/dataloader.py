@@ -12,7 +12,7 @@ from hotloop.data.dataset import Dataset, command_for, open_bin
 
 
 class Split:
-    """One bin of a dataset, memory-mapped: windows of T tokens, whose targets are the next tokens."""
+    """One bin of a dataset, memory-mapped, in windows of T tokens; targets are the next tokens."""
 
     def __init__(self, folder, name, meta, T, document_mask=False):
         self.folder = folder
@@ -42,17 +42,18 @@ class Split:
         if document_mask:
             self.end_id = meta.get('eot')
             if self.end_id is None or self.mask is not None:
-                raise ValueError('document_mask=True needs texts and the id that ends each of them, '
-                                 f'which {folder} does not have; prepare it with a tokenizer that '
-                                 'has one, like gpt2 or bpe:4096; for rows use --pack_rows')
+                raise ValueError(f'document_mask=True needs texts and the id that ends each, which '
+                                 f'{folder} does not have; prepare it with a tokenizer that has '
+                                 'one, like gpt2 or bpe:4096; for rows use --pack_rows')
 
     def check_ids(self, vocab_size):
-        """Raise ValueError if a token is not below vocab_size; a GPU would fail without a reason."""
+        """Raise ValueError if a token is not below vocab_size; a GPU would give no reason."""
         if not self.meta['foreign'] and self.meta['vocab_size'] <= vocab_size:
             return  # prepare.py writes valid ids, and reading all of them may take minutes
         if self.tokens.max() >= vocab_size:
             dataset = Dataset(os.path.basename(self.folder), self.folder, self.meta, 1.0)
-            command = command_for(dataset, os.path.dirname(self.folder), {'kind': ''}, 'RUN_OR_MODEL')
+            data_dir = os.path.dirname(self.folder)
+            command = command_for(dataset, data_dir, {'kind': ''}, 'RUN_OR_MODEL')
             raise ValueError(f'{self.path} has token id {self.tokens.max()}, but the vocabulary of '
                              f'the model has {vocab_size} ids; prepare it with the tokenizer of '
                              f'the model: {command}')
@@ -109,7 +110,7 @@ def gather(tokens, mask, starts, T, end_id):
     """
     positions = starts[:, None] + torch.arange(T + 1, device=starts.device)  # (B, T + 1)
     beyond = positions >= len(tokens)
-    positions = positions.masked_fill(beyond, 0)  # any token, because those before do not attend to it
+    positions = positions.masked_fill(beyond, 0)  # any token, which those before do not see
     ids = torch.as_tensor(tokens[positions]).long()
     if tokens.dtype == torch.int16:
         ids &= 0xffff  # a GPU has no uint16
@@ -203,7 +204,7 @@ class Batches:
         return step * self.global_batch + self.shift
 
     def step(self, step):
-        """Return the unmasked targets of the global batch, and load() of each micro-batch of this process."""
+        """Return the targets of the global batch, and a load() for each micro-batch of this process."""
         index = np.arange(self.windows_before(step), self.windows_before(step + 1))
         starts = self.split.starts(self.seed, index)
         num_targets = self.split.num_targets(starts)

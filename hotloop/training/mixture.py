@@ -65,7 +65,7 @@ class Mixture:
 
 @functools.lru_cache(maxsize=2)  # a step can meet two blocks
 def interleave(seed, block, shares):
-    """Return the split of each window of a block, and for each split how many of its come before."""
+    """Return the split of each window of a block, and how many of each split come before it."""
     split_of = np.repeat(np.arange(len(shares)), shares)
     split_of = np.random.default_rng((seed, block)).permutation(split_of)
     return split_of, [np.cumsum(split_of == k) - 1 for k in range(len(shares))]
@@ -73,8 +73,9 @@ def interleave(seed, block, shares):
 
 def open_split(datasets, name, T, document_mask=False, pack_rows=False):
     """
-    Open the Split 'train' or 'val' of one Dataset, or the Mixture of several. document_mask: windows
-    carry the documents of their tokens. pack_rows: windows are of complete rows.
+    Open the Split 'train' or 'val' of one Dataset, or the Mixture of several.
+
+    document_mask: windows carry the documents of their tokens. pack_rows: windows hold complete rows.
     """
     splits = []
     for dataset in datasets:
@@ -83,8 +84,9 @@ def open_split(datasets, name, T, document_mask=False, pack_rows=False):
             continue
         split = Split(dataset.folder, name, dataset.meta, T, document_mask)
         if split.num_tokens <= T:
-            raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for a window of '
-                             f'block_size={T} and its target; use more text or a smaller block_size')
+            raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for a window '
+                             f'of block_size={T} and its target; use more text or a smaller '
+                             'block_size')
         splits.append(split)
     if len(splits) == 1:
         return splits[0]

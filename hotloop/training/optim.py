@@ -1,21 +1,93 @@
-"""Muon, and the assignment of parameters to optimizers."""
+"""Muon, 8-bit AdamW, and the assignment of parameters to optimizers."""
 
 import inspect
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
-from hotloop.training.adamw8bit import adamw8bit
 from hotloop.training.shard import local, matrices_to_rows, rows_to_matrices
 
 NS_STEPS = 5
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's, https://kellerjordan.github.io/posts/muon
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon
 
+
+def build_optimizers(model, cfg, env):
+    """
+    Make [AdamW] with nanoGPT's two groups, or [AdamW, Muon], which takes the matrices inside
+    blocks. Vectors do not decay. Each group has 'peak', its highest learning rate.
+    """
+    lr = cfg.learning_rate
+    decay = cfg.weight_decay
+    embedding = model.transformer.wte.weight
+    rows = {}
+    if cfg.optimizer == 'muon':
+        rows = matrix_rows(model)
+    trained = [p for p in model.parameters() if p.requires_grad]  # adapters alone, if there are any
+    vectors = [p for p in trained if p.dim() < 2]
+    matrices = [p for p in trained if p.dim() >= 2 and p not in rows]
+    groups = [{'params': matrices, 'weight_decay': decay, 'peak': lr},
+              {'params': vectors, 'weight_decay': 0.0, 'peak': lr}]
+    if cfg.optimizer == 'muon':
+        groups[0]['params'] = [p for p in matrices if p is not embedding]
+        groups.append({'params': [embedding], 'weight_decay': decay, 'peak': lr})
+    if cfg.optimizer == 'adamw8bit':
+        return [adamw8bit(groups, lr, (cfg.beta1, cfg.beta2))]
+    # fused: one kernel per group, which skips the update where train_step's found_inf is 1
+    optimizers = [AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True)]
+    if cfg.optimizer == 'muon':
+        optimizers.append(Muon(rows, cfg.muon_lr, cfg.muon_momentum, decay, env))
+    return optimizers
+
+
+def matrix_rows(model):
+    """Return {parameter: [rows of each independent matrix in it]} of the matrices inside blocks."""
+    c = model.config
+    rows = {p: [p.size(0)] for p in model.transformer.h.parameters() if p.dim() == 2}
+    kv_rows = c.n_kv_head * c.head_dim
+    for block in model.transformer.h:
+        rows[block.attn.c_attn.weight] = [c.n_head * c.head_dim, kv_rows, kv_rows]
+        if c.is_gated:
+            rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]  # up, gate
+    return rows
+
+
+class Uncompiled:
+    """Methods of torch.optim.Optimizer without wrappers that import torch._dynamo for a second."""
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+
+
+class AdamW(Uncompiled, torch.optim.AdamW):
+    """torch.optim.AdamW, whose steps are never part of a compiled graph."""
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+def adamw8bit(groups, lr, betas):
+    """
+    Make the AdamW8bit of bitsandbytes (arXiv 2110.02861). Moments of 4,096 values and more are
+    uint8, with a scale for each 256; smaller ones are float32.
+    """
+    import bitsandbytes
+
+    class AdamW8bit(bitsandbytes.optim.AdamW8bit):
+        """With found_inf set to 1 a step changes nothing."""
+
+        def step(self):
+            if not self.found_inf.item():  # waits for the device, as bitsandbytes does anyway
+                super().step()
+
+    return AdamW8bit(groups, lr, betas)
+
+
+# -----------------------------------------------------------------------------
+# Muon
 
 def orthogonalize(G, dtype):
     """
-    G, (N, m, n), m <= n, with all singular values near 1 (0.7 to 1.2), by a Newton-Schulz iteration in
-    dtype, which is also that of the result.
+    Set all singular values of matrices near 1 (0.7 to 1.2) by a Newton-Schulz iteration in dtype.
+    G: (N, m, n), m <= n.
     """
     a, b, c = NS_COEFFICIENTS
     X = G.to(dtype)
@@ -27,35 +99,26 @@ def orthogonalize(G, dtype):
     return X
 
 
-class Uncompiled:
-    """Methods of torch.optim.Optimizer without the wrappers, which import torch._dynamo. That takes 2 s."""
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
-    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
-
-
-class AdamW(Uncompiled, torch.optim.AdamW):
-    """torch.optim.AdamW, whose steps are never part of a compiled graph."""
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-
-
 class Muon(Uncompiled, torch.optim.Optimizer):
     """
-    Orthogonalized momentum: each matrix moves by an update whose singular values are all near 1. Matrices of
-    one shape are stacked and divided among processes; torch.optim.Muon is slower: one at a time. rows:
-    {parameter: [rows of each matrix in it]}. With found_inf set to 1 a step changes nothing.
+    Orthogonalized momentum: each matrix moves by an update whose singular values are all near 1.
+    Matrices of one shape are stacked, because torch.optim.Muon, one matrix at a time, is slower;
+    each process computes its share of them. With found_inf set to 1 a step changes nothing.
     """
 
     def __init__(self, rows, lr, momentum, weight_decay, env):
+        """rows: as matrix_rows() returns them."""
         defaults = {'lr': lr, 'peak': lr, 'momentum': momentum, 'weight_decay': weight_decay}
         super().__init__(list(rows), defaults)
-        self.rows, self.env, self.growths = rows, env, {}
-        self.sharded = any(local(p) is not p for p in rows)
+        self.rows = rows
+        self.env = env
+        self.growths = {}
+        self.is_sharded = any(local(p) is not p for p in rows)
         self.found_inf = torch.zeros((), device=env.device)
-        # bf16 takes half the time where the run computes in it, and the iteration tolerates its rounding
+        # bf16 takes half the time where the run computes in it, and the iteration tolerates it
         self.dtype = torch.bfloat16 if env.dtype == torch.bfloat16 else torch.float32
         self.orthogonalize = orthogonalize
-        if env.compile and env.device.type == 'cuda':  # on a CPU it is only matmuls, with nothing to fuse
+        if env.compile and env.device.type == 'cuda':  # on a CPU there is nothing to fuse
             self.orthogonalize = torch.compile(orthogonalize, dynamic=False)
 
     @torch.no_grad()
@@ -68,107 +131,69 @@ class Muon(Uncompiled, torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]['momentum_buffer'] = torch.zeros_like(p)
                 weights.append(local(p))
-                grads.append(torch.where(self.found_inf > 0, 0.0, local(p.grad)))  # 0 * inf would be NaN
+                grads.append(torch.where(self.found_inf > 0, 0.0, local(p.grad)))  # 0 * inf is NaN
                 buffers.append(local(self.state[p]['momentum_buffer']))
                 buffers[-1].lerp_(grads[-1], (1 - momentum) * keep)
-            nesterov = torch._foreach_lerp(grads, buffers, momentum)
+            directions = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's
             torch._foreach_mul_(weights, 1 - group['lr'] * group['weight_decay'] * keep)
-            if self.sharded:
-                self.update_rows(params, nesterov, -group['lr'] * keep)
+            scale = -group['lr'] * keep
+            if self.is_sharded:
+                self.update_rows(params, directions, scale)
             else:
-                self.update(params, [self.rows[p] for p in params], nesterov, -group['lr'] * keep)
+                self.update(weights, [self.rows[p] for p in params], directions, scale)
+
+    def update(self, weights, rows, directions, scale):
+        """Add scale x the orthogonalized directions to weights. rows: of the matrices in each."""
+        by_shape = {}
+        for weight, sizes, direction in zip(weights, rows, directions, strict=True):
+            for part, matrix in zip(weight.split(sizes), direction.split(sizes), strict=True):
+                # a tall matrix has fewer singular values than rows, which would move too little
+                growth = max(part.size(0) / part.size(1), 1.0) ** 0.5
+                if growth > 1:
+                    part, matrix = part.T, matrix.T
+                by_shape.setdefault(matrix.shape, []).append((part, matrix, growth))
+        for entries in by_shape.values():
+            parts, matrices, growths = zip(*entries, strict=True)
+            if growths not in self.growths:  # uploaded once: a copy in each step would wait
+                growth = torch.tensor(growths, device=scale.device)
+                self.growths[growths] = growth[:, None, None]
+            updates = self.orthogonalize_shared(torch.stack(matrices))  # (N, m, n)
+            updates = updates * (scale * self.growths[growths])  # float32
+            torch._foreach_add_(parts, updates.unbind())
+
+    def orthogonalize_shared(self, stack):
+        """Orthogonalize N matrices, of which each process computes its share and receives all."""
+        world, rank = self.env.world, self.env.rank
+        if world == 1 or self.is_sharded:
+            return self.orthogonalize(stack, self.dtype)
+        share = -(-len(stack) // world)
+        padded = F.pad(stack, (0, 0, 0, 0, 0, world * share - len(stack)))
+        mine = self.orthogonalize(padded[rank * share:(rank + 1) * share], self.dtype)
+        gathered = mine.new_empty(padded.shape)  # in bf16 half the traffic of float32
+        # torch 2.13 renamed all_gather_into_tensor
+        all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+        all_gather(gathered, mine)
+        return gathered[:len(stack)]
 
     def update_rows(self, params, directions, scale):
         """
-        update() of sharded parameters: this process has some rows of each. It receives all rows of its share
-        of the directions, orthogonalizes these, and gives the rows back.
+        Run update() on sharded parameters, of which this process has some rows. It receives all
+        rows of its share of the directions, orthogonalizes these, and returns the rows.
         """
-        by_shape, world, one = {}, self.env.world, torch.ones_like(scale)
+        by_shape, world = {}, self.env.world
         for p, direction in zip(params, directions, strict=True):
             by_shape.setdefault((p.shape, tuple(self.rows[p])), []).append((local(p), direction))
         for (shape, rows), pairs in by_shape.items():
-            r, share = -(-shape[0] // world), -(-len(pairs) // world)
+            share = -(-len(pairs) // world)
             # padded: neither the matrices nor their rows need divide evenly
-            stack = scale.new_zeros(world * share, r, shape[1], dtype=self.dtype)
+            padded_shape = world * share, -(-shape[0] // world), shape[1]
+            stack = scale.new_zeros(padded_shape, dtype=self.dtype)
             for padded, (_, direction) in zip(stack, pairs, strict=False):
                 padded[:len(direction)] = direction
             matrices = rows_to_matrices(stack, world)
             updates = torch.zeros_like(matrices)
-            mine = min(max(len(pairs) - self.env.rank * share, 0), share)
-            self.update(updates[:mine, :shape[0]], [rows] * mine, matrices[:mine, :shape[0]], one)
-            stack = matrices_to_rows(updates, world)
-            for padded, (weights, _) in zip(stack, pairs, strict=False):
-                weights.add_(padded[:len(weights)].float() * scale)
-
-    def update(self, params, rows, directions, scale):
-        """
-        Adds scale x the orthogonalized directions to params, all matrices of one shape at a time. rows: those
-        of the matrices in each.
-        """
-        by_shape = {}
-        for param, sizes, direction in zip(params, rows, directions, strict=True):
-            for weights, part in zip(param.split(sizes), direction.split(sizes), strict=True):
-                # a tall matrix has fewer singular values than rows, so its rows would move too little
-                growth = max(part.size(0) / part.size(1), 1.0) ** 0.5
-                if growth > 1:
-                    weights, part = weights.T, part.T
-                by_shape.setdefault(part.shape, []).append((weights, part, growth))
-        for matrices in by_shape.values():
-            weights, parts, growths = zip(*matrices, strict=True)
-            if growths not in self.growths:  # uploaded once: a copy in each step would wait for the GPU
-                self.growths[growths] = torch.tensor(growths, device=scale.device)[:, None, None]
-            updates = self.orthogonalize_shared(parts) * (scale * self.growths[growths])  # (N, m, n), float32
-            torch._foreach_add_(weights, updates.unbind())
-
-    def orthogonalize_shared(self, parts):
-        """Each process orthogonalizes its share of N (m, n) matrices and receives all of them, (N, m, n)."""
-        world, rank = self.env.world, self.env.rank
-        if world == 1 or self.sharded:
-            return self.orthogonalize(torch.stack(parts), self.dtype)
-        share = -(-len(parts) // world)
-        mine = parts[rank * share:(rank + 1) * share]
-        missing = share - len(mine)  # on the last processes, if the matrices do not divide evenly
-        stack = torch.stack((*mine, *[torch.zeros_like(parts[0])] * missing))
-        mine = self.orthogonalize(stack, self.dtype)
-        gathered = mine.new_empty(share * world, *mine.shape[1:])  # in bf16 half the traffic of float32
-        # torch 2.13 renamed all_gather_into_tensor
-        all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
-        all_gather(gathered, mine.contiguous())
-        return gathered[:len(parts)]
-
-
-def build_optimizers(model, cfg, env):
-    """
-    [AdamW] with nanoGPT's two groups, or [AdamW, Muon]; Muon takes the matrices inside
-    blocks. Vectors and scalars do not decay. Each group has 'peak', its highest learning rate.
-    """
-    use_muon, lr, decay = cfg.optimizer == 'muon', cfg.learning_rate, cfg.weight_decay
-    embedding, rows = model.transformer.wte.weight, matrix_rows(model) if use_muon else {}
-    trained = [p for p in model.parameters() if p.requires_grad]  # adapters alone, if there are any
-    vectors = [p for p in trained if p.dim() < 2]
-    matrices = [p for p in trained if p.dim() >= 2]
-    if use_muon:
-        matrices = [p for p in matrices if p not in rows and p is not embedding]
-    groups = [{'params': matrices, 'weight_decay': decay, 'peak': lr},
-              {'params': vectors, 'weight_decay': 0.0, 'peak': lr}]
-    if use_muon:
-        groups.append({'params': [embedding], 'weight_decay': decay, 'peak': lr})
-    if cfg.optimizer == 'adamw8bit':
-        return [adamw8bit(groups, lr, (cfg.beta1, cfg.beta2), env.device)]
-    # fused: one kernel per group, which skips the update where train_step's found_inf is 1
-    adamw = AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True)
-    if not use_muon:
-        return [adamw]
-    return [adamw, Muon(rows, cfg.muon_lr, cfg.muon_momentum, decay, env)]
-
-
-def matrix_rows(model):
-    """{parameter: [rows of each independent matrix in it]} of the matrices inside blocks."""
-    c = model.config
-    q_rows, kv_rows = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
-    rows = {p: [p.size(0)] for p in model.transformer.h.parameters() if p.dim() == 2}
-    for block in model.transformer.h:
-        rows[block.attn.c_attn.weight] = [q_rows, kv_rows, kv_rows]  # queries, keys, values
-        if c.is_gated:
-            rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]  # up, gate
-    return rows
+            mine = len(pairs[self.env.rank * share:(self.env.rank + 1) * share])
+            self.update(updates[:mine, :shape[0]], [rows] * mine, matrices[:mine, :shape[0]],
+                        torch.ones_like(scale))
+            for padded, (weight, _) in zip(matrices_to_rows(updates, world), pairs, strict=False):
+                weight.add_(padded[:len(weight)].float() * scale)

@@ -31,8 +31,9 @@ class Packed(Split):
         self.begins = self.ends - lengths
         kept = np.flatnonzero(lengths <= T + 1)
         if not len(kept):
+            shortest = lengths.min()
             raise ValueError(f'no row of {self.path} fits into block_size={T}; the shortest has '
-                             f'{lengths.min():,} tokens: use --block_size={lengths.min() - 1} or more')
+                             f'{shortest:,} tokens: use --block_size={shortest - 1} or more')
         window_of = pack(lengths[kept].tolist(), T + 1)
         order = np.argsort(window_of, kind='stable')
         self.rows = np.split(kept[order], np.cumsum(np.bincount(window_of))[:-1])  # of each window
@@ -43,8 +44,8 @@ class Packed(Split):
         self.num_bytes = math.inf  # windows are put together on the host, never on the device
         padding = 1 - lengths[kept].sum() / (self.num_windows * (T + 1))
         self.note = (f'packing: {name}, {len(kept):,} rows in {self.num_windows:,} windows of '
-                     f'{T + 1} tokens, {padding:.1%} padding; {len(lengths) - len(kept):,} rows left '
-                     f'out (the longest row has {lengths.max():,} tokens)')
+                     f'{T + 1} tokens, {padding:.1%} padding; {len(lengths) - len(kept):,} rows '
+                     f'left out (the longest row has {lengths.max():,} tokens)')
 
     def epoch_order(self, seed, epoch):
         return np.random.default_rng((seed, epoch)).permutation(self.num_windows)

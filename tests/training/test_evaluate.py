@@ -11,7 +11,7 @@ from conftest import noise, write_bins
 from hotloop.data.dataset import read_meta
 from hotloop.system.distributed import Env
 from hotloop.training.dataloader import Split
-from hotloop.training.evaluate import count_batches, eval_batch, eval_windows, evaluate
+from hotloop.training.evaluate import count_batches, eval_windows, evaluate, fixed_windows
 from hotloop.training.mixture import Mixture
 from model import GPT, GPTConfig
 
@@ -94,35 +94,29 @@ def test_a_stop_on_any_process_ends_the_evaluation_of_all(splits):
 
 
 @pytest.mark.parametrize('number', [2, 7, 29])
-def test_a_capped_evaluation_spreads_its_windows_evenly(splits, monkeypatch, number):
+def test_a_capped_evaluation_spreads_its_windows_evenly(splits, number):
     """The first and the last full window are among them, and gaps differ by one at most."""
-    seen = []
-
-    def spy(split, starts, batch):
-        seen.extend(starts)
-        return eval_batch(split, starts, batch)
-    monkeypatch.setattr('hotloop.training.evaluate.eval_batch', spy)
-    monkeypatch.setattr(Env, 'sum', lambda self, array: array)
-    assert evaluate(tiny_gpt(), splits['plain'], number, 4, Env())['tokens'] == number * 16
-    assert len(seen) == number and (seen[0], seen[-1]) == (0, 29 * 16) and np.ptp(np.diff(seen)) <= 16
+    [(_, starts)] = fixed_windows(splits['plain'], number)
+    assert len(starts) == number and (starts[0], starts[-1]) == (0, 29 * 16)
+    assert np.ptp(np.diff(starts)) <= 16
 
 
 @pytest.mark.parametrize('number', [None, 30, 1000])
 @pytest.mark.parametrize('world', [1, 3])
 def test_the_batches_of_an_evaluation_are_counted(splits, monkeypatch, number, world):
     """Those of rank 0, of a split and of a mixture; a time budget reserves time by them."""
-    seen = []
+    seen, gather = [], Split.gather
 
-    def spy(split, starts, batch):
+    def spy(split, starts):
         seen.append(starts)
-        return eval_batch(split, starts, batch)
-    monkeypatch.setattr('hotloop.training.evaluate.eval_batch', spy)
+        return gather(split, starts)
+    monkeypatch.setattr(Split, 'gather', spy)
     monkeypatch.setattr(Env, 'sum', lambda self, array: array)
     for split in (splits['plain'], Mixture(['a', 'b'], list(splits.values()), [3, 1])):
         seen.clear()
-        env = Env(world=world)
-        evaluate(tiny_gpt(), split, number, 4, env)
+        evaluate(tiny_gpt(), split, number, 4, Env(world=world))
         assert len(seen) == count_batches(split, number, 4, world) > 0
+        assert {len(starts) for starts in seen} == {4}, 'one shape for the compiler'
 
 
 def test_label_smoothing_and_dropout_act_in_training_only(splits):

@@ -1,13 +1,18 @@
 """Which parameter is updated by what, and what an update of Muon is."""
 
 import copy
+import importlib.util
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import error_of, load, same
 
+import train
 from hotloop.system.distributed import Env
-from hotloop.training.optim import build_optimizers, orthogonalize
+from hotloop.training.footprint import Need
+from hotloop.training.optim import adamw8bit, build_optimizers, orthogonalize
 from model import GPT, GPTConfig
 
 SWIGLU = dict(preset='modern', mlp='swiglu', n_kv_head=2)
@@ -87,14 +92,10 @@ def test_muon_moves_every_matrix_of_a_block_by_an_orthogonal_one(dtype):
     assert not update['lm_head.weight'].any() and not update['transformer.wte.weight'].any()
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('world', [2, 3, 6])
-def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world, dtype):
-    """
-    Also if the matrices do not divide by them. The last process to gather has the shares of all, sent in the
-    dtype in which they were computed.
-    """
-    shares, parts = [], torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0)).unbind()
+def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world):
+    """Also if the matrices do not divide by them. The last process to gather has the shares of all."""
+    shares, stack = [], torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0))
 
     def all_gather(gathered, mine):
         shares.append(mine)
@@ -102,7 +103,59 @@ def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world, dt
             gathered.copy_(torch.cat(shares))
     monkeypatch.setattr(torch.distributed, 'all_gather_single', all_gather, raising=False)
     for rank in range(world):
-        *_, muon = build_optimizers(make(), config(optimizer='muon'), Env(rank, world, dtype=dtype))
-        together = muon.orthogonalize_shared(parts)
-    alone = orthogonalize(torch.stack(parts), dtype)
-    assert torch.allclose(together, alone, atol=1e-5) and together.dtype == shares[0].dtype == dtype
+        env = Env(rank, world, dtype=torch.bfloat16)
+        *_, muon = build_optimizers(make(), config(optimizer='muon'), env)
+        together = muon.orthogonalize_shared(stack)
+    assert shares[0].dtype == torch.bfloat16
+    torch.testing.assert_close(together, orthogonalize(stack, torch.bfloat16))
+
+
+# -----------------------------------------------------------------------------
+# adamw8bit
+
+needs_package = pytest.mark.skipif(importlib.util.find_spec('bitsandbytes') is None,
+                                   reason='needs the package bitsandbytes')
+SETTINGS = dict(optimizer='adamw8bit', dropout=0.1, n_embd=64)
+
+
+@needs_package
+@pytest.mark.slow  # the import of the package takes seconds
+def test_a_run_with_8_bit_moments_resumes_with_the_same_bits(train_tiny, tmp_path):
+    """Its checkpoint is smaller than AdamW's."""
+    assert train_tiny('complete', max_iters=6, **SETTINGS) == 0
+    train_tiny('adamw', max_iters=6, **SETTINGS | {'optimizer': 'adamw'})
+    assert train_tiny(max_iters=3, lr_decay_iters=6, **SETTINGS) == 0
+    assert train_tiny(max_iters=6, init_from='resume', **SETTINGS) == 0
+    complete, parts, adamw = (load(tmp_path / out / 'ckpt.pt') for out in ('complete', 'out', 'adamw'))
+    assert same(complete['model'], parts['model']) and same(complete['optimizer'], parts['optimizer'])
+    sizes = [(tmp_path / out / 'ckpt.pt').stat().st_size for out in ('complete', 'adamw')]
+    assert sizes[0] < 0.65 * sizes[1]
+    assert abs(complete['best_val_loss'] - adamw['best_val_loss']) < 0.05
+
+
+@needs_package
+@pytest.mark.slow
+def test_an_8_bit_step_that_is_not_finite_changes_nothing():
+    p = torch.nn.Parameter(torch.ones(4096))
+    optimizer = adamw8bit([{'params': [p]}], 0.1, (0.9, 0.95))
+    p.grad = torch.full_like(p, math.nan)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert (p == 1).all() and not optimizer.state
+    optimizer.found_inf, p.grad = torch.zeros(()), torch.ones(4096)
+    optimizer.step()
+    assert (p < 0.95).all()
+
+
+def test_without_the_package_the_error_names_it(monkeypatch):
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+    error = error_of(train.read_settings, ['--optimizer=adamw8bit', '--dataset=tiny'])
+    assert "optimizer='adamw8bit' needs bitsandbytes: pip install bitsandbytes" in error
+
+
+def test_8_bit_moments_are_forecast():
+    """Within 2%: vectors stay float32."""
+    with torch.device('meta'):
+        model = GPT(GPTConfig(vocab_size=50304))
+    assert Need(model, train.TrainConfig(optimizer='adamw8bit')).optimizer == pytest.approx(
+        2 * model.num_params() * (1 + 4 / 256), rel=0.02)

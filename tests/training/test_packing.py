@@ -228,5 +228,5 @@ def test_texts_whose_documents_no_id_ends_are_refused(tmp_path, train_tiny):
     write_bins(tmp_path / 'nanogpt', noise(900), noise(100), tokenizer=False)
     for name in ('chars', 'nanogpt'):
         words = error_of(train_tiny, data_dir=tmp_path, dataset=name, document_mask=True)
-        assert f'document_mask=True needs texts and the id that ends each of them, which {tmp_path}' in words
+        assert f'document_mask=True needs texts and the id that ends each, which {tmp_path}' in words
     assert 'for rows use --pack_rows' in error_of(train_tiny, dataset='chats', document_mask=True)
