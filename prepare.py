@@ -30,7 +30,7 @@ from configurator import call_main, configure
 from hotloop.data import dataset
 from hotloop.data.bpe import count_words, learn_merges
 from hotloop.data.chat import CHATS, MARK, TEMPLATES, marks_of
-from hotloop.data.documents import OPENERS, Reading, plan_holdout, split_pieces, template_of
+from hotloop.data.documents import Reading, plan_holdout, split_pieces, template_of
 from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, missing_dataset, open_corpus
 from hotloop.data.tokenizer import BPETokenizer, tokenizer_from
@@ -86,15 +86,8 @@ def resolve(cfg, sources):
 
 def default_name(sources):
     """Name a dataset after its only source. Raises ValueError if that suggests no name."""
-    source = sources[0]
-    if find_corpus(sources).train:
-        return source.partition(':')[0]
-    name = os.path.basename(os.path.abspath(re.split('[?#]', source)[0]))
-    if not os.path.isdir(source):
-        name, suffix = os.path.splitext(name)
-        if suffix.lower() in OPENERS:
-            name = os.path.splitext(name)[0]
-    if len(sources) > 1 or not re.fullmatch(r'\w[\w. -]*', name):
+    name = re.split('[.:?#]', os.path.basename(os.path.abspath(sources[0])))[0]
+    if len(sources) > 1 or not re.fullmatch(r'\w[\w -]*', name):
         raise ValueError(f'{" ".join(sources)}: give the dataset a name with --name')
     return name
 

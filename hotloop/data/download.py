@@ -15,7 +15,6 @@ ATTEMPTS = 5
 BACKOFF = 1.0  # seconds before the second attempt; doubles with each
 PATIENCE = 30.0  # seconds without a byte after which a connection counts as lost
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # status codes worth a retry
-LOST = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
 
 GPT2_OWNER = 'openai-community/'  # on the hub; here its models have short names
 TOKENIZER_FILES = ['tokenizer_config.json', 'chat_template.jinja', 'tokenizer.json']
@@ -45,10 +44,10 @@ def download(url, path, sha256=None):
     os.makedirs(os.path.dirname(path), exist_ok=True)
     print(f'downloading {url}', file=sys.stderr)
     try:
-        fetch(url, part)
+        receive(request(url, part), part)
     except requests.RequestException as e:
-        raise ValueError(f'{url} cannot be reached: {reason_of(e)}; check the network and the '
-                         f'proxy settings, or put the file at {path}') from None
+        raise ValueError(f'{url} cannot be reached: {reason_of(e)}; run the command again to resume, '
+                         f'or put the file at {path}') from None
     found = hash_file(part)
     if sha256 not in (None, found):
         os.remove(part)
@@ -58,18 +57,6 @@ def download(url, path, sha256=None):
     with contextlib.suppress(FileNotFoundError):
         os.remove(part + '.etag')
     return path
-
-
-def fetch(url, part):
-    """Complete the file `part`; a connection that is lost is resumed up to ATTEMPTS times."""
-    for attempt in range(1, ATTEMPTS + 1):
-        response = request(url, part)
-        try:
-            receive(response, part)
-            return
-        except LOST:
-            if attempt == ATTEMPTS:
-                raise
 
 
 def request(url, part):

@@ -76,15 +76,13 @@ CORPORA = {
         train=tuple(f'sample/10BT/{i:03d}_00000.parquet' for i in range(14)),
         download=28.5e9, bins=20e9, kind='parquet', val_fraction=0.0005),
 }
-URLS = ('http://', 'https://')
 KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
          '.parquet': 'parquet'}
-TEXT_SUFFIXES = (
-    '.txt', '.text', '.md', '.rst', '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp', '.cu', '.js',
-    '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php', '.pl', '.lua', '.r', '.jl',
-    '.hs', '.ml', '.scala', '.swift', '.sql', '.html', '.htm', '.xml', '.css', '.toml', '.yaml',
-    '.yml', '.ini', '.tex', '.org', '.sh', '.bat', '.log')
-FOLDER_SUFFIXES = tuple(f'{s}{c}' for s in (*TEXT_SUFFIXES, *KINDS) for c in ('', *OPENERS))
+FOLDER_SUFFIXES = (
+    *KINDS, '.txt', '.text', '.md', '.rst', '.tex', '.org', '.log', '.html', '.htm', '.xml', '.css',
+    '.toml', '.yaml', '.yml', '.ini', '.sql', '.sh', '.bat', '.py', '.pyi', '.c', '.h', '.cc', '.cpp',
+    '.hpp', '.cu', '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php', '.pl',
+    '.lua', '.r', '.jl', '.hs', '.ml', '.scala', '.swift')
 # below the standard library: test suites, installed packages and generated files
 NOT_STDLIB = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages',
               'encodings', 'pydoc_data', 'turtledemo', 'ensurepip')
@@ -93,49 +91,50 @@ NOT_STDLIB = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dis
 # -----------------------------------------------------------------------------
 # files
 
-def files_under(folder, suffixes, left_out=()):
+def files_under(folder, left_out=()):
     """
-    List (relative path, path) of the files below a folder with one of the suffixes, sorted. Hidden
-    files and folders, linked folders, datasets and the folders left_out are skipped.
+    List the paths of the files below a folder, sorted. Hidden files and folders, linked folders,
+    datasets and the folders left_out are skipped.
     """
-    def fail(error):
-        raise error
     found = []
-    for here, folders, names in os.walk(folder, onerror=fail):
+    for here, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in left_out and name[0] != '.']
         if {'meta.json', 'train.bin'} <= set(names):
             folders.clear()
             continue
-        folders[:] = [name for name in folders if name not in left_out and name[0] != '.']
-        for name in names:
-            path = os.path.join(here, name)
-            if name.lower().endswith(suffixes) and name[0] != '.' and os.path.isfile(path):
-                found.append((os.path.relpath(path, folder), path))
+        found += [os.path.join(here, name) for name in names if name[0] != '.']
     return sorted(found)
 
 
 def stdlib_files():
-    """
-    List (relative path, path) of the source of the running Python, about 10 MB of real text on
-    every machine.
-    """
-    files = files_under(sysconfig.get_path('stdlib'), ('.py',), NOT_STDLIB)
-    return [(name, path) for name, path in files if '_sysconfigdata' not in name]
+    """List the source files of the running Python, about 10 MB of real text on every machine."""
+    paths = files_under(sysconfig.get_path('stdlib'), NOT_STDLIB)
+    return [path for path in paths if path.endswith('.py') and '_sysconfigdata' not in path]
 
 
 def files_in_folder(folder, format):
-    """List (name, path) of the files in a folder that a format reads."""
-    if {'meta.json', 'train.bin'} <= set(os.listdir(folder)):
-        raise ValueError(f'{folder} is a dataset; train on it, or prepare what it was made from')
-    suffixes = {'auto': FOLDER_SUFFIXES, 'functions': '.py'}.get(format, '')
-    found = files_under(folder, suffixes)
-    left_out = len(files_under(folder, '')) - len(found)
+    """List the files in a folder that a format reads."""
+    paths = files_under(folder)
+    found = paths
+    if format == 'auto':
+        found = [path for path in paths if suffix_of(path) in FOLDER_SUFFIXES]
+    if format == 'functions':
+        found = [path for path in paths if suffix_of(path) == '.py']
     if not found:
-        raise ValueError(f'{folder} contains no files to read with format={format!r}; '
-                         '--format=text reads files of any name')
-    if left_out:
-        print(f'{folder}: left out {counted(left_out, "file")} of other suffixes; --format=text '
-              'reads all', file=sys.stderr)
+        raise ValueError(f'{folder} contains no files to read with format={format!r}, or is a '
+                         'dataset; --format=text reads files of any name')
+    if len(found) < len(paths):
+        print(f'{folder}: left out {counted(len(paths) - len(found), "file")} of other suffixes; '
+              '--format=text reads all', file=sys.stderr)
     return found
+
+
+def suffix_of(path):
+    """Return the suffix of a file's name, without that of a compression, in lower case."""
+    stem, suffix = os.path.splitext(path.lower())
+    if suffix in OPENERS:
+        suffix = os.path.splitext(stem)[1]
+    return suffix
 
 
 def files_matching(pattern):
@@ -157,16 +156,13 @@ def download_source(url, data_dir, sha256=None):
     return download(url, os.path.join(data_dir, 'downloads', name), sha256)
 
 
-def open_file(path, name, format):
+def open_file(path, name, format='auto'):
     """Return the File of a path. Its kind is the format of the settings, or by its suffix."""
     if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar)$', name.lower()):
         raise ValueError(f'{name} is an archive; unpack it, and name the folder')
-    stem, suffix = os.path.splitext(name.lower())
-    if suffix in OPENERS:
-        suffix = os.path.splitext(stem)[1]
     kind = format
     if format == 'auto':
-        kind = KINDS.get(suffix, 'text')
+        kind = KINDS.get(suffix_of(name), 'text')
     if kind == 'text' and has_separators(path):
         kind = 'texts'
     return File(path, name, kind)
@@ -177,24 +173,25 @@ def files_of(source, format, data_dir, spool):
     List the Files of a source: stdlib, a URL (which is downloaded), a folder, a file, a glob
     pattern, or - (which is copied to the file spool, because it can be read only once).
     """
-    if source == 'stdlib':
-        found = stdlib_files()
-    elif source == '-':
+    if source == '-':
         with open(spool, 'wb') as f:
             shutil.copyfileobj(sys.stdin.buffer, f, 1 << 20)
-        found = [('stdin', spool)]
-    elif source.startswith(URLS):
+        return [open_file(spool, 'stdin', format)]
+    if source.startswith(('http://', 'https://')):
         path = download_source(source, data_dir)
-        found = [(os.path.basename(path).split('-', 1)[1], path)]
+        return [open_file(path, os.path.basename(path).split('-', 1)[1], format)]
+    if source == 'stdlib':
+        base = sysconfig.get_path('stdlib')
+        paths = stdlib_files()
     elif os.path.isdir(source):
-        found = files_in_folder(source, format)
+        base = source
+        paths = files_in_folder(source, format)
     else:
         paths = [source]
         if not os.path.isfile(source):
             paths = files_matching(source)
         base = os.path.commonpath([os.path.dirname(path) for path in paths])
-        found = [(os.path.relpath(path, base), path) for path in paths]
-    return [open_file(path, name, format) for name, path in found]
+    return [open_file(path, os.path.relpath(path, base), format) for path in paths]
 
 
 def all_files(sources, format, data_dir, spool):

@@ -110,7 +110,7 @@ def write_gigabyte(path):
         with lzma.open(novels) as f:
             text = f.read()
     else:
-        text = b'\n\n'.join(Path(file).read_bytes() for _, file in stdlib_files())
+        text = b'\n\n'.join(Path(file).read_bytes() for file in stdlib_files())
     with open(path, 'wb') as f:
         while f.tell() < 1e9:
             f.write(text.replace(b' the ', b' the%d ' % f.tell()))
@@ -118,7 +118,7 @@ def write_gigabyte(path):
 
 def learned_bpe(size):
     """Rows on bpe:SIZE of the built-in corpus: seconds to learn, bytes per token."""
-    texts = [Path(path).read_bytes().decode() for _, path in stdlib_files()]
+    texts = [Path(path).read_bytes().decode() for path in stdlib_files()]
     start = time.perf_counter()
     tokens = learn_merges(count_words(texts), size)
     seconds = time.perf_counter() - start

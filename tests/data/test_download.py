@@ -8,7 +8,7 @@ import random
 import threading
 
 import pytest
-from conftest import contents, error_of
+from conftest import contents
 
 from hotloop.data.download import download
 
@@ -41,29 +41,18 @@ def starts(server):
     return [int(seen.get('Range', 'bytes=0-')[6:-1]) for seen in server.seen]
 
 
-def test_a_503_and_two_cuts_are_survived(server, tmp_path):
-    server.script = [answer(b'later', 503), answer(cut=400_000), answer(cut=300_000), answer()]
+def test_a_busy_server_is_asked_again(server, tmp_path):
+    server.script = [answer(b'later', 503), answer()]
     assert download(server.url, str(tmp_path / 'new' / 'f')) == str(tmp_path / 'new' / 'f')
     assert contents(tmp_path) == {os.path.join('new', 'f'): BODY}
-    assert starts(server)[:2] == [0, 0] and 0 < starts(server)[2] <= 400_000 < starts(server)[3] <= 700_000
-
-
-def test_it_may_break_often_as_long_as_something_arrives(server, tmp_path):
-    server.script = [answer(cut=300_000)] * 3 + [answer()]
-    download(server.url, str(tmp_path / 'f'))
-    assert contents(tmp_path) == {'f': BODY} and len(server.seen) == 4
-    server.script = [answer(cut=300_000, ranges=None)]
-    with pytest.raises(ValueError, match=r'cannot be reached: .*; check the network'):
-        download(server.url, str(tmp_path / 'g'))
-    assert not (tmp_path / 'g').exists() and len(server.seen) == 4 + 5
 
 
 @pytest.mark.parametrize('ranges', ['if', 'always', None])
 @pytest.mark.parametrize('changed', [False, True])
 def test_the_next_command_resumes_the_same_version_only(server, tmp_path, ranges, changed):
     """Also with a server that ignores If-Range, and one that ignores ranges."""
-    server.script = [answer(BODY[::-1] if changed else BODY, cut=600_000), answer(b'', 404)]
-    with pytest.raises(ValueError, match='404'):
+    server.script = [answer(BODY[::-1] if changed else BODY, cut=600_000)]
+    with pytest.raises(ValueError, match=r'cannot be reached: .*; run the command again to resume'):
         download(server.url, str(tmp_path / 'f'))
     assert 0 < (tmp_path / 'f.part').stat().st_size <= 600_000 and not (tmp_path / 'f').exists()
     server.script, before = [answer(ranges=ranges, etag='"v2"' if changed else '"v1"')], len(server.seen)
@@ -99,13 +88,12 @@ def test_a_hash_that_does_not_match_is_an_error(server, tmp_path):
 def test_a_compressed_file_is_kept_as_it_is(server, tmp_path):
     """Many servers name the compression of a .gz file as an encoding of the response."""
     data = gzip.compress(random.Random(0).randbytes(800_000))
-    server.script = [answer(data, cut=600_000, Content_Encoding='gzip'),
-                     answer(data, Content_Encoding='gzip')]
+    server.script = [answer(data, Content_Encoding='gzip')]
     download(server.url, str(tmp_path / 'f.txt.gz'))
-    assert contents(tmp_path) == {'f.txt.gz': data} and starts(server)[1] > 0
+    assert contents(tmp_path) == {'f.txt.gz': data}
 
 
-def test_a_connection_that_hangs_is_cut_and_resumed(server, tmp_path, monkeypatch):
+def test_a_connection_that_hangs_is_cut(server, tmp_path, monkeypatch):
     monkeypatch.setattr('hotloop.data.download.PATIENCE', 0.3)
     done = threading.Event()
 
@@ -113,21 +101,21 @@ def test_a_connection_that_hangs_is_cut_and_resumed(server, tmp_path, monkeypatc
         answer(cut=600_000)(handler)
         handler.wfile.flush()
         done.wait(20)
-    server.script = [hang, answer()]
+    server.script = [hang]
     try:
-        download(server.url, str(tmp_path / 'f'))
+        with pytest.raises(ValueError, match='run the command again to resume'):
+            download(server.url, str(tmp_path / 'f'))
     finally:
         done.set()
-    assert contents(tmp_path) == {'f': BODY} and starts(server)[1] > 0
+    assert (tmp_path / 'f.part').stat().st_size > 0
 
 
 def test_without_a_network_the_error_names_where_to_put_the_file(monkeypatch, tmp_path):
     monkeypatch.setattr('hotloop.data.download.BACKOFF', 0.001)
     monkeypatch.setenv('NO_PROXY', '*')
     url = 'http://127.0.0.1:9/f'  # the discard port, where nobody listens
-    assert error_of(download, url, str(tmp_path / 'f')) == (
-        f'{url} cannot be reached: Connection refused; check the network and the proxy settings, or put '
-        f'the file at {tmp_path / "f"}')
+    with pytest.raises(ValueError, match=f'cannot be reached: Connection refused; .* {tmp_path}/f$'):
+        download(url, str(tmp_path / 'f'))
 
 
 def test_a_file_that_is_there_is_not_fetched(server, tmp_path):
