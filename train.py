@@ -156,8 +156,7 @@ class TrainConfig:
     wandb_run_name: str | None = None  # Weights & Biases run name; None: out_dir
     # --- checkpoints
     always_save_checkpoint: bool = True  # save after each evaluation; False: only if the loss improved
-    save_interval: int | None = None  # also save every N steps; None: off
-    save_minutes: float = 15.0  # also save at least this often
+    save_minutes: float = 15.0  # also save at least this often; 0: after every step
     keep_last: int = 2  # number of checkpoints to keep, including the latest
     mirror_dir: str | None = None  # a second folder, such as a mounted drive, to which checkpoints are copied
     # --- machine
@@ -556,9 +555,7 @@ def train(run, schedule, checkpoints, log, stop):
                     deadline.evaluation = evaluation.seconds
         out_of_patience = cfg.patience is not None and state.evals_since_best >= cfg.patience and not last
         stopping = stopping or out_of_patience
-        if cfg.save_interval is not None and step % cfg.save_interval == 0:
-            save_is_due = True
-        if step % 10 == 0:  # the clocks of processes differ
+        if step % 10 == 0 or not cfg.save_minutes:  # the clocks of processes differ
             save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
         # checkpoints of steps that are not finite would replace the last good ones
         if is_new and step and (best or last or stopping or (save_is_due and meter.state()[1] == 0)):

@@ -131,9 +131,8 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'dry_run': ('files', True),
     # at a learning rate of 0 no evaluation after the first improves
     'always_save_checkpoint': ('files', False, dict(learning_rate=0, min_lr=0, eval_interval=1, keep_last=3)),
-    'save_interval': ('files', 1),
     'save_minutes': ('files', 0),
-    'keep_last': ('files', 3, dict(save_interval=1)),
+    'keep_last': ('files', 3, dict(save_minutes=0)),
     'eval_interval': ('lines', 1),
     'eval_tokens': ('lines', 32),
     'eval_iters': ('lines', 1),

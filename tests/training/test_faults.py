@@ -58,7 +58,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(run, tmp_pat
     kill -9 or SIGTERM after one to three saves and some milliseconds, many of them inside a save, until the
     run has finished; then the next run. Each process finds an intact checkpoint, or it would exit with 1.
     """
-    settings = dict(RECIPE, max_iters=8, save_interval=1, eval_interval=5, eval_tokens=64)
+    settings = dict(RECIPE, max_iters=8, save_minutes=0, eval_interval=5, eval_tokens=64)
     assert run('whole', **settings) == 0
     rng, killed, terminated, inside = random.Random(kills), 0, 0, 0
     while killed < kills or not inside:
@@ -85,7 +85,7 @@ def test_the_same_kills_destroy_checkpoints_that_are_written_in_place(run, tmp_p
     for _ in range(20):
         shutil.rmtree(tmp_path / 'out', ignore_errors=True)
         delay = 0.004 * rng.random()
-        assert run('out', 'naive saves', calls=SAVE, times=2, delay=delay, save_interval=1) == -9
+        assert run('out', 'naive saves', calls=SAVE, times=2, delay=delay, save_minutes=0) == -9
         try:
             step_of(tmp_path / 'out')
         except ValueError:
@@ -96,7 +96,7 @@ def test_the_same_kills_destroy_checkpoints_that_are_written_in_place(run, tmp_p
 @pytest.mark.slow
 def test_a_run_that_is_killed_before_any_operation_on_its_files_keeps_its_promise(run, tmp_path):
     """Whenever one is opened, linked, renamed or removed, the last checkpoints and best.pt are intact."""
-    settings, deaths, code = dict(max_iters=5, save_interval=1, keep_last=3, eval_interval=2), 0, -9
+    settings, deaths, code = dict(max_iters=5, save_minutes=0, keep_last=3, eval_interval=2), 0, -9
     while code == -9:
         deaths += 1
         shutil.rmtree(tmp_path / 'out', ignore_errors=True)
@@ -114,7 +114,7 @@ def test_a_run_that_is_killed_before_any_operation_on_its_files_keeps_its_promis
 def two_checkpoints(server, tmp_path_factory):
     """A run of two steps that kept both, of a size at which most bytes are weights."""
     server.folder = tmp_path_factory.mktemp('two')
-    assert server('out', n_embd=64, max_iters=2, save_interval=1) == 0
+    assert server('out', n_embd=64, max_iters=2, save_minutes=0) == 0
     return server.folder / 'out'
 
 
@@ -155,7 +155,7 @@ def test_no_damaged_checkpoint_is_loaded_wrong(two_checkpoints, tmp_path, count)
 @pytest.mark.parametrize('until, code', [(7, 0), (None, 1)])
 def test_a_full_disk_ends_no_run_but_a_final_save_that_fails_is_an_error(run, tmp_path, until, code):
     """By RLIMIT_FSIZE, so the kernel makes the error. The last checkpoint that was written stays."""
-    settings = dict(RECIPE, max_iters=9, save_interval=1, eval_interval=100)
+    settings = dict(RECIPE, max_iters=9, save_minutes=0, eval_interval=100)
     limits = [4] if until is None else [4, until]
     assert run('out', 'small files', 50_000, *limits, **settings) == code
     printed = run.printed('out')
@@ -173,7 +173,7 @@ def test_a_full_disk_ends_no_run_but_a_final_save_that_fails_is_an_error(run, tm
 def test_a_resume_from_every_step_ends_with_the_same_bits_and_losses(run, tmp_path, recipe):
     """Dropout, accumulation, clipping, warmup and decay, each resume in a process of its own."""
     settings = dict(recipe, max_iters=12, eval_interval=3)
-    assert run('whole', save_interval=1, keep_last=20, **settings) == 0
+    assert run('whole', save_minutes=0, keep_last=20, **settings) == 0
     for step in range(1, 12):
         shutil.rmtree(tmp_path / 'out', ignore_errors=True)
         (tmp_path / 'out').mkdir()
@@ -251,7 +251,7 @@ def test_a_run_may_change_the_number_of_its_processes_and_keeps_its_bits(run, to
         assert_equal_runs(tmp_path / out, tmp_path / 'whole')
 
 
-RESTARTED = dict(RECIPE, max_iters=24, save_interval=5, eval_interval=100)
+RESTARTED = dict(RECIPE, max_iters=24, save_minutes=0, eval_interval=100)
 RESTARTS = int(os.environ.get('RESTARTS', '1'))
 
 

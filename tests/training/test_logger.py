@@ -193,7 +193,7 @@ def test_tensorboard_has_the_numbers_of_the_log(train_tiny, tmp_path):
     """Also after a resume, which hides what comes again."""
     pytest.importorskip('tensorboard')
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    settings = dict(tensorboard=True, save_interval=3)
+    settings = dict(tensorboard=True, save_minutes=0)
     train_tiny(max_iters=5, **settings)
     (tmp_path / 'out' / 'ckpt.pt').unlink()  # back to an earlier checkpoint
     train_tiny(init_from='resume', max_iters=8, **settings)

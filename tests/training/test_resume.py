@@ -79,7 +79,7 @@ def run_in(folder, **settings):
 def halves(tmp_path_factory, data_dir):
     """A complete run with Muon, and one that was stopped at step 5."""
     folder = tmp_path_factory.mktemp('halves')
-    run = run_in(folder, data_dir=data_dir, save_interval=5, **RECIPE)
+    run = run_in(folder, data_dir=data_dir, save_minutes=0, **RECIPE)
     run('whole')
     with pytest.MonkeyPatch.context() as m:
         interrupted(run, m, 'stopped', 5)
@@ -122,7 +122,7 @@ def test_a_resume_needs_no_settings(halves, stopped, capsys):
 
 def test_resume_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, monkeypatch, capsys, halves):
     """Started, killed, started again with the same flags, it gives one run's bits; then it does nothing."""
-    flags = dict(resume=True, save_interval=5, **RECIPE)
+    flags = dict(resume=True, save_minutes=0, **RECIPE)
     interrupted(train_tiny, monkeypatch, 'out', 5, **flags)
     train_tiny(**flags)
     assert_equal_runs(tmp_path / 'out', halves / 'whole')
@@ -140,7 +140,7 @@ def test_resume_never_starts_over_where_checkpoints_are(train_tiny, stopped):
 
 
 def test_a_mirror_that_is_ahead_of_the_run_is_not_overwritten(train_tiny, tmp_path):
-    flags = dict(save_interval=1, mirror_dir=tmp_path / 'drive')
+    flags = dict(save_minutes=0, mirror_dir=tmp_path / 'drive')
     train_tiny(max_iters=2, **flags)
     train_tiny('drive', init_from='resume', max_iters=6, mirror_dir=None)
     train_tiny(init_from='resume', max_iters=4, **flags)
@@ -171,11 +171,11 @@ def test_a_card_of_another_shape_is_told_which_flags_continue_the_run(stopped, t
 
 
 def test_a_damaged_checkpoint_costs_steps_and_no_bits(train_tiny, tmp_path, monkeypatch, capsys, halves):
-    interrupted(train_tiny, monkeypatch, 'out', 7, save_interval=5, **RECIPE)
+    interrupted(train_tiny, monkeypatch, 'out', 7, save_minutes=0, **RECIPE)
     newest = tmp_path / 'out' / 'ckpt.pt'
     os.truncate(newest, newest.stat().st_size - 500)
     train_tiny(init_from='resume')
-    assert re.search(rf'{newest} is damaged.*; falling back to .*ckpt-000000005\.pt', capsys.readouterr().out)
+    assert re.search(rf'{newest} is damaged.*; falling back to .*ckpt-000000006\.pt', capsys.readouterr().out)
     assert_equal_runs(tmp_path / 'out', halves / 'whole')
 
 

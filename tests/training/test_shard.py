@@ -271,7 +271,7 @@ def test_the_largest_micro_batch_of_a_sharded_run_is_counted(monkeypatch, failin
 # -----------------------------------------------------------------------------
 # torchrun
 
-SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, save_interval=5, eval_interval=12)
+SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, save_minutes=0, eval_interval=12)
 
 
 @pytest.mark.slow

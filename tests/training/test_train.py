@@ -225,7 +225,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, mo
     monkeypatch.setattr('hotloop.training.logger.MAX_BAD_STEPS', 3)
     with monkeypatch.context() as m:
         nan_at(m, 2, 4, *range(8, 100))  # steps 2, 3 and from 5 on
-        message = error_of(train_tiny, max_iters=50, save_interval=1)
+        message = error_of(train_tiny, max_iters=50, save_minutes=0)
     assert re.search('step 7: loss or gradients were not finite for 3 .*Lower the learning rate', message)
     checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
     assert checkpoint['iter_num'] == 4 and all(v.isfinite().all() for v in checkpoint['model'].values())
