@@ -66,9 +66,7 @@ from hotloop.training.checkpoint import (
 )
 from hotloop.training.dataloader import Batches, share_batch
 from hotloop.training.evaluate import evaluate_both
-from hotloop.training.flops import flops_of
-from hotloop.training.footprint import fits_sharded
-from hotloop.training.forecast import dry_run, model_args_of
+from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, Speed, evaluation_text
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.training.mixture import open_split
@@ -482,10 +480,8 @@ def build_run(settings, datasets, env):
     sizes = cfg  # of the batch
     global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
     if cfg.auto_batch and not cfg.eval_only:
-        choose = choose_batch_size
-        if is_to_shard:
-            choose = functools.partial(choose_batch_size, fits=fits_sharded)
-        size = choose(model, splits['train'], env, cfg)
+        lora = settings.lora if base else None
+        size = choose_batch_size(model, splits['train'], env, cfg, lora)
         sizes = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=global_batch // size)
         print0(f'auto_batch: micro-batches of {counted(size, "sequence")}')
     state = state_from(checkpoint) if checkpoint else RunState(step if cfg.eval_only else 0)

@@ -40,7 +40,9 @@ def broken_laws(sources):
     broken = []
     for name in sources:
         folder = folder_of(name)
-        forbidden = {*COMMANDS, *(['model'] if folder else [])}
+        forbidden = set(COMMANDS)
+        if folder in ('system', 'data'):
+            forbidden.add('model')
         for other in sorted(needs[name]):
             below = folder_of(other)
             if other in forbidden and name != 'model':

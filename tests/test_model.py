@@ -11,7 +11,7 @@ from conftest import all_logits
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from hotloop.training.flops import flops_per_token
+from hotloop.training.forecast import flops_of
 from model import (
     GPT,
     PRESETS,
@@ -268,7 +268,7 @@ def test_flops_equal_what_torch_counts(shape, head_dim):
     # pairs of a query and a key that it sees, in each layer of a sequence
     pairs = sum(int(visible(16, window).sum()) for window in model.config.windows())
     attention = 2 * 6 * pairs * 4 * head_dim  # 2 FLOPs, 2 matmuls forward and 4 backward, 4 heads
-    assert flops_per_token(model.config, 16) == pytest.approx(matmuls / (2 * 16) + attention / 16)
+    assert flops_of(model, 16)[1] == pytest.approx(matmuls / (2 * 16) + attention / 16)
 
 
 def test_initial_weights_are_a_function_of_the_seed_and_have_gpt2s_scale():

@@ -6,7 +6,7 @@ from hotloop.system.device import attention_kernels
 from hotloop.system.distributed import print0
 from hotloop.system.files import counted
 from hotloop.system.text import wrapped
-from hotloop.training.flops import flops_of
+from hotloop.training.forecast import flops_of
 from hotloop.training.settings import threads
 
 

@@ -62,6 +62,9 @@ def setting_problems(cfg):
                      'another')
     if cfg.pack_rows and cfg.document_mask:
         wrong.append('pack_rows=True keeps rows apart already; remove document_mask=True')
+    if cfg.shard != 'none' and cfg.auto_batch:
+        wrong.append(f'auto_batch=True does not try sharded models; with shard={cfg.shard!r} set '
+                     'batch_size')
     if cfg.shard != 'none' and cfg.optimizer == 'adamw8bit':
         wrong.append(f'shard={cfg.shard!r} divides the states of adamw and muon, not of adamw8bit')
     needs = (('wandb_log', 'wandb'), ('tensorboard', 'tensorboard'))

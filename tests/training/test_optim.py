@@ -11,7 +11,7 @@ from conftest import error_of, load, same
 
 import train
 from hotloop.system.distributed import Env
-from hotloop.training.footprint import Need
+from hotloop.training.memory import MemoryEstimate
 from hotloop.training.optim import adamw8bit, build_optimizers, orthogonalize
 from model import GPT, GPTConfig
 
@@ -155,7 +155,5 @@ def test_without_the_package_the_error_names_it(monkeypatch):
 
 def test_8_bit_moments_are_forecast():
     """Within 2%: vectors stay float32."""
-    with torch.device('meta'):
-        model = GPT(GPTConfig(vocab_size=50304))
-    assert Need(model, train.TrainConfig(optimizer='adamw8bit')).optimizer == pytest.approx(
-        2 * model.num_params() * (1 + 4 / 256), rel=0.02)
+    estimate = MemoryEstimate(GPTConfig(vocab_size=50304), train.TrainConfig(optimizer='adamw8bit'))
+    assert estimate.optimizer == pytest.approx(estimate.weights / 2 * (1 + 4 / 256), rel=0.02)

@@ -18,8 +18,7 @@ from hotloop.data.dataset import read_meta
 from hotloop.system.distributed import Env, close_process_group
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
-from hotloop.training.footprint import Need, fits_sharded
-from hotloop.training.memory import choose_batch_size
+from hotloop.training.memory import MemoryEstimate
 from hotloop.training.optim import build_optimizers
 from hotloop.training.shard import gather, local
 from model import GPT, GPTConfig
@@ -244,28 +243,10 @@ def standing_of_rank():
 
 
 def test_a_process_holds_its_share():
-    """Of weights, gradients and moments; the forecast adds what is gathered for a moment."""
+    """Of weights, gradients and moments."""
     held = on_ranks(2, standing_of_rank)
-    need = Need(gpt(preset='modern'), TrainConfig(shard='full', optimizer='muon'))
-    assert held == pytest.approx([(2 * need.weights + need.optimizer) / 2] * 2, rel=0.03)
-    alone, two, eight = (need.standing(torch.float32, 'full', world) for world in (1, 2, 8))
-    assert alone == 2 * need.weights + need.optimizer and held[0] < two and eight < two
-
-
-@pytest.mark.parametrize('failing, batch', [(False, 8), (True, 2)])
-def test_the_largest_micro_batch_of_a_sharded_run_is_counted(monkeypatch, failing, batch):
-    """No process runs a forward, and all take what fits on all of them."""
-    class Two(Env):
-        def sum(self, values):
-            return values + (failing and len(asked) < 3)
-    asked = []
-    monkeypatch.setattr('hotloop.training.footprint.Need.fits',
-                        lambda self, *args: asked.append(self.sharing) or True)
-    monkeypatch.setattr(GPT, 'forward', lambda *args: pytest.fail('a trial'))
-    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=4, shard='full')
-    split = SimpleNamespace(T=16, num_bytes=0)
-    assert choose_batch_size(gpt(), split, Two(0, 2), cfg, fits_sharded) == batch
-    assert set(asked) == {('full', 2)}
+    estimate = MemoryEstimate(gpt(preset='modern').config, TrainConfig(optimizer='muon'))
+    assert held == pytest.approx([(2 * estimate.weights + estimate.optimizer) / 2] * 2, rel=0.03)
 
 
 # -----------------------------------------------------------------------------

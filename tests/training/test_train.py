@@ -343,7 +343,7 @@ def test_the_share_of_the_batch_is_checked_before_the_processes_meet(train_tiny,
 @pytest.mark.parametrize('what, error, words', [
     ('build_model', RuntimeError("DefaultCPUAllocator: can't allocate memory"),
      'the model does not fit in the memory of'),
-    ('train', MemoryError('Unable to allocate 29.8 GiB'), 'a step of 8 sequences, batch_size x')])
+    ('train', MemoryError('Unable to allocate 29.8 GiB'), 'a micro-batch of 4 sequences of 16 tokens does')])
 def test_what_does_not_fit_the_memory_is_named(train_tiny, monkeypatch, what, error, words):
     def fail(*_):
         raise error

@@ -14,7 +14,7 @@ from ranks import forks, on_ranks
 import sample
 import train
 from hotloop.system.distributed import Env
-from hotloop.training.flops import flops_per_token
+from hotloop.training.forecast import flops_of
 from hotloop.weights.adapter import CONFIG, merge_adapter, read_adapter, write_adapter
 from hotloop.weights.load import Weights, open_weights
 from hotloop.weights.lora import (
@@ -305,7 +305,7 @@ def test_the_log_counts_no_gradients_of_frozen_weights(train_tiny, tmp_path, bas
     model = GPT.from_checkpoint(*itemgetter('model_args', 'model')(load(tmp_path / 'base' / 'ckpt.pt')))
     frozen = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
     assert line['mfu'] * 1e12 / line['tokens_per_s'] == pytest.approx(
-        flops_per_token(model.config, 16) - 2 * frozen + 6 * adapters)
+        flops_of(model, 16)[1] - 2 * frozen + 6 * adapters)
 
 
 def test_adapters_where_their_base_was_are_not_opened_as_their_own_base(train_tiny, tmp_path, base):
