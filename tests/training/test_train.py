@@ -351,13 +351,12 @@ def test_what_does_not_fit_the_memory_is_named(train_tiny, monkeypatch, what, er
     assert words in error_of(train_tiny)
 
 
-def test_auto_batch_keeps_the_sequences_of_a_step(train_tiny, tmp_path, monkeypatch, capsys):
+def test_auto_batch_keeps_the_sequences_of_a_step(train_tiny, tmp_path, capsys):
     """It changes the micro-batch alone, also on a resume; the settings stay."""
-    monkeypatch.setattr(train, 'choose_batch_size', lambda model, split, env, cfg: 6)
     train_tiny('plain', batch_size=4, gradient_accumulation_steps=3, max_iters=2)
     train_tiny(batch_size=4, gradient_accumulation_steps=3, max_iters=1, auto_batch=True)
     train_tiny(init_from='resume', max_iters=2, batch_size=4, gradient_accumulation_steps=3)
-    assert '6 sequences x 2 micro-batches' in capsys.readouterr().out
+    assert '12 sequences x 1 micro-batch ' in capsys.readouterr().out
     plain, auto = (load(tmp_path / out / 'ckpt.pt') for out in ('plain', 'out'))
     assert auto['config']['batch_size'] == 4 and auto['config']['auto_batch']
     for name, weight in plain['model'].items():
