@@ -230,7 +230,6 @@ def server(monkeypatch):
     thread.start()
     state.url = f'http://127.0.0.1:{httpd.server_port}/file.bin'
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
-    monkeypatch.setattr('hotloop.data.download.BACKOFF', 0.001)
     yield state
     httpd.shutdown()
     httpd.server_close()

@@ -7,14 +7,10 @@ import sys
 from urllib.parse import urlsplit
 
 import requests
-from urllib3.util import Retry
 
 from hotloop.system.files import Progress, hash_file, optional, reason_of
 
-ATTEMPTS = 5
-BACKOFF = 1.0  # seconds before the second attempt; doubles with each
-PATIENCE = 30.0  # seconds without a byte after which a connection counts as lost
-BUSY = (408, 425, 429, 500, 502, 503, 504)  # status codes worth a retry
+TIMEOUT = (5, 30)  # seconds to connect, and without a byte
 
 GPT2_OWNER = 'openai-community/'  # on the hub; here its models have short names
 TOKENIZER_FILES = ['tokenizer_config.json', 'chat_template.jinja', 'tokenizer.json']
@@ -28,7 +24,7 @@ MODEL_FILES = ['config.json', 'generation_config.json', 'tokenizer.model', 'voca
 
 def read_url(url):
     """Return the bytes at an address, in one attempt. Raises what requests raises."""
-    response = requests.get(url, timeout=(min(PATIENCE, 5), PATIENCE))
+    response = requests.get(url, timeout=TIMEOUT)
     response.raise_for_status()
     return response.content
 
@@ -46,26 +42,21 @@ def download(url, path, sha256=None):
     try:
         receive(request(url, part), part)
     except requests.RequestException as e:
-        raise ValueError(f'{url} cannot be reached: {reason_of(e)}; run the command again to resume, '
-                         f'or put the file at {path}') from None
+        raise ValueError(f'{url} cannot be downloaded: {reason_of(e)}; run the command again to '
+                         f'resume, or put the file at {path}') from None
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(part + '.etag')
     found = hash_file(part)
     if sha256 not in (None, found):
         os.remove(part)
         raise ValueError(f'{url} has SHA-256 {found}, not {sha256}; the download was deleted; run '
                          'the command again')
     os.replace(part, path)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(part + '.etag')
     return path
 
 
 def request(url, part):
     """Request the rest of the file if `part` is a start of the same version, else all of it."""
-    retry = Retry(ATTEMPTS - 1, connect=1, backoff_factor=BACKOFF, status_forcelist=BUSY,
-                  raise_on_status=False)
-    session = requests.Session()
-    for scheme in ('http://', 'https://'):
-        session.mount(scheme, requests.adapters.HTTPAdapter(max_retries=retry))
     headers = {'Accept-Encoding': 'identity'}
     etag = ''
     if os.path.exists(part) and os.path.exists(part + '.etag'):
@@ -73,15 +64,14 @@ def request(url, part):
             etag = f.read()
     if etag:
         headers |= {'Range': f'bytes={os.path.getsize(part)}-', 'If-Range': etag}
-    timeout = (min(PATIENCE, 5), PATIENCE)
-    response = session.get(url, headers=headers, stream=True, timeout=timeout)
+    response = requests.get(url, headers=headers, stream=True, timeout=TIMEOUT)
     status = response.status_code
     if etag and (status == 416 or (status == 206 and response.headers.get('ETag') != etag)):
         os.remove(part + '.etag')  # The server has another version, so the download starts over.
         return request(url, part)
     if status not in (200, 206):
-        raise ValueError(f'{url} returned {status} {response.reason}; check the address, or try '
-                         'again later')
+        raise ValueError(f'{url} returned {status} {response.reason}; check the address, or run '
+                         'the command again later')
     is_page = 'text/html' in response.headers.get('Content-Type', '')
     if is_page and not urlsplit(url).path.endswith(('.html', '.htm')):
         raise ValueError(f'{url} is a web page; give the address of the file itself')

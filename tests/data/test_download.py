@@ -1,11 +1,9 @@
-"""Downloads from a local server that misbehaves: what is resumed, retried, refused, and never kept."""
+"""Downloads from a local server that misbehaves: what is resumed, refused, and never kept."""
 
 import contextlib
 import gzip
 import hashlib
-import os
 import random
-import threading
 
 import pytest
 from conftest import contents
@@ -41,18 +39,12 @@ def starts(server):
     return [int(seen.get('Range', 'bytes=0-')[6:-1]) for seen in server.seen]
 
 
-def test_a_busy_server_is_asked_again(server, tmp_path):
-    server.script = [answer(b'later', 503), answer()]
-    assert download(server.url, str(tmp_path / 'new' / 'f')) == str(tmp_path / 'new' / 'f')
-    assert contents(tmp_path) == {os.path.join('new', 'f'): BODY}
-
-
 @pytest.mark.parametrize('ranges', ['if', 'always', None])
 @pytest.mark.parametrize('changed', [False, True])
 def test_the_next_command_resumes_the_same_version_only(server, tmp_path, ranges, changed):
     """Also with a server that ignores If-Range, and one that ignores ranges."""
     server.script = [answer(BODY[::-1] if changed else BODY, cut=600_000)]
-    with pytest.raises(ValueError, match=r'cannot be reached: .*; run the command again to resume'):
+    with pytest.raises(ValueError, match=r'cannot be downloaded: .*; run the command again to resume'):
         download(server.url, str(tmp_path / 'f'))
     assert 0 < (tmp_path / 'f.part').stat().st_size <= 600_000 and not (tmp_path / 'f').exists()
     server.script, before = [answer(ranges=ranges, etag='"v2"' if changed else '"v1"')], len(server.seen)
@@ -61,28 +53,23 @@ def test_the_next_command_resumes_the_same_version_only(server, tmp_path, ranges
     assert server.seen[before]['If-Range'] == '"v1"' and starts(server)[before] > 0
 
 
-@pytest.mark.parametrize('reply, words, requests', [
-    (answer(b'', 404), 'returned 404 Not Found; check the address', 1),
-    (answer(b'', 503), 'returned 503 Service Unavailable; ', 5),
-    (answer(b'<html>Log in', Content_Type='text/html; charset=utf-8'), 'is a web page; give', 1),
+@pytest.mark.parametrize('reply, words', [
+    (answer(b'', 404), 'returned 404 Not Found; check the address'),
+    (answer(b'', 503), 'returned 503 Service Unavailable; '),
+    (answer(b'<html>Log in', Content_Type='text/html; charset=utf-8'), 'is a web page; give'),
 ])
-def test_one_sentence_and_no_file(server, tmp_path, reply, words, requests):
+def test_one_sentence_and_no_file(server, tmp_path, reply, words):
     server.script = [reply]
     with pytest.raises(ValueError, match=words) as e:
         download(server.url, str(tmp_path / 'f'))
-    assert str(e.value).startswith(server.url) and '\n' not in str(e.value) and len(server.seen) == requests
+    assert str(e.value).startswith(server.url) and '\n' not in str(e.value)
     assert not contents(tmp_path)
     server.script = [answer()]
-    download(server.url, str(tmp_path / 'f'))
-    assert contents(tmp_path) == {'f': BODY}
-
-
-def test_a_hash_that_does_not_match_is_an_error(server, tmp_path):
-    server.script = [answer()]
-    download(server.url, str(tmp_path / 'a'), SHA256)
     with pytest.raises(ValueError, match=f'has SHA-256 {SHA256}, not 0000'):
-        download(server.url, str(tmp_path / 'b'), '0' * 64)
-    assert 'b' not in contents(tmp_path) and 'b.part' not in contents(tmp_path)
+        download(server.url, str(tmp_path / 'f'), '0' * 64)
+    assert not contents(tmp_path)
+    download(server.url, str(tmp_path / 'f'), SHA256)
+    assert contents(tmp_path) == {'f': BODY}
 
 
 def test_a_compressed_file_is_kept_as_it_is(server, tmp_path):
@@ -93,28 +80,10 @@ def test_a_compressed_file_is_kept_as_it_is(server, tmp_path):
     assert contents(tmp_path) == {'f.txt.gz': data}
 
 
-def test_a_connection_that_hangs_is_cut(server, tmp_path, monkeypatch):
-    monkeypatch.setattr('hotloop.data.download.PATIENCE', 0.3)
-    done = threading.Event()
-
-    def hang(handler):
-        answer(cut=600_000)(handler)
-        handler.wfile.flush()
-        done.wait(20)
-    server.script = [hang]
-    try:
-        with pytest.raises(ValueError, match='run the command again to resume'):
-            download(server.url, str(tmp_path / 'f'))
-    finally:
-        done.set()
-    assert (tmp_path / 'f.part').stat().st_size > 0
-
-
 def test_without_a_network_the_error_names_where_to_put_the_file(monkeypatch, tmp_path):
-    monkeypatch.setattr('hotloop.data.download.BACKOFF', 0.001)
     monkeypatch.setenv('NO_PROXY', '*')
     url = 'http://127.0.0.1:9/f'  # the discard port, where nobody listens
-    with pytest.raises(ValueError, match=f'cannot be reached: Connection refused; .* {tmp_path}/f$'):
+    with pytest.raises(ValueError, match=f'cannot be downloaded: Connection refused; .* {tmp_path}/f$'):
         download(url, str(tmp_path / 'f'))
 
 
