@@ -166,9 +166,9 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
         pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
     batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot, has_rows)
     splits = write_bins(folder, batches, id_type(tokenizer), reading.template)
-    for kind, count in skipped.items():
-        print(f'skipped {counted(count, "row")} of {kind}: without text or answer, not in the form of the '
-              'template, or not Python')
+    if skipped:
+        print(f'skipped {counted(skipped.total(), "row")} without text or answer, or not in the form of the '
+              'template')
     for split, counts in splits.items():
         if not counts['bytes']:
             raise ValueError(f'{origin["source"]} has no text for the {split} split with val={cfg.val!r} and '

@@ -10,17 +10,19 @@ import io
 import lzma
 import os
 import re
+import sys
 import textwrap
 import warnings
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from hotloop.data.chat import ROW_FIELDS, as_object, choose_template, form_of, parts_of
 from hotloop.system.files import json_lines, optional, parse_json
 
 PIECE = 1 << 20  # characters tokenized at a time
-SMALL = 1 << 24  # bytes of files; documents of larger ones are held out by probability
+MANY = 100_000  # documents; more are held out by probability, not up to an exact size
 SEPARATOR = '<|endoftext|>'
 AS_TEXT = '; --format=text reads the file as plain text'
 
@@ -59,10 +61,7 @@ OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.o
 
 @contextlib.contextmanager
 def open_text(path):
-    """
-    Open a UTF-8 text file for a with statement: decompressed by the suffix of its name, without a
-    byte-order mark, line ends unchanged. Raises ValueError for what cannot be read.
-    """
+    """Open a UTF-8 text, decompressed by its suffix, without a byte-order mark, line ends as they are."""
     opener = OPENERS.get(os.path.splitext(path)[1].lower(), open)
     try:
         with opener(path, 'rt', encoding='utf-8-sig', newline='\n') as f:
@@ -91,10 +90,7 @@ def has_separators(path):
 # documents
 
 def documents_in(files, reading, skipped):
-    """
-    Yield the Pieces of all documents of the files, in order. skipped: a Counter of the rows that
-    have none, by the kind of their file.
-    """
+    """Yield the Pieces of all documents of the files. skipped: counts rows without a document, by kind."""
     if files and files[0].kind == 'joined':
         yield from pieces_of(joined_blocks(files), files[0].name)
         return
@@ -131,9 +127,7 @@ def row_pieces(file, reading, skipped):
     if file.kind == 'functions':
         key = file.name  # Functions of a file resemble each other: all are held out, or none.
     for where, row in rows_in(file, reading.text_field):
-        parts = None
-        if row is not None:
-            parts = parts_of(row, where, reading.template, reading.text_field)
+        parts = parts_of(row, where, reading.template, reading.text_field)
         if parts is None:
             skipped[file.kind] += 1
         elif len(parts) == 1:
@@ -182,10 +176,7 @@ def safe_cut(text, size):
 # rows
 
 def rows_in(file, text_field=None):
-    """
-    Yield (where, row) of each row of a file. A row is a dict, a str in a JSON list, or None for a
-    file that is not Python.
-    """
+    """Yield (where, row) of each row of a file. A row is a dict, or a str in a JSON list."""
     if file.kind == 'parquet':
         yield from parquet_rows(file.path, text_field)
         return
@@ -197,7 +188,7 @@ def rows_in(file, text_field=None):
         elif file.kind == 'csv':
             yield from csv_rows(lines, file.path)
         else:
-            for row in functions_of(lines.read()):
+            for row in functions_of(lines.read(), file.path):
                 yield file.path, row
 
 
@@ -225,18 +216,18 @@ def json_rows(text, path):
         yield f'{path}, element {number}', row
 
 
-def functions_of(source):
+def functions_of(source, path):
     """
     Yield {'prompt': signature and docstring, 'completion': body} of each documented function and
     method in Python source, without its decorators and moved to the margin. Functions without more
-    than a docstring are left out. Yields None for source that is not Python.
+    than a docstring are left out, as is source that is not Python.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # about strings such as '\d'
             tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        yield None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        print(f'{path} is left out, because it is not Python: {e}', file=sys.stderr)
         return
     # These are the lines that Python counts; splitlines() also splits at form feeds.
     lines = list(io.StringIO(source, newline=None))
@@ -284,8 +275,6 @@ def template_of(files, asked='auto', text_field=None, of_model=None):
         if file.kind in ('text', 'texts', 'joined'):
             continue
         for where, row in rows_in(file, text_field):
-            if row is None:
-                continue
             suited, _ = form_of(as_object(row, where), text_field)
             if asked != 'auto':
                 return choose_template(asked, suited)
@@ -302,20 +291,16 @@ def template_of(files, asked='auto', text_field=None, of_model=None):
 # validation
 
 class Holdout(NamedTuple):
-    """
-    How documents are split: one document at a cut; several by hash, of which those in held_out or
-    below limit are for validation.
-    """
+    """How documents are split: one at a character, several by their keys."""
     several: bool  # documents, whose ends are marked
     cut: int | None = None  # number of characters to train on
-    seed: int | None = None  # of the hash
-    held_out: frozenset = frozenset()
-    limit: bytes = b''
+    is_held_out: Callable = lambda key: False
 
 
 def holdout_hash(key, seed):
-    """Hash a document's key and the seed. The lowest hashes are held out."""
-    return hashlib.sha256(f'{seed} {key}'.encode('utf-8', 'surrogateescape')).digest()
+    """Hash a document's key and the seed to a number in [0, 1). The lowest are held out."""
+    digest = hashlib.sha256(f'{seed} {key}'.encode('utf-8', 'surrogateescape')).digest()
+    return int.from_bytes(digest[:8]) / 2**64
 
 
 def hold_out(sizes, fraction):
@@ -356,9 +341,9 @@ def document_sizes(files, reading):
 
 def plan_holdout(files, val_files, fraction, seed, reading):
     """
-    Return the Holdout of these files. A single document is cut at a character. Of several, the
-    lowest hashes are held out, up to the fraction of bytes or, if there are many, each with that
-    probability; rows are read once more for this.
+    Return the Holdout of these files. One document is cut at a character. Of several, the lowest
+    hashes are held out, up to the fraction of bytes; rows are read once more for this. Of many,
+    each is held out with that probability.
     """
     if val_files:
         return Holdout(several=not is_document(files) or not is_document(val_files))
@@ -366,14 +351,13 @@ def plan_holdout(files, val_files, fraction, seed, reading):
         pieces = documents_in(files, reading, Counter())
         length = sum(len(piece.parts[0][0]) for piece in pieces)
         return Holdout(several=False, cut=int(length * (1 - fraction)))
-    is_large = sum(os.path.getsize(file.path) for file in files) > SMALL
     sizes = Counter()
     for key, size in document_sizes(files, reading):
         sizes[holdout_hash(key, seed)] += size
-        if is_large and len(sizes) > min(50 / fraction, 1e6):
-            limit = int(fraction * 2**64).to_bytes(8, 'big')
-            return Holdout(True, seed=seed, limit=limit)
-    return Holdout(True, seed=seed, held_out=hold_out(sizes, fraction))
+        if len(sizes) > MANY:
+            return Holdout(True, is_held_out=lambda key: holdout_hash(key, seed) < fraction)
+    held_out = hold_out(sizes, fraction)
+    return Holdout(True, is_held_out=lambda key: holdout_hash(key, seed) in held_out)
 
 
 def split_pieces(files, val_files, reading, holdout, skipped):
@@ -383,8 +367,7 @@ def split_pieces(files, val_files, reading, holdout, skipped):
         yield from cut_document(pieces, holdout.cut)
         return
     for piece in pieces:
-        order = holdout_hash(piece.key, holdout.seed)
-        if order in holdout.held_out or order < holdout.limit:
+        if holdout.is_held_out(piece.key):
             yield 'val', piece
         else:
             yield 'train', piece

@@ -254,9 +254,9 @@ margin."""
 '''
 
 
-def test_documented_functions_become_prompts_and_bodies():
+def test_documented_functions_become_prompts_and_bodies(capsys):
     """Without decorators, at the margin; functions without a body of their own are left out."""
-    rows = list(functions_of(SOURCE))
+    rows = list(functions_of(SOURCE, 'a.py'))
     assert [row['prompt'] for row in rows] == [
         'def area(w, h):\n    """The area."""',
         'async def grow(\n        self, by):\n    """\n    Grows.\n    """',
@@ -268,7 +268,8 @@ def test_documented_functions_become_prompts_and_bodies():
         '\n    return x\n']
     for row in rows:
         ast.parse(row['prompt'] + row['completion'])
-    assert list(functions_of('print "2"')) == [None]
+    assert list(functions_of('print "2"', 'a.py')) == []
+    assert 'a.py is left out, because it is not Python' in capsys.readouterr().err
 
 
 # -----------------------------------------------------------------------------

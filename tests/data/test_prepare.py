@@ -130,8 +130,8 @@ def test_the_last_line_tunes_the_model_of_the_tokenizer(tmp_path, make, capsys, 
 
 def test_equal_documents_fall_on_one_side_however_many_there_are(tmp_path, make, monkeypatch):
     (tmp_path / 'a.jsonl').write_text(as_jsonl([{'text': f'document {i % 1000}'} for i in range(3000)]))
-    for small in (1 << 24, 10):  # by exact size, then each with a probability
-        monkeypatch.setattr('hotloop.data.documents.SMALL', small)
+    for many in (100_000, 900):  # by exact size, then each with a probability
+        monkeypatch.setattr('hotloop.data.documents.MANY', many)
         documents, _ = make(tmp_path / 'a.jsonl')
         assert len(documents['train']) + len(documents['val']) == 3000
         assert not set(documents['train']) & set(documents['val']) and 210 <= len(documents['val']) <= 390
@@ -230,7 +230,7 @@ def test_functions_of_a_file_are_held_out_together(tmp_path, make, capsys):
         (tmp_path / 'code' / f'm{i}.py').write_text(body)
     (tmp_path / 'code' / 'not.py').write_text('print "2"')
     make(tmp_path / 'code', format='functions')
-    assert 'skipped 1 row of functions' in capsys.readouterr().out
+    assert 'code/not.py is left out, because it is not Python' in capsys.readouterr().err
     lines = (tmp_path / 'data' / 'x' / 'val.jsonl').read_text().splitlines()
     files = [json.loads(line)['prompt'].split('File ')[1].split('.')[0] for line in lines]
     hashes = sorted(holdout_hash(f'm{i}.py', 1337) for i in range(20))
