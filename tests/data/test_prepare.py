@@ -99,10 +99,9 @@ def test_the_same_input_gives_the_same_bytes_and_the_seed_splits(notes, make, tm
     def made(name, **settings):
         make(notes, name=name, tokenizer='bpe:300', **settings)
         return contents(tmp_path / 'data' / name)
-    first = made('a')
     small_pieces(monkeypatch, 50)
     assert made('a', num_proc=1) == made('b', num_proc=3)
-    assert len({first['val.bin'], *(made('c', seed=seed)['val.bin'] for seed in range(4))}) > 1
+    assert len({made('c', seed=seed)['val.bin'] for seed in range(9)}) > 1
 
 
 def test_texts_have_their_known_numbers_of_tokens(gpt2, tmp_path):
