@@ -7,7 +7,7 @@ Tokenize text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin
     $ zcat dump.gz | python prepare.py - --name=dump       # standard input; https://... is downloaded
     $ python prepare.py fineweb_edu:1                      # a named corpus, or some of its files
     $ python prepare.py chats.jsonl --tokenizer=out        # the tokenizer of a run, for tuning from it
-    $ python prepare.py --inspect mine                     # what is in a dataset
+    $ python -m hotloop.data.dataset data/mine             # what is in a dataset
 
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 if the vocabulary needs it), no header.
 meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete. If
@@ -32,7 +32,7 @@ from hotloop.data.bpe import count_words, learn_merges
 from hotloop.data.chat import CHATS, MARK, TEMPLATES, marks_of
 from hotloop.data.documents import Reading, plan_holdout, split_pieces, template_of
 from hotloop.data.encode import batches_of, encode_all, id_type
-from hotloop.data.sources import all_files, find_corpus, missing_dataset, open_corpus
+from hotloop.data.sources import all_files, find_corpus, open_corpus
 from hotloop.data.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.data.tokenizer_source import find_tokenizer
 from hotloop.system.files import Progress, counted, replacing
@@ -42,7 +42,7 @@ from hotloop.system.text import file_size, shell
 BPE_BYTES = 1 << 28  # size of the files that merges are learned from
 Format = Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'functions']
 # the flags that command_for() adds, or that do not change a dataset
-OTHER_FLAGS = ('name', 'data_dir', 'tokenizer', 'num_proc', 'inspect')
+OTHER_FLAGS = ('name', 'data_dir', 'tokenizer', 'num_proc')
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class PrepareConfig:
     # --- dataset
     name: str | None = None  # folder under data_dir; None: the name of the source
     data_dir: str = 'data'  # folder of datasets and downloads
-    inspect: bool = False  # only show the contents of the named datasets, ours or nanoGPT's
     # --- reading
     format: Format = 'auto'  # auto: by suffix; functions: Python functions as rows
     text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
@@ -214,36 +213,6 @@ def write_bins(folder, batches, dtype, template):
     return {split: writer.close(rows=template is not None) for split, writer in writers.items()}
 
 
-# -----------------------------------------------------------------------------
-# what is printed
-
-def inspect(name, data_dir):
-    """Print the tokenizer of a dataset, the counts of each split, frequent tokens and decoded text."""
-    folder = dataset.dataset_folder(data_dir, name)
-    if not os.path.exists(os.path.join(folder, 'train.bin')):
-        raise ValueError(missing_dataset(folder, name, data_dir))
-    meta = dataset.read_meta(folder)
-    tokenizer = tokenizer_from(meta['tokenizer'])
-    kind = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
-    print(f'{folder}: {kind} tokenizer of {tokenizer.n_vocab:,} ids, {meta["dtype"]}, template '
-          f'{meta["template"]}, from {meta.get("source", "nanoGPT")}')
-    for split in dataset.SPLITS:
-        tokens = dataset.open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
-        mask = dataset.open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')
-        in_loss = len(tokens)
-        if len(mask):
-            in_loss = np.count_nonzero(mask)
-        counts = dataset.count_ids(tokens, tokenizer.n_vocab)
-        num_bytes = counts[:tokenizer.n_vocab] @ tokenizer.sizes  # larger ids pad the vocabulary
-        print(f'{split}: {counted(len(tokens), "token")}, {in_loss:,} in the loss, '
-              f'{num_bytes / max(len(tokens), 1):.2f} bytes per token, '
-              f'{counted(np.count_nonzero(counts), "distinct id")}')
-        for i in np.argsort(-counts, kind='stable')[:10].tolist():
-            print(f'{counts[i]:>12,}  {dataset.show(tokenizer, [i])}')
-        middle = len(tokens) // 2
-        print(f'from {middle:,}: {dataset.show(tokenizer, tokens[middle:middle + 200].tolist())}')
-
-
 def training_command(cfg, found, has_rows):
     """Return the command that trains on a dataset, or tunes the model that its tokenizer is from."""
     words = ['config/quickstart.py']
@@ -261,10 +230,6 @@ def training_command(cfg, found, has_rows):
 
 def main(argv=None):
     (cfg,), given, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
-    if cfg.inspect:
-        for name in sources or [cfg.name or 'stdlib']:
-            inspect(name, cfg.data_dir)
-        return
     sources = sources or ['stdlib']
     flags = [f'--{key}={getattr(cfg, key)}' for key in given if key not in OTHER_FLAGS]
     origin = {'source': shell(*sources), 'flags': flags}

@@ -64,8 +64,8 @@ def check_command(words):
 def check_settings(script, argv):
     """Raise ValueError unless one of the three commands takes these flags, cards and sources."""
     is_prepare = script == 'prepare.py'
-    (cfg, *_), _, words = configure(*SETTINGS[script], argv=argv, files=not is_prepare)
-    if is_prepare and not cfg.inspect:
+    _, _, words = configure(*SETTINGS[script], argv=argv, files=not is_prepare)
+    if is_prepare:
         for word in words:
             if not re.search('[./]|^-$', word) and word.partition(':')[0] not in CORPORA:
                 raise ValueError(f'no corpus is named {word}')

@@ -1,4 +1,8 @@
-"""A dataset on disk: bins and masks, meta.json beside them, and the folders that nanoGPT wrote."""
+"""
+A dataset on disk: bins and masks, meta.json beside them, and the folders that nanoGPT wrote.
+
+    $ python -m hotloop.data.dataset data/mine    # counts, frequent tokens, decoded text
+"""
 
 import contextlib
 import filecmp
@@ -6,10 +10,12 @@ import os
 import pickle
 import re
 import shutil
+import sys
 from typing import NamedTuple
 
 import numpy as np
 
+from configurator import call_main
 from hotloop.data.sources import missing_dataset
 from hotloop.data.tokenizer import (
     GPT2_SPEC,
@@ -19,7 +25,7 @@ from hotloop.data.tokenizer import (
     template_of_record,
     tokenizer_from,
 )
-from hotloop.system.files import free_number, hash_file, lock, read_json, sync_folder
+from hotloop.system.files import counted, free_number, hash_file, lock, read_json, sync_folder
 from hotloop.system.text import shell
 
 FORMAT = 1  # of meta.json
@@ -320,3 +326,33 @@ def byte_table(meta, vocab_size):
     """Count the UTF-8 bytes of every id of a model, (vocab_size,)."""
     sizes = tokenizer_from(meta['tokenizer']).sizes
     return np.pad(sizes, (0, max(vocab_size - len(sizes), 0)))
+
+
+def inspect(folder):
+    """Print the tokenizer of a dataset, the counts of each split, frequent tokens and decoded text."""
+    if not os.path.exists(os.path.join(folder, 'train.bin')):
+        raise ValueError(f'{folder} is not the folder of a dataset: it has no train.bin')
+    meta = read_meta(folder)
+    tokenizer = tokenizer_from(meta['tokenizer'])
+    print(f'{folder}: {describe(meta["tokenizer"])} tokenizer of {tokenizer.n_vocab:,} ids, '
+          f'{meta["dtype"]}, template {meta["template"]}, from {meta.get("source", "nanoGPT")}')
+    for split in SPLITS:
+        tokens = open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
+        mask = open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')
+        in_loss = len(tokens)
+        if len(mask):
+            in_loss = np.count_nonzero(mask)
+        counts = count_ids(tokens, tokenizer.n_vocab)
+        num_bytes = counts[:tokenizer.n_vocab] @ tokenizer.sizes  # Larger ids pad the vocabulary.
+        print(f'{split}: {counted(len(tokens), "token")}, {in_loss:,} in the loss, '
+              f'{num_bytes / max(len(tokens), 1):.2f} bytes per token, '
+              f'{counted(np.count_nonzero(counts), "distinct id")}')
+        for i in np.argsort(-counts, kind='stable')[:10].tolist():
+            print(f'{counts[i]:>12,}  {show(tokenizer, [i])}')
+        middle = len(tokens) // 2
+        print(f'from {middle:,}: {show(tokenizer, tokens[middle:middle + 200].tolist())}')
+
+
+if __name__ == '__main__':
+    for path in sys.argv[1:]:
+        call_main(inspect, path)

@@ -248,3 +248,20 @@ def test_a_checkpoints_tokenizer_must_be_the_datasets():
     assert error.endswith(f'checkpoint: {command}')
     error = error_of(dataset.check_tokenizer, BYTE, 'out', theirs, 'd')
     assert error.endswith(' FILE_OR_FOLDER --name=NEW_NAME --tokenizer=byte --data_dir=d')
+
+
+def test_inspect_shows_counts_and_a_window(tmp_path, capsys):
+    ids = [*b'ab\n', 256, *b'cd', 256, 256]
+    mask = np.array([1, 1, 1, 1, 0, 0, 1, 1])
+    write_bins(tmp_path / 'x', [0] * 8 + ids, ids, masks={'train': np.append(np.ones(8), mask), 'val': mask})
+    write_bins(tmp_path / 'padded', [1, 2, 300, 301], [], tokenizer={'kind': 'char', 'chars': 'abc'})
+    for name in ('padded', 'x'):
+        dataset.inspect(str(tmp_path / name))
+    out = capsys.readouterr().out
+    assert 'train: 4 tokens, 4 in the loss, 0.50 bytes per token' in out and 'val: 0 tokens' in out
+    assert 'byte tokenizer of 257 ids, uint16, template None, from by hand' in out
+    assert 'train: 16 tokens, 14 in the loss, 0.81 bytes per token, 7 distinct ids' in out
+    assert '\n           8  \\x00\n           3  <|endoftext|>\n' in out
+    assert 'from 8: ab\\n<|endoftext|>cd<|endoftext|><|endoftext|>\n' in out
+    with pytest.raises(ValueError, match=r'y is not the folder of a dataset: it has no train\.bin'):
+        dataset.inspect(str(tmp_path / 'y'))

@@ -1,4 +1,4 @@
-"""prepare.py: what is held out, what stands in a dataset, what is refused; --inspect."""
+"""prepare.py: what is held out, what stands in a dataset, what is refused."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ import shlex
 
 import numpy as np
 import pytest
-from conftest import SHARED, contents, write_bins
+from conftest import SHARED, contents
 from test_tokenizer_source import save
 
 import prepare
@@ -174,7 +174,6 @@ def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tm
     make(notes, val_fraction=0.5, tokenizer='char')
     assert f'{data}/x held another dataset, which was moved to {data}/x.1\n' in capsys.readouterr().out
     assert contents(data / 'x.1') == first
-    prepare.main(['--inspect', 'x.1', f'--data_dir={data}'])
     second = contents(data / 'x')
     with open(data / 'x' / 'val.bin', 'ab') as f:
         f.write(b'damage')
@@ -277,22 +276,6 @@ def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, sett
     with pytest.raises(ValueError, match=words):
         make(tmp_path / 'a.txt', **({} if is_text else settings))
     assert contents(tmp_path / 'data') == {'nano/train.bin': b'ab'}
-
-
-def test_inspect_shows_counts_and_a_window(tmp_path, capsys):
-    ids = [*b'ab\n', 256, *b'cd', 256, 256]
-    mask = np.array([1, 1, 1, 1, 0, 0, 1, 1])
-    write_bins(tmp_path / 'x', [0] * 8 + ids, ids, masks={'train': np.append(np.ones(8), mask), 'val': mask})
-    write_bins(tmp_path / 'padded', [1, 2, 300, 301], [], tokenizer={'kind': 'char', 'chars': 'abc'})
-    prepare.main(['--inspect', 'padded', 'x', f'--data_dir={tmp_path}'])
-    out = capsys.readouterr().out
-    assert 'train: 4 tokens, 4 in the loss, 0.50 bytes per token' in out and 'val: 0 tokens' in out
-    assert 'byte tokenizer of 257 ids, uint16, template None, from by hand' in out
-    assert 'train: 16 tokens, 14 in the loss, 0.81 bytes per token, 7 distinct ids' in out
-    assert '\n           8  \\x00\n           3  <|endoftext|>\n' in out
-    assert 'from 8: ab\\n<|endoftext|>cd<|endoftext|><|endoftext|>\n' in out
-    with pytest.raises(ValueError, match='y does not exist; make it with'):
-        prepare.main(['--inspect', 'y', f'--data_dir={tmp_path}'])
 
 
 def test_settings_are_resolved_before_anything_is_read():
