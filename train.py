@@ -711,7 +711,7 @@ def execute(run, settings, meta):
         if checkpoints.mirror:
             checkpoints.copy()  # the last lines of the log
         if held:
-            held.release()
+            held.close()
 
 
 def open_run_folder(run, schedule, checkpoints, latest):

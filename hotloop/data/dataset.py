@@ -212,8 +212,7 @@ def partial_folder(folder):
             print(f'{folder} held another dataset, which was moved to {target}')
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        if held is not None:
-            held.release()
+        held.close()
         with contextlib.suppress(OSError):  # On NFS the open lock kept the folder.
             os.rmdir(work)
 

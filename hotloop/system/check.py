@@ -9,7 +9,6 @@ import sys
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 
 from hotloop.system import host
 from hotloop.system.device import (
@@ -20,20 +19,21 @@ from hotloop.system.device import (
     try_compile,
 )
 
-LITTLE_DISK = 5e9  # bytes; a run of GPT-2 124M keeps two checkpoints of 1.5e9, and best.pt
-
 
 def report():
     """List what this machine has, one line each, followed by advice if something is missing."""
     device, why = choose_device('auto')
     dtype, why_dtype = choose_dtype('auto', device, training=True)
+    heads = SimpleNamespace(n_head=12, n_kv_head=12, head_dim=64)
+    kernels = attention_kernels(heads, SimpleNamespace(device=device, dtype=dtype))
     return [f'python {sys.version.split()[0]}, torch {torch.__version__}, {sys.platform}',
             *check_gpus(),
             f'cpu: {host.cores(physical=True)} cores, {host.memory() / 1e9:,.1f} GB, '
             f'bf16 units: {yes(cpu_has_bf16())}',
             f'a run uses: {device} ({why}), {str(dtype).removeprefix("torch.")} ({why_dtype})',
-            *check_attention(device, dtype), *check_compile(device), *check_backends(device),
-            *check_disk()]
+            f'attention kernels that run: {", ".join(kernels)}',
+            *check_compile(device),
+            f'disk: {shutil.disk_usage(".").free / 1e9:,.1f} GB free in this folder']
 
 
 def yes(value):
@@ -68,16 +68,6 @@ def check_gpus():
     return lines
 
 
-def check_attention(device, dtype):
-    """Report which kernels of scaled_dot_product_attention run, each tried alone."""
-    shape = SimpleNamespace(n_head=12, n_kv_head=12, head_dim=64)
-    kernels = attention_kernels(shape, SimpleNamespace(device=device, dtype=dtype))
-    lines = [f'attention kernels that run: {", ".join(kernels)}']
-    if kernels == ['math'] and device.type == 'cuda':
-        lines.append('  advice: attention stores all T x T weights here; use a short block_size')
-    return lines
-
-
 def check_compile(device):
     """Report whether torch.compile works."""
     failure = try_compile(device)
@@ -88,26 +78,6 @@ def check_compile(device):
         lines.append('  advice: torch.compile needs Triton and a C compiler')
     elif device.type == 'cpu':
         lines.append('  advice: torch.compile needs a C++ compiler (apt install g++)')
-    return lines
-
-
-def check_backends(device):
-    """Report the backends of torch.distributed."""
-    has_nccl = dist.is_available() and dist.is_nccl_available()
-    has_gloo = dist.is_available() and dist.is_gloo_available()
-    lines = [f'distributed: nccl {yes(has_nccl)}, gloo {yes(has_gloo)}']
-    if device.type == 'cuda' and not has_nccl:
-        lines.append('  advice: runs on several GPUs need nccl, which this PyTorch does not have')
-    return lines
-
-
-def check_disk():
-    """Report the free space of the current folder."""
-    free = shutil.disk_usage('.').free
-    lines = [f'disk: {free / 1e9:,.1f} GB free in this folder']
-    if free < LITTLE_DISK:
-        lines.append('  advice: little space; --dry_run forecasts the size of checkpoints, and '
-                     '--out_dir puts them on another disk')
     return lines
 
 

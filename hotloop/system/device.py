@@ -1,4 +1,4 @@
-"""Device, dtype and compilation, each with the reason for its choice; peak FLOP/s and memory of a device."""
+"""Device, dtype and compilation, each with the reason for its choice; speed and memory."""
 
 import contextlib
 import os
@@ -11,68 +11,65 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop.system import host
-from hotloop.system.files import counted, first_line
+from hotloop.system.files import first_line
 
 
 def choose_device(name, local_rank=0):
     """
-    Returns (device, reason). name: auto, cuda, cuda:N, mps or cpu; cuda without a number is the GPU
-    of the local rank. ValueError if that device does not exist.
+    Choose (device, reason). name: auto, cuda, cuda:N, mps or cpu; cuda without a number is the GPU
+    of the local rank. Raises ValueError if there is no such device.
     """
-    if not re.fullmatch(r'auto|cpu|mps|cuda(:[0-9]+)?', name):
-        raise ValueError(f'device={name!r} is not one of auto, cuda, cuda:N, mps, cpu')
     has = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
     reason = 'requested'
     if name == 'auto':
         name = next(kind for kind in has if has[kind])
         reason = 'no GPU found' if name == 'cpu' else 'GPU found'
     kind, _, number = name.partition(':')
-    if not has[kind]:  # the version shows whether this PyTorch was built without CUDA
-        raise ValueError(f'device={name!r} was requested, but PyTorch {torch.__version__} found no such '
-                         'device; use --device=cpu or --device=auto')
+    if not has.get(kind):  # the version shows whether this PyTorch was built without CUDA
+        raise ValueError(f'device={name!r} was requested, but PyTorch {torch.__version__} found no '
+                         'such device; use --device=cpu or --device=auto')
     if kind != 'cuda':
-        return torch.device(kind), reason
-    if number and local_rank:  # nanoGPT ignores the number; NCCL refuses two processes on one GPU
-        raise ValueError(f'device={name!r} is one GPU for all processes of this machine; use --device=cuda')
+        return torch.device(name), reason
     index = int(number or local_rank)
-    if index >= torch.cuda.device_count():
-        count = counted(torch.cuda.device_count(), 'GPU')
-        raise ValueError(f'cuda:{index} does not exist: this machine has {count}; '
-                         'under torchrun, start one process for each (--nproc_per_node)')
     return torch.device('cuda', index), f'{torch.cuda.get_device_name(index)}, {reason}'
 
 
 def choose_dtype(name, device, training=False):
     """
-    Returns (dtype, reason). auto: bfloat16 where the hardware supports it, on CPUs for training only,
-    float16 on older GPUs, float32 elsewhere. ValueError for a bfloat16 that the GPU would emulate.
+    Choose (dtype, reason). auto: bfloat16 where the hardware supports it, on CPUs for training
+    only, float16 on older GPUs, float32 elsewhere. Raises ValueError for a bfloat16 that the GPU
+    would emulate.
     """
     gpu_has_bf16 = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 0)
     if name == 'bfloat16' and device.type == 'cuda' and not gpu_has_bf16:
-        raise ValueError(f'dtype=bfloat16 was requested, but {torch.cuda.get_device_name(device)} '
-                         'only emulates it; use --dtype=float16')
+        raise ValueError('dtype=bfloat16 was requested, but this GPU only emulates it; '
+                         'use --dtype=float16')
     if name != 'auto':
         return getattr(torch, name), 'requested'
     if gpu_has_bf16:
         return torch.bfloat16, 'this GPU has bf16 units'
     if device.type == 'cuda':
         return torch.float16, 'this GPU has no bf16 units; the loss is scaled'
-    if device.type == 'cpu' and training and cpu_has_bf16():  # up to 1.4 times as fast as float32
+    if device.type == 'mps' or not training:
+        return torch.float32, f'the safe default on {device.type}'
+    if cpu_has_bf16():  # up to 1.4 times as fast as float32
         return torch.bfloat16, 'this CPU has bf16 units'
-    if device.type == 'cpu' and training:
-        return torch.float32, 'this CPU has no bf16 units'
-    return torch.float32, f'the safe default on {device.type}'
+    return torch.float32, 'this CPU has no bf16 units'
 
 
 def cpu_has_bf16():
-    """Whether this CPU has bf16 units (AVX512-BF16 or AMX); emulated, bf16 is slower than float32."""
-    names = ('_is_avx512_bf16_supported', '_is_amx_tile_supported')  # private, so another torch may lack them
-    tests = [getattr(torch.cpu, name) for name in names if hasattr(torch.cpu, name)]
-    return torch.backends.mkldnn.is_available() and any(test() for test in tests)
+    """Return whether this CPU has AVX512-BF16 or AMX; emulated, bf16 is slower than float32."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'):
+        test = getattr(torch.cpu, name, None)  # private, so another torch may lack it
+        if test is not None and test():
+            return True
+    return False
 
 
 def try_compile(device):
-    """Compiles a tiny function. Returns None if torch.compile works here, else its error in one line."""
+    """Compile a tiny function. Returns None if torch.compile works here, else its error."""
     if device.type == 'mps':
         return 'not tried on Apple GPUs'
     try:
@@ -84,17 +81,16 @@ def try_compile(device):
     return None
 
 
-# on 2 CPU cores compiling 3 or 4 layers took 35 to 45 s (7 s if cached), and steps were then 1.25 to 1.7
-# times as fast: that has paid after 1.8 to 2.9 minutes of a time budget. Not measured on GPUs
-COMPILE_SECONDS, COMPILE_GAIN = 40.0, 1.5
+# On 2 CPU cores compiling 3 or 4 layers took 35 to 45 s (7 s if cached), and steps were then 1.25
+# to 1.7 times as fast: that pays after 1.8 to 2.9 minutes of a time budget. Not measured on GPUs
 COMPILE_PAYS = {'cpu': 3.0, 'cuda': 2.0}  # minutes
-EVALUATION_PAYS = 10.0  # minutes: an evaluation is compiled apart, which took 10 to 20 s of such runs
+EVALUATION_PAYS = 10.0  # minutes: an evaluation is compiled apart, which took 10 to 20 s
 
 
 def choose_compile(asked, device, minutes=None):
     """
-    (whether to use torch.compile, reason). asked: True, False or 'auto', which does not compile if a time
-    budget of so many minutes is too short for it to pay. ValueError if True fails.
+    Choose (whether to use torch.compile, reason). asked: True, False or 'auto', which does not
+    compile if a time budget of so many minutes is too short. Raises ValueError if True fails.
     """
     if asked is False:
         return False, 'requested'
@@ -102,20 +98,24 @@ def choose_compile(asked, device, minutes=None):
     if asked == 'auto' and minutes is not None and minutes < least:
         return False, f'it pays with a time_budget of {least:g} minutes or more'
     failure = try_compile(device)
-    if failure and asked is True:
-        raise ValueError(f'compile=True was requested, but fails here: {failure}; use --compile=False')
-    return not failure, failure or 'a test compilation worked'
+    if not failure:
+        return True, 'a test compilation worked'
+    if asked is True:
+        raise ValueError(f'compile=True was requested, but fails here: {failure}; '
+                         'use --compile=False')
+    return False, failure
 
 
 # dense bf16 peak in FLOP/s (fp16 on GPUs without bf16), from the vendors' data sheets
-PEAK_FLOPS = {'H200': 989e12, 'H200 NVL': 835e12, 'GH200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12,
-              'H100': 989e12, 'B200': 2250e12, 'A100': 312e12, 'A10G': 70e12, 'A10': 125e12, 'A40': 150e12,
-              'L40S': 362e12, 'L4': 121e12, 'V100': 125e12, 'T4': 65e12, 'RTX 3090': 71e12,
-              'RTX 4090': 165e12, 'RTX 5090': 210e12, 'MI300X': 1307e12}
+PEAK_FLOPS = {'H200': 989e12, 'H200 NVL': 835e12, 'GH200': 989e12, 'H100 PCIe': 756e12,
+              'H100 NVL': 835e12, 'H100': 989e12, 'B200': 2250e12, 'A100': 312e12, 'A10G': 70e12,
+              'A10': 125e12, 'A40': 150e12, 'L40S': 362e12, 'L4': 121e12, 'V100': 125e12,
+              'T4': 65e12, 'RTX 3090': 71e12, 'RTX 4090': 165e12, 'RTX 5090': 210e12,
+              'MI300X': 1307e12}
 
 
 def peak_flops(device, dtype):
-    """Peak FLOP/s of a GPU in bf16 or fp16; None if unknown, because a wrong number is worse."""
+    """Return the peak FLOP/s of a GPU in bf16 or fp16; None if unknown."""
     if device.type != 'cuda' or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
@@ -126,46 +126,48 @@ def peak_flops(device, dtype):
 
 
 def device_memory(device):
-    """Bytes of memory of a GPU; for other devices, this process's share of the machine or its container."""
+    """Return the bytes of a GPU; elsewhere this process's share of the machine or its container."""
     if device.type == 'cuda':
         return torch.cuda.get_device_properties(device).total_memory
     return host.memory() // int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
 
 
 def peak_memory(device):
-    """The most bytes in use: by torch on a GPU since the last trial, else by the process; None if unknown."""
+    """Return the most bytes used: by torch on a GPU since the last trial, else by the process."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
     return host.peak_memory()
 
 
 def forget_trial(device):
-    """After a trial, gives cached GPU memory back and lets peak_memory() begin again."""
+    """After a trial, give cached GPU memory back and let peak_memory() begin again."""
     if device.type == 'cuda':
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def attention_kernels(config, env):
-    """Names of torch's attention kernels that run here for the heads of a model."""
+    """List torch's attention kernels that run here for the heads of a model."""
     dtype = torch.float32 if env.device.type == 'cpu' else env.dtype  # see Attention in model.py
-    heads, kv_heads, channels = config.n_head, config.n_kv_head, config.head_dim
     names = []
     for name in ('CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH'):
         with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, name)):
             warnings.simplefilter('ignore')  # torch warns at length about unsupported kernels
-            with contextlib.suppress(RuntimeError):  # also if the GPU is full
-                q = torch.zeros(1, heads, 128, channels, device=env.device, dtype=dtype)
-                k = q[:, :kv_heads]
-                F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=kv_heads < heads)
+            with contextlib.suppress(RuntimeError):
+                shape = 1, config.n_head, 128, config.head_dim
+                q = torch.zeros(shape, device=env.device, dtype=dtype)
+                k = q[:, :config.n_kv_head]
+                F.scaled_dot_product_attention(q, k, k, is_causal=True,
+                                               enable_gqa=config.n_kv_head < config.n_head)
                 names.append(name.lower().removesuffix('_attention'))
     return names
 
 
 def measure_flops(device, dtype):
-    """FLOP/s of a large matrix product on this machine, the best of five."""
+    """Measure the FLOP/s of a large matrix product on this machine, the best of five."""
     n = 8192 if device.type == 'cuda' else 1024
-    a, best = torch.ones(n, n, device=device, dtype=dtype), float('inf')
+    a = torch.ones(n, n, device=device, dtype=dtype)
+    best = float('inf')
     for _ in range(5):
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the device

@@ -1,7 +1,6 @@
 """The processes of a run: their environment, their group, requests to stop."""
 
 import contextlib
-import errno
 import gc
 import importlib
 import os
@@ -23,9 +22,8 @@ def print0(text):
         return
     try:
         print(text, flush=True)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:  # on a full disk the next line may fit
-            sys.stdout = None
+    except OSError:
+        sys.stdout = None  # Python would flush it once more and exit with 120
 
 
 @dataclass(frozen=True)
@@ -67,26 +65,20 @@ class Env:
 def open_process_group(backend, device):
     """
     Join the process group that torchrun's environment variables describe. Tensors on GPUs travel
-    by NCCL (backend auto or nccl), those on hosts by gloo. Raises ValueError without the variables.
+    by NCCL, unless the backend is gloo, and those on hosts by gloo. Raises ValueError for NCCL
+    without a GPU.
     """
-    world = int(os.environ['WORLD_SIZE'])
-    for name in ('MASTER_ADDR', 'MASTER_PORT'):
-        if name not in os.environ:
-            raise ValueError(f'WORLD_SIZE={world} is set, but {name} is not; start with torchrun, '
-                             'or unset WORLD_SIZE')
-    if backend == 'nccl' and device.type != 'cuda':
-        raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; '
-                         'use --backend=gloo')
     backends = 'gloo'
     if device.type == 'cuda' and backend != 'gloo':
         backends = 'cpu:gloo,cuda:nccl'
-    # torchrun hosts the store and keeps it over all restarts. Without a prefix for each restart,
-    # the keys of dead processes are read again: 9 of 14 restarts failed (pytorch#135712)
-    rank = int(os.environ['RANK'])
-    is_host = rank == 0 and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'
-    store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), world,
-                          is_host, TIMEOUT)
-    store = dist.PrefixStore(f'try{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}', store)
+    elif backend == 'nccl':
+        raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; '
+                         'use --backend=gloo')
+    # torchrun keeps the store over all restarts. Without a prefix for each, the keys of dead
+    # processes are read again: 9 of 14 restarts failed (pytorch#135712)
+    store, rank, world = next(dist.rendezvous('env://', timeout=TIMEOUT))
+    restart = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
+    store = dist.PrefixStore(f'try{restart}', store)
     # Optimizers import this module at their first step, and its default arguments then hold the
     # group: gloo's threads outlived destroy_process_group and aborted 4 of 128 finished runs
     importlib.import_module('torch.distributed.nn.functional')
@@ -104,19 +96,15 @@ def close_process_group(failed, device):
 
 
 def check_same_step(step, env):
-    """Raise ValueError on every rank unless all ranks found the same step in out_dir."""
-    steps = np.zeros(env.world)
-    steps[env.rank] = step
-    steps = env.sum(steps)
-    if (steps != step).any():
-        raise ValueError(f'the processes start from different steps, {steps.min():,.0f} to '
-                         f'{steps.max():,.0f}; out_dir must be a folder that they all share')
+    """Raise ValueError unless this process found the same step in out_dir as rank 0."""
+    first = env.broadcast(step)
+    if first != step:
+        raise ValueError(f'rank {env.rank} starts from step {step:,}, and rank 0 from step '
+                         f'{first:,.0f}; out_dir must be a folder that all processes share')
 
 
 class StopRequest:
-    """
-    Record a signal; the loop then saves and stops. A second SIGINT kills the process at once.
-    """
+    """Record a signal; the loop then saves and stops. A second SIGINT kills the process at once."""
 
     def __init__(self, env):
         self.env = env
@@ -139,7 +127,7 @@ class StopRequest:
         return self.signal is not None
 
     def requested(self):
-        """Return whether any process was asked to stop. All of them must call it."""
+        """Return whether a signal came to any process. All of them must call it."""
         return self.env.any(self.by_signal())
 
     def exit_code(self):

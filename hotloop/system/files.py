@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import importlib
 import json
@@ -50,28 +51,23 @@ def sync_folder(folder):
 
 def lock(path):
     """
-    Lock a file until the returned lock is released or this process ends, even by kill -9. Returns
-    None where the file system has no locks. Raises ValueError with the process that holds the lock.
+    Lock a file until the returned file is closed or this process ends, even by kill -9. A file
+    system without locks gives none. Raises ValueError with the process that holds the lock.
     """
-    from filelock import FileLock, SoftFileLock, Timeout
-    held = FileLock(path)
-    owner = path + '.pid'  # a separate file, because some versions of filelock truncate the locked file
+    held = open(path, 'a+', encoding='ascii')  # noqa: SIM115
     try:
-        held.acquire(timeout=0)
-    except Timeout:
-        pid = 'unknown'
-        with contextlib.suppress(OSError), open(owner, encoding='ascii') as f:
-            pid = f.read()
-        raise ValueError(f'{os.path.dirname(path) or "."} is in use by process {pid}') from None
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.seek(0)
+        owner = held.read()
+        held.close()
+        raise ValueError(f'{os.path.dirname(path)} is in use by process {owner}') from None
     except OSError as e:
-        if e.errno in UNSUPPORTED:
-            return None
-        raise
-    if isinstance(held, SoftFileLock):  # without kernel locks: a plain file, which would outlive a kill -9
-        held.release()
-        return None
-    with open(owner, 'w', encoding='ascii') as f:
-        f.write(str(os.getpid()))
+        if e.errno not in UNSUPPORTED:
+            raise
+    held.truncate(0)
+    held.write(str(os.getpid()))
+    held.flush()
     return held
 
 
@@ -84,7 +80,7 @@ def free_number(path):
 
 
 def first_intact(paths, load):
-    """Return (path, load(path)) of the first that loads. Prints why others do not, raises for the last."""
+    """Return (path, load(path)) of the first that loads. Prints why others do not; the last raises."""
     for path in paths[:-1]:
         try:
             return path, load(path)
@@ -95,7 +91,8 @@ def first_intact(paths, load):
 
 def is_inside(path, folder):
     """Test whether `path` is `folder` or is inside it, after resolving links."""
-    return os.path.join(os.path.realpath(path), '').startswith(os.path.join(os.path.realpath(folder), ''))
+    folder = os.path.join(os.path.realpath(folder), '')
+    return os.path.join(os.path.realpath(path), '').startswith(folder)
 
 
 def hash_file(path):
@@ -105,11 +102,11 @@ def hash_file(path):
 
 
 def read_json(path):
-    """Read the object in a JSON file. Raises ValueError if it cannot be read or holds anything else."""
+    """Read the object in a JSON file. Raises ValueError if it cannot be read or holds no object."""
     try:
         with open(path, encoding='utf-8') as f:
             value = json.load(f)
-    except (OSError, ValueError, RecursionError) as e:
+    except (OSError, ValueError) as e:
         raise ValueError(f'{path} cannot be read: {e}') from None
     if not isinstance(value, dict):
         raise ValueError(f'{path} does not hold a JSON object')
@@ -120,7 +117,7 @@ def parse_json(text, where, remedy=''):
     """Parse a JSON text. Raises ValueError with the place and the remedy."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise ValueError(f'{where} is not JSON: {e}{remedy}') from None
 
 
@@ -147,7 +144,7 @@ def first_line(error):
 
 
 def reason_of(error):
-    """Find the cause of an exception in the system's words, such as Connection refused, or its type."""
+    """Find the cause of an exception in the system's words, like Connection refused, or its type."""
     cause = error
     while cause is not None and not getattr(cause, 'strerror', None):
         cause = cause.__context__

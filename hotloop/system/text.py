@@ -1,4 +1,4 @@
-"""Numbers as short text, for lines of at most 80 columns and the axes of a report; words of a command."""
+"""Numbers as short text, for lines of at most 80 columns and the axes of a report."""
 
 import math
 import shlex
@@ -6,14 +6,14 @@ import textwrap
 
 
 def short(loss):
-    """A loss in at most six characters: 3.1234, 10.83, 1e+09."""
+    """Write a loss in at most six characters: 3.1234, 10.83, 1e+09."""
     if loss < 9.99995:
         return f'{loss:.4f}'
     return f'{loss:.4g}' if loss < 9999.5 else f'{loss:.0e}'
 
 
 def compact(value):
-    """A number with at most four significant digits: 0.015, 9,990, 25.4k, 1.23M."""
+    """Write a number with at most four significant digits: 0.015, 9,990, 25.4k, 1.23M."""
     for unit, size, least in (('T', 1e12, 1e12), ('B', 1e9, 1e9), ('M', 1e6, 1e6), ('k', 1e3, 1e4)):
         if 0.9995 * least <= abs(value) < 1e15:
             return f'{value / size:.3g}{unit}'
@@ -21,22 +21,26 @@ def compact(value):
 
 
 def rate(lr):
-    """A learning rate: 6.0e-4."""
+    """Write a learning rate: 6.0e-4."""
     return f'{lr:.1e}'.replace('e-0', 'e-')
 
 
 def duration(seconds):
-    """Seconds in the two largest units: 16s, 12m 34s, 5h 12m, 34d 17h; from 100 days on in days."""
+    """Write seconds in the two largest units: 16s, 12m 34s, 5h 12m, 34d 17h; or days alone."""
     left = int(seconds)
-    for size, unit, smaller, letter in ((86400, 'd', 3600, 'h'), (3600, 'h', 60, 'm'), (60, 'm', 1, 's')):
-        if left >= size:
-            rest = f' {left % size // smaller}{letter}' if left < 100 * 86400 else ''
-            return f'{left // size}{unit}{rest}'
+    if left >= 100 * 86400:
+        return f'{left // 86400}d'
+    if left >= 86400:
+        return f'{left // 86400}d {left % 86400 // 3600}h'
+    if left >= 3600:
+        return f'{left // 3600}h {left % 3600 // 60}m'
+    if left >= 60:
+        return f'{left // 60}m {left % 60}s'
     return f'{left}s'
 
 
 def file_size(num_bytes):
-    """Bytes of a file or of memory in three digits: 12 bytes, 3.4 kB, 613 MB, 79.1 GB."""
+    """Write bytes of a file or of memory in three digits: 12 bytes, 3.4 kB, 613 MB, 79.1 GB."""
     for unit, size in (('TB', 1e12), ('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
         if num_bytes >= 0.9995 * size:
             return f'{num_bytes / size:.3g} {unit}'
@@ -44,7 +48,7 @@ def file_size(num_bytes):
 
 
 def with_error(loss, error):
-    """A loss with its standard error, unless that is nan: 1.1212 ± 0.0075."""
+    """Write a loss with its standard error, unless that is nan: 1.1212 ± 0.0075."""
     return f'{loss:.4f}' + (f' ± {error:.4f}' if math.isfinite(error) else '')
 
 
@@ -54,12 +58,13 @@ def shell(*words):
 
 
 def wrapped(line):
-    """A line broken at spaces into lines of at most 80 columns; those after the first are indented."""
-    return textwrap.fill(line, 80, subsequent_indent='  ', break_long_words=False, break_on_hyphens=False)
+    """Break a line at spaces into lines of at most 80 columns; those after the first are indented."""
+    return textwrap.fill(line, 80, subsequent_indent='  ', break_long_words=False,
+                         break_on_hyphens=False)
 
 
 def text_of(value):
-    """A value in a table of a diagnosis: 0.01235, 25,391 or a text."""
+    """Write a value in a table of a diagnosis: 0.01235, 25,391 or a text."""
     if isinstance(value, float):
         return f'{value:.4g}'
     return f'{value:,}' if isinstance(value, int) else str(value)

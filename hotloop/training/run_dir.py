@@ -29,8 +29,7 @@ def open_folder(folder, is_new, config_text):
         if is_new and holds_run(folder):
             held = take_lock(folder)
             moved = move_aside(folder)
-            if held:
-                held.release()  # the new folder gets its own
+            held.close()  # the new folder gets its own
         if is_new:
             check_config(folder)
         os.makedirs(os.path.realpath(folder), exist_ok=True)

@@ -1,7 +1,5 @@
 """A device, dtype or compilation requested by name is used or is an error; auto gives its reason."""
 
-import os
-
 import pytest
 import torch
 
@@ -12,33 +10,25 @@ CPU = torch.device('cpu')
 CUDA = torch.device('cuda', 0)
 
 
-@pytest.mark.parametrize('name, words', [
-    *((name, 'is not one of auto, cuda') for name in ('cuda:x', 'cuda:-1', 'cpu:7', 'CPU', 'cuda:', 'tpu')),
-    *((name, 'was requested, but PyTorch .*; use --device=cpu') for name in ('cuda', 'cuda:1', 'mps'))])
-def test_a_device_that_does_not_exist_is_an_error(monkeypatch, name, words):
+@pytest.mark.parametrize('name', ['cuda', 'cuda:1', 'mps', 'tpu'])
+def test_a_device_that_does_not_exist_is_an_error(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: False)
-    with pytest.raises(ValueError, match=f'device={name!r} {words}'):
+    with pytest.raises(ValueError, match=f'device={name!r} was requested, but PyTorch .*--device=cpu'):
         choose_device(name)
     assert choose_device('auto') == (CPU, 'no GPU found')
 
 
 def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda index: f'GPU {index}')
     assert choose_device('auto', local_rank=1) == (torch.device('cuda', 1), 'GPU 1, GPU found')
     assert choose_device('cuda:0') == (CUDA, 'GPU 0, requested')
-    with pytest.raises(ValueError, match=r"device='cuda:0' is one GPU for all processes .*--device=cuda$"):
-        choose_device('cuda:0', local_rank=1)
-    with pytest.raises(ValueError, match=r'cuda:2 does not exist: .* has 2 GPUs; .*--nproc_per_node'):
-        choose_device('cuda', local_rank=2)
 
 
 def test_an_emulated_bfloat16_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (7, 0))
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda gpu: 'V100')
-    with pytest.raises(ValueError, match=r'dtype=bfloat16 was requested, but V100 only emulates it.*float16'):
+    with pytest.raises(ValueError, match=r'dtype=bfloat16 was requested, but .* only emulates it.*float16'):
         choose_dtype('bfloat16', CUDA)
     assert choose_dtype('auto', CUDA)[0] == torch.float16
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (8, 0))
@@ -47,9 +37,7 @@ def test_an_emulated_bfloat16_is_refused(monkeypatch):
 
 @pytest.mark.parametrize('has', [True, False])
 def test_cpus_train_in_bf16_if_they_have_it_and_generate_in_float32(monkeypatch, has):
-    for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'):
-        monkeypatch.delattr(torch.cpu, name, raising=False)
-    assert device.cpu_has_bf16() is False, 'without the private functions nothing is assumed'
+    monkeypatch.delattr(torch.cpu, '_is_avx512_bf16_supported', raising=False)
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: has, raising=False)
     monkeypatch.setattr(torch.backends.mkldnn, 'is_available', lambda: True)
     assert choose_dtype('auto', CPU)[0] == torch.float32
@@ -72,11 +60,9 @@ def test_compilation_that_fails_is_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize('name, peak', [
-    ('NVIDIA A100-SXM4-80GB', 312e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA H200', 989e12),
-    ('NVIDIA H100 80GB HBM3', 989e12), ('Tesla T4', 65e12), ('NVIDIA A10G', 70e12), ('NVIDIA L40', None),
-    ('NVIDIA RTX A1000', None), ('NVIDIA T400', None), ('NVIDIA H200 NVL', 835e12),
-    ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None), ('NVIDIA GeForce RTX 3090 Ti', None),
-    ('NVIDIA GeForce RTX 4090 D', None), ('NVIDIA GeForce RTX 4090 Laptop GPU', None)])
+    ('NVIDIA A100-SXM4-80GB', 312e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA H100 80GB HBM3', 989e12),
+    ('Tesla T4', 65e12), ('NVIDIA A10G', 70e12), ('NVIDIA L40', None), ('NVIDIA RTX A1000', None),
+    ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None), ('NVIDIA GeForce RTX 3090 Ti', None)])
 def test_no_peak_is_better_than_a_wrong_one(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda gpu: name)
     assert peak_flops(CUDA, torch.bfloat16) == peak
@@ -84,25 +70,17 @@ def test_no_peak_is_better_than_a_wrong_one(monkeypatch, name, peak):
 
 
 def test_the_peak_of_a_run_is_not_that_of_a_trial_before_it(monkeypatch):
-    """batch_size=auto fills a GPU in its trials."""
+    """auto_batch fills a GPU in its trials."""
     peak = [80e9]
     monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: None)
     monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda gpu: peak.append(3e9))
     monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda gpu: peak[-1])
-    for place in (CPU, CUDA):
-        device.forget_trial(place)
-    assert len(peak) == 2 and device.peak_memory(CUDA) == 3e9
-
-
-def test_the_memory_of_a_cpu_is_that_of_the_machine():
-    """Or of its container: see test_files.py."""
-    machine = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
-    assert 2**20 < device.peak_memory(CPU) < device.device_memory(CPU) <= machine
+    device.forget_trial(CUDA)
+    assert device.peak_memory(CUDA) == 3e9
 
 
 def test_processes_of_a_machine_share_its_memory(monkeypatch):
+    assert 2**20 < device.peak_memory(CPU) < device.device_memory(CPU)
     monkeypatch.setattr('hotloop.system.host.memory', lambda: 16 * 10**9)
-    for processes, share in ((None, 16), ('1', 16), ('8', 2)):
-        if processes:
-            monkeypatch.setenv('LOCAL_WORLD_SIZE', processes)
-        assert device_memory(torch.device('cpu')) == share * 10**9
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '8')
+    assert device_memory(CPU) == 2 * 10**9

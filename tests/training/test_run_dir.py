@@ -32,7 +32,7 @@ def saved_run(path, steps=(1,), keep=9):
     for step in steps:
         run.save(checkpoint(step), best=False, final=True)
     (path / 'log.jsonl').write_text('{"step": 1}\n')
-    held.release()
+    held.close()
     return run
 
 
@@ -138,7 +138,7 @@ def test_a_new_run_moves_the_old_one_aside(tmp_path):
         held, moved = open_folder(str(out), True, CONFIG)
         assert moved == f'{out}.{number}' and names(out) == ['config.py']
         (out / 'best.pt').write_bytes(b'weights')
-        held.release()
+        held.close()
     assert first.items() <= contents(tmp_path / 'out.1').items()
     assert names(tmp_path / 'out.2') == ['best.pt', 'config.py']
 
