@@ -195,7 +195,9 @@ def keep_rows(pieces, path):
 
 def write_bins(folder, batches, dtype, template):
     """Write the batches of encode_all(). Returns {split: its metadata}. template: of rows, or None."""
-    writers = {split: dataset.BinWriter(folder, split, dtype) for split in dataset.SPLITS}
+    writers = {}
+    for split in dataset.SPLITS:
+        writers[split] = dataset.BinWriter(folder, split, dtype, template is not None)
     progress = Progress(0)
     tokens = 0
     in_loss = 0
@@ -210,7 +212,7 @@ def write_bins(folder, batches, dtype, template):
     if template:
         print(f'instruction data in the {template} template: {in_loss:,} of {tokens:,} tokens '
               f'({in_loss / max(tokens, 1):.0%}) count toward the loss')
-    return {split: writer.close(rows=template is not None) for split, writer in writers.items()}
+    return {split: writer.close() for split, writer in writers.items()}
 
 
 def training_command(cfg, found, has_rows):

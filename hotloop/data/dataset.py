@@ -135,49 +135,36 @@ def open_bin(path, dtype):
 
 
 class BinWriter:
-    """
-    Write one split: its bin, a mask if a document has one, the ends of documents as uint64; counts.
-    """
+    """Write one split: its ids and counts; of rows also masks and the ends of documents as uint64."""
 
-    def __init__(self, folder, name, dtype):
-        self.file = open(os.path.join(folder, f'{name}.bin'), 'wb')  # noqa: SIM115
-        self.mask = None
-        self.docs = open(os.path.join(folder, f'{name}.docs.bin'), 'wb')  # noqa: SIM115
-        self.mask_path = os.path.join(folder, f'{name}.mask.bin')
+    def __init__(self, folder, name, dtype, has_rows=False):
+        suffixes = {'sha256': 'bin'}
+        if has_rows:
+            suffixes |= {'mask_sha256': 'mask.bin', 'docs_sha256': 'docs.bin'}
+        self.files = {}
+        for key, suffix in suffixes.items():
+            self.files[key] = open(os.path.join(folder, f'{name}.{suffix}'), 'wb')  # noqa: SIM115
         self.dtype = dtype
         self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
 
     def add(self, encoded):
         """Append an encode.Encoded."""
-        if encoded.mask is not None and self.mask is None:
-            self.mask = open(self.mask_path, 'wb')  # noqa: SIM115
-            # Blocks, because the tokens before may exceed memory.
-            for start in range(0, self.counts['tokens'], 1 << 20):
-                self.mask.write(b'\1' * min(self.counts['tokens'] - start, 1 << 20))
-        self.file.write(encoded.ids.astype(self.dtype, copy=False).tobytes())
-        if self.mask is not None:
-            mask = np.ones(len(encoded.ids), np.uint8) if encoded.mask is None else encoded.mask
-            self.mask.write(mask.tobytes())
-        self.docs.write((self.counts['tokens'] + encoded.ends).astype('<u8').tobytes())
+        self.files['sha256'].write(encoded.ids.astype(self.dtype, copy=False).tobytes())
+        if 'mask_sha256' in self.files:
+            self.files['mask_sha256'].write(encoded.mask.tobytes())
+            ends = self.counts['tokens'] + encoded.ends
+            self.files['docs_sha256'].write(ends.astype('<u8').tobytes())
         self.counts['tokens'] += len(encoded.ids)
         self.counts['bytes'] += encoded.num_bytes
         self.counts['documents'] += len(encoded.ends)
 
-    def close(self, rows=False):
-        """
-        Flush to the disk. Returns the counts with the SHA-256 of the files. rows: keeps their ends.
-        """
-        if not rows:
-            self.docs.close()
-            os.remove(self.docs.name)
-            self.docs = None
-        files = {'sha256': self.file, 'mask_sha256': self.mask, 'docs_sha256': self.docs}
-        for key, file in files.items():
-            if file is not None:
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-                self.counts[key] = hash_file(file.name)
+    def close(self):
+        """Flush to the disk. Returns the counts with the SHA-256 of the files."""
+        for key, file in self.files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            self.counts[key] = hash_file(file.name)
         return self.counts
 
 

@@ -46,16 +46,15 @@ def test_bins_are_nanogpts_and_counted(tmp_path, dtype, itemsize):
     assert open_bin(str(tmp_path / 'train.bin'), np.dtype(dtype).name).tolist() == [1, 2, 258, 3]
 
 
-def test_a_mask_begins_with_the_first_prompt_and_all_text_counts(tmp_path):
-    writer = BinWriter(str(tmp_path), 'val', '<u2')
-    writer.add(encoded([7] * ((1 << 20) + 5)))
+def test_rows_have_masks_and_ends(tmp_path):
+    writer = BinWriter(str(tmp_path), 'val', '<u2', has_rows=True)
     writer.add(encoded([1, 2, 3], [0, 0, 1]))
-    writer.add(encoded([4, 5]))
-    mask = b'\1' * ((1 << 20) + 5) + b'\0\0\1\1\1'
-    counts = writer.close(rows=True)
+    writer.add(encoded([4, 5], [1, 1]))
+    mask = b'\0\0\1\1\1'
+    counts = writer.close()
     assert counts['mask_sha256'] == hashlib.sha256(mask).hexdigest()
     assert (tmp_path / 'val.mask.bin').read_bytes() == mask
-    ends = np.array([(1 << 20) + 5, (1 << 20) + 8, (1 << 20) + 10], '<u8').tobytes()
+    ends = np.array([3, 5], '<u8').tobytes()
     assert (tmp_path / 'val.docs.bin').read_bytes() == ends
     assert counts['docs_sha256'] == hashlib.sha256(ends).hexdigest()
 
