@@ -32,7 +32,6 @@ class Corpus:
     train: tuple = ()  # paths in the repository, or URLs
     val: tuple = ()
     download: float = 0.0  # bytes to download, about
-    bins: float = 0.0  # bytes of the bins, about
     tokenizer: str = 'gpt2'
     kind: str = 'text'  # of a File
     val_fraction: float | None = 0.1
@@ -43,38 +42,38 @@ PLAIN = Corpus(tokenizer='byte')  # the defaults of sources that are no named co
 SHAKESPEARE = Corpus(
     'the plays of Shakespeare that nanoGPT trains on', 'public domain',
     train=('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',),
-    download=1.1e6, bins=0.7e6,
+    download=1.1e6,
     sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
 CORPORA = {
-    'stdlib': Corpus('the source code of this Python', 'PSF-2.0', bins=1e7, val_fraction=0.05,
+    'stdlib': Corpus('the source code of this Python', 'PSF-2.0', val_fraction=0.05,
                      tokenizer='bpe:1024'),  # best in the minutes of quickstart.py
     'shakespeare': SHAKESPEARE,
-    'shakespeare_char': replace(SHAKESPEARE, tokenizer='char', bins=2.2e6),
+    'shakespeare_char': replace(SHAKESPEARE, tokenizer='char'),
     'wikitext2': Corpus(
         'Wikipedia, 2 million words, with a validation set', 'CC BY-SA 3.0', 'Salesforce/wikitext',
         train=('wikitext-2-v1/train-00000-of-00001.parquet',),
         val=('wikitext-2-v1/validation-00000-of-00001.parquet',),
-        download=7e6, bins=6e6, kind='joined', val_fraction=None),
+        download=7e6, kind='joined', val_fraction=None),
     'wikitext103': Corpus(
         'Wikipedia, 100 million words, with a validation set', 'CC BY-SA 3.0', 'Salesforce/wikitext',
         train=tuple(f'wikitext-103-v1/train-0000{i}-of-00002.parquet' for i in range(2)),
         val=('wikitext-103-v1/validation-00000-of-00001.parquet',),
-        download=0.3e9, bins=0.25e9, kind='joined', val_fraction=None),
+        download=0.3e9, kind='joined', val_fraction=None),
     'tinystories': Corpus(
         'short stories by GPT-4 for small models, with a validation set', 'CDLA-Sharing-1.0',
         'roneneldan/TinyStories', train=('TinyStoriesV2-GPT4-train.txt',),
         val=('TinyStoriesV2-GPT4-valid.txt',),
-        download=2.3e9, bins=1.1e9, kind='texts', val_fraction=None),
+        download=2.3e9, kind='texts', val_fraction=None),
     'openwebtext': Corpus(
         'a reproduction of the training data of GPT-2: 8 million web pages', 'CC0-1.0',
         'Skylion007/openwebtext',
         train=tuple(f'plain_text/train-{i:05d}-of-00080.parquet' for i in range(80)),
-        download=25e9, bins=18.1e9, kind='parquet', val_fraction=0.0005),
+        download=25e9, kind='parquet', val_fraction=0.0005),
     'fineweb_edu': Corpus(
         'educational web pages, a sample of 10 billion tokens', 'ODC-By 1.0',
         'HuggingFaceFW/fineweb-edu',
         train=tuple(f'sample/10BT/{i:03d}_00000.parquet' for i in range(14)),
-        download=28.5e9, bins=20e9, kind='parquet', val_fraction=0.0005),
+        download=28.5e9, kind='parquet', val_fraction=0.0005),
 }
 KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
          '.parquet': 'parquet'}
@@ -223,9 +222,8 @@ def find_corpus(sources):
     corpus = CORPORA[name]
     if number:
         train = corpus.train[:int(number)]
-        share = len(train) / len(corpus.train)
-        corpus = replace(corpus, train=train, download=corpus.download * share,
-                         bins=corpus.bins * share)
+        size = corpus.download * len(train) / len(corpus.train)
+        corpus = replace(corpus, train=train, download=size)
     return corpus
 
 
@@ -238,8 +236,7 @@ def open_corpus(corpus, data_dir, with_val=True):
     if with_val:
         paths += corpus.val
     print(f'{corpus.about}; license {corpus.license}; {counted(len(paths), "file")} to download, '
-          f'about {file_size(corpus.download)}; needs {file_size(corpus.download + corpus.bins)} of '
-          'disk space, bins included', flush=True)
+          f'about {file_size(corpus.download)}', flush=True)
     if corpus.kind in ('joined', 'parquet'):
         optional('pyarrow', 'reads parquet files')  # before gigabytes are downloaded
     if corpus.repository:
