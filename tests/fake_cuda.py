@@ -31,7 +31,7 @@ from hotloop.inference.generate import Sampling, generate
 from hotloop.inference.kv_cache import new_cache
 from hotloop.inference.quantize import prepare_for_inference
 from hotloop.system.distributed import Env
-from hotloop.training import dataloader, optim
+from hotloop.training import dataloader
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
 from hotloop.training.forecast import MACHINES
@@ -153,10 +153,8 @@ def test_a_step_of_each_dtype(split, preset, optimizer, dtype):
 
 @pytest.mark.parametrize('preset, shape, chunks, settings', [
     ('gpt2', dict(n_kv_head=2, mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
-    ('modern', dict(n_kv_head=2, dropout=0.1, label_smoothing=0.1), 4, {}),
-    ('gpt2', dict(softcap=15.0), 3, {}), ('gpt2', dict(dropout=0.1), 1, dict(recompute='selective')),
-    ('modern', {}, 4, dict(recompute='full')), ('modern', {}, 1, dict(grad_clip=0.0))],
-    ids=str)
+    ('modern', dict(n_kv_head=2, dropout=0.1, label_smoothing=0.1), 4, dict(recompute='full')),
+    ('gpt2', dict(softcap=15.0, dropout=0.1), 1, dict(recompute='selective', grad_clip=0.0))], ids=str)
 def test_a_step_of_other_settings(split, preset, shape, chunks, settings):
     run_steps(fake_gpt(BF16, chunks, preset=preset, **shape), split, **settings)
 
@@ -188,15 +186,6 @@ def position_on_host(monkeypatch):
     monkeypatch.setattr(PositionEmbedding, 'forward', forward)
 
 
-def found_inf_on_host(monkeypatch):
-    step = optim.AdamW.step
-
-    def with_host_tensor(self):
-        self.found_inf = torch.zeros(())
-        step(self)
-    monkeypatch.setattr(optim.AdamW, 'step', with_host_tensor)
-
-
 def in_mlp(action):
     """A defect: action(x) in each MLP."""
     def plant(monkeypatch):
@@ -215,10 +204,7 @@ def weights_not_cast(monkeypatch):
 
 @pytest.mark.parametrize('defect, words', [
     (position_on_host, 'at least two devices, cuda:0 and cpu'),
-    (found_inf_on_host, 'a copy from cpu to cuda:0 that waits'),
     (in_mlp(lambda x: bool(x.isfinite().all())), '_local_scalar_dense'),
-    (in_mlp(lambda x: x.cpu()), 'a copy from cuda:0 to cpu that waits'),
-    (in_mlp(lambda x: torch.ones(3).to(CUDA, non_blocking=True)), 'a copy from cpu to cuda:0 that waits'),
     (in_mlp(lambda x: torch.from_numpy(np.ones(3)).pin_memory().to(CUDA)), 'a copy from cpu to cuda:0'),
     (weights_not_cast, r"aten.mm of several dtypes: \['torch.bfloat16', 'torch.float32'\]")])
 def test_a_planted_defect_is_found(split, monkeypatch, defect, words):
@@ -241,8 +227,7 @@ def answers(monkeypatch):
     assert not queue
 
 
-@pytest.mark.parametrize('preset, dtype, chunks', [
-    ('gpt2', BF16, 1), ('modern', FP16, 3), ('modern', FP32, 1)])
+@pytest.mark.parametrize('preset, dtype, chunks', [('gpt2', BF16, 1), ('modern', FP16, 3)])
 def test_an_evaluation_reads_the_device_once(split, answers, preset, dtype, chunks):
     """7 windows in batches of 4."""
     answers.append(SimpleNamespace(double=lambda: SimpleNamespace(numpy=lambda: np.full(7, 32.0))))

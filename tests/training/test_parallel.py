@@ -106,13 +106,3 @@ def test_a_long_contexts_step_has_the_gradients_of_the_plain_one(monkeypatch, wi
     chunked = gradients('none', chunks=4, **how)
     torch.testing.assert_close(chunked, plain, rtol=1e-4, atol=1e-6)
     assert torch.equal(gradients('selective', chunks=4, **how), chunked)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('recompute, dropout', [('selective', 0.2), ('full', 0.0)])
-def test_recomputation_changes_no_bit_of_a_compiled_step(monkeypatch, recompute, dropout):
-    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='aot_eager'))
-    torch._dynamo.reset()
-    expected = gradients('none', compiled=True, dropout=dropout)
-    torch._dynamo.reset()
-    assert torch.equal(gradients(recompute, compiled=True, dropout=dropout), expected)
