@@ -59,9 +59,8 @@ class SampleConfig:
     quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
-    chat: bool = False  # interactive chat; an empty line ends it
+    chat: bool = False  # interactive chat, of which start is the system prompt; an empty line ends it
     template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # chat template; auto: of the training data
-    system: str | None = None  # system prompt of chats and of prompts in a template
     score: str | None = None  # print the loss on each document of this file or folder
     eval_code: str | None = None  # answer the tasks of this .jsonl or list: HumanEval, MBPP, rows
     run_code: bool = False  # for eval_code: also run the tests, in a process with limits (pass@1)
@@ -193,23 +192,21 @@ def make_prompts(rows, tokenizer, template, cfg):
         text = given if isinstance(given, str) else turns[-1][1]
         if template in TEMPLATES and (suited or cfg.template != 'auto'):
             used = choose_template(template, suited)
-            ids = turn_ids(tokenizer, turns, used, cfg.system)
+            ids = turn_ids(tokenizer, turns, used)
             shown = text if used == 'joined' else f'{text}\n'
             prompts.append(Prompt(given, shown, ids, (TEMPLATES[used].assistant[1],)))
-        elif cfg.system or suited not in (None, 'joined'):
-            raise ValueError(f'a chat, an instruction or system={cfg.system!r} needs a template; {CHOOSE}')
+        elif suited not in (None, 'joined'):
+            raise ValueError(f'a chat or an instruction needs a template; {CHOOSE}')
         else:
             prompts.append(Prompt(given, text, prompt_ids(tokenizer, text)))
     return prompts
 
 
-def turn_ids(tokenizer, turns, template, system=None):
+def turn_ids(tokenizer, turns, template):
     """
     Encode a conversation up to the assistant's next answer, as in training. Returns a list that is
-    never empty. system: the system prompt of turns that have none.
+    never empty.
     """
-    if system is not None and 'system' not in dict(turns):
-        turns = [('system', system), *turns]
     parts = parts_before_answer(turns, template)
     if not parts:
         return prompt_ids(tokenizer, '')
@@ -382,11 +379,14 @@ def chat(model, tokenizer, template, cfg):
         raise ValueError(f'the chat template of the model is not known; {CHOOSE}')
     size = model.config.block_size
     limit = size - min(cfg.max_new_tokens, size // 4)  # This leaves room for the answer.
+    system = []
+    if cfg.start.strip():
+        system = [('system', read_prompts(cfg.start)[0][0])]
     turns = []
     seed = cfg.seed
     while (message := read_line()) not in ('', 'exit'):
         try:
-            turns, ids = fit_turns(tokenizer, [*turns, ('user', message)], template, limit, cfg.system)
+            turns, ids = fit_turns(tokenizer, system, [*turns, ('user', message)], template, limit)
         except ValueError as e:  # The message is too long, or has characters that the tokenizer lacks.
             print(f'note: {e}', file=sys.stderr)
             continue
@@ -405,13 +405,13 @@ def read_line():
         return ''
 
 
-def fit_turns(tokenizer, turns, template, limit, system=None):
+def fit_turns(tokenizer, system, turns, template, limit):
     """
-    Drop the oldest turns until the rest has at most `limit` ids. Returns (turns, their ids).
-    Raises ValueError if the last message alone is too long.
+    Drop the oldest turns until the rest, after the system prompt, has at most `limit` ids. Returns
+    (turns, all ids). Raises ValueError if the last message alone is too long.
     """
     for first in range(0, len(turns), 2):
-        ids = turn_ids(tokenizer, turns[first:], template, system)
+        ids = turn_ids(tokenizer, [*system, *turns[first:]], template)
         if len(ids) <= limit:
             if first:
                 print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)

@@ -98,7 +98,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
 
 @pytest.mark.parametrize('flags, words', [
     (dict(start='abéx'), "'xé'"), (dict(chat=True), 'template of the model is not known'),
-    (dict(chat=True, template='none'), "template='none'"), (dict(system='Be brief.'), "system='Be brief.'"),
+    (dict(chat=True, template='none'), "template='none'"),
     (dict(logprobs=True), 'logprobs=True'), (dict(run_code=True), 'run_code=True needs eval_code'),
     (dict(diagnose=True, quantize='int8'), 'quantize=int8'), (dict(score='a', chat=True), 'score and chat'),
     (dict(stop='a|||'), "stop='a|||'"), (dict(repetition_penalty=0), 'repetition_penalty=0.0'),
@@ -247,17 +247,13 @@ def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path,
 
 
 HI, CHATML = {'prompt': 'hi'}, '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n'
-SYSTEM = '<|im_start|>system\nBe brief.<|im_end|>\n'
 
 
 @pytest.mark.parametrize('row, tuned_in, settings, expected', [
     ('hi', 'chatml', {}, 'hi'), (HI, 'chatml', {}, CHATML), ({'instruction': 'hi'}, 'chatml', {}, CHATML),
     (HI, 'chatml', dict(template='none'), 'hi'), (HI, 'none', {}, 'hi'), (HI, 'joined', {}, 'hi'),
     ('hi', 'joined', dict(template='chatml'), CHATML),
-    (HI, 'chatml', dict(system='Be brief.'), SYSTEM + CHATML),
-    (HI, 'gemma', dict(system='Be brief.'),
-     '<start_of_turn>user\nBe brief.\n\nhi<end_of_turn>\n<start_of_turn>model\n'),
-    (ROWS[-1], 'none', {}, ValueError), ('hi', 'chatml', dict(system='Be brief.'), ValueError)])
+    (ROWS[-1], 'none', {}, ValueError)])
 def test_a_prompt_is_in_a_template_where_one_is_known(row, tuned_in, settings, expected):
     """Texts are plain unless a template is named; so are the prompts of rows for a model that knows none."""
     cfg = sample.SampleConfig(**settings)
@@ -305,7 +301,7 @@ def talk(capsys, monkeypatch, out):
 
 def test_a_chat_is_in_the_template_that_training_saw(talk):
     prompts = talk(['Two and two?', 'And one?'], ['Four.<|im_end|>x', 'Five.<|im_end|>'],
-                   system='Be brief.', max_new_tokens=1)
+                   start='Be brief.', max_new_tokens=1)
     turns = [('system', 'Be brief.'), ('user', 'Two and two?'), ('assistant', 'Four.'), ('user', 'And one?'),
              ('assistant', 'Five.')]
     complete = ''.join(text for text, *_ in render(turns, 'chatml'))

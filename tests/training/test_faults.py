@@ -251,7 +251,7 @@ def test_a_run_may_change_the_number_of_its_processes_and_keeps_its_bits(run, to
         assert_equal_runs(tmp_path / out, tmp_path / 'whole')
 
 
-RESTARTED = dict(RECIPE, max_iters=24, save_minutes=0, eval_interval=100)
+RESTARTED = dict(RECIPE, max_iters=24, eval_interval=5)
 RESTARTS = int(os.environ.get('RESTARTS', '1'))
 
 

@@ -224,7 +224,7 @@ def test_a_process_holds_its_share():
 # -----------------------------------------------------------------------------
 # torchrun
 
-SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, save_minutes=0, eval_interval=12)
+SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, eval_interval=5)
 
 
 @pytest.mark.slow
