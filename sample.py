@@ -6,7 +6,7 @@ also needs its base, and a checkpoint of nanoGPT its dataset.
     $ python sample.py --out_dir=out.1 --start=FILE:prompt.txt     # a prompt from a file
     $ python sample.py --init_from=gpt2 --temperature=0            # OpenAI's weights, greedy
     $ python sample.py --start=FILE:prompts.jsonl --output=jsonl   # many prompts or chats in one batch
-    $ python sample.py --chat                                      # chat in the template of its data
+    $ python sample.py --chat --start='Be brief.'                  # chat, with a system prompt
     $ python sample.py --score=book.txt                            # loss and bits per byte
     $ python sample.py --eval_code=HumanEval.jsonl.gz --run_code   # syntax, BLEU and pass@1 of its code
     $ python sample.py --diagnose                                  # training, weights, activations
@@ -37,7 +37,7 @@ from hotloop.system.files import json_lines
 from hotloop.system.host import cores
 from hotloop.training.evaluate import fixed_windows
 from hotloop.training.mixture import open_split
-from hotloop.weights.adapter import base_of, merge_adapter
+from hotloop.weights.adapter import base_of, is_adapter, merge_adapter
 from hotloop.weights.export import export
 from hotloop.weights.load import open_base, open_weights, tokenizer_of
 from model import GPT, positions_in
@@ -52,10 +52,9 @@ DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
 @dataclass(frozen=True)
 class SampleConfig:
     # --- model
-    init_from: str = 'resume'  # resume (from out_dir), gpt2 (-medium, -large, -xl), a path, or a hub model
+    init_from: str = 'resume'  # resume (from out_dir), gpt2, a run, a folder, also of adapters, or a hub model
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
     data_dir: str = 'data'  # downloaded weights, and datasets with the tokenizers of nanoGPT's checkpoints
-    adapter: str | None = None  # folder of adapters, ours or peft's; it names the base unless init_from does
     quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
@@ -120,15 +119,17 @@ class Opened(NamedTuple):
 
 
 def open_gpt(cfg):
-    """Open the weights and the adapter. Returns (Weights, float32 GPT on the CPU)."""
-    source = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
-    if cfg.adapter and cfg.init_from == 'resume':
-        weights = open_base(base_of(cfg.adapter), cfg.adapter, cfg.data_dir)
+    """Open weights, adapters merged into theirs. Returns (Weights, float32 GPT on the CPU)."""
+    source = cfg.init_from
+    if source == 'resume':
+        source = cfg.out_dir
+    if is_adapter(source):
+        weights = open_base(base_of(source), source, cfg.data_dir)
+        model = GPT.from_checkpoint(weights.model_args, weights.weights)
+        weights = merge_adapter(model, source, weights)
     else:
         weights = open_weights(source, cfg.data_dir)
-    model = GPT.from_checkpoint(weights.model_args, weights.weights)
-    if cfg.adapter:
-        weights = merge_adapter(model, cfg.adapter, weights)
+        model = GPT.from_checkpoint(weights.model_args, weights.weights)
     weights.weights.clear()  # The model has its own copy.
     return weights, model
 

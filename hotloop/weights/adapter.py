@@ -11,7 +11,6 @@ from hotloop.weights.lora import (
     LoRAConfig,
     adapters_of,
     frozen_weights,
-    hash_source,
     merge,
     projections,
 )
@@ -76,8 +75,6 @@ def base_of(folder):
     Read which weights an adapter was trained on: {'base': name, 'sha256': their hash or None,
     'quantize': how they were rounded, 'tokenizer' and 'template': those of its data, or None}.
     """
-    if not is_adapter(folder) and is_adapter(os.path.join(folder, 'adapter')):
-        raise ValueError(f'{folder} is a run; its adapter is --adapter={folder}/adapter')
     config = read_json(os.path.join(folder, CONFIG))
     record = {'sha256': None, 'quantize': 'none', 'tokenizer': None, 'template': None}
     path = os.path.join(folder, ORIGIN)
@@ -91,14 +88,11 @@ def base_of(folder):
 def merge_adapter(model, folder, source):
     """
     Add an adapter folder, ours or peft's, to the float32 weights of a model. source: the Weights
-    of the model. Returns them with the tokenizer and template of the adapter's data. Raises
-    ValueError if the adapter was trained on other weights.
+    of the model, the adapter's base. Returns them with the tokenizer and template of the adapter's
+    data. Raises ValueError if the adapter does not fit.
     """
     adapters, scale = read_adapter(folder, model, source.path)
     record = base_of(folder)
-    if record['sha256'] is not None and record['sha256'] != hash_source(source):
-        raise ValueError(f'{folder} was trained on {record["base"]}, with other weights than '
-                         f'{source.path}; name its base with --init_from')
     weights = frozen_weights(model.state_dict(), record['quantize'])
     merge(weights, adapters, scale)
     model.load_weights(weights)

@@ -16,7 +16,6 @@ from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, template_of
 from hotloop.system.files import first_intact, first_line, read_json
-from hotloop.weights.adapter import is_adapter
 from hotloop.weights.families import CONV1D, our_name, settings_of
 from hotloop.weights.lora import adapters_of, frozen_weights, hash_source, hash_weights, merge
 from hotloop.weights.safetensors import read_safetensors
@@ -229,19 +228,14 @@ def open_base(record, path, data_dir):
     Open the Weights that the adapters in `path` were trained on: record['base'], with the hash
     record['sha256'] unless that is None. Raises ValueError if they are missing or have changed.
     """
-    name = record['base']
-    folder = path if os.path.isdir(path) else os.path.join(os.path.dirname(path), 'adapter')
-    remedy = f'restore it, or name a copy of it: sample.py --init_from=COPY --adapter={folder}'
-    own = {os.path.realpath(path), os.path.realpath(os.path.dirname(path))}
-    if os.path.isfile(path) and os.path.realpath(name) in own:
-        raise ValueError(f'{path} holds adapters of {name!r}, which now holds these adapters; '
-                         f'{remedy}')
+    name, before = record['base'], record['sha256']
+    remedy = ('restore it, or write where a copy of it is into adapter_config.json of a folder of adapters '
+              'and give sample.py --init_from=FOLDER')
     try:
         base = open_weights(name, data_dir)
     except ValueError as e:
         raise ValueError(f'{path} holds adapters of {name!r}, which cannot be read: {e}; '
                          f'{remedy}') from None
-    before = record['sha256']
     if before is not None and hash_source(base) != before:
         raise ValueError(f'{path} holds adapters of {name!r}, whose weights have changed since '
                          f'(SHA-256 {before[:12]}... before); {remedy}')
@@ -274,8 +268,7 @@ def open_checkpoint(source):
     if os.path.exists(best):
         paths.insert(0, best)
     if not paths:
-        remedy = f'; sample.py --adapter={source} reads its adapters' if is_adapter(source) else ''
-        raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json{remedy}')
+        raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json')
     return first_intact(paths, load_checkpoint)
 
 

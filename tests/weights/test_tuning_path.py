@@ -94,7 +94,7 @@ def test_the_path_from_a_base_to_a_judged_export(run, tmp_path, monkeypatch):
     assert all('.lora_' in name for name in load('out-lora/best.pt')['model'])
 
     chat = run(sample, f'--out_dir=out-lora --chat {GREEDY}', 'Add 3 and 3.\n\n')
-    merged = run(sample, '--init_from=base --adapter=out-lora/adapter --start=FILE:ask.jsonl '
+    merged = run(sample, '--init_from=out-lora/adapter --start=FILE:ask.jsonl '
                          f'--output=jsonl {GREEDY}')
     answer = json.loads(merged)['text']
     assert chat == f'> {answer}\n> ' and answer.startswith('The sum is')
