@@ -52,7 +52,7 @@ DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
 @dataclass(frozen=True)
 class SampleConfig:
     # --- model
-    init_from: str = 'resume'  # resume (from out_dir), gpt2, a run, a folder of weights or adapters, a hub model
+    init_from: str = 'resume'  # resume (from out_dir), a run, a folder of weights or adapters, or a hub model
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
     data_dir: str = 'data'  # downloaded weights, and datasets with the tokenizers of nanoGPT's checkpoints
     quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
