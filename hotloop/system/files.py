@@ -160,28 +160,23 @@ def optional(module, purpose):
 
 
 class Progress:
-    """Show progress on stderr after two seconds of work. total, done: bytes; total=0: unknown."""
+    """Show the bytes that are done on stderr, every two seconds. total=0: unknown."""
 
     def __init__(self, total, done=0):
         self.total = total
-        self.before = done
         self.done = done
-        self.start = time.time()
-        self.shown = 0.0
+        self.last = time.time()
+        self.end = ''
 
     def add(self, num_bytes):
         self.done += num_bytes
-        now = time.time()
-        if self.done > self.before and now - self.start > 2 and now - self.shown > 0.5:
-            rate = (self.done - self.before) / (now - self.start)
-            line = f'{file_size(self.done)}, {file_size(rate)}/s'
+        if time.time() - self.last > 2:
+            line = file_size(self.done)
             if self.total:
-                left = max(self.total - self.done, 0) / rate
-                line = (f'{file_size(self.done)} of {file_size(self.total)}, {file_size(rate)}/s, '
-                        f'{left:.0f} s left')
+                line += f' of {file_size(self.total)}'
             print(f'\r{line}   ', end='', flush=True, file=sys.stderr)
-            self.shown = now
+            self.last = time.time()
+            self.end = '\n'
 
     def close(self):
-        if self.shown:
-            print(file=sys.stderr)
+        print(end=self.end, file=sys.stderr)

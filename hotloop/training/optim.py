@@ -112,7 +112,6 @@ class Muon(Uncompiled, torch.optim.Optimizer):
         super().__init__(list(rows), defaults)
         self.rows = rows
         self.env = env
-        self.growths = {}
         self.is_sharded = any(local(p) is not p for p in rows)
         self.found_inf = torch.zeros((), device=env.device)
         # bf16 takes half the time where the run computes in it, and the iteration tolerates it
@@ -151,14 +150,11 @@ class Muon(Uncompiled, torch.optim.Optimizer):
                 growth = max(part.size(0) / part.size(1), 1.0) ** 0.5
                 if growth > 1:
                     part, matrix = part.T, matrix.T
-                by_shape.setdefault(matrix.shape, []).append((part, matrix, growth))
-        for entries in by_shape.values():
-            parts, matrices, growths = zip(*entries, strict=True)
-            if growths not in self.growths:  # uploaded once: a copy in each step would wait
-                growth = torch.tensor(growths, device=scale.device)
-                self.growths[growths] = growth[:, None, None]
+                by_shape.setdefault((matrix.shape, growth), []).append((part, matrix))
+        for (_, growth), pairs in by_shape.items():
+            parts, matrices = zip(*pairs, strict=True)
             updates = self.orthogonalize_shared(torch.stack(matrices))  # (N, m, n)
-            updates = updates * (scale * self.growths[growths])  # float32
+            updates = updates.float() * (scale * growth)
             torch._foreach_add_(parts, updates.unbind())
 
     def orthogonalize_shared(self, stack):

@@ -39,25 +39,20 @@ def set_blocks(model, recompute, compiles=False):
     if recompute == 'none' and not compiles:
         return
     blocks = model.transformer.h
-    plain = run = type(blocks[0]).forward
+    run = type(blocks[0]).forward
     if recompute != 'none':
         keep = {}
         if recompute == 'selective':
             keep['context_fn'] = partial(create_selective_checkpoint_contexts, ATTENTION)
         draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in blocks.modules())
-        run = partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=draws, **keep)
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=draws, **keep)
     if compiles:
         torch._dynamo.config.optimize_ddp = False  # it would split a block at the end of a bucket
         run = torch.compile(run, dynamic=False)  # compiled once for all blocks
         model.loss = torch.compile(model.loss, dynamic=False)
 
-    def forward(block, x, x0, cos, sin, cache=None, *masks):
-        if cache is not None:
-            return plain(block, x, x0, cos, sin, cache, *masks)
-        return run(block, x, x0, cos, sin, cache, *masks)
-
     for block in blocks:
-        block.forward = partial(forward, block)
+        block.forward = partial(run, block)
 
 
 def micro_batch(model, shard, last):
