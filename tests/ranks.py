@@ -14,10 +14,7 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-import pytest
 import torch._dynamo  # noqa: F401  DDP and FSDP import it: here once, not in each fork
-
-forks = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
 
 
 def call(sender, number, world, port, module, name, args, settings):
@@ -62,6 +59,5 @@ def on_ranks(world, function, *args, **settings):
     return results
 
 
-if hasattr(os, 'fork'):
-    RANKS = ProcessPoolExecutor(8, get_context('fork'))
-    RANKS.submit(int).result()
+RANKS = ProcessPoolExecutor(8, get_context('fork'))
+RANKS.submit(int).result()

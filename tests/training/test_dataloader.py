@@ -1,5 +1,6 @@
 """Data is a pure function of seed and step, whatever the processes and wherever the tokens are kept."""
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from conftest import noise, same, write_bins
 
-from hotloop.data.dataset import read_meta
+from hotloop.data.dataset import Dataset, read_meta
 from hotloop.system.distributed import Env
 from hotloop.training.checkpoint import RunState
 from hotloop.training.dataloader import (
@@ -20,7 +21,7 @@ from hotloop.training.dataloader import (
     upload,
     windows_per_epoch,
 )
-from hotloop.training.mixture import Mixture
+from hotloop.training.mixture import Mixture, open_split
 
 T = 16
 
@@ -60,12 +61,6 @@ def epoch_order(seed, num_tokens, T, epoch):
 def load_all(batches, steps):
     """(x, y, seed) of every micro-batch of these steps."""
     return [load() for step in steps for load in batches.step(step)[1]]
-
-
-def assert_same(ours, theirs):
-    for (*batch, seed), (*batch2, seed2) in zip(ours, theirs, strict=True):
-        assert same(batch, batch2) and seed == seed2
-        assert all(part.dtype == torch.int64 and part.is_contiguous() for part in batch2)
 
 
 def test_the_order_is_that_of_earlier_versions(tmp_path):
@@ -165,20 +160,16 @@ def test_with_another_batch_no_window_is_left_out_or_repeated(splits):
 
 
 @pytest.mark.parametrize('kind', [*KINDS, 'documents'])
-def test_data_on_the_device_is_the_same_data(splits, kind):
-    batches = [Batches(splits[kind], config(), Env(1, 2)) for _ in range(2)]
-    batches[1].tokens, batches[1].mask = copy_to_device(splits[kind], torch.device('cpu'))
-    assert batches[0].tokens is None
-    assert_same(*(load_all(each, range(9)) for each in batches))
-
-
-def test_a_step_uploads_its_positions_before_its_first_load(splits, monkeypatch):
-    """An upload between micro-batches would wait until the GPU has computed the one before."""
-    batches = Batches(splits['masked'], config(), Env())
-    batches.tokens, batches.mask = copy_to_device(splits['masked'], torch.device('cpu'))
-    _, loads = batches.step(0)
+def test_data_on_the_device_is_the_same_data(splits, monkeypatch, kind):
+    """Its positions are uploaded before a step: later, the host would wait for the GPU."""
+    on_host, on_device = (Batches(splits[kind], config(), Env(1, 2)) for _ in range(2))
+    on_device.tokens, on_device.mask = copy_to_device(splits[kind], torch.device('cpu'))
+    expected = load_all(on_host, range(9))
+    loads = [load for step in range(9) for load in on_device.step(step)[1]]
     monkeypatch.setattr(torch, 'from_numpy', lambda array: pytest.fail('a load uploads'))
-    assert len([load() for load in loads]) == 4
+    found = [load() for load in loads]
+    assert same(found, expected)
+    assert all(part.dtype == torch.int64 and part.is_contiguous() for part in found[0][:-1])
 
 
 def test_an_upload_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch):
@@ -222,3 +213,31 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     with pytest.raises(ValueError, match=r'token id 300, but .* has 257 ids; .*--tokenizer=RUN_OR_MODEL'):
         split.check_ids(257)
     split.check_ids(301)
+
+
+# -----------------------------------------------------------------------------
+# mixtures
+
+def test_a_mixture_draws_by_weight_and_each_split_in_its_own_order(splits):
+    mixture = splits['mixture']
+    starts = mixture.starts(7, np.arange(30_000))
+    owner = np.searchsorted(mixture.bases, starts, side='right') - 1
+    for block in owner.reshape(3, 10_000):
+        assert np.bincount(block).tolist() == [5000, 3000, 2000]
+    assert abs(int((owner[:500] == 0).sum()) - 250) < 50  # any stretch has about its share
+    for k, split in enumerate(mixture.splits):
+        mine = starts[owner == k] - mixture.bases[k]
+        assert np.array_equal(mine, split.starts(7 + k, np.arange(len(mine))))
+
+
+def test_one_dataset_is_a_split_and_several_are_a_mixture(splits):
+    def datasets(**weights):
+        folders = {name: os.path.dirname(splits[name].path) for name in weights}
+        return [Dataset(name, folders[name], read_meta(folders[name]), weights[name]) for name in weights]
+    assert isinstance(open_split(datasets(plain=1), 'train', T), Split)
+    mixture = open_split(datasets(plain=1, wide=3), 'train', T)
+    assert mixture.weights == [0.25, 0.75] and mixture.names == ['plain', 'wide']
+    with pytest.raises(ValueError, match='wide would never be drawn: its weight is below 1/20000 of the sum'):
+        open_split(datasets(plain=1, wide=1e-5), 'train', T)
+    with pytest.raises(ValueError, match=r'val\.bin has 100 tokens, too few .* block_size=100'):
+        open_split(datasets(plain=1), 'val', 100)

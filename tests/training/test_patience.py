@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from conftest import TINY, at_step, load, same, scripted_losses
-from ranks import forks, on_ranks
+from ranks import on_ranks
 
 import train
 
@@ -78,7 +78,6 @@ def run_of_rank(data_dir, out):
     return code, len(list(losses))
 
 
-@forks
 @pytest.mark.slow
 def test_all_processes_stop_at_the_same_step(data_dir, tmp_path):
     assert on_ranks(2, run_of_rank, data_dir, str(tmp_path / 'out')) == [(0, 1), (0, 1)]

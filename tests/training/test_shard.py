@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import load, rows, tiny_flags
 from faults import log
-from ranks import forks, on_ranks
+from ranks import on_ranks
 from torch.utils._pytree import tree_flatten_with_path
 
 import train
@@ -26,7 +26,6 @@ from train import TrainConfig
 
 RECIPES = [dict(optimizer='adamw', bias=True),
            dict(optimizer='muon', preset='modern', mlp='swiglu', zero_init=False)]
-pytestmark = forks
 
 
 def gpt(**settings):

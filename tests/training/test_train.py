@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, error_of, load, noise, rows, same, scripted_losses, write_bins
-from ranks import forks, on_ranks
+from ranks import on_ranks
 
 import train
 from hotloop.data.dataset import read_meta
@@ -84,7 +84,6 @@ def one_step_of_rank(folder):
     return found
 
 
-@forks
 def test_two_processes_of_one_micro_batch_each_find_the_bits_of_one_process(masked):
     one = one_step(masked, 4, 2, Env())
     for many in on_ranks(2, one_step_of_rank, masked):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import all_logits, error_of, load, rows, same, stop_at, tiny_flags
 from faults import assert_equal_runs
-from ranks import forks, on_ranks
+from ranks import on_ranks
 
 import sample
 import train
@@ -319,7 +319,6 @@ def test_a_base_is_not_moved_aside_and_adapters_do_not_appear_on_resume(train_ti
     assert '--lora_rank: lora_rank=4, but the checkpoint has 0, which cannot change on resume' in error
 
 
-@forks
 def test_two_processes_tune_as_one_does(train_tiny, tmp_path, base, data_dir):
     """One micro-batch each, over gloo: the same global batches, so the same adapters within rounding."""
     train_tiny('one', **base, quantize='nf4')
