@@ -55,8 +55,7 @@ class PrepareConfig:
     text_field: str | None = None  # field that holds a row's text; None: text, content, or instruction data
     template: Literal[('auto', *(t for t in TEMPLATES if t != 'joined'))] = 'auto'  # of instruction data
     # --- validation
-    val: str | None = None  # separate source; None: hold out documents, or the end of a single document
-    val_fraction: float | None = None  # fraction to hold out; None: 0.1, or a named corpus's default
+    val: float | str | None = None  # fraction of the text to hold out, or a source; None: 0.1 or a corpus's
     seed: int = 1337  # chooses which documents are held out
     # --- tokens
     tokenizer: str | None = None  # byte, char, bpe:SIZE (learned), gpt2, a run, ...; None: byte or a corpus's
@@ -65,10 +64,8 @@ class PrepareConfig:
     def problems(self):
         """List the problems with the settings, one sentence each."""
         problems = []
-        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
-            problems.append(f'val_fraction={self.val_fraction} must be between 0 and 1')
-        if self.val and self.val_fraction is not None:
-            problems.append(f'val={self.val!r} is a separate validation source; remove val_fraction')
+        if isinstance(self.val, float) and not 0 < self.val < 1:
+            problems.append(f'val={self.val} must be between 0 and 1, or a source')
         return problems
 
 
@@ -78,8 +75,7 @@ class PrepareConfig:
 def resolve(cfg, sources):
     """Fill in the settings that the sources decide, below those of the user."""
     corpus = find_corpus(sources)
-    return replace(cfg, name=cfg.name or default_name(sources),
-                   val_fraction=cfg.val_fraction or corpus.val_fraction,
+    return replace(cfg, name=cfg.name or default_name(sources), val=cfg.val or corpus.val_fraction,
                    tokenizer=cfg.tokenizer or corpus.tokenizer, num_proc=cfg.num_proc or cores())
 
 
@@ -94,12 +90,11 @@ def default_name(sources):
 def open_sources(sources, cfg, spool):
     """Return (training files, validation files). Standard input is copied to the file `spool`."""
     val_files = []
-    if cfg.val:
+    if isinstance(cfg.val, str):
         val_files = all_files([cfg.val], cfg.format, cfg.data_dir, spool)
     corpus = find_corpus(sources)
     if corpus.train:
-        with_val = not cfg.val and cfg.val_fraction is None
-        files, own_val_files = open_corpus(corpus, cfg.data_dir, with_val)
+        files, own_val_files = open_corpus(corpus, cfg.data_dir, with_val=cfg.val is None)
         val_files += own_val_files
     else:
         files = all_files(sources, cfg.format, cfg.data_dir, spool)
@@ -149,7 +144,7 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
     num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
     print(f'{origin["source"]}: {counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}',
           flush=True)
-    holdout = plan_holdout(files, val_files, cfg.val_fraction, cfg.seed, reading)
+    holdout = plan_holdout(files, val_files, cfg.val, cfg.seed, reading)
     read_pieces = functools.partial(split_pieces, files, val_files, reading, holdout)
     if tokenizer is None:
         every = max(-(-num_bytes // BPE_BYTES), 1)
@@ -170,9 +165,9 @@ def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
               'template')
     for split, counts in splits.items():
         if not counts['bytes']:
-            raise ValueError(f'{origin["source"]} has no text for the {split} split with val={cfg.val!r} and '
-                             f'val_fraction={cfg.val_fraction}, and {counted(skipped.total(), "row")} '
-                             'skipped; --val names a validation source, --text_field the field of a text')
+            raise ValueError(f'{origin["source"]} has no text for the {split} split with val={cfg.val!r}; '
+                             f'{counted(skipped.total(), "row")} skipped; --val names a validation '
+                             'source or a fraction, --text_field the field of a text')
     meta = {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
             'splits': splits, 'template': reading.template, **origin}

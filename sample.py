@@ -76,8 +76,7 @@ class SampleConfig:
     stop: str | None = None  # text or special token that ends a sample; several: a|||b; \n, \t
     seed: int = 1337  # of the first sample; each sample depends only on its seed and prompt
     # --- output
-    output: Literal['text', 'jsonl'] = 'text'  # jsonl: one object per line, with its finish reason
-    logprobs: bool = False  # in the jsonl: token ids and log-probabilities, including stop tokens
+    output: Literal['text', 'jsonl', 'logprobs'] = 'text'  # jsonl: an object a line; logprobs: also tokens
     # --- machine
     batch_size: int = 64  # samples generated at once
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
@@ -93,8 +92,6 @@ class SampleConfig:
                 problems.append(f'{name}={value} must be from {least} to {most}')
         if self.stop is not None and '' in self.stop.split('|||'):
             problems.append(f'stop={self.stop!r} contains an empty string; separate stop strings with |||')
-        if self.logprobs and self.output != 'jsonl':
-            problems.append('logprobs=True needs output=jsonl')
         if self.run_code and not self.eval_code:
             problems.append('run_code=True needs eval_code, the file with the tasks')
         names = ('score', 'eval_code', 'chat', 'diagnose', 'export')
@@ -283,7 +280,7 @@ def write(model, tokenizer, prompts, seeds, cfg):
     """
     sampling = Sampling(cfg.max_new_tokens, temperature=temperature_of(cfg), top_k=cfg.top_k,
                         top_p=cfg.top_p, min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty,
-                        vocab=tokenizer.n_vocab, logprobs=cfg.logprobs)
+                        vocab=tokenizer.n_vocab, logprobs=cfg.output == 'logprobs')
     texts = [Text(tokenizer, prompt, seed, cfg.stop) for prompt in prompts for seed in seeds]
     stopped = set()
     yield texts
@@ -346,7 +343,7 @@ def sample(model, tokenizer, template, cfg):
         *_, texts = steps
         for text in texts:
             row = {'prompt': text.prompt.given, 'seed': text.seed, 'text': text.text, 'finish': text.finish}
-            if cfg.logprobs:
+            if cfg.output == 'logprobs':
                 row |= {'tokens': text.tokens, 'logprobs': text.logprobs}
             print_json(row)
 
@@ -368,7 +365,7 @@ def eval_code(model, tokenizer, template, cfg):
         for text in texts:
             verdict = judge(text.prompt.given, text.seed, text.text, cfg.run_code)
             verdicts.append(verdict)
-            if cfg.output == 'jsonl':
+            if cfg.output != 'text':
                 print_json({**verdict._asdict(), 'task': verdict.task.name})
         print(f'{len(verdicts):,} answers to {len(tasks):,} tasks', file=sys.stderr)
     print_metrics(verdicts, cfg.output)

@@ -1,9 +1,9 @@
 # LoRA that teaches a model of Python source to write the bodies of functions
 #
-#   python prepare.py stdlib --name=stdlib_4096 --tokenizer=bpe:4096 --val_fraction=0.1
+#   python prepare.py stdlib --name=stdlib_4096 --tokenizer=bpe:4096 --val=0.1
 #   python train.py config/quickstart.py --dataset=stdlib_4096 --out_dir=out-stdlib --time_budget=8
 #   python prepare.py stdlib --format=functions --name=functions \
-#       --tokenizer=out-stdlib --val_fraction=0.1
+#       --tokenizer=out-stdlib --val=0.1
 #   python train.py config/tune_stdlib.py
 #   python sample.py --out_dir=out-tune-stdlib \
 #       --eval_code=data/functions/val.jsonl --max_new_tokens=200

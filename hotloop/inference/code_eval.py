@@ -272,7 +272,7 @@ def print_metrics(verdicts, output):
 
 def print_metric(metric, tasks, answers, value, interval, output):
     low, high = interval
-    if output == 'jsonl':
+    if output != 'text':
         print_json({'metric': metric, 'tasks': tasks, 'answers': answers, 'value': value, 'low': low,
                     'high': high})
     else:

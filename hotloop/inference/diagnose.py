@@ -25,7 +25,7 @@ def diagnose(model, source, batches, output):
     """
     print_table('training', [describe_training(source)], output)
     weights = [measure_tensor(name, p) for name, p in model.named_parameters()]
-    print_table('weights', weights if output == 'jsonl' else join_blocks(weights), output)
+    print_table('weights', weights if output != 'text' else join_blocks(weights), output)
     problems = find_bad_weights(weights)
     if not any(row['not finite'] for row in weights):
         blocks, by_position = run(model, batches)
@@ -179,7 +179,7 @@ def find_bad_activations(blocks, by_position):
 
 def print_table(section, rows, output):
     """Print rows, {column: value}, as a table, a single row as a list; or as lines of JSON."""
-    if output == 'jsonl':
+    if output != 'text':
         for row in rows:
             finite = {'section': section, **row}
             for name, value in row.items():

@@ -143,7 +143,7 @@ def print_score(number, score, output):
     loss = score.nats / score.tokens  # in nats per token
     perplexity = math.exp(min(loss, 700))
     bpb = score.nats / math.log(2) / max(score.bytes, 1)
-    if output == 'jsonl':
+    if output != 'text':
         print_json({'document': number, 'file': score.file, 'tokens': score.tokens, 'bytes': score.bytes,
                     'loss': loss, 'perplexity': perplexity, 'bpb': bpb})
     else:

@@ -86,7 +86,7 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
 
 @pytest.mark.parametrize('tokenizer', ['byte', 'char', 'bpe:300'])
 def test_a_folder_is_a_document_a_file_and_each_ends_with_the_end_of_text(notes, make, tokenizer):
-    documents, meta = make(notes, tokenizer=tokenizer, val_fraction=0.3)
+    documents, meta = make(notes, tokenizer=tokenizer, val=0.3)
     assert sorted(documents['train'] + documents['val']) == sorted(NOTES.values()) and documents['train']
     for split, texts in documents.items():
         assert meta['splits'][split]['documents'] == len(texts)
@@ -142,7 +142,7 @@ def test_a_file_of_many_pieces_is_cut_at_a_character(tmp_path, make, monkeypatch
     small_pieces(monkeypatch, 400)
     text = ''.join(f'Line {i} of the story\n' for i in range(2000))
     (tmp_path / 'a.txt').write_text(text)
-    documents, meta = make(tmp_path / 'a.txt', tokenizer=tokenizer, val_fraction=0.2)
+    documents, meta = make(tmp_path / 'a.txt', tokenizer=tokenizer, val=0.2)
     cut = int(len(text) * 0.8)
     assert documents == {'train': [text[:cut]], 'val': [text[cut:]]}
     assert [meta['splits'][split]['documents'] for split in ('train', 'val')] == [1, 1]
@@ -165,19 +165,19 @@ def test_a_validation_source_of_its_own(tmp_path, make):
 def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tmp_path, capsys):
     """The same: in tokens and tokenizer, whatever the settings are called, and still intact on the disk."""
     data = tmp_path / 'data'
-    make(notes, val_fraction=0.5)
+    make(notes, val=0.5)
     first = contents(data / 'x')
     capsys.readouterr()
-    make(notes, val_fraction=0.5, num_proc=1, seed=1337)
+    make(notes, val=0.5, num_proc=1, seed=1337)
     assert f'{data}/x: unchanged\n' in capsys.readouterr().out
     assert contents(data / 'x') == first and os.listdir(data) == ['x']
-    make(notes, val_fraction=0.5, tokenizer='char')
+    make(notes, val=0.5, tokenizer='char')
     assert f'{data}/x held another dataset, which was moved to {data}/x.1\n' in capsys.readouterr().out
     assert contents(data / 'x.1') == first
     second = contents(data / 'x')
     with open(data / 'x' / 'val.bin', 'ab') as f:
         f.write(b'damage')
-    make(notes, val_fraction=0.5, tokenizer='char')
+    make(notes, val=0.5, tokenizer='char')
     assert contents(data / 'x') == second and sorted(os.listdir(data)) == ['x', 'x.1', 'x.2']
 
 
@@ -207,7 +207,7 @@ def test_rows_with_answers_bring_masks_one_template_and_tasks(tmp_path, make, ca
     """The held-out rows are written beside the bins. Rows without an answer are counted and left out."""
     rows = [{'prompt': f'{i} ask', 'completion': ' tell', 'id': i} for i in range(30)]
     (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
-    meta = make(tmp_path / 'a.jsonl', val_fraction=0.3)[1]
+    meta = make(tmp_path / 'a.jsonl', val=0.3)[1]
     assert meta['template'] == 'joined'
     out = capsys.readouterr().out
     assert 'skipped 2 rows' in out
@@ -261,7 +261,7 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('settings, words', [
     (dict(tokenizer='gpt9'), "tokenizer='gpt9' is not one of"), (dict(tokenizer='bpe:256'), 'is not one of'),
-    (dict(val_fraction=0), 'val_fraction=0.0'), (dict(val='a', val_fraction=0.1), 'remove val_fraction'),
+    (dict(val=0), r'val=0\.0 must be between 0 and 1'),
     (dict(name='a:b'), 'without a comma'), (dict(name='../x'), 'must be a name inside'),
     (dict(text_field='a'), "text_field='a' apply"), (dict(template='chatml'), "template='chatml' and"),
     (dict(val='shakespeare'), 'prepared alone'), (dict(name='nano'), 'nano exists and was not created by'),
@@ -282,9 +282,9 @@ def test_settings_are_resolved_before_anything_is_read():
     """The user's first, then the corpus's. A corpus with validation files of its own holds nothing out."""
     def resolved(*sources, **settings):
         cfg = prepare.resolve(prepare.PrepareConfig(**settings), list(sources))
-        return cfg.name, cfg.tokenizer, cfg.val_fraction
+        return cfg.name, cfg.tokenizer, cfg.val
     assert resolved('stdlib') == ('stdlib', 'bpe:1024', 0.05)
     assert resolved('a.txt') == ('a', 'byte', 0.1)
     assert resolved('a.txt', name='b', tokenizer='char') == ('b', 'char', 0.1)
     assert resolved('tinystories') == ('tinystories', 'gpt2', None)
-    assert resolved('tinystories', val_fraction=0.2)[2] == 0.2
+    assert resolved('tinystories', val=0.2)[2] == 0.2

@@ -54,7 +54,7 @@ def draw(capsys, out):
     def draw(**flags):
         main(**{'out_dir': out, 'num_samples': 1, 'max_new_tokens': 20, 'start': 'ab', **flags})
         printed, draw.err = capsys.readouterr()
-        if flags.get('output') == 'jsonl':
+        if flags.get('output', 'text') != 'text':
             return [json.loads(line) for line in printed.splitlines()]
         assert printed.endswith(END)
         return printed.removesuffix(END).split(END)
@@ -99,7 +99,7 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
 @pytest.mark.parametrize('flags, words', [
     (dict(start='abéx'), "'xé'"), (dict(chat=True), 'template of the model is not known'),
     (dict(chat=True, template='none'), "template='none'"),
-    (dict(logprobs=True), 'logprobs=True'), (dict(run_code=True), 'run_code=True needs eval_code'),
+    (dict(run_code=True), 'run_code=True needs eval_code'),
     (dict(diagnose=True, quantize='int8'), 'quantize=int8'), (dict(score='a', chat=True), 'score and chat'),
     (dict(stop='a|||'), "stop='a|||'"), (dict(repetition_penalty=0), 'repetition_penalty=0.0'),
     (dict(top_p=1.5, min_p=0), 'top_p=1.5 must be from 1e-06 to 1\nmin_p=0.0'),
@@ -125,10 +125,10 @@ def test_settings_and_prompts_reach_generate(draw, out, monkeypatch):
     tokenizer.bos = 256
     write(out / 'best.pt', gpt(257), tokenizer)
     calls = play(monkeypatch, 2)
-    flags = dict(max_new_tokens=3, temperature=0.5, top_k=None, top_p=0.9, min_p=0.1, repetition_penalty=1.5,
-                 logprobs=True)
-    draw(output='jsonl', start='a', **flags)
+    flags = dict(max_new_tokens=3, temperature=0.5, top_k=None, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
+    draw(output='logprobs', start='a', **flags)
     assert {name: getattr(calls[0].sampling, name) for name in flags} == flags
+    assert calls[0].sampling.logprobs
     assert calls[0].sampling.vocab == 257 and calls[0].prompts == [[256, 97]]
 
 
@@ -180,7 +180,7 @@ def test_jsonl_names_what_ended_a_text(draw, out, monkeypatch):
     row, = draw(output='jsonl', max_new_tokens=0)
     assert (row['finish'], row['text']) == ('length', '')
     calls = play(monkeypatch, 97, 256, 98)
-    row, = draw(output='jsonl', logprobs=True)
+    row, = draw(output='logprobs')
     assert row == {'prompt': 'ab', 'seed': 1337, 'text': 'a', 'finish': 'stop', 'tokens': [97, 256],
                    'logprobs': [-0.5, -0.5]}
     assert calls[0].stopped == [set(), set(), {0}]  # generate() drops the sequence.

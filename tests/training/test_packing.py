@@ -33,7 +33,7 @@ def data_dir(tmp_path_factory):
     text = ''.join(json.dumps(row_of(i)) + '\n' for i in range(60))
     (folder / 'chats.jsonl').write_text(text, encoding='utf-8')
     prepare.main([str(folder / 'chats.jsonl'), f'--data_dir={folder}', '--tokenizer=bpe:300',
-                  '--val_fraction=0.2'])
+                  '--val=0.2'])
     return folder
 
 

@@ -243,7 +243,7 @@ def test_the_command_in_the_error_about_another_tokenizer_prepares_the_data(trai
     train_tiny('my run', **where, dataset='old')
     for init_from in (tmp_path / 'my run', tmp_path / 'my run' / 'ckpt.pt', None):
         prepare.main([str(tmp_path / 'my rows.jsonl'), f'--data_dir={data}', '--text_field=a body',
-                      '--name=new', '--tokenizer=char', '--val_fraction=0.4'])
+                      '--name=new', '--tokenizer=char', '--val=0.4'])
         settings = dict(init_from=init_from, dataset='new') if init_from else dict(dataset='old,new')
         error = error_of(train_tiny, 'tuned', **where, **settings)
         assert 'prepare the data with the tok' in error or 'differ; prepare new with the tok' in error
