@@ -586,7 +586,7 @@ def train(run, schedule, checkpoints, log, stop):
 def look_at_clock(run, schedule, deadline, checkpoints, step):
     """Return the schedule after a step of a run whose time budget is open: the same, or decided."""
     cfg, state, env = run.cfg, run.state, run.env
-    if deadline.evaluation is None and step - deadline.first_step >= 2:
+    if deadline.needs_evaluation(schedule):
         measure_evaluation(deadline, run.evaluated, run.splits, cfg, run.batches.micro_batch, env)
     begins, last = deadline.begins_decay(step, schedule, checkpoints.seconds, cfg.eval_interval)
     if not begins:

@@ -128,15 +128,16 @@ def set_learning_rate(optimizers, lr, peak):
 
 class Deadline:
     """
-    Decide once when the rate of a run with a time budget decays: when the time left, without one
-    evaluation and two saves, is what the last decay_fraction of the steps take. Rank 0's clock
-    counts.
+    Decide once when the rate of a run with a time budget decays: when the time left is what the last
+    decay_fraction of the steps take, with their evaluations and saves. Rank 0's clock counts.
     """
 
     def __init__(self, minutes, state, env):
-        self.budget, self.before, self.env = 60 * minutes, state.seconds_used, env
-        self.first_step, self.excluded = state.iter_num, 0.0
-        self.began = None  # seconds and step from which on the pace is measured
+        self.budget = 60 * minutes
+        self.before = state.seconds_used
+        self.env = env
+        self.excluded = 0.0
+        self.laps = []  # the clock after each step, without evaluations and saves
         self.evaluation = None  # seconds of an evaluation
 
     def used(self):
@@ -151,41 +152,53 @@ class Deadline:
         """Leave the time of an evaluation or a save out of the pace of the steps."""
         self.excluded += seconds
 
+    def needs_evaluation(self, schedule):
+        """Return whether an evaluation is to be measured: once, half way to the decay."""
+        if self.evaluation is not None:
+            return False
+        return self.env.broadcast(self.used() > self.budget * (1 - schedule.decay_fraction) / 2)
+
     def begins_decay(self, step, schedule, save_seconds, eval_interval):
         """
         Return (whether the decay begins after this step, the last step). All processes call it
-        after each step of an open schedule. The first step, which compiles, does not count.
+        after each step of an open schedule.
         """
-        now = host.process_seconds() - self.excluded
-        if self.began is None:
-            self.began = now, step
-        since, first = self.began
-        steps, last = step - first, schedule.max_iters
-        if steps >= ENOUGH_STEPS or self.left() < self.budget / 4:
-            pace = (now - since) / max(steps, 1)
-            left = self.left() - 2 * max(save_seconds, 0.1) - EXIT - (self.evaluation or 0.0)
-            if pace > 0:
-                room = max(left / (pace + (self.evaluation or 0.0) / eval_interval), 1)
-                last = step + min(int(room), schedule.max_iters - step)
-        fraction = schedule.decay_fraction
-        begins = last - step <= step * fraction / (1 - fraction) if fraction < 1 else True
+        self.laps.append(host.process_seconds() - self.excluded)
+        # the pace is that of the later half: first steps compile, or share the machine with startup
+        middle = len(self.laps) // 2
+        pace = (self.laps[-1] - self.laps[middle]) / max(len(self.laps) - 1 - middle, 1)
+        last = schedule.max_iters
+        is_known = len(self.laps) > ENOUGH_STEPS or self.left() < self.budget / 4
+        if is_known and pace > 0:
+            evaluation = self.evaluation or 0.0
+            save = max(save_seconds, 0.1)
+            left = self.left() - evaluation - 2 * save - EXIT  # this save, and the end of the run
+            last = min(last, last_step(step, left, pace, evaluation + save, eval_interval))
         last = int(self.env.broadcast(max(last, step + 1)))
-        return bool(self.env.broadcast(begins)), last
+        fraction = schedule.decay_fraction
+        return (last - step) * (1 - fraction) <= step * fraction, last
+
+
+def last_step(step, left, pace, evaluation, eval_interval):
+    """Return the step that a run reaches in the seconds left, with an evaluation at each interval."""
+    evaluated = (step - 1) // eval_interval * eval_interval  # the one due at `step` is still to come
+    seconds = left + (step - evaluated) * pace
+    rounds, rest = divmod(seconds, eval_interval * pace + evaluation)
+    return evaluated + int(rounds) * eval_interval + min(int(rest / pace), eval_interval)
 
 
 def measure_evaluation(deadline, model, splits, cfg, batch, env):
     """
-    Estimate the seconds of an evaluation by two batches, of which the first may compile. All
-    processes call it. Prints a note if an evaluation takes more than a tenth of the budget.
+    Estimate the seconds of an evaluation by some batches, after one that may compile. All processes
+    call it. Prints a note if an evaluation takes more than a tenth of the budget.
     """
     began = host.process_seconds()
-    for num_batches in (1, 2):
+    for windows in (batch * env.world, 8 * batch * env.world):
         lap = host.process_seconds()
-        evaluate(model, splits['val'], num_batches * batch * env.world, batch, env)
-    each = (host.process_seconds() - lap) / 2
+        evaluate(model, splits['val'], windows, batch, env)
+    each = (host.process_seconds() - lap) / count_batches(splits['val'], windows, batch, env.world)
     total = 0
-    windows = eval_windows(cfg, splits['val'])
-    for name, number in zip(('val', 'train'), windows, strict=True):
+    for name, number in zip(('val', 'train'), eval_windows(cfg, splits['val']), strict=True):
         total += count_batches(splits[name], number, batch, env.world)
     deadline.evaluation = env.broadcast(each * total)
     deadline.exclude(host.process_seconds() - began)
