@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from hotloop.training.shard import local, matrices_to_rows, rows_to_matrices
+from hotloop.training.shard import exchange, local
 
 NS_STEPS = 5
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon
@@ -176,20 +176,16 @@ class Muon(Uncompiled, torch.optim.Optimizer):
         Run update() on sharded parameters, of which this process has some rows. It receives all
         rows of its share of the directions, orthogonalizes these, and returns the rows.
         """
-        by_shape, world = {}, self.env.world
+        by_shape = {}
         for p, direction in zip(params, directions, strict=True):
-            by_shape.setdefault((p.shape, tuple(self.rows[p])), []).append((local(p), direction))
+            by_shape.setdefault((p.shape, tuple(self.rows[p])), []).append((p, direction))
         for (shape, rows), pairs in by_shape.items():
-            share = -(-len(pairs) // world)
-            # padded: neither the matrices nor their rows need divide evenly
-            padded_shape = world * share, -(-shape[0] // world), shape[1]
-            stack = scale.new_zeros(padded_shape, dtype=self.dtype)
-            for padded, (_, direction) in zip(stack, pairs, strict=False):
-                padded[:len(direction)] = direction
-            matrices = rows_to_matrices(stack, world)
+            stack = torch.stack([direction.to(self.dtype) for _, direction in pairs])
+            mesh = pairs[0][0].device_mesh
+            shape = torch.Size((len(pairs), *shape))
+            matrices = exchange(stack, shape, mesh, 1, 0)  # some of the matrices, with all rows
             updates = torch.zeros_like(matrices)
-            mine = len(pairs[self.env.rank * share:(self.env.rank + 1) * share])
-            self.update(updates[:mine, :shape[0]], [rows] * mine, matrices[:mine, :shape[0]],
-                        torch.ones_like(scale))
-            for padded, (weight, _) in zip(matrices_to_rows(updates, world), pairs, strict=False):
-                weight.add_(padded[:len(weight)].float() * scale)
+            self.update(updates, [rows] * len(updates), matrices, torch.ones_like(scale))
+            updates = exchange(updates, shape, mesh, 0, 1)
+            for (p, _), update in zip(pairs, updates, strict=True):
+                local(p).add_(update.float() * scale)

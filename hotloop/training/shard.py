@@ -154,21 +154,12 @@ def shard_state(state, optimizer):
     return sharded
 
 
-def rows_to_matrices(rows, world):
+def exchange(part, shape, mesh, before, after):
     """
-    Exchange (N, r, C), this process's r rows of N matrices, for (N / world, world * r, C), all rows
-    of its share of the matrices.
+    Exchange this process's part of a tensor that is divided along one dimension for its part of the
+    tensor divided along another. shape: of the tensor.
     """
-    N, r, C = rows.shape
-    received = torch.empty_like(rows)
-    dist.all_to_all_single(received, rows)
-    return received.view(world, N // world, r, C).transpose(0, 1).reshape(N // world, world * r, C)
-
-
-def matrices_to_rows(matrices, world):
-    """Invert rows_to_matrices()."""
-    share, R, C = matrices.shape
-    rows = matrices.view(share, world, R // world, C).transpose(0, 1).contiguous()
-    received = torch.empty_like(rows)
-    dist.all_to_all_single(received, rows)
-    return received.view(world * share, R // world, C)
+    from torch.distributed.tensor import DTensor, Shard
+    stride = torch.empty(shape, device='meta').stride()
+    tensor = DTensor.from_local(part, mesh, [Shard(before)], shape=shape, stride=stride)
+    return tensor.redistribute(placements=[Shard(after)]).to_local()
