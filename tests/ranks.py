@@ -18,7 +18,7 @@ import torch._dynamo  # noqa: F401  DDP and FSDP import it: here once, not in ea
 
 
 def call(sender, number, world, port, module, name, args, settings):
-    """Sends (True, what a function returns) or (False, its exception). It has the environment of torchrun."""
+    """Send (True, what a function returns) or (False, its exception), in the environment of torchrun."""
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world),
                       LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
     warnings.simplefilter('error', FutureWarning)
@@ -32,7 +32,7 @@ def call(sender, number, world, port, module, name, args, settings):
 
 
 def rank(*job):
-    """What call() sends, in a process of its own: torch keeps meshes of a run, and the next one met them."""
+    """Return what call() sends, in a process of its own: torch keeps the meshes of a run."""
     context = get_context('fork')
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=call, args=(sender, *job))
@@ -45,7 +45,7 @@ def rank(*job):
 
 
 def on_ranks(world, function, *args, **settings):
-    """What a function returns in each of `world` processes. It joins and leaves their group."""
+    """Return what a function returns in each of `world` processes. It joins and leaves their group."""
     with socket.create_server(('127.0.0.1', 0)) as free:
         port = free.getsockname()[1]
     name = function.__module__, function.__name__

@@ -30,7 +30,7 @@ def threads_for(processes):
     set it, else a share of the physical cores. torchrun sets 1 for several processes, so a 1 counts
     for a single one only.
     """
-    asked = os.environ.get('OMP_NUM_THREADS', '').split(',')[0].strip()  # of nested levels
+    asked = os.environ.get('OMP_NUM_THREADS', '')
     if asked.isdecimal() and int(asked) > (processes > 1):
         return int(asked)
     return max(1, cores(physical=True) // processes)
