@@ -155,7 +155,6 @@ class TrainConfig:
     # --- checkpoints
     always_save_checkpoint: bool = True  # save after each evaluation; False: only if the loss improved
     save_minutes: float = 15.0  # also save at least this often; 0: after every step
-    keep_last: int = 2  # number of checkpoints to keep, including the latest
     mirror_dir: str | None = None  # a second folder, such as a mounted drive, to which checkpoints are copied
     # --- machine
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
@@ -695,7 +694,7 @@ def execute(run, settings, meta):
     batches = run.batches
     schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, run.state)
     print_length(cfg, schedule, run.state, batches, latest is not None)
-    stop, checkpoints, held = StopRequest(env), Checkpoints(cfg.out_dir, cfg.keep_last), None
+    stop, checkpoints, held = StopRequest(env), Checkpoints(cfg.out_dir), None
     if env.rank == 0:
         held = open_run_folder(run, schedule, checkpoints, latest)
     # on the other ranks too: the loop compares it with the step

@@ -21,6 +21,7 @@ from hotloop.weights.load import check_records, checkpoint_paths, load_checkpoin
 from hotloop.weights.lora import weights_to_save
 
 OPTIMIZERS = ('optimizer', 'muon')  # names of their states in a checkpoint
+KEEP = 2  # checkpoints of a run, in case the latest is damaged
 NOT_IN_BEST = (*OPTIMIZERS, 'scaler', 'state')
 ADAPTER_FILES = tuple(f'adapter/{name}' for name in (CONFIG, TENSORS, ORIGIN))
 MIRRORED = ('config.py', 'log.jsonl', 'report.html', *ADAPTER_FILES, 'best.pt', 'ckpt.pt')
@@ -132,8 +133,9 @@ class Checkpoints:
     writes. A thread writes them, and the next save or wait() reports how that ended.
     """
 
-    def __init__(self, folder, keep=2, mirror=None):
-        self.folder, self.keep, self.mirror = folder, keep, mirror
+    def __init__(self, folder, mirror=None):
+        self.folder = folder
+        self.mirror = mirror
         self.saved_step, self.seconds = None, 0.0  # of the last save: its step and how long it took
         self.writer, self.saving = ThreadPoolExecutor(1), None
 
@@ -201,7 +203,7 @@ class Checkpoints:
             keep_old = os.path.join(self.folder, f'ckpt-{self.saved_step:09d}.pt')
         save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)
         self.saved_step = checkpoint['iter_num']
-        for path in self.paths()[self.keep:]:
+        for path in self.paths()[KEEP:]:
             os.remove(path)
         if self.mirror:
             self.copy()

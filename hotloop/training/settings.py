@@ -47,8 +47,6 @@ def setting_problems(cfg):
     wrong += schedule_problems(cfg)
     if cfg.seed >= 2**63:
         wrong.append(f'seed={cfg.seed} must be below 2**63')
-    if cfg.keep_last < 2:
-        wrong.append(f'keep_last={cfg.keep_last} must be at least 2, in case one file is damaged')
     for name in ('out_dir', 'mirror_dir'):
         path = getattr(cfg, name)
         if path is not None and (not path or '\0' in path):

@@ -130,9 +130,8 @@ TABLE = {name: ('weights', value) for name, value in WEIGHTS.items()} | {
     'eval_only': ('files', True),
     'dry_run': ('files', True),
     # at a learning rate of 0 no evaluation after the first improves
-    'always_save_checkpoint': ('files', False, dict(learning_rate=0, min_lr=0, eval_interval=1, keep_last=3)),
+    'always_save_checkpoint': ('files', False, dict(learning_rate=0, min_lr=0, eval_interval=1)),
     'save_minutes': ('files', 0),
-    'keep_last': ('files', 3, dict(save_minutes=0)),
     'eval_interval': ('lines', 1),
     'eval_tokens': ('lines', 32),
     'eval_iters': ('lines', 1),
@@ -197,6 +196,12 @@ def observe(tmp_path_factory, data_dir):
             seen[key] = run_once(tmp_path_factory.mktemp('run'), patch, {'data_dir': data_dir, **settings})
         return seen[key]
     return run
+
+
+def test_the_commands_have_few_settings():
+    """Besides those of the model and of adapters. A new one replaces another, or is not needed."""
+    names = {f.name for cls in (TrainConfig, SampleConfig, PrepareConfig) for f in dataclasses.fields(cls)}
+    assert len(names) <= 75
 
 
 def test_the_table_has_a_row_for_every_setting():

@@ -96,18 +96,18 @@ def test_the_same_kills_destroy_checkpoints_that_are_written_in_place(run, tmp_p
 @pytest.mark.slow
 def test_a_run_that_is_killed_before_any_operation_on_its_files_keeps_its_promise(run, tmp_path):
     """Whenever one is opened, linked, renamed or removed, the last checkpoints and best.pt are intact."""
-    settings, deaths, code = dict(max_iters=5, save_minutes=0, keep_last=3, eval_interval=2), 0, -9
+    settings, deaths, code = dict(max_iters=5, save_minutes=0, eval_interval=2), 0, -9
     while code == -9:
         deaths += 1
         shutil.rmtree(tmp_path / 'out', ignore_errors=True)
         code = run('out', 'dies before', deaths, **settings)
         paths = Checkpoints(str(tmp_path / 'out')).paths()
         steps = {load_checkpoint(path)['iter_num'] for path in paths}
-        assert len(steps) >= min(3, max(steps, default=0)), f'{steps} are left after death {deaths}'
+        assert len(steps) >= min(2, max(steps, default=0)), f'{steps} are left after death {deaths}'
         if (best := tmp_path / 'out' / 'best.pt').exists():
             load_checkpoint(str(best))
         assert best.exists() or max(steps, default=0) < 2
-    assert code == 0 and deaths > 20 and steps == {3, 4, 5}
+    assert code == 0 and deaths > 20 and steps == {4, 5}
 
 
 @pytest.fixture(scope='module')
@@ -173,12 +173,10 @@ def test_a_full_disk_ends_no_run_but_a_final_save_that_fails_is_an_error(run, tm
 def test_a_resume_from_every_step_ends_with_the_same_bits_and_losses(run, tmp_path, recipe):
     """Dropout, accumulation, clipping, warmup and decay, each resume in a process of its own."""
     settings = dict(recipe, max_iters=12, eval_interval=3)
-    assert run('whole', save_minutes=0, keep_last=20, **settings) == 0
+    assert run('whole', **settings) == 0
     for step in range(1, 12):
         shutil.rmtree(tmp_path / 'out', ignore_errors=True)
-        (tmp_path / 'out').mkdir()
-        shutil.copy(tmp_path / 'whole' / f'ckpt-{step:09d}.pt', tmp_path / 'out' / 'ckpt.pt')
-        shutil.copy(tmp_path / 'whole' / 'log.jsonl', tmp_path / 'out')
+        assert run('out', 'signal in', 'train.set_learning_rate', step + 1, int(TERM), **settings) == 143
         assert run('out', init_from='resume', **settings) == 0
         assert_equal_runs(tmp_path / 'out', tmp_path / 'whole')
 

@@ -25,10 +25,10 @@ def checkpoint(step):
             'best_val_loss': math.inf}
 
 
-def saved_run(path, steps=(1,), keep=9):
+def saved_run(path, steps=(1,)):
     """The Checkpoints of a folder with these steps, which nobody uses."""
     held, _ = open_folder(str(path), True, CONFIG)
-    run = Checkpoints(str(path), keep)
+    run = Checkpoints(str(path))
     for step in steps:
         run.save(checkpoint(step), best=False, final=True)
     (path / 'log.jsonl').write_text('{"step": 1}\n')
@@ -46,14 +46,13 @@ def names(path):
 
 def test_the_last_checkpoints_are_kept(tmp_path):
     """Each is intact and at its step, over a resume in between; a step that is saved twice counts once."""
-    saved_run(tmp_path / 'out', range(1, 10), keep=3)
-    run = Checkpoints(str(tmp_path / 'out'), 3)
+    saved_run(tmp_path / 'out', range(1, 10))
+    run = Checkpoints(str(tmp_path / 'out'))
     run.promote(run.latest())
     for step in [10, 11, 11, 12, 13]:
         run.save(checkpoint(step), best=False, final=True)
-        assert [os.path.basename(p) for p in run.paths()] == [
-            'ckpt.pt', f'ckpt-{step - 1:09d}.pt', f'ckpt-{step - 2:09d}.pt']
-        assert [load_checkpoint(p)['iter_num'] for p in run.paths()] == [step, step - 1, step - 2]
+        assert [os.path.basename(p) for p in run.paths()] == ['ckpt.pt', f'ckpt-{step - 1:09d}.pt']
+        assert [load_checkpoint(p)['iter_num'] for p in run.paths()] == [step, step - 1]
 
 
 def test_a_save_that_fails_is_printed_and_a_final_one_is_an_error(tmp_path, monkeypatch, capsys):
@@ -91,7 +90,7 @@ def test_copies_that_a_user_made_are_neither_read_nor_removed(tmp_path):
         shutil.copy(out / 'ckpt.pt', out / name)
     before = names(out)
     assert len(run.paths()) == 2
-    Checkpoints(str(out), 2).save(checkpoint(3), best=False, final=True)
+    run.save(checkpoint(3), best=False, final=True)
     assert set(names(out)) >= set(before) - {'ckpt-000000001.pt'}
 
 

@@ -282,7 +282,6 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(init_from='resume'), 'holds no checkpoint; start with --init_from=scratch'),
     (dict(dataset='missing'), 'missing does not exist; make it with: python prepare.py'),
     (dict(device='tpu'), "device='tpu' was requested"),
-    (dict(keep_last=1), 'keep_last=1 must be at least 2'),
     (dict(eval_interval=0), 'eval_interval=0 must be above 0'),
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
