@@ -227,15 +227,6 @@ SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, eval_interval=5)
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_sharded_run_whose_process_was_killed(train_tiny, torchrun, tmp_path):
-    assert train_tiny('whole', **SETTINGS) == 0
-    process = torchrun('out', 'kill', 20, restarts=2, shard='full', resume=True, **SETTINGS)
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0 and 'resuming at step 15' in out, err
-    assert_equal_checkpoints(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'whole' / 'ckpt.pt')
-
-
-@pytest.mark.slow
 def test_two_agents_are_two_nodes(train_tiny, torchrun, tmp_path):
     """The command lines of the README, with both nodes on this machine; they share out_dir."""
     assert train_tiny('whole', **SETTINGS) == 0
