@@ -54,7 +54,6 @@ from hotloop.system.distributed import (
 )
 from hotloop.system.files import counted, replacing
 from hotloop.system.text import file_size, shell, short, wrapped
-from hotloop.training.announce import print_length, print_run
 from hotloop.training.checkpoint import (
     OPTIMIZERS,
     Checkpoints,
@@ -67,7 +66,7 @@ from hotloop.training.checkpoint import (
 from hotloop.training.dataloader import Batches, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
-from hotloop.training.logger import Log, Meter, Speed, evaluation_text
+from hotloop.training.logger import Log, Meter, Speed, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers

@@ -1,28 +1,87 @@
-"""The log of a run: readable lines, log.jsonl for programs, report.html, TensorBoard, wandb."""
+"""What a run prints and records: summary, log lines, log.jsonl, report.html, TensorBoard, wandb."""
 
-import contextlib
 import json
 import math
 import os
-import sys
 import time
 from typing import NamedTuple
 
 import torch
 
-from hotloop.system.device import peak_memory
+from hotloop.system.device import attention_kernels, peak_memory
 from hotloop.system.distributed import print0
 from hotloop.system.files import counted, first_line, replacing
-from hotloop.system.text import compact, duration, file_size, rate, short
-from hotloop.training.report import write_report
+from hotloop.system.text import compact, duration, file_size, rate, short, wrapped
+from hotloop.training.forecast import flops_of
+from hotloop.training.report import read_rows, write_report
+from hotloop.training.settings import threads
 
-# names in TensorBoard; other numbers keep those of log.jsonl
-TENSORBOARD = {'loss': 'Loss/train', 'val_loss': 'Loss/val', 'lr': 'LearningRate',
-               'grad_norm': 'GradientNorm', 'tokens_per_s': 'Throughput/tokens_per_sec',
-               'mfu': 'Throughput/mfu', 'peak_memory_mb': 'Memory/allocated_gb'}
 REPORT_COST = 1 / 200  # the most of a run's time that its reports take, beside the last one
 MAX_BAD_STEPS = 20  # in a row, after which a run has diverged; fp16 halves its loss scale at each
 
+
+# -----------------------------------------------------------------------------
+# the summary before the first step
+
+def print_run(model, batches, val, meta, cfg, env):
+    """Print the machine, the data, the model and the batch of a run."""
+    c = model.config
+    data = cfg.dataset
+    if len(val.weights) > 1:
+        data += f' ({", ".join(f"{weight:.1%}" for weight in val.weights)})'
+    data += (f', {batches.split.num_tokens:,} training and {val.num_tokens:,} validation tokens, '
+             f'{meta["tokenizer"].get("name") or meta["tokenizer"]["kind"]} tokenizer')
+    if meta['foreign']:
+        data += " (no meta.json: read with nanoGPT's assumptions)"
+    chunks = ''
+    if model.loss_chunks > 1:
+        chunks = f', loss in {model.loss_chunks} chunks to save memory'
+    lines = [f'device: {env.device} ({env.reasons["device"]}), {env.world} x '
+             f'{counted(threads(), "thread")}',
+             f'dtype: {str(env.dtype).removeprefix("torch.")} ({env.reasons["dtype"]})',
+             f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})',
+             f'attention: kernels available: {", ".join(attention_kernels(c, env))}',
+             f'data: {data}',
+             f'model: {c.preset}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x '
+             f'{counted(c.n_head, "head")}, context {c.block_size}, vocabulary {c.vocab_size}',
+             f'  {model.num_params():,} parameters, '
+             f'{flops_of(model, c.block_size)[1] / 1e6:,.1f} MFLOP per token',
+             f'batch: {counted(batches.micro_batch, "sequence")} x '
+             f'{counted(batches.accumulation, "micro-batch")} x {counted(env.world, "process")} = '
+             f'{batches.global_batch * c.block_size:,} tokens per step{chunks}']
+    if cfg.shard != 'none' and env.world == 1:
+        lines.append(f'shard={cfg.shard}: no effect, because there is only one process')
+    gpus = torch.cuda.device_count()
+    if env.device.type == 'cuda' and gpus > env.world == 1:
+        lines.append(f'note: to use all {gpus} GPUs: torchrun --standalone '
+                     f'--nproc_per_node={gpus} train.py ...')
+    for line in lines:
+        print0(wrapped(line))
+
+
+def print_length(cfg, schedule, state, batches, is_resumed):
+    """Print the length of a run, and notes on a schedule that is probably a mistake."""
+    steps = schedule.max_iters
+    windows = batches.windows_before(steps)
+    length = (f'{counted(steps, "step")}, {windows * batches.split.T:,} tokens, '
+              f'{windows / batches.split.num_windows:.2f} epochs')
+    if schedule.is_open:
+        length = f'a time budget of {cfg.time_budget:g} min'
+        if is_resumed:
+            length += f', {state.seconds_used / 60:.1f} already used'
+    print0(f'run: {length}, into {cfg.out_dir}')
+    if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
+        print0(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
+    if state.iter_num >= steps:
+        clock = '' if cfg.time_budget is None else ' --time_budget=None'
+        print0(f'nothing to do: the run is at step {state.iter_num:,} of {steps:,}; to train '
+               f'further, give --max_iters=N{clock}')
+    if cfg.decay_lr and schedule.warmup_iters >= steps:
+        print0(f'note: the warmup of {counted(schedule.warmup_iters, "step")} takes all of the run')
+
+
+# -----------------------------------------------------------------------------
+# the log
 
 class Window(NamedTuple):
     """The steps since the last log line."""
@@ -94,103 +153,88 @@ class Log:
 
     def __init__(self, cfg, settings, env, resumed_at=None):
         """resumed_at: the step of a resumed run, whose later lines are dropped."""
-        self.file, self.wandb, self.tensorboard, self.failed = None, None, None, False
+        self.path, self.wandb, self.tensorboard = None, None, None
         if env.rank:
             return
         self.path = os.path.join(cfg.out_dir, 'log.jsonl')
         self.next_report = 0.0
-        if resumed_at is not None and os.path.exists(self.path):
-            keep_lines(self.path, resumed_at)
-        self.file = open(self.path, 'a', encoding='utf-8', buffering=1)  # noqa: SIM115
+        purge_step = None
+        if resumed_at is not None:
+            purge_step = resumed_at + 1  # hides the events after a checkpoint, which come again
+            if os.path.exists(self.path):
+                keep_lines(self.path, resumed_at)
         if cfg.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
-            # purge_step hides the events after a checkpoint, which come again
-            purge = None if resumed_at is None else resumed_at + 1
-            self.tensorboard = SummaryWriter(os.path.join(cfg.out_dir, 'tensorboard'),
-                                             purge_step=purge)
+            folder = os.path.join(cfg.out_dir, 'tensorboard')
+            self.tensorboard = SummaryWriter(folder, purge_step=purge_step)
         if cfg.wandb_log:
             import wandb
-            try:
-                wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir,
-                           config=settings)
-            except Exception as e:  # of any kind: no login, no network
-                raise ValueError(f'wandb did not start: {first_line(e)}; run `wandb login`, set '
-                                 'WANDB_MODE=offline, or give --wandb_log=False') from None
             self.wandb = wandb
+            wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir,
+                       config=settings)
 
     def write(self, text, **numbers):
         """Print the text and write the numbers that are finite."""
         print0(text)
-        if self.file:
-            row = {}
-            for name, value in numbers.items():
-                if value is not None and math.isfinite(value):
-                    row[name] = value
-            try:
-                self.file.write(json.dumps(row) + '\n')
-                if self.tensorboard:
-                    add_events(self.tensorboard, row)
-            except OSError as e:  # lines wait in the file's buffer for room
-                if not self.failed:
-                    print0(f'{self.path} could not be written: {e.strerror or e}')
-                self.failed = True
+        if self.path is None:
+            return
+        row = {}
+        for name, value in numbers.items():
+            if value is not None and math.isfinite(value):
+                row[name] = value
+        try:
+            with open(self.path, 'a', encoding='utf-8') as f:
+                f.write(json.dumps(row) + '\n')
+        except OSError as e:
+            print0(f'{self.path} could not be written: {e.strerror or e}; training continues')
         if self.wandb:
-            try:
-                self.wandb.log(numbers, step=numbers['step'])
-            except Exception as e:  # of any kind: a lost connection must not end a run
-                print0(f'wandb failed: {first_line(e)}; training continues')
-                self.wandb = None
+            self.wandb.log(row, step=row['step'])
+        if self.tensorboard:
+            for name in row.keys() - {'step'}:
+                self.tensorboard.add_scalar(name, row[name], row['step'])
 
     def step(self, state, lr, window, env, speed, left):
         """
         Log a line for the steps of a Window. speed: a Speed. left(seconds of a step): seconds to
         the end of the run.
         """
-        step, memory = state.iter_num, peak_memory(env.device)
+        memory = peak_memory(env.device)
         numbers = {'loss': window.loss, 'lr': lr, 'grad_norm': window.norm,
                    'tokens_seen': state.tokens_seen, 'skipped': window.skipped or None,
                    'peak_memory_mb': memory and memory / 1e6}
-        if window.is_first:
-            numbers['resumed'] = step - window.steps or None
-            self.write(step_line(step, numbers, startup=window.seconds), step=step, **numbers)
-            return
-        each = window.seconds / window.steps
-        tokens_per_s = speed.tokens / each
-        numbers |= {'ms': each * 1000, 'tokens_per_s': tokens_per_s,
-                    'data_share': window.waited / window.seconds}
-        if speed.peak:
-            numbers['mfu'] = tokens_per_s * speed.flops_per_token / env.world / speed.peak
-        self.write(step_line(step, numbers, left=left(each)), step=step, **numbers)
+        pace = f'{window.seconds:.1f} s including startup'
+        if not window.is_first:
+            each = window.seconds / window.steps
+            tokens_per_s = speed.tokens / each
+            numbers |= {'ms': each * 1000, 'tokens_per_s': tokens_per_s,
+                        'data_share': window.waited / window.seconds}
+            if speed.peak:
+                numbers['mfu'] = tokens_per_s * speed.flops_per_token / env.world / speed.peak
+            pace = f'{duration(left(each))} left'
+        self.write(step_line(state.iter_num, numbers, pace), step=state.iter_num, **numbers)
 
     def evaluation(self, step, evaluation):
         """Log a line for an Evaluation and redraw the report."""
         text, numbers = evaluation_text(step, evaluation)
         self.write(text, step=step, **numbers)
-        self.report()
+        if time.monotonic() >= self.next_report:
+            self.report()
 
-    def report(self, last=False):
-        """Write report.html unless reports would take more than REPORT_COST of the time."""
-        began = time.monotonic()
-        if self.file is None or not (last or began >= self.next_report):
+    def report(self):
+        """Write report.html. The next is due when this one has cost REPORT_COST of the time."""
+        if self.path is None or not os.path.exists(self.path):
             return
+        began = time.monotonic()
         try:
-            if os.path.getsize(self.path):
-                write_report(os.path.dirname(self.path))
+            write_report([os.path.dirname(self.path)])
         except Exception as e:  # of any kind: a picture must not end a run
             print0(f'report.html could not be written: {first_line(e)}')
         self.next_report = began + (time.monotonic() - began) / REPORT_COST
 
     def close(self):
-        if self.file:
-            with contextlib.suppress(OSError):
-                self.file.close()
-            self.report(last=True)
+        self.report()
         if self.tensorboard:
-            with contextlib.suppress(OSError):
-                self.tensorboard.close()
-        if self.wandb:
-            with contextlib.suppress(Exception):
-                self.wandb.finish(exit_code=int(sys.exc_info()[0] is not None))
+            self.tensorboard.close()
 
 
 class Speed(NamedTuple):
@@ -200,32 +244,16 @@ class Speed(NamedTuple):
     peak: float | None  # FLOP/s of a device; None: unknown
 
 
-def add_events(writer, row):
-    """Add the numbers of a line of log.jsonl to TensorBoard's event file."""
-    for name, value in row.items():
-        if name == 'peak_memory_mb':
-            writer.add_scalar(TENSORBOARD[name], value / 1000, row['step'])
-        elif name != 'step':
-            writer.add_scalar(TENSORBOARD.get(name, name), value, row['step'])
-
-
 def keep_lines(path, last_step):
-    """Drop the lines after a step, which will be written again, and incomplete ones."""
-    try:
-        with open(path, encoding='utf-8', errors='replace') as f, replacing(path) as kept:
-            for line in f:
-                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                    if line.endswith('\n') and json.loads(line)['step'] <= last_step:
-                        kept.write(line.encode())
-    except OSError as e:
-        raise ValueError(f'{path} cannot be written: {e.strerror or e}') from None
+    """Drop the lines of log.jsonl after a step, which will be written again, and torn ones."""
+    with replacing(path) as f:
+        for row in read_rows(path):
+            if row['step'] <= last_step:
+                f.write(f'{json.dumps(row)}\n'.encode())
 
 
-def step_line(step, numbers, left=None, startup=None):
-    """
-    Format the line of a step, at most 80 columns, from the numbers that are logged. left: seconds
-    to the end of the run. startup: seconds of the first steps, which include startup.
-    """
+def step_line(step, numbers, pace):
+    """Format the line of a step, at most 80 columns, from the numbers that are logged."""
     parts = [f'step {step}: loss {short(numbers["loss"])}', f'lr {rate(numbers["lr"])}']
     if 'tokens_per_s' in numbers:
         parts.append(f'{compact(numbers["tokens_per_s"])} tok/s')
@@ -233,15 +261,9 @@ def step_line(step, numbers, left=None, startup=None):
         parts.append(f'mfu {numbers["mfu"]:.0%}')
     if numbers['peak_memory_mb']:
         parts.append(file_size(1e6 * numbers['peak_memory_mb']))
-    if startup is None:
-        parts.append(f'{duration(left)} left')
-    else:
-        parts.append(f'{startup:.1f} s including startup')
-    line = ', '.join(parts)
+    line = ', '.join([*parts, pace])
     if numbers['skipped']:
         line += f'\nstep {step}: {counted(numbers["skipped"], "non-finite step")} skipped'
-    elif math.isnan(numbers['loss']):
-        line += f'\nstep {step}: no token since the last line counts toward the loss'
     return line
 
 

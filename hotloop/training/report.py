@@ -1,29 +1,32 @@
 """
-Write the report of a run, or of several: one HTML file without scripts, from log.jsonl and config.py.
+Write the report of a run, or of several, as one HTML file without scripts.
 
     $ python -m hotloop.training.report out,out.1    # compare runs
 """
 
+import ast
 import html
+import json
 import math
 import os
 import sys
 import time
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from configurator import call_main
-from hotloop.system.files import counted, replacing
-from hotloop.system.text import duration, with_error
-from hotloop.training.chart import Curve, exact, panel
-from hotloop.training.record import Record, running_mean
+from hotloop.system.files import replacing
+from hotloop.system.text import compact, duration, with_error
 
-SMALL_PANELS = (('lr', 'Learning rate', '', 1), ('grad_norm', 'Gradient norm', 'before clipping', 1),
-                ('tokens_per_s', 'Speed', 'tokens per second', 1),
-                ('peak_memory_mb', 'Peak memory', 'GB', 1000))  # (name in the log, title, unit, its size)
-EVENTS = 200  # that are marked in a panel; the last ones
-COMPARISON = 'report-compare.html'
-# colors 15 apart in CIELAB, also for the color-blind (simulated as in Machado et al., 2009); contrast 4.5
+BUCKETS = 500  # of a curve: each keeps its lowest and its highest point, so spikes stay visible
+COLUMNS = 60  # of a panel: each has a tooltip
+SMALL_PANELS = (('lr', 'Learning rate', ''), ('grad_norm', 'Gradient norm', 'before clipping'),
+                ('tokens_per_s', 'Speed', 'tokens per second'),
+                ('peak_memory_mb', 'Peak memory', 'MB'))
+# colors 15 apart in CIELAB, also for the color-blind (simulated as in Machado et al., 2009), and of
+# contrast 4.5
 STYLE = """
 :root{color-scheme:light dark;--page:#fff;--ink:#1c2126;--soft:#646c75;--line:#e6e8eb;
 --c0:#1f77c4;--c1:#c4500a;--c2:#006b55;--c3:#c2408f;--c4:#5a4500;--c5:#2b3138}
@@ -32,9 +35,9 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0 auto;padding:40px 32px;max-width:1240px;background:var(--page);color:var(--ink);
 font:14px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;font-variant-numeric:tabular-nums}
-h1,h2,h3,b{font-weight:600}h1{font-size:26px;line-height:1.2;margin:0;overflow-wrap:anywhere}
-h2{font-size:15px;margin:40px 0 12px}h3{font-size:12.5px;margin:20px 0 0;font-weight:400}
-h3+.scroll{margin-top:4px}p{margin:6px 0 0}p,h3,dt,small,footer,th,.t,li span{color:var(--soft)}
+h1,h2,b{font-weight:600}h1{font-size:26px;line-height:1.2;margin:0;overflow-wrap:anywhere}
+h2{font-size:15px;margin:40px 0 12px}p{margin:6px 0 0}
+p,dt,small,footer,.t,li span{color:var(--soft)}
 dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:20px 24px;margin:24px 0 36px}
 dt{font-size:12.5px}dd{margin:0;font-size:19px;line-height:1.4}dd small{font-size:12.5px;display:block}
 main{display:grid;grid-template-columns:1fr 1fr;gap:36px 40px}
@@ -45,10 +48,7 @@ figcaption b{font-size:15px}figcaption span{margin-left:auto}
 svg{display:block;width:100%;height:100%;overflow:visible}
 path{fill:none;stroke:currentColor;stroke-width:1.7;stroke-linejoin:round;vector-effect:non-scaling-stroke}
 path.grid{stroke:var(--line);stroke-width:1}path.faint{opacity:.4;stroke-width:1}
-path.dot,path.best{stroke-width:7;stroke-linecap:round}
-path.best{stroke-width:17;opacity:.25;color:var(--c1)}
-path.resumed,path.skipped{stroke-width:1.3;stroke-dasharray:5 4;color:var(--soft)}
-path.skipped{stroke-dasharray:1 4;color:var(--c4)}
+path.dot{stroke-width:7;stroke-linecap:round}
 rect{fill:transparent}rect:hover{fill:var(--line);opacity:.6}
 .t,.name{position:absolute;font-size:12px;line-height:1;white-space:nowrap}
 .y{right:100%;padding-right:9px;transform:translateY(-50%)}
@@ -57,14 +57,9 @@ rect{fill:transparent}rect:hover{fill:var(--line);opacity:.6}
 transform:translateY(-50%)}.light{font-weight:400}
 .c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}
 .c4{color:var(--c4)}.c5{color:var(--c5)}
-.scroll{overflow-x:auto;margin:24px 0 36px}table{border-collapse:collapse;white-space:nowrap}
-td,th{text-align:right;font-weight:400;padding:6px 0 6px 28px;border-bottom:1px solid var(--line)}
-td:first-child,th:first-child{text-align:left;padding-left:0}
 ul{columns:240px;column-gap:40px;list-style:none;margin:0;padding:0;font-size:12.5px}
 li{display:flex;gap:16px;justify-content:space-between;break-inside:avoid}
-li b{font-weight:400;text-align:right;overflow-wrap:anywhere}
-pre{font:12.5px/1.5 ui-monospace,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;
-margin:4px 0 20px;padding-left:16px;border-left:2px solid var(--line);max-width:100ch}
+li b{font-weight:400;text-align:right;overflow-wrap:anywhere}li b+b{margin-left:12px}
 footer{margin-top:44px;font-size:12.5px}
 @media(max-width:760px){body{padding:24px 16px}main{grid-template-columns:1fr}
 figcaption{flex-wrap:wrap}
@@ -73,193 +68,309 @@ figcaption{flex-wrap:wrap}
 
 
 # -----------------------------------------------------------------------------
-# pages
+# run folders
 
-def page(title, lead, panels, sections):
-    """Return the complete HTML. lead: HTML under the title; panels: figures; sections: {heading: HTML}."""
-    parts = [f'<h2>{heading}</h2>{content}' for heading, content in sections.items() if content]
-    return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-            '<meta name="viewport" content="width=device-width,initial-scale=1"><meta http-equiv='
-            '"Content-Security-Policy" content="default-src \'none\';style-src \'unsafe-inline\'">'
-            f'<style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>{lead}'
-            f'<main>{"".join(panels)}</main>{"".join(parts)}<footer>From log.jsonl and config.py, '
-            f'{time.strftime("%Y-%m-%d %H:%M")}. Error bars are one standard error. Training time is that of '
-            'the steps, without startup, evaluations and saves.</footer></body></html>')
-
-
-def table(rows):
-    """Return an HTML table from lists of cells, which are HTML; the first row is the head."""
-    lines = []
-    for number, row in enumerate(rows):
-        tag = 'td' if number else 'th'
-        lines.append('<tr>' + ''.join(f'<{tag}>{cell}</{tag}>' for cell in row) + '</tr>')
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+def read_rows(path):
+    """Read log.jsonl into a list of dicts. A kill can tear a line, which is skipped."""
+    rows = []
+    with open(path, encoding='utf-8') as f:
+        for line in f:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+    return rows
 
 
-def columns(pairs):
-    """Return an HTML list in columns, of names and values as text."""
-    items = [f'<li><span>{html.escape(name)}</span><b>{html.escape(str(value))}</b></li>'
-             for name, value in pairs]
-    return f'<ul>{"".join(items)}</ul>' if items else ''
+class Record:
+    """The log and the settings of a run folder. Raises ValueError if there is no log."""
+
+    def __init__(self, folder):
+        self.name = os.path.normpath(folder)
+        path = os.path.join(folder, 'log.jsonl')
+        if not os.path.isfile(path):
+            raise ValueError(f'{path} does not exist; give the folders of runs')
+        self.rows = read_rows(path)
+        self.settings = {}
+        with open(os.path.join(folder, 'config.py'), encoding='utf-8') as f:
+            for node in ast.parse(f.read()).body:  # which is never run
+                self.settings[node.targets[0].id] = ast.literal_eval(node.value)
+
+    def column(self, name, other=None):
+        """Return (steps, values) of the rows that have a name; values of `other`, nan if absent."""
+        rows = [row for row in self.rows if name in row]
+        steps = np.array([row['step'] for row in rows], dtype=float)
+        return steps, np.array([row.get(other or name, math.nan) for row in rows], dtype=float)
+
+    def tokens(self, steps):
+        """Return the tokens seen after these steps."""
+        return np.interp(steps, *self.column('tokens_seen'))
+
+    def minutes(self, steps):
+        """Return the minutes in training steps alone up to these steps."""
+        ends, ms = self.column('lr', 'ms')
+        unknown = np.isnan(ms)
+        ms[unknown] = 0.0 if unknown.all() else np.nanmedian(ms)  # first laps, which compile
+        return np.interp(steps, ends, np.cumsum(np.diff(ends, prepend=ends[0]) * ms) / 6e4)
+
+    def best(self):
+        """Return the row of the best evaluation, or None."""
+        rows = [row for row in self.rows if 'val_loss' in row]
+        return min(rows, key=lambda row: row['val_loss'], default=None)
 
 
-def differing_data(runs):
-    """Return a sentence if the losses of these runs do not compare, otherwise ''."""
-    for name, what in (('dataset', 'datasets'), ('vocab_size', 'vocabularies')):
-        if len({run.settings[name] for run in runs if name in run.settings}) > 1:
-            return f'The runs have different {what}: compare bits per byte, not losses.'
-    return ''
+# -----------------------------------------------------------------------------
+# panels: curves as SVG, which scales to any width; words are HTML, so that they keep their size
+
+class Curve(NamedTuple):
+    """A line of a panel. error: standard errors of y; its points are then dots with bars."""
+    label: str
+    color: int
+    x: np.ndarray
+    y: np.ndarray
+    kind: str = 'line'  # or faint, for a line behind others
+    error: np.ndarray | None = None
 
 
-def sentences(runs):
-    """Return what is wrong with the logs, as HTML."""
-    wrong = [f'{run.name}: {counted(run.damaged, "damaged line")} of log.jsonl left out'
-             for run in runs if run.damaged]
-    wrong.append(differing_data(runs))
-    return ''.join(f'<p>{html.escape(sentence)}</p>' for sentence in wrong if sentence)
+class Axis:
+    """Map values to 0...1000 along a side of a panel; ticks are at round numbers."""
+
+    def __init__(self, values, log=False, parts=5):
+        """parts: between ticks, about."""
+        self.low = float(values.min())
+        self.high = float(values.max())
+        if self.low == self.high:
+            self.high += abs(self.low) or 1.0
+        self.log = log and self.low > 0
+        part = (self.high - self.low) / parts
+        step = 10.0 ** math.floor(math.log10(part))
+        step *= next(factor for factor in (1, 2, 5, 10) if step * factor >= 0.999 * part)
+        first = math.ceil(self.low / step)
+        ticks = np.arange(first, math.floor(self.high / step + 1e-9) + 1) * step
+        if self.log and self.high > 8 * self.low:
+            powers = 10.0 ** np.arange(math.floor(math.log10(self.low)), math.log10(self.high))
+            ticks = np.outer(powers, (1, 2, 5) if len(powers) <= 2 else (1,)).ravel()
+            ticks = ticks[(ticks >= self.low) & (ticks <= self.high)]
+        self.ticks = ticks[::math.ceil(len(ticks) / (parts + 2))]
+
+    def __call__(self, values):
+        low, high = self.low, self.high
+        if self.log:
+            values, low, high = np.log(values), math.log(low), math.log(high)
+        return np.rint(1000 * (values - low) / (high - low)).astype(int)
 
 
-def facts_of(run):
-    """Return the numbers at the top of a run's page, as HTML."""
-    step, loss, error, bpb = run.best()
-    last = max(steps[-1] for steps, _ in run.columns.values())
-    tokens, minutes, settings = run.tokens(last), run.minutes(last), run.settings
-    length = settings.get('max_iters')
-    if settings.get('time_budget') is not None and settings.get('decay_start') is None:
-        length = None  # the time budget has not decided it yet
-    facts = [('Best validation loss', loss, with_error(loss, error), f'at step {exact(step)}'),
-             ('Bits per byte', bpb, f'{bpb:.4f}', f'at step {exact(step)}'),
-             ('Steps', last, exact(last), f'of {exact(length)}' if length and last <= length else ''),
-             ('Tokens', tokens, exact(tokens), 'seen in training'),
-             ('Training time', minutes, duration(60 * np.nan_to_num(minutes)), 'of the steps')]
-    tiles = [f'<div><dt>{name}</dt><dd>{text}<small>{detail}</small></dd></div>'
-             for name, value, text, detail in facts if math.isfinite(value)]
-    return f'<dl>{"".join(tiles)}</dl>'
+def exact(value):
+    """Format a number in up to six digits: 25,391 or 0.0015."""
+    return f'{value:,.6g}'.replace('e-0', 'e-') if abs(value) < 1e6 else compact(value)
 
 
-def results(runs):
-    """Return the table of a comparison: the best losses, and the way to a loss that all runs have reached."""
-    bests = [run.best() for run in runs]
-    # nan if a run has no evaluation
-    goal = math.nan if differing_data(runs) else np.max([best[1] for best in bests])
-    rows = [['Run', 'Best loss', 'at step', 'Bits per byte']]
-    if math.isfinite(goal):
-        rows[0] += [f'Tokens to {goal:.4f}', f'Training time to {goal:.4f}']
-    for number, (run, (step, loss, error, bpb)) in enumerate(zip(runs, bests, strict=True)):
-        cells = [with_error(loss, error), exact(step), f'{bpb:.4f}']
-        if math.isfinite(goal):
-            steps, losses = run['val_loss']
-            reached = steps[np.argmax(losses <= goal)]
-            minutes = run.minutes(reached)
-            cells += [exact(run.tokens(reached)), duration(60 * minutes) if minutes >= 0 else 'nan']
-        rows.append([label(run, number), *('n/a' if cell == 'nan' else cell for cell in cells)])
-    return table(rows)
+def outline(y):
+    """Return the indices of the points to draw: the lowest and the highest of each bucket."""
+    kept = {0, len(y) - 1}
+    for bucket in np.array_split(np.arange(len(y)), min(BUCKETS, len(y))):
+        kept |= {bucket[y[bucket].argmin()], bucket[y[bucket].argmax()]}
+    return sorted(kept)
 
 
-def label(run, number):
-    """Return the name of a run in its color."""
-    return f'<b class="c{number % 6}">{html.escape(run.name)}</b>'
+def running_mean(x, y, parts=2000):
+    """Return (x, mean of y around it) in `parts` points at most: a Hann window over a 25th of them."""
+    if len(x) < 10:
+        return x, y
+    starts = np.unique(np.linspace(0, len(x), min(len(x), parts), endpoint=False).astype(int))
+    y = np.add.reduceat(y, starts) / np.diff(starts, append=len(x))  # first the mean of each part
+    window = np.hanning(2 * (len(starts) // 50) + 5)
+    weights = np.convolve(np.ones(len(y)), window, 'same')
+    return x[starts], np.convolve(y, window, 'same') / weights
 
 
-def evaluations(run, label, color, places):
-    """Return the Curve of a run's evaluations; places: turns their steps into the x axis."""
-    steps, losses = run['val_loss']
-    x = places(steps)
-    known = np.isfinite(x)
-    return Curve(label, color, x[known], losses[known], 'faint', run.at('val_stderr', steps)[known])
+def draw(curve, x_axis, y_axis):
+    """Return the SVG of a curve."""
+    x = x_axis(curve.x)
+    y = 1000 - y_axis(curve.y)
+    kept = outline(curve.y)
+    color = f'c{curve.color % 6}'
+    points = ' '.join(f'{x[i]},{y[i]}' for i in kept)
+    kind = curve.kind if len(x) > 1 else 'dot'
+    shapes = f'<path class="{color} {kind}" d="M{points}h0"/>'
+    if curve.error is not None:
+        tops = 1000 - y_axis(curve.y + curve.error)
+        lowest = np.maximum(curve.y - curve.error, y_axis.low)  # a log axis has no 0
+        bottoms = 1000 - y_axis(lowest)
+        bars = ''.join(f'M{x[i]},{tops[i]}V{bottoms[i]}' for i in kept)
+        dots = ''.join(f'M{x[i]},{y[i]}h0' for i in kept)
+        shapes += f'<path class="{color}" d="{bars}"/><path class="{color} dot" d="{dots}"/>'
+    return shapes
+
+
+def tooltips(curves, x_axis, x_name):
+    """Return invisible SVG columns, which name the point of each curve that is nearest."""
+    shapes = ''
+    for column in range(COLUMNS):
+        center = x_axis.low + (column + 0.5) / COLUMNS * (x_axis.high - x_axis.low)
+        lines = []
+        for c in curves:
+            i = np.abs(c.x - center).argmin()
+            value = exact(c.y[i]) if c.error is None else with_error(c.y[i], c.error[i])
+            lines.append(html.escape(f'{c.label}, {x_name} {exact(c.x[i])}: {value}'))
+        shapes += (f'<rect x="{1000 * column / COLUMNS:.1f}" width="{1000 / COLUMNS:.1f}" '
+                   f'height="1000"><title>{"&#10;".join(lines)}</title></rect>')
+    return shapes
+
+
+def panel(title, unit, curves, x_name='step', wide=False, log=False):
+    """Return a figure of curves, with direct labels if it is wide; '' if no curve has points."""
+    curves = [c for c in curves if len(c.x)]
+    if not curves:
+        return ''
+    ys = []
+    for c in curves:
+        error = 0.0 if c.error is None else c.error
+        ys += [c.y - error, c.y + error]
+    xs = np.concatenate([[0.0], *(c.x for c in curves)])
+    x_axis = Axis(xs)
+    y_axis = Axis(np.concatenate(ys if log else [*ys, [0.0]]), log)
+    grid, words, last = '', '', ''
+    for tick in y_axis.ticks:
+        place = y_axis(tick)
+        grid += f'M0,{1000 - place}H1000'
+        words += f'<span class="t y" style="top:{100 - place / 10:.1f}%">{exact(tick)}</span>'
+    for tick in x_axis.ticks:
+        words += f'<span class="t x" style="left:{x_axis(tick) / 10:.1f}%">{exact(tick)}</span>'
+    if wide:
+        words += direct_labels(curves, [1000 - y_axis(c.y[-1]) for c in curves])
+    elif len({c.color for c in curves}) == 1:
+        last = compact(curves[-1].y[-1])
+    shapes = tooltips(curves, x_axis, x_name) + ''.join(draw(c, x_axis, y_axis) for c in curves)
+    return (f'<figure{" class=wide" if wide else ""}><figcaption><b>{title}</b><small>{unit}</small>'
+            f'<span>{last}</span></figcaption><div class="plot"><svg viewBox="0 0 1000 1000" '
+            f'preserveAspectRatio="none"><path class="grid" d="{grid}"/>{shapes}</svg>{words}'
+            f'<span class="t unit">{x_name}</span></div></figure>')
+
+
+def direct_labels(curves, places, gap=58):
+    """Return the names of curves beside their ends, at least a gap apart."""
+    order = sorted(range(len(curves)), key=places.__getitem__)
+    for before, after in pairwise(order):
+        places[after] = max(places[after], places[before] + gap)
+    excess = max(max(places) - 1000, 0)
+    labels = ''
+    for c, place in zip(curves, places, strict=True):
+        weight = ' light' if c.kind == 'faint' and c.error is None else ''
+        labels += (f'<b class="name{weight} c{c.color % 6}" style="top:{(place - excess) / 10:.1f}%">'
+                   f'{html.escape(c.label)}</b>')
+    return labels
+
+
+# -----------------------------------------------------------------------------
+# the page
+
+def loss_panels(runs):
+    """Return the wide panels: of one run both losses, of several each loss, and one by time."""
+    validation, by_time, training = [], [], []
+    for number, run in enumerate(runs):
+        x, y = run.column('loss')
+        steps, losses = run.column('val_loss')
+        errors = np.nan_to_num(run.column('val_loss', 'val_stderr')[1])
+        if len(runs) == 1:
+            training.append(Curve('training', 0, x, y, 'faint'))
+            training.append(Curve('mean', 0, *running_mean(x, y)))
+            training.append(Curve('validation', 1, steps, losses, 'faint', errors))
+            return panel('Loss', 'nats per token', training, wide=True, log=True)
+        x, y = running_mean(x, y)
+        training.append(Curve(run.name, number, run.tokens(x), y))
+        validation.append(Curve(run.name, number, run.tokens(steps), losses, 'faint', errors))
+        by_time.append(Curve(run.name, number, run.minutes(steps), losses, 'faint', errors))
+    return (panel('Validation loss', 'nats per token', validation, 'tokens', wide=True, log=True)
+            + panel('Training loss', 'running mean', training, 'tokens', wide=True, log=True)
+            + panel('Validation loss', 'by training time', by_time, 'minutes', wide=True, log=True))
 
 
 def small_panels(runs):
     """Return the panels below the losses."""
-    panels = []
-    for name, title, unit, size in SMALL_PANELS:
+    panels = ''
+    for name, title, unit in SMALL_PANELS:
         curves = []
-        if unit == 'GB' and all(run[name][1].max(initial=0) < 1000 for run in runs):
-            unit, size = 'MB', 1
         for number, run in enumerate(runs):
-            x, y = run[name]
-            smooth = name in ('lr', 'peak_memory_mb') or len(x) < 10
-            curves.append(Curve(run.name, number, x, y / size, 'line' if smooth else 'faint'))
-            if not smooth:
+            x, y = run.column(name)
+            is_noisy = name in ('grad_norm', 'tokens_per_s') and len(x) >= 10
+            curves.append(Curve(run.name, number, x, y, 'faint' if is_noisy else 'line'))
+            if is_noisy:
                 curves.append(Curve('mean', number, *running_mean(x, y)))
-        panels.append(panel(title, unit, curves, log=name == 'grad_norm'))
+        panels += panel(title, unit, curves, log=name == 'grad_norm')
     return panels
 
 
-def run_page(run):
-    """Return the page of one run."""
-    events, loss, unit = run.events(), run['loss'], 'nats per token'
-    curves = [Curve('training', 0, *loss, 'faint')]
-    if len(loss[0]) >= 10:
-        curves.append(Curve('mean', 0, *running_mean(*loss)))
-    curves.append(evaluations(run, 'validation', 1, np.array))
-    for kind, key in (('resumed', 'dashed: resumed'), ('skipped', 'dotted: skipped steps')):
-        if any(event[0] == kind for event in events):
-            unit += f' · {key}'
-    panels = [panel('Loss', unit, curves, marks=events[-EVENTS:], wide=True, log=True)]
-    panels += small_panels([run])
-    return page(run.name, sentences([run]) + facts_of(run), panels, {
-        'Events': columns([(event[3], '') for event in events[-30:]]),
-        'Settings': columns(run.settings.items())})
+def facts_of(run, goal):
+    """List (name, value, detail) of a run. goal: a loss that all runs have reached, or None."""
+    last = run.rows[-1]['step']
+    facts = [('Steps', exact(last), ''), ('Tokens', exact(run.tokens(last)), 'seen in training'),
+             ('Training time', duration(60 * run.minutes(last)), 'of the steps')]
+    best = run.best()
+    if best:
+        where = f'at step {exact(best["step"])}'
+        loss = with_error(best['val_loss'], best.get('val_stderr', math.nan))
+        if 'val_bpb' in best:
+            facts.insert(0, ('Bits per byte', f'{best["val_bpb"]:.4f}', where))
+        facts.insert(0, ('Best validation loss', loss, where))
+    if goal:
+        steps, losses = run.column('val_loss')
+        reached = steps[np.argmax(losses <= goal)]
+        facts.append((f'To a loss of {goal:.4f}', duration(60 * run.minutes(reached)),
+                      f'{exact(run.tokens(reached))} tokens'))
+    return facts
 
 
-def comparison_page(runs):
-    """Return the page of several runs, over tokens if all logs count them."""
-    by_tokens = all(math.isfinite(run.tokens(1)) for run in runs)
-    x_name = 'tokens' if by_tokens else 'step'
-    means, by_step, by_time = [], [], []
+def page(runs):
+    """Return the HTML of one run or of a comparison."""
+    settings = {}
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        values = [repr(run.settings.get(name)) for run in runs]
+        if len(runs) == 1 or (len(set(values)) > 1 and name != 'out_dir'):
+            settings[name] = values
+    lead, goal = '', None
+    if len(runs) > 1 and {'dataset', 'vocab_size'} & settings.keys():
+        lead = ('<p>The runs have different data or vocabularies: compare bits per byte, not '
+                'losses.</p>')
+    elif len(runs) > 1 and all(run.best() for run in runs):
+        goal = max(run.best()['val_loss'] for run in runs)
     for number, run in enumerate(runs):
-        places = run.tokens if by_tokens else np.array
-        x, y = run['loss']
-        if len(x) >= 10:
-            x, y = running_mean(x, y)
-        means.append(Curve(run.name, number, places(x), y))
-        by_step.append(evaluations(run, run.name, number, places))
-        by_time.append(evaluations(run, run.name, number, run.minutes))
-    panels = [panel('Validation loss', 'nats per token', by_step, x_name, wide=True, log=True),
-              panel('Training loss', 'nats per token, running mean', means, x_name, wide=True, log=True),
-              panel('Validation loss', 'by training time', by_time, 'minutes', wide=True, log=True)]
-    names = sorted({name for run in runs for name in run.settings} - {'out_dir'})
-    rows = [['', *(label(run, number) for number, run in enumerate(runs))]]
-    for name in names:
-        values = [repr(run.settings.get(name, '')) for run in runs]
-        if len(set(values)) > 1:
-            rows.append([name, *map(html.escape, values)])
-    return page(' / '.join(run.name for run in runs), sentences(runs) + results(runs),
-                panels + small_panels(runs), {'Settings that differ': table(rows) if rows[1:] else ''})
+        tiles = ''
+        for name, text, detail in facts_of(run, goal):
+            tiles += f'<div><dt>{name}</dt><dd>{text}<small>{detail}</small></dd></div>'
+        color = f' class="c{number % 6}"' if len(runs) > 1 else ''
+        lead += f'<h1{color}>{html.escape(run.name)}</h1><dl>{tiles}</dl>'
+    items = ''
+    for name, values in settings.items():
+        cells = ''
+        for number, value in enumerate(values):
+            color = f' class="c{number % 6}"' if len(runs) > 1 else ''
+            cells += f'<b{color}>{html.escape(value)}</b>'
+        items += f'<li><span>{name}</span><div>{cells}</div></li>'
+    title = html.escape(' / '.join(run.name for run in runs))
+    return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+            '<meta name="viewport" content="width=device-width,initial-scale=1"><meta http-equiv='
+            '"Content-Security-Policy" content="default-src \'none\';style-src \'unsafe-inline\'">'
+            f'<style>{STYLE}</style></head><body>{lead}<main>{loss_panels(runs)}{small_panels(runs)}'
+            f'</main><h2>{"Settings" if len(runs) == 1 else "Settings that differ"}</h2><ul>{items}</ul>'
+            f'<footer>From log.jsonl and config.py, {time.strftime("%Y-%m-%d %H:%M")}. Error bars are '
+            'one standard error. Training time is that of the steps, without startup, evaluations and '
+            'saves.</footer></body></html>')
 
 
-# -----------------------------------------------------------------------------
-# files
-
-def write_report(folder):
-    """Write FOLDER/report.html. Returns its path. Raises ValueError if the folder holds no log; OSError."""
-    return write(os.path.join(folder, 'report.html'), run_page(Record(folder)))
-
-
-def report(folders):
+def write_report(folders):
     """
-    Write the report of a run into its folder, or that of several, separated by commas, into the current
-    one. Returns the text to print. Raises ValueError if a folder holds no log or cannot be written.
+    Write the report of a run into its folder, or that of several into the current one. Returns its
+    path. Raises ValueError if a folder holds no log.
     """
-    names = [folders] if os.path.isdir(folders) else [n.strip() for n in folders.split(',') if n.strip()]
-    if not names:
-        raise ValueError('give the folders of runs, separated by commas')
-    try:
-        if len(names) == 1:
-            return f'report: {write_report(names[0])}'
-        runs = [Record(name) for name in names]
-        return f'report: {write(COMPARISON, comparison_page(runs))}\n{differing_data(runs)}'.rstrip()
-    except OSError as e:
-        raise ValueError(f'the report of {folders} could not be written: {e.strerror or e}') from None
-
-
-def write(path, text):
-    """Replace a file. Returns its path."""
+    path = 'report-compare.html'
+    if len(folders) == 1:
+        path = os.path.join(folders[0], 'report.html')
+    text = page([Record(folder) for folder in folders])
     with replacing(path) as f:
-        f.write(text.encode('utf-8', 'replace'))
+        f.write(text.encode())
     return path
 
 
 if __name__ == '__main__':
-    call_main(lambda: print(report(','.join(sys.argv[1:]))))
+    call_main(lambda: print(f'report: {write_report(",".join(sys.argv[1:]).split(","))}'))

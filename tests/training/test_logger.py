@@ -1,31 +1,27 @@
 """The log of a run: strict JSON, no line twice, 80 columns, the same numbers everywhere."""
 
-import contextlib
 import importlib.util
 import itertools
 import json
 import math
 import re
-import sys
 import time
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import error_of, noise, rows, write_bins
 
 from hotloop.system.distributed import Env
+from hotloop.system.text import duration
 from hotloop.training.evaluate import Evaluation
 from hotloop.training.logger import (
-    TENSORBOARD,
     Log,
     Meter,
     evaluation_text,
     keep_lines,
     step_line,
 )
-
-PLAIN = dict(wandb_log=False, tensorboard=False)
 
 
 def test_the_log_is_strict_json(train_tiny, tmp_path):
@@ -40,64 +36,17 @@ def test_the_log_is_strict_json(train_tiny, tmp_path):
 
 def test_lines_that_come_again_and_torn_lines_are_dropped(tmp_path):
     path = tmp_path / 'log.jsonl'
-    lines = ['{"step": 1, "loss": 5}\n', '{"step": 2, "los\n', '[1]\n', '{"step": 2}\n', '{"step": 3}\n',
+    lines = ['{"step": 1, "loss": 5}\n', '{"step": 2, "los\n', '{"step": 2}\n', '{"step": 3}\n',
              '{"step": 2']
     path.write_text(''.join(lines))
     keep_lines(path, 2)
-    assert path.read_text() == lines[0] + lines[3]
+    assert path.read_text() == lines[0] + lines[2]
 
 
-def test_a_log_on_a_full_disk_is_reported_once(tmp_path, capsys):
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / 'log.jsonl').symlink_to('/dev/full')
-    log = Log(SimpleNamespace(out_dir=tmp_path, **PLAIN), {}, Env())
-    for step in (1, 2):
-        log.write(f'step {step}', step=step)
-    log.close()
-    words = 'could not be written: No space left on device'
-    assert [line.endswith(words) for line in capsys.readouterr().out.splitlines()] == [False, True, False]
-
-
-class Wandb(ModuleType):
-    """A package wandb that fails where `fails` says."""
-
-    def __init__(self, fails=''):
-        super().__init__('wandb')
-        self.fails, self.codes = fails, []
-
-    def init(self, **settings):
-        if self.fails == 'init':
-            raise RuntimeError('No API key configured.\nUse wandb login')
-
-    def log(self, numbers, step):
-        if self.fails == 'log':
-            raise ConnectionResetError('Connection lost')
-
-    def finish(self, exit_code):
-        self.codes.append(exit_code)
-
-
-def test_wandb_is_told_how_a_run_ended_and_does_not_end_it(tmp_path, monkeypatch, capsys):
-    cfg = SimpleNamespace(wandb_log=True, tensorboard=False, wandb_project='', wandb_run_name='',
-                          out_dir=str(tmp_path))
-    monkeypatch.setitem(sys.modules, 'wandb', Wandb('init'))
-    assert 'wandb did not start: No API key configured.; run `wandb login`' in error_of(
-        Log, cfg, {}, Env())
-    monkeypatch.setitem(sys.modules, 'wandb', Wandb('log'))
-    log = Log(cfg, {}, Env())
-    for step in (1, 2):
-        log.write(f'step {step}', step=step)
-    assert capsys.readouterr().out.splitlines() == [
-        'step 1', 'wandb failed: Connection lost; training continues', 'step 2']
-    wandb = Wandb()
-    monkeypatch.setitem(sys.modules, 'wandb', wandb)
-    Log(cfg, {}, Env()).close()
-    log = Log(cfg, {}, Env())
-    with contextlib.suppress(ValueError):
-        try:
-            raise ValueError('the run has diverged')
-        finally:
-            log.close()
-    assert wandb.codes == [0, 1]
+    Log(SimpleNamespace(out_dir=tmp_path, wandb_log=False, tensorboard=False), {}, Env()).write('s', step=1)
+    assert 'log.jsonl could not be written: No space left on device; training' in capsys.readouterr().out
 
 
 def test_speed_is_measured_in_steps_alone(monkeypatch):
@@ -120,7 +69,7 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
     out = capsys.readouterr().out
     for line in (r'^  max_iters = 2  \(--max_iters\)$', r'^device: cpu \(requested\), 1 x 1 thread$',
                  r'^dtype: float32 \(requested\)$', r'^compile: off \(requested\)$',
-                 r'^attention: scaled_dot_product_attention; kernels available: .*math',
+                 r'^attention: kernels available: .*math',
                  r'^data: tiny, 4,001 training and 487 validation tokens, byte tokenizer$',
                  r'^model: gpt2, 2 layers x 32 channels x 2 heads, context 16, vocabulary 257$',
                  r'^  [\d,]+ parameters, [\d.]+ MFLOP per token$',
@@ -143,25 +92,20 @@ STEPS, LOSSES = (1, 600_000), (0.0, 3.12345, 9.99996, 10.82, 999.96, 12345.6, 1e
 
 def test_a_line_of_a_step_fits_into_80_columns():
     """The loop of extremes; and the line reads like this."""
-    for step, loss, lr, rate, mfu, memory, left in itertools.product(
-            STEPS, LOSSES, (0.0, 6e-4, 9.96e-10), (0.4, 9_999, 999_999, 9_999_999), (0.0, 0.4567, 1.0),
-            (0.4, 999.6, 79123.0, 191_999.0), (0, 3599, 86_399, 8_639_999, 1e9)):
-        numbers = {'loss': loss, 'lr': lr, 'peak_memory_mb': memory, 'skipped': 1200}
-        first = step_line(step, numbers, startup=left / 1e4)
-        line = step_line(step, {**numbers, 'tokens_per_s': rate, 'mfu': mfu}, left=left)
-        assert max(map(len, [*line.splitlines(), *first.splitlines()])) <= 80, line
+    for step, loss, lr, tokens_per_s, mfu, memory, left in itertools.product(
+            STEPS, LOSSES, (0.0, 6e-4, 9.96e-10), (0.4, 999_999, 9_999_999), (0.0, 0.4567, 1.0),
+            (0.4, 79123.0, 191_999.0), (0, 86_399, 8_639_999, 1e9)):
+        numbers = {'loss': loss, 'lr': lr, 'peak_memory_mb': memory, 'skipped': 1200,
+                   'tokens_per_s': tokens_per_s, 'mfu': mfu}
+        line = step_line(step, numbers, f'{duration(left)} left')
+        assert max(map(len, line.splitlines())) <= 80, line
     numbers = {'loss': 3.1234, 'lr': 6e-4, 'peak_memory_mb': 79123.0, 'skipped': 2,
                'tokens_per_s': 9_999_999.0, 'mfu': 0.4567}
-    assert step_line(600_000, numbers, left=3e6) == (
+    assert step_line(600_000, numbers, '34d 17h left') == (
         'step 600000: loss 3.1234, lr 6.0e-4, 10M tok/s, mfu 46%, 79.1 GB, 34d 17h left\n'
         'step 600000: 2 non-finite steps skipped')
-    numbers |= {'peak_memory_mb': None, 'skipped': None}  # nothing is n/a
-    assert step_line(7, numbers, startup=12.345) == (
-        'step 7: loss 3.1234, lr 6.0e-4, 10M tok/s, mfu 46%, 12.3 s including startup')
-    assert ' 1,000 tok/s, ' in step_line(7, {**numbers, 'tokens_per_s': 999.7}, left=1)
-    numbers['loss'] = math.nan  # all targets are masked, and nothing is wrong
-    line = step_line(600_000, numbers, left=0).splitlines()[1]
-    assert line == 'step 600000: no token since the last line counts toward the loss' and len(line) <= 80
+    numbers = {'loss': 3.1234, 'lr': 6e-4, 'peak_memory_mb': None, 'skipped': None}  # nothing is n/a
+    assert step_line(7, numbers, '12.3 s') == 'step 7: loss 3.1234, lr 6.0e-4, 12.3 s'
 
 
 def test_a_line_of_an_evaluation_fits_into_80_columns():
@@ -199,18 +143,12 @@ def test_tensorboard_has_the_numbers_of_the_log(train_tiny, tmp_path):
     train_tiny(init_from='resume', max_iters=8, **settings)
     events = EventAccumulator(str(tmp_path / 'out' / 'tensorboard'))
     events.Reload()
-    names = {**TENSORBOARD, 'train_loss': 'train_loss', 'val_bpb': 'val_bpb', 'resumed': 'resumed'}
-    assert {'Loss/train', 'Loss/val', 'Throughput/tokens_per_sec', 'Memory/allocated_gb',
-            'LearningRate'} <= set(events.Tags()['scalars'])
-    for name, tag in names.items():
+    assert {'loss', 'val_loss', 'lr', 'tokens_per_s', 'grad_norm'} <= set(events.Tags()['scalars'])
+    for name in events.Tags()['scalars']:
         logged = [(row['step'], row[name]) for row in rows(tmp_path / 'out', name)]
-        if name == 'mfu':
-            assert logged == []
-            continue
-        found = [(event.step, event.value) for event in events.Scalars(tag)]
-        size = 1000 if name == 'peak_memory_mb' else 1
+        found = [(event.step, event.value) for event in events.Scalars(name)]
         assert [step for step, _ in found] == [step for step, _ in logged], name
-        assert [value for _, value in found] == pytest.approx([value / size for _, value in logged], rel=1e-6)
+        assert [value for _, value in found] == pytest.approx([value for _, value in logged], rel=1e-6)
 
 
 def test_tensorboard_that_is_missing_is_an_error_at_the_start(train_tiny, tmp_path, monkeypatch):
