@@ -154,10 +154,10 @@ class Log:
     def __init__(self, cfg, settings, env, resumed_at=None):
         """resumed_at: the step of a resumed run, whose later lines are dropped."""
         self.path, self.wandb, self.tensorboard = None, None, None
+        self.next_report = 0.0
         if env.rank:
             return
         self.path = os.path.join(cfg.out_dir, 'log.jsonl')
-        self.next_report = 0.0
         purge_step = None
         if resumed_at is not None:
             purge_step = resumed_at + 1  # hides the events after a checkpoint, which come again
