@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-# a setting of GPTConfig that is None takes its value from here
+# A setting of GPTConfig that is None takes its value from here.
 PRESETS = {
     'gpt2': dict(position='learned', norm='layernorm', mlp='gelu', qk_norm=False, tie=True, zero_init=False,
                  key_shift=False, softcap=0.0, x0_mix=False),
@@ -28,7 +28,7 @@ PRESETS = {
 TRAINING_ONLY = ('dropout', 'label_smoothing')  # settings that do not shape a model
 GATED = ('swiglu', 'geglu')  # these MLPs multiply two projections
 
-# the values that settings may have: (least, all below, in words, names)
+# (least, all below, in words, names of settings)
 LIMITS = (
     (1, math.inf, 'at least 1', ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head',
                                  'n_ff', 'head_dim', 'window', 'rope_context')),
@@ -77,7 +77,7 @@ class GPTConfig:
     label_smoothing: float = 0.0  # over all vocab_size ids; used in training only
 
     def problems(self):
-        """The problems with the settings, one sentence each."""
+        """List the problems with the settings, one sentence each."""
         c = self.resolved()
         wrong = []
         for least, below, words, names in LIMITS:
@@ -109,7 +109,7 @@ class GPTConfig:
         return wrong
 
     def resolved(self):
-        """A copy with the preset's values in place of None. vocab_size stays None if it is None."""
+        """Return a copy with the preset's values in place of None. vocab_size may stay None."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         known = {**PRESETS[self.preset], **given}
         n_ff = 4 * self.n_embd
@@ -126,18 +126,18 @@ class GPTConfig:
 
     @property
     def is_gated(self):
-        """Whether the MLP multiplies two projections, which c_fc holds: up, gate (arXiv 2002.05202)."""
+        """Return whether c_fc holds two projections, up and gate, that are multiplied (arXiv 2002.05202)."""
         return self.mlp in GATED
 
     def windows(self):
-        """The window of each layer, in tokens; None where attention reaches the complete context."""
+        """List the window of each layer in tokens; None where attention reaches the complete context."""
         pattern = self.window_pattern or 'S'
         return [self.window if pattern[i % len(pattern)] == 'S' else None for i in range(self.n_layer)]
 
     def model_args(self):
         """
-        The settings that rebuild the model from a checkpoint: nanoGPT's seven names for a shape it supports,
-        all of ours for any other, so that nanoGPT rejects them instead of computing something else.
+        Return the settings that rebuild the model from a checkpoint: nanoGPT's seven names for a shape
+        that it supports, all of ours for any other, which nanoGPT rejects.
         """
         names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
         nanogpt = {name: getattr(self, name) for name in names}
@@ -146,7 +146,7 @@ class GPTConfig:
 
 
 class Linear(nn.Linear):
-    """Computes in the dtype of its input. The weights stay in float32 for the optimizer and are cast here."""
+    """Compute in the dtype of the input. The weights stay in float32 for the optimizer and are cast here."""
 
     def forward(self, x):
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -154,7 +154,7 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Computes in float32 and returns the dtype of its input."""
+    """Compute in float32 and return the dtype of the input."""
 
     def forward(self, x):
         bias = None if self.bias is None else self.bias.float()  # sharded, parameters come in compute_dtype
@@ -162,7 +162,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """With weights (arXiv 1910.07467). Computes in float32 and returns the dtype of its input."""
+    """RMSNorm with weights (arXiv 1910.07467). Computes in float32 and returns the dtype of the input."""
     offset = 0.0
 
     def forward(self, x):
@@ -171,7 +171,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Multiplies by 1 + weight (Gemma)."""
+    """Multiply by 1 + weight (Gemma)."""
     offset = 1.0
 
     def reset_parameters(self):
@@ -179,25 +179,26 @@ class OffsetRMSNorm(RMSNorm):
 
 
 def rms_norm(config, size):
-    """x / sqrt(mean(x^2) + eps) over the last dimension, of this size. Two kinds of norm have weights."""
+    """Make x / sqrt(mean(x^2) + eps) over the last dimension, of this size. Two kinds have weights."""
     if config.norm in ('rmsnorm_weight', 'rmsnorm_offset'):
         return (RMSNorm if config.norm == 'rmsnorm_weight' else OffsetRMSNorm)(size, config.norm_eps)
     return nn.RMSNorm(size, 1e-6 if config.norm == 'layernorm' else config.norm_eps, elementwise_affine=False)
 
 
 def norm_of(config):
+    """Make the norm of a block's inputs."""
     if config.norm == 'layernorm':
         return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
     return rms_norm(config, config.n_embd)
 
 
 def unchanged(x, *_):
-    """Takes the place of a part that the config turns off. A module would take longer to call."""
+    """Replace a part that the config turns off. Calling a module would take longer."""
     return x
 
 
 class Scale(nn.Module):
-    """Multiplies by a number, which is rounded to the dtype of the input, as it was in Gemma's training."""
+    """Multiply by a number, which is rounded to the dtype of the input, as in Gemma's training."""
 
     def __init__(self, factor):
         super().__init__()
@@ -209,14 +210,14 @@ class Scale(nn.Module):
 
 
 class PositionEmbedding(nn.Embedding):
-    """Adds a learned vector for each position (GPT-2)."""
+    """Add a learned vector for each position (GPT-2)."""
 
     def forward(self, x, position):
         return x + super().forward(position)
 
 
 class X0Mix(nn.Module):
-    """x <- a x + b x0 with two learned numbers per block (modded-nanogpt, record 9)."""
+    """Compute a x + b x0 with two learned numbers per block (modded-nanogpt, record 9)."""
 
     def __init__(self):
         super().__init__()
@@ -228,16 +229,17 @@ class X0Mix(nn.Module):
 
 
 def softcap(logits, *_, cap):
-    """Bounds logits to (-cap, cap), smoothly (Gemma 2, arXiv 2408.00118); a score_mod of FlexAttention."""
+    """Bound logits to (-cap, cap), smoothly (Gemma 2, arXiv 2408.00118); a score_mod of FlexAttention."""
     return cap * torch.tanh(logits / cap)
 
 
 def rotation_angles(num_positions, D, base, factor=1.0, context=None):
     """
-    cos and sin of position * base^(-2i/D): two tensors of (T, D/2), always float32. factor: divides the
-    frequencies; with an old context only those of one turn in it or fewer, and those of four or more stay.
+    Return cos and sin of position * base^(-2i/D), two float32 tensors of (T, D/2). factor divides the
+    frequencies. With `context`, that of pretraining, it divides those of at most one turn in the context;
+    those of four turns or more stay (Llama 3).
     """
-    # in float32 an angle at position 32,000 would be wrong by 2e-3
+    # In float32 an angle at position 32,000 would be wrong by 2e-3.
     frequency = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)  # (D/2)
     kept = 0.0 if context is None else ((context * frequency / (2 * math.pi) - 1) / 3).clamp(0, 1)
     frequency = frequency * (kept + (1 - kept) / factor)
@@ -246,20 +248,21 @@ def rotation_angles(num_positions, D, base, factor=1.0, context=None):
 
 
 def rotate(x, cos, sin):
-    """Rotates channels i and i + D/2 together, Hugging Face's half-split form. x: (B, H, T, D)."""
+    """Rotate channels i and i + D/2 together, Hugging Face's half-split form. x: (B, H, T, D)."""
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
 def rotate_part(x, cos, sin, part):
-    """rotate() where angles for two bases stand side by side, (T, D): 0 is rope_base, 1 rope_local_base."""
+    """Rotate by one of two angles, side by side in (T, D): 0 is rope_base, 1 rope_local_base."""
     return rotate(x, cos.chunk(2, dim=-1)[part], sin.chunk(2, dim=-1)[part])
 
 
 def shift_keys(k, layer, cache, first):
     """
-    The slower half of the channels of each key become those of the token before (modded-nanogpt): one layer,
-    not two, finds what followed an earlier occurrence of a token. first: where documents begin, (B, 1, T, 1).
+    Replace the slower half of the channels of each key by those of the token before (modded-nanogpt): one
+    layer, not two, finds what followed an earlier occurrence of a token. k: (B, K, T, D). first: where
+    documents begin, (B, 1, T, 1).
     """
     before = F.pad(k[:, :, :-1], (0, 0, 1, 0)) if cache is None else cache.before(layer, k)  # (B, K, T, D)
     if first is not None:
@@ -270,7 +273,7 @@ def shift_keys(k, layer, cache, first):
 
 
 def positions_in(documents):
-    """The position of each token within its document, (B, T). documents: (B, T), their numbers in order."""
+    """Count the position of each token within its document, (B, T). documents: (B, T), rising numbers."""
     position = torch.arange(documents.size(1), device=documents.device)
     return position - (position * F.pad(documents.diff(dim=1) != 0, (1, 0))).cummax(1).values
 
@@ -279,17 +282,17 @@ QUERIES = 512  # that attend_in_window() computes at once; of 64 to 1,024, 256 a
 
 
 def plain_attention(q, k, v, mask=None, dropout=0.0, is_causal=False):
-    """The attention of q, (B, H, T, D), over k and v, (B, K, T, D), by torch's kernels."""
+    """Compute the attention of q, (B, H, T, D), over k and v, (B, K, T, D), by torch's kernels."""
     groups = q.size(1) // k.size(1)
     if groups > 1 and q.device.type == 'cuda' and (mask is not None or q.dtype != torch.bfloat16):
-        # only flash takes groups, which a T4 and float32 lack; without it all T x T weights are stored
+        # Only flash takes groups, which a T4 and float32 lack; without it all T x T weights are stored.
         k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
                                           enable_gqa=q.size(1) > k.size(1))
 
 
 def capped_attention(q, k, v, mask, dropout=0.0, *, cap):
-    """plain_attention() with softcap() on the logits, for which torch has no kernel."""
+    """Compute plain_attention() with softcap() on the logits, for which torch has no kernel."""
     k, v = (part.repeat_interleave(q.size(1) // k.size(1), 1) for part in (k, v))
     logits = softcap((q @ k.mT).float() * q.size(-1)**-0.5, cap=cap)  # (B, H, T, keys)
     if mask is not None:
@@ -299,14 +302,14 @@ def capped_attention(q, k, v, mask, dropout=0.0, *, cap):
 
 def attend_in_window(q, k, v, dropout, window, kernel):
     """
-    Causal attention over the last `window` keys (None: all), in blocks of queries with the keys they reach:
-    there is no T x T mask, and no work beyond the window. q: (B, H, T, D), k, v: (B, K, T, D).
+    Compute causal attention over the last `window` keys (None: all) for blocks of queries, each with the keys
+    it reaches: there is no T x T mask and no work beyond the window. q: (B, H, T, D), k, v: (B, K, T, D).
     """
     T = q.size(2)
     size, window = min(T, QUERIES), min(window or T, T)
     if window == T and kernel is plain_attention:
         return plain_attention(q, k, v, dropout=dropout, is_causal=True)
-    # rows: a block of queries; columns: the keys of the window before the block, then its own
+    # Rows are a block of queries; columns are the keys of the window before the block, then its own.
     row, column = torch.arange(size, device=q.device), torch.arange(window - 1 + size, device=q.device)
     age = row[:, None] + window - 1 - column
     mask = (age >= 0) & (age < window)
@@ -320,7 +323,7 @@ def attend_in_window(q, k, v, dropout, window, kernel):
 
 
 def attend_within(q, k, v, dropout, window, documents, kernel):
-    """attend_in_window() within each document. documents: (B, T), numbers that rise; None: one a row."""
+    """Compute attend_in_window() within each document. documents: (B, T), rising numbers; None: one a row."""
     if documents is None:
         return attend_in_window(q, k, v, dropout, window, kernel)
     rows = []
@@ -335,7 +338,7 @@ compiled = lru_cache(maxsize=None)(torch.compile)  # of a function, at its first
 
 
 def flex_options(q):
-    """Blocks for FlexAttention if its own exceed the GPU's shared memory (pytorch#198224), else None."""
+    """Choose blocks for FlexAttention where its own exceed shared memory (pytorch#198224), else None."""
     row = q.size(-1) * q.dtype.itemsize
     memory = row > 256 and torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
     if row <= 256 or memory > 160_000:
@@ -345,13 +348,13 @@ def flex_options(q):
 
 
 def block_mask(T, window, documents, device):
-    """FlexAttention's mask for T tokens of what attend_within() reaches. Not run: it needs a GPU."""
+    """Make FlexAttention's mask for T tokens of what attend_within() reaches. Not run: it needs a GPU."""
     from torch.nn.attention.flex_attention import create_block_mask
     def visible(b, h, i, j):
         seen = j <= i if window is None else (j <= i) & (i - j < window)
         return seen if documents is None else seen & (documents[b, i] == documents[b, j])
     rows = None if documents is None else len(documents)
-    return compiled(create_block_mask)(visible, rows, None, T, T, device=device)  # else it holds T x T scores
+    return compiled(create_block_mask)(visible, rows, None, T, T, device=device)  # eager holds T x T scores
 
 
 class Attention(nn.Module):
@@ -362,7 +365,7 @@ class Attention(nn.Module):
         self.layer, self.n_head, self.n_kv_head = layer, config.n_head, config.n_kv_head
         self.window = config.windows()[layer]
         self.head_dim = D = config.head_dim
-        # queries, keys and values of all heads in one matrix, in that order
+        # One matrix computes queries, keys and values of all heads, in that order.
         self.c_attn = Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
         self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
         self.q_norm = rms_norm(config, D) if config.qk_norm else unchanged
@@ -379,12 +382,12 @@ class Attention(nn.Module):
 
     def attend(self, q, k, v, within=None):
         """
-        The attention of q, (B, H, T, D), over k and v, (B, K, T, D). within: documents, (B, T), or
+        Compute the attention of q, (B, H, T, D), over k and v, (B, K, T, D). within: documents, (B, T), or
         FlexAttention's mask of documents and window; None: one document.
         """
         dropout = self.dropout.p if self.training else 0.0
         if within is None and (self.window is None or self.window >= q.size(2)):
-            # no mask: it disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678)
+            # A mask disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678).
             return attend_in_window(q, k, v, dropout, None, self.kernel)
         if within is None or isinstance(within, torch.Tensor):
             attend = attend_outside_graph if torch.compiler.is_compiling() else attend_within
@@ -404,7 +407,7 @@ class Attention(nn.Module):
         q = self.rotate(self.q_norm(q), cos, sin)
         k = self.rotate(self.shift_keys(self.k_norm(k), self.layer, cache, first), cos, sin)
         if x.device.type == 'cpu':
-            # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC)
+            # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC).
             q, k, v = q.float(), k.float(), v.float()
         q = self.scale_query(q)
         y = self.attend(q, k, v, within) if cache is None else cache.attend(self, q, k, v)
@@ -413,10 +416,12 @@ class Attention(nn.Module):
 
 
 def relu2(x):
+    """Square the positive part (arXiv 2109.08668)."""
     return F.relu(x).square()
 
 
 def gated(x, activation):
+    """Multiply two halves of x, (..., 2 n_ff), of which the second passes through the activation."""
     up, gate = x.chunk(2, dim=-1)
     return up * activation(gate)
 
@@ -457,8 +462,8 @@ class Block(nn.Module):
 
 def head_gradients(x, w, targets, cap, smoothing, frozen):
     """
-    The summed cross-entropy of a head, (1,), and its gradients, (N, C) and (V, C), with respect to its inputs
-    x, (N, C), and weights w, (V, C). targets: (N). frozen: the weights need none; it is None.
+    Compute the summed cross-entropy of a head, (1,), and its gradients, (N, C) and (V, C), with respect to
+    its inputs x, (N, C), and weights w, (V, C). targets: (N). frozen: the weights need no gradient.
     """
     logits = (x @ w.T).float()  # (N, V)
     logits = softcap(logits, cap=cap) if cap else logits
@@ -477,8 +482,8 @@ def head_gradients(x, w, targets, cap, smoothing, frozen):
 
 class ChunkedLoss(torch.autograd.Function):
     """
-    The summed cross-entropy of a head, (1,), without all logits in memory at once. forward computes the
-    gradients of each chunk while its logits exist; backward scales them all by the same factor.
+    Compute the summed cross-entropy of a head, (1,), without all logits in memory at once. forward computes
+    the gradients of each chunk while its logits exist; backward scales them all by the same factor.
     """
 
     @staticmethod
@@ -502,15 +507,15 @@ class ChunkedLoss(torch.autograd.Function):
         return (dx.float() * grad).to(dx.dtype), dw, None, None, None, None, None
 
 
-# torch.compiler.disable, but torch._dynamo is imported when it is called and not here: that takes 2 s
+# Unlike torch.compiler.disable, this imports torch._dynamo, which takes 2 s, when it is called and not here.
 disable = getattr(torch, '_disable_dynamo', torch.compiler.disable)
 attend_outside_graph = disable(attend_within)  # the shapes of documents depend on the data
-# in one graph the chunks would be fused again, so each is compiled alone
+# In one graph the chunks would be fused again, so each is compiled alone.
 compiled_loss = disable(lambda *args: ChunkedLoss.apply(*args, True))
 
 
 class Uninitialized(TorchFunctionMode):
-    """Inside, modules keep the weights that they find in memory: initial ones take minutes for billions."""
+    """Skip the initialization of modules made inside, which takes minutes for billions of weights."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         is_init = getattr(function, '__module__', None) == 'torch.nn.init'
@@ -519,9 +524,10 @@ class Uninitialized(TorchFunctionMode):
 
 class GPT(nn.Module):
     def __init__(self, config):
-        """config: a GPTConfig with vocab_size set. ValueError if its settings do not fit together."""
+        """Build a GPTConfig with vocab_size set. Raises ValueError if its settings do not fit together."""
         super().__init__()
-        if wrong := config.problems():
+        wrong = config.problems()
+        if wrong:
             raise ValueError('; '.join(wrong))
         assert config.vocab_size is not None, 'vocab_size comes from the data; see train.py'
         self.config = c = config.resolved()
@@ -539,7 +545,7 @@ class GPT(nn.Module):
         self.softcap = partial(softcap, cap=c.softcap) if c.softcap else unchanged
         if c.tie:
             self.transformer.wte.weight = self.lm_head.weight
-        # cos and sin are (T, D/2), or (T, D) where layers with a window have their own base
+        # cos and sin are (T, D/2), or (T, D) where layers with a window have their own base.
         tables = [rotation_angles(c.block_size, c.head_dim, c.rope_base, c.rope_factor, c.rope_context)]
         if c.rope_local_base is not None:
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
@@ -550,8 +556,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """
-        GPT-2: N(0, 0.02), and projections onto the residual stream are divided by sqrt(2 n_layer).
-        zero_init: these and the head start at zero, the embedding at N(0, 1); others keep inputs' scale.
+        Initialize as GPT-2: N(0, 0.02), with projections onto the residual stream divided by sqrt(2 n_layer).
+        With zero_init these and the head start at zero, the embedding at N(0, 1); others keep inputs' scale.
         """
         c = self.config
         for name, p in self.named_parameters():
@@ -571,12 +577,13 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, documents=None, cache=None):
         """
+        Return the logits of the last position, (B, V) float32; with targets, the summed cross-entropy of each
+        sequence in nats, (B,) float32, or with gradients and loss_chunks above 1 that of all sequences, (1,).
+
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
+        targets: (B, T) ids, or -1 for a masked token.
         documents: (B, T), the number of each token's document, rising along a row: attention stays within a
         document, and learned positions begin again with it. None: each row is one. Not with a cache.
-        Without targets, returns the logits of the last position, (B, V), float32. With targets, (B, T) ids or
-        -1 for a masked token, returns the summed cross-entropy of each sequence, (B,), float32, in nats; with
-        gradients and loss_chunks above 1, that of all sequences, (1,).
         """
         T, c = idx.size(1), self.config
         assert 0 < T <= c.block_size, f'{T} tokens exceed block_size={c.block_size}'
@@ -602,7 +609,7 @@ class GPT(nn.Module):
         return self.softcap(self.lm_head(self.transformer.ln_f(x)).float())
 
     def loss(self, x, targets):
-        """The summed cross-entropy, as forward returns it, from the (B, T, C) output of the blocks."""
+        """Compute the summed cross-entropy that forward returns, from the (B, T, C) output of the blocks."""
         c, chunks, x = self.config, self.loss_chunks, self.transformer.ln_f(x)
         smoothing = c.label_smoothing if self.training else 0.0
         if chunks > 1 and torch.is_grad_enabled():
@@ -610,7 +617,7 @@ class GPT(nn.Module):
             return compiled_loss(*args) if torch.compiler.is_compiling() else ChunkedLoss.apply(*args, False)
         total = 0
         for part, target in zip(x.chunk(chunks, 1), targets.chunk(chunks, 1), strict=True):
-            # compiled, the cast, the cap and the cross-entropy are one pass over the bf16 logits
+            # Compiled, the cast, the cap and the cross-entropy are one pass over the bf16 logits.
             logits = self.softcap(self.lm_head(part).float())  # (B, T, V), or a part of T
             loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction='none',
                                    label_smoothing=smoothing)
@@ -618,11 +625,11 @@ class GPT(nn.Module):
         return total
 
     def num_params(self):
-        """All parameters; shared ones count once."""
+        """Count all parameters; shared ones count once."""
         return sum(p.numel() for p in self.parameters())
 
     def crop_block_size(self, block_size):
-        """Shortens the context, for example to fine-tune a GPT-2 of 1024 positions on shorter text."""
+        """Shorten the context, for example to fine-tune a GPT-2 of 1024 positions on shorter text."""
         assert block_size <= self.config.block_size
         self.config = replace(self.config, block_size=block_size)
         self.cos, self.sin = self.cos[:block_size], self.sin[:block_size]
@@ -631,14 +638,14 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, model_args, weights, **override):
-        """A GPT of a checkpoint. override: settings to replace. ValueError if args and weights do not fit."""
+        """Build a GPT of a checkpoint. override: settings. Raises ValueError if the weights do not fit."""
         with torch.device('cpu'), Uninitialized():
             model = cls(replace(config_from(model_args), **override))
         model.load_weights(weights)
         return model
 
     def load_weights(self, weights):
-        """Copies {name: tensor} into the model. ValueError lists the names or shapes that differ."""
+        """Copy {name: tensor} into the model. Raises ValueError with the names or shapes that differ."""
         masks = ('.attn.bias', '.attn.masked_bias')  # buffers that nanoGPT saved under PyTorch 1.x
         weights = {name: w for name, w in weights.items() if not name.endswith(masks)}
         try:
@@ -651,7 +658,8 @@ class GPT(nn.Module):
 
 
 def config_from(model_args):
-    """The GPTConfig of a checkpoint's model_args. ValueError names those that this version does not have."""
-    if unknown := sorted(model_args.keys() - {f.name for f in fields(GPTConfig)}):
+    """Read the GPTConfig of a checkpoint's model_args. Raises ValueError for names that it does not have."""
+    unknown = sorted(model_args.keys() - {f.name for f in fields(GPTConfig)})
+    if unknown:
         raise ValueError(f'the model has settings that this version does not have: {", ".join(unknown)}')
-    return GPTConfig(**{'key_shift': False, **model_args})  # which earlier checkpoints do not have
+    return GPTConfig(**{'key_shift': False, **model_args})  # Earlier checkpoints do not have it.
