@@ -107,8 +107,15 @@ class Meter:
         self.sums = torch.tensor(logged or [0.0] * 4, dtype=dtype, device=device)
         self.bad = torch.tensor(bad_in_a_row, device=device)  # in a row up to now
         self.worst = self.bad.clone()  # the most in a row
-        self.batches, self.norm, self.is_first = batches, None, True
-        self.began, self.steps, self.waited = time.perf_counter(), 0, batches.waited
+        self.batches = batches
+        self.is_first = True
+        self.start(time.perf_counter())
+
+    def start(self, now):
+        """Begin a Window."""
+        self.steps = 0
+        self.began = now
+        self.waited = self.batches.waited
 
     def add(self, result, num_targets):
         """Add the StepResult of a step. A skipped step never enters an average."""
@@ -117,7 +124,8 @@ class Meter:
         self.sums += torch.stack((loss, num_targets * (1 - skipped), skipped, 1 + 0 * skipped))
         self.bad = (self.bad + 1) * result.skipped.to(self.bad.dtype)
         self.worst = torch.maximum(self.worst, self.bad)
-        self.norm, self.steps = result.norm, self.steps + 1
+        self.norm = result.norm
+        self.steps += 1
 
     def exclude(self, seconds):
         """Leave the time of an evaluation or a save out of the steps' time."""
@@ -137,11 +145,13 @@ class Meter:
     def read(self):
         """Wait for the device and return the Window of the steps since the last call."""
         loss, targets, skipped, _ = self.sums.tolist()
-        now, waited = time.perf_counter(), self.batches.waited
-        window = Window(loss / targets if targets else math.nan, int(skipped), self.norm.item(),
-                        self.steps, now - self.began, waited - self.waited, self.is_first)
+        now = time.perf_counter()
+        mean = loss / targets if targets else math.nan
+        window = Window(mean, int(skipped), self.norm.item(), self.steps, now - self.began,
+                        self.batches.waited - self.waited, self.is_first)
         self.sums.zero_()
-        self.began, self.waited, self.steps, self.is_first = now, waited, 0, False
+        self.is_first = False
+        self.start(now)
         return window
 
 
@@ -153,7 +163,7 @@ class Log:
 
     def __init__(self, cfg, settings, env, resumed_at=None):
         """resumed_at: the step of a resumed run, whose later lines are dropped."""
-        self.path, self.wandb, self.tensorboard = None, None, None
+        self.path = self.wandb = self.tensorboard = None
         self.next_report = 0.0
         if env.rank:
             return
@@ -269,9 +279,9 @@ def step_line(step, numbers, pace):
 
 def evaluation_text(step, evaluation):
     """Return the lines of an Evaluation, at most 80 columns, and the numbers to log."""
-    val, train = evaluation.val, evaluation.train
+    val = evaluation.val
     numbers = {f'val_{name}': val[name] for name in ('loss', 'stderr', 'bpb', 'tokens')}
-    numbers |= {'val_perplexity': math.exp(min(val['loss'], 700)), 'train_loss': train['loss'],
+    numbers |= {'val_perplexity': math.exp(min(val['loss'], 700)), 'train_loss': evaluation.train['loss'],
                 'eval_seconds': evaluation.seconds}
     prefix = ''
     if step:  # with eval_only the step of the weights may be unknown
@@ -281,7 +291,7 @@ def evaluation_text(step, evaluation):
         text += f' +- {short(val["stderr"])}'
     if val['bpb'] is not None:
         text += f', {short(val["bpb"])} bits per byte'
-    text += f', train loss {short(train["loss"])}'
+    text += f', train loss {short(evaluation.train["loss"])}'
     for name, loss in val.get('losses', {}).items():  # of a mixture's datasets
         text += f'\n{prefix}val loss {short(loss)} on {name}'
         numbers[f'val_loss_{name}'] = loss

@@ -74,7 +74,8 @@ class LiveBytes(TorchDispatchMode):
 
     def add(self, storage):
         """Count a storage until it is freed."""
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key in self.sizes:
             return
 

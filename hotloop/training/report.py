@@ -154,10 +154,12 @@ class Axis:
         self.ticks = ticks[::math.ceil(len(ticks) / (parts + 2))]
 
     def __call__(self, values):
-        low, high = self.low, self.high
         if self.log:
-            values, low, high = np.log(values), math.log(low), math.log(high)
-        return np.rint(1000 * (values - low) / (high - low)).astype(int)
+            low = math.log(self.low)
+            share = (np.log(values) - low) / (math.log(self.high) - low)
+        else:
+            share = (values - self.low) / (self.high - self.low)
+        return np.rint(1000 * share).astype(int)
 
 
 def exact(value):
@@ -230,7 +232,7 @@ def panel(title, unit, curves, x_name='step', wide=False, log=False):
     xs = np.concatenate([[0.0], *(c.x for c in curves)])
     x_axis = Axis(xs)
     y_axis = Axis(np.concatenate(ys if log else [*ys, [0.0]]), log)
-    grid, words, last = '', '', ''
+    grid = words = last = ''
     for tick in y_axis.ticks:
         place = y_axis(tick)
         grid += f'M0,{1000 - place}H1000'
@@ -267,7 +269,9 @@ def direct_labels(curves, places, gap=58):
 
 def loss_panels(runs):
     """Return the wide panels: of one run both losses, of several each loss, and one by time."""
-    validation, by_time, training = [], [], []
+    validation = []
+    by_time = []
+    training = []
     for number, run in enumerate(runs):
         x, y = run.column('loss')
         steps, losses = run.column('val_loss')
@@ -328,7 +332,8 @@ def page(runs):
         values = [repr(run.settings.get(name)) for run in runs]
         if len(runs) == 1 or (len(set(values)) > 1 and name != 'out_dir'):
             settings[name] = values
-    lead, goal = '', None
+    lead = ''
+    goal = None
     if len(runs) > 1 and {'dataset', 'vocab_size'} & settings.keys():
         lead = ('<p>The runs have different data or vocabularies: compare bits per byte, not '
                 'losses.</p>')
