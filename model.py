@@ -129,6 +129,10 @@ class GPTConfig:
         """Return whether c_fc holds two projections, up and gate, that are multiplied (arXiv 2002.05202)."""
         return self.mlp in GATED
 
+    def build(self):
+        """Build the GPT with these settings."""
+        return GPT(self)
+
     def windows(self):
         """List the window of each layer in tokens; None where attention reaches the complete context."""
         pattern = self.window_pattern or 'S'

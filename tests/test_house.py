@@ -41,7 +41,7 @@ def broken_laws(sources):
     for name in sources:
         folder = folder_of(name)
         forbidden = set(COMMANDS)
-        if folder in ('system', 'data'):
+        if folder:
             forbidden.add('model')
         for other in sorted(needs[name]):
             below = folder_of(other)

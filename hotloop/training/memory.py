@@ -19,7 +19,6 @@ from hotloop.training.dataloader import kept_on_device, share_batch
 from hotloop.training.optim import matrix_rows
 from hotloop.training.shard import set_blocks
 from hotloop.weights.lora import add_adapters, trainable
-from model import GPT
 
 MARGIN = 0.93  # usable share of the memory; the rest is CUDA's own and fragments
 EAGER_LOGIT = 12  # bytes of a logit in an uncompiled step
@@ -113,7 +112,7 @@ def model_on_meta(config, lora, dtype):
     """Make the GPT that a run in `dtype` trains, on the meta device. lora: a LoRAConfig or None."""
     meta = torch.device('meta')
     with meta:
-        model = GPT(config)
+        model = config.build()
         if lora:
             add_adapters(model, lora, {}, Env(device=meta, dtype=dtype), 0)
     model.compute_dtype = dtype
