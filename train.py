@@ -33,8 +33,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import as_file, call_main, configure, differences
-from hotloop.data.chat import CHATS
+from configurator import call_main, configure, differences
 from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.system.device import (
     EVALUATION_PAYS,
@@ -42,7 +41,6 @@ from hotloop.system.device import (
     choose_device,
     choose_dtype,
     peak_flops,
-    peak_memory,
 )
 from hotloop.system.distributed import (
     Env,
@@ -52,8 +50,8 @@ from hotloop.system.distributed import (
     open_process_group,
     print0,
 )
-from hotloop.system.files import counted, replacing
-from hotloop.system.text import file_size, shell, short, wrapped
+from hotloop.system.files import counted
+from hotloop.system.text import short, wrapped
 from hotloop.training.checkpoint import (
     OPTIMIZERS,
     Checkpoints,
@@ -66,11 +64,11 @@ from hotloop.training.checkpoint import (
 from hotloop.training.dataloader import Batches, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
-from hotloop.training.logger import Log, Meter, Speed, evaluation_text, print_length, print_run
+from hotloop.training.logger import Log, Meter, Speed, evaluation_text, print_end, print_length, print_run
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
-from hotloop.training.run_dir import open_folder, open_mirror, resume_command
+from hotloop.training.run_dir import config_text, open_folder, open_mirror, resume_command, write_config
 from hotloop.training.schedule import (
     Deadline,
     decide,
@@ -81,11 +79,10 @@ from hotloop.training.schedule import (
 )
 from hotloop.training.settings import (
     SHAPE,
-    budget_settings,
     card_for_machine,
     compare_record,
     compare_settings,
-    depth_settings,
+    layer_of_depth,
     setting_problems,
     settings_of,
     threads,
@@ -222,26 +219,6 @@ def read_settings(argv=None):
     return Settings(model, lora, cfg, found.given, latest)
 
 
-def layer_of_depth(cfg, given):
-    """Return the {setting: value} of a depth, given or chosen for a time budget."""
-    if cfg.init_from != 'scratch':
-        raise ValueError(f'depth={cfg.depth} shapes a new model, and init_from={cfg.init_from} has a shape; '
-                         'omit one of them')
-    world = int(os.environ.get('WORLD_SIZE', '1'))
-    dataset = cfg.dataset
-    if 'dataset' not in given:
-        _, dataset, _ = card_for_machine(cfg.device)
-    if cfg.time_budget is None:
-        return {'dataset': dataset, **depth_settings(cfg.depth, world)}
-    num_tokens = 0
-    for one in open_datasets(dataset, cfg.data_dir):
-        num_tokens += one.meta['splits'].get('train', {}).get('tokens', 0)
-    layer = budget_settings(cfg, world, num_tokens)
-    if cfg.depth is None:
-        print0(f'depth: {layer["depth"]}, for the speed of this machine; --depth=N chooses another')
-    return {'dataset': dataset, **layer}
-
-
 def find_latest(cfg):
     """Load the checkpoint to resume: with init_from=resume, or with --resume if out_dir holds a run."""
     checkpoints = Checkpoints(cfg.out_dir)
@@ -261,7 +238,8 @@ def find_latest(cfg):
 
 def setup(cfg):
     """Choose device, dtype and compilation, and join the process group."""
-    rank, world = int(os.environ.get('RANK', '0')), int(os.environ.get('WORLD_SIZE', '1'))
+    rank = int(os.environ.get('RANK', '0'))
+    world = int(os.environ.get('WORLD_SIZE', '1'))
     device, why_device = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
@@ -510,10 +488,13 @@ def train(run, schedule, checkpoints, log, stop):
     """Train until the last step, a signal, or the end of patience. Returns the exit code."""
     cfg, env, state, batches, model = run.cfg, run.env, run.state, run.batches, run.model
     meter = Meter(batches, state.logged, state.bad_in_a_row, env.device)
-    deadline = Deadline(cfg.time_budget, state, env) if cfg.time_budget is not None else None
+    deadline = None
+    if cfg.time_budget is not None:
+        deadline = Deadline(cfg.time_budget, state, env)
     speed = Speed(batches.global_batch * batches.split.T, flops_of(model, batches.split.T)[1],
                   peak_flops(env.device, env.dtype))
-    saved_at, save_is_due = time.monotonic(), False
+    saved_at = time.monotonic()
+    save_is_due = False
 
     def save(best, final=False):
         state.logged, state.bad_in_a_row = meter.state()
@@ -532,7 +513,9 @@ def train(run, schedule, checkpoints, log, stop):
 
     while True:
         looked = time.perf_counter()
-        step, last, best = state.iter_num, state.iter_num >= schedule.max_iters, False
+        step = state.iter_num
+        last = step >= schedule.max_iters
+        best = False
         is_new = step != checkpoints.saved_step
         stopping = stop.requested()
         if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at and not stopping:
@@ -554,7 +537,8 @@ def train(run, schedule, checkpoints, log, stop):
         # checkpoints of steps that are not finite would replace the last good ones
         if is_new and step and (best or last or stopping or (save_is_due and meter.state()[1] == 0)):
             save(best, final=last or stopping)
-            saved_at, save_is_due = time.monotonic(), False
+            saved_at = time.monotonic()
+            save_is_due = False
         if last or stopping:
             break
         seconds = time.perf_counter() - looked
@@ -578,7 +562,8 @@ def train(run, schedule, checkpoints, log, stop):
             schedule = look_at_clock(run, schedule, deadline, checkpoints, step)
             save_is_due = save_is_due or not schedule.is_open
     checkpoints.wait(final=True)
-    return report_end(run, schedule, checkpoints, stop, out_of_patience)
+    print_end(cfg, state, last and not stop.by_signal(), out_of_patience, run.record, env.device)
+    return stop.exit_code()
 
 
 def look_at_clock(run, schedule, deadline, checkpoints, step):
@@ -593,51 +578,8 @@ def look_at_clock(run, schedule, deadline, checkpoints, step):
     schedule = decide(schedule, step, last)
     print0(f'time budget: decaying the learning rate over steps {step:,}-{last:,}')
     if env.rank == 0:
-        write_config(cfg, run.record['config'], schedule)
+        write_config(cfg.out_dir, run.record['config'], schedule)
     return schedule
-
-
-def report_end(run, schedule, checkpoints, stop, out_of_patience):
-    """Print why and how a run ended, and what to do next. Returns the exit code."""
-    cfg, state = run.cfg, run.state
-    is_done = state.iter_num >= schedule.max_iters and not stop.by_signal()
-    if not is_done:
-        saved = 'before step 1; there is nothing to save'
-        if state.iter_num:
-            path = os.path.join(cfg.out_dir, 'ckpt.pt')
-            saved = f'step {state.iter_num} is saved in {path}; resume with: {resume_command(cfg)}'
-        if out_of_patience:
-            saved = (f'patience={cfg.patience}: no lower val loss than {short(state.best_val_loss)} in '
-                     f'{counted(state.evals_since_best, "evaluation")}; {saved} --patience=None')
-        print0(f'stopped: {saved}')
-    if is_done or out_of_patience:
-        memory = peak_memory(run.env.device)
-        peak = f', peak memory {file_size(memory)}' if memory else ''
-        print0(f'done: best val loss {short(state.best_val_loss)}{peak}')
-        print0(f'curves: {os.path.join(cfg.out_dir, "report.html")}')
-        chat = ' --chat' if run.record.get('template') in CHATS else ''
-        verb = 'chat' if chat else 'sample'
-        print0(f'to {verb}: python sample.py {shell(f"--out_dir={cfg.out_dir}")}{chat}')
-    return stop.exit_code()
-
-
-def write_config(cfg, config, schedule):
-    """Write OUT_DIR/config.py, a config file that repeats the run without its clock."""
-    path = os.path.join(cfg.out_dir, 'config.py')
-    try:
-        with replacing(path) as f:
-            f.write(config_text(config, schedule).encode())
-    except OSError as e:
-        print0(f'{path} could not be written: {e.strerror or e}')
-
-
-def config_text(config, schedule):
-    """Return the text of a run's config.py. A decided time budget becomes an ordinary schedule."""
-    if config['time_budget'] is not None and not schedule.is_open:
-        config = {**config, 'time_budget': None, 'max_epochs': None, 'max_iters': schedule.max_iters,
-                  'lr_schedule': schedule.kind, 'decay_fraction': schedule.decay_fraction,
-                  'warmup_iters': schedule.warmup_iters}
-    return as_file(config)
 
 
 def meta_model(settings, dataset):
@@ -659,7 +601,8 @@ def main(argv=None):
         return 0
     check_start(cfg.init_from)  # before a dataset, which depends on it
     datasets = open_datasets(cfg.dataset, cfg.data_dir)
-    env, run = setup(cfg), None
+    env = setup(cfg)
+    run = None
     try:
         run = build_run(settings, datasets, env)
         return execute(run, settings, datasets[0].meta)
@@ -693,7 +636,9 @@ def execute(run, settings, meta):
     batches = run.batches
     schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, run.state)
     print_length(cfg, schedule, run.state, batches, latest is not None)
-    stop, checkpoints, held = StopRequest(env), Checkpoints(cfg.out_dir), None
+    stop = StopRequest(env)
+    checkpoints = Checkpoints(cfg.out_dir)
+    held = None
     if env.rank == 0:
         held = open_run_folder(run, schedule, checkpoints, latest)
     # on the other ranks too: the loop compares it with the step

@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+from hotloop.data.chat import CHATS
 from hotloop.system.device import attention_kernels, peak_memory
 from hotloop.system.distributed import print0
 from hotloop.system.files import counted, first_line, replacing
-from hotloop.system.text import compact, duration, file_size, rate, short, wrapped
+from hotloop.system.text import compact, duration, file_size, rate, shell, short, wrapped
 from hotloop.training.forecast import flops_of
 from hotloop.training.report import read_rows, write_report
+from hotloop.training.run_dir import resume_command
 from hotloop.training.settings import threads
 
 REPORT_COST = 1 / 200  # the most of a run's time that its reports take, beside the last one
@@ -57,6 +59,33 @@ def print_run(model, batches, val, meta, cfg, env):
                      f'--nproc_per_node={gpus} train.py ...')
     for line in lines:
         print0(wrapped(line))
+
+
+def print_end(cfg, state, is_done, out_of_patience, record, device):
+    """Print why and how a run ended, and what to do next."""
+    if not is_done:
+        saved = 'before step 1; there is nothing to save'
+        if state.iter_num:
+            path = os.path.join(cfg.out_dir, 'ckpt.pt')
+            saved = (f'step {state.iter_num} is saved in {path}; '
+                     f'resume with: {resume_command(cfg)}')
+        if out_of_patience:
+            saved = (f'patience={cfg.patience}: no lower val loss than '
+                     f'{short(state.best_val_loss)} in '
+                     f'{counted(state.evals_since_best, "evaluation")}; {saved} --patience=None')
+        print0(f'stopped: {saved}')
+    if is_done or out_of_patience:
+        peak = ''
+        memory = peak_memory(device)
+        if memory:
+            peak = f', peak memory {file_size(memory)}'
+        print0(f'done: best val loss {short(state.best_val_loss)}{peak}')
+        print0(f'curves: {os.path.join(cfg.out_dir, "report.html")}')
+        command = f'python sample.py {shell(f"--out_dir={cfg.out_dir}")}'
+        if record.get('template') in CHATS:
+            print0(f'to chat: {command} --chat')
+        else:
+            print0(f'to sample: {command}')
 
 
 def print_length(cfg, schedule, state, batches, is_resumed):

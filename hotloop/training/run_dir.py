@@ -4,7 +4,8 @@ import contextlib
 import glob
 import os
 
-from configurator import OWN_FILE
+from configurator import OWN_FILE, as_file
+from hotloop.system.distributed import print0
 from hotloop.system.files import free_number, is_inside, lock, replacing
 from hotloop.system.host import first_line_of
 from hotloop.system.text import shell
@@ -113,3 +114,23 @@ def resume_command(cfg):
         if getattr(cfg, name) != 'auto':
             flags += f' --{name}={getattr(cfg, name)}'
     return f'{launcher} train.py --init_from=resume --out_dir={shell(cfg.out_dir)}{flags}'
+
+
+def write_config(folder, config, schedule):
+    """Write config.py, a config file that repeats the run without its clock. Prints a failure."""
+    path = os.path.join(folder, 'config.py')
+    try:
+        with replacing(path) as f:
+            f.write(config_text(config, schedule).encode())
+    except OSError as e:
+        print0(f'{path} could not be written: {e.strerror or e}')
+
+
+def config_text(config, schedule):
+    """Return the text of a run's config.py. A decided time budget becomes an ordinary schedule."""
+    if config['time_budget'] is not None and not schedule.is_open:
+        config = {**config, 'time_budget': None, 'max_epochs': None,
+                  'max_iters': schedule.max_iters, 'lr_schedule': schedule.kind,
+                  'decay_fraction': schedule.decay_fraction,
+                  'warmup_iters': schedule.warmup_iters}
+    return as_file(config)

@@ -7,9 +7,10 @@ import os
 
 import torch
 
-from hotloop.data.dataset import name_of_path
+from hotloop.data.dataset import name_of_path, open_datasets
 from hotloop.system import host
 from hotloop.system.device import choose_device, choose_dtype, measure_flops
+from hotloop.system.distributed import print0
 from hotloop.system.files import is_inside
 from hotloop.system.text import shell
 from hotloop.training.schedule import schedule_problems
@@ -174,6 +175,27 @@ def budget_settings(cfg, world, text_tokens):
     eval_tokens = 0.08 * tokens / 2 * 3
     settings['eval_tokens'] = 2 ** int(min(max(math.log2(eval_tokens), 14), 20))
     return {'depth': depth, **settings}
+
+
+def layer_of_depth(cfg, given):
+    """Return the {setting: value} of a depth, given or chosen for a time budget."""
+    if cfg.init_from != 'scratch':
+        raise ValueError(f'depth={cfg.depth} shapes a new model, and init_from={cfg.init_from} has '
+                         'a shape; omit one of them')
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    dataset = cfg.dataset
+    if 'dataset' not in given:
+        _, dataset, _ = card_for_machine(cfg.device)
+    if cfg.time_budget is None:
+        return {'dataset': dataset, **depth_settings(cfg.depth, world)}
+    num_tokens = 0
+    for one in open_datasets(dataset, cfg.data_dir):
+        num_tokens += one.meta['splits'].get('train', {}).get('tokens', 0)
+    layer = budget_settings(cfg, world, num_tokens)
+    if cfg.depth is None:
+        print0(f'depth: {layer["depth"]}, for the speed of this machine; --depth=N chooses '
+               'another')
+    return {'dataset': dataset, **layer}
 
 
 # -----------------------------------------------------------------------------
