@@ -83,6 +83,7 @@ from hotloop.training.settings import (
     compare_record,
     compare_settings,
     layer_of_depth,
+    record_of,
     setting_problems,
     settings_of,
     threads,
@@ -403,29 +404,6 @@ def open_data(cfg, datasets, config, env):
             part.check_ids(config.vocab_size)
     env.barrier()  # the others wait for rank 0
     return splits
-
-
-def record_of(settings, model, datasets, splits, env):
-    """Return the settings, data, tokenizer and machine as a checkpoint records them."""
-    cfg, checkpoint = settings.train, settings.latest.checkpoint if settings.latest else {}
-    origin = str(checkpoint.get('config', {}).get('init_from', cfg.init_from))  # of the command that began it
-    if origin == 'resume':
-        origin = 'scratch'
-    config = {**dataclasses.asdict(model.config), **dataclasses.asdict(settings.lora),
-              **dataclasses.asdict(cfg), 'init_from': origin, 'resume': False}
-    fingerprints = {}
-    for name, split in splits.items():
-        fingerprints[name] = ' '.join(part.fingerprint() for part in split.splits)
-    device = torch.cuda.get_device_name(env.device) if env.device.type == 'cuda' else env.device.type
-    metas = [dataset.meta for dataset in datasets]
-    record = {'config': config, 'tokenizer': metas[0]['tokenizer'], 'data': fingerprints,
-              'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
-              'machine': {'device': device, 'dtype': str(env.dtype), 'world': env.world, 'threads': threads(),
-                          'compile': env.compile}}
-    templates = {meta['template'] for meta in metas} - {None}
-    if len(templates) == 1:  # with several, the template for chat is ambiguous
-        record['template'] = templates.pop()
-    return record
 
 
 def build_run(settings, datasets, env):

@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 
+import numpy as np
 import torch
 
 from hotloop.data.dataset import name_of_path, open_datasets
@@ -241,6 +242,34 @@ def compare_settings(objects, given, below, bound):
         raise ValueError('\n'.join([*wrong, f'to continue it: {shell(*right)}; for a new run from '
                                     'its weights: --init_from=PATH']))
     return lines
+
+
+def record_of(settings, model, datasets, splits, env):
+    """Return the settings, data, tokenizer and machine as a checkpoint records them."""
+    cfg = settings.train
+    origin = cfg.init_from
+    if settings.latest:  # the command that began the run
+        origin = str(settings.latest.checkpoint.get('config', {}).get('init_from', 'scratch'))
+    if origin == 'resume':
+        origin = 'scratch'
+    config = {**dataclasses.asdict(model.config), **dataclasses.asdict(settings.lora),
+              **dataclasses.asdict(cfg), 'init_from': origin, 'resume': False}
+    fingerprints = {}
+    for name, split in splits.items():
+        fingerprints[name] = ' '.join(part.fingerprint() for part in split.splits)
+    device = env.device.type
+    if device == 'cuda':
+        device = torch.cuda.get_device_name(env.device)
+    metas = [dataset.meta for dataset in datasets]
+    machine = {'device': device, 'dtype': str(env.dtype), 'world': env.world,
+               'threads': threads(), 'compile': env.compile}
+    record = {'config': config, 'tokenizer': metas[0]['tokenizer'], 'data': fingerprints,
+              'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
+              'machine': machine}
+    templates = {meta['template'] for meta in metas} - {None}
+    if len(templates) == 1:  # with several, the template for chat is ambiguous
+        record['template'] = templates.pop()
+    return record
 
 
 def compare_record(checkpoint, record, dataset):
