@@ -6,8 +6,6 @@ import re
 import sys
 from urllib.parse import urlsplit
 
-import requests
-
 from hotloop.system.files import Progress, hash_file, optional, reason_of
 
 TIMEOUT = (5, 30)  # seconds to connect, and without a byte
@@ -24,6 +22,7 @@ MODEL_FILES = ['config.json', 'generation_config.json', 'tokenizer.model', 'voca
 
 def read_url(url):
     """Return the bytes at an address, in one attempt. Raises what requests raises."""
+    import requests  # 40 ms, which only a download pays
     response = requests.get(url, timeout=TIMEOUT)
     response.raise_for_status()
     return response.content
@@ -41,7 +40,7 @@ def download(url, path, sha256=None):
     print(f'downloading {url}', file=sys.stderr)
     try:
         receive(request(url, part), part)
-    except requests.RequestException as e:
+    except OSError as e:  # of requests, or of the disk
         raise ValueError(f'{url} cannot be downloaded: {reason_of(e)}; run the command again to '
                          f'resume, or put the file at {path}') from None
     with contextlib.suppress(FileNotFoundError):
@@ -57,6 +56,7 @@ def download(url, path, sha256=None):
 
 def request(url, part):
     """Request the rest of the file if `part` is a start of the same version, else all of it."""
+    import requests
     headers = {'Accept-Encoding': 'identity'}
     etag = ''
     if os.path.exists(part) and os.path.exists(part + '.etag'):
@@ -97,7 +97,7 @@ def receive(response, part):
         f.flush()
         os.fsync(f.fileno())
         if f.tell() < size:
-            raise requests.ConnectionError('the connection was lost')
+            raise ConnectionError('the connection was lost')
 
 
 # -----------------------------------------------------------------------------
