@@ -268,7 +268,8 @@ def open_checkpoint(source):
     if os.path.exists(best):
         paths.insert(0, best)
     if not paths:
-        raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json')
+        raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json; '
+                         'adapters alone are read by sample.py')
     return first_intact(paths, load_checkpoint)
 
 
