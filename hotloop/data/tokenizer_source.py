@@ -25,7 +25,7 @@ from hotloop.data.tokenizer import (
 from hotloop.system.files import first_intact, read_json
 
 
-class Found(NamedTuple):
+class TokenizerSource(NamedTuple):
     """Hold a tokenizer, and the model that has it, if one does."""
     tokenizer: object = None  # None if it is built from the text
     model: str | None = None  # what init_from takes
@@ -40,17 +40,17 @@ def find_tokenizer(name, data_dir):
     """
     kind, _, size = name.partition(':')
     if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
-        return Found()
+        return TokenizerSource()
     if name == 'byte':
-        return Found(tokenizer_from({'kind': 'byte'}))
+        return TokenizerSource(tokenizer_from({'kind': 'byte'}))
     if name in TIKTOKEN_NAMES:
-        return Found(tokenizer_from({'kind': 'tiktoken', 'name': name}))
+        return TokenizerSource(tokenizer_from({'kind': 'tiktoken', 'name': name}))
     in_data_dir = os.path.join(data_dir, name)
     if found := tokenizer_at(name, data_dir) or tokenizer_at(in_data_dir, data_dir):
         return found
     if is_hub_name(name):
         folder = hub_folder(name, TOKENIZER_FILES)
-        return Found(read_tokenizer_json(folder), name, template=template_of(folder))
+        return TokenizerSource(read_tokenizer_json(folder), name, template=template_of(folder))
     raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to '
                      f'{MAX_VOCAB:,}), {", ".join(TIKTOKEN_NAMES)} or a model of the hub such as '
                      f'Qwen/Qwen2.5-0.5B, and neither {name} nor {in_data_dir} is a checkpoint, a '
@@ -78,7 +78,7 @@ def template_of(folder):
 
 
 def tokenizer_at(path, data_dir):
-    """Read the Found of a file or a folder. Returns None if it has no tokenizer."""
+    """Read the TokenizerSource of a file or a folder. Returns None if it has no tokenizer."""
     names = []
     is_json = path.endswith('.json') and os.path.isfile(path)
     if is_json or os.path.basename(path) == 'tokenizer.json':
@@ -88,11 +88,11 @@ def tokenizer_at(path, data_dir):
     if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
         folder = path if os.path.isdir(path) else os.path.dirname(path)
         model = path if 'config.json' in names else None
-        return Found(read_tokenizer_json(path), model, template=template_of(folder))
+        return TokenizerSource(read_tokenizer_json(path), model, template=template_of(folder))
     if 'train.bin' in names:
         meta = read_meta(path)
         template = meta['template'] if meta['template'] in CHATS else None
-        return Found(tokenizer_from(meta['tokenizer']), template=template)
+        return TokenizerSource(tokenizer_from(meta['tokenizer']), template=template)
     paths = [path] if os.path.isfile(path) else []
     for pattern in ('best.pt', 'ckpt.pt', 'ckpt-*.pt'):
         paths += sorted(glob.glob(os.path.join(glob.escape(path), pattern)), reverse=True)
@@ -100,7 +100,7 @@ def tokenizer_at(path, data_dir):
         return None
     _, found = first_intact(paths, lambda file: checkpoint_tokenizer(file, data_dir))
     tokenizer, template = found
-    return Found(tokenizer, path, is_run=True, template=template)
+    return TokenizerSource(tokenizer, path, is_run=True, template=template)
 
 
 def checkpoint_tokenizer(path, data_dir):

@@ -33,7 +33,7 @@ class Sampling:
 
 
 def sample_token(logits, number, sampling):
-    """One id per row, (B, 1), from (B, V) logits and a uniform number in [0, 1) per row, (B, 1)."""
+    """Sample one id per row, (B, 1), from (B, V) logits and a uniform number in [0, 1) per row, (B, 1)."""
     s, V = sampling, logits.size(-1)
     if s.temperature < GREEDY_BELOW:
         return logits.argmax(dim=-1, keepdim=True)
@@ -55,8 +55,9 @@ def sample_token(logits, number, sampling):
 
 def draw(logits, seen, numbers, sampling):
     """
-    One token per row from (B, V) logits, as (B, 2) float32: its id, exact below 2^24, and its log-probability
-    (0 unless requested, NaN where logits are not finite). seen: (B, V), the ids that occurred in each row.
+    Draw one token per row from (B, V) logits, as (B, 2) float32: its id, exact below 2^24, and its
+    log-probability (0 unless requested, NaN where logits are not finite). seen: (B, V), the ids that
+    occurred in each row.
     """
     logits = limited = logits[:, :sampling.vocab]
     if sampling.repetition_penalty != 1:
@@ -72,7 +73,7 @@ def draw(logits, seen, numbers, sampling):
 
 
 def decode_step(model, cache, tokens, seen, numbers, sampling):
-    """Feeds each row its newest token, (B, 1), and draws the next. Returns what draw returns."""
+    """Feed each row its newest token, (B, 1), and draw the next. Returns what draw() returns."""
     return draw(model(tokens, cache=cache), seen, numbers, sampling)
 
 
@@ -89,7 +90,7 @@ INT8_CUDA_STEP = dict(coordinate_descent_tuning=True)
 
 
 def compile_step(model):
-    """decode_step of a model, compiled for fixed shapes; on CUDA as a graph."""
+    """Compile decode_step() of a model for fixed shapes; on CUDA as a graph."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
     device, options = model.cos.device, {}
@@ -124,14 +125,14 @@ class Row(NamedTuple):
 
 
 def uniform_numbers(rows, device):
-    """The next number in [0, 1) of each row, (B, 1). Made on the CPU, so it is the same on every device."""
+    """Draw the next number in [0, 1) of each row, (B, 1), on the CPU: it is the same on every device."""
     numbers = torch.stack([torch.rand(1, dtype=torch.float64, generator=row.generator) for row in rows])
     return numbers.to(device, torch.float32 if device.type == 'mps' else torch.float64)  # MPS has no float64
 
 
 @sdpa_kernel(WITHOUT_CUDNN)
 def prefill(model, contexts):
-    """Feeds lists of ids in one forward. Returns a cache that holds them and the (B, V) logits after each."""
+    """Feed lists of ids in one forward. Returns a cache that holds them and the (B, V) logits after each."""
     device, longest = model.cos.device, max(map(len, contexts))
     padded = [context + [0] * (longest - len(context)) for context in contexts]
     cache = new_cache(model, len(contexts), longest)
@@ -141,7 +142,7 @@ def prefill(model, contexts):
 
 def slide(model, cache, rows, stopped):
     """
-    Drops the oldest eighth of each full context and computes the rest again, at positions that training has
+    Drop the oldest eighth of each full context and compute the rest again, at positions that training has
     seen. A stopped row starts over instead.
     """
     size, full = model.config.block_size, []
@@ -157,7 +158,7 @@ def slide(model, cache, rows, stopped):
 
 
 def read(drawn, rows, sampling, stopped):
-    """Appends the drawn tokens and stops rows that end. Returns what generate yields."""
+    """Append the drawn tokens and stop rows that end. Returns what generate() yields."""
     new = []
     for row, (token, logprob) in zip(rows, drawn.tolist(), strict=True):
         row.context.append(int(token))
@@ -174,13 +175,13 @@ def read(drawn, rows, sampling, stopped):
 @torch.no_grad()
 def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, compiled=False):
     """
-    Continues prompts, lists of ids of any lengths, in one batch. Yields a list of (sequence, token,
+    Continue prompts, lists of ids of any lengths, in one batch. Yields a list of (sequence, token,
     log-probability) each step; sequence i * num_samples + j is the j-th sample of prompt i.
 
     seeds: one per sequence; its text depends only on prompt and seed. stopped: a set of finished sequences,
-    to which the caller may add; they leave the batch when they are half of it. compiled: compile the step for
-    the complete batch, which none leaves; on a CPU the weights are constants then. ValueError when logits are
-    not finite.
+    to which the caller may add; once half of the sequences have finished, they are dropped from the batch.
+    compiled: compile the step for the complete batch, from which none is dropped; on a CPU the weights are
+    constants then. Raises ValueError when logits are not finite.
     """
     size, device = model.config.block_size, model.cos.device
     stopped = set() if stopped is None else stopped

@@ -28,7 +28,7 @@ class KVCache:
         self.static = static
 
     def begin(self, T):
-        """Prepares for the next T tokens of each row. Returns their positions, (B, T)."""
+        """Prepare for the next T tokens of each row. Returns their positions, (B, T)."""
         device, self.end, self.mask = self.length.device, self.k[0].size(2), None
         positions = self.length[:, None] + torch.arange(T, device=device)
         self.follows = (positions > 0)[:, None, :, None] if self.last else None  # for before()
@@ -43,7 +43,7 @@ class KVCache:
         return positions
 
     def before(self, layer, k):
-        """The keys of the tokens before the new ones, whose keys are k, (B, K, T, D); zeros for the first."""
+        """Return the keys of the tokens before those of k, (B, K, T, D); zeros for the first."""
         last, new = self.last[layer], k[:, :, -1:]
         before = torch.cat((last.to(k.dtype), k[:, :, :-1]), dim=2) * self.follows
         if self.prompt_lengths is not None:
@@ -53,7 +53,7 @@ class KVCache:
         return before
 
     def attend(self, attention, q, k, v):
-        """Stores k and v, (B, K, T, D); returns the attention of q, (B, H, T, D), to all of its row."""
+        """Store k and v, (B, K, T, D). Returns the attention of q, (B, H, T, D), to all of its row."""
         layer, window, end = attention.layer, attention.window, self.end
         for cached, new in ((self.k[layer], k), (self.v[layer], v)):
             if self.mask is None:
@@ -74,7 +74,7 @@ class KVCache:
         return attention.kernel(q, k, v, mask)
 
     def finish(self, x):
-        """Counts the new tokens when all layers are done. (B, T, C) -> (B, C), each row's last token."""
+        """Count the new tokens when all layers are done. (B, T, C) -> (B, C), each row's last token."""
         self.mask = self.age = self.follows = None  # or a compiled step would return it
         if self.prompt_lengths is None:
             self.length += x.size(1)
@@ -83,7 +83,7 @@ class KVCache:
         return x[torch.arange(x.size(0), device=x.device), self.prompt_lengths - 1]
 
     def put(self, rows, other, sources):
-        """The rows become copies of those of another cache, one each."""
+        """Copy rows of another cache into these rows, one each."""
         end = other.k[0].size(2)
         for ours, theirs in zip(self.k + self.v, other.k + other.v, strict=True):
             ours[rows, :, :end] = theirs[sources].to(ours.dtype)
@@ -92,7 +92,7 @@ class KVCache:
         self.length[rows] = other.length[sources]
 
     def select(self, rows):
-        """Keeps these rows and drops the others, layer by layer, so that memory does not double."""
+        """Keep these rows and drop the others, layer by layer, so that memory does not double."""
         self.length = self.length[rows]
         for layer in range(len(self.k)):
             self.k[layer] = self.k[layer][rows]
@@ -115,7 +115,7 @@ def attend_in_sums(q, k, v, mask, cap):
 
 
 def new_cache(model, batch, num_positions, static=False):
-    """A cache of at most the model's context, in the dtype that attention reads fastest."""
+    """Make a cache of at most the model's context, in the dtype that attention reads fastest."""
     device, dtype = model.cos.device, model.compute_dtype
     if static:  # powers of two, so that few prompts need another compilation
         num_positions = max(128, 2**(num_positions - 1).bit_length())

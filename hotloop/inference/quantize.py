@@ -36,7 +36,7 @@ def packed_product(x, weight, bias=None):
 
 @functools.cache
 def can_pack(device, dtype):
-    """Whether PackedLinear works here, by trying it: it calls private functions of torch."""
+    """Test whether PackedLinear, which calls private functions of torch, works here."""
     if device.type != 'cpu' or not torch.backends.mkldnn.is_available():
         return False
     weight, x = torch.randn(64, 64).to(dtype), torch.ones(8, 64, dtype=dtype)

@@ -1,1 +1,1 @@
-"""The machine: text, files, host, device, distributed processes, memory. Imports no other folder."""
+"""The machine: text, files, host, device, check, distributed. Imports no other folder."""

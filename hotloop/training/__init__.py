@@ -1,1 +1,1 @@
-"""Parts of a training run: dataloader, optim, schedule, evaluate, checkpoint, logger, report, shard."""
+"""Parts of a training run: settings, mixture, dataloader, optim, schedule, evaluate, checkpoint, logger."""

@@ -36,7 +36,7 @@ class Weights(NamedTuple):
     model_args: dict  # for GPT.from_checkpoint
     weights: dict  # {name: tensor}
     tokenizer: dict | None  # its spec; None if the source has none
-    checkpoint: dict  # the rest of the checkpoint; of a folder, hf_config and habits_of() it
+    checkpoint: dict  # the rest of the checkpoint; of a folder, its hf_config and template
 
 
 def open_weights(source, data_dir):
@@ -144,7 +144,7 @@ def load_checkpoint(path):
 
 
 def check_records(path):
-    """Raises unless `path` is a zip file whose records all match their CRC-32."""
+    """Raise ValueError unless `path` is a zip file whose records all match their CRC-32."""
     with zipfile.ZipFile(path) as z:
         # one flipped bit turns a record into a folder for torch, which then returns uninitialized memory
         if any(record.external_attr or record.compress_type or record.is_dir() for record in z.infolist()):
@@ -163,8 +163,8 @@ def checkpoint_paths(folder):
 
 def adapt_shape(model, settings, name):
     """
-    Crops the context of a loaded model to the block_size of the command, or of the run to resume. name: that
-    of its weights. ValueError if the command gives another shape.
+    Crop the context of a loaded model to the block_size of the command, or of the run to resume. name: that
+    of its weights. Raises ValueError if the command gives another shape.
     """
     asked, given = dataclasses.asdict(settings.model), settings.given
     if (settings.latest or 'block_size' in given) and asked['block_size'] < model.config.block_size:
@@ -181,7 +181,7 @@ def adapt_shape(model, settings, name):
 
 
 def check_start(name):
-    """ValueError if an init_from is neither a keyword, nor on this disk, nor like a name on the hub."""
+    """Raise ValueError if an init_from is no keyword, no path and no possible name of a hub model."""
     if name not in KEYWORDS and name not in GPT2_NAMES and not os.path.exists(name) and not is_hub_name(name):
         raise ValueError(no_such_start(name))
 
@@ -197,8 +197,8 @@ def no_such_start(name):
 
 def open_start(cfg, resumed, adapts, env):
     """
-    (name, Weights, {'base': name, 'sha256': hash} or None) of the weights that a run starts from or, resumed,
-    adds its adapters to. adapts: whether it trains adapters. Their tokenizer is None only if it is unknown.
+    Open the weights that a run starts from or, resumed, adds its adapters to. Returns (name, Weights, and
+    {'base': name, 'sha256': hash} of adapters or None). adapts: whether the run trains adapters.
     """
     name, base = cfg.init_from, None
     if env.rank:
@@ -258,7 +258,7 @@ def merge_base(checkpoint, path, data_dir):
 
 
 def open_checkpoint(source):
-    """(path, checkpoint) of a file, or of a run folder's first intact one: best.pt, ckpt.pt, older ones."""
+    """Load (path, checkpoint) of a file, or of a run's first intact one: best.pt, ckpt.pt, older ones."""
     if not os.path.exists(source):
         raise ValueError(no_such_start(source))
     if not os.path.isdir(source):

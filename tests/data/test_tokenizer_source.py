@@ -17,7 +17,7 @@ from test_dataset import Touch, nanogpt_meta
 
 import prepare
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
-from hotloop.data.tokenizer_source import Found, checkpoint_tokenizer, find_tokenizer
+from hotloop.data.tokenizer_source import TokenizerSource, checkpoint_tokenizer, find_tokenizer
 
 BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
 CHAR = CharTokenizer('abc').spec()
@@ -60,7 +60,7 @@ def test_built_in_names_come_first_then_paths_then_datasets(places):
     for name in ('byte', 'char', 'text', 'out'):
         write_bins(f'data/{name}', noise(9), noise(9), tokenizer=CHAR)
     assert find_tokenizer('byte', 'data').tokenizer.spec() == ByteTokenizer().spec()
-    assert find_tokenizer('char', 'data') == find_tokenizer('bpe:300', 'data') == Found()
+    assert find_tokenizer('char', 'data') == find_tokenizer('bpe:300', 'data') == TokenizerSource()
     assert find_tokenizer('out', 'data').tokenizer.spec() == BPE  # the run, not the dataset
     assert find_tokenizer('text', 'data').tokenizer.spec() == CHAR  # the folder of texts has none
 
