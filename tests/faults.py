@@ -32,7 +32,6 @@ import hotloop.training.checkpoint
 import train
 from configurator import call_main
 
-KILL, STOP = getattr(signal, 'SIGKILL', None), getattr(signal, 'SIGSTOP', None)  # not on Windows
 STEP = 'train.train_step'
 SAVE = 'hotloop.training.checkpoint.Checkpoints.write'  # runs in a thread
 HANGS = 300  # seconds after which a forked run that hangs is killed
@@ -87,10 +86,6 @@ def signals(*numbers):
     return send
 
 
-def bad_batch(*args):
-    raise IndexError('a bad batch')
-
-
 def hang(*args):
     while True:
         time.sleep(1000)
@@ -103,8 +98,8 @@ def nan_loss(model, *args):
     handle = model.register_forward_hook(hook)
 
 
-IN_STEP = {'kill': signals(KILL), 'stop': signals(STOP),
-           'terminate': signals(signal.SIGTERM), 'hang': hang, 'raise': bad_batch, 'nan': nan_loss}
+IN_STEP = {'kill': signals(signal.SIGKILL), 'stop': signals(signal.SIGSTOP),
+           'terminate': signals(signal.SIGTERM), 'hang': hang, 'nan': nan_loss}
 
 
 def naive_saves():
@@ -124,29 +119,12 @@ def small_files(size, *numbers):
         before_call(SAVE, number, functools.partial(limit, (soft, hard)))
 
 
-def slow_saves(seconds):
-    """Each save takes this long."""
-    before_call(SAVE, None, lambda *args: time.sleep(seconds))
-
-
 def signal_in(name, times, *numbers):
     """These signals when the function is called for the times-th time."""
     before_call(name, times, signals(*numbers))
 
 
-def dies_before(number):
-    """kill -9 before the number-th time that a file of weights is opened, linked, renamed or removed."""
-    count = itertools.count(1)
-
-    def hook(event, args):
-        counts = event in ('open', 'os.link', 'os.rename', 'os.remove') and '.pt' in str(args[0])
-        if counts and next(count) == number:
-            os.kill(os.getpid(), KILL)
-    sys.addaudithook(hook)
-
-
-FAULTS = {'naive saves': naive_saves, 'small files': small_files, 'signal in': signal_in,
-          'slow saves': slow_saves, 'dies before': dies_before}
+FAULTS = {'naive saves': naive_saves, 'small files': small_files, 'signal in': signal_in}
 
 
 def happen(name, *args):
@@ -217,7 +195,7 @@ class Server:
         self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True, env=environment())
 
-    def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=KILL, **settings):
+    def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=signal.SIGKILL, **settings):
         """
         Trains TINY into the folder `out`. fault: a name of IN_STEP or FAULTS and its arguments. With calls,
         a function's name, the process gets signal `number`, `delay` seconds after its `times`-th call.
@@ -249,13 +227,13 @@ def main():
         return serve()
     if sys.argv[1] == 'torchrun':
         import_all()
-        from torch.distributed.run import main as torchrun  # not importable on Windows
+        from torch.distributed.run import main as torchrun
         return torchrun(['--run-path', '--start-method=fork', *sys.argv[2:]])
     name, step, *argv = sys.argv[1:]
     if name in ('hang', 'stop'):
         hotloop.system.distributed.TIMEOUT = timedelta(seconds=5)
     last_rank = int(os.environ.get('RANK', '0')) == int(os.environ.get('WORLD_SIZE', '1')) - 1
-    if (last_rank or name == 'slow saves') and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':
+    if last_rank and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0':
         happen(name, int(step))
     try:
         return call_main(functools.partial(train.main, argv))

@@ -22,8 +22,7 @@ from hotloop.weights.load import load_checkpoint
 ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
 RECIPE = RECIPES[1]  # Muon's state beside AdamW's
-TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, getattr(signal, 'SIGHUP', None)
-pytestmark = pytest.mark.skipif(not hasattr(os, 'fork'), reason='forks')
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 @pytest.fixture(scope='module')
@@ -56,7 +55,7 @@ KILLS = int(os.environ.get('KILLS', '40'))
 def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(run, tmp_path, kills):
     """
     kill -9 or SIGTERM after one to three saves and some milliseconds, many of them inside a save, until the
-    run has finished; then the next run. Each process finds an intact checkpoint, or it would exit with 1.
+    run has finished; then the next run. Whatever a kill leaves is intact, the checkpoint before it, too.
     """
     settings = dict(RECIPE, max_iters=8, save_minutes=0, eval_interval=5, eval_tokens=64)
     assert run('whole', **settings) == 0
@@ -73,6 +72,8 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(run, tmp_pat
             killed += code == -9
             terminated += code == 143
             inside += code == -9 and leftovers(tmp_path / 'out') > 0
+            for path in Checkpoints(str(tmp_path / 'out')).paths():
+                load_checkpoint(path)
         assert code == 0, run.printed('out')
         assert_equal_runs(tmp_path / 'out', tmp_path / 'whole')
         assert killed < kills + 100, 'no kill was inside a save, so this has proved nothing'
@@ -91,23 +92,6 @@ def test_the_same_kills_destroy_checkpoints_that_are_written_in_place(run, tmp_p
         except ValueError:
             return
     pytest.fail('20 kills, and no file was lost')
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_before_any_operation_on_its_files_keeps_its_promise(run, tmp_path):
-    """Whenever one is opened, linked, renamed or removed, the last checkpoints and best.pt are intact."""
-    settings, deaths, code = dict(max_iters=5, save_minutes=0, eval_interval=2), 0, -9
-    while code == -9:
-        deaths += 1
-        shutil.rmtree(tmp_path / 'out', ignore_errors=True)
-        code = run('out', 'dies before', deaths, **settings)
-        paths = Checkpoints(str(tmp_path / 'out')).paths()
-        steps = {load_checkpoint(path)['iter_num'] for path in paths}
-        assert len(steps) >= min(2, max(steps, default=0)), f'{steps} are left after death {deaths}'
-        if (best := tmp_path / 'out' / 'best.pt').exists():
-            load_checkpoint(str(best))
-        assert best.exists() or max(steps, default=0) < 2
-    assert code == 0 and deaths > 20 and steps == {4, 5}
 
 
 @pytest.fixture(scope='module')
@@ -166,19 +150,6 @@ def test_a_full_disk_ends_no_run_but_a_final_save_that_fails_is_an_error(run, tm
         assert same(final(tmp_path / 'out'), final(tmp_path / 'whole'))
     else:
         assert re.match(r'error: .*ckpt\.pt could not be written: the disk is full', printed.splitlines()[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('recipe', RECIPES)
-def test_a_resume_from_every_step_ends_with_the_same_bits_and_losses(run, tmp_path, recipe):
-    """Dropout, accumulation, clipping, warmup and decay, each resume in a process of its own."""
-    settings = dict(recipe, max_iters=12, eval_interval=3)
-    assert run('whole', **settings) == 0
-    for step in range(1, 12):
-        shutil.rmtree(tmp_path / 'out', ignore_errors=True)
-        assert run('out', 'signal in', 'train.set_learning_rate', step + 1, int(TERM), **settings) == 143
-        assert run('out', init_from='resume', **settings) == 0
-        assert_equal_runs(tmp_path / 'out', tmp_path / 'whole')
 
 
 # -----------------------------------------------------------------------------
