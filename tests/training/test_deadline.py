@@ -9,11 +9,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import at_step, error_of, load, rows, same, tiny_flags
+from conftest import at_step, load, rows, same
 
 import train
 from hotloop.system import host
 from hotloop.system.device import choose_compile
+from hotloop.system.distributed import Env
+from hotloop.training.checkpoint import RunState
+from hotloop.training.schedule import EXIT, Deadline, Schedule
 from model import GPT
 
 STARTUP = 2.0  # seconds of a process before its first step
@@ -86,8 +89,7 @@ def test_a_run_that_is_stopped_uses_its_budget_once(train_tiny, tmp_path, monkey
 def test_config_py_repeats_the_run_without_a_clock(train_tiny, tmp_path, clock):
     train_tiny(**FEW, time_budget=1, dropout=0.1)
     first = load(tmp_path / 'out' / 'ckpt.pt')
-    words = ['config.py', f'--out_dir={tmp_path / "again"}']
-    train.main([str(tmp_path / 'out' / words[0]), words[1]])
+    train.main([str(tmp_path / 'out' / 'config.py'), f'--out_dir={tmp_path / "again"}'])
     again = load(tmp_path / 'again' / 'ckpt.pt')
     assert again['config']['time_budget'] is None and same(first['model'], again['model'])
 
@@ -98,10 +100,23 @@ def test_max_iters_can_end_it_earlier(train_tiny, tmp_path, clock):
     assert (state['iter_num'], state['decay_start']) == (20, 10)
 
 
-def test_a_fraction_of_an_open_number_of_steps_is_refused(tmp_path, data_dir):
-    flags = tiny_flags(tmp_path / 'out', data_dir, time_budget=1, warmup_iters=0.1)
-    flags = [flag for flag in flags if not flag.startswith('--max_iters')]
-    assert 'warmup_iters=0.1' in error_of(train.main, flags)
+def test_the_pace_is_that_of_the_later_half_of_the_steps(clock):
+    """The first steps compile, and an evaluation is not a step: 20 steps, then of a second each."""
+    deadline = Deadline(10, RunState(), Env())
+    schedule = Schedule('linear', max_iters=10**6, warmup_iters=0, decay_fraction=0.5, is_open=True)
+    for step in range(1, 21):
+        clock.now += 10.0 if step <= 5 else 1.0
+        if step == 15:
+            clock.now += 100.0
+            deadline.exclude(100.0)
+        begins, last = deadline.begins_decay(step, schedule, save_seconds=0.1, eval_interval=1000)
+    left = 600 - clock.now - 2 * 0.1 - EXIT
+    assert (begins, last) == (False, 20 + int(left))
+
+
+def test_a_fraction_of_an_open_number_of_steps_is_refused():
+    [problem] = train.TrainConfig(time_budget=1.0, warmup_iters=0.1).problems()
+    assert problem.startswith('warmup_iters=0.1 is a fraction')
 
 
 def test_a_short_budget_is_not_compiled(monkeypatch):

@@ -18,18 +18,17 @@ from train import TrainConfig
 LAYERS = 3
 
 
-def gradients(recompute, compiled=False, documents=None, chunks=1, **settings):
-    """The loss and all gradients of a small model in one tensor, with the same random numbers."""
+def gradients(recompute, dropout=0.0):
+    """Return the loss and all gradients of a small model in one tensor, with the same random numbers."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=61, block_size=16, n_layer=LAYERS, n_head=2, n_embd=16, preset='modern',
-                          zero_init=False, **settings))
-    model.loss_chunks = chunks
-    forward = train.wrap(model, TrainConfig(recompute=recompute), Env(compile=compiled))[1]
+                          zero_init=False, dropout=dropout))
+    forward = train.wrap(model, TrainConfig(recompute=recompute), Env())[1]
     ids = torch.randint(61, (2, 16))
-    loss = forward(ids, ids, documents).sum()
+    loss = forward(ids, ids).sum()
     loss.backward()
     with torch.no_grad():
-        assert torch.isfinite(forward(ids, ids, documents)).all()  # an evaluation
+        assert torch.isfinite(forward(ids, ids)).all()  # an evaluation
     return torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())])
 
 
@@ -91,18 +90,3 @@ def test_recomputation_runs_blocks_twice_and_changes_no_bit(recompute, attention
     assert count.attention - none.attention == LAYERS * (attention - 1)
     assert count.products - none.products == LAYERS * products
     assert torch.equal(gradients(recompute, dropout=0.2), gradients('none', dropout=0.2))
-
-
-DOCUMENTS = torch.tensor([[0] * 11 + [1] * 5, [0] * 16])
-
-
-@pytest.mark.parametrize('window', [None, 5])
-@pytest.mark.parametrize('documents', [None, DOCUMENTS])
-def test_a_long_contexts_step_has_the_gradients_of_the_plain_one(monkeypatch, window, documents):
-    """Blocks of queries, recomputed blocks, a loss in chunks, as over a long context."""
-    how = dict(documents=documents, window=window, rope_base=5e5)
-    plain = gradients('none', **how)
-    monkeypatch.setattr('model.QUERIES', 3)
-    chunked = gradients('none', chunks=4, **how)
-    torch.testing.assert_close(chunked, plain, rtol=1e-4, atol=1e-6)
-    assert torch.equal(gradients('selective', chunks=4, **how), chunked)

@@ -188,11 +188,6 @@ def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, r
         assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_one_process_has_nothing_to_shard(train_tiny, tmp_path, capsys):
-    train_tiny('out', max_iters=2, shard='full')
-    assert 'shard=full: no effect, because there is only one process' in capsys.readouterr().out
-
-
 def standing_of_rank():
     """The bytes of weights, gradients and optimizer states that one of several processes holds."""
     cfg = TrainConfig(device='cpu', dtype='float32', compile=False, shard='full', optimizer='muon')

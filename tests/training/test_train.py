@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -213,10 +212,10 @@ def test_a_skipped_step_never_enters_the_average(train_tiny, tmp_path, monkeypat
             nan_at(m, 4)
             train_tiny(out, max_iters=6, log_interval=interval, eval_interval=100)
     losses = {row['step']: row.get('loss') for row in rows(tmp_path / 'single', 'lr')}
-    assert losses.pop(3) is None and all(map(math.isfinite, losses.values()))
-    average = {row['step']: row for row in rows(tmp_path / 'average', 'lr')}
-    assert average[3]['loss'] == pytest.approx(losses[2], rel=1e-12) and average[3]['skipped'] == 1
-    assert average[6]['loss'] == pytest.approx((losses[4] + losses[5] + losses[6]) / 3, rel=1e-12)
+    _, third, sixth = rows(tmp_path / 'average', 'lr')
+    assert losses[3] is None and third['skipped'] == 1
+    assert third['loss'] == pytest.approx(losses[2], rel=1e-12)
+    assert sixth['loss'] == pytest.approx((losses[4] + losses[5] + losses[6]) / 3, rel=1e-12)
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, monkeypatch):
@@ -299,15 +298,6 @@ def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):
     assert not (tmp_path / 'out').exists()
 
 
-def test_compile_that_does_not_work(train_tiny, monkeypatch, capsys):
-    """By name it is an error; auto runs without it and says why."""
-    monkeypatch.setattr('hotloop.system.device.try_compile', lambda device: 'no C++ compiler')
-    assert re.search('compile=True was requested, but .*no C.. compiler; use --compile=False',
-                     error_of(train_tiny, compile=True))
-    assert train_tiny(compile='auto', max_iters=1) == 0
-    assert 'compile: off (no C++ compiler)' in capsys.readouterr().out
-
-
 def test_tf32_is_allowed_by_a_switch_that_autotuning_can_read(monkeypatch):
     """Under the newer fp32_precision the getters that Inductor's autotuning calls raise."""
     gpu, current = torch.device('cuda', 1), []
@@ -369,24 +359,6 @@ def test_restarts_by_torchrun_need_resume(train_tiny, tmp_path, monkeypatch):
     assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 2 and not (tmp_path / 'out.1').exists()
 
 
-def test_an_interrupted_evaluation_is_done_after_the_resume(train_tiny, tmp_path, monkeypatch):
-    """The log has each evaluation once, with the numbers of an undisturbed run."""
-    train_tiny('whole', dropout=0.1)
-    real = train.evaluate_both
-
-    def interrupted(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args)
-    with monkeypatch.context() as m:
-        m.setattr(train, 'evaluate_both', interrupted)
-        assert train_tiny(dropout=0.1) == 143
-    assert rows(tmp_path / 'out', 'val_loss') == []
-    assert train_tiny(init_from='resume') == 0
-    whole, resumed = ([(row['step'], row['val_loss']) for row in rows(tmp_path / out, 'val_loss')]
-                      for out in ('whole', 'out'))
-    assert whole == resumed and len(whole) == 3
-
-
 def python(*command, **flags):
     """Runs a script in a Python of its own; returns what it printed."""
     command = [sys.executable, *command, *(f'--{k}={v}' for k, v in flags.items())]
@@ -394,23 +366,6 @@ def python(*command, **flags):
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-def test_torchrun_trains_as_one_process_does(train_tiny, tmp_path, data_dir):
-    """
-    The same losses within rounding, one log and one set of checkpoints; it resumes on one process. It ends:
-    several processes once hung in gloo at exit, because DDP still held the process group.
-    """
-    recipe = dict(batch_size=4, gradient_accumulation_steps=4, **RECIPES[1])
-    train_tiny('one', **recipe)
-    flags = {**TINY, 'data_dir': data_dir, **recipe, 'out_dir': tmp_path / 'many'}
-    python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=8', 'train.py', **flags)
-    for name in ('loss', 'val_loss'):
-        one, many = ([row[name] for row in rows(tmp_path / out, name)] for out in ('one', 'many'))
-        assert len(one) == len(many) > 2 and many == pytest.approx(one, rel=1e-4)
-    assert train_tiny('many', init_from='resume', max_iters=12) == 0
-    assert load(tmp_path / 'many' / 'ckpt.pt')['iter_num'] == 12
 
 
 @pytest.mark.slow
