@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from hotloop.system import device
-from hotloop.system.device import choose_compile, choose_device, choose_dtype, device_memory, peak_flops
+from hotloop.system.device import (
+    choose_compile,
+    choose_device,
+    choose_dtype,
+    device_memory,
+    peak_flops,
+    peak_memory,
+)
 
 CPU = torch.device('cpu')
 CUDA = torch.device('cuda', 0)
@@ -69,18 +75,8 @@ def test_no_peak_is_better_than_a_wrong_one(monkeypatch, name, peak):
     assert peak_flops(CUDA, torch.float32) is None and peak_flops(CPU, torch.bfloat16) is None
 
 
-def test_the_peak_of_a_run_is_not_that_of_a_trial_before_it(monkeypatch):
-    """auto_batch fills a GPU in its trials."""
-    peak = [80e9]
-    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: None)
-    monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda gpu: peak.append(3e9))
-    monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda gpu: peak[-1])
-    device.forget_trial(CUDA)
-    assert device.peak_memory(CUDA) == 3e9
-
-
 def test_processes_of_a_machine_share_its_memory(monkeypatch):
-    assert 2**20 < device.peak_memory(CPU) < device.device_memory(CPU)
+    assert 2**20 < peak_memory(CPU) < device_memory(CPU)
     monkeypatch.setattr('hotloop.system.host.memory', lambda: 16 * 10**9)
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '8')
     assert device_memory(CPU) == 2 * 10**9

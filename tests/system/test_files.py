@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import signal
 import stat
 from unittest.mock import Mock
 
@@ -38,21 +37,6 @@ def test_a_file_is_replaced_when_it_is_complete(tmp_path):
     assert contents(tmp_path) == {'a.txt': b'new'}
 
 
-def test_a_lock_names_its_owner_and_ends_with_a_killed_process(tmp_path):
-    path = str(tmp_path / 'lock')
-    held = lock(path)
-    assert error_of(lock, path) == f'{tmp_path} is in use by process {os.getpid()}'
-    held.close()
-    child = os.fork()
-    if child == 0:
-        kept = lock(path)
-        os.kill(os.getpid(), signal.SIGKILL)
-        kept.close()
-    os.waitpid(child, 0)
-    assert (tmp_path / 'lock').read_text() == str(child)
-    lock(path).close()
-
-
 @pytest.mark.parametrize('number, is_known', [(errno.ENOLCK, True), (errno.ENOSYS, True), (errno.EIO, False)])
 def test_file_systems_that_cannot_lock(tmp_path, monkeypatch, number, is_known):
     """NFS without a lock service, some FUSE mounts."""
@@ -61,16 +45,14 @@ def test_file_systems_that_cannot_lock(tmp_path, monkeypatch, number, is_known):
         lock(str(tmp_path / 'lock')).close()
 
 
-@pytest.mark.parametrize('number', [errno.EINVAL, errno.EIO])
-def test_folders_that_cannot_be_synced(tmp_path, monkeypatch, number):
+def test_folders_that_cannot_be_synced(tmp_path, monkeypatch):
     """The shared folders of VirtualBox, some network drives."""
     def fsync(descriptor, sync=os.fsync):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.EINVAL, 'Invalid argument')
         sync(descriptor)
     monkeypatch.setattr(os, 'fsync', fsync)
-    refused = pytest.raises(OSError, match='error') if number == errno.EIO else contextlib.nullcontext()
-    with refused, replacing(str(tmp_path / 'a')) as f:
+    with replacing(str(tmp_path / 'a')) as f:
         f.write(b'new')
     assert contents(tmp_path) == {'a': b'new'}
 
