@@ -67,17 +67,6 @@ def test_the_backend_is_that_of_the_settings(monkeypatch, asked, device, backend
     assert calls == [(backends, 3600.0, 1, 2, True)]
 
 
-def test_the_first_signal_asks_and_a_second_interrupt_ends(capfd):
-    """The first signal is the one whose code the process ends with."""
-    stop = StopRequest(Env())
-    assert not stop.requested() and stop.exit_code() == 0
-    for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(os.getpid(), number)
-        assert stop.requested() and stop.by_signal()
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL and stop.exit_code() == 143
-    assert 'Ctrl-C again exits now' in capfd.readouterr().err
-
-
 def test_a_run_under_nohup_outlives_its_terminal():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = StopRequest(Env())

@@ -19,7 +19,6 @@ from hotloop.training.checkpoint import (
     restore,
     save_checkpoint,
     snapshot,
-    state_from,
 )
 from hotloop.training.optim import build_optimizers
 from hotloop.weights.load import load_checkpoint
@@ -193,9 +192,3 @@ def test_an_optimizer_state_that_does_not_fit_is_an_error(change, words):
     change(checkpoint)
     error = error_of(restore, checkpoint, run.optimizers, NO_SCALER)
     assert words in error and '--init_from=PATH' in error
-
-
-def test_the_state_of_nanogpt_and_of_earlier_versions_is_read():
-    assert state_from({'iter_num': 3, 'best_val_loss': torch.tensor(4.5)}) == RunState(3, 4.5)
-    earlier = {'iter_num': 7, 'best_val_loss': 2.0, 'evaluation_left': True, 'skips': [[5, 20]]}
-    assert state_from({'iter_num': 7, 'state': earlier}) == RunState(7, 2.0)

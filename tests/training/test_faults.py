@@ -174,7 +174,7 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
     pytest.param(FORWARD, 1, [TERM], 143, 0, marks=pytest.mark.slow),  # in the first step
     (FORWARD, 3, [INT], 130, 1),  # between the micro-batches of step 2, which is given up
     (FORWARD, 4, [HUP], 129, 2),  # in the last one of step 2
-    pytest.param(FORWARD, 4, [TERM, INT], 143, 2, marks=pytest.mark.slow),
+    (FORWARD, 4, [TERM, INT], 143, 2),
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
     ('hotloop.training.checkpoint.Checkpoints.save', 2, [TERM], 143, 6),  # the save under way is completed
     pytest.param('train.evaluate_both', 3, [TERM], 143, 8, marks=pytest.mark.slow),  # of the last step

@@ -35,13 +35,13 @@ def gpt(**settings):
 
 
 def steps(folder, number, env=None, dtype='float32', scale=None, optimizer='adamw', shard='none',
-          recompute='none', **shape):
+          recompute='none', accumulation=4, **shape):
     """
-    What `number` steps of 16 sequences compute, on any number of processes: the gradient and the norm of the
-    first one, and of all the losses, weights and scales, with an evaluation.
+    Train `number` steps on any number of processes. Returns the gradient and the norm of the first one, and
+    the losses, weights and scales of all, with an evaluation.
     """
-    cfg = TrainConfig(optimizer=optimizer, shard=shard, batch_size=4, gradient_accumulation_steps=4,
-                      recompute=recompute)
+    cfg = TrainConfig(optimizer=optimizer, shard=shard, batch_size=4,
+                      gradient_accumulation_steps=accumulation, recompute=recompute)
     env = env or Env(dtype=getattr(torch, dtype))
     model, scaler = gpt(**shape), torch.amp.GradScaler('cpu', init_scale=scale or 1.0, enabled=bool(scale))
     model.compute_dtype, model.loss_chunks = env.dtype, 2 if optimizer == 'muon' else 1
@@ -105,6 +105,12 @@ def test_steps_of_several_processes_are_those_of_one(masked, world, shard, numbe
         assert other.losses == first.losses and other.val == first.val
         assert shard == 'none' or not any(weight.numel() for weight in other.weights.values())
     assert all(found.stopped for found in (first, *others))
+
+
+def test_two_processes_of_one_micro_batch_each_find_the_bits_of_one_process(masked):
+    one = steps(masked, 2, accumulation=2)
+    for found in on_ranks(2, steps_of_rank, masked, 2, accumulation=2):
+        assert torch.equal(found.gradient, one.gradient) and found.losses == one.losses
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, error_of, load, noise, rows, same, scripted_losses, write_bins
-from ranks import on_ranks
 
 import train
 from hotloop.data.dataset import read_meta
@@ -47,15 +46,6 @@ def first_step(folder, cfg, env, optimizers=(), model=None, scaler=no_scaler, st
     return train.train_step(model, loads, num_targets, optimizers, scaler, cfg, env)
 
 
-def one_step(folder, batch_size, accumulation, env):
-    """Gradient and loss of a step."""
-    cfg = TrainConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation, grad_clip=0.0)
-    model = tiny_gpt(preset='modern', zero_init=False)
-    _, forward = train.wrap(model, cfg, env)
-    loss = first_step(folder, cfg, env, model=forward, step=3).loss.item()
-    return {'gradient': gradient_of(model), 'loss': loss}
-
-
 def distance(a, b):
     return ((a - b).norm() / b.norm()).item()
 
@@ -69,24 +59,12 @@ def test_gradient_does_not_depend_on_how_the_batch_is_split(masked, shape):
     model = tiny_gpt(preset='modern', zero_init=False)
     loss = model(x, y).sum()
     (loss / (y >= 0).sum()).backward()
-    found = one_step(masked, *shape, Env())
-    assert distance(found['gradient'], gradient_of(model)) < 1e-6
-    assert found['loss'] == pytest.approx(loss.item(), rel=1e-6)
-
-
-def one_step_of_rank(folder):
-    """one_step() in one of several processes."""
-    env = train.setup(TrainConfig(device='cpu', dtype='float32', compile=False))
-    found = one_step(folder, 4, 2, env)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    return found
-
-
-def test_two_processes_of_one_micro_batch_each_find_the_bits_of_one_process(masked):
-    one = one_step(masked, 4, 2, Env())
-    for many in on_ranks(2, one_step_of_rank, masked):
-        assert torch.equal(many['gradient'], one['gradient']) and many['loss'] == one['loss']
+    expected = gradient_of(model)
+    model.zero_grad()
+    cfg = TrainConfig(batch_size=shape[0], gradient_accumulation_steps=shape[1], grad_clip=0.0)
+    found = first_step(masked, cfg, Env(), model=model, step=3)
+    assert distance(gradient_of(model), expected) < 1e-6
+    assert found.loss.item() == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_gradients_are_clipped_to_the_norm_that_is_reported(masked):
