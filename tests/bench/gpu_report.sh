@@ -32,7 +32,7 @@ step)
     python tests/bench/step_speed.py --peer="$peer" --shape="$shape" --batch="$batch" --batches "$big" --peer_batches "$big" \
         --steps="$steps" --rounds=5 ;;
 table1) without "without compile" "float32" "unfused AdamW" "vocabulary not padded" ;;
-table2) without "no flash attention" "data not resident" "with a mask of ones" "not deterministic" ;;
+table2) without "no flash attention" "with a mask of ones" "not deterministic" ;;
 table3) without "loss in 4 chunks" "casts computed again" "casts kept" "modern, Muon" ;;
 generation) generation --peer="$peer" --kinds bfloat16 ;;
 int8) generation --kinds int8 ;;

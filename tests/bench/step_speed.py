@@ -8,27 +8,26 @@ Tokens per second and peak memory of one training step: forward, loss, backward,
     $ python tests/bench/step_speed.py --shape=32k --batch=1 --steps=1 --rounds=1 --compile=off \\
           --set recompute=selective loss_chunks=4                # a long context
 
-The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each side is
-a process that stays and waits for its turn, compiles before the first one, and has the machine to itself
-while it is measured. On a GPU, whose memory does not hold all sides, each runs all of its rounds and ends
-before the next one starts. Memory is the most that the process holds during the steps, beyond one that has
-only imported torch; on a GPU it is the allocator's peak. --before=CLONE measures an earlier commit of this
-repository beside this one.
+The same architecture (nanoGPT's GPT-2, no biases, dropout 0) on the same random tokens on disk. Each turn of
+a side is a process of its own, which compiles first and has the machine to itself; the sides take turns, and
+the table has medians. Memory is the most that the process holds during the steps, beyond one that has only
+imported torch; on a GPU it is the allocator's peak. --before=CLONE measures an earlier commit of this
+repository beside this one, by its own copy of this file (of 2026-11-24 or later).
 """
 
 import contextlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
 
 import numpy as np
-from bench import cores, forget_peak, machine, memory_now, nanogpt, parser_of, table
+from bench import alternate, answer, cores, forget_peak, machine, memory_now, nanogpt, parser_of, table
 
 SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65),
           'quickstart': dict(n_layer=4, n_head=4, n_embd=128, block_size=256, vocab_size=257),
@@ -47,7 +46,7 @@ WITHOUT = {'without compile': dict(compile=False), 'float32': dict(dtype='float3
 
 
 def write_data(folder, vocab_size, num_tokens):
-    """A dataset of random tokens, with meta.json."""
+    """Write a dataset of random tokens, with meta.json."""
     rng = np.random.default_rng(0)
     splits = {'train': num_tokens, 'val': num_tokens // 10}
     for name, n in splits.items():
@@ -60,7 +59,7 @@ def write_data(folder, vocab_size, num_tokens):
 
 
 # -----------------------------------------------------------------------------
-# one side, in a process of its own: builds its step, runs as many steps as stdin asks for, prints the seconds
+# one turn of a side, in a process of its own
 
 def our_step(a, folder, device):
     """The step of train.py, of the run that its build_run() puts together."""
@@ -89,10 +88,6 @@ def our_step(a, folder, device):
         split = run.batches.split
         split.mask = np.ones(split.num_tokens, dtype=np.uint8)
         run = run._replace(batches=train.Batches(split, run.cfg, env))
-    if a.get('fixed'):
-        num_targets, (load,) = run.batches.step(0)
-        batch = load()
-        run.batches.step = lambda n: (num_targets, [lambda: batch])
 
     def step(n):
         num_targets, loads = run.batches.step(n)
@@ -133,6 +128,7 @@ def peers_step(a, folder, device):
 
 
 def work(a):
+    """Print the seconds of a step and the peak memory of one side."""
     import torch
     torch.set_num_threads(a['threads'])
     device = a['device']
@@ -140,78 +136,42 @@ def work(a):
     idle = 0 if device == 'cuda' else memory_now('VmRSS')
     step, here = (peers_step if a.get('peer') else our_step)(a, a['folder'], device)
 
-    def sync():
+    def run(first, number):
+        for n in range(first, first + number):
+            step(n)
         if device == 'cuda':
             torch.cuda.synchronize()
-    n = 3 if device == 'cuda' else 2
-    for i in range(n):  # compiles, and makes the optimizer's state
-        step(i)
-    sync()
+    run(0, 3)  # compiles, and makes the optimizer's state
     if device == 'cuda':
         torch.cuda.reset_peak_memory_stats()
     else:
         forget_peak()
-    print(json.dumps({'dtype': str(here.dtype).removeprefix('torch.'), 'compile': bool(here.compile)}),
-          flush=True)
-    for line in sys.stdin:
-        began, number = time.perf_counter(), int(line)
-        for i in range(n, n + number):
-            step(i)
-        n += number
-        sync()
-        peak = torch.cuda.max_memory_allocated() if device == 'cuda' else memory_now('VmHWM') - idle
-        print(json.dumps({'seconds': time.perf_counter() - began, 'peak': peak}), flush=True)
+    began = time.perf_counter()
+    run(3, a['steps'])
+    seconds = (time.perf_counter() - began) / a['steps']
+    peak = torch.cuda.max_memory_allocated() if device == 'cuda' else memory_now('VmHWM') - idle
+    dtype = str(here.dtype).removeprefix('torch.')
+    print(json.dumps({'seconds': seconds, 'peak': peak, 'dtype': dtype, 'compile': bool(here.compile)}))
 
 
-class Side:
-    """A worker process, which runs this file or, with `before`, that of a clone of an earlier commit."""
-
-    def __init__(self, name, before=None, **a):
-        self.name, self.a = name, a
-        self.script = os.path.join(before, 'tests', 'bench', 'step_speed.py') if before else __file__
-        self.seconds, self.peak = [], 0
-
-    def start(self):
-        env = {**os.environ, 'OMP_NUM_THREADS': str(self.a['threads'])}
-        self.process = subprocess.Popen([sys.executable, self.script, '--work', json.dumps(self.a)],
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        self.about = self.read()
-
-    def read(self):
-        for line in self.process.stdout:
-            if line.startswith('{'):
-                return json.loads(line)
-        raise RuntimeError(f'{self.name} ended with {self.process.wait()}')
-
-    def measure(self, steps):
-        self.process.stdin.write(f'{steps}\n')
-        self.process.stdin.flush()
-        result = self.read()
-        self.seconds.append(result['seconds'] / steps)
-        self.peak = max(self.peak, result['peak'])
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-
-    def row(self, reference):
-        tokens = self.a['batch'] * SHAPES[self.a['shape']]['block_size'] / median(self.seconds)
-        base = reference.a['batch'] * SHAPES[reference.a['shape']]['block_size'] / median(reference.seconds)
-        return [self.name, self.a['batch'], self.about['dtype'], 'on' if self.about['compile'] else 'off',
-                f'{median(self.seconds) * 1000:.1f}', f'{tokens:,.0f}', f'{tokens / base:.2f}',
-                f'{self.peak / 1e6:,.0f}', f'{self.peak / reference.peak:.2f}']
+def turn(a, script=__file__):
+    """Return what a turn of a side prints."""
+    env = {'OMP_NUM_THREADS': str(a['threads'])}
+    return answer([sys.executable, script, '--work', json.dumps(a)], env=env)
 
 
-def measure(sides, rounds, steps, together):
-    """Runs the rounds of all sides: together in turns, or one side after another."""
-    for group in [sides] if together else [[side] for side in sides]:
-        for side in group:
-            side.start()
-        for _ in range(rounds):
-            for side in group:
-                side.measure(steps)
-        for side in group:
-            side.close()
+def rows(found, batches, T):
+    """Return the rows of the table. found: {name: its turns}; ratios are to the first side."""
+    lines, first = [], None
+    for name, turns in found.items():
+        seconds = median([each['seconds'] for each in turns])
+        peak = max(each['peak'] for each in turns)
+        tokens = batches[name] * T / seconds
+        first = first or (tokens, peak)
+        lines.append([name, batches[name], turns[0]['dtype'], 'on' if turns[0]['compile'] else 'off',
+                      f'{seconds * 1000:.1f}', f'{tokens:,.0f}', f'{tokens / first[0]:.2f}',
+                      f'{peak / 1e6:,.0f}', f'{peak / first[1]:.2f}'])
+    return lines
 
 
 def main():
@@ -233,28 +193,37 @@ def main():
     args = parser.parse_args()
     if args.work:
         return work(json.loads(args.work))
-    compiling = {'auto': 'auto', 'on': True, 'off': False}[args.compile]
+    shape = SHAPES[args.shape]
+    sides, batches = {}, {}
+
+    def add(name, settings, batch=args.batch, script=__file__):
+        if batch != args.batch:
+            name = f'{name}, batch {batch}'
+        batches[name] = batch
+        sides[name] = partial(turn, {**settings, 'batch': batch}, script)
     with tempfile.TemporaryDirectory() as folder:
-        shape = SHAPES[args.shape]
         write_data(folder, shape['vocab_size'], 2_000_000)
-        common = dict(folder=folder, shape=args.shape, device=args.device, threads=args.threads)
+        common = dict(folder=folder, shape=args.shape, device=args.device, threads=args.threads,
+                      steps=args.steps)
+        compiling = {'auto': 'auto', 'on': True, 'off': False}[args.compile]
         ours = {**common, 'dtype': args.dtype, 'compile': compiling, 'set': args.set}
-        sides = []
         if args.peer:
             theirs = {**common, 'peer': os.path.abspath(args.peer), 'compile': args.compile != 'off'}
-            sides += [Side('nanoGPT', batch=b, **theirs) for b in [args.batch, *args.peer_batches]]
+            for batch in (args.batch, *args.peer_batches):
+                add('nanoGPT', theirs, batch)
         if args.before:
-            sides.append(Side('before', args.before, batch=args.batch, **ours))
-        sides += [Side('ours', batch=b, **ours) for b in [args.batch, *args.batches]]
+            add('before', ours, script=os.path.join(args.before, 'tests', 'bench', 'step_speed.py'))
+        for batch in (args.batch, *args.batches):
+            add('ours', ours, batch)
         if args.table is not None:
             for name in args.table or WITHOUT:
                 if args.shape != 'small' or 'vocab_size' not in WITHOUT[name]:
-                    sides.append(Side(name, batch=args.batch, **{**ours, **WITHOUT[name]}))
-        measure(sides, args.rounds, args.steps, together=args.device != 'cuda')
-        device = torch.cuda.get_device_name() if args.device == 'cuda' else machine()
-        print(f'{device}, torch {torch.__version__}, {args.threads} threads, {args.shape}: {shape}')
-        print(table(['step of', 'batch', 'dtype', 'compile', 'ms', 'tokens/s', 'ratio', 'peak MB', 'ratio'],
-                    [side.row(sides[0]) for side in sides]))
+                    add(name, {**ours, **WITHOUT[name]})
+        found = alternate(sides, args.rounds)
+    device = torch.cuda.get_device_name() if args.device == 'cuda' else machine()
+    print(f'{device}, torch {torch.__version__}, {args.threads} threads, {args.shape}: {shape}')
+    print(table(['step of', 'batch', 'dtype', 'compile', 'ms', 'tokens/s', 'ratio', 'peak MB', 'ratio'],
+                rows(found, batches, shape['block_size'])))
 
 
 if __name__ == '__main__':
