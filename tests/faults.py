@@ -1,8 +1,5 @@
 """
-Runs to which something happens: a server that forks them, and the faults.
-
-The server imports torch once and forks a process for each run, so a kill costs a third of a second, not four.
-Forking is safe there because nothing has started a thread. Under torchrun this file is train.py with a fault:
+What happens to a run: faults, by name. Under torchrun this file is train.py with a fault:
 
     torchrun --nproc_per_node=2 tests/faults.py kill 20 --dataset=...    # the last rank dies in its 20th step
     python tests/faults.py torchrun --nproc_per_node=2 tests/faults.py kill 20 ...    # the same, in forks
@@ -13,19 +10,17 @@ The second is torchrun itself, with two of its options by which its processes do
 import functools
 import importlib
 import itertools
-import json
 import math
 import os
 import pkgutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from datetime import timedelta
 
 import torch
-from conftest import load, rows, same, tiny_flags
+from conftest import load, rows, same
 
 import hotloop.system.distributed
 import hotloop.training.checkpoint
@@ -34,7 +29,6 @@ from configurator import call_main
 
 STEP = 'train.train_step'
 SAVE = 'hotloop.training.checkpoint.Checkpoints.write'  # runs in a thread
-HANGS = 300  # seconds after which a forked run that hangs is killed
 
 
 # -----------------------------------------------------------------------------
@@ -127,7 +121,8 @@ def signal_in(name, times, *numbers):
 FAULTS = {'naive saves': naive_saves, 'small files': small_files, 'signal in': signal_in}
 
 
-def happen(name, *args):
+def happen(name=None, *args):
+    """Prepare a fault in this process."""
     if name in IN_STEP:
         before_call(STEP, args[0], IN_STEP[name])
     elif name:
@@ -135,35 +130,7 @@ def happen(name, *args):
 
 
 # -----------------------------------------------------------------------------
-# the server
-
-def run_forked(job, pipe):
-    """Never returns. os._exit, because the parent's buffers and handlers are not ours to run."""
-    signal.alarm(HANGS)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-    sys.stdout = sys.stderr = open(job['output'], 'w', buffering=1)  # noqa: SIM115
-    code = 70
-    try:
-        if job['calls']:
-            before_call(job['calls'], None, lambda *args: os.write(pipe, b'.'))
-        happen(*job['fault'])
-        call_main(functools.partial(train.main, job['argv']))
-    except SystemExit as e:
-        code = e.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def watch(job, pid, pipe):
-    """Sends the signal when there were so many calls and the delay is over; returns the exit code."""
-    if job['calls'] and all(os.read(pipe, 1) for _ in range(job['times'])):
-        time.sleep(job['delay'])
-        os.kill(pid, job['signal'])
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
+# torchrun
 
 def import_all():
     """What a run imports when it needs it, so that forks have it."""
@@ -175,47 +142,6 @@ def import_all():
     torch.optim.AdamW([p], fused=True).step()  # imports what it needs
 
 
-def serve():
-    import_all()
-    for line in sys.stdin:
-        job = json.loads(line)
-        listen, write = os.pipe()
-        if (pid := os.fork()) == 0:
-            run_forked(job, write)
-        os.close(write)
-        print(watch(job, pid, listen), flush=True)
-        os.close(listen)
-
-
-class Server:
-    """server(out, ...) runs train.main in a process of its own; returns the exit code, -9 after a kill."""
-
-    def __init__(self, folder, data_dir):
-        self.folder, self.data_dir = folder, data_dir
-        self.process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True, env=environment())
-
-    def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=signal.SIGKILL, **settings):
-        """
-        Trains TINY into the folder `out`. fault: a name of IN_STEP or FAULTS and its arguments. With calls,
-        a function's name, the process gets signal `number`, `delay` seconds after its `times`-th call.
-        """
-        job = {'argv': tiny_flags(self.folder / out, self.data_dir, **settings),
-               'output': str(self.folder / f'{out}.txt'), 'fault': fault or [None],
-               'calls': calls, 'times': times, 'delay': delay, 'signal': int(number)}
-        self.process.stdin.write(json.dumps(job) + '\n')
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def printed(self, out):
-        """The output of the last run into `out`."""
-        return (self.folder / f'{out}.txt').read_text()
-
-    def close(self):
-        self.process.kill()  # Python takes seconds to end in order
-        self.process.communicate()
-
-
 def environment():
     here = os.path.dirname(os.path.abspath(__file__))
     return {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore',
@@ -223,8 +149,6 @@ def environment():
 
 
 def main():
-    if len(sys.argv) == 1:
-        return serve()
     if sys.argv[1] == 'torchrun':
         import_all()
         from torch.distributed.run import main as torchrun

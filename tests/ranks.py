@@ -1,21 +1,34 @@
 """
-Several processes for tests: forks that join a gloo group and call a function.
+Processes for tests: forks that train, or that join a gloo group and call a function.
 
 Forks need no import of torch, but autograd refuses to run in forks of a process in which it has run. So they
 are made when this is imported, which is when pytest collects.
 """
 
+import functools
 import importlib
 import os
 import pickle
+import signal
 import socket
 import sys
+import time
+import traceback
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-import torch._dynamo  # noqa: F401  DDP and FSDP import it: here once, not in each fork
+import faults
+from conftest import tiny_flags
 
+import train
+from configurator import call_main
+
+HANGS = 300  # seconds after which a process that hangs is killed
+
+
+# -----------------------------------------------------------------------------
+# a function on each of several processes
 
 def call(sender, number, world, port, module, name, args, settings):
     """Send (True, what a function returns) or (False, its exception), in the environment of torchrun."""
@@ -49,15 +62,76 @@ def on_ranks(world, function, *args, **settings):
     with socket.create_server(('127.0.0.1', 0)) as free:
         port = free.getsockname()[1]
     name = function.__module__, function.__name__
-    jobs = [RANKS.submit(rank, number, world, port, *name, args, settings) for number in range(world)]
+    jobs = [FORKS.submit(rank, number, world, port, *name, args, settings) for number in range(world)]
     results = []
     for job in jobs:
-        succeeded, result = pickle.loads(job.result(timeout=300))
+        succeeded, result = pickle.loads(job.result(timeout=HANGS))
         if not succeeded:
             raise result
         results.append(result)
     return results
 
 
-RANKS = ProcessPoolExecutor(8, get_context('fork'))
-RANKS.submit(int).result()
+# -----------------------------------------------------------------------------
+# a run in a process of its own
+
+class Runs:
+    """runs(out, ...) runs train.main in a process of its own. Returns the exit code, -9 after a kill."""
+
+    def __init__(self, folder, data_dir):
+        self.folder = folder
+        self.data_dir = data_dir
+
+    def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=signal.SIGKILL, **settings):
+        """
+        Train TINY into the folder `out`. fault: a name in faults.py and its arguments. With calls, a
+        function's name, the process gets signal `number`, `delay` seconds after its `times`-th call.
+        """
+        argv = tiny_flags(self.folder / out, self.data_dir, **settings)
+        job = FORKS.submit(run, argv, self.folder / f'{out}.txt', fault, calls, (times, delay, number))
+        return job.result(timeout=HANGS)
+
+    def printed(self, out):
+        """Return the output of the last run into `out`."""
+        return (self.folder / f'{out}.txt').read_text()
+
+
+def run(argv, output, fault, calls, kill):
+    """Fork a process that trains, and send it a signal. Returns its exit code."""
+    listen, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        run_forked(argv, output, fault, calls, write)
+    os.close(write)
+    times, delay, number = kill
+    if calls and all(os.read(listen, 1) for _ in range(times)):
+        time.sleep(delay)
+        os.kill(pid, number)
+    os.close(listen)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def run_forked(argv, output, fault, calls, pipe):
+    """Train and exit by os._exit(), because the parent's buffers and handlers are not ours to run."""
+    signal.alarm(HANGS)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    sys.stdout = sys.stderr = open(output, 'w', buffering=1)  # noqa: SIM115
+    code = 70
+    try:
+        if calls:
+            faults.before_call(calls, None, lambda *args: os.write(pipe, b'.'))
+        faults.happen(*fault)
+        call_main(functools.partial(train.main, argv))
+    except SystemExit as e:
+        code = e.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+faults.import_all()
+FORKS = ProcessPoolExecutor(8, get_context('fork'))
+FORKS.submit(int).result()

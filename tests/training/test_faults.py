@@ -13,7 +13,8 @@ from pathlib import Path
 import faults
 import pytest
 from conftest import noise, same, write_bins
-from faults import SAVE, Server, assert_equal_runs, final, leftovers, log
+from faults import SAVE, assert_equal_runs, final, leftovers, log
+from ranks import Runs
 
 import train
 from hotloop.training.checkpoint import Checkpoints
@@ -25,18 +26,10 @@ RECIPE = RECIPES[1]  # Muon's state beside AdamW's
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
-@pytest.fixture(scope='module')
-def server(tmp_path_factory, data_dir):
-    server = Server(tmp_path_factory.mktemp('faults'), data_dir)
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def run(server, tmp_path):
-    """The server, writing into this test's folder."""
-    server.folder = tmp_path
-    return server
+def run(tmp_path, data_dir):
+    """Runs into this test's folder."""
+    return Runs(tmp_path, data_dir)
 
 
 def step_of(out):
@@ -95,11 +88,11 @@ def test_the_same_kills_destroy_checkpoints_that_are_written_in_place(run, tmp_p
 
 
 @pytest.fixture(scope='module')
-def two_checkpoints(server, tmp_path_factory):
+def two_checkpoints(tmp_path_factory, data_dir):
     """A run of two steps that kept both, of a size at which most bytes are weights."""
-    server.folder = tmp_path_factory.mktemp('two')
-    assert server('out', n_embd=64, max_iters=2, save_minutes=0) == 0
-    return server.folder / 'out'
+    folder = tmp_path_factory.mktemp('two')
+    assert Runs(folder, data_dir)('out', n_embd=64, max_iters=2, save_minutes=0) == 0
+    return folder / 'out'
 
 
 def spoiled(data, rng):
@@ -159,11 +152,11 @@ FORWARD = 'model.GPT.forward'  # twice a step, and twice an evaluation
 
 
 @pytest.fixture(scope='module')
-def undisturbed(server, tmp_path_factory):
+def undisturbed(tmp_path_factory, data_dir):
     """A run of 8 steps with evaluations after 3, 6 and 8."""
-    server.folder = tmp_path_factory.mktemp('undisturbed')
-    assert server('whole', **SIGNALED) == 0
-    return server.folder / 'whole'
+    folder = tmp_path_factory.mktemp('undisturbed')
+    assert Runs(folder, data_dir)('whole', **SIGNALED) == 0
+    return folder / 'whole'
 
 
 SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
