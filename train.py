@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import record as report_errors
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure, differences
@@ -502,7 +502,7 @@ def train(run, schedule, checkpoints, log, stop):
                                        run.byte_counts, stop.by_signal)
             stopping = stopping or evaluation is None  # the next process does it first
             if evaluation:
-                best = state.record(step, env.broadcast(evaluation.val['loss']))
+                best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
                 is_new = True
                 log.evaluation(step, evaluation)
                 save_is_due = save_is_due or cfg.always_save_checkpoint
@@ -645,17 +645,12 @@ def open_run_folder(run, schedule, checkpoints, latest):
         print0(f'resuming at step {run.state.iter_num:,}')
         checkpoints.promote(latest)
     if cfg.mirror_dir:
-        moved = open_mirror(cfg.mirror_dir, cfg.out_dir, latest)
+        moved = open_mirror(cfg.mirror_dir, cfg.out_dir, latest is None)
         if moved:
             print0(f'mirror_dir: {cfg.mirror_dir} held a run, which was moved to {moved}')
         checkpoints.mirror = cfg.mirror_dir
-    is_foreign = latest is not None and 'state' not in latest.checkpoint
-    if is_foreign and not os.path.exists(os.path.join(cfg.out_dir, 'best.pt')) and not is_sharded(run.model):
-        # nanoGPT's only file: its loss is that of these weights
-        checkpoint = checkpoint_of(run.model, run.optimizers, run.scaler, run.state, run.record)
-        checkpoints.save(checkpoint, best=True, final=True)
     return held
 
 
 if __name__ == '__main__':
-    call_main(record(main))
+    call_main(report_errors(main))

@@ -41,7 +41,7 @@ class RunState:
     decay_start: int | None = None  # the step at which the time budget began the decay
     max_iters: int | None = None  # the last step, which it decided then
 
-    def record(self, step, loss):
+    def count_evaluation(self, step, loss):
         """Count an evaluation. Returns whether this is the lowest validation loss yet."""
         self.evaluated_at = step
         if loss < self.best_val_loss:
@@ -79,19 +79,16 @@ def checkpoint_of(model, optimizers, scaler, state, record):
 def save_checkpoint(path, checkpoint, keep_old=None):
     """
     Replace `path` at once: written under another name, read back, flushed to the disk, renamed.
-    Plain torch.save left it destroyed by 38 of 100 kills. keep_old: a second name that keeps the
-    old file. Raises ValueError with the reason, such as a full disk.
+    Plain torch.save left it destroyed by 38 of 100 kills. keep_old: a name that the old file gets
+    first. Raises ValueError with the reason, such as a full disk.
     """
     try:
         with replacing(path) as f:
             torch.save(checkpoint, f)
             f.flush()
             check_records(f.name)
-            if keep_old and os.path.exists(path) and not os.path.lexists(keep_old):
-                try:
-                    os.link(path, keep_old)
-                except OSError:  # a file system without links
-                    shutil.copyfile(path, keep_old)
+            if keep_old and os.path.exists(path):
+                os.replace(path, keep_old)
     except (OSError, RuntimeError, ValueError, zipfile.BadZipFile) as e:
         why = getattr(e, 'strerror', None) or first_line(e)
         if 'unexpected pos' in why:  # torch's text for a full disk
@@ -118,6 +115,12 @@ def snapshot(value, copies):
         copies[key] = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
         copies[key].copy_(value, non_blocking=value.is_cuda)
     return copies[key].detach()  # two names stay two tensors of one storage
+
+
+def copy_file(source, target):
+    """Copy a file so that a kill leaves the target complete or as it was."""
+    with open(source, 'rb') as old, replacing(target) as new:
+        shutil.copyfileobj(old, new, 1 << 20)
 
 
 class Latest(NamedTuple):
@@ -159,8 +162,12 @@ class Checkpoints:
         """Make the checkpoint of a resume the latest one, and rename the damaged ones."""
         for path in latest.damaged:
             os.replace(path, path + '.damaged')
-        if latest.path != os.path.join(self.folder, 'ckpt.pt'):
-            os.replace(latest.path, os.path.join(self.folder, 'ckpt.pt'))
+        path = os.path.join(self.folder, 'ckpt.pt')
+        if latest.path != path:
+            os.replace(latest.path, path)
+        best = os.path.join(self.folder, 'best.pt')
+        if 'state' not in latest.checkpoint and not os.path.exists(best):
+            copy_file(path, best)  # of nanoGPT, whose only file holds the best weights
         self.saved_step = latest.checkpoint['iter_num']
 
     def save(self, checkpoint, best, final=False):
@@ -225,8 +232,7 @@ class Checkpoints:
                 source, target = os.path.join(self.folder, name), os.path.join(self.mirror, name)
                 if os.path.exists(source):
                     os.makedirs(os.path.dirname(target), exist_ok=True)
-                    with open(source, 'rb') as old, replacing(target) as new:
-                        shutil.copyfileobj(old, new, 1 << 20)
+                    copy_file(source, target)
         except OSError as e:
             print0(f'mirror_dir={self.mirror} could not be written: {e.strerror or e}')
 

@@ -1,10 +1,9 @@
 """The folder of a run: one owner at a time, its config.py, an older run moved aside."""
 
-import contextlib
 import glob
 import os
 
-from configurator import OWN_FILE, as_file
+from configurator import as_file
 from hotloop.system.distributed import print0
 from hotloop.system.files import free_number, is_inside, lock, replacing
 from hotloop.system.host import first_line_of
@@ -31,8 +30,6 @@ def open_folder(folder, is_new, config_text):
             held = take_lock(folder)
             moved = move_aside(folder)
             held.close()  # the new folder gets its own
-        if is_new:
-            check_config(folder)
         os.makedirs(os.path.realpath(folder), exist_ok=True)
         held = take_lock(folder)
         for name in MIRRORED:  # files that a killed process was writing
@@ -53,15 +50,6 @@ def take_lock(folder):
         raise ValueError(f'{e}; wait for it, or choose another --out_dir') from None
 
 
-def check_config(folder):
-    """Raise ValueError if config.py is a file of the user's, which the run would replace."""
-    path = os.path.join(folder, 'config.py')
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, 'rb') as f:
-        if not f.read().startswith(OWN_FILE.encode()):
-            raise ValueError(f'{path} was not written by a run, which would replace it; rename it, '
-                             'or choose another --out_dir')
-
-
 def move_aside(folder):
     """Rename a folder, or what a link points to, to the first free folder.1, folder.2, ..."""
     real = os.path.realpath(folder)
@@ -73,33 +61,21 @@ def move_aside(folder):
     return target
 
 
-def open_mirror(folder, out_dir, latest):
+def open_mirror(folder, out_dir, is_new):
     """
-    Prepare the second folder of a run. Another run in it, or this run at a later step than the checkpoint to
-    resume (`latest`; None for a new run), is moved aside. Returns its new name or None.
+    Prepare the second folder of a run. Another run in it is moved aside: one whose log begins
+    differently. Returns its new name or None.
     """
     moved = None
+    logs = [first_line_of(os.path.join(path, 'log.jsonl')) for path in (folder, out_dir)]
     try:
-        if holds_run(folder) and not (latest and is_behind(folder, out_dir, latest)):
+        if holds_run(folder) and (is_new or logs[0] != logs[1]):
             moved = move_aside(folder)
-        if latest is None:
-            check_config(folder)
         os.makedirs(os.path.realpath(folder), exist_ok=True)
     except OSError as e:
         raise ValueError(f'mirror_dir={folder!r} cannot be written: {e.strerror or e}; choose '
                          'another folder, or --mirror_dir=None') from None
     return moved
-
-
-def is_behind(mirror, out_dir, latest):
-    """Return whether a mirror holds this run, at no later step than the checkpoint to resume."""
-    logs = [first_line_of(os.path.join(folder, 'log.jsonl')) for folder in (mirror, out_dir)]
-    if logs[0] != logs[1]:
-        return False
-    try:
-        return Checkpoints(mirror).latest().checkpoint['iter_num'] <= latest.checkpoint['iter_num']
-    except ValueError:  # it holds no intact checkpoint
-        return True
 
 
 def resume_command(cfg):

@@ -25,8 +25,6 @@ APPLE_CARD = 'shakespeare_char'
 SHAPE = {'preset', 'n_layer', 'n_head', 'n_embd', 'block_size', 'optimizer'}
 # these settings belong to a command and its machine, not to the run that is resumed
 OWN = {'out_dir', 'init_from', 'resume', 'eval_only', 'dry_run', 'device', 'backend'}
-# nor do these come from nanoGPT's checkpoints, which have none; in a fork they mean something else
-FORKS = {'optimizer', 'depth', 'time_budget', 'lora_rank', 'quantize', 'dtype'}
 # depths from which on heads, contexts and rates are those of larger models
 SMALL, LARGE = 8, 12
 DEPTHS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
@@ -208,8 +206,6 @@ def settings_of(checkpoint, shape):
     own = set(OWN)
     if 'state' not in checkpoint:  # nanoGPT's: its dtype and compile were for another machine
         own.add('dtype')
-        if 'versions' not in checkpoint:  # our best.pt has them
-            own |= FORKS
         if isinstance(saved.get('dataset'), str):
             saved['dataset'] = name_of_path(saved['dataset'])
         if saved.get('compile') is not False:  # its default

@@ -306,8 +306,7 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     assert ours['iter_num'] == 5 and ours['config']['beta2'] == 0.99
     assert ours['state']['tokens_seen'] == 5 * 128
     best = load(tmp_path / 'out' / 'best.pt')  # random tokens are not learned
-    assert best['iter_num'] == 3 and best['tokenizer']['chars'] == chars
-    assert ours['best_val_loss'] == best['best_val_loss'] == pytest.approx(4.1)
+    assert best['iter_num'] == 3 and ours['best_val_loss'] == best['best_val_loss'] == pytest.approx(4.1)
     for name, weight in gpt.state_dict().items():
         assert torch.allclose(ours['model'][name], weight, atol=1e-5), name
     assert 'char tokenizer' in capsys.readouterr().out
@@ -316,7 +315,6 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
 @pytest.mark.parametrize('config, kept', [
     ({'compile': False, 'dtype': 'bfloat16', 'device': 'cuda'}, {'compile': False}),
     ({'compile': True}, {}),  # nanoGPT's default, and no wish of its user
-    ({'optimizer': 'AdamW', 'lora_rank': 8, 'time_budget': 3.0}, {}),  # a fork's, with a meaning of its own
     ({'dataset': '../data/chars/'}, {'dataset': 'chars'})])
 def test_settings_of_a_run_of_nanogpt(config, kept):
     assert settings_of({'model_args': {}, 'config': {'seed': 1, **config}}, {}) == {'seed': 1, **kept}
