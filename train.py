@@ -68,6 +68,8 @@ from hotloop.training.logger import Log, Meter, Speed, evaluation_text, print_en
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
+from hotloop.training.recipes import SHAPE, card_for_machine, layer_of_depth
+from hotloop.training.resume import compare_record, compare_settings, record_of, settings_of
 from hotloop.training.run_dir import config_text, open_folder, open_mirror, resume_command, write_config
 from hotloop.training.schedule import (
     Deadline,
@@ -77,22 +79,12 @@ from hotloop.training.schedule import (
     plan_schedule,
     set_learning_rate,
 )
-from hotloop.training.settings import (
-    SHAPE,
-    card_for_machine,
-    compare_record,
-    compare_settings,
-    layer_of_depth,
-    record_of,
-    setting_problems,
-    settings_of,
-    threads,
-)
+from hotloop.training.settings import setting_problems
 from hotloop.training.shard import (
     NO_BUFFERS,
+    gradient_sync,
     is_sharded,
     local,
-    micro_batch,
     release_mesh,
     set_blocks,
     shard_model,
@@ -176,7 +168,7 @@ BOUND = MODEL | ADAPTERS | {'dataset', 'optimizer', 'depth'}  # a resume cannot 
 
 
 # -----------------------------------------------------------------------------
-# settings: defaults < card, depth or checkpoint < files < flags
+# settings: defaults < depth or checkpoint < card and other files < flags
 
 class Settings(NamedTuple):
     """The settings of a command line. Nothing changes them after they are read."""
@@ -247,7 +239,7 @@ def setup(cfg):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
         torch.set_deterministic_debug_mode('error')  # use_deterministic_algorithms() imports Inductor
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads uninitialized memory
-    torch.set_num_threads(threads())
+    torch.set_num_threads(host.threads_for(int(os.environ.get('LOCAL_WORLD_SIZE', '1'))))
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')  # TF32; Inductor's autotuning fails under the newer switch
@@ -311,7 +303,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env, stop=Non
             torch.default_generator.manual_seed(seed)  # of dropout; 2 microseconds, not 170 for all devices
         else:
             torch.manual_seed(seed)
-        with micro_batch(model, cfg.shard, last=i + 1 == len(loads)):
+        with gradient_sync(model, cfg.shard, last=i + 1 == len(loads)):
             loss = model(*batch).sum()
             # times world: DDP and FSDP average gradients over the processes, and the sum is wanted
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()

@@ -16,7 +16,6 @@ from hotloop.system.text import compact, duration, file_size, rate, shell, short
 from hotloop.training.forecast import flops_of
 from hotloop.training.report import read_rows, write_report
 from hotloop.training.run_dir import resume_command
-from hotloop.training.settings import threads
 
 REPORT_COST = 1 / 200  # the most of a run's time that its reports take, beside the last one
 MAX_BAD_STEPS = 20  # in a row, after which a run has diverged; fp16 halves its loss scale at each
@@ -39,7 +38,7 @@ def print_run(model, batches, val, meta, cfg, env):
     if model.loss_chunks > 1:
         chunks = f', loss in {model.loss_chunks} chunks to save memory'
     lines = [f'device: {env.device} ({env.reasons["device"]}), {env.world} x '
-             f'{counted(threads(), "thread")}',
+             f'{counted(torch.get_num_threads(), "thread")}',
              f'dtype: {str(env.dtype).removeprefix("torch.")} ({env.reasons["dtype"]})',
              f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})',
              f'attention: kernels available: {", ".join(attention_kernels(c, env))}',

@@ -55,10 +55,10 @@ def set_blocks(model, recompute, compiles=False):
         block.forward = partial(run, block)
 
 
-def micro_batch(model, shard, last):
+def gradient_sync(model, shard, last):
     """
-    Return the context in which a micro-batch runs forward and backward. Gradients are reduced in
-    the last one of a step; with shard='full' in each, so that no process holds all of them.
+    Return the context of a micro-batch. Gradients are reduced over the processes in the last one of
+    a step; with shard='full' in each, so that no process holds all of them.
     """
     if is_sharded(model) and shard == 'optimizer':
         model.set_requires_gradient_sync(last)

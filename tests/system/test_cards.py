@@ -245,7 +245,7 @@ def test_the_card_of_a_machine(monkeypatch, memory, apple, device, card):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: memory is not None)
     monkeypatch.setattr(torch.cuda, 'get_device_properties',
                         lambda device: types.SimpleNamespace(total_memory=memory * 1e9))
-    monkeypatch.setattr('hotloop.training.settings.choose_device',
+    monkeypatch.setattr('hotloop.training.recipes.choose_device',
                         lambda name: (torch.device('cuda', 0), 'it is there'))
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: apple)
     found, dataset, why = train.card_for_machine(device)

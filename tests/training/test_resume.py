@@ -20,7 +20,7 @@ from hotloop.data.dataset import read_meta
 from hotloop.system.device import try_compile
 from hotloop.system.distributed import Env
 from hotloop.training.dataloader import Batches, Split
-from hotloop.training.settings import settings_of
+from hotloop.training.resume import settings_of
 from model import GPT, GPTConfig
 
 RECIPE = dict(optimizer='muon', preset='modern', dropout=0.1)

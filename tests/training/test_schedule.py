@@ -9,8 +9,8 @@ from conftest import error_of, load, rows
 from hotloop.system.distributed import Env
 from hotloop.training.checkpoint import RunState
 from hotloop.training.optim import build_optimizers
+from hotloop.training.recipes import choose_depth, depth_settings, num_parameters, tokens_within
 from hotloop.training.schedule import decide, learning_rate, plan_schedule, set_learning_rate
-from hotloop.training.settings import choose_depth, depth_settings, num_parameters, tokens_within
 from model import GPT, GPTConfig
 from train import TrainConfig
 

@@ -266,7 +266,6 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
     (dict(seed=2**63), 'must be below 2'),
     (dict(save_minutes=-1), 'save_minutes=-1.0 must not be negative'),
-    (dict(mirror_dir='a\0b'), 'is not a valid folder name'),
     pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
         importlib.util.find_spec('wandb') is not None, reason='wandb is installed')),
 ])
