@@ -1,6 +1,7 @@
 """Shared by the tests: a tiny dataset, training runs in this process, GPT-2's tokenizer, a local server."""
 
 import http.server
+import importlib.util
 import itertools
 import json
 import os
@@ -23,6 +24,9 @@ from hotloop.training.evaluate import Evaluation
 torch.set_num_threads(1)  # faster in models this small
 os.environ['OMP_NUM_THREADS'] = '1'
 SHARED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__))), 'shared', 'data')
+WITH_BITSANDBYTES = (
+    pytest.mark.slow,  # its import takes seconds
+    pytest.mark.skipif(importlib.util.find_spec('bitsandbytes') is None, reason='needs bitsandbytes'))
 
 # ten steps take a third of a second, with a warmup, a decay and three evaluations
 TINY = dict(dataset='tiny', device='cpu', dtype='float32', compile=False, n_layer=2, n_head=2,

@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, error_of, load, noise, rows, same, scripted_losses, write_bins
+from conftest import (
+    TINY,
+    WITH_BITSANDBYTES,
+    contents,
+    error_of,
+    load,
+    noise,
+    rows,
+    same,
+    scripted_losses,
+    write_bins,
+)
 
 import train
 from hotloop.data.dataset import read_meta
@@ -84,12 +95,12 @@ def test_gradients_are_clipped_to_the_norm_that_is_reported(masked):
     assert gradient_of(model).norm().item() == pytest.approx(full, rel=1e-6)
 
 
-@pytest.mark.parametrize('recipe', RECIPES)
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon', pytest.param('adamw8bit', marks=WITH_BITSANDBYTES)])
 @pytest.mark.parametrize('where', ['loss', 'gradient'])
-def test_a_step_that_is_not_finite_changes_nothing(masked, recipe, where):
+def test_a_step_that_is_not_finite_changes_nothing(masked, optimizer, where):
     """Neither weights nor optimizer state."""
-    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2, optimizer=recipe['optimizer'])
-    model = tiny_gpt(preset=recipe.get('preset', 'gpt2'), zero_init=False)  # zeros would hide Muon's update
+    cfg = TrainConfig(batch_size=4, gradient_accumulation_steps=2, optimizer=optimizer)
+    model = tiny_gpt(preset='modern', zero_init=False)  # zeros would hide Muon's update
     optimizers, broken = build_optimizers(model, cfg, Env()), []
 
     def spoil_gradient(gradient):
@@ -240,17 +251,15 @@ def test_init_from_a_path_names_contradictions(train_tiny, tmp_path):
 
 def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     """nanoGPT trains and overwrites its checkpoint when resumed with eval_only."""
-    def files():
-        return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in tmp_path.rglob('*') if p.is_file()}
     train_tiny(max_iters=4)
     loss = re.findall(r'val loss [\d.]+', capsys.readouterr().out)[-1]
-    before = files()
+    before = contents(tmp_path)
     for out, source in (('out', 'resume'), ('new', tmp_path / 'out'), ('new', 'scratch')):
         assert train_tiny(out, eval_only=True, init_from=source, max_epochs=2) == 0
-        assert files() == before and not (tmp_path / 'new').exists()
-        out = capsys.readouterr().out
-        assert (loss in out) == (source != 'scratch') and not re.search('^run: |^max_epochs=2: ', out, re.M)
-        assert ('step 4: val loss' in out) == (source != 'scratch') and 'step 0' not in out
+        assert contents(tmp_path) == before
+        printed = capsys.readouterr().out
+        assert (f'step 4: {loss}' in printed) == (source != 'scratch')
+        assert 'step 0' not in printed and 'run: ' not in printed
 
 
 @pytest.mark.parametrize('settings, match', [
