@@ -90,24 +90,6 @@ def test_muon_moves_every_matrix_of_a_block_by_an_orthogonal_one(dtype):
     assert not update['lm_head.weight'].any() and not update['transformer.wte.weight'].any()
 
 
-@pytest.mark.parametrize('world', [2, 3, 6])
-def test_muon_shared_over_processes_makes_the_same_update(monkeypatch, world):
-    """Also if the matrices do not divide by them. The last process to gather has the shares of all."""
-    shares, stack = [], torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0))
-
-    def all_gather(gathered, mine):
-        shares.append(mine)
-        if len(shares) == world:
-            gathered.copy_(torch.cat(shares))
-    monkeypatch.setattr(torch.distributed, 'all_gather_single', all_gather, raising=False)
-    for rank in range(world):
-        env = Env(rank, world, dtype=torch.bfloat16)
-        *_, muon = build_optimizers(make(), config(optimizer='muon'), env)
-        together = muon.orthogonalize_shared(stack)
-    assert shares[0].dtype == torch.bfloat16
-    torch.testing.assert_close(together, orthogonalize(stack, torch.bfloat16))
-
-
 # -----------------------------------------------------------------------------
 # adamw8bit
 
