@@ -35,16 +35,20 @@ def test_file_systems_that_cannot_lock(tmp_path, monkeypatch, number, is_known):
         lock(str(tmp_path / 'lock')).close()
 
 
-def test_folders_that_cannot_be_synced(tmp_path, monkeypatch):
-    """The shared folders of VirtualBox, some network drives."""
+def test_a_file_and_its_folder_reach_the_disk(tmp_path, monkeypatch):
+    """The shared folders of VirtualBox and some network drives cannot be synced."""
+    synced = []
+
     def fsync(descriptor, sync=os.fsync):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        synced.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), (tmp_path / 'a').exists()))
+        if synced[-1][0]:
             raise OSError(errno.EINVAL, 'Invalid argument')
         sync(descriptor)
     monkeypatch.setattr(os, 'fsync', fsync)
     with replacing(str(tmp_path / 'a')) as f:
         f.write(b'new')
     assert contents(tmp_path) == {'a': b'new'}
+    assert synced == [(False, False), (True, True)]  # the file before its rename, the folder after it
 
 
 def test_json_that_is_not_an_object_is_refused(tmp_path):
