@@ -42,11 +42,15 @@ def change(out, function):
 # exactness
 
 def test_ten_steps_equal_five_plus_five(train_tiny, tmp_path, monkeypatch):
-    """Weights, optimizer, counters and the log; with dropout, accumulation, clipping, warmup and decay."""
-    train_tiny('whole', dropout=0.1)
-    interrupted(train_tiny, monkeypatch, 'parts', 5, dropout=0.1)
+    """
+    Weights, optimizer, counters and the log, of which a line is under way; with dropout, accumulation,
+    clipping, warmup and decay.
+    """
+    settings = dict(dropout=0.1, log_interval=3)
+    train_tiny('whole', **settings)
+    interrupted(train_tiny, monkeypatch, 'parts', 5, **settings)
     assert load(tmp_path / 'parts' / 'ckpt.pt')['iter_num'] == 5
-    train_tiny('parts', init_from='resume')
+    train_tiny('parts', init_from='resume', log_interval=3)
     assert_equal_runs(tmp_path / 'parts', tmp_path / 'whole')
     assert same(load(tmp_path / 'parts' / 'best.pt')['model'], load(tmp_path / 'whole' / 'best.pt')['model'])
 

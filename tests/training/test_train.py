@@ -181,6 +181,16 @@ def test_which_evaluations_save(train_tiny, tmp_path, monkeypatch, always, steps
     assert not {'optimizer', 'scaler', 'state'} & best.keys()
 
 
+def test_an_evaluation_that_was_given_up_is_done_by_the_next_process(train_tiny, tmp_path, monkeypatch):
+    """As after a signal to another process: nothing is trained before it."""
+    with monkeypatch.context() as m:
+        m.setattr(train, 'evaluate_both', lambda *args: None)
+        train_tiny()
+    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 4
+    train_tiny(init_from='resume')
+    assert [row['step'] for row in rows(tmp_path / 'out', 'val_loss')] == [4, 8, 10]
+
+
 # -----------------------------------------------------------------------------
 # steps that are not finite, in a run
 
