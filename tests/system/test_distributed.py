@@ -58,7 +58,7 @@ def test_the_backend_is_that_of_the_settings(monkeypatch, asked, device, backend
         imported = 'torch.distributed.nn.functional' in sys.modules
         calls.append((backend, timeout.total_seconds(), rank, world_size, imported))
         store.set('step', '5')
-        assert stores[0].get('try3/step') == b'5'
+        assert stores[0].check(['try3/step'])
     stores = [dist.HashStore()]
     monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '3')
     monkeypatch.setattr(dist, 'init_process_group', init_process_group)
