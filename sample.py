@@ -37,9 +37,8 @@ from hotloop.system.files import json_lines
 from hotloop.system.host import cores
 from hotloop.training.evaluate import fixed_windows
 from hotloop.training.mixture import open_split
-from hotloop.weights.adapter import base_of, is_adapter, merge_adapter
 from hotloop.weights.export import export
-from hotloop.weights.load import open_base, open_weights, tokenizer_of
+from hotloop.weights.load import load_weights, tokenizer_of
 from model import GPT, positions_in
 
 CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in errors about a missing template
@@ -115,25 +114,11 @@ class Opened(NamedTuple):
     template: str  # as requested, or that of the training data, or 'none'
 
 
-def open_gpt(cfg):
-    """Open weights, adapters merged into theirs. Returns (Weights, float32 GPT on the CPU)."""
-    source = cfg.init_from
-    if source == 'resume':
-        source = cfg.out_dir
-    if is_adapter(source):
-        weights = open_base(base_of(source), source, cfg.data_dir)
-        model = GPT.from_checkpoint(weights.model_args, weights.weights)
-        weights = merge_adapter(model, source, weights)
-    else:
-        weights = open_weights(source, cfg.data_dir)
-        model = GPT.from_checkpoint(weights.model_args, weights.weights)
-    weights.weights.clear()  # The model has its own copy.
-    return weights, model
-
-
 def open_model(cfg):
     """Open a model with its tokenizer and chat template. Returns Opened."""
-    weights, model = open_gpt(cfg)
+    weights = load_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from, cfg.data_dir)
+    model = GPT.from_checkpoint(weights.model_args, weights.weights)
+    weights.weights.clear()  # The model has its own copy.
     tokenizer = tokenizer_from(tokenizer_of(weights, cfg.data_dir))
     unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]
     if unused and tokenizer.n_vocab - len(unused) == model.config.vocab_size:  # of images in Gemma 3
@@ -420,7 +405,9 @@ def fit_turns(tokenizer, system, turns, template, limit):
 
 def diagnose_model(cfg, device, dtype):
     """Diagnose a model on its validation data, or on random ids if that is not here."""
-    weights, model = open_gpt(cfg)
+    weights = load_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from, cfg.data_dir)
+    model = GPT.from_checkpoint(weights.model_args, weights.weights)
+    weights.weights.clear()  # The model has its own copy.
     T, vocab_size = model.config.block_size, model.config.vocab_size
     try:
         batches = validation_batches(weights, T, cfg.data_dir)

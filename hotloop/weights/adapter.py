@@ -10,8 +10,6 @@ from hotloop.weights.lora import (
     Adapter,
     LoRAConfig,
     adapters_of,
-    frozen_weights,
-    merge,
     projections,
 )
 from hotloop.weights.safetensors import read_safetensors, write_safetensors
@@ -72,8 +70,8 @@ def is_adapter(folder):
 
 def base_of(folder):
     """
-    Read which weights an adapter was trained on: {'base': name, 'sha256': their hash or None,
-    'quantize': how they were rounded, 'tokenizer' and 'template': those of its data, or None}.
+    Read which weights the adapters of a folder were trained on: {'base': name, 'sha256': their hash
+    or None, 'quantize': how they were rounded, 'tokenizer' and 'template': those of the data, or None}.
     """
     config = read_json(os.path.join(folder, CONFIG))
     record = {'sha256': None, 'quantize': 'none', 'tokenizer': None, 'template': None}
@@ -85,46 +83,35 @@ def base_of(folder):
     return record
 
 
-def merge_adapter(model, folder, source):
+def read_adapter(folder, weights, path):
     """
-    Add an adapter folder, ours or peft's, to the float32 weights of a model. source: the Weights
-    of the model, the adapter's base. Returns them with the tokenizer and template of the adapter's
-    data. Raises ValueError if the adapter does not fit.
+    Read ([Adapter], scale) of a folder, ours or peft's. weights: of a GPT, its base, from `path`.
+    Raises ValueError if the adapters do not fit.
     """
-    adapters, scale = read_adapter(folder, model, source.path)
-    record = base_of(folder)
-    weights = frozen_weights(model.state_dict(), record['quantize'])
-    merge(weights, adapters, scale)
-    model.load_weights(weights)
-    if record['tokenizer']:
-        source = source._replace(tokenizer=record['tokenizer'])
-    source.checkpoint['template'] = record['template']
-    return source
-
-
-def read_adapter(folder, model, path):
-    """Read ([Adapter], scale) of a peft folder. path: of the model's weights, for errors."""
     config = read_json(os.path.join(folder, CONFIG))
     check_config(config, f'{folder}/{CONFIG}')
     lora = LoRAConfig(lora_rank=config['r'], lora_alpha=config['lora_alpha'],
                       lora_rs=config.get('use_rslora', False))
     tensors = read_safetensors(os.path.join(folder, TENSORS))
-    table = projections(model)
+    table = projections(weights)
     trained_on = f'it was trained on {base_of(folder)["base"]}'
     pattern = re.compile(r'base_model\.model\.(?:transformer\.h|model\.layers)\.(\d+)'
                          r'\.(?:self_)?(.+)\.lora_([AB])\.weight')
     adapters = []
     for name in sorted(tensors):
         found = pattern.fullmatch(name)
-        if not found or found[2] not in table or int(found[1]) >= model.config.n_layer:
+        target = None
+        if found and found[2] in table:
+            matrix, start, end = table[found[2]]
+            target = f'transformer.h.{found[1]}.{matrix}.weight'
+        if target not in weights:
             raise ValueError(f'{folder} does not fit {path}, which has nothing for {name}; '
                              f'{trained_on}')
         if found[3] == 'B':
             continue
         A = tensors[name].float()
         B = tensors[name.replace('lora_A', 'lora_B')].float()
-        matrix, start, end = table[found[2]]
-        in_features = model.transformer.h[0].get_submodule(matrix).in_features
+        in_features = weights[target].size(1)
         shape = (len(B), A.size(1))
         if shape != (end - start, in_features):
             raise ValueError(f'{folder} does not fit {path}: {name} is for a matrix of {shape}, '

@@ -15,7 +15,8 @@ from configurator import did_you_mean
 from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_name
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, template_of
-from hotloop.system.files import first_intact, first_line, read_json
+from hotloop.system.files import first_intact, first_line, hash_file, read_json
+from hotloop.weights.adapter import TENSORS, base_of, is_adapter, read_adapter
 from hotloop.weights.families import CONV1D, our_name, settings_of
 from hotloop.weights.lora import adapters_of, frozen_weights, hash_source, hash_weights, merge
 from hotloop.weights.safetensors import read_safetensors
@@ -39,19 +40,26 @@ class Weights(NamedTuple):
     checkpoint: dict  # the rest of the checkpoint; of a folder, its hf_config and template
 
 
-def open_weights(source, data_dir):
+def load_weights(source, data_dir):
     """
-    Open the Weights of `source`: a Hugging Face folder, a run folder, a checkpoint file, or a model
-    of the hub such as gpt2, which is downloaded once. Raises ValueError if the source is missing,
-    damaged, or of an unsupported architecture.
+    Load the Weights of `source`: a run folder, a checkpoint file, a folder of adapters, a Hugging
+    Face folder, or a model of the hub such as gpt2, which is downloaded once. Adapters are added to
+    their base. Raises ValueError if the source is missing, damaged, or of an unsupported architecture.
     """
+    if is_adapter(source):
+        return add_folder(source, data_dir)
     folder = find_folder(source)
-    if folder is None:
-        path, checkpoint = open_checkpoint(source)
-        if 'lora' in checkpoint:
-            checkpoint['model'] = merge_base(checkpoint, path, data_dir)
-        model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
-        return Weights(path, model_args, weights, spec_of(checkpoint), checkpoint)
+    if folder is not None:
+        return folder_weights(folder, source)
+    path, checkpoint = open_checkpoint(source)
+    if 'lora' in checkpoint:
+        checkpoint['model'] = add_run(checkpoint, path, data_dir)
+    model_args, weights = checkpoint.pop('model_args'), checkpoint.pop('model')
+    return Weights(path, model_args, weights, spec_of(checkpoint), checkpoint)
+
+
+def folder_weights(folder, source):
+    """Read the Weights of a Hugging Face folder, which `source` names."""
     model_args, weights = load_folder(folder)
     spec = None
     checkpoint = {'hf_config': read_json(os.path.join(folder, 'config.json'))}
@@ -87,6 +95,8 @@ def find_folder(source):
 
 def shape_of(source, data_dir):
     """Read the model_args of a source without a download. Raises ValueError if it is not here."""
+    if is_adapter(source):
+        return shape_of(base_of(source)['base'], data_dir)
     path = os.path.join(source, 'config.json')
     if is_hub_name(source):
         path = cached_config(source)
@@ -207,7 +217,7 @@ def open_start(cfg, resumed, adapts, env):
         base = {key: resumed.checkpoint['lora'][key] for key in ('base', 'sha256')}
         name, source = base['base'], open_base(base, resumed.path, cfg.data_dir)
     else:
-        source = open_weights(name, cfg.data_dir)
+        source = load_weights(name, cfg.data_dir)
         if adapts:
             base = {'base': name, 'sha256': hash_source(source)}
     if env.rank == 0:
@@ -232,7 +242,7 @@ def open_base(record, path, data_dir):
     remedy = ('restore it, or write where a copy of it is into adapter_config.json of a folder of adapters '
               'and give sample.py --init_from=FOLDER')
     try:
-        base = open_weights(name, data_dir)
+        base = load_weights(name, data_dir)
     except ValueError as e:
         raise ValueError(f'{path} holds adapters of {name!r}, which cannot be read: {e}; '
                          f'{remedy}') from None
@@ -242,9 +252,10 @@ def open_base(record, path, data_dir):
     return base
 
 
-def merge_base(checkpoint, path, data_dir):
+def add_run(checkpoint, path, data_dir):
     """Add the adapters of a run to the weights of its base. Returns {name: float32 tensor}."""
     lora = checkpoint['lora']
+    # Sums with adapters depend on the machine, so their summands are hashed.
     checkpoint['sha256'] = hash_weights(checkpoint['model'], lora['sha256'])
     base = open_base(lora, path, data_dir)
     if 'hf_config' in base.checkpoint:
@@ -255,6 +266,18 @@ def merge_base(checkpoint, path, data_dir):
         weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:rows]
     merge(weights, adapters_of(checkpoint), lora['scale'])
     return weights
+
+
+def add_folder(folder, data_dir):
+    """Add the adapters of a folder to their base. Returns its Weights, with the tokenizer of the adapters."""
+    lora = base_of(folder)
+    base = open_base(lora, folder, data_dir)
+    base.checkpoint['sha256'] = hash_file(os.path.join(folder, TENSORS))
+    base.checkpoint['template'] = lora['template'] or base.checkpoint.get('template')
+    weights = frozen_weights(base.weights, lora['quantize'])
+    adapters, scale = read_adapter(folder, weights, base.path)
+    merge(weights, adapters, scale)
+    return base._replace(path=folder, weights=weights, tokenizer=lora['tokenizer'] or base.tokenizer)
 
 
 def open_checkpoint(source):
@@ -268,8 +291,8 @@ def open_checkpoint(source):
     if os.path.exists(best):
         paths.insert(0, best)
     if not paths:
-        raise ValueError(f'{source!r} holds neither a checkpoint nor a Hugging Face config.json; '
-                         'adapters alone are read by sample.py')
+        raise ValueError(f'{source!r} holds neither a checkpoint, nor a Hugging Face config.json, nor '
+                         'adapters')
     return first_intact(paths, load_checkpoint)
 
 

@@ -50,7 +50,7 @@ class LoRAConfig:
         return self.lora_alpha / self.lora_rank
 
 
-def check_lora(lora, cfg):
+def check_lora(lora, cfg, is_new):
     """Raise ValueError if adapters contradict other settings of the run."""
     if cfg.optimizer == 'muon':
         raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained by AdamW; use '
@@ -58,7 +58,7 @@ def check_lora(lora, cfg):
     if cfg.shard != 'none':
         raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; '
                          'omit it')
-    if cfg.init_from == 'scratch':
+    if is_new and cfg.init_from == 'scratch':
         raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with '
                          '--init_from')
 
@@ -102,25 +102,26 @@ class LoRALinear(nn.Module):
 # -----------------------------------------------------------------------------
 # which matrices
 
-def projections(model):
+def projections(weights):
     """
-    List what can have adapters: {name: (matrix in a block, first row, last row + 1)}. The names are
-    peft's: GPT-2's where positions are learned, with one adapter for c_attn, and Llama's elsewhere.
+    List what can have adapters in the weights of a GPT: {name: (matrix in a block, first row, last
+    row + 1)}. The names are peft's: GPT-2's where positions are learned, with one adapter for
+    c_attn, and Llama's elsewhere.
     """
-    c = model.config
-    q = c.n_head * c.head_dim
-    k = c.n_kv_head * c.head_dim
-    n_ff = c.n_ff
-    if c.position == 'learned':
-        rows = {'attn.c_attn': q + 2 * k, 'attn.c_proj': c.n_embd,
-                'mlp.c_fc': (1 + c.is_gated) * n_ff, 'mlp.c_proj': c.n_embd}
-        return {name: (name, 0, end) for name, end in rows.items()}
+    shapes = {}
+    for name in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'):
+        shapes[name] = weights[f'transformer.h.0.{name}.weight'].shape
+    if 'transformer.wpe.weight' in weights:
+        return {name: (name, 0, rows) for name, (rows, _) in shapes.items()}
+    n_embd, q = shapes['attn.c_proj']
+    k = (shapes['attn.c_attn'][0] - q) // 2
+    n_ff = shapes['mlp.c_proj'][1]
     found = {'attn.q_proj': ('attn.c_attn', 0, q), 'attn.k_proj': ('attn.c_attn', q, q + k),
              'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k),
-             'attn.o_proj': ('attn.c_proj', 0, c.n_embd),
+             'attn.o_proj': ('attn.c_proj', 0, n_embd),
              'mlp.up_proj': ('mlp.c_fc', 0, n_ff), 'mlp.gate_proj': ('mlp.c_fc', n_ff, 2 * n_ff),
-             'mlp.down_proj': ('mlp.c_proj', 0, c.n_embd)}
-    if not c.is_gated:
+             'mlp.down_proj': ('mlp.c_proj', 0, n_embd)}
+    if shapes['mlp.c_fc'][0] == n_ff:
         del found['mlp.gate_proj']
     return found
 
@@ -151,7 +152,7 @@ def add_adapters(model, cfg, origin, env, seed):
     """
     parts = {}
     num_params = model.num_params()
-    for name, (matrix, start, end) in chosen(cfg.lora_targets, projections(model)).items():
+    for name, (matrix, start, end) in chosen(cfg.lora_targets, projections(model.state_dict())).items():
         parts.setdefault(matrix, []).append([name, start, end])
     model.requires_grad_(False)
     torch.manual_seed(seed)
@@ -220,9 +221,9 @@ def hash_weights(weights, before=''):
 
 
 def hash_source(source):
-    """Hash Weights. Sums with adapters depend on the machine, so their summands are hashed."""
+    """Hash Weights, once: it takes 0.6 s per GB."""
     known = source.checkpoint
-    known['sha256'] = known.get('sha256') or hash_weights(source.weights)  # once: 0.6 s per GB
+    known['sha256'] = known.get('sha256') or hash_weights(source.weights)
     return known['sha256']
 
 

@@ -14,7 +14,7 @@ from conftest import error_of
 from hotloop.data.tokenizer import ByteTokenizer
 from hotloop.system.distributed import Env
 from hotloop.training.checkpoint import save_checkpoint
-from hotloop.weights.load import GPT2_SPEC, check_start, load_folder, open_start, open_weights, shape_of
+from hotloop.weights.load import GPT2_SPEC, check_start, load_folder, load_weights, open_start, shape_of
 from hotloop.weights.safetensors import read_safetensors, write_safetensors
 from model import GPT
 
@@ -38,23 +38,23 @@ def test_best_is_taken_before_the_latest_and_the_latest_before_older_ones(tmp_pa
     for name, step in steps.items():
         write_checkpoint(tmp_path / name, step, tokenizer=ByteTokenizer().spec())
     for number, (name, step) in enumerate(steps.items()):
-        found = open_weights(str(tmp_path), 'data')
+        found = load_weights(str(tmp_path), 'data')
         assert found.path == str(tmp_path / name) and found.weights['w'][0] == step
         assert found.tokenizer == ByteTokenizer().spec() and found.checkpoint['iter_num'] == step
         assert found.model_args == ARGS and 'model' not in found.checkpoint
         notes = capsys.readouterr().err.splitlines()
         assert [damaged in note for damaged, note in zip(steps, notes, strict=False)] == [True] * number
         flip_a_bit(tmp_path / name)
-        assert f'{name} is damaged' in error_of(open_weights, str(tmp_path / name), 'data')  # by its path
-    assert 'ckpt-000000020.pt' in error_of(open_weights, str(tmp_path), 'data')
+        assert f'{name} is damaged' in error_of(load_weights, str(tmp_path / name), 'data')  # by its path
+    assert 'ckpt-000000020.pt' in error_of(load_weights, str(tmp_path), 'data')
 
 
 def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkdir('gpt2')
-    assert "'gpt2' holds neither a checkpoint nor a Hugging Face" in error_of(open_weights, 'gpt2', 'data')
+    assert "'gpt2' holds neither a checkpoint, nor a Hugging Face" in error_of(load_weights, 'gpt2', 'data')
     write_checkpoint(tmp_path / 'gpt2' / 'ckpt.pt', 3)
-    found = open_weights('gpt2', 'data')
+    found = load_weights('gpt2', 'data')
     assert found.checkpoint['iter_num'] == 3 and found.tokenizer is None  # as in nanoGPT's checkpoints
     assert "'resum' does not exist; did you mean 'resume'?" in error_of(check_start, 'resum')
     for name in ('scratch', 'resume', 'gpt2', 'some/model'):
@@ -96,14 +96,14 @@ def raw_safetensors(header, data):
 
 
 def test_a_folder_gives_args_weights_and_tokenizer(gpt2_folder, monkeypatch):
-    found = open_weights(str(gpt2_folder), 'data')
+    found = load_weights(str(gpt2_folder), 'data')
     model = GPT.from_checkpoint(found.model_args, found.weights)
     assert found.path == str(gpt2_folder) and found.tokenizer is None
     assert found.checkpoint.keys() == {'hf_config'} and found.checkpoint['hf_config']['n_positions'] == 5
     assert model.config.mlp == 'gelu_tanh' and model.config.tie and model.config.block_size == 5
     (gpt2_folder / 'tokenizer.json').write_text('{}')
     monkeypatch.setattr('hotloop.weights.load.read_tokenizer_json', lambda folder: ByteTokenizer())
-    found = open_weights(str(gpt2_folder), 'data')
+    found = load_weights(str(gpt2_folder), 'data')
     assert found.tokenizer == ByteTokenizer().spec()
 
 
@@ -111,10 +111,10 @@ def test_gpt2s_tokenizer_is_assumed_for_its_vocabulary_only(gpt2_folder, monkeyp
     args = {}
     monkeypatch.setattr('hotloop.weights.load.load_folder', lambda folder: (args, {}))
     for args['vocab_size'], expected in ((50257, GPT2_SPEC), (50304, GPT2_SPEC), (50256, None)):
-        assert open_weights(str(gpt2_folder), 'data').tokenizer == expected
+        assert load_weights(str(gpt2_folder), 'data').tokenizer == expected
     args['vocab_size'] = 50257
     (gpt2_folder / 'vocab.json').write_text('{"Ġthe": 262}')  # as GPT-2's
-    assert open_weights(str(gpt2_folder), 'data').tokenizer == GPT2_SPEC
+    assert load_weights(str(gpt2_folder), 'data').tokenizer == GPT2_SPEC
 
 
 def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_read_names_the_file(gpt2_folder, name, content,
     if name.endswith('.index.json'):
         (gpt2_folder / 'model.safetensors').unlink()
     (gpt2_folder / name).write_text(json.dumps(content))
-    error = error_of(open_weights, str(gpt2_folder), 'data')
+    error = error_of(load_weights, str(gpt2_folder), 'data')
     assert words in error and str(gpt2_folder) in error
 
 
@@ -170,28 +170,28 @@ def put_into(cache, name, folder):
 @pytest.mark.parametrize('name, full', [('gpt2', 'openai-community/gpt2'), ('org/model', 'org/model')])
 def test_a_model_of_the_hub_is_found_without_a_network(gpt2_folder, cache, name, full):
     place = put_into(cache, full, gpt2_folder)
-    found = open_weights(name, 'data')
+    found = load_weights(name, 'data')
     assert found.path == str(place) and len(found.weights) == 17
     assert shape_of(full, 'data')['n_head'] == 2
 
 
 def test_a_model_that_is_not_on_disk_is_one_sentence(cache):
-    error = error_of(open_weights, 'org/model', 'data')
+    error = error_of(load_weights, 'org/model', 'data')
     assert error.startswith("'org/model' could not be downloaded from the hub: ") and '\n' not in error
     assert "'org/model' is not on disk, and a dry run" in error_of(shape_of, 'org/model', 'data')
 
 
 def test_the_package_of_the_hub_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr('hotloop.system.files.find_spec', lambda name: None)
-    assert 'pip install huggingface_hub' in error_of(open_weights, 'org/model', 'data')
+    assert 'pip install huggingface_hub' in error_of(load_weights, 'org/model', 'data')
 
 
 def test_a_folder_without_safetensors_or_tokenizer_json_is_refused_with_the_conversion(gpt2_folder):
     (gpt2_folder / 'tokenizer.model').write_bytes(b'')
-    error = error_of(open_weights, str(gpt2_folder), 'data')
+    error = error_of(load_weights, str(gpt2_folder), 'data')
     assert 'tokenizer.json cannot be read' in error and 'AutoTokenizer.from_pretrained' in error
     os.rename(gpt2_folder / 'model.safetensors', gpt2_folder / 'pytorch_model.bin')
-    error = error_of(open_weights, str(gpt2_folder), 'data')
+    error = error_of(load_weights, str(gpt2_folder), 'data')
     assert 'has no model.safetensors' in error and 'AutoModelForCausalLM.from_pretrained' in error
 
 

@@ -15,15 +15,17 @@ import sample
 import train
 from hotloop.system.distributed import Env
 from hotloop.training.forecast import flops_of
-from hotloop.weights.adapter import CONFIG, merge_adapter, read_adapter, write_adapter
-from hotloop.weights.load import Weights, open_weights
+from hotloop.weights.adapter import CONFIG, read_adapter, write_adapter
+from hotloop.weights.load import load_weights
 from hotloop.weights.lora import (
     LoRAConfig,
     LoRALinear,
     adapters_of,
     add_adapters,
     chosen,
+    frozen_weights,
     hash_weights,
+    merge,
     projections,
     trainable,
     weights_to_save,
@@ -42,7 +44,7 @@ def gpt(**settings):
 
 
 def adapt(model, dtype=torch.float32, **settings):
-    """Adds adapters whose B is not zero. Returns the checkpoint of such a run, as far as adapters go."""
+    """Add adapters whose B is not zero. Returns the checkpoint of such a run, as far as adapters go."""
     cfg = LoRAConfig(**{'lora_rank': 4, **settings})
     origin = {'base': 'out/base', 'sha256': hash_weights(model.state_dict())}
     record = add_adapters(model, cfg, origin, Env(dtype=dtype), 1)
@@ -87,7 +89,7 @@ def test_each_part_gains_its_own_product(parts, rs):
     (LLAMA, 'attn.q_proj attn.k_proj attn.v_proj attn.o_proj mlp.up_proj mlp.gate_proj mlp.down_proj')])
 def test_projections_have_the_names_of_peft_and_cover_every_row(settings, names):
     model = gpt(**settings)
-    table, covered = projections(model), {}
+    table, covered = projections(model.state_dict()), {}
     assert list(table) == names.split()
     for matrix, start, end in table.values():
         covered.setdefault(matrix, []).extend(range(start, end))
@@ -99,10 +101,10 @@ def test_projections_have_the_names_of_peft_and_cover_every_row(settings, names)
 
 
 def test_targets_are_named_as_in_peft():
-    table = projections(gpt(**LLAMA))
+    table, gpt2 = projections(gpt(**LLAMA).state_dict()), gpt().state_dict()
     assert list(chosen('v_proj, q_proj', table)) == ['attn.q_proj', 'attn.v_proj']
-    assert list(chosen('c_proj', projections(gpt()))) == ['attn.c_proj', 'mlp.c_proj']  # both, as in peft
-    assert list(chosen('attn.c_proj', projections(gpt()))) == ['attn.c_proj']
+    assert list(chosen('c_proj', projections(gpt2))) == ['attn.c_proj', 'mlp.c_proj']  # both, as in peft
+    assert list(chosen('attn.c_proj', projections(gpt2))) == ['attn.c_proj']
     for targets, word in (('q_proj,gate', 'gate'), ('', '')):
         error = error_of(chosen, targets, table)
         assert f'lora_targets={targets!r}: {word!r} matches nothing; this model has q_proj, k_proj' in error
@@ -118,7 +120,7 @@ def test_only_adapters_learn_and_the_start_is_the_base(settings, quantize):
     add_adapters(model, cfg, {}, Env(dtype=torch.bfloat16), 1)
     assert all('.lora_' in name and p.dtype == torch.float32
                for name, p in model.named_parameters() if p.requires_grad)
-    table = projections(gpt(**settings))
+    table = projections(gpt(**settings).state_dict())
     features = {'attn.c_attn': 32, 'attn.c_proj': 32, 'mlp.c_fc': 32, 'mlp.c_proj': model.config.n_ff}
     assert sum(p.numel() for p in trainable(model)) == sum(
         2 * 2 * (end - start + features[matrix]) for matrix, start, end in table.values())
@@ -170,10 +172,6 @@ def test_a_frozen_head_in_chunks_has_no_gradient_and_gives_those_of_one_piece():
 # -----------------------------------------------------------------------------
 # folders in peft's format
 
-def as_weights(model, path='out/base'):
-    return Weights(path, model.config.model_args(), model.state_dict(), None, {})
-
-
 @pytest.mark.parametrize('settings, names', [
     (GPT2, 'transformer.h.0.attn.c_attn transformer.h.1.mlp.c_proj'),
     (LLAMA, 'model.layers.0.self_attn.q_proj model.layers.1.mlp.gate_proj')])
@@ -187,10 +185,13 @@ def test_a_folder_has_pefts_names_and_merged_computes_what_was_trained(tmp_path,
         assert all(f'"base_model.model.{name}.lora_{letter}.weight"'.encode() in header for letter in 'AB')
     config = json.loads((tmp_path / 'adapter_config.json').read_text())
     assert (config['r'], config['lora_alpha'], config['fan_in_fan_out']) == (4, 32, settings == GPT2)
-    adapters, found = read_adapter(tmp_path, base, 'out/base')
-    assert found == scale and len(adapters) == 2 * len(config['target_modules']) == 2 * len(projections(base))
+    adapters, found = read_adapter(tmp_path, base.state_dict(), 'out/base')
+    table = projections(base.state_dict())
+    assert found == scale and len(adapters) == 2 * len(config['target_modules']) == 2 * len(table)
     before = all_logits(base, IDS)
-    merge_adapter(base, tmp_path, as_weights(base))
+    weights = frozen_weights(base.state_dict(), quantize)
+    merge(weights, adapters, scale)
+    base.load_weights(weights)
     assert (all_logits(tuned, IDS) - before).norm() > 0.05 * before.norm()
     torch.testing.assert_close(all_logits(base, IDS), all_logits(tuned, IDS), rtol=1e-5, atol=1e-5)
 
@@ -200,7 +201,7 @@ def test_an_adapter_for_another_base(tmp_path):
     write_adapter(folder, adapt(gpt(**LLAMA)))
     for model, words in ((gpt(n_embd=64, **LLAMA), 'is for a matrix of (32, 48), not of (64, 48)'),
                          (gpt(), 'has nothing for base_model.model.model.layers.0.mlp.down_proj.lora_A')):
-        error = error_of(merge_adapter, model, folder, as_weights(model, 'here'))
+        error = error_of(read_adapter, folder, model.state_dict(), 'here')
         assert words in error and str(folder) in error and 'here' in error and 'out/base' in error
 
 
@@ -214,7 +215,8 @@ def test_what_merge_cannot_do_is_refused(tmp_path, name, value, words):
     write_adapter(tmp_path, adapt(gpt()))
     config = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps({**config, name: value}))
-    assert f'{tmp_path}/adapter_config.json: {words}' in error_of(read_adapter, tmp_path, gpt(), 'out/base')
+    error = error_of(read_adapter, tmp_path, gpt().state_dict(), 'out/base')
+    assert f'{tmp_path}/adapter_config.json: {words}' in error
 
 
 # -----------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def test_ten_steps_of_tuning_equal_five_plus_five(train_tiny, tmp_path, base, mo
     stop_at(monkeypatch, 5)
     assert train_tiny('parts', **base, **settings) == 143
     given = {name: settings[name] for name in ('block_size', 'dtype') if name in settings}  # unlike TINY
-    train_tiny('parts', init_from='resume', **given)
+    train_tiny('parts', resume=True, **given)
     assert_equal_runs(tmp_path / 'parts', tmp_path / 'whole')
     assert same(load(tmp_path / 'parts' / 'best.pt')['model'], load(tmp_path / 'whole' / 'best.pt')['model'])
     checkpoint = load(tmp_path / 'whole' / 'ckpt.pt')
@@ -268,10 +270,11 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
     assert torch.equal(*losses[2:])
 
 
-def test_a_tuned_run_is_a_base_again(train_tiny, tmp_path, base, monkeypatch):
-    """The base of a base is opened too; its hash does not depend on how sums are rounded."""
+@pytest.mark.parametrize('source', ['first', 'first/adapter'])
+def test_a_tuned_run_is_a_base_again(train_tiny, tmp_path, base, monkeypatch, source):
+    """So is its folder of adapters. The base of a base is opened too; its hash does not depend on how sums are rounded."""
     train_tiny('first', **base)
-    second = {**base, 'init_from': tmp_path / 'first', 'lora_targets': 'mlp'}
+    second = {**base, 'init_from': tmp_path / source, 'lora_targets': 'mlp'}
     train_tiny('second', **second, max_iters=4)
     monkeypatch.setattr('hotloop.weights.load.merge', lambda weights, adapters, scale: None)  # other sums
     assert train_tiny('second', init_from='resume', max_iters=6) == 0
@@ -365,10 +368,11 @@ def test_adapters_equal_pefts_and_their_files_load_both_ways(tmp_path, kind, rs)
     import peft
     theirs.save_pretrained(tmp_path / 'peft')
     peft_model(kind).unload().save_pretrained(tmp_path / 'base')
-    source = open_weights(str(tmp_path / 'base'), 'data')
+    source = load_weights(str(tmp_path / 'base'), 'data')
     ours, merged = (GPT.from_checkpoint(source.model_args, source.weights) for _ in range(2))
-    merge_adapter(merged, tmp_path / 'peft', source)
-    read = {(a.layer, a.projection): a for a in read_adapter(tmp_path / 'peft', merged, 'base')[0]}
+    adapters, scale = read_adapter(tmp_path / 'peft', merged.state_dict(), 'base')
+    read = {(a.layer, a.projection): a for a in adapters}
+    merge(merged.state_dict(), adapters, scale)
     checkpoint = adapt(ours, lora_rs=rs)
     for a in adapters_of(checkpoint):
         a.A.copy_(read[a.layer, a.projection].A)

@@ -14,7 +14,7 @@ from test_code_eval import ADD
 import prepare
 import sample
 import train
-from hotloop.weights.load import open_weights
+from hotloop.weights.load import load_weights
 from model import GPT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def check_export():
         expected = theirs(ids).logits
     errors = []
     for folder in ('out-lora', 'base'):
-        found = open_weights(folder, 'data')
+        found = load_weights(folder, 'data')
         model = GPT.from_checkpoint(found.model_args, found.weights).eval()
         errors.append(error_against(expected, all_logits(model, ids)))
     assert errors[0] < 1e-5 and errors[1] > 1e-2
