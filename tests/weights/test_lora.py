@@ -272,7 +272,7 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
 
 @pytest.mark.parametrize('source', ['first', 'first/adapter'])
 def test_a_tuned_run_is_a_base_again(train_tiny, tmp_path, base, monkeypatch, source):
-    """So is its folder of adapters. The base of a base is opened too; its hash does not depend on how sums are rounded."""
+    """So is its folder of adapters. The base of a base is opened too; other sums give no other hash."""
     train_tiny('first', **base)
     second = {**base, 'init_from': tmp_path / source, 'lora_targets': 'mlp'}
     train_tiny('second', **second, max_iters=4)
