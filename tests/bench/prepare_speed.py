@@ -13,6 +13,7 @@ TIKTOKEN_CACHE_DIR or a network.
 
 import functools
 import glob
+import json
 import lzma
 import math
 import os
@@ -24,27 +25,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from bench import ROOT, SHARED, alternate, machine, parser_of, run, table
+import tokenizers
+from bench import SHARED, alternate, machine, parser_of, run, table
 
 from hotloop.data.bpe import count_words, learn_merges
 from hotloop.data.documents import Reading, documents_in
 from hotloop.data.sources import files_of, stdlib_files
 from hotloop.data.tokenizer import BPETokenizer, TiktokenTokenizer
 
-READ = """
-import sys, time, tiktoken
-from collections import Counter
-sys.path.insert(0, {root!r})
-from hotloop.data.documents import Reading, documents_in
-from hotloop.data.sources import files_of
-def texts():
-    for piece in documents_in(files_of({source!r}, 'auto', 'data', ''), Reading(), Counter()):
-        yield piece.parts[0][0]
+ALONE = """
+import json, sys, time, tiktoken
+texts = [json.loads(line) for line in open(sys.argv[1])]
 encoding = tiktoken.get_encoding('gpt2')
-"""
-
-RAW = READ + """
-texts = list(texts())
 start = time.perf_counter()
 for text in texts:
     encoding.encode_ordinary(text)
@@ -52,29 +44,35 @@ print(time.perf_counter() - start)
 """
 
 # as nanoGPT prepares OpenWebText: map over a dataset of documents, then one bin of the result
-MAP = READ + """
-import numpy as np, datasets
+MAP = """
+import datasets, json, numpy as np, sys, tiktoken
+_, texts, folder, num_proc = sys.argv
+encoding = tiktoken.get_encoding('gpt2')
 datasets.disable_progress_bars()
 
 def documents():
-    for text in texts():
-        yield {{'text': text}}
+    for line in open(texts):
+        yield {'text': json.loads(line)}
 
 def tokenize(row):
-    return {{'ids': [*encoding.encode_ordinary(row['text']), encoding.eot_token]}}
+    return {'ids': [*encoding.encode_ordinary(row['text']), encoding.eot_token]}
 
-rows = datasets.Dataset.from_generator(documents, cache_dir={folder!r})
-rows = rows.map(tokenize, remove_columns='text', num_proc={num_proc}).with_format('numpy')
-with open({folder!r} + '/train.bin', 'wb') as f:
+rows = datasets.Dataset.from_generator(documents, cache_dir=folder)
+rows = rows.map(tokenize, remove_columns='text', num_proc=int(num_proc)).with_format('numpy')
+with open(folder + '/train.bin', 'wb') as f:
     for batch in rows.iter(100):
         f.write(np.concatenate(list(batch['ids'])).astype(np.uint16).tobytes())
 """
 
 
 def speed(source, folder, rounds, with_datasets):
-    """Rows of MB/s, the share of tiktoken alone per process, and peak memory from one more run of each."""
-    pieces = documents_in(files_of(source, 'auto', 'data', ''), Reading(), Counter())
-    size = sum(len(piece.parts[0][0].encode()) for piece in pieces)
+    """Return rows of MB/s, the share of tiktoken alone per process, and the memory of one more run."""
+    texts, size = os.path.join(folder, 'texts.jsonl'), 0
+    with open(texts, 'w') as f:
+        for piece in documents_in(files_of(source, 'auto', 'data', ''), Reading(), Counter()):
+            text = piece.parts[0][0]
+            size += len(text.encode())
+            f.write(json.dumps(text) + '\n')
 
     def ours(num_proc, watch=False):
         return run([sys.executable, 'prepare.py', source, '--tokenizer=gpt2', f'--num_proc={num_proc}',
@@ -82,16 +80,14 @@ def speed(source, folder, rounds, with_datasets):
 
     def mapped(num_proc, watch=False):
         with tempfile.TemporaryDirectory(dir=folder) as cache:
-            code = MAP.format(root=ROOT, source=source, folder=cache, num_proc=num_proc)
-            return run([sys.executable, '-c', code], watch=watch)[:2]
+            return run([sys.executable, '-c', MAP, texts, cache, str(num_proc)], watch=watch)[:2]
 
     def alone(watch=False):
-        output = run([sys.executable, '-c', RAW.format(root=ROOT, source=source)])[2]
-        return float(output.splitlines()[-1]), math.nan
+        return float(run([sys.executable, '-c', ALONE, texts])[2].splitlines()[-1]), math.nan
     sides = {'tiktoken alone': alone}
     for num_proc, words in ((1, '1 process'), (2, '2 processes')):
         sides[f'prepare.py, {words}'] = functools.partial(ours, num_proc)
-        if find_spec('datasets') and with_datasets:
+        if with_datasets and find_spec('datasets'):
             sides[f'datasets.map, {words}'] = functools.partial(mapped, num_proc)
     results = alternate(sides, rounds)
     rates = {name: size / 1e6 / median([seconds for seconds, _ in pairs]) for name, pairs in results.items()}
@@ -126,17 +122,14 @@ def learned_bpe(size):
     rows = [[f'bpe:{size}', f'{seconds:.1f}'], ['gpt2', '']]
     for row, tokenizer in zip(rows, (BPETokenizer(tokens), TiktokenTokenizer('gpt2')), strict=True):
         row.append(f'{len(sample.encode()) / len(tokenizer.encode(sample)):.2f}')
-    if find_spec('tokenizers'):
-        import tokenizers
-        theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
-        theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        start = time.perf_counter()
-        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-        theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-            vocab_size=size, initial_alphabet=alphabet, show_progress=False))
-        seconds = time.perf_counter() - start
-        rows.append(['tokenizers (Rust, all cores)', f'{seconds:.1f}', ''])
-    return rows
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    start = time.perf_counter()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, show_progress=False))
+    seconds = time.perf_counter() - start
+    return [*rows, ['tokenizers (Rust, all cores)', f'{seconds:.1f}', '']]
 
 
 def main():
