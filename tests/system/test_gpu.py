@@ -79,10 +79,6 @@ def test_adapters_on_the_device_are_written_at_the_last_step(run, tmp_path):
     assert (tmp_path / 'tuned' / 'adapter' / 'adapter_model.safetensors').exists() and tuned['iter_num'] == 2
 
 
-def test_a_loss_in_chunks_trains_as_the_whole_does(run):
-    assert furthest(run('one'), run('four', loss_chunks=4)) < 0.05
-
-
 @pytest.mark.parametrize('preset', ['gpt2', 'modern'])
 def test_a_compiled_step_draws_what_the_eager_one_draws(preset):
     """In float32, where kernels differ less than probable ids. Contexts slide; graphs are used again."""
