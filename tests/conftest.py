@@ -35,12 +35,12 @@ TINY = dict(dataset='tiny', device='cpu', dtype='float32', compile=False, n_laye
 
 
 def tiny_flags(out_dir, data_dir, **settings):
-    """The flags of a run on TINY with these settings."""
+    """Return the flags of a run on TINY with these settings."""
     return [f'--{k}={v}' for k, v in {**TINY, 'data_dir': data_dir, **settings, 'out_dir': out_dir}.items()]
 
 
 def write_bins(folder, tokens, val, tokenizer=None, vocab_size=257, dtype='uint16', masks=None):
-    """A dataset by hand: folder/{train,val}.bin, meta.json unless tokenizer is False, and masks."""
+    """Write a dataset: folder/{train,val}.bin, meta.json unless tokenizer is False, and masks."""
     os.makedirs(folder, exist_ok=True)
     splits = {'train': np.asarray(tokens), 'val': np.asarray(val)}
     for name, ids in splits.items():
@@ -61,14 +61,14 @@ def train_bpe(texts, num_tokens):
 
 
 def noise(n, seed=0, low=32, high=96):
-    """n byte tokens with a skewed distribution, so that there is something to learn."""
+    """Return n byte tokens with a skewed distribution, so that there is something to learn."""
     rng = np.random.default_rng(seed)
     return np.minimum(rng.integers(low, high, n), rng.integers(low, high, n))
 
 
 @pytest.fixture(scope='session')
 def data_dir(tmp_path_factory):
-    """data_dir with the dataset tiny: 4,001 training tokens, 487 to validate on, 30 windows of 16 and 6."""
+    """Write the dataset tiny: 4,001 training tokens, 487 to validate on, 30 windows of 16 and 6."""
     folder = tmp_path_factory.mktemp('data')
     write_bins(folder / 'tiny', noise(4001), noise(487, seed=1))
     return str(folder)
@@ -76,7 +76,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def masked(tmp_path):
-    """A mask that gets denser along the text: no two micro-batches have the same number of targets."""
+    """Write a dataset whose mask gets denser along the text: no two micro-batches have the same number of targets."""
     def mask(n):
         random = torch.rand(n, generator=torch.Generator().manual_seed(2))
         return (random < torch.linspace(0.05, 1, n) ** 2).numpy()
@@ -86,7 +86,7 @@ def masked(tmp_path):
 
 @pytest.fixture
 def train_tiny(tmp_path, data_dir):
-    """train_tiny(out, *words, **settings) runs train.main on TINY with these; returns its exit code."""
+    """train_tiny(out, *words, **settings) runs train.main on TINY. Returns its exit code."""
     def run(out='out', *words, **settings):
         settings = {'data_dir': data_dir, **settings}
         return train.main([*map(str, words), *tiny_flags(tmp_path / out, **settings)])
@@ -95,7 +95,7 @@ def train_tiny(tmp_path, data_dir):
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
-    """Training changes signal handlers and threads of its process."""
+    """Restore signal handlers and threads, which training changes."""
     monkeypatch.setattr('gc.collect', lambda *args: 0)  # half the time of a tiny run
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
@@ -108,7 +108,7 @@ def as_it_was(monkeypatch):
 
 
 def at_step(monkeypatch, step, action):
-    """Calls action() in this process during the given step, counted from now on over all runs."""
+    """Call action() in this process during the given step, counted from now on over all runs."""
     original, count = train.train_step, itertools.count(1)
 
     def wrapped(*args, **kwargs):
@@ -120,7 +120,7 @@ def at_step(monkeypatch, step, action):
 
 
 def stop_at(monkeypatch, step):
-    """SIGTERM in this process during the given step, counted in the same way."""
+    """Send SIGTERM to this process during the given step, counted in the same way."""
     at_step(monkeypatch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
@@ -128,7 +128,7 @@ def stop_at(monkeypatch, step):
 def torchrun(tmp_path, data_dir):
     """
     torchrun(out, fault, step, ...) starts TINY on gloo processes, with the fault in the last one. They are
-    forks of the agent unless forked is False. node: the agent's own words for one of several nodes.
+    forks of the agent unless forked is False. node: the agent's flags on one of several nodes.
     """
     import faults  # which imports this
     started = []
@@ -149,7 +149,7 @@ def torchrun(tmp_path, data_dir):
 
 
 def scripted_losses(monkeypatch, *losses):
-    """Evaluations that return these validation losses, one after another."""
+    """Let evaluations return these validation losses, one after another."""
     found = (Evaluation({'loss': loss, 'stderr': 0.1, 'bpb': None, 'tokens': 1}, {'loss': 1.0}, 0.0)
              for loss in losses)
     monkeypatch.setattr(train, 'evaluate_both', lambda *args, **kwargs: next(found))
@@ -160,7 +160,7 @@ def load(path):
 
 
 def same(a, b):
-    """Equal bit for bit, through containers."""
+    """Return whether two nested values are equal bit for bit."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
@@ -172,7 +172,7 @@ def same(a, b):
 
 @torch.no_grad()
 def all_logits(model, ids):
-    """The logits after each token, (B, T, V); forward() has those of the last one, or a loss."""
+    """Return the logits after each token, (B, T, V); forward() has those of the last one, or a loss."""
     kept = []
     hook = model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
     model(ids, ids)
@@ -181,18 +181,18 @@ def all_logits(model, ids):
 
 
 def error_against(expected, logits):
-    """The largest difference as a share of the largest logit."""
+    """Return the largest difference as a share of the largest logit."""
     return ((logits - expected).abs().max() / expected.abs().max()).item()
 
 
 def rows(out, name):
-    """The lines of a run's log.jsonl that have this name."""
+    """Read the lines of a run's log.jsonl that have this name."""
     lines = map(json.loads, (out / 'log.jsonl').read_text(encoding='utf-8').splitlines())
     return [line for line in lines if name in line]
 
 
 def error_of(call, *args, **kwargs):
-    """The text of the ValueError that a call raises; the exception's frames would hold a run's lock."""
+    """Return the text of the ValueError that a call raises. Its frames would hold a run's lock."""
     try:
         call(*args, **kwargs)
     except ValueError as e:
@@ -201,7 +201,7 @@ def error_of(call, *args, **kwargs):
 
 
 def contents(folder):
-    """{relative path: bytes} of everything below a folder."""
+    """Return {relative path: bytes} of everything below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
 
 
@@ -217,7 +217,7 @@ def gpt2(monkeypatch):
 @pytest.fixture
 def server(monkeypatch):
     """
-    A server on 127.0.0.1. server.script: functions of its handler, one per request, the
+    Serve on 127.0.0.1. server.script: functions of its handler, one per request, the
     last for all others; server.seen: request headers; server.url: of a file.
     """
     state = types.SimpleNamespace(script=[], seen=[])

@@ -35,7 +35,7 @@ SAVE = 'hotloop.training.checkpoint.Checkpoints.write'  # runs in a thread
 # what a run leaves
 
 def final(out):
-    """Everything that a run has learned, from its last checkpoint."""
+    """Return everything that a run has learned, from its last checkpoint."""
     checkpoint = load(out / 'ckpt.pt')
     learned = {k: checkpoint.get(k) for k in ('model', 'optimizer', 'muon', 'scaler', 'iter_num', 'state')}
     for name in ('optimizer', 'muon'):  # learning rates are set before each step
@@ -44,7 +44,7 @@ def final(out):
 
 
 def log(out, *names):
-    """The lines of log.jsonl without times; with names, only these, of the lines that have the last one."""
+    """Read log.jsonl without times; with names only these, of the lines that have the last one."""
     names = names or ('loss', 'lr', 'grad_norm', 'tokens_seen', 'skipped', 'val_loss', 'train_loss', 'step')
     return [{name: line[name] for name in names if name in line} for line in rows(out, names[-1])]
 
@@ -61,7 +61,7 @@ def assert_equal_runs(a, b):
 # faults, in the process of the run
 
 def before_call(name, times, action):
-    """Calls action(*args) before the times-th call of a function, by its full name; None: before each."""
+    """Call action(*args) before the times-th call of a function, by its full name; None: before each."""
     owner, _, attribute = name.rpartition('.')
     owner = pkgutil.resolve_name(owner)
     original, count = getattr(owner, attribute), itertools.count(1)
@@ -97,13 +97,13 @@ IN_STEP = {'kill': signals(signal.SIGKILL), 'stop': signals(signal.SIGSTOP),
 
 
 def naive_saves():
-    """Checkpoints as most trainers write them: onto the file."""
+    """Write checkpoints as most trainers do: onto the file."""
     hotloop.training.checkpoint.save_checkpoint = (
         lambda path, checkpoint, keep_old=None: torch.save(checkpoint, path))
 
 
 def small_files(size, *numbers):
-    """The disk takes no file above this size from the first of these saves to the second, and so on."""
+    """Let no file grow above this size from the first of these saves to the second, and so on."""
     import resource
 
     def limit(limits, *args):
@@ -114,7 +114,7 @@ def small_files(size, *numbers):
 
 
 def signal_in(name, times, *numbers):
-    """These signals when the function is called for the times-th time."""
+    """Send these signals when the function is called for the times-th time."""
     before_call(name, times, signals(*numbers))
 
 
@@ -133,7 +133,7 @@ def happen(name=None, *args):
 # torchrun
 
 def import_all():
-    """What a run imports when it needs it, so that forks have it."""
+    """Import what a run imports when it needs it, so that forks have it."""
     torch.set_num_threads(1)
     for name in ('torch._dynamo', 'torch.distributed.nn.functional'):
         importlib.import_module(name)
