@@ -76,7 +76,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture
 def masked(tmp_path):
-    """Write a dataset whose mask gets denser along the text: no two micro-batches have the same number of targets."""
+    """Write a dataset whose mask gets denser: no two micro-batches have as many targets."""
     def mask(n):
         random = torch.rand(n, generator=torch.Generator().manual_seed(2))
         return (random < torch.linspace(0.05, 1, n) ** 2).numpy()
