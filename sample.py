@@ -236,13 +236,15 @@ class Text:
             return
         self.pending += self.decoder.decode(self.tokenizer.decode([token]))
         ready = len(self.pending)
-        for stop in self.stop_texts:
-            if stop in self.pending:
-                self.finish = 'stop'
-                ready = min(ready, self.pending.index(stop))
-            for length in range(len(stop)):
-                if self.finish is None and self.pending.endswith(stop[:length]):
-                    ready = min(ready, len(self.pending) - length)
+        found = [self.pending.index(stop) for stop in self.stop_texts if stop in self.pending]
+        if found:
+            self.finish = 'stop'
+            ready = min(found)
+        else:
+            for stop in self.stop_texts:
+                for length in range(len(stop)):
+                    if self.pending.endswith(stop[:length]):
+                        ready = min(ready, len(self.pending) - length)
         self.text += self.pending[:ready]
         self.pending = self.pending[ready:]
 

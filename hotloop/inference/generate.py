@@ -27,7 +27,6 @@ class Sampling:
     top_p: float | None = None  # only the smallest set of most probable ids that has this probability
     min_p: float | None = None  # only ids with at least this share of the highest probability
     repetition_penalty: float = 1.0  # divides positive logits of ids that occurred, multiplies negative ones
-    stop: frozenset = frozenset()  # ids that end a text
     vocab: int | None = None  # ids from here on are padding of the vocabulary and are never drawn
     logprobs: bool = False  # compute each token's log-probability: the model's own, before any limit
 
@@ -157,8 +156,8 @@ def slide(model, cache, rows, stopped):
         cache.put(full, filled, slice(None))
 
 
-def read(drawn, rows, sampling, stopped):
-    """Append the drawn tokens and stop rows that end. Returns what generate() yields."""
+def read(drawn, rows, stopped):
+    """Append the drawn tokens to the rows. Returns what generate() yields."""
     new = []
     for row, (token, logprob) in zip(rows, drawn.tolist(), strict=True):
         row.context.append(int(token))
@@ -167,8 +166,6 @@ def read(drawn, rows, sampling, stopped):
         if math.isnan(logprob):
             raise ValueError(NOT_FINITE.format('logits that are'))
         new.append((row.sequence, int(token), logprob))
-        if token in sampling.stop:
-            stopped.add(row.sequence)
     return new
 
 
@@ -205,7 +202,7 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
     for left in reversed(range(sampling.max_new_tokens)):
         tokens = drawn[:, :1].long()  # a copy, because a CUDA graph overwrites at each step what it returned
         seen.scatter_(1, tokens, True)
-        new = read(drawn, rows, sampling, stopped)
+        new = read(drawn, rows, stopped)
         if new:
             yield new
         alive = [index for index, row in enumerate(rows) if row.sequence not in stopped]

@@ -168,7 +168,7 @@ def test_text_appears_when_it_is_certain(stops, tokens, texts):
     ('l|||e', b'hello', 'h', 'stop'), ('ell', b'heelal', 'heelal', None), ('xy', b'axaxyb', 'axa', 'stop'),
     (r'\n', b'ab\ncd', 'ab', 'stop'), (r'\t', b'x\ty', 'x', 'stop'), ('€', 'a€b'.encode(), 'a', 'stop'),
     ('aab', b'aaab', 'a', 'stop'), ('lo', b'hel', 'he', None), (None, (104, 256, 97), 'h', 'stop'),
-    ('<|endoftext|>|||zz', (104, 256), 'h', 'stop')])
+    ('<|endoftext|>|||zz', (104, 256), 'h', 'stop'), ('yABC|||AB', b'xyAB', 'xy', 'stop')])
 def test_a_stop_text_or_id_ends_the_sample_and_is_not_shown(stop, tokens, expected, finish):
     """Each byte is a token here, so most stop texts span several."""
     text, _ = fed(ByteTokenizer(), tokens, stop)
