@@ -26,7 +26,8 @@ from configurator import call_main, configure
 from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
 from hotloop.data.dataset import open_datasets
 from hotloop.data.documents import open_text
-from hotloop.data.tokenizer import encode_parts, prompt_ids, template_of_record, tokenizer_from
+from hotloop.data.encode import encode_parts, prompt_ids
+from hotloop.data.tokenizer import template_of_record, tokenizer_from
 from hotloop.inference.code_eval import judge, print_metrics, read_tasks
 from hotloop.inference.diagnose import diagnose
 from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate

@@ -31,8 +31,6 @@ from hotloop.system.text import shell
 FORMAT = 1  # of meta.json
 COUNT_BLOCK = 1 << 24  # tokens
 SPLITS = ('train', 'val')
-OWN_FILES = ('train.bin', 'val.bin', 'train.mask.bin', 'val.mask.bin', 'train.docs.bin',
-             'val.docs.bin', 'val.jsonl', 'meta.json')
 
 
 def dataset_folder(data_dir, dataset):
@@ -206,22 +204,18 @@ def partial_folder(folder):
 
 def same_dataset(folder, new):
     """
-    Test whether two folders hold the same tokens, masks and tokenizer. Reads all files of both.
+    Test whether two folders hold the same dataset, whatever it was made from. Reads all files.
     """
-    if not os.path.exists(os.path.join(folder, 'meta.json')):
-        return False
     try:
-        before = read_meta(folder)
-        now = read_meta(new)
-    except ValueError:  # It is damaged.
+        before, now = (read_json(os.path.join(path, 'meta.json')) for path in (folder, new))
+    except ValueError:  # It is missing or damaged.
         return False
-    names = ('foreign', 'dtype', 'vocab_size', 'tokenizer', 'eot', 'template', 'splits')
-    if any((before.get(name) or None) != (now.get(name) or None) for name in names):
-        return False
-    others = OWN_FILES[:-1]  # without meta.json
-    equal, _, _ = filecmp.cmpfiles(folder, new, others, shallow=False)
-    here, there = ({*others} & {*os.listdir(path)} for path in (folder, new))
-    return here == there == {*equal}
+    for meta in (before, now):
+        meta.pop('source', None)
+        meta.pop('flags', None)
+    files = [name for name in os.listdir(new) if name != 'meta.json']
+    equal, _, _ = filecmp.cmpfiles(folder, new, files, shallow=False)
+    return before == now and len(equal) == len(files)
 
 
 def count_ids(tokens, at_least=0):

@@ -1,4 +1,4 @@
-"""Encode documents as token ids, in several processes."""
+"""Encode the parts of a document as token ids, and documents in several processes."""
 
 import functools
 import multiprocessing
@@ -14,8 +14,52 @@ from typing import NamedTuple
 import numpy as np
 
 from hotloop.data.documents import PIECE
-from hotloop.data.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
+from hotloop.data.tokenizer import ByteTokenizer, CharTokenizer
 
+
+def encode_parts(tokenizer, parts, start=True):
+    """
+    Encode a stretch of a document as (ids, mask). parts: those of a Piece. start: whether the
+    document begins here. mask: 1 where a token counts toward the loss; None for a single part of
+    plain text.
+    """
+    runs = []  # [text or special id, counts]; adjacent texts with equal `counts` form one run
+    for text, markup, counts in parts:
+        for word in tokenizer.special_names.split(text) if markup else [text]:
+            if markup and word in tokenizer.specials:
+                runs.append([tokenizer.specials[word], counts])
+            elif runs and isinstance(runs[-1][0], str) and runs[-1][1] == counts:
+                runs[-1][0] += word
+            elif word or not runs:
+                runs.append([word, counts])
+    ids = []
+    mask = []
+    for i, (run, counts) in enumerate(runs):
+        if not isinstance(run, str):
+            ids.append(np.array([run]))
+        elif start and i == 0:
+            ids.append(tokenizer.encode(run))
+        else:
+            after_special = i > 0 and not isinstance(runs[i - 1][0], str)
+            ids.append(tokenizer.encode_next(run, after_special))
+        mask.append(np.full(len(ids[-1]), counts, dtype=np.uint8))
+    if len(parts) == 1 and not parts[0][1]:
+        return ids[0], None
+    return np.concatenate(ids), np.concatenate(mask)
+
+
+def prompt_ids(tokenizer, text):
+    """
+    Encode a prompt, in which the names of special ids count, after the bos; never empty.
+    """
+    ids = encode_parts(tokenizer, [(text, True, True)])[0].tolist()
+    if tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:
+        ids = [tokenizer.bos, *ids]
+    return ids or [0 if tokenizer.eot is None else tokenizer.eot]
+
+
+# -----------------------------------------------------------------------------
+# documents
 
 class Encoded(NamedTuple):
     """

@@ -1,15 +1,16 @@
 """Tokenizers: text to ids and back, rebuilt from the spec() that datasets and checkpoints carry."""
 
+import json
+import os
 import re
 import reprlib
 from functools import cached_property
 
 import numpy as np
 
-from hotloop.data.bpe import GPT2_SPLIT
+from hotloop.data.bpe import BYTE_OF, GPT2_SPLIT
 from hotloop.data.download import read_url
-from hotloop.data.hf_tokenizer import TokenizerJson, read_file
-from hotloop.system.files import counted, reason_of
+from hotloop.system.files import counted, first_line, optional, reason_of
 
 MAX_VOCAB = 2**20  # ids of a tokenizer
 GPT2_SPEC = {'kind': 'tiktoken', 'name': 'gpt2', 'bos': None, 'stops': []}
@@ -178,41 +179,96 @@ class BPETokenizer(TiktokenTokenizer):
 
 class HFTokenizer(Tokenizer):
     """
-    Wrap a TokenizerJson. If that adds a leading space, the ids have one byte more than the text.
+    Run a tokenizer.json with the optional tokenizers package: a byte-level BPE (GPT-2, Llama 3,
+    Qwen) or a sentencepiece BPE (Llama 2, Mistral, Gemma). Raises ValueError if it is neither. Where
+    it puts a space before a text, the ids have one byte more than the text.
     """
 
-    def __init__(self, file, eot):
-        self.file = file
+    def __init__(self, text, eot=None):
+        self.text = text
         self.eot = eot
-        self.specials = file.specials
-        self.n_vocab = file.n_vocab
+        self.backend = self.inside = open_backend(text)  # inside: for a text that continues another
+        file = json.loads(self.backend.to_str())  # the same file with every default spelled out
+        steps = []
+        for part, parts in (('normalizer', 'normalizers'), ('pre_tokenizer', 'pretokenizers')):
+            if file[part]:
+                steps += file[part].get(parts, [file[part]])
+        self.byte_level = any(step['type'] == 'ByteLevel' for step in steps)
+        model = file['model']
+        is_bpe = model['type'] == 'BPE' and (self.byte_level or model['byte_fallback'])
+        if not is_bpe or any(step.get('add_prefix_space') for step in steps):
+            raise ValueError('it is not a BPE like those of GPT-2, Llama, Mistral, Qwen and Gemma')
+        self.space = 'never'  # where it puts one: 'first' in a document, or 'always' after special ids too
+        for step in steps:
+            if step['type'] == 'Prepend':
+                self.space = 'always'
+                step['prepend'] = ''
+            elif step['type'] == 'Metaspace':
+                self.space = step['prepend_scheme']
+                step['prepend_scheme'] = 'never'
+        if self.space != 'never':
+            self.inside = open_backend(json.dumps(file))
+        self.added = self.backend.get_added_tokens_decoder()
+        self.specials = {self.added[i].content: i for i in sorted(self.added) if self.added[i].special}
+        self.n_vocab = max(self.backend.get_vocab().values()) + 1
 
-    def encode(self, text):
-        return self.file.encode(fix_surrogates(text))
+    def __reduce__(self):  # the package's own pickle loses encode_special_tokens
+        return tokenizer_from, (self.spec(),)
+
+    def encode(self, text, inside=False):
+        backend = self.inside if inside else self.backend
+        # encode() is slower, because it computes offsets.
+        encoding, = backend.encode_batch_fast([fix_surrogates(text)], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.uint32)
 
     def encode_next(self, text, after_special):
-        inside = not after_special or self.file.space != 'always'
-        return self.file.encode(fix_surrogates(text), inside)
+        return self.encode(text, inside=not after_special or self.space != 'always')
+
+    def first_id(self):
+        """Find the special id that the file puts before each text, or None."""
+        encoding = self.backend.encode('a', add_special_tokens=True)
+        # Some files put a special id after a text instead.
+        return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
     @cached_property
     def pieces(self):
-        return self.file.pieces(blank=(self.eot, self.bos))
+        pieces = [b''] * self.n_vocab
+        for token, i in self.backend.get_vocab().items():
+            if i in (self.eot, self.bos):
+                continue
+            if self.byte_level and i not in self.added and BYTE_OF.keys() >= set(token):
+                pieces[i] = bytes(BYTE_OF[letter] for letter in token)
+            elif self.byte_level:
+                pieces[i] = token.encode()
+            elif re.fullmatch('<0x[0-9A-F]{2}>', token):
+                pieces[i] = bytes.fromhex(token[3:5])
+            else:
+                pieces[i] = token.replace('▁', ' ').encode()
+        return pieces
 
     def settings(self):
-        return {'kind': 'hf', 'json': self.file.text, 'eot': self.eot}
+        return {'kind': 'hf', 'json': self.text, 'eot': self.eot}
+
+
+def open_backend(text):
+    """
+    Build the package's tokenizer from the text of a file. It encodes special names as plain text.
+    """
+    package = optional('tokenizers', 'reads tokenizer.json files')
+    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # encode.py forks
+    try:
+        backend = package.Tokenizer.from_str(text)
+    except Exception as e:  # the package raises plain Exception
+        raise ValueError(f'tokenizers {package.__version__} cannot read it: '
+                         f'{first_line(e)[:200]}') from None
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenTokenizer,
          'bpe': BPETokenizer, 'hf': HFTokenizer}
-
-
-def read_tokenizer_json(path):
-    """Read the HFTokenizer of a tokenizer.json, or of the folder that has one."""
-    file, eot, stops = read_file(path)
-    tokenizer = HFTokenizer(file, eot)
-    tokenizer.bos = file.first_id()
-    tokenizer.stops = stops
-    return tokenizer
 
 
 def tokenizer_from(spec):
@@ -228,7 +284,7 @@ def tokenizer_from(spec):
             settings['tokens'] = [t if t is None else t.encode('latin-1')
                                   for t in settings['tokens']]
         if 'json' in settings:
-            settings['file'] = TokenizerJson(settings.pop('json'))
+            settings['text'] = settings.pop('json')
         tokenizer = kind(**settings)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this '
@@ -279,44 +335,3 @@ def fix_surrogates(text):
     Join surrogate pairs and replace lone ones, which UTF-8 cannot hold. JSON may contain either.
     """
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-
-
-def encode_parts(tokenizer, parts, start=True):
-    """
-    Encode a stretch of a document as (ids, mask). parts: those of a Piece. start: whether the
-    document begins here. mask: 1 where a token counts toward the loss; None for a single part of
-    plain text.
-    """
-    runs = []  # [text or special id, counts]; adjacent texts with equal `counts` form one run
-    for text, markup, counts in parts:
-        for word in tokenizer.special_names.split(text) if markup else [text]:
-            if markup and word in tokenizer.specials:
-                runs.append([tokenizer.specials[word], counts])
-            elif runs and isinstance(runs[-1][0], str) and runs[-1][1] == counts:
-                runs[-1][0] += word
-            elif word or not runs:
-                runs.append([word, counts])
-    ids = []
-    mask = []
-    for i, (run, counts) in enumerate(runs):
-        if not isinstance(run, str):
-            ids.append(np.array([run]))
-        elif start and i == 0:
-            ids.append(tokenizer.encode(run))
-        else:
-            after_special = i > 0 and not isinstance(runs[i - 1][0], str)
-            ids.append(tokenizer.encode_next(run, after_special))
-        mask.append(np.full(len(ids[-1]), counts, dtype=np.uint8))
-    if len(parts) == 1 and not parts[0][1]:
-        return ids[0], None
-    return np.concatenate(ids), np.concatenate(mask)
-
-
-def prompt_ids(tokenizer, text):
-    """
-    Encode a prompt, in which the names of special ids count, after the bos; never empty.
-    """
-    ids = encode_parts(tokenizer, [(text, True, True)])[0].tolist()
-    if tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:
-        ids = [tokenizer.bos, *ids]
-    return ids or [0 if tokenizer.eot is None else tokenizer.eot]

@@ -18,11 +18,14 @@ from hotloop.data.tokenizer import (
     GPT2_VOCAB_SIZES,
     MAX_VOCAB,
     TIKTOKEN_NAMES,
-    read_tokenizer_json,
+    HFTokenizer,
     spec_of,
     tokenizer_from,
 )
 from hotloop.system.files import first_intact, read_json
+
+# The usual names, where tokenizer_config.json has none.
+EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
 
 
 class TokenizerSource(NamedTuple):
@@ -57,14 +60,51 @@ def find_tokenizer(name, data_dir):
                      'tokenizer.json, or a folder with one of them or with a dataset')
 
 
+def read_tokenizer_json(path):
+    """
+    Read the HFTokenizer of a tokenizer.json, or of the folder that has one. The end of a text is
+    what tokenizer_config.json names, or the usual one.
+    """
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        folder = path
+        path = os.path.join(path, 'tokenizer.json')
+    try:
+        with open(path, encoding='utf-8') as f:
+            tokenizer = HFTokenizer(f.read())
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one of other '
+                         f'files: AutoTokenizer.from_pretrained({folder!r})'
+                         f'.save_pretrained({folder!r})') from None
+    except ValueError as e:
+        raise ValueError(f'{path} cannot be used: {e}') from None
+    name = read_optional(folder, 'tokenizer_config.json').get('eos_token')
+    if isinstance(name, dict):
+        name = name['content']
+    for known in (name, *EOS_NAMES):
+        if known in tokenizer.specials:
+            tokenizer.eot = tokenizer.specials[known]
+            break
+    config = {**read_optional(folder, 'config.json'), **read_optional(folder, 'generation_config.json')}
+    stops = config.get('eos_token_id') or []
+    if not isinstance(stops, list):
+        stops = [stops]
+    tokenizer.bos = tokenizer.first_id()
+    tokenizer.stops = tuple(i for i in stops if i != tokenizer.eot)
+    return tokenizer
+
+
+def read_optional(folder, name):
+    """Read a JSON file of the folder, {} if it is missing."""
+    path = os.path.join(folder, name)
+    return read_json(path) if os.path.exists(path) else {}
+
+
 def template_of(folder):
     """
     Find the template of a Hugging Face folder by how a turn begins; '' for others, None if none.
     """
-    chat = ''
-    path = os.path.join(folder, 'tokenizer_config.json')
-    if os.path.exists(path):
-        chat = str(read_json(path).get('chat_template') or '')
+    chat = str(read_optional(folder, 'tokenizer_config.json').get('chat_template') or '')
     path = os.path.join(folder, 'chat_template.jinja')
     if os.path.exists(path):
         with open(path, encoding='utf-8') as f:

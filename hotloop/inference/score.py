@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hotloop.data.chat import TEMPLATES
 from hotloop.data.documents import Reading, documents_in, template_of
+from hotloop.data.encode import encode_parts
 from hotloop.data.sources import files_of
-from hotloop.data.tokenizer import encode_parts
 from hotloop.inference.generate import NOT_FINITE
 
 MAX_LOGITS = 2**26  # A batch has at most this many logits: 256 MB.

@@ -4,9 +4,8 @@ import json
 import re
 from itertools import pairwise
 
-from hotloop.data.bpe import GPT2_SPLIT
+from hotloop.data.bpe import BYTE_OF, GPT2_SPLIT
 from hotloop.data.chat import CHATS, SPEAKERS, TEMPLATES
-from hotloop.data.hf_tokenizer import BYTE_OF
 
 LETTER_OF = {byte: letter for letter, byte in BYTE_OF.items()}
 # in Jinja; transformers passes messages, bos_token and add_generation_prompt

@@ -13,8 +13,8 @@ import torch
 
 from configurator import did_you_mean
 from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_name
-from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, read_tokenizer_json, spec_of
-from hotloop.data.tokenizer_source import dataset_spec, template_of
+from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of
+from hotloop.data.tokenizer_source import dataset_spec, read_tokenizer_json, template_of
 from hotloop.system.files import first_intact, first_line, hash_file, read_json
 from hotloop.weights.adapter import TENSORS, base_of, is_adapter, read_adapter
 from hotloop.weights.families import CONV1D, our_name, settings_of

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotloop.data import bpe
-from hotloop.data.bpe import BYTES_IN_GPT2S_ORDER, count_words
-from hotloop.data.hf_tokenizer import BYTE_OF
+from hotloop.data.bpe import BYTE_OF, BYTES_IN_GPT2S_ORDER, count_words
 from hotloop.data.tokenizer import BPETokenizer
 
 SOURCES = [path.read_text(encoding='utf-8') for path in sorted(Path(os.__file__).parent.glob('*.py'))[::40]]

@@ -3,7 +3,8 @@
 import pytest
 
 from hotloop.data.chat import TEMPLATES, Template, choose_template, form_of, parts_of, render
-from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, encode_parts
+from hotloop.data.encode import encode_parts
+from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer
 from hotloop.weights.export_tokenizer import chat_template
 
 ASK, ANSWER = {'role': 'user', 'content': 'Two and two?'}, {'role': 'assistant', 'content': 'Four.'}

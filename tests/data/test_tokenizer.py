@@ -15,17 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotloop.data.documents import safe_cut
+from hotloop.data.encode import encode_parts, prompt_ids
 from hotloop.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
-    encode_parts,
-    prompt_ids,
-    read_tokenizer_json,
     same_tokenizer,
     spec_of,
     tokenizer_from,
 )
+from hotloop.data.tokenizer_source import read_tokenizer_json
 
 SOURCES = [path.read_text(encoding='utf-8')[:5000]
            for path in sorted(Path(os.__file__).parent.glob('*.py'))[::20]]

@@ -13,7 +13,8 @@ from conftest import error_of
 
 import sample
 from hotloop.data.chat import TEMPLATES, choose_template, form_of, parts_of, render
-from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, encode_parts
+from hotloop.data.encode import encode_parts
+from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.training.checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 

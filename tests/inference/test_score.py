@@ -13,7 +13,8 @@ from conftest import error_of
 from test_sample import CHARS, gpt
 
 from hotloop.data.chat import render
-from hotloop.data.tokenizer import ByteTokenizer, CharTokenizer, encode_parts
+from hotloop.data.encode import encode_parts
+from hotloop.data.tokenizer import ByteTokenizer, CharTokenizer
 from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
 
 

@@ -11,8 +11,8 @@ from test_families import TINY
 from test_sample import CHARS, gpt, main, write
 
 from hotloop.data.chat import CHATS, parts_before_answer
-from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, read_tokenizer_json
-from hotloop.data.tokenizer_source import template_of
+from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+from hotloop.data.tokenizer_source import read_tokenizer_json, template_of
 from hotloop.weights.export import config_json, export
 from hotloop.weights.export_tokenizer import tokenizer_files
 from hotloop.weights.families import settings_of
