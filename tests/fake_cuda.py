@@ -92,7 +92,7 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def split(tmp_path):
-    """split(T) -> a training Split of windows of T tokens."""
+    """split(T) returns a training Split of windows of T tokens."""
     def build(T):
         write_bins(tmp_path / 'data', noise(20 * T), noise(5 * T))
         meta = {'dtype': 'uint16', 'vocab_size': 257, 'foreign': False, 'splits': {}}
@@ -109,7 +109,7 @@ def fake_gpt(dtype, chunks=1, **settings):
 
 
 def sum_bucket(_, bucket):
-    """The work of a fake process group has no result, which DDP's own hook would read."""
+    """Reduce a bucket. The work of a fake process group has no result, which DDP's hook would read."""
     dist.all_reduce(bucket.buffer())
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -208,7 +208,7 @@ def test_a_planted_defect_is_found(split, monkeypatch, defect, words):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """A list of what the host reads from the device, in order. Any other read raises."""
+    """Return a list of what the host reads from the device, in order. Any other read raises."""
     queue = []
     monkeypatch.setattr(FakeTensor, 'tolist', lambda tensor: queue.pop(0))
     monkeypatch.setattr(FakeTensor, 'cpu', lambda tensor: queue.pop(0))
@@ -280,7 +280,7 @@ LONG = dict(preset='modern', vocab_size=50304, block_size=2**15, n_layer=8, n_he
 
 
 def forecast_of(settings, memory, cfg):
-    """The bytes that --dry_run forecasts for a step on a GPU with this much memory."""
+    """Return the bytes that --dry_run forecasts for a step on a GPU with this much memory."""
     with unset_fake_temporarily():
         estimate = MemoryEstimate(GPTConfig(**settings), cfg)
         env = Env(device=CUDA, dtype=BF16)

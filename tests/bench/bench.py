@@ -17,7 +17,7 @@ sys.path.insert(0, ROOT)
 
 
 def parser_of(doc, **defaults):
-    """A parser with a flag of the same type for each of these defaults, and a switch for False."""
+    """Make a parser with a flag of the same type for each of these defaults, and a switch for False."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         how = {'action': 'store_true'} if default is False else {'type': type(default), 'default': default}
@@ -30,7 +30,7 @@ def cores():
 
 
 def machine():
-    """Processor, cores, Python and date, to print beside a figure."""
+    """Name processor, cores, Python and date, to print beside a figure."""
     name = platform.processor() or platform.machine()
     if os.path.exists('/proc/cpuinfo'):
         with open('/proc/cpuinfo') as f:
@@ -39,7 +39,7 @@ def machine():
 
 
 def nanogpt(peer):
-    """The module model.py of a clone of nanoGPT; its training script cannot be imported."""
+    """Import model.py of a clone of nanoGPT, whose training script cannot be imported."""
     spec = importlib.util.spec_from_file_location('nanogpt_model', os.path.join(peer, 'model.py'))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclass looks there
@@ -48,7 +48,7 @@ def nanogpt(peer):
 
 
 def alternate(sides, rounds):
-    """{name: [results of `rounds` calls]} of {name: function}; the sides take turns."""
+    """Call the functions of {name: function} in turns. Returns {name: [results of `rounds` calls]}."""
     results = {name: [] for name in sides}
     for i in range(rounds):
         for name, side in sides.items():
@@ -59,7 +59,7 @@ def alternate(sides, rounds):
 
 def run(command, cwd=ROOT, env=None, watch=False):
     """
-    (wall-clock seconds, peak megabytes, output) of a command; RuntimeError if it fails. With `watch`, which
+    Run a command. Returns (seconds, peak megabytes, output); RuntimeError if it fails. With `watch`, which
     slows it down, the memory of the process and its children is sampled, shared pages counted once (on Linux;
     else 0).
     """
@@ -78,25 +78,25 @@ def run(command, cwd=ROOT, env=None, watch=False):
 
 
 def answer(command, **how):
-    """What a command prints as a line of JSON."""
+    """Return what a command prints as a line of JSON."""
     lines = run(command, **how)[2].splitlines()
     return next(json.loads(line) for line in lines if line.startswith('{'))
 
 
 def memory_now(field):
-    """Bytes of this process, by a field of /proc: VmRSS now, VmHWM at the most."""
+    """Return the bytes of this process, by a field of /proc: VmRSS now, VmHWM at the most."""
     with open('/proc/self/status') as f:
         return next(1024 * int(line.split()[1]) for line in f if line.startswith(field))
 
 
 def forget_peak():
-    """VmHWM starts again."""
+    """Let VmHWM start again."""
     with open('/proc/self/clear_refs', 'w') as f:
         f.write('5')
 
 
 def family(pid):
-    """A process and all its descendants; empty when it has ended, or not on Linux."""
+    """List a process and all its descendants; none when it has ended, or not on Linux."""
     members = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f'/proc/{pid}/task'):
@@ -107,7 +107,7 @@ def family(pid):
 
 
 def proportional_memory(pid):
-    """Bytes of a process; a page that n processes share counts as 1/n."""
+    """Return the bytes of a process; a page that n processes share counts as 1/n."""
     try:
         with open(f'/proc/{pid}/smaps_rollup') as f:
             return next((1024 * int(line.split()[1]) for line in f if line.startswith('Pss:')), 0)
@@ -116,6 +116,6 @@ def proportional_memory(pid):
 
 
 def table(head, rows):
-    """A Markdown table."""
+    """Write a Markdown table."""
     lines = [head, ['---'] * len(head), *rows]
     return '\n'.join('| ' + ' | '.join(map(str, line)) + ' |' for line in lines)

@@ -27,7 +27,7 @@ VOCABULARY, WARMUP = 50304, 3
 
 
 def ours(side, args, dtype):
-    """A function that runs one step of train.py."""
+    """Return a function that runs one step of train.py."""
     import torch
 
     import train
@@ -54,7 +54,7 @@ def ours(side, args, dtype):
 
 
 def theirs(side, args, dtype):
-    """A function that runs one step of peft's model."""
+    """Return a function that runs one step of peft's model."""
     import peft
     import torch
     import transformers
@@ -82,7 +82,7 @@ def theirs(side, args, dtype):
 
 
 def quantize_by_bitsandbytes(model, dtype):
-    """Replaces the matrices in blocks, which are (in, out) in GPT-2, by Linear4bit in NF4."""
+    """Replace the matrices in blocks, which are (in, out) in GPT-2, by Linear4bit in NF4."""
     import bitsandbytes as bnb
     for block in model.transformer.h:
         for part, name in ((block.attn, 'c_attn'), (block.attn, 'c_proj'), (block.mlp, 'c_fc'),
@@ -96,7 +96,7 @@ def quantize_by_bitsandbytes(model, dtype):
 
 
 def measure(side, args):
-    """{'speed': tokens/s, 'memory': peak megabytes} of one side, in this process."""
+    """Measure one side in this process. Returns {'speed': tokens/s, 'memory': peak megabytes}."""
     import torch
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)

@@ -100,7 +100,7 @@ def speed(source, folder, rounds, with_datasets):
 
 
 def write_gigabyte(path):
-    """A text of 1 GB: the largest corpus at hand over and over, a word of it changed each time."""
+    """Write a text of 1 GB: the largest corpus at hand over and over, a word of it changed each time."""
     novels = os.path.join(SHARED, 'novels.txt.xz')
     if os.path.exists(novels):
         with lzma.open(novels) as f:
@@ -113,7 +113,7 @@ def write_gigabyte(path):
 
 
 def learned_bpe(size):
-    """Rows on bpe:SIZE of the built-in corpus: seconds to learn, bytes per token."""
+    """Return rows on bpe:SIZE of the built-in corpus: seconds to learn, bytes per token."""
     texts = [Path(path).read_bytes().decode() for path in stdlib_files()]
     start = time.perf_counter()
     tokens = learn_merges(count_words(texts), size)

@@ -62,7 +62,7 @@ def write_data(folder, vocab_size, num_tokens):
 # one turn of a side, in a process of its own
 
 def our_step(a, folder, device):
-    """The step of train.py, of the run that its build_run() puts together."""
+    """Return the step of a run that train.build_run() puts together."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -98,7 +98,7 @@ def our_step(a, folder, device):
 
 
 def peers_step(a, folder, device):
-    """nanoGPT's step, with its own model and optimizer and its settings."""
+    """Return nanoGPT's step, with its own model, optimizer and settings."""
     import torch
     theirs = nanogpt(a['peer'])
     torch.manual_seed(0)

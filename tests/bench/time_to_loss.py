@@ -86,7 +86,7 @@ train.main(argv)
 
 
 def weights_of(code, argv, threads, cwd):
-    """Paths of the weights that a run wrote, in order."""
+    """Train. Returns the paths of the weights that the run wrote, in order."""
     folder = tempfile.mkdtemp()
     run([sys.executable, '-c', code, folder, *argv], cwd, {'OMP_NUM_THREADS': str(threads)})
     return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
@@ -94,8 +94,8 @@ def weights_of(code, argv, threads, cwd):
 
 def judge(paths, data_folder, threads, windows):
     """
-    [(seconds, step, validation loss)] of checkpoints by our evaluator, over so many windows of the split or
-    all of it: in float32 on a CPU, in bf16 on a GPU.
+    Return [(seconds, step, validation loss)] of checkpoints by our evaluator, over so many windows of the
+    split or all of it: in float32 on a CPU, in bf16 on a GPU.
     """
     import torch
 
@@ -121,7 +121,7 @@ def judge(paths, data_folder, threads, windows):
 
 
 def crossing(curve, target):
-    """Seconds at which a curve first reaches the target, interpolated between checkpoints; None if never."""
+    """Return the seconds at which a curve reaches the target, between checkpoints; None if never."""
     for (t0, _, a), (t1, _, b) in pairwise(curve):
         if a > target >= b:
             return t0 + (t1 - t0) * (a - target) / (a - b)

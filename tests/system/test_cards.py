@@ -38,7 +38,7 @@ CARDS = sorted((ROOT / 'config').glob('*.py'))
 # every setting acts
 
 def two_processes(m):
-    """One of two processes, up to the moment when they would meet."""
+    """Make this one of two processes, up to the moment when they would meet."""
     m.setenv('WORLD_SIZE', '2')
 
     def open_process_group(backend, device):
@@ -47,7 +47,7 @@ def two_processes(m):
 
 
 def fake_compile(m):
-    """A compiler that prints its mode."""
+    """Replace the compiler by one that prints its mode."""
     def compile_model(model, mode=None, **options):
         print(f'compiled, mode {mode}')
         return model
@@ -55,7 +55,7 @@ def fake_compile(m):
 
 
 def fake_checkpoint(m):
-    """Recomputation that prints that it is on."""
+    """Let recomputation print that it is on."""
     def checkpoint(run, *args, **options):
         print('recomputed')
         return run(*args)
@@ -63,7 +63,7 @@ def fake_checkpoint(m):
 
 
 def fake_wandb(m):
-    """A package wandb that prints what it is given."""
+    """Install a package wandb that prints what it is given."""
     wandb = types.ModuleType('wandb')
     wandb.__spec__ = importlib.machinery.ModuleSpec('wandb', None)
     wandb.init = lambda project, name, config: print('wandb', project, os.path.basename(name))
@@ -80,7 +80,7 @@ def fake_determinism(m):
 
 
 def fake_base(m):
-    """Weights with the shape of run_once() for adapters to be added to."""
+    """Let adapters find weights with the shape of run_once()."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=257))
     found = Weights('base', model.config.model_args(), model.state_dict(), {'kind': 'byte'}, {})
@@ -127,7 +127,7 @@ PATCHES = dict(tensorboard=no_tensorboard, wandb_log=fake_wandb, wandb_project=f
 
 
 def without_clock(line):
-    """A printed line without the numbers that differ from run to run."""
+    """Remove the numbers of a printed line that differ from run to run."""
     return re.sub(r'[\d.,]+[kM]? (tok/s|[MG]B|s\b)|[\ddhms ]+ left', '', line)
 
 
@@ -157,7 +157,7 @@ def run_once(folder, patch, settings):
 
 @pytest.fixture(scope='module')
 def observe(tmp_path_factory, data_dir):
-    """observe(patch, **settings) -> what run_once sees; equal runs run once."""
+    """observe(patch, **settings) returns what run_once sees; equal runs run once."""
     write_bins(Path(data_dir) / 'other', noise(4001, seed=7), noise(487, seed=8))
     seen = {}
 

@@ -76,7 +76,7 @@ def test_small_helpers(tmp_path, capsys):
 
 
 def limit(root, groups, **files):
-    """Makes a machine whose process is in control groups, as /proc/self/cgroup lists them, with limits."""
+    """Write the files of a machine whose process is in these control groups, with limits."""
     for name, text in {'proc/self/cgroup': groups, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ SETTINGS = dict(device=DEVICE, dtype='bfloat16', compile=True, n_embd=128, block
 
 @pytest.fixture
 def run(tmp_path):
-    """run(out, **settings) -> the checkpoint that the run leaves."""
+    """run(out, **settings) returns the checkpoint that the run leaves."""
     write_bins(tmp_path / 'data' / 'tiny', noise(60_001), noise(4001, seed=1))
 
     def go(out, **settings):
@@ -37,7 +37,7 @@ def run(tmp_path):
 
 
 def furthest(a, b):
-    """The largest difference between two checkpoints' weights."""
+    """Return the largest difference between two checkpoints' weights."""
     return max((a['model'][name] - b['model'][name]).abs().max().item() for name in a['model'])
 
 

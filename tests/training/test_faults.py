@@ -28,12 +28,12 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 @pytest.fixture
 def run(tmp_path, data_dir):
-    """Runs into this test's folder."""
+    """Return Runs into this test's folder."""
     return Runs(tmp_path, data_dir)
 
 
 def step_of(out):
-    """The step of a run's last checkpoint, 0 where it has none."""
+    """Return the step of a run's last checkpoint, 0 where it has none."""
     path = out / 'ckpt.pt'
     return load_checkpoint(str(path))['iter_num'] if path.exists() else 0
 
@@ -89,14 +89,14 @@ def test_the_same_kills_destroy_checkpoints_that_are_written_in_place(run, tmp_p
 
 @pytest.fixture(scope='module')
 def two_checkpoints(tmp_path_factory, data_dir):
-    """A run of two steps that kept both, of a size at which most bytes are weights."""
+    """Train two steps and keep both checkpoints, of a size at which most bytes are weights."""
     folder = tmp_path_factory.mktemp('two')
     assert Runs(folder, data_dir)('out', n_embd=64, max_iters=2, save_minutes=0) == 0
     return folder / 'out'
 
 
 def spoiled(data, rng):
-    """A flipped bit, a cut, bytes lost or put in, a block of zeros, or zeros at the end as without power."""
+    """Flip a bit, cut, lose or add bytes, or zero a block, or all up to the end, as a loss of power does."""
     at, how = rng.randrange(len(data)), rng.choice(['flip', 'flip', 'cut', 'lost', 'put in', 'block', 'end'])
     if how == 'flip':
         return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1:]
@@ -153,7 +153,7 @@ FORWARD = 'model.GPT.forward'  # twice a step, and twice an evaluation
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory, data_dir):
-    """A run of 8 steps with evaluations after 3, 6 and 8."""
+    """Train 8 steps with evaluations after 3, 6 and 8."""
     folder = tmp_path_factory.mktemp('undisturbed')
     assert Runs(folder, data_dir)('whole', **SIGNALED) == 0
     return folder / 'whole'
@@ -188,7 +188,7 @@ def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, n
 # several processes
 
 def ended(process):
-    """(exit code, stdout, stderr) of a process that must end by itself."""
+    """Return (exit code, stdout, stderr) of a process that must end by itself."""
     out, err = process.communicate(timeout=200)
     return process.returncode, out, err
 
@@ -284,7 +284,7 @@ UNSAFE = {'eval', 'exec', 'os.system', 'os.popen', 'pickle.load', 'pickle.loads'
 
 
 def unsafe_calls(source):
-    """Names of calls that could run what they are given or unpack it anywhere."""
+    """Yield the names of calls that could run what they are given or unpack it anywhere."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name, options = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}

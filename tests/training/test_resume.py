@@ -27,7 +27,7 @@ RECIPE = dict(optimizer='muon', preset='modern', dropout=0.1)
 
 
 def interrupted(train_tiny, monkeypatch, out, step, **settings):
-    """A run that SIGTERM ended after this step."""
+    """Train until SIGTERM ends the run after this step."""
     stop_at(monkeypatch, step)
     assert train_tiny(out, **settings) == 143
 
@@ -80,7 +80,7 @@ def run_in(folder, **settings):
 
 @pytest.fixture(scope='module')
 def halves(tmp_path_factory, data_dir):
-    """A complete run with Muon, and one that was stopped at step 5."""
+    """Train a complete run with Muon, and one that is stopped at step 5."""
     folder = tmp_path_factory.mktemp('halves')
     run = run_in(folder, data_dir=data_dir, save_minutes=0, **RECIPE)
     run('whole')
@@ -91,7 +91,7 @@ def halves(tmp_path_factory, data_dir):
 
 @pytest.fixture
 def stopped(halves, tmp_path):
-    """A copy of the run that was stopped at step 5, in the folder `out`."""
+    """Copy the run that was stopped at step 5 to the folder `out`."""
     return shutil.copytree(halves / 'stopped', tmp_path / 'out')
 
 

@@ -66,7 +66,7 @@ def steps(folder, number, env=None, dtype='float32', scale=None, optimizer='adam
 
 
 def steps_of_rank(*args, dtype='float32', compiled=False, **settings):
-    """steps() in one of several processes."""
+    """Call steps() in one of several processes."""
     env = train.setup(TrainConfig(device='cpu', dtype=dtype, compile=compiled))
     with pytest.MonkeyPatch.context() as m:  # Inductor would take minutes
         m.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
@@ -150,7 +150,7 @@ def main_of_rank(argv):
 
 @pytest.fixture
 def run_on(tmp_path, data_dir, train_tiny):
-    """run_on(world, out, **settings) trains TINY on so many processes; returns their exit codes."""
+    """run_on(world, out, **settings) trains TINY on so many processes. Returns their exit codes."""
     def run(world, out, **settings):
         if world == 1:
             return [train_tiny(out, **settings)]
@@ -159,7 +159,7 @@ def run_on(tmp_path, data_dir, train_tiny):
 
 
 def assert_equal_checkpoints(path, expected_path):
-    """The same names and shapes, and values within 1e-4, in plain tensors of their own size."""
+    """Check names, shapes, and values within 1e-4, in plain tensors of their own size."""
     found, expected = load(path), load(expected_path)
     assert found.keys() == expected.keys() and found['model_args'] == expected['model_args']
     for part in ('model', 'optimizer', 'muon'):
@@ -195,7 +195,7 @@ def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, r
 
 
 def standing_of_rank():
-    """The bytes of weights, gradients and optimizer states that one of several processes holds."""
+    """Return the bytes of weights, gradients and optimizer states that one of several processes holds."""
     cfg = TrainConfig(device='cpu', dtype='float32', compile=False, shard='full', optimizer='muon')
     env = train.setup(cfg)
     model = gpt(preset='modern')
