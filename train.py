@@ -69,7 +69,7 @@ from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memor
 from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
 from hotloop.training.recipes import SHAPE, card_for_machine, layer_of_depth
-from hotloop.training.resume import compare_record, compare_settings, record_of, settings_of
+from hotloop.training.resume import checkpoint_settings, compare_record, compare_settings, record_of
 from hotloop.training.run_dir import config_text, open_folder, open_mirror, resume_command, write_config
 from hotloop.training.schedule import (
     Deadline,
@@ -188,16 +188,16 @@ def read_settings(argv=None):
     latest = find_latest(cfg)
     below = {}
     names_model = not SHAPE.isdisjoint(peek.given)
-    is_new = cfg.init_from == 'scratch' and not peek.words
+    is_bare = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card are named
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
-        below = settings_of(latest.checkpoint, {name: shape[name] for name in MODEL})
+        below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
         gone = sorted(below.keys() - {f.name for o in peek.objects for f in dataclasses.fields(o)})
         if gone:
             print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
-    elif cfg.depth is not None or (is_new and cfg.time_budget and not names_model and not cfg.eval_only):
+    elif cfg.depth is not None or (is_bare and cfg.time_budget and not names_model and not cfg.eval_only):
         below = layer_of_depth(cfg, peek.given)
-    elif is_new and not (names_model and 'dataset' in peek.given):
+    elif is_bare and not (names_model and 'dataset' in peek.given):
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
         argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
@@ -486,7 +486,7 @@ def train(run, schedule, checkpoints, log, stop):
         step = state.iter_num
         last = step >= schedule.max_iters
         best = False
-        is_new = step != checkpoints.saved_step
+        is_unsaved = step != checkpoints.saved_step
         stopping = stop.requested()
         if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at and not stopping:
             checkpoints.wait()  # how it ended is known before the next one
@@ -495,7 +495,7 @@ def train(run, schedule, checkpoints, log, stop):
             stopping = stopping or evaluation is None  # the next process does it first
             if evaluation:
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
-                is_new = True
+                is_unsaved = True
                 log.evaluation(step, evaluation)
                 save_is_due = save_is_due or cfg.always_save_checkpoint
                 if deadline:
@@ -505,7 +505,7 @@ def train(run, schedule, checkpoints, log, stop):
         if step % 10 == 0 or not cfg.save_minutes:  # the clocks of processes differ
             save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
         # checkpoints of steps that are not finite would replace the last good ones
-        if is_new and step and (best or last or stopping or (save_is_due and meter.state()[1] == 0)):
+        if is_unsaved and step and (best or last or stopping or (save_is_due and meter.state()[1] == 0)):
             save(best, final=last or stopping)
             saved_at = time.monotonic()
             save_is_due = False

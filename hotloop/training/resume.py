@@ -12,7 +12,7 @@ from hotloop.system.text import shell
 OWN = {'out_dir', 'init_from', 'resume', 'eval_only', 'dry_run', 'device', 'backend'}
 
 
-def settings_of(checkpoint, shape):
+def checkpoint_settings(checkpoint, shape):
     """Return {setting: value} that a checkpoint gives the run that resumes it. shape: its model's."""
     saved = {**checkpoint['model_args'], **checkpoint.get('config', {}), **shape}
     own = set(OWN)

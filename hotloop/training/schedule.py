@@ -8,7 +8,6 @@ from hotloop.system.distributed import print0
 from hotloop.system.text import duration
 from hotloop.training.evaluate import count_batches, eval_windows, evaluate
 
-MAX_ITERS = 600000  # the default of max_iters, which means: no limit beside a time budget
 ENOUGH_STEPS = 10  # steps after which their pace is known
 EXIT = 1.0  # seconds from the last save to the end of the process: 0.9 to 1.7 on 2 busy CPU cores
 
@@ -37,7 +36,7 @@ def schedule_problems(cfg):
         wrong.append(f'lr_decay_iters={cfg.lr_decay_iters} contradicts time_budget, which decides '
                      'when the decay ends; give --lr_decay_iters=None')
     is_fraction = 0 < cfg.warmup_iters < 1
-    if is_fraction and cfg.max_epochs is None and cfg.max_iters == MAX_ITERS:
+    if is_fraction and cfg.max_epochs is None and cfg.max_iters == type(cfg).max_iters:
         wrong.append(f'warmup_iters={cfg.warmup_iters:g} is a fraction of the steps, whose '
                      'number a time_budget leaves open; give a number of steps, or --max_iters')
     return wrong

@@ -16,8 +16,8 @@ from hotloop.weights.families import (
     GEMMA_BLOCK,
     GPT2_NAMES,
     OUTSIDE,
+    model_args_from,
     names_of,
-    settings_of,
 )
 from hotloop.weights.safetensors import write_safetensors
 
@@ -85,7 +85,7 @@ def config_json(config, hf_config=None):
     kind = made['model_type']
     made['architectures'] = [ARCHITECTURES[kind]]
     GPTConfig = type(config)  # The parts do not import model.py.
-    theirs = GPTConfig(**settings_of(made, 'config.json')).resolved()
+    theirs = GPTConfig(**model_args_from(made, 'config.json')).resolved()
     differing = []
     for name, value in dataclasses.asdict(config).items():
         # Biases that the model lacks are written as zeros.

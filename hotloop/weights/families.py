@@ -73,7 +73,7 @@ CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_
 # -----------------------------------------------------------------------------
 # settings
 
-def settings_of(config, path):
+def model_args_from(config, path):
     """
     Translate a config.json of transformers 4 or 5 to settings of GPTConfig, as model_args. path:
     for messages. Raises ValueError with the key that GPT cannot follow.

@@ -17,7 +17,7 @@ from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, read_tokenizer_json, template_of
 from hotloop.system.files import first_intact, first_line, hash_file, read_json
 from hotloop.weights.adapter import TENSORS, base_of, is_adapter, read_adapter
-from hotloop.weights.families import CONV1D, our_name, settings_of
+from hotloop.weights.families import CONV1D, model_args_from, our_name
 from hotloop.weights.lora import adapters_of, frozen_weights, hash_source, hash_weights, merge
 from hotloop.weights.safetensors import read_safetensors
 
@@ -25,7 +25,6 @@ GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_s
                           bias=True, mlp='gelu_tanh')
                for name, n_layer, n_head, n_embd in (('gpt2', 12, 12, 768), ('gpt2-medium', 24, 16, 1024),
                                                      ('gpt2-large', 36, 20, 1280), ('gpt2-xl', 48, 25, 1600))}
-GPT2_NAMES = tuple(GPT2_SHAPES)
 KEYWORDS = ('scratch', 'resume')
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
@@ -63,7 +62,7 @@ def folder_weights(folder, source):
     model_args, weights = load_folder(folder)
     spec = None
     checkpoint = {'hf_config': read_json(os.path.join(folder, 'config.json'))}
-    is_gpt2 = source.removeprefix(GPT2_OWNER) in GPT2_NAMES and folder != source
+    is_gpt2 = source.removeprefix(GPT2_OWNER) in GPT2_SHAPES and folder != source
     if not is_gpt2 and has_tokenizer(folder):  # tiktoken has GPT-2's
         spec = read_tokenizer_json(folder).spec()
         checkpoint['template'] = template_of(folder) or None
@@ -88,7 +87,7 @@ def find_folder(source):
         return source
     if os.path.exists(source):
         return None
-    if source in GPT2_NAMES:
+    if source in GPT2_SHAPES:
         return hub_folder(f'{GPT2_OWNER}{source}')
     return hub_folder(source) if is_hub_name(source) else None
 
@@ -106,7 +105,7 @@ def shape_of(source, data_dir):
                              'its config.json')
     elif not os.path.exists(path):
         return open_checkpoint(source)[1]['model_args']
-    return settings_of(read_json(path), path)
+    return model_args_from(read_json(path), path)
 
 
 def weight_files(folder):
@@ -192,17 +191,18 @@ def adapt_shape(model, settings, name):
 
 def check_start(name):
     """Raise ValueError if an init_from is no keyword, no path and no possible name of a hub model."""
-    if name not in KEYWORDS and name not in GPT2_NAMES and not os.path.exists(name) and not is_hub_name(name):
+    is_known = name in KEYWORDS or name in GPT2_SHAPES
+    if not is_known and not os.path.exists(name) and not is_hub_name(name):
         raise ValueError(no_such_start(name))
 
 
 def no_such_start(name):
     """Write the message about weights that do not exist."""
     beside = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), '*')) if '/' in name else []
-    known = [*KEYWORDS, *GPT2_NAMES, *glob.glob('*'), *beside]
+    known = [*KEYWORDS, *GPT2_SHAPES, *glob.glob('*'), *beside]
     hint = did_you_mean(name, {word: repr(word) for word in known})
     return (f'{name!r} does not exist{hint}; train first, or name a run, a checkpoint, a Hugging Face '
-            f'folder, one of {", ".join(GPT2_NAMES)}, or a model of the hub such as Qwen/Qwen2.5-0.5B')
+            f'folder, one of {", ".join(GPT2_SHAPES)}, or a model of the hub such as Qwen/Qwen2.5-0.5B')
 
 
 def open_start(cfg, resumed, adapts, env):
@@ -303,7 +303,7 @@ def load_folder(folder):
     """
     path = os.path.join(folder, 'config.json')
     config = read_json(path)
-    model_args = settings_of(config, path)
+    model_args = model_args_from(config, path)
     kind = config['model_type']
     names = os.listdir(folder)
     if SINGLE not in names and INDEX not in names:

@@ -23,7 +23,7 @@ from hotloop.training.memory import (
 )
 from hotloop.training.optim import build_optimizers
 from hotloop.training.shard import set_blocks
-from hotloop.weights.families import settings_of
+from hotloop.weights.families import model_args_from
 from hotloop.weights.lora import LoRAConfig, add_adapters, trainable
 from model import GPT, GPTConfig, config_from
 from train import TrainConfig
@@ -108,7 +108,7 @@ GEMMA_2_2B = dict(  # its published config.json, without what transformers assum
     ('nf4', 'full', 7.63), ('nf4', 'none', 29.71), ('none', 'selective', 11.29)])
 def test_adapters_of_rank_16_on_gemma_2_2b(quantize, recompute, expected):
     """In GB, 8 x 768 tokens on an H100, uncompiled."""
-    config = config_from(settings_of({**GEMMA_2_2B, 'max_position_embeddings': 768}, 'config.json'))
+    config = config_from(model_args_from({**GEMMA_2_2B, 'max_position_embeddings': 768}, 'config.json'))
     cfg = TrainConfig(batch_size=8, gradient_accumulation_steps=2)
     estimate = MemoryEstimate(config, cfg, LoRAConfig(lora_rank=16, quantize=quantize))
     parts = estimate.parts(8, GPU, 85e9, recompute)

@@ -20,7 +20,7 @@ from hotloop.data.dataset import read_meta
 from hotloop.system.device import try_compile
 from hotloop.system.distributed import Env
 from hotloop.training.dataloader import Batches, Split
-from hotloop.training.resume import settings_of
+from hotloop.training.resume import checkpoint_settings
 from model import GPT, GPTConfig
 
 RECIPE = dict(optimizer='muon', preset='modern', dropout=0.1)
@@ -321,7 +321,7 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     ({'compile': True}, {}),  # nanoGPT's default, and no wish of its user
     ({'dataset': '../data/chars/'}, {'dataset': 'chars'})])
 def test_settings_of_a_run_of_nanogpt(config, kept):
-    assert settings_of({'model_args': {}, 'config': {'seed': 1, **config}}, {}) == {'seed': 1, **kept}
+    assert checkpoint_settings({'model_args': {}, 'config': {'seed': 1, **config}}, {}) == {'seed': 1, **kept}
 
 
 def test_weights_that_are_not_finite_are_not_resumed(train_tiny, stopped):

@@ -15,7 +15,7 @@ from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.data.tokenizer_source import read_tokenizer_json, template_of
 from hotloop.weights.export import config_json, export
 from hotloop.weights.export_tokenizer import tokenizer_files
-from hotloop.weights.families import settings_of
+from hotloop.weights.families import model_args_from
 from hotloop.weights.load import load_weights
 from hotloop.weights.safetensors import DTYPES, read_safetensors, write_safetensors
 from model import GPT, GPTConfig
@@ -40,7 +40,7 @@ def family(name):
     """(a GPT with a shorter context than its config.json, the config.json) of a case of test_families."""
     kind, keys = FAMILIES[name]
     config = {**TINY, **keys, 'model_type': kind, 'vocab_size': 288, 'custom': 'stays'}
-    return redrawn({**settings_of(config, 'config.json'), 'block_size': 64}), config
+    return redrawn({**model_args_from(config, 'config.json'), 'block_size': 64}), config
 
 
 @pytest.mark.parametrize('name', [*SCRATCH, *FAMILIES])

@@ -18,7 +18,7 @@ from hotloop.inference.kv_cache import new_cache
 from hotloop.training.forecast import describe_model
 from hotloop.training.memory import activation_bytes
 from hotloop.training.optim import matrix_rows
-from hotloop.weights.families import settings_of
+from hotloop.weights.families import model_args_from
 from hotloop.weights.load import load_folder, shape_of
 from model import GPT, GPTConfig, block_mask, config_from
 
@@ -147,18 +147,18 @@ def as_version_4(config):
 def test_both_forms_of_config_json_give_the_same_settings(name):
     kind, keys = CASES[name]
     config = {**TINY, **keys, 'model_type': kind}
-    new, old = settings_of(config, 'config.json'), settings_of(as_version_4(config), 'config.json')
+    new, old = model_args_from(config, 'config.json'), model_args_from(as_version_4(config), 'config.json')
     assert new == old and GPTConfig(**new).problems() == []
     if kind == 'gemma3_text':
         kinds = [*['sliding_attention'] * 5, 'full_attention', 'sliding_attention']
-        windows = GPTConfig(**settings_of({**config, 'layer_types': kinds}, 'config.json')).windows()
+        windows = GPTConfig(**model_args_from({**config, 'layer_types': kinds}, 'config.json')).windows()
         assert windows == GPTConfig(**new).windows() == [12] * 5 + [None, 12]
 
 
 def test_unusual_keys_mean_what_they_mean_in_transformers():
     """Its Gemma 3 ignores one; rope_scaling, which users add, outranks rope_parameters."""
     def read(kind, **keys):
-        return GPTConfig(**settings_of({**TINY, **keys, 'model_type': kind}, 'config.json'))
+        return GPTConfig(**model_args_from({**TINY, **keys, 'model_type': kind}, 'config.json'))
     layers = ['full_attention', 'sliding_attention', 'full_attention']
     mixed = read('mistral', num_hidden_layers=3, sliding_window=5, layer_types=layers)
     assert mixed.windows() == [None, 5, None]
@@ -175,7 +175,7 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     transformers = pytest.importorskip('transformers')
     for kind in ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text'):
         complete = transformers.AutoConfig.for_model(kind, **least).to_dict()
-        lacking, complete = (GPTConfig(**settings_of(config, 'config.json')).resolved()
+        lacking, complete = (GPTConfig(**model_args_from(config, 'config.json')).resolved()
                              for config in ({**least, 'model_type': kind}, complete))
         assert lacking.windows() == complete.windows()
         assert replace(lacking, window_pattern=None) == replace(complete, window_pattern=None)
@@ -200,7 +200,7 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
 def test_a_switch_that_gpt_cannot_follow_is_refused_by_name(kind, keys, words):
     config = {name: value for name, value in {**TINY, **WINDOW, 'model_type': kind, **keys}.items()
               if value is not None}
-    error = error_of(settings_of, config, 'x/config.json')
+    error = error_of(model_args_from, config, 'x/config.json')
     assert words in error and error.startswith('x/config.json')
 
 
