@@ -18,6 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+# -----------------------------------------------------------------------------
+# settings
+
 # A setting of GPTConfig that is None takes its value from here.
 PRESETS = {
     'gpt2': dict(position='learned', norm='layernorm', mlp='gelu', qk_norm=False, tie=True, zero_init=False,
@@ -149,6 +152,9 @@ class GPTConfig:
         return nanogpt if complete == GPTConfig(**nanogpt).resolved() else asdict(complete)
 
 
+# -----------------------------------------------------------------------------
+# layers that compute in the dtype of their input
+
 class Linear(nn.Linear):
     """Compute in the dtype of the input. The weights stay in float32 for the optimizer and are cast here."""
 
@@ -174,14 +180,6 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
-class OffsetRMSNorm(RMSNorm):
-    """Multiply by 1 + weight (Gemma)."""
-    offset = 1.0
-
-    def reset_parameters(self):
-        nn.init.zeros_(self.weight)
-
-
 def rms_norm(config, size):
     """Make x / sqrt(mean(x^2) + eps) over the last dimension, of this size. Two kinds have weights."""
     if config.norm in ('rmsnorm_weight', 'rmsnorm_offset'):
@@ -199,18 +197,6 @@ def norm_of(config):
 def unchanged(x, *_):
     """Replace a part that the config turns off. Calling a module would take longer."""
     return x
-
-
-class Scale(nn.Module):
-    """Multiply by a number, which is rounded to the dtype of the input, as in Gemma's training."""
-
-    def __init__(self, factor):
-        super().__init__()
-        dtypes = torch.float32, torch.bfloat16, torch.float16
-        self.factors = {dtype: torch.tensor(factor, dtype=dtype, device='cpu').item() for dtype in dtypes}
-
-    def forward(self, x):
-        return x * self.factors[x.dtype]
 
 
 class PositionEmbedding(nn.Embedding):
@@ -237,6 +223,9 @@ def softcap(logits, *_, cap):
     return cap * torch.tanh(logits / cap)
 
 
+# -----------------------------------------------------------------------------
+# positions
+
 def rotation_angles(num_positions, D, base, factor=1.0, context=None):
     """
     Return cos and sin of position * base^(-2i/D), two float32 tensors of (T, D/2). factor divides the
@@ -255,11 +244,6 @@ def rotate(x, cos, sin):
     """Rotate channels i and i + D/2 together, Hugging Face's half-split form. x: (B, H, T, D)."""
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
-
-
-def rotate_part(x, cos, sin, part):
-    """Rotate by one of two angles, side by side in (T, D): 0 is rope_base, 1 rope_local_base."""
-    return rotate(x, cos.chunk(2, dim=-1)[part], sin.chunk(2, dim=-1)[part])
 
 
 def shift_keys(k, layer, cache, first):
@@ -282,6 +266,9 @@ def positions_in(documents):
     return position - (position * F.pad(documents.diff(dim=1) != 0, (1, 0))).cummax(1).values
 
 
+# -----------------------------------------------------------------------------
+# attention
+
 QUERIES = 512  # that attend_in_window() computes at once; of 64 to 1,024, 256 and 512 were fastest on a CPU
 
 
@@ -293,15 +280,6 @@ def plain_attention(q, k, v, mask=None, dropout=0.0, is_causal=False):
         k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
                                           enable_gqa=q.size(1) > k.size(1))
-
-
-def capped_attention(q, k, v, mask, dropout=0.0, *, cap):
-    """Compute plain_attention() with softcap() on the logits, for which torch has no kernel."""
-    k, v = (part.repeat_interleave(q.size(1) // k.size(1), 1) for part in (k, v))
-    logits = softcap((q @ k.mT).float() * q.size(-1)**-0.5, cap=cap)  # (B, H, T, keys)
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -math.inf)
-    return F.dropout(logits.softmax(-1).to(v.dtype), dropout) @ v
 
 
 def attend_in_window(q, k, v, dropout, window, kernel):
@@ -419,6 +397,9 @@ class Attention(nn.Module):
         return self.dropout(self.c_proj(y))
 
 
+# -----------------------------------------------------------------------------
+# the MLP and the block
+
 def relu2(x):
     """Square the positive part (arXiv 2109.08668)."""
     return F.relu(x).square()
@@ -453,7 +434,7 @@ class Block(nn.Module):
         self.mix = X0Mix() if config.x0_mix else unchanged
         self.ln_1 = norm_of(config)
         self.attn = Attention(config, layer)
-        self.ln_1_post = norm_of(config) if config.post_norm else nn.Identity()  # which has hooks: watch.py
+        self.ln_1_post = norm_of(config) if config.post_norm else nn.Identity()  # diagnose.py hooks it
         self.ln_2 = norm_of(config)
         self.mlp = MLP(config)
         self.ln_2_post = norm_of(config) if config.post_norm else nn.Identity()
@@ -463,6 +444,9 @@ class Block(nn.Module):
         x = x + self.ln_1_post(self.attn(self.ln_1(x), cos, sin, cache, within, first))
         return x + self.ln_2_post(self.mlp(self.ln_2(x)))
 
+
+# -----------------------------------------------------------------------------
+# the loss in chunks
 
 def head_gradients(x, w, targets, cap, smoothing, frozen):
     """
@@ -517,6 +501,9 @@ attend_outside_graph = disable(attend_within)  # the shapes of documents depend 
 # In one graph the chunks would be fused again, so each is compiled alone.
 compiled_loss = disable(lambda *args: ChunkedLoss.apply(*args, True))
 
+
+# -----------------------------------------------------------------------------
+# the model
 
 class Uninitialized(TorchFunctionMode):
     """Skip the initialization of modules made inside, which takes minutes for billions of weights."""
@@ -667,3 +654,40 @@ def config_from(model_args):
     if unknown:
         raise ValueError(f'the model has settings that this version does not have: {", ".join(unknown)}')
     return GPTConfig(**{'key_shift': False, **model_args})  # Earlier checkpoints do not have it.
+
+
+# -----------------------------------------------------------------------------
+# what only imported families need
+
+class OffsetRMSNorm(RMSNorm):
+    """Multiply by 1 + weight (Gemma)."""
+    offset = 1.0
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+class Scale(nn.Module):
+    """Multiply by a number, which is rounded to the dtype of the input, as in Gemma's training."""
+
+    def __init__(self, factor):
+        super().__init__()
+        dtypes = torch.float32, torch.bfloat16, torch.float16
+        self.factors = {dtype: torch.tensor(factor, dtype=dtype, device='cpu').item() for dtype in dtypes}
+
+    def forward(self, x):
+        return x * self.factors[x.dtype]
+
+
+def rotate_part(x, cos, sin, part):
+    """Rotate by one of two angles, side by side in (T, D): 0 is rope_base, 1 rope_local_base."""
+    return rotate(x, cos.chunk(2, dim=-1)[part], sin.chunk(2, dim=-1)[part])
+
+
+def capped_attention(q, k, v, mask, dropout=0.0, *, cap):
+    """Compute plain_attention() with softcap() on the logits, for which torch has no kernel."""
+    k, v = (part.repeat_interleave(q.size(1) // k.size(1), 1) for part in (k, v))
+    logits = softcap((q @ k.mT).float() * q.size(-1)**-0.5, cap=cap)  # (B, H, T, keys)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -math.inf)
+    return F.dropout(logits.softmax(-1).to(v.dtype), dropout) @ v
