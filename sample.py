@@ -115,11 +115,18 @@ class Opened(NamedTuple):
     template: str  # as requested, or that of the training data, or 'none'
 
 
-def open_model(cfg):
-    """Open a model with its tokenizer and chat template. Returns Opened."""
-    weights = load_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from, cfg.data_dir)
+def open_gpt(cfg):
+    """Load weights into a float32 GPT on the CPU. Returns (Weights, GPT)."""
+    source = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
+    weights = load_weights(source, cfg.data_dir)
     model = GPT.from_checkpoint(weights.model_args, weights.weights)
     weights.weights.clear()  # The model has its own copy.
+    return weights, model
+
+
+def open_model(cfg):
+    """Open a model with its tokenizer and chat template. Returns Opened."""
+    weights, model = open_gpt(cfg)
     tokenizer = tokenizer_from(tokenizer_of(weights, cfg.data_dir))
     unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]
     if unused and tokenizer.n_vocab - len(unused) == model.config.vocab_size:  # of images in Gemma 3
@@ -408,9 +415,7 @@ def fit_turns(tokenizer, system, turns, template, limit):
 
 def diagnose_model(cfg, device, dtype):
     """Diagnose a model on its validation data, or on random ids if that is not here."""
-    weights = load_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from, cfg.data_dir)
-    model = GPT.from_checkpoint(weights.model_args, weights.weights)
-    weights.weights.clear()  # The model has its own copy.
+    weights, model = open_gpt(cfg)
     T, vocab_size = model.config.block_size, model.config.vocab_size
     try:
         batches = validation_batches(weights, T, cfg.data_dir)
