@@ -206,8 +206,7 @@ def read_settings(argv=None):
     if latest:
         for line in compare_settings(found.objects, found.given, below, BOUND):
             print0(line)
-    if lora.lora_rank:
-        check_lora(lora, cfg, is_new=latest is None)
+    check_lora(lora, cfg, found.given, is_new=latest is None)
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, int(os.environ.get('WORLD_SIZE', '1')))
     return Settings(model, lora, cfg, found.given, latest)
 

@@ -16,11 +16,12 @@ def checkpoint_settings(checkpoint, shape):
     """Return {setting: value} that a checkpoint gives the run that resumes it. shape: its model's."""
     saved = {**checkpoint['model_args'], **checkpoint.get('config', {}), **shape}
     own = set(OWN)
-    if 'state' not in checkpoint:  # nanoGPT's: its dtype and compile were for another machine
-        own.add('dtype')
+    if 'state' not in checkpoint:  # nanoGPT's, whose defaults were for another machine
+        if saved.get('dtype') != 'float32':
+            own.add('dtype')
         if isinstance(saved.get('dataset'), str):
             saved['dataset'] = name_of_path(saved['dataset'])
-        if saved.get('compile') is not False:  # its default
+        if saved.get('compile') is not False:
             own.add('compile')
     if saved.get('batch_size') == 'auto':  # a setting of its own now
         own.add('batch_size')

@@ -14,9 +14,9 @@ PACKAGES = (('wandb_log', True, 'wandb'), ('tensorboard', True, 'tensorboard'),
 def setting_problems(cfg):
     """List the problems with the settings of train.py, one sentence each."""
     wrong = []
-    above_0 = ('max_iters', 'max_epochs', 'batch_size', 'gradient_accumulation_steps',
-               'eval_interval', 'eval_tokens', 'eval_iters', 'log_interval', 'loss_chunks', 'patience',
-               'depth')
+    above_0 = ('learning_rate', 'muon_lr', 'max_iters', 'max_epochs', 'batch_size',
+               'gradient_accumulation_steps', 'eval_interval', 'eval_tokens', 'eval_iters',
+               'log_interval', 'loss_chunks', 'patience', 'depth')
     for name, value in dataclasses.asdict(cfg).items():
         if isinstance(value, int | float) and value < 0:
             wrong.append(f'{name}={value} must not be negative')

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from configurator import strength
 from hotloop.system.text import wrapped
 from hotloop.weights.nf4 import NF4Linear, rounded
 
@@ -37,11 +38,6 @@ class LoRAConfig:
             wrong.append(f'lora_alpha={self.lora_alpha} must be above 0 and finite')
         if not 0 <= self.lora_dropout < 1:
             wrong.append(f'lora_dropout={self.lora_dropout} must be at least 0 and below 1')
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and not self.lora_rank:
-                wrong.append(f'{field.name}={value!r} applies only with lora_rank, such as '
-                             '--lora_rank=16')
         return wrong
 
     def scale(self):
@@ -50,8 +46,17 @@ class LoRAConfig:
         return self.lora_alpha / self.lora_rank
 
 
-def check_lora(lora, cfg, is_new):
-    """Raise ValueError if adapters contradict other settings of the run."""
+def check_lora(lora, cfg, given, is_new):
+    """Raise ValueError if adapters contradict other settings of the run. given: {name: place}."""
+    if not lora.lora_rank:
+        for field in dataclasses.fields(lora):
+            # a flag --lora_rank=0 turns off all of a card
+            is_asked = strength(given.get(field.name)) >= strength(given.get('lora_rank'))
+            value = getattr(lora, field.name)
+            if is_asked and value != field.default:
+                raise ValueError(f'{field.name}={value!r} applies only with lora_rank, such as '
+                                 '--lora_rank=16')
+        return
     if cfg.optimizer == 'muon':
         raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained by AdamW; use '
                          '--optimizer=adamw')

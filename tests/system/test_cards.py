@@ -112,7 +112,7 @@ CHANGES = {
         data_dir='elsewhere', mirror_dir='/dev/null/mirror', device='cuda:99', backend='gloo')}
 ROPE = dict(position='rope')
 LORA = dict(init_from='hub/base', lora_rank=2)
-NO_PROGRESS = dict(learning_rate=0, min_lr=0, eval_interval=1)  # no evaluation improves after the first
+NO_PROGRESS = dict(learning_rate=1e-30, min_lr=0, eval_interval=1)  # no evaluation improves after the first
 # settings of both runs, without which a setting has nothing to act on
 BOTH = dict(
     rope_base=ROPE, rope_factor=ROPE, rope_context=dict(rope_factor=2.0, **ROPE), embed_norm=ROPE,

@@ -238,7 +238,7 @@ def test_init_from_a_path_starts_at_step_0_with_those_weights(train_tiny, tmp_pa
     """A folder (best.pt first) or a file; learning rate 0 shows what was loaded."""
     train_tiny('base', max_iters=2)
     for number, source in enumerate(('base', 'base/ckpt.pt')):
-        train_tiny(f'tuned{number}', init_from=tmp_path / source, max_iters=1, learning_rate=0, min_lr=0)
+        train_tiny(f'tuned{number}', init_from=tmp_path / source, max_iters=1, learning_rate=1e-30, min_lr=0)
         tuned = load(tmp_path / f'tuned{number}' / 'ckpt.pt')
         base = load(tmp_path / ('base/ckpt.pt' if number else 'base/best.pt'))
         assert tuned['iter_num'] == 1 and same(tuned['model'], base['model'])
@@ -278,7 +278,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(init_from='resume'), 'holds no checkpoint; start with --init_from=scratch'),
     (dict(dataset='missing'), 'missing does not exist; make it with: python prepare.py'),
     (dict(device='tpu'), "device='tpu' was requested"),
-    (dict(eval_interval=0), 'eval_interval=0 must be above 0'),
+    (dict(eval_interval=0), 'eval_interval=0 must be above 0'), (dict(learning_rate=0), 'learning_rate=0'),
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
     (dict(beta2=1.0), 'beta2=1.0 must be at least 0 and below 1'),

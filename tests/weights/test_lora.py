@@ -315,6 +315,13 @@ def test_settings_that_contradict_each_other(train_tiny, settings, words):
     assert words in error_of(train_tiny, **settings)
 
 
+def test_a_flag_turns_off_the_adapters_of_a_card(train_tiny, tmp_path):
+    (tmp_path / 'card.py').write_text('lora_rank = 4\nlora_alpha = 3\n')
+    assert train_tiny('full', tmp_path / 'card.py', lora_rank=0, max_iters=1) == 0
+    assert 'lora_alpha=2.0 applies only' in error_of(train_tiny, 'full', tmp_path / 'card.py',
+                                                     lora_rank=0, lora_alpha=2)
+
+
 def test_a_base_is_not_moved_aside_and_adapters_do_not_appear_on_resume(train_tiny, tmp_path, base):
     error = error_of(train_tiny, 'base', **base)
     assert 'base\' would be moved aside with out_dir; choose another' in error
