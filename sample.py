@@ -46,6 +46,12 @@ CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in errors abou
 RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
           'top_k': (1, math.inf), 'top_p': (1e-6, 1), 'min_p': (1e-6, 1),
           'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf)}
+# the settings of drawn texts, and those that each command does not use
+TEXT = ('start', 'num_samples', 'max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p',
+        'repetition_penalty', 'stop', 'seed')
+UNUSED = {'score': TEXT, 'diagnose': (*TEXT, 'template', 'batch_size'), 'eval_code': ('start',),
+          'export': (*TEXT, 'output', 'batch_size', 'device', 'compile'),
+          'chat': ('num_samples', 'output', 'batch_size')}
 DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
 
 
@@ -330,7 +336,12 @@ def print_in_order(steps, end):
 
 def sample(model, tokenizer, template, cfg):
     """Print samples of each prompt, in order."""
-    prompts = make_prompts(read_prompts(cfg.start), tokenizer, template, cfg)
+    rows = read_prompts(cfg.start)
+    given, _, _ = rows[0]
+    if template in CHATS and cfg.template == 'auto' and isinstance(given, str):
+        print('note: this model was tuned for chat; give --chat to talk to it, or --template='
+              f'{template} to ask one question', file=sys.stderr)
+    prompts = make_prompts(rows, tokenizer, template, cfg)
     for steps in write_batches(model, tokenizer, prompts, cfg):
         if cfg.output == 'text':
             print_in_order(steps, '\n---------------\n')
@@ -457,7 +468,11 @@ def validation_batches(weights, T, data_dir):
 
 
 def main(argv=None):
-    (cfg,), _, _ = configure(SampleConfig, argv=argv, about=__doc__)
+    (cfg,), given, _ = configure(SampleConfig, argv=argv, about=__doc__)
+    for command, names in UNUSED.items():
+        for name in names:
+            if getattr(cfg, command) and given.get(name, '').startswith('--'):
+                print(f'note: --{name} has no effect with --{command}', file=sys.stderr)
     if cfg.export:
         opened = open_model(cfg)
         dtype = torch.float32 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)

@@ -206,6 +206,9 @@ def read_settings(argv=None):
     if latest:
         for line in compare_settings(found.objects, found.given, below, BOUND):
             print0(line)
+    for first, second in PAIRS:
+        if f'--{first}' in found.given.values() and getattr(cfg, second) is not None:
+            print0(f'note: {second}={getattr(cfg, second)} replaces --{first}')
     check_lora(lora, cfg, found.given, is_new=latest is None)
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, int(os.environ.get('WORLD_SIZE', '1')))
     return Settings(model, lora, cfg, found.given, latest)

@@ -21,6 +21,8 @@ from hotloop.training.schedule import plan_schedule
 from hotloop.weights.load import GPT2_SHAPES, shape_of
 
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
+# seconds of a micro-batch per block on a GPU at least: 60 kernels of 5 microseconds. Assumed, not measured
+LAUNCHES = 60 * 5e-6
 # {name: (key of PEAK_FLOPS, bytes of memory as PyTorch reports them, about)}
 MACHINES = {'A100 40GB': ('A100', 42.3e9), 'A100 80GB': ('A100', 85.0e9), 'H100': ('H100', 85.0e9),
             'H200': ('H200', 150.1e9), 'L40S': ('L40S', 47.7e9), 'RTX 4090': ('RTX 4090', 25.3e9),
@@ -123,8 +125,8 @@ def describe_memory(estimate, gpu):
 
 
 def count_steps(cfg, num_windows):
-    """Return the steps of a run; None if they depend on its clock or on absent data."""
-    if cfg.time_budget is not None or (num_windows is None and cfg.max_epochs is not None):
+    """Return the steps of a run; None if it has none, or they depend on its clock or on absent data."""
+    if cfg.eval_only or cfg.time_budget is not None or (num_windows is None and cfg.max_epochs is not None):
         return None
     batch = cfg.batch_size * cfg.gradient_accumulation_steps
     return plan_schedule(cfg, num_windows, batch, 0, RunState()).max_iters
@@ -133,6 +135,8 @@ def count_steps(cfg, num_windows):
 def describe_length(cfg, T, steps, num_windows):
     """Return the steps, tokens and epochs of a run, as text."""
     batch = cfg.batch_size * cfg.gradient_accumulation_steps
+    if cfg.eval_only:
+        return 'run: one evaluation'
     if steps is None:
         return f'run: an unknown number of steps of {batch * T:,} tokens'
     text = f'run: {steps:,} steps of {batch * T:,} tokens, {steps * batch * T:,} tokens'
@@ -158,11 +162,14 @@ def machine_table(estimate, gpu, flops_per_token, steps):
     for name, env, memory, peak in machines:
         speed = time = 'unknown'
         if peak:
-            rate = MFU * peak / flops_per_token
-            speed = f'{rate:,.0f}'
+            seconds = batch * estimate.config.block_size * flops_per_token / (MFU * peak)
+            if env.device.type == 'cuda':
+                launches = cfg.gradient_accumulation_steps * estimate.config.n_layer * LAUNCHES
+                seconds = max(seconds, launches)
+            speed = f'{batch * estimate.config.block_size / seconds:,.0f}'
             if steps is not None:
-                time = duration(steps * batch * estimate.config.block_size / rate)
-        if cfg.time_budget is not None:
+                time = duration(steps * seconds)
+        if cfg.time_budget is not None and not cfg.eval_only:
             time = duration(60 * cfg.time_budget)
         lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {speed:>12} {time:>10}  '
                      f'{advise(estimate, env, memory)}')

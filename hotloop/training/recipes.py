@@ -19,6 +19,7 @@ SHAPE = {'preset', 'n_layer', 'n_head', 'n_embd', 'block_size', 'optimizer'}
 # depths from which on heads, contexts and rates are those of larger models
 SMALL, LARGE = 8, 12
 DEPTHS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24)
+EVALUATIONS, LOG_LINES = 5, 100  # of a run with a time budget, about
 TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (arXiv 2203.15556)
 
 
@@ -117,9 +118,11 @@ def budget_settings(cfg, world, text_tokens):
     depth = cfg.depth or choose_depth(seconds, flops)
     tokens = tokens_within(depth, seconds, flops)
     settings = depth_settings(depth, world, tokens, text_tokens)
-    del settings['max_iters']  # the clock decides
+    steps = settings.pop('max_iters')  # about: the clock decides
+    settings['eval_interval'] = max(round(steps / EVALUATIONS), 1)
+    settings['log_interval'] = max(round(steps / LOG_LINES), 1)
     # an evaluation has no backward pass, a third of the work
-    eval_tokens = 0.08 * tokens / 2 * 3
+    eval_tokens = 0.08 * tokens / EVALUATIONS / 2 * 3
     settings['eval_tokens'] = 2 ** int(min(max(math.log2(eval_tokens), 14), 20))
     return {'depth': depth, **settings}
 

@@ -21,6 +21,7 @@ from hotloop.system.files import replacing
 from hotloop.system.text import compact, duration, with_error
 
 BUCKETS = 500  # of a curve: each keeps its lowest and its highest point, so spikes stay visible
+DENSE = 200  # points, from which on a mean is drawn over them
 COLUMNS = 60  # of a panel: each has a tooltip
 SMALL_PANELS = (('lr', 'Learning rate', ''), ('grad_norm', 'Gradient norm', 'before clipping'),
                 ('tokens_per_s', 'Speed', 'tokens per second'),
@@ -177,7 +178,7 @@ def outline(y):
 
 def running_mean(x, y, parts=2000):
     """Return (x, mean of y around it) in `parts` points at most: a Hann window over a 25th of them."""
-    if len(x) < 10:
+    if len(x) < DENSE:
         return x, y
     starts = np.unique(np.linspace(0, len(x), min(len(x), parts), endpoint=False).astype(int))
     y = np.add.reduceat(y, starts) / np.diff(starts, append=len(x))  # first the mean of each part
@@ -232,6 +233,8 @@ def panel(title, unit, curves, x_name='step', wide=False, log=False):
     xs = np.concatenate([[0.0], *(c.x for c in curves)])
     x_axis = Axis(xs)
     y_axis = Axis(np.concatenate(ys if log else [*ys, [0.0]]), log)
+    if y_axis.log:
+        unit = f'{unit}, log scale'
     grid = words = last = ''
     for tick in y_axis.ticks:
         place = y_axis(tick)
@@ -277,8 +280,11 @@ def loss_panels(runs):
         steps, losses = run.column('val_loss')
         errors = np.nan_to_num(run.column('val_loss', 'val_stderr')[1])
         if len(runs) == 1:
-            training.append(Curve('training', 0, x, y, 'faint'))
-            training.append(Curve('mean', 0, *running_mean(x, y)))
+            if len(x) < DENSE:
+                training.append(Curve('training', 0, x, y))
+            else:
+                training.append(Curve('training', 0, x, y, 'faint'))
+                training.append(Curve('mean', 0, *running_mean(x, y)))
             training.append(Curve('validation', 1, steps, losses, 'faint', errors))
             return panel('Loss', 'nats per token', training, wide=True, log=True)
         x, y = running_mean(x, y)
@@ -297,7 +303,7 @@ def small_panels(runs):
         curves = []
         for number, run in enumerate(runs):
             x, y = run.column(name)
-            is_noisy = name in ('grad_norm', 'tokens_per_s') and len(x) >= 10
+            is_noisy = name in ('grad_norm', 'tokens_per_s') and len(x) >= DENSE
             curves.append(Curve(run.name, number, x, y, 'faint' if is_noisy else 'line'))
             if is_noisy:
                 curves.append(Curve('mean', number, *running_mean(x, y)))

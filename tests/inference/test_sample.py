@@ -278,6 +278,19 @@ def test_the_answers_to_chats_end_at_the_mark(draw, out, tmp_path, monkeypatch):
     assert draw(start=start) == ['Two?\nFour.', 'c\nFour.', 'Two?Four.<|im_end|>no']
 
 
+def test_what_a_command_does_not_use_is_named(draw, out, tmp_path, capsys):
+    """So is --chat, to who asks a model that was tuned for it."""
+    (tmp_path / 'a.txt').write_text('abc')
+    main(out_dir=out, score=tmp_path / 'a.txt', stop='x', temperature=1)
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith('note: ')]
+    assert [note.split()[1] for note in notes] == ['--temperature', '--stop']
+    write(out / 'best.pt', gpt(257), ByteTokenizer(), template='chatml')
+    draw()
+    assert 'give --chat' in draw.err
+    draw(template='chatml')
+    assert 'give --chat' not in draw.err
+
+
 @pytest.fixture
 def talk(capsys, monkeypatch, out):
     """talk(lines, answers, **flags) is a chat in which the model answers so. Returns the prompts."""

@@ -12,7 +12,7 @@ from test_memory import GEMMA_2_2B, LORA, gpt
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from hotloop.training.forecast import MACHINES, PARTS, advise, describe_model, flops_of
+from hotloop.training.forecast import LAUNCHES, MACHINES, PARTS, advise, describe_model, flops_of
 from hotloop.training.memory import MemoryEstimate
 from hotloop.weights.lora import LoRAConfig
 from train import TrainConfig
@@ -96,9 +96,19 @@ def test_an_absent_dataset_is_assumed(forecast_of):
 
 
 def test_recomputation_costs_a_quarter_of_the_speed(forecast_of):
-    rates = [float(re.search(r'H100 +85.0 GB +([\d,]+)', forecast_of(recompute=how))[1].replace(',', ''))
-             for how in ('none', 'full')]
+    rates = [speed_of(forecast_of(recompute=how, n_embd=2048, n_head=16)) for how in ('none', 'full')]
     assert rates[1] == pytest.approx(0.75 * rates[0], abs=1)
+
+
+def speed_of(printed):
+    """Read the tokens per second of an H100."""
+    return int(re.search(r'H100 +85.0 GB +([\d,]+)', printed)[1].replace(',', ''))
+
+
+def test_a_small_model_waits_for_its_kernels_and_an_evaluation_has_no_steps(forecast_of):
+    assert speed_of(forecast_of()) == pytest.approx(2 * 256 / (2 * LAUNCHES), rel=1e-3)
+    printed = forecast_of(eval_only=True)
+    assert 'run: one evaluation' in printed and re.search(r'H100 .* unknown  fits', printed)
 
 
 def test_a_dataset_is_counted(forecast_of, tmp_path):

@@ -270,6 +270,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
         printed = capsys.readouterr().out
         assert (f'step 4: {loss}' in printed) == (source != 'scratch')
         assert 'step 0' not in printed and 'run: ' not in printed
+        assert 'max_epochs=2.0 replaces --max_iters' in printed
 
 
 @pytest.mark.parametrize('settings, match', [
