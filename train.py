@@ -647,4 +647,4 @@ def open_run_folder(run, schedule, checkpoints, latest):
 
 
 if __name__ == '__main__':
-    call_main(report_errors(main))
+    report_errors(lambda: call_main(main))()  # torchrun prints the traceback of a bug, not of a refusal

@@ -221,8 +221,8 @@ class Log:
             if value is not None and math.isfinite(value):
                 row[name] = value
         try:
-            with open(self.path, 'a', encoding='utf-8') as f:
-                f.write(json.dumps(row) + '\n')
+            with open(self.path, 'a', encoding='utf-8') as f:  # time: in seconds since 1970
+                f.write(json.dumps({**row, 'time': round(time.time(), 2)}) + '\n')
         except OSError as e:
             print0(f'{self.path} could not be written: {e.strerror or e}; training continues')
         if self.wandb:

@@ -25,13 +25,15 @@ from hotloop.training.logger import (
 
 
 def test_the_log_is_strict_json(train_tiny, tmp_path):
-    """Also if a number is not finite, such as the standard error of a single window."""
+    """Also if a number is not finite, such as the standard error of a single window. A line has its time."""
+    began = time.time()
     write_bins(tmp_path / 'data' / 'one', noise(200), noise(17))
     train_tiny(dataset='one', data_dir=tmp_path / 'data', max_iters=3)
     for line in (tmp_path / 'out' / 'log.jsonl').read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f'{name} in the log'))
     [last] = rows(tmp_path / 'out', 'val_loss')
     assert last['step'] == 3 and 'val_stderr' not in last and last['val_perplexity'] > 1
+    assert began - 1 < last['time'] < time.time() + 1
 
 
 def test_lines_that_come_again_and_torn_lines_are_dropped(tmp_path):
