@@ -37,7 +37,7 @@ from hotloop.data.tokenizer import BPETokenizer, tokenizer_from
 from hotloop.data.tokenizer_source import find_tokenizer
 from hotloop.system.files import Progress, counted, replacing
 from hotloop.system.host import cores
-from hotloop.system.text import file_size, shell
+from hotloop.system.text import file_size, script, shell
 
 BPE_BYTES = 1 << 28  # size of the files that merges are learned from
 Format = Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'functions']
@@ -212,9 +212,9 @@ def write_bins(folder, batches, dtype, template):
 
 def training_command(cfg, found, has_rows):
     """Return the command that trains on a dataset, or tunes the model that its tokenizer is from."""
-    words = ['config/quickstart.py']
+    words = [script('config/quickstart.py')]
     if found.model:
-        words = ['config/lora.py', f'--init_from={found.model}']
+        words = [script('config/lora.py'), f'--init_from={found.model}']
     words.append(f'--dataset={cfg.name}')
     if found.model and not has_rows:
         words.append('--pack_rows=False')
@@ -222,7 +222,7 @@ def training_command(cfg, found, has_rows):
         words.append('--block_size=512')  # its own context may be 100 times as long
     if cfg.data_dir != PrepareConfig.data_dir:
         words.append(f'--data_dir={cfg.data_dir}')
-    return f'python train.py {shell(*words)}'
+    return f'python {shell(script("train.py"), *words)}'
 
 
 def main(argv=None):

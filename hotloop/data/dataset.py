@@ -26,7 +26,7 @@ from hotloop.data.tokenizer import (
     tokenizer_from,
 )
 from hotloop.system.files import counted, free_number, hash_file, lock, read_json, sync_folder
-from hotloop.system.text import shell
+from hotloop.system.text import script, shell
 
 FORMAT = 1  # of meta.json
 COUNT_BLOCK = 1 << 24  # tokens
@@ -292,7 +292,7 @@ def command_for(dataset, data_dir, spec, path):
     flags = [f'--name={"NEW_NAME" if dataset.meta["foreign"] else dataset.name}',
              *dataset.meta.get('flags', []), f'--tokenizer={tokenizer}', f'--data_dir={data_dir}']
     source = dataset.meta.get('source', 'FILE_OR_FOLDER')
-    return f'python prepare.py {source} {shell(*flags)}'.removesuffix(' --data_dir=data')
+    return f'python {shell(script("prepare.py"))} {source} {shell(*flags)}'.removesuffix(' --data_dir=data')
 
 
 def describe(spec):

@@ -14,7 +14,7 @@ from configurator import did_you_mean
 from hotloop.data.documents import OPENERS, has_separators
 from hotloop.data.download import download, hub_folder
 from hotloop.system.files import counted, optional
-from hotloop.system.text import file_size, shell
+from hotloop.system.text import file_size, script, shell
 
 
 class File(NamedTuple):
@@ -262,4 +262,4 @@ def missing_dataset(path, name, data_dir):
         hint = did_you_mean(name, {word: repr(word) for word in (*found, *CORPORA)})
     if data_dir != 'data':
         words += ' ' + shell(f'--data_dir={data_dir}')
-    return f'{path} does not exist{hint}; make it with: python prepare.py {words}'
+    return f'{path} does not exist{hint}; make it with: python {shell(script("prepare.py"))} {words}'

@@ -1,8 +1,12 @@
 """Numbers as short text, for lines of at most 80 columns and the axes of a report."""
 
 import math
+import os
 import shlex
+import sys
 import textwrap
+
+SCRIPTS = ('train.py', 'sample.py', 'prepare.py')
 
 
 def short(loss):
@@ -55,6 +59,12 @@ def with_error(loss, error):
 def shell(*words):
     """Join the words of a command line, quoted as a shell needs it."""
     return shlex.join(words)
+
+
+def script(name):
+    """Name a script as this process was started, by its path if it ran from another folder."""
+    folder, own = os.path.split(sys.argv[0])
+    return os.path.join(folder, name) if own in SCRIPTS else name
 
 
 def wrapped(line):

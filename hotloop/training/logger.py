@@ -12,7 +12,7 @@ from hotloop.data.chat import CHATS
 from hotloop.system.device import attention_kernels, peak_memory
 from hotloop.system.distributed import print0
 from hotloop.system.files import counted, first_line, replacing
-from hotloop.system.text import compact, duration, file_size, rate, shell, short, wrapped
+from hotloop.system.text import compact, duration, file_size, rate, script, shell, short, wrapped
 from hotloop.training.forecast import flops_of
 from hotloop.training.report import read_rows, write_report
 from hotloop.training.run_dir import resume_command
@@ -80,7 +80,7 @@ def print_end(cfg, state, is_done, out_of_patience, record, device):
             peak = f', peak memory {file_size(memory)}'
         print0(f'done: best val loss {short(state.best_val_loss)}{peak}')
         print0(f'curves: {os.path.join(cfg.out_dir, "report.html")}')
-        command = f'python sample.py {shell(f"--out_dir={cfg.out_dir}")}'
+        command = f'python {shell(script("sample.py"))} {shell(f"--out_dir={cfg.out_dir}")}'
         if record.get('template') in CHATS:
             print0(f'to chat: {command} --chat')
         else:

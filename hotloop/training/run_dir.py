@@ -7,7 +7,7 @@ from configurator import as_file
 from hotloop.system.distributed import print0
 from hotloop.system.files import free_number, is_inside, lock, replacing
 from hotloop.system.host import first_line_of
-from hotloop.system.text import shell
+from hotloop.system.text import script, shell
 from hotloop.training.checkpoint import MIRRORED, Checkpoints
 
 
@@ -89,7 +89,7 @@ def resume_command(cfg):
     for name in ('device', 'backend'):
         if getattr(cfg, name) != 'auto':
             flags += f' --{name}={getattr(cfg, name)}'
-    return f'{launcher} train.py --init_from=resume --out_dir={shell(cfg.out_dir)}{flags}'
+    return f'{launcher} {shell(script("train.py"))} --init_from=resume --out_dir={shell(cfg.out_dir)}{flags}'
 
 
 def write_config(folder, config, schedule):

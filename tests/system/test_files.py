@@ -11,6 +11,7 @@ from conftest import contents, error_of
 
 from hotloop.system.files import Progress, counted, is_inside, lock, optional, read_json, replacing
 from hotloop.system.host import cores, memory, threads_for
+from hotloop.system.text import script
 
 
 def test_a_file_is_replaced_when_it_is_complete(tmp_path):
@@ -118,3 +119,9 @@ def test_threads_are_those_of_omp_num_threads_or_a_share_of_the_cores(monkeypatc
             monkeypatch.setenv('OMP_NUM_THREADS', asked)
         assert (threads_for(1), threads_for(4)) == (alone, of_four), asked
     assert threads_for(16) == 1
+
+
+def test_scripts_are_named_as_they_were_started(monkeypatch):
+    for started, named in (('/a/train.py', '/a/sample.py'), ('train.py', 'sample.py'), ('test', 'sample.py')):
+        monkeypatch.setattr('sys.argv', [started])
+        assert script('sample.py') == named
