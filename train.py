@@ -6,8 +6,8 @@ The complete training loop: precision, accumulation, compilation, data paralleli
     $ python train.py --resume                                 # continue the run in out_dir, or start
     $ torchrun --standalone --nproc_per_node=8 train.py        # all GPUs of a node
 
-A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, on any number of
-processes. Everything random (the order of the data, dropout) is a function of the seed, the step and the
+A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, which all processes
+share. Everything random (the order of the data, dropout) is a function of the seed, the step and the
 micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds only tensors and counters.
 """
 

@@ -1,6 +1,6 @@
 """
-Judge answers that should be Python code: syntax accuracy, BLEU against a reference, and pass@1 on
-tasks with tests. Tasks are HumanEval's (arXiv 2107.03374), MBPP's (arXiv 2108.07732), or rows of
+Judge answers that should be Python code: syntax accuracy, exact match and BLEU against a reference, and
+pass@1 on tasks with tests. Tasks are HumanEval's (arXiv 2107.03374), MBPP's (arXiv 2108.07732), or rows of
 instruction data.
 """
 
@@ -254,15 +254,19 @@ def print_metrics(verdicts, output):
     if output == 'text':
         print('metric  tasks  answers   value  95% interval')
     num_tasks = len({verdict.task.name for verdict in verdicts})
+    referenced = [verdict for verdict in verdicts if verdict.task.reference]
     rates = {'syntax': [verdict.parses for verdict in verdicts],
-             'pass@1': [verdict.outcome == 'passed' for verdict in verdicts if verdict.outcome]}
+             'pass@1': [verdict.outcome == 'passed' for verdict in verdicts if verdict.outcome],
+             'exact': [verdict.answer.strip() == verdict.task.reference.strip() for verdict in referenced]}
     for metric, values in rates.items():
         if values:
             rate = statistics.mean(values)
             tasks = len(values) * num_tasks // len(verdicts)  # Samples of a task do not narrow the interval.
             print_metric(metric, tasks, len(values), rate, wilson(rate, tasks), output)
-    first = [verdict for verdict in verdicts
-             if verdict.seed == verdicts[0].seed and verdict.task.reference]
+    if not any(verdict.parses for verdict in verdicts):
+        print('note: no answer is Python code, which syntax and BLEU judge; exact compares complete answers '
+              'with their references', file=sys.stderr)
+    first = [verdict for verdict in referenced if verdict.seed == verdicts[0].seed]
     if first:
         try:
             print_metric('bleu', len(first), len(first), *bleu(first), output)

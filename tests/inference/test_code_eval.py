@@ -146,10 +146,21 @@ def test_samples_of_one_task_do_not_narrow_the_interval(capsys):
     verdicts = [judge(task, seed, '    return 1', False)._replace(outcome='passed' if seed == 6 else 'no')
                 for task in tasks for seed in (5, 6)]
     print_metrics(verdicts, 'jsonl')
-    syntax, passed, *bleu = [list(json.loads(line).values()) for line in capsys.readouterr().out.splitlines()]
+    lines = map(json.loads, capsys.readouterr().out.splitlines())
+    syntax, passed, exact, *bleu = [list(line.values()) for line in lines]
     assert syntax[:4] == ['syntax', 10, 20, 1]
-    assert passed == ['pass@1', 10, 20, 0.5, *wilson(0.5, 10)]
+    assert passed == ['pass@1', 10, 20, 0.5, *wilson(0.5, 10)] and exact[:4] == ['exact', 10, 20, 0]
     assert all(row[:3] == ['bleu', 10, 10] for row in bleu)  # of the first sample
+
+
+def test_answers_that_are_no_code_are_compared(capsys):
+    verdicts = []
+    for city, answer in (('Bern', ' Bern\n'), ('Rome', 'In Italy: Rome')):
+        task = read_task({'prompt': f'Capital {city}?', 'completion': f' {city}'}, city, False)
+        verdicts.append(judge(task, 0, answer, False)._replace(parses=False))
+    print_metrics(verdicts, 'text')
+    printed, err = capsys.readouterr()
+    assert 'exact       2        2  0.5000  0.0945 to 0.9055' in printed and 'no answer is Python code' in err
 
 
 def test_a_missing_sacrebleu_is_named(monkeypatch, capsys):
