@@ -74,7 +74,7 @@ class SampleConfig:
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
     max_new_tokens: int = 500  # maximum number of new tokens per sample
-    temperature: float | None = None  # 0 always picks the most likely token; None: 0.8, 0 for eval_code
+    temperature: float | None = None  # 0 always picks the most likely token; None: 0.9, 0 for eval_code
     top_k: int | None = 200  # sample from the k most likely tokens; None: all
     top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
     min_p: float | None = None  # drop tokens below this fraction of the highest probability; None: off
@@ -271,7 +271,7 @@ class Text:
 def temperature_of(cfg):
     if cfg.temperature is not None:
         return cfg.temperature
-    return 0.0 if cfg.eval_code else 0.8
+    return 0.0 if cfg.eval_code else 0.9
 
 
 def write(model, tokenizer, prompts, seeds, cfg):
