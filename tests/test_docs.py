@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from configurator import configure, fields_of, parse
+from configurator import configure, parse
 from hotloop.data.sources import CORPORA
 from hotloop.weights.lora import LoRAConfig
 from model import GPT, GPTConfig
@@ -74,7 +74,7 @@ def is_setting(code):
     """Return whether name, name=value, --name or --name=value is a setting that can have the value."""
     name, equals, value = code.removeprefix('--').partition('=')
     for classes in SETTINGS.values():
-        kind, _ = fields_of(classes).get(name, (None, None))
+        kind = {field.name: field.type for cls in classes for field in dataclasses.fields(cls)}.get(name)
         if kind is None:
             continue
         try:
