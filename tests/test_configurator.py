@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -213,15 +214,14 @@ def test_all_problems_of_a_command_are_reported_together(card):
     problems = refusal(path, 'missing.py', '--n_head=x', '--max_iters')
     starts = ('--n_head: expected', '--max_iters: expected', f'{path}, line 1: unknown setting',
               f'{path}, line 2: n_layer: expected', 'missing.py does not exist')
-    for problem, start in zip(sorted(problems), sorted(starts), strict=True):
-        assert problem.startswith(start)
+    assert all(map(str.startswith, sorted(problems), sorted(starts))) and len(problems) == len(starts)
     assert len(refusal('--n_layer=-1', '--max_iters=-1')) == 2  # of both classes
 
 
 def test_words_are_returned_but_not_run_with_files_false(card):
     path = card("raise SystemExit('this file must not run')\n")
-    values, places, words = conf(path, '--n_layer', '3', 'a folder/', '-x', files=False)
-    assert words == [path, 'a folder/', '-x'] and values['n_layer'] == 3 and set(places) == {'n_layer'}
+    values, _, words = conf(path, '--n_layer', '3', 'a folder/', '-x', files=False)
+    assert words == [path, 'a folder/', '-x'] and values['n_layer'] == 3
 
 
 def test_a_flag_overrides_an_invalid_value_of_a_checkpoint_or_a_file(card):
@@ -281,21 +281,16 @@ def test_a_value_error_of_our_own_files_is_one_sentence(capsys, file, ours):
     assert capsys.readouterr().err == ('error: deep\n' if ours else '')
 
 
-def interrupted():
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize('main, code', [(lambda: 143, 143), (interrupted, 130)])
+@pytest.mark.parametrize('main, code', [(lambda: 143, 143), (Mock(side_effect=KeyboardInterrupt), 130)])
 def test_the_status_of_a_main_is_that_of_the_process(main, code):
     with pytest.raises(SystemExit) as end:
         call_main(main)
     assert end.value.code == code
 
 
-@pytest.mark.parametrize('main', ['[print("x" * 99) for _ in range(99999)]', 'print("x")'])
-def test_a_closed_pipe_ends_without_a_traceback(main):
-    """Also if all of the output is still in the buffer at the end."""
-    script = f'import configurator; input(); configurator.call_main(lambda: {main})'
+def test_a_closed_pipe_ends_without_a_traceback():
+    """All of the output is still in the buffer at the end."""
+    script = 'import configurator; input(); configurator.call_main(lambda: print("x"))'
     with subprocess.Popen([sys.executable, '-c', script], cwd=REPO, stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()

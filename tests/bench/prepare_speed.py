@@ -14,7 +14,6 @@ import functools
 import glob
 import json
 import lzma
-import math
 import os
 import sys
 import tempfile
@@ -61,7 +60,7 @@ with open(folder + '/train.bin', 'wb') as f:
 
 
 def speed(source, folder, rounds):
-    """Return rows of MB/s, the share of tiktoken alone per process, and the memory of one more run."""
+    """Return rows of MB/s, the share of tiktoken alone per process, and the peak memory."""
     texts, size = os.path.join(folder, 'texts.jsonl'), 0
     with open(texts, 'w') as f:
         for piece in documents_in(files_of(source, 'auto', 'data', ''), Reading(), Counter()):
@@ -69,16 +68,17 @@ def speed(source, folder, rounds):
             size += len(text.encode())
             f.write(json.dumps(text) + '\n')
 
-    def ours(num_proc, watch=False):
+    def ours(num_proc):
         return run([sys.executable, 'prepare.py', source, '--tokenizer=gpt2', f'--num_proc={num_proc}',
-                    '--name=bench', f'--data_dir={folder}'], watch=watch)[:2]
+                    '--name=bench', f'--data_dir={folder}'])[:2]
 
-    def mapped(num_proc, watch=False):
+    def mapped(num_proc):
         with tempfile.TemporaryDirectory(dir=folder) as cache:
-            return run([sys.executable, '-c', MAP, texts, cache, str(num_proc)], watch=watch)[:2]
+            return run([sys.executable, '-c', MAP, texts, cache, str(num_proc)])[:2]
 
-    def alone(watch=False):
-        return float(run([sys.executable, '-c', ALONE, texts])[2].splitlines()[-1]), math.nan
+    def alone():
+        _, megabytes, output = run([sys.executable, '-c', ALONE, texts])
+        return float(output.splitlines()[-1]), megabytes
     sides = {'tiktoken alone': alone}
     for num_proc, words in ((1, '1 process'), (2, '2 processes')):
         sides[f'prepare.py, {words}'] = functools.partial(ours, num_proc)
@@ -89,7 +89,7 @@ def speed(source, folder, rounds):
     rows = []
     for name, rate in rates.items():
         each = rate / rates['tiktoken alone'] / (2 if ' 2 ' in name else 1)
-        memory = sides[name](watch=True)[1]
+        memory = max(megabytes for _, megabytes in results[name])
         rows.append([os.path.basename(source), name, f'{rate:.1f}', f'{each:.2f}', f'{memory:,.0f}'])
     return rows
 
