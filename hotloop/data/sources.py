@@ -144,7 +144,7 @@ def files_matching(pattern):
     if not paths:
         if pattern in CORPORA:
             raise ValueError(f'{pattern} is a named corpus, which must be prepared alone')
-        hint = did_you_mean(pattern, {name: name for name in (*CORPORA, *glob.glob('*'))})
+        hint = did_you_mean(pattern, (*CORPORA, *glob.glob('*')))
         raise ValueError(f'{pattern} is not a file, a folder or a pattern that matches files{hint}; '
                          f'the corpora are {", ".join(CORPORA)}')
     return paths
@@ -259,7 +259,7 @@ def missing_dataset(path, name, data_dir):
         words = f'FILE_OR_FOLDER --name={name}'
         bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
         found = [os.path.basename(os.path.dirname(path)) for path in bins]
-        hint = did_you_mean(name, {word: repr(word) for word in (*found, *CORPORA)})
+        hint = did_you_mean(name, (*found, *CORPORA))
     if data_dir != 'data':
         words += ' ' + shell(f'--data_dir={data_dir}')
     return f'{path} does not exist{hint}; make it with: python {shell(script("prepare.py"))} {words}'

@@ -15,10 +15,7 @@ from hotloop.system.files import first_line
 
 
 def choose_device(name, local_rank=0):
-    """
-    Choose (device, reason). name: auto, cuda, cuda:N, mps or cpu; cuda without a number is the GPU
-    of the local rank. Raises ValueError if there is no such device.
-    """
+    """Choose (device, reason). name: auto, cuda (the GPU of the local rank), cuda:N, mps or cpu."""
     has = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
     reason = 'requested'
     if name == 'auto':
@@ -26,8 +23,8 @@ def choose_device(name, local_rank=0):
         reason = 'no GPU found' if name == 'cpu' else 'GPU found'
     kind, _, number = name.partition(':')
     if not has.get(kind):  # the version shows whether this PyTorch was built without CUDA
-        raise ValueError(f'device={name!r} was requested, but PyTorch {torch.__version__} found no '
-                         'such device; use --device=cpu or --device=auto')
+        raise ValueError(f'device={name!r} was requested, but PyTorch {torch.__version__} found no such '
+                         'device; use --device=cpu or --device=auto')
     if kind != 'cuda':
         return torch.device(name), reason
     index = int(number or local_rank)
@@ -37,13 +34,11 @@ def choose_device(name, local_rank=0):
 def choose_dtype(name, device, training=False):
     """
     Choose (dtype, reason). auto: bfloat16 where the hardware supports it, on CPUs for training
-    only, float16 on older GPUs, float32 elsewhere. Raises ValueError for a bfloat16 that the GPU
-    would emulate.
+    only, float16 on older GPUs, float32 elsewhere.
     """
     gpu_has_bf16 = device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (8, 0)
     if name == 'bfloat16' and device.type == 'cuda' and not gpu_has_bf16:
-        raise ValueError('dtype=bfloat16 was requested, but this GPU only emulates it; '
-                         'use --dtype=float16')
+        raise ValueError('dtype=bfloat16 was requested, but this GPU only emulates it; use --dtype=float16')
     if name != 'auto':
         return getattr(torch, name), 'requested'
     if gpu_has_bf16:
@@ -59,13 +54,10 @@ def choose_dtype(name, device, training=False):
 
 def cpu_has_bf16():
     """Return whether this CPU has AVX512-BF16 or AMX; emulated, bf16 is slower than float32."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'):
-        test = getattr(torch.cpu, name, None)  # private, so another torch may lack it
-        if test is not None and test():
-            return True
-    return False
+    # private functions, which another torch may lack
+    has_avx512 = getattr(torch.cpu, '_is_avx512_bf16_supported', bool)()
+    has_amx = getattr(torch.cpu, '_is_amx_tile_supported', bool)()
+    return torch.backends.mkldnn.is_available() and (has_avx512 or has_amx)
 
 
 def try_compile(device):
@@ -90,7 +82,7 @@ EVALUATION_PAYS = 10.0  # minutes: an evaluation is compiled apart, which took 1
 def choose_compile(asked, device, minutes=None):
     """
     Choose (whether to use torch.compile, reason). asked: True, False or 'auto', which does not
-    compile if a time budget of so many minutes is too short. Raises ValueError if True fails.
+    compile if a time budget of so many minutes is too short.
     """
     if asked is False:
         return False, 'requested'
@@ -101,8 +93,7 @@ def choose_compile(asked, device, minutes=None):
     if not failure:
         return True, 'a test compilation worked'
     if asked is True:
-        raise ValueError(f'compile=True was requested, but fails here: {failure}; '
-                         'use --compile=False')
+        raise ValueError(f'compile=True was requested, but fails here: {failure}; use --compile=False')
     return False, failure
 
 

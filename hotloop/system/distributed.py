@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,11 +35,11 @@ class Env:
     compile: bool = False
     reasons: dict = field(default_factory=dict)
 
+    # All processes must call each of the following. The hosts exchange the numbers, so that they
+    # do not wait for the work that is queued on a GPU.
+
     def sum(self, array):
-        """
-        Sum a float64 array over all processes, which must all call it. The hosts exchange it, so
-        that it does not wait for the work that is queued on a GPU.
-        """
+        """Sum a float64 array or a float over all processes."""
         if self.world == 1:
             return array
         total = torch.tensor(array, dtype=torch.float64)  # a copy, which is reduced in place
@@ -48,32 +47,28 @@ class Env:
         return total.numpy()
 
     def any(self, flag):
-        """Return whether a flag is true on any process. All of them must call it."""
-        return bool(self.sum(np.array([float(flag)]))[0] > 0)
+        """Return whether a flag is true on any process."""
+        return bool(self.sum(float(flag)) > 0)
 
     def broadcast(self, number):
-        """Return the number that rank 0 has. All processes must call it."""
-        if self.rank:
-            number = 0.0
-        return float(self.sum(np.array([float(number)]))[0])
+        """Return the number that rank 0 has."""
+        return float(self.sum(0.0 if self.rank else float(number)))
 
     def barrier(self):
         """Wait until all processes have called it."""
-        self.sum(np.zeros(1))
+        self.sum(0.0)
 
 
 def open_process_group(backend, device):
     """
     Join the process group that torchrun's environment variables describe. Tensors on GPUs travel
-    by NCCL, unless the backend is gloo, and those on hosts by gloo. Raises ValueError for NCCL
-    without a GPU.
+    by NCCL, unless the backend is gloo, and those on hosts by gloo.
     """
     backends = 'gloo'
     if device.type == 'cuda' and backend != 'gloo':
         backends = 'cpu:gloo,cuda:nccl'
     elif backend == 'nccl':
-        raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; '
-                         'use --backend=gloo')
+        raise ValueError(f'backend=nccl needs GPUs, and the device is {device.type}; use --backend=gloo')
     # torchrun keeps the store over all restarts. Without a prefix for each, the keys of dead
     # processes are read again: 9 of 14 restarts failed (pytorch#135712)
     store, rank, world = next(dist.rendezvous('env://', timeout=TIMEOUT))
@@ -99,8 +94,8 @@ def check_same_step(step, env):
     """Raise ValueError unless this process found the same step in out_dir as rank 0."""
     first = env.broadcast(step)
     if first != step:
-        raise ValueError(f'rank {env.rank} starts from step {step:,}, and rank 0 from step '
-                         f'{first:,.0f}; out_dir must be a folder that all processes share')
+        raise ValueError(f'rank {env.rank} starts from step {step:,}, and rank 0 from step {first:,.0f}; '
+                         'out_dir must be a folder that all processes share')
 
 
 class StopRequest:

@@ -19,10 +19,7 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EO
 
 @contextlib.contextmanager
 def replacing(path):
-    """
-    Open a binary file that becomes `path` when the block ends. An error or a kill leaves `path`
-    unchanged.
-    """
+    """Open a binary file that becomes `path` when the block ends. An error or a kill leaves `path`."""
     partial = f'{path}.{os.getpid()}.tmp'
     try:
         with open(partial, 'wb') as f:
@@ -51,8 +48,8 @@ def sync_folder(folder):
 
 def lock(path):
     """
-    Lock a file until the returned file is closed or this process ends, even by kill -9. A file
-    system without locks gives none. Raises ValueError with the process that holds the lock.
+    Lock a file until the returned file is closed or this process ends, even by kill -9. Raises
+    ValueError with the process that holds the lock.
     """
     held = open(path, 'a+', encoding='ascii')  # noqa: SIM115
     try:
@@ -133,9 +130,7 @@ def counted(number, noun):
     """Write a number with its noun: 1 step, 1,200 steps, 2 processes."""
     if number == 1:
         return f'1 {noun}'
-    if noun.endswith(('s', 'ch')):
-        return f'{number:,} {noun}es'
-    return f'{number:,} {noun}s'
+    return f'{number:,} {noun}{"es" if noun.endswith(("s", "ch")) else "s"}'
 
 
 def first_line(error):
@@ -171,10 +166,8 @@ class Progress:
     def add(self, num_bytes):
         self.done += num_bytes
         if time.time() - self.last > 2:
-            line = file_size(self.done)
-            if self.total:
-                line += f' of {file_size(self.total)}'
-            print(f'\r{line}   ', end='', flush=True, file=sys.stderr)
+            of_total = f' of {file_size(self.total)}' if self.total else ''
+            print(f'\r{file_size(self.done)}{of_total}   ', end='', flush=True, file=sys.stderr)
             self.last = time.time()
             self.end = '\n'
 

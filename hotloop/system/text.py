@@ -34,12 +34,9 @@ def duration(seconds):
     left = int(seconds)
     if left >= 100 * 86400:
         return f'{left // 86400}d'
-    if left >= 86400:
-        return f'{left // 86400}d {left % 86400 // 3600}h'
-    if left >= 3600:
-        return f'{left // 3600}h {left % 3600 // 60}m'
-    if left >= 60:
-        return f'{left // 60}m {left % 60}s'
+    for unit, size, below, part in (('d', 86400, 'h', 3600), ('h', 3600, 'm', 60), ('m', 60, 's', 1)):
+        if left >= size:
+            return f'{left // size}{unit} {left % size // part}{below}'
     return f'{left}s'
 
 
@@ -69,8 +66,7 @@ def script(name):
 
 def wrapped(line):
     """Break a line at spaces into lines of at most 80 columns; those after the first are indented."""
-    return textwrap.fill(line, 80, subsequent_indent='  ', break_long_words=False,
-                         break_on_hyphens=False)
+    return textwrap.fill(line, 80, subsequent_indent='  ', break_long_words=False, break_on_hyphens=False)
 
 
 def text_of(value):

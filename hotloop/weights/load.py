@@ -200,7 +200,7 @@ def no_such_start(name):
     """Write the message about weights that do not exist."""
     beside = glob.glob(os.path.join(glob.escape(os.path.dirname(name)), '*')) if '/' in name else []
     known = [*KEYWORDS, *GPT2_SHAPES, *glob.glob('*'), *beside]
-    hint = did_you_mean(name, {word: repr(word) for word in known})
+    hint = did_you_mean(name, known)
     return (f'{name!r} does not exist{hint}; train first, or name a run, a checkpoint, a Hugging Face '
             f'folder, one of {", ".join(GPT2_SHAPES)}, or a model of the hub such as Qwen/Qwen2.5-0.5B')
 

@@ -1,7 +1,6 @@
 """What the benches share: the machine in a line, alternating measurements, memory, tables, sys.path."""
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -57,24 +56,18 @@ def alternate(sides, rounds):
     return results
 
 
-def run(command, cwd=ROOT, env=None, watch=False):
-    """
-    Run a command. Returns (seconds, peak megabytes, output); RuntimeError if it fails. With `watch`, which
-    slows it down, the memory of the process and its children is sampled, shared pages counted once (on Linux;
-    else 0).
-    """
-    start, peak = time.perf_counter(), 0
+def run(command, cwd=ROOT, env=None):
+    """Run a command. Returns (seconds, peak megabytes of its largest process, output)."""
+    start = time.perf_counter()
     with subprocess.Popen(command, cwd=cwd, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True) as process:
-        while watch and process.poll() is None:
-            peak = max(peak, sum(map(proportional_memory, family(process.pid))))
-            time.sleep(0.1)
         output = process.stdout.read()
-        process.wait()
-        seconds = time.perf_counter() - start
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - start
     if process.returncode:
         raise RuntimeError(f'{" ".join(command)} ended with {process.returncode}:\n{output[-2000:]}')
-    return seconds, peak / 1e6, output
+    return seconds, usage.ru_maxrss * 1024 / 1e6, output
 
 
 def answer(command, **how):
@@ -93,26 +86,6 @@ def forget_peak():
     """Let VmHWM start again."""
     with open('/proc/self/clear_refs', 'w') as f:
         f.write('5')
-
-
-def family(pid):
-    """List a process and all its descendants; none when it has ended, or not on Linux."""
-    members = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f'/proc/{pid}/task'):
-            with open(f'/proc/{pid}/task/{task}/children') as f:
-                for child in f.read().split():
-                    members += family(int(child))
-    return [pid, *members]
-
-
-def proportional_memory(pid):
-    """Return the bytes of a process; a page that n processes share counts as 1/n."""
-    try:
-        with open(f'/proc/{pid}/smaps_rollup') as f:
-            return next((1024 * int(line.split()[1]) for line in f if line.startswith('Pss:')), 0)
-    except OSError:
-        return 0
 
 
 def table(head, rows):

@@ -1,6 +1,6 @@
 """
-Tokens per second and memory of a tuning step: all weights, LoRA, and LoRA over NF4 (QLoRA), beside peft and,
-for NF4, bitsandbytes, on the same random GPT-2 and the same batch.
+Tokens per second and memory of a tuning step: all weights, LoRA, and LoRA over NF4 (QLoRA), beside peft's
+LoRA, on the same random GPT-2 and the same batch.
 
     $ python tests/bench/finetune_speed.py                 # 124M, in the dtype of this CPU
     $ python tests/bench/finetune_speed.py --compile
@@ -9,9 +9,8 @@ for NF4, bitsandbytes, on the same random GPT-2 and the same batch.
 A step is forward, loss, backward, clipping and AdamW. Adapters of rank 16 are on all four matrices of a
 block, without dropout. Each measurement is a process of its own; the sides take turns, and the table has
 medians. peft's model is transformers' with attention by scaled_dot_product_attention; its frozen weights have
-the dtype, its adapters are float32, as are ours. bitsandbytes is not compiled. Time is that of the process on
-one thread, so other processes do not count. Memory is the most that a process holds during the timed steps,
-beyond what it held after its imports.
+the dtype, its adapters are float32, as are ours. Time is that of the process on one thread, so other
+processes do not count. Memory is the most that a process holds during the timed steps, beyond its imports.
 """
 
 import json
@@ -22,7 +21,7 @@ from statistics import median
 
 from bench import alternate, answer, forget_peak, machine, memory_now, parser_of, table
 
-SIDES = ('ours: all weights', 'peft: LoRA', 'ours: LoRA', 'peft and bitsandbytes: QLoRA', 'ours: QLoRA')
+SIDES = ('ours: all weights', 'peft: LoRA', 'ours: LoRA', 'ours: QLoRA')
 VOCABULARY, WARMUP = 50304, 3
 
 
@@ -53,7 +52,7 @@ def ours(side, args, dtype):
                    scaler, cfg, env)
 
 
-def theirs(side, args, dtype):
+def theirs(args, dtype):
     """Return a function that runs one step of peft's model."""
     import peft
     import torch
@@ -62,16 +61,14 @@ def theirs(side, args, dtype):
                                      n_positions=args.tokens, vocab_size=VOCABULARY, resid_pdrop=0,
                                      embd_pdrop=0, attn_pdrop=0, use_cache=False)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if side != 'peft: LoRA':
-        quantize_by_bitsandbytes(model, dtype)
     adapters = peft.LoraConfig(r=16, lora_alpha=16, target_modules=['c_attn', 'c_proj', 'c_fc'],
-                               fan_in_fan_out=side == 'peft: LoRA')
+                               fan_in_fan_out=True)
     model = peft.get_peft_model(model, adapters)
     model.train()
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1, fused=True)
     ids = torch.randint(VOCABULARY, (args.batch, args.tokens))
-    forward = torch.compile(model, dynamic=False) if args.compile and side == 'peft: LoRA' else model
+    forward = torch.compile(model, dynamic=False) if args.compile else model
 
     def step():
         optimizer.zero_grad()
@@ -79,20 +76,6 @@ def theirs(side, args, dtype):
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
     return step
-
-
-def quantize_by_bitsandbytes(model, dtype):
-    """Replace the matrices in blocks, which are (in, out) in GPT-2, by Linear4bit in NF4."""
-    import bitsandbytes as bnb
-    for block in model.transformer.h:
-        for part, name in ((block.attn, 'c_attn'), (block.attn, 'c_proj'), (block.mlp, 'c_fc'),
-                           (block.mlp, 'c_proj')):
-            old = getattr(part, name)
-            new = bnb.nn.Linear4bit(*old.weight.shape, quant_type='nf4', compute_dtype=dtype)
-            new.weight = bnb.nn.Params4bit(old.weight.data.T.contiguous(), requires_grad=False,
-                                           quant_type='nf4')
-            new.bias = old.bias
-            setattr(part, name, new.to('cpu'))  # quantizes
 
 
 def measure(side, args):
@@ -104,7 +87,7 @@ def measure(side, args):
         import peft  # noqa: F401  # before memory is compared
     idle = memory_now('VmRSS')
     torch.manual_seed(0)
-    step = (theirs if side.startswith('peft') else ours)(side, args, dtype)
+    step = theirs(args, dtype) if side.startswith('peft') else ours(side, args, dtype)
     for _ in range(WARMUP):
         step()
     forget_peak()  # of building and compiling
@@ -127,17 +110,17 @@ def main():
 
     def turn(side):
         return answer([sys.executable, __file__, *sys.argv[1:], '--work', side])
-    lines, peers = [], {'ours: LoRA': 'peft: LoRA', 'ours: QLoRA': 'peft and bitsandbytes: QLoRA'}
+    lines = []
     found = alternate({side: partial(turn, side) for side in SIDES}, args.rounds)
     medians = {side: {what: median([r[what] for r in results]) for what in ('speed', 'memory')}
                for side, results in found.items()}
     for side, values in medians.items():
-        base = medians[peers.get(side, side)]
+        base = medians['peft: LoRA']
         lines.append([side, f'{values["speed"]:,.0f}', f'{values["speed"] / base["speed"]:.2f}',
                       f'{values["memory"]:,.0f}', f'{values["memory"] / base["memory"]:.2f}'])
     print(f'{machine()}; {args.n_layer} layers x {args.n_embd} channels, {args.batch} x {args.tokens} '
           f'tokens, {args.dtype}, compile={args.compile}, 1 thread')
-    print(table(['step', 'tokens/s', 'x the peer', 'peak MB', 'x the peer'], lines))
+    print(table(['step', 'tokens/s', "of peft's", 'peak MB', "of peft's"], lines))
 
 
 if __name__ == '__main__':

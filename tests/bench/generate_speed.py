@@ -3,13 +3,11 @@ Time a token: nanoGPT's sampler, transformers.generate and ours, on one shape of
 
     $ python tests/bench/generate_speed.py --peer=../nanoGPT      # GPT-2 124M, 512 new tokens after 512
     $ python tests/bench/generate_speed.py --shape=small --prompt=16 --new=48    # a try in seconds
-    $ python tests/bench/generate_speed.py --peer=../nanoGPT --sides nanoGPT ours --kinds float32 --batches 1
+    $ python tests/bench/generate_speed.py --peer=../nanoGPT --kinds float32 --batches 1
 
 A turn draws all new tokens with temperature 0.8 among the 200 most probable. The first token includes the
 prefill and has a column of its own. nanoGPT computes the complete context for each token, so it draws only 3,
-on a GPU 50, at the mean context. The bound is the bytes of all matrices that multiply, over the rate at
-which torch.mv reads a large float32 matrix in the same run; faster kernels exceed it. Attention, norms and
-the draw are not in the bound. Figures are medians of the rounds.
+on a GPU 50, at the mean context. Figures are medians of the rounds.
 """
 
 import sys
@@ -23,10 +21,10 @@ from step_speed import SHAPES
 
 from hotloop.inference.generate import Sampling, generate
 from hotloop.inference.quantize import prepare_for_inference
-from model import GPT, GPTConfig, Linear
+from model import GPT, GPTConfig
 
 SAMPLING = dict(temperature=0.8, top_k=200)
-BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1}
+KINDS = ('float32', 'bfloat16', 'int8')
 
 
 def sync(device):
@@ -112,32 +110,12 @@ def nanogpt_side(args, batch):
     return turn
 
 
-def reading_side(device):
-    """A turn: bytes a second of torch.mv, of a float32 matrix larger than any cache."""
-    weight = torch.randn(2**18 if device == 'cuda' else 2**16, 1024, device=device)
-    x = torch.ones(1024, device=device)
-
-    def turn():
-        best = float('inf')
-        for _ in range(10):
-            sync(device)
-            began = time.perf_counter()
-            for _ in range(4):
-                torch.mv(weight, x)
-            sync(device)
-            best = min(best, (time.perf_counter() - began) / 4)
-        return weight.nbytes / best
-    return turn
-
-
 def main():
     parser = parser_of(__doc__, prompt=512, new=512, rounds=3)
     parser.add_argument('--peer', help='a clone of karpathy/nanoGPT')
     parser.add_argument('--shape', choices=SHAPES, default='124m')
     parser.add_argument('--batches', type=int, nargs='*', default=[1, 8], help='sequences at once')
-    parser.add_argument('--kinds', nargs='*', default=['float32', 'bfloat16', 'int8'], choices=BYTES)
-    parser.add_argument('--sides', nargs='*', default=['nanoGPT', 'transformers', 'ours'], help='only these',
-                        choices=['nanoGPT', 'transformers', 'ours'])
+    parser.add_argument('--kinds', nargs='*', default=KINDS, choices=KINDS)
     parser.add_argument('--compiled', action='store_true', help='our compiled step too; a GPU always runs it')
     parser.add_argument('--threads', type=int, default=torch.get_num_threads(), help='on a CPU')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
@@ -147,17 +125,17 @@ def main():
         parser.error(f'{args.prompt} + {args.new} tokens, at least 2 each, must fit {args.shape}')
     torch.set_num_threads(args.threads)
 
-    sides, about = {'reading': reading_side(args.device)}, {}
+    sides, about = {}, {}
 
     def add(name, batch, kind, turn):
         sides[f'{name}, {kind}, {batch}'], about[f'{name}, {kind}, {batch}'] = turn, (name, batch, kind)
     theirs = 'bfloat16' if on_gpu else 'float32'
-    if args.peer and 'nanoGPT' in args.sides:
+    if args.peer:
         add('nanoGPT', 1, theirs, nanogpt_side(args, 1))
     for batch in args.batches:
-        if find_spec('transformers') and 'transformers' in args.sides:
+        if find_spec('transformers'):
             add('transformers', batch, theirs, transformers_side(args, batch))
-    for kind in args.kinds if 'ours' in args.sides else []:
+    for kind in args.kinds:
         for compiled in (False, True) if on_gpu or args.compiled else (False,):
             for batch in args.batches:
                 if batch == args.batches[0]:
@@ -168,13 +146,9 @@ def main():
         print('transformers is not installed and not measured: pip install transformers', file=sys.stderr)
 
     found = alternate(sides, args.rounds)
-    rate = median(found['reading'])
-    gpt = GPT(GPTConfig(**SHAPES[args.shape]))
-    matrices = sum(m.weight.numel() for m in gpt.modules() if isinstance(m, Linear))
     name = torch.cuda.get_device_name() if on_gpu else machine()
     print(f'{name}, torch {torch.__version__}, {args.threads} threads')
-    print(f'{args.shape}, {args.new} new tokens after {args.prompt}; reads {rate / 1e9:,.1f} GB/s; bounds: '
-          + ', '.join(f'{matrices * BYTES[kind] / rate * 1000:.2f} ms in {kind}' for kind in args.kinds))
+    print(f'{args.shape}, {args.new} new tokens after {args.prompt}')
     seconds = {name: median(step for _, step in found[name]) for name in about}
     base = next((seconds[name] for name in about if name.startswith('nanoGPT')), None)
     rows = []
@@ -182,10 +156,8 @@ def main():
         first, step = [first for first, _ in found[name]], seconds[name]
         rows.append([side, kind, batch, '' if first[0] is None else f'{median(first) * 1000:.0f}',
                      f'{step * 1000:.2f}', f'{batch / step:,.1f}',
-                     f'{base * batch / step:.1f}' if base else '',
-                     f'{matrices * BYTES[kind] / rate / step:.0%}' if batch == 1 else ''])
-    print(table(['', 'dtype', 'batch', 'first token, ms', 'ms a step', 'tokens/s', "of nanoGPT's",
-                 'of the bound'], rows))
+                     f'{base * batch / step:.1f}' if base else ''])
+    print(table(['', 'dtype', 'batch', 'first token, ms', 'ms a step', 'tokens/s', "of nanoGPT's"], rows))
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # all measurements that need a GPU, as Markdown on stdout
 #
-#   for part in step table1 table2 table3 generation int8 profile loss; do
+#   for part in step table1 table2 generation int8 profile loss; do
 #       tests/bench/gpu_report.sh $part PEER DATA_DIR DATASET >> report.md
 #   done
 #
@@ -32,8 +32,7 @@ step)
     python tests/bench/step_speed.py --peer="$peer" --shape="$shape" --batch="$batch" --batches "$big" --peer_batches "$big" \
         --steps="$steps" --rounds=5 ;;
 table1) without "without compile" "float32" "unfused AdamW" "vocabulary not padded" ;;
-table2) without "no flash attention" "with a mask of ones" "not deterministic" ;;
-table3) without "loss in 4 chunks" "casts computed again" "casts kept" "modern, Muon" ;;
+table2) without "no flash attention" "not deterministic" "loss in 4 chunks" "modern, Muon" ;;
 generation) generation --peer="$peer" --kinds bfloat16 ;;
 int8) generation --kinds int8 ;;
 profile)
@@ -56,7 +55,7 @@ loss)
     python tests/bench/time_to_loss.py --peer="$peer" --data_dir="$data" --dataset="$dataset" --theirs="$theirs" \
         --ours="$ours" --windows="$windows" 2> >(grep seed >&2) ;;
 *)
-    echo "gpu_report.sh: part '$part' is not one of step, table1, table2, table3, generation, int8, profile, loss" >&2
+    echo "gpu_report.sh: part '$part' is not one of step, table1, table2, generation, int8, profile, loss" >&2
     exit 2 ;;
 esac
 echo

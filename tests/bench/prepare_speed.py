@@ -4,7 +4,6 @@ How fast prepare.py is, end to end, and its peak memory, beside tiktoken alone a
     $ python tests/bench/prepare_speed.py               # the built-in corpus, and the novels if there
     $ python tests/bench/prepare_speed.py --text=book.txt  # another text, plain or compressed
     $ python tests/bench/prepare_speed.py --gigabyte    # a text of 1 GB too, for the memory
-    $ python tests/bench/prepare_speed.py --bpe         # merges learned here, beside the package tokenizers
 
 tiktoken alone is encode_ordinary on one core over the same text in memory, without its startup. prepare.py
 is the complete command, from the start of Python to the renamed folder. Needs GPT-2's ranks, from
@@ -15,23 +14,18 @@ import functools
 import glob
 import json
 import lzma
-import math
 import os
 import sys
 import tempfile
-import time
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-import tokenizers
 from bench import SHARED, alternate, machine, parser_of, run, table
 
-from hotloop.data.bpe import count_words, learn_merges
 from hotloop.data.documents import Reading, documents_in
 from hotloop.data.sources import files_of, stdlib_files
-from hotloop.data.tokenizer import BPETokenizer, TiktokenTokenizer
 
 ALONE = """
 import json, sys, time, tiktoken
@@ -65,8 +59,8 @@ with open(folder + '/train.bin', 'wb') as f:
 """
 
 
-def speed(source, folder, rounds, with_datasets):
-    """Return rows of MB/s, the share of tiktoken alone per process, and the memory of one more run."""
+def speed(source, folder, rounds):
+    """Return rows of MB/s, the share of tiktoken alone per process, and the peak memory."""
     texts, size = os.path.join(folder, 'texts.jsonl'), 0
     with open(texts, 'w') as f:
         for piece in documents_in(files_of(source, 'auto', 'data', ''), Reading(), Counter()):
@@ -74,27 +68,28 @@ def speed(source, folder, rounds, with_datasets):
             size += len(text.encode())
             f.write(json.dumps(text) + '\n')
 
-    def ours(num_proc, watch=False):
+    def ours(num_proc):
         return run([sys.executable, 'prepare.py', source, '--tokenizer=gpt2', f'--num_proc={num_proc}',
-                    '--name=bench', f'--data_dir={folder}'], watch=watch)[:2]
+                    '--name=bench', f'--data_dir={folder}'])[:2]
 
-    def mapped(num_proc, watch=False):
+    def mapped(num_proc):
         with tempfile.TemporaryDirectory(dir=folder) as cache:
-            return run([sys.executable, '-c', MAP, texts, cache, str(num_proc)], watch=watch)[:2]
+            return run([sys.executable, '-c', MAP, texts, cache, str(num_proc)])[:2]
 
-    def alone(watch=False):
-        return float(run([sys.executable, '-c', ALONE, texts])[2].splitlines()[-1]), math.nan
+    def alone():
+        _, megabytes, output = run([sys.executable, '-c', ALONE, texts])
+        return float(output.splitlines()[-1]), megabytes
     sides = {'tiktoken alone': alone}
     for num_proc, words in ((1, '1 process'), (2, '2 processes')):
         sides[f'prepare.py, {words}'] = functools.partial(ours, num_proc)
-        if with_datasets and find_spec('datasets'):
+        if find_spec('datasets'):
             sides[f'datasets.map, {words}'] = functools.partial(mapped, num_proc)
     results = alternate(sides, rounds)
     rates = {name: size / 1e6 / median([seconds for seconds, _ in pairs]) for name, pairs in results.items()}
     rows = []
     for name, rate in rates.items():
         each = rate / rates['tiktoken alone'] / (2 if ' 2 ' in name else 1)
-        memory = sides[name](watch=True)[1]
+        memory = max(megabytes for _, megabytes in results[name])
         rows.append([os.path.basename(source), name, f'{rate:.1f}', f'{each:.2f}', f'{memory:,.0f}'])
     return rows
 
@@ -112,52 +107,22 @@ def write_gigabyte(path):
             f.write(text.replace(b' the ', b' the%d ' % f.tell()))
 
 
-def learned_bpe(size):
-    """Return rows on bpe:SIZE of the built-in corpus: seconds to learn, bytes per token."""
-    texts = [Path(path).read_bytes().decode() for path in stdlib_files()]
-    start = time.perf_counter()
-    tokens = learn_merges(count_words(texts), size)
-    seconds = time.perf_counter() - start
-    sample = '\n'.join(texts[::7])
-    rows = [[f'bpe:{size}', f'{seconds:.1f}'], ['gpt2', '']]
-    for row, tokenizer in zip(rows, (BPETokenizer(tokens), TiktokenTokenizer('gpt2')), strict=True):
-        row.append(f'{len(sample.encode()) / len(tokenizer.encode(sample)):.2f}')
-    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
-    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    start = time.perf_counter()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    theirs.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=alphabet, show_progress=False))
-    seconds = time.perf_counter() - start
-    return [*rows, ['tokenizers (Rust, all cores)', f'{seconds:.1f}', '']]
-
-
 def main():
-    parser = parser_of(__doc__, rounds=3, gigabyte=False, bpe=False)
+    parser = parser_of(__doc__, rounds=3, gigabyte=False)
     parser.add_argument('--text', action='append', help='a text to tokenize, or stdlib')
-    parser.add_argument('--alone', action='store_true', help='without datasets.map')
     args = parser.parse_args()
     if os.path.isdir(os.path.join(SHARED, 'tiktoken_cache')):
         os.environ.setdefault('TIKTOKEN_CACHE_DIR', os.path.join(SHARED, 'tiktoken_cache'))
     print(machine())
-    if args.bpe:
-        print(table(['tokenizer', 'seconds to learn', 'bytes per token'], learned_bpe(8192)))
-        return
     with tempfile.TemporaryDirectory() as folder:
         sources = args.text or ['stdlib', *glob.glob(os.path.join(SHARED, 'novels.txt.xz'))]
-        for source in list(sources):
-            if source.endswith('.xz') and not args.text:  # without the time of decompression, too
-                plain = os.path.join(folder, os.path.basename(source)[:-3])
-                with lzma.open(source) as f, open(plain, 'wb') as g:
-                    g.write(f.read())
-                sources.append(plain)
         rows = []
         for source in sources:
-            rows += speed(source, folder, args.rounds, not args.alone)
+            rows += speed(source, folder, args.rounds)
         if args.gigabyte:
             path = os.path.join(folder, 'gigabyte.txt')
             write_gigabyte(path)
-            rows += speed(path, folder, 1, not args.alone)
+            rows += speed(path, folder, 1)
     print(table(['text', 'tool', 'MB/s', 'relative to tiktoken alone, per process', 'peak MB'], rows))
 
 

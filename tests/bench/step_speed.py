@@ -16,7 +16,6 @@ repository beside this one, by its own copy of this file (of 2026-11-24 or later
 """
 
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -39,10 +38,8 @@ SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_si
 # what --table switches off or replaces, one at a time: settings of the worker
 WITHOUT = {'without compile': dict(compile=False), 'float32': dict(dtype='float32'),
            'unfused AdamW': dict(fused=False), 'vocabulary not padded': dict(vocab_size=50257),
-           'no flash attention': dict(attention='math'),
-           'with a mask of ones': dict(mask=True), 'not deterministic': dict(deterministic=False),
-           'loss in 4 chunks': dict(loss_chunks=4), 'casts computed again': dict(recompute=True),
-           'casts kept': dict(recompute=False), 'modern, Muon': dict(preset='modern', optimizer='muon')}
+           'no flash attention': dict(attention='math'), 'not deterministic': dict(deterministic=False),
+           'loss in 4 chunks': dict(loss_chunks=4), 'modern, Muon': dict(preset='modern', optimizer='muon')}
 
 
 def write_data(folder, vocab_size, num_tokens):
@@ -81,13 +78,6 @@ def our_step(a, folder, device):
     if not a.get('fused', True):
         run.optimizers[0] = torch.optim.AdamW([dict(g) for g in run.optimizers[0].param_groups], fused=False,
                                               foreach=False)
-    if 'recompute' in a:
-        functorch = importlib.import_module('torch._functorch.config')
-        functorch.ban_recompute_materialized_backward = not a['recompute']
-    if a.get('mask'):
-        split = run.batches.split
-        split.mask = np.ones(split.num_tokens, dtype=np.uint8)
-        run = run._replace(batches=train.Batches(split, run.cfg, env))
 
     def step(n):
         num_targets, loads = run.batches.step(n)

@@ -121,11 +121,11 @@ def judge(paths, data_folder, threads, windows):
 
 
 def crossing(curve, target):
-    """Return the seconds at which a curve reaches the target, between checkpoints; None if never."""
+    """Return the seconds at which a curve reaches the target, between checkpoints; inf if never."""
     for (t0, _, a), (t1, _, b) in pairwise(curve):
         if a > target >= b:
             return t0 + (t1 - t0) * (a - target) / (a - b)
-    return None
+    return float('inf')
 
 
 def main():
@@ -178,15 +178,12 @@ def main():
     base = median([curve[-1][0] for curve in reference])
     rows = []
     for name, of_seeds in curves.items():
-        times = [crossing(curve, target) for curve in of_seeds]
-        reached = [t for t in times if t is not None]
-        if name.startswith("nanoGPT, its README"):
-            reached = [curve[-1][0] for curve in of_seeds]
-        seconds = median(reached) if len(reached) > len(times) / 2 else None
+        seconds = median([crossing(curve, target) for curve in of_seeds])
+        if of_seeds is reference:
+            seconds = base
         rows.append([name, f'{median([c[-1][2] for c in of_seeds]):.4f}',
-                     f'{median([c[-1][0] for c in of_seeds]):.1f}',
-                     'never' if seconds is None else f'{seconds:.1f}',
-                     '' if seconds is None else f'1/{base / seconds:.1f}', len(of_seeds)])
+                     f'{median([c[-1][0] for c in of_seeds]):.1f}', f'{seconds:.1f}',
+                     f'1/{base / seconds:.1f}', len(of_seeds)])
     print(f'{machine()}, {args.threads} threads; loss to reach: {target:.4f}')
     print(table(['run', 'final loss', 'total seconds', 'seconds to the loss', 'relative to nanoGPT', 'seeds'],
                 rows))

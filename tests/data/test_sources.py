@@ -71,7 +71,7 @@ def test_a_pattern_gives_names_below_what_all_files_share(tmp_path, files):
 
 
 @pytest.mark.parametrize('source, words', [
-    ('nowhere.txt', 'is not a file, a folder or a pattern'), ('tinystorys', r'did you mean tinystories\?'),
+    ('nowhere.txt', 'is not a file, a folder or a pattern'), ('tinystorys', 'did you mean .tinystories.'),
     ('shakespeare', 'prepared alone'), ('a.tar.gz', 'is an archive; unpack it'),
     ('pictures', "no files to read with format='auto'"), ('set', 'or is a dataset')])
 def test_a_source_without_files_to_read(tmp_path, monkeypatch, files, source, words):

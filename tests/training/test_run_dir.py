@@ -8,13 +8,12 @@ import pytest
 import torch
 from conftest import contents, error_of
 
-from configurator import OWN_FILE
 from hotloop.training.checkpoint import Checkpoints
 from hotloop.training.run_dir import open_folder, open_mirror, resume_command
 from hotloop.weights.load import load_checkpoint
 from train import TrainConfig
 
-CONFIG = f'{OWN_FILE}\nseed = 1\n'
+CONFIG = 'seed = 1\n'
 
 
 def checkpoint(step):
