@@ -22,10 +22,9 @@ class Tokenizer:
     """
     Share what all tokenizers need; each adds encode(text) -> array of ids, and settings().
 
-    eot: the id that ends a document, or None. bos: the id that begins every document, as in most
-    families of Hugging Face, or None. stops: other ids that end an answer. pieces: the bytes of
-    each id; eot, bos and unused ids have none. specials: {name: id}, for prompts and templates;
-    encode() never returns one of them.
+    eot: the id that ends a document, or None. bos: the id that begins every document, or None.
+    stops: other ids that end an answer. pieces: the bytes of each id; eot, bos and unused ids have
+    none. specials: {name: id}, for prompts and templates; encode() never returns one of them.
     """
     n_vocab = 0
     eot = None
@@ -37,15 +36,11 @@ class Tokenizer:
         return {**self.settings(), 'bos': self.bos, 'stops': [*self.stops]}
 
     def encode_next(self, text, after_special):
-        """
-        Encode a text inside a document; differs from encode() if encode() adds a leading space.
-        """
+        """Encode a text inside a document; differs from encode() if that adds a leading space."""
         return self.encode(text)
 
     def decode(self, ids):
-        """
-        Return the bytes of ids. Ids beyond n_vocab (padding of a model's vocabulary) have none.
-        """
+        """Return the bytes of ids. Those beyond n_vocab, which pad a model's vocabulary, have none."""
         return b''.join(self.pieces[i] for i in ids if i < self.n_vocab)
 
     @cached_property
@@ -100,9 +95,8 @@ class CharTokenizer(Tokenizer):
         ids = self.table[np.minimum(points, len(self.table) - 1)]
         if (ids < 0).any():
             unknown = ''.join(sorted({chr(p) for p in points[ids < 0]}))
-            raise ValueError('the vocabulary of this char tokenizer lacks '
-                             f'{counted(len(unknown), "character")} of the text or of its chat '
-                             f'template: {unknown[:20]!r}')
+            raise ValueError(f'{counted(len(unknown), "character")} of the text or of its chat template '
+                             f'are not in the vocabulary of this char tokenizer: {unknown[:20]!r}')
         return ids
 
     def settings(self):
@@ -110,21 +104,17 @@ class CharTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """
-    Wrap one of OpenAI's encodings from the tiktoken package, which downloads it once and caches it.
-    """
+    """Wrap one of OpenAI's encodings from the tiktoken package, which downloads it once."""
 
     def __init__(self, name):
         import tiktoken.load
-        # tiktoken's own would wait for ever behind a firewall that drops packets.
-        tiktoken.load.read_file = read_url
+        tiktoken.load.read_file = read_url  # tiktoken's own waits for ever behind some firewalls
         self.name = name
         try:
             self.encoding = tiktoken.get_encoding(name)
         except Exception as e:  # requests, urllib3 and the file system raise many types here
-            raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; without '
-                             "a network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's "
-                             'cache, or prepare the data with --tokenizer=bpe:8192') from None
+            raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; set '
+                             "TIKTOKEN_CACHE_DIR to tiktoken's cache, or use --tokenizer=bpe:8192") from None
         self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
 
     def encode(self, text):
@@ -251,16 +241,13 @@ class HFTokenizer(Tokenizer):
 
 
 def open_backend(text):
-    """
-    Build the package's tokenizer from the text of a file. It encodes special names as plain text.
-    """
+    """Build the package's tokenizer of a file's text, which encodes special names as plain text."""
     package = optional('tokenizers', 'reads tokenizer.json files')
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # encode.py forks
     try:
         backend = package.Tokenizer.from_str(text)
     except Exception as e:  # the package raises plain Exception
-        raise ValueError(f'tokenizers {package.__version__} cannot read it: '
-                         f'{first_line(e)[:200]}') from None
+        raise ValueError(f'tokenizers {package.__version__} cannot read it: {first_line(e)[:200]}') from None
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
@@ -272,23 +259,19 @@ KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenToken
 
 
 def tokenizer_from(spec):
-    """
-    Build the tokenizer that a spec() describes. Raises ValueError if it does not describe one.
-    """
+    """Build the tokenizer that a spec() describes. Raises ValueError if it does not describe one."""
     try:
         settings = dict(spec)
         kind = KINDS[settings.pop('kind')]
         bos = settings.pop('bos', None)
         stops = settings.pop('stops', ())
         if 'tokens' in settings:
-            settings['tokens'] = [t if t is None else t.encode('latin-1')
-                                  for t in settings['tokens']]
+            settings['tokens'] = [t if t is None else t.encode('latin-1') for t in settings['tokens']]
         if 'json' in settings:
             settings['text'] = settings.pop('json')
         tokenizer = kind(**settings)
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this '
-                         'version') from None
+        raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this version') from None
     tokenizer.bos = bos
     tokenizer.stops = tuple(stops)
     return tokenizer

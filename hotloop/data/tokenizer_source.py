@@ -1,5 +1,5 @@
 """
-Find the tokenizer that --tokenizer names: built in, or of a dataset, a run, a file. Without torch.
+Find or learn the tokenizer that --tokenizer names. Reads checkpoints without torch.
 """
 
 import collections
@@ -10,7 +10,8 @@ import re
 import zipfile
 from typing import NamedTuple
 
-from hotloop.data.chat import CHATS, MARK, TEMPLATES
+from hotloop.data.bpe import count_words, learn_merges
+from hotloop.data.chat import CHATS, MARK, TEMPLATES, marks_of
 from hotloop.data.dataset import PlainUnpickler, dataset_folder, name_of_path, read_meta
 from hotloop.data.download import TOKENIZER_FILES, hub_folder, is_hub_name
 from hotloop.data.tokenizer import (
@@ -18,7 +19,11 @@ from hotloop.data.tokenizer import (
     GPT2_VOCAB_SIZES,
     MAX_VOCAB,
     TIKTOKEN_NAMES,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
     HFTokenizer,
+    TiktokenTokenizer,
     spec_of,
     tokenizer_from,
 )
@@ -45,19 +50,70 @@ def find_tokenizer(name, data_dir):
     if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
         return TokenizerSource()
     if name == 'byte':
-        return TokenizerSource(tokenizer_from({'kind': 'byte'}))
+        return TokenizerSource(ByteTokenizer())
     if name in TIKTOKEN_NAMES:
-        return TokenizerSource(tokenizer_from({'kind': 'tiktoken', 'name': name}))
-    in_data_dir = os.path.join(data_dir, name)
-    if found := tokenizer_at(name, data_dir) or tokenizer_at(in_data_dir, data_dir):
-        return found
+        return TokenizerSource(TiktokenTokenizer(name))
+    for path in (name, os.path.join(data_dir, name)):
+        if os.path.exists(path):
+            return tokenizer_at(path, data_dir)
     if is_hub_name(name):
         folder = hub_folder(name, TOKENIZER_FILES)
         return TokenizerSource(read_tokenizer_json(folder), name, template=template_of(folder))
-    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to '
-                     f'{MAX_VOCAB:,}), {", ".join(TIKTOKEN_NAMES)} or a model of the hub such as '
-                     f'Qwen/Qwen2.5-0.5B, and neither {name} nor {in_data_dir} is a checkpoint, a '
-                     'tokenizer.json, or a folder with one of them or with a dataset')
+    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
+                     f'{", ".join(TIKTOKEN_NAMES)}, and neither a run, a dataset, a tokenizer.json nor a '
+                     'model of the hub')
+
+
+def learn_tokenizer(name, pieces, template, several, every):
+    """
+    Learn the tokenizer `char` or `bpe:SIZE` from (split, Piece) pairs. Characters are collected
+    from all pieces; merges are learned from every n-th, if it is for training. The marks of the
+    chat template become special ids. several: whether documents need an end-of-text id.
+    """
+    if name == 'char':
+        chars = set()
+        for _, piece in pieces:
+            for text, *_ in piece.parts:
+                chars.update(text)
+        return CharTokenizer(''.join(sorted(chars)), several)
+
+    def texts():
+        for i, (split, piece) in enumerate(pieces):
+            if split == 'train' and i % every == 0:
+                for text, markup, _ in piece.parts:
+                    yield MARK.sub('', text) if markup else text
+    specials = ['<|endoftext|>']
+    if template:
+        specials = [*marks_of(template), *specials]
+    size = int(name[4:]) - len(specials)
+    if size < 256:
+        raise ValueError(f'tokenizer={name} has no room for 256 bytes and {", ".join(specials)}; use '
+                         f'bpe:{256 + len(specials)} or more')
+    tokens = learn_merges(count_words(texts()), size)
+    ids = {special: len(tokens) + i for i, special in enumerate(specials)}
+    return BPETokenizer(tokens, specials=ids, eot=ids['<|endoftext|>'])
+
+
+def tokenizer_at(path, data_dir):
+    """Read the TokenizerSource of a Hugging Face folder, a dataset, a run or a checkpoint."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    if path.endswith('.json') or {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
+        folder = path if names else os.path.dirname(path)
+        model = path if 'config.json' in names else None
+        return TokenizerSource(read_tokenizer_json(path), model, template=template_of(folder))
+    if 'train.bin' in names:
+        meta = read_meta(path)
+        template = meta['template'] if meta['template'] in CHATS else None
+        return TokenizerSource(tokenizer_from(meta['tokenizer']), template=template)
+    paths = [path]
+    if os.path.isdir(path):
+        older = sorted(glob.glob('ckpt-*.pt', root_dir=path), reverse=True)
+        paths = [os.path.join(path, name) for name in ('best.pt', 'ckpt.pt', *older) if name in names + older]
+    if not paths:
+        raise ValueError(f'{path} has no tokenizer: it is no run, no dataset, and has no tokenizer.json')
+    _, found = first_intact(paths, lambda file: checkpoint_tokenizer(file, data_dir))
+    tokenizer, template = found
+    return TokenizerSource(tokenizer, path, is_run=True, template=template)
 
 
 def read_tokenizer_json(path):
@@ -73,9 +129,8 @@ def read_tokenizer_json(path):
         with open(path, encoding='utf-8') as f:
             tokenizer = HFTokenizer(f.read())
     except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one of other '
-                         f'files: AutoTokenizer.from_pretrained({folder!r})'
-                         f'.save_pretrained({folder!r})') from None
+        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one: AutoTokenizer.'
+                         f'from_pretrained({folder!r}).save_pretrained({folder!r})') from None
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
     name = read_optional(folder, 'tokenizer_config.json').get('eos_token')
@@ -117,32 +172,6 @@ def template_of(folder):
     return '' if chat else None
 
 
-def tokenizer_at(path, data_dir):
-    """Read the TokenizerSource of a file or a folder. Returns None if it has no tokenizer."""
-    names = []
-    is_json = path.endswith('.json') and os.path.isfile(path)
-    if is_json or os.path.basename(path) == 'tokenizer.json':
-        names = ['tokenizer.json']
-    if os.path.isdir(path):
-        names = os.listdir(path)
-    if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
-        folder = path if os.path.isdir(path) else os.path.dirname(path)
-        model = path if 'config.json' in names else None
-        return TokenizerSource(read_tokenizer_json(path), model, template=template_of(folder))
-    if 'train.bin' in names:
-        meta = read_meta(path)
-        template = meta['template'] if meta['template'] in CHATS else None
-        return TokenizerSource(tokenizer_from(meta['tokenizer']), template=template)
-    paths = [path] if os.path.isfile(path) else []
-    for pattern in ('best.pt', 'ckpt.pt', 'ckpt-*.pt'):
-        paths += sorted(glob.glob(os.path.join(glob.escape(path), pattern)), reverse=True)
-    if not paths:
-        return None
-    _, found = first_intact(paths, lambda file: checkpoint_tokenizer(file, data_dir))
-    tokenizer, template = found
-    return TokenizerSource(tokenizer, path, is_run=True, template=template)
-
-
 def checkpoint_tokenizer(path, data_dir):
     """
     Read the tokenizer of a checkpoint, and the template of its chats or None. Raises ValueError if
@@ -155,13 +184,11 @@ def checkpoint_tokenizer(path, data_dir):
             checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()
         spec = spec_of(checkpoint)
         vocab_size = checkpoint['model_args']['vocab_size']
-        config = checkpoint.get('config', {})
-        template = checkpoint.get('template')
     except Exception as e:  # damaged bytes can raise nearly anything
-        raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: '
-                         f'{e})') from None
-    tokenizer = tokenizer_from(spec or dataset_spec(path, config, vocab_size, data_dir))
-    return tokenizer, template if template in CHATS else None
+        raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
+    spec = spec or dataset_spec(path, checkpoint.get('config', {}), vocab_size, data_dir)
+    template = checkpoint.get('template')
+    return tokenizer_from(spec), template if template in CHATS else None
 
 
 def dataset_spec(path, config, vocab_size, data_dir):
@@ -175,9 +202,8 @@ def dataset_spec(path, config, vocab_size, data_dir):
     meta = read_meta(folder)
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
     if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
-        raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; '
-                         'set --data_dir to where its dataset is, or add the tokenizer.json of the '
-                         'model')
+        raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
+                         '--data_dir to where its dataset is')
     return meta['tokenizer']
 
 

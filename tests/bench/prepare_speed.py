@@ -20,7 +20,6 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -29,7 +28,7 @@ import tokenizers
 from bench import SHARED, alternate, machine, parser_of, run, table
 
 from hotloop.data.bpe import count_words, learn_merges
-from hotloop.data.documents import Reading, documents_in
+from hotloop.data.documents import documents_in
 from hotloop.data.sources import files_of, stdlib_files
 from hotloop.data.tokenizer import BPETokenizer, TiktokenTokenizer
 
@@ -69,7 +68,7 @@ def speed(source, folder, rounds, with_datasets):
     """Return rows of MB/s, the share of tiktoken alone per process, and the memory of one more run."""
     texts, size = os.path.join(folder, 'texts.jsonl'), 0
     with open(texts, 'w') as f:
-        for piece in documents_in(files_of(source, 'auto', 'data', ''), Reading(), Counter()):
+        for piece in documents_in(files_of(source, 'auto', 'data', '')):
             text = piece.parts[0][0]
             size += len(text.encode())
             f.write(json.dumps(text) + '\n')

@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import random
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ import hotloop.data.documents as documents_room
 from hotloop.data.bpe import GPT2_SPLIT
 from hotloop.data.documents import (
     PIECE,
-    Reading,
     documents_in,
     functions_of,
     hold_out,
@@ -38,9 +36,8 @@ ROWS = [f'row {i} — ünï\n' * (i + 1) for i in range(12)]
 def read(*paths, text_field=None):
     """The documents of files, as texts."""
     files = [open_file(str(path), path.name, 'auto') for path in paths]
-    reading = Reading(template_of(files, text_field=text_field), text_field)
     texts = []
-    for piece in documents_in(files, reading, Counter()):
+    for piece in documents_in(files, template_of(files, text_field=text_field), text_field):
         text = ''.join(text for text, *_ in piece.parts)
         texts.append(text if piece.start else texts.pop() + text)
     return texts
@@ -175,9 +172,9 @@ def test_a_row_is_a_document(tmp_path, monkeypatch, name, write, field):
     text_field = 'body' if field == 'body' else None
     assert read(path, text_field=text_field) == ROWS
     files = [open_file(str(path), name, 'auto')]
-    keys = {piece.key for piece in documents_in(files, Reading(None, text_field), Counter())}
+    keys = {piece.key for piece in documents_in(files, None, text_field)}
     assert len(keys) == len(ROWS) and ROWS[0] in keys and max(map(len, keys)) < 100
-    with pytest.raises(ValueError, match=r"a\..* \d has no field 'title'; its fields are: id, "):
+    with pytest.raises(ValueError, match=r"a\..* \d has no field 'title', only id, "):
         read(path, text_field='title')
 
 

@@ -57,12 +57,11 @@ def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
 
 
 def test_built_in_names_come_first_then_paths_then_datasets(places):
-    for name in ('byte', 'char', 'text', 'out'):
+    for name in ('byte', 'char', 'out'):
         write_bins(f'data/{name}', noise(9), noise(9), tokenizer=CHAR)
     assert find_tokenizer('byte', 'data').tokenizer.spec() == ByteTokenizer().spec()
     assert find_tokenizer('char', 'data') == find_tokenizer('bpe:300', 'data') == TokenizerSource()
     assert find_tokenizer('out', 'data').tokenizer.spec() == BPE  # the run, not the dataset
-    assert find_tokenizer('text', 'data').tokenizer.spec() == CHAR  # the folder of texts has none
 
 
 @pytest.mark.parametrize('name, found', [
@@ -113,7 +112,8 @@ def test_an_unknown_template_of_a_model_is_noted(places, monkeypatch, capsys, ch
 
 
 def test_what_has_no_tokenizer_is_named(places, capsys):
-    for name in ('nowhere', 'text', 'bpe:256', '../x', ''):
+    assert 'text has no tokenizer' in error_of(find_tokenizer, 'text', 'data')
+    for name in ('nowhere', 'bpe:256', '../x'):
         assert f'tokenizer={name!r} is not one of byte' in error_of(find_tokenizer, name, 'data')
     assert 'text/a.txt is damaged or not' in error_of(find_tokenizer, 'text/a.txt', 'data')
     damaged = Path('older/ckpt-000000200.pt')
@@ -125,7 +125,6 @@ def test_what_has_no_tokenizer_is_named(places, capsys):
     save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 99})
     assert 'nano/ckpt.pt has no tokenizer, and data/theirs has none for 99 ids; set' in error_of(
         find_tokenizer, 'nano', 'data')
-    assert 'tokenizer.json cannot be read' in error_of(find_tokenizer, 'text/tokenizer.json', 'data')
 
 
 def evil(path, value):
