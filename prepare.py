@@ -28,7 +28,7 @@ import numpy as np
 
 from configurator import call_main, configure
 from hotloop.data import dataset
-from hotloop.data.chat import CHATS, TEMPLATES
+from hotloop.data.chat import TEMPLATES
 from hotloop.data.documents import (
     documents_in,
     has_several_documents,
@@ -160,9 +160,7 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     pieces = read_pieces()
     if template:
         pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
-    eot = None
-    if several:
-        eot = tokenizer.eot
+    eot = tokenizer.eot if several else None
     batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot, template is not None)
     splits = write_bins(folder, batches, id_type(tokenizer), template)
     if skipped:
@@ -206,9 +204,6 @@ def main(argv=None):
         meta = write_dataset(partial, files, val_files, template, found.tokenizer, cfg)
         with replacing(os.path.join(partial, 'meta.json')) as f:
             f.write(json.dumps({**meta, 'source': shell(*sources), 'flags': flags}, indent=1).encode())
-    if found.template == '' and cfg.template == 'auto' and template in CHATS:
-        print(f'note: the model of {cfg.tokenizer} was not trained on the {template} template; '
-              'fine-tuning has to teach it')
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '

@@ -152,11 +152,10 @@ class BinWriter:
 @contextlib.contextmanager
 def partial_folder(folder):
     """
-    Yield an empty folder to write a dataset into, which becomes `folder` when the block ends,
-    unless it is the same dataset. An old one is moved to the first free folder.1, folder.2, ...
-    After an error or a kill, `folder` is the old dataset or the complete new one; only a kill
-    between the two renames leaves neither, and then the old one has its number. Raises ValueError
-    if another process is writing it.
+    Yield an empty folder to write a dataset into, which becomes `folder` when the block ends, unless
+    it is the same dataset. An old one is moved to folder.1, folder.2, ... A kill leaves the old or
+    the complete new dataset, or between the two renames the old one with its number. Raises
+    ValueError if another process is writing it.
     """
     work = folder + '.partial'
     new = os.path.join(work, 'new')
@@ -202,8 +201,7 @@ class Dataset(NamedTuple):
 def open_datasets(dataset, data_dir):
     """
     Open the Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights,
-    each is weighted by its number of training tokens. Raises ValueError if one is missing, or
-    tokenizers differ.
+    each is weighted by its number of training tokens.
     """
     datasets = []
     weighted = ':' in dataset
@@ -228,9 +226,7 @@ def open_datasets(dataset, data_dir):
 
 
 def check_tokenizer(spec, path, dataset, data_dir):
-    """
-    Raise ValueError if the tokenizer of the checkpoint at this path is known and not the Dataset's.
-    """
+    """Raise ValueError if the tokenizer of the checkpoint at this path is known and not the Dataset's."""
     if spec and not same_tokenizer(spec, dataset.meta['tokenizer']):
         raise ValueError(f'the tokenizers of {path} and of dataset={dataset.name} differ; prepare the data '
                          f'with that of the checkpoint: {command_for(dataset, data_dir, path)}')

@@ -135,10 +135,7 @@ def row_pieces(file, template, text_field, skipped):
 
 
 def pieces_of(blocks, key=None):
-    """
-    Yield the Pieces of one document in blocks of text. The default key is the first piece.
-    Tokenized separately, the pieces give the same tokens as the complete document.
-    """
+    """Yield the Pieces of one document in blocks of text. The default key is the first piece."""
     text = ''
     start = True
     for block in blocks:
@@ -216,9 +213,8 @@ def json_rows(text, path):
 
 def functions_of(source, path):
     """
-    Yield {'prompt': signature and docstring, 'completion': body} of each documented function and
-    method in Python source, without its decorators and moved to the margin. Functions without more
-    than a docstring are left out, as is source that is not Python.
+    Yield {'prompt': signature and docstring, 'completion': body} of each documented function in
+    Python source that does more, without decorators and moved to the margin.
     """
     try:
         with warnings.catch_warnings():
@@ -263,9 +259,8 @@ def parquet_rows(path, text_field=None):
 
 def template_of(files, asked='auto', text_field=None, of_model=None):
     """
-    Choose the one template of the rows in the files: that of the settings, or of the model, or what
-    suits the first row. Returns None if the rows are texts. Raises ValueError if settings of rows
-    are given, and the files have none.
+    Choose the template of all rows: that of the settings, or of the model, or what suits the first
+    row. Returns None for texts. Raises ValueError if settings of rows are given without rows.
     """
     for file in files:
         if file.kind in ('text', 'texts', 'joined'):
@@ -292,10 +287,9 @@ def holdout_hash(key, seed):
 
 def hold_out(sizes, fraction):
     """
-    Return the hashes of the documents to hold out, from {hash: bytes}: the lowest ones, up to the
-    fraction of all bytes. Each side gets at least one document. One with more than twice the
-    fraction, or half of all bytes, is for training, unless all are so large: then the smallest is
-    held out.
+    Choose hashes from {hash: bytes}: the lowest, up to the fraction of all bytes, but not all. One
+    with more than twice the fraction, or half of all bytes, is for training, unless all are so large:
+    then the smallest is held out.
     """
     wanted = fraction * sum(sizes.values())
     largest = min(2 * wanted, sum(sizes.values()) / 2)

@@ -73,9 +73,8 @@ class ByteTokenizer(Tokenizer):
 
 class CharTokenizer(Tokenizer):
     """
-    Give each character of `chars` an id, then the end of text if `eot`. In a list, as from
-    nanoGPT's meta.pkl, longer texts may stand between the characters; they are decoded, but never
-    encoded.
+    Give each character of `chars` an id, then the end of text if `eot`. In a list, as from nanoGPT's
+    meta.pkl, longer texts may stand between the characters; they are never encoded.
     """
 
     def __init__(self, chars, eot=False):
@@ -169,9 +168,8 @@ class BPETokenizer(TiktokenTokenizer):
 
 class HFTokenizer(Tokenizer):
     """
-    Run a tokenizer.json with the optional tokenizers package: a byte-level BPE (GPT-2, Llama 3,
-    Qwen) or a sentencepiece BPE (Llama 2, Mistral, Gemma). Raises ValueError if it is neither. Where
-    it puts a space before a text, the ids have one byte more than the text.
+    Run a tokenizer.json with the package tokenizers: a byte-level BPE (GPT-2, Llama 3, Qwen) or a
+    sentencepiece BPE (Llama 2, Mistral, Gemma), which may put a space before a text.
     """
 
     def __init__(self, text, eot=None):
@@ -280,7 +278,7 @@ def tokenizer_from(spec):
 def spec_of(record):
     """
     Return the tokenizer's spec in a meta.json or a checkpoint, or None. Older ones hold `bos` and
-    the stops (`ends`) beside the spec, whose own `bos` is only the name that a file has for it.
+    the stops (`ends`) beside the spec, whose own `bos` is only a name.
     """
     spec = record.get('tokenizer')
     if not spec or 'stops' in spec:
@@ -301,9 +299,7 @@ def template_of_record(record):
 
 
 def same_tokenizer(a, b):
-    """
-    Test whether two specs give each id the same bytes, as GPT-2's tokenizer.json and tiktoken do.
-    """
+    """Test whether two specs give each id the same bytes, as GPT-2's in two formats do."""
     if a == b:
         return True
     try:
@@ -314,7 +310,5 @@ def same_tokenizer(a, b):
 
 
 def fix_surrogates(text):
-    """
-    Join surrogate pairs and replace lone ones, which UTF-8 cannot hold. JSON may contain either.
-    """
+    """Join surrogate pairs and replace lone ones, which JSON may hold and UTF-8 cannot."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')

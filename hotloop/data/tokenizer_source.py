@@ -3,7 +3,6 @@ Find or learn the tokenizer that --tokenizer names. Reads checkpoints without to
 """
 
 import collections
-import glob
 import io
 import os
 import re
@@ -27,7 +26,7 @@ from hotloop.data.tokenizer import (
     spec_of,
     tokenizer_from,
 )
-from hotloop.system.files import first_intact, read_json
+from hotloop.system.files import read_json
 
 # The usual names, where tokenizer_config.json has none.
 EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
@@ -38,14 +37,11 @@ class TokenizerSource(NamedTuple):
     tokenizer: object = None  # None if it is built from the text
     model: str | None = None  # what init_from takes
     is_run: bool = False  # whether that is a run or a checkpoint
-    template: str | None = None  # of its chats; '' if it is none of ours
+    template: str | None = None  # of its chats, if it is one of ours
 
 
 def find_tokenizer(name, data_dir):
-    """
-    Find a tokenizer by its name, by the path of a file or folder, by a path inside data_dir, or by
-    a model of the hub. Raises ValueError if there is none.
-    """
+    """Find a tokenizer by its name, a path, a path inside data_dir, or a model of the hub."""
     kind, _, size = name.partition(':')
     if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
         return TokenizerSource()
@@ -105,22 +101,17 @@ def tokenizer_at(path, data_dir):
         meta = read_meta(path)
         template = meta['template'] if meta['template'] in CHATS else None
         return TokenizerSource(tokenizer_from(meta['tokenizer']), template=template)
-    paths = [path]
+    file = path
     if os.path.isdir(path):
-        older = sorted(glob.glob('ckpt-*.pt', root_dir=path), reverse=True)
-        paths = [os.path.join(path, name) for name in ('best.pt', 'ckpt.pt', *older) if name in names + older]
-    if not paths:
-        raise ValueError(f'{path} has no tokenizer: it is no run, no dataset, and has no tokenizer.json')
-    _, found = first_intact(paths, lambda file: checkpoint_tokenizer(file, data_dir))
-    tokenizer, template = found
+        file = os.path.join(path, 'best.pt' if 'best.pt' in names else 'ckpt.pt')
+        if not os.path.exists(file):
+            raise ValueError(f'{path} has no tokenizer: no tokenizer.json, no train.bin and no checkpoint')
+    tokenizer, template = checkpoint_tokenizer(file, data_dir)
     return TokenizerSource(tokenizer, path, is_run=True, template=template)
 
 
 def read_tokenizer_json(path):
-    """
-    Read the HFTokenizer of a tokenizer.json, or of the folder that has one. The end of a text is
-    what tokenizer_config.json names, or the usual one.
-    """
+    """Read the HFTokenizer of a tokenizer.json, or of the folder that has one."""
     folder = os.path.dirname(path)
     if os.path.isdir(path):
         folder = path
@@ -156,9 +147,7 @@ def read_optional(folder, name):
 
 
 def template_of(folder):
-    """
-    Find the template of a Hugging Face folder by how a turn begins; '' for others, None if none.
-    """
+    """Find the template of a Hugging Face folder by how a turn begins. Returns None for others."""
     chat = str(read_optional(folder, 'tokenizer_config.json').get('chat_template') or '')
     path = os.path.join(folder, 'chat_template.jinja')
     if os.path.exists(path):
@@ -169,14 +158,11 @@ def template_of(folder):
         mark = MARK.match(begin)
         if (mark[0] if mark else begin) in chat:
             return template
-    return '' if chat else None
+    return None
 
 
 def checkpoint_tokenizer(path, data_dir):
-    """
-    Read the tokenizer of a checkpoint, and the template of its chats or None. Raises ValueError if
-    the file is damaged, or if its tokenizer is missing.
-    """
+    """Read the tokenizer of a checkpoint, and the template of its chats or None."""
     try:
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
@@ -193,9 +179,8 @@ def checkpoint_tokenizer(path, data_dir):
 
 def dataset_spec(path, config, vocab_size, data_dir):
     """
-    Find the tokenizer's spec of a checkpoint that has none, as nanoGPT's: that of the dataset in
-    its config, or GPT-2's if the dataset has no meta file. Raises ValueError if its size is not the
-    model's.
+    Find the tokenizer's spec of nanoGPT's checkpoint: that of the dataset in its config, or GPT-2's
+    if that has no meta file. Raises ValueError if its size is not the model's.
     """
     dataset = config.get('dataset')
     folder = dataset_folder(data_dir, name_of_path(dataset)) if dataset else data_dir
