@@ -10,10 +10,9 @@ Tokenize text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin
     $ python -m hotloop.data.dataset data/mine             # what is in a dataset
 
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 if the vocabulary needs it), no header.
-meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete. If
-a different dataset already has the name, that one is moved to NAME.1, NAME.2, ...
-The same input gives the same bytes with any number of processes, and memory does not grow with the corpus (a
-.json file is read at once).
+meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete; a
+different one of its name is moved to NAME.1, NAME.2, ... The same input gives the same bytes with any number
+of processes, and memory does not grow with the corpus (a .json file is read at once).
 """
 
 import functools
@@ -67,10 +66,9 @@ class PrepareConfig:
 
     def problems(self):
         """List the problems with the settings, one sentence each."""
-        problems = []
         if isinstance(self.val, float) and not 0 < self.val < 1:
-            problems.append(f'val={self.val} must be between 0 and 1, or a source')
-        return problems
+            return [f'val={self.val} must be between 0 and 1, or a source']
+        return []
 
 
 # -----------------------------------------------------------------------------
@@ -164,8 +162,7 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot, template is not None)
     splits = write_bins(folder, batches, id_type(tokenizer), template)
     if skipped:
-        print(f'skipped {counted(skipped.total(), "row")} without text or answer, or not in the form of the '
-              'template')
+        print(f'skipped {counted(skipped.total(), "row")} without text, answer or the form of the template')
     for split, counts in splits.items():
         if not counts['bytes']:
             raise ValueError(f'there is no text for the {split} split with val={cfg.val!r}; --val names a '

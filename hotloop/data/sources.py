@@ -33,7 +33,7 @@ class Corpus:
     download: float = 0.0  # bytes to download, about
     tokenizer: str = 'gpt2'
     kind: str = 'text'  # of a File
-    val_fraction: float | None = 0.1
+    val_fraction: float | None = 0.1  # None: val has its files
     sha256: str | None = None
 
 
