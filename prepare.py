@@ -10,10 +10,9 @@ Tokenize text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin
     $ python -m hotloop.data.dataset data/mine             # what is in a dataset
 
 A bin is nanoGPT's: raw little-endian token ids, uint16 (uint32 if the vocabulary needs it), no header.
-meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete. If
-a different dataset already has the name, that one is moved to NAME.1, NAME.2, ...
-The same input gives the same bytes with any number of processes, and memory does not grow with the corpus (a
-.json file is read at once).
+meta.json beside the bins holds the tokenizer itself and the counts. A dataset appears only when complete; a
+different one of its name is moved to NAME.1, NAME.2, ... The same input gives the same bytes with any number
+of processes, and memory does not grow with the corpus (a .json file is read at once).
 """
 
 import functools
@@ -28,13 +27,17 @@ import numpy as np
 
 from configurator import call_main, configure
 from hotloop.data import dataset
-from hotloop.data.bpe import count_words, learn_merges
-from hotloop.data.chat import CHATS, MARK, TEMPLATES, marks_of
-from hotloop.data.documents import Reading, plan_holdout, split_pieces, template_of
+from hotloop.data.chat import TEMPLATES
+from hotloop.data.documents import (
+    documents_in,
+    has_several_documents,
+    plan_holdout,
+    split_pieces,
+    template_of,
+)
 from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, open_corpus
-from hotloop.data.tokenizer import BPETokenizer, tokenizer_from
-from hotloop.data.tokenizer_source import find_tokenizer
+from hotloop.data.tokenizer_source import find_tokenizer, learn_tokenizer
 from hotloop.system.files import Progress, counted, replacing
 from hotloop.system.host import cores
 from hotloop.system.text import file_size, script, shell
@@ -63,10 +66,9 @@ class PrepareConfig:
 
     def problems(self):
         """List the problems with the settings, one sentence each."""
-        problems = []
         if isinstance(self.val, float) and not 0 < self.val < 1:
-            problems.append(f'val={self.val} must be between 0 and 1, or a source')
-        return problems
+            return [f'val={self.val} must be between 0 and 1, or a source']
+        return []
 
 
 # -----------------------------------------------------------------------------
@@ -98,90 +100,20 @@ def open_sources(sources, cfg, spool):
         val_files += own_val_files
     else:
         files = all_files(sources, cfg.format, cfg.data_dir, spool)
-    validated = {os.path.realpath(file.path) for file in val_files}
     once = {os.path.realpath(file.path): file for file in files}  # sources may overlap
-    kept = [file for path, file in once.items() if path not in validated]
-    if not kept:
+    for file in val_files:
+        once.pop(os.path.realpath(file.path), None)
+    if not once:
         raise ValueError('all files are validation files; none is left to train on')
-    return kept, val_files
+    return list(once.values()), val_files
 
 
 # -----------------------------------------------------------------------------
 # the dataset
 
-def learn_tokenizer(name, pieces, template, several, every):
-    """
-    Learn the tokenizer `char` or `bpe:SIZE` from (split, Piece) pairs. Characters are collected
-    from all pieces; merges are learned from every n-th, if it is for training. The marks of the
-    chat template become special ids. several: whether documents need an end-of-text id.
-    """
-    if name == 'char':
-        chars = set()
-        for _, piece in pieces:
-            for text, *_ in piece.parts:
-                chars.update(text)
-        return tokenizer_from({'kind': 'char', 'chars': ''.join(sorted(chars)), 'eot': several})
-
-    def texts():
-        for i, (split, piece) in enumerate(pieces):
-            if split == 'train' and i % every == 0:
-                for text, markup, _ in piece.parts:
-                    yield MARK.sub('', text) if markup else text
-    specials = ['<|endoftext|>']
-    if template:
-        specials = [*marks_of(template), *specials]
-    size = int(name[4:]) - len(specials)
-    if size < 256:
-        raise ValueError(f'tokenizer={name} has no room for 256 bytes and the special ids '
-                         f'{", ".join(specials)}; use bpe:{256 + len(specials)} or more')
-    tokens = learn_merges(count_words(texts()), size)
-    ids = {special: len(tokens) + i for i, special in enumerate(specials)}
-    return BPETokenizer(tokens, specials=ids, eot=ids['<|endoftext|>'])
-
-
-def write_dataset(folder, files, val_files, cfg, reading, tokenizer, origin):
-    """Write the documents of the files to an empty folder. Returns the metadata, which includes `origin`."""
-    num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
-    print(f'{origin["source"]}: {counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}',
-          flush=True)
-    holdout = plan_holdout(files, val_files, cfg.val, cfg.seed, reading)
-    read_pieces = functools.partial(split_pieces, files, val_files, reading, holdout)
-    if tokenizer is None:
-        every = max(-(-num_bytes // BPE_BYTES), 1)
-        tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(Counter()), reading.template,
-                                    holdout.several, every)
-    eot = None
-    if holdout.several:
-        eot = tokenizer.eot
-    skipped = Counter()
-    has_rows = reading.template is not None
-    pieces = read_pieces(skipped)
-    if has_rows:
-        pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
-    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot, has_rows)
-    splits = write_bins(folder, batches, id_type(tokenizer), reading.template)
-    if skipped:
-        print(f'skipped {counted(skipped.total(), "row")} without text or answer, or not in the form of the '
-              'template')
-    for split, counts in splits.items():
-        if not counts['bytes']:
-            raise ValueError(f'{origin["source"]} has no text for the {split} split with val={cfg.val!r}; '
-                             f'{counted(skipped.total(), "row")} skipped; --val names a validation '
-                             'source or a fraction, --text_field the field of a text')
-    meta = {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
-            'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
-            'splits': splits, 'template': reading.template, **origin}
-    with replacing(os.path.join(folder, 'meta.json')) as f:
-        f.write(json.dumps(meta, indent=1).encode())
-    return meta
-
-
 def keep_rows(pieces, path):
-    """
-    Yield (split, Piece) pairs without their rows. Writes those for validation to a .jsonl file, by
-    which sample.py --eval_code judges a model.
-    """
-    with open(path, 'w', encoding='utf-8') as f:
+    """Yield (split, Piece) pairs without their rows. Writes those for validation to a .jsonl file."""
+    with open(path, 'w', encoding='utf-8') as f:  # sample.py --eval_code judges a model by it
         for split, piece in pieces:
             if split == 'val' and piece.row is not None:
                 f.write(json.dumps(piece.row, default=str) + '\n')
@@ -194,32 +126,61 @@ def write_bins(folder, batches, dtype, template):
     for split in dataset.SPLITS:
         writers[split] = dataset.BinWriter(folder, split, dtype, template is not None)
     progress = Progress(0)
-    tokens = 0
     in_loss = 0
     for batch in batches:
         for split, encoded in batch.items():
             writers[split].add(encoded)
             progress.add(encoded.num_bytes)
-            tokens += len(encoded.ids)
-            if encoded.mask is not None:
+            if template:
                 in_loss += int(encoded.mask.sum())
     progress.close()
+    splits = {split: writer.close() for split, writer in writers.items()}
     if template:
+        tokens = sum(counts['tokens'] for counts in splits.values())
         print(f'instruction data in the {template} template: {in_loss:,} of {tokens:,} tokens '
               f'({in_loss / max(tokens, 1):.0%}) count toward the loss')
-    return {split: writer.close() for split, writer in writers.items()}
+    return splits
+
+
+def write_dataset(folder, files, val_files, template, tokenizer, cfg):
+    """Write the documents of the files to an empty folder. Returns meta.json without the source."""
+    num_bytes = sum(os.path.getsize(file.path) for file in (*files, *val_files))
+    print(f'{counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}', flush=True)
+    skipped = Counter()
+    read = functools.partial(documents_in, template=template, text_field=cfg.text_field, skipped=skipped)
+    holdout = plan_holdout(files, val_files, cfg.val, cfg.seed, read)
+    read_pieces = functools.partial(split_pieces, files, val_files, holdout, read)
+    several = has_several_documents(files, val_files)
+    if tokenizer is None:
+        every = max(-(-num_bytes // BPE_BYTES), 1)
+        tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(), template, several, every)
+    skipped.clear()
+    pieces = read_pieces()
+    if template:
+        pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
+    eot = tokenizer.eot if several else None
+    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot, template is not None)
+    splits = write_bins(folder, batches, id_type(tokenizer), template)
+    if skipped:
+        print(f'skipped {counted(skipped.total(), "row")} without text, answer or the form of the template')
+    for split, counts in splits.items():
+        if not counts['bytes']:
+            raise ValueError(f'there is no text for the {split} split with val={cfg.val!r}; --val names a '
+                             'fraction or a validation source, --text_field the field of a text')
+    return {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
+            'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
+            'splits': splits, 'template': template}
 
 
 def training_command(cfg, found, has_rows):
     """Return the command that trains on a dataset, or tunes the model that its tokenizer is from."""
-    words = [script('config/quickstart.py')]
+    words = [script('config/quickstart.py'), f'--dataset={cfg.name}']
     if found.model:
-        words = [script('config/lora.py'), f'--init_from={found.model}']
-    words.append(f'--dataset={cfg.name}')
-    if found.model and not has_rows:
-        words.append('--pack_rows=False')
-    if found.model and not found.is_run:
-        words.append('--block_size=512')  # its own context may be 100 times as long
+        words = [script('config/lora.py'), f'--init_from={found.model}', f'--dataset={cfg.name}']
+        if not has_rows:
+            words.append('--pack_rows=False')
+        if not found.is_run:
+            words.append('--block_size=512')  # its own context may be 100 times as long
     if cfg.data_dir != PrepareConfig.data_dir:
         words.append(f'--data_dir={cfg.data_dir}')
     return f'python {shell(script("train.py"), *words)}'
@@ -229,7 +190,6 @@ def main(argv=None):
     (cfg,), given, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
     sources = sources or ['stdlib']
     flags = [f'--{key}={getattr(cfg, key)}' for key in given if key not in OTHER_FLAGS]
-    origin = {'source': shell(*sources), 'flags': flags}
     cfg = resolve(cfg, sources)
     folder = dataset.dataset_folder(cfg.data_dir, cfg.name)
     if os.path.exists(folder) and not os.path.isfile(os.path.join(folder, 'meta.json')):
@@ -238,11 +198,9 @@ def main(argv=None):
         found = find_tokenizer(cfg.tokenizer, cfg.data_dir)  # errors before downloads
         files, val_files = open_sources(sources, cfg, f'{partial}.stdin')
         template = template_of([*files, *val_files], cfg.template, cfg.text_field, found.template)
-        reading = Reading(template, cfg.text_field)
-        meta = write_dataset(partial, files, val_files, cfg, reading, found.tokenizer, origin)
-    if found.template == '' and cfg.template == 'auto' and template in CHATS:
-        print(f'note: the model of {cfg.tokenizer} was not trained on the {template} template; '
-              'fine-tuning has to teach it')
+        meta = write_dataset(partial, files, val_files, template, found.tokenizer, cfg)
+        with replacing(os.path.join(partial, 'meta.json')) as f:
+            f.write(json.dumps({**meta, 'source': shell(*sources), 'flags': flags}, indent=1).encode())
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '

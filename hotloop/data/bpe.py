@@ -15,10 +15,9 @@ MAX_WORDS = 400_000  # distinct words to learn from; each takes about a kilobyte
 
 def learn_merges(word_counts, num_tokens):
     """
-    Train a BPE on {word: count}. Returns its tokens, as bytes, in order of rank: the 256 bytes,
-    then one per merge, at most num_tokens in total. Each step merges the most frequent pair of
-    adjacent tokens. Ties go to the smallest ranks, as in Hugging Face. A merge visits only the
-    words that contain its pair.
+    Train a BPE on {word: count}. Returns at most num_tokens tokens, as bytes, in order of rank: the
+    256 bytes, then one per merge of the most frequent pair. Ties go to the smallest ranks, as in
+    Hugging Face.
     """
     tokens = [bytes([b]) for b in BYTES_IN_GPT2S_ORDER]
     rank = {token: i for i, token in enumerate(tokens)}

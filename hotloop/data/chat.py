@@ -47,22 +47,17 @@ CHATS = tuple(name for name, template in TEMPLATES.items() if template.user[0]) 
 def parts_of(row, where, template, text_field=None):
     """
     Return the parts [(text, markup, counts)] of the document in a row, or None if it has no text or
-    no answer or cannot be written in the template. A row is a text, or an object with the field
-    text_field, with messages (a chat), instruction and output (Alpaca), prompt or question and
-    completion or answer, text, or content. template: a name, or None if rows are texts. where: file
-    and line, for errors.
+    no answer or cannot be written in the template. template: a name, or None if rows are texts.
     """
-    row = as_object(row, where)
-    suited, fields = form_of(row, text_field)
+    suited, turns = read_row(row, where, text_field)
     if suited is None:
-        text = text_of(row, where, fields[0])
+        text = text_of(as_object(row, where), where, text_field)
         if not text or template:
             return None
         return [(text, False, True)]
-    turns = turns_of(row, where, suited, fields)
-    if not any(role == 'assistant' and text for role, text in turns):
-        return None
     if template is None or (template == 'joined' and suited != 'joined'):
+        return None
+    if not any(role == 'assistant' and text for role, text in turns):
         return None
     return render(turns, template)
 
@@ -85,25 +80,51 @@ def as_object(row, where):
     return row
 
 
-def form_of(row, text_field=None):
-    """Return (the template that suits a row, or None for a text; the fields that are used)."""
+def read_row(row, where, text_field=None):
+    """
+    Read a row of instruction data: messages (a chat), instruction and output (Alpaca), or prompt or
+    question and completion or answer. where: file and line, for errors. Returns (the template that
+    suits the row, its turns [(role, text)]), or (None, []) for a text.
+    """
+    row = as_object(row, where)
     if text_field:
-        return None, [text_field]
-    for chat in ('messages', 'conversations'):
-        if isinstance(row.get(chat), list) and all(isinstance(message, dict) for message in row[chat]):
-            return 'chatml', [chat, 'system']
-    answer = next((name for name in ANSWERS if name in row), None)
-    if 'instruction' in row and answer:
-        about = 'input'
-        if 'context' in row and 'input' not in row:  # Dolly's name
-            about = 'context'
-        return 'alpaca', ['instruction', about, 'system', answer]
-    question = next((name for name in ('prompt', 'question') if name in row), None)
-    if question and answer:
-        return 'joined', [question, answer]
-    if 'content' in row and 'text' not in row:
-        return None, ['content']
-    return None, ['text']
+        return None, []
+    chat = first_of(row, ('messages', 'conversations'))
+    question = first_of(row, ('prompt', 'question'))
+    answer = first_of(row, ANSWERS)
+    if chat and isinstance(row[chat], list):
+        suited = 'chatml'
+        turns = [turn_of(message, where) for message in row[chat]]
+    elif answer and 'instruction' in row:
+        suited = 'alpaca'
+        turns = [('user', row['instruction'])]
+        about = row.get('input', row.get('context'))  # the latter is Dolly's name
+        if about:
+            turns.append(('input', about))
+        turns.append(('assistant', row[answer]))
+    elif answer and question:
+        suited = 'joined'
+        turns = [('user', row[question]), ('assistant', row[answer])]
+    else:
+        return None, []
+    if suited != 'joined' and row.get('system') and 'system' not in dict(turns):
+        turns.insert(0, ('system', row['system']))
+    return suited, [(role, check_text(text, f"{where}: the {role}'s text")) for role, text in turns]
+
+
+def first_of(row, names):
+    """Return the first of the names that is a field of the row, or None."""
+    return next((name for name in names if name in row), None)
+
+
+def turn_of(message, where):
+    """Return (role, text) of a message of a chat, as OpenAI or ShareGPT writes it."""
+    message = as_object(message, where)
+    role = message.get('role') or message.get('from')
+    role = OTHER_ROLES.get(str(role), role)
+    if role not in SPEAKERS:
+        raise ValueError(f'{where}: a message has the role {role!r}; expected system, user or assistant')
+    return role, message.get('content') or message.get('value')
 
 
 def choose_template(asked, suited):
@@ -113,12 +134,12 @@ def choose_template(asked, suited):
     return asked
 
 
-def text_of(row, where, field):
-    """Return the text in a field of a row. Raises ValueError if the row has no such field."""
+def text_of(row, where, field=None):
+    """Return the text in a field of a row, by default text or content. Raises ValueError if it has none."""
+    field = field or first_of(row, ('text', 'content')) or 'text'
     if field not in row:
-        fields = ', '.join(map(str, row))
-        raise ValueError(f'{where} has no field {field!r}; its fields are: {fields}. Name the one that holds '
-                         f'the text with --text_field; a question needs an answer in {", ".join(ANSWERS)}')
+        raise ValueError(f'{where} has no field {field!r}, only {", ".join(map(str, row))}; name one with '
+                         f'--text_field, or an answer {" or ".join(ANSWERS)}')
     return check_text(row[field], f'{where}: field {field!r}')
 
 
@@ -127,37 +148,6 @@ def check_text(value, name):
     if value is not None and not isinstance(value, str):
         raise ValueError(f'{name} must be a string, not {json.dumps(value, default=str)[:50]}')
     return fix_surrogates(value or '')
-
-
-def turns_of(row, where, suited, fields):
-    """List the turns (role, text) of a row of instruction data, which form_of() describes."""
-    turns = []
-    if suited == 'chatml':
-        turns = [turn_of(message, where) for message in row[fields[0]]]
-    elif suited == 'alpaca':
-        turns.append(('user', row['instruction']))
-        if row.get(fields[1]):
-            turns.append(('input', row[fields[1]]))
-        turns.append(('assistant', row[fields[-1]]))
-    else:
-        turns = [(role, row[name]) for role, name in zip(('user', 'assistant'), fields, strict=True)]
-    if suited != 'joined' and row.get('system') and 'system' not in dict(turns):
-        turns.insert(0, ('system', row['system']))
-    return [(role, check_text(text, f"{where}: the {role}'s text")) for role, text in turns]
-
-
-def turn_of(message, where):
-    """
-    Return (role, text) of a message of a chat, as OpenAI or ShareGPT writes it. Raises ValueError
-    for a call of tools, which the text does not show.
-    """
-    role = message.get('role') or message.get('from')
-    role = OTHER_ROLES.get(str(role), role)
-    if role not in SPEAKERS:
-        raise ValueError(f'{where}: a message has the role {role!r}; expected system, user or assistant')
-    if message.get('tool_calls') or message.get('function_call'):
-        raise ValueError(f'{where}: a message calls tools, which no template can write; leave such rows out')
-    return role, message.get('content') or message.get('value')
 
 
 def render(turns, name):
@@ -193,17 +183,16 @@ def prompt_of(row, where):
     row of prompts: a chat, or an instruction, prompt or question with or without its answer.
     """
     row = {name: value for name, value in as_object(row, where).items() if name not in ANSWERS}
-    row['completion'] = ''
-    suited, fields = form_of(row)
+    suited, turns = read_row({**row, 'completion': ''}, where)
     if suited is None:
-        raise ValueError(f'{where}: expected a JSON string, or an object with messages, instruction, prompt '
-                         'or question')
-    turns = turns_of(row, where, suited, fields)
+        raise ValueError(f'{where}: expected a text, or an object with messages, instruction or prompt')
     while turns and turns[-1][0] not in ('user', 'input'):
         turns.pop()
     if not turns:
         raise ValueError(f'{where}: the chat has no user turn')
-    return row[fields[0]], turns, suited
+    if suited == 'chatml':
+        return row.get('messages') or row['conversations'], turns, suited
+    return dict(turns)['user'], turns, suited
 
 
 def parts_before_answer(turns, template):

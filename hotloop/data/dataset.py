@@ -37,21 +37,14 @@ def dataset_folder(data_dir, dataset):
     """Find the folder of a dataset by name. Raises ValueError for a name outside data_dir."""
     parts = dataset.rstrip('/').split('/')
     unsafe = os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or re.search('[\0,:]', dataset)
-    if unsafe or any(re.search(r'\.partial(\.|$)', part) for part in parts):
-        name = name_of_path(dataset)
-        hint = ''
-        if name not in (dataset, '', '.', '..'):  # nanoGPT takes the path of a folder
-            above = os.path.normpath(os.path.join(data_dir, os.path.dirname(dataset.rstrip('/'))))
-            hint = f'; for this folder give data_dir={above!r} and the name {name!r}'
-        raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, '
-                         f'without a comma, a colon or .partial{hint}')
+    if unsafe or re.search(r'\.partial(\.|/|$)', dataset):
+        raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, without a comma, '
+                         'a colon or .partial')
     return os.path.join(data_dir, *parts)
 
 
 def name_of_path(dataset):
-    """
-    Find the name of a dataset that nanoGPT was given by its path; a name inside data_dir is kept.
-    """
+    """Find the name of a dataset that nanoGPT was given by its path; a name inside data_dir is kept."""
     path = dataset.rstrip('/')
     if os.path.isabs(path) or '..' in path.split('/'):
         return os.path.basename(path)
@@ -65,29 +58,24 @@ def read_meta(folder):
     it is foreign).
     """
     path = os.path.join(folder, 'meta.json')
-    old_path = os.path.join(folder, 'meta.pkl')
     if not os.path.exists(path):
         size = 50304
         tokenizer = GPT2_SPEC
+        old_path = os.path.join(folder, 'meta.pkl')
         if os.path.exists(old_path):
             size, tokenizer = read_meta_pkl(old_path)
         return {'dtype': 'uint16', 'vocab_size': size, 'tokenizer': tokenizer, 'template': None,
                 'foreign': True, 'splits': {}}
-    allowed = {'format': (0, FORMAT), 'dtype': ('uint16', 'uint32'),
-               'vocab_size': range(1, MAX_VOCAB + 1)}
     try:
         meta = read_json(path)
-        for name, values in allowed.items():
-            if meta[name] not in values:
-                raise ValueError(f'{name}={meta[name]!r}')
+        known = meta['format'] in (0, FORMAT) and meta['dtype'] in ('uint16', 'uint32')
         sizes = [meta['splits'][split]['tokens'] for split in SPLITS]
-        if 'kind' not in meta['tokenizer'] or not all(isinstance(size, int) for size in sizes):
-            raise ValueError(f'splits of {sizes} tokens')
-    except (ValueError, KeyError, TypeError) as e:
+        if not known or not 0 < meta['vocab_size'] <= MAX_VOCAB or not meta['tokenizer'] or min(sizes) < 0:
+            raise ValueError(f'format {meta["format"]}, {meta["dtype"]}, {meta["vocab_size"]} ids')
+        return {**meta, 'tokenizer': spec_of(meta), 'template': template_of_record(meta), 'foreign': False}
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f'{path} is damaged or from a later version ({type(e).__name__}: {e}); '
                          'prepare the dataset again') from None
-    return {**meta, 'tokenizer': spec_of(meta), 'template': template_of_record(meta),
-            'foreign': False}
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -104,10 +92,10 @@ def read_meta_pkl(path):
     try:
         with open(path, 'rb') as f:
             meta = PlainUnpickler(f).load()
-        vocab_size, itos = int(meta['vocab_size']), meta.get('itos', {})
-        itos = dict(itos if isinstance(itos, dict) else enumerate(itos))
+        vocab_size = int(meta['vocab_size'])
+        itos = meta.get('itos', {})
         last = max(itos, default=vocab_size - 1)
-        if not (0 <= last < vocab_size <= MAX_VOCAB and min(itos, default=0) >= 0):
+        if not 0 <= last < vocab_size <= MAX_VOCAB:
             raise ValueError(f'vocab_size={vocab_size} for ids up to {last}')
         chars = [itos.get(i, '') for i in range(last + 1)]
         if all(len(text) == 1 for text in chars):
@@ -115,10 +103,8 @@ def read_meta_pkl(path):
         spec = {'kind': 'char', 'chars': chars, 'eot': False}
         tokenizer_from(spec)
     except Exception as e:  # unpickling arbitrary bytes can raise nearly anything
-        raise ValueError(f"{path} is not nanoGPT's meta.pkl of a character dataset "
-                         f"({type(e).__name__}: {e}); write it again with plain values, of which "
-                         "{'vocab_size': N} is enough to train; without it the bins are read as "
-                         "GPT-2's tokens") from None
+        raise ValueError(f"{path} is not nanoGPT's meta.pkl ({type(e).__name__}: {e}); write it again with "
+                         "plain values, of which {'vocab_size': N} is enough to train") from None
     return vocab_size, spec
 
 
@@ -127,8 +113,7 @@ def open_bin(path, dtype):
     dtype = np.dtype(dtype).newbyteorder('<')
     size = os.path.getsize(path) if os.path.exists(path) else 0
     if size % dtype.itemsize:
-        raise ValueError(f'{path} has {size:,} bytes, not a multiple of {dtype.itemsize}; prepare '
-                         'it again')
+        raise ValueError(f'{path} has {size:,} bytes, not a multiple of {dtype.itemsize}; prepare it again')
     return np.memmap(path, dtype=dtype, mode='r') if size else np.zeros(0, dtype=dtype)
 
 
@@ -136,12 +121,10 @@ class BinWriter:
     """Write one split: its ids and counts; of rows also masks and the ends of documents as uint64."""
 
     def __init__(self, folder, name, dtype, has_rows=False):
-        suffixes = {'sha256': 'bin'}
+        self.files = {'sha256': open(os.path.join(folder, f'{name}.bin'), 'wb')}  # noqa: SIM115
         if has_rows:
-            suffixes |= {'mask_sha256': 'mask.bin', 'docs_sha256': 'docs.bin'}
-        self.files = {}
-        for key, suffix in suffixes.items():
-            self.files[key] = open(os.path.join(folder, f'{name}.{suffix}'), 'wb')  # noqa: SIM115
+            self.files['mask_sha256'] = open(os.path.join(folder, f'{name}.mask.bin'), 'wb')  # noqa: SIM115
+            self.files['docs_sha256'] = open(os.path.join(folder, f'{name}.docs.bin'), 'wb')  # noqa: SIM115
         self.dtype = dtype
         self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
 
@@ -169,69 +152,42 @@ class BinWriter:
 @contextlib.contextmanager
 def partial_folder(folder):
     """
-    Yield an empty folder to write a dataset into, which becomes `folder` when the block ends,
-    unless it is the same dataset. An old one is moved to the first free folder.1, folder.2, ...
-    After an error or a kill, `folder` is the old dataset or the complete new one; only a kill
-    between the two renames leaves neither, and then the old one has its number. Raises ValueError
-    if another process is writing it.
+    Yield an empty folder to write a dataset into, which becomes `folder` when the block ends, unless
+    it is the same dataset. An old one is moved to folder.1, folder.2, ... A kill leaves the old or
+    the complete new dataset, or between the two renames the old one with its number. Raises
+    ValueError if another process is writing it.
     """
     work = folder + '.partial'
     new = os.path.join(work, 'new')
     os.makedirs(work, exist_ok=True)
-    held = lock(os.path.join(work, '.lock'))
-    try:
-        shutil.rmtree(new, ignore_errors=True)
-        os.mkdir(new)
-        yield new
-        if same_dataset(folder, new):
-            print(f'{folder}: unchanged')
-            return
-        sync_folder(new)
-        target = None
-        if os.path.isdir(folder) and os.listdir(folder):
-            target = free_number(folder)
-            os.rename(folder, target)
-        os.rename(new, folder)
-        sync_folder(os.path.dirname(folder) or '.')
-        if target:
-            print(f'{folder} held another dataset, which was moved to {target}')
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        held.close()
-        with contextlib.suppress(OSError):  # On NFS the open lock kept the folder.
-            os.rmdir(work)
+    with lock(os.path.join(work, '.lock')):
+        try:
+            shutil.rmtree(new, ignore_errors=True)
+            os.mkdir(new)
+            yield new
+            if same_dataset(folder, new):
+                print(f'{folder}: unchanged')
+                return
+            sync_folder(new)
+            if os.path.exists(folder):
+                target = free_number(folder)
+                print(f'{folder} holds another dataset, which is moved to {target}')
+                os.rename(folder, target)
+            os.rename(new, folder)
+            sync_folder(os.path.dirname(folder) or '.')
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def same_dataset(folder, new):
-    """
-    Test whether two folders hold the same dataset, whatever it was made from. Reads all files.
-    """
-    try:
-        before, now = (read_json(os.path.join(path, 'meta.json')) for path in (folder, new))
-    except ValueError:  # It is missing or damaged.
-        return False
-    for meta in (before, now):
-        meta.pop('source', None)
-        meta.pop('flags', None)
+    """Test whether two folders hold the same dataset, whatever it was made from. Reads all files."""
+    metas = []
+    for path in (folder, new):
+        with contextlib.suppress(ValueError):  # It is missing or damaged.
+            metas.append({**read_json(os.path.join(path, 'meta.json')), 'source': '', 'flags': []})
     files = [name for name in os.listdir(new) if name != 'meta.json']
     equal, _, _ = filecmp.cmpfiles(folder, new, files, shallow=False)
-    return before == now and len(equal) == len(files)
-
-
-def count_ids(tokens, at_least=0):
-    """Count how often each id occurs, (largest id + 1,) or longer."""
-    counts = np.zeros(max(int(tokens.max(initial=0)) + 1, at_least), dtype=np.int64)
-    for start in range(0, len(tokens), COUNT_BLOCK):  # in blocks: a bin may be larger than memory
-        counts += np.bincount(tokens[start:start + COUNT_BLOCK], minlength=len(counts))
-    return counts
-
-
-def show(tokenizer, ids):
-    """Print ids as text on one line, special ids by name."""
-    names = {i: name.encode() for name, i in tokenizer.specials.items()}
-    parts = [names[i] if i in names else tokenizer.decode([i]) for i in ids]
-    text = b''.join(parts).decode('utf-8', 'replace')
-    return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in text)
+    return len(metas) == 2 and metas[0] == metas[1] and len(equal) == len(files)
 
 
 class Dataset(NamedTuple):
@@ -245,8 +201,7 @@ class Dataset(NamedTuple):
 def open_datasets(dataset, data_dir):
     """
     Open the Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights,
-    each is weighted by its number of training tokens. Raises ValueError if one is missing, or
-    tokenizers differ.
+    each is weighted by its number of training tokens.
     """
     datasets = []
     weighted = ':' in dataset
@@ -257,49 +212,34 @@ def open_datasets(dataset, data_dir):
             if not os.path.exists(path):
                 raise ValueError(missing_dataset(path, name, data_dir))
         meta = read_meta(folder)
-        if datasets and not same_tokenizer(meta['tokenizer'], datasets[0].meta['tokenizer']):
-            first, other = datasets[0], Dataset(name, folder, meta, 0.0)
-            command = command_for(other, data_dir, first.meta['tokenizer'], first.folder)
-            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} '
-                             f'with the tokenizer of {first.name}: {command}')
         if not weighted:
             size = os.path.getsize(os.path.join(folder, 'train.bin'))
             weight = size // np.dtype(meta['dtype']).itemsize
         elif not re.fullmatch(r'\d+\.?\d*|\.\d+', weight) or not float(weight):
-            raise ValueError(f'dataset={dataset!r}: give each dataset a weight above 0 '
-                             '(a:0.7,b:0.3) or none')
+            raise ValueError(f'dataset={dataset!r}: give each dataset a weight above 0 (a:0.7,b:0.3) or none')
         datasets.append(Dataset(name, folder, meta, float(weight)))
+        first = datasets[0]
+        if not same_tokenizer(meta['tokenizer'], first.meta['tokenizer']):
+            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} again: '
+                             f'{command_for(datasets[-1], data_dir, first.folder)}')
     return datasets
 
 
 def check_tokenizer(spec, path, dataset, data_dir):
-    """
-    Raise ValueError if the tokenizer of the checkpoint at this path is known and not the Dataset's.
-    """
+    """Raise ValueError if the tokenizer of the checkpoint at this path is known and not the Dataset's."""
     if spec and not same_tokenizer(spec, dataset.meta['tokenizer']):
-        raise ValueError(f'the checkpoint has the tokenizer {describe(spec)}, but the dataset has '
-                         f'{describe(dataset.meta["tokenizer"])}; prepare the data with the '
-                         'tokenizer of the checkpoint: '
-                         f'{command_for(dataset, data_dir, spec, path)}')
+        raise ValueError(f'the tokenizers of {path} and of dataset={dataset.name} differ; prepare the data '
+                         f'with that of the checkpoint: {command_for(dataset, data_dir, path)}')
 
 
-def command_for(dataset, data_dir, spec, path):
-    """
-    Write the command that prepares a Dataset again with the tokenizer of this spec, which is at
-    path.
-    """
-    tokenizer = {'byte': 'byte', 'tiktoken': spec.get('name')}.get(spec['kind'], path)
-    flags = [f'--name={"NEW_NAME" if dataset.meta["foreign"] else dataset.name}',
-             *dataset.meta.get('flags', []), f'--tokenizer={tokenizer}', f'--data_dir={data_dir}']
+def command_for(dataset, data_dir, tokenizer):
+    """Write the command that prepares a Dataset again with another tokenizer."""
+    name = 'NEW_NAME' if dataset.meta['foreign'] else dataset.name
+    flags = [f'--name={name}', *dataset.meta.get('flags', []), f'--tokenizer={tokenizer}']
+    if data_dir != 'data':
+        flags.append(f'--data_dir={data_dir}')
     source = dataset.meta.get('source', 'FILE_OR_FOLDER')
-    return f'python {shell(script("prepare.py"))} {source} {shell(*flags)}'.removesuffix(' --data_dir=data')
-
-
-def describe(spec):
-    """Describe a tokenizer by its name and, if it carries its own table, the number of entries."""
-    name = spec.get('name') or spec['kind']
-    table = spec.get('chars') or spec.get('tokens')
-    return f'{name} ({len(table)} entries)' if table else name
+    return f'python {shell(script("prepare.py"))} {source} {shell(*flags)}'
 
 
 def byte_table(meta, vocab_size):
@@ -308,20 +248,34 @@ def byte_table(meta, vocab_size):
     return np.pad(sizes, (0, max(vocab_size - len(sizes), 0)))
 
 
+def count_ids(tokens, at_least):
+    """Count how often each id occurs, (largest id + 1,) or longer."""
+    counts = np.zeros(max(int(tokens.max(initial=0)) + 1, at_least), dtype=np.int64)
+    for start in range(0, len(tokens), COUNT_BLOCK):  # in blocks: a bin may be larger than memory
+        counts += np.bincount(tokens[start:start + COUNT_BLOCK], minlength=len(counts))
+    return counts
+
+
+def show(tokenizer, ids):
+    """Write ids as text on one line, special ids by name."""
+    names = {i: name.encode() for name, i in tokenizer.specials.items()}
+    parts = [names[i] if i in names else tokenizer.decode([i]) for i in ids]
+    return repr(b''.join(parts).decode('utf-8', 'replace'))
+
+
 def inspect(folder):
     """Print the tokenizer of a dataset, the counts of each split, frequent tokens and decoded text."""
     if not os.path.exists(os.path.join(folder, 'train.bin')):
         raise ValueError(f'{folder} is not the folder of a dataset: it has no train.bin')
     meta = read_meta(folder)
-    tokenizer = tokenizer_from(meta['tokenizer'])
-    print(f'{folder}: {describe(meta["tokenizer"])} tokenizer of {tokenizer.n_vocab:,} ids, '
+    spec = meta['tokenizer']
+    tokenizer = tokenizer_from(spec)
+    print(f'{folder}: {spec.get("name", spec["kind"])} tokenizer of {tokenizer.n_vocab:,} ids, '
           f'{meta["dtype"]}, template {meta["template"]}, from {meta.get("source", "nanoGPT")}')
     for split in SPLITS:
         tokens = open_bin(os.path.join(folder, f'{split}.bin'), meta['dtype'])
         mask = open_bin(os.path.join(folder, f'{split}.mask.bin'), 'uint8')
-        in_loss = len(tokens)
-        if len(mask):
-            in_loss = np.count_nonzero(mask)
+        in_loss = np.count_nonzero(mask) if len(mask) else len(tokens)
         counts = count_ids(tokens, tokenizer.n_vocab)
         num_bytes = counts[:tokenizer.n_vocab] @ tokenizer.sizes  # Larger ids pad the vocabulary.
         print(f'{split}: {counted(len(tokens), "token")}, {in_loss:,} in the loss, '

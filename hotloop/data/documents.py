@@ -18,19 +18,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hotloop.data.chat import ROW_FIELDS, as_object, choose_template, form_of, parts_of
+from hotloop.data.chat import ROW_FIELDS, choose_template, parts_of, read_row
 from hotloop.system.files import json_lines, optional, parse_json
 
 PIECE = 1 << 20  # characters tokenized at a time
 MANY = 100_000  # documents; more are held out by probability, not up to an exact size
 SEPARATOR = '<|endoftext|>'
 AS_TEXT = '; --format=text reads the file as plain text'
-
-
-class Reading(NamedTuple):
-    """How the rows of files become documents."""
-    template: str | None = None  # that of template_of(); None: rows are texts
-    text_field: str | None = None  # the field that holds a row's text
 
 
 class Piece(NamedTuple):
@@ -67,8 +61,7 @@ def open_text(path):
         with opener(path, 'rt', encoding='utf-8-sig', newline='\n') as f:
             yield f
     except UnicodeDecodeError as e:
-        raise ValueError(f'{path} is not UTF-8 text: {e}; convert it with iconv -f latin1 -t utf-8, or '
-                         'leave it out') from None
+        raise ValueError(f'{path} is not UTF-8 text: {e}; convert it with iconv -f latin1 -t utf-8') from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
         raise ValueError(f'{path} cannot be read: {e}') from None
 
@@ -89,11 +82,16 @@ def has_separators(path):
 # -----------------------------------------------------------------------------
 # documents
 
-def documents_in(files, reading, skipped):
-    """Yield the Pieces of all documents of the files. skipped: counts rows without a document, by kind."""
+def documents_in(files, template=None, text_field=None, skipped=None):
+    """
+    Yield the Pieces of all documents of the files. template: that of rows, None if they are texts.
+    text_field: the field with a row's text. skipped: a Counter of rows without a document.
+    """
     if files and files[0].kind == 'joined':
         yield from pieces_of(joined_blocks(files), files[0].name)
         return
+    if skipped is None:
+        skipped = Counter()
     for file in files:
         if file.kind == 'text':
             yield from pieces_of(text_blocks(file.path), file.name)
@@ -101,7 +99,7 @@ def documents_in(files, reading, skipped):
             for text in separated_texts(file.path):
                 yield from pieces_of([text])
         else:
-            yield from row_pieces(file, reading, skipped)
+            yield from row_pieces(file, template, text_field, skipped)
 
 
 def joined_blocks(files):
@@ -121,15 +119,15 @@ def separated_texts(path):
     yield text.strip('\r\n')
 
 
-def row_pieces(file, reading, skipped):
+def row_pieces(file, template, text_field, skipped):
     """Yield the Pieces of the documents in a file of rows."""
     key = None
     if file.kind == 'functions':
         key = file.name  # Functions of a file resemble each other: all are held out, or none.
-    for where, row in rows_in(file, reading.text_field):
-        parts = parts_of(row, where, reading.template, reading.text_field)
+    for where, row in rows_in(file, text_field):
+        parts = parts_of(row, where, template, text_field)
         if parts is None:
-            skipped[file.kind] += 1
+            skipped['rows'] += 1
         elif len(parts) == 1:
             yield from pieces_of([parts[0][0]], key)
         else:
@@ -137,10 +135,7 @@ def row_pieces(file, reading, skipped):
 
 
 def pieces_of(blocks, key=None):
-    """
-    Yield the Pieces of one document in blocks of text. The default key is the first piece.
-    Tokenized separately, the pieces give the same tokens as the complete document.
-    """
+    """Yield the Pieces of one document in blocks of text. The default key is the first piece."""
     text = ''
     start = True
     for block in blocks:
@@ -201,7 +196,7 @@ def csv_rows(lines, path):
     try:
         for row in reader:
             if None in row:
-                raise csv.Error(f'{len(row[None])} values beyond the header: {str(row[None])[:50]}')
+                raise csv.Error(f'{len(row[None])} values beyond the header')
             yield f'{path}, line {reader.line_num}', row
     except csv.Error as e:
         raise ValueError(f'{path}, line {reader.reader.line_num}: {e}') from None
@@ -218,9 +213,8 @@ def json_rows(text, path):
 
 def functions_of(source, path):
     """
-    Yield {'prompt': signature and docstring, 'completion': body} of each documented function and
-    method in Python source, without its decorators and moved to the margin. Functions without more
-    than a docstring are left out, as is source that is not Python.
+    Yield {'prompt': signature and docstring, 'completion': body} of each documented function in
+    Python source that does more, without decorators and moved to the margin.
     """
     try:
         with warnings.catch_warnings():
@@ -247,7 +241,6 @@ def functions_of(source, path):
 
 def parquet_rows(path, text_field=None):
     """Yield (where, row) of a parquet file, 256 rows at a time. Unread fields are None."""
-    pyarrow = optional('pyarrow', 'reads parquet files')
     parquet = optional('pyarrow.parquet', 'reads parquet files')
     wanted = ROW_FIELDS
     if text_field:
@@ -256,31 +249,27 @@ def parquet_rows(path, text_field=None):
     try:
         with parquet.ParquetFile(path) as table:
             names = table.schema_arrow.names
-            fields = [name for name in names if name in wanted]
-            for batch in table.iter_batches(256, columns=fields):
+            for batch in table.iter_batches(256, columns=[name for name in names if name in wanted]):
                 for row in batch.to_pylist():
                     number += 1
                     yield f'{path}, row {number}', dict.fromkeys(names) | row
-    except (OSError, ValueError, pyarrow.ArrowException) as e:  # a text may not be UTF-8
+    except (OSError, ValueError) as e:  # a text may not be UTF-8
         raise ValueError(f'{path} cannot be read as parquet: {str(e)[:200]}') from None
 
 
 def template_of(files, asked='auto', text_field=None, of_model=None):
     """
-    Choose the one template of the rows in the files: that of the settings, or of the model, or what
-    suits the first row. Returns None if the rows are texts. Raises ValueError if settings of rows
-    are given, and the files have none.
+    Choose the template of all rows: that of the settings, or of the model, or what suits the first
+    row. Returns None for texts. Raises ValueError if settings of rows are given without rows.
     """
     for file in files:
         if file.kind in ('text', 'texts', 'joined'):
             continue
         for where, row in rows_in(file, text_field):
-            suited, _ = form_of(as_object(row, where), text_field)
-            if asked != 'auto':
-                return choose_template(asked, suited)
-            if suited and of_model and file.kind != 'functions':  # functions are continued
-                return of_model
-            return suited
+            suited, _ = read_row(row, where, text_field)
+            if asked == 'auto' and suited and of_model and file.kind != 'functions':
+                return of_model  # Functions are continued.
+            return choose_template(asked, suited)
     if asked != 'auto' or text_field:
         raise ValueError(f'template={asked!r} and text_field={text_field!r} apply to rows, and '
                          f'{files[0].path} has none')
@@ -290,13 +279,6 @@ def template_of(files, asked='auto', text_field=None, of_model=None):
 # -----------------------------------------------------------------------------
 # validation
 
-class Holdout(NamedTuple):
-    """How documents are split: one at a character, several by their keys."""
-    several: bool  # documents, whose ends are marked
-    cut: int | None = None  # number of characters to train on
-    is_held_out: Callable = lambda key: False
-
-
 def holdout_hash(key, seed):
     """Hash a document's key and the seed to a number in [0, 1). The lowest are held out."""
     digest = hashlib.sha256(f'{seed} {key}'.encode('utf-8', 'surrogateescape')).digest()
@@ -305,23 +287,23 @@ def holdout_hash(key, seed):
 
 def hold_out(sizes, fraction):
     """
-    Return the hashes of the documents to hold out, from {hash: bytes}: the lowest ones, up to the
-    fraction of all bytes. Each side gets at least one document. One with more than twice the
-    fraction, or half of all bytes, is for training, unless all are so large: then the smallest is
-    held out.
+    Choose hashes from {hash: bytes}: the lowest, up to the fraction of all bytes, but not all. One
+    with more than twice the fraction, or half of all bytes, is for training, unless all are so large:
+    then the smallest is held out.
     """
-    total = sum(sizes.values())
-    held_bytes = 0
-    held_out = set()
-    largest = min(2 * fraction, 0.5) * total
+    wanted = fraction * sum(sizes.values())
+    largest = min(2 * wanted, sum(sizes.values()) / 2)
     candidates = sorted(key for key in sizes if sizes[key] <= largest)
     if not candidates:
         candidates = sorted(sizes, key=lambda key: (sizes[key], key))[:1]
+    held_out = set()
+    held_bytes = 0
     for key in candidates[:len(sizes) - 1]:
-        if not held_out or held_bytes < fraction * total:
-            held_out.add(key)
-            held_bytes += sizes[key]
-    return frozenset(held_out)
+        if held_out and held_bytes >= wanted:
+            break
+        held_out.add(key)
+        held_bytes += sizes[key]
+    return held_out
 
 
 def is_document(files):
@@ -329,49 +311,58 @@ def is_document(files):
     return files[0].kind == 'joined' or (len(files) == 1 and files[0].kind == 'text')
 
 
-def document_sizes(files, reading):
-    """Yield (key, bytes) of each piece of the documents. A file of text or Python is one."""
+def has_several_documents(files, val_files):
+    """Test whether the ends of documents are marked: not if each split is one document."""
+    return not is_document(files) or not is_document(val_files or files)
+
+
+class Holdout(NamedTuple):
+    """How documents are split: one at a character, several by their keys."""
+    cut: int | None = None  # number of characters to train on
+    is_held_out: Callable = lambda key: False
+
+
+def plan_holdout(files, val_files, fraction, seed, read):
+    """
+    Return the Holdout of these files, of which read(files) yields the Pieces. One document is cut at
+    a character. Of several, those with the lowest hashes are held out, up to the fraction of bytes;
+    rows are read once more for this. Of many, each is held out with that probability.
+    """
+    if val_files:
+        return Holdout()
+    if is_document(files):
+        length = sum(len(piece.parts[0][0]) for piece in read(files))
+        return Holdout(cut=int(length * (1 - fraction)))
+    sizes = Counter()
+    for key, size in document_sizes(files, read):
+        sizes[holdout_hash(key, seed)] += size
+        if len(sizes) > MANY:
+            return Holdout(is_held_out=lambda key: holdout_hash(key, seed) < fraction)
+    held_out = hold_out(sizes, fraction)
+    return Holdout(is_held_out=lambda key: holdout_hash(key, seed) in held_out)
+
+
+def document_sizes(files, read):
+    """Yield (key, bytes) of each Piece of the documents. A file of text or Python is one."""
     for file in files:
         if file.kind in ('text', 'functions'):
             yield file.name, os.path.getsize(file.path)
             continue
-        for piece in documents_in([file], reading, Counter()):
+        for piece in read([file]):
             yield piece.key, sum(len(text.encode()) for text, *_ in piece.parts)
 
 
-def plan_holdout(files, val_files, fraction, seed, reading):
-    """
-    Return the Holdout of these files. One document is cut at a character. Of several, the lowest
-    hashes are held out, up to the fraction of bytes; rows are read once more for this. Of many,
-    each is held out with that probability.
-    """
-    if val_files:
-        return Holdout(several=not is_document(files) or not is_document(val_files))
-    if is_document(files):
-        pieces = documents_in(files, reading, Counter())
-        length = sum(len(piece.parts[0][0]) for piece in pieces)
-        return Holdout(several=False, cut=int(length * (1 - fraction)))
-    sizes = Counter()
-    for key, size in document_sizes(files, reading):
-        sizes[holdout_hash(key, seed)] += size
-        if len(sizes) > MANY:
-            return Holdout(True, is_held_out=lambda key: holdout_hash(key, seed) < fraction)
-    held_out = hold_out(sizes, fraction)
-    return Holdout(True, is_held_out=lambda key: holdout_hash(key, seed) in held_out)
-
-
-def split_pieces(files, val_files, reading, holdout, skipped):
+def split_pieces(files, val_files, holdout, read):
     """Yield (split, Piece) of all documents."""
-    pieces = documents_in(files, reading, skipped)
     if holdout.cut is not None:
-        yield from cut_document(pieces, holdout.cut)
+        yield from cut_document(read(files), holdout.cut)
         return
-    for piece in pieces:
+    for piece in read(files):
         if holdout.is_held_out(piece.key):
             yield 'val', piece
         else:
             yield 'train', piece
-    for piece in documents_in(val_files, reading, skipped):
+    for piece in read(val_files):
         yield 'val', piece
 
 

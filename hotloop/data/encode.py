@@ -20,8 +20,7 @@ from hotloop.data.tokenizer import ByteTokenizer, CharTokenizer
 def encode_parts(tokenizer, parts, start=True):
     """
     Encode a stretch of a document as (ids, mask). parts: those of a Piece. start: whether the
-    document begins here. mask: 1 where a token counts toward the loss; None for a single part of
-    plain text.
+    document begins here. mask: 1 where a token counts toward the loss.
     """
     runs = []  # [text or special id, counts]; adjacent texts with equal `counts` form one run
     for text, markup, counts in parts:
@@ -43,15 +42,11 @@ def encode_parts(tokenizer, parts, start=True):
             after_special = i > 0 and not isinstance(runs[i - 1][0], str)
             ids.append(tokenizer.encode_next(run, after_special))
         mask.append(np.full(len(ids[-1]), counts, dtype=np.uint8))
-    if len(parts) == 1 and not parts[0][1]:
-        return ids[0], None
     return np.concatenate(ids), np.concatenate(mask)
 
 
 def prompt_ids(tokenizer, text):
-    """
-    Encode a prompt, in which the names of special ids count, after the bos; never empty.
-    """
+    """Encode a prompt, in which the names of special ids count, after the bos; never empty."""
     ids = encode_parts(tokenizer, [(text, True, True)])[0].tolist()
     if tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:
         ids = [tokenizer.bos, *ids]
@@ -105,8 +100,6 @@ def encode_pieces(tokenizer, eot, with_masks, pieces):
 def encode_piece(tokenizer, eot, piece):
     """Encode a Piece between its begin and end ids. Returns (ids, mask)."""
     ids, mask = encode_parts(tokenizer, piece.parts, piece.start)
-    if mask is None:
-        mask = np.ones(len(ids), np.uint8)
     if piece.start and tokenizer.bos is not None:
         ids = np.append(tokenizer.bos, ids)
         mask = np.append(np.uint8(0), mask)

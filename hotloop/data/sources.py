@@ -10,7 +10,6 @@ import sysconfig
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from configurator import did_you_mean
 from hotloop.data.documents import OPENERS, has_separators
 from hotloop.data.download import download, hub_folder
 from hotloop.system.files import counted, optional
@@ -34,7 +33,7 @@ class Corpus:
     download: float = 0.0  # bytes to download, about
     tokenizer: str = 'gpt2'
     kind: str = 'text'  # of a File
-    val_fraction: float | None = 0.1
+    val_fraction: float | None = 0.1  # None: val has its files
     sha256: str | None = None
 
 
@@ -77,11 +76,12 @@ CORPORA = {
 }
 KINDS = {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json', '.csv': 'csv', '.tsv': 'csv',
          '.parquet': 'parquet'}
-FOLDER_SUFFIXES = (
-    *KINDS, '.txt', '.text', '.md', '.rst', '.tex', '.org', '.log', '.html', '.htm', '.xml', '.css',
-    '.toml', '.yaml', '.yml', '.ini', '.sql', '.sh', '.bat', '.py', '.pyi', '.c', '.h', '.cc', '.cpp',
-    '.hpp', '.cu', '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php', '.pl',
-    '.lua', '.r', '.jl', '.hs', '.ml', '.scala', '.swift')
+FOLDER_SUFFIXES = {  # of the files that a format reads in a folder; other formats read all
+    'functions': ('.py',),
+    'auto': (*KINDS, '.txt', '.text', '.md', '.rst', '.tex', '.org', '.log', '.html', '.htm', '.xml', '.css',
+             '.toml', '.yaml', '.yml', '.ini', '.sql', '.sh', '.bat', '.py', '.pyi', '.c', '.h', '.cc',
+             '.cpp', '.hpp', '.cu', '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php',
+             '.pl', '.lua', '.r', '.jl', '.hs', '.ml', '.scala', '.swift')}
 # below the standard library: test suites, installed packages and generated files
 NOT_STDLIB = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages',
               'encodings', 'pydoc_data', 'turtledemo', 'ensurepip')
@@ -115,19 +115,12 @@ def stdlib_files():
 
 def files_in_folder(folder, format):
     """List the files in a folder that a format reads."""
-    paths = files_under(folder)
-    found = paths
-    if format == 'auto':
-        found = [path for path in paths if suffix_of(path) in FOLDER_SUFFIXES]
-    if format == 'functions':
-        found = [path for path in paths if suffix_of(path) == '.py']
-    if not found:
-        raise ValueError(f'{folder} contains no files to read with format={format!r}, or is a '
-                         'dataset; --format=text reads files of any name')
-    if len(found) < len(paths):
-        print(f'{folder}: left out {counted(len(paths) - len(found), "file")} of other suffixes; '
-              '--format=text reads all', file=sys.stderr)
-    return found
+    suffixes = FOLDER_SUFFIXES.get(format)
+    paths = [path for path in files_under(folder) if not suffixes or suffix_of(path) in suffixes]
+    if not paths:
+        raise ValueError(f'{folder} contains no files to read with format={format!r}; --format=text reads '
+                         'files of any name')
+    return paths
 
 
 def suffix_of(path):
@@ -136,18 +129,6 @@ def suffix_of(path):
     if suffix in OPENERS:
         suffix = os.path.splitext(stem)[1]
     return suffix
-
-
-def files_matching(pattern):
-    """List the files that match a glob pattern, sorted. Raises ValueError if there are none."""
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
-    if not paths:
-        if pattern in CORPORA:
-            raise ValueError(f'{pattern} is a named corpus, which must be prepared alone')
-        hint = did_you_mean(pattern, (*CORPORA, *glob.glob('*')))
-        raise ValueError(f'{pattern} is not a file, a folder or a pattern that matches files{hint}; '
-                         f'the corpora are {", ".join(CORPORA)}')
-    return paths
 
 
 def download_source(url, data_dir, sha256=None):
@@ -188,9 +169,11 @@ def files_of(source, format, data_dir, spool):
         base = source
         paths = files_in_folder(source, format)
     else:
-        paths = [source]
-        if not os.path.isfile(source):
-            paths = files_matching(source)
+        matches = [source] if os.path.exists(source) else glob.glob(source, recursive=True)
+        paths = sorted(path for path in matches if os.path.isfile(path))
+        if not paths:
+            raise ValueError(f'{source} is not a file, a folder or a pattern that matches files; a corpus '
+                             f'is prepared alone: {", ".join(CORPORA)}')
         base = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [open_file(path, os.path.relpath(path, base), format) for path in paths]
 
@@ -222,15 +205,14 @@ def find_corpus(sources):
     corpus = CORPORA[name]
     if number:
         train = corpus.train[:int(number)]
-        size = corpus.download * len(train) / len(corpus.train)
-        corpus = replace(corpus, train=train, download=size)
+        corpus = replace(corpus, train=train, download=corpus.download * len(train) / len(corpus.train))
     return corpus
 
 
 def open_corpus(corpus, data_dir, with_val=True):
     """
-    Download a corpus. Returns its training and its validation Files, none of these unless with_val.
-    Describes the corpus before the download.
+    Describe and download a corpus. Returns its training and its validation Files, none of these
+    unless with_val.
     """
     paths = corpus.train
     if with_val:
@@ -241,12 +223,13 @@ def open_corpus(corpus, data_dir, with_val=True):
         optional('pyarrow', 'reads parquet files')  # before gigabytes are downloaded
     if corpus.repository:
         folder = os.path.join(data_dir, 'downloads', os.path.basename(corpus.repository))
-        folder = hub_folder(corpus.repository, list(paths), 'dataset', folder)
-        found = [os.path.join(folder, path) for path in paths]
-    else:
-        found = [download_source(url, data_dir, corpus.sha256) for url in paths]
+        hub_folder(corpus.repository, list(paths), 'dataset', folder)
     files = []
-    for path, local in zip(paths, found, strict=True):
+    for path in paths:
+        if corpus.repository:
+            local = os.path.join(folder, path)
+        else:
+            local = download_source(path, data_dir, corpus.sha256)
         files.append(File(local, os.path.basename(path), corpus.kind))
     return files[:len(corpus.train)], files[len(corpus.train):]
 
@@ -254,12 +237,8 @@ def open_corpus(corpus, data_dir, with_val=True):
 def missing_dataset(path, name, data_dir):
     """Explain how to make a dataset whose file or folder does not exist."""
     words = name
-    hint = ''
     if name not in CORPORA:
         words = f'FILE_OR_FOLDER --name={name}'
-        bins = glob.glob(os.path.join(glob.escape(data_dir), '*', 'train.bin'))
-        found = [os.path.basename(os.path.dirname(path)) for path in bins]
-        hint = did_you_mean(name, (*found, *CORPORA))
     if data_dir != 'data':
         words += ' ' + shell(f'--data_dir={data_dir}')
-    return f'{path} does not exist{hint}; make it with: python {shell(script("prepare.py"))} {words}'
+    return f'{path} does not exist; make it with: python {shell(script("prepare.py"))} {words}'

@@ -22,10 +22,9 @@ class Tokenizer:
     """
     Share what all tokenizers need; each adds encode(text) -> array of ids, and settings().
 
-    eot: the id that ends a document, or None. bos: the id that begins every document, as in most
-    families of Hugging Face, or None. stops: other ids that end an answer. pieces: the bytes of
-    each id; eot, bos and unused ids have none. specials: {name: id}, for prompts and templates;
-    encode() never returns one of them.
+    eot: the id that ends a document, or None. bos: the id that begins every document, or None.
+    stops: other ids that end an answer. pieces: the bytes of each id; eot, bos and unused ids have
+    none. specials: {name: id}, for prompts and templates; encode() never returns one of them.
     """
     n_vocab = 0
     eot = None
@@ -37,15 +36,11 @@ class Tokenizer:
         return {**self.settings(), 'bos': self.bos, 'stops': [*self.stops]}
 
     def encode_next(self, text, after_special):
-        """
-        Encode a text inside a document; differs from encode() if encode() adds a leading space.
-        """
+        """Encode a text inside a document; differs from encode() if that adds a leading space."""
         return self.encode(text)
 
     def decode(self, ids):
-        """
-        Return the bytes of ids. Ids beyond n_vocab (padding of a model's vocabulary) have none.
-        """
+        """Return the bytes of ids. Those beyond n_vocab, which pad a model's vocabulary, have none."""
         return b''.join(self.pieces[i] for i in ids if i < self.n_vocab)
 
     @cached_property
@@ -78,9 +73,8 @@ class ByteTokenizer(Tokenizer):
 
 class CharTokenizer(Tokenizer):
     """
-    Give each character of `chars` an id, then the end of text if `eot`. In a list, as from
-    nanoGPT's meta.pkl, longer texts may stand between the characters; they are decoded, but never
-    encoded.
+    Give each character of `chars` an id, then the end of text if `eot`. In a list, as from nanoGPT's
+    meta.pkl, longer texts may stand between the characters; they are never encoded.
     """
 
     def __init__(self, chars, eot=False):
@@ -100,9 +94,8 @@ class CharTokenizer(Tokenizer):
         ids = self.table[np.minimum(points, len(self.table) - 1)]
         if (ids < 0).any():
             unknown = ''.join(sorted({chr(p) for p in points[ids < 0]}))
-            raise ValueError('the vocabulary of this char tokenizer lacks '
-                             f'{counted(len(unknown), "character")} of the text or of its chat '
-                             f'template: {unknown[:20]!r}')
+            raise ValueError(f'{counted(len(unknown), "character")} of the text or of its chat template '
+                             f'are not in the vocabulary of this char tokenizer: {unknown[:20]!r}')
         return ids
 
     def settings(self):
@@ -110,21 +103,17 @@ class CharTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """
-    Wrap one of OpenAI's encodings from the tiktoken package, which downloads it once and caches it.
-    """
+    """Wrap one of OpenAI's encodings from the tiktoken package, which downloads it once."""
 
     def __init__(self, name):
         import tiktoken.load
-        # tiktoken's own would wait for ever behind a firewall that drops packets.
-        tiktoken.load.read_file = read_url
+        tiktoken.load.read_file = read_url  # tiktoken's own waits for ever behind some firewalls
         self.name = name
         try:
             self.encoding = tiktoken.get_encoding(name)
         except Exception as e:  # requests, urllib3 and the file system raise many types here
-            raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; without '
-                             "a network, set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's "
-                             'cache, or prepare the data with --tokenizer=bpe:8192') from None
+            raise ValueError(f'the tokenizer {name!r} could not be loaded: {reason_of(e)}; set '
+                             "TIKTOKEN_CACHE_DIR to tiktoken's cache, or use --tokenizer=bpe:8192") from None
         self.n_vocab, self.eot = self.encoding.n_vocab, self.encoding.eot_token
 
     def encode(self, text):
@@ -179,9 +168,8 @@ class BPETokenizer(TiktokenTokenizer):
 
 class HFTokenizer(Tokenizer):
     """
-    Run a tokenizer.json with the optional tokenizers package: a byte-level BPE (GPT-2, Llama 3,
-    Qwen) or a sentencepiece BPE (Llama 2, Mistral, Gemma). Raises ValueError if it is neither. Where
-    it puts a space before a text, the ids have one byte more than the text.
+    Run a tokenizer.json with the package tokenizers: a byte-level BPE (GPT-2, Llama 3, Qwen) or a
+    sentencepiece BPE (Llama 2, Mistral, Gemma), which may put a space before a text.
     """
 
     def __init__(self, text, eot=None):
@@ -251,16 +239,13 @@ class HFTokenizer(Tokenizer):
 
 
 def open_backend(text):
-    """
-    Build the package's tokenizer from the text of a file. It encodes special names as plain text.
-    """
+    """Build the package's tokenizer of a file's text, which encodes special names as plain text."""
     package = optional('tokenizers', 'reads tokenizer.json files')
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # encode.py forks
     try:
         backend = package.Tokenizer.from_str(text)
     except Exception as e:  # the package raises plain Exception
-        raise ValueError(f'tokenizers {package.__version__} cannot read it: '
-                         f'{first_line(e)[:200]}') from None
+        raise ValueError(f'tokenizers {package.__version__} cannot read it: {first_line(e)[:200]}') from None
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
@@ -272,23 +257,19 @@ KINDS = {'byte': ByteTokenizer, 'char': CharTokenizer, 'tiktoken': TiktokenToken
 
 
 def tokenizer_from(spec):
-    """
-    Build the tokenizer that a spec() describes. Raises ValueError if it does not describe one.
-    """
+    """Build the tokenizer that a spec() describes. Raises ValueError if it does not describe one."""
     try:
         settings = dict(spec)
         kind = KINDS[settings.pop('kind')]
         bos = settings.pop('bos', None)
         stops = settings.pop('stops', ())
         if 'tokens' in settings:
-            settings['tokens'] = [t if t is None else t.encode('latin-1')
-                                  for t in settings['tokens']]
+            settings['tokens'] = [t if t is None else t.encode('latin-1') for t in settings['tokens']]
         if 'json' in settings:
             settings['text'] = settings.pop('json')
         tokenizer = kind(**settings)
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this '
-                         'version') from None
+        raise ValueError(f'{reprlib.repr(spec)} does not describe a tokenizer of this version') from None
     tokenizer.bos = bos
     tokenizer.stops = tuple(stops)
     return tokenizer
@@ -297,7 +278,7 @@ def tokenizer_from(spec):
 def spec_of(record):
     """
     Return the tokenizer's spec in a meta.json or a checkpoint, or None. Older ones hold `bos` and
-    the stops (`ends`) beside the spec, whose own `bos` is only the name that a file has for it.
+    the stops (`ends`) beside the spec, whose own `bos` is only a name.
     """
     spec = record.get('tokenizer')
     if not spec or 'stops' in spec:
@@ -318,9 +299,7 @@ def template_of_record(record):
 
 
 def same_tokenizer(a, b):
-    """
-    Test whether two specs give each id the same bytes, as GPT-2's tokenizer.json and tiktoken do.
-    """
+    """Test whether two specs give each id the same bytes, as GPT-2's in two formats do."""
     if a == b:
         return True
     try:
@@ -331,7 +310,5 @@ def same_tokenizer(a, b):
 
 
 def fix_surrogates(text):
-    """
-    Join surrogate pairs and replace lone ones, which UTF-8 cannot hold. JSON may contain either.
-    """
+    """Join surrogate pairs and replace lone ones, which JSON may hold and UTF-8 cannot."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')

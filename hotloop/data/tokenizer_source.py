@@ -1,16 +1,16 @@
 """
-Find the tokenizer that --tokenizer names: built in, or of a dataset, a run, a file. Without torch.
+Find or learn the tokenizer that --tokenizer names. Reads checkpoints without torch.
 """
 
 import collections
-import glob
 import io
 import os
 import re
 import zipfile
 from typing import NamedTuple
 
-from hotloop.data.chat import CHATS, MARK, TEMPLATES
+from hotloop.data.bpe import count_words, learn_merges
+from hotloop.data.chat import CHATS, MARK, TEMPLATES, marks_of
 from hotloop.data.dataset import PlainUnpickler, dataset_folder, name_of_path, read_meta
 from hotloop.data.download import TOKENIZER_FILES, hub_folder, is_hub_name
 from hotloop.data.tokenizer import (
@@ -18,11 +18,15 @@ from hotloop.data.tokenizer import (
     GPT2_VOCAB_SIZES,
     MAX_VOCAB,
     TIKTOKEN_NAMES,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
     HFTokenizer,
+    TiktokenTokenizer,
     spec_of,
     tokenizer_from,
 )
-from hotloop.system.files import first_intact, read_json
+from hotloop.system.files import read_json
 
 # The usual names, where tokenizer_config.json has none.
 EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
@@ -33,38 +37,81 @@ class TokenizerSource(NamedTuple):
     tokenizer: object = None  # None if it is built from the text
     model: str | None = None  # what init_from takes
     is_run: bool = False  # whether that is a run or a checkpoint
-    template: str | None = None  # of its chats; '' if it is none of ours
+    template: str | None = None  # of its chats, if it is one of ours
 
 
 def find_tokenizer(name, data_dir):
-    """
-    Find a tokenizer by its name, by the path of a file or folder, by a path inside data_dir, or by
-    a model of the hub. Raises ValueError if there is none.
-    """
+    """Find a tokenizer by its name, a path, a path inside data_dir, or a model of the hub."""
     kind, _, size = name.partition(':')
     if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
         return TokenizerSource()
     if name == 'byte':
-        return TokenizerSource(tokenizer_from({'kind': 'byte'}))
+        return TokenizerSource(ByteTokenizer())
     if name in TIKTOKEN_NAMES:
-        return TokenizerSource(tokenizer_from({'kind': 'tiktoken', 'name': name}))
-    in_data_dir = os.path.join(data_dir, name)
-    if found := tokenizer_at(name, data_dir) or tokenizer_at(in_data_dir, data_dir):
-        return found
+        return TokenizerSource(TiktokenTokenizer(name))
+    for path in (name, os.path.join(data_dir, name)):
+        if os.path.exists(path):
+            return tokenizer_at(path, data_dir)
     if is_hub_name(name):
         folder = hub_folder(name, TOKENIZER_FILES)
         return TokenizerSource(read_tokenizer_json(folder), name, template=template_of(folder))
-    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to '
-                     f'{MAX_VOCAB:,}), {", ".join(TIKTOKEN_NAMES)} or a model of the hub such as '
-                     f'Qwen/Qwen2.5-0.5B, and neither {name} nor {in_data_dir} is a checkpoint, a '
-                     'tokenizer.json, or a folder with one of them or with a dataset')
+    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
+                     f'{", ".join(TIKTOKEN_NAMES)}, and neither a run, a dataset, a tokenizer.json nor a '
+                     'model of the hub')
+
+
+def learn_tokenizer(name, pieces, template, several, every):
+    """
+    Learn the tokenizer `char` or `bpe:SIZE` from (split, Piece) pairs. Characters are collected
+    from all pieces; merges are learned from every n-th, if it is for training. The marks of the
+    chat template become special ids. several: whether documents need an end-of-text id.
+    """
+    if name == 'char':
+        chars = set()
+        for _, piece in pieces:
+            for text, *_ in piece.parts:
+                chars.update(text)
+        return CharTokenizer(''.join(sorted(chars)), several)
+
+    def texts():
+        for i, (split, piece) in enumerate(pieces):
+            if split == 'train' and i % every == 0:
+                for text, markup, _ in piece.parts:
+                    yield MARK.sub('', text) if markup else text
+    specials = ['<|endoftext|>']
+    if template:
+        specials = [*marks_of(template), *specials]
+    size = int(name[4:]) - len(specials)
+    if size < 256:
+        raise ValueError(f'tokenizer={name} has no room for 256 bytes and {", ".join(specials)}; use '
+                         f'bpe:{256 + len(specials)} or more')
+    tokens = learn_merges(count_words(texts()), size)
+    ids = {special: len(tokens) + i for i, special in enumerate(specials)}
+    return BPETokenizer(tokens, specials=ids, eot=ids['<|endoftext|>'])
+
+
+def tokenizer_at(path, data_dir):
+    """Read the TokenizerSource of a Hugging Face folder, a dataset, a run or a checkpoint."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    if path.endswith('.json') or {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
+        folder = path if names else os.path.dirname(path)
+        model = path if 'config.json' in names else None
+        return TokenizerSource(read_tokenizer_json(path), model, template=template_of(folder))
+    if 'train.bin' in names:
+        meta = read_meta(path)
+        template = meta['template'] if meta['template'] in CHATS else None
+        return TokenizerSource(tokenizer_from(meta['tokenizer']), template=template)
+    file = path
+    if os.path.isdir(path):
+        file = os.path.join(path, 'best.pt' if 'best.pt' in names else 'ckpt.pt')
+        if not os.path.exists(file):
+            raise ValueError(f'{path} has no tokenizer: no tokenizer.json, no train.bin and no checkpoint')
+    tokenizer, template = checkpoint_tokenizer(file, data_dir)
+    return TokenizerSource(tokenizer, path, is_run=True, template=template)
 
 
 def read_tokenizer_json(path):
-    """
-    Read the HFTokenizer of a tokenizer.json, or of the folder that has one. The end of a text is
-    what tokenizer_config.json names, or the usual one.
-    """
+    """Read the HFTokenizer of a tokenizer.json, or of the folder that has one."""
     folder = os.path.dirname(path)
     if os.path.isdir(path):
         folder = path
@@ -73,9 +120,8 @@ def read_tokenizer_json(path):
         with open(path, encoding='utf-8') as f:
             tokenizer = HFTokenizer(f.read())
     except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one of other '
-                         f'files: AutoTokenizer.from_pretrained({folder!r})'
-                         f'.save_pretrained({folder!r})') from None
+        raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one: AutoTokenizer.'
+                         f'from_pretrained({folder!r}).save_pretrained({folder!r})') from None
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
     name = read_optional(folder, 'tokenizer_config.json').get('eos_token')
@@ -101,9 +147,7 @@ def read_optional(folder, name):
 
 
 def template_of(folder):
-    """
-    Find the template of a Hugging Face folder by how a turn begins; '' for others, None if none.
-    """
+    """Find the template of a Hugging Face folder by how a turn begins. Returns None for others."""
     chat = str(read_optional(folder, 'tokenizer_config.json').get('chat_template') or '')
     path = os.path.join(folder, 'chat_template.jinja')
     if os.path.exists(path):
@@ -114,40 +158,11 @@ def template_of(folder):
         mark = MARK.match(begin)
         if (mark[0] if mark else begin) in chat:
             return template
-    return '' if chat else None
-
-
-def tokenizer_at(path, data_dir):
-    """Read the TokenizerSource of a file or a folder. Returns None if it has no tokenizer."""
-    names = []
-    is_json = path.endswith('.json') and os.path.isfile(path)
-    if is_json or os.path.basename(path) == 'tokenizer.json':
-        names = ['tokenizer.json']
-    if os.path.isdir(path):
-        names = os.listdir(path)
-    if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
-        folder = path if os.path.isdir(path) else os.path.dirname(path)
-        model = path if 'config.json' in names else None
-        return TokenizerSource(read_tokenizer_json(path), model, template=template_of(folder))
-    if 'train.bin' in names:
-        meta = read_meta(path)
-        template = meta['template'] if meta['template'] in CHATS else None
-        return TokenizerSource(tokenizer_from(meta['tokenizer']), template=template)
-    paths = [path] if os.path.isfile(path) else []
-    for pattern in ('best.pt', 'ckpt.pt', 'ckpt-*.pt'):
-        paths += sorted(glob.glob(os.path.join(glob.escape(path), pattern)), reverse=True)
-    if not paths:
-        return None
-    _, found = first_intact(paths, lambda file: checkpoint_tokenizer(file, data_dir))
-    tokenizer, template = found
-    return TokenizerSource(tokenizer, path, is_run=True, template=template)
+    return None
 
 
 def checkpoint_tokenizer(path, data_dir):
-    """
-    Read the tokenizer of a checkpoint, and the template of its chats or None. Raises ValueError if
-    the file is damaged, or if its tokenizer is missing.
-    """
+    """Read the tokenizer of a checkpoint, and the template of its chats or None."""
     try:
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
@@ -155,29 +170,25 @@ def checkpoint_tokenizer(path, data_dir):
             checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()
         spec = spec_of(checkpoint)
         vocab_size = checkpoint['model_args']['vocab_size']
-        config = checkpoint.get('config', {})
-        template = checkpoint.get('template')
     except Exception as e:  # damaged bytes can raise nearly anything
-        raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: '
-                         f'{e})') from None
-    tokenizer = tokenizer_from(spec or dataset_spec(path, config, vocab_size, data_dir))
-    return tokenizer, template if template in CHATS else None
+        raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
+    spec = spec or dataset_spec(path, checkpoint.get('config', {}), vocab_size, data_dir)
+    template = checkpoint.get('template')
+    return tokenizer_from(spec), template if template in CHATS else None
 
 
 def dataset_spec(path, config, vocab_size, data_dir):
     """
-    Find the tokenizer's spec of a checkpoint that has none, as nanoGPT's: that of the dataset in
-    its config, or GPT-2's if the dataset has no meta file. Raises ValueError if its size is not the
-    model's.
+    Find the tokenizer's spec of nanoGPT's checkpoint: that of the dataset in its config, or GPT-2's
+    if that has no meta file. Raises ValueError if its size is not the model's.
     """
     dataset = config.get('dataset')
     folder = dataset_folder(data_dir, name_of_path(dataset)) if dataset else data_dir
     meta = read_meta(folder)
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
     if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
-        raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; '
-                         'set --data_dir to where its dataset is, or add the tokenizer.json of the '
-                         'model')
+        raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
+                         '--data_dir to where its dataset is')
     return meta['tokenizer']
 
 

@@ -18,7 +18,7 @@ import textwrap
 import warnings
 from typing import NamedTuple
 
-from hotloop.data.chat import as_object, form_of, prompt_of, turns_of
+from hotloop.data.chat import as_object, prompt_of, read_row
 from hotloop.data.documents import open_text
 from hotloop.inference.score import print_json
 from hotloop.system.files import json_lines, optional, parse_json
@@ -102,10 +102,7 @@ def mbpp_task(name, row, is_chat):
 
 def row_task(name, row, where):
     """Read a row of instruction data. One whose prompt ends in a function has its body as the answer."""
-    suited, fields = form_of(row)
-    reply = []
-    if suited is not None:
-        reply = turns_of(row, where, suited, fields)[-1:]
+    reply = read_row(row, where)[1][-1:]
     if not reply or reply[0][0] != 'assistant':
         raise ValueError(f'{where}: expected a task of HumanEval (prompt, test, entry_point) or MBPP (text, '
                          f'test_list), or a row with a question and its answer, not {", ".join(row)}')

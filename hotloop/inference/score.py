@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hotloop.data.chat import TEMPLATES
-from hotloop.data.documents import Reading, documents_in, template_of
+from hotloop.data.documents import documents_in, template_of
 from hotloop.data.encode import encode_parts
 from hotloop.data.sources import files_of
 from hotloop.inference.generate import NOT_FINITE
@@ -59,20 +59,20 @@ def read_documents(source, tokenizer, template, settings):
         of_model = template
     with tempfile.TemporaryDirectory() as folder:  # Standard input is stored there.
         files = files_of(source, 'auto', settings.data_dir, os.path.join(folder, 'stdin'))
-        reading = Reading(template_of(files, asked, None, of_model))
+        used = template_of(files, asked, None, of_model)
         for file in files:
             parts = []
-            for piece in documents_in([file], reading, skipped):
+            for piece in documents_in([file], used, None, skipped):
                 parts += piece.parts
                 if piece.end:
                     ids, mask = encode_parts(tokenizer, parts)
                     parts = []
-                    yield Document(file.name, ids, np.ones(len(ids)) if mask is None else mask)
+                    yield Document(file.name, ids, mask)
     if skipped:
         print(f'skipped {skipped.total():,} rows without text or answer, or not in the form of the '
               'template', file=sys.stderr)
-    if reading.template:
-        print(f'only the answers are scored; template: {reading.template}', file=sys.stderr)
+    if used:
+        print(f'only the answers are scored; template: {used}', file=sys.stderr)
 
 
 def split_document(document, tokenizer, T):

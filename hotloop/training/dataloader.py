@@ -53,7 +53,7 @@ class Split:
         if self.tokens.max() >= vocab_size:
             dataset = Dataset(os.path.basename(self.folder), self.folder, self.meta, 1.0)
             data_dir = os.path.dirname(self.folder)
-            command = command_for(dataset, data_dir, {'kind': ''}, 'RUN_OR_MODEL')
+            command = command_for(dataset, data_dir, 'RUN_OR_MODEL')
             raise ValueError(f'{self.path} has token id {self.tokens.max()}, but the vocabulary of '
                              f'the model has {vocab_size} ids; prepare it with the tokenizer of '
                              f'the model: {command}')

@@ -17,14 +17,13 @@ import lzma
 import os
 import sys
 import tempfile
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
 from bench import SHARED, alternate, machine, parser_of, run, table
 
-from hotloop.data.documents import Reading, documents_in
+from hotloop.data.documents import documents_in
 from hotloop.data.sources import files_of, stdlib_files
 
 ALONE = """
@@ -63,7 +62,7 @@ def speed(source, folder, rounds):
     """Return rows of MB/s, the share of tiktoken alone per process, and the peak memory."""
     texts, size = os.path.join(folder, 'texts.jsonl'), 0
     with open(texts, 'w') as f:
-        for piece in documents_in(files_of(source, 'auto', 'data', ''), Reading(), Counter()):
+        for piece in documents_in(files_of(source, 'auto', 'data', '')):
             text = piece.parts[0][0]
             size += len(text.encode())
             f.write(json.dumps(text) + '\n')

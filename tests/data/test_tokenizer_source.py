@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -42,8 +41,7 @@ def places(tmp_path, monkeypatch):
     Path('data/theirs/meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('abc')))
     save('out/best.pt', tokenizer=BPE)
     save('out/ckpt.pt', tokenizer=CHAR)
-    save('older/ckpt-000000100.pt', tokenizer=CHAR)
-    save('older/ckpt-000000200.pt', tokenizer=BPE)
+    save('new/ckpt.pt', tokenizer=BPE)
     save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 64})
     Path('text').mkdir()
     Path('text/a.txt').write_text('abc' * 50)
@@ -51,22 +49,21 @@ def places(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('name, spec', [
     ('own', BPE), ('data/own', BPE), ('theirs', CHAR), ('data/theirs/', CHAR), ('out', BPE),
-    ('out/ckpt.pt', CHAR), ('older', BPE), ('nano', CHAR)])
+    ('out/ckpt.pt', CHAR), ('new', BPE), ('nano', CHAR)])
 def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
     assert find_tokenizer(name, 'data').tokenizer.spec() == spec
 
 
 def test_built_in_names_come_first_then_paths_then_datasets(places):
-    for name in ('byte', 'char', 'text', 'out'):
+    for name in ('byte', 'char', 'out'):
         write_bins(f'data/{name}', noise(9), noise(9), tokenizer=CHAR)
     assert find_tokenizer('byte', 'data').tokenizer.spec() == ByteTokenizer().spec()
     assert find_tokenizer('char', 'data') == find_tokenizer('bpe:300', 'data') == TokenizerSource()
     assert find_tokenizer('out', 'data').tokenizer.spec() == BPE  # the run, not the dataset
-    assert find_tokenizer('text', 'data').tokenizer.spec() == CHAR  # the folder of texts has none
 
 
 @pytest.mark.parametrize('name, found', [
-    ('out', ('out', True)), ('older', ('older', True)), ('out/best.pt', ('out/best.pt', True)),
+    ('out', ('out', True)), ('out/best.pt', ('out/best.pt', True)),
     ('hf', ('hf', False)), ('org/model', ('org/model', False)),
     *((name, (None, False)) for name in ('own', 'data/own', 'theirs', 'org/own', 'hf/tokenizer.json',
                                          'byte', 'bpe:300'))])
@@ -98,34 +95,19 @@ def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, s
         assert find_tokenizer('chats', 'data').template == expected  # also that of a dataset
 
 
-@pytest.mark.parametrize('chat, rows, flags, is_noted', [
-    ('[INST]', True, [], True), ('[INST]', True, ['--template=chatml'], False), ('[INST]', False, [], False),
-    ('<|im_start|>', True, [], False)])
-def test_an_unknown_template_of_a_model_is_noted(places, monkeypatch, capsys, chat, rows, flags, is_noted):
-    monkeypatch.setattr('hotloop.data.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
-    Path('hf').mkdir()
-    Path('hf/tokenizer_config.json').write_text(json.dumps({'chat_template': chat}))
-    Path('a.jsonl').write_text('\n'.join(json.dumps(
-        {'messages': [{'role': 'user', 'content': f'Hi {i}'}, {'role': 'assistant', 'content': 'Ho'}]}
-        if rows else {'text': str(i)}) for i in range(30)))
-    prepare.main(['a.jsonl', '--tokenizer=hf', *flags])
-    assert ('was not trained on the chatml template' in capsys.readouterr().out) == is_noted
-
-
-def test_what_has_no_tokenizer_is_named(places, capsys):
-    for name in ('nowhere', 'text', 'bpe:256', '../x', ''):
+def test_what_has_no_tokenizer_is_named(places):
+    assert 'text has no tokenizer' in error_of(find_tokenizer, 'text', 'data')
+    for name in ('nowhere', 'bpe:256', '../x'):
         assert f'tokenizer={name!r} is not one of byte' in error_of(find_tokenizer, name, 'data')
     assert 'text/a.txt is damaged or not' in error_of(find_tokenizer, 'text/a.txt', 'data')
-    damaged = Path('older/ckpt-000000200.pt')
+    damaged = Path('out/best.pt')
     content = bytearray(damaged.read_bytes())
     content[content.index(b'tokenizer') + 20] ^= 1
     damaged.write_bytes(content)
-    assert find_tokenizer('older', 'data').tokenizer.spec() == CHAR
-    assert f'{damaged} is damaged or not a checkpoint' in capsys.readouterr().err
+    assert 'out/best.pt is damaged or not a checkpoint' in error_of(find_tokenizer, 'out', 'data')
     save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 99})
     assert 'nano/ckpt.pt has no tokenizer, and data/theirs has none for 99 ids; set' in error_of(
         find_tokenizer, 'nano', 'data')
-    assert 'tokenizer.json cannot be read' in error_of(find_tokenizer, 'text/tokenizer.json', 'data')
 
 
 def evil(path, value):
@@ -144,11 +126,3 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     for value in (torch.load, torch.nn.Linear, collections.Counter, subprocess.run, print):
         assert 'UnpicklingError: ' in error_of(checkpoint_tokenizer, evil(path, value), '')
     assert checkpoint_tokenizer(evil(path, collections.OrderedDict(a=1)), '')[0].spec() == CHAR
-
-
-def test_prepare_reads_a_checkpoint_without_torch(places):
-    code = ("import sys; sys.modules['torch'] = None; import prepare; "
-            "prepare.main(['text/a.txt', '--name=x', '--tokenizer=out/ckpt.pt'])")
-    ran = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False,
-                         env={**os.environ, 'PYTHONPATH': str(Path(prepare.__file__).parent)})
-    assert ran.returncode == 0 and 'tokenizer: out/ckpt.pt, 3 ids' in ran.stdout, ran.stderr

@@ -12,7 +12,7 @@ import torch
 from conftest import error_of
 
 import sample
-from hotloop.data.chat import TEMPLATES, choose_template, form_of, parts_of, render
+from hotloop.data.chat import TEMPLATES, choose_template, parts_of, read_row, render
 from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.training.checkpoint import save_checkpoint
@@ -237,7 +237,7 @@ def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path,
     specials = {'<|im_end|>': 256, '<e>': 257}
     tokenizer = BPETokenizer([bytes([b]) for b in range(256)], specials=specials, eot=257)
     tokenizer.bos = 257
-    used = choose_template(template, form_of(row)[0])
+    used = choose_template(template, read_row(row, 'a')[0])
     ids, mask = encode_parts(tokenizer, parts_of(row, 'a', used))
     expected = [257, *ids[:len(mask) - mask[::-1].argmin()].tolist()]
     (tmp_path / 'p.jsonl').write_text(json.dumps(row))
