@@ -1,7 +1,4 @@
-"""
-LoRA: thin matrices beside frozen weights (arXiv 2106.09685), and the same over NF4 (QLoRA,
-2305.14314).
-"""
+"""LoRA: thin matrices beside frozen weights (arXiv 2106.09685), which may be in NF4 (QLoRA, 2305.14314)."""
 
 import dataclasses
 import hashlib
@@ -54,18 +51,14 @@ def check_lora(lora, cfg, given, is_new):
             is_asked = strength(given.get(field.name)) >= strength(given.get('lora_rank'))
             value = getattr(lora, field.name)
             if is_asked and value != field.default:
-                raise ValueError(f'{field.name}={value!r} applies only with lora_rank, such as '
-                                 '--lora_rank=16')
+                raise ValueError(f'{field.name}={value!r} applies only with a --lora_rank such as 16')
         return
     if cfg.optimizer == 'muon':
-        raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained by AdamW; use '
-                         '--optimizer=adamw')
+        raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained with --optimizer=adamw')
     if cfg.shard != 'none':
-        raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; '
-                         'omit it')
+        raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; omit it')
     if is_new and cfg.init_from == 'scratch':
-        raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with '
-                         '--init_from')
+        raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with --init_from')
 
 
 class LoRALinear(nn.Module):
@@ -122,26 +115,21 @@ def projections(weights):
     k = (shapes['attn.c_attn'][0] - q) // 2
     n_ff = shapes['mlp.c_proj'][1]
     found = {'attn.q_proj': ('attn.c_attn', 0, q), 'attn.k_proj': ('attn.c_attn', q, q + k),
-             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k),
-             'attn.o_proj': ('attn.c_proj', 0, n_embd),
-             'mlp.up_proj': ('mlp.c_fc', 0, n_ff), 'mlp.gate_proj': ('mlp.c_fc', n_ff, 2 * n_ff),
-             'mlp.down_proj': ('mlp.c_proj', 0, n_embd)}
-    if shapes['mlp.c_fc'][0] == n_ff:
-        del found['mlp.gate_proj']
-    return found
+             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k), 'attn.o_proj': ('attn.c_proj', 0, n_embd),
+             'mlp.up_proj': ('mlp.c_fc', 0, n_ff)}
+    if shapes['mlp.c_fc'][0] > n_ff:
+        found['mlp.gate_proj'] = ('mlp.c_fc', n_ff, 2 * n_ff)
+    return found | {'mlp.down_proj': ('mlp.c_proj', 0, n_embd)}
 
 
 def chosen(targets, table):
-    """
-    Select the rows of projections() that lora_targets names. Raises ValueError for an unknown name.
-    """
+    """Select the rows of projections() that lora_targets names. Raises ValueError for an unknown name."""
     names = set()
     for word in targets.replace(' ', '').split(','):
         matches = [name for name in table if word == 'all' or word in (name, *name.split('.'))]
         if not matches:
-            known = ', '.join(dict.fromkeys(name.split('.')[1] for name in table))
-            raise ValueError(f'lora_targets={targets!r}: {word!r} matches nothing; this model has '
-                             f'{known}, and all, attn and mlp stand for several')
+            known = ', '.join(('all', 'attn', 'mlp', *table))
+            raise ValueError(f'lora_targets={targets!r}: {word!r} matches nothing; this model has {known}')
         names.update(matches)
     return {name: place for name, place in table.items() if name in names}
 
@@ -181,14 +169,11 @@ def add_adapters(model, cfg, origin, env, seed):
 
 def describe_adapters(record, model, dtype):
     """Describe what is trained and what is frozen, in lines of at most 80 columns."""
-    names = [name for rows in record['parts'].values() for name, _, _ in rows]
     count = sum(p.numel() for p in trainable(model))
-    stored = str(dtype).removeprefix('torch.')
-    if record['quantize'] == 'nf4':
-        stored = f'NF4, embedding and head in {stored}'
-    return wrapped(f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}, on '
-                   f'{", ".join(names)}; {count:,} parameters are trained, and the '
-                   f'{record["parameters"]:,} of {record["base"]} are frozen in {stored}')
+    stored = 'NF4' if record['quantize'] == 'nf4' else str(dtype).removeprefix('torch.')
+    return wrapped(f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}; {count:,} '
+                   f'parameters are trained, and the {record["parameters"]:,} of {record["base"]} are '
+                   f'frozen in {stored}')
 
 
 def trainable(model):
@@ -225,17 +210,8 @@ def hash_weights(weights, before=''):
     return digest.hexdigest()
 
 
-def hash_source(source):
-    """Hash Weights, once: it takes 0.6 s per GB."""
-    known = source.checkpoint
-    known['sha256'] = known.get('sha256') or hash_weights(source.weights)
-    return known['sha256']
-
-
-def adapters_of(checkpoint):
-    """Yield the Adapters in the checkpoint of a run."""
-    tensors = checkpoint['model']
-    parts = checkpoint['lora']['parts']
+def adapters_of(tensors, parts):
+    """Yield the Adapters in the tensors of a run. parts: of its record, as add_adapters() returns it."""
     for name in tensors:
         if found := re.fullmatch(r'transformer\.h\.(\d+)\.(.+)\.lora_A', name):
             layer, matrix = int(found[1]), found[2]
@@ -246,19 +222,18 @@ def adapters_of(checkpoint):
                 yield Adapter(layer, projection, matrix, start, end, A, B)
 
 
-def frozen_weights(weights, quantize):
-    """Return the float32 weights below the adapters, rounded to NF4 if quantize='nf4'."""
-    in_blocks = re.compile(r'transformer\.h\.\d+\.\w+\.c_\w+\.weight')
-    frozen = {}
-    for name, weight in weights.items():
-        frozen[name] = weight.float()
-        if quantize == 'nf4' and in_blocks.fullmatch(name):
-            frozen[name] = rounded(frozen[name])
-    return frozen
-
-
 @torch.no_grad()
-def merge(weights, adapters, scale):
-    """Add adapters to {name: tensor}, the float32 weights of a GPT, in place."""
+def merged(weights, adapters, scale, quantize):
+    """
+    Add adapters to the weights of a GPT, {name: tensor}, which are rounded first if quantize='nf4'.
+    Returns them in float32. Those that are float32 already change in place.
+    """
+    in_blocks = re.compile(r'transformer\.h\.\d+\.\w+\.c_\w+\.weight')
+    result = {}
+    for name, weight in weights.items():
+        result[name] = weight.float()
+        if quantize == 'nf4' and in_blocks.fullmatch(name):
+            result[name] = rounded(result[name])
     for a in adapters:
-        weights[f'transformer.h.{a.layer}.{a.matrix}.weight'][a.start:a.end] += scale * (a.B @ a.A)
+        result[f'transformer.h.{a.layer}.{a.matrix}.weight'][a.start:a.end] += scale * (a.B @ a.A)
+    return result

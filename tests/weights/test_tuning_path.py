@@ -120,7 +120,7 @@ def check_export():
         expected = theirs(ids).logits
     errors = []
     for folder in ('out-lora', 'base'):
-        found = load_weights(folder, 'data')
+        found = load_weights(folder)
         model = GPT.from_checkpoint(found.model_args, found.weights).eval()
         errors.append(error_against(expected, all_logits(model, ids)))
     assert errors[0] < 1e-5 and errors[1] > 1e-2
