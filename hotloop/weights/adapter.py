@@ -7,7 +7,7 @@ import re
 from hotloop.data.tokenizer import spec_of, template_of_record
 from hotloop.system.files import read_json, replacing
 from hotloop.weights.families import check_keys
-from hotloop.weights.lora import Adapter, LoRAConfig, adapters_of, projections
+from hotloop.weights.lora import LoRAConfig, adapters_of
 from hotloop.weights.safetensors import read_safetensors, write_safetensors
 
 CONFIG = 'adapter_config.json'
@@ -30,14 +30,15 @@ def write_adapter(folder, checkpoint):
     lora = checkpoint['lora']
     tensors = {}
     targets = {}  # names, in order
-    for a in adapters_of(checkpoint['model'], lora['parts']):
-        is_gpt2 = a.projection == a.matrix
-        module = f'transformer.h.{a.layer}.{a.projection}'
+    for (layer, projection), (A, B) in adapters_of(checkpoint['model'], lora['parts']).items():
+        is_gpt2 = projection in lora['parts']  # It has a matrix of its own.
+        blocks = 'transformer.h'
         if not is_gpt2:
-            module = f'model.layers.{a.layer}.{re.sub("^attn", "self_attn", a.projection)}'
-        tensors[f'base_model.model.{module}.lora_A.weight'] = a.A
-        tensors[f'base_model.model.{module}.lora_B.weight'] = a.B
-        targets[module.split('.', 3)[3]] = True
+            blocks = 'model.layers'
+            projection = re.sub('^attn', 'self_attn', projection)
+        tensors[f'base_model.model.{blocks}.{layer}.{projection}.lora_A.weight'] = A
+        tensors[f'base_model.model.{blocks}.{layer}.{projection}.lora_B.weight'] = B
+        targets[projection] = True
     config = {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM',
               'base_model_name_or_path': lora['base'], 'r': lora['lora_rank'],
               'lora_alpha': lora['lora_alpha'], 'use_rslora': lora['lora_rs'],
@@ -73,36 +74,21 @@ def base_of(folder):
     return {**record, 'base': name or 'an unknown base'}
 
 
-def read_adapter(folder, weights, path):
-    """
-    Read ([Adapter], scale) of a folder, ours or peft's. weights: of a GPT, its base, from `path`.
-    Raises ValueError if the adapters do not fit.
-    """
+def read_adapter(folder):
+    """Read ({(layer, projection): (A, B)}, scale) of a folder, ours or peft's, as adapters_of() has them."""
     config = read_json(os.path.join(folder, CONFIG))
     check_keys(config, SUPPORTED, f'{folder}/{CONFIG}')
     lora = LoRAConfig(lora_rank=config['r'], lora_alpha=config['lora_alpha'],
                       lora_rs=config.get('use_rslora', False))
     tensors = read_safetensors(os.path.join(folder, TENSORS))
-    table = projections(weights)
     pattern = re.compile(r'base_model\.model\.(?:transformer\.h|model\.layers)\.(\d+)'
                          r'\.(?:self_)?(.+)\.lora_([AB])\.weight')
-    adapters = []
-    for name in sorted(tensors):
+    adapters = {}
+    for name, A in tensors.items():
         found = pattern.fullmatch(name)
-        target = None
-        if found and found[2] in table:
-            matrix, start, end = table[found[2]]
-            target = f'transformer.h.{found[1]}.{matrix}.weight'
-        if target not in weights:
-            raise ValueError(f'{folder} does not fit {path}, which has nothing for {name}')
-        if found[3] == 'B':
-            continue
-        A = tensors[name].float()
-        B = tensors[name.replace('lora_A', 'lora_B')].float()
-        shape = (len(B), A.size(1))
-        expected = (end - start, weights[target].size(1))
-        if shape != expected:
-            raise ValueError(f'{folder} does not fit {path}: {name} is for a matrix of {shape}, '
-                             f'not of {expected}')
-        adapters.append(Adapter(int(found[1]), found[2], matrix, start, end, A, B))
+        if found is None:
+            raise ValueError(f'{folder}: {name} is not supported, only matrices of blocks')
+        if found[3] == 'A':
+            B = tensors[name.replace('lora_A', 'lora_B')]
+            adapters[int(found[1]), found[2]] = A.float(), B.float()
     return adapters, lora.scale()

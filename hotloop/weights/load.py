@@ -143,10 +143,9 @@ def load_adapter(folder):
     """Load the Weights of a folder of adapters, added to their base."""
     record = base_of(folder)
     base = open_base(record, folder)
-    adapters, scale = read_adapter(folder, base.weights, base.path)
     rest = {**base.checkpoint, 'sha256': hash_file(os.path.join(folder, TENSORS)),
             'template': record['template'] or base.checkpoint.get('template')}
-    weights = merged(base.weights, adapters, scale, record['quantize'])
+    weights = merged(base.weights, *read_adapter(folder), record['quantize'])
     return Weights(folder, base.model_args, weights, record['tokenizer'] or base.tokenizer, rest)
 
 

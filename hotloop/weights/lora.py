@@ -5,7 +5,7 @@ import hashlib
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import nn
@@ -190,17 +190,6 @@ def weights_to_save(model):
 # -----------------------------------------------------------------------------
 # adapters on their own
 
-class Adapter(NamedTuple):
-    """Hold one adapter: rows start to end of a matrix gain scale * B A."""
-    layer: int
-    projection: str  # as projections() names it
-    matrix: str
-    start: int
-    end: int
-    A: torch.Tensor  # (rank, in)
-    B: torch.Tensor  # (end - start, rank)
-
-
 def hash_weights(weights, before=''):
     """Hash {name: tensor} as float32 with SHA-256, after the text `before`, in hexadecimal."""
     digest = hashlib.sha256(before.encode())
@@ -211,22 +200,25 @@ def hash_weights(weights, before=''):
 
 
 def adapters_of(tensors, parts):
-    """Yield the Adapters in the tensors of a run. parts: of its record, as add_adapters() returns it."""
-    for name in tensors:
+    """
+    Return {(layer, projection): (A, B)} of the tensors of a run: A is (rank, in), and B (rows, rank).
+    parts: of its record, as add_adapters() returns it.
+    """
+    adapters = {}
+    for name, A in tensors.items():
         if found := re.fullmatch(r'transformer\.h\.(\d+)\.(.+)\.lora_A', name):
-            layer, matrix = int(found[1]), found[2]
-            rows = parts[matrix]
-            downs = tensors[name].chunk(len(rows))
+            rows = parts[found[2]]
             ups = tensors[f'{name[:-1]}B'].split([end - start for _, start, end in rows])
-            for (projection, start, end), A, B in zip(rows, downs, ups, strict=True):
-                yield Adapter(layer, projection, matrix, start, end, A, B)
+            for (projection, _, _), down, up in zip(rows, A.chunk(len(rows)), ups, strict=True):
+                adapters[int(found[1]), projection] = down, up
+    return adapters
 
 
 @torch.no_grad()
 def merged(weights, adapters, scale, quantize):
     """
     Add adapters to the weights of a GPT, {name: tensor}, which are rounded first if quantize='nf4'.
-    Returns them in float32. Those that are float32 already change in place.
+    Returns float32, which replaces float32 weights in place. Raises ValueError if they do not fit.
     """
     in_blocks = re.compile(r'transformer\.h\.\d+\.\w+\.c_\w+\.weight')
     result = {}
@@ -234,6 +226,11 @@ def merged(weights, adapters, scale, quantize):
         result[name] = weight.float()
         if quantize == 'nf4' and in_blocks.fullmatch(name):
             result[name] = rounded(result[name])
-    for a in adapters:
-        result[f'transformer.h.{a.layer}.{a.matrix}.weight'][a.start:a.end] += scale * (a.B @ a.A)
+    table = projections(weights)
+    for (layer, projection), (A, B) in adapters.items():
+        matrix, start, end = table.get(projection, ('', 0, 0))
+        rows = result.get(f'transformer.h.{layer}.{matrix}.weight', A)[start:end]
+        if rows.shape != (len(B), A.size(1)):
+            raise ValueError(f'the base has no {projection} of {len(B)} x {A.size(1)} in layer {layer}')
+        rows += scale * (B @ A)
     return result

