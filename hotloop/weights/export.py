@@ -57,12 +57,11 @@ def config_json(config, hf_config=None):
     change, or that of GPT-2. Raises ValueError if it does not describe the same model.
     """
     changed = ('block_size', 'vocab_size', 'tie')
-    made = dict(hf_config or {})
-    made.pop('torch_dtype', None)
     if hf_config is None:
         changed = GPT2_NAMES
-        made = {'model_type': 'gpt2', 'n_ctx': 0,  # llama.cpp reads n_ctx
-                'activation_function': ACTIVATIONS.get(config.mlp, 'gelu_new')}
+        hf_config = {'model_type': 'gpt2', 'n_ctx': None,  # llama.cpp reads n_ctx
+                     'activation_function': ACTIVATIONS.get(config.mlp, 'gelu_new')}
+    made = {key: value for key, value in hf_config.items() if key != 'torch_dtype'}
     kind = made['model_type']
     made['architectures'] = [ARCHITECTURES[kind]]
     for ours in changed:

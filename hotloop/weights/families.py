@@ -1,6 +1,4 @@
-"""
-Translate families of Hugging Face: config.json to settings of GPTConfig, and names of weights.
-"""
+"""Translate families of Hugging Face: config.json to settings of GPTConfig, and names of weights."""
 
 import math
 import re
@@ -105,9 +103,7 @@ def block_of(kind):
 
 
 def check_keys(config, supported, path):
-    """
-    Raise ValueError if a key has none of its supported values; a missing key has the first one.
-    """
+    """Raise ValueError if a key has none of its supported values; a missing key has the first one."""
     for key, values in supported.items():
         if config.get(key, values[0]) not in values:
             only = ', '.join(str(value) for value in values if value is not None) or 'none'
@@ -115,9 +111,7 @@ def check_keys(config, supported, path):
 
 
 def pattern_of(config, kind, path):
-    """
-    Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none.
-    """
+    """Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none."""
     is_off = kind.startswith('qwen') and not config.get('use_sliding_window')
     if config.get('sliding_window') is None or kind == 'llama' or is_off:
         return 'L'

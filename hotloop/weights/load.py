@@ -64,7 +64,8 @@ def load_weights(source):
 def load_run(source):
     """Load the Weights of a checkpoint file, or of a run's first intact checkpoint."""
     path, rest = open_checkpoint(source)
-    model_args, weights = rest.pop('model_args'), rest.pop('model')
+    model_args = rest.pop('model_args')
+    weights = rest.pop('model')
     if 'lora' in rest:
         lora = rest['lora']
         base = open_base(lora, path)
@@ -115,6 +116,8 @@ def load_checkpoint(path):
         raise ValueError(f'{path} is not a hotloop or nanoGPT checkpoint: "model" or "model_args" missing')
     weights = {name.removeprefix('_orig_mod.'): w for name, w in checkpoint['model'].items()}
     checkpoint['model'] = weights  # without torch.compile's prefix
+    if 'transformer.h.0.ln_1.bias' in weights:  # nanoGPT before bias became a setting
+        checkpoint['model_args'].setdefault('bias', True)
     return checkpoint
 
 
@@ -253,12 +256,14 @@ def open_start(cfg, resumed, adapts, env):
     Open the weights that a run starts from or, resumed, adds its adapters to. Returns (name, Weights, and
     {'base': name, 'sha256': hash} of adapters or None). adapts: whether the run trains adapters.
     """
-    name, base = cfg.init_from, None
     if env.rank:
         env.barrier()  # waits for rank 0, which downloads for all
+    name = cfg.init_from
+    base = None
     if resumed:
         base = {key: resumed.checkpoint['lora'][key] for key in ('base', 'sha256')}
-        name, source = base['base'], open_base(base, resumed.path)
+        name = base['base']
+        source = open_base(base, resumed.path)
     else:
         source = load_weights(name)
         if adapts:

@@ -79,11 +79,11 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
     (dict(preset='modern'), 'mlp=relu2'), (dict(n_kv_head=2), 'n_kv_head=2'), (dict(window=5), 'window=5'),
     (None, 'its qwen3 differs in n_layer=3')])
 def test_a_model_that_transformers_lacks_names_its_settings(settings, words):
-    model, hf_config = family('qwen3')
-    config, hf_config = model.config, {**hf_config, 'num_hidden_layers': 4}  # of another model
     if settings:
-        config, hf_config = GPTConfig(**BASE | settings).resolved(), None
-    error = error_of(config_json, config, hf_config)
+        error = error_of(config_json, GPTConfig(**BASE | settings).resolved())
+    else:
+        model, hf_config = family('qwen3')
+        error = error_of(config_json, model.config, {**hf_config, 'num_hidden_layers': 4})
     assert 'transformers has no such model' in error and words in error
 
 
