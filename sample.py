@@ -124,7 +124,7 @@ class Opened(NamedTuple):
 def open_gpt(cfg):
     """Load weights into a float32 GPT on the CPU. Returns (Weights, GPT)."""
     source = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
-    weights = load_weights(source, cfg.data_dir)
+    weights = load_weights(source)
     model = GPT.from_checkpoint(weights.model_args, weights.weights)
     weights.weights.clear()  # The model has its own copy.
     return weights, model

@@ -61,7 +61,7 @@ def model_args_of(settings):
         return settings.latest.checkpoint['model_args']
     if cfg.init_from in GPT2_SHAPES:
         return GPT2_SHAPES[cfg.init_from]
-    return None if cfg.init_from == 'scratch' else shape_of(cfg.init_from, cfg.data_dir)
+    return None if cfg.init_from == 'scratch' else shape_of(cfg.init_from)
 
 
 def dry_run(settings, model_of):

@@ -10,15 +10,7 @@ import torch
 
 from hotloop.system.files import replacing
 from hotloop.weights.export_tokenizer import tokenizer_files
-from hotloop.weights.families import (
-    BLOCK,
-    CONV1D,
-    GEMMA_BLOCK,
-    GPT2_NAMES,
-    OUTSIDE,
-    model_args_from,
-    names_of,
-)
+from hotloop.weights.families import CONV1D, GPT2_NAMES, OUTSIDE, block_of, model_args_from, names_of
 from hotloop.weights.safetensors import write_safetensors
 
 ARCHITECTURES = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM',
@@ -33,23 +25,18 @@ EMBEDDINGS = ('transformer.wte', 'transformer.wpe', 'lm_head')
 def export(model, tokenizer, template, folder, dtype, hf_config=None):
     """
     Write a GPT in a dtype, its tokenizer and its chat template ('none': no template) to a new
-    or empty folder. hf_config: the config.json of the model it was started from; None if it was
-    trained from scratch. Raises ValueError if transformers has no such model.
+    folder. hf_config: the config.json of the model it was started from; None if it was trained
+    from scratch. Raises ValueError if transformers has no such model.
     """
-    is_empty = os.path.isdir(folder) and not os.listdir(folder)
-    if os.path.lexists(folder) and not is_empty:
-        raise ValueError(f'export={folder} exists and is not an empty folder; name a new one')
     config = config_json(model.config, hf_config)
     files = tokenizer_files(tokenizer, template, model.config.block_size)
     # None is written too, because transformers assumes GPT-2's ids for keys that are missing.
     ids = {'eos_token_id': tokenizer.eot, 'bos_token_id': tokenizer.bos}
     config |= files.get('generation_config.json', ids)
     config['dtype'] = str(dtype).removeprefix('torch.')
-    tensors = {}
-    for name, tensor in hf_tensors(model, config['model_type']).items():
-        tensors[name] = tensor.to(dtype)
+    tensors = {name: w.to(dtype) for name, w in hf_tensors(model, config['model_type']).items()}
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(folder)
         write_safetensors(os.path.join(folder, 'model.safetensors'), tensors)
         # config.json comes last: a folder that has it is complete.
         for name, content in [*files.items(), ('config.json', config)]:
@@ -61,8 +48,7 @@ def export(model, tokenizer, template, folder, dtype, hf_config=None):
         raise ValueError(f'export={folder} could not be written: {e.strerror or e}') from None
     print(f'wrote {folder}: {config["architectures"][0]}, {config["dtype"]}')
     if not files:
-        print('note: without a tokenizer, because tokenizer.json cannot hold one of characters',
-              file=sys.stderr)
+        print('note: without a tokenizer: tokenizer.json cannot hold one of characters', file=sys.stderr)
 
 
 def config_json(config, hf_config=None):
@@ -70,20 +56,18 @@ def config_json(config, hf_config=None):
     Return the config.json of a resolved GPTConfig: hf_config with the sizes that training may
     change, or that of GPT-2. Raises ValueError if it does not describe the same model.
     """
+    changed = ('block_size', 'vocab_size', 'tie')
     if hf_config is None:
-        made = {'model_type': 'gpt2', 'n_ctx': config.block_size,  # llama.cpp reads n_ctx
-                'activation_function': ACTIVATIONS.get(config.mlp, 'gelu_new')}
-        for ours, theirs in GPT2_NAMES.items():
-            made[theirs] = getattr(config, ours)
-    else:
-        made = {key: value for key, value in hf_config.items() if key != 'torch_dtype'}
-        names = names_of(made['model_type'])
-        for ours in ('block_size', 'vocab_size', 'tie'):
-            made[names[ours]] = getattr(config, ours)
-        if 'n_ctx' in made:
-            made['n_ctx'] = config.block_size
+        changed = GPT2_NAMES
+        hf_config = {'model_type': 'gpt2', 'n_ctx': None,  # llama.cpp reads n_ctx
+                     'activation_function': ACTIVATIONS.get(config.mlp, 'gelu_new')}
+    made = {key: value for key, value in hf_config.items() if key != 'torch_dtype'}
     kind = made['model_type']
     made['architectures'] = [ARCHITECTURES[kind]]
+    for ours in changed:
+        made[names_of(kind)[ours]] = getattr(config, ours)
+    if 'n_ctx' in made:
+        made['n_ctx'] = config.block_size
     GPTConfig = type(config)  # The parts do not import model.py.
     theirs = GPTConfig(**model_args_from(made, 'config.json')).resolved()
     differing = []
@@ -93,9 +77,8 @@ def config_json(config, hf_config=None):
         if value != getattr(theirs, name) and name not in SAME_FUNCTION and not is_zero:
             differing.append(f'{name}={value}')
     if differing:
-        raise ValueError(f'transformers has no such model: its {kind} differs in '
-                         f'{", ".join(differing)}; a run from scratch can be exported if it has '
-                         'the settings of --preset=gpt2')
+        raise ValueError(f'transformers has no such model: its {kind} differs in {", ".join(differing)}; '
+                         'a run from scratch needs --preset=gpt2')
     return made
 
 
@@ -105,7 +88,7 @@ def hf_tensors(model, kind):
     weights = model.state_dict()
     if c.tie:
         del weights['lm_head.weight']
-    block = GEMMA_BLOCK if kind.startswith('gemma') else BLOCK
+    block = block_of(kind)
     outside = {ours: theirs for theirs, ours in OUTSIDE.items()}
     tensors = {}
     for name, tensor in weights.items():

@@ -32,14 +32,9 @@ def tokenizer_files(tokenizer, template, max_length):
     if template in CHATS:
         config['chat_template'] = chat_template(template, tokenizer.bos is not None)
         ends.add(tokenizer.specials.get(TEMPLATES[template].assistant[1]))
-    ends.discard(None)
-    generation = {'eos_token_id': sorted(ends) or None, 'bos_token_id': tokenizer.bos}
-    if spec['kind'] == 'hf':
-        content = spec['json']
-    else:
-        content = tokenizer_json(tokenizer)
-    return {'tokenizer.json': content, 'tokenizer_config.json': config,
-            'generation_config.json': generation}
+    generation = {'eos_token_id': sorted(ends - {None}) or None, 'bos_token_id': tokenizer.bos}
+    content = spec['json'] if spec['kind'] == 'hf' else tokenizer_json(tokenizer)
+    return {'tokenizer.json': content, 'tokenizer_config.json': config, 'generation_config.json': generation}
 
 
 def chat_template(name, begins):
@@ -79,27 +74,20 @@ def tokenizer_json(tokenizer):
     ranks = dict(sorted(ranks.items(), key=lambda item: item[1]))
     merges = []
     for token in ranks:
-        pair = pair_of(token, ranks)
-        if pair:
+        if pair := pair_of(token, ranks):
             merges.append(f'{spelled(pair[0])} {spelled(pair[1])}')
     # In Oniguruma, which reads it there, {1,3}+ is not possessive but repeats {1,3}.
     pattern = re.sub(r'(\{[\d,]+\})\+', r'\1', pattern)
-    split = {'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated',
-             'invert': False}
-    levels = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
-              'use_regex': False}
-    flags = {'single_word': False, 'lstrip': False, 'rstrip': False, 'normalized': False,
-             'special': True}
+    split = {'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
+    levels = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': False}
+    flags = {'single_word': False, 'lstrip': False, 'rstrip': False, 'normalized': False, 'special': True}
     return {
         'version': '1.0', 'truncation': None, 'padding': None,
         'added_tokens': [{'id': i, 'content': name, **flags} for name, i in specials.items()],
-        'normalizer': None,
+        'normalizer': None, 'post_processor': None, 'decoder': levels,
         'pre_tokenizer': {'type': 'Sequence', 'pretokenizers': [split, levels]},
-        'post_processor': None,
-        'decoder': levels,
-        'model': {'type': 'BPE', 'dropout': None, 'unk_token': None,
-                  'continuing_subword_prefix': None, 'end_of_word_suffix': None,
-                  'fuse_unk': False, 'byte_fallback': False,
+        'model': {'type': 'BPE', 'dropout': None, 'unk_token': None, 'continuing_subword_prefix': None,
+                  'end_of_word_suffix': None, 'fuse_unk': False, 'byte_fallback': False,
                   'ignore_merges': True,  # like tiktoken: a word that is a token needs no merges
                   'vocab': {spelled(token): i for token, i in ranks.items()} | specials,
                   'merges': merges}}

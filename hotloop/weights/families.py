@@ -1,11 +1,7 @@
-"""
-Translate families of Hugging Face: config.json to settings of GPTConfig, and names of weights.
-"""
+"""Translate families of Hugging Face: config.json to settings of GPTConfig, and names of weights."""
 
 import math
 import re
-
-from configurator import accept
 
 MLP_OF = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
 LLAMA = dict(position='rope', norm='rmsnorm_weight', mlp='swiglu', bias=False, embed_norm=False)
@@ -25,6 +21,8 @@ GPT2_KEYS = {'activation_function': list(MLP_OF), 'scale_attn_weights': [True],
              'scale_attn_by_inverse_layer_idx': [False], 'add_cross_attention': [False]}
 EVERY_KEYS = {'quantization_config': [None], 'quantization': [None],  # the latter is MLX's
               'auto_map': [None], 'is_causal': [True]}
+ROPE_KEYS = {'rope_type': ['default', 'linear', 'llama3'], 'partial_rotary_factor': [None, 1],
+             'low_freq_factor': [1], 'high_freq_factor': [4]}
 # all other families have LLAMA_KEYS
 SUPPORTED = {'gpt2': GPT2_KEYS, 'gemma2': GEMMA_KEYS, 'gemma3_text': GEMMA_KEYS}
 
@@ -50,11 +48,6 @@ DEFAULTS = {
                                 'final_logit_softcapping': 30.0},
     'gemma3_text': GEMMA_DEFAULTS | {'sliding_window': 4096, 'sliding_window_pattern': 6,
                                      'rope_theta': 1e6, 'rope_local_base_freq': 1e4}}
-# {key of a size: its type}
-SIZES = {'vocab_size': int, 'n_layer': int, 'n_head': int, 'n_embd': int, 'n_positions': int,
-         'n_inner': int | None, 'num_hidden_layers': int, 'num_attention_heads': int,
-         'num_key_value_heads': int | None, 'head_dim': int | None, 'hidden_size': int,
-         'intermediate_size': int, 'max_position_embeddings': int, 'sliding_window': int | None}
 LETTERS = {'sliding_attention': 'S', 'full_attention': 'L'}  # of GPTConfig.window_pattern
 
 # {module of a block: the modules of Hugging Face that it holds, one after the other}
@@ -79,83 +72,52 @@ def model_args_from(config, path):
     for messages. Raises ValueError with the key that GPT cannot follow.
     """
     kind = config.get('model_type')
-    if kind not in SETTINGS:
-        raise ValueError(f'{path}: model_type={kind!r} is not supported, only '
-                         f'{", ".join(SETTINGS)}')
+    check_keys({'model_type': kind}, {'model_type': list(SETTINGS)}, path)
     config = {**EVERY_DEFAULTS, **DEFAULTS.get(kind, {}), **config}
     check_keys(config, {**EVERY_KEYS, **SUPPORTED.get(kind, LLAMA_KEYS)}, path)
-    config |= sizes_of(config, path)
+    settings = dict(SETTINGS[kind])
     try:
-        settings = dict(SETTINGS[kind])
         for ours, theirs in names_of(kind).items():
             settings[ours] = config[theirs]
         if kind == 'gpt2':
             return settings | {'mlp': MLP_OF[config['activation_function']]}
-        return settings | attention_of(config, kind, path) | scales_of(config, kind)
+        if kind.startswith('gemma'):  # transformers' Gemma 3 has one of the soft-caps
+            settings |= dict(embed_scale=math.sqrt(config['hidden_size']),
+                             query_scale=config['query_pre_attn_scalar'] ** -0.5,
+                             attn_softcap=(kind == 'gemma2' and config['attn_logit_softcapping']) or 0.0,
+                             softcap=config.get('final_logit_softcapping') or 0.0)
+        pattern = pattern_of(config, kind, path)
+        if 'S' in pattern:
+            settings |= {'window': config['sliding_window'], 'window_pattern': pattern}
+        return settings | rope_of(config, 'S' in pattern and kind == 'gemma3_text', path)
     except KeyError as e:
         raise ValueError(f'{path} has no {e}') from None
-    except TypeError as e:
-        raise ValueError(f'{path} is damaged: {e}') from None
 
 
 def names_of(kind):
     return GPT2_NAMES if kind == 'gpt2' else LLAMA_NAMES
 
 
-def sizes_of(config, path):
-    """Read the sizes in a config.json. Raises ValueError for what is not an integer."""
-    sizes = {}
-    for key in filter(config.__contains__, SIZES):
-        try:
-            sizes[key] = accept(config[key], SIZES[key])
-        except ValueError:
-            raise ValueError(f'{path} is damaged: {key}={config[key]!r} is not an '
-                             'integer') from None
-    return sizes
+def block_of(kind):
+    return GEMMA_BLOCK if kind.startswith('gemma') else BLOCK
 
 
-def scales_of(config, kind):
-    """Read Gemma's scales and its soft-caps, of which transformers' Gemma 3 has one."""
-    if not kind.startswith('gemma'):
-        return {}
-    return dict(embed_scale=math.sqrt(config['hidden_size']),
-                query_scale=config['query_pre_attn_scalar'] ** -0.5,
-                attn_softcap=(kind == 'gemma2' and config.get('attn_logit_softcapping')) or 0.0,
-                softcap=config.get('final_logit_softcapping') or 0.0)
-
-
-def attention_of(config, kind, path):
-    """Read windows and rotary positions."""
-    pattern = pattern_of(config, kind, path)
-    windows = {}
-    if 'S' in pattern:
-        windows = {'window': config['sliding_window'], 'window_pattern': pattern}
-    # The first is a key of transformers 4, the second of 5.
-    rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
-    rope = {'rope_theta': config.get('rope_theta', 10000.0), **rope}
-    rope = {**rope, **rope.get('full_attention', {})}
-    settings = {'rope_base': float(rope['rope_theta']), **scaling_of(rope, path)}
-    if kind == 'gemma3_text' and windows:
-        local = rope.get('sliding_attention', {'rope_theta': config['rope_local_base_freq']})
-        check_keys({'rope_type': 'default', **local}, {'rope_type': ['default']}, path)
-        settings['rope_local_base'] = float(local['rope_theta'])
-    return windows | settings
+def check_keys(config, supported, path):
+    """Raise ValueError if a key has none of its supported values; a missing key has the first one."""
+    for key, values in supported.items():
+        if config.get(key, values[0]) not in values:
+            only = ', '.join(str(value) for value in values if value is not None) or 'none'
+            raise ValueError(f'{path}: {key}={str(config[key])[:80]} is not supported, only {only}')
 
 
 def pattern_of(config, kind, path):
-    """
-    Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none.
-    """
-    layers = config['num_hidden_layers']
-    if config.get('sliding_window') is None or kind == 'llama':
-        return 'L'
-    if kind.startswith('qwen') and not config.get('use_sliding_window'):
+    """Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none."""
+    is_off = kind.startswith('qwen') and not config.get('use_sliding_window')
+    if config.get('sliding_window') is None or kind == 'llama' or is_off:
         return 'L'
     if config.get('layer_types'):
-        unknown = set(config['layer_types']) - LETTERS.keys()
-        if unknown:
-            raise ValueError(f'{path}: layer_types={", ".join(sorted(unknown))} is not supported, '
-                             f'only {", ".join(LETTERS)}')
+        for name in config['layer_types']:
+            check_keys({'layer_types': name}, {'layer_types': list(LETTERS)}, path)
         return ''.join(LETTERS[name] for name in config['layer_types'])
     if kind == 'mistral':
         return 'S'
@@ -163,36 +125,28 @@ def pattern_of(config, kind, path):
         return 'SL'
     if kind == 'gemma3_text':
         return 'S' * (config['sliding_window_pattern'] - 1) + 'L'
+    layers = config['num_hidden_layers']
     first = min(config.get('max_window_layers', 28), layers)
     return 'L' * first + 'S' * (layers - first)
 
 
-def scaling_of(rope, path):
-    """Read the settings of scaled rotary positions; {} if they are not scaled."""
-    kind = rope.get('rope_type', rope.get('type', 'default'))
-    only = {'partial_rotary_factor': [None, 1]}
-    if kind == 'llama3':
-        only |= {'low_freq_factor': [1], 'high_freq_factor': [4]}
-    check_keys(rope, only, path)
-    if kind == 'default':
-        return {}
-    if kind not in ('linear', 'llama3'):
-        raise ValueError(f'{path}: rope_type={kind!r} is not supported, only default, linear, '
-                         'llama3')
-    settings = {'rope_factor': float(rope['factor'])}
-    if kind == 'llama3':
+def rope_of(config, has_local, path):
+    """Read rotary positions. has_local: layers with a window have their own, as in Gemma 3."""
+    # The first is a key of transformers 4, the second of 5.
+    rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
+    rope = {'rope_theta': config.get('rope_theta', 10000.0), **rope, **rope.get('full_attention', {})}
+    rope.setdefault('rope_type', rope.get('type', 'default'))
+    check_keys(rope, ROPE_KEYS, path)
+    settings = {'rope_base': float(rope['rope_theta'])}
+    if rope['rope_type'] != 'default':
+        settings['rope_factor'] = float(rope['factor'])
+    if rope['rope_type'] == 'llama3':
         settings['rope_context'] = rope['original_max_position_embeddings']
+    if has_local:
+        local = rope.get('sliding_attention', {'rope_theta': config['rope_local_base_freq']})
+        check_keys(local, {'rope_type': ['default']}, path)
+        settings['rope_local_base'] = float(local['rope_theta'])
     return settings
-
-
-def check_keys(config, supported, path):
-    """
-    Raise ValueError if a key has none of its supported values; a missing key has the first one.
-    """
-    for key, values in supported.items():
-        if config.get(key, values[0]) not in values:
-            only = ', '.join(str(value) for value in values if value is not None) or 'none'
-            raise ValueError(f'{path}: {key}={str(config[key])[:80]} is not supported, only {only}')
 
 
 # -----------------------------------------------------------------------------
@@ -211,8 +165,7 @@ def our_name(name, kind):
     name = name.removeprefix('model.')
     layer = re.fullmatch(r'layers\.(\d+)\.(.+)\.(weight|bias)', name)
     if layer:
-        block = GEMMA_BLOCK if kind.startswith('gemma') else BLOCK
-        for ours, theirs in block.items():
+        for ours, theirs in block_of(kind).items():
             if layer[2] in theirs:
                 return f'transformer.h.{layer[1]}.{ours}.{layer[3]}', theirs.index(layer[2])
     module, _, suffix = name.rpartition('.')

@@ -1,14 +1,11 @@
-"""
-LoRA: thin matrices beside frozen weights (arXiv 2106.09685), and the same over NF4 (QLoRA,
-2305.14314).
-"""
+"""LoRA: thin matrices beside frozen weights (arXiv 2106.09685), which may be in NF4 (QLoRA, 2305.14314)."""
 
 import dataclasses
 import hashlib
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import nn
@@ -54,18 +51,14 @@ def check_lora(lora, cfg, given, is_new):
             is_asked = strength(given.get(field.name)) >= strength(given.get('lora_rank'))
             value = getattr(lora, field.name)
             if is_asked and value != field.default:
-                raise ValueError(f'{field.name}={value!r} applies only with lora_rank, such as '
-                                 '--lora_rank=16')
+                raise ValueError(f'{field.name}={value!r} applies only with a --lora_rank such as 16')
         return
     if cfg.optimizer == 'muon':
-        raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained by AdamW; use '
-                         '--optimizer=adamw')
+        raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained with --optimizer=adamw')
     if cfg.shard != 'none':
-        raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; '
-                         'omit it')
+        raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; omit it')
     if is_new and cfg.init_from == 'scratch':
-        raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with '
-                         '--init_from')
+        raise ValueError(f'lora_rank={lora.lora_rank} adapts trained weights; name them with --init_from')
 
 
 class LoRALinear(nn.Module):
@@ -122,26 +115,21 @@ def projections(weights):
     k = (shapes['attn.c_attn'][0] - q) // 2
     n_ff = shapes['mlp.c_proj'][1]
     found = {'attn.q_proj': ('attn.c_attn', 0, q), 'attn.k_proj': ('attn.c_attn', q, q + k),
-             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k),
-             'attn.o_proj': ('attn.c_proj', 0, n_embd),
-             'mlp.up_proj': ('mlp.c_fc', 0, n_ff), 'mlp.gate_proj': ('mlp.c_fc', n_ff, 2 * n_ff),
-             'mlp.down_proj': ('mlp.c_proj', 0, n_embd)}
-    if shapes['mlp.c_fc'][0] == n_ff:
-        del found['mlp.gate_proj']
-    return found
+             'attn.v_proj': ('attn.c_attn', q + k, q + 2 * k), 'attn.o_proj': ('attn.c_proj', 0, n_embd),
+             'mlp.up_proj': ('mlp.c_fc', 0, n_ff)}
+    if shapes['mlp.c_fc'][0] > n_ff:
+        found['mlp.gate_proj'] = ('mlp.c_fc', n_ff, 2 * n_ff)
+    return found | {'mlp.down_proj': ('mlp.c_proj', 0, n_embd)}
 
 
 def chosen(targets, table):
-    """
-    Select the rows of projections() that lora_targets names. Raises ValueError for an unknown name.
-    """
+    """Select the rows of projections() that lora_targets names. Raises ValueError for an unknown name."""
     names = set()
     for word in targets.replace(' ', '').split(','):
         matches = [name for name in table if word == 'all' or word in (name, *name.split('.'))]
         if not matches:
-            known = ', '.join(dict.fromkeys(name.split('.')[1] for name in table))
-            raise ValueError(f'lora_targets={targets!r}: {word!r} matches nothing; this model has '
-                             f'{known}, and all, attn and mlp stand for several')
+            known = ', '.join(('all', 'attn', 'mlp', *table))
+            raise ValueError(f'lora_targets={targets!r}: {word!r} matches nothing; this model has {known}')
         names.update(matches)
     return {name: place for name, place in table.items() if name in names}
 
@@ -181,14 +169,11 @@ def add_adapters(model, cfg, origin, env, seed):
 
 def describe_adapters(record, model, dtype):
     """Describe what is trained and what is frozen, in lines of at most 80 columns."""
-    names = [name for rows in record['parts'].values() for name, _, _ in rows]
     count = sum(p.numel() for p in trainable(model))
-    stored = str(dtype).removeprefix('torch.')
-    if record['quantize'] == 'nf4':
-        stored = f'NF4, embedding and head in {stored}'
-    return wrapped(f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}, on '
-                   f'{", ".join(names)}; {count:,} parameters are trained, and the '
-                   f'{record["parameters"]:,} of {record["base"]} are frozen in {stored}')
+    stored = 'NF4' if record['quantize'] == 'nf4' else str(dtype).removeprefix('torch.')
+    return wrapped(f'adapters: rank {record["lora_rank"]}, scale {record["scale"]:g}; {count:,} '
+                   f'parameters are trained, and the {record["parameters"]:,} of {record["base"]} are '
+                   f'frozen in {stored}')
 
 
 def trainable(model):
@@ -205,17 +190,6 @@ def weights_to_save(model):
 # -----------------------------------------------------------------------------
 # adapters on their own
 
-class Adapter(NamedTuple):
-    """Hold one adapter: rows start to end of a matrix gain scale * B A."""
-    layer: int
-    projection: str  # as projections() names it
-    matrix: str
-    start: int
-    end: int
-    A: torch.Tensor  # (rank, in)
-    B: torch.Tensor  # (end - start, rank)
-
-
 def hash_weights(weights, before=''):
     """Hash {name: tensor} as float32 with SHA-256, after the text `before`, in hexadecimal."""
     digest = hashlib.sha256(before.encode())
@@ -225,40 +199,38 @@ def hash_weights(weights, before=''):
     return digest.hexdigest()
 
 
-def hash_source(source):
-    """Hash Weights, once: it takes 0.6 s per GB."""
-    known = source.checkpoint
-    known['sha256'] = known.get('sha256') or hash_weights(source.weights)
-    return known['sha256']
-
-
-def adapters_of(checkpoint):
-    """Yield the Adapters in the checkpoint of a run."""
-    tensors = checkpoint['model']
-    parts = checkpoint['lora']['parts']
-    for name in tensors:
+def adapters_of(tensors, parts):
+    """
+    Return {(layer, projection): (A, B)} of the tensors of a run: A is (rank, in), and B (rows, rank).
+    parts: of its record, as add_adapters() returns it.
+    """
+    adapters = {}
+    for name, A in tensors.items():
         if found := re.fullmatch(r'transformer\.h\.(\d+)\.(.+)\.lora_A', name):
-            layer, matrix = int(found[1]), found[2]
-            rows = parts[matrix]
-            downs = tensors[name].chunk(len(rows))
+            rows = parts[found[2]]
             ups = tensors[f'{name[:-1]}B'].split([end - start for _, start, end in rows])
-            for (projection, start, end), A, B in zip(rows, downs, ups, strict=True):
-                yield Adapter(layer, projection, matrix, start, end, A, B)
-
-
-def frozen_weights(weights, quantize):
-    """Return the float32 weights below the adapters, rounded to NF4 if quantize='nf4'."""
-    in_blocks = re.compile(r'transformer\.h\.\d+\.\w+\.c_\w+\.weight')
-    frozen = {}
-    for name, weight in weights.items():
-        frozen[name] = weight.float()
-        if quantize == 'nf4' and in_blocks.fullmatch(name):
-            frozen[name] = rounded(frozen[name])
-    return frozen
+            for (projection, _, _), down, up in zip(rows, A.chunk(len(rows)), ups, strict=True):
+                adapters[int(found[1]), projection] = down, up
+    return adapters
 
 
 @torch.no_grad()
-def merge(weights, adapters, scale):
-    """Add adapters to {name: tensor}, the float32 weights of a GPT, in place."""
-    for a in adapters:
-        weights[f'transformer.h.{a.layer}.{a.matrix}.weight'][a.start:a.end] += scale * (a.B @ a.A)
+def merged(weights, adapters, scale, quantize):
+    """
+    Add adapters to the weights of a GPT, {name: tensor}, which are rounded first if quantize='nf4'.
+    Returns float32, which replaces float32 weights in place. Raises ValueError if they do not fit.
+    """
+    in_blocks = re.compile(r'transformer\.h\.\d+\.\w+\.c_\w+\.weight')
+    result = {}
+    for name, weight in weights.items():
+        result[name] = weight.float()
+        if quantize == 'nf4' and in_blocks.fullmatch(name):
+            result[name] = rounded(result[name])
+    table = projections(weights)
+    for (layer, projection), (A, B) in adapters.items():
+        matrix, start, end = table.get(projection, ('', 0, 0))
+        rows = result.get(f'transformer.h.{layer}.{matrix}.weight', A)[start:end]
+        if rows.shape != (len(B), A.size(1)):
+            raise ValueError(f'the base has no {projection} of {len(B)} x {A.size(1)} in layer {layer}')
+        rows += scale * (B @ A)
+    return result

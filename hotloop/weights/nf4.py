@@ -1,6 +1,4 @@
-"""
-NF4: frozen weights in 4 bits, 4.127 with their scales (QLoRA, arXiv 2305.14314), in plain torch.
-"""
+"""NF4: frozen weights in 4 bits, 4.127 with their scales (QLoRA, arXiv 2305.14314)."""
 
 from typing import NamedTuple
 
@@ -20,9 +18,8 @@ GROUP = 256  # scales that share a step
 
 class NF4(NamedTuple):
     """
-    A tensor in 4 bits. The largest absolute value of each block of 64 weights is mean + scales *
-    step, with one step for 256 scales. Blocks run over the flattened tensor; the last one is padded
-    with zeros.
+    A tensor in 4 bits. The largest absolute value of each block of 64 weights is mean + scales * step,
+    with one step for 256 scales. Blocks run over the flattened tensor, padded with zeros.
     """
     codes: torch.Tensor  # uint8, two weights per byte, the first in the high bits
     scales: torch.Tensor  # int8, one per block
@@ -47,9 +44,7 @@ def quantize(weight):
 
 
 def pairs_of(device):
-    """
-    Tabulate the two weights of each byte, (256,): two float32 in an int64, for one look-up of both.
-    """
+    """Tabulate the two weights of each byte, (256,): two float32 in an int64, for one look-up."""
     code = torch.tensor(CODE, device=device)
     pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)
     return pairs.view(torch.int64).flatten()

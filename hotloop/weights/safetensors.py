@@ -34,8 +34,7 @@ def read_safetensors(path):
             flat = torch.frombuffer(data, dtype=dtype, count=count, offset=first + start)
             tensors[name] = flat.view(entry['shape'])
     except OSError as e:
-        raise ValueError(f'{path} cannot be read: {e.strerror}; only safetensors is '
-                         'supported') from None
+        raise ValueError(f'{path} cannot be read: {e.strerror}') from None
     except Exception as e:  # damaged bytes can raise nearly anything
         raise ValueError(f'{path} is damaged or not a safetensors file: {e!r}') from None
     return tensors

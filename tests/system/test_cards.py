@@ -84,7 +84,7 @@ def fake_base(m):
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=257))
     found = Weights('base', model.config.model_args(), model.state_dict(), {'kind': 'byte'}, {})
-    m.setattr('hotloop.weights.load.load_weights', lambda name, data_dir: found)
+    m.setattr('hotloop.weights.load.load_weights', lambda name: found)
 
 
 # {what changes: {setting: a value that changes it}}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import all_logits, error_against, error_of, load, same
+from conftest import all_logits, error_against, error_of
 from test_model import EVERYTHING, SMALL
 
 import prepare
@@ -19,7 +19,7 @@ from hotloop.training.forecast import describe_model
 from hotloop.training.memory import activation_bytes
 from hotloop.training.optim import matrix_rows
 from hotloop.weights.families import model_args_from
-from hotloop.weights.load import load_folder, shape_of
+from hotloop.weights.load import load_weights, shape_of
 from model import GPT, GPTConfig, block_mask, config_from
 
 # large eps, small soft-caps and short windows, so that each matters in a tiny model
@@ -27,7 +27,6 @@ TINY = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_laye
             num_key_value_heads=2, max_position_embeddings=96, rms_norm_eps=1e-2, tie_word_embeddings=False)
 WINDOW = dict(sliding_window=12)
 GEMMA = dict(head_dim=16, query_pre_attn_scalar=24, **WINDOW)
-SLOW = pytest.mark.slow
 
 
 def rope(theta, **scaling):
@@ -55,7 +54,7 @@ CASES = {
         **GEMMA)),
 }
 QUICK = ('llama 3', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3')
-ALL = [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CASES]
+ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
 @pytest.fixture(scope='module')
@@ -83,12 +82,17 @@ def families(tmp_path_factory):
     return make
 
 
+def read_folder(folder):
+    """(model_args, weights) of a folder."""
+    return load_weights(str(folder))[1:3]
+
+
 @pytest.mark.parametrize('name', ALL)
 def test_logits_and_greedy_text_equal_those_of_transformers(families, name):
     """From shards, to 1e-5 of the largest logit; the text with our cache and with theirs."""
     folder, theirs, ids, expected = families(name)
     assert len(list(folder.glob('*.safetensors'))) > 1
-    model = GPT.from_checkpoint(*load_folder(str(folder))).eval()
+    model = GPT.from_checkpoint(*read_folder(folder)).eval()
     logits = all_logits(model, ids)
     assert error_against(expected, logits) < 1e-5 and torch.equal(logits.argmax(-1), expected.argmax(-1))
     text = theirs.generate(ids[:, :30], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -108,7 +112,7 @@ def test_logits_and_greedy_text_equal_those_of_transformers(families, name):
     ('gemma2', dict(window_pattern='LS')), ('gemma3', dict(rope_local_base=None))])
 def test_a_wrong_switch_changes_the_logits(families, name, wrong):
     folder, _, ids, expected = families(name)
-    args, weights = load_folder(str(folder))
+    args, weights = read_folder(folder)
     if name == 'gemma2':
         assert args['window_pattern'] == 'SLS'
     model = GPT.from_checkpoint({**args, **wrong}, weights).eval()
@@ -116,14 +120,11 @@ def test_a_wrong_switch_changes_the_logits(families, name, wrong):
 
 
 def test_weights_in_bfloat16_become_float32_without_a_copy_in_between(families, tmp_path):
-    _, theirs, _, _ = families('llama 3')
-    half = copy.deepcopy(theirs).bfloat16()
+    half = copy.deepcopy(families('llama 3')[1]).bfloat16()
     half.save_pretrained(tmp_path)
-    args, weights = load_folder(str(tmp_path))
+    args, weights = read_folder(tmp_path)
     assert weights['transformer.wte.weight'].dtype == torch.bfloat16
-    model = GPT.from_checkpoint(args, weights)
-    assert model.lm_head.weight is model.transformer.wte.weight
-    assert torch.equal(model.lm_head.weight, half.lm_head.weight.float())
+    assert torch.equal(GPT.from_checkpoint(args, weights).lm_head.weight, half.lm_head.weight.float())
 
 
 # -----------------------------------------------------------------------------
@@ -182,17 +183,16 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
 
 
 @pytest.mark.parametrize('kind, keys, words', [
-    ('phi3', {}, "model_type='phi3' is not supported, only gpt2, llama"), (None, {}, 'model_type=None'),
+    ('phi3', {}, 'model_type=phi3 is not supported, only gpt2, llama'),
     ('llama', {'attention_bias': True}, 'attention_bias=True is not supported, only False'),
     ('llama', {'mlp_bias': True}, 'mlp_bias=True'), ('llama', {'hidden_act': 'gelu'}, 'hidden_act=gelu'),
-    ('llama', {'rope_scaling': {'type': 'yarn', 'factor': 2.0}}, "rope_type='yarn' is not supported"),
+    ('llama', {'rope_scaling': {'type': 'yarn', 'factor': 2.0}}, 'rope_type=yarn is not supported'),
     ('llama', {'rope_parameters': rope(1e4, **LLAMA3 | {'high_freq_factor': 8.0})}, 'high_freq_factor=8.0'),
     ('llama', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5 is not supported, only 1'),
     ('llama', {'quantization_config': {'bits': 4}}, "quantization_config={'bits': 4} is not supported"),
     ('llama', {'auto_map': {'AutoModel': 'x.py'}}, 'auto_map='),
     ('llama', {'is_causal': False}, 'is_causal=False is not supported, only True'),
     ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
-    ('llama', {'hidden_size': '48'}, "hidden_size='48'"), ('llama', {'rope_parameters': 'x'}, 'is damaged'),
     ('gemma2', {'hidden_activation': 'gelu'}, 'hidden_activation=gelu'),
     ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True'),
     ('gemma3_text', {'layer_types': ['chunked_attention']}, 'layer_types=chunked_attention is not supported'),
@@ -258,7 +258,7 @@ def test_special_ids_beyond_the_vocabulary_of_the_model_are_not_used(llama_folde
 
 
 def test_a_tuned_family_needs_its_folder_no_more(llama_folder, train_tiny, tmp_path, capsys):
-    """It is resumed to the same bits, and sampled."""
+    """It is resumed and sampled."""
     rows = [json.dumps({'prompt': f'Say{i}', 'completion': 'Yes' * 9}) for i in range(60)]
     (tmp_path / 'rows.jsonl').write_text('\n'.join(rows))
     data_dir = str(tmp_path / 'data')
@@ -270,13 +270,10 @@ def test_a_tuned_family_needs_its_folder_no_more(llama_folder, train_tiny, tmp_p
     capsys.readouterr()
     train_tiny('a', **settings, init_from=llama_folder, max_iters=4)
     assert '3 layers x 48 channels' in capsys.readouterr().out
-    shutil.copytree(tmp_path / 'a', tmp_path / 'b')
-    train_tiny('a', **settings, init_from='resume', max_iters=6)
     shutil.rmtree(llama_folder)
-    train_tiny('b', **settings, init_from='resume', max_iters=6)
-    assert same(*(load(tmp_path / out / 'ckpt.pt')['model'] for out in 'ab'))
+    train_tiny('a', **settings, init_from='resume', max_iters=6)
     capsys.readouterr()
-    sample.main([f'--out_dir={tmp_path / "b"}', '--start=Say1', '--max_new_tokens=3', '--device=cpu'])
+    sample.main([f'--out_dir={tmp_path / "a"}', '--start=Say1', '--max_new_tokens=3', '--device=cpu'])
     assert capsys.readouterr().out.count('Say1') == 3
 
 
@@ -286,16 +283,6 @@ def test_a_tuned_family_needs_its_folder_no_more(llama_folder, train_tiny, tmp_p
 def everything(**settings):
     torch.manual_seed(0)
     return GPT(GPTConfig(**SMALL | EVERYTHING | settings)).eval()
-
-
-def test_a_model_with_every_setting_learns():
-    model, ids = everything(), torch.randint(61, (2, 16))
-    before = model.train()(ids, ids).sum()
-    before.backward()
-    for name, p in model.named_parameters():
-        assert p.grad.isfinite().all() and p.grad.abs().sum() > 0, name
-        p.data -= 0.1 * p.grad / p.grad.norm()
-    assert model(ids, ids).sum() < before
 
 
 def test_a_model_with_every_setting_writes_the_same_text_with_a_compiled_steps_cache():
@@ -333,7 +320,7 @@ def test_muon_sees_each_matrix_of_wide_heads_and_gated_mlps():
 def test_a_forecast_counts_a_family_from_its_config_json(families):
     folder, theirs, *_ = families('gemma2')
     with torch.device('meta'):
-        model = GPT(config_from(shape_of(str(folder), 'data')))
+        model = GPT(config_from(shape_of(str(folder))))
     assert describe_model(model).startswith(f'parameters: {theirs.num_parameters():,} (')
     assert activation_bytes(model.config, 1, torch.bfloat16, 1) > 0
 
@@ -350,10 +337,3 @@ def test_a_long_prompt_with_a_soft_cap_is_computed_in_blocks_of_queries(monkeypa
     expected = all_logits(model, ids)
     monkeypatch.setitem(GPT.__init__.__globals__, 'QUERIES', 3)
     torch.testing.assert_close(all_logits(model, ids), expected)
-
-
-def test_settings_of_a_checkpoint_without_them_mean_what_they_meant():
-    names = ('preset', 'vocab_size', 'n_embd', 'n_head', 'position', 'norm', 'mlp', 'qk_norm', 'tie')
-    args = GPTConfig(vocab_size=61, preset='modern', n_embd=32, n_head=4).model_args()
-    config = config_from({name: args[name] for name in names}).resolved()
-    assert (config.head_dim, config.norm_eps, config.embed_norm, config.qkv_bias) == (8, 1e-6, True, False)
