@@ -8,7 +8,6 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,13 +29,6 @@ class Score:
     tokens: int = 0
     bytes: int = 0
     nats: float = 0.0
-
-
-class Window(NamedTuple):
-    score: Score  # of its document
-    x: torch.Tensor  # (T,)
-    y: torch.Tensor  # (T,), -1 where a token is not a target
-    is_last: bool
 
 
 def read_documents(source, tokenizer, template, settings):
@@ -70,8 +62,9 @@ def read_documents(source, tokenizer, template, settings):
 
 def windows_of(documents, tokenizer, T):
     """
-    Yield the Windows of up to T tokens that cover each document with a target. A target counts only
-    in its first window. Most have T / 2 tokens of context or more.
+    Yield the windows (Score of its document, x, y, whether it is the last) that cover each document
+    with a target. x: up to T ids; y: -1 where a token is no target. A target counts only in its
+    first window. Most have T / 2 tokens of context or more.
     """
     first = tokenizer.eot if tokenizer.bos is None else tokenizer.bos
     for file, ids, mask in documents:
@@ -89,8 +82,8 @@ def windows_of(documents, tokenizer, T):
             y = targets[start:start + T].copy()
             y[:done - start] = -1
             done = start + len(y)
-            x = ids[start:done]
-            yield Window(score, torch.from_numpy(x), torch.from_numpy(y), done == len(targets))
+            x = torch.from_numpy(ids[start:done])
+            yield score, x, torch.from_numpy(y), done == len(targets)
             start += max(T // 2, 1)
 
 
@@ -103,22 +96,19 @@ def score_documents(model, tokenizer, documents, batch_size):
     batch_size = min(batch_size, max(MAX_LOGITS // logits, 1))
     windows = windows_of(documents, tokenizer, T)
     while batch := list(islice(windows, batch_size)):
-        x = pad_sequence([window.x for window in batch], batch_first=True)
-        y = pad_sequence([window.y for window in batch], batch_first=True, padding_value=-1)
-        losses = model(x.to(model.cos.device), y.to(model.cos.device)).tolist()  # (B,)
-        for window, loss in zip(batch, losses, strict=True):
+        scores, x, y, is_last = zip(*batch, strict=True)
+        x = pad_sequence(x, batch_first=True).to(model.cos.device)
+        y = pad_sequence(y, batch_first=True, padding_value=-1).to(model.cos.device)
+        for score, last, loss in zip(scores, is_last, model(x, y).tolist(), strict=True):
             if not math.isfinite(loss):
-                raise ValueError(NOT_FINITE.format(f'a loss on {window.score.file} that is'))
-            window.score.nats += loss
-            if window.is_last:
-                yield window.score
+                raise ValueError(NOT_FINITE.format(f'a loss on {score.file} that is'))
+            score.nats += loss
+            if last:
+                yield score
 
 
 def print_scores(scores, source, output):
-    """
-    Print a row for each Score as it arrives and one for all. output: 'text' or 'jsonl'. Raises
-    ValueError if there are none.
-    """
+    """Print a row for each Score as it arrives and one for all. Raises ValueError if there are none."""
     if output == 'text':
         print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
     total = Score(source)
