@@ -2,12 +2,13 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_model import SHAPES, make
 
-from hotloop.inference.generate import Sampling, generate, sample_token
+from hotloop.inference.generate import Sampling, compile_step, generate, sample_token
 from hotloop.inference.kv_cache import new_cache
 from hotloop.inference.quantize import prepare_for_inference
 from model import GPT
@@ -80,8 +81,25 @@ def test_where_lengths_vary_attention_is_not_cudnns():
     enabled, model = [], make()
     model.lm_head.register_forward_hook(
         lambda *args: enabled.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    run(model, PROMPTS, 20)
-    assert len(enabled) >= 20 and not any(enabled)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    steps = generate(model, PROMPTS, Sampling(20))
+    assert next(steps) and torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert len(list(steps)) == 19 and len(enabled) >= 20 and not any(enabled)
+
+
+@pytest.mark.parametrize('quantize, expected', [('int8', True), ('none', False)])
+def test_inductor_generates_the_int8_products_of_a_step_on_a_gpu(monkeypatch, quantize, expected):
+    """Only the setting is tested: no kernel runs here."""
+    from torch._inductor import config as inductor
+    model = prepare_for_inference(make(n_embd=64), torch.device('cpu'), torch.float32, quantize, pack=False)
+    settings, cache = [], new_cache(model, 1, 4)
+    on_gpu = SimpleNamespace(cos=SimpleNamespace(device=torch.device('cuda')), lm_head=model.lm_head)
+
+    def compiled(model, cache):
+        settings.append(inductor.coordinate_descent_tuning)
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: compiled)
+    compile_step(on_gpu)(on_gpu, cache)
+    assert settings == [expected] and not inductor.coordinate_descent_tuning
 
 
 @pytest.mark.parametrize('size', [1, 2])
