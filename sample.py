@@ -9,7 +9,7 @@ also needs its base, and a checkpoint of nanoGPT its dataset.
     $ python sample.py --chat --start='Be brief.'                  # chat, with a system prompt
     $ python sample.py --score=book.txt                            # loss and bits per byte
     $ python sample.py --eval_code=HumanEval.jsonl.gz --run_code   # syntax, BLEU and pass@1 of its code
-    $ python sample.py --diagnose                                  # training, weights, activations
+    $ python sample.py --diagnose                                  # NaN, activations, loss by position
     $ python sample.py --export=folder                             # write it for transformers
 """
 
@@ -17,7 +17,7 @@ import codecs
 import math
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -49,9 +49,9 @@ RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temper
 # the settings of drawn texts, and those that each command does not use
 TEXT = ('start', 'num_samples', 'max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p',
         'repetition_penalty', 'stop', 'seed')
-UNUSED = {'score': TEXT, 'diagnose': (*TEXT, 'template', 'batch_size'), 'eval_code': ('start',),
-          'export': (*TEXT, 'output', 'batch_size', 'device', 'compile'),
-          'chat': ('num_samples', 'output', 'batch_size')}
+UNUSED = {'score': TEXT, 'eval_code': ('start',), 'chat': ('num_samples', 'output', 'batch_size'),
+          'diagnose': (*TEXT, 'template', 'batch_size', 'quantize'),
+          'export': (*TEXT, 'output', 'batch_size', 'device', 'compile', 'quantize')}
 DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
 
 
@@ -96,55 +96,33 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 problems.append(f'{name}={value} must be from {least} to {most}')
-        if self.stop is not None and '' in self.stop.split('|||'):
-            problems.append(f'stop={self.stop!r} contains an empty string; separate stop strings with |||')
-        if self.run_code and not self.eval_code:
-            problems.append('run_code=True needs eval_code, the file with the tasks')
-        names = ('score', 'eval_code', 'chat', 'diagnose', 'export')
-        commands = [name for name in names if getattr(self, name)]
+        commands = [name for name in UNUSED if getattr(self, name)]
         if len(commands) > 1:
             problems.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
-        if self.template == 'none' and (self.chat or self.score):
-            problems.append("template='none' keeps prompts as they are; chat and score need a template")
-        if self.quantize != 'none' and (self.export or self.diagnose):
-            problems.append(f'{commands[0]} needs unquantized weights; remove quantize={self.quantize}')
+        if self.run_code and not self.eval_code:
+            problems.append('run_code=True needs eval_code, the file with the tasks')
         return problems
 
 
-# -----------------------------------------------------------------------------
-# the model
-
-class Opened(NamedTuple):
-    weights: object  # the Weights, which were freed
-    model: GPT  # float32, on the CPU, with the adapter merged
-    tokenizer: object
-    template: str  # as requested, or that of the training data, or 'none'
-
-
-def open_gpt(cfg):
-    """Load weights into a float32 GPT on the CPU. Returns (Weights, GPT)."""
-    source = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
-    weights = load_weights(source)
+def open_model(cfg):
+    """
+    Open a float32 model on the CPU. Returns (Weights, which were freed, model, tokenizer, chat
+    template): the template that the settings name, or that of the training data, or 'none'.
+    """
+    weights = load_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from)
     model = GPT.from_checkpoint(weights.model_args, weights.weights)
     weights.weights.clear()  # The model has its own copy.
-    return weights, model
-
-
-def open_model(cfg):
-    """Open a model with its tokenizer and chat template. Returns Opened."""
-    weights, model = open_gpt(cfg)
     tokenizer = tokenizer_from(tokenizer_of(weights, cfg.data_dir))
-    unused = [name for name, i in tokenizer.specials.items() if i >= model.config.vocab_size]
-    if unused and tokenizer.n_vocab - len(unused) == model.config.vocab_size:  # of images in Gemma 3
-        tokenizer.specials = {name: i for name, i in tokenizer.specials.items() if name not in unused}
-        tokenizer.n_vocab = model.config.vocab_size
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise ValueError(f'{weights.path}: the tokenizer has {tokenizer.n_vocab:,} ids, but the model has '
-                         f'{model.config.vocab_size:,}')
+    size = model.config.vocab_size
+    known = {name: i for name, i in tokenizer.specials.items() if i < size}
+    tokenizer.n_vocab -= len(tokenizer.specials) - len(known)  # Gemma 3 has one for images.
+    tokenizer.specials = known
+    if tokenizer.n_vocab > size:
+        raise ValueError(f'{weights.path}: the tokenizer has {tokenizer.n_vocab:,} ids, the model {size:,}')
     template = cfg.template
     if template == 'auto':
         template = template_of_record(weights.checkpoint) or 'none'
-    return Opened(weights, model, tokenizer, template)
+    return weights, model, tokenizer, template
 
 
 # -----------------------------------------------------------------------------
@@ -154,7 +132,7 @@ class Prompt(NamedTuple):
     given: object  # as the user gave it; a chat: its messages
     shown: str  # printed above its answer
     ids: list
-    stops: tuple = ()  # texts that end its answer, besides those of the settings
+    stops: list  # texts that end its answer
 
 
 def read_prompts(start):
@@ -163,23 +141,14 @@ def read_prompts(start):
     .jsonl file. Returns [(prompt as given, [(role, text)], template that suits a row or None)].
     """
     if start == '-':
-        return [text_prompt(sys.stdin.buffer.read().decode().removeprefix('\ufeff'))]
-    if not start.startswith('FILE:'):
-        return [text_prompt(start)]
-    path = start.removeprefix('FILE:')
-    with open_text(path) as f:
-        if not re.search(r'\.(jsonl|ndjson)(\.\w+)?$', path.lower()):  # compressed or not
-            return [text_prompt(f.read())]
-        prompts = []
-        for where, row in json_lines(f, path):
-            prompts.append(text_prompt(row) if isinstance(row, str) else prompt_of(row, where))
-    if not prompts:
-        raise ValueError(f'{path} has no prompts, one on each line')
-    return prompts
-
-
-def text_prompt(text):
-    return text, [('user', text)], None
+        start = sys.stdin.buffer.read().decode()
+    elif start.startswith('FILE:'):
+        path = start.removeprefix('FILE:')
+        with open_text(path) as f:
+            if re.search(r'\.(jsonl|ndjson)(\.\w+)?$', path.lower()):  # compressed or not
+                return [prompt_of(row, where) for where, row in json_lines(f, path)]
+            start = f.read()
+    return [prompt_of(start, '')]
 
 
 def make_prompts(rows, tokenizer, template, cfg):
@@ -189,21 +158,24 @@ def make_prompts(rows, tokenizer, template, cfg):
         text = given if isinstance(given, str) else turns[-1][1]
         if template in TEMPLATES and (suited or cfg.template != 'auto'):
             used = choose_template(template, suited)
-            ids = turn_ids(tokenizer, turns, used)
             shown = text if used == 'joined' else f'{text}\n'
-            prompts.append(Prompt(given, shown, ids, (TEMPLATES[used].assistant[1],)))
-        elif suited not in (None, 'joined'):
-            raise ValueError(f'a chat or an instruction needs a template; {CHOOSE}')
+            ids = turn_ids(tokenizer, turns, used)
+            prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used)))
+        elif suited in (None, 'joined'):
+            prompts.append(Prompt(given, text, prompt_ids(tokenizer, text), split_stops(cfg.stop)))
         else:
-            prompts.append(Prompt(given, text, prompt_ids(tokenizer, text)))
+            raise ValueError(f'a chat or an instruction needs a template; {CHOOSE}')
     return prompts
 
 
+def split_stops(stop, template='plain'):
+    """List the texts that end an answer: those of the setting `stop`, and the template's."""
+    texts = (stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||')
+    return [text for text in [*texts, TEMPLATES[template].assistant[1]] if text]
+
+
 def turn_ids(tokenizer, turns, template):
-    """
-    Encode a conversation up to the assistant's next answer, as in training. Returns a list that is
-    never empty.
-    """
+    """Encode a conversation up to the assistant's next answer, as in training; never empty."""
     parts = parts_before_answer(turns, template)
     if not parts:
         return prompt_ids(tokenizer, '')
@@ -214,121 +186,107 @@ def turn_ids(tokenizer, turns, template):
 # -----------------------------------------------------------------------------
 # texts
 
-def stops_of(tokenizer, stop, more=()):
-    """Collect what ends a sample: the setting `stop`, more texts, end-of-text ids. Returns (texts, ids)."""
-    texts = []
-    ids = {tokenizer.eot, *tokenizer.stops} - {None}
-    for text in [*(stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||'), *more]:
-        if text in tokenizer.specials:
-            ids.add(tokenizer.specials[text])
-        elif text:
-            texts.append(text)
-    return texts, ids
-
-
 class Text:
-    """The text of one sequence as its tokens arrive. It ends before a stop text or a stop id."""
+    """The continuation of a prompt as its tokens arrive. It ends before a stop text or a stop id."""
 
-    def __init__(self, tokenizer, prompt, seed, stop):
-        self.tokenizer = tokenizer
+    def __init__(self, prompt, seed, tokenizer):
         self.prompt = prompt
         self.seed = seed
-        self.stop_texts, self.stop_ids = stops_of(tokenizer, stop, prompt.stops)
-        self.decoder = codecs.getincrementaldecoder('utf-8')('replace')
-        self.text = ''
-        self.pending = ''  # the end of the text, which may still become a stop text
+        self.tokenizer = tokenizer
+        self.stop_ids = {tokenizer.eot, *tokenizer.stops}
+        self.stop_ids |= {tokenizer.specials.get(stop) for stop in prompt.stops}
+        self.bytes = b''
+        self.text = ''  # of the bytes, what is certain
         self.tokens = []
         self.logprobs = []
         self.finish = None  # 'stop' or 'length'
 
     def add(self, token, logprob):
-        """Add a token. Bytes of an incomplete character and a possible stop text are held back."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in self.stop_ids:
             self.end('stop')
             return
-        self.pending += self.decoder.decode(self.tokenizer.decode([token]))
-        ready = len(self.pending)
-        found = [self.pending.index(stop) for stop in self.stop_texts if stop in self.pending]
-        if found:
+        self.bytes += self.tokenizer.decode([token])
+        self.text, stopped = certain_text(self.bytes, self.prompt.stops)
+        if stopped:
             self.finish = 'stop'
-            ready = min(found)
-        else:
-            for stop in self.stop_texts:
-                for length in range(len(stop)):
-                    if self.pending.endswith(stop[:length]):
-                        ready = min(ready, len(self.pending) - length)
-        self.text += self.pending[:ready]
-        self.pending = self.pending[ready:]
 
     def end(self, reason):
-        """Finish the text. Bytes of an incomplete character become the replacement character."""
+        """Finish the text with all bytes. An incomplete character becomes the replacement character."""
         self.finish = reason
-        self.text += self.pending + self.decoder.decode(b'', final=True)
+        self.text = self.bytes.decode('utf-8', 'replace')
 
 
-def temperature_of(cfg):
-    if cfg.temperature is not None:
-        return cfg.temperature
-    return 0.0 if cfg.eval_code else 0.9
-
-
-def write(model, tokenizer, prompts, seeds, cfg):
+def certain_text(data, stops):
     """
-    Continue each Prompt once with each seed, in one batch. Yields the Texts before the first step
-    and after each step, ordered by prompt and seed. At the end all are finished.
+    Decode UTF-8 up to the first stop text, without an incomplete character or the beginning of a
+    possible stop text at its end. Returns (text, whether a stop text was found).
     """
-    sampling = Sampling(cfg.max_new_tokens, temperature=temperature_of(cfg), top_k=cfg.top_k,
-                        top_p=cfg.top_p, min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty,
-                        vocab=tokenizer.n_vocab, logprobs=cfg.output == 'logprobs')
-    texts = [Text(tokenizer, prompt, seed, cfg.stop) for prompt in prompts for seed in seeds]
+    text, _ = codecs.utf_8_decode(data, 'replace')
+    found = [text.index(stop) for stop in stops if stop in text]
+    if found:
+        return text[:min(found)], True
+    held_back = 0
+    for stop in stops:
+        for length in range(len(stop)):
+            if text.endswith(stop[:length]):
+                held_back = max(held_back, length)
+    return text[:len(text) - held_back], False
+
+
+def write(model, tokenizer, prompts, cfg):
+    """
+    Continue each Prompt num_samples times, batch_size at a time. Yields (Text, new characters), one
+    Text after another, as soon as characters are certain. They begin with what the prompt shows,
+    and the last of a Text come when it is finished.
+    """
+    temperature = cfg.temperature
+    if temperature is None:
+        temperature = 0.0 if cfg.eval_code else 0.9
+    num_samples = cfg.num_samples
+    if num_samples is None:
+        num_samples = 1 if temperature < GREEDY_BELOW else 3
+    sampling = Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p,
+                        cfg.repetition_penalty, tokenizer.n_vocab, cfg.output == 'logprobs')
+    size = model.config.block_size
+    longest = max([len(prompt.ids) for prompt in prompts], default=0)
+    if longest > size:
+        print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
+              file=sys.stderr)
+    seeds = range(cfg.seed, cfg.seed + num_samples)
+    texts = [Text(prompt, seed, tokenizer) for prompt in prompts for seed in seeds]
+    for first in range(0, len(texts), cfg.batch_size):
+        batch = texts[first:first + cfg.batch_size]
+        current = 0  # the Text that is shown
+        printed = 0  # characters of it
+        for _ in write_batch(model, batch, sampling, cfg.compile):
+            while current < len(batch):
+                text = batch[current]
+                shown = text.prompt.shown + text.text
+                yield text, shown[printed:]
+                printed = len(shown)
+                if not text.finish:
+                    break
+                current += 1
+                printed = 0
+
+
+def write_batch(model, texts, sampling, compiled):
+    """Continue Texts in one batch until all are finished. Yields before and after each step."""
     stopped = set()
-    yield texts
-    for step in generate(model, [prompt.ids for prompt in prompts], sampling, num_samples=len(seeds),
-                         seeds=[text.seed for text in texts], stopped=stopped, compiled=cfg.compile):
+    yield
+    for step in generate(model, [text.prompt.ids for text in texts], sampling,
+                         [text.seed for text in texts], stopped, compiled):
         for index, token, logprob in step:
             texts[index].add(token, logprob)
             if texts[index].finish:
                 stopped.add(index)
-        yield texts
+        yield
     for text in texts:
         if not text.finish:
             text.end('length')
-    yield texts
-
-
-def write_batches(model, tokenizer, prompts, cfg):
-    """Continue each prompt num_samples times, batch_size at a time. Yields write() of each batch."""
-    longest = max([len(prompt.ids) for prompt in prompts], default=0)
-    if longest > model.config.block_size:
-        print(f'note: the prompt has {longest:,} tokens; only the last {model.config.block_size:,} fit in '
-              'the context', file=sys.stderr)
-    num_samples = cfg.num_samples
-    if num_samples is None:
-        num_samples = 1 if temperature_of(cfg) < GREEDY_BELOW else 3
-    prompts_at_once = max(cfg.batch_size // num_samples, 1)
-    for i in range(0, len(prompts), prompts_at_once):
-        for j in range(0, num_samples, cfg.batch_size):
-            seeds = range(cfg.seed + j, cfg.seed + min(j + cfg.batch_size, num_samples))
-            yield write(model, tokenizer, prompts[i:i + prompts_at_once], seeds, cfg)
-
-
-def print_in_order(steps, end):
-    """Stream the Texts one after another, each between its prompt and `end`. Returns them."""
-    current = 0  # the Text that is printed
-    printed = 0  # characters of it
-    for texts in steps:
-        while current < len(texts):
-            text = texts[current]
-            shown = text.prompt.shown + text.text
-            print(shown[printed:], end=end if text.finish else '', flush=True)
-            printed = len(shown)
-            if not text.finish:
-                break
-            current += 1
-            printed = 0
-    return texts
+    yield
 
 
 # -----------------------------------------------------------------------------
@@ -337,17 +295,13 @@ def print_in_order(steps, end):
 def sample(model, tokenizer, template, cfg):
     """Print samples of each prompt, in order."""
     rows = read_prompts(cfg.start)
-    given, _, _ = rows[0]
-    if template in CHATS and cfg.template == 'auto' and isinstance(given, str):
-        print('note: this model was tuned for chat; give --chat to talk to it, or --template='
-              f'{template} to ask one question', file=sys.stderr)
-    prompts = make_prompts(rows, tokenizer, template, cfg)
-    for steps in write_batches(model, tokenizer, prompts, cfg):
+    if template in CHATS and cfg.template == 'auto' and rows and isinstance(rows[0][0], str):
+        print(f'note: this model was tuned for chat; give --chat, or --template={template} for one question',
+              file=sys.stderr)
+    for text, piece in write(model, tokenizer, make_prompts(rows, tokenizer, template, cfg), cfg):
         if cfg.output == 'text':
-            print_in_order(steps, '\n---------------\n')
-            continue
-        *_, texts = steps
-        for text in texts:
+            print(piece, end='\n---------------\n' if text.finish else '', flush=True)
+        elif text.finish:
             row = {'prompt': text.prompt.given, 'seed': text.seed, 'text': text.text, 'finish': text.finish}
             if cfg.output == 'logprobs':
                 row |= {'tokens': text.tokens, 'logprobs': text.logprobs}
@@ -356,24 +310,22 @@ def sample(model, tokenizer, template, cfg):
 
 def eval_code(model, tokenizer, template, cfg):
     """Judge the answers to the tasks of a file. Prints the metrics, with output=jsonl also the answers."""
-    is_chat = template in CHATS
-    tasks = read_tasks(cfg.eval_code, is_chat)
+    tasks = read_tasks(cfg.eval_code, template in CHATS)
     if cfg.run_code and not any(task.tests for task in tasks):
         raise ValueError(f'run_code=True needs tests, and {cfg.eval_code} has none')
-    prompts = []
-    for prompt in make_prompts([(task, task.turns, task.template) for task in tasks],
-                               tokenizer, template, cfg):
-        stops = prompt.stops if is_chat else prompt.stops + prompt.given.stops
-        prompts.append(prompt._replace(stops=stops))
+    rows = [(task, task.turns, task.template) for task in tasks]
+    prompts = make_prompts(rows, tokenizer, template, cfg)
+    for prompt in prompts:
+        if template not in CHATS:
+            prompt.stops.extend(prompt.given.stops)
     verdicts = []
-    for steps in write_batches(model, tokenizer, prompts, cfg):
-        *_, texts = steps
-        for text in texts:
-            verdict = judge(text.prompt.given, text.seed, text.text, cfg.run_code)
-            verdicts.append(verdict)
-            if cfg.output != 'text':
-                print_json({**verdict._asdict(), 'task': verdict.task.name})
-        print(f'{len(verdicts):,} answers to {len(tasks):,} tasks', file=sys.stderr)
+    for text, _ in write(model, tokenizer, prompts, cfg):
+        if not text.finish:
+            continue
+        verdict = judge(text.prompt.given, text.seed, text.text, cfg.run_code)
+        verdicts.append(verdict)
+        if cfg.output != 'text':
+            print_json({**verdict._asdict(), 'task': verdict.task.name})
     print_metrics(verdicts, cfg.output)
 
 
@@ -387,24 +339,25 @@ def chat(model, tokenizer, template, cfg):
     if cfg.start.strip():
         system = [('system', read_prompts(cfg.start)[0][0])]
     turns = []
-    seed = cfg.seed
+    cfg = replace(cfg, num_samples=1)
     while (message := read_line()) not in ('', 'exit'):
         try:
             turns, ids = fit_turns(tokenizer, system, [*turns, ('user', message)], template, limit)
         except ValueError as e:  # The message is too long, or has characters that the tokenizer lacks.
             print(f'note: {e}', file=sys.stderr)
             continue
-        prompt = Prompt('', '', ids, (TEMPLATES[template].assistant[1],))
-        answer, = print_in_order(write(model, tokenizer, [prompt], [seed], cfg), '\n')
-        turns.append(('assistant', answer.text))
-        seed += 1
+        prompt = Prompt('', '', ids, split_stops(cfg.stop, template))
+        for text, piece in write(model, tokenizer, [prompt], cfg):
+            print(piece, end='\n' if text.finish else '', flush=True)
+        turns.append(('assistant', text.text))
+        cfg = replace(cfg, seed=cfg.seed + 1)
 
 
 def read_line():
     """Read a line of the user. Returns '' at the end of the input."""
     try:
         return input('> ').strip()
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         print()
         return ''
 
@@ -415,56 +368,38 @@ def fit_turns(tokenizer, system, turns, template, limit):
     (turns, all ids). Raises ValueError if the last message alone is too long.
     """
     for first in range(0, len(turns), 2):
-        ids = turn_ids(tokenizer, [*system, *turns[first:]], template)
+        ids = turn_ids(tokenizer, system + turns[first:], template)
         if len(ids) <= limit:
             if first:
                 print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
             return turns[first:], ids
-    raise ValueError(f'the message takes {len(ids):,} tokens with its template; the context has room for '
-                     f'{limit:,} and an answer')
+    raise ValueError(f'the message takes {len(ids):,} tokens; the context has room for {limit:,}')
 
 
-def diagnose_model(cfg, device, dtype):
-    """Diagnose a model on its validation data, or on random ids if that is not here."""
-    weights, model = open_gpt(cfg)
-    T, vocab_size = model.config.block_size, model.config.vocab_size
+def validation_batches(weights, model, data_dir):
+    """
+    Yield batches for diagnose(): windows spread over the validation data of the training or, if that
+    is not here, random ids without targets.
+    """
+    T = model.config.block_size
+    settings = weights.checkpoint.get('config', {})
     try:
-        batches = validation_batches(weights, T, cfg.data_dir)
+        if not settings.get('dataset'):
+            raise ValueError(f'{weights.path} does not name its dataset')
+        val = open_split(open_datasets(settings['dataset'], data_dir), 'val', T,
+                         settings.get('document_mask', False), settings.get('pack_rows', False))
+        trained_on = weights.checkpoint.get('data', {}).get('val')
+        if trained_on not in (None, ' '.join(split.fingerprint() for split in val.splits)):
+            raise ValueError(f'dataset={settings["dataset"]} in data_dir={data_dir} has changed')
     except ValueError as e:
         print(f'note: random ids and no loss by position, because {e}', file=sys.stderr)
-        x = torch.randint(vocab_size, (max(DIAGNOSED // T, 1), min(T, DIAGNOSED)))
-        batches = [(x, torch.full_like(x, -1))]
-    model.to(device).eval().compute_dtype = dtype
-    diagnose(model, weights, (with_positions(*batch, device=device) for batch in batches), cfg.output)
-
-
-def with_positions(x, y, documents=None, *, device):
-    """Return a batch of diagnose() on the device, from tensors of a Split."""
-    position = torch.arange(x.size(1)).expand_as(x)
-    if documents is not None:
-        documents = documents.to(device)
-        position = positions_in(documents)
-    return x.to(device), y.to(device), position.to(device), documents
-
-
-def validation_batches(weights, T, data_dir):
-    """
-    Spread windows over the validation data of a training. Returns batches of tensors, one window
-    each. Raises ValueError if the data is not in data_dir.
-    """
-    settings = weights.checkpoint.get('config', {})
-    if not settings.get('dataset'):
-        raise ValueError(f'{weights.path} does not name its dataset')
-    val = open_split(open_datasets(settings['dataset'], data_dir), 'val', T,
-                     settings.get('document_mask', False), settings.get('pack_rows', False))
-    trained_on = weights.checkpoint.get('data', {}).get('val')
-    if trained_on not in (None, ' '.join(split.fingerprint() for split in val.splits)):
-        raise ValueError(f'dataset={settings["dataset"]} in data_dir={data_dir} has changed since training')
-    batches = []
+        x = torch.randint(model.config.vocab_size, (max(DIAGNOSED // T, 1), min(T, DIAGNOSED)))
+        yield x, torch.full_like(x, -1), torch.zeros_like(x)
+        return
     for split, starts in fixed_windows(val, max(DIAGNOSED // T, 2)):
         for start in starts:
-            batches.append([torch.from_numpy(part) for part in split.gather([start])])
-    return batches
+            x, y, *documents = [torch.from_numpy(part) for part in split.gather([start])]
+            yield x, y, positions_in(documents[0] if documents else torch.zeros_like(x)), *documents
 
 
 def main(argv=None):
@@ -473,27 +408,26 @@ def main(argv=None):
         for name in names:
             if getattr(cfg, command) and given.get(name, '').startswith('--'):
                 print(f'note: --{name} has no effect with --{command}', file=sys.stderr)
-    if cfg.export:
-        opened = open_model(cfg)
-        dtype = torch.float32 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
-        export(opened.model, opened.tokenizer, opened.template, cfg.export, dtype,
-               opened.weights.checkpoint.get('hf_config'))
-        return 0
     device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # Streams, events and CUDA graphs are made on the current device.
     dtype, _ = choose_dtype(cfg.dtype, device)
     choose_compile(cfg.compile, device)  # It fails early where torch.compile does not work.
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit.
-    if cfg.diagnose:
-        diagnose_model(cfg, device, dtype)
-        return 0
     weights, model, tokenizer, template = open_model(cfg)
-    model = prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile)
+    if cfg.export:
+        export(model, tokenizer, template, cfg.export, torch.float32 if cfg.dtype == 'auto' else dtype,
+               weights.checkpoint.get('hf_config'))
+        return 0
     step = f', step {weights.checkpoint["iter_num"]}' if 'iter_num' in weights.checkpoint else ''
     spec = tokenizer.spec()
     print(f'weights: {weights.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
           f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
+    if cfg.diagnose:
+        model.to(device).eval().compute_dtype = dtype
+        diagnose(model, validation_batches(weights, model, cfg.data_dir), cfg.output)
+        return 0
+    prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile)
     if cfg.score:
         documents = read_documents(cfg.score, tokenizer, template, cfg)
         print_scores(score_documents(model, tokenizer, documents, cfg.batch_size), cfg.score, cfg.output)

@@ -265,7 +265,7 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
     sampling = Sampling(3, 0.8, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1, logprobs=True)
     stopped, texts = set(), []
     with Strict():
-        for new in generate(model, [[1] * 16, [2] * 3, [3] * 5], sampling, 1, [1, 2, 3], stopped, compiled):
+        for new in generate(model, [[1] * 16, [2] * 3, [3] * 5], sampling, [1, 2, 3], stopped, compiled):
             texts.append([sequence for sequence, _, _ in new])
             if len(texts) == 2:
                 stopped |= {1, 2}

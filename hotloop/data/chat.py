@@ -180,8 +180,11 @@ def render(turns, name):
 def prompt_of(row, where):
     """
     Return (the prompt as given, the turns up to the last user's, the template that suits them) of a
-    row of prompts: a chat, or an instruction, prompt or question with or without its answer.
+    row of prompts: a text, which has no template, a chat, or an instruction, prompt or question with
+    or without its answer.
     """
+    if isinstance(row, str):
+        return row, [('user', row)], None
     row = {name: value for name, value in as_object(row, where).items() if name not in ANSWERS}
     suited, turns = read_row({**row, 'completion': ''}, where)
     if suited is None:

@@ -1,105 +1,49 @@
-"""Diagnose a checkpoint: its training, weights, activations, and loss by position."""
+"""Diagnose a model: weights that are not finite, activations of its blocks, dead units, loss by position."""
 
 import math
-import re
 from collections import defaultdict
 
 import torch
-from torch.nn import functional as F
 
 from hotloop.inference.score import print_json
-from hotloop.system.text import text_of
 
 MAX_LOGITS = 2**24  # computed at once
 INACTIVE = 1e-3  # An inactive unit never exceeds this fraction of the RMS of its layer.
-SETTINGS = ('max_iters', 'dataset', 'init_from', 'lora_rank', 'preset', 'optimizer', 'learning_rate',
-            'lr_schedule', 'min_lr')
 
 
 @torch.no_grad()
-def diagnose(model, source, batches, output):
+def diagnose(model, batches, output):
     """
-    Print tables about a model in eval mode, or with output='jsonl' lines of JSON. source: the
-    Weights it was opened from. batches: tuples (x, y, position, documents) of (B, T) tensors; y is
-    -1 where there is no target. The model does not run if a weight is not finite.
+    Print tables about a model in eval mode, or with output='jsonl' lines of JSON. batches: tuples
+    (x, y, position) of (B, T) tensors, or with the documents of the tokens; y is -1 where there is
+    no target. The model does not run if a weight is not finite.
     """
-    print_table('training', [describe_training(source)], output)
-    weights = [measure_tensor(name, p) for name, p in model.named_parameters()]
-    print_table('weights', weights if output != 'text' else join_blocks(weights), output)
-    problems = find_bad_weights(weights)
-    if not any(row['not finite'] for row in weights):
-        blocks, by_position = run(model, batches)
+    problems = []
+    finite = True
+    for name, p in model.named_parameters():
+        not_finite = p.numel() - int(p.isfinite().sum())
+        if not_finite:
+            problems.append(f'{name}: {not_finite:,} of {p.numel():,} values are NaN or infinite')
+            finite = False
+        elif not p.any() and not name.endswith('bias'):
+            problems.append(f'{name}: all {p.numel():,} values are zero')
+    if finite:
+        blocks, by_position = measure_blocks(model, batches)
         print_table('blocks', blocks, output)
         if by_position:
             print_table('loss by position', by_position, output)
-        problems += find_bad_activations(blocks, by_position)
+        problems += find_problems(blocks, by_position)
     print_table('problems', [{'problem': problem} for problem in problems or ['none found']], output)
 
 
-def describe_training(source):
-    """Describe what a model was trained on and for how long, as {what: value}."""
-    config = source.checkpoint.get('config', {})
-    facts = {'weights': source.path, 'step': source.checkpoint.get('iter_num')}
-    if 'best_val_loss' in source.checkpoint:
-        facts['best val loss'] = float(source.checkpoint['best_val_loss'])
-    for name in SETTINGS:
-        facts[name] = config.get(name)
-    return {name: value for name, value in facts.items() if value is not None}
-
-
-# -----------------------------------------------------------------------------
-# weights
-
-def measure_tensor(name, p):
-    """Measure the finite values of a tensor, and count those that are not finite."""
-    w = p.detach().float()
-    w = w[w.isfinite()]
-    if not len(w):
-        w = torch.full((1,), math.nan)
-    return {'name': name, 'parameters': p.numel(), 'rms': w.double().square().mean().sqrt().item(),
-            'min': w.min().item(), 'max': w.max().item(),
-            'not finite': p.numel() - int(p.isfinite().sum())}
-
-
-def join_blocks(rows):
-    """Join the rows of the same tensor in all blocks."""
-    kinds = defaultdict(list)
-    for row in rows:
-        kind = re.sub(r'\.\d+\.', '.*.', row['name']).removeprefix('transformer.')
-        kinds[kind].append(row)
-    joined = []
-    for kind, same in kinds.items():
-        values = {name: [row[name] for row in same] for name in same[0]}
-        joined.append({'name': kind, 'parameters': sum(values['parameters']),
-                       'lowest rms': min(values['rms']), 'highest rms': max(values['rms']),
-                       'min': min(values['min']), 'max': max(values['max']),
-                       'not finite': sum(values['not finite'])})
-    return joined
-
-
-def find_bad_weights(rows):
-    """List the tensors with values that are not finite, and those of zeros."""
-    problems = []
-    for row in rows:
-        if row['not finite']:
-            problems.append(f'{row["name"]}: {row["not finite"]:,} of {row["parameters"]:,} values are NaN '
-                            'or infinite; the model was not run')
-        elif row['rms'] == 0 and not row['name'].endswith('bias'):
-            problems.append(f'{row["name"]}: all {row["parameters"]:,} values are zero')
-    return problems
-
-
-# -----------------------------------------------------------------------------
-# activations and losses
-
-def run(model, batches):
+def measure_blocks(model, batches):
     """
     Run a model on batches. Returns rows of its blocks, with the RMS of a block's input and of what
     attention and MLP add to it, and rows of its loss by position.
     """
     squares = defaultdict(list)  # {(place, layer): mean squares of the batches}
     peaks = {}  # {layer: the largest |output| of each MLP unit, (n_ff,)}
-    outputs = []  # of the last norm
+    outputs = []  # of the last block
 
     def recorder(place, layer):
         def record(module, args, output=None):
@@ -110,38 +54,35 @@ def run(model, batches):
                 peaks[layer] = torch.maximum(peaks.get(layer, peak), peak)
         return record
 
-    hooks = [model.transformer.ln_f.register_forward_hook(lambda module, args, x: outputs.append(x))]
+    last = model.transformer.h[-1]
+    hooks = [last.register_forward_hook(lambda module, args, output: outputs.append(output))]
     for layer, block in enumerate(model.transformer.h):
         hooks += [block.register_forward_pre_hook(recorder('stream', layer)),
                   block.mlp.c_proj.register_forward_pre_hook(recorder('units', layer)),
                   block.ln_1_post.register_forward_hook(recorder('attention', layer)),
                   block.ln_2_post.register_forward_hook(recorder('MLP', layer))]
     losses = []
-    for x, y, position, documents in batches:
-        model(x, y, documents)
+    size = max(MAX_LOGITS // model.config.vocab_size, 1)
+    for batch in batches:
+        x, y, position, *documents = [part.to(model.cos.device) for part in batch]
+        model(x, None, *documents)
         seen = y >= 0
-        losses.append(torch.stack([position[seen], token_losses(model, outputs.pop()[seen], y[seen])]))
+        for part in zip(*(t[seen].split(size) for t in (outputs.pop(), y, position)), strict=True):
+            output, target, place = part
+            loss = model.loss(output[:, None], target[:, None])  # Each token is a sequence of one.
+            losses.append(torch.stack([place, loss]))
     for hook in hooks:
         hook.remove()
-    blocks = []
+    rows = []
     for layer, peak in peaks.items():
-        rms = {}
+        row = {'block': layer}
         for place in ('stream', 'attention', 'MLP', 'units'):
             means = squares[place, layer]
-            rms[place] = math.sqrt(sum(means) / len(means))
-        inactive = int((peak <= INACTIVE * rms.pop('units')).sum())
-        blocks.append({'block': layer, **rms, 'dead units': inactive, 'units': len(peak)})
-    return blocks, group_by_position(torch.cat(losses, 1).cpu())
-
-
-def token_losses(model, x, targets):
-    """Compute the loss of each target, (N,), from the (N, C) output of the last norm."""
-    losses = [torch.zeros(0, device=x.device)]
-    size = max(MAX_LOGITS // model.config.vocab_size, 1)
-    for part, target in zip(x.split(size), targets.split(size), strict=True):
-        logits = model.softcap(model.lm_head(part).float())
-        losses.append(F.cross_entropy(logits, target, reduction='none'))
-    return torch.cat(losses)
+            row[place] = math.sqrt(sum(means) / len(means))
+        row['dead units'] = int((peak <= INACTIVE * row['units']).sum())
+        row['units'] = len(peak)
+        rows.append(row)
+    return rows, group_by_position(torch.cat(losses, 1).cpu())
 
 
 def group_by_position(losses):
@@ -156,7 +97,7 @@ def group_by_position(losses):
     return rows
 
 
-def find_bad_activations(blocks, by_position):
+def find_problems(blocks, by_position):
     """List the parts whose output is zero or not finite, and layers with many inactive units."""
     problems = []
     for row in blocks:
@@ -167,18 +108,14 @@ def find_bad_activations(blocks, by_position):
             if row[part] <= 1e-6 * row['stream']:
                 problems.append(f'{where}: its output is zero')
         if row['dead units'] >= row['units'] / 2:
-            problems.append(f'block {row["block"]}, MLP: {row["dead units"]:,} of {row["units"]:,} units '
-                            'are inactive')
+            problems.append(f'{where}: {row["dead units"]:,} of {row["units"]:,} units are inactive')
     if not all(math.isfinite(row['loss']) for row in by_position):
         problems.append('logits: NaN or infinite, but the outputs of all blocks are finite')
     return problems
 
 
-# -----------------------------------------------------------------------------
-# output
-
 def print_table(section, rows, output):
-    """Print rows, {column: value}, as a table, a single row as a list; or as lines of JSON."""
+    """Print rows, {column: value}, as a table or as lines of JSON."""
     if output != 'text':
         for row in rows:
             finite = {'section': section, **row}
@@ -188,9 +125,6 @@ def print_table(section, rows, output):
             print_json(finite)
         return
     print(f'\n{section}')
-    if len(rows) == 1:
-        rows = [{'': name, ' ': value} for name, value in rows[0].items()]
-    else:
-        rows = [dict.fromkeys(rows[0], 0) | {name: name for name in rows[0]}, *rows]
-    for row in rows:
-        print('  ' + '  '.join(f'{text_of(value):>10}' for value in row.values()))
+    for row in [{name: name for name in rows[0]}, *rows]:
+        words = [f'{value:.4g}' if isinstance(value, float) else f'{value}' for value in row.values()]
+        print('  ' + '  '.join(f'{word:>10}' for word in words))

@@ -55,8 +55,7 @@ def sample_token(logits, number, sampling):
 def draw(logits, seen, numbers, sampling):
     """
     Draw one token per row from (B, V) logits, as (B, 2) float32: its id, exact below 2^24, and its
-    log-probability (0 unless requested, NaN where logits are not finite). seen: (B, V), the ids that
-    occurred in each row.
+    log-probability (0 unless requested, NaN where logits are not finite). seen: (B, V), ids that occurred.
     """
     logits = limited = logits[:, :sampling.vocab]
     if sampling.repetition_penalty != 1:
@@ -76,15 +75,11 @@ def decode_step(model, cache, tokens, seen, numbers, sampling):
     return draw(model(tokens, cache=cache), seen, numbers, sampling)
 
 
-# On a CPU weights become constants, laid out for products that Inductor writes and times against the
-# library's: GPT-2 124M in int8 from 14.5 to 7.3 ms per token. The cache on disk would store those constants;
-# the last two keep tables off the terminal.
+# On a CPU weights become constants, laid out for products that Inductor times: GPT-2 124M in int8 from 14.5
+# to 7.3 ms per token. The cache on disk would store the constants; the last two print no tables.
 CPU_STEP = dict(freezing=True, max_autotune=True, fx_graph_cache=False, autotune_num_choices_displayed=0,
                 max_autotune_report_choices_stats=False)
-
-
-# Under this setting Inductor generates the product of one row with int8 weights on CUDA; without it each step
-# writes the weights in bf16 and reads them again
+# Inductor then generates the product of one row with int8 weights on CUDA, without a copy of them in bf16.
 INT8_CUDA_STEP = dict(coordinate_descent_tuning=True)
 
 
@@ -133,17 +128,14 @@ def uniform_numbers(rows, device):
 def prefill(model, contexts):
     """Feed lists of ids in one forward. Returns a cache that holds them and the (B, V) logits after each."""
     device, longest = model.cos.device, max(map(len, contexts))
-    padded = [context + [0] * (longest - len(context)) for context in contexts]
+    padded = [[*context, *[0] * (longest - len(context))] for context in contexts]
     cache = new_cache(model, len(contexts), longest)
     cache.prompt_lengths = torch.tensor([len(context) for context in contexts], device=device)
     return cache, model(torch.tensor(padded, device=device), cache=cache)
 
 
 def slide(model, cache, rows, stopped):
-    """
-    Drop the oldest eighth of each full context and compute the rest again, at positions that training has
-    seen. A stopped row starts over instead.
-    """
+    """Drop the oldest eighth of each full context and compute the rest again. Stopped rows start over."""
     size, full = model.config.block_size, []
     for index, row in enumerate(rows):
         if len(row.context) > size:
@@ -170,19 +162,19 @@ def read(drawn, rows, stopped):
 
 
 @torch.no_grad()
-def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, compiled=False):
+def generate(model, prompts, sampling, seeds=None, stopped=None, compiled=False):
     """
-    Continue prompts, lists of ids of any lengths, in one batch. Yields a list of (sequence, token,
-    log-probability) each step; sequence i * num_samples + j is the j-th sample of prompt i.
+    Continue prompts, lists of ids of any lengths, in one batch; equal ones share a prefill. Yields a list of
+    (index of the prompt, token, log-probability) each step.
 
-    seeds: one per sequence; its text depends only on prompt and seed. stopped: a set of finished sequences,
-    to which the caller may add; once half of the sequences have finished, they are dropped from the batch.
-    compiled: compile the step for the complete batch, from which none is dropped; on a CPU the weights are
-    constants then. Raises ValueError when logits are not finite.
+    seeds: one per prompt; a text depends only on prompt and seed. stopped: indices of finished sequences, to
+    which the caller may add; once half of the batch has finished, they are dropped. compiled: compile the
+    step for the complete batch; on a CPU with the weights as constants. Raises ValueError when logits are
+    not finite.
     """
     size, device = model.config.block_size, model.cos.device
     stopped = set() if stopped is None else stopped
-    contexts = [list(prompt[-size:]) for prompt in prompts for _ in range(num_samples)]
+    contexts = [list(prompt[-size:]) for prompt in prompts]
     assert all(contexts), 'a prompt is empty'
     if sampling.max_new_tokens < 1 or not contexts:
         return
@@ -192,11 +184,12 @@ def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, 
     for sequence, (context, seed) in enumerate(zip(contexts, seeds, strict=True)):
         rows.append(Row(sequence, context, torch.Generator().manual_seed(seed)))
         seen[sequence, context] = True
-    prefilled, logits = prefill(model, contexts[::num_samples])
+    places = {}  # {context: its row of the prefill}
+    sources = [places.setdefault(tuple(context), len(places)) for context in contexts]
+    prefilled, logits = prefill(model, list(places))
     cache = new_cache(model, len(rows), max(map(len, contexts)) + sampling.max_new_tokens, static=compiled)
-    prompt_of = [sequence // num_samples for sequence in range(len(rows))]
-    cache.put(slice(None), prefilled, prompt_of)
-    drawn = draw(logits[prompt_of], seen, uniform_numbers(rows, device), sampling)
+    cache.put(slice(None), prefilled, sources)
+    drawn = draw(logits[sources], seen, uniform_numbers(rows, device), sampling)
     del prefilled, logits
     step = compile_step(model) if compiled else sdpa_kernel(WITHOUT_CUDNN)(decode_step)
     for left in reversed(range(sampling.max_new_tokens)):

@@ -8,7 +8,6 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +22,6 @@ from hotloop.inference.generate import NOT_FINITE
 MAX_LOGITS = 2**26  # A batch has at most this many logits: 256 MB.
 
 
-class Document(NamedTuple):
-    file: str
-    ids: np.ndarray
-    mask: np.ndarray  # 1 where a token counts toward the loss
-
-
 @dataclass
 class Score:
     """The targets of a document: their number, their UTF-8 bytes, and their summed loss in nats."""
@@ -38,24 +31,17 @@ class Score:
     nats: float = 0.0
 
 
-class Window(NamedTuple):
-    score: Score  # of its document
-    x: torch.Tensor  # (T,)
-    y: torch.Tensor  # (T,), -1 where a token is not a target
-    is_last: bool
-
-
 def read_documents(source, tokenizer, template, settings):
     """
-    Yield each Document of a file, folder, URL or - for standard input. Rows are written in the
-    template, or with 'none' in the one that suits each. settings: those of sample.py.
+    Yield (file name, ids, mask) of each document of a file, folder, URL or - for standard input.
+    Rows are written in the template, or with 'none' in the one that suits each. settings: those of
+    sample.py. mask: 1 where a token counts toward the loss.
     """
     skipped = Counter()
-    asked = 'auto'
+    asked, of_model = 'auto', None
     if settings.template in TEMPLATES:
-        asked = settings.template
-    of_model = None
-    if template in TEMPLATES:
+        asked = template
+    elif template in TEMPLATES:
         of_model = template
     with tempfile.TemporaryDirectory() as folder:  # Standard input is stored there.
         files = files_of(source, 'auto', settings.data_dir, os.path.join(folder, 'stdin'))
@@ -67,69 +53,66 @@ def read_documents(source, tokenizer, template, settings):
                 if piece.end:
                     ids, mask = encode_parts(tokenizer, parts)
                     parts = []
-                    yield Document(file.name, ids, mask)
+                    yield file.name, ids, mask
     if skipped:
-        print(f'skipped {skipped.total():,} rows without text or answer, or not in the form of the '
-              'template', file=sys.stderr)
+        print(f'skipped {skipped.total():,} rows that the template cannot write', file=sys.stderr)
     if used:
         print(f'only the answers are scored; template: {used}', file=sys.stderr)
 
 
-def split_document(document, tokenizer, T):
+def windows_of(documents, tokenizer, T):
     """
-    Yield the Windows of up to T tokens that cover a document, none if it has no target. A target
-    counts only in its first window. Most have T / 2 tokens of context or more.
+    Yield the windows (Score of its document, x, y, whether it is the last) that cover each document
+    with a target. x: up to T ids; y: -1 where a token is no target. A target counts only in its
+    first window. Most have T / 2 tokens of context or more.
     """
-    ids, mask = document.ids, document.mask
     first = tokenizer.eot if tokenizer.bos is None else tokenizer.bos
-    if first is not None:  # Without it, nothing predicts the first token.
-        ids = np.append(first, ids)
-        mask = np.append(0, mask)
-    ids = ids.astype(np.int64)
-    targets = np.where(mask, ids, -1)[1:]
-    counted = targets[targets >= 0]
-    if not len(counted):
-        return
-    score = Score(document.file, len(counted), int(tokenizer.sizes[counted].sum()))
-    start = done = 0
-    while done < len(targets):
-        y = targets[start:start + T].copy()
-        y[:done - start] = -1
-        done = start + len(y)
-        x = ids[start:done]
-        yield Window(score, torch.from_numpy(x), torch.from_numpy(y), done == len(targets))
-        start += max(T // 2, 1)
+    for file, ids, mask in documents:
+        if first is not None:  # Without it, nothing predicts the first token.
+            ids = np.append(first, ids)
+            mask = np.append(0, mask)
+        ids = ids.astype(np.int64)
+        targets = np.where(mask, ids, -1)[1:]
+        counted = targets[targets >= 0]
+        if not len(counted):
+            continue
+        score = Score(file, len(counted), int(tokenizer.sizes[counted].sum()))
+        start = done = 0
+        while done < len(targets):
+            y = targets[start:start + T].copy()
+            y[:done - start] = -1
+            done = start + len(y)
+            x = torch.from_numpy(ids[start:done])
+            yield score, x, torch.from_numpy(y), done == len(targets)
+            start += max(T // 2, 1)
 
 
 @torch.no_grad()
 def score_documents(model, tokenizer, documents, batch_size):
-    """Yield the Score of each Document with a target, as soon as its last window is computed."""
+    """Yield the Score of each document with a target, as soon as its last window is computed."""
     T = model.config.block_size
     logits = T * model.config.vocab_size  # of one window
     model.loss_chunks = min(T, math.ceil(logits / MAX_LOGITS))
     batch_size = min(batch_size, max(MAX_LOGITS // logits, 1))
-    windows = (window for document in documents for window in split_document(document, tokenizer, T))
+    windows = windows_of(documents, tokenizer, T)
     while batch := list(islice(windows, batch_size)):
-        x = pad_sequence([window.x for window in batch], batch_first=True)
-        y = pad_sequence([window.y for window in batch], batch_first=True, padding_value=-1)
-        losses = model(x.to(model.cos.device), y.to(model.cos.device)).tolist()  # (B,)
-        for window, loss in zip(batch, losses, strict=True):
+        scores, x, y, is_last = zip(*batch, strict=True)
+        x = pad_sequence(x, batch_first=True).to(model.cos.device)
+        y = pad_sequence(y, batch_first=True, padding_value=-1).to(model.cos.device)
+        for score, last, loss in zip(scores, is_last, model(x, y).tolist(), strict=True):
             if not math.isfinite(loss):
-                raise ValueError(NOT_FINITE.format(f'a loss on {window.score.file} that is'))
-            window.score.nats += loss
-            if window.is_last:
-                yield window.score
+                raise ValueError(NOT_FINITE.format(f'a loss on {score.file} that is'))
+            score.nats += loss
+            if last:
+                yield score
 
 
 def print_scores(scores, source, output):
-    """
-    Print a row for each Score as it arrives and one for all. output: 'text' or 'jsonl'. Raises
-    ValueError if there are none.
-    """
+    """Print a row for each Score as it arrives and one for all. Raises ValueError if there are none."""
+    if output == 'text':
+        print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
     total = Score(source)
     for number, score in enumerate(scores, 1):
-        if number == 1 and output == 'text':
-            print(f'document  {"file":<24}      tokens        bytes     loss  perplexity  bits per byte')
         print_score(number, score, output)
         total.tokens += score.tokens
         total.bytes += score.bytes

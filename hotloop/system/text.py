@@ -67,10 +67,3 @@ def script(name):
 def wrapped(line):
     """Break a line at spaces into lines of at most 80 columns; those after the first are indented."""
     return textwrap.fill(line, 80, subsequent_indent='  ', break_long_words=False, break_on_hyphens=False)
-
-
-def text_of(value):
-    """Write a value in a table of a diagnosis: 0.01235, 25,391 or a text."""
-    if isinstance(value, float):
-        return f'{value:.4g}'
-    return f'{value:,}' if isinstance(value, int) else str(value)

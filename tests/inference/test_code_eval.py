@@ -24,6 +24,8 @@ ADD = {'task_id': 'T/0', 'prompt': 'import math\n\n\ndef add(a, b):\n    """The 
        'test': 'def check(f):\n    assert f(2, 3) == 5\n'}
 SQUARE = {'task_id': 2, 'text': 'Write a function that squares.', 'code': 'def sq(x):\n    return x * x',
           'test_setup_code': 'import math', 'test_list': ['assert sq(3) == math.pow(3, 2)']}
+SANITIZED = {'prompt': 'Square.', 'test_imports': ['import math'], 'test_list': SQUARE['test_list']}
+SHORTEN = {'prompt': 'Shorten:\n```python\nx  =  1\n```', 'answer': 'x=1'}
 
 
 @pytest.mark.parametrize('code, expected', [
@@ -41,31 +43,21 @@ def test_the_first_fenced_block_is_the_code(answer, code):
     assert first_fence(answer) == code
 
 
-@pytest.mark.parametrize('answer, outcome', [
-    ('    return a + b\n', 'passed'), ('```\n    return a + b\n```', 'passed'),
-    ('```python\ndef add(a, b):\n    return math.fsum([a, b])\n```', 'passed'),
-    ('def add(a, b):\n    return a + b', 'passed'), ('    return a - b', 'AssertionError'),
-    ('    exit()', 'exit status 0 before the end'), ('    pass', 'not code'), ('', 'not code'),
-    ('    """Text."""\n    ...', 'not code'), (ADD['prompt'], 'not code'), ('    return (', 'not code')])
-def test_an_answer_passes_if_its_program_and_the_tests_run(answer, outcome):
-    """The prompt's imports are in it. Tests of what is not code are not run."""
-    verdict = judge(read_task(ADD, 'line 1', False), 7, answer, run=True)
-    assert verdict.outcome == outcome and verdict.parses == (outcome != 'not code')
+@pytest.mark.parametrize('row, answer, outcome', [
+    (ADD, '    return a + b\n', 'passed'), (ADD, '```\n    return a + b\n```', 'passed'),
+    (ADD, '```python\ndef add(a, b):\n    return math.fsum([a, b])\n```', 'passed'),
+    (ADD, 'def add(a, b):\n    return a + b', 'passed'), (ADD, '    return a - b', 'AssertionError'),
+    (ADD, '    exit()', 'exit status 0 before the end'), (ADD, '    pass', 'not code'), (ADD, '', 'not code'),
+    (ADD, '    """Text."""\n    ...', 'not code'), (ADD, ADD['prompt'], 'not code'),
+    (ADD, '    return (', 'not code'), (SQUARE, SQUARE['code'], 'passed'),
+    (SANITIZED, SQUARE['code'], 'passed'), (SQUARE, 'def sq(x):\n    return x', 'AssertionError'),
+    (SHORTEN, 'x = 1', 'not code'), (SHORTEN, 'x = 2', None)])
+def test_an_answer_passes_if_its_program_and_the_tests_run(row, answer, outcome):
+    """Imports of the prompt or the tests are in it. Tests of what is not code are not run."""
+    verdict = judge(read_task(row, 'line 1', False), 7, answer, run=True)
+    assert verdict.outcome == (None if row is SHORTEN else outcome)
+    assert verdict.parses == (outcome != 'not code')
     assert judge(verdict.task, 7, answer, run=False).outcome is None
-
-
-def test_a_copy_of_the_prompt_is_not_an_answer():
-    task = read_task({'prompt': 'Shorten:\n```python\nx  =  1\n```', 'answer': 'x=1'}, 'line 1', False)
-    assert not judge(task, 0, 'x = 1', False).parses and judge(task, 0, 'x = 2', False).parses
-
-
-def test_mbpp_has_a_list_of_tests():
-    """Their imports are test_setup_code in the complete set, and test_imports in the sanitized one."""
-    task = read_task(SQUARE, 'line 1', False)
-    assert judge(task, 0, SQUARE['code'], True).outcome == 'passed'
-    assert judge(task, 0, 'def sq(x):\n    return x', True).outcome == 'AssertionError'
-    sanitized = {'prompt': 'Square.', 'test_imports': ['import math'], 'test_list': SQUARE['test_list']}
-    assert judge(read_task(sanitized, 'line 1', True), 0, SQUARE['code'], True).outcome == 'passed'
 
 
 def test_the_question_of_a_task():
@@ -79,7 +71,7 @@ def test_the_question_of_a_task():
                 {'messages': [{'role': 'user', 'content': 'it'}, {'role': 'assistant', 'content': 'x'}]}):
         task = read_task(row, 'a.jsonl, line 3', True)
         assert task[4:] == ('x', '', '', ()) and task.prompt == task.turns[-1][1] == 'it'
-        assert task.name == 'a.jsonl, line 3' and judge(task, 0, 'x = 1', True).outcome is None
+        assert task.name == 'a.jsonl, line 3'
 
 
 def test_a_row_whose_prompt_begins_a_function_has_a_body_as_its_answer():
@@ -100,20 +92,15 @@ def test_a_row_that_is_not_a_task_is_refused(row):
     assert 'line 4' in error_of(read_task, row, 'line 4', False)
 
 
-@pytest.mark.parametrize('program', [
-    'x = 1', 'import numpy\nassert numpy.ones(3).sum() == 3', 'print("x" * 10**5)',
-    'open("a.txt", "w").close()', 'if __name__ == "__main__":\n    1 / 0',
-    'from dataclasses import dataclass\n@dataclass\nclass A:\n    x: "int"',
-    'import os\nassert not os.environ.get("HOME") and os.listdir(".") == ["program.py"]'])
-def test_a_program_that_runs_to_its_end_passes(program):
-    assert run_program(program) == 'passed'
-
-
 @pytest.mark.parametrize('program, reason', [
+    ('import numpy\nassert numpy.ones(3).sum() == 3', 'passed'), ('print("x" * 10**5)', 'passed'),
+    ('open("a.txt", "w").close()', 'passed'), ('if __name__ == "__main__":\n    1 / 0', 'passed'),
+    ('from dataclasses import dataclass\n@dataclass\nclass A:\n    x: "int"', 'passed'),
+    ('import os\nassert not os.environ.get("HOME") and os.listdir(".") == ["program.py"]', 'passed'),
     ('assert 1 == 2, "no"', 'AssertionError: no'), ('def', 'SyntaxError: invalid syntax'),
     ('exit(0)', 'exit status 0'), ('import os\nos._exit(1)', 'exit status 1'),
     ('input()', 'EOFError'), ('def f(): return f()\nf()', 'RecursionError'),
-    ('import os\nos.kill(os.getpid(), 11)', 'killed by SIGSEGV'),
+    ('import os\nos.kill(os.getpid(), 11)', 'exit status -11'),
     ('while True: pass', 'stopped after 1 s'), ('import time\ntime.sleep(60)', 'stopped after 1 s'),
     ('x = "a" * 2**33', 'MemoryError'), ('open("a", "wb").write(bytes(2 * 10**6))', 'OSError: [Errno 27]')])
 def test_a_program_that_fails_or_exceeds_a_limit_gives_its_reason(program, reason):
@@ -135,13 +122,14 @@ def test_bleu_is_sacrebleus():
     verdicts = []
     for row, answer in zip(rows, answers, strict=True):
         verdicts.append(judge(read_task(row, 'line 1', False), 0, answer, False))
-    value, (low, high) = bleu(verdicts)
+    value, low, high = bleu(verdicts)
     references = ['return a + b', SQUARE['code'], 'x = [1, 2]']
     expected = sacrebleu.corpus_bleu(['return a + c', SQUARE['code'], 'x = [1, 3]'], [references])
     assert value == pytest.approx(expected.score) and low < value < high
 
 
-def test_samples_of_one_task_do_not_narrow_the_interval(capsys):
+def test_samples_of_one_task_do_not_narrow_the_interval(monkeypatch, capsys):
+    """BLEU is that of the first sample, where sacrebleu is installed."""
     tasks = [read_task({**ADD, 'task_id': i}, '', False) for i in range(10)]
     verdicts = [judge(task, seed, '    return 1', False)._replace(outcome='passed' if seed == 6 else 'no')
                 for task in tasks for seed in (5, 6)]
@@ -150,23 +138,13 @@ def test_samples_of_one_task_do_not_narrow_the_interval(capsys):
     syntax, passed, exact, *bleu = [list(line.values()) for line in lines]
     assert syntax[:4] == ['syntax', 10, 20, 1]
     assert passed == ['pass@1', 10, 20, 0.5, *wilson(0.5, 10)] and exact[:4] == ['exact', 10, 20, 0]
-    assert all(row[:3] == ['bleu', 10, 10] for row in bleu)  # of the first sample
-
-
-def test_answers_that_are_no_code_are_compared(capsys):
-    verdicts = []
-    for city, answer in (('Bern', ' Bern\n'), ('Rome', 'In Italy: Rome')):
-        task = read_task({'prompt': f'Capital {city}?', 'completion': f' {city}'}, city, False)
-        verdicts.append(judge(task, 0, answer, False)._replace(parses=False))
-    print_metrics(verdicts, 'text')
-    printed, err = capsys.readouterr()
-    assert 'exact       2        2  0.5000  0.0945 to 0.9055' in printed and 'no answer is Python code' in err
-
-
-def test_a_missing_sacrebleu_is_named(monkeypatch, capsys):
+    assert all(row[:3] == ['bleu', 10, 10] for row in bleu)
     monkeypatch.setattr('hotloop.system.files.find_spec', lambda package: None)
-    print_metrics([judge(read_task(ADD, '', False), 0, '', False)], 'text')
-    assert 'pip install sacrebleu' in capsys.readouterr().err
+    answer = ADD['canonical_solution']
+    print_metrics([verdict._replace(parses=False, answer=answer) for verdict in verdicts], 'text')
+    printed, err = capsys.readouterr()
+    assert printed.splitlines()[-1] == 'exact      10       20  1.0000  0.7225 to 1.0000'
+    assert 'no answer is Python code' in err and 'pip install sacrebleu' in err
 
 
 @pytest.fixture
@@ -193,23 +171,15 @@ def test_the_command_judges_greedy_answers_in_the_template(tasks, monkeypatch, c
                           'low': pytest.approx(0.3424, abs=1e-4), 'high': 1.0}
     assert metrics[1]['metric'] == 'pass@1' and calls[0].sampling.temperature == 0
     assert before + ADD['prompt'] in ByteTokenizer().decode(calls[0].prompts[0]).decode()
-
-
-def test_the_table_and_explicit_sampling(tasks, monkeypatch, capsys):
-    """Answers are not run unless --run_code asks for it. The file is one list, as the sanitized MBPP is."""
-    out = tasks.parent / 'out'
     tasks.write_bytes(gzip.compress(json.dumps([ADD, {**ADD, 'task_id': 'T/1'}], indent=2).encode()))
-    write(out / 'best.pt', gpt(257, block_size=512), ByteTokenizer())
-    calls = play(monkeypatch, *b'    exit()')
-    main(out_dir=out, eval_code=tasks, temperature=0.5, batch_size=3)
+    main(out_dir=out, eval_code=tasks, temperature=0.5, batch_size=4)  # a list; no program is run
     printed = capsys.readouterr().out
     assert printed.splitlines()[1] == 'syntax      2        6  1.0000  0.3424 to 1.0000'
-    assert 'pass@1' not in printed
-    assert [call.sampling.temperature for call in calls] == [0.5, 0.5]
+    assert 'pass@1' not in printed and [call.sampling.temperature for call in calls[1:]] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize('content, flags, words', [
-    (b'', {}, 'has no tasks'), (b'[]', {}, 'has no tasks'), (b'[3]', {}, 'element 1'), (b'{', {}, 'line 1'),
+    (b'', {}, 'has no tasks'), (b'[3]', {}, 'element 1'), (b'{', {}, 'line 1'),
     (b'{"prompt": "a", "answer": "b"}', dict(run_code=True), 'run_code=True needs tests'),
     (b'{"instruction": "a", "output": "b"}', {}, '--template'), (None, {}, 'No such file')])
 def test_a_file_without_tasks_is_refused(tasks, content, flags, words):

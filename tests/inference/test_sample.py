@@ -15,6 +15,8 @@ import sample
 from hotloop.data.chat import TEMPLATES, choose_template, parts_of, read_row, render
 from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+from hotloop.inference.generate import Sampling
+from hotloop.inference.quantize import Int8Linear
 from hotloop.training.checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 
@@ -66,24 +68,24 @@ def play(monkeypatch, *tokens):
     """Replace generate() by one that draws these tokens for each sequence. Returns the list of its calls."""
     calls = []
 
-    def generate(model, prompts, sampling, num_samples=1, seeds=None, stopped=None, compiled=False):
-        calls.append(types.SimpleNamespace(prompts=prompts, sampling=sampling, stopped=[]))
+    def generate(model, prompts, sampling, seeds, stopped, compiled):
+        calls.append(types.SimpleNamespace(model=model, prompts=prompts, sampling=sampling, stopped=[]))
         for token in tokens:
             calls[-1].stopped.append(set(stopped))
-            yield [(i, token, -0.5) for i in range(len(prompts) * num_samples) if i not in stopped]
+            yield [(i, token, -0.5) for i in range(len(prompts)) if i not in stopped]
     monkeypatch.setattr('sample.generate', generate)
     return calls
 
 
 @pytest.mark.parametrize('name, content, expected', [
     ('a.txt.gz', gzip.compress(b'\xef\xbb\xbfa\r\nb\n', mtime=0), ['a\r\nb\n']),
-    ('-', b'\xef\xbb\xbfcab\n', ['cab\n']),
+    ('-', b'cab\n', ['cab\n']),
     ('a.JSONL', b'\xef\xbb\xbf"cab\\n"\n\n"b"', ['cab\n', 'b']),
     ('a.ndjson.gz', gzip.compress(b'{"prompt": "cab\\n", "id": 1}', mtime=0), ['cab\n']),
     ('p.txt', b'caf\xe9', 'p.txt'), ('-', b'caf\xe9', 'position 3'),
-    ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2'), ('p.jsonl', b'\n \n', 'has no prompts'),
-    ('p.jsonl', b'7', 'line 1'), ('p.jsonl', b'{"prompt"', 'line 1 is not JSON'),
-    ('p.jsonl', b'{"messages": []}', 'line 1'), ('p.txt', None, 'No such file')])
+    ('p.jsonl', b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2'), ('p.jsonl', b'7', 'line 1'),
+    ('p.jsonl', b'{"prompt"', 'line 1 is not JSON'), ('p.jsonl', b'{"messages": []}', 'line 1'),
+    ('p.txt', None, 'No such file')])
 def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name, content, expected):
     start = f'FILE:{tmp_path / name}'
     if name == '-':
@@ -99,20 +101,18 @@ def test_prompts_come_from_a_file_or_standard_input(tmp_path, monkeypatch, name,
 
 @pytest.mark.parametrize('flags, words', [
     (dict(start='abéx'), "'xé'"), (dict(chat=True), 'template of the model is not known'),
-    (dict(chat=True, template='none'), "template='none'"),
-    (dict(run_code=True), 'run_code=True needs eval_code'),
-    (dict(diagnose=True, quantize='int8'), 'quantize=int8'), (dict(score='a', chat=True), 'score and chat'),
-    (dict(stop='a|||'), "stop='a|||'"), (dict(repetition_penalty=0), 'repetition_penalty=0.0'),
+    (dict(run_code=True), 'run_code=True needs eval_code'), (dict(score='a', chat=True), 'score and chat'),
     (dict(top_p=1.5, min_p=0), 'top_p=1.5 must be from 1e-06 to 1\nmin_p=0.0'),
-    (dict(device='tpu'), "device='tpu'"), (dict(out_dir='none'), "'none' does not exist")])
-def test_settings_and_input_that_cannot_be_used_are_refused(out, flags, words):
+    (dict(device='tpu'), "device='tpu'"), (dict(out_dir='none'), "'none' does not exist"),
+    (dict(compile=True), 'compile=True')])
+def test_settings_and_input_that_cannot_be_used_are_refused(out, monkeypatch, flags, words):
+    monkeypatch.setattr('hotloop.system.device.try_compile', lambda device: 'no compiler')
     assert words in error_of(main, **{'out_dir': out, **flags})
 
 
-def test_a_text_is_a_function_of_prompt_and_seed(draw):
-    """The end of a prompt that is too long counts: block_size is 8."""
+def test_the_number_of_samples_and_the_end_of_a_long_prompt(draw):
+    """The block_size is 8."""
     first = draw(seed=1, num_samples=3, start='fedcbahg')
-    assert len(set(first)) == 3
     assert draw(seed=3, start='habc' * 5 + 'fedcbahg') == ['habc' * 5 + first[2]]
     assert 'the prompt has 28 tokens; only the last 8 fit' in draw.err
     greedy = draw(temperature=0, seed=1, num_samples=None)
@@ -127,59 +127,33 @@ def test_settings_and_prompts_reach_generate(draw, out, monkeypatch):
     write(out / 'best.pt', gpt(257), tokenizer)
     calls = play(monkeypatch, 2)
     flags = dict(max_new_tokens=3, temperature=0.5, top_k=None, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
-    draw(output='logprobs', start='a', **flags)
-    assert {name: getattr(calls[0].sampling, name) for name in flags} == flags
-    assert calls[0].sampling.logprobs
-    assert calls[0].sampling.vocab == 257 and calls[0].prompts == [[256, 97]]
+    draw(output='logprobs', start='a', quantize='int8', **flags)
+    assert calls[0].sampling == Sampling(**flags, vocab=257, logprobs=True)
+    assert calls[0].prompts == [[256, 97]] and isinstance(calls[0].model.lm_head, Int8Linear)
 
 
-def test_int8_and_a_compilation_that_fails(draw, out, monkeypatch):
-    prepared = []
-    prepare = sample.prepare_for_inference
-    monkeypatch.setattr('sample.prepare_for_inference',
-                        lambda *args, **rest: prepared.append(prepare(*args, **rest)) or prepared[-1])
-    draw(quantize='int8')
-    assert type(prepared[0].lm_head).__name__ == 'Int8Linear'
-    monkeypatch.setattr('hotloop.system.device.try_compile', lambda device: 'no compiler')
-    assert 'compile=True' in error_of(main, out_dir=out, compile=True)
-
-
-def fed(tokenizer, tokens, stop=None, stops=()):
-    """Feed tokens to a Text. Returns it, and what it showed after each."""
-    text = sample.Text(tokenizer, sample.Prompt('', '', [], stops), 1, stop)
-    seen = []
-    for token in tokens:
-        if text.finish is None:
-            text.add(token, 0.0)
-            seen.append(text.text)
-    return text, seen
-
-
-@pytest.mark.parametrize('stops, tokens, texts', [
-    ((), 'é€'.encode(), ['', 'é', 'é', 'é', 'é€', 'é€']), ((), (0xff, 97, 0xe2), ['�', '�a', '�a', '�a�']),
-    (('lo!',), b'elo lo', ['e', 'e', 'e', 'elo ', 'elo ', 'elo ', 'elo lo'])])
-def test_text_appears_when_it_is_certain(stops, tokens, texts):
-    """A character appears with its last byte; what may become a stop text waits, and no more."""
-    text, seen = fed(ByteTokenizer(), tokens, stops=stops)
-    text.end('length')
-    assert [*seen, text.text] == texts
-
-
-@pytest.mark.parametrize('stop, tokens, expected, finish', [
-    ('l|||e', b'hello', 'h', 'stop'), ('ell', b'heelal', 'heelal', None), ('xy', b'axaxyb', 'axa', 'stop'),
-    (r'\n', b'ab\ncd', 'ab', 'stop'), (r'\t', b'x\ty', 'x', 'stop'), ('€', 'a€b'.encode(), 'a', 'stop'),
-    ('aab', b'aaab', 'a', 'stop'), ('lo', b'hel', 'he', None), (None, (104, 256, 97), 'h', 'stop'),
-    ('<|endoftext|>|||zz', (104, 256), 'h', 'stop'), ('yABC|||AB', b'xyAB', 'xy', 'stop')])
-def test_a_stop_text_or_id_ends_the_sample_and_is_not_shown(stop, tokens, expected, finish):
-    """Each byte is a token here, so most stop texts span several."""
-    text, _ = fed(ByteTokenizer(), tokens, stop)
-    assert (text.text, text.finish) == (expected, finish)
+@pytest.mark.parametrize('stop, data, expected, stopped', [
+    (None, 'é€'.encode(), 'é€', False), (None, 'é€'.encode()[:-1], 'é', False),
+    ('', b'\xffa\xe2', '�a', False),
+    ('lo!', b'elo', 'e', False), ('lo!', b'elo lo', 'elo ', False), ('l|||e', b'hello', 'h', True),
+    ('ell', b'heelal', 'heelal', False), ('xy', b'axaxyb', 'axa', True), (r'\n', b'ab\ncd', 'ab', True),
+    (r'\t', b'x\ty', 'x', True), ('€', 'a€b'.encode(), 'a', True), ('aab', b'aaab', 'a', True),
+    ('yABC|||AB', b'xyAB', 'xy', True)])
+def test_text_appears_when_it_is_certain(stop, data, expected, stopped):
+    """A character appears with its last byte; what may become a stop text waits. Nothing is taken back."""
+    stops = sample.split_stops(stop)
+    assert sample.certain_text(data, stops) == (expected, stopped)
+    for n in range(len(data)):
+        text, _ = sample.certain_text(data[:n], stops)
+        assert expected.startswith(text)
 
 
 def test_jsonl_names_what_ended_a_text(draw, out, monkeypatch):
     write(out / 'best.pt', gpt(257), ByteTokenizer())
     row, = draw(output='jsonl', max_new_tokens=0)
     assert (row['finish'], row['text']) == ('length', '')
+    play(monkeypatch, 0xe2)
+    assert draw() == ['ab\ufffd']  # an incomplete character at the end
     calls = play(monkeypatch, 97, 256, 98)
     row, = draw(output='logprobs')
     assert row == {'prompt': 'ab', 'seed': 1337, 'text': 'a', 'finish': 'stop', 'tokens': [97, 256],
@@ -197,20 +171,15 @@ def test_samples_are_printed_in_order_and_the_first_as_it_comes(monkeypatch):
     screen = Screen()
     seen = []
 
-    def steps():
-        texts = [types.SimpleNamespace(prompt=types.SimpleNamespace(shown=start), text='', finish=None)
-                 for start in '<([']
-        yield texts
-        for index, piece, finish in [(0, 'a', None), (1, 'b', 'stop'), (0, 'c', None), (2, 'd', None),
-                                     (0, '', 'stop'), (2, 'e', 'length')]:
+    def generate(*args):
+        for index, piece in [(0, b'a'), (1, b'b'), (1, b'.'), (0, b'c'), (2, b'd'), (0, b'.'), (2, b'e')]:
             seen.append(screen.shown)
-            texts[index].text += piece
-            texts[index].finish = finish
-            yield texts
+            yield [(index, piece[0], 0.0)]
     monkeypatch.setattr(sys, 'stdout', screen)
-    sample.print_in_order(steps(), END)
-    assert seen == ['<', '<a', '<a', '<ac', '<ac', f'<ac{END}(b{END}[d']
-    assert screen.shown == f'<ac{END}(b{END}[de{END}'
+    monkeypatch.setattr('sample.generate', generate)
+    sample.sample(gpt(257), ByteTokenizer(), 'none', sample.SampleConfig(start='<', stop='.'))
+    assert seen == ['<', '<a', '<a', '<a', '<ac', '<ac', f'<ac{END}<b{END}<d']
+    assert screen.shown == f'<ac{END}<b{END}<de{END}'
 
 
 def test_prompts_of_a_file_are_drawn_together_as_each_alone(draw, tmp_path):
@@ -230,9 +199,16 @@ ROWS = [
                   {'role': 'assistant', 'content': 'd'}]}]
 
 
+def prompt_of_row(row, tokenizer, tuned_in, **settings):
+    """Return the prompt of a row for a model that was tuned in a template."""
+    rows = [sample.prompt_of(row, 'line 1')]
+    template = settings.get('template', tuned_in)
+    return sample.make_prompts(rows, tokenizer, template, sample.SampleConfig(**settings))[0]
+
+
 @pytest.mark.parametrize('template', [name for name in TEMPLATES if name != 'joined'])
 @pytest.mark.parametrize('row', ROWS, ids=lambda row: next(iter(row)))
-def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path, template, row):
+def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(template, row):
     """This holds in the template that the model was tuned in, and in one that is named."""
     specials = {'<|im_end|>': 256, '<e>': 257}
     tokenizer = BPETokenizer([bytes([b]) for b in range(256)], specials=specials, eot=257)
@@ -240,11 +216,10 @@ def test_the_prompt_of_a_row_is_its_training_document_up_to_the_answer(tmp_path,
     used = choose_template(template, read_row(row, 'a')[0])
     ids, mask = encode_parts(tokenizer, parts_of(row, 'a', used))
     expected = [257, *ids[:len(mask) - mask[::-1].argmin()].tolist()]
-    (tmp_path / 'p.jsonl').write_text(json.dumps(row))
-    for asked in ('auto', template):
-        cfg = sample.SampleConfig(start=f'FILE:{tmp_path / "p.jsonl"}', template=asked)
-        prompt, = sample.make_prompts(sample.read_prompts(cfg.start), tokenizer, template, cfg)
-        assert prompt.ids == expected and prompt.stops == TEMPLATES[template].assistant[1:]
+    end = TEMPLATES[template].assistant[1]
+    for settings in ({}, dict(template=template)):
+        prompt = prompt_of_row(row, tokenizer, template, **settings)
+        assert prompt.ids == expected and prompt.stops == [end] * bool(end)
 
 
 HI, CHATML = {'prompt': 'hi'}, '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n'
@@ -253,17 +228,12 @@ HI, CHATML = {'prompt': 'hi'}, '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assi
 @pytest.mark.parametrize('row, tuned_in, settings, expected', [
     ('hi', 'chatml', {}, 'hi'), (HI, 'chatml', {}, CHATML), ({'instruction': 'hi'}, 'chatml', {}, CHATML),
     (HI, 'chatml', dict(template='none'), 'hi'), (HI, 'none', {}, 'hi'), (HI, 'joined', {}, 'hi'),
-    ('hi', 'joined', dict(template='chatml'), CHATML),
-    (ROWS[-1], 'none', {}, ValueError)])
+    ('hi', 'joined', dict(template='chatml'), CHATML)])
 def test_a_prompt_is_in_a_template_where_one_is_known(row, tuned_in, settings, expected):
     """Texts are plain unless a template is named; so are the prompts of rows for a model that knows none."""
-    cfg = sample.SampleConfig(**settings)
-    rows = [sample.text_prompt(row) if isinstance(row, str) else sample.prompt_of(row, 'line 1')]
-    if expected is ValueError:
-        assert '--template' in error_of(sample.make_prompts, rows, ByteTokenizer(), tuned_in, cfg)
-        return
-    prompt, = sample.make_prompts(rows, ByteTokenizer(), settings.get('template', tuned_in), cfg)
+    prompt = prompt_of_row(row, ByteTokenizer(), tuned_in, **settings)
     assert ByteTokenizer().decode(prompt.ids).decode() == expected
+    assert '--template' in error_of(prompt_of_row, ROWS[-1], ByteTokenizer(), 'none')
 
 
 def test_the_answers_to_chats_end_at_the_mark(draw, out, tmp_path, monkeypatch):
@@ -300,7 +270,7 @@ def talk(capsys, monkeypatch, out):
         answers = iter(answers)
         write(out / 'best.pt', gpt(257, block_size=200), tokenizer, template='chatml')
 
-        def generate(model, ids, sampling, stopped, **kwargs):
+        def generate(model, ids, sampling, seeds, stopped, compiled):
             prompts.append(tokenizer.decode(ids[0]).decode())
             for token in next(answers).encode():
                 if not stopped:
@@ -322,11 +292,8 @@ def test_a_chat_is_in_the_template_that_training_saw(talk):
     assert complete == prompts[1] + 'Five.<|im_end|>'
     assert prompts[1].startswith(prompts[0]) and prompts[0].endswith('<|im_start|>assistant\n')
     assert talk.out == '> Four.\n> Five.\n> \n'  # without the mark; the end of the input ends the chat
-
-
-@pytest.mark.parametrize('template, end, prompt', [('plain', '', 'hi\n'), ('joined', 'exit', 'hi')])
-def test_a_template_by_name_and_the_end_of_a_chat(talk, template, end, prompt):
-    assert talk(['hi', end, 'b'], ['x', 'y'], template=template) == [prompt]
+    assert talk(['hi', '', 'b'], ['x'], template='plain') == ['hi\n']
+    assert talk(['hi', 'exit'], ['x'], template='joined') == ['hi']
 
 
 def test_the_oldest_turns_are_dropped_when_the_context_is_full(talk):
@@ -338,7 +305,8 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(talk):
     assert 'early' in prompts[1] and 'late' in prompts[1]  # a refused line costs no turn
 
 
-@pytest.mark.parametrize('chars, words', [(CHARS, None), ('', '10 ids'), (CHARS[:5], '10 ids')])
+@pytest.mark.parametrize('chars, words', [
+    (CHARS, None), ('', '10 ids'), (CHARS[:5], '10 ids'), (CHARS + 'ijk', '10 ids')])
 def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, chars, words):
     """It gets no other: nanoGPT falls back to GPT-2's whatever the vocabulary, and prints garbage."""
     (tmp_path / 'data' / 'chars').mkdir(parents=True)
@@ -355,8 +323,3 @@ def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, char
     else:
         assert draw() == draw(**flags)
         assert draw.err == f'weights: {theirs}, step 250; tokenizer: char\ndevice: cpu, float32\n'
-
-
-def test_a_tokenizer_of_more_ids_than_the_model_is_refused(out):
-    write(out / 'best.pt', gpt(9), CharTokenizer(CHARS))
-    assert 'the tokenizer has 10 ids, but the model has 9' in error_of(main, out_dir=out)

@@ -240,7 +240,7 @@ def test_a_folder_gives_bos_stops_and_template(llama_folder):
     """The begin id before prompts and chats, both end ids, the template that the chat template looks like."""
     _, model, tokenizer, template = opened(llama_folder)
     assert (tokenizer.bos, template, model.config.vocab_size) == (0, 'llama3', 97)
-    assert sample.stops_of(tokenizer, None) == ([], {1, 2})
+    assert {tokenizer.eot, *tokenizer.stops} == {1, 2}
     assert sample.prompt_ids(tokenizer, 'abc')[0] == 0 and tokenizer.n_vocab == 92
     ids = sample.turn_ids(tokenizer, [('user', 'Hi')], 'llama3')
     assert ids[:2] == [0, 3] and ids.count(3) == 2
