@@ -276,15 +276,13 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
 @pytest.mark.parametrize('settings, match', [
     (dict(n_embd=30, n_head=4), 'n_embd=30 is not divisible by n_head=4'),
     (dict(vocab_size=100), 'vocab_size=100 is smaller than the 257 ids of the tokenizer of tiny'),
-    (dict(init_from='resume'), 'holds no checkpoint; start with --init_from=scratch'),
+    (dict(init_from='resume'), 'holds no intact checkpoint; start with --init_from=scratch'),
     (dict(dataset='missing'), 'missing does not exist; make it with: python prepare.py'),
     (dict(device='tpu'), "device='tpu' was requested"),
     (dict(eval_interval=0), 'eval_interval=0 must be above 0'), (dict(learning_rate=0), 'learning_rate=0'),
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
-    (dict(beta2=1.0), 'beta2=1.0 must be at least 0 and below 1'),
     (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
-    (dict(seed=2**63), 'must be below 2'),
     (dict(save_minutes=-1), 'save_minutes=-1.0 must not be negative'),
     pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
         importlib.util.find_spec('wandb') is not None, reason='wandb is installed')),
