@@ -218,10 +218,7 @@ def find_latest(cfg):
         raise ValueError('torchrun --max-restarts needs --resume, so that a restarted run continues')
     if not must_resume and not (cfg.resume and checkpoint_paths(cfg.out_dir)):
         return None
-    latest = Checkpoints(cfg.out_dir).latest()
-    for why in latest.damaged.values():
-        print0(f'{why}; falling back to {latest.path}')
-    return latest
+    return Checkpoints(cfg.out_dir).latest()
 
 
 # -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from hotloop.system import host
 from hotloop.system.distributed import print0
-from hotloop.system.files import first_line, replacing
+from hotloop.system.files import first_intact, first_line, replacing
 from hotloop.training.shard import gather, is_sharded, shard_state
 from hotloop.weights.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
 from hotloop.weights.load import check_records, checkpoint_paths, load_checkpoint
@@ -120,7 +120,7 @@ class Latest(NamedTuple):
     """The newest intact checkpoint of a folder."""
     checkpoint: dict
     path: str
-    damaged: dict  # {path of a newer one: why it was not loaded}
+    damaged: list  # the paths of newer ones
 
 
 class Checkpoints:
@@ -138,15 +138,12 @@ class Checkpoints:
         self.saving = None  # the save under way
 
     def latest(self):
-        """Load the newest intact checkpoint. Raises ValueError, file by file, if there is none."""
-        damaged = {}
-        for path in checkpoint_paths(self.folder):
-            try:
-                return Latest(load_checkpoint(path), path, damaged)
-            except ValueError as e:
-                damaged[path] = str(e)
-        none = f'{self.folder} holds no intact checkpoint; start with --init_from=scratch'
-        raise ValueError('\n'.join([none, *damaged.values()]))
+        """Load the newest intact checkpoint. Prints which are damaged; ValueError if all are."""
+        paths = checkpoint_paths(self.folder)
+        if not paths:
+            raise ValueError(f'{self.folder} holds no checkpoint; start with --init_from=scratch')
+        path, checkpoint = first_intact(paths, load_checkpoint)
+        return Latest(checkpoint, path, paths[:paths.index(path)])
 
     def promote(self, latest):
         """Make the checkpoint of a resume the latest one, and rename the damaged ones."""

@@ -109,7 +109,7 @@ def test_no_damaged_checkpoint_is_loaded_wrong(two_checkpoints, tmp_path, count)
         if found.path == str(newest):
             assert same(found.checkpoint, expected)
         else:
-            assert found.checkpoint['iter_num'] == 1 and str(newest) in found.damaged[str(newest)]
+            assert found.checkpoint['iter_num'] == 1 and found.damaged == [str(newest)]
             fell_back += 1
     print(f'{count} damaged: {fell_back} fell back, {count - fell_back} harmless, 0 wrong')
     assert fell_back > 0.8 * count

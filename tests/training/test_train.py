@@ -276,7 +276,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
 @pytest.mark.parametrize('settings, match', [
     (dict(n_embd=30, n_head=4), 'n_embd=30 is not divisible by n_head=4'),
     (dict(vocab_size=100), 'vocab_size=100 is smaller than the 257 ids of the tokenizer of tiny'),
-    (dict(init_from='resume'), 'holds no intact checkpoint; start with --init_from=scratch'),
+    (dict(init_from='resume'), 'holds no checkpoint; start with --init_from=scratch'),
     (dict(dataset='missing'), 'missing does not exist; make it with: python prepare.py'),
     (dict(device='tpu'), "device='tpu' was requested"),
     (dict(eval_interval=0), 'eval_interval=0 must be above 0'), (dict(learning_rate=0), 'learning_rate=0'),
