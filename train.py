@@ -69,17 +69,15 @@ from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memor
 from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
 from hotloop.training.recipes import SHAPE, card_for_machine, layer_of_depth
-from hotloop.training.resume import checkpoint_settings, compare_record, compare_settings, record_of
-from hotloop.training.run_dir import config_text, open_folder, open_mirror, resume_command, write_config
-from hotloop.training.schedule import (
-    Deadline,
-    decide,
-    learning_rate,
-    measure_evaluation,
-    plan_schedule,
-    set_learning_rate,
+from hotloop.training.run_dir import open_folder, resume_command, write_config
+from hotloop.training.schedule import Deadline, decide, learning_rate, plan_schedule, set_learning_rate
+from hotloop.training.settings import (
+    checkpoint_settings,
+    compare_record,
+    compare_settings,
+    record_of,
+    setting_problems,
 )
-from hotloop.training.settings import setting_problems
 from hotloop.training.shard import (
     NO_BUFFERS,
     gradient_sync,
@@ -89,7 +87,7 @@ from hotloop.training.shard import (
     set_blocks,
     shard_model,
 )
-from hotloop.weights.load import adapt_shape, check_start, open_start
+from hotloop.weights.load import adapt_shape, check_start, checkpoint_paths, open_start
 from hotloop.weights.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
 from model import GPT, TRAINING_ONLY, GPTConfig, config_from
 
@@ -204,8 +202,7 @@ def read_settings(argv=None):
     found = read(argv=argv, below=below)
     model, lora, cfg = found.objects
     if latest:
-        for line in compare_settings(found.objects, found.given, below, BOUND):
-            print0(line)
+        compare_settings(found.objects, found.given, below, BOUND)
     for first, second in PAIRS:
         if f'--{first}' in found.given.values() and getattr(cfg, second) is not None:
             print0(f'note: {second}={getattr(cfg, second)} replaces --{first}')
@@ -216,16 +213,12 @@ def read_settings(argv=None):
 
 def find_latest(cfg):
     """Load the checkpoint to resume: with init_from=resume, or with --resume if out_dir holds a run."""
-    checkpoints = Checkpoints(cfg.out_dir)
     must_resume = cfg.init_from == 'resume'
     if os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0' and not (cfg.resume or must_resume):
         raise ValueError('torchrun --max-restarts needs --resume, so that a restarted run continues')
-    if not must_resume and not (cfg.resume and checkpoints.paths()):
+    if not must_resume and not (cfg.resume and checkpoint_paths(cfg.out_dir)):
         return None
-    latest = checkpoints.latest()
-    for why in latest.damaged.values():
-        print0(f'{why}; falling back to {latest.path}')
-    return latest
+    return Checkpoints(cfg.out_dir).latest()
 
 
 # -----------------------------------------------------------------------------
@@ -411,8 +404,7 @@ def build_run(settings, datasets, env):
     if hf_config:
         record['hf_config'] = hf_config
     if latest:
-        for line in compare_record(checkpoint, record, cfg.dataset):
-            print0(line)
+        compare_record(record, checkpoint, cfg.dataset)
         check_tokenizer(checkpoint.get('tokenizer'), latest.path, datasets[0], cfg.data_dir)
     if base:
         record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
@@ -471,7 +463,7 @@ def train(run, schedule, checkpoints, log, stop):
     def save(best, final=False):
         state.logged, state.bad_in_a_row = meter.state()
         if deadline:
-            state.seconds_used = deadline.used()
+            state.seconds_used = deadline.budget - deadline.left()
         if env.rank == 0 or is_sharded(model):
             checkpoint = checkpoint_of(model, run.optimizers, run.scaler, state, run.record)
             if env.rank == 0:
@@ -530,10 +522,9 @@ def train(run, schedule, checkpoints, log, stop):
         if step % cfg.log_interval == 0 or step in (1, schedule.max_iters):
             log.step(state, lr, meter.read(), env, speed, seconds_left)
         if schedule.is_open:
-            deadline.exclude(seconds)
+            deadline.excluded += seconds
             schedule = look_at_clock(run, schedule, deadline, checkpoints, step)
             save_is_due = save_is_due or not schedule.is_open
-    checkpoints.wait(final=True)
     print_end(cfg, state, last and not stop.by_signal(), out_of_patience, run.record, env.device)
     return stop.exit_code()
 
@@ -541,10 +532,10 @@ def train(run, schedule, checkpoints, log, stop):
 def look_at_clock(run, schedule, deadline, checkpoints, step):
     """Return the schedule after a step of a run whose time budget is open: the same, or decided."""
     cfg, state, env = run.cfg, run.state, run.env
-    if deadline.needs_evaluation(schedule):
-        measure_evaluation(deadline, run.evaluated, run.splits, cfg, run.batches.micro_batch, env)
-    begins, last = deadline.begins_decay(step, schedule, checkpoints.seconds, cfg.eval_interval)
-    if not begins:
+    deadline.measure_evaluation(schedule.decay_fraction, run.evaluated, run.splits, cfg,
+                                run.batches.micro_batch)
+    last = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
+    if last is None:
         return schedule
     state.decay_start, state.max_iters = step, last
     schedule = decide(schedule, step, last)
@@ -609,13 +600,12 @@ def execute(run, settings, meta):
     schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, run.state)
     print_length(cfg, schedule, run.state, batches, latest is not None)
     stop = StopRequest(env)
-    checkpoints = Checkpoints(cfg.out_dir)
-    held = None
+    resumed_at = run.state.iter_num if latest else None
+    checkpoints = Checkpoints(cfg.out_dir, resumed_at, cfg.mirror_dir)
+    locks = []
     if env.rank == 0:
-        held = open_run_folder(run, schedule, checkpoints, latest)
-    # on the other ranks too: the loop compares it with the step
-    checkpoints.saved_step = run.state.iter_num if latest else None
-    log = Log(cfg, run.record['config'], env, run.state.iter_num if latest else None)
+        locks = open_folders(run, schedule, checkpoints, latest)
+    log = Log(cfg, run.record['config'], env, resumed_at)
     gc.collect()
     gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
     try:
@@ -623,27 +613,23 @@ def execute(run, settings, meta):
     finally:
         checkpoints.wait()
         log.close()
-        if checkpoints.mirror:
+        if env.rank == 0:
             checkpoints.copy()  # the last lines of the log
-        if held:
-            held.close()
+        for lock in locks:
+            lock.close()
 
 
-def open_run_folder(run, schedule, checkpoints, latest):
-    """Lock out_dir on rank 0 and prepare it and the mirror. Returns the lock."""
+def open_folders(run, schedule, checkpoints, latest):
+    """Prepare out_dir and mirror_dir on rank 0. Returns their locks."""
     cfg = run.cfg
-    held, moved = open_folder(cfg.out_dir, latest is None, config_text(run.record['config'], schedule))
-    if moved:
-        print0(f'{cfg.out_dir} held a run, which was moved to {moved}')
+    locks = [open_folder('out_dir', cfg.out_dir, latest is None)]
+    write_config(cfg.out_dir, run.record['config'], schedule)
     if latest:
         print0(f'resuming at step {run.state.iter_num:,}')
         checkpoints.promote(latest)
     if cfg.mirror_dir:
-        moved = open_mirror(cfg.mirror_dir, cfg.out_dir, latest is None)
-        if moved:
-            print0(f'mirror_dir: {cfg.mirror_dir} held a run, which was moved to {moved}')
-        checkpoints.mirror = cfg.mirror_dir
-    return held
+        locks.append(open_folder('mirror_dir', cfg.mirror_dir, latest is None))
+    return locks
 
 
 if __name__ == '__main__':

@@ -23,7 +23,6 @@ import torch
 from conftest import load, rows, same
 
 import hotloop.system.distributed
-import hotloop.training.checkpoint
 import train
 from configurator import call_main
 
@@ -96,12 +95,6 @@ IN_STEP = {'kill': signals(signal.SIGKILL), 'stop': signals(signal.SIGSTOP),
            'terminate': signals(signal.SIGTERM), 'hang': hang, 'nan': nan_loss}
 
 
-def naive_saves():
-    """Write checkpoints as most trainers do: onto the file."""
-    hotloop.training.checkpoint.save_checkpoint = (
-        lambda path, checkpoint, keep_old=None: torch.save(checkpoint, path))
-
-
 def small_files(size, *numbers):
     """Let no file grow above this size from the first of these saves to the second, and so on."""
     import resource
@@ -113,20 +106,15 @@ def small_files(size, *numbers):
         before_call(SAVE, number, functools.partial(limit, (soft, hard)))
 
 
-def signal_in(name, times, *numbers):
-    """Send these signals when the function is called for the times-th time."""
-    before_call(name, times, signals(*numbers))
-
-
-FAULTS = {'naive saves': naive_saves, 'small files': small_files, 'signal in': signal_in}
-
-
 def happen(name=None, *args):
-    """Prepare a fault in this process."""
+    """Prepare a fault in this process: one of a step, small files, or signals in a call of a function."""
     if name in IN_STEP:
         before_call(STEP, args[0], IN_STEP[name])
-    elif name:
-        FAULTS[name](*args)
+    elif name == 'small files':
+        small_files(*args)
+    elif name == 'signal in':
+        function, times, *numbers = args
+        before_call(function, times, signals(*numbers))
 
 
 # -----------------------------------------------------------------------------

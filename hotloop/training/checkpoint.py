@@ -1,6 +1,5 @@
 """Checkpoints of a run: a kill cannot destroy one, and none is loaded before its checksums match."""
 
-import copy
 import dataclasses
 import math
 import os
@@ -11,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map
 
 from hotloop.system import host
 from hotloop.system.distributed import print0
-from hotloop.system.files import first_line, replacing
+from hotloop.system.files import first_intact, first_line, replacing
 from hotloop.training.shard import gather, is_sharded, shard_state
 from hotloop.weights.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
 from hotloop.weights.load import check_records, checkpoint_paths, load_checkpoint
@@ -22,9 +22,9 @@ from hotloop.weights.lora import weights_to_save
 
 OPTIMIZERS = ('optimizer', 'muon')  # names of their states in a checkpoint
 KEEP = 2  # checkpoints of a run, in case the latest is damaged
-NOT_IN_BEST = (*OPTIMIZERS, 'scaler', 'state')
-ADAPTER_FILES = tuple(f'adapter/{name}' for name in (CONFIG, TENSORS, ORIGIN))
-MIRRORED = ('config.py', 'log.jsonl', 'report.html', *ADAPTER_FILES, 'best.pt', 'ckpt.pt')
+ADAPTER = tuple(os.path.join('adapter', name) for name in (CONFIG, TENSORS, ORIGIN))
+MIRRORED = ('config.py', 'log.jsonl', 'report.html', *ADAPTER, 'best.pt', 'ckpt.pt')
+REMEDY = 'start a new run from its weights with --init_from=PATH'
 
 
 @dataclass
@@ -62,7 +62,7 @@ def checkpoint_of(model, optimizers, scaler, state, record):
     tokenizer and machine. All processes of a sharded run must call it; rank 0 gets the tensors.
     Raises ValueError if a weight is not finite.
     """
-    checkpoint = {'model': weights_to_save(model), 'scaler': scaler.state_dict(),
+    checkpoint = {'model': dict(weights_to_save(model)), 'scaler': scaler.state_dict(),
                   'model_args': model.config.model_args(), 'iter_num': state.iter_num,
                   'best_val_loss': state.best_val_loss, 'state': dataclasses.asdict(state),
                   **record}
@@ -96,25 +96,18 @@ def save_checkpoint(path, checkpoint, keep_old=None):
         raise ValueError(f'{path} could not be written: {why}') from e
 
 
-def snapshot(value, copies):
-    """
-    Copy a nested value with all tensors to host memory, for a thread to write while the run goes
-    on. copies: {} at first; a tensor with two names, such as a tied head, is copied once.
-    """
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # state_dict() has an attribute
-        for name, item in value.items():
-            copied[name] = snapshot(item, copies)
-        return copied
-    if isinstance(value, list):
-        return [snapshot(item, copies) for item in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    key = value.data_ptr(), value.shape
-    if key not in copies:  # from a GPU several times as fast into pinned memory
-        copies[key] = torch.empty_like(value, device='cpu', pin_memory=value.is_cuda)
-        copies[key].copy_(value, non_blocking=value.is_cuda)
-    return copies[key].detach()  # two names stay two tensors of one storage
+def snapshot(checkpoint):
+    """Copy all tensors to host memory, for a thread to write while the run goes on."""
+    copies = {}  # a tensor with two names, such as a tied head, is copied once
+
+    def copy(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = value.data_ptr(), value.shape
+        if key not in copies:
+            copies[key] = value.detach().to('cpu', copy=True)
+        return copies[key].detach()  # two names stay two tensors of one storage
+    return tree_map(copy, checkpoint)
 
 
 def copy_file(source, target):
@@ -127,110 +120,93 @@ class Latest(NamedTuple):
     """The newest intact checkpoint of a folder."""
     checkpoint: dict
     path: str
-    damaged: dict  # {path of a newer one: why it was not loaded}
+    damaged: list  # the paths of newer ones
 
 
 class Checkpoints:
     """
-    The checkpoints of a run folder: best.pt, the latest ckpt.pt and older ones, which rank 0
+    The checkpoints of a run folder: best.pt, the latest ckpt.pt and the one before, which rank 0
     writes. A thread writes them, and the next save or wait() reports how that ended.
     """
 
-    def __init__(self, folder, mirror=None):
+    def __init__(self, folder, saved_step=None, mirror=None):
         self.folder = folder
+        self.saved_step = saved_step  # of ckpt.pt
         self.mirror = mirror
-        self.saved_step, self.seconds = None, 0.0  # of the last save: its step and how long it took
-        self.writer, self.saving = ThreadPoolExecutor(1), None
-
-    def paths(self):
-        """List the checkpoint files, the newest first."""
-        return checkpoint_paths(self.folder)
+        self.seconds = 0.0  # of the last save
+        self.writer = ThreadPoolExecutor(1)
+        self.saving = None  # the save under way
 
     def latest(self):
-        """Load the newest intact checkpoint. Raises ValueError, file by file, if there is none."""
-        damaged = {}
-        for path in self.paths():
-            try:
-                return Latest(load_checkpoint(path), path, damaged)
-            except ValueError as e:
-                damaged[path] = str(e)
-        found = 'intact checkpoint' if damaged else 'checkpoint'
-        raise ValueError('\n'.join([f'{self.folder} holds no {found}; start with '
-                                    '--init_from=scratch', *damaged.values()]))
+        """Load the newest intact checkpoint. Prints which are damaged; ValueError if all are."""
+        paths = checkpoint_paths(self.folder)
+        if not paths:
+            raise ValueError(f'{self.folder} holds no checkpoint; start with --init_from=scratch')
+        path, checkpoint = first_intact(paths, load_checkpoint)
+        return Latest(checkpoint, path, paths[:paths.index(path)])
 
     def promote(self, latest):
         """Make the checkpoint of a resume the latest one, and rename the damaged ones."""
         for path in latest.damaged:
             os.replace(path, path + '.damaged')
-        path = os.path.join(self.folder, 'ckpt.pt')
-        if latest.path != path:
-            os.replace(latest.path, path)
-        best = os.path.join(self.folder, 'best.pt')
+        newest, best = (os.path.join(self.folder, name) for name in ('ckpt.pt', 'best.pt'))
+        if latest.path != newest:
+            os.replace(latest.path, newest)
         if 'state' not in latest.checkpoint and not os.path.exists(best):
-            copy_file(path, best)  # of nanoGPT, whose only file holds the best weights
-        self.saved_step = latest.checkpoint['iter_num']
+            copy_file(newest, best)  # of nanoGPT, whose only file holds the best weights
 
     def save(self, checkpoint, best, final=False):
         """
         Write a checkpoint, and best.pt before it if these weights are the best. A failure is
-        printed; a final one raises ValueError. Waits for the save before.
+        printed, and training continues; a final save waits and raises ValueError.
         """
         self.wait()
-        if not final:
-            checkpoint = snapshot(checkpoint, {})
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-        self.saving = self.writer.submit(self.write, checkpoint, best)
         if final:
-            self.wait(final=True)
+            self.write(checkpoint, best)
+        else:
+            self.saving = self.writer.submit(self.write, snapshot(checkpoint), best)
 
-    def wait(self, final=False):
-        """Wait for the save under way. A failure is printed; a final one raises ValueError."""
-        if self.saving is None:
-            return
+    def wait(self):
+        """Wait for the save under way and print its failure."""
         saving, self.saving = self.saving, None
         try:
-            saving.result()
+            if saving:
+                saving.result()
         except ValueError as e:
-            if final:
-                raise
             print0(f'{e}; training continues')
 
     def write(self, checkpoint, best):
-        """Write best.pt if these weights are the best, ckpt.pt, and the mirror. Drop old ones."""
+        """
+        Write best.pt if these weights are the best: weights, settings and tokenizer, adapters also
+        for peft. Then write ckpt.pt and the mirror, and drop older checkpoints.
+        """
         began = host.process_seconds()
-        failed = None
-        if best:
-            try:
-                self.write_best(checkpoint)
-            except ValueError as e:  # ckpt.pt, by which the run goes on, must not depend on it
-                failed = e
+        step = checkpoint['iter_num']
         keep_old = None
-        if self.saved_step not in (None, checkpoint['iter_num']):
+        if self.saved_step not in (None, step):
             keep_old = os.path.join(self.folder, f'ckpt-{self.saved_step:09d}.pt')
-        save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)
-        self.saved_step = checkpoint['iter_num']
-        for path in self.paths()[KEEP:]:
-            os.remove(path)
-        if self.mirror:
+        try:
+            if best:
+                left_out = (*OPTIMIZERS, 'scaler', 'state')
+                weights = {name: value for name, value in checkpoint.items() if name not in left_out}
+                save_checkpoint(os.path.join(self.folder, 'best.pt'), weights)
+                if 'lora' in checkpoint:
+                    write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
+        finally:  # a run is resumed from ckpt.pt, which must not depend on best.pt
+            save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)
+            self.saved_step = step
+            for path in checkpoint_paths(self.folder)[KEEP:]:
+                os.remove(path)
             self.copy()
-        self.seconds = host.process_seconds() - began
-        if failed:
-            raise failed
-
-    def write_best(self, checkpoint):
-        """Write the weights, settings and tokenizer of a checkpoint as best.pt, adapters also for peft."""
-        weights = {k: value for k, value in checkpoint.items() if k not in NOT_IN_BEST}
-        save_checkpoint(os.path.join(self.folder, 'best.pt'), weights)
-        if 'lora' in checkpoint:
-            write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
+            self.seconds = host.process_seconds() - began
 
     def copy(self):
-        """Copy the files of the run to the mirror, ckpt.pt last."""
+        """Copy the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""
         try:
             for name in MIRRORED:
-                source, target = os.path.join(self.folder, name), os.path.join(self.mirror, name)
-                if os.path.exists(source):
+                source = os.path.join(self.folder, name)
+                if self.mirror and os.path.exists(source):
+                    target = os.path.join(self.mirror, name)
                     os.makedirs(os.path.dirname(target), exist_ok=True)
                     copy_file(source, target)
         except OSError as e:
@@ -259,37 +235,30 @@ def state_from(checkpoint):
 def restore(checkpoint, optimizers, scaler):
     """Restore optimizers and scaler. Raises ValueError if one does not fit."""
     saved = [checkpoint[name] for name in OPTIMIZERS if name in checkpoint]
-    remedy = 'start a new run from its weights with --init_from=PATH'
     if len(saved) != len(optimizers):
         raise ValueError(f'the checkpoint has the state of {len(saved)} optimizers, not of '
-                         f'{len(optimizers)} (best.pt has none); {remedy}')
+                         f'{len(optimizers)} (best.pt has none); {REMEDY}')
     for optimizer, old in zip(optimizers, saved, strict=True):
-        before = [len(group['params']) for group in old['param_groups']]
-        now = [len(group['params']) for group in optimizer.param_groups]
-        if before != now:  # an early nanoGPT, whose embeddings did not decay, or a fork
-            raise ValueError(f'the optimizer of the checkpoint has groups of {before} parameters, '
-                             f'not of {now}; {remedy}')
-        groups = []
-        for current, group in zip(optimizer.param_groups, old['param_groups'], strict=True):
-            # rates and kernels are those of the settings
-            groups.append({**current, 'params': group['params']})
-        state = shard_state(old['state'], optimizer)
-        optimizer.load_state_dict({'state': state, 'param_groups': groups})
-        for p, values in optimizer.state.items():
-            check_state(p, values, optimizer, remedy)
+        try:
+            groups = []
+            for current, group in zip(optimizer.param_groups, old['param_groups'], strict=True):
+                # rates and kernels are those of the settings
+                groups.append({**current, 'params': group['params']})
+            state = shard_state(old['state'], optimizer)
+            optimizer.load_state_dict({'state': state, 'param_groups': groups})
+            check_state(optimizer)
+        except ValueError as e:  # of a fork of nanoGPT, or an early one
+            raise ValueError(f'the optimizer of the checkpoint does not fit: {e}; {REMEDY}') from None
     if scaler.is_enabled() and checkpoint.get('scaler'):
         scaler.load_state_dict(checkpoint['scaler'])
 
 
-def check_state(p, values, optimizer, remedy):
-    """Raise ValueError unless a parameter's state has the shapes that the optimizer expects."""
-    if isinstance(optimizer, torch.optim.AdamW) and 'exp_avg_sq' not in values:
-        raise ValueError(f'the optimizer of the checkpoint is not AdamW: its state is '
-                         f'{", ".join(values)}, without exp_avg_sq; {remedy}')
-    scales = (-(-p.numel() // 256),)  # of adamw8bit, like the next four
-    special = {'step': (), 'absmax1': scales, 'absmax2': scales, 'qmap1': (256,), 'qmap2': (256,)}
-    for name, value in values.items():
-        found, expected = torch.as_tensor(value).shape, special.get(name, p.shape)
-        if tuple(found) != tuple(expected):  # AdamW's fused kernel would write beyond its end
-            raise ValueError(f'the optimizer of the checkpoint does not fit: {name} has shape '
-                             f'{tuple(found)}, not {tuple(expected)}; {remedy}')
+def check_state(optimizer):
+    """Raise ValueError unless the moments of an optimizer have the shapes of their parameters."""
+    for p, values in optimizer.state.items():
+        if isinstance(optimizer, torch.optim.AdamW) and 'exp_avg_sq' not in values:
+            raise ValueError(f'it is not AdamW: its state is {", ".join(values)}')
+        for name, value in values.items():
+            is_moment = name != 'step' and not name.startswith(('absmax', 'qmap'))  # of adamw8bit
+            if is_moment and value.shape != p.shape:  # AdamW's fused kernel would write beyond its end
+                raise ValueError(f'{name} has shape {tuple(value.shape)}, not {tuple(p.shape)}')

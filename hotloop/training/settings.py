@@ -1,51 +1,135 @@
-"""Check the settings of a training run."""
+"""The settings of a run: what is wrong with them, what a checkpoint records, what a resume may change."""
 
 import dataclasses
 import importlib.util
 import os
 
+import numpy as np
+import torch
+
+from hotloop.data.dataset import name_of_path
+from hotloop.system.distributed import print0
 from hotloop.system.files import is_inside
-from hotloop.training.schedule import schedule_problems
+from hotloop.system.text import shell
 
 # settings with values that need a package beyond requirements.txt
 PACKAGES = (('wandb_log', True, 'wandb'), ('tensorboard', True, 'tensorboard'),
             ('optimizer', 'adamw8bit', 'bitsandbytes'))
+ABOVE_0 = ('learning_rate', 'muon_lr', 'max_iters', 'max_epochs', 'time_budget', 'batch_size',
+           'gradient_accumulation_steps', 'eval_interval', 'eval_tokens', 'eval_iters',
+           'log_interval', 'loss_chunks', 'patience', 'depth')
+# these settings belong to a command and its machine, not to the run that is resumed
+OWN = {'out_dir', 'init_from', 'resume', 'eval_only', 'dry_run', 'device', 'backend'}
+
 
 def setting_problems(cfg):
     """List the problems with the settings of train.py, one sentence each."""
     wrong = []
-    above_0 = ('learning_rate', 'muon_lr', 'max_iters', 'max_epochs', 'batch_size',
-               'gradient_accumulation_steps', 'eval_interval', 'eval_tokens', 'eval_iters',
-               'log_interval', 'loss_chunks', 'patience', 'depth')
     for name, value in dataclasses.asdict(cfg).items():
         if isinstance(value, int | float) and value < 0:
             wrong.append(f'{name}={value} must not be negative')
-        if name in above_0 and value == 0:
+        if name in ABOVE_0 and value == 0:
             wrong.append(f'{name}=0 must be above 0')
-        if name in ('beta1', 'beta2', 'muon_momentum') and value >= 1:
-            wrong.append(f'{name}={value} must be at least 0 and below 1')
-    wrong += schedule_problems(cfg)
-    if cfg.seed >= 2**63:
-        wrong.append(f'seed={cfg.seed} must be below 2**63')
-    for name in ('out_dir', 'mirror_dir'):
-        path = getattr(cfg, name)
-        if path is not None and (not path):
-            wrong.append(f'{name}={path!r} is not a valid folder name')
-    if not wrong and cfg.mirror_dir and is_inside(cfg.out_dir, cfg.mirror_dir):
-        wrong.append(f'out_dir={cfg.out_dir!r} lies inside mirror_dir={cfg.mirror_dir!r}; to '
-                     'continue a run in its mirror, give --mirror_dir=None')
-    is_start = os.path.exists(cfg.init_from) and not cfg.eval_only
-    if is_start and is_inside(cfg.init_from, cfg.out_dir):
-        wrong.append(f'init_from={cfg.init_from!r} would be moved aside with out_dir; choose '
-                     'another')
+    if not 0 < cfg.decay_fraction <= 1:
+        wrong.append(f'decay_fraction={cfg.decay_fraction} must be above 0 and at most 1')
+    if cfg.time_budget is not None:  # decides when the rate decays
+        if not cfg.decay_lr:
+            wrong.append('decay_lr=False contradicts time_budget; remove one')
+        if cfg.lr_decay_iters is not None:
+            wrong.append(f'lr_decay_iters={cfg.lr_decay_iters} contradicts time_budget; remove one')
+        is_open = cfg.max_epochs is None and cfg.max_iters == type(cfg).max_iters
+        if is_open and 0 < cfg.warmup_iters < 1:
+            wrong.append(f'warmup_iters={cfg.warmup_iters:g} is a fraction of steps that time_budget '
+                         'leaves open; give a number of steps, or --max_iters')
+    if cfg.mirror_dir and is_inside(cfg.out_dir, cfg.mirror_dir):
+        wrong.append(f'out_dir={cfg.out_dir!r} lies inside mirror_dir={cfg.mirror_dir!r}; to continue '
+                     'a run in its mirror, give --mirror_dir=None')
+    if os.path.exists(cfg.init_from) and not cfg.eval_only and is_inside(cfg.init_from, cfg.out_dir):
+        wrong.append(f'init_from={cfg.init_from!r} would be moved aside with out_dir; choose another')
     if cfg.pack_rows and cfg.document_mask:
         wrong.append('pack_rows=True keeps rows apart already; remove document_mask=True')
     if cfg.shard != 'none' and cfg.auto_batch:
-        wrong.append(f'auto_batch=True does not try sharded models; with shard={cfg.shard!r} set '
-                     'batch_size')
+        wrong.append(f'auto_batch=True does not try shard={cfg.shard!r}; set batch_size')
     if cfg.shard != 'none' and cfg.optimizer == 'adamw8bit':
         wrong.append(f'shard={cfg.shard!r} divides the states of adamw and muon, not of adamw8bit')
     for name, value, package in PACKAGES:
         if getattr(cfg, name) == value and importlib.util.find_spec(package) is None:
             wrong.append(f'{name}={value!r} needs {package}: pip install {package}')
     return wrong
+
+
+def record_of(settings, model, datasets, splits, env):
+    """Return the settings, data, tokenizer and machine as a checkpoint records them."""
+    config = {**dataclasses.asdict(model.config), **dataclasses.asdict(settings.lora),
+              **dataclasses.asdict(settings.train), 'resume': False}
+    if settings.latest:  # the command that began the run
+        config['init_from'] = settings.latest.checkpoint.get('config', {}).get('init_from', 'scratch')
+    fingerprints = {}
+    for name, split in splits.items():
+        fingerprints[name] = ' '.join(part.fingerprint() for part in split.splits)
+    device = env.device.type
+    if device == 'cuda':
+        device = torch.cuda.get_device_name(env.device)
+    record = {'config': config, 'tokenizer': datasets[0].meta['tokenizer'], 'data': fingerprints,
+              'versions': {'torch': str(torch.__version__), 'numpy': np.__version__},
+              'machine': {'device': device, 'dtype': str(env.dtype), 'world': env.world,
+                          'threads': torch.get_num_threads(), 'compile': env.compile}}
+    templates = {dataset.meta['template'] for dataset in datasets} - {None}
+    if len(templates) == 1:  # with several, the template for chat is ambiguous
+        record['template'] = templates.pop()
+    return record
+
+
+# -----------------------------------------------------------------------------
+# resuming
+
+def checkpoint_settings(checkpoint, shape):
+    """Return {setting: value} that a checkpoint gives the run that resumes it. shape: its model's."""
+    saved = {**checkpoint['model_args'], **checkpoint.get('config', {}), **shape}
+    own = set(OWN)
+    if 'state' not in checkpoint:  # nanoGPT's, whose defaults were for another machine
+        for name, value in (('dtype', 'float32'), ('compile', False)):
+            if saved.get(name) != value:
+                own.add(name)
+        if isinstance(saved.get('dataset'), str):
+            saved['dataset'] = name_of_path(saved['dataset'])
+    if saved.get('warmup_fraction') is not None:  # warmup_iters holds it now
+        saved['warmup_iters'] = saved['warmup_fraction']
+    return {name: value for name, value in saved.items() if name not in own}
+
+
+def compare_settings(objects, given, before, bound):
+    """
+    Print the given settings that differ from the checkpoint's, {name: value}. Raises ValueError for
+    those in `bound`, for which None stands for the checkpoint's value.
+    """
+    now = {}
+    for o in objects:
+        now.update(dataclasses.asdict(o))
+    wrong, flags = [], []
+    for name, place in given.items():
+        value, was = now[name], before.get(name, now[name])
+        if value == was or (name in bound and value is None):
+            continue
+        if name in bound:
+            wrong.append(f'{place}: {name}={value!r}, but the checkpoint has {was!r}, which cannot '
+                         'change on resume')
+            flags.append(f'--{name}={was}')
+        else:
+            print0(f'{name}: {was!r} before, {value!r} now')
+    if wrong:
+        raise ValueError('\n'.join([*wrong, f'to continue it: {shell(*flags)}; for a new run from '
+                                    'its weights: --init_from=PATH']))
+
+
+def compare_record(now, before, dataset):
+    """Print what differs in two records of a run. Raises ValueError if the data do."""
+    if before.get('data', now['data']) != now['data']:
+        raise ValueError(f'dataset={dataset!r} is not the data of this run, whose fingerprints are '
+                         f'{before["data"]}, not {now["data"]}; name the right one with --dataset, '
+                         'or start a new run with --init_from=PATH')
+    for part in ('versions', 'machine'):
+        for name, value in now[part].items():
+            was = before.get(part, {}).get(name, value)
+            if was != value:
+                print0(f'{name}: {was!r} before, {value!r} now')

@@ -52,15 +52,20 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-@pytest.mark.parametrize('minutes, fraction', [(1, 0.5), (3, 0.5), (3, 0.2)])
+@pytest.mark.parametrize('minutes, fraction', [(1, 0.5), (3, 0.2)])
 def test_a_run_ends_on_time_with_a_decayed_rate(train_tiny, tmp_path, clock, minutes, fraction):
-    assert train_tiny(**FEW, time_budget=minutes, decay_fraction=fraction, min_lr=0.0) == 0
+    """Its config.py repeats it without a clock."""
+    settings = dict(time_budget=minutes, decay_fraction=fraction, min_lr=0.0, dropout=0.1)
+    assert train_tiny(**FEW, **settings) == 0
     assert 0.95 * 60 * minutes < clock.now < 1.02 * 60 * minutes
     state = load(tmp_path / 'out' / 'ckpt.pt')['state']
     decayed = (state['max_iters'] - state['decay_start']) / state['max_iters']
     assert state['iter_num'] == state['max_iters'] and decayed == pytest.approx(fraction, abs=0.03)
     rates = [row['lr'] for row in rows(tmp_path / 'out', 'lr')]
     assert rates[state['decay_start']] == 5e-3 and rates[-1] < 5e-3 / (state['max_iters'] * fraction - 2)
+    train.main([str(tmp_path / 'out' / 'config.py'), f'--out_dir={tmp_path / "again"}'])
+    first, again = (load(tmp_path / out / 'ckpt.pt') for out in ('out', 'again'))
+    assert again['config']['time_budget'] is None and same(first['model'], again['model'])
 
 
 def test_evaluations_are_part_of_the_budget(train_tiny, tmp_path, clock):
@@ -86,14 +91,6 @@ def test_a_run_that_is_stopped_uses_its_budget_once(train_tiny, tmp_path, monkey
     assert rows(tmp_path / 'out', 'lr')[-1]['lr'] < 7e-4
 
 
-def test_config_py_repeats_the_run_without_a_clock(train_tiny, tmp_path, clock):
-    train_tiny(**FEW, time_budget=1, dropout=0.1)
-    first = load(tmp_path / 'out' / 'ckpt.pt')
-    train.main([str(tmp_path / 'out' / 'config.py'), f'--out_dir={tmp_path / "again"}'])
-    again = load(tmp_path / 'again' / 'ckpt.pt')
-    assert again['config']['time_budget'] is None and same(first['model'], again['model'])
-
-
 def test_max_iters_can_end_it_earlier(train_tiny, tmp_path, clock):
     train_tiny(**{**FEW, 'max_iters': 20}, time_budget=3)
     state = load(tmp_path / 'out' / 'ckpt.pt')['state']
@@ -103,15 +100,14 @@ def test_max_iters_can_end_it_earlier(train_tiny, tmp_path, clock):
 def test_the_pace_is_that_of_the_later_half_of_the_steps(clock):
     """The first steps compile, and an evaluation is not a step: 20 steps, then of a second each."""
     deadline = Deadline(10, RunState(), Env())
-    schedule = Schedule('linear', max_iters=10**6, warmup_iters=0, decay_fraction=0.5, is_open=True)
+    schedule = Schedule('linear', max_iters=10**6, warmup_iters=0, decay_fraction=1.0, is_open=True)
     for step in range(1, 21):
         clock.now += 10.0 if step <= 5 else 1.0
         if step == 15:
             clock.now += 100.0
-            deadline.exclude(100.0)
-        begins, last = deadline.begins_decay(step, schedule, save_seconds=0.1, eval_interval=1000)
-    left = 600 - clock.now - 2 * 0.1 - EXIT
-    assert (begins, last) == (False, 20 + int(left))
+            deadline.excluded += 100.0
+        last = deadline.last_step(step, schedule, save=0.1, eval_interval=1000)
+    assert last == 20 + int(600 - clock.now - 2 * 0.1 - EXIT)
 
 
 def test_a_fraction_of_an_open_number_of_steps_is_refused():

@@ -18,7 +18,7 @@ from ranks import Runs
 
 import train
 from hotloop.training.checkpoint import Checkpoints
-from hotloop.weights.load import load_checkpoint
+from hotloop.weights.load import checkpoint_paths, load_checkpoint
 
 ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]
@@ -65,26 +65,12 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(run, tmp_pat
             killed += code == -9
             terminated += code == 143
             inside += code == -9 and leftovers(tmp_path / 'out') > 0
-            for path in Checkpoints(str(tmp_path / 'out')).paths():
+            for path in checkpoint_paths(str(tmp_path / 'out')):
                 load_checkpoint(path)
         assert code == 0, run.printed('out')
         assert_equal_runs(tmp_path / 'out', tmp_path / 'whole')
         assert killed < kills + 100, 'no kill was inside a save, so this has proved nothing'
     print(f'{killed} kills, {inside} inside a save, {terminated} SIGTERMs: 0 unreadable, 0 differences')
-
-
-def test_the_same_kills_destroy_checkpoints_that_are_written_in_place(run, tmp_path):
-    """Or the test above could not fail."""
-    rng = random.Random(0)
-    for _ in range(20):
-        shutil.rmtree(tmp_path / 'out', ignore_errors=True)
-        delay = 0.004 * rng.random()
-        assert run('out', 'naive saves', calls=SAVE, times=2, delay=delay, save_minutes=0) == -9
-        try:
-            step_of(tmp_path / 'out')
-        except ValueError:
-            return
-    pytest.fail('20 kills, and no file was lost')
 
 
 @pytest.fixture(scope='module')
@@ -123,7 +109,7 @@ def test_no_damaged_checkpoint_is_loaded_wrong(two_checkpoints, tmp_path, count)
         if found.path == str(newest):
             assert same(found.checkpoint, expected)
         else:
-            assert found.checkpoint['iter_num'] == 1 and str(newest) in found.damaged[str(newest)]
+            assert found.checkpoint['iter_num'] == 1 and found.damaged == [str(newest)]
             fell_back += 1
     print(f'{count} damaged: {fell_back} fell back, {count - fell_back} harmless, 0 wrong')
     assert fell_back > 0.8 * count
@@ -131,18 +117,22 @@ def test_no_damaged_checkpoint_is_loaded_wrong(two_checkpoints, tmp_path, count)
 
 @pytest.mark.parametrize('until, code', [(7, 0), (None, 1)])
 def test_a_full_disk_ends_no_run_but_a_final_save_that_fails_is_an_error(run, tmp_path, until, code):
-    """By RLIMIT_FSIZE, so the kernel makes the error. The last checkpoint that was written stays."""
+    """
+    By RLIMIT_FSIZE, so the kernel makes the error, in its words or torch's. The last checkpoint that was
+    written stays.
+    """
+    failed = r'ckpt\.pt could not be written: (the disk is full|File too large)'
     settings = dict(RECIPE, max_iters=9, save_minutes=0, eval_interval=100)
     limits = [4] if until is None else [4, until]
     assert run('out', 'small files', 50_000, *limits, **settings) == code
     printed = run.printed('out')
-    assert printed.count('the disk is full; training continues') == (3 if until else 5)
+    assert len(re.findall(f'{failed}; training continues', printed)) == (3 if until else 5)
     assert step_of(tmp_path / 'out') == (9 if until else 3) and leftovers(tmp_path / 'out') == 0
     if until:
         assert run('whole', **settings) == 0
         assert same(final(tmp_path / 'out'), final(tmp_path / 'whole'))
     else:
-        assert re.match(r'error: .*ckpt\.pt could not be written: the disk is full', printed.splitlines()[-1])
+        assert re.match(f'error: .*{failed}', printed.splitlines()[-1])
 
 
 # -----------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """The laws of exact resume: a run that was stopped ends with the bits and the log of an uninterrupted one."""
 
 import functools
-import json
 import math
 import os
 import pickle
 import re
-import shlex
 import shutil
 
 import pytest
@@ -14,16 +12,16 @@ import torch
 from conftest import contents, error_of, load, noise, same, stop_at, tiny_flags, write_bins
 from faults import assert_equal_runs, final, log
 
-import prepare
 import train
 from hotloop.data.dataset import read_meta
 from hotloop.system.device import try_compile
 from hotloop.system.distributed import Env
 from hotloop.training.dataloader import Batches, Split
-from hotloop.training.resume import checkpoint_settings
+from hotloop.training.settings import checkpoint_settings
 from model import GPT, GPTConfig
 
-RECIPE = dict(optimizer='muon', preset='modern', dropout=0.1)
+# with accumulation, clipping, warmup and decay; a log line is under way when the run is stopped
+RECIPE = dict(optimizer='muon', preset='modern', dropout=0.1, log_interval=3)
 
 
 def interrupted(train_tiny, monkeypatch, out, step, **settings):
@@ -41,34 +39,16 @@ def change(out, function):
 # -----------------------------------------------------------------------------
 # exactness
 
-def test_ten_steps_equal_five_plus_five(train_tiny, tmp_path, monkeypatch):
-    """
-    Weights, optimizer, counters and the log, of which a line is under way; with dropout, accumulation,
-    clipping, warmup and decay.
-    """
-    settings = dict(dropout=0.1, log_interval=3)
-    train_tiny('whole', **settings)
-    interrupted(train_tiny, monkeypatch, 'parts', 5, **settings)
-    assert load(tmp_path / 'parts' / 'ckpt.pt')['iter_num'] == 5
-    train_tiny('parts', init_from='resume', log_interval=3)
-    assert_equal_runs(tmp_path / 'parts', tmp_path / 'whole')
-    assert same(load(tmp_path / 'parts' / 'best.pt')['model'], load(tmp_path / 'whole' / 'best.pt')['model'])
-
-
 def test_fp16_resumes_with_its_scale(train_tiny, tmp_path, monkeypatch):
-    """The first steps overflow; without the saved scaler the resumed run differs."""
+    """The first steps overflow; without the saved scaler they would do so again."""
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**30)
     monkeypatch.setattr(torch.amp, 'GradScaler', scaler)
     fp16 = dict(dtype='float16', max_iters=12, dropout=0.1)
     train_tiny('whole', **fp16)
     interrupted(train_tiny, monkeypatch, 'parts', 5, **fp16)
     assert load(tmp_path / 'parts' / 'ckpt.pt')['scaler']['scale'] == 2.0**25  # five overflows
-    shutil.copytree(tmp_path / 'parts', tmp_path / 'other')
     train_tiny('parts', init_from='resume', **fp16)
     assert same(final(tmp_path / 'parts'), final(tmp_path / 'whole'))
-    change(tmp_path / 'other', lambda checkpoint: checkpoint.pop('scaler'))
-    train_tiny('other', init_from='resume', **fp16)
-    assert not same(final(tmp_path / 'other')['model'], final(tmp_path / 'whole')['model'])
 
 
 def run_in(folder, **settings):
@@ -95,31 +75,14 @@ def stopped(halves, tmp_path):
     return shutil.copytree(halves / 'stopped', tmp_path / 'out')
 
 
-def zeroed(name):
-    def function(checkpoint):
-        for optimizer in ('optimizer', 'muon'):
-            for state in checkpoint[optimizer]['state'].values():
-                if name in state:
-                    state[name].zero_()
-    return function
-
-
-@pytest.mark.parametrize('what, function', [
-    ('nothing', lambda c: None),
-    ('step 0', lambda c: c['state'].update(iter_num=0)),
-    ('the count of AdamW', zeroed('step')), ('first moments', zeroed('exp_avg')),
-    ('second moments', zeroed('exp_avg_sq')), ('momentum', zeroed('momentum_buffer')),
-    ('one weight off by an ulp', lambda c: c['model']['lm_head.weight'][0, :1].mul_(1 + 2**-23))])
-def test_each_part_of_a_checkpoint_is_needed(train_tiny, halves, stopped, what, function):
-    change(stopped, function)
-    train_tiny(init_from='resume')
-    assert same(final(stopped)['model'], final(halves / 'whole')['model']) == (what == 'nothing')
-
-
 def test_a_resume_needs_no_settings(halves, stopped, capsys):
-    """Shape, data, rates and recipe come from the checkpoint. With Muon it ends with the same bits, too."""
+    """
+    Shape, data, rates and recipe come from the checkpoint. Five steps and five more leave the weights,
+    optimizers, counters and log of ten.
+    """
     train.main(['--init_from=resume', f'--out_dir={stopped}'])
     assert_equal_runs(stopped, halves / 'whole')
+    assert same(load(stopped / 'best.pt')['model'], load(halves / 'whole' / 'best.pt')['model'])
     assert 'resuming at step 5' in capsys.readouterr().out
 
 
@@ -137,13 +100,13 @@ def test_resume_is_one_command_that_starts_and_resumes(train_tiny, tmp_path, mon
     assert f'nothing to do: the run is at step 10 of 10; {remedy}' in capsys.readouterr().out
 
 
-def test_resume_never_starts_over_where_checkpoints_are(train_tiny, stopped):
+def test_resume_never_starts_over_where_checkpoints_are(train_tiny, stopped, capsys):
     """A run whose checkpoints are all damaged is an error, file by file, and stays as it is."""
     for path in stopped.glob('ckpt*.pt'):
         os.truncate(path, 500)
     before = contents(stopped)
-    words = r'(?s)holds no intact .*=scratch\n.*ckpt\.pt is damaged.*ckpt-000000004\.pt is damaged'
-    assert re.search(words, error_of(train_tiny, resume=True)) and contents(stopped) == before
+    assert 'ckpt-000000004.pt is damaged' in error_of(train_tiny, resume=True)
+    assert 'ckpt.pt is damaged' in capsys.readouterr().err and contents(stopped) == before
 
 
 def test_a_card_of_another_shape_is_told_which_flags_continue_the_run(stopped, tmp_path):
@@ -162,7 +125,7 @@ def test_a_damaged_checkpoint_costs_steps_and_no_bits(train_tiny, stopped, capsy
     newest = stopped / 'ckpt.pt'
     os.truncate(newest, newest.stat().st_size - 500)
     train_tiny(init_from='resume')
-    assert re.search(rf'{newest} is damaged.*; falling back to .*ckpt-000000004\.pt', capsys.readouterr().out)
+    assert f'{newest} is damaged' in capsys.readouterr().err
     assert (stopped / 'ckpt.pt.damaged').exists()
     assert_equal_runs(stopped, halves / 'whole')
 
@@ -190,7 +153,7 @@ def test_compiled_runs_repeat_and_resume_bit_for_bit(tmp_path, monkeypatch):
     (dict(n_layer=3), r'n_layer=3.* 2\b'), (dict(softcap=0), r'softcap=0\.0.* 15\.0'),
     (dict(optimizer='adamw'), r"optimizer='adamw'.* 'muon'"),
     (dict(dataset='other'), r"dataset='other'.* 'tiny'"),
-    (dict(), "dataset='tiny' is not the data that this run was trained on")])
+    (dict(), "dataset='tiny' is not the data of this run")])
 def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, settings, words):
     """The error names both values, and no file changes. The last case is other tokens of the same name."""
     write_bins(tmp_path / 'data' / 'tiny', noise(4001, seed=5), noise(487, seed=1))
@@ -200,36 +163,14 @@ def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, set
     assert contents(stopped) == before
 
 
-def test_the_command_in_the_error_about_another_tokenizer_prepares_the_data(train_tiny, tmp_path):
-    """For tuning from a run, and for a mixture; with the settings the data were made with."""
-    data = tmp_path / 'my data'
-    where = dict(data_dir=data, block_size=8, max_iters=1, eval_tokens=64)
-    (tmp_path / 'old.txt').write_text('some words ' * 400)
-    prepare.main([str(tmp_path / 'old.txt'), f'--data_dir={data}', '--tokenizer=bpe:270'])
-    rows = [json.dumps({'about': 'x', 'a body': f'number {i}'}) for i in range(60)]
-    (tmp_path / 'my rows.jsonl').write_text('\n'.join(rows))
-    train_tiny('my run', **where, dataset='old')
-    for settings in (dict(init_from=tmp_path / 'my run', dataset='new'), dict(dataset='old,new')):
-        prepare.main([str(tmp_path / 'my rows.jsonl'), f'--data_dir={data}', '--text_field=a body',
-                      '--name=new', '--tokenizer=char', '--val=0.4'])
-        error = error_of(train_tiny, 'tuned', **where, **settings)
-        script, *argv = shlex.split(error.split(': python ')[1])
-        assert 'prepare ' in error and script == 'prepare.py'
-        prepare.main(argv)
-        meta = read_meta(str(data / 'new'))
-        assert meta['tokenizer'] == read_meta(str(data / 'old'))['tokenizer']
-        assert meta['splits']['train']['documents'] < 40
-        assert train_tiny('tuned', **where, **settings) == 0
-
-
 def test_what_may_change_is_taken_and_printed(train_tiny, stopped, capsys):
     """With both values: rates, batches, lengths, and the machine."""
     change(stopped, lambda checkpoint: checkpoint['versions'].update(torch='2.11.0'))
     train_tiny(init_from='resume', learning_rate=0.25, batch_size=8, max_iters=7, dropout=0)
     out = capsys.readouterr().out
-    for name, before, now in (('learning_rate:', 0.005, 0.25), ('batch_size:', 4, 8), ('max_iters:', 10, 7),
-                              ('torch', '2.11.0', torch.__version__)):
-        assert f'{name} {before} before, {now} now' in out
+    for name, before, now in (('learning_rate', 0.005, 0.25), ('batch_size', 4, 8), ('max_iters', 10, 7),
+                              ('torch', '2.11.0', str(torch.__version__))):
+        assert f'{name}: {before!r} before, {now!r} now' in out
     checkpoint = load(stopped / 'ckpt.pt')
     assert checkpoint['iter_num'] == 7 and checkpoint['config']['dropout'] == 0.0
     assert [line['lr'] > 0.005 for line in log(stopped, 'step', 'lr')][-2:] == [True, True]

@@ -1,4 +1,4 @@
-"""The folder of a run: one owner at a time, no run overwritten, the last checkpoints kept, a mirror."""
+"""The folders of a run: one owner at a time, no run overwritten, the last checkpoints kept, a mirror."""
 
 import math
 import os
@@ -9,11 +9,9 @@ import torch
 from conftest import contents, error_of
 
 from hotloop.training.checkpoint import Checkpoints
-from hotloop.training.run_dir import open_folder, open_mirror, resume_command
-from hotloop.weights.load import load_checkpoint
+from hotloop.training.run_dir import open_folder, resume_command
+from hotloop.weights.load import checkpoint_paths, load_checkpoint
 from train import TrainConfig
-
-CONFIG = 'seed = 1\n'
 
 
 def checkpoint(step):
@@ -22,9 +20,9 @@ def checkpoint(step):
             'best_val_loss': math.inf, 'state': {}}
 
 
-def saved_run(path, steps=(1,)):
+def save_run(path, steps=(1,)):
     """Make a run folder with these steps that nobody uses. Returns its Checkpoints."""
-    held, _ = open_folder(str(path), True, CONFIG)
+    held = open_folder('out_dir', str(path), True)
     run = Checkpoints(str(path))
     for step in steps:
         run.save(checkpoint(step), best=False, final=True)
@@ -42,32 +40,26 @@ def names(path):
 # checkpoints
 
 def test_the_last_checkpoints_are_kept(tmp_path):
-    """Each is at its step, over a resume; one that is saved twice counts once."""
-    saved_run(tmp_path / 'out', range(1, 10))
-    run = Checkpoints(str(tmp_path / 'out'))
+    """Each is at its step, over a resume; one that is saved twice counts once. A user's copies stay."""
+    save_run(tmp_path / 'out', range(1, 10))
+    run = Checkpoints(str(tmp_path / 'out'), saved_step=9)
     run.promote(run.latest())
+    copies = {'ckpt-best.pt', 'ckpt-000000001.pt.damaged', 'ckpt-1.pt', 'ckpt.pt.backup'}
+    for name in copies:
+        shutil.copy(tmp_path / 'out' / 'ckpt.pt', tmp_path / 'out' / name)
     for step in [10, 11, 11, 12, 13]:
         run.save(checkpoint(step), best=False, final=True)
-        assert [os.path.basename(p) for p in run.paths()] == ['ckpt.pt', f'ckpt-{step - 1:09d}.pt']
-        assert [load_checkpoint(p)['iter_num'] for p in run.paths()] == [step, step - 1]
+        paths = checkpoint_paths(str(tmp_path / 'out'))
+        assert [os.path.basename(p) for p in paths] == ['ckpt.pt', f'ckpt-{step - 1:09d}.pt']
+        assert [load_checkpoint(p)['iter_num'] for p in paths] == [step, step - 1]
+    assert copies < set(names(tmp_path / 'out'))
 
 
-def test_copies_that_a_user_made_are_neither_read_nor_removed(tmp_path):
-    run, out = saved_run(tmp_path / 'out', (1, 2)), tmp_path / 'out'
-    for name in ('ckpt-best.pt', 'ckpt-000000001.pt.damaged', 'ckpt-1.pt', 'ckpt.pt.backup'):
-        shutil.copy(out / 'ckpt.pt', out / name)
-    before = names(out)
-    assert len(run.paths()) == 2
-    run.save(checkpoint(3), best=False, final=True)
-    assert set(names(out)) >= set(before) - {'ckpt-000000001.pt'}
-
-
-@pytest.mark.parametrize('world, local, launcher', [
-    ('1', '1', 'python'), ('16', '8', 'torchrun ...'),
-    ('8', '8', 'torchrun --standalone --nproc_per_node=8')])
-def test_the_command_that_resumes_starts_as_many_processes(monkeypatch, world, local, launcher):
+@pytest.mark.parametrize('world, launcher', [
+    ('1', 'python'), ('8', 'torchrun --standalone --nproc_per_node=8')])
+def test_the_command_that_resumes_starts_as_many_processes(monkeypatch, world, launcher):
     monkeypatch.setenv('WORLD_SIZE', world)
-    monkeypatch.setenv('LOCAL_WORLD_SIZE', local)
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', world)
     expected = f"{launcher} train.py --init_from=resume --out_dir='my run' --device=cpu"
     assert resume_command(TrainConfig(out_dir='my run', device='cpu')) == expected
 
@@ -83,72 +75,65 @@ def test_a_new_run_moves_the_old_one_aside(tmp_path, linked):
         real = tmp_path / 'disk' / 'run'
         real.mkdir(parents=True)
         out.symlink_to(real)
-    saved_run(out)
+    save_run(out)
     first = {name: data for name, data in contents(out).items() if not name.startswith('.lock')}
-    for number in (1, 2):
-        held, moved = open_folder(str(out), True, CONFIG)
-        assert moved == f'{real}.{number}' and names(out) == ['config.py']
+    for _ in range(2):
+        held = open_folder('out_dir', str(out), True)
+        assert names(out) == []
         (out / 'best.pt').write_bytes(b'weights')
         held.close()
     assert first.items() <= contents(real.with_name(f'{real.name}.1')).items()
-    assert names(real.with_name(f'{real.name}.2')) == ['best.pt', 'config.py']
+    assert names(real.with_name(f'{real.name}.2')) == names(out) == ['best.pt']
     assert out.is_symlink() == linked
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     (tmp_path / 'file').write_text('')
     inside = str(tmp_path / 'file' / 'out')
-    assert f'out_dir={inside!r} cannot be written: Not a dir' in error_of(open_folder, inside, False, CONFIG)
-    assert f'mirror_dir={inside!r} cannot be' in error_of(open_mirror, inside, str(tmp_path), True)
-    saved_run(tmp_path / 'run')
+    error = error_of(open_folder, 'mirror_dir', inside, True)
+    assert f'mirror_dir={inside!r} cannot be written: Not a dir' in error
+    save_run(tmp_path / 'run')
     monkeypatch.chdir(tmp_path / 'run')
-    assert 'contains the current directory' in error_of(open_folder, '.', True, CONFIG)
+    assert 'contains the current directory' in error_of(open_folder, 'out_dir', '.', True)
 
 
 @pytest.mark.parametrize('is_new', [True, False])
 def test_a_folder_has_one_owner(tmp_path, is_new):
     """A second start names it and changes nothing. The kernel frees the lock of a process that dies."""
-    saved_run(tmp_path / 'out')
-    held, _ = open_folder(str(tmp_path / 'out'), False, CONFIG)
+    save_run(tmp_path / 'out')
+    held = open_folder('out_dir', str(tmp_path / 'out'), False)
     before = contents(tmp_path)
-    error = error_of(open_folder, str(tmp_path / 'out'), is_new, CONFIG)
-    assert f'out is in use by process {os.getpid()}; wait for it' in error and '--out_dir' in error
+    error = error_of(open_folder, 'out_dir', str(tmp_path / 'out'), is_new)
+    assert f'out is in use by process {os.getpid()}; choose another --out_dir' in error
     assert contents(tmp_path) == before
     held.close()
-    _, moved = open_folder(str(tmp_path / 'out'), is_new, CONFIG)
-    assert (moved is not None) == is_new
+    open_folder('out_dir', str(tmp_path / 'out'), is_new).close()
+    assert (tmp_path / 'out.1').exists() == is_new
 
 
 # -----------------------------------------------------------------------------
 # the mirror
 
 def test_a_mirror_holds_the_last_files_and_can_be_resumed(tmp_path, train_tiny):
+    """A new run moves the run that was in it aside; a resumed run goes on with it."""
+    train_tiny('other', max_iters=1, mirror_dir=tmp_path / 'drive')
     train_tiny(max_iters=6, mirror_dir=tmp_path / 'drive')
-    here, there = contents(tmp_path / 'out'), contents(tmp_path / 'drive')
-    files = ('config.py', 'log.jsonl', 'report.html', 'ckpt.pt', 'best.pt')
-    assert there == {name: here[name] for name in files}
+    assert load_checkpoint(str(tmp_path / 'drive.1' / 'ckpt.pt'))['iter_num'] == 1
     train_tiny(init_from='resume', max_iters=7)
-    assert not (tmp_path / 'drive.1').exists()
+    here = contents(tmp_path / 'out')
+    files = ('config.py', 'log.jsonl', 'report.html', 'ckpt.pt', 'best.pt')
+    assert contents(tmp_path / 'drive') == {name: here[name] for name in files} | {'.lock': here['.lock']}
+    assert not (tmp_path / 'drive.2').exists()
     assert train_tiny('drive', init_from='resume', max_iters=10, mirror_dir=None) == 0
     assert load_checkpoint(str(tmp_path / 'drive' / 'ckpt.pt'))['iter_num'] == 10
 
 
-def test_a_mirror_of_another_run_is_moved_aside(train_tiny, tmp_path):
-    for out, seed in (('first', 1), ('second', 2)):
-        train_tiny(out, max_iters=2, seed=seed, mirror_dir=tmp_path / 'drive')
-    train_tiny('first', init_from='resume', max_iters=4)  # the second run has taken the mirror
-    expected = {'drive.1': (2, 1), 'drive.2': (2, 2), 'drive': (4, 1)}
-    for folder, (step, seed) in expected.items():
-        found = load_checkpoint(str(tmp_path / folder / 'ckpt.pt'))
-        assert (found['iter_num'], found['config']['seed']) == (step, seed), folder
-
-
 def test_a_copy_that_fails_is_printed_and_tried_again(tmp_path, capsys):
-    run = saved_run(tmp_path / 'out')
+    run = save_run(tmp_path / 'out')
     run.mirror = str(tmp_path / 'drive')
     (tmp_path / 'drive').write_text('a file')
     run.copy()
     assert 'drive could not be written' in capsys.readouterr().out
     (tmp_path / 'drive').unlink()
     run.copy()
-    assert names(tmp_path / 'drive') == ['ckpt.pt', 'config.py', 'log.jsonl']
+    assert names(tmp_path / 'drive') == ['ckpt.pt', 'log.jsonl']

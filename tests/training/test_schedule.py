@@ -10,7 +10,7 @@ from hotloop.system.distributed import Env
 from hotloop.training.checkpoint import RunState
 from hotloop.training.optim import build_optimizers
 from hotloop.training.recipes import choose_depth, depth_settings, num_parameters, tokens_within
-from hotloop.training.schedule import decide, learning_rate, plan_schedule, set_learning_rate
+from hotloop.training.schedule import learning_rate, plan_schedule, set_learning_rate
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -41,15 +41,13 @@ def test_learning_rates_by_hand(settings, expected):
 
 
 @pytest.mark.parametrize('start, warmup, expected', [
-    (10, 4, {0: 0.2, 4: 1.0, 10: 1.0, 15: 0.55, 18: 0.28, 20: 0.1}),
-    (15, 4, {14: 1.0, 15: 1.0, 16: 0.82, 20: 0.1})])
-def test_a_decided_time_budget_decays_from_its_step(start, warmup, expected):
+    (15, 4, {0: 0.2, 4: 1.0, 14: 1.0, 15: 1.0, 16: 0.82, 20: 0.1}),
+    (5, 9, {0: 0.1, 3: 0.4, 8: 0.82, 15: 0.4, 20: 0.1})])  # during the warmup
+def test_a_time_budget_decays_from_its_step(start, warmup, expected):
     cfg = TrainConfig(learning_rate=1.0, min_lr=0.1, warmup_iters=warmup, time_budget=1.0)
-    schedule = decide(plan_schedule(cfg, 100, 8, 0, RunState()), start, 20)
+    schedule = plan_schedule(cfg, 100, 8, 0, RunState(decay_start=start, max_iters=20))
     for step, lr in expected.items():
         assert learning_rate(step, schedule, cfg) == pytest.approx(lr, rel=1e-9), step
-    resumed = plan_schedule(cfg, 100, 8, 0, RunState(decay_start=start, max_iters=20))
-    assert resumed == schedule
 
 
 @pytest.mark.parametrize('warmup', [0, 2, 7, 19])
@@ -96,11 +94,10 @@ def test_epochs_are_converted_to_steps_and_a_warmup_can_be_a_fraction_of_them(tr
 
 @pytest.mark.parametrize('depth, width, heads, block_size', [
     (3, 96, 3, 256), (4, 128, 4, 256), (6, 256, 8, 256), (8, 384, 6, 512), (12, 768, 6, 1024)])
-@pytest.mark.parametrize('world', [1, 3, 8])
+@pytest.mark.parametrize('world', [1, 3])
 def test_a_depth_sets_a_shape_and_a_step(depth, width, heads, block_size, world):
     values = depth_settings(depth, world)
-    found = values['n_embd'], values['n_head'], values['block_size']
-    assert found == (width, heads, block_size)
+    assert (values['n_embd'], values['n_head'], values['block_size']) == (width, heads, block_size)
     sequences = values['batch_size'] * values['gradient_accumulation_steps']
     assert sequences % world == 0 and sequences * block_size >= 2048
     tokens = values['max_iters'] * sequences * block_size

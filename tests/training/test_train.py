@@ -282,9 +282,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(eval_interval=0), 'eval_interval=0 must be above 0'), (dict(learning_rate=0), 'learning_rate=0'),
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
-    (dict(beta2=1.0), 'beta2=1.0 must be at least 0 and below 1'),
     (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
-    (dict(seed=2**63), 'must be below 2'),
     (dict(save_minutes=-1), 'save_minutes=-1.0 must not be negative'),
     pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
         importlib.util.find_spec('wandb') is not None, reason='wandb is installed')),
