@@ -428,8 +428,7 @@ def build_run(settings, datasets, env):
     sizes = cfg  # of the batch
     global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
     if cfg.auto_batch and not cfg.eval_only:
-        lora = settings.lora if base else None
-        size = choose_batch_size(model, splits['train'], env, cfg, lora)
+        size = choose_batch_size(model, splits['train'], env, cfg)
         sizes = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=global_batch // size)
         print0(f'auto_batch: micro-batches of {counted(size, "sequence")}')
     state = state_from(checkpoint) if checkpoint else RunState(step if cfg.eval_only else 0)
