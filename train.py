@@ -40,7 +40,6 @@ from hotloop.system.device import (
     choose_compile,
     choose_device,
     choose_dtype,
-    peak_flops,
 )
 from hotloop.system.distributed import (
     Env,
@@ -64,7 +63,7 @@ from hotloop.training.checkpoint import (
 from hotloop.training.dataloader import Batches, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
-from hotloop.training.logger import Log, Meter, Speed, evaluation_text, print_end, print_length, print_run
+from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
@@ -458,12 +457,10 @@ def build_run(settings, datasets, env):
 def train(run, schedule, checkpoints, log, stop):
     """Train until the last step, a signal, or the end of patience. Returns the exit code."""
     cfg, env, state, batches, model = run.cfg, run.env, run.state, run.batches, run.model
-    meter = Meter(batches, state.logged, state.bad_in_a_row, env.device)
+    meter = Meter(batches, state, env, flops_of(model, batches.split.T)[1])
     deadline = None
     if cfg.time_budget is not None:
         deadline = Deadline(cfg.time_budget, state, env)
-    speed = Speed(batches.global_batch * batches.split.T, flops_of(model, batches.split.T)[1],
-                  peak_flops(env.device, env.dtype))
     saved_at = time.monotonic()
     save_is_due = False
 
@@ -513,7 +510,7 @@ def train(run, schedule, checkpoints, log, stop):
         if last or stopping:
             break
         seconds = time.perf_counter() - looked
-        meter.exclude(seconds)
+        meter.began += seconds
 
         lr = learning_rate(step, schedule, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
@@ -527,13 +524,13 @@ def train(run, schedule, checkpoints, log, stop):
         if step % cfg.log_interval == 0 or step in (1, schedule.max_iters) or step % 50 == 0:
             meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
         if step % cfg.log_interval == 0 or step in (1, schedule.max_iters):
-            log.step(state, lr, meter.read(), env, speed, seconds_left)
+            log.step(state, lr, meter, seconds_left)
         if schedule.is_open:
             deadline.exclude(seconds)
             schedule = look_at_clock(run, schedule, deadline, checkpoints, step)
             save_is_due = save_is_due or not schedule.is_open
     checkpoints.wait(final=True)
-    print_end(cfg, state, last and not stop.by_signal(), out_of_patience, run.record, env.device)
+    log.end(state, last and not stop.by_signal(), out_of_patience, stop.signal, run.record.get('template'))
     return stop.exit_code()
 
 
@@ -606,7 +603,7 @@ def execute(run, settings, meta):
         return 0
     batches = run.batches
     schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, run.state)
-    print_length(cfg, schedule, run.state, batches, latest is not None)
+    print_length(cfg, schedule, run.state, batches)
     stop = StopRequest(env)
     checkpoints = Checkpoints(cfg.out_dir)
     held = None
@@ -615,13 +612,15 @@ def execute(run, settings, meta):
     # on the other ranks too: the loop compares it with the step
     checkpoints.saved_step = run.state.iter_num if latest else None
     log = Log(cfg, run.record['config'], env, run.state.iter_num if latest else None)
+    if not latest:
+        log.start(run.model, run.record, [settings.model, settings.lora, cfg])
     gc.collect()
     gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
     try:
         return train(run, schedule, checkpoints, log, stop)
     finally:
         checkpoints.wait()
-        log.close()
+        log.close(run.state.iter_num)
         if checkpoints.mirror:
             checkpoints.copy()  # the last lines of the log
         if held:
