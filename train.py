@@ -40,7 +40,6 @@ from hotloop.system.device import (
     choose_compile,
     choose_device,
     choose_dtype,
-    peak_flops,
 )
 from hotloop.system.distributed import (
     Env,
@@ -64,7 +63,7 @@ from hotloop.training.checkpoint import (
 from hotloop.training.dataloader import Batches, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
-from hotloop.training.logger import Log, Meter, Speed, evaluation_text, print_end, print_length, print_run
+from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
@@ -420,8 +419,7 @@ def build_run(settings, datasets, env):
     sizes = cfg  # of the batch
     global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
     if cfg.auto_batch and not cfg.eval_only:
-        lora = settings.lora if base else None
-        size = choose_batch_size(model, splits['train'], env, cfg, lora)
+        size = choose_batch_size(model, splits['train'], env, cfg)
         sizes = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=global_batch // size)
         print0(f'auto_batch: micro-batches of {counted(size, "sequence")}')
     state = state_from(checkpoint) if checkpoint else RunState(step if cfg.eval_only else 0)
@@ -451,12 +449,10 @@ def build_run(settings, datasets, env):
 def train(run, schedule, checkpoints, log, stop):
     """Train until the last step, a signal, or the end of patience. Returns the exit code."""
     cfg, env, state, batches, model = run.cfg, run.env, run.state, run.batches, run.model
-    meter = Meter(batches, state.logged, state.bad_in_a_row, env.device)
+    meter = Meter(batches, state, env, flops_of(model, batches.split.T)[1])
     deadline = None
     if cfg.time_budget is not None:
         deadline = Deadline(cfg.time_budget, state, env)
-    speed = Speed(batches.global_batch * batches.split.T, flops_of(model, batches.split.T)[1],
-                  peak_flops(env.device, env.dtype))
     saved_at = time.monotonic()
     save_is_due = False
 
@@ -506,7 +502,7 @@ def train(run, schedule, checkpoints, log, stop):
         if last or stopping:
             break
         seconds = time.perf_counter() - looked
-        meter.exclude(seconds)
+        meter.began += seconds
 
         lr = learning_rate(step, schedule, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
@@ -520,12 +516,12 @@ def train(run, schedule, checkpoints, log, stop):
         if step % cfg.log_interval == 0 or step in (1, schedule.max_iters) or step % 50 == 0:
             meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
         if step % cfg.log_interval == 0 or step in (1, schedule.max_iters):
-            log.step(state, lr, meter.read(), env, speed, seconds_left)
+            log.step(state, lr, meter, seconds_left)
         if schedule.is_open:
             deadline.excluded += seconds
             schedule = look_at_clock(run, schedule, deadline, checkpoints, step)
             save_is_due = save_is_due or not schedule.is_open
-    print_end(cfg, state, last and not stop.by_signal(), out_of_patience, run.record, env.device)
+    log.end(state, last and not stop.by_signal(), out_of_patience, stop.signal, run.record.get('template'))
     return stop.exit_code()
 
 
@@ -598,7 +594,7 @@ def execute(run, settings, meta):
         return 0
     batches = run.batches
     schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, run.state)
-    print_length(cfg, schedule, run.state, batches, latest is not None)
+    print_length(cfg, schedule, run.state, batches)
     stop = StopRequest(env)
     resumed_at = run.state.iter_num if latest else None
     checkpoints = Checkpoints(cfg.out_dir, resumed_at, cfg.mirror_dir)
@@ -606,13 +602,15 @@ def execute(run, settings, meta):
     if env.rank == 0:
         locks = open_folders(run, schedule, checkpoints, latest)
     log = Log(cfg, run.record['config'], env, resumed_at)
+    if not latest:
+        log.start(run.model, run.record, [settings.model, settings.lora, cfg])
     gc.collect()
     gc.freeze()  # the collector skips existing objects; nanochat measured pauses of half a second
     try:
         return train(run, schedule, checkpoints, log, stop)
     finally:
         checkpoints.wait()
-        log.close()
+        log.close(run.state.iter_num)
         if env.rank == 0:
             checkpoints.copy()  # the last lines of the log
         for lock in locks:

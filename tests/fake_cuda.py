@@ -34,8 +34,8 @@ from hotloop.system.distributed import Env
 from hotloop.training import dataloader
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
-from hotloop.training.forecast import MACHINES
-from hotloop.training.memory import LiveBytes, MemoryEstimate, choose_loss_chunks, flash_on_meta
+from hotloop.training.forecast import MACHINES, LiveBytes, flash_on_meta, memory_of
+from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.optim import build_optimizers
 from model import ACTIVATIONS, GPT, MLP, GPTConfig, Linear, relu2
 from train import TrainConfig
@@ -282,9 +282,8 @@ LONG = dict(preset='modern', vocab_size=50304, block_size=2**15, n_layer=8, n_he
 def forecast_of(settings, memory, cfg):
     """Return the bytes that --dry_run forecasts for a step on a GPU with this much memory."""
     with unset_fake_temporarily():
-        estimate = MemoryEstimate(GPTConfig(**settings), cfg)
         env = Env(device=CUDA, dtype=BF16)
-        return sum(estimate.parts(cfg.batch_size, env, memory, cfg.recompute).values())
+        return sum(memory_of(GPTConfig(**settings), cfg, None, env, memory).values())
 
 
 @pytest.mark.parametrize('shape, batch, cfg, machine, limit', [

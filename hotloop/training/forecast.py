@@ -1,25 +1,30 @@
 """What a run will need: parameters, FLOPs, memory, time and disk, counted without a run."""
 
-from functools import partial
+import dataclasses
+import functools
+import weakref
+from unittest import mock
 
 import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hotloop.data.dataset import Dataset, open_datasets
-from hotloop.system.device import (
-    PEAK_FLOPS,
-    choose_device,
-    choose_dtype,
-    device_memory,
-    measure_flops,
-)
+from hotloop.system.device import PEAK_FLOPS, choose_device, choose_dtype, device_memory, measure_flops
 from hotloop.system.distributed import Env
 from hotloop.system.text import duration, file_size, wrapped
 from hotloop.training.checkpoint import RunState
-from hotloop.training.memory import MemoryEstimate, largest_batch
+from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.mixture import open_split
+from hotloop.training.optim import matrix_rows
 from hotloop.training.schedule import plan_schedule
+from hotloop.training.shard import set_blocks
+from hotloop.weights.families import model_args_from
 from hotloop.weights.load import GPT2_SHAPES, shape_of
+from hotloop.weights.lora import add_adapters, trainable
 
+MARGIN = 0.93  # usable share of the memory; the rest is CUDA's own and fragments
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
 # seconds of a micro-batch per block on a GPU at least: 60 kernels of 5 microseconds. Assumed, not measured
 LAUNCHES = 60 * 5e-6
@@ -27,9 +32,11 @@ LAUNCHES = 60 * 5e-6
 MACHINES = {'A100 40GB': ('A100', 42.3e9), 'A100 80GB': ('A100', 85.0e9), 'H100': ('H100', 85.0e9),
             'H200': ('H200', 150.1e9), 'L40S': ('L40S', 47.7e9), 'RTX 4090': ('RTX 4090', 25.3e9),
             'T4': ('T4', 15.8e9)}
-# part of the model by the name of a parameter; the first match counts
-PARTS = {'embeddings': ('.wte.', '.wpe.'), 'attention': ('.attn.',), 'MLP': ('.mlp.',),
-         'head': ('lm_head.',), 'norms and mixes': ('.ln_', '.mix.')}
+# the config.json of models that cards name, without what transformers assumes
+PUBLISHED = {'google/gemma-2-2b': dict(
+    model_type='gemma2', num_hidden_layers=26, hidden_size=2304, num_attention_heads=8,
+    num_key_value_heads=4, intermediate_size=9216, vocab_size=256000, max_position_embeddings=8192,
+    rms_norm_eps=1e-6, hidden_activation='gelu_pytorch_tanh')}
 
 
 def flops_of(model, T):
@@ -54,6 +61,99 @@ def flops_of(model, T):
     return forward, 3 * forward
 
 
+# -----------------------------------------------------------------------------
+# counting on the meta device
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes at most of all tensors but the `known` ones."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.peak = 0
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}  # of storages, by id
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return result
+
+
+def flash_on_meta():
+    """Replace F.scaled_dot_product_attention, which on the meta device stores T x T weights."""
+    def attend(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    return mock.patch.object(F, 'scaled_dot_product_attention', attend)
+
+
+def model_on_meta(config, lora, dtype):
+    """Make the GPT that a run in `dtype` trains, on the meta device. lora: a LoRAConfig or None."""
+    meta = torch.device('meta')
+    with meta:
+        model = config.build()
+        if lora:
+            add_adapters(model, lora, {}, Env(device=meta, dtype=dtype), 0)
+    model.compute_dtype = dtype
+    return model
+
+
+@functools.cache
+def activation_bytes(config, batch, dtype, chunks, recompute='none', lora=None):
+    """
+    Count what an uncompiled step of `batch` sequences stores at most: activations, logits and
+    temporaries. Two and three blocks are counted; the others are like the third.
+    """
+    # windows and soft-caps need no memory, and their kernels do not exist on the meta device
+    plain = dict(window=None, window_pattern=None, rope_local_base=None, attn_softcap=0.0)
+    peaks = []
+    for n_layer in (2, 3):
+        model = model_on_meta(dataclasses.replace(config, n_layer=n_layer, **plain), lora, dtype)
+        model.loss_chunks = chunks
+        set_blocks(model, recompute)
+        ids = torch.zeros(batch, config.block_size, dtype=torch.int64, device='meta')
+        known = [ids, *model.parameters(), *model.buffers()]
+        for p in trainable(model):
+            p.grad = torch.zeros_like(p)  # as after the micro-batches before
+            known.append(p.grad)
+        with flash_on_meta(), LiveBytes(known) as live:
+            model(ids, ids).sum().backward()
+        peaks.append(live.peak)
+    return peaks[0] + (config.n_layer - 2) * (peaks[1] - peaks[0])
+
+
+def memory_of(config, cfg, lora, env, memory):
+    """
+    Return {part: bytes} at the peak of a step on a device with this much memory. config: a
+    GPTConfig; cfg: the TrainConfig; lora: a LoRAConfig or None.
+    """
+    model = model_on_meta(config, lora, env.dtype)
+    weights = sum(p.nbytes for p in trainable(model))  # float32
+    parts = {'weights': weights}
+    if lora:
+        held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+        parts = {'frozen weights': held - weights, 'adapters': weights}
+    optimizer = 2 * weights  # AdamW's two moments
+    if cfg.optimizer == 'muon':  # which has one
+        optimizer -= sum(p.nbytes for p in matrix_rows(model))
+    if cfg.optimizer == 'adamw8bit':  # a byte for each moment, and two scales for 256 values
+        optimizer = weights // 2 + weights // 128
+    chunks = choose_loss_chunks(cfg.loss_chunks, cfg.batch_size * model.config.block_size,
+                                model.config.vocab_size, env, lora is not None, memory)
+    activations = activation_bytes(model.config, cfg.batch_size, env.dtype, chunks, cfg.recompute, lora)
+    gradients = weights
+    if cfg.gradient_accumulation_steps == 1:  # they take the place of activations
+        gradients = max(weights - activations, 0)
+    return {**parts, 'gradients': gradients, 'optimizer': optimizer, 'activations and logits': activations}
+
+
+# -----------------------------------------------------------------------------
+# the forecast
+
 def model_args_of(settings):
     """Return the shape of the weights that a run starts from; None from scratch."""
     cfg = settings.train
@@ -61,6 +161,8 @@ def model_args_of(settings):
         return settings.latest.checkpoint['model_args']
     if cfg.init_from in GPT2_SHAPES:
         return GPT2_SHAPES[cfg.init_from]
+    if cfg.init_from in PUBLISHED:
+        return model_args_from(PUBLISHED[cfg.init_from], cfg.init_from)
     return None if cfg.init_from == 'scratch' else shape_of(cfg.init_from)
 
 
@@ -70,85 +172,56 @@ def dry_run(settings, model_of):
     model_of(settings, dataset): the model, on the meta device and without adapters.
     """
     cfg = settings.train
+    lora = settings.lora if settings.lora.lora_rank else None
     lines = ['a forecast, not a measurement']
     num_windows = None  # of an epoch; None: unknown
     try:
         datasets = open_datasets(cfg.dataset, cfg.data_dir)
     except ValueError as e:
-        absent = Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': True}, 1.0)
-        model = model_of(settings, absent)
-        lines.append(f'note: the forecast assumes a vocabulary of {model.config.vocab_size:,} ids, '
-                     f'because {e}')
+        model = model_of(settings, Dataset(cfg.dataset, '', {'vocab_size': 50304, 'foreign': True}, 1.0))
+        vocab_size = model.config.vocab_size
+        lines.append(f'note: the forecast assumes a vocabulary of {vocab_size:,} ids, because {e}')
     else:
         model = model_of(settings, datasets[0])
-        split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask,
-                           cfg.pack_rows)
+        split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
         num_windows = split.num_windows
-    T = model.config.block_size
-    estimate = MemoryEstimate(model.config, cfg, settings.lora if settings.lora.lora_rank else None)
-    forward, both = flops_of(estimate.model, T)
+    c = model.config
+    forward, both = flops_of(model_on_meta(c, lora, torch.float32), c.block_size)
     dtype = torch.bfloat16 if cfg.dtype == 'auto' else getattr(torch, cfg.dtype)
     gpu = Env(device=torch.device('cuda'), dtype=dtype)
-    steps = count_steps(cfg, num_windows)
-    lines += [describe_model(model),
+    parts = memory_of(c, cfg, lora, gpu, MACHINES['H100'][1])
+    listed = ', '.join(f'{part} {file_size(size)}' for part, size in parts.items() if size)
+    weights = parts['adapters' if lora else 'weights']
+    steps, length = length_of(cfg, c.block_size, num_windows)
+    lines += [f'parameters: {model.num_params():,}, {model.transformer.wte.weight.numel():,} in embeddings',
               f'compute: {both / 1e6:,.1f} MFLOP per token, forward and backward',
-              describe_memory(estimate, gpu),
-              f'disk: {file_size(estimate.weights + estimate.optimizer)} for a checkpoint, '
-              f'{file_size(estimate.weights)} for best.pt',
-              describe_length(cfg, T, steps, num_windows)]
+              f'memory: {file_size(sum(parts.values()))} on an H100 for a micro-batch of {cfg.batch_size} x '
+              f'{c.block_size} tokens in {str(dtype).removeprefix("torch.")}, or less if compiled: {listed}',
+              f'disk: {file_size(weights + parts["optimizer"])} for a checkpoint, {file_size(weights)} '
+              'for best.pt',
+              f'run: {length}']
     if cfg.recompute != 'none':
         both += forward
-    lines = [wrapped(line) for line in lines]
-    return lines + machine_table(estimate, gpu, both, steps)
+    return [wrapped(line) for line in lines] + machine_table(c, cfg, lora, gpu, both, steps)
 
 
-def describe_model(model):
-    """Return the parameters by part, as text; a tied head is part of the embeddings."""
-    counts = dict.fromkeys(PARTS, 0)
-    for name, p in model.named_parameters():
-        part = next(part for part, marks in PARTS.items() if any(mark in name for mark in marks))
-        counts[part] += p.numel()
-    text = ', '.join(f'{part} {n:,}' for part, n in counts.items() if n)
-    tied = '; the head is the token embedding' if model.config.tie else ''
-    return f'parameters: {model.num_params():,} ({text}{tied})'
-
-
-def describe_memory(estimate, gpu):
-    """Return the memory by part on an H100, as text."""
-    cfg = estimate.cfg
-    parts = estimate.parts(cfg.batch_size, gpu, MACHINES['H100'][1], cfg.recompute)
-    text = ', '.join(f'{part} {file_size(size)}' for part, size in parts.items() if size)
-    dtype = str(gpu.dtype).removeprefix('torch.')
-    return (f'memory: {file_size(sum(parts.values()))} on an H100 for a micro-batch of '
-            f'{cfg.batch_size} x {estimate.config.block_size} tokens in {dtype}, or less if '
-            f'compiled: {text}')
-
-
-def count_steps(cfg, num_windows):
-    """Return the steps of a run; None if it has none, or they depend on its clock or on absent data."""
-    if cfg.eval_only or cfg.time_budget is not None or (num_windows is None and cfg.max_epochs is not None):
-        return None
-    batch = cfg.batch_size * cfg.gradient_accumulation_steps
-    return plan_schedule(cfg, num_windows, batch, 0, RunState()).max_iters
-
-
-def describe_length(cfg, T, steps, num_windows):
-    """Return the steps, tokens and epochs of a run, as text."""
+def length_of(cfg, T, num_windows):
+    """Return the steps of a run, None if they are unknown, and its length as text."""
     batch = cfg.batch_size * cfg.gradient_accumulation_steps
     if cfg.eval_only:
-        return 'run: one evaluation'
-    if steps is None:
-        return f'run: an unknown number of steps of {batch * T:,} tokens'
-    text = f'run: {steps:,} steps of {batch * T:,} tokens, {steps * batch * T:,} tokens'
+        return None, 'one evaluation'
+    if cfg.time_budget is not None or (num_windows is None and cfg.max_epochs is not None):
+        return None, f'an unknown number of steps of {batch * T:,} tokens'
+    steps = plan_schedule(cfg, num_windows, batch, 0, RunState()).max_iters
+    text = f'{steps:,} steps of {batch * T:,} tokens, {steps * batch * T:,} tokens'
     if num_windows is not None:
         text += f', {steps * batch / num_windows:,.2f} epochs'
-    return text
+    return steps, text
 
 
-def machine_table(estimate, gpu, flops_per_token, steps):
-    """List the lines about speed, time and memory on seven GPUs and on this machine."""
-    cfg = estimate.cfg
-    batch = cfg.batch_size * cfg.gradient_accumulation_steps
+def machine_table(config, cfg, lora, gpu, flops_per_token, steps):
+    """List the lines about memory, speed and time on seven GPUs and on this machine."""
+    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * config.block_size  # of a step
     device, _ = choose_device(cfg.device)
     dtype, _ = choose_dtype(cfg.dtype, device, training=True)
     machines = []
@@ -157,43 +230,18 @@ def machine_table(estimate, gpu, flops_per_token, steps):
         machines.append((name, gpu, memory, peak))
     machines.append((f'this {device.type}', Env(device=device, dtype=dtype), device_memory(device),
                      measure_flops(device, dtype)))
-    lines = ['machine           memory     tokens/s       time  '
-             f'(one device at {MFU:.0%} of its peak)']
+    lines = [f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
     for name, env, memory, peak in machines:
         speed = time = 'unknown'
         if peak:
-            seconds = batch * estimate.config.block_size * flops_per_token / (MFU * peak)
+            seconds = tokens * flops_per_token / (MFU * peak)
             if env.device.type == 'cuda':
-                launches = cfg.gradient_accumulation_steps * estimate.config.n_layer * LAUNCHES
-                seconds = max(seconds, launches)
-            speed = f'{batch * estimate.config.block_size / seconds:,.0f}'
+                seconds = max(seconds, cfg.gradient_accumulation_steps * config.n_layer * LAUNCHES)
+            speed = f'{tokens / seconds:,.0f}'
             if steps is not None:
                 time = duration(steps * seconds)
-        if cfg.time_budget is not None and not cfg.eval_only:
-            time = duration(60 * cfg.time_budget)
-        lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {speed:>12} {time:>10}  '
-                     f'{advise(estimate, env, memory)}')
+        fits = 'does not fit; lower batch_size or use --recompute=full'
+        if sum(memory_of(config, cfg, lora, env, memory).values()) <= MARGIN * memory:
+            fits = 'fits'
+        lines.append(f'{name:<12} {memory / 1e9:>8,.1f} GB {speed:>12} {time:>10}  {fits}')
     return lines
-
-
-def advise(estimate, env, memory):
-    """Return whether a micro-batch fits, and otherwise what to change for the same step."""
-    cfg = estimate.cfg
-    if estimate.fits(cfg.batch_size, env, memory, cfg.recompute):
-        return 'fits'
-    sequences = cfg.batch_size * cfg.gradient_accumulation_steps
-    remedies = []
-    for recompute in dict.fromkeys([cfg.recompute, 'full']):
-        fits = partial(estimate.fits, env=env, memory=memory, recompute=recompute)
-        batch = largest_batch(sequences, cfg.batch_size, fits)
-        if batch is None:
-            continue
-        flags = []
-        if recompute != cfg.recompute:
-            flags.append('--recompute=full')
-        if batch < cfg.batch_size:
-            flags.append(f'--batch_size={batch} --gradient_accumulation_steps={sequences // batch}')
-        remedies.append(' '.join(flags))
-    if remedies:
-        return f'does not fit; the same step fits with {" or ".join(remedies)}'
-    return 'does not fit: not even one sequence; use a smaller model or block_size'

@@ -1,15 +1,17 @@
 """What a run prints and records: summary, log lines, log.jsonl, report.html, TensorBoard, wandb."""
 
+import dataclasses
 import json
 import math
 import os
+import signal
+import sys
 import time
-from typing import NamedTuple
 
 import torch
 
 from hotloop.data.chat import CHATS
-from hotloop.system.device import attention_kernels, peak_memory
+from hotloop.system.device import attention_kernels, peak_flops, peak_memory
 from hotloop.system.distributed import print0
 from hotloop.system.files import counted, first_line, replacing
 from hotloop.system.text import compact, duration, file_size, rate, script, shell, short, wrapped
@@ -19,6 +21,7 @@ from hotloop.training.run_dir import resume_command
 
 REPORT_COST = 1 / 200  # the most of a run's time that its reports take, beside the last one
 MAX_BAD_STEPS = 20  # in a row, after which a run has diverged; fp16 halves its loss scale at each
+PERF = ('ms', 'tokens_per_s', 'data_share', 'mfu', 'peak_memory_mb', 'eval_seconds')
 
 
 # -----------------------------------------------------------------------------
@@ -30,8 +33,9 @@ def print_run(model, batches, val, meta, cfg, env):
     data = cfg.dataset
     if len(val.weights) > 1:
         data += f' ({", ".join(f"{weight:.1%}" for weight in val.weights)})'
+    tokenizer = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
     data += (f', {batches.split.num_tokens:,} training and {val.num_tokens:,} validation tokens, '
-             f'{meta["tokenizer"].get("name") or meta["tokenizer"]["kind"]} tokenizer')
+             f'{tokenizer} tokenizer')
     if meta['foreign']:
         data += " (no meta.json: read with nanoGPT's assumptions)"
     chunks = ''
@@ -43,8 +47,7 @@ def print_run(model, batches, val, meta, cfg, env):
              f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})',
              f'attention: kernels available: {", ".join(attention_kernels(c, env))}',
              f'data: {data}',
-             f'model: {c.preset}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x '
-             f'{counted(c.n_head, "head")}, context {c.block_size}, vocabulary {c.vocab_size}',
+             f'model: {shape_text(c)}',
              f'  {model.num_params():,} parameters, '
              f'{flops_of(model, c.block_size)[1] / 1e6:,.1f} MFLOP per token',
              f'batch: {counted(batches.micro_batch, "sequence")} x '
@@ -54,110 +57,71 @@ def print_run(model, batches, val, meta, cfg, env):
         lines.append(f'shard={cfg.shard}: no effect, because there is only one process')
     gpus = torch.cuda.device_count()
     if env.device.type == 'cuda' and gpus > env.world == 1:
-        lines.append(f'note: to use all {gpus} GPUs: torchrun --standalone '
-                     f'--nproc_per_node={gpus} train.py ...')
+        launcher = f'torchrun --standalone --nproc_per_node={gpus}'
+        lines.append(f'note: to use all {gpus} GPUs: {launcher} train.py ...')
     for line in lines:
         print0(wrapped(line))
 
 
-def print_end(cfg, state, is_done, out_of_patience, record, device):
-    """Print why and how a run ended, and what to do next."""
-    if not is_done:
-        saved = 'before step 1; there is nothing to save'
-        if state.iter_num:
-            path = os.path.join(cfg.out_dir, 'ckpt.pt')
-            saved = (f'step {state.iter_num} is saved in {path}; '
-                     f'resume with: {resume_command(cfg)}')
-        if out_of_patience:
-            saved = (f'patience={cfg.patience}: no lower val loss than '
-                     f'{short(state.best_val_loss)} in '
-                     f'{counted(state.evals_since_best, "evaluation")}; {saved} --patience=None')
-        print0(f'stopped: {saved}')
-    if is_done or out_of_patience:
-        peak = ''
-        memory = peak_memory(device)
-        if memory:
-            peak = f', peak memory {file_size(memory)}'
-        print0(f'done: best val loss {short(state.best_val_loss)}{peak}')
-        print0(f'curves: {os.path.join(cfg.out_dir, "report.html")}')
-        command = f'python {shell(script("sample.py"))} {shell(f"--out_dir={cfg.out_dir}")}'
-        if record.get('template') in CHATS:
-            print0(f'to chat: {command} --chat')
-        else:
-            print0(f'to sample: {command}')
+def shape_text(c):
+    """Return the shape of a model of this GPTConfig as text."""
+    return (f'{c.preset}, {counted(c.n_layer, "layer")} x {c.n_embd} channels x {counted(c.n_head, "head")}, '
+            f'context {c.block_size}, vocabulary {c.vocab_size}')
 
 
-def print_length(cfg, schedule, state, batches, is_resumed):
-    """Print the length of a run, and notes on a schedule that is probably a mistake."""
+def print_length(cfg, schedule, state, batches):
+    """Print the length of a run."""
     steps = schedule.max_iters
     windows = batches.windows_before(steps)
     length = (f'{counted(steps, "step")}, {windows * batches.split.T:,} tokens, '
               f'{windows / batches.split.num_windows:.2f} epochs')
     if schedule.is_open:
         length = f'a time budget of {cfg.time_budget:g} min'
-        if is_resumed:
-            length += f', {state.seconds_used / 60:.1f} already used'
     print0(f'run: {length}, into {cfg.out_dir}')
-    if cfg.decay_lr and cfg.min_lr > cfg.learning_rate:
-        print0(f'note: min_lr={cfg.min_lr:g} is above learning_rate: the rate will increase')
     if state.iter_num >= steps:
         clock = '' if cfg.time_budget is None else ' --time_budget=None'
         print0(f'nothing to do: the run is at step {state.iter_num:,} of {steps:,}; to train '
                f'further, give --max_iters=N{clock}')
-    if cfg.decay_lr and schedule.warmup_iters >= steps:
-        print0(f'note: the warmup of {counted(schedule.warmup_iters, "step")} takes all of the run')
 
 
 # -----------------------------------------------------------------------------
 # the log
 
-class Window(NamedTuple):
-    """The steps since the last log line."""
-    loss: float  # mean over their targets
-    skipped: int  # steps with a non-finite loss or gradient
-    norm: float  # of the last step's gradients
-    steps: int
-    seconds: float  # in steps alone
-    waited: float  # of these, seconds spent on data
-    is_first: bool  # whether they include startup and compilation
-
-
 class Meter:
     """
-    Sum losses and times between log lines. The sums stay on the device; read() is the one wait.
-    logged: the sums of a resumed run since its last line, [loss, targets, skipped, steps].
+    Sum losses and times between log lines. The sums stay on the device; read() is the one wait. A
+    resumed run continues those of its RunState: [loss, targets, skipped] since its last line.
     """
 
-    def __init__(self, batches, logged, bad_in_a_row, device):
+    def __init__(self, batches, state, env, flops_per_token):
         dtype = torch.float64
-        if device.type == 'mps':  # which has no float64
+        if env.device.type == 'mps':  # which has no float64
             dtype = torch.float32
-        self.sums = torch.tensor(logged or [0.0] * 4, dtype=dtype, device=device)
-        self.bad = torch.tensor(bad_in_a_row, device=device)  # in a row up to now
+        self.sums = torch.tensor((state.logged or [0.0] * 3)[:3], dtype=dtype, device=env.device)
+        self.bad = torch.tensor(state.bad_in_a_row, device=env.device)  # in a row up to now
         self.worst = self.bad.clone()  # the most in a row
         self.batches = batches
-        self.is_first = True
+        self.tokens = batches.global_batch * batches.split.T  # of a step
+        self.peak = peak_flops(env.device, env.dtype)  # FLOP/s of a device; None: unknown
+        self.flops = flops_per_token / env.world  # of a device
+        self.is_first = True  # whether startup and compilation are included
         self.start(time.perf_counter())
 
     def start(self, now):
-        """Begin a Window."""
+        """Begin with the steps of the next log line."""
         self.steps = 0
-        self.began = now
+        self.began = now  # evaluations and saves postpone it
         self.waited = self.batches.waited
 
     def add(self, result, num_targets):
         """Add the StepResult of a step. A skipped step never enters an average."""
         skipped = result.skipped.to(self.sums.dtype)
         loss = torch.where(result.skipped > 0, 0.0, result.loss).to(self.sums.dtype)
-        self.sums += torch.stack((loss, num_targets * (1 - skipped), skipped, 1 + 0 * skipped))
+        self.sums += torch.stack((loss, num_targets * (1 - skipped), skipped))
         self.bad = (self.bad + 1) * result.skipped.to(self.bad.dtype)
         self.worst = torch.maximum(self.worst, self.bad)
         self.norm = result.norm
         self.steps += 1
-
-    def exclude(self, seconds):
-        """Leave the time of an evaluation or a save out of the steps' time."""
-        self.began += seconds
 
     def state(self):
         """Return (sums since the last log line, bad steps in a row) for a checkpoint."""
@@ -166,21 +130,26 @@ class Meter:
     def check(self, step, advice):
         """Raise ValueError after MAX_BAD_STEPS non-finite steps in a row."""
         if int(self.worst) >= MAX_BAD_STEPS:
-            raise ValueError(f'step {step}: loss or gradients were not finite for {MAX_BAD_STEPS} '
-                             'steps in a row. Those steps were skipped. With dtype=float16, try '
-                             f'bfloat16 or float32. {advice}')
+            raise ValueError(f'step {step}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a '
+                             f'row; with dtype=float16, try bfloat16 or float32. {advice}')
 
     def read(self):
-        """Wait for the device and return the Window of the steps since the last call."""
-        loss, targets, skipped, _ = self.sums.tolist()
+        """Wait for the device. Returns the seconds and the numbers of the steps since the last call."""
+        loss, targets, skipped = self.sums.tolist()
         now = time.perf_counter()
-        mean = loss / targets if targets else math.nan
-        window = Window(mean, int(skipped), self.norm.item(), self.steps, now - self.began,
-                        self.batches.waited - self.waited, self.is_first)
+        seconds = now - self.began
+        numbers = {'loss': loss / targets if targets else math.nan, 'grad_norm': self.norm.item(),
+                   'skipped': int(skipped) or None}
+        if not self.is_first:
+            speed = self.tokens * self.steps / seconds
+            numbers |= {'ms': 1000 * seconds / self.steps, 'tokens_per_s': speed,
+                        'data_share': (self.batches.waited - self.waited) / seconds}
+            if self.peak:
+                numbers['mfu'] = speed * self.flops / self.peak
         self.sums.zero_()
         self.is_first = False
         self.start(now)
-        return window
+        return seconds, numbers
 
 
 class Log:
@@ -192,6 +161,8 @@ class Log:
     def __init__(self, cfg, settings, env, resumed_at=None):
         """resumed_at: the step of a resumed run, whose later lines are dropped."""
         self.path = self.wandb = self.tensorboard = None
+        self.cfg = cfg
+        self.device = env.device
         self.next_report = 0.0
         if env.rank:
             return
@@ -211,44 +182,75 @@ class Log:
             wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir,
                        config=settings)
 
+    def append(self, row):
+        """Append a line to log.jsonl."""
+        if self.path is None:
+            return
+        try:
+            with open(self.path, 'a', encoding='utf-8') as f:
+                f.write(f'{json.dumps(row)}\n')
+        except OSError as e:
+            print0(f'{self.path} could not be written: {e.strerror or e}; training continues')
+
+    def start(self, model, record, objects):
+        """Log what a new run is. objects: its settings; those not at their defaults are listed."""
+        device = '{world} x {device}, {dtype}'.format(**record['machine'])
+        changed = []
+        for o in objects:
+            changed += [f.name for f in dataclasses.fields(o) if getattr(o, f.name) != f.default]
+        self.append({'step': 0, 'event': 'start', 'time': now(), 'command': shell('python', *sys.argv),
+                     'model': f'{shape_text(model.config)}, {model.num_params():,} parameters',
+                     'device': device.replace('torch.', ''), 'changed': changed})
+
+    def end(self, state, is_done, out_of_patience, number, template):
+        """Log and print how a run ended, by which signal number if any, and what to do next."""
+        event = 'done'
+        saved = 'before step 1; there is nothing to save'
+        if state.iter_num:
+            path = os.path.join(self.cfg.out_dir, 'ckpt.pt')
+            saved = f'step {state.iter_num} is saved in {path}; resume with: {resume_command(self.cfg)}'
+        if out_of_patience:
+            event = 'stopped: patience'
+            saved = (f'patience={self.cfg.patience}: no lower val loss than {short(state.best_val_loss)} in '
+                     f'{counted(state.evals_since_best, "evaluation")}; {saved} --patience=None')
+        elif not is_done:
+            event = f'stopped: {signal.Signals(number).name if number else "a signal"}'
+        self.append({'step': state.iter_num, 'event': event})  # without a time: repeated, it is the same
+        if event != 'done':
+            print0(f'stopped: {saved}')
+        if is_done or out_of_patience:
+            memory = peak_memory(self.device)
+            peak = f', peak memory {file_size(memory)}' if memory else ''
+            print0(f'done: best val loss {short(state.best_val_loss)}{peak}')
+            print0(f'curves: {os.path.join(self.cfg.out_dir, "report.html")}')
+            purpose, flag = ('chat', ' --chat') if template in CHATS else ('sample', '')
+            command = shell('python', script('sample.py'), f'--out_dir={self.cfg.out_dir}')
+            print0(f'to {purpose}: {command}{flag}')
+
     def write(self, text, **numbers):
         """Print the text and write the numbers that are finite."""
         print0(text)
-        if self.path is None:
-            return
         row = {}
         for name, value in numbers.items():
             if value is not None and math.isfinite(value):
                 row[name] = value
-        try:
-            with open(self.path, 'a', encoding='utf-8') as f:  # time: in seconds since 1970
-                f.write(json.dumps({**row, 'time': round(time.time(), 2)}) + '\n')
-        except OSError as e:
-            print0(f'{self.path} could not be written: {e.strerror or e}; training continues')
+        self.append({**row, 'time': now()})
+        step = row.pop('step')
+        scalars = {scalar_name(name): value for name, value in row.items()}
         if self.wandb:
-            self.wandb.log(row, step=row['step'])
+            self.wandb.log(scalars, step=step)
         if self.tensorboard:
-            for name in row.keys() - {'step'}:
-                self.tensorboard.add_scalar(name, row[name], row['step'])
+            for name, value in scalars.items():
+                self.tensorboard.add_scalar(name, value, step)
 
-    def step(self, state, lr, window, env, speed, left):
-        """
-        Log a line for the steps of a Window. speed: a Speed. left(seconds of a step): seconds to
-        the end of the run.
-        """
-        memory = peak_memory(env.device)
-        numbers = {'loss': window.loss, 'lr': lr, 'grad_norm': window.norm,
-                   'tokens_seen': state.tokens_seen, 'skipped': window.skipped or None,
-                   'peak_memory_mb': memory and memory / 1e6}
-        pace = f'{window.seconds:.1f} s including startup'
-        if not window.is_first:
-            each = window.seconds / window.steps
-            tokens_per_s = speed.tokens / each
-            numbers |= {'ms': each * 1000, 'tokens_per_s': tokens_per_s,
-                        'data_share': window.waited / window.seconds}
-            if speed.peak:
-                numbers['mfu'] = tokens_per_s * speed.flops_per_token / env.world / speed.peak
-            pace = f'{duration(left(each))} left'
+    def step(self, state, lr, meter, left):
+        """Log a line for the steps since the last one. left(seconds of a step): until the end."""
+        seconds, numbers = meter.read()
+        memory = peak_memory(self.device)
+        numbers |= {'lr': lr, 'tokens_seen': state.tokens_seen, 'peak_memory_mb': memory and memory / 1e6}
+        pace = f'{seconds:.1f} s including startup'
+        if 'ms' in numbers:
+            pace = f'{duration(left(numbers["ms"] / 1000))} left'
         self.write(step_line(state.iter_num, numbers, pace), step=state.iter_num, **numbers)
 
     def evaluation(self, step, evaluation):
@@ -260,7 +262,7 @@ class Log:
 
     def report(self):
         """Write report.html. The next is due when this one has cost REPORT_COST of the time."""
-        if self.path is None or not os.path.exists(self.path):
+        if self.path is None:
             return
         began = time.monotonic()
         try:
@@ -269,24 +271,35 @@ class Log:
             print0(f'report.html could not be written: {first_line(e)}')
         self.next_report = began + (time.monotonic() - began) / REPORT_COST
 
-    def close(self):
+    def close(self, step):
+        """Log an error that ends the run in a step, and draw the last report."""
+        error = sys.exc_info()[1]
+        if error:
+            self.append({'step': step, 'event': f'stopped: {first_line(error)}'})
         self.report()
         if self.tensorboard:
             self.tensorboard.close()
 
 
-class Speed(NamedTuple):
-    """What turns the time of a step into tokens per second and utilization."""
-    tokens: int  # of a step
-    flops_per_token: float
-    peak: float | None  # FLOP/s of a device; None: unknown
+def now():
+    """Return the time of a line, in seconds since 1970."""
+    return round(time.time(), 2)
+
+
+def scalar_name(name):
+    """Name a number of log.jsonl for TensorBoard and wandb: train/loss, val/loss, perf/mfu."""
+    if name in PERF:
+        return f'perf/{name}'
+    if name == 'train_loss' or name.startswith('val_'):  # both are of an evaluation
+        return f'val/{name.removeprefix("val_")}'
+    return f'train/{name}'
 
 
 def keep_lines(path, last_step):
-    """Drop the lines of log.jsonl after a step, which will be written again, and torn ones."""
+    """Drop the lines of log.jsonl after a step, which will be written again, torn ones and the end."""
     with replacing(path) as f:
         for row in read_rows(path):
-            if row['step'] <= last_step:
+            if row['step'] <= last_step and row.get('event', 'start') == 'start':
                 f.write(f'{json.dumps(row)}\n'.encode())
 
 
@@ -311,9 +324,7 @@ def evaluation_text(step, evaluation):
     numbers = {f'val_{name}': val[name] for name in ('loss', 'stderr', 'bpb', 'tokens')}
     numbers |= {'val_perplexity': math.exp(min(val['loss'], 700)), 'train_loss': evaluation.train['loss'],
                 'eval_seconds': evaluation.seconds}
-    prefix = ''
-    if step:  # with eval_only the step of the weights may be unknown
-        prefix = f'step {step}: '
+    prefix = f'step {step}: ' if step else ''  # with eval_only the step of the weights may be unknown
     text = f'{prefix}val loss {short(val["loss"])}'
     if math.isfinite(val['stderr']):
         text += f' +- {short(val["stderr"])}'

@@ -5,6 +5,7 @@ Write the report of a run, or of several, as one HTML file without scripts.
 """
 
 import ast
+import contextlib
 import html
 import json
 import math
@@ -61,6 +62,7 @@ transform:translateY(-50%)}.light{font-weight:400}
 ul{columns:240px;column-gap:40px;list-style:none;margin:0;padding:0;font-size:12.5px}
 li{display:flex;gap:16px;justify-content:space-between;break-inside:avoid}
 li b{font-weight:400;text-align:right;overflow-wrap:anywhere}li b+b{margin-left:12px}
+.set span{color:inherit}.set,.set b{font-weight:600}p{overflow-wrap:anywhere}
 footer{margin-top:44px;font-size:12.5px}
 @media(max-width:760px){body{padding:24px 16px}main{grid-template-columns:1fr}
 figcaption{flex-wrap:wrap}
@@ -76,10 +78,8 @@ def read_rows(path):
     rows = []
     with open(path, encoding='utf-8') as f:
         for line in f:
-            try:
+            with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
-            except ValueError:
-                continue
     return rows
 
 
@@ -87,11 +87,18 @@ class Record:
     """The log and the settings of a run folder. Raises ValueError if there is no log."""
 
     def __init__(self, folder):
-        self.name = os.path.normpath(folder)
+        self.name = os.path.basename(os.path.abspath(folder))
         path = os.path.join(folder, 'log.jsonl')
         if not os.path.isfile(path):
             raise ValueError(f'{path} does not exist; give the folders of runs')
         self.rows = read_rows(path)
+        self.start = {}  # the first line, about the run
+        self.end = ''  # done, or what stopped it
+        for row in self.rows:
+            if row.get('event') == 'start':
+                self.start = row
+            else:
+                self.end = row.get('event', '')
         self.settings = {}
         with open(os.path.join(folder, 'config.py'), encoding='utf-8') as f:
             for node in ast.parse(f.read()).body:  # which is never run
@@ -105,32 +112,38 @@ class Record:
 
     def tokens(self, steps):
         """Return the tokens seen after these steps."""
-        return np.interp(steps, *self.column('tokens_seen'))
+        ends, tokens = self.column('tokens_seen')
+        return np.interp(steps, [0, *ends], [0, *tokens])
 
     def minutes(self, steps):
         """Return the minutes in training steps alone up to these steps."""
         ends, ms = self.column('lr', 'ms')
         unknown = np.isnan(ms)
         ms[unknown] = 0.0 if unknown.all() else np.nanmedian(ms)  # first laps, which compile
-        return np.interp(steps, ends, np.cumsum(np.diff(ends, prepend=ends[0]) * ms) / 6e4)
+        return np.interp(steps, [0, *ends], [0, *np.cumsum(np.diff(ends, prepend=ends[:1]) * ms) / 6e4])
 
     def best(self):
         """Return the row of the best evaluation, or None."""
         rows = [row for row in self.rows if 'val_loss' in row]
         return min(rows, key=lambda row: row['val_loss'], default=None)
 
+    def about(self):
+        """Return the data, the model and the hardware of the run, and the command that began it."""
+        facts = [self.settings.get('dataset'), *map(self.start.get, ('model', 'device', 'command'))]
+        return ' · '.join(filter(None, facts))
+
 
 # -----------------------------------------------------------------------------
 # panels: curves as SVG, which scales to any width; words are HTML, so that they keep their size
 
 class Curve(NamedTuple):
-    """A line of a panel. error: standard errors of y; its points are then dots with bars."""
+    """A line of a panel. error: standard errors of y, an array; its points are then dots with bars."""
     label: str
     color: int
     x: np.ndarray
     y: np.ndarray
-    kind: str = 'line'  # or faint, for a line behind others
-    error: np.ndarray | None = None
+    kind: str = 'line'  # or faint, behind others
+    error: np.ndarray | float = 0.0
 
 
 class Axis:
@@ -155,12 +168,9 @@ class Axis:
         self.ticks = ticks[::math.ceil(len(ticks) / (parts + 2))]
 
     def __call__(self, values):
-        if self.log:
-            low = math.log(self.low)
-            share = (np.log(values) - low) / (math.log(self.high) - low)
-        else:
-            share = (values - self.low) / (self.high - self.low)
-        return np.rint(1000 * share).astype(int)
+        scale = np.log if self.log else np.asarray
+        low, high = scale([self.low, self.high])
+        return np.rint(1000 * (scale(values) - low) / (high - low)).astype(int)
 
 
 def exact(value):
@@ -196,10 +206,9 @@ def draw(curve, x_axis, y_axis):
     points = ' '.join(f'{x[i]},{y[i]}' for i in kept)
     kind = curve.kind if len(x) > 1 else 'dot'
     shapes = f'<path class="{color} {kind}" d="M{points}h0"/>'
-    if curve.error is not None:
+    if np.ndim(curve.error):
         tops = 1000 - y_axis(curve.y + curve.error)
-        lowest = np.maximum(curve.y - curve.error, y_axis.low)  # a log axis has no 0
-        bottoms = 1000 - y_axis(lowest)
+        bottoms = 1000 - y_axis(np.maximum(curve.y - curve.error, y_axis.low))  # a log axis has no 0
         bars = ''.join(f'M{x[i]},{tops[i]}V{bottoms[i]}' for i in kept)
         dots = ''.join(f'M{x[i]},{y[i]}h0' for i in kept)
         shapes += f'<path class="{color}" d="{bars}"/><path class="{color} dot" d="{dots}"/>'
@@ -214,7 +223,7 @@ def tooltips(curves, x_axis, x_name):
         lines = []
         for c in curves:
             i = np.abs(c.x - center).argmin()
-            value = exact(c.y[i]) if c.error is None else with_error(c.y[i], c.error[i])
+            value = with_error(c.y[i], c.error[i]) if np.ndim(c.error) else exact(c.y[i])
             lines.append(html.escape(f'{c.label}, {x_name} {exact(c.x[i])}: {value}'))
         shapes += (f'<rect x="{1000 * column / COLUMNS:.1f}" width="{1000 / COLUMNS:.1f}" '
                    f'height="1000"><title>{"&#10;".join(lines)}</title></rect>')
@@ -228,8 +237,7 @@ def panel(title, unit, curves, x_name='step', wide=False, log=False):
         return ''
     ys = []
     for c in curves:
-        error = 0.0 if c.error is None else c.error
-        ys += [c.y - error, c.y + error]
+        ys += [c.y - c.error, c.y + c.error]
     xs = np.concatenate([[0.0], *(c.x for c in curves)])
     x_axis = Axis(xs)
     y_axis = Axis(np.concatenate(ys if log else [*ys, [0.0]]), log)
@@ -241,7 +249,7 @@ def panel(title, unit, curves, x_name='step', wide=False, log=False):
         grid += f'M0,{1000 - place}H1000'
         words += f'<span class="t y" style="top:{100 - place / 10:.1f}%">{exact(tick)}</span>'
     for tick in x_axis.ticks:
-        words += f'<span class="t x" style="left:{x_axis(tick) / 10:.1f}%">{exact(tick)}</span>'
+        words += f'<span class="t x" style="left:{x_axis(tick) / 10:.1f}%">{compact(tick)}</span>'
     if wide:
         words += direct_labels(curves, [1000 - y_axis(c.y[-1]) for c in curves])
     elif len({c.color for c in curves}) == 1:
@@ -261,7 +269,7 @@ def direct_labels(curves, places, gap=58):
     excess = max(max(places) - 1000, 0)
     labels = ''
     for c, place in zip(curves, places, strict=True):
-        weight = ' light' if c.kind == 'faint' and c.error is None else ''
+        weight = ' light' if c.kind == 'faint' and not np.ndim(c.error) else ''
         labels += (f'<b class="name{weight} c{c.color % 6}" style="top:{(place - excess) / 10:.1f}%">'
                    f'{html.escape(c.label)}</b>')
     return labels
@@ -269,6 +277,13 @@ def direct_labels(curves, places, gap=58):
 
 # -----------------------------------------------------------------------------
 # the page
+
+def noisy(label, color, x, y):
+    """Return the curves of noisy numbers: where they are dense, a faint one and its running mean."""
+    if len(x) < DENSE:
+        return [Curve(label, color, x, y)]
+    return [Curve(label, color, x, y, 'faint'), Curve('mean', color, *running_mean(x, y))]
+
 
 def loss_panels(runs):
     """Return the wide panels: of one run both losses, of several each loss, and one by time."""
@@ -280,13 +295,8 @@ def loss_panels(runs):
         steps, losses = run.column('val_loss')
         errors = np.nan_to_num(run.column('val_loss', 'val_stderr')[1])
         if len(runs) == 1:
-            if len(x) < DENSE:
-                training.append(Curve('training', 0, x, y))
-            else:
-                training.append(Curve('training', 0, x, y, 'faint'))
-                training.append(Curve('mean', 0, *running_mean(x, y)))
-            training.append(Curve('validation', 1, steps, losses, 'faint', errors))
-            return panel('Loss', 'nats per token', training, wide=True, log=True)
+            curves = [*noisy('training', 0, x, y), Curve('validation', 1, steps, losses, 'faint', errors)]
+            return panel('Loss', 'nats per token', curves, wide=True, log=True)
         x, y = running_mean(x, y)
         training.append(Curve(run.name, number, run.tokens(x), y))
         validation.append(Curve(run.name, number, run.tokens(steps), losses, 'faint', errors))
@@ -302,11 +312,10 @@ def small_panels(runs):
     for name, title, unit in SMALL_PANELS:
         curves = []
         for number, run in enumerate(runs):
-            x, y = run.column(name)
-            is_noisy = name in ('grad_norm', 'tokens_per_s') and len(x) >= DENSE
-            curves.append(Curve(run.name, number, x, y, 'faint' if is_noisy else 'line'))
-            if is_noisy:
-                curves.append(Curve('mean', number, *running_mean(x, y)))
+            if name in ('grad_norm', 'tokens_per_s'):
+                curves += noisy(run.name, number, *run.column(name))
+            else:
+                curves.append(Curve(run.name, number, *run.column(name)))
         panels += panel(title, unit, curves, log=name == 'grad_norm')
     return panels
 
@@ -314,7 +323,7 @@ def small_panels(runs):
 def facts_of(run, goal):
     """List (name, value, detail) of a run. goal: a loss that all runs have reached, or None."""
     last = run.rows[-1]['step']
-    facts = [('Steps', exact(last), ''), ('Tokens', exact(run.tokens(last)), 'seen in training'),
+    facts = [('Steps', exact(last), run.end), ('Tokens', exact(run.tokens(last)), 'seen in training'),
              ('Training time', duration(60 * run.minutes(last)), 'of the steps')]
     best = run.best()
     if best:
@@ -332,41 +341,45 @@ def facts_of(run, goal):
 
 
 def page(runs):
-    """Return the HTML of one run or of a comparison."""
-    settings = {}
+    """Return the HTML of one run or of a comparison, whose runs have colors."""
+    colors = ['']
+    if len(runs) > 1:
+        colors = [f' class="c{number % 6}"' for number in range(len(runs))]
+    items = ''
+    differing = set()
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         values = [repr(run.settings.get(name)) for run in runs]
-        if len(runs) == 1 or (len(set(values)) > 1 and name != 'out_dir'):
-            settings[name] = values
+        if len(runs) > 1 and (len(set(values)) == 1 or name == 'out_dir'):
+            continue
+        differing.add(name)
+        cells = ''
+        for color, value in zip(colors, values, strict=True):
+            cells += f'<b{color}>{html.escape(value)}</b>'
+        mark = ' class="set"' if len(runs) == 1 and name in runs[0].start.get('changed', []) else ''
+        items += f'<li{mark}><span>{name}</span><div>{cells}</div></li>'
+    heading = 'Settings that differ'
     lead = ''
     goal = None
-    if len(runs) > 1 and {'dataset', 'vocab_size'} & settings.keys():
-        lead = ('<p>The runs have different data or vocabularies: compare bits per byte, not '
-                'losses.</p>')
-    elif len(runs) > 1 and all(run.best() for run in runs):
+    if len(runs) == 1:
+        heading = 'Settings <small>bold: not at the default</small>'
+    elif {'dataset', 'vocab_size'} & differing:
+        lead = '<p>The data or vocabularies differ: compare bits per byte, not losses.</p>'
+    elif all(run.best() for run in runs):
         goal = max(run.best()['val_loss'] for run in runs)
-    for number, run in enumerate(runs):
+    for color, run in zip(colors, runs, strict=True):
         tiles = ''
         for name, text, detail in facts_of(run, goal):
-            tiles += f'<div><dt>{name}</dt><dd>{text}<small>{detail}</small></dd></div>'
-        color = f' class="c{number % 6}"' if len(runs) > 1 else ''
-        lead += f'<h1{color}>{html.escape(run.name)}</h1><dl>{tiles}</dl>'
-    items = ''
-    for name, values in settings.items():
-        cells = ''
-        for number, value in enumerate(values):
-            color = f' class="c{number % 6}"' if len(runs) > 1 else ''
-            cells += f'<b{color}>{html.escape(value)}</b>'
-        items += f'<li><span>{name}</span><div>{cells}</div></li>'
+            tiles += f'<div><dt>{name}</dt><dd>{text}<small>{html.escape(detail)}</small></dd></div>'
+        lead += f'<h1{color}>{html.escape(run.name)}</h1><p>{html.escape(run.about())}</p><dl>{tiles}</dl>'
     title = html.escape(' / '.join(run.name for run in runs))
     return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
             '<meta name="viewport" content="width=device-width,initial-scale=1"><meta http-equiv='
             '"Content-Security-Policy" content="default-src \'none\';style-src \'unsafe-inline\'">'
             f'<style>{STYLE}</style></head><body>{lead}<main>{loss_panels(runs)}{small_panels(runs)}'
-            f'</main><h2>{"Settings" if len(runs) == 1 else "Settings that differ"}</h2><ul>{items}</ul>'
-            f'<footer>From log.jsonl and config.py, {time.strftime("%Y-%m-%d %H:%M")}. Error bars are '
-            'one standard error. Training time is that of the steps, without startup, evaluations and '
-            'saves.</footer></body></html>')
+            f'</main><h2>{heading}</h2><ul>{items}</ul>'
+            f'<footer>From log.jsonl and config.py, {time.strftime("%Y-%m-%d %H:%M")}; config.py repeats the '
+            'run. Error bars are one standard error. Training time is that of the steps, without startup, '
+            'evaluations and saves.</footer></body></html>')
 
 
 def write_report(folders):
@@ -377,7 +390,11 @@ def write_report(folders):
     path = 'report-compare.html'
     if len(folders) == 1:
         path = os.path.join(folders[0], 'report.html')
-    text = page([Record(folder) for folder in folders])
+    runs = [Record(folder) for folder in folders]
+    if len({run.name for run in runs}) < len(runs):
+        for run, folder in zip(runs, folders, strict=True):
+            run.name = os.path.normpath(folder)
+    text = page(runs)
     with replacing(path) as f:
         f.write(text.encode())
     return path

@@ -100,12 +100,13 @@ CHANGES = {
     'files': dict(out_dir='elsewhere', eval_only=True, dry_run=True, always_save_checkpoint=False,
                   save_minutes=0),
     'lines': dict(
-        time_budget=1e-4, auto_batch=True, eval_interval=1, eval_tokens=32, eval_iters=1, patience=1,
+        time_budget=1e-4, eval_interval=1, eval_tokens=32, eval_iters=1, patience=1,
         log_interval=3, wandb_log=True, wandb_project='mine', wandb_run_name='mine', compile=True,
         loss_chunks=4, recompute='full', shard='full', deterministic=False),
     'error': dict(
         document_mask=True, pack_rows=True, resume=True, tensorboard=True, init_from='resume',
-        data_dir='elsewhere', mirror_dir='/dev/null/mirror', device='cuda:99', backend='gloo')}
+        data_dir='elsewhere', mirror_dir='/dev/null/mirror', device='cuda:99', backend='gloo',
+        auto_batch=True)}
 ROPE = dict(position='rope')
 LORA = dict(init_from='hub/base', lora_rank=2)
 NO_PROGRESS = dict(learning_rate=1e-30, min_lr=0, eval_interval=1)  # no evaluation improves after the first

@@ -10,18 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import error_of, noise, rows, write_bins
+from conftest import at_step, error_of, noise, rows, stop_at, write_bins
 
 from hotloop.system.distributed import Env
 from hotloop.system.text import duration
+from hotloop.training.checkpoint import RunState
 from hotloop.training.evaluate import Evaluation
-from hotloop.training.logger import (
-    Log,
-    Meter,
-    evaluation_text,
-    keep_lines,
-    step_line,
-)
+from hotloop.training.logger import Log, Meter, evaluation_text, keep_lines, step_line
 
 
 def test_the_log_is_strict_json(train_tiny, tmp_path):
@@ -38,11 +33,27 @@ def test_the_log_is_strict_json(train_tiny, tmp_path):
 
 def test_lines_that_come_again_and_torn_lines_are_dropped(tmp_path):
     path = tmp_path / 'log.jsonl'
-    lines = ['{"step": 1, "loss": 5}\n', '{"step": 2, "los\n', '{"step": 2}\n', '{"step": 3}\n',
-             '{"step": 2']
+    lines = ['{"step": 0, "event": "start"}\n', '{"step": 1, "loss": 5}\n', '{"step": 2, "los\n',
+             '{"step": 2}\n', '{"step": 2, "event": "stopped: SIGTERM"}\n', '{"step": 3}\n', '{"step": 2']
     path.write_text(''.join(lines))
     keep_lines(path, 2)
-    assert path.read_text() == lines[0] + lines[2]
+    assert path.read_text() == lines[0] + lines[1] + lines[3]
+
+
+def test_the_log_has_the_start_and_the_end_of_a_run(train_tiny, tmp_path, monkeypatch, capsys):
+    """A resume drops the end, and an error is one."""
+    stop_at(monkeypatch, 2)
+    train_tiny(n_layer=1)
+    [start, end] = rows(tmp_path / 'out', 'event')
+    assert start['step'] == 0 and 'n_layer' in start['changed'] and 'beta1' not in start['changed']
+    assert start['model'].startswith('gpt2, 1 layer x 32 channels') and start['command'].startswith('python')
+    assert (end['step'], end['event']) == (2, 'stopped: SIGTERM')
+    train_tiny(init_from='resume', max_iters=4, n_layer=1)
+    assert [row['event'] for row in rows(tmp_path / 'out', 'event')] == ['start', 'done']
+    at_step(monkeypatch, 1, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_tiny('failed')
+    assert rows(tmp_path / 'failed', 'event')[-1]['event'] == 'stopped: division by zero'
 
 
 def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, capsys):
@@ -54,20 +65,21 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, capsys):
 def test_speed_is_measured_in_steps_alone(monkeypatch):
     now = iter([0.0, 10.0, 21.0])
     monkeypatch.setattr(time, 'perf_counter', lambda: next(now))
-    batches = SimpleNamespace(waited=1.0)
-    meter = Meter(batches, [], 0, torch.device('cpu'))
+    batches = SimpleNamespace(waited=1.0, global_batch=7, split=SimpleNamespace(T=10))
+    meter = Meter(batches, RunState(), Env(), 1.0)
     result = SimpleNamespace(loss=torch.tensor(6.0), norm=torch.tensor(1.0), skipped=torch.tensor(0.0))
     meter.add(result, 2)
     meter.add(result, 4)
-    assert meter.read() == (2.0, 0, 1.0, 2, 10.0, 0.0, True)
+    means = {'loss': 2.0, 'grad_norm': 1.0, 'skipped': None}
+    assert meter.read() == (10.0, means)
     meter.add(result, 3)
-    meter.exclude(4.0)
+    meter.began += 4.0
     batches.waited = 3.0
-    assert meter.read() == (2.0, 0, 1.0, 1, 7.0, 2.0, False)
+    assert meter.read() == (7.0, {**means, 'ms': 7000.0, 'tokens_per_s': 10.0, 'data_share': 2 / 7})
 
 
 def test_what_a_run_prints_about_itself(train_tiny, capsys):
-    train_tiny(max_iters=2, min_lr=1, warmup_iters=5)
+    train_tiny(max_iters=2)
     out = capsys.readouterr().out
     for line in (r'^  max_iters = 2  \(--max_iters\)$', r'^device: cpu \(requested\), 1 x 1 thread$',
                  r'^dtype: float32 \(requested\)$', r'^compile: off \(requested\)$',
@@ -77,7 +89,6 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
                  r'^  [\d,]+ parameters, [\d.]+ MFLOP per token$',
                  r'^batch: 4 sequences x 2 micro-batches x 1 process = 128 tokens per step$',
                  r'^run: 2 steps, 256 tokens, 0.06 epochs, into',
-                 r'^note: min_lr=1 is above learning_rate: ', '^note: the warmup of 5 steps takes all of',
                  r'^step 1: loss [\d.]+, lr [\d.]+e-\d, [\d.]+ [MG]B, [\d.]+ s including startup$',
                  r'^step 2: loss [\d.]+, lr [\d.]+e-\d, [\d.,]+k? tok/s, [\d.]+ [MG]B, 0s left$',
                  r'^step 2: val loss [\d.]+ \+- [\d.]+, [\d.]+ bits per byte, train loss [\d.]+$',
@@ -145,10 +156,11 @@ def test_tensorboard_has_the_numbers_of_the_log(train_tiny, tmp_path):
     train_tiny(init_from='resume', max_iters=8, **settings)
     events = EventAccumulator(str(tmp_path / 'out' / 'tensorboard'))
     events.Reload()
-    assert {'loss', 'val_loss', 'lr', 'tokens_per_s', 'grad_norm'} <= set(events.Tags()['scalars'])
-    for name in events.Tags()['scalars']:
+    scalars = {'loss': 'train/loss', 'lr': 'train/lr', 'val_loss': 'val/loss', 'train_loss': 'val/train_loss',
+               'val_bpb': 'val/bpb', 'tokens_per_s': 'perf/tokens_per_s', 'ms': 'perf/ms'}
+    for name, scalar in scalars.items():
         logged = [(row['step'], row[name]) for row in rows(tmp_path / 'out', name)]
-        found = [(event.step, event.value) for event in events.Scalars(name)]
+        found = [(event.step, event.value) for event in events.Scalars(scalar)]
         assert [step for step, _ in found] == [step for step, _ in logged], name
         assert [value for _, value in found] == pytest.approx([value for _, value in logged], rel=1e-6)
 

@@ -9,7 +9,7 @@ from conftest import WITH_BITSANDBYTES, error_of, load, same
 
 import train
 from hotloop.system.distributed import Env
-from hotloop.training.memory import MemoryEstimate
+from hotloop.training.forecast import memory_of
 from hotloop.training.optim import build_optimizers, orthogonalize
 from model import GPT, GPTConfig
 
@@ -116,5 +116,6 @@ def test_without_the_package_the_error_names_it(monkeypatch):
 
 def test_8_bit_moments_are_forecast():
     """Within 2%: vectors stay float32."""
-    estimate = MemoryEstimate(GPTConfig(vocab_size=50304), train.TrainConfig(optimizer='adamw8bit'))
-    assert estimate.optimizer == pytest.approx(estimate.weights / 2 * (1 + 4 / 256), rel=0.02)
+    cfg = train.TrainConfig(optimizer='adamw8bit')
+    parts = memory_of(GPTConfig(vocab_size=50304), cfg, None, Env(), 1e12)
+    assert parts['optimizer'] == pytest.approx(parts['weights'] / 2 * (1 + 4 / 256), rel=0.02)

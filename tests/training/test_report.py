@@ -58,7 +58,8 @@ class Page(HTMLParser):
         svg = ET.fromstring(re.search('<svg.*?</svg>', text, re.S)[0])
         ticks = {}
         for axis, place, label in re.findall(r'class="t ([xy])" style="\w+:([\d.]+)%">([^<]*)<', text):
-            ticks.setdefault(axis, []).append((float(place), float(label.replace(',', ''))))
+            value = float(label.replace('k', 'e3').replace(',', ''))
+            ticks.setdefault(axis, []).append((float(place), value))
         return svg, ticks
 
 
@@ -95,15 +96,21 @@ def page_of(*folders):
 
 
 def test_every_number_of_the_log_is_on_the_page(tmp_path):
-    """A line that a kill has torn is left out."""
-    lines = lines_of_a_run(40)
+    """And what the run is, and how it ended. A line that a kill has torn is left out."""
+    start = {'step': 0, 'event': 'start', 'model': 'gpt2, 1 layer', 'device': '8 x A100',
+             'command': 'python train.py a.py', 'changed': ['max_iters']}
+    lines = [start, *lines_of_a_run(40), {'step': 40, 'event': 'stopped: SIGTERM'}]
     folder = write_log(tmp_path / 'out', lines, max_iters=50, dataset='tiny', learning_rate=6e-4)
     with (tmp_path / 'out' / 'log.jsonl').open('a') as f:
         f.write('{"step": 41, "lo')
     page = page_of(folder)
-    for words in ('3.4250 ± 0.0125', 'at step 40', f'{3.175 / 3:.4f}', 'Steps 40', f'{40 * 128:,}', '23s',
+    for words in ('tiny · gpt2, 1 layer · 8 x A100 · python train.py a.py',
+                  'Steps 40 stopped: SIGTERM', '3.4250 ± 0.0125', 'at step 40', f'{3.175 / 3:.4f}',
+                  f'{40 * 128:,}', '23s',
                   'max_iters 50', 'learning_rate 0.0006', "dataset 'tiny'"):
         assert words in page.text, words
+    marked = re.findall('class="set"><span>(.*?)<', page.source)
+    assert marked == ['max_iters'] and page.text.startswith('out ')
     for line in lines:  # fewer steps than columns
         for name in ('lr', 'grad_norm', 'peak_memory_mb', 'tokens_per_s', 'loss'):
             label = 'training' if name == 'loss' else page.text.split()[0]
@@ -168,6 +175,7 @@ def test_ticks_are_at_round_numbers(values, log, labels):
 
 
 @pytest.mark.parametrize('lines', [
+    [{'step': 0, 'event': 'start', 'changed': []}],  # stopped before the first step
     [{'step': 1, 'loss': 5.0, 'lr': 1e-3, 'grad_norm': 1.0, 'tokens_seen': 9}],
     [{'step': 2, 'val_loss': 5.0, 'val_stderr': 0.1}, {'step': 2, 'lr': 0.0, 'loss': 0.0, 'tokens_seen': 9}],
     [{'step': 1, 'loss': 1e300, 'lr': 1, 'tokens_seen': 9},
@@ -202,8 +210,8 @@ def test_several_runs_are_compared(tmp_path, monkeypatch):
     write_log(Path('a'), lines_of_a_run(40), learning_rate=1e-3, out_dir='a', **common)
     write_log(Path('b'), lines_of_a_run(80, final=2.0), learning_rate=2e-3, out_dir='b', **common)
     page = page_of('a', 'b')
-    assert 'a Best validation loss 3.4250 ± 0.0125 at step 40' in page.text
-    assert f'To a loss of 3.4250 23s {40 * 128:,} tokens b ' in page.text
+    assert 'a tiny Best validation loss 3.4250 ± 0.0125 at step 40' in page.text
+    assert f'To a loss of 3.4250 23s {40 * 128:,} tokens b tiny ' in page.text
     assert f'To a loss of 3.4250 5s {10 * 128:,} tokens ' in page.text
     assert 'Settings that differ learning_rate 0.001 0.002 From' in page.text
     assert f'b, tokens {80 * 128:,}: 2.3375 ± 0.0125' in page.titles
@@ -258,7 +266,7 @@ def test_reports_cost_little_of_a_run(tmp_path, monkeypatch, capsys):
     values = SimpleNamespace(val=val, train=dict(loss=1.0), seconds=1)
     for clock[0] in (1100, 1299, 1300, 1301):
         log.evaluation(1, values)
-    log.close()
+    log.close(1)
     assert written == [1101, 1301, 1302]
     assert 'report.html could not be written: a bug' in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ from hotloop.data.dataset import read_meta
 from hotloop.system.distributed import Env, close_process_group
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
-from hotloop.training.memory import MemoryEstimate
+from hotloop.training.forecast import memory_of
 from hotloop.training.optim import build_optimizers
 from hotloop.training.shard import gather, local
 from model import GPT, GPTConfig
@@ -217,8 +217,8 @@ def standing_of_rank():
 def test_a_process_holds_its_share():
     """Of weights, gradients and moments."""
     held = on_ranks(2, standing_of_rank)
-    estimate = MemoryEstimate(gpt(preset='modern').config, TrainConfig(optimizer='muon'))
-    assert held == pytest.approx([(2 * estimate.weights + estimate.optimizer) / 2] * 2, rel=0.03)
+    parts = memory_of(gpt(preset='modern').config, TrainConfig(optimizer='muon'), None, Env(), 1e12)
+    assert held == pytest.approx([(2 * parts['weights'] + parts['optimizer']) / 2] * 2, rel=0.03)
 
 
 # -----------------------------------------------------------------------------

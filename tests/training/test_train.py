@@ -334,8 +334,9 @@ def test_what_does_not_fit_the_memory_is_named(train_tiny, monkeypatch, what, er
     assert words in error_of(train_tiny)
 
 
-def test_auto_batch_keeps_the_sequences_of_a_step(train_tiny, tmp_path, capsys):
+def test_auto_batch_keeps_the_sequences_of_a_step(train_tiny, tmp_path, capsys, monkeypatch):
     """It changes the micro-batch alone, also on a resume; the settings stay."""
+    monkeypatch.setattr(train, 'choose_batch_size', lambda *args: 12)  # which tries on GPUs alone
     train_tiny('plain', batch_size=4, gradient_accumulation_steps=3, max_iters=2)
     train_tiny(batch_size=4, gradient_accumulation_steps=3, max_iters=1, auto_batch=True)
     train_tiny(init_from='resume', max_iters=2, batch_size=4, gradient_accumulation_steps=3)
