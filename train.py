@@ -61,12 +61,11 @@ from hotloop.training.checkpoint import (
     restore,
     state_from,
 )
-from hotloop.training.dataloader import Batches, share_batch
+from hotloop.training.dataloader import Batches, open_split, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, Speed, evaluation_text, print_end, print_length, print_run
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
-from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
 from hotloop.training.recipes import SHAPE, card_for_machine, layer_of_depth
 from hotloop.training.resume import checkpoint_settings, compare_record, compare_settings, record_of

@@ -15,8 +15,8 @@ from hotloop.system.device import (
 from hotloop.system.distributed import Env
 from hotloop.system.text import duration, file_size, wrapped
 from hotloop.training.checkpoint import RunState
+from hotloop.training.dataloader import open_split
 from hotloop.training.memory import MemoryEstimate, largest_batch
-from hotloop.training.mixture import open_split
 from hotloop.training.schedule import plan_schedule
 from hotloop.weights.load import GPT2_SHAPES, shape_of
 

@@ -12,9 +12,8 @@ from test_model import SHAPES, make
 import prepare
 from hotloop.data.dataset import Dataset, read_meta
 from hotloop.data.tokenizer import tokenizer_from
-from hotloop.training.dataloader import Split
-from hotloop.training.mixture import open_split
-from hotloop.training.packing import Packed, pack
+from hotloop.training.dataloader import Packed, Split, open_split
+from hotloop.training.packing import pack
 from model import GPT
 from sample import turn_ids
 
@@ -87,7 +86,7 @@ def test_rows_that_do_not_fit_are_counted_and_left_out(data_dir):
     assert re.fullmatch(rf'packing: train, {kept} rows in \d+ windows of {limit} tokens, \d+\.\d% padding; '
                         rf'{len(lengths) - kept} rows left out '
                         rf'\(the longest row has {lengths.max()} tokens\)', short.note)
-    words = rf'no row of .*train\.bin fits into block_size=3; .* {lengths.min()} tokens: use --block_size='
+    words = rf'block_size=3 is too small for the rows of .*train\.bin, .* --block_size={lengths.min() - 1}'
     with pytest.raises(ValueError, match=words):
         open_rows(data_dir, T=3)
 
@@ -202,5 +201,5 @@ def test_texts_whose_documents_no_id_ends_are_refused(tmp_path, train_tiny):
     write_bins(tmp_path / 'nanogpt', noise(900), noise(100), tokenizer=False)
     for name in ('chars', 'nanogpt'):
         words = error_of(train_tiny, data_dir=tmp_path, dataset=name, document_mask=True)
-        assert f'document_mask=True needs texts and the id that ends each, which {tmp_path}' in words
+        assert f'document_mask=True needs texts with an end-of-text id, unlike {tmp_path}' in words
     assert 'for rows use --pack_rows' in error_of(train_tiny, dataset='chats', document_mask=True)
