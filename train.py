@@ -80,7 +80,6 @@ from hotloop.training.schedule import (
 )
 from hotloop.training.settings import setting_problems
 from hotloop.training.shard import (
-    NO_BUFFERS,
     gradient_sync,
     is_sharded,
     local,
@@ -269,7 +268,9 @@ def wrap(model, cfg, env):
         shard_model(model, cfg.shard, env)
         return model, model
     device_ids = [env.device] if env.device.type == 'cuda' else None
-    return model, DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, **NO_BUFFERS)
+    # the buffers are tables of RoPE, which are equal on all processes; a private name
+    model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers()]
+    return model, DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True)
 
 
 # -----------------------------------------------------------------------------

@@ -273,8 +273,8 @@ def restore(checkpoint, optimizers, scaler):
         for current, group in zip(optimizer.param_groups, old['param_groups'], strict=True):
             # rates and kernels are those of the settings
             groups.append({**current, 'params': group['params']})
-        state = shard_state(old['state'], optimizer)
-        optimizer.load_state_dict({'state': state, 'param_groups': groups})
+        shard_state(old['state'], optimizer)
+        optimizer.load_state_dict({'state': old['state'], 'param_groups': groups})
         for p, values in optimizer.state.items():
             check_state(p, values, optimizer, remedy)
     if scaler.is_enabled() and checkpoint.get('scaler'):
