@@ -44,16 +44,14 @@ class Split(Windows):
         self.order = functools.lru_cache(maxsize=2)(self.epoch_order)
         expected = meta['splits'].get(name, {}).get('tokens', self.num_tokens)
         if self.num_tokens != expected:
-            raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, but meta.json says '
-                             f'{expected:,}; prepare it again')
+            raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, not {expected:,}; prepare again')
         self.mask = None
         mask_path = os.path.join(folder, f'{name}.mask.bin')
         if os.path.exists(mask_path):
             self.mask = open_bin(mask_path, np.uint8)  # 0: not in the loss
             self.num_bytes += len(self.mask)
             if len(self.mask) != self.num_tokens or not self.mask[1:].any():
-                raise ValueError(f'{mask_path} does not fit {self.num_tokens:,} tokens, or is 0 '
-                                 'everywhere; prepare it again')
+                raise ValueError(f'{mask_path} is not of {self.num_tokens:,} tokens, or all 0; prepare again')
         self.end_id = None  # the id that ends each document, if attention stays within documents
         if document_mask:
             self.end_id = meta.get('eot')
@@ -117,7 +115,6 @@ class Packed(Split):
             raise ValueError(f'pack_rows=True needs {path}, which only rows have; texts use --document_mask')
         if self.mask is None:
             self.mask = np.ones(self.num_tokens, np.uint8)  # the rows of this split are texts
-        self.padding_id = meta['eot'] or 0
         self.ends = open_bin(path, '<u8').astype(np.int64)
         lengths = np.diff(self.ends, prepend=0)
         self.begins = self.ends - lengths
@@ -146,8 +143,8 @@ class Packed(Split):
         return windows, windows
 
     def gather(self, starts):
-        """Return gather()'s tensors of these windows as arrays. A row's first token is no target."""
-        tokens = np.full((len(starts), self.T + 1), self.padding_id)
+        """Put windows together. The first token of a row is not a target."""
+        tokens = np.full((len(starts), self.T + 1), self.meta['eot'] or 0)
         targets = np.full_like(tokens, -1)
         documents = np.zeros_like(tokens)
         for window, start in enumerate(starts):
@@ -221,11 +218,7 @@ class Mixture(Windows):
 
 
 def open_split(datasets, name, T, document_mask=False, pack_rows=False):
-    """
-    Open the Split 'train' or 'val' of one Dataset, or the Mixture of several.
-
-    document_mask: windows carry the documents of their tokens. pack_rows: windows hold complete rows.
-    """
+    """Open 'train' or 'val' of one Dataset, or the Mixture of several. Raises ValueError."""
     splits = []
     for dataset in datasets:
         if pack_rows:
@@ -233,8 +226,7 @@ def open_split(datasets, name, T, document_mask=False, pack_rows=False):
             continue
         split = Split(dataset.folder, name, dataset.meta, T, document_mask)
         if split.num_tokens <= T:
-            raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for a window of '
-                             f'block_size={T} and its target')
+            raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for block_size={T}')
         splits.append(split)
     if len(splits) == 1:
         return splits[0]
@@ -244,10 +236,9 @@ def open_split(datasets, name, T, document_mask=False, pack_rows=False):
 
 def gather(tokens, mask, starts, T, end_id):
     """
-    Return inputs, targets and, with end_id, the documents of windows: (B, T) int64 tensors. Targets
-    are -1 where the mask is 0, and beyond the end of the split.
-
-    starts: positions, (B,). tokens, mask: arrays on the host, or tensors on the device of starts.
+    Return inputs, targets and, with end_id, the documents of windows at positions (B,): (B, T) int64
+    tensors. Targets are -1 where the mask is 0, and beyond the end of the split. tokens, mask: arrays
+    on the host, or tensors on the device of starts.
     """
     positions = starts[:, None] + torch.arange(T + 1, device=starts.device)  # (B, T + 1)
     beyond = positions >= len(tokens)

@@ -91,11 +91,11 @@ def evaluate_split(model, split, starts, batch, env, byte_counts, stop):
         return None
     sums[0, mine] = torch.cat(losses).cpu().double().numpy()
     loss, targets, num_bytes = env.sum(sums)
-    bpb = None
+    result = {'loss': float(loss.sum() / targets.sum()), 'stderr': standard_error(loss, targets),
+              'tokens': int(targets.sum()), 'bpb': None}
     if num_bytes.any():
-        bpb = float(loss.sum() / math.log(2) / num_bytes.sum())
-    return {'loss': float(loss.sum() / targets.sum()), 'stderr': standard_error(loss, targets),
-            'tokens': int(targets.sum()), 'bpb': bpb}
+        result['bpb'] = float(loss.sum() / math.log(2) / num_bytes.sum())
+    return result
 
 
 def standard_error(loss, targets):

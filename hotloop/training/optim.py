@@ -63,10 +63,7 @@ class AdamW(Uncompiled, torch.optim.AdamW):
 
 
 def adamw8bit(groups, lr, betas):
-    """
-    Make the AdamW8bit of bitsandbytes (arXiv 2110.02861). Moments of 4,096 values and more are
-    uint8, with a scale for each 256; smaller ones are float32.
-    """
+    """Make the AdamW8bit of bitsandbytes (arXiv 2110.02861): large moments are uint8."""
     import bitsandbytes
 
     class AdamW8bit(bitsandbytes.optim.AdamW8bit):

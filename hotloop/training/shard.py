@@ -1,8 +1,4 @@
-"""
-How training runs the blocks of a GPT: recomputed, compiled one by one, sharded by torch's FSDP2.
-
-Sharded, each process holds its rows of weights, gradients and optimizer states.
-"""
+"""How training runs the blocks of a GPT: recomputed, compiled one by one, sharded by torch's FSDP2."""
 
 import contextlib
 from functools import partial
@@ -48,10 +44,7 @@ def set_blocks(model, recompute, compiles=False):
 
 
 def gradient_sync(model, shard, last):
-    """
-    Return the context of a micro-batch. Gradients are reduced over the processes in the last one of
-    a step; with shard='full' in each, so that no process holds all of them.
-    """
+    """Reduce gradients in the last micro-batch; with shard='full' in each, to hold no complete ones."""
     if is_sharded(model) and shard == 'optimizer':
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
@@ -65,10 +58,8 @@ def gradient_sync(model, shard, last):
 
 def shard_model(model, shard, env):
     """
-    Divide the rows of a GPT's parameters among all processes and move them to the device.
-
-    shard: 'optimizer' gathers all weights once a step (ZeRO-2, arXiv 1910.02054); 'full' gathers
-    those of a block each time it runs, forward or backward (ZeRO-3).
+    Divide the rows of weights, gradients and optimizer states among all processes. 'optimizer' gathers
+    all weights once a step (ZeRO-2, arXiv 1910.02054), 'full' a block's each time it runs (ZeRO-3).
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -123,10 +114,7 @@ def own_rows(tensor, p):
 
 
 def gather(state):
-    """
-    Replace the sharded tensors of a nested state by complete ones: on rank 0 in host memory, empty
-    on the others. All processes must call it.
-    """
+    """Make sharded tensors complete: on rank 0 in host memory, empty elsewhere. All must call it."""
     gathered = {}  # a tied matrix stays one
 
     def complete(value):
