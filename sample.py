@@ -36,8 +36,8 @@ from hotloop.inference.score import print_json, print_scores, read_documents, sc
 from hotloop.system.device import choose_compile, choose_device, choose_dtype
 from hotloop.system.files import json_lines
 from hotloop.system.host import cores
+from hotloop.training.dataloader import open_split
 from hotloop.training.evaluate import fixed_windows
-from hotloop.training.mixture import open_split
 from hotloop.weights.export import export
 from hotloop.weights.load import load_weights, tokenizer_of
 from model import GPT, positions_in

@@ -60,12 +60,11 @@ from hotloop.training.checkpoint import (
     restore,
     state_from,
 )
-from hotloop.training.dataloader import Batches, share_batch
+from hotloop.training.dataloader import Batches, open_split, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
-from hotloop.training.mixture import open_split
 from hotloop.training.optim import build_optimizers
 from hotloop.training.recipes import SHAPE, card_for_machine, layer_of_depth
 from hotloop.training.run_dir import open_folder, resume_command, write_config
@@ -78,7 +77,6 @@ from hotloop.training.settings import (
     setting_problems,
 )
 from hotloop.training.shard import (
-    NO_BUFFERS,
     gradient_sync,
     is_sharded,
     local,
@@ -262,7 +260,9 @@ def wrap(model, cfg, env):
         shard_model(model, cfg.shard, env)
         return model, model
     device_ids = [env.device] if env.device.type == 'cuda' else None
-    return model, DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, **NO_BUFFERS)
+    # the buffers are tables of RoPE, which are equal on all processes; a private name
+    model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers()]
+    return model, DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True)
 
 
 # -----------------------------------------------------------------------------

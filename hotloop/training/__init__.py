@@ -1,1 +1,1 @@
-"""Parts of a training run: settings, mixture, dataloader, optim, schedule, evaluate, checkpoint, logger."""
+"""Parts of a training run: settings, dataloader, optim, schedule, evaluate, checkpoint, logger."""

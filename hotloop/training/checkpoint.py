@@ -244,8 +244,8 @@ def restore(checkpoint, optimizers, scaler):
             for current, group in zip(optimizer.param_groups, old['param_groups'], strict=True):
                 # rates and kernels are those of the settings
                 groups.append({**current, 'params': group['params']})
-            state = shard_state(old['state'], optimizer)
-            optimizer.load_state_dict({'state': state, 'param_groups': groups})
+            shard_state(old['state'], optimizer)
+            optimizer.load_state_dict({'state': old['state'], 'param_groups': groups})
             check_state(optimizer)
         except ValueError as e:  # of a fork of nanoGPT, or an early one
             raise ValueError(f'the optimizer of the checkpoint does not fit: {e}; {REMEDY}') from None

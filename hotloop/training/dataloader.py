@@ -2,20 +2,36 @@
 
 import functools
 import hashlib
+import math
 import os
 import time
 
 import numpy as np
 import torch
 
-from hotloop.data.dataset import Dataset, command_for, open_bin
+from hotloop.data.dataset import open_bin
+from hotloop.training.packing import pack
+
+INTERLEAVE = 10_000  # windows of a mixture in which each split has its exact share
 
 
-class Split:
-    """One bin of a dataset, memory-mapped, in windows of T tokens; targets are the next tokens."""
+class Windows:
+    """Windows of T tokens, in an order that depends on the seed, with gather() and num_targets()."""
+
+    def starts(self, seed, index):
+        """Find the positions of windows by number, counted over all epochs. index: int64 array."""
+        epochs = index // self.period
+        starts = np.empty_like(index)
+        for epoch in np.unique(epochs).tolist():
+            chosen = epochs == epoch
+            starts[chosen] = self.order(seed, epoch)[index[chosen] % self.period]
+        return starts
+
+
+class Split(Windows):
+    """One bin of a dataset, memory-mapped; targets are the next tokens."""
 
     def __init__(self, folder, name, meta, T, document_mask=False):
-        self.folder = folder
         self.meta = meta
         self.T = T
         self.splits = [self]  # a Mixture has several
@@ -24,39 +40,33 @@ class Split:
         self.tokens = open_bin(self.path, meta['dtype'])
         self.num_tokens = len(self.tokens)
         self.num_bytes = self.tokens.nbytes
-        self.num_windows = windows_per_epoch(self.num_tokens, T)
+        self.num_windows = self.period = windows_per_epoch(self.num_tokens, T)
         self.order = functools.lru_cache(maxsize=2)(self.epoch_order)
         expected = meta['splits'].get(name, {}).get('tokens', self.num_tokens)
         if self.num_tokens != expected:
-            raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, but meta.json says '
-                             f'{expected:,}; prepare it again')
+            raise ValueError(f'{self.path} has {self.num_tokens:,} tokens, not {expected:,}; prepare again')
         self.mask = None
         mask_path = os.path.join(folder, f'{name}.mask.bin')
         if os.path.exists(mask_path):
             self.mask = open_bin(mask_path, np.uint8)  # 0: not in the loss
             self.num_bytes += len(self.mask)
             if len(self.mask) != self.num_tokens or not self.mask[1:].any():
-                raise ValueError(f'{mask_path} does not fit {self.num_tokens:,} tokens, or is 0 '
-                                 'everywhere; prepare it again')
+                raise ValueError(f'{mask_path} is not of {self.num_tokens:,} tokens, or all 0; prepare again')
         self.end_id = None  # the id that ends each document, if attention stays within documents
         if document_mask:
             self.end_id = meta.get('eot')
             if self.end_id is None or self.mask is not None:
-                raise ValueError(f'document_mask=True needs texts and the id that ends each, which '
-                                 f'{folder} does not have; prepare it with a tokenizer that has '
-                                 'one, like gpt2 or bpe:4096; for rows use --pack_rows')
+                raise ValueError(f'document_mask=True needs texts with an end-of-text id, unlike {folder}; '
+                                 'prepare it with --tokenizer=gpt2 or bpe:4096; for rows use --pack_rows')
 
     def check_ids(self, vocab_size):
         """Raise ValueError if a token is not below vocab_size; a GPU would give no reason."""
         if not self.meta['foreign'] and self.meta['vocab_size'] <= vocab_size:
             return  # prepare.py writes valid ids, and reading all of them may take minutes
-        if self.tokens.max() >= vocab_size:
-            dataset = Dataset(os.path.basename(self.folder), self.folder, self.meta, 1.0)
-            data_dir = os.path.dirname(self.folder)
-            command = command_for(dataset, data_dir, 'RUN_OR_MODEL')
-            raise ValueError(f'{self.path} has token id {self.tokens.max()}, but the vocabulary of '
-                             f'the model has {vocab_size} ids; prepare it with the tokenizer of '
-                             f'the model: {command}')
+        largest = self.tokens.max()
+        if largest >= vocab_size:
+            raise ValueError(f'{self.path} has token id {largest}, but the model has {vocab_size} ids; '
+                             "prepare it with the model's tokenizer: --tokenizer=RUN_OR_MODEL")
 
     def fingerprint(self):
         """Hash the size and 64 blocks spread over the bin and its mask."""
@@ -66,15 +76,6 @@ class Split:
             if self.mask is not None:
                 h.update(self.mask[start:start + 4096].tobytes())
         return h.hexdigest()[:16]
-
-    def starts(self, seed, index):
-        """Find the positions of windows by number, counted over all epochs. index: int64 array."""
-        epochs = index // self.num_windows
-        starts = np.empty_like(index)
-        for epoch in np.unique(epochs).tolist():
-            chosen = epochs == epoch
-            starts[chosen] = self.order(seed, epoch)[index[chosen] % self.num_windows]
-        return starts
 
     def epoch_order(self, seed, epoch):
         """Shuffle the positions of an epoch's windows. Each epoch starts at another offset."""
@@ -92,7 +93,7 @@ class Split:
     def gather(self, starts):
         """Read the windows at these positions from disk. Returns gather()'s tensors as arrays."""
         parts = gather(self.tokens, self.mask, torch.as_tensor(starts), self.T, self.end_id)
-        return tuple(part.numpy() for part in parts)
+        return [part.numpy() for part in parts]
 
     def num_targets(self, starts):
         """Count the unmasked targets of the windows at these positions."""
@@ -101,12 +102,143 @@ class Split:
         return sum(int(np.count_nonzero(self.mask[s + 1:s + 1 + self.T])) for s in starts)
 
 
+class Packed(Split):
+    """
+    A Split whose windows hold complete rows, each a document, and padding. A `start` is the number
+    of a window. Each epoch shuffles the windows, not their rows, which do not see one another.
+    """
+
+    def __init__(self, folder, name, meta, T):
+        super().__init__(folder, name, meta, T)
+        path = os.path.join(folder, f'{name}.docs.bin')
+        if not os.path.exists(path):
+            raise ValueError(f'pack_rows=True needs {path}, which only rows have; texts use --document_mask')
+        if self.mask is None:
+            self.mask = np.ones(self.num_tokens, np.uint8)  # the rows of this split are texts
+        self.ends = open_bin(path, '<u8').astype(np.int64)
+        lengths = np.diff(self.ends, prepend=0)
+        self.begins = self.ends - lengths
+        kept = np.flatnonzero(lengths <= T + 1)
+        if not len(kept):
+            raise ValueError(f'block_size={T} is too small for the rows of {self.path}, of which the '
+                             f'shortest needs --block_size={lengths.min() - 1}')
+        window_of = pack(lengths[kept].tolist(), T + 1)
+        order = np.argsort(window_of, kind='stable')
+        self.rows = np.split(kept[order], np.cumsum(np.bincount(window_of))[:-1])  # of each window
+        self.num_windows = self.period = len(self.rows)
+        counts = np.append(0, np.cumsum(self.mask != 0))
+        targets = counts[self.ends] - counts[self.begins + 1]  # of each row
+        self.targets = np.array([targets[rows].sum() for rows in self.rows])
+        self.num_bytes = math.inf  # windows are put together on the host, never on the device
+        padding = 1 - lengths[kept].sum() / (self.num_windows * (T + 1))
+        self.note = (f'packing: {name}, {len(kept):,} rows in {self.num_windows:,} windows of '
+                     f'{T + 1} tokens, {padding:.1%} padding; {len(lengths) - len(kept):,} rows '
+                     f'left out (the longest row has {lengths.max():,} tokens)')
+
+    def epoch_order(self, seed, epoch):
+        return np.random.default_rng((seed, epoch)).permutation(self.num_windows)
+
+    def consecutive_starts(self):
+        windows = np.flatnonzero(self.targets)
+        return windows, windows
+
+    def gather(self, starts):
+        """Put windows together. The first token of a row is not a target."""
+        tokens = np.full((len(starts), self.T + 1), self.meta['eot'] or 0)
+        targets = np.full_like(tokens, -1)
+        documents = np.zeros_like(tokens)
+        for window, start in enumerate(starts):
+            place = 0
+            for row in self.rows[start]:
+                part = slice(self.begins[row], self.ends[row])
+                ids = self.tokens[part].astype(np.int64)
+                end = place + len(ids)
+                tokens[window, place:end] = ids
+                targets[window, place:end] = np.where(self.mask[part], ids, -1)
+                targets[window, place] = -1
+                documents[window, end:] += 1
+                place = end
+        return [tokens[:, :-1], targets[:, 1:], documents[:, :-1]]
+
+    def num_targets(self, starts):
+        return int(self.targets[starts].sum())
+
+
+class Mixture(Windows):
+    """Splits, mixed by weight. Positions continue from one split to the next."""
+
+    def __init__(self, names, splits, weights):
+        self.names = names
+        self.splits = splits
+        self.weights = [weight / sum(weights) for weight in weights]
+        self.T = splits[0].T
+        self.end_id = splits[0].end_id
+        ends = np.cumsum([split.num_tokens for split in splits])
+        self.bases = [0, *ends[:-1].tolist()]
+        self.num_tokens = int(ends[-1])
+        self.num_bytes = sum(split.num_bytes for split in splits)
+        self.num_windows = windows_per_epoch(self.num_tokens, self.T)
+        if isinstance(splits[0], Packed):
+            self.num_windows = sum(split.num_windows for split in splits)
+        self.period = INTERLEAVE
+        self.order = functools.lru_cache(maxsize=2)(self.interleave)
+        last = np.round(np.cumsum(self.weights) * INTERLEAVE).astype(np.int64)
+        self.shares = np.diff(last, prepend=0)  # windows of each split in a period
+        if not all(self.shares):
+            raise ValueError(f'{names[self.shares.argmin()]} would never be drawn: its weight is below '
+                             f'1/{2 * INTERLEAVE} of the sum')
+
+    def interleave(self, seed, block):
+        """Shuffle the splits, each of which keeps its own order. Returns the positions of windows."""
+        split_of = np.repeat(np.arange(len(self.splits)), self.shares)
+        split_of = np.random.default_rng((seed, block)).permutation(split_of)
+        starts = np.empty_like(split_of)
+        for k, split in enumerate(self.splits):
+            index = block * self.shares[k] + np.arange(self.shares[k])
+            starts[split_of == k] = self.bases[k] + split.starts(seed + k, index)
+        return starts
+
+    def by_split(self, starts):
+        """Yield (split, which of the starts lie in it, their positions there)."""
+        owner = np.searchsorted(self.bases, starts, side='right') - 1
+        for k, split in enumerate(self.splits):
+            yield split, owner == k, starts[owner == k] - self.bases[k]
+
+    def gather(self, starts):
+        result = None
+        for split, chosen, positions in self.by_split(starts):
+            parts = split.gather(positions)
+            if result is None:
+                result = np.empty((len(parts), len(starts), self.T), dtype=np.int64)
+            result[:, chosen] = parts
+        return list(result)
+
+    def num_targets(self, starts):
+        return sum(split.num_targets(positions) for split, _, positions in self.by_split(starts))
+
+
+def open_split(datasets, name, T, document_mask=False, pack_rows=False):
+    """Open 'train' or 'val' of one Dataset, or the Mixture of several. Raises ValueError."""
+    splits = []
+    for dataset in datasets:
+        if pack_rows:
+            splits.append(Packed(dataset.folder, name, dataset.meta, T))
+            continue
+        split = Split(dataset.folder, name, dataset.meta, T, document_mask)
+        if split.num_tokens <= T:
+            raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for block_size={T}')
+        splits.append(split)
+    if len(splits) == 1:
+        return splits[0]
+    names = [dataset.name for dataset in datasets]
+    return Mixture(names, splits, [dataset.weight for dataset in datasets])
+
+
 def gather(tokens, mask, starts, T, end_id):
     """
-    Return inputs, targets and, with end_id, the documents of windows: (B, T) int64 tensors. Targets
-    are -1 where the mask is 0, and beyond the end of the split.
-
-    starts: positions, (B,). tokens, mask: arrays on the host, or tensors on the device of starts.
+    Return inputs, targets and, with end_id, the documents of windows at positions (B,): (B, T) int64
+    tensors. Targets are -1 where the mask is 0, and beyond the end of the split. tokens, mask: arrays
+    on the host, or tensors on the device of starts.
     """
     positions = starts[:, None] + torch.arange(T + 1, device=starts.device)  # (B, T + 1)
     beyond = positions >= len(tokens)
@@ -135,9 +267,8 @@ def share_batch(batch_size, accumulation, world):
     """Divide a step among processes: (micro-batch of at most batch_size, accumulation) of each."""
     total = batch_size * accumulation
     if total % world:
-        raise ValueError(f'batch_size={batch_size} x gradient_accumulation_steps={accumulation} = '
-                         f'{total} sequences cannot be divided evenly among {world} processes; '
-                         f'use a multiple of {world}, such as {total + world - total % world}')
+        raise ValueError(f'batch_size={batch_size} x gradient_accumulation_steps={accumulation} = {total} '
+                         f'sequences must be a multiple of the {world} processes')
     share = total // world
     micro_batch = min(batch_size, share)
     while share % micro_batch:
@@ -161,28 +292,24 @@ def kept_on_device(split, env):
 def copy_to_device(split, device):
     """Return the tokens of all splits, int16 or int32, and their mask or None, on the device."""
     tokens = np.concatenate([part.tokens for part in split.splits])
-    masks = []
-    for part in split.splits:
-        masks.append(np.ones(part.num_tokens, np.uint8) if part.mask is None else part.mask)
-    mask = None
-    if any(part.mask is not None for part in split.splits):
-        mask = torch.from_numpy(np.concatenate(masks)).to(device)
-    return torch.from_numpy(tokens.view(f'i{tokens.itemsize}')).to(device), mask
+    tokens = torch.from_numpy(tokens.view(f'i{tokens.itemsize}')).to(device)
+    if all(part.mask is None for part in split.splits):
+        return tokens, None
+    masks = [np.ones(part.num_tokens, np.uint8) if part.mask is None else part.mask
+             for part in split.splits]
+    return tokens, torch.from_numpy(np.concatenate(masks)).to(device)
 
 
 def upload(array, device):
     """Copy an array to a device; to a GPU from pinned memory, so that the host does not wait."""
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == 'cuda':
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 class Batches:
-    """
-    The micro-batches of this process. A GPU holds the split if it has room for it. Otherwise the
-    host reads each micro-batch while the GPU computes what is queued.
-    """
+    """The micro-batches of this process: of a split that a GPU holds, or read while it computes."""
 
     def __init__(self, split, cfg, env, shift=0):
         """shift: windows read before step 0, as RunState.shift() counts them."""
@@ -194,10 +321,9 @@ class Batches:
             cfg.batch_size, cfg.gradient_accumulation_steps, env.world)
         self.global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
         self.waited = 0.0  # seconds spent on loading
-        self.tokens = None  # the split, if it is kept on the device
-        self.mask = None
+        self.on_device = None  # tokens and mask, if the device has room for them
         if kept_on_device(split, env):
-            self.tokens, self.mask = copy_to_device(split, env.device)
+            self.on_device = copy_to_device(split, env.device)
 
     def windows_before(self, step):
         """Count the windows that the steps before this one read, over all epochs."""
@@ -209,7 +335,7 @@ class Batches:
         starts = self.split.starts(self.seed, index)
         num_targets = self.split.num_targets(starts)
         starts = starts.reshape(self.env.world, self.accumulation, self.micro_batch)[self.env.rank]
-        if self.tokens is not None:
+        if self.on_device:
             starts = upload(starts, self.env.device)  # before the GPU is busy with this step
         loads = [functools.partial(self.load, step, n, starts[n]) for n in range(self.accumulation)]
         return num_targets, loads
@@ -217,8 +343,8 @@ class Batches:
     def load(self, step, micro, starts):
         """Return gather()'s tensors of a micro-batch on the device, and the seed of its dropout."""
         began = time.perf_counter()
-        if self.tokens is not None:
-            batch = gather(self.tokens, self.mask, starts, self.split.T, self.split.end_id)
+        if self.on_device:
+            batch = gather(*self.on_device, starts, self.split.T, self.split.end_id)
         else:
             batch = [upload(part, self.env.device) for part in self.split.gather(starts)]
         self.waited += time.perf_counter() - began

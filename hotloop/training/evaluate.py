@@ -8,18 +8,17 @@ import torch
 
 from hotloop.system import host
 from hotloop.training.dataloader import upload
-from hotloop.training.shard import is_sharded, reshard
+from hotloop.training.shard import reshard
 
 
 def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None):
     """
-    Compute the loss on fixed windows of a Split, without dropout and label smoothing. The splits of
-    a Mixture are averaged by weight.
-
-    num_windows: spread evenly; None: all. byte_counts: the UTF-8 bytes of each id, (V,). Returns
+    Compute the mean loss over fixed windows of a Split, without dropout and label smoothing; of a
+    Mixture the mean by weight. Returns None if stop() is true on any process, else
     {'loss': nats per token, 'stderr': its standard error, 'tokens': unmasked targets, 'bpb': bits
-    per byte or None}, of a Mixture also 'losses': {name: loss}; None if stop() was true on any
-    process.
+    per byte or None}, of a Mixture also 'losses': {name: loss}.
+
+    num_windows: as in fixed_windows(). byte_counts: the UTF-8 bytes of each id, (V,).
     """
     results = []
     for part, starts in fixed_windows(split, num_windows):
@@ -29,13 +28,23 @@ def evaluate(model, split, num_windows, batch, env, byte_counts=None, stop=None)
         results.append(result)
     if len(results) == 1:
         return results[0]
-    return mean_by_weight(split, results)
+    losses = [result['loss'] for result in results]
+    stderrs = [result['stderr'] for result in results]
+    loss = float(np.dot(split.weights, losses))
+    bpb = None
+    if all(result['bpb'] for result in results):
+        # bytes per token, to which loss / bpb is in proportion, average by weight; bpb does not
+        sizes = [result['loss'] / result['bpb'] for result in results]
+        bpb = float(loss / np.dot(split.weights, sizes))
+    return {'loss': loss, 'stderr': math.hypot(*np.multiply(split.weights, stderrs)),
+            'tokens': sum(result['tokens'] for result in results), 'bpb': bpb,
+            'losses': dict(zip(split.names, losses, strict=True))}
 
 
 def fixed_windows(split, num_windows):
     """
     List (Split, the positions of its windows) of num_windows spread evenly over those that have a
-    target, of a Mixture by weight; None: of all. Only all windows include a shorter last one.
+    target, of a Mixture by weight; None: of all, with a shorter last one.
     """
     found = []
     for part, weight in zip(split.splits, split.weights, strict=True):
@@ -54,21 +63,6 @@ def count_batches(split, num_windows, batch, world):
     return sum(-(-len(starts) // (batch * world)) for _, starts in windows)
 
 
-def mean_by_weight(mixture, results):
-    """Average the results of the splits of a Mixture."""
-    losses = [result['loss'] for result in results]
-    stderrs = [result['stderr'] for result in results]
-    loss = float(np.dot(mixture.weights, losses))
-    bpb = None
-    if all(result['bpb'] for result in results):
-        # bytes per token, to which loss / bpb is in proportion, average by weight; bpb does not
-        sizes = [result['loss'] / result['bpb'] for result in results]
-        bpb = float(loss / np.dot(mixture.weights, sizes))
-    return {'loss': loss, 'stderr': math.hypot(*np.multiply(mixture.weights, stderrs)),
-            'tokens': sum(result['tokens'] for result in results), 'bpb': bpb,
-            'losses': dict(zip(mixture.names, losses, strict=True))}
-
-
 @torch.no_grad()
 def evaluate_split(model, split, starts, batch, env, byte_counts, stop):
     """Run evaluate() on the windows of one Split at these positions, shared among the processes."""
@@ -79,9 +73,7 @@ def evaluate_split(model, split, starts, batch, env, byte_counts, stop):
     was_training = model.training
     model.eval()
     for first in range(0, -(-len(starts) // env.world), batch):  # sharded, all run as many batches
-        stopped = stop is not None and stop()
-        if stop is not None and is_sharded(model):
-            stopped = env.any(stopped)
+        stopped = stop is not None and env.any(stop())
         if stopped:
             break
         rows = mine[first:first + batch]
@@ -95,17 +87,15 @@ def evaluate_split(model, split, starts, batch, env, byte_counts, stop):
             sums[2, rows] = np.where(y >= 0, byte_counts[np.maximum(y, 0)], 0).sum(1)
     model.train(was_training)
     reshard(model)
-    if losses and not stopped:
-        sums[0, mine] = torch.cat(losses).cpu().double().numpy()
-    *sums, stops = env.sum(np.append(sums.ravel(), float(stopped)))
-    if stops:
+    if stopped:
         return None
-    loss, targets, num_bytes = np.reshape(sums, (3, -1))
-    bpb = None
+    sums[0, mine] = torch.cat(losses).cpu().double().numpy()
+    loss, targets, num_bytes = env.sum(sums)
+    result = {'loss': float(loss.sum() / targets.sum()), 'stderr': standard_error(loss, targets),
+              'tokens': int(targets.sum()), 'bpb': None}
     if num_bytes.any():
-        bpb = float(loss.sum() / math.log(2) / num_bytes.sum())
-    return {'loss': float(loss.sum() / targets.sum()), 'stderr': standard_error(loss, targets),
-            'tokens': int(targets.sum()), 'bpb': bpb}
+        result['bpb'] = float(loss.sum() / math.log(2) / num_bytes.sum())
+    return result
 
 
 def standard_error(loss, targets):
@@ -122,12 +112,11 @@ def eval_windows(cfg, val):
     """Return how many windows an evaluation reads, (validation, training); None: all."""
     if cfg.eval_iters is not None:  # batches of batch_size, as in nanoGPT
         return cfg.eval_iters * cfg.batch_size, cfg.eval_iters * cfg.batch_size
-    tokens = cfg.eval_tokens
     num_val = None
-    if tokens is not None:
-        num_val = max(tokens // val.T, 1)
+    if cfg.eval_tokens is not None:
+        num_val = max(cfg.eval_tokens // val.T, 1)
     # the training loss is there to show overfitting; a quarter is enough for that
-    return num_val, max(min(tokens or 2**20, val.num_tokens) // 4 // val.T, 1)
+    return num_val, max(min(cfg.eval_tokens or 2**20, val.num_tokens) // 4 // val.T, 1)
 
 
 class Evaluation(NamedTuple):
@@ -138,10 +127,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate_both(model, splits, cfg, batch, env, byte_counts=None, stop=None):
-    """
-    Evaluate a model on {'train': split, 'val': split}, in batches of `batch` windows. Returns an
-    Evaluation; None if stop() was true on any process before it was complete.
-    """
+    """Return the Evaluation of {'train': split, 'val': split}; None if stop() is true on any process."""
     num_val, num_train = eval_windows(cfg, splits['val'])
     began = host.process_seconds()
     val = evaluate(model, splits['val'], num_val, batch, env, byte_counts, stop)

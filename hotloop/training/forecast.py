@@ -15,8 +15,8 @@ from hotloop.system.device import PEAK_FLOPS, choose_device, choose_dtype, devic
 from hotloop.system.distributed import Env
 from hotloop.system.text import duration, file_size, wrapped
 from hotloop.training.checkpoint import RunState
+from hotloop.training.dataloader import open_split
 from hotloop.training.memory import choose_loss_chunks
-from hotloop.training.mixture import open_split
 from hotloop.training.optim import matrix_rows
 from hotloop.training.schedule import plan_schedule
 from hotloop.training.shard import set_blocks

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from hotloop.training.shard import exchange, local
+from hotloop.training.shard import all_rows, local, own_rows
 
 NS_STEPS = 5
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon
@@ -19,25 +19,23 @@ def build_optimizers(model, cfg, env):
     """
     lr = cfg.learning_rate
     decay = cfg.weight_decay
-    embedding = model.transformer.wte.weight
-    rows = {}
-    if cfg.optimizer == 'muon':
-        rows = matrix_rows(model)
+    betas = cfg.beta1, cfg.beta2
     trained = [p for p in model.parameters() if p.requires_grad]  # adapters alone, if there are any
     vectors = [p for p in trained if p.dim() < 2]
-    matrices = [p for p in trained if p.dim() >= 2 and p not in rows]
+    matrices = [p for p in trained if p.dim() >= 2]
     groups = [{'params': matrices, 'weight_decay': decay, 'peak': lr},
               {'params': vectors, 'weight_decay': 0.0, 'peak': lr}]
-    if cfg.optimizer == 'muon':
-        groups[0]['params'] = [p for p in matrices if p is not embedding]
-        groups.append({'params': [embedding], 'weight_decay': decay, 'peak': lr})
     if cfg.optimizer == 'adamw8bit':
-        return [adamw8bit(groups, lr, (cfg.beta1, cfg.beta2))]
-    # fused: one kernel per group, which skips the update where train_step's found_inf is 1
-    optimizers = [AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), fused=True)]
+        return [adamw8bit(groups, lr, betas)]
+    optimizers = []
     if cfg.optimizer == 'muon':
-        optimizers.append(Muon(rows, cfg.muon_lr, cfg.muon_momentum, decay, env))
-    return optimizers
+        embedding = model.transformer.wte.weight
+        rows = matrix_rows(model)
+        groups[0]['params'] = [p for p in matrices if p not in rows and p is not embedding]
+        groups.append({'params': [embedding], 'weight_decay': decay, 'peak': lr})
+        optimizers = [Muon(rows, cfg.muon_lr, cfg.muon_momentum, decay, env)]
+    # fused: one kernel per group, which skips the update where train_step's found_inf is 1
+    return [AdamW(groups, lr=lr, betas=betas, fused=True), *optimizers]
 
 
 def matrix_rows(model):
@@ -65,10 +63,7 @@ class AdamW(Uncompiled, torch.optim.AdamW):
 
 
 def adamw8bit(groups, lr, betas):
-    """
-    Make the AdamW8bit of bitsandbytes (arXiv 2110.02861). Moments of 4,096 values and more are
-    uint8, with a scale for each 256; smaller ones are float32.
-    """
+    """Make the AdamW8bit of bitsandbytes (arXiv 2110.02861): large moments are uint8."""
     import bitsandbytes
 
     class AdamW8bit(bitsandbytes.optim.AdamW8bit):
@@ -112,7 +107,6 @@ class Muon(Uncompiled, torch.optim.Optimizer):
         super().__init__(list(rows), defaults)
         self.rows = rows
         self.env = env
-        self.is_sharded = any(local(p) is not p for p in rows)
         self.found_inf = torch.zeros((), device=env.device)
         # bf16 takes half the time where the run computes in it, and the iteration tolerates it
         self.dtype = torch.bfloat16 if env.dtype == torch.bfloat16 else torch.float32
@@ -122,70 +116,47 @@ class Muon(Uncompiled, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        keep = 1.0 - self.found_inf  # 0 in a step that must change nothing
         for group in self.param_groups:
-            params, momentum = group['params'], group['momentum']
-            weights, grads, buffers = [], [], []
-            for p in params:
-                if not self.state[p]:
-                    self.state[p]['momentum_buffer'] = torch.zeros_like(p)
-                weights.append(local(p))
-                grads.append(torch.where(self.found_inf > 0, 0.0, local(p.grad)))  # 0 * inf is NaN
-                buffers.append(local(self.state[p]['momentum_buffer']))
-                buffers[-1].lerp_(grads[-1], (1 - momentum) * keep)
-            directions = torch._foreach_lerp(grads, buffers, momentum)  # Nesterov's
-            torch._foreach_mul_(weights, 1 - group['lr'] * group['weight_decay'] * keep)
-            scale = -group['lr'] * keep
-            if self.is_sharded:
-                self.update_rows(params, directions, scale)
-            else:
-                self.update(weights, [self.rows[p] for p in params], directions, scale)
+            by_shape = {}
+            for p in group['params']:
+                by_shape.setdefault((p.shape, *self.rows[p]), []).append(p)
+            for params in by_shape.values():
+                self.update(params, group)
 
-    def update(self, weights, rows, directions, scale):
-        """Add scale x the orthogonalized directions to weights. rows: of the matrices in each."""
-        by_shape = {}
-        for weight, sizes, direction in zip(weights, rows, directions, strict=True):
-            for part, matrix in zip(weight.split(sizes), direction.split(sizes), strict=True):
-                # a tall matrix has fewer singular values than rows, which would move too little
-                growth = max(part.size(0) / part.size(1), 1.0) ** 0.5
-                if growth > 1:
-                    part, matrix = part.T, matrix.T
-                by_shape.setdefault((matrix.shape, growth), []).append((part, matrix))
-        for (_, growth), pairs in by_shape.items():
-            parts, matrices = zip(*pairs, strict=True)
-            updates = self.orthogonalize_shared(torch.stack(matrices))  # (N, m, n)
-            updates = updates.float() * (scale * growth)
-            torch._foreach_add_(parts, updates.unbind())
+    def update(self, params, group):
+        """Update parameters of one shape, which consist of equal matrices."""
+        keep = 1.0 - self.found_inf  # 0 in a step that must change nothing
+        weights, grads, buffers = [], [], []
+        for p in params:
+            if not self.state[p]:
+                self.state[p]['momentum_buffer'] = torch.zeros_like(p)
+            weights.append(local(p))
+            grads.append(torch.where(self.found_inf > 0, 0.0, local(p.grad)))  # 0 * inf is NaN
+            buffers.append(local(self.state[p]['momentum_buffer']))
+            buffers[-1].lerp_(grads[-1], (1 - group['momentum']) * keep)
+        directions = torch._foreach_lerp(grads, buffers, group['momentum'])  # Nesterov's
+        directions = [all_rows(rows, p, self.dtype) for rows, p in zip(directions, params, strict=True)]
+        matrices = torch.stack(directions).split(self.rows[params[0]], dim=1)
+        updates = torch.cat([self.orthogonalize_shared(stack) for stack in matrices], dim=1)
+        updates *= -group['lr'] * keep
+        torch._foreach_mul_(weights, 1 - group['lr'] * group['weight_decay'] * keep)
+        for p, weight, update in zip(params, weights, updates, strict=True):
+            weight.add_(local(own_rows(update, p)))
 
     def orthogonalize_shared(self, stack):
-        """Orthogonalize N matrices, of which each process computes its share and receives all."""
-        world, rank = self.env.world, self.env.rank
-        if world == 1 or self.is_sharded:
-            return self.orthogonalize(stack, self.dtype)
+        """Orthogonalize (N, m, n) matrices, of which each process computes its share and receives all."""
+        is_tall = stack.size(1) > stack.size(2)
+        if is_tall:
+            stack = stack.mT
+        world = self.env.world
         share = -(-len(stack) // world)
-        padded = F.pad(stack, (0, 0, 0, 0, 0, world * share - len(stack)))
-        mine = self.orthogonalize(padded[rank * share:(rank + 1) * share], self.dtype)
-        gathered = mine.new_empty(padded.shape)  # in bf16 half the traffic of float32
-        # torch 2.13 renamed all_gather_into_tensor
-        all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
-        all_gather(gathered, mine)
-        return gathered[:len(stack)]
-
-    def update_rows(self, params, directions, scale):
-        """
-        Run update() on sharded parameters, of which this process has some rows. It receives all
-        rows of its share of the directions, orthogonalizes these, and returns the rows.
-        """
-        by_shape = {}
-        for p, direction in zip(params, directions, strict=True):
-            by_shape.setdefault((p.shape, tuple(self.rows[p])), []).append((p, direction))
-        for (shape, rows), pairs in by_shape.items():
-            stack = torch.stack([direction.to(self.dtype) for _, direction in pairs])
-            mesh = pairs[0][0].device_mesh
-            shape = torch.Size((len(pairs), *shape))
-            matrices = exchange(stack, shape, mesh, 1, 0)  # some of the matrices, with all rows
-            updates = torch.zeros_like(matrices)
-            self.update(updates, [rows] * len(updates), matrices, torch.ones_like(scale))
-            updates = exchange(updates, shape, mesh, 0, 1)
-            for (p, _), update in zip(pairs, updates, strict=True):
-                local(p).add_(update.float() * scale)
+        mine = stack[self.env.rank * share:][:share].contiguous()
+        result = self.orthogonalize(mine, self.dtype)
+        if world > 1:
+            mine = F.pad(result, (0, 0, 0, 0, 0, share - len(result)))  # the last ones may have fewer
+            gathered = mine.new_empty(world * share, *mine.shape[1:])  # in bf16 half the traffic
+            dist.all_gather(list(gathered.chunk(world)), mine)
+            result = gathered[:len(stack)]
+        if is_tall:  # it has fewer singular values than rows, and would move too little
+            return result.mT.float() * (stack.size(2) / stack.size(1)) ** 0.5
+        return result.float()

@@ -1,11 +1,6 @@
-"""
-How training runs the blocks of a GPT: recomputed, compiled one by one, sharded by torch's FSDP2.
-
-Sharded, each process holds its rows of weights, gradients and optimizer states.
-"""
+"""How training runs the blocks of a GPT: recomputed, compiled one by one, sharded by torch's FSDP2."""
 
 import contextlib
-import inspect
 from functools import partial
 
 import torch
@@ -20,12 +15,6 @@ ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention.default,
              torch.ops.aten._scaled_dot_product_efficient_attention.default,
              torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
              torch.ops.higher_order.flex_attention]  # not run: it needs a GPU
-
-# torch 2.13 renamed this option of DistributedDataParallel, and warns about the old name. The only
-# buffers of a GPT are RoPE tables, which are the same on every process
-NO_BUFFERS = {'broadcast_buffers': False}
-if 'forward_sync_buffers' in inspect.signature(DistributedDataParallel).parameters:
-    NO_BUFFERS = {'forward_sync_buffers': False}
 
 
 def set_blocks(model, recompute, compiles=False):
@@ -50,16 +39,12 @@ def set_blocks(model, recompute, compiles=False):
         torch._dynamo.config.optimize_ddp = False  # it would split a block at the end of a bucket
         run = torch.compile(run, dynamic=False)  # compiled once for all blocks
         model.loss = torch.compile(model.loss, dynamic=False)
-
     for block in blocks:
         block.forward = partial(run, block)
 
 
 def gradient_sync(model, shard, last):
-    """
-    Return the context of a micro-batch. Gradients are reduced over the processes in the last one of
-    a step; with shard='full' in each, so that no process holds all of them.
-    """
+    """Reduce gradients in the last micro-batch; with shard='full' in each, to hold no complete ones."""
     if is_sharded(model) and shard == 'optimizer':
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
@@ -73,25 +58,19 @@ def gradient_sync(model, shard, last):
 
 def shard_model(model, shard, env):
     """
-    Divide the rows of a GPT's parameters among all processes and move them to the device.
-
-    shard: 'optimizer' gathers all weights once a step (ZeRO-2, arXiv 1910.02054); 'full' gathers
-    those of a block each time it runs, forward or backward (ZeRO-3).
+    Divide the rows of weights, gradients and optimizer states among all processes. 'optimizer' gathers
+    all weights once a step (ZeRO-2, arXiv 1910.02054), 'full' a block's each time it runs (ZeRO-3).
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     model.mesh = mesh = init_device_mesh(env.device.type, (env.world,))
     # Blocks cast their weights to the compute dtype, so these are sent in it. Embedding and head
     # are not: if they are one matrix, their gradients are added before they are reduced
-    dtype = None
-    if env.dtype != torch.float32:
-        dtype = env.dtype
-    policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(env.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=shard == 'full')
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
-                reshard_after_forward=False)
-    for part in sharded_parts(model):
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for part in (*model.transformer.h, model):
         part.set_force_sum_reduction_for_comms(True)  # and divides: gloo cannot average
 
 
@@ -105,15 +84,11 @@ def release_mesh(model):
     getattr(getattr(model, 'mesh', None), '_pg_registry', {}).clear()
 
 
-def sharded_parts(model):
-    """List the modules whose parameters are gathered together."""
-    return [module for module in model.modules() if is_sharded(module)]
-
-
 def reshard(model):
     """Free the weights that a forward without a backward has gathered."""
-    for part in sharded_parts(model):
-        part.reshard()
+    if is_sharded(model):
+        for part in (*model.transformer.h, model):
+            part.reshard()
 
 
 def local(tensor):
@@ -121,11 +96,25 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
 
 
+def all_rows(rows, p, dtype):
+    """Return the complete tensor of which each process has its rows of p; they are sent in dtype."""
+    if not hasattr(p, 'placements'):
+        return rows
+    from torch.distributed.tensor import DTensor
+    part = DTensor.from_local(rows.to(dtype), p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+    return part.full_tensor().to(rows.dtype)
+
+
+def own_rows(tensor, p):
+    """Shard a complete tensor as p is, without communication."""
+    if not hasattr(p, 'placements'):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor, p.device_mesh, p.placements, src_data_rank=None)
+
+
 def gather(state):
-    """
-    Replace the sharded tensors of a nested state by complete ones: on rank 0 in host memory, empty
-    on the others. All processes must call it.
-    """
+    """Make sharded tensors complete: on rank 0 in host memory, empty elsewhere. All must call it."""
     gathered = {}  # a tied matrix stays one
 
     def complete(value):
@@ -139,27 +128,9 @@ def gather(state):
 
 
 def shard_state(state, optimizer):
-    """Return this process's part of an optimizer's saved state, {parameter: {name: tensor}}."""
+    """Keep this process's rows of an optimizer's saved state, {parameter: {name: tensor}}."""
     params = [p for group in optimizer.param_groups for p in group['params']]
-    if not hasattr(params[0], 'placements'):
-        return state
-    from torch.distributed.tensor import distribute_tensor
-    sharded = {}
     for i, values in state.items():
-        sharded[i] = dict(values)
         for name, value in values.items():
             if name != 'step':
-                sharded[i][name] = distribute_tensor(value, params[i].device_mesh,
-                                                     params[i].placements, src_data_rank=None)
-    return sharded
-
-
-def exchange(part, shape, mesh, before, after):
-    """
-    Exchange this process's part of a tensor that is divided along one dimension for its part of the
-    tensor divided along another. shape: of the tensor.
-    """
-    from torch.distributed.tensor import DTensor, Shard
-    stride = torch.empty(shape, device='meta').stride()
-    tensor = DTensor.from_local(part, mesh, [Shard(before)], shape=shape, stride=stride)
-    return tensor.redistribute(placements=[Shard(after)]).to_local()
+                values[name] = own_rows(value, params[i])

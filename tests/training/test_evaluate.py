@@ -10,9 +10,8 @@ from conftest import noise, write_bins
 
 from hotloop.data.dataset import read_meta
 from hotloop.system.distributed import Env
-from hotloop.training.dataloader import Split
+from hotloop.training.dataloader import Mixture, Split
 from hotloop.training.evaluate import count_batches, eval_windows, evaluate, fixed_windows
-from hotloop.training.mixture import Mixture
 from model import GPT, GPTConfig
 
 TOKENS = noise(487, seed=1)  # 30 windows of 16 and a tail of 6
@@ -63,7 +62,7 @@ def test_the_loss_is_the_mean_over_every_target_that_counts(splits, kind):
         assert evaluate(model, splits[kind], 30, 8, Env())['stderr'] == pytest.approx(stderr.item(), rel=1e-4)
 
 
-def evaluate_on(world, model, split, num_windows, batch, stop=None):
+def evaluate_on(world, model, split, num_windows, batch):
     """evaluate() shared over processes that take their turn; what the last one returns."""
     class Rank(Env):
         def sum(self, values):
@@ -71,7 +70,7 @@ def evaluate_on(world, model, split, num_windows, batch, stop=None):
             return sum(parts)
     parts = []
     for rank in range(world):
-        result = evaluate(model, split, num_windows, batch, Rank(rank, world), BYTES, stop and stop(rank))
+        result = evaluate(model, split, num_windows, batch, Rank(rank, world), BYTES)
     return result
 
 
@@ -84,13 +83,6 @@ def test_an_evaluation_does_not_depend_on_batch_or_processes(splits, num_windows
     for world, batch in ((1, 1), (1, 64), (2, 4), (2, 3)):
         result = evaluate_on(world, model, splits['plain'], num_windows, batch)
         assert result == pytest.approx(expected, rel=1e-6), (world, batch)
-
-
-def test_a_stop_on_any_process_ends_the_evaluation_of_all(splits):
-    model = tiny_gpt()
-    for stops in (0, 1, None):
-        result = evaluate_on(2, model, splits['plain'], None, 16, lambda rank, at=stops: lambda: rank == at)
-        assert (result is not None) == (stops is None) and model.training
 
 
 @pytest.mark.parametrize('number', [2, 7, 29])
@@ -139,7 +131,7 @@ def test_a_mixture_has_the_mean_by_weight_and_the_losses_of_each(splits):
     bytes_per_token = [result['loss'] / math.log(2) / result['bpb'] for result in (a, b)]
     expected = both['loss'] / math.log(2) / (0.75 * bytes_per_token[0] + 0.25 * bytes_per_token[1])
     assert both['bpb'] == pytest.approx(expected)
-    assert evaluate(model, mixture, None, 4, Env(), BYTES, stop=lambda: True) is None
+    assert evaluate(model, mixture, None, 4, Env(), BYTES, stop=lambda: True) is None and model.training
 
 
 def masked_split(folder, unmasked):

@@ -12,9 +12,8 @@ from test_model import SHAPES, make
 import prepare
 from hotloop.data.dataset import Dataset, read_meta
 from hotloop.data.tokenizer import tokenizer_from
-from hotloop.training.dataloader import Split
-from hotloop.training.mixture import open_split
-from hotloop.training.packing import Packed, pack
+from hotloop.training.dataloader import Packed, Split, open_split
+from hotloop.training.packing import pack
 from model import GPT
 from sample import turn_ids
 
@@ -87,7 +86,7 @@ def test_rows_that_do_not_fit_are_counted_and_left_out(data_dir):
     assert re.fullmatch(rf'packing: train, {kept} rows in \d+ windows of {limit} tokens, \d+\.\d% padding; '
                         rf'{len(lengths) - kept} rows left out '
                         rf'\(the longest row has {lengths.max()} tokens\)', short.note)
-    words = rf'no row of .*train\.bin fits into block_size=3; .* {lengths.min()} tokens: use --block_size='
+    words = rf'block_size=3 is too small for the rows of .*train\.bin, .* --block_size={lengths.min() - 1}'
     with pytest.raises(ValueError, match=words):
         open_rows(data_dir, T=3)
 
@@ -139,11 +138,17 @@ def test_a_run_learns_and_prints_how_it_packs(train_tiny, tmp_path, capsys):
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_texts_are_not_rows(tmp_path, train_tiny):
-    write_bins(tmp_path / 'text', noise(900), noise(100))
-    words = error_of(train_tiny, data_dir=tmp_path, block_size=T, pack_rows=True, dataset='text')
-    assert words.startswith(f'pack_rows=True needs {tmp_path}/text/') and 'texts use --document_mask' in words
-    assert 'remove document_mask=True' in error_of(train_tiny, **ROWS, document_mask=True)
+@pytest.mark.parametrize('dataset, settings, words', [
+    ('text', dict(pack_rows=True), 'pack_rows=True needs .* texts use --document_mask'),
+    ('text', dict(document_mask=True), 'document_mask=True needs texts with an end-of-text id'),
+    ('nanogpt', dict(document_mask=True), 'document_mask=True needs texts with an end-of-text id'),
+    ('chats', dict(document_mask=True), 'for rows use --pack_rows'),
+    ('chats', dict(document_mask=True, pack_rows=True), 'remove document_mask=True')])
+def test_texts_and_rows_are_told_apart(data_dir, train_tiny, dataset, settings, words):
+    write_bins(data_dir / 'text', noise(900), noise(100))
+    write_bins(data_dir / 'nanogpt', noise(900), noise(100), tokenizer=False)
+    settings = dict(settings, dataset=dataset, data_dir=data_dir, block_size=T)
+    assert re.search(words, error_of(train_tiny, **settings))
 
 
 def test_rows_of_a_split_without_a_mask_are_texts(tmp_path):
@@ -195,12 +200,3 @@ def test_a_run_masks_documents_in_training_and_evaluation(train_tiny, tmp_path):
             begin = end
     found = rows(tmp_path / 'masked', 'val_loss')[-1]['val_loss']
     assert found == pytest.approx(nats / (len(tokens) - 1), rel=1e-4)
-
-
-def test_texts_whose_documents_no_id_ends_are_refused(tmp_path, train_tiny):
-    write_bins(tmp_path / 'chars', noise(900), noise(100))
-    write_bins(tmp_path / 'nanogpt', noise(900), noise(100), tokenizer=False)
-    for name in ('chars', 'nanogpt'):
-        words = error_of(train_tiny, data_dir=tmp_path, dataset=name, document_mask=True)
-        assert f'document_mask=True needs texts and the id that ends each, which {tmp_path}' in words
-    assert 'for rows use --pack_rows' in error_of(train_tiny, dataset='chats', document_mask=True)
