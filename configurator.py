@@ -92,6 +92,9 @@ def unknown(name, settings):
     return f'unknown setting {name!r}{did_you_mean(SYNONYMS.get(name, name), settings)}'
 
 
+OWN_FILE = '# all settings of the run in this folder'  # the first words of a run's config.py
+
+
 class Assigned(dict):
     """The namespace of a config file. `lines` gets {name: line} of the assignments."""
 
@@ -116,6 +119,7 @@ def read_file(path, settings):
         frames = traceback.extract_tb(e.__traceback__)
         lines = [f', line {frame.lineno}' for frame in frames if frame.filename == path]
         return [f'{path}{lines[-1] if lines else ""}: {type(e).__name__}: {e}']
+    is_record = source.startswith(OWN_FILE)  # of an older version, which may have had more settings
     problems = []
     for name in namespace.get('__annotations__', {}):
         if name not in namespace.lines:
@@ -125,7 +129,7 @@ def read_file(path, settings):
         place = f'{path}, line {line}'
         if name in settings:
             settings[name] = value, place
-        elif not (name.startswith('_') or callable(value) or inspect.ismodule(value)):
+        elif not (name.startswith('_') or callable(value) or inspect.ismodule(value) or is_record):
             problems.append(f'{place}: {unknown(name, settings)} (start the name of a helper with _)')
     return problems
 
@@ -238,7 +242,7 @@ def differences(objects, given):
 
 def as_file(values):
     """Return all settings, {name: value}, as the text of the config.py of a run."""
-    lines = ['# all settings of the run in this folder; as a config file it repeats the run', '']
+    lines = [f'{OWN_FILE}; as a config file it repeats the run', '']
     lines += [f'{name} = {value!r}' for name, value in values.items()]
     return '\n'.join(lines) + '\n'
 

@@ -268,7 +268,8 @@ def share_batch(batch_size, accumulation, world):
     total = batch_size * accumulation
     if total % world:
         raise ValueError(f'batch_size={batch_size} x gradient_accumulation_steps={accumulation} = {total} '
-                         f'sequences must be a multiple of the {world} processes')
+                         f'sequences must be a multiple of the {world} processes, such as '
+                         f'{total + world - total % world}')
     share = total // world
     micro_batch = min(batch_size, share)
     while share % micro_batch:

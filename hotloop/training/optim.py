@@ -121,7 +121,10 @@ class Muon(Uncompiled, torch.optim.Optimizer):
             for p in group['params']:
                 by_shape.setdefault((p.shape, *self.rows[p]), []).append(p)
             for params in by_shape.values():
-                self.update(params, group)
+                is_sharded = local(params[0]) is not params[0]
+                size = self.env.world if is_sharded else len(params)  # then only so many are complete at once
+                for start in range(0, len(params), size):
+                    self.update(params[start:start + size], group)
 
     def update(self, params, group):
         """Update parameters of one shape, which consist of equal matrices."""

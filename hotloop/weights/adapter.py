@@ -70,6 +70,7 @@ def base_of(folder):
     path = os.path.join(folder, ORIGIN)
     if os.path.exists(path):  # peft writes none
         record |= read_json(path)
+        record['template'] = template_of_record(record.pop('habits', record))  # older folders have habits
     name = read_json(os.path.join(folder, CONFIG)).get('base_model_name_or_path')
     return {**record, 'base': name or 'an unknown base'}
 
