@@ -609,6 +609,7 @@ class GPT(nn.Module):
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
         for name, columns in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
             self.register_buffer(name, torch.cat(columns, dim=1), persistent=False)
+        self.register_buffer('feedback', None, persistent=False)  # of direct feedback alignment; see train.py
         self.init_weights()
 
     @torch.no_grad()
@@ -660,8 +661,16 @@ class GPT(nn.Module):
             masks = {window: block_mask(T, window, documents, x.device) for window in set(windows)
                      if documents is not None or c.attn_softcap or (window or T) < T}
             within = [masks.get(window) for window in windows]
+        outputs = [x]
+        aligned = self.feedback is not None and torch.is_grad_enabled()
         for block, reach in zip(self.transformer.h, within, strict=True):
+            if aligned:
+                x, x0 = x.detach(), x0.detach()
             x = block(x, x0, cos, sin, cache, reach, place)
+            outputs.append(x)
+        if aligned:
+            from hotloop.mixers.feedback import Feedback
+            x = Feedback.apply(self.feedback, *outputs)
         if targets is not None:
             return self.loss(x, targets)
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
