@@ -18,7 +18,7 @@ def orthogonal_features(D, M):
 
 def positive_features(x, directions):
     """
-    Map x, (B, H, T, D), to features, (B, H, T, M), whose products have the mean exp(q k / sqrt(D)), up to a
+    Map x, (B, H, T, D), to features, (B, H, T, M), whose products estimate exp(q k / sqrt(D)), up to a
     factor. directions: (H, D, M). With QK-norm exponents stay below D^(3/4) + sqrt(D) / 2 = 44 at D = 128.
     """
     x = x * x.size(-1) ** -0.25
