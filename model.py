@@ -23,18 +23,21 @@ from torch.overrides import TorchFunctionMode
 
 # A setting of GPTConfig that is None takes its value from here.
 PRESETS = {
-    'gpt2': dict(position='learned', norm='layernorm', mlp='gelu', qk_norm=False, tie=True, zero_init=False,
-                 key_shift=False, softcap=0.0, x0_mix=False),
-    'modern': dict(position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False, zero_init=True,
-                   key_shift=True, softcap=15.0, x0_mix=True)}
+    'gpt2': dict(mixer='attention', position='learned', norm='layernorm', mlp='gelu', qk_norm=False, tie=True,
+                 zero_init=False, key_shift=False, softcap=0.0, x0_mix=False),
+    'modern': dict(mixer='attention', position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False,
+                   zero_init=True, key_shift=True, softcap=15.0, x0_mix=True)}
 
 TRAINING_ONLY = ('dropout', 'label_smoothing')  # settings that do not shape a model
+MIXER_LETTERS = {'attention': 'A', 'conv': 'C', 'eigen': 'E', 'kernel': 'K'}  # of GPTConfig.mixer
+TAPS = 4  # tokens that a convolution mixes
 GATED = ('swiglu', 'geglu')  # these MLPs multiply two projections
 
 # (least, all below, in words, names of settings)
 LIMITS = (
     (1, math.inf, 'at least 1', ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head',
-                                 'n_ff', 'head_dim', 'window', 'rope_context')),
+                                 'n_ff', 'head_dim', 'window', 'rope_context', 'num_eigenstates',
+                                 'num_features')),
     (0, 1, 'at least 0 and below 1', ('dropout', 'label_smoothing')),
     (0, math.inf, 'at least 0 and finite; 0 turns it off', ('softcap', 'attn_softcap')),
     (1e-30, math.inf, 'above 0 and finite', ('norm_eps', 'embed_scale', 'query_scale', 'rope_factor')),
@@ -56,6 +59,10 @@ class GPTConfig:
     dropout: float = 0.0  # 0 for pretraining, 0.1 or more if the data is seen many times
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2; False is a bit better and faster
     qkv_bias: bool | None = None  # biases of queries, keys and values (Qwen 2); None: bias
+    mixer: str | None = None  # attention, conv, eigen, kernel, or initials of the layers, repeated: CCAC
+    eigen: Literal['long', 'paper'] = 'long'  # eigenstates that remember long at the start, or the paper's
+    num_eigenstates: int = 64  # of a layer with mixer='eigen' (Temporal Eigenstate Networks)
+    num_features: int | None = None  # of a head with mixer='kernel' (FAVOR+); None: 2 * head_dim
     position: Literal['learned', 'rope'] | None = None  # learned embeddings, or rotary (arXiv 2104.09864)
     rope_base: float = 10000.0  # base of rotary positions; contexts beyond 8K use 500000 (Llama 3) or more
     rope_local_base: float | None = None  # rope_base of layers with a window (Gemma 3); None: rope_base
@@ -107,6 +114,9 @@ class GPTConfig:
         pattern = c.window_pattern
         if pattern is not None and (c.window is None or not {'S'} <= set(pattern) <= {'S', 'L'}):
             wrong.append(f'window_pattern={pattern!r} must contain an S, only S and L, and need a window')
+        if not set(c.mixers()) <= set(MIXER_LETTERS.values()):
+            wrong.append(f'mixer={c.mixer!r} must be one of {", ".join(MIXER_LETTERS)}, or only letters of '
+                         f'{"".join(MIXER_LETTERS.values())}')
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
         return wrong
@@ -135,6 +145,11 @@ class GPTConfig:
     def build(self):
         """Build the GPT with these settings."""
         return GPT(self)
+
+    def mixers(self):
+        """List the letter of each layer's mixer."""
+        pattern = MIXER_LETTERS.get(self.mixer, self.mixer)
+        return [pattern[i % len(pattern)] for i in range(self.n_layer)]
 
     def windows(self):
         """List the window of each layer in tokens; None where attention reaches the complete context."""
@@ -246,15 +261,15 @@ def rotate(x, cos, sin):
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
-def shift_keys(k, layer, cache, first):
+def shift_keys(k, layer, cache, place):
     """
     Replace the slower half of the channels of each key by those of the token before (modded-nanogpt): one
-    layer, not two, finds what followed an earlier occurrence of a token. k: (B, K, T, D). first: where
-    documents begin, (B, 1, T, 1).
+    layer, not two, finds what followed an earlier occurrence of a token. k: (B, K, T, D). place: (B, T),
+    positions in documents.
     """
-    before = F.pad(k[:, :, :-1], (0, 0, 1, 0)) if cache is None else cache.before(layer, k)  # (B, K, T, D)
-    if first is not None:
-        before = before.masked_fill(first, 0)
+    before = (F.pad(k, (0, 0, 1, 0)) if cache is None else cache.extend(layer, k))[:, :, :-1]  # (B, K, T, D)
+    if place is not None:
+        before = before.masked_fill((place == 0)[:, None, :, None], 0)
     half = k.size(-1) // 2
     is_slow = torch.arange(k.size(-1), device=k.device) % half >= (half + 1) // 2
     return torch.where(is_slow, before, k)
@@ -348,8 +363,15 @@ class Attention(nn.Module):
         self.window = config.windows()[layer]
         self.head_dim = D = config.head_dim
         # One matrix computes queries, keys and values of all heads, in that order.
-        self.c_attn = Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * D, bias=config.qkv_bias)
+        self.rows = [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]
+        self.c_attn = Linear(config.n_embd, sum(self.rows), bias=config.qkv_bias)
         self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
+        self.state_shapes = {'past': (config.n_kv_head, 1, D)} if config.key_shift else {}  # the last key
+        self.features = None
+        if config.mixers()[layer] == 'K':
+            from hotloop.mixers.kernel import KernelAttention
+            self.features = KernelAttention(config, layer)
+            self.state_shapes |= self.features.state_shapes
         self.q_norm = rms_norm(config, D) if config.qk_norm else unchanged
         self.k_norm = rms_norm(config, D) if config.qk_norm else unchanged
         self.shift_keys = shift_keys if config.key_shift else unchanged
@@ -381,20 +403,65 @@ class Attention(nn.Module):
         return compiled(flex_attention)(q, k, v, self.cap, within, enable_gqa=q.size(1) > k.size(1),
                                         kernel_options=flex_options(q))
 
-    def forward(self, x, cos, sin, cache=None, within=None, first=None):
+    def forward(self, x, cos, sin, cache=None, within=None, place=None):
         B, T, _ = x.shape
         H, K, D = self.n_head, self.n_kv_head, self.head_dim
         qkv = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)  # first: fewer copies
         q, k, v = (part.transpose(1, 2) for part in qkv)  # (B, H or K, T, D)
         q = self.rotate(self.q_norm(q), cos, sin)
-        k = self.rotate(self.shift_keys(self.k_norm(k), self.layer, cache, first), cos, sin)
+        k = self.rotate(self.shift_keys(self.k_norm(k), self.layer, cache, place), cos, sin)
         if x.device.type == 'cpu':
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC).
             q, k, v = q.float(), k.float(), v.float()
         q = self.scale_query(q)
-        y = self.attend(q, k, v, within) if cache is None else cache.attend(self, q, k, v)
+        if self.features is not None:
+            y = self.features(q, k, v, place, cache)
+        elif cache is None:
+            y = self.attend(q, k, v, within)
+        else:
+            y = cache.attend(self, q, k, v)
         y = y.to(x.dtype).transpose(1, 2).reshape(B, T, H * D)  # of (B, H, T, D)
         return self.dropout(self.c_proj(y))
+
+
+class Conv(nn.Module):
+    """
+    Mix the last TAPS tokens, channel by channel, with learned weights, and gate the result. Where most layers
+    do this and few attend, a model learns faster and a step costs less (as in H3, arXiv 2212.14052).
+    """
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer = layer
+        self.rows = [config.n_embd, config.n_embd]  # of values and gates
+        self.state_shapes = {'past': (1, TAPS - 1, config.n_embd)}  # the last values
+        self.c_attn = Linear(config.n_embd, 2 * config.n_embd, bias=config.bias)
+        self.taps = nn.Parameter(torch.randn(config.n_embd, 1, TAPS) / TAPS)  # the last for the token itself
+        self.gate_shift = nn.Parameter(torch.full((config.n_embd,), -2.0))  # nearly closed at the start
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, cos, sin, cache=None, within=None, place=None):
+        T = x.size(1)
+        v, gate = self.c_attn(x).chunk(2, dim=-1)  # (B, T, C)
+        past = F.pad(v, (0, 0, TAPS - 1, 0)) if cache is None else cache.extend(self.layer, v[:, None])[:, 0]
+        taps = self.taps.to(x.dtype)
+        y = 0
+        for i in range(TAPS):
+            before = past[:, i:i + T]  # (B, T, C), of the token TAPS - 1 - i before
+            if place is not None:
+                before = before * (place >= TAPS - 1 - i)[..., None]
+            y = y + taps[:, 0, i] * before
+        return self.dropout(self.c_proj(y) * torch.sigmoid(gate + self.gate_shift.to(x.dtype)))
+
+
+def mixer_of(config, layer):
+    """Make what mixes the tokens in a layer."""
+    letter = config.mixers()[layer]
+    if letter == 'E':
+        from hotloop.mixers.eigen import Eigen
+        return Eigen(config, layer, Linear)
+    return Conv(config, layer) if letter == 'C' else Attention(config, layer)
 
 
 # -----------------------------------------------------------------------------
@@ -433,15 +500,15 @@ class Block(nn.Module):
         super().__init__()
         self.mix = X0Mix() if config.x0_mix else unchanged
         self.ln_1 = norm_of(config)
-        self.attn = Attention(config, layer)
+        self.attn = mixer_of(config, layer)
         self.ln_1_post = norm_of(config) if config.post_norm else nn.Identity()  # diagnose.py hooks it
         self.ln_2 = norm_of(config)
         self.mlp = MLP(config)
         self.ln_2_post = norm_of(config) if config.post_norm else nn.Identity()
 
-    def forward(self, x, x0, cos, sin, cache=None, within=None, first=None):
+    def forward(self, x, x0, cos, sin, cache=None, within=None, place=None):
         x = self.mix(x, x0)
-        x = x + self.ln_1_post(self.attn(self.ln_1(x), cos, sin, cache, within, first))
+        x = x + self.ln_1_post(self.attn(self.ln_1(x), cos, sin, cache, within, place))
         return x + self.ln_2_post(self.mlp(self.ln_2(x)))
 
 
@@ -542,6 +609,7 @@ class GPT(nn.Module):
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
         for name, columns in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
             self.register_buffer(name, torch.cat(columns, dim=1), persistent=False)
+        self.register_buffer('feedback', None, persistent=False)  # of direct feedback alignment; see train.py
         self.init_weights()
 
     @torch.no_grad()
@@ -561,10 +629,11 @@ class GPT(nn.Module):
                 std = 0.02 if c.tie else 1.0
             elif c.zero_init:
                 std = 0.5 / math.sqrt(p.size(-1))
-            if p.dim() > 1:
+            if p.dim() > 1 and name.endswith('weight'):
                 nn.init.normal_(p, std=std)
-            elif name.endswith('bias'):  # other vectors start as their modules made them
+            elif name.endswith('bias'):
                 nn.init.zeros_(p)
+            # Other parameters start as their modules made them.
 
     def forward(self, idx, targets=None, documents=None, cache=None):
         """
@@ -587,13 +656,21 @@ class GPT(nn.Module):
         x = self.transformer.wpe(self.transformer.wte(idx), position)  # (B, T, C)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
         windows, within = c.windows(), [documents] * c.n_layer
-        first = None if documents is None else (position == 0)[:, None, :, None]
+        place = None if documents is None else position
         if cache is None and x.device.type == 'cuda':
             masks = {window: block_mask(T, window, documents, x.device) for window in set(windows)
                      if documents is not None or c.attn_softcap or (window or T) < T}
             within = [masks.get(window) for window in windows]
+        outputs = [x]
+        aligned = self.feedback is not None and torch.is_grad_enabled()
         for block, reach in zip(self.transformer.h, within, strict=True):
-            x = block(x, x0, cos, sin, cache, reach, first)
+            if aligned:
+                x, x0 = x.detach(), x0.detach()
+            x = block(x, x0, cos, sin, cache, reach, place)
+            outputs.append(x)
+        if aligned:
+            from hotloop.mixers.feedback import Feedback
+            x = Feedback.apply(self.feedback, *outputs)
         if targets is not None:
             return self.loss(x, targets)
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
@@ -653,7 +730,8 @@ def config_from(model_args):
     unknown = sorted(model_args.keys() - {f.name for f in fields(GPTConfig)})
     if unknown:
         raise ValueError(f'the model has settings that this version does not have: {", ".join(unknown)}')
-    return GPTConfig(**{'key_shift': False, **model_args})  # Earlier checkpoints do not have it.
+    earlier = {'key_shift': False, 'mixer': 'attention'}  # of checkpoints that do not name them
+    return GPTConfig(**{**earlier, **model_args})
 
 
 # -----------------------------------------------------------------------------

@@ -171,11 +171,11 @@ def same(a, b):
 
 
 @torch.no_grad()
-def all_logits(model, ids):
+def all_logits(model, ids, documents=None):
     """Return the logits after each token, (B, T, V); forward() has those of the last one, or a loss."""
     kept = []
     hook = model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
-    model(ids, ids)
+    model(ids, ids, documents)
     hook.remove()
     return model.softcap(kept[0])
 

@@ -96,12 +96,12 @@ def compile_step(model):
     compiled, known = torch.compile(decode_step, dynamic=False, mode=mode), set()
 
     def step(model, cache, *args):
-        shape = cache.k[0].shape
+        shape = cache.num_positions, len(cache.length)
         if shape in known:  # patching the settings takes 0.2 ms
             return compiled(model, cache, *args)
         known.add(shape)
         if device.type == 'cuda':  # a graph writes to these in place
-            for tensor in (*cache.k, *cache.v, *cache.last, cache.length):
+            for tensor in cache.tensors():
                 torch._dynamo.mark_static_address(tensor)
         # after 8 shapes of a function, or 256 of all models, torch would continue without compiling
         with (dynamo.patch(recompile_limit=1000, accumulated_recompile_limit=1000), inductor.patch(options),
@@ -140,7 +140,7 @@ def slide(model, cache, rows, stopped):
     for index, row in enumerate(rows):
         if len(row.context) > size:
             del row.context[:size if row.sequence in stopped else max(size // 8, 1)]
-            cache.length[index] = 0
+            cache.clear(index)
             if len(row.context) > 1:
                 full.append(index)
     if full:

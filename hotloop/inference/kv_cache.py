@@ -1,5 +1,6 @@
-"""The KV cache: keys and values of previous tokens, so that a step computes only one token per row."""
+"""The cache: what layers keep of previous tokens, so that a step computes only one token per row."""
 
+import functools
 import math
 
 import torch
@@ -9,29 +10,37 @@ from hotloop.inference.quantize import Int8Linear
 
 class KVCache:
     """
-    k[layer] and v[layer] are (B, K, num_positions, D), where row b fills the first length[b] positions.
+    k[layer] and v[layer] of attention are (B, K, num_positions, D), where row b fills the first length[b]
+    positions. state[layer, name] is what else a layer remembers, (B, *state_shapes[name]), in float32:
+    shifted keys and convolutions the last tokens that they mix, others sums over all tokens.
     An empty cache takes prompts of any lengths, padded on the right; after that it takes one token per row.
     static: no shape depends on the number of tokens, as a compiled step requires.
     """
 
-    def __init__(self, config, batch, num_positions, device, dtype, static=False):
-        shape = (batch, config.n_kv_head, num_positions, config.head_dim)
+    def __init__(self, model, batch, num_positions, device, dtype, static=False):
         # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN
-        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-        # with key_shift also the last key of each row, before it is shifted and rotated, (B, K, 1, D)
-        last = (batch, config.n_kv_head, 1, config.head_dim)
-        self.last = [torch.zeros(last, device=device, dtype=dtype)
-                     for _ in range(config.n_layer if config.key_shift else 0)]
+        zeros = functools.partial(torch.zeros, device=device)
+        config = model.config
+        self.k, self.v, self.state = {}, {}, {}
+        for layer, mixer in enumerate(config.mixers()):
+            if mixer == 'A':
+                self.k[layer] = zeros(batch, config.n_kv_head, num_positions, config.head_dim, dtype=dtype)
+                self.v[layer] = torch.zeros_like(self.k[layer])
+            for name, shape in model.transformer.h[layer].attn.state_shapes.items():
+                self.state[layer, name] = zeros(batch, *shape)
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = None  # (B,), where prompts are padded
+        self.num_positions = num_positions
         self.static = static
+
+    def tensors(self):
+        """List the tensors that a step writes to."""
+        return [*self.k.values(), *self.v.values(), *self.state.values(), self.length]
 
     def begin(self, T):
         """Prepare for the next T tokens of each row. Returns their positions, (B, T)."""
-        device, self.end, self.mask = self.length.device, self.k[0].size(2), None
+        device, self.end, self.mask = self.length.device, self.num_positions, None
         positions = self.length[:, None] + torch.arange(T, device=device)
-        self.follows = (positions > 0)[:, None, :, None] if self.last else None  # for before()
         if not self.static:
             lengths = self.length.tolist()
             assert T == 1 or not any(lengths), 'a cache that is not empty takes one token at a time'
@@ -42,15 +51,18 @@ class KVCache:
             self.mask = self.age >= 0  # (B, 1, 1, end)
         return positions
 
-    def before(self, layer, k):
-        """Return the keys of the tokens before those of k, (B, K, T, D); zeros for the first."""
-        last, new = self.last[layer], k[:, :, -1:]
-        before = torch.cat((last.to(k.dtype), k[:, :, :-1]), dim=2) * self.follows
+    def extend(self, layer, x):
+        """Return x, (B, K, T, D), after the n past tokens, (B, K, n + T, D), and keep its last n."""
+        past = self.state[layer, 'past']
+        n = past.size(2)
+        x = torch.cat((past.to(x.dtype), x), dim=2)
+        last = x[:, :, -n:]
         if self.prompt_lengths is not None:
-            rows = torch.arange(k.size(0), device=k.device)
-            new = k[rows, :, self.prompt_lengths - 1, None]
-        last.copy_(new)
-        return before
+            rows = torch.arange(x.size(0), device=x.device)[:, None]
+            places = self.prompt_lengths[:, None] + torch.arange(n, device=x.device)
+            last = x.transpose(1, 2)[rows, places].transpose(1, 2)
+        past.copy_(last)
+        return x
 
     def attend(self, attention, q, k, v):
         """Store k and v, (B, K, T, D). Returns the attention of q, (B, H, T, D), to all of its row."""
@@ -75,7 +87,7 @@ class KVCache:
 
     def finish(self, x):
         """Count the new tokens when all layers are done. (B, T, C) -> (B, C), each row's last token."""
-        self.mask = self.age = self.follows = None  # or a compiled step would return it
+        self.mask = self.age = None  # or a compiled step would return it
         if self.prompt_lengths is None:
             self.length += x.size(1)
             return x[:, -1]
@@ -84,20 +96,22 @@ class KVCache:
 
     def put(self, rows, other, sources):
         """Copy rows of another cache into these rows, one each."""
-        end = other.k[0].size(2)
-        for ours, theirs in zip(self.k + self.v, other.k + other.v, strict=True):
-            ours[rows, :, :end] = theirs[sources].to(ours.dtype)
-        for ours, theirs in zip(self.last, other.last, strict=True):
-            ours[rows] = theirs[sources].to(ours.dtype)
+        for ours, theirs in zip(self.tensors()[:-1], other.tensors()[:-1], strict=True):
+            ours[rows, :, :theirs.size(2)] = theirs[sources].to(ours.dtype)
         self.length[rows] = other.length[sources]
+
+    def clear(self, row):
+        """Empty a row."""
+        self.length[row] = 0
+        for state in self.state.values():
+            state[row] = 0
 
     def select(self, rows):
         """Keep these rows and drop the others, layer by layer, so that memory does not double."""
         self.length = self.length[rows]
-        for layer in range(len(self.k)):
-            self.k[layer] = self.k[layer][rows]
-            self.v[layer] = self.v[layer][rows]
-        self.last = [last[rows] for last in self.last]
+        for kept in (self.k, self.v, self.state):
+            for layer in kept:
+                kept[layer] = kept[layer][rows]
 
 
 def attend_in_sums(q, k, v, mask, cap):
@@ -123,4 +137,4 @@ def new_cache(model, batch, num_positions, static=False):
         dtype = torch.float32  # the dtype of Attention on a CPU
     elif device.type == 'cpu' and isinstance(model.lm_head, Int8Linear):
         dtype = torch.bfloat16  # int8 products round their inputs to it anyway
-    return KVCache(model.config, batch, min(num_positions, model.config.block_size), device, dtype, static)
+    return KVCache(model, batch, min(num_positions, model.config.block_size), device, dtype, static)

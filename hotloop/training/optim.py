@@ -42,9 +42,8 @@ def matrix_rows(model):
     """Return {parameter: [rows of each independent matrix in it]} of the matrices inside blocks."""
     c = model.config
     rows = {p: [p.size(0)] for p in model.transformer.h.parameters() if p.dim() == 2}
-    kv_rows = c.n_kv_head * c.head_dim
     for block in model.transformer.h:
-        rows[block.attn.c_attn.weight] = [c.n_head * c.head_dim, kv_rows, kv_rows]
+        rows[block.attn.c_attn.weight] = block.attn.rows
         if c.is_gated:
             rows[block.mlp.c_fc.weight] = [c.n_ff, c.n_ff]  # up, gate
     return rows

@@ -1,0 +1,1 @@
+"""Mixers that model.py imports when a config names them: eigen, kernel; and feedback between blocks."""

@@ -1,0 +1,26 @@
+"""Direct feedback alignment between blocks (arXiv 1609.01596): no block waits for the next one's gradient."""
+
+import torch
+
+
+class Feedback(torch.autograd.Function):
+    """
+    Return the last of the outputs of embedding and blocks, each (B, T, C). Its gradient reaches each output
+    before it through that output's fixed matrix, (C, C).
+    """
+
+    @staticmethod
+    def forward(ctx, matrices, *outputs):
+        ctx.save_for_backward(matrices)
+        return outputs[-1].view_as(outputs[-1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        matrices, = ctx.saved_tensors
+        return None, *(grad @ matrix.to(grad.dtype) for matrix in matrices), grad
+
+
+def feedback_matrices(num_layers, C, seed):
+    """Draw the matrices of the embedding and of all blocks but the last, (num_layers, C, C), N(0, 1 / C)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_layers, C, C, generator=generator) * C**-0.5

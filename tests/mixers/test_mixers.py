@@ -1,0 +1,225 @@
+"""Mixers equal their definitions, see no later token, restart at documents, and generate as they train."""
+
+import pytest
+import torch
+from conftest import all_logits
+
+from hotloop.inference.generate import Sampling, generate
+from hotloop.mixers.eigen import Scan, scan
+from hotloop.mixers.feedback import Feedback, feedback_matrices
+from hotloop.mixers.kernel import (
+    add_orthogonal_gradient,
+    linear_attention,
+    orthogonal_features,
+    positive_features,
+)
+from model import GPT, GPTConfig
+
+LENGTHS = (1, 7, 255, 256, 1000)
+PATTERNS = ('conv', 'eigen', 'kernel', 'CCAC', 'KECA')
+
+
+def make(mixer, seed=0, **more):
+    """A small model whose weights are all random, so that no zero or one hides a mistake."""
+    torch.manual_seed(seed)
+    shape = dict(n_layer=4, n_head=2, n_embd=32, block_size=64, vocab_size=61, num_eigenstates=8)
+    model = GPT(GPTConfig(preset='modern', mixer=mixer, **shape | more)).eval()
+    for name, p in model.named_parameters():
+        if name.endswith('weight'):
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def recurrence(a, b):
+    """The definition of scan()."""
+    c = torch.zeros_like(b[:, 0])
+    states = []
+    for t in range(b.size(1)):
+        c = a[:, t] * c + b[:, t]
+        states.append(c)
+    return torch.stack(states, 1)
+
+
+def gradients_of(function, inputs, weights):
+    y = function(*inputs)
+    product = y * weights
+    return torch.autograd.grad(product.real.sum() + product.imag.sum(), inputs)
+
+
+@pytest.mark.parametrize('T', LENGTHS)
+@pytest.mark.parametrize('dtype, tolerance', [(torch.complex128, 1e-9), (torch.complex64, 1e-4)])
+def test_a_scan_equals_its_recurrence_with_gradients(T, dtype, tolerance):
+    torch.manual_seed(T)
+    a = torch.polar(torch.rand(2, T, 5, dtype=torch.float64), 6 * torch.rand(2, T, 5, dtype=torch.float64))
+    a[:, T // 2] = 0  # a document begins
+    b, weights = torch.randn(2, 2, T, 5, dtype=torch.complex128).unbind()
+    expected = recurrence(a, b)
+    assert (scan(a.to(dtype), b.to(dtype)) - expected).abs().max() < tolerance * expected.abs().max()
+    truth = gradients_of(recurrence, (a.requires_grad_(), b.requires_grad_()), weights)
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (a, b)]
+    ours = gradients_of(Scan.apply, leaves, weights.to(dtype))
+    for found, right in zip(ours, truth, strict=True):
+        assert (found - right).abs().max() <= tolerance * right.abs().max()
+
+
+@pytest.mark.parametrize('T', LENGTHS)
+@pytest.mark.parametrize('documents', [False, True])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_kernel_attention_equals_its_sums_with_gradients(T, documents, dtype, tolerance):
+    torch.manual_seed(T)
+    place = None
+    seen = torch.ones(T, T, dtype=torch.bool).tril()
+    if documents:
+        begins = torch.rand(2, T) < 0.02
+        begins[:, 0] = True
+        count = torch.arange(T).expand(2, T)
+        place = count - (count * begins).cummax(1).values
+        number = begins.cumsum(1)
+        seen = seen & (number[:, None, :, None] == number[:, None, None])
+
+    def definition(q, k, v):
+        weights = (q @ k.mT) * seen
+        return weights @ v / weights.sum(-1, keepdim=True)
+
+    inputs = [torch.rand(2, 3, T, size, dtype=torch.float64) for size in (8, 8, 6)]
+    weights = torch.randn(2, 3, T, 6, dtype=torch.float64)
+    results = []
+    for function, kind in ((definition, torch.float64), (lambda *x: linear_attention(*x, place)[0], dtype)):
+        leaves = [x.detach().to(kind).requires_grad_() for x in inputs]
+        y = function(*leaves)
+        results.append([y, *torch.autograd.grad((y * weights.to(kind)).sum(), leaves)])
+    for right, found in zip(*results, strict=True):
+        assert (found - right).abs().max() <= tolerance * (right.abs().max() + 0.01)
+
+
+def test_random_features_estimate_softmax_attention():
+    torch.manual_seed(0)
+    q, k = torch.nn.functional.normalize(torch.randn(2, 1, 4, 64, 16), dim=-1) * 2
+    features = orthogonal_features(16, 4096).expand(4, 16, 4096)
+    estimate = positive_features(q, features) @ positive_features(k, features).mT / 4096
+    exact = (q @ k.mT / 4).exp()
+    assert ((estimate - exact).abs() / exact).mean() < 0.1  # directions of one length: a bias of some percent
+    products = features[0, :, :16].T @ features[0, :, :16]
+    torch.testing.assert_close(products, 16 * torch.eye(16), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize('mixer', PATTERNS)
+@pytest.mark.parametrize('eigen', ['long', 'paper'])
+def test_a_token_changes_no_earlier_output(mixer, eigen):
+    model = make(mixer, eigen=eigen)
+    a = torch.randint(61, (1, 40))
+    for place in (0, 17, 39):
+        b = a.clone()
+        b[0, place] = (b[0, place] + 1) % 61
+        changed = (all_logits(model, a) != all_logits(model, b)).any(-1)[0]
+        assert not changed[:place].any() and changed[place]
+
+
+@pytest.mark.parametrize('mixer', PATTERNS)
+def test_a_document_does_not_see_the_one_before(mixer):
+    model = make(mixer)
+    a = torch.randint(61, (1, 40))
+    documents = (torch.arange(40) >= 19).long()[None]
+    b = torch.cat((torch.randint(61, (1, 19)), a[:, 19:]), 1)
+    ours, theirs = all_logits(model, a, documents), all_logits(model, b, documents)
+    torch.testing.assert_close(ours[:, 19:], theirs[:, 19:], atol=1e-5, rtol=1e-5)
+    if mixer != 'kernel' and 'K' not in mixer:  # its features depend a little on rotary positions
+        torch.testing.assert_close(ours[:, 19:], all_logits(model, a[:, 19:]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('mixer', PATTERNS)
+@pytest.mark.parametrize('eigen', ['long', 'paper'])
+def test_generation_equals_the_complete_forward(mixer, eigen):
+    model = make(mixer, eigen=eigen)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [3], [5, 6], list(range(30))]
+    texts = [list(prompt) for prompt in prompts]
+    for step in generate(model, prompts, Sampling(12, temperature=0.0)):
+        for sequence, token, _ in step:
+            texts[sequence].append(token)
+    for prompt, text in zip(prompts, texts, strict=True):
+        for end in range(len(prompt), len(text)):
+            assert model(torch.tensor([text[:end]])).argmax() == text[end]
+
+
+def test_a_restarted_row_forgets():
+    """A stopped row whose context is full starts over with one token: nothing of before may remain."""
+    model = make('CECA')
+    from hotloop.inference.kv_cache import new_cache
+    cache, fresh = new_cache(model, 1, 64), new_cache(model, 1, 64)
+    for token in (5, 6, 7):
+        model(torch.tensor([[token]]), cache=cache)
+    cache.clear(0)
+    ids = torch.tensor([[9]])
+    torch.testing.assert_close(model(ids, cache=cache), model(ids, cache=fresh))
+
+
+def test_the_orthogonal_gradient_is_that_of_the_penalty():
+    model = make('KA')
+    p = model.transformer.h[0].attn.c_attn.weight
+    rows = p[:64].unflatten(0, (4, 16))  # queries and keys of two heads
+    penalty = 0.3 * (rows @ rows.mT - torch.eye(16)).square().sum()
+    expected, = torch.autograd.grad(penalty, p)
+    for q in model.parameters():
+        q.grad = torch.zeros_like(q)
+    add_orthogonal_gradient(model, 0.3)
+    torch.testing.assert_close(p.grad, expected)
+    assert not model.transformer.h[1].attn.c_attn.weight.grad.any()
+
+
+def loss_of(model, feedback=None):
+    model.feedback = feedback
+    model.zero_grad()
+    ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
+    loss = model(ids, ids).sum()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_feedback_equals_its_definition():
+    """Each block's gradient is that of its own output times the error through the block's matrix."""
+    model = make('attention', x0_mix=False)
+    matrices = feedback_matrices(4, 32, seed=1)
+    loss, found = loss_of(model, matrices)
+    ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
+    parts, (cos, sin) = model.transformer, (model.cos[:16], model.sin[:16])
+    x = parts.ln_e(parts.wte(ids))
+    outputs = [x]
+    for block in parts.h:
+        x = block(x.detach(), None, cos, sin)
+        outputs.append(x)
+    last = outputs[-1].detach().requires_grad_()
+    expected_loss = model.loss(last, ids).sum()
+    error, = torch.autograd.grad(expected_loss, last)
+    total = model.loss(outputs[-1], ids).sum()
+    for output, matrix in zip(outputs, matrices, strict=False):
+        total = total + (output * (error @ matrix)).sum()
+    model.zero_grad()
+    total.backward()
+    torch.testing.assert_close(loss, expected_loss)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, msg=name)
+
+
+def test_feedback_through_identities_is_backpropagation_where_blocks_add_nothing():
+    model = make('attention', x0_mix=False)
+    for block in model.transformer.h:
+        block.attn.c_proj.weight.data.zero_()
+        block.mlp.c_proj.weight.data.zero_()
+    _, exact = loss_of(model)
+    _, found = loss_of(model, torch.eye(32).expand(4, 32, 32))
+    for name, gradient in exact.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+def test_without_gradients_feedback_changes_nothing():
+    model = make('attention')
+    ids = torch.randint(61, (2, 16))
+    with torch.no_grad():
+        before = model(ids, ids)
+        model.feedback = feedback_matrices(4, 32, seed=1)
+        torch.testing.assert_close(model(ids, ids), before)
+
+
+def test_feedback_returns_the_last_output():
+    outputs = torch.randn(3, 1, 2, 4)
+    assert torch.equal(Feedback.apply(feedback_matrices(2, 4, 0), *outputs), outputs[-1])
