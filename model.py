@@ -30,14 +30,13 @@ PRESETS = {
 
 TRAINING_ONLY = ('dropout', 'label_smoothing')  # settings that do not shape a model
 MIXER_LETTERS = {'attention': 'A', 'conv': 'C', 'eigen': 'E', 'kernel': 'K'}  # of GPTConfig.mixer
-TAPS = 4  # tokens that a convolution mixes
 GATED = ('swiglu', 'geglu')  # these MLPs multiply two projections
 
 # (least, all below, in words, names of settings)
 LIMITS = (
     (1, math.inf, 'at least 1', ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head',
-                                 'n_ff', 'head_dim', 'window', 'rope_context', 'num_eigenstates',
-                                 'num_features')),
+                                 'n_ff', 'head_dim', 'window', 'rope_context', 'num_taps',
+                                 'num_eigenstates', 'num_features')),
     (0, 1, 'at least 0 and below 1', ('dropout', 'label_smoothing')),
     (0, math.inf, 'at least 0 and finite; 0 turns it off', ('softcap', 'attn_softcap')),
     (1e-30, math.inf, 'above 0 and finite', ('norm_eps', 'embed_scale', 'query_scale', 'rope_factor')),
@@ -60,6 +59,7 @@ class GPTConfig:
     bias: bool = False  # biases in Linears and LayerNorms, as in GPT-2; False is a bit better and faster
     qkv_bias: bool | None = None  # biases of queries, keys and values (Qwen 2); None: bias
     mixer: str | None = None  # attention, conv, eigen, kernel, or initials of the layers, repeated: CCAC
+    num_taps: int = 4  # tokens that a layer with mixer='conv' mixes
     eigen: Literal['long', 'paper'] = 'long'  # eigenstates that remember long at the start, or the paper's
     num_eigenstates: int = 64  # of a layer with mixer='eigen' (Temporal Eigenstate Networks)
     num_features: int | None = None  # of a head with mixer='kernel' (FAVOR+); None: 2 * head_dim
@@ -107,6 +107,10 @@ class GPTConfig:
                 ('rope_base', is_rope, "position='rope'"), ('rope_factor', is_rope, "position='rope'"),
                 ('rope_context', is_rope and c.rope_factor != 1, "position='rope' and a rope_factor"),
                 ('rope_local_base', is_rope and c.window, "position='rope' and a window"),
+                ('num_taps', 'C' in c.mixers(), "mixer='conv'"),
+                ('eigen', 'E' in c.mixers(), "mixer='eigen'"),
+                ('num_eigenstates', 'E' in c.mixers(), "mixer='eigen'"),
+                ('num_features', 'K' in c.mixers(), "mixer='kernel'"),
                 ('embed_scale', not c.embed_norm, 'embed_norm=False')):
             value = getattr(c, name)
             if value != getattr(GPTConfig, name) and not acts:
@@ -426,17 +430,18 @@ class Attention(nn.Module):
 
 class Conv(nn.Module):
     """
-    Mix the last TAPS tokens, channel by channel, with learned weights, and gate the result. Where most layers
-    do this and few attend, a model learns faster and a step costs less (as in H3, arXiv 2212.14052).
+    Mix the last num_taps tokens, channel by channel, with learned weights, and gate the result. Where most
+    layers do this and few attend, a model learns faster and a step costs less (as in H3, arXiv 2212.14052).
     """
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
         self.rows = [config.n_embd, config.n_embd]  # of values and gates
-        self.state_shapes = {'past': (1, TAPS - 1, config.n_embd)}  # the last values
+        self.state_shapes = {'past': (1, config.num_taps - 1, config.n_embd)}  # the last values
         self.c_attn = Linear(config.n_embd, 2 * config.n_embd, bias=config.bias)
-        self.taps = nn.Parameter(torch.randn(config.n_embd, 1, TAPS) / TAPS)  # the last for the token itself
+        taps = torch.randn(config.n_embd, 1, config.num_taps) / config.num_taps
+        self.taps = nn.Parameter(taps)  # the last is for the token itself
         self.gate_shift = nn.Parameter(torch.full((config.n_embd,), -2.0))  # nearly closed at the start
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -444,14 +449,17 @@ class Conv(nn.Module):
     def forward(self, x, cos, sin, cache=None, within=None, place=None):
         T = x.size(1)
         v, gate = self.c_attn(x).chunk(2, dim=-1)  # (B, T, C)
-        past = F.pad(v, (0, 0, TAPS - 1, 0)) if cache is None else cache.extend(self.layer, v[:, None])[:, 0]
-        taps = self.taps.to(x.dtype)
+        taps = self.taps[:, 0].to(x.dtype).unbind(1)
+        if cache is None:
+            past = F.pad(v, (0, 0, len(taps) - 1, 0))
+        else:
+            past = cache.extend(self.layer, v[:, None])[:, 0]
         y = 0
-        for i in range(TAPS):
-            before = past[:, i:i + T]  # (B, T, C), of the token TAPS - 1 - i before
+        for i, tap in enumerate(taps):
+            before = past[:, i:i + T]  # (B, T, C)
             if place is not None:
-                before = before * (place >= TAPS - 1 - i)[..., None]
-            y = y + taps[:, 0, i] * before
+                before = before * (place >= len(taps) - 1 - i)[..., None]
+            y = y + tap * before
         return self.dropout(self.c_proj(y) * torch.sigmoid(gate + self.gate_shift.to(x.dtype)))
 
 
@@ -661,16 +669,16 @@ class GPT(nn.Module):
             masks = {window: block_mask(T, window, documents, x.device) for window in set(windows)
                      if documents is not None or c.attn_softcap or (window or T) < T}
             within = [masks.get(window) for window in windows]
-        outputs = [x]
-        aligned = self.feedback is not None and torch.is_grad_enabled()
+        outputs = []  # of embedding and blocks, if each gets its gradient by direct feedback
+        is_direct = self.feedback is not None and torch.is_grad_enabled()
         for block, reach in zip(self.transformer.h, within, strict=True):
-            if aligned:
+            if is_direct:
+                outputs.append(x)
                 x, x0 = x.detach(), x0.detach()
             x = block(x, x0, cos, sin, cache, reach, place)
-            outputs.append(x)
-        if aligned:
+        if is_direct:
             from hotloop.mixers.feedback import Feedback
-            x = Feedback.apply(self.feedback, *outputs)
+            x = Feedback.apply(self.feedback, *outputs, x)
         if targets is not None:
             return self.loss(x, targets)
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)

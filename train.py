@@ -35,6 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure, differences
 from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
+from hotloop.mixers.feedback import feedback_matrices
+from hotloop.mixers.kernel import add_orthogonal_gradient
 from hotloop.system.device import (
     EVALUATION_PAYS,
     choose_compile,
@@ -119,6 +121,8 @@ class TrainConfig:
     beta2: float = 0.95  # of AdamW
     muon_momentum: float = 0.95  # of Muon
     grad_clip: float = 1.0  # maximum global gradient norm; 0: off
+    feedback: Literal['backprop', 'dfa'] = 'backprop'  # dfa: direct feedback alignment between blocks
+    ortho_penalty: float = 0.0  # weight of |W W^T - I|^2, W of queries and keys, with mixer='kernel'
     # --- schedule
     decay_lr: bool = True  # False: learning_rate in every step, without a warmup, as in nanoGPT
     lr_schedule: Literal['cosine', 'linear', 'onecycle'] = 'cosine'  # shape of the decay
@@ -251,6 +255,8 @@ def wrap(model, cfg, env):
         # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
         functorch = importlib.import_module('torch._functorch.config')
         functorch.ban_recompute_materialized_backward = False
+    if cfg.feedback == 'dfa':
+        model.feedback = feedback_matrices(model.config.n_layer, model.config.n_embd, cfg.seed).to(env.device)
     set_blocks(model, cfg.recompute, compiles=env.compile and env.world > 1)
     if env.world == 1:
         forward = torch.compile(model, dynamic=False) if env.compile else model
@@ -275,19 +281,16 @@ class StepResult(NamedTuple):
     skipped: torch.Tensor  # 1 if loss or gradients were not finite: nothing was updated
 
 
-def train_step(model, loads, num_targets, optimizers, scaler, cfg, env, stop=None):
+def train_step(model, loads, num_targets, optimizers, scaler, cfg, env, stop=None, penalty=0.0):
     """
     Update the weights once with the micro-batches that the functions in `loads` return. The loss is the mean
     over num_targets, the unmasked targets of the global batch, even if masks are uneven across micro-batches
     and processes. Returns a StepResult; None if this is the only process and a signal came between two
-    micro-batches, in which case no weight has changed.
+    micro-batches, in which case no weight has changed. penalty: the current ortho_penalty.
     """
     params = trainable(model)
-    for p in params:
-        if not isinstance(model, DistributedDataParallel):
-            p.grad = None  # makes room for activations
-        elif p.grad is not None:
-            p.grad.zero_()  # it lies in a bucket of DDP
+    # None makes room for activations; with DDP gradients lie in its buckets
+    model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     total = torch.zeros((), device=env.device)
     for i, load in enumerate(loads):
         if env.world == 1 and stop and stop.by_signal():
@@ -306,6 +309,8 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env, stop=Non
         dist.all_reduce(total)
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
+    if penalty:
+        add_orthogonal_gradient(getattr(model, 'module', model), penalty)
     norm = torch.nn.utils.get_total_norm([local(p.grad) for p in params])
     if is_sharded(model):
         norm = norm.square()  # of the rows of this process
@@ -416,6 +421,8 @@ def build_run(settings, datasets, env):
     if not is_to_shard:  # else wrap() moves the part of this process
         model.to(env.device)
     model.compute_dtype = env.dtype
+    if cfg.ortho_penalty and 'K' not in model.config.mixers():
+        raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'")
     sizes = cfg  # of the batch
     global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
     if cfg.auto_batch and not cfg.eval_only:
@@ -507,7 +514,9 @@ def train(run, schedule, checkpoints, log, stop):
         lr = learning_rate(step, schedule, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
         num_targets, loads = batches.step(step)
-        result = train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop)
+        penalty = cfg.ortho_penalty * min(10 * step / schedule.max_iters, 1.0)
+        result = train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop,
+                            penalty)
         if result is None:  # a signal came between two micro-batches; no weight has changed
             continue
         meter.add(result, num_targets)

@@ -220,9 +220,9 @@ def test_rotary_angles_are_exact_at_long_contexts_and_follow_the_base():
 
 def test_the_slower_half_of_each_key_is_that_of_the_token_before():
     """Zero at the start of a row, or of a document. Earlier checkpoints have no shift."""
-    k, first = torch.randn(1, 2, 5, 8), torch.tensor([1, 0, 0, 1, 0]).view(1, 1, 5, 1) == 1
+    k, place = torch.randn(1, 2, 5, 8), torch.tensor([[0, 1, 2, 0, 1]])
     slow = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1]) == 1  # of channels i and i + 4 the first rotate fastest
-    for mark, starts in ((None, [0]), (first, [0, 3])):
+    for mark, starts in ((None, [0]), (place, [0, 3])):
         shifted = shift_keys(k, 0, None, mark)
         assert torch.equal(shifted[..., ~slow], k[..., ~slow])
         for t in range(5):

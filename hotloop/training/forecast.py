@@ -47,18 +47,36 @@ def flops_of(model, T):
     Frozen weights have no gradients; adapters cost as much as any other weights.
     """
     c = model.config
-    projections = 2 * (c.n_head + c.n_kv_head) * c.head_dim
-    weights = c.n_embd * (c.n_layer * (projections + c.n_ff * (2 + c.is_gated)) + c.vocab_size)
-    keys = 0.0  # on average over the positions, in all layers
-    for window in c.windows():
-        W = min(window or T, T)
-        keys += W - W * (W - 1) / (2 * T)
-    attention = 2 * c.n_head * c.head_dim * keys  # multiply-adds: q k^T, weights v
+    weights = c.n_embd * (c.n_layer * c.n_ff * (2 + c.is_gated) + c.vocab_size)
+    attention = 0.0
+    for mixer, window in zip(c.mixers(), c.windows(), strict=True):
+        matrices, more = mixer_products(c, mixer, window, T)
+        weights += matrices
+        attention += more
     adapters = sum(p.numel() for name, p in model.named_parameters() if '.lora_' in name)
     forward = 2 * (weights + attention + adapters)
     if adapters:
         return forward, forward + 2 * weights + 4 * (attention + adapters)
     return forward, 3 * forward
+
+
+def mixer_products(c, mixer, window, T):
+    """
+    Count the multiply-adds of a layer's mixer for a token, on average over T positions. Returns those
+    of its matrices, and the others.
+    """
+    if mixer == 'C':
+        return 3 * c.n_embd**2, c.num_taps * c.n_embd
+    if mixer == 'E':
+        changes = c.num_eigenstates * (2 if c.eigen == 'paper' else 1)
+        return c.n_embd * (4 * c.num_eigenstates + changes + c.n_embd), 4 * c.num_eigenstates
+    matrices = 2 * c.n_embd * (c.n_head + c.n_kv_head) * c.head_dim
+    if mixer == 'K':  # features of queries and keys, sums of values, their products with queries
+        features = c.num_features or 2 * c.head_dim
+        return matrices, 4 * c.n_head * c.head_dim * features
+    W = min(window or T, T)
+    keys = W - W * (W - 1) / (2 * T)
+    return matrices, 2 * c.n_head * c.head_dim * keys  # q k^T, weights v
 
 
 # -----------------------------------------------------------------------------
@@ -106,13 +124,15 @@ def model_on_meta(config, lora, dtype):
 def activation_bytes(config, batch, dtype, chunks, recompute='none', lora=None):
     """
     Count what an uncompiled step of `batch` sequences stores at most: activations, logits and
-    temporaries. Two and three blocks are counted; the others are like the third.
+    temporaries. Blocks are counted for two and three times their pattern of mixers; others are alike.
     """
     # windows and soft-caps need no memory, and their kernels do not exist on the meta device
     plain = dict(window=None, window_pattern=None, rope_local_base=None, attn_softcap=0.0)
     peaks = []
-    for n_layer in (2, 3):
-        model = model_on_meta(dataclasses.replace(config, n_layer=n_layer, **plain), lora, dtype)
+    period = len(config.mixer) if set(config.mixer) <= set('ACEK') else 1
+    for times in (2, 3):
+        shallow = dataclasses.replace(config, n_layer=times * period, **plain)
+        model = model_on_meta(shallow, lora, dtype)
         model.loss_chunks = chunks
         set_blocks(model, recompute)
         ids = torch.zeros(batch, config.block_size, dtype=torch.int64, device='meta')
@@ -123,7 +143,7 @@ def activation_bytes(config, batch, dtype, chunks, recompute='none', lora=None):
         with flash_on_meta(), LiveBytes(known) as live:
             model(ids, ids).sum().backward()
         peaks.append(live.peak)
-    return peaks[0] + (config.n_layer - 2) * (peaks[1] - peaks[0])
+    return round(peaks[0] + (config.n_layer / period - 2) * (peaks[1] - peaks[0]))
 
 
 def memory_of(config, cfg, lora, env, memory):

@@ -50,6 +50,8 @@ def setting_problems(cfg):
         wrong.append('pack_rows=True keeps rows apart already; remove document_mask=True')
     if cfg.shard != 'none' and cfg.auto_batch:
         wrong.append(f'auto_batch=True does not try shard={cfg.shard!r}; set batch_size')
+    if cfg.shard != 'none' and cfg.ortho_penalty:
+        wrong.append(f'ortho_penalty={cfg.ortho_penalty} needs complete matrices; remove shard={cfg.shard!r}')
     if cfg.shard != 'none' and cfg.optimizer == 'adamw8bit':
         wrong.append(f'shard={cfg.shard!r} divides the states of adamw and muon, not of adamw8bit')
     for name, value, package in PACKAGES:

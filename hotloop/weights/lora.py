@@ -104,10 +104,13 @@ def projections(weights):
     """
     List what can have adapters in the weights of a GPT: {name: (matrix in a block, first row, last
     row + 1)}. The names are peft's: GPT-2's where positions are learned, with one adapter for
-    c_attn, and Llama's elsewhere.
+    c_attn, and Llama's elsewhere. Where not all layers attend, all rows of a matrix (0 to None) have one.
     """
+    matrices = ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')
+    if any(name.endswith(('.attn.taps', '.attn.decay')) for name in weights):
+        return {name: (name, 0, None) for name in matrices}
     shapes = {}
-    for name in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'):
+    for name in matrices:
         shapes[name] = weights[f'transformer.h.0.{name}.weight'].shape
     if 'transformer.wpe.weight' in weights:
         return {name: (name, 0, rows) for name, (rows, _) in shapes.items()}
@@ -157,7 +160,7 @@ def add_adapters(model, cfg, origin, env, seed):
             if cfg.quantize == 'nf4':
                 base = NF4Linear(linear.to(env.device))
             if matrix in parts:
-                rows = [(start, end) for _, start, end in parts[matrix]]
+                rows = [(start, end or linear.out_features) for _, start, end in parts[matrix]]
                 base = LoRALinear(base, linear.in_features, rows, cfg)
             block.set_submodule(matrix, base)
     for p in model.parameters():
@@ -208,7 +211,8 @@ def adapters_of(tensors, parts):
     for name, A in tensors.items():
         if found := re.fullmatch(r'transformer\.h\.(\d+)\.(.+)\.lora_A', name):
             rows = parts[found[2]]
-            ups = tensors[f'{name[:-1]}B'].split([end - start for _, start, end in rows])
+            up = tensors[f'{name[:-1]}B']
+            ups = up.split([(end or len(up)) - start for _, start, end in rows])
             for (projection, _, _), down, up in zip(rows, A.chunk(len(rows)), ups, strict=True):
                 adapters[int(found[1]), projection] = down, up
     return adapters

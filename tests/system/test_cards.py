@@ -96,7 +96,8 @@ CHANGES = {
         dtype='bfloat16', rope_base=500, rope_factor=2.0, rope_context=8, rope_local_base=50.0,
         embed_norm=False, window=3, window_pattern='LS', muon_lr=0.1, muon_momentum=0.5, decay_fraction=1.0,
         depth=3, lora_rank=4, lora_alpha=4, lora_rs=True, lora_dropout=0.5, lora_targets='mlp',
-        quantize='nf4'),
+        quantize='nf4', mixer='conv', num_taps=2, eigen='paper', num_eigenstates=8, num_features=4,
+        feedback='dfa', ortho_penalty=0.1),
     'files': dict(out_dir='elsewhere', eval_only=True, dry_run=True, always_save_checkpoint=False,
                   save_minutes=0),
     'lines': dict(
@@ -112,6 +113,8 @@ LORA = dict(init_from='hub/base', lora_rank=2)
 NO_PROGRESS = dict(learning_rate=1e-30, min_lr=0, eval_interval=1)  # no evaluation improves after the first
 # settings of both runs, without which a setting has nothing to act on
 BOTH = dict(
+    num_taps=dict(mixer='conv'), eigen=dict(mixer='eigen'), num_eigenstates=dict(mixer='eigen'),
+    num_features=dict(mixer='kernel'), ortho_penalty=dict(mixer='kernel'),
     rope_base=ROPE, rope_factor=ROPE, rope_context=dict(rope_factor=2.0, **ROPE), embed_norm=ROPE,
     rope_local_base=dict(window=8, **ROPE), window_pattern=dict(window=3), muon_lr=dict(optimizer='muon'),
     muon_momentum=dict(optimizer='muon'), decay_fraction=dict(lr_schedule='linear'),

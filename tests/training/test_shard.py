@@ -35,13 +35,13 @@ def gpt(**settings):
 
 
 def steps(folder, number, env=None, dtype='float32', scale=None, optimizer='adamw', shard='none',
-          recompute='none', accumulation=4, **shape):
+          recompute='none', accumulation=4, feedback='backprop', **shape):
     """
     Train `number` steps on any number of processes. Returns the gradient and the norm of the first one, and
     the losses, weights and scales of all, with an evaluation.
     """
     cfg = TrainConfig(optimizer=optimizer, shard=shard, batch_size=4,
-                      gradient_accumulation_steps=accumulation, recompute=recompute)
+                      gradient_accumulation_steps=accumulation, recompute=recompute, feedback=feedback)
     env = env or Env(dtype=getattr(torch, dtype))
     model, scaler = gpt(**shape), torch.amp.GradScaler('cpu', init_scale=scale or 1.0, enabled=bool(scale))
     model.compute_dtype, model.loss_chunks = env.dtype, 2 if optimizer == 'muon' else 1

@@ -1,0 +1,49 @@
+"""Runs with mixers: killed and resumed, sharded, tuned with adapters, on several processes."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_shard import assert_equal_steps, steps, steps_of_rank
+
+from hotloop.weights.load import load_checkpoint, load_weights
+from model import GPT
+
+MIXERS = {'conv': dict(preset='modern', mixer='CA'),
+          'eigen': dict(preset='modern', mixer='EA', num_eigenstates=8),
+          'kernel': dict(preset='modern', mixer='KA', ortho_penalty=1e-3),
+          'dfa': dict(preset='modern', mixer='CA', feedback='dfa')}
+
+
+@pytest.mark.parametrize('name', MIXERS)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, train_tiny, tmp_path):
+    settings = dict(optimizer='muon', dropout=0.1, **MIXERS[name])
+    train_tiny('whole', **settings)
+    train_tiny('parts', **settings, max_iters=5, lr_decay_iters=10)
+    train_tiny('parts', init_from='resume', max_iters=10)
+    whole, parts = (load_checkpoint(tmp_path / out / 'ckpt.pt') for out in ('whole', 'parts'))
+    for key, weight in whole['model'].items():
+        assert torch.equal(weight, parts['model'][key]), key
+
+
+@pytest.mark.parametrize('name, shard', [
+    ('conv', 'none'), ('eigen', 'full'), ('kernel', 'none'), ('dfa', 'none'), ('dfa', 'full')])
+def test_two_processes_take_the_steps_of_one(masked, name, shard):
+    settings = {key: value for key, value in MIXERS[name].items() if key != 'ortho_penalty'}
+    one = steps(masked, 2, **settings)
+    assert_equal_steps(on_ranks(2, steps_of_rank, masked, 2, shard=shard, **settings)[0], one)
+
+
+def test_a_run_of_mixed_layers_is_tuned_with_adapters(train_tiny, tmp_path):
+    train_tiny('base', **MIXERS['conv'], n_layer=2)
+    train_tiny('tuned', init_from=tmp_path / 'base', lora_rank=2, learning_rate=1e-2)
+    base, tuned = (load_weights(str(tmp_path / out)) for out in ('base', 'tuned'))
+    GPT.from_checkpoint(tuned.model_args, tuned.weights)
+    for matrix in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'):
+        for layer in range(2):
+            name = f'transformer.h.{layer}.{matrix}.weight'
+            assert not torch.equal(base.weights[name], tuned.weights[name])
+
+
+def test_a_penalty_without_kernel_attention_is_refused(train_tiny):
+    with pytest.raises(ValueError, match=r'ortho_penalty=0\.1'):
+        train_tiny(ortho_penalty=0.1)
