@@ -514,7 +514,7 @@ def train(run, schedule, checkpoints, log, stop):
         lr = learning_rate(step, schedule, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
         num_targets, loads = batches.step(step)
-        penalty = cfg.ortho_penalty * min(10 * step / schedule.max_iters, 1.0)
+        penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
         result = train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop,
                             penalty)
         if result is None:  # a signal came between two micro-batches; no weight has changed

@@ -1,4 +1,4 @@
-"""The library behind the five top-level files, in five folders. It imports only configurator from them."""
+"""The library behind the five top-level files, in six folders. It imports only configurator from them."""
 
 import sys
 
