@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import glob
 import inspect
-import math
 import numbers
 import os
 import re
@@ -56,7 +55,7 @@ def accept(value, kind):
     """Return the value in a type of the annotation: an int for 1e5 or NumPy's 3. Raises ValueError."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     for part in alternatives(kind):
-        if part in (int, float) and is_number and math.isfinite(value) and part(value) == value:
+        if part in (int, float) and is_number and abs(value) < 1e300 and part(value) == value:
             return part(value)
         if part in (str, bool, type(None)) and isinstance(value, part):
             return value
