@@ -1,0 +1,31 @@
+# Temporal Eigenstate Networks on the source code of Python's standard library, three minutes on a CPU
+#
+#   python prepare.py
+#   python train.py config/ten_cpu.py
+#   python train.py config/ten_cpu.py --mixer=EEAE   # one of four layers attends
+#
+# hardware: 2 CPU cores. score: not measured
+
+dataset = 'stdlib'
+
+preset = 'modern'
+mixer = 'eigen'
+n_layer = 4
+n_head = 4
+n_embd = 128  # the quickstart's shape
+block_size = 256
+
+batch_size = 8
+gradient_accumulation_steps = 1
+time_budget = 3  # minutes
+
+optimizer = 'muon'
+muon_lr = 0.025
+muon_momentum = 0.85
+learning_rate = 8e-3
+lr_schedule = 'linear'
+warmup_iters = 10
+min_lr = 0.0
+
+eval_interval = 600
+log_interval = 50
