@@ -17,7 +17,7 @@ from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
 from hotloop.system.files import first_intact, first_line, hash_file, read_json
 from hotloop.weights.adapter import TENSORS, base_of, is_adapter, read_adapter
-from hotloop.weights.families import CONV1D, model_args_from, our_name
+from hotloop.weights.families import CONV1D, model_args_from, our_name, swap_halves
 from hotloop.weights.lora import adapters_of, hash_weights, merged
 from hotloop.weights.safetensors import read_safetensors
 
@@ -179,6 +179,8 @@ def load_folder(folder, is_gpt2=False):
     config = read_json(path)
     model_args = model_args_from(config, path)
     weights = read_tensors(folder, config['model_type'])
+    if config['model_type'] == 'nanochat':
+        swap_halves(weights, model_args['head_dim'] or model_args['n_embd'] // model_args['n_head'])
     # Of a tied pair a file may have either; a head that differs is kept, as in transformers.
     both = [weights[name] for name in (WTE, HEAD) if name in weights]
     if model_args['tie'] and both:

@@ -51,8 +51,10 @@ CASES = {
     'gemma3 4b': ('gemma3_text', dict(num_hidden_layers=7, tie_word_embeddings=True, rope_parameters={
         'full_attention': rope(500.0, rope_type='linear', factor=8.0), 'sliding_attention': rope(50.0)},
         **GEMMA)),
+    'nanochat': ('nanochat', dict(head_dim=16, final_logit_softcapping=2.0, rope_parameters=rope(500.0))),
+    'nanochat, tied': ('nanochat', dict(final_logit_softcapping=None, tie_word_embeddings=True)),
 }
-QUICK = ('llama 3', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3')
+QUICK = ('llama 3', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3', 'nanochat')
 ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -173,7 +175,7 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     """Gemma's files leave out what equals the defaults."""
     least = {name: value for name, value in TINY.items() if name != 'tie_word_embeddings'}
     transformers = pytest.importorskip('transformers')
-    for kind in ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text'):
+    for kind in ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text', 'nanochat'):
         complete = transformers.AutoConfig.for_model(kind, **least).to_dict()
         lacking, complete = (GPTConfig(**model_args_from(config, 'config.json')).resolved()
                              for config in ({**least, 'model_type': kind}, complete))
@@ -194,6 +196,7 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
     ('gemma2', {'hidden_activation': 'gelu'}, 'hidden_activation=gelu'),
     ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True'),
+    ('nanochat', {'hidden_act': 'silu'}, 'hidden_act=silu is not supported, only relu2'),
     ('gemma3_text', {'layer_types': ['chunked_attention']}, 'layer_types=chunked_attention is not supported'),
     ('gpt2', {}, "has no 'n_layer'")])
 def test_a_switch_that_gpt_cannot_follow_is_refused_by_name(kind, keys, words):
