@@ -170,8 +170,20 @@ def swap_halves(weights, head_dim):
         if name.endswith('attn.c_attn.weight'):
             n_query = weights[name.replace('c_attn', 'c_proj')].size(1)
             n_rotated = (len(weight) + n_query) // 2  # rows; the rest are values
-            halves = weight[:n_rotated].unflatten(0, (-1, 2, head_dim // 2))
-            weights[name] = torch.cat((halves.flip(1).flatten(0, 2), weight[n_rotated:]))
+            weights[name] = torch.cat((swap_rows(weight[:n_rotated], head_dim), weight[n_rotated:]))
+
+
+def swap_rows(rows, head_dim):
+    """Swap the halves of each head in rows of queries or keys."""
+    return rows.unflatten(0, (-1, 2, head_dim // 2)).flip(1).flatten(0, 2)
+
+
+def is_nanochat(hf_config):
+    return bool(hf_config) and hf_config['model_type'] == 'nanochat'
+
+
+def head_dim_of(model_args):
+    return model_args['head_dim'] or model_args['n_embd'] // model_args['n_head']
 
 
 def our_name(name, kind):

@@ -10,7 +10,7 @@ from test_families import CASES as FAMILIES
 from test_families import TINY
 from test_sample import CHARS, gpt, main, write
 
-from hotloop.data.chat import CHATS, parts_before_answer
+from hotloop.data.chat import CHATS, TEMPLATES, parts_before_answer
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.data.tokenizer_source import read_tokenizer_json, template_of
 from hotloop.weights.export import config_json, export
@@ -21,8 +21,14 @@ from hotloop.weights.safetensors import DTYPES, read_safetensors, write_safetens
 from model import GPT, GPTConfig
 
 BASE = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=288)
+NANOCHAT = BASE | dict(preset='modern', key_shift=False, x0_mix=False)
 SCRATCH = {'gpt2': BASE, 'gpt2 with biases': BASE | dict(bias=True, mlp='gelu_tanh', n_ff=80, tie=False,
-                                                         norm_eps=1e-3)}
+                                                         norm_eps=1e-3),
+           'modern': NANOCHAT,
+           'modern, grouped': NANOCHAT | dict(n_kv_head=2, tie=True, softcap=0.0, n_ff=80),
+           'modern, wide': NANOCHAT | dict(rope_base=500.0, head_dim=16, norm_eps=1e-2, softcap=3.0),
+           'preset qwen3': BASE | dict(preset='qwen3'),
+           'qwen3, tied': BASE | dict(preset='qwen3', tie=True, n_kv_head=2, rope_base=500.0, norm_eps=1e-2)}
 MIXED = ("Hello, world!  It's 12345 o'clock…\n\n\tTabs\t and   spaces   \r\nΣίσυφος ёлка 漢字 한국어 😀 café "
          "cafe\u0301 \u00a0nbsp\u3000\n \n\n   end 'll I'VE 1,234.5 ½² ٣٤ x=1;y=2 \0\x07\u2028\ufeff  ")
 
@@ -76,7 +82,11 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
 
 
 @pytest.mark.parametrize('settings, words', [
-    (dict(preset='modern'), 'mlp=relu2'), (dict(n_kv_head=2), 'n_kv_head=2'), (dict(window=5), 'window=5'),
+    (dict(preset='modern'), 'its nanochat differs in key_shift=True, x0_mix=True; a run from scratch needs'),
+    (dict(preset='modern', key_shift=False, x0_mix=False, mixer='CA'), 'mixer=CA'),
+    (dict(preset='qwen3', window=5), 'its qwen3 differs in window=5'),
+    (dict(preset='qwen3', bias=True), 'bias=True'),
+    (dict(n_kv_head=2), 'n_kv_head=2'), (dict(window=5), 'window=5'),
     (None, 'its qwen3 differs in n_layer=3')])
 def test_a_model_that_transformers_lacks_names_its_settings(settings, words):
     if settings:
@@ -170,7 +180,7 @@ def test_chats_are_as_in_training(tmp_path, template):
     for turns in chats:
         messages = [{'role': role, 'content': text} for role, text in turns]
         made = [messages, dict(tokenize=False, add_generation_prompt=True)]
-        if template == 'gemma' and turns[0][0] == 'system':
+        if TEMPLATES[template].folds_system and turns[0][0] == 'system':
             with pytest.raises(Exception, match='put the system prompt into the first turn'):
                 theirs.apply_chat_template(made[0], **made[1])
             continue

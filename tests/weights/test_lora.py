@@ -324,13 +324,14 @@ def peft_model(kind, **settings):
         config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0,
                                          embd_pdrop=0, attn_pdrop=0, **shape)
     else:
-        config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                          num_attention_heads=4, num_key_value_heads=2, **shape)
+        config = transformers.AutoConfig.for_model(
+            kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, **shape)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
     targets = ['c_attn', 'c_proj', 'c_fc'] if kind == 'gpt2' else [
-        'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
+        'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj', 'fc1', 'fc2']
     config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, fan_in_fan_out=kind == 'gpt2',
                              task_type='CAUSAL_LM', **settings)
     tuned = peft.get_peft_model(model, config)
@@ -338,6 +339,25 @@ def peft_model(kind, **settings):
         if 'lora_B' in name:
             torch.nn.init.normal_(p, std=0.1)
     return tuned
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore')
+def test_adapters_of_nanochat_load_in_peft_and_here(tmp_path):
+    """Its rotation turns the other way, and two of its matrices have other names."""
+    theirs, ids = peft_model('nanochat').unload(), torch.randint(61, (2, 16))
+    import peft
+    theirs.save_pretrained(tmp_path / 'base')
+    base = load_weights(str(tmp_path / 'base'))
+    tuned = GPT.from_checkpoint(base.model_args, base.weights)
+    checkpoint = adapt(tuned) | base.checkpoint | {'model_args': base.model_args}
+    checkpoint['lora'] |= {'base': str(tmp_path / 'base'), 'sha256': base.sha256()}
+    write_adapter(tmp_path / 'adapter', checkpoint)
+    expected = all_logits(tuned, ids)
+    again = load_weights(str(tmp_path / 'adapter'))
+    torch.testing.assert_close(all_logits(GPT.from_checkpoint(*again[1:3]), ids), expected)
+    logits = peft.PeftModel.from_pretrained(theirs, tmp_path / 'adapter')(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
