@@ -13,8 +13,11 @@ from test_model import EVERYTHING, SMALL
 
 import prepare
 import sample
+from hotloop.data.encode import prompt_ids
 from hotloop.inference.generate import Sampling, generate, prefill
 from hotloop.inference.kv_cache import new_cache
+from hotloop.inference.load import Model
+from hotloop.inference.texts import turn_ids
 from hotloop.training.forecast import activation_bytes
 from hotloop.training.optim import matrix_rows
 from hotloop.weights.families import model_args_from
@@ -234,17 +237,18 @@ def llama_folder(families, tmp_path):
 
 
 def opened(folder):
-    """(Weights, model, tokenizer, template) as sample.py opens them."""
-    return sample.open_model(sample.SampleConfig(init_from=str(folder)))
+    """The Model of a folder as sample.py opens it."""
+    return Model(sample.SampleConfig(init_from=str(folder)), GPT)
 
 
 def test_a_folder_gives_bos_stops_and_template(llama_folder):
     """The begin id before prompts and chats, both end ids, the template that the chat template looks like."""
-    _, model, tokenizer, template = opened(llama_folder)
-    assert (tokenizer.bos, template, model.config.vocab_size) == (0, 'llama3', 97)
+    model = opened(llama_folder)
+    tokenizer = model.tokenizer
+    assert (tokenizer.bos, model.template, model.gpt.config.vocab_size) == (0, 'llama3', 97)
     assert {tokenizer.eot, *tokenizer.stops} == {1, 2}
-    assert sample.prompt_ids(tokenizer, 'abc')[0] == 0 and tokenizer.n_vocab == 92
-    ids = sample.turn_ids(tokenizer, [('user', 'Hi')], 'llama3')
+    assert prompt_ids(tokenizer, 'abc')[0] == 0 and tokenizer.n_vocab == 92
+    ids = turn_ids(tokenizer, [('user', 'Hi')], 'llama3')
     assert ids[:2] == [0, 3] and ids.count(3) == 2
 
 
@@ -255,7 +259,7 @@ def test_special_ids_beyond_the_vocabulary_of_the_model_are_not_used(llama_folde
         entry = {**tokenizer['added_tokens'][0], 'id': i, 'content': f'<extra_{i}>', 'special': i == 97}
         tokenizer['added_tokens'].append(entry)
     (llama_folder / 'tokenizer.json').write_text(json.dumps(tokenizer))
-    tokenizer = opened(llama_folder)[2]
+    tokenizer = opened(llama_folder).tokenizer
     assert tokenizer.n_vocab == 97 and '<extra_97>' not in tokenizer.specials
 
 

@@ -10,8 +10,8 @@ from conftest import all_logits, error_of, load, rows, same, stop_at, tiny_flags
 from faults import assert_equal_runs
 from ranks import on_ranks
 
-import sample
 import train
+from hotloop.inference.load import Model
 from hotloop.system.distributed import Env
 from hotloop.weights.adapter import CONFIG, TENSORS, read_adapter, write_adapter
 from hotloop.weights.load import load_weights
@@ -30,6 +30,7 @@ from hotloop.weights.lora import (
 from hotloop.weights.nf4 import NF4Linear
 from hotloop.weights.safetensors import read_safetensors
 from model import GPT, GPTConfig, Linear
+from sample import SampleConfig
 
 LLAMA = dict(preset='modern', mlp='swiglu', n_kv_head=2, n_ff=48, zero_init=False)
 GPT2 = dict(bias=True, mlp='gelu_tanh')
@@ -252,9 +253,9 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
         losses.append(float(capsys.readouterr().out.split('val loss ')[1].split()[0]))
     assert losses[0] == pytest.approx(best, abs=1e-4) and losses[1] > best + 1e-3
     for folder in (tmp_path / 'tuned' / 'adapter', tmp_path / 'tuned'):
-        _, model, tokenizer, template = sample.open_model(sample.SampleConfig(init_from=str(folder)))
-        assert (tokenizer.bos, template) == (7, 'chatml')
-        losses.append(all_logits(model, IDS))
+        found = Model(SampleConfig(init_from=str(folder)), GPT)
+        assert (found.tokenizer.bos, found.template) == (7, 'chatml')
+        losses.append(all_logits(found.gpt, IDS))
     assert torch.equal(*losses[2:])
 
 
