@@ -90,7 +90,8 @@ def scratch_config(config):
         return made | {'n_ctx': None, 'activation_function': ACTIVATIONS.get(config.mlp, 'gelu_new')}
     made |= {'hidden_act': 'silu', 'rope_theta': config.rope_base}
     if kind == 'nanochat':
-        made |= {'hidden_act': 'relu2', 'final_logit_softcapping': config.softcap or None}
+        made |= {'hidden_act': 'relu2', 'final_logit_softcapping': config.softcap or None,
+                 'pad_token_id': None}  # else token 1 of the text would be masked
     return made
 
 

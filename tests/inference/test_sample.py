@@ -12,6 +12,7 @@ import torch
 from conftest import error_of
 
 import sample
+from hotloop import load
 from hotloop.data.chat import TEMPLATES, choose_template, parts_of, read_row, render
 from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
@@ -147,6 +148,29 @@ def test_text_appears_when_it_is_certain(stop, data, expected, stopped):
     for n in range(len(data)):
         text, _ = certain_text(data[:n], stops)
         assert expected.startswith(text)
+
+
+def test_load_gives_a_model_that_writes_what_the_command_writes(draw, out):
+    """At once or in pieces, which begin before the last is drawn."""
+    model = load(str(out), device='cpu', top_k=5)
+    row, = draw(output='jsonl', start='ab', seed=7, top_k=5)
+    assert model.generate('ab', max_new_tokens=20, seed=7) == row['text']
+    pieces = model.generate('ab', stream=True, max_new_tokens=20, seed=7)
+    assert len(first := next(pieces)) == 1 and first + ''.join(pieces) == row['text']
+    greedy = model.generate('ab', temperature=0, max_new_tokens=3)
+    assert greedy == model.generate('ab', top_k=1, max_new_tokens=3)
+    with pytest.raises(TypeError, match='generate\\(\\) has no max_tokens, only max_new_tokens'):
+        model.generate('ab', max_tokens=3)
+    assert error_of(model.generate, 'ab', top_k=0) == 'top_k=0 must be from 1 to inf'
+    assert error_of(load, str(out), seed=-1).startswith('seed=-1 must be')
+    assert '--template' in error_of(model.generate, [{'role': 'user', 'content': 'a'}])
+
+
+def test_load_answers_a_chat_in_the_template_of_the_model(out, monkeypatch):
+    write(out / 'best.pt', gpt(257), ByteTokenizer(), template='chatml')
+    calls = play(monkeypatch, *b'Four.<|im_end|>no')
+    assert load(str(out), device='cpu').generate([{'role': 'user', 'content': 'hi'}]) == 'Four.'
+    assert bytes(calls[0].prompts[0]).decode() == CHATML
 
 
 def test_jsonl_names_what_ended_a_text(draw, out, monkeypatch):
