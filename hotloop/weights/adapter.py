@@ -20,6 +20,7 @@ SUPPORTED = {'peft_type': ['LORA'], 'bias': ['none'], 'use_dora': [False, None],
              'target_parameters': [None, []], 'trainable_token_indices': [None, []],
              'alora_invocation_tokens': [None, []], 'layer_replication': [None, []],
              'init_lora_weights': [True, False, None, 'gaussian', 'eva', 'orthogonal']}
+NANOCHAT = {'mlp.up_proj': 'mlp.fc1', 'mlp.down_proj': 'mlp.fc2'}  # {projection: its name there}
 
 
 def write_adapter(folder, checkpoint):
@@ -57,9 +58,6 @@ def write_adapter(folder, checkpoint):
         write_safetensors(os.path.join(folder, TENSORS), tensors)
     except OSError as e:
         raise ValueError(f'{folder} could not be written: {e.strerror or e}') from None
-
-
-NANOCHAT = {'mlp.up_proj': 'mlp.fc1', 'mlp.down_proj': 'mlp.fc2'}  # {projection: its name there}
 
 
 def to_nanochat(adapters, head_dim, names=NANOCHAT):
