@@ -1,4 +1,4 @@
-"""The library behind the five top-level files, in six folders. It imports only configurator from them."""
+"""The library behind the five top-level files, in six folders. Its parts import of them only configurator."""
 
 import sys
 
