@@ -3,8 +3,9 @@ The transformer: config, attention, MLP, block, loss, initial weights, counts. I
 
 Letters: B batch, T time, C channels (n_embd), H heads, K key/value heads, D head channels, V vocabulary.
 
-Two presets (PRESETS) set a few independent settings. 'gpt2' is OpenAI's GPT-2 as in nanoGPT, weight for
-weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat.
+Three presets (PRESETS) set a few independent settings. 'gpt2' is OpenAI's GPT-2 as in nanoGPT, weight for
+weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat; 'qwen3' is a
+model that other programs run (arXiv 2505.09388).
 __init__ resolves each setting to a module or a function, so forward hardly looks at settings.
 """
 
@@ -26,7 +27,9 @@ PRESETS = {
     'gpt2': dict(mixer='attention', position='learned', norm='layernorm', mlp='gelu', qk_norm=False, tie=True,
                  zero_init=False, key_shift=False, softcap=0.0, x0_mix=False),
     'modern': dict(mixer='attention', position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False,
-                   zero_init=True, key_shift=True, softcap=15.0, x0_mix=True)}
+                   zero_init=True, key_shift=True, softcap=15.0, x0_mix=True),
+    'qwen3': dict(mixer='attention', position='rope', norm='rmsnorm_weight', mlp='swiglu', qk_norm=True,
+                  tie=False, zero_init=True, key_shift=False, softcap=0.0, x0_mix=False, embed_norm=False)}
 
 TRAINING_ONLY = ('dropout', 'label_smoothing')  # settings that do not shape a model
 MIXER_LETTERS = {'attention': 'A', 'conv': 'C', 'eigen': 'E', 'kernel': 'K'}  # of GPTConfig.mixer
@@ -46,7 +49,7 @@ LIMITS = (
 @dataclass(frozen=True)
 class GPTConfig:
     # --- model
-    preset: Literal['gpt2', 'modern'] = 'gpt2'  # gives values to the settings below that are None
+    preset: Literal['gpt2', 'modern', 'qwen3'] = 'gpt2'  # gives values to the settings below that are None
     block_size: int = 1024  # context length in tokens
     vocab_size: int | None = None  # None: the tokenizer's, rounded up to a multiple of 64 if it is large
     n_layer: int = 12  # number of blocks
@@ -71,7 +74,7 @@ class GPTConfig:
     norm: Literal['layernorm', 'rmsnorm', 'rmsnorm_weight', 'rmsnorm_offset'] | None = None  # normalization
     norm_eps: float | None = None  # added to the variance; None: 1e-5 for layernorm, 1e-6 for the others
     post_norm: bool = False  # also normalize the outputs of attention and MLP (Gemma 2)
-    embed_norm: bool | None = None  # RMSNorm after the embedding; None: with rotary positions
+    embed_norm: bool | None = None  # RMSNorm after the embedding; None: with rotary positions, not in qwen3
     embed_scale: float = 1.0  # factor of the embedding (Gemma: sqrt(n_embd))
     mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'] | None = None  # OpenAI used gelu_tanh
     window: int | None = None  # attention reaches this many tokens, including the query; None: the context

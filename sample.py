@@ -13,42 +13,34 @@ also needs its base, and a checkpoint of nanoGPT its dataset.
     $ python sample.py --export=folder                             # write it for transformers
 """
 
-import codecs
 import math
 import re
 import sys
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from configurator import call_main, configure
-from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
+from hotloop.data.chat import CHATS, TEMPLATES, prompt_of
 from hotloop.data.dataset import open_datasets
 from hotloop.data.documents import open_text
-from hotloop.data.encode import encode_parts, prompt_ids
-from hotloop.data.tokenizer import template_of_record, tokenizer_from
 from hotloop.inference.code_eval import judge, print_metrics, read_tasks
 from hotloop.inference.diagnose import diagnose
-from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
-from hotloop.inference.quantize import prepare_for_inference
+from hotloop.inference.load import DRAWN, Model
 from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
-from hotloop.system.device import choose_compile, choose_device, choose_dtype
+from hotloop.inference.texts import CHOOSE, Prompt, make_prompts, split_stops, turn_ids, write
 from hotloop.system.files import json_lines
-from hotloop.system.host import cores
 from hotloop.training.dataloader import open_split
 from hotloop.training.evaluate import fixed_windows
 from hotloop.weights.export import export
-from hotloop.weights.load import load_weights, tokenizer_of
 from model import GPT, positions_in
 
-CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in errors about a missing template
 RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
           'top_k': (1, math.inf), 'top_p': (1e-6, 1), 'min_p': (1e-6, 1),
           'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf)}
 # the settings of drawn texts, and those that each command does not use
-TEXT = ('start', 'num_samples', 'max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p',
-        'repetition_penalty', 'stop', 'seed')
+TEXT = ('start', 'num_samples', *DRAWN)
 UNUSED = {'score': TEXT, 'eval_code': ('start',), 'chat': ('num_samples', 'output', 'batch_size'),
           'diagnose': (*TEXT, 'template', 'batch_size', 'quantize'),
           'export': (*TEXT, 'output', 'batch_size', 'device', 'compile', 'quantize')}
@@ -104,36 +96,8 @@ class SampleConfig:
         return problems
 
 
-def open_model(cfg):
-    """
-    Open a float32 model on the CPU. Returns (Weights, which were freed, model, tokenizer, chat
-    template): the template that the settings name, or that of the training data, or 'none'.
-    """
-    weights = load_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from)
-    model = GPT.from_checkpoint(weights.model_args, weights.weights)
-    weights.weights.clear()  # The model has its own copy.
-    tokenizer = tokenizer_from(tokenizer_of(weights, cfg.data_dir))
-    size = model.config.vocab_size
-    known = {name: i for name, i in tokenizer.specials.items() if i < size}
-    tokenizer.n_vocab -= len(tokenizer.specials) - len(known)  # Gemma 3 has one for images.
-    tokenizer.specials = known
-    if tokenizer.n_vocab > size:
-        raise ValueError(f'{weights.path}: the tokenizer has {tokenizer.n_vocab:,} ids, the model {size:,}')
-    template = cfg.template
-    if template == 'auto':
-        template = template_of_record(weights.checkpoint) or 'none'
-    return weights, model, tokenizer, template
-
-
 # -----------------------------------------------------------------------------
 # prompts
-
-class Prompt(NamedTuple):
-    given: object  # as the user gave it; a chat: its messages
-    shown: str  # printed above its answer
-    ids: list
-    stops: list  # texts that end its answer
-
 
 def read_prompts(start):
     """
@@ -149,144 +113,6 @@ def read_prompts(start):
                 return [prompt_of(row, where) for where, row in json_lines(f, path)]
             start = f.read()
     return [prompt_of(start, '')]
-
-
-def make_prompts(rows, tokenizer, template, cfg):
-    """Encode rows of read_prompts() in the template; texts only if the settings name it."""
-    prompts = []
-    for given, turns, suited in rows:
-        text = given if isinstance(given, str) else turns[-1][1]
-        if template in TEMPLATES and (suited or cfg.template != 'auto'):
-            used = choose_template(template, suited)
-            shown = text if used == 'joined' else f'{text}\n'
-            ids = turn_ids(tokenizer, turns, used)
-            prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used)))
-        elif suited in (None, 'joined'):
-            prompts.append(Prompt(given, text, prompt_ids(tokenizer, text), split_stops(cfg.stop)))
-        else:
-            raise ValueError(f'a chat or an instruction needs a template; {CHOOSE}')
-    return prompts
-
-
-def split_stops(stop, template='plain'):
-    """List the texts that end an answer: those of the setting `stop`, and the template's."""
-    texts = (stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||')
-    return [text for text in [*texts, TEMPLATES[template].assistant[1]] if text]
-
-
-def turn_ids(tokenizer, turns, template):
-    """Encode a conversation up to the assistant's next answer, as in training; never empty."""
-    parts = parts_before_answer(turns, template)
-    if not parts:
-        return prompt_ids(tokenizer, '')
-    ids = encode_parts(tokenizer, parts)[0].tolist()
-    return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
-
-
-# -----------------------------------------------------------------------------
-# texts
-
-class Text:
-    """The continuation of a prompt as its tokens arrive. It ends before a stop text or a stop id."""
-
-    def __init__(self, prompt, seed, tokenizer):
-        self.prompt = prompt
-        self.seed = seed
-        self.tokenizer = tokenizer
-        self.stop_ids = {tokenizer.eot, *tokenizer.stops}
-        self.stop_ids |= {tokenizer.specials.get(stop) for stop in prompt.stops}
-        self.bytes = b''
-        self.text = ''  # of the bytes, what is certain
-        self.tokens = []
-        self.logprobs = []
-        self.finish = None  # 'stop' or 'length'
-
-    def add(self, token, logprob):
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if token in self.stop_ids:
-            self.end('stop')
-            return
-        self.bytes += self.tokenizer.decode([token])
-        self.text, stopped = certain_text(self.bytes, self.prompt.stops)
-        if stopped:
-            self.finish = 'stop'
-
-    def end(self, reason):
-        """Finish the text with all bytes. An incomplete character becomes the replacement character."""
-        self.finish = reason
-        self.text = self.bytes.decode('utf-8', 'replace')
-
-
-def certain_text(data, stops):
-    """
-    Decode UTF-8 up to the first stop text, without an incomplete character or the beginning of a
-    possible stop text at its end. Returns (text, whether a stop text was found).
-    """
-    text, _ = codecs.utf_8_decode(data, 'replace')
-    found = [text.index(stop) for stop in stops if stop in text]
-    if found:
-        return text[:min(found)], True
-    held_back = 0
-    for stop in stops:
-        for length in range(len(stop)):
-            if text.endswith(stop[:length]):
-                held_back = max(held_back, length)
-    return text[:len(text) - held_back], False
-
-
-def write(model, tokenizer, prompts, cfg):
-    """
-    Continue each Prompt num_samples times, batch_size at a time. Yields (Text, new characters), one
-    Text after another, as soon as characters are certain. They begin with what the prompt shows,
-    and the last of a Text come when it is finished.
-    """
-    temperature = cfg.temperature
-    if temperature is None:
-        temperature = 0.0 if cfg.eval_code else 0.9
-    num_samples = cfg.num_samples
-    if num_samples is None:
-        num_samples = 1 if temperature < GREEDY_BELOW else 3
-    sampling = Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p,
-                        cfg.repetition_penalty, tokenizer.n_vocab, cfg.output == 'logprobs')
-    size = model.config.block_size
-    longest = max([len(prompt.ids) for prompt in prompts], default=0)
-    if longest > size:
-        print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
-              file=sys.stderr)
-    seeds = range(cfg.seed, cfg.seed + num_samples)
-    texts = [Text(prompt, seed, tokenizer) for prompt in prompts for seed in seeds]
-    for first in range(0, len(texts), cfg.batch_size):
-        batch = texts[first:first + cfg.batch_size]
-        current = 0  # the Text that is shown
-        printed = 0  # characters of it
-        for _ in write_batch(model, batch, sampling, cfg.compile):
-            while current < len(batch):
-                text = batch[current]
-                shown = text.prompt.shown + text.text
-                yield text, shown[printed:]
-                printed = len(shown)
-                if not text.finish:
-                    break
-                current += 1
-                printed = 0
-
-
-def write_batch(model, texts, sampling, compiled):
-    """Continue Texts in one batch until all are finished. Yields before and after each step."""
-    stopped = set()
-    yield
-    for step in generate(model, [text.prompt.ids for text in texts], sampling,
-                         [text.seed for text in texts], stopped, compiled):
-        for index, token, logprob in step:
-            texts[index].add(token, logprob)
-            if texts[index].finish:
-                stopped.add(index)
-        yield
-    for text in texts:
-        if not text.finish:
-            text.end('length')
-    yield
 
 
 # -----------------------------------------------------------------------------
@@ -408,26 +234,21 @@ def main(argv=None):
         for name in names:
             if getattr(cfg, command) and given.get(name, '').startswith('--'):
                 print(f'note: --{name} has no effect with --{command}', file=sys.stderr)
-    device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)  # Streams, events and CUDA graphs are made on the current device.
-    dtype, _ = choose_dtype(cfg.dtype, device)
-    choose_compile(cfg.compile, device)  # It fails early where torch.compile does not work.
-    torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit.
-    weights, model, tokenizer, template = open_model(cfg)
+    opened = Model(cfg, GPT)
+    weights, model, tokenizer, template = opened.weights, opened.gpt, opened.tokenizer, opened.template
     if cfg.export:
-        export(model, tokenizer, template, cfg.export, torch.float32 if cfg.dtype == 'auto' else dtype,
-               weights.checkpoint.get('hf_config'))
+        export(model, tokenizer, template, cfg.export,
+               torch.float32 if cfg.dtype == 'auto' else opened.dtype, weights.checkpoint.get('hf_config'))
         return 0
     step = f', step {weights.checkpoint["iter_num"]}' if 'iter_num' in weights.checkpoint else ''
     spec = tokenizer.spec()
     print(f'weights: {weights.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'
-          f'device: {device}, {str(dtype).removeprefix("torch.")}', file=sys.stderr)
+          f'device: {opened.device}, {str(opened.dtype).removeprefix("torch.")}', file=sys.stderr)
     if cfg.diagnose:
-        model.to(device).eval().compute_dtype = dtype
+        model.to(opened.device).eval().compute_dtype = opened.dtype
         diagnose(model, validation_batches(weights, model, cfg.data_dir), cfg.output)
         return 0
-    prepare_for_inference(model, device, dtype, cfg.quantize, pack=not cfg.compile)
+    opened.prepare()
     if cfg.score:
         documents = read_documents(cfg.score, tokenizer, template, cfg)
         print_scores(score_documents(model, tokenizer, documents, cfg.batch_size), cfg.score, cfg.output)

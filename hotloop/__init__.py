@@ -1,7 +1,18 @@
-"""The library behind the five top-level files, in six folders. It imports only configurator from them."""
+"""The library behind the five top-level files, in six folders. Its parts import of them only configurator."""
 
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036  the scripts import this first; Python 3.9 cannot parse others
     sys.exit(f'error: this program needs Python 3.11 or later, and {sys.executable} is Python '
              f'{sys.version_info[0]}.{sys.version_info[1]}: make a virtual environment with a later one')
+
+
+def load(source='out', **settings):
+    """
+    Load a run, a folder of weights or a model of the hub: load('out').generate('ROMEO:'). settings: of
+    sample.py, such as device, dtype, quantize, template or temperature.
+    """
+    from hotloop.inference.load import Model
+    from model import GPT
+    from sample import SampleConfig
+    return Model(SampleConfig(init_from=source, **settings), GPT).prepare()

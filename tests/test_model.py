@@ -23,7 +23,7 @@ from model import (
     shift_keys,
 )
 
-SHAPES = {'gpt2': dict(bias=True), 'modern': dict(preset='modern'),
+SHAPES = {'gpt2': dict(bias=True), 'modern': dict(preset='modern'), 'qwen3': dict(preset='qwen3'),
           'swiglu, grouped': dict(preset='modern', mlp='swiglu', n_kv_head=2),
           'tied rope': dict(position='rope', softcap=5.0),
           'windows': dict(preset='modern', n_kv_head=2, window=5, window_pattern='SL')}

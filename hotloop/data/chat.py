@@ -40,6 +40,8 @@ TEMPLATES = {
                       strips=True, folds_system=True),
     'llama3': Template(*((f'<|start_header_id|>{role}<|end_header_id|>\n\n', '<|eot_id|>')
                          for role in SPEAKERS), between='', strips=True),
+    'nanochat': Template(*((f'<|{role}_start|>', f'<|{role}_end|>')
+                           for role in ('user', 'user', 'assistant')), between='', folds_system=True),
 }
 CHATS = tuple(name for name, template in TEMPLATES.items() if template.user[0])  # mark turns
 

@@ -136,6 +136,8 @@ def read_tokenizer_json(path):
     if not isinstance(stops, list):
         stops = [stops]
     tokenizer.bos = tokenizer.first_id()
+    if tokenizer.bos is None:  # the file of nanochat does not say that documents begin with it
+        tokenizer.bos = tokenizer.specials.get('<|bos|>')
     tokenizer.stops = tuple(i for i in stops if i != tokenizer.eot)
     return tokenizer
 

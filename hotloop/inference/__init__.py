@@ -1,1 +1,1 @@
-"""The parts of sampling: generate, kv_cache, quantize; and of judging a model: score, code_eval, diagnose."""
+"""Sampling: load, texts, generate, kv_cache, quantize. Judging a model: score, code_eval, diagnose."""

@@ -6,7 +6,7 @@ import re
 
 from hotloop.data.tokenizer import spec_of, template_of_record
 from hotloop.system.files import read_json, replacing
-from hotloop.weights.families import check_keys
+from hotloop.weights.families import check_keys, head_dim_of, is_nanochat, swap_rows
 from hotloop.weights.lora import LoRAConfig, adapters_of
 from hotloop.weights.safetensors import read_safetensors, write_safetensors
 
@@ -20,6 +20,7 @@ SUPPORTED = {'peft_type': ['LORA'], 'bias': ['none'], 'use_dora': [False, None],
              'target_parameters': [None, []], 'trainable_token_indices': [None, []],
              'alora_invocation_tokens': [None, []], 'layer_replication': [None, []],
              'init_lora_weights': [True, False, None, 'gaussian', 'eva', 'orthogonal']}
+NANOCHAT = {'mlp.up_proj': 'mlp.fc1', 'mlp.down_proj': 'mlp.fc2'}  # {projection: its name there}
 
 
 def write_adapter(folder, checkpoint):
@@ -30,7 +31,10 @@ def write_adapter(folder, checkpoint):
     lora = checkpoint['lora']
     tensors = {}
     targets = {}  # names, in order
-    for (layer, projection), (A, B) in adapters_of(checkpoint['model'], lora['parts']).items():
+    adapters = adapters_of(checkpoint['model'], lora['parts'])
+    if is_nanochat(checkpoint.get('hf_config')):
+        adapters = to_nanochat(adapters, head_dim_of(checkpoint['model_args']))
+    for (layer, projection), (A, B) in adapters.items():
         is_gpt2 = projection in lora['parts']  # It has a matrix of its own.
         blocks = 'transformer.h'
         if not is_gpt2:
@@ -54,6 +58,19 @@ def write_adapter(folder, checkpoint):
         write_safetensors(os.path.join(folder, TENSORS), tensors)
     except OSError as e:
         raise ValueError(f'{folder} could not be written: {e.strerror or e}') from None
+
+
+def to_nanochat(adapters, head_dim, names=NANOCHAT):
+    """Rename the projections of adapters, and swap the halves of heads; see swap_halves()."""
+    theirs = {}
+    for (layer, projection), (A, B) in adapters.items():
+        is_rotated = projection in ('attn.q_proj', 'attn.k_proj')
+        theirs[layer, names.get(projection, projection)] = A, swap_rows(B, head_dim) if is_rotated else B
+    return theirs
+
+
+def from_nanochat(adapters, head_dim):
+    return to_nanochat(adapters, head_dim, {theirs: ours for ours, theirs in NANOCHAT.items()})
 
 
 def is_adapter(folder):

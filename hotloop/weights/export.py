@@ -10,14 +10,15 @@ import torch
 
 from hotloop.system.files import replacing
 from hotloop.weights.export_tokenizer import tokenizer_files
-from hotloop.weights.families import CONV1D, GPT2_NAMES, OUTSIDE, block_of, model_args_from, names_of
+from hotloop.weights.families import CONV1D, OUTSIDE, block_of, model_args_from, names_of, swap_halves
 from hotloop.weights.safetensors import write_safetensors
 
 ARCHITECTURES = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM',
                  'mistral': 'MistralForCausalLM', 'qwen2': 'Qwen2ForCausalLM',
                  'qwen3': 'Qwen3ForCausalLM', 'gemma2': 'Gemma2ForCausalLM',
-                 'gemma3_text': 'Gemma3ForCausalLM'}
+                 'gemma3_text': 'Gemma3ForCausalLM', 'nanochat': 'NanoChatForCausalLM'}
 ACTIVATIONS = {'gelu': 'gelu', 'gelu_tanh': 'gelu_new'}  # of GPT-2
+KIND_OF = {'gpt2': 'gpt2', 'modern': 'nanochat', 'qwen3': 'qwen3'}  # {preset: model_type}
 SAME_FUNCTION = ('preset', 'dropout', 'zero_init', 'label_smoothing')  # settings of training alone
 EMBEDDINGS = ('transformer.wte', 'transformer.wpe', 'lm_head')
 
@@ -54,17 +55,13 @@ def export(model, tokenizer, template, folder, dtype, hf_config=None):
 def config_json(config, hf_config=None):
     """
     Return the config.json of a resolved GPTConfig: hf_config with the sizes that training may
-    change, or that of GPT-2. Raises ValueError if it does not describe the same model.
+    change, or that of its preset. Raises ValueError if it does not describe the same model.
     """
-    changed = ('block_size', 'vocab_size', 'tie')
-    if hf_config is None:
-        changed = GPT2_NAMES
-        hf_config = {'model_type': 'gpt2', 'n_ctx': None,  # llama.cpp reads n_ctx
-                     'activation_function': ACTIVATIONS.get(config.mlp, 'gelu_new')}
+    hf_config = hf_config or scratch_config(config)
     made = {key: value for key, value in hf_config.items() if key != 'torch_dtype'}
     kind = made['model_type']
     made['architectures'] = [ARCHITECTURES[kind]]
-    for ours in changed:
+    for ours in ('block_size', 'vocab_size', 'tie'):
         made[names_of(kind)[ours]] = getattr(config, ours)
     if 'n_ctx' in made:
         made['n_ctx'] = config.block_size
@@ -78,7 +75,23 @@ def config_json(config, hf_config=None):
             differing.append(f'{name}={value}')
     if differing:
         raise ValueError(f'transformers has no such model: its {kind} differs in {", ".join(differing)}; '
-                         'a run from scratch needs --preset=gpt2')
+                         'a run from scratch needs --preset=gpt2, --preset=qwen3, or --preset=modern with '
+                         '--key_shift=False --x0_mix=False')
+    return made
+
+
+def scratch_config(config):
+    """Return the config.json of a model trained from scratch: that of the family of its preset."""
+    kind = KIND_OF[config.preset]
+    made = {'model_type': kind}
+    for ours, theirs in names_of(kind).items():
+        made[theirs] = getattr(config, ours)
+    if kind == 'gpt2':  # llama.cpp reads n_ctx
+        return made | {'n_ctx': None, 'activation_function': ACTIVATIONS.get(config.mlp, 'gelu_new')}
+    made |= {'hidden_act': 'silu', 'rope_theta': config.rope_base}
+    if kind == 'nanochat':
+        made |= {'hidden_act': 'relu2', 'final_logit_softcapping': config.softcap or None,
+                 'pad_token_id': None}  # else token 1 of the text would be masked
     return made
 
 
@@ -88,6 +101,8 @@ def hf_tensors(model, kind):
     weights = model.state_dict()
     if c.tie:
         del weights['lm_head.weight']
+    if kind == 'nanochat':
+        swap_halves(weights, c.head_dim)
     block = block_of(kind)
     outside = {ours: theirs for theirs, ours in OUTSIDE.items()}
     tensors = {}

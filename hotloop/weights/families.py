@@ -3,13 +3,16 @@
 import math
 import re
 
+import torch
+
 MLP_OF = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
 LLAMA = dict(position='rope', norm='rmsnorm_weight', mlp='swiglu', bias=False, embed_norm=False)
 GEMMA = LLAMA | dict(norm='rmsnorm_offset', mlp='geglu', post_norm=True)
 # {model_type: settings of GPTConfig that all its models share}
 SETTINGS = {'gpt2': dict(bias=True), 'llama': LLAMA, 'mistral': LLAMA,
             'qwen2': LLAMA | dict(qkv_bias=True), 'qwen3': LLAMA | dict(qk_norm=True),
-            'gemma2': GEMMA, 'gemma3_text': GEMMA | dict(qk_norm=True)}
+            'gemma2': GEMMA, 'gemma3_text': GEMMA | dict(qk_norm=True),
+            'nanochat': LLAMA | dict(norm='rmsnorm', mlp='relu2', qk_norm=True, embed_norm=True)}
 
 # The keys of a config.json that change what transformers computes and that have no setting here,
 # each with the values that GPT computes; a missing key has the first one.
@@ -24,7 +27,8 @@ EVERY_KEYS = {'quantization_config': [None], 'quantization': [None],  # the latt
 ROPE_KEYS = {'rope_type': ['default', 'linear', 'llama3'], 'partial_rotary_factor': [None, 1],
              'low_freq_factor': [1], 'high_freq_factor': [4]}
 # all other families have LLAMA_KEYS
-SUPPORTED = {'gpt2': GPT2_KEYS, 'gemma2': GEMMA_KEYS, 'gemma3_text': GEMMA_KEYS}
+SUPPORTED = {'gpt2': GPT2_KEYS, 'gemma2': GEMMA_KEYS, 'gemma3_text': GEMMA_KEYS,
+             'nanochat': LLAMA_KEYS | {'hidden_act': ['relu2']}}
 
 # {setting of GPTConfig: its key in a config.json} of GPT-2, and of all other families
 GPT2_NAMES = {'n_layer': 'n_layer', 'n_head': 'n_head', 'n_embd': 'n_embd', 'n_ff': 'n_inner',
@@ -44,6 +48,7 @@ DEFAULTS = {
     'llama': {'num_key_value_heads': None},  # as many as attention heads
     'mistral': {'sliding_window': 4096},
     'qwen3': {'head_dim': 128},
+    'nanochat': {'num_key_value_heads': None, 'final_logit_softcapping': 15.0},
     'gemma2': GEMMA_DEFAULTS | {'sliding_window': 4096, 'attn_logit_softcapping': 50.0,
                                 'final_logit_softcapping': 30.0},
     'gemma3_text': GEMMA_DEFAULTS | {'sliding_window': 4096, 'sliding_window_pattern': 6,
@@ -59,6 +64,7 @@ BLOCK = {'ln_1': ('input_layernorm',), 'ln_2': ('post_attention_layernorm',),
 GEMMA_BLOCK = BLOCK | {'ln_1_post': ('post_attention_layernorm',),
                        'ln_2': ('pre_feedforward_layernorm',),
                        'ln_2_post': ('post_feedforward_layernorm',)}
+NANOCHAT_BLOCK = BLOCK | {'mlp.c_fc': ('mlp.fc1',), 'mlp.c_proj': ('mlp.fc2',)}
 OUTSIDE = {'embed_tokens': 'transformer.wte', 'norm': 'transformer.ln_f', 'lm_head': 'lm_head'}
 CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 
@@ -84,8 +90,9 @@ def model_args_from(config, path):
         if kind.startswith('gemma'):  # transformers' Gemma 3 has one of the soft-caps
             settings |= dict(embed_scale=math.sqrt(config['hidden_size']),
                              query_scale=config['query_pre_attn_scalar'] ** -0.5,
-                             attn_softcap=(kind == 'gemma2' and config['attn_logit_softcapping']) or 0.0,
-                             softcap=config.get('final_logit_softcapping') or 0.0)
+                             attn_softcap=(kind == 'gemma2' and config['attn_logit_softcapping']) or 0.0)
+        if kind.startswith('gemma') or kind == 'nanochat':
+            settings['softcap'] = config.get('final_logit_softcapping') or 0.0
         pattern = pattern_of(config, kind, path)
         if 'S' in pattern:
             settings |= {'window': config['sliding_window'], 'window_pattern': pattern}
@@ -99,6 +106,8 @@ def names_of(kind):
 
 
 def block_of(kind):
+    if kind == 'nanochat':
+        return NANOCHAT_BLOCK
     return GEMMA_BLOCK if kind.startswith('gemma') else BLOCK
 
 
@@ -113,7 +122,7 @@ def check_keys(config, supported, path):
 def pattern_of(config, kind, path):
     """Return a letter for each layer, or for a few that repeat: S for a sliding window, L for none."""
     is_off = kind.startswith('qwen') and not config.get('use_sliding_window')
-    if config.get('sliding_window') is None or kind == 'llama' or is_off:
+    if config.get('sliding_window') is None or kind in ('llama', 'nanochat') or is_off:
         return 'L'
     if config.get('layer_types'):
         for name in config['layer_types']:
@@ -151,6 +160,31 @@ def rope_of(config, has_local, path):
 
 # -----------------------------------------------------------------------------
 # weights
+
+def swap_halves(weights, head_dim):
+    """
+    Swap the halves of each query and key head in the weights of a GPT, {name: tensor}: NanoChat's
+    rotation turns the other way. The function is its own inverse.
+    """
+    for name, weight in weights.items():
+        if name.endswith('attn.c_attn.weight'):
+            n_query = weights[name.replace('c_attn', 'c_proj')].size(1)
+            n_rotated = (len(weight) + n_query) // 2  # rows; the rest are values
+            weights[name] = torch.cat((swap_rows(weight[:n_rotated], head_dim), weight[n_rotated:]))
+
+
+def swap_rows(rows, head_dim):
+    """Swap the halves of each head in rows of queries or keys."""
+    return rows.unflatten(0, (-1, 2, head_dim // 2)).flip(1).flatten(0, 2)
+
+
+def is_nanochat(hf_config):
+    return bool(hf_config) and hf_config['model_type'] == 'nanochat'
+
+
+def head_dim_of(model_args):
+    return model_args['head_dim'] or model_args['n_embd'] // model_args['n_head']
+
 
 def our_name(name, kind):
     """

@@ -16,8 +16,8 @@ from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
 from hotloop.system.files import first_intact, first_line, hash_file, read_json
-from hotloop.weights.adapter import TENSORS, base_of, is_adapter, read_adapter
-from hotloop.weights.families import CONV1D, model_args_from, our_name
+from hotloop.weights.adapter import TENSORS, base_of, from_nanochat, is_adapter, read_adapter
+from hotloop.weights.families import CONV1D, head_dim_of, is_nanochat, model_args_from, our_name, swap_halves
 from hotloop.weights.lora import adapters_of, hash_weights, merged
 from hotloop.weights.safetensors import read_safetensors
 
@@ -148,7 +148,10 @@ def load_adapter(folder):
     base = open_base(record, folder)
     rest = {**base.checkpoint, 'sha256': hash_file(os.path.join(folder, TENSORS)),
             'template': record['template'] or base.checkpoint.get('template')}
-    weights = merged(base.weights, *read_adapter(folder), record['quantize'])
+    adapters, scale = read_adapter(folder)
+    if is_nanochat(base.checkpoint.get('hf_config')):
+        adapters = from_nanochat(adapters, head_dim_of(base.model_args))
+    weights = merged(base.weights, adapters, scale, record['quantize'])
     return Weights(folder, base.model_args, weights, record['tokenizer'] or base.tokenizer, rest)
 
 
@@ -179,6 +182,8 @@ def load_folder(folder, is_gpt2=False):
     config = read_json(path)
     model_args = model_args_from(config, path)
     weights = read_tensors(folder, config['model_type'])
+    if is_nanochat(config):
+        swap_halves(weights, head_dim_of(model_args))
     # Of a tied pair a file may have either; a head that differs is kept, as in transformers.
     both = [weights[name] for name in (WTE, HEAD) if name in weights]
     if model_args['tie'] and both:

@@ -12,11 +12,13 @@ import torch
 from conftest import error_of
 
 import sample
+from hotloop import load
 from hotloop.data.chat import TEMPLATES, choose_template, parts_of, read_row, render
 from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.inference.generate import Sampling
 from hotloop.inference.quantize import Int8Linear
+from hotloop.inference.texts import certain_text
 from hotloop.training.checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 
@@ -73,7 +75,7 @@ def play(monkeypatch, *tokens):
         for token in tokens:
             calls[-1].stopped.append(set(stopped))
             yield [(i, token, -0.5) for i in range(len(prompts)) if i not in stopped]
-    monkeypatch.setattr('sample.generate', generate)
+    monkeypatch.setattr('hotloop.inference.texts.generate', generate)
     return calls
 
 
@@ -142,10 +144,33 @@ def test_settings_and_prompts_reach_generate(draw, out, monkeypatch):
 def test_text_appears_when_it_is_certain(stop, data, expected, stopped):
     """A character appears with its last byte; what may become a stop text waits. Nothing is taken back."""
     stops = sample.split_stops(stop)
-    assert sample.certain_text(data, stops) == (expected, stopped)
+    assert certain_text(data, stops) == (expected, stopped)
     for n in range(len(data)):
-        text, _ = sample.certain_text(data[:n], stops)
+        text, _ = certain_text(data[:n], stops)
         assert expected.startswith(text)
+
+
+def test_load_gives_a_model_that_writes_what_the_command_writes(draw, out):
+    """At once or in pieces, which begin before the last is drawn."""
+    model = load(str(out), device='cpu', top_k=5)
+    row, = draw(output='jsonl', start='ab', seed=7, top_k=5)
+    assert model.generate('ab', max_new_tokens=20, seed=7) == row['text']
+    pieces = model.generate('ab', stream=True, max_new_tokens=20, seed=7)
+    assert len(first := next(pieces)) == 1 and first + ''.join(pieces) == row['text']
+    greedy = model.generate('ab', temperature=0, max_new_tokens=3)
+    assert greedy == model.generate('ab', top_k=1, max_new_tokens=3)
+    with pytest.raises(TypeError, match='generate\\(\\) has no max_tokens, only max_new_tokens'):
+        model.generate('ab', max_tokens=3)
+    assert error_of(model.generate, 'ab', top_k=0) == 'top_k=0 must be from 1 to inf'
+    assert error_of(load, str(out), seed=-1).startswith('seed=-1 must be')
+    assert '--template' in error_of(model.generate, [{'role': 'user', 'content': 'a'}])
+
+
+def test_load_answers_a_chat_in_the_template_of_the_model(out, monkeypatch):
+    write(out / 'best.pt', gpt(257), ByteTokenizer(), template='chatml')
+    calls = play(monkeypatch, *b'Four.<|im_end|>no')
+    assert load(str(out), device='cpu').generate([{'role': 'user', 'content': 'hi'}]) == 'Four.'
+    assert bytes(calls[0].prompts[0]).decode() == CHATML
 
 
 def test_jsonl_names_what_ended_a_text(draw, out, monkeypatch):
@@ -176,7 +201,7 @@ def test_samples_are_printed_in_order_and_the_first_as_it_comes(monkeypatch):
             seen.append(screen.shown)
             yield [(index, piece[0], 0.0)]
     monkeypatch.setattr(sys, 'stdout', screen)
-    monkeypatch.setattr('sample.generate', generate)
+    monkeypatch.setattr('hotloop.inference.texts.generate', generate)
     sample.sample(gpt(257), ByteTokenizer(), 'none', sample.SampleConfig(start='<', stop='.'))
     assert seen == ['<', '<a', '<a', '<a', '<ac', '<ac', f'<ac{END}<b{END}<d']
     assert screen.shown == f'<ac{END}<b{END}<de{END}'
@@ -276,7 +301,7 @@ def talk(capsys, monkeypatch, out):
                 if not stopped:
                     yield [(0, token, 0.0)]
         monkeypatch.setattr(sys, 'stdin', io.StringIO('\n'.join(lines)))
-        monkeypatch.setattr('sample.generate', generate)
+        monkeypatch.setattr('hotloop.inference.texts.generate', generate)
         main(out_dir=out, chat=True, **flags)
         talk.out, talk.err = capsys.readouterr()
         return prompts

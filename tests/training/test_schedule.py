@@ -120,4 +120,7 @@ def test_a_depth_is_a_layer_below_flags(train_tiny, tmp_path, capsys):
     train_tiny(depth=3, max_iters=1, n_layer=2)
     config = load(tmp_path / 'out' / 'ckpt.pt')['config']
     assert (config['depth'], config['preset'], config['n_layer']) == (3, 'modern', 2)
+    train_tiny('qwen3', depth=3, max_iters=1, preset='qwen3')
+    args = load(tmp_path / 'qwen3' / 'ckpt.pt')['model_args']
+    assert (args['preset'], args['mlp'], args['embed_norm']) == ('qwen3', 'swiglu', False)
     assert 'init_from=gpt2' in error_of(train_tiny, depth=3, init_from='gpt2')

@@ -5,14 +5,16 @@ import random
 
 import pytest
 import torch
-from conftest import all_logits, error_against, error_of, train_bpe
+from conftest import all_logits, error_against, error_of, train_bpe, write_bins
 from test_families import CASES as FAMILIES
 from test_families import TINY
 from test_sample import CHARS, gpt, main, write
 
-from hotloop.data.chat import CHATS, parts_before_answer
+from hotloop import load
+from hotloop.data.chat import CHATS, TEMPLATES, parts_before_answer
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.data.tokenizer_source import read_tokenizer_json, template_of
+from hotloop.inference.texts import turn_ids
 from hotloop.weights.export import config_json, export
 from hotloop.weights.export_tokenizer import tokenizer_files
 from hotloop.weights.families import model_args_from
@@ -21,8 +23,14 @@ from hotloop.weights.safetensors import DTYPES, read_safetensors, write_safetens
 from model import GPT, GPTConfig
 
 BASE = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=288)
+NANOCHAT = BASE | dict(preset='modern', key_shift=False, x0_mix=False)
 SCRATCH = {'gpt2': BASE, 'gpt2 with biases': BASE | dict(bias=True, mlp='gelu_tanh', n_ff=80, tie=False,
-                                                         norm_eps=1e-3)}
+                                                         norm_eps=1e-3),
+           'modern': NANOCHAT,
+           'modern, grouped': NANOCHAT | dict(n_kv_head=2, tie=True, softcap=0.0, n_ff=80),
+           'modern, wide': NANOCHAT | dict(rope_base=500.0, head_dim=16, norm_eps=1e-2, softcap=3.0),
+           'preset qwen3': BASE | dict(preset='qwen3'),
+           'qwen3, tied': BASE | dict(preset='qwen3', tie=True, n_kv_head=2, rope_base=500.0, norm_eps=1e-2)}
 MIXED = ("Hello, world!  It's 12345 o'clock…\n\n\tTabs\t and   spaces   \r\nΣίσυφος ёлка 漢字 한국어 😀 café "
          "cafe\u0301 \u00a0nbsp\u3000\n \n\n   end 'll I'VE 1,234.5 ½² ٣٤ x=1;y=2 \0\x07\u2028\ufeff  ")
 
@@ -75,8 +83,34 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
         assert found.checkpoint['hf_config']['vocab_size'] == 288
 
 
+@pytest.mark.parametrize('preset', [dict(preset='modern', key_shift=False, x0_mix=False),
+                                    dict(preset='qwen3')], ids=['nanochat', 'qwen3'])
+def test_a_run_writes_the_same_text_in_transformers(train_tiny, tmp_path, preset):
+    """100 greedy tokens, through its own tokenizer, and the same logits. Muon trained it."""
+    transformers = pytest.importorskip('transformers')
+    tokenizer = own()
+    ids = tokenizer.encode(MIXED * 60)
+    write_bins(tmp_path / 'mixed', ids[:-900], ids[-900:], tokenizer.spec(), tokenizer.n_vocab)
+    train_tiny('out', dataset='mixed', data_dir=tmp_path, optimizer='muon', block_size=128, max_iters=40,
+               muon_lr=0.05, eval_interval=40, **preset)
+    assert main(out_dir=tmp_path / 'out', export=tmp_path / 'hf') == 0
+    ours = load(str(tmp_path / 'out'), device='cpu')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf')
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    prompt = words('o’clock 12', return_tensors='pt').input_ids
+    with torch.no_grad():
+        assert error_against(all_logits(ours.gpt, prompt), theirs(prompt).logits) < 1e-4
+    drawn = theirs.generate(prompt, max_new_tokens=100, do_sample=False)[0, prompt.size(1):]
+    assert ours.generate('o’clock 12', max_new_tokens=100, temperature=0) == words.decode(drawn)
+    assert len(drawn) == 100 and len(set(drawn.tolist())) > 20
+
+
 @pytest.mark.parametrize('settings, words', [
-    (dict(preset='modern'), 'mlp=relu2'), (dict(n_kv_head=2), 'n_kv_head=2'), (dict(window=5), 'window=5'),
+    (dict(preset='modern'), 'its nanochat differs in key_shift=True, x0_mix=True; a run from scratch needs'),
+    (dict(preset='modern', key_shift=False, x0_mix=False, mixer='CA'), 'mixer=CA'),
+    (dict(preset='qwen3', window=5), 'its qwen3 differs in window=5'),
+    (dict(preset='qwen3', bias=True), 'bias=True'),
+    (dict(n_kv_head=2), 'n_kv_head=2'), (dict(window=5), 'window=5'),
     (None, 'its qwen3 differs in n_layer=3')])
 def test_a_model_that_transformers_lacks_names_its_settings(settings, words):
     if settings:
@@ -158,6 +192,21 @@ def test_the_folder_keeps_end_stops_and_template(tmp_path):
     assert first == second
 
 
+def test_a_nanochat_folder_gives_its_template_and_begins_with_its_mark(tmp_path):
+    """Its tokenizer.json does not say that documents begin with <|bos|>."""
+    names = ['<|bos|>', '<|user_start|>', '<|user_end|>', '<|assistant_start|>', '<|assistant_end|>']
+    tokenizer = own(specials={name: 401 + i for i, name in enumerate(names)}, eot=405)
+    tokenizer.bos = 401
+    folder = str(tmp_path / 'a')
+    export(redrawn(NANOCHAT | dict(vocab_size=448)), tokenizer, 'nanochat', folder, torch.float32)
+    found = load(folder, device='cpu')
+    assert found.template == 'nanochat'
+    turns = [('system', 'Be brief.'), ('user', 'a'), ('assistant', 'b'), ('user', 'c')]
+    ids = turn_ids(found.tokenizer, turns, 'nanochat')
+    a, b, c = (tokenizer.encode(text).tolist() for text in ('Be brief.\n\na', 'b', 'c'))
+    assert ids == [401, 402, *a, 403, 404, *b, 405, 402, *c, 403, 404]
+
+
 @pytest.mark.parametrize('template', CHATS)
 def test_chats_are_as_in_training(tmp_path, template):
     transformers = pytest.importorskip('transformers')
@@ -170,7 +219,7 @@ def test_chats_are_as_in_training(tmp_path, template):
     for turns in chats:
         messages = [{'role': role, 'content': text} for role, text in turns]
         made = [messages, dict(tokenize=False, add_generation_prompt=True)]
-        if template == 'gemma' and turns[0][0] == 'system':
+        if TEMPLATES[template].folds_system and turns[0][0] == 'system':
             with pytest.raises(Exception, match='put the system prompt into the first turn'):
                 theirs.apply_chat_template(made[0], **made[1])
             continue

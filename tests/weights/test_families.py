@@ -13,8 +13,11 @@ from test_model import EVERYTHING, SMALL
 
 import prepare
 import sample
+from hotloop.data.encode import prompt_ids
 from hotloop.inference.generate import Sampling, generate, prefill
 from hotloop.inference.kv_cache import new_cache
+from hotloop.inference.load import Model
+from hotloop.inference.texts import turn_ids
 from hotloop.training.forecast import activation_bytes
 from hotloop.training.optim import matrix_rows
 from hotloop.weights.families import model_args_from
@@ -51,8 +54,10 @@ CASES = {
     'gemma3 4b': ('gemma3_text', dict(num_hidden_layers=7, tie_word_embeddings=True, rope_parameters={
         'full_attention': rope(500.0, rope_type='linear', factor=8.0), 'sliding_attention': rope(50.0)},
         **GEMMA)),
+    'nanochat': ('nanochat', dict(head_dim=16, final_logit_softcapping=2.0, rope_parameters=rope(500.0))),
+    'nanochat, tied': ('nanochat', dict(final_logit_softcapping=None, tie_word_embeddings=True)),
 }
-QUICK = ('llama 3', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3')
+QUICK = ('llama 3', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3', 'nanochat')
 ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -173,7 +178,7 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     """Gemma's files leave out what equals the defaults."""
     least = {name: value for name, value in TINY.items() if name != 'tie_word_embeddings'}
     transformers = pytest.importorskip('transformers')
-    for kind in ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text'):
+    for kind in ('llama', 'mistral', 'qwen2', 'qwen3', 'gemma2', 'gemma3_text', 'nanochat'):
         complete = transformers.AutoConfig.for_model(kind, **least).to_dict()
         lacking, complete = (GPTConfig(**model_args_from(config, 'config.json')).resolved()
                              for config in ({**least, 'model_type': kind}, complete))
@@ -194,6 +199,7 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
     ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
     ('gemma2', {'hidden_activation': 'gelu'}, 'hidden_activation=gelu'),
     ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True'),
+    ('nanochat', {'hidden_act': 'silu'}, 'hidden_act=silu is not supported, only relu2'),
     ('gemma3_text', {'layer_types': ['chunked_attention']}, 'layer_types=chunked_attention is not supported'),
     ('gpt2', {}, "has no 'n_layer'")])
 def test_a_switch_that_gpt_cannot_follow_is_refused_by_name(kind, keys, words):
@@ -231,17 +237,18 @@ def llama_folder(families, tmp_path):
 
 
 def opened(folder):
-    """(Weights, model, tokenizer, template) as sample.py opens them."""
-    return sample.open_model(sample.SampleConfig(init_from=str(folder)))
+    """The Model of a folder as sample.py opens it."""
+    return Model(sample.SampleConfig(init_from=str(folder)), GPT)
 
 
 def test_a_folder_gives_bos_stops_and_template(llama_folder):
     """The begin id before prompts and chats, both end ids, the template that the chat template looks like."""
-    _, model, tokenizer, template = opened(llama_folder)
-    assert (tokenizer.bos, template, model.config.vocab_size) == (0, 'llama3', 97)
+    model = opened(llama_folder)
+    tokenizer = model.tokenizer
+    assert (tokenizer.bos, model.template, model.gpt.config.vocab_size) == (0, 'llama3', 97)
     assert {tokenizer.eot, *tokenizer.stops} == {1, 2}
-    assert sample.prompt_ids(tokenizer, 'abc')[0] == 0 and tokenizer.n_vocab == 92
-    ids = sample.turn_ids(tokenizer, [('user', 'Hi')], 'llama3')
+    assert prompt_ids(tokenizer, 'abc')[0] == 0 and tokenizer.n_vocab == 92
+    ids = turn_ids(tokenizer, [('user', 'Hi')], 'llama3')
     assert ids[:2] == [0, 3] and ids.count(3) == 2
 
 
@@ -252,7 +259,7 @@ def test_special_ids_beyond_the_vocabulary_of_the_model_are_not_used(llama_folde
         entry = {**tokenizer['added_tokens'][0], 'id': i, 'content': f'<extra_{i}>', 'special': i == 97}
         tokenizer['added_tokens'].append(entry)
     (llama_folder / 'tokenizer.json').write_text(json.dumps(tokenizer))
-    tokenizer = opened(llama_folder)[2]
+    tokenizer = opened(llama_folder).tokenizer
     assert tokenizer.n_vocab == 97 and '<extra_97>' not in tokenizer.specials
 
 

@@ -10,8 +10,8 @@ from conftest import all_logits, error_of, load, rows, same, stop_at, tiny_flags
 from faults import assert_equal_runs
 from ranks import on_ranks
 
-import sample
 import train
+from hotloop.inference.load import Model
 from hotloop.system.distributed import Env
 from hotloop.weights.adapter import CONFIG, TENSORS, read_adapter, write_adapter
 from hotloop.weights.load import load_weights
@@ -30,6 +30,7 @@ from hotloop.weights.lora import (
 from hotloop.weights.nf4 import NF4Linear
 from hotloop.weights.safetensors import read_safetensors
 from model import GPT, GPTConfig, Linear
+from sample import SampleConfig
 
 LLAMA = dict(preset='modern', mlp='swiglu', n_kv_head=2, n_ff=48, zero_init=False)
 GPT2 = dict(bias=True, mlp='gelu_tanh')
@@ -252,9 +253,9 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
         losses.append(float(capsys.readouterr().out.split('val loss ')[1].split()[0]))
     assert losses[0] == pytest.approx(best, abs=1e-4) and losses[1] > best + 1e-3
     for folder in (tmp_path / 'tuned' / 'adapter', tmp_path / 'tuned'):
-        _, model, tokenizer, template = sample.open_model(sample.SampleConfig(init_from=str(folder)))
-        assert (tokenizer.bos, template) == (7, 'chatml')
-        losses.append(all_logits(model, IDS))
+        found = Model(SampleConfig(init_from=str(folder)), GPT)
+        assert (found.tokenizer.bos, found.template) == (7, 'chatml')
+        losses.append(all_logits(found.gpt, IDS))
     assert torch.equal(*losses[2:])
 
 
@@ -324,13 +325,14 @@ def peft_model(kind, **settings):
         config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0,
                                          embd_pdrop=0, attn_pdrop=0, **shape)
     else:
-        config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                          num_attention_heads=4, num_key_value_heads=2, **shape)
+        config = transformers.AutoConfig.for_model(
+            kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, **shape)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
     targets = ['c_attn', 'c_proj', 'c_fc'] if kind == 'gpt2' else [
-        'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
+        'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj', 'fc1', 'fc2']
     config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, fan_in_fan_out=kind == 'gpt2',
                              task_type='CAUSAL_LM', **settings)
     tuned = peft.get_peft_model(model, config)
@@ -338,6 +340,25 @@ def peft_model(kind, **settings):
         if 'lora_B' in name:
             torch.nn.init.normal_(p, std=0.1)
     return tuned
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore')
+def test_adapters_of_nanochat_load_in_peft_and_here(tmp_path):
+    """Its rotation turns the other way, and two of its matrices have other names."""
+    theirs, ids = peft_model('nanochat').unload(), torch.randint(61, (2, 16))
+    import peft
+    theirs.save_pretrained(tmp_path / 'base')
+    base = load_weights(str(tmp_path / 'base'))
+    tuned = GPT.from_checkpoint(base.model_args, base.weights)
+    checkpoint = adapt(tuned) | base.checkpoint | {'model_args': base.model_args}
+    checkpoint['lora'] |= {'base': str(tmp_path / 'base'), 'sha256': base.sha256()}
+    write_adapter(tmp_path / 'adapter', checkpoint)
+    expected = all_logits(tuned, ids)
+    again = load_weights(str(tmp_path / 'adapter'))
+    torch.testing.assert_close(all_logits(GPT.from_checkpoint(*again[1:3]), ids), expected)
+    logits = peft.PeftModel.from_pretrained(theirs, tmp_path / 'adapter')(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

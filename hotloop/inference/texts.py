@@ -1,0 +1,159 @@
+"""Prompts in, texts out: encode prompts in a chat template, and continue them until they end."""
+
+import codecs
+import sys
+from typing import NamedTuple
+
+from hotloop.data.chat import TEMPLATES, choose_template, parts_before_answer
+from hotloop.data.encode import encode_parts, prompt_ids
+from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
+
+CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in errors about a missing template
+
+
+# -----------------------------------------------------------------------------
+# prompts
+
+class Prompt(NamedTuple):
+    given: object  # as the user gave it; a chat: its messages
+    shown: str  # printed above its answer
+    ids: list
+    stops: list  # texts that end its answer
+
+
+def make_prompts(rows, tokenizer, template, cfg):
+    """Encode rows of read_prompts() in the template; texts only if the settings name it."""
+    prompts = []
+    for given, turns, suited in rows:
+        text = given if isinstance(given, str) else turns[-1][1]
+        if template in TEMPLATES and (suited or cfg.template != 'auto'):
+            used = choose_template(template, suited)
+            shown = text if used == 'joined' else f'{text}\n'
+            ids = turn_ids(tokenizer, turns, used)
+            prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used)))
+        elif suited in (None, 'joined'):
+            prompts.append(Prompt(given, text, prompt_ids(tokenizer, text), split_stops(cfg.stop)))
+        else:
+            raise ValueError(f'a chat or an instruction needs a template; {CHOOSE}')
+    return prompts
+
+
+def split_stops(stop, template='plain'):
+    """List the texts that end an answer: those of the setting `stop`, and the template's."""
+    texts = (stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||')
+    return [text for text in [*texts, TEMPLATES[template].assistant[1]] if text]
+
+
+def turn_ids(tokenizer, turns, template):
+    """Encode a conversation up to the assistant's next answer, as in training; never empty."""
+    parts = parts_before_answer(turns, template)
+    if not parts:
+        return prompt_ids(tokenizer, '')
+    ids = encode_parts(tokenizer, parts)[0].tolist()
+    return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
+
+
+# -----------------------------------------------------------------------------
+# texts
+
+class Text:
+    """The continuation of a prompt as its tokens arrive. It ends before a stop text or a stop id."""
+
+    def __init__(self, prompt, seed, tokenizer):
+        self.prompt = prompt
+        self.seed = seed
+        self.tokenizer = tokenizer
+        self.stop_ids = {tokenizer.eot, *tokenizer.stops}
+        self.stop_ids |= {tokenizer.specials.get(stop) for stop in prompt.stops}
+        self.bytes = b''
+        self.text = ''  # of the bytes, what is certain
+        self.tokens = []
+        self.logprobs = []
+        self.finish = None  # 'stop' or 'length'
+
+    def add(self, token, logprob):
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.stop_ids:
+            self.end('stop')
+            return
+        self.bytes += self.tokenizer.decode([token])
+        self.text, stopped = certain_text(self.bytes, self.prompt.stops)
+        if stopped:
+            self.finish = 'stop'
+
+    def end(self, reason):
+        """Finish the text with all bytes. An incomplete character becomes the replacement character."""
+        self.finish = reason
+        self.text = self.bytes.decode('utf-8', 'replace')
+
+
+def certain_text(data, stops):
+    """
+    Decode UTF-8 up to the first stop text, without an incomplete character or the beginning of a
+    possible stop text at its end. Returns (text, whether a stop text was found).
+    """
+    text, _ = codecs.utf_8_decode(data, 'replace')
+    found = [text.index(stop) for stop in stops if stop in text]
+    if found:
+        return text[:min(found)], True
+    held_back = 0
+    for stop in stops:
+        for length in range(len(stop)):
+            if text.endswith(stop[:length]):
+                held_back = max(held_back, length)
+    return text[:len(text) - held_back], False
+
+
+def write(model, tokenizer, prompts, cfg):
+    """
+    Continue each Prompt num_samples times, batch_size at a time. Yields (Text, new characters), one
+    Text after another, as soon as characters are certain. They begin with what the prompt shows,
+    and the last of a Text come when it is finished.
+    """
+    temperature = cfg.temperature
+    if temperature is None:
+        temperature = 0.0 if cfg.eval_code else 0.9
+    num_samples = cfg.num_samples
+    if num_samples is None:
+        num_samples = 1 if temperature < GREEDY_BELOW else 3
+    sampling = Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p,
+                        cfg.repetition_penalty, tokenizer.n_vocab, cfg.output == 'logprobs')
+    size = model.config.block_size
+    longest = max([len(prompt.ids) for prompt in prompts], default=0)
+    if longest > size:
+        print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
+              file=sys.stderr)
+    seeds = range(cfg.seed, cfg.seed + num_samples)
+    texts = [Text(prompt, seed, tokenizer) for prompt in prompts for seed in seeds]
+    for first in range(0, len(texts), cfg.batch_size):
+        batch = texts[first:first + cfg.batch_size]
+        current = 0  # the Text that is shown
+        printed = 0  # characters of it
+        for _ in write_batch(model, batch, sampling, cfg.compile):
+            while current < len(batch):
+                text = batch[current]
+                shown = text.prompt.shown + text.text
+                yield text, shown[printed:]
+                printed = len(shown)
+                if not text.finish:
+                    break
+                current += 1
+                printed = 0
+
+
+def write_batch(model, texts, sampling, compiled):
+    """Continue Texts in one batch until all are finished. Yields before and after each step."""
+    stopped = set()
+    yield
+    for step in generate(model, [text.prompt.ids for text in texts], sampling,
+                         [text.seed for text in texts], stopped, compiled):
+        for index, token, logprob in step:
+            texts[index].add(token, logprob)
+            if texts[index].finish:
+                stopped.add(index)
+        yield
+    for text in texts:
+        if not text.finish:
+            text.end('length')
+    yield
