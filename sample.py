@@ -13,26 +13,26 @@ also needs its base, and a checkpoint of nanoGPT its dataset.
     $ python sample.py --export=folder                             # write it for transformers
 """
 
-import codecs
 import math
 import re
 import sys
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from configurator import call_main, configure
-from hotloop.data.chat import CHATS, TEMPLATES, choose_template, parts_before_answer, prompt_of
+from hotloop.data.chat import CHATS, TEMPLATES, choose_template, prompt_of
 from hotloop.data.dataset import open_datasets
 from hotloop.data.documents import open_text
-from hotloop.data.encode import encode_parts, prompt_ids
+from hotloop.data.encode import prompt_ids
 from hotloop.data.tokenizer import template_of_record, tokenizer_from
 from hotloop.inference.code_eval import judge, print_metrics, read_tasks
 from hotloop.inference.diagnose import diagnose
-from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
+from hotloop.inference.generate import GREEDY_BELOW
 from hotloop.inference.quantize import prepare_for_inference
 from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
+from hotloop.inference.writer import Prompt, Text, fit_turns, sampling_of, split_stops, turn_ids, write_batch
 from hotloop.system.device import choose_compile, choose_device, choose_dtype
 from hotloop.system.files import json_lines
 from hotloop.system.host import cores
@@ -128,13 +128,6 @@ def open_model(cfg):
 # -----------------------------------------------------------------------------
 # prompts
 
-class Prompt(NamedTuple):
-    given: object  # as the user gave it; a chat: its messages
-    shown: str  # printed above its answer
-    ids: list
-    stops: list  # texts that end its answer
-
-
 def read_prompts(start):
     """
     Read the prompts that `start` stands for: itself, standard input, a file, or each line of a
@@ -168,72 +161,8 @@ def make_prompts(rows, tokenizer, template, cfg):
     return prompts
 
 
-def split_stops(stop, template='plain'):
-    """List the texts that end an answer: those of the setting `stop`, and the template's."""
-    texts = (stop or '').replace('\\n', '\n').replace('\\t', '\t').split('|||')
-    return [text for text in [*texts, TEMPLATES[template].assistant[1]] if text]
-
-
-def turn_ids(tokenizer, turns, template):
-    """Encode a conversation up to the assistant's next answer, as in training; never empty."""
-    parts = parts_before_answer(turns, template)
-    if not parts:
-        return prompt_ids(tokenizer, '')
-    ids = encode_parts(tokenizer, parts)[0].tolist()
-    return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
-
-
 # -----------------------------------------------------------------------------
 # texts
-
-class Text:
-    """The continuation of a prompt as its tokens arrive. It ends before a stop text or a stop id."""
-
-    def __init__(self, prompt, seed, tokenizer):
-        self.prompt = prompt
-        self.seed = seed
-        self.tokenizer = tokenizer
-        self.stop_ids = {tokenizer.eot, *tokenizer.stops}
-        self.stop_ids |= {tokenizer.specials.get(stop) for stop in prompt.stops}
-        self.bytes = b''
-        self.text = ''  # of the bytes, what is certain
-        self.tokens = []
-        self.logprobs = []
-        self.finish = None  # 'stop' or 'length'
-
-    def add(self, token, logprob):
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if token in self.stop_ids:
-            self.end('stop')
-            return
-        self.bytes += self.tokenizer.decode([token])
-        self.text, stopped = certain_text(self.bytes, self.prompt.stops)
-        if stopped:
-            self.finish = 'stop'
-
-    def end(self, reason):
-        """Finish the text with all bytes. An incomplete character becomes the replacement character."""
-        self.finish = reason
-        self.text = self.bytes.decode('utf-8', 'replace')
-
-
-def certain_text(data, stops):
-    """
-    Decode UTF-8 up to the first stop text, without an incomplete character or the beginning of a
-    possible stop text at its end. Returns (text, whether a stop text was found).
-    """
-    text, _ = codecs.utf_8_decode(data, 'replace')
-    found = [text.index(stop) for stop in stops if stop in text]
-    if found:
-        return text[:min(found)], True
-    held_back = 0
-    for stop in stops:
-        for length in range(len(stop)):
-            if text.endswith(stop[:length]):
-                held_back = max(held_back, length)
-    return text[:len(text) - held_back], False
-
 
 def write(model, tokenizer, prompts, cfg):
     """
@@ -241,14 +170,10 @@ def write(model, tokenizer, prompts, cfg):
     Text after another, as soon as characters are certain. They begin with what the prompt shows,
     and the last of a Text come when it is finished.
     """
-    temperature = cfg.temperature
-    if temperature is None:
-        temperature = 0.0 if cfg.eval_code else 0.9
+    sampling = sampling_of(cfg, tokenizer)
     num_samples = cfg.num_samples
     if num_samples is None:
-        num_samples = 1 if temperature < GREEDY_BELOW else 3
-    sampling = Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p,
-                        cfg.repetition_penalty, tokenizer.n_vocab, cfg.output == 'logprobs')
+        num_samples = 1 if sampling.temperature < GREEDY_BELOW else 3
     size = model.config.block_size
     longest = max([len(prompt.ids) for prompt in prompts], default=0)
     if longest > size:
@@ -270,23 +195,6 @@ def write(model, tokenizer, prompts, cfg):
                     break
                 current += 1
                 printed = 0
-
-
-def write_batch(model, texts, sampling, compiled):
-    """Continue Texts in one batch until all are finished. Yields before and after each step."""
-    stopped = set()
-    yield
-    for step in generate(model, [text.prompt.ids for text in texts], sampling,
-                         [text.seed for text in texts], stopped, compiled):
-        for index, token, logprob in step:
-            texts[index].add(token, logprob)
-            if texts[index].finish:
-                stopped.add(index)
-        yield
-    for text in texts:
-        if not text.finish:
-            text.end('length')
-    yield
 
 
 # -----------------------------------------------------------------------------
@@ -333,8 +241,6 @@ def chat(model, tokenizer, template, cfg):
     """Answer the user's lines until an empty one, 'exit' or the end of the input."""
     if template not in TEMPLATES:
         raise ValueError(f'the chat template of the model is not known; {CHOOSE}')
-    size = model.config.block_size
-    limit = size - min(cfg.max_new_tokens, size // 4)  # This leaves room for the answer.
     system = []
     if cfg.start.strip():
         system = [('system', read_prompts(cfg.start)[0][0])]
@@ -342,7 +248,8 @@ def chat(model, tokenizer, template, cfg):
     cfg = replace(cfg, num_samples=1)
     while (message := read_line()) not in ('', 'exit'):
         try:
-            turns, ids = fit_turns(tokenizer, system, [*turns, ('user', message)], template, limit)
+            turns, ids = fit_turns(model, tokenizer, system, [*turns, ('user', message)], template,
+                                   cfg.max_new_tokens)
         except ValueError as e:  # The message is too long, or has characters that the tokenizer lacks.
             print(f'note: {e}', file=sys.stderr)
             continue
@@ -360,20 +267,6 @@ def read_line():
     except EOFError:
         print()
         return ''
-
-
-def fit_turns(tokenizer, system, turns, template, limit):
-    """
-    Drop the oldest turns until the rest, after the system prompt, has at most `limit` ids. Returns
-    (turns, all ids). Raises ValueError if the last message alone is too long.
-    """
-    for first in range(0, len(turns), 2):
-        ids = turn_ids(tokenizer, system + turns[first:], template)
-        if len(ids) <= limit:
-            if first:
-                print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
-            return turns[first:], ids
-    raise ValueError(f'the message takes {len(ids):,} tokens; the context has room for {limit:,}')
 
 
 def validation_batches(weights, model, data_dir):

@@ -17,6 +17,7 @@ from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.inference.generate import Sampling
 from hotloop.inference.quantize import Int8Linear
+from hotloop.inference.writer import certain_text, split_stops
 from hotloop.training.checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 
@@ -73,7 +74,7 @@ def play(monkeypatch, *tokens):
         for token in tokens:
             calls[-1].stopped.append(set(stopped))
             yield [(i, token, -0.5) for i in range(len(prompts)) if i not in stopped]
-    monkeypatch.setattr('sample.generate', generate)
+    monkeypatch.setattr('hotloop.inference.writer.generate', generate)
     return calls
 
 
@@ -141,10 +142,10 @@ def test_settings_and_prompts_reach_generate(draw, out, monkeypatch):
     ('yABC|||AB', b'xyAB', 'xy', True)])
 def test_text_appears_when_it_is_certain(stop, data, expected, stopped):
     """A character appears with its last byte; what may become a stop text waits. Nothing is taken back."""
-    stops = sample.split_stops(stop)
-    assert sample.certain_text(data, stops) == (expected, stopped)
+    stops = split_stops(stop)
+    assert certain_text(data, stops) == (expected, stopped)
     for n in range(len(data)):
-        text, _ = sample.certain_text(data[:n], stops)
+        text, _ = certain_text(data[:n], stops)
         assert expected.startswith(text)
 
 
@@ -176,7 +177,7 @@ def test_samples_are_printed_in_order_and_the_first_as_it_comes(monkeypatch):
             seen.append(screen.shown)
             yield [(index, piece[0], 0.0)]
     monkeypatch.setattr(sys, 'stdout', screen)
-    monkeypatch.setattr('sample.generate', generate)
+    monkeypatch.setattr('hotloop.inference.writer.generate', generate)
     sample.sample(gpt(257), ByteTokenizer(), 'none', sample.SampleConfig(start='<', stop='.'))
     assert seen == ['<', '<a', '<a', '<a', '<ac', '<ac', f'<ac{END}<b{END}<d']
     assert screen.shown == f'<ac{END}<b{END}<de{END}'
@@ -276,7 +277,7 @@ def talk(capsys, monkeypatch, out):
                 if not stopped:
                     yield [(0, token, 0.0)]
         monkeypatch.setattr(sys, 'stdin', io.StringIO('\n'.join(lines)))
-        monkeypatch.setattr('sample.generate', generate)
+        monkeypatch.setattr('hotloop.inference.writer.generate', generate)
         main(out_dir=out, chat=True, **flags)
         talk.out, talk.err = capsys.readouterr()
         return prompts
