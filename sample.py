@@ -7,6 +7,7 @@ also needs its base, and a checkpoint of nanoGPT its dataset.
     $ python sample.py --init_from=gpt2 --temperature=0            # OpenAI's weights, greedy
     $ python sample.py --start=FILE:prompts.jsonl --output=jsonl   # many prompts or chats in one batch
     $ python sample.py --chat --start='Be brief.'                  # chat, with a system prompt
+    $ python sample.py --serve                                     # OpenAI's API and a page, on port 8000
     $ python sample.py --score=book.txt                            # loss and bits per byte
     $ python sample.py --eval_code=HumanEval.jsonl.gz --run_code   # syntax, BLEU and pass@1 of its code
     $ python sample.py --diagnose                                  # NaN, activations, loss by position
@@ -32,6 +33,7 @@ from hotloop.inference.diagnose import diagnose
 from hotloop.inference.generate import GREEDY_BELOW
 from hotloop.inference.quantize import prepare_for_inference
 from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
+from hotloop.inference.serve import serve
 from hotloop.inference.writer import Prompt, Text, fit_turns, sampling_of, split_stops, turn_ids, write_batch
 from hotloop.system.device import choose_compile, choose_device, choose_dtype
 from hotloop.system.files import json_lines
@@ -45,11 +47,13 @@ from model import GPT, positions_in
 CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in errors about a missing template
 RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
           'top_k': (1, math.inf), 'top_p': (1e-6, 1), 'min_p': (1e-6, 1),
-          'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf)}
+          'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf),
+          'serve': (0, 65535)}
 # the settings of drawn texts, and those that each command does not use
 TEXT = ('start', 'num_samples', 'max_new_tokens', 'temperature', 'top_k', 'top_p', 'min_p',
         'repetition_penalty', 'stop', 'seed')
 UNUSED = {'score': TEXT, 'eval_code': ('start',), 'chat': ('num_samples', 'output', 'batch_size'),
+          'serve': ('start', 'num_samples', 'output', 'compile'),
           'diagnose': (*TEXT, 'template', 'batch_size', 'quantize'),
           'export': (*TEXT, 'output', 'batch_size', 'device', 'compile', 'quantize')}
 DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
@@ -65,6 +69,7 @@ class SampleConfig:
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
     chat: bool = False  # interactive chat, of which start is the system prompt; an empty line ends it
+    serve: bool | int = False  # a page and OpenAI's HTTP API for this machine, on port 8000 or this one
     template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # chat template; auto: of the training data
     score: str | None = None  # print the loss on each document of this file or folder
     eval_code: str | None = None  # answer the tasks of this .jsonl or list: HumanEval, MBPP, rows
@@ -73,7 +78,7 @@ class SampleConfig:
     export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
-    max_new_tokens: int = 500  # maximum number of new tokens per sample
+    max_new_tokens: int = 500  # maximum number of new tokens per sample, and of a request to --serve
     temperature: float | None = None  # 0 always picks the most likely token; None: 0.9, 0 for eval_code
     top_k: int | None = 200  # sample from the k most likely tokens; None: all
     top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
@@ -326,6 +331,8 @@ def main(argv=None):
         print_scores(score_documents(model, tokenizer, documents, cfg.batch_size), cfg.score, cfg.output)
     elif cfg.eval_code:
         eval_code(model, tokenizer, template, cfg)
+    elif cfg.serve:
+        serve(model, tokenizer, template, cfg)
     elif cfg.chat:
         chat(model, tokenizer, template, cfg)
     else:
