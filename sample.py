@@ -23,18 +23,16 @@ from typing import Literal
 import torch
 
 from configurator import call_main, configure
-from hotloop.data.chat import CHATS, TEMPLATES, choose_template, prompt_of
+from hotloop.data.chat import CHATS, TEMPLATES, prompt_of
 from hotloop.data.dataset import open_datasets
 from hotloop.data.documents import open_text
-from hotloop.data.encode import prompt_ids
 from hotloop.data.tokenizer import template_of_record, tokenizer_from
 from hotloop.inference.code_eval import judge, print_metrics, read_tasks
 from hotloop.inference.diagnose import diagnose
-from hotloop.inference.generate import GREEDY_BELOW
 from hotloop.inference.quantize import prepare_for_inference
 from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
 from hotloop.inference.serve import serve
-from hotloop.inference.writer import Prompt, Text, fit_turns, sampling_of, split_stops, turn_ids, write_batch
+from hotloop.inference.texts import CHOOSE, Prompt, fit_turns, make_prompts, split_stops, write
 from hotloop.system.device import choose_compile, choose_device, choose_dtype
 from hotloop.system.files import json_lines
 from hotloop.system.host import cores
@@ -44,7 +42,6 @@ from hotloop.weights.export import export
 from hotloop.weights.load import load_weights, tokenizer_of
 from model import GPT, positions_in
 
-CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in errors about a missing template
 RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
           'top_k': (1, math.inf), 'top_p': (1e-6, 1), 'min_p': (1e-6, 1),
           'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf),
@@ -147,59 +144,6 @@ def read_prompts(start):
                 return [prompt_of(row, where) for where, row in json_lines(f, path)]
             start = f.read()
     return [prompt_of(start, '')]
-
-
-def make_prompts(rows, tokenizer, template, cfg):
-    """Encode rows of read_prompts() in the template; texts only if the settings name it."""
-    prompts = []
-    for given, turns, suited in rows:
-        text = given if isinstance(given, str) else turns[-1][1]
-        if template in TEMPLATES and (suited or cfg.template != 'auto'):
-            used = choose_template(template, suited)
-            shown = text if used == 'joined' else f'{text}\n'
-            ids = turn_ids(tokenizer, turns, used)
-            prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used)))
-        elif suited in (None, 'joined'):
-            prompts.append(Prompt(given, text, prompt_ids(tokenizer, text), split_stops(cfg.stop)))
-        else:
-            raise ValueError(f'a chat or an instruction needs a template; {CHOOSE}')
-    return prompts
-
-
-# -----------------------------------------------------------------------------
-# texts
-
-def write(model, tokenizer, prompts, cfg):
-    """
-    Continue each Prompt num_samples times, batch_size at a time. Yields (Text, new characters), one
-    Text after another, as soon as characters are certain. They begin with what the prompt shows,
-    and the last of a Text come when it is finished.
-    """
-    sampling = sampling_of(cfg, tokenizer)
-    num_samples = cfg.num_samples
-    if num_samples is None:
-        num_samples = 1 if sampling.temperature < GREEDY_BELOW else 3
-    size = model.config.block_size
-    longest = max([len(prompt.ids) for prompt in prompts], default=0)
-    if longest > size:
-        print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
-              file=sys.stderr)
-    seeds = range(cfg.seed, cfg.seed + num_samples)
-    texts = [Text(prompt, seed, tokenizer) for prompt in prompts for seed in seeds]
-    for first in range(0, len(texts), cfg.batch_size):
-        batch = texts[first:first + cfg.batch_size]
-        current = 0  # the Text that is shown
-        printed = 0  # characters of it
-        for _ in write_batch(model, batch, sampling, cfg.compile):
-            while current < len(batch):
-                text = batch[current]
-                shown = text.prompt.shown + text.text
-                yield text, shown[printed:]
-                printed = len(shown)
-                if not text.finish:
-                    break
-                current += 1
-                printed = 0
 
 
 # -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from pathlib import Path
 from configurator import accept
 from hotloop.data.chat import CHATS, TEMPLATES, check_text, prompt_of
 from hotloop.data.encode import prompt_ids
-from hotloop.inference.writer import Prompt, Text, fit_turns, sampling_of, split_stops, write_batch
+from hotloop.inference.texts import Prompt, Text, fit_turns, sampling_of, split_stops, write_batch
 from hotloop.system.files import first_line, parse_json
 
 PORT = 8000  # of --serve alone

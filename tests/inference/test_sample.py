@@ -17,7 +17,7 @@ from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.inference.generate import Sampling
 from hotloop.inference.quantize import Int8Linear
-from hotloop.inference.writer import certain_text, split_stops
+from hotloop.inference.texts import certain_text, split_stops
 from hotloop.training.checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 
@@ -74,7 +74,7 @@ def play(monkeypatch, *tokens):
         for token in tokens:
             calls[-1].stopped.append(set(stopped))
             yield [(i, token, -0.5) for i in range(len(prompts)) if i not in stopped]
-    monkeypatch.setattr('hotloop.inference.writer.generate', generate)
+    monkeypatch.setattr('hotloop.inference.texts.generate', generate)
     return calls
 
 
@@ -177,7 +177,7 @@ def test_samples_are_printed_in_order_and_the_first_as_it_comes(monkeypatch):
             seen.append(screen.shown)
             yield [(index, piece[0], 0.0)]
     monkeypatch.setattr(sys, 'stdout', screen)
-    monkeypatch.setattr('hotloop.inference.writer.generate', generate)
+    monkeypatch.setattr('hotloop.inference.texts.generate', generate)
     sample.sample(gpt(257), ByteTokenizer(), 'none', sample.SampleConfig(start='<', stop='.'))
     assert seen == ['<', '<a', '<a', '<a', '<ac', '<ac', f'<ac{END}<b{END}<d']
     assert screen.shown == f'<ac{END}<b{END}<de{END}'
@@ -277,7 +277,7 @@ def talk(capsys, monkeypatch, out):
                 if not stopped:
                     yield [(0, token, 0.0)]
         monkeypatch.setattr(sys, 'stdin', io.StringIO('\n'.join(lines)))
-        monkeypatch.setattr('hotloop.inference.writer.generate', generate)
+        monkeypatch.setattr('hotloop.inference.texts.generate', generate)
         main(out_dir=out, chat=True, **flags)
         talk.out, talk.err = capsys.readouterr()
         return prompts

@@ -22,7 +22,7 @@ from test_sample import gpt, main, write
 
 import sample
 from hotloop.data.tokenizer import ByteTokenizer
-from hotloop.inference import writer
+from hotloop.inference import texts
 from hotloop.inference.serve import LARGEST, Server
 from sample import SampleConfig
 
@@ -145,7 +145,7 @@ def test_a_chat_is_in_the_template_and_ends_at_its_mark(servers, folder, tmp_pat
         prompts.append(bytes(ids[0]).decode())
         for token in b'Four.<|im_end|>no':
             yield [(0, token, 0.0)]
-    monkeypatch.setattr(writer, 'generate', generate)
+    monkeypatch.setattr(texts, 'generate', generate)
     turns = [{'role': 'user', 'content': 'x' * 99}, {'role': 'assistant', 'content': 'y' * 9}, USER]
     _, answer = ask(servers['tuned'], messages=turns, **chat)
     assert prompts == ['<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n']
@@ -182,10 +182,10 @@ def test_twenty_requests_at_once_are_all_answered_each_as_if_alone(servers, monk
         batches.append(len(prompts))
         time.sleep(0.5)  # Meanwhile the others arrive.
         yield from original(model, prompts, *args)
-    original = writer.generate
+    original = texts.generate
     fields = [dict(prompt='abc'[:i % 3 + 1], seed=i, max_tokens=20, top_k=5 + i // 19) for i in range(20)]
     alone = [text_of(server, **f) for f in fields]
-    monkeypatch.setattr(writer, 'generate', generate)
+    monkeypatch.setattr(texts, 'generate', generate)
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         assert list(pool.map(lambda f: text_of(server, **f), fields)) == alone
     assert sum(batches) == 20 and 2 < len(batches) < 8
@@ -216,7 +216,7 @@ def test_an_error_of_the_model_is_told_and_the_server_goes_on(servers, monkeypat
         yield []
         raise ValueError('the logits are\nnot finite')
     with monkeypatch.context() as m:
-        m.setattr(writer, 'generate', generate)
+        m.setattr(texts, 'generate', generate)
         error = {'error': {'message': 'the logits are', 'type': 'server_error',
                            'code': 'internal_server_error'}}
         assert ask(servers['base'], prompt='a') == (500, error)

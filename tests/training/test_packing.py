@@ -12,7 +12,7 @@ from test_model import SHAPES, make
 import prepare
 from hotloop.data.dataset import Dataset, read_meta
 from hotloop.data.tokenizer import tokenizer_from
-from hotloop.inference.writer import turn_ids
+from hotloop.inference.texts import turn_ids
 from hotloop.training.dataloader import Packed, Split, open_split
 from hotloop.training.packing import pack
 from model import GPT

@@ -1,12 +1,15 @@
-"""Write texts: encoded prompts, and their continuations as the tokens arrive, up to where they end."""
+"""Prompts in, texts out: encode prompts in a chat template, and continue them until they end."""
 
 import codecs
 import sys
 from typing import NamedTuple
 
-from hotloop.data.chat import TEMPLATES, parts_before_answer
+from hotloop.data.chat import TEMPLATES, choose_template, parts_before_answer
 from hotloop.data.encode import encode_parts, prompt_ids
-from hotloop.inference.generate import Sampling, generate
+from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
+
+CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in errors about a missing template
+
 
 # -----------------------------------------------------------------------------
 # prompts
@@ -16,6 +19,23 @@ class Prompt(NamedTuple):
     shown: str  # printed above its answer
     ids: list
     stops: list  # texts that end its answer
+
+
+def make_prompts(rows, tokenizer, template, cfg):
+    """Encode rows of read_prompts() in the template; texts only if the settings name it."""
+    prompts = []
+    for given, turns, suited in rows:
+        text = given if isinstance(given, str) else turns[-1][1]
+        if template in TEMPLATES and (suited or cfg.template != 'auto'):
+            used = choose_template(template, suited)
+            shown = text if used == 'joined' else f'{text}\n'
+            ids = turn_ids(tokenizer, turns, used)
+            prompts.append(Prompt(given, shown, ids, split_stops(cfg.stop, used)))
+        elif suited in (None, 'joined'):
+            prompts.append(Prompt(given, text, prompt_ids(tokenizer, text), split_stops(cfg.stop)))
+        else:
+            raise ValueError(f'a chat or an instruction needs a template; {CHOOSE}')
+    return prompts
 
 
 def split_stops(stop, template='plain'):
@@ -110,6 +130,39 @@ def sampling_of(cfg, tokenizer):
         temperature = 0.0 if cfg.eval_code else 0.9
     return Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p,
                     cfg.repetition_penalty, tokenizer.n_vocab, cfg.output == 'logprobs')
+
+
+def write(model, tokenizer, prompts, cfg):
+    """
+    Continue each Prompt num_samples times, batch_size at a time. Yields (Text, new characters), one
+    Text after another, as soon as characters are certain. They begin with what the prompt shows,
+    and the last of a Text come when it is finished.
+    """
+    sampling = sampling_of(cfg, tokenizer)
+    num_samples = cfg.num_samples
+    if num_samples is None:
+        num_samples = 1 if sampling.temperature < GREEDY_BELOW else 3
+    size = model.config.block_size
+    longest = max([len(prompt.ids) for prompt in prompts], default=0)
+    if longest > size:
+        print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
+              file=sys.stderr)
+    seeds = range(cfg.seed, cfg.seed + num_samples)
+    texts = [Text(prompt, seed, tokenizer) for prompt in prompts for seed in seeds]
+    for first in range(0, len(texts), cfg.batch_size):
+        batch = texts[first:first + cfg.batch_size]
+        current = 0  # the Text that is shown
+        printed = 0  # characters of it
+        for _ in write_batch(model, batch, sampling, cfg.compile):
+            while current < len(batch):
+                text = batch[current]
+                shown = text.prompt.shown + text.text
+                yield text, shown[printed:]
+                printed = len(shown)
+                if not text.finish:
+                    break
+                current += 1
+                printed = 0
 
 
 def write_batch(model, texts, sampling, compiled):
