@@ -1,8 +1,6 @@
 """Serve a model to this machine: OpenAI's HTTP API, and a page at / that uses it."""
 
-import base64
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -12,10 +10,11 @@ import socket
 import threading
 import time
 import uuid
-from dataclasses import fields, replace
+from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 from configurator import accept
 from hotloop.data.chat import CHATS, TEMPLATES, check_text, prompt_of
@@ -34,29 +33,15 @@ SETTINGS = {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_to
 # fields that would change the answer, and are refused unless they are empty
 UNSUPPORTED = ('suffix', 'echo', 'logprobs', 'top_logprobs', 'logit_bias', 'frequency_penalty',
                'presence_penalty', 'tools', 'functions')
+POLICY = ("default-src 'none'; script-src 'nonce-{}'; style-src 'unsafe-inline'; img-src data:; "
+          "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 
 
-class ModelError(Exception):
-    """An error of the model while it wrote; its first argument is the reason."""
-
-
-class Job:
+class Job(NamedTuple):
     """A Text that a request waits for."""
-
-    def __init__(self, text, sampling):
-        self.text = text
-        self.sampling = sampling
-        self.news = queue.SimpleQueue()  # (new characters, finish) of each step, or a ModelError
-        self.reported = 0  # characters
-        self.finish = None
-
-    def report(self):
-        """Tell the request what is new."""
-        if not self.finish:
-            new = self.text.text[self.reported:]
-            self.reported += len(new)
-            self.finish = self.text.finish
-            self.news.put((new, self.finish))
+    text: Text
+    sampling: object
+    news: queue.SimpleQueue  # (text so far, what finished it, or None) of each step
 
 
 class Server(ThreadingHTTPServer):
@@ -72,7 +57,6 @@ class Server(ThreadingHTTPServer):
         self.model, self.tokenizer, self.template, self.cfg = model, tokenizer, template, cfg
         name = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
         self.name = os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
-        self.started = int(time.time())
         self.seeds = itertools.count(cfg.seed)  # of requests without a seed
         self.jobs = queue.SimpleQueue()
 
@@ -89,59 +73,56 @@ class Server(ThreadingHTTPServer):
             try:
                 for _ in write_batch(self.model, [job.text for job in batch], sampling, False):
                     for job in batch:
-                        job.report()
+                        job.news.put((job.text.text, job.text.finish))
+                    batch = [job for job in batch if not job.text.finish]
             except Exception as e:  # The server outlives a request that fails.
                 for job in batch:
-                    job.news.put(ModelError(first_line(e)))
+                    job.news.put((job.text.text, e))
 
     def read_job(self, body, is_chat):
         """Read the Job in the body of a request. Raises ValueError if it cannot be done."""
         cfg = self.read_settings(body)
         stops = body.get('stop') or []
-        if not isinstance(stops, list):
-            stops = [stops]
-        stops = [checked(stop, str, 'stop') for stop in stops]
+        stops = [checked(stop, str, 'stop') for stop in (stops if isinstance(stops, list) else [stops])]
         if is_chat:
             ids = self.read_chat(body.get('messages'), cfg)
-            stops += split_stops(cfg.stop, self.template)
         else:
             ids = prompt_ids(self.tokenizer, check_text(body.get('prompt'), 'prompt'))
-            stops += split_stops(cfg.stop)
+        stops += split_stops(cfg.stop, self.template if is_chat else 'plain')
         prompt = Prompt('', '', ids, [stop for stop in stops if stop])
-        return Job(Text(prompt, cfg.seed, self.tokenizer), sampling_of(cfg, self.tokenizer))
+        text = Text(prompt, cfg.seed, self.tokenizer)
+        return Job(text, sampling_of(cfg, self.tokenizer), queue.SimpleQueue())
 
     def read_settings(self, body):
         """Read the settings of a request; those that it does not have are the server's."""
-        kinds = {field.name: field.type for field in fields(self.cfg)}
-        settings = {}
-        for name, setting in SETTINGS.items():
-            if body.get(name) is not None:
-                settings[setting] = checked(body[name], kinds[setting], name)
+        kinds = type(self.cfg).__annotations__
+        settings = {setting: checked(body[name], kinds[setting], name)
+                    for name, setting in SETTINGS.items() if body.get(name) is not None}
         if 'seed' not in settings:
             settings['seed'] = next(self.seeds)
-        limit = self.cfg.max_new_tokens
-        tokens = settings.get('max_new_tokens', limit)
-        problems = []
-        if not 0 <= tokens <= limit:
-            problems.append(f'max_tokens={tokens} must be from 0 to {limit}, which --max_new_tokens sets')
-        problems += replace(self.cfg, **{**settings, 'max_new_tokens': limit}).problems()
+        cfg = replace(self.cfg, **settings)
+        problems = cfg.problems()
+        if cfg.max_new_tokens > self.cfg.max_new_tokens:
+            problems.append(f'max_tokens={cfg.max_new_tokens} must be at most {self.cfg.max_new_tokens}; '
+                            'start the server with a larger --max_new_tokens')
         problems += [f'{name} is not supported' for name in UNSUPPORTED if body.get(name)]
         if body.get('n') not in (None, 1):
             problems.append(f'n={body["n"]} must be 1')
         if problems:
             raise ValueError('; '.join(problems))
-        return replace(self.cfg, **settings)
+        return cfg
 
     def read_chat(self, messages, cfg):
         """Encode the messages of a chat up to the answer; the oldest are dropped if all do not fit."""
         if self.template not in TEMPLATES:
-            raise ValueError(f'this model has no chat template; use {COMPLETIONS}, or give --template')
+            raise ValueError(f'the chat template of the model is not known; use {COMPLETIONS}, or start the '
+                             'server with --template')
         if not isinstance(messages, list):
             raise ValueError('messages must be a list of {"role": ..., "content": ...}')
         _, turns, _ = prompt_of({'messages': messages}, 'messages')
         system = [turn for turn in turns[:1] if turn[0] == 'system']
-        turns = turns[len(system):]
-        _, ids = fit_turns(self.model, self.tokenizer, system, turns, self.template, cfg.max_new_tokens)
+        _, ids = fit_turns(self.model, self.tokenizer, system, turns[len(system):], self.template,
+                           cfg.max_new_tokens)
         return ids
 
 
@@ -149,8 +130,8 @@ def checked(value, kind, name):
     """Return the value of a field in its type. Raises ValueError with the field's name."""
     try:
         return accept(value, kind)
-    except (ValueError, OverflowError) as e:  # the latter for 10**400
-        raise ValueError(f'{name}: {first_line(e)}') from None
+    except ValueError as e:
+        raise ValueError(f'{name}: {e}') from None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -174,20 +155,17 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def do_GET(self):
+        server = self.server
         if self.path == '/':
+            nonce = uuid.uuid4().hex
             page = Path(__file__).with_name('page.html').read_bytes()
-            script = re.search(b'<script>(.*)</script>', page, re.DOTALL)[1]
-            digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
-            policy = (f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
-                      "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-                      "frame-ancestors 'none'")
-            self.send(200, page, 'text/html; charset=utf-8', {'Content-Security-Policy': policy})
+            page = page.replace(b'<script>', f'<script nonce="{nonce}">'.encode())
+            self.send(200, page, 'text/html; charset=utf-8', Content_Security_Policy=POLICY.format(nonce))
         elif self.path == '/v1/models':
-            server = self.server
-            model = {'id': server.name, 'object': 'model', 'created': server.started, 'owned_by': 'hotloop',
+            model = {'id': server.name, 'object': 'model', 'created': 0, 'owned_by': 'hotloop',
                      'chat': server.template in CHATS, 'context': server.model.config.block_size,
                      'max_tokens': server.cfg.max_new_tokens}
-            self.send_json(200, {'object': 'list', 'data': [model]})
+            self.send(200, {'object': 'list', 'data': [model]})
         else:
             self.send_error(404, f'{self.path} does not exist; GET has / and /v1/models')
 
@@ -210,7 +188,7 @@ class Handler(BaseHTTPRequestHandler):
             stream = checked(body.get('stream') or False, bool, 'stream')
             job = self.server.read_job(body, is_chat)
         except (ValueError, RecursionError) as e:  # the latter for very deep JSON
-            return self.send_error(400, first_line(e))
+            return self.send_error(400, e)
         self.server.jobs.put(job)
         try:
             self.answer(job, is_chat, stream, body.get('stream_options'))
@@ -224,40 +202,37 @@ class Handler(BaseHTTPRequestHandler):
                  'created': int(time.time()), 'model': self.server.name}
         if stream:
             self.close_connection = True  # This ends the events.
-            self.start(200, 'text/event-stream', {'Cache-Control': 'no-store'})
+            self.start(200, 'text/event-stream', Cache_Control='no-store')
         role = {'role': 'assistant'}  # in the first event of a chat
-        try:
-            for new, finish in self.follow(job):
-                if stream:
-                    content = {'delta': {**role, 'content': new}} if is_chat else {'text': new}
-                    self.send_event({**about, 'choices': [choice(content, finish)]})
-                    role = {}
-        except ModelError as e:
-            return self.send_event(error(500, str(e))) if stream else self.send_error(500, str(e))
+        for new, finish in self.follow(job):
+            if isinstance(finish, Exception):
+                return self.send_event(error(500, finish)) if stream else self.send_error(500, finish)
+            if stream:
+                content = {'delta': {**role, 'content': new}} if is_chat else {'text': new}
+                self.send_event({**about, 'choices': [choice(content, finish)]})
+                role = {}
         prompt, written = len(job.text.prompt.ids), len(job.text.tokens)
         usage = {'prompt_tokens': prompt, 'completion_tokens': written, 'total_tokens': prompt + written}
         if not stream:
             text = job.text.text
             content = {'message': {**role, 'content': text}} if is_chat else {'text': text}
-            return self.send_json(200, {**about, 'choices': [choice(content, finish)], 'usage': usage})
+            return self.send(200, {**about, 'choices': [choice(content, finish)], 'usage': usage})
         if isinstance(options, dict) and options.get('include_usage'):
             self.send_event({**about, 'choices': [], 'usage': usage})
         self.wfile.write(b'data: [DONE]\n\n')
 
     def follow(self, job):
         """Yield (new characters, finish) of each step. Raises ConnectionError once the client hangs up."""
-        finish = None
+        sent, finish = 0, None
         while not finish:
-            news = None
+            text = None
             with contextlib.suppress(queue.Empty):
-                news = job.news.get(timeout=1)  # s; the job may wait for others
+                text, finish = job.news.get(timeout=1)  # s; the job may wait for others
             if self.has_hung_up():
                 raise ConnectionAbortedError
-            if isinstance(news, ModelError):
-                raise news
-            if news:
-                finish = news[1]
-                yield news
+            if text is not None:
+                yield text[sent:], finish
+                sent = len(text)
 
     def has_hung_up(self):
         self.connection.settimeout(0)
@@ -269,25 +244,25 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.settimeout(self.timeout)
 
     def send_event(self, value):
-        self.wfile.write(b'data: ' + json.dumps(value).encode() + b'\n\n')
-
-    def send_json(self, status, value):
-        self.send(status, json.dumps(value).encode(), 'application/json')
+        self.wfile.write(b'data: %s\n\n' % json.dumps(value).encode())
 
     def send_error(self, status, message=None, explain=None):
         """Send an error as JSON and close the connection: its request may not be read to the end."""
         self.close_connection = True
-        self.send_json(status, error(status, message or HTTPStatus(status).phrase))
+        self.send(status, error(status, message or HTTPStatus(status).phrase))
 
-    def send(self, status, content, kind, headers=()):
-        self.start(status, kind, {'Content-Length': len(content), **dict(headers)})
+    def send(self, status, content, kind='application/json', **headers):
+        """Send an answer: bytes, or anything else as JSON."""
+        if not isinstance(content, bytes):
+            content = json.dumps(content).encode()
+        self.start(status, kind, Content_Length=len(content), **headers)
         self.wfile.write(content)
 
-    def start(self, status, kind, headers):
+    def start(self, status, kind, **headers):
         """Send the status and the headers of an answer."""
         self.send_response(status)
-        for name, value in {'Content-Type': kind, **headers}.items():
-            self.send_header(name, str(value))
+        for name, value in {'Content_Type': kind, **headers}.items():
+            self.send_header(name.replace('_', '-'), str(value))
         if self.close_connection:
             self.send_header('Connection', 'close')
         self.end_headers()
@@ -298,9 +273,8 @@ def choice(content, finish):
 
 
 def error(status, message):
-    """Return the JSON of an error."""
     kind = 'invalid_request_error' if status < 500 else 'server_error'
-    return {'error': {'message': message, 'type': kind, 'code': HTTPStatus(status).name.lower()}}
+    return {'error': {'message': first_line(message), 'type': kind, 'code': HTTPStatus(status).name.lower()}}
 
 
 def serve(model, tokenizer, template, cfg):
@@ -308,8 +282,7 @@ def serve(model, tokenizer, template, cfg):
     server = Server(model, tokenizer, template, cfg)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f'http://{NAMES[0]}:{server.server_port}'
-    print(f"{url} has a page and {url}/v1 has OpenAI's API, model {server.name}; Ctrl-C ends the server",
-          flush=True)
+    print(f"page: {url}, OpenAI's API: {url}/v1, model: {server.name}; Ctrl-C ends the server", flush=True)
     try:
         server.write_forever()
     finally:

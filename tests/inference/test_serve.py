@@ -245,7 +245,7 @@ CHAT = '/v1/chat/completions'
     ('base', dict(stream='yes'), 400, 'stream: '), ('base', dict(stop=7), 400, 'stop: '),
     ('base', dict(stop=['a', None]), 400, 'stop: '), ('base', dict(n=2), 400, 'n=2 must be 1'),
     ('base', dict(echo=True), 400, 'echo is not supported'),
-    ('base', dict(path=CHAT, messages=[USER]), 400, 'no chat template'),
+    ('base', dict(path=CHAT, messages=[USER]), 400, 'chat template of the model is not known'),
     ('tuned', dict(path=CHAT), 400, 'messages must be a list'),
     ('tuned', dict(path=CHAT, messages=[]), 400, 'no user turn'),
     ('tuned', dict(path=CHAT, messages=[{'role': 'tool'}]), 400, "the role 'tool'"),
@@ -291,7 +291,7 @@ def test_the_command_serves_until_ctrl_c(folder):
     process = subprocess.Popen([sys.executable, 'sample.py', *flags], cwd=ROOT, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     line = process.stdout.readline()
-    assert f'http://127.0.0.1:{port}/v1' in line and 'model base' in line
+    assert f'http://127.0.0.1:{port}/v1' in line and 'model: base' in line
     assert f'serve={port}: Address already in use' in error_of(sample.main, flags)
     connection = http.client.HTTPConnection('127.0.0.1', port, timeout=60)
     connection.request('POST', '/v1/completions', '{"stream": true, "max_tokens": 500}')
