@@ -26,15 +26,13 @@ PORT = 8000  # of --serve alone
 LARGEST = 2**20  # bytes of a request's body
 NAMES = ('127.0.0.1', 'localhost')  # of this machine, in requests
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
-# {field of a request: setting}; the last three are not OpenAI's
-SETTINGS = {'max_tokens': 'max_new_tokens', 'max_completion_tokens': 'max_new_tokens',
-            'temperature': 'temperature', 'top_p': 'top_p', 'seed': 'seed',
-            'top_k': 'top_k', 'min_p': 'min_p', 'repetition_penalty': 'repetition_penalty'}
+SETTINGS = ('temperature', 'top_p', 'seed', 'top_k', 'min_p', 'repetition_penalty')  # of a request, by name
 # fields that would change the answer, and are refused unless they are empty
 UNSUPPORTED = ('suffix', 'echo', 'logprobs', 'top_logprobs', 'logit_bias', 'frequency_penalty',
                'presence_penalty', 'tools', 'functions')
-POLICY = ("default-src 'none'; script-src 'nonce-{}'; style-src 'unsafe-inline'; img-src data:; "
-          "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+CHOICE = {'index': 0, 'logprobs': None}  # what all choices of answers share
+POLICY = ("default-src 'none'; script-src 'nonce-{}'; style-src 'unsafe-inline'; "
+          "img-src data:; connect-src 'self'")
 
 
 class Job(NamedTuple):
@@ -82,29 +80,31 @@ class Server(ThreadingHTTPServer):
     def read_job(self, body, is_chat):
         """Read the Job in the body of a request. Raises ValueError if it cannot be done."""
         cfg = self.read_settings(body)
-        stops = body.get('stop') or []
-        stops = [checked(stop, str, 'stop') for stop in (stops if isinstance(stops, list) else [stops])]
         if is_chat:
             ids = self.read_chat(body.get('messages'), cfg)
         else:
             ids = prompt_ids(self.tokenizer, check_text(body.get('prompt'), 'prompt'))
-        stops += split_stops(cfg.stop, self.template if is_chat else 'plain')
-        prompt = Prompt('', '', ids, [stop for stop in stops if stop])
-        text = Text(prompt, cfg.seed, self.tokenizer)
+        stops = split_stops(cfg.stop, self.template if is_chat else 'plain')
+        asked = body.get('stop') or []
+        for stop in asked if isinstance(asked, list) else [asked]:
+            stops.append(checked(stop, str, 'stop'))
+        text = Text(Prompt('', '', ids, [stop for stop in stops if stop]), cfg.seed, self.tokenizer)
         return Job(text, sampling_of(cfg, self.tokenizer), queue.SimpleQueue())
 
     def read_settings(self, body):
         """Read the settings of a request; those that it does not have are the server's."""
         kinds = type(self.cfg).__annotations__
-        settings = {setting: checked(body[name], kinds[setting], name)
-                    for name, setting in SETTINGS.items() if body.get(name) is not None}
+        settings = {name: checked(body[name], kinds[name], name)
+                    for name in SETTINGS if body.get(name) is not None}
         if 'seed' not in settings:
             settings['seed'] = next(self.seeds)
-        cfg = replace(self.cfg, **settings)
+        most = self.cfg.max_new_tokens
+        asked = body.get('max_tokens', body.get('max_completion_tokens'))
+        tokens = most if asked is None else checked(asked, int, 'max_tokens')
+        cfg = replace(self.cfg, max_new_tokens=tokens, **settings)
         problems = cfg.problems()
-        if cfg.max_new_tokens > self.cfg.max_new_tokens:
-            problems.append(f'max_tokens={cfg.max_new_tokens} must be at most {self.cfg.max_new_tokens}; '
-                            'start the server with a larger --max_new_tokens')
+        if tokens > most:
+            problems.append(f'max_tokens={tokens} exceeds the --max_new_tokens={most} of the server')
         problems += [f'{name} is not supported' for name in UNSUPPORTED if body.get(name)]
         if body.get('n') not in (None, 1):
             problems.append(f'n={body["n"]} must be 1')
@@ -209,17 +209,19 @@ class Handler(BaseHTTPRequestHandler):
                 return self.send_event(error(500, finish)) if stream else self.send_error(500, finish)
             if stream:
                 content = {'delta': {**role, 'content': new}} if is_chat else {'text': new}
-                self.send_event({**about, 'choices': [choice(content, finish)]})
+                self.send_event({**about, 'choices': [{**CHOICE, **content, 'finish_reason': finish}]})
                 role = {}
         prompt, written = len(job.text.prompt.ids), len(job.text.tokens)
         usage = {'prompt_tokens': prompt, 'completion_tokens': written, 'total_tokens': prompt + written}
-        if not stream:
+        if stream:
+            if isinstance(options, dict) and options.get('include_usage'):
+                self.send_event({**about, 'choices': [], 'usage': usage})
+            self.wfile.write(b'data: [DONE]\n\n')
+        else:
             text = job.text.text
             content = {'message': {**role, 'content': text}} if is_chat else {'text': text}
-            return self.send(200, {**about, 'choices': [choice(content, finish)], 'usage': usage})
-        if isinstance(options, dict) and options.get('include_usage'):
-            self.send_event({**about, 'choices': [], 'usage': usage})
-        self.wfile.write(b'data: [DONE]\n\n')
+            choice = {**CHOICE, **content, 'finish_reason': finish}
+            self.send(200, {**about, 'choices': [choice], 'usage': usage})
 
     def follow(self, job):
         """Yield (new characters, finish) of each step. Raises ConnectionError once the client hangs up."""
@@ -266,10 +268,6 @@ class Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header('Connection', 'close')
         self.end_headers()
-
-
-def choice(content, finish):
-    return {'index': 0, **content, 'logprobs': None, 'finish_reason': finish}
 
 
 def error(status, message):
