@@ -7,6 +7,7 @@ also needs its base, and a checkpoint of nanoGPT its dataset.
     $ python sample.py --init_from=gpt2 --temperature=0            # OpenAI's weights, greedy
     $ python sample.py --start=FILE:prompts.jsonl --output=jsonl   # many prompts or chats in one batch
     $ python sample.py --chat --start='Be brief.'                  # chat, with a system prompt
+    $ python sample.py --serve                                     # OpenAI's API and a page, on port 8000
     $ python sample.py --score=book.txt                            # loss and bits per byte
     $ python sample.py --eval_code=HumanEval.jsonl.gz --run_code   # syntax, BLEU and pass@1 of its code
     $ python sample.py --diagnose                                  # NaN, activations, loss by position
@@ -29,7 +30,8 @@ from hotloop.inference.code_eval import judge, print_metrics, read_tasks
 from hotloop.inference.diagnose import diagnose
 from hotloop.inference.load import DRAWN, Model
 from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
-from hotloop.inference.texts import CHOOSE, Prompt, make_prompts, split_stops, turn_ids, write
+from hotloop.inference.serve import serve
+from hotloop.inference.texts import CHOOSE, Prompt, fit_turns, make_prompts, split_stops, write
 from hotloop.system.files import json_lines
 from hotloop.training.dataloader import open_split
 from hotloop.training.evaluate import fixed_windows
@@ -38,10 +40,12 @@ from model import GPT, positions_in
 
 RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
           'top_k': (1, math.inf), 'top_p': (1e-6, 1), 'min_p': (1e-6, 1),
-          'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf)}
+          'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf),
+          'serve': (0, 65535)}
 # the settings of drawn texts, and those that each command does not use
 TEXT = ('start', 'num_samples', *DRAWN)
 UNUSED = {'score': TEXT, 'eval_code': ('start',), 'chat': ('num_samples', 'output', 'batch_size'),
+          'serve': ('start', 'num_samples', 'output', 'compile'),
           'diagnose': (*TEXT, 'template', 'batch_size', 'quantize'),
           'export': (*TEXT, 'output', 'batch_size', 'device', 'compile', 'quantize')}
 DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
@@ -57,6 +61,7 @@ class SampleConfig:
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
     chat: bool = False  # interactive chat, of which start is the system prompt; an empty line ends it
+    serve: bool | int = False  # a page and OpenAI's HTTP API for this machine, on port 8000 or this one
     template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # chat template; auto: of the training data
     score: str | None = None  # print the loss on each document of this file or folder
     eval_code: str | None = None  # answer the tasks of this .jsonl or list: HumanEval, MBPP, rows
@@ -65,7 +70,7 @@ class SampleConfig:
     export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
-    max_new_tokens: int = 500  # maximum number of new tokens per sample
+    max_new_tokens: int = 500  # maximum number of new tokens per sample, and of a request to --serve
     temperature: float | None = None  # 0 always picks the most likely token; None: 0.9, 0 for eval_code
     top_k: int | None = 200  # sample from the k most likely tokens; None: all
     top_p: float | None = None  # sample from the most likely tokens with this total probability; None: all
@@ -159,8 +164,6 @@ def chat(model, tokenizer, template, cfg):
     """Answer the user's lines until an empty one, 'exit' or the end of the input."""
     if template not in TEMPLATES:
         raise ValueError(f'the chat template of the model is not known; {CHOOSE}')
-    size = model.config.block_size
-    limit = size - min(cfg.max_new_tokens, size // 4)  # This leaves room for the answer.
     system = []
     if cfg.start.strip():
         system = [('system', read_prompts(cfg.start)[0][0])]
@@ -168,7 +171,8 @@ def chat(model, tokenizer, template, cfg):
     cfg = replace(cfg, num_samples=1)
     while (message := read_line()) not in ('', 'exit'):
         try:
-            turns, ids = fit_turns(tokenizer, system, [*turns, ('user', message)], template, limit)
+            turns, ids = fit_turns(model, tokenizer, system, [*turns, ('user', message)], template,
+                                   cfg.max_new_tokens)
         except ValueError as e:  # The message is too long, or has characters that the tokenizer lacks.
             print(f'note: {e}', file=sys.stderr)
             continue
@@ -186,20 +190,6 @@ def read_line():
     except EOFError:
         print()
         return ''
-
-
-def fit_turns(tokenizer, system, turns, template, limit):
-    """
-    Drop the oldest turns until the rest, after the system prompt, has at most `limit` ids. Returns
-    (turns, all ids). Raises ValueError if the last message alone is too long.
-    """
-    for first in range(0, len(turns), 2):
-        ids = turn_ids(tokenizer, system + turns[first:], template)
-        if len(ids) <= limit:
-            if first:
-                print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
-            return turns[first:], ids
-    raise ValueError(f'the message takes {len(ids):,} tokens; the context has room for {limit:,}')
 
 
 def validation_batches(weights, model, data_dir):
@@ -254,6 +244,8 @@ def main(argv=None):
         print_scores(score_documents(model, tokenizer, documents, cfg.batch_size), cfg.score, cfg.output)
     elif cfg.eval_code:
         eval_code(model, tokenizer, template, cfg)
+    elif cfg.serve:
+        serve(model, tokenizer, template, cfg)
     elif cfg.chat:
         chat(model, tokenizer, template, cfg)
     else:

@@ -53,6 +53,24 @@ def turn_ids(tokenizer, turns, template):
     return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
 
 
+def fit_turns(model, tokenizer, system, turns, template, max_new_tokens):
+    """
+    Drop the oldest turns until the rest, after the system prompt, leaves room for the answer in the
+    context. Returns (turns, all ids). Raises ValueError if the last message alone is too long.
+    """
+    size = model.config.block_size
+    limit = size - min(max_new_tokens, size // 4)
+    for first, (role, _) in enumerate(turns):
+        if first and role != 'user':
+            continue
+        ids = turn_ids(tokenizer, system + turns[first:], template)
+        if len(ids) <= limit:
+            if first:
+                print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
+            return turns[first:], ids
+    raise ValueError(f'the message takes {len(ids):,} tokens; the context has room for {limit:,}')
+
+
 # -----------------------------------------------------------------------------
 # texts
 
@@ -105,20 +123,25 @@ def certain_text(data, stops):
     return text[:len(text) - held_back], False
 
 
+def sampling_of(cfg, tokenizer):
+    """Return the Sampling of settings, with a temperature of 0 for eval_code and 0.9 for the rest."""
+    temperature = cfg.temperature
+    if temperature is None:
+        temperature = 0.0 if cfg.eval_code else 0.9
+    return Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p,
+                    cfg.repetition_penalty, tokenizer.n_vocab, cfg.output == 'logprobs')
+
+
 def write(model, tokenizer, prompts, cfg):
     """
     Continue each Prompt num_samples times, batch_size at a time. Yields (Text, new characters), one
     Text after another, as soon as characters are certain. They begin with what the prompt shows,
     and the last of a Text come when it is finished.
     """
-    temperature = cfg.temperature
-    if temperature is None:
-        temperature = 0.0 if cfg.eval_code else 0.9
+    sampling = sampling_of(cfg, tokenizer)
     num_samples = cfg.num_samples
     if num_samples is None:
-        num_samples = 1 if temperature < GREEDY_BELOW else 3
-    sampling = Sampling(cfg.max_new_tokens, temperature, cfg.top_k, cfg.top_p, cfg.min_p,
-                        cfg.repetition_penalty, tokenizer.n_vocab, cfg.output == 'logprobs')
+        num_samples = 1 if sampling.temperature < GREEDY_BELOW else 3
     size = model.config.block_size
     longest = max([len(prompt.ids) for prompt in prompts], default=0)
     if longest > size:

@@ -18,7 +18,7 @@ from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from hotloop.inference.generate import Sampling
 from hotloop.inference.quantize import Int8Linear
-from hotloop.inference.texts import certain_text
+from hotloop.inference.texts import certain_text, split_stops
 from hotloop.training.checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 
@@ -143,7 +143,7 @@ def test_settings_and_prompts_reach_generate(draw, out, monkeypatch):
     ('yABC|||AB', b'xyAB', 'xy', True)])
 def test_text_appears_when_it_is_certain(stop, data, expected, stopped):
     """A character appears with its last byte; what may become a stop text waits. Nothing is taken back."""
-    stops = sample.split_stops(stop)
+    stops = split_stops(stop)
     assert certain_text(data, stops) == (expected, stopped)
     for n in range(len(data)):
         text, _ = certain_text(data[:n], stops)

@@ -12,10 +12,10 @@ from test_model import SHAPES, make
 import prepare
 from hotloop.data.dataset import Dataset, read_meta
 from hotloop.data.tokenizer import tokenizer_from
+from hotloop.inference.texts import turn_ids
 from hotloop.training.dataloader import Packed, Split, open_split
 from hotloop.training.packing import pack
 from model import GPT
-from sample import turn_ids
 
 T = 64
 

@@ -1,0 +1,288 @@
+"""Serve a model to this machine: OpenAI's HTTP API, and a page at / that uses it."""
+
+import contextlib
+import itertools
+import json
+import os
+import queue
+import re
+import socket
+import threading
+import time
+import uuid
+from dataclasses import replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+from configurator import accept
+from hotloop.data.chat import CHATS, TEMPLATES, check_text, prompt_of
+from hotloop.data.encode import prompt_ids
+from hotloop.inference.texts import Prompt, Text, fit_turns, sampling_of, split_stops, write_batch
+from hotloop.system.files import first_line, parse_json
+
+PORT = 8000  # of --serve alone
+LARGEST = 2**20  # bytes of a request's body
+NAMES = ('127.0.0.1', 'localhost')  # of this machine, in requests
+COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
+SETTINGS = ('temperature', 'top_p', 'seed', 'top_k', 'min_p', 'repetition_penalty')  # of a request, by name
+# fields that would change the answer, and are refused unless they are empty
+UNSUPPORTED = ('suffix', 'echo', 'logprobs', 'top_logprobs', 'logit_bias', 'frequency_penalty',
+               'presence_penalty', 'tools', 'functions')
+CHOICE = {'index': 0, 'logprobs': None}  # what all choices of answers share
+POLICY = ("default-src 'none'; script-src 'nonce-{}'; style-src 'unsafe-inline'; "
+          "img-src data:; connect-src 'self'")
+
+
+class Job(NamedTuple):
+    """A Text that a request waits for."""
+    text: Text
+    sampling: object
+    news: queue.SimpleQueue  # (text so far, what finished it, or None) of each step
+
+
+class Server(ThreadingHTTPServer):
+    """Read each request in a thread of its own, and write all texts in the thread of write_forever()."""
+    request_queue_size = 128  # connections that wait for their thread
+
+    def __init__(self, model, tokenizer, template, cfg):
+        port = PORT if cfg.serve is True else cfg.serve
+        try:
+            super().__init__((NAMES[0], port), Handler)
+        except OSError as e:
+            raise ValueError(f'serve={port}: {e.strerror}; choose another port with --serve=PORT') from None
+        self.model, self.tokenizer, self.template, self.cfg = model, tokenizer, template, cfg
+        name = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
+        self.name = os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
+        self.seeds = itertools.count(cfg.seed)  # of requests without a seed
+        self.jobs = queue.SimpleQueue()
+
+    def write_forever(self):
+        """Write the texts of jobs, the oldest first. Those that wait and sample alike share a batch."""
+        waiting = []
+        while True:
+            while not waiting or not self.jobs.empty():
+                waiting.append(self.jobs.get())
+            sampling = waiting[0].sampling
+            batch = [job for job in waiting if job.sampling == sampling][:self.cfg.batch_size]
+            waiting = [job for job in waiting if job not in batch]
+            batch = [job for job in batch if not job.text.finish]  # Clients of the others have hung up.
+            try:
+                for _ in write_batch(self.model, [job.text for job in batch], sampling, False):
+                    for job in batch:
+                        job.news.put((job.text.text, job.text.finish))
+                    batch = [job for job in batch if not job.text.finish]
+            except Exception as e:  # The server outlives a request that fails.
+                for job in batch:
+                    job.news.put((job.text.text, e))
+
+    def read_job(self, body, is_chat):
+        """Read the Job in the body of a request. Raises ValueError if it cannot be done."""
+        cfg = self.read_settings(body)
+        if is_chat:
+            ids = self.read_chat(body.get('messages'), cfg)
+        else:
+            ids = prompt_ids(self.tokenizer, check_text(body.get('prompt'), 'prompt'))
+        stops = split_stops(cfg.stop, self.template if is_chat else 'plain')
+        asked = body.get('stop') or []
+        for stop in asked if isinstance(asked, list) else [asked]:
+            stops.append(checked(stop, str, 'stop'))
+        text = Text(Prompt('', '', ids, [stop for stop in stops if stop]), cfg.seed, self.tokenizer)
+        return Job(text, sampling_of(cfg, self.tokenizer), queue.SimpleQueue())
+
+    def read_settings(self, body):
+        """Read the settings of a request; those that it does not have are the server's."""
+        kinds = type(self.cfg).__annotations__
+        settings = {name: checked(body[name], kinds[name], name)
+                    for name in SETTINGS if body.get(name) is not None}
+        if 'seed' not in settings:
+            settings['seed'] = next(self.seeds)
+        most = self.cfg.max_new_tokens
+        asked = body.get('max_tokens', body.get('max_completion_tokens'))
+        tokens = most if asked is None else checked(asked, int, 'max_tokens')
+        cfg = replace(self.cfg, max_new_tokens=tokens, **settings)
+        problems = cfg.problems()
+        if tokens > most:
+            problems.append(f'max_tokens={tokens} exceeds the --max_new_tokens={most} of the server')
+        problems += [f'{name} is not supported' for name in UNSUPPORTED if body.get(name)]
+        if body.get('n') not in (None, 1):
+            problems.append(f'n={body["n"]} must be 1')
+        if problems:
+            raise ValueError('; '.join(problems))
+        return cfg
+
+    def read_chat(self, messages, cfg):
+        """Encode the messages of a chat up to the answer; the oldest are dropped if all do not fit."""
+        if self.template not in TEMPLATES:
+            raise ValueError(f'the chat template of the model is not known; use {COMPLETIONS}, or start the '
+                             'server with --template')
+        if not isinstance(messages, list):
+            raise ValueError('messages must be a list of {"role": ..., "content": ...}')
+        _, turns, _ = prompt_of({'messages': messages}, 'messages')
+        system = [turn for turn in turns[:1] if turn[0] == 'system']
+        _, ids = fit_turns(self.model, self.tokenizer, system, turns[len(system):], self.template,
+                           cfg.max_new_tokens)
+        return ids
+
+
+def checked(value, kind, name):
+    """Return the value of a field in its type. Raises ValueError with the field's name."""
+    try:
+        return accept(value, kind)
+    except ValueError as e:
+        raise ValueError(f'{name}: {e}') from None
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answer the requests of a connection."""
+    protocol_version = 'HTTP/1.1'
+    timeout = 60  # seconds that a client may let us wait
+
+    def handle(self):
+        with contextlib.suppress(ConnectionError, TimeoutError):  # The client has hung up.
+            super().handle()
+
+    def parse_request(self):
+        """Refuse the pages of other sites, also those that call this machine by a name of their own."""
+        if not super().parse_request():
+            return False
+        for header in ('Host', 'Origin'):
+            host = self.headers.get(header, NAMES[0])
+            if re.sub(r'^http://|:\d+$', '', host) not in NAMES:
+                self.send_error(403, f'{header} is {host}, and must be {" or ".join(NAMES)}')
+                return False
+        return True
+
+    def do_GET(self):
+        server = self.server
+        if self.path == '/':
+            nonce = uuid.uuid4().hex
+            page = Path(__file__).with_name('page.html').read_bytes()
+            page = page.replace(b'<script>', f'<script nonce="{nonce}">'.encode())
+            self.send(200, page, 'text/html; charset=utf-8', Content_Security_Policy=POLICY.format(nonce))
+        elif self.path == '/v1/models':
+            model = {'id': server.name, 'object': 'model', 'created': 0, 'owned_by': 'hotloop',
+                     'chat': server.template in CHATS, 'context': server.model.config.block_size,
+                     'max_tokens': server.cfg.max_new_tokens}
+            self.send(200, {'object': 'list', 'data': [model]})
+        else:
+            self.send_error(404, f'{self.path} does not exist; GET has / and /v1/models')
+
+    def do_POST(self):
+        length = self.headers.get('Content-Length', '')
+        if self.path not in (COMPLETIONS, CHAT):
+            return self.send_error(404, f'{self.path} does not exist; POST has {COMPLETIONS} and {CHAT}')
+        if not length.isdecimal():
+            return self.send_error(411, 'the request has no Content-Length')
+        if len(length) > 12 or int(length) > LARGEST:
+            return self.send_error(413, f'the body has {length} bytes, and may have {LARGEST}')
+        is_chat = self.path == CHAT
+        try:
+            body = parse_json(self.rfile.read(int(length)), 'the body')
+            if not isinstance(body, dict):
+                raise ValueError('the body is not a JSON object')
+            model, own = body.get('model'), self.server.name
+            if model not in (None, own):
+                return self.send_error(404, f'the model {model} does not exist; this server has {own}')
+            stream = checked(body.get('stream') or False, bool, 'stream')
+            job = self.server.read_job(body, is_chat)
+        except (ValueError, RecursionError) as e:  # the latter for very deep JSON
+            return self.send_error(400, e)
+        self.server.jobs.put(job)
+        try:
+            self.answer(job, is_chat, stream, body.get('stream_options'))
+        finally:
+            job.text.finish = job.text.finish or 'cancelled'  # This frees its place in the batch.
+
+    def answer(self, job, is_chat, stream, options):
+        """Send the text of a job, in events as it comes or whole."""
+        kind = 'chat.completion' if is_chat else 'text_completion'
+        about = {'id': uuid.uuid4().hex, 'object': kind + '.chunk' * (is_chat and stream),
+                 'created': int(time.time()), 'model': self.server.name}
+        if stream:
+            self.close_connection = True  # This ends the events.
+            self.start(200, 'text/event-stream', Cache_Control='no-store')
+        role = {'role': 'assistant'}  # in the first event of a chat
+        for new, finish in self.follow(job):
+            if isinstance(finish, Exception):
+                return self.send_event(error(500, finish)) if stream else self.send_error(500, finish)
+            if stream:
+                content = {'delta': {**role, 'content': new}} if is_chat else {'text': new}
+                self.send_event({**about, 'choices': [{**CHOICE, **content, 'finish_reason': finish}]})
+                role = {}
+        prompt, written = len(job.text.prompt.ids), len(job.text.tokens)
+        usage = {'prompt_tokens': prompt, 'completion_tokens': written, 'total_tokens': prompt + written}
+        if stream:
+            if isinstance(options, dict) and options.get('include_usage'):
+                self.send_event({**about, 'choices': [], 'usage': usage})
+            self.wfile.write(b'data: [DONE]\n\n')
+        else:
+            text = job.text.text
+            content = {'message': {**role, 'content': text}} if is_chat else {'text': text}
+            choice = {**CHOICE, **content, 'finish_reason': finish}
+            self.send(200, {**about, 'choices': [choice], 'usage': usage})
+
+    def follow(self, job):
+        """Yield (new characters, finish) of each step. Raises ConnectionError once the client hangs up."""
+        sent, finish = 0, None
+        while not finish:
+            text = None
+            with contextlib.suppress(queue.Empty):
+                text, finish = job.news.get(timeout=1)  # s; the job may wait for others
+            if self.has_hung_up():
+                raise ConnectionAbortedError
+            if text is not None:
+                yield text[sent:], finish
+                sent = len(text)
+
+    def has_hung_up(self):
+        self.connection.settimeout(0)
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:  # It is silent, but there.
+            return False
+        finally:
+            self.connection.settimeout(self.timeout)
+
+    def send_event(self, value):
+        self.wfile.write(b'data: %s\n\n' % json.dumps(value).encode())
+
+    def send_error(self, status, message=None, explain=None):
+        """Send an error as JSON and close the connection: its request may not be read to the end."""
+        self.close_connection = True
+        self.send(status, error(status, message or HTTPStatus(status).phrase))
+
+    def send(self, status, content, kind='application/json', **headers):
+        """Send an answer: bytes, or anything else as JSON."""
+        if not isinstance(content, bytes):
+            content = json.dumps(content).encode()
+        self.start(status, kind, Content_Length=len(content), **headers)
+        self.wfile.write(content)
+
+    def start(self, status, kind, **headers):
+        """Send the status and the headers of an answer."""
+        self.send_response(status)
+        for name, value in {'Content_Type': kind, **headers}.items():
+            self.send_header(name.replace('_', '-'), str(value))
+        if self.close_connection:
+            self.send_header('Connection', 'close')
+        self.end_headers()
+
+
+def error(status, message):
+    kind = 'invalid_request_error' if status < 500 else 'server_error'
+    return {'error': {'message': first_line(message), 'type': kind, 'code': HTTPStatus(status).name.lower()}}
+
+
+def serve(model, tokenizer, template, cfg):
+    """Serve a model until Ctrl-C."""
+    server = Server(model, tokenizer, template, cfg)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f'http://{NAMES[0]}:{server.server_port}'
+    print(f"page: {url}, OpenAI's API: {url}/v1, model: {server.name}; Ctrl-C ends the server", flush=True)
+    try:
+        server.write_forever()
+    finally:
+        server.shutdown()
+        server.server_close()
