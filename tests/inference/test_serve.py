@@ -21,10 +21,10 @@ from conftest import error_of
 from test_sample import gpt, main, write
 
 import sample
+from hotloop import load
 from hotloop.data.tokenizer import ByteTokenizer
 from hotloop.inference import texts
 from hotloop.inference.serve import LARGEST, Server
-from sample import SampleConfig
 
 ROOT = Path(sample.__file__).parent
 LONG = 10**6  # tokens that take minutes
@@ -46,9 +46,8 @@ def servers(folder):
     """Serve both models. Returns {name: Server}."""
     found = {}
     for name in ('base', 'tuned'):
-        cfg = SampleConfig(out_dir=str(folder / name), max_new_tokens=LONG, serve=free_port())
-        _, model, tokenizer, template = sample.open_model(cfg)
-        found[name] = Server(model.eval(), tokenizer, template, cfg)
+        model = load(str(folder / name), device='cpu', max_new_tokens=LONG, serve=free_port())
+        found[name] = Server(model.gpt, model.tokenizer, model.template, model.cfg)
         threading.Thread(target=found[name].serve_forever, args=(0.01,), daemon=True).start()
         threading.Thread(target=found[name].write_forever, daemon=True).start()
     yield found
