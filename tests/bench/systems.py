@@ -118,6 +118,7 @@ def logits_of(model, ids):
 
 def train_original(job):
     """Train for some minutes by the original's recipe. Returns the module and its numbers."""
+    import numpy as np
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -143,9 +144,10 @@ def train_original(job):
         rate = cosine(done, recipe['warmup'], recipe['floor'])
         for group in optimizer.param_groups:
             group['lr'] = recipe['lr'] * rate
-        for part in batch_of(split, job['seed'], index, batch).split(micro):
-            x, y = split.gather(part.numpy())[:2]
-            loss = cross_entropy(net(x).flatten(0, 1), y.flatten(), ignore_index=-1) * len(part) / batch
+        # the windows that ours reads with this seed and context
+        x, y = map(torch.from_numpy, split.gather(split.starts(job['seed'], np.arange(batch) + index))[:2])
+        for part, targets in zip(x.split(micro), y.split(micro), strict=True):
+            loss = cross_entropy(net(part).flatten(0, 1), targets.flatten()) * len(part) / batch
             loss.backward()
         if penalty is not None:
             net.get_orthogonality_loss(penalty).backward()
@@ -174,13 +176,6 @@ def cosine(done, warmup, floor):
     if done < warmup:
         return done / warmup
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup)))
-
-
-def batch_of(split, seed, index, batch):
-    """Return the positions of a batch of windows, (batch,), in the order in which ours reads them."""
-    import numpy as np
-    import torch
-    return torch.from_numpy(split.starts(seed, np.arange(index, index + batch)))
 
 
 def train_ours(job):
