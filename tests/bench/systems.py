@@ -37,7 +37,7 @@ from bench import SHARED, forget_peak, machine, memory_now, parser_of, run, tabl
 SMALL = {'layers': 4, 'heads': 4, 'width': 128, 'context': 256, 'batch': 8}  # config/quickstart.py
 VOCAB = 1024
 # {name: (its folder, published shape, recipe)}; warmup: share of the run; floor: of the rate at the end.
-# TEN's script has 32 x 2,048 tokens a step, which did not fit into five minutes here: 8 x 512 are kinder.
+# TEN's script has 32 x 2,048 tokens a step, too many for minutes on a CPU: 8 x 512 give it more updates.
 ORIGINALS = {
     'TEN': ('temporal-eigenstate-networks',
             {'layers': 6, 'heads': 4, 'width': 512, 'context': 512, 'batch': 8},
