@@ -86,11 +86,15 @@ def read_row(row, where, text_field=None):
     """
     Read a row of instruction data: messages (a chat), instruction and output (Alpaca), or prompt or
     question and completion or answer. where: file and line, for errors. Returns (the template that
-    suits the row, its turns [(role, text)]), or (None, []) for a text.
+    suits the row, its turns [(role, text)]), or (None, []) for a text. text_field: the field of a
+    text, or those of a prompt and its completion, with a comma between.
     """
     row = as_object(row, where)
     if text_field:
-        return None, []
+        prompt, is_pair, answer = text_field.partition(',')
+        if not is_pair:
+            return None, []
+        return 'joined', [('user', text_of(row, where, prompt)), ('assistant', text_of(row, where, answer))]
     chat = first_of(row, ('messages', 'conversations'))
     question = first_of(row, ('prompt', 'question'))
     answer = first_of(row, ANSWERS)

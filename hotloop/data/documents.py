@@ -85,7 +85,7 @@ def has_separators(path):
 def documents_in(files, template=None, text_field=None, skipped=None):
     """
     Yield the Pieces of all documents of the files. template: that of rows, None if they are texts.
-    text_field: the field with a row's text. skipped: a Counter of rows without a document.
+    text_field: as in read_row(). skipped: a Counter of rows without a document.
     """
     if files and files[0].kind == 'joined':
         yield from pieces_of(joined_blocks(files), files[0].name)
@@ -131,6 +131,9 @@ def row_pieces(file, template, text_field, skipped):
         elif len(parts) == 1:
             yield from pieces_of([parts[0][0]], key)
         else:
+            if text_field and 'test_list' not in row:  # sample.py --eval_code knows these names, and MBPP's
+                names = text_field.split(',')
+                row = {'prompt': row[names[0]], 'completion': row[names[1]]}
             yield Piece(parts, True, True, key or '\0'.join(text for text, *_ in parts), row)
 
 
@@ -244,7 +247,7 @@ def parquet_rows(path, text_field=None):
     parquet = optional('pyarrow.parquet', 'reads parquet files')
     wanted = ROW_FIELDS
     if text_field:
-        wanted = [text_field]
+        wanted = text_field.split(',')
     number = 0
     try:
         with parquet.ParquetFile(path) as table:

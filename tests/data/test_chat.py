@@ -70,6 +70,15 @@ def test_a_text_is_one_part(row, expected):
     assert parts_of({**ALPACA, 'field': row}, 'line 1', None, 'output') == [('4', False, True)]
 
 
+def test_two_named_fields_are_a_prompt_and_its_answer():
+    row = {'text': 'Add.', 'code': 'a + b', 'prompt': 'x', 'completion': 'y'}
+    assert read_row(row, 'line 1', 'text,code') == ('joined', [('user', 'Add.'), ('assistant', 'a + b')])
+    assert parts_of(row, 'line 1', 'joined', 'text,code') == [('Add.', False, False), ('a + b', False, True)]
+    assert parts_of({**row, 'code': None}, 'line 1', 'joined', 'text,code') is None
+    with pytest.raises(ValueError, match="line 1 has no field 'body', only text, code, prompt"):
+        read_row(row, 'line 1', 'text,body')
+
+
 @pytest.mark.parametrize('row', [
     {'messages': [ASK]}, {'prompt': 'a', 'completion': None}, {'conversations': []}, '', {'text': None}])
 def test_a_row_without_text_or_answer_has_no_document(row):
