@@ -412,6 +412,9 @@ def main(argv=None):
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # Streams, events and CUDA graphs are made on the current device.
     dtype, _ = choose_dtype(cfg.dtype, device)
+    if cfg.quantize == 'int8' and device.type == 'cuda' and (cfg.num_samples > 1 or not cfg.compile):
+        print('note: on a GPU int8 saves memory, but only one sample at a time with --compile=True reads '
+              'fewer bytes than bfloat16', file=sys.stderr)
     choose_compile(cfg.compile, device)  # It fails early where torch.compile does not work.
     torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit.
     weights, model, tokenizer, template = open_model(cfg)
