@@ -156,12 +156,12 @@ def run_steps(model, split, world=1, documents=None, **settings):
     known = [*model.parameters(), *model.buffers()]
     strict = Strict(known)
     for step in range(2):
-        num_targets, loads = batches.step(step)
         strict.copies = step > 0  # the first step may copy what later ones keep on the device
-        if documents is not None:
-            loads = [partial(with_documents, load, documents) for load in loads]
         reduced.clear()
         with strict, flash_on_meta():
+            num_targets, loads = batches.step(step)
+            if documents is not None:
+                loads = [partial(with_documents, load, documents) for load in loads]
             result = train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
         assert {tensor.device for tensor in result} == {CUDA}
         assert sum(bucket.is_last() for bucket in reduced) == (world > 1)  # each bucket once a step
@@ -338,6 +338,8 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
     """
     monkeypatch.setattr(torch, 'compile', lambda function, **options: function)
     monkeypatch.setattr(GPT, 'to', lambda model, device: model)  # fake parameters cannot be moved
+    marked = []  # a CUDA graph writes in place only to these
+    monkeypatch.setattr('torch._dynamo.mark_static_address', marked.append)
     model = prepare_for_inference(fake_gpt(dtype, preset=preset, n_kv_head=2), CUDA, dtype, quantize)
     drawn = [[7.0, -1.0], [8.0, -1.0], [9.0, -1.0]]
     if compiled:
@@ -352,6 +354,7 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
             if len(texts) == 2:
                 stopped |= {1, 2}
     assert texts == [[0, 1, 2], [0, 1, 2], [0]]
+    assert len(marked) == compiled * (3 if preset == 'gpt2' else 4)  # keys, values, lengths and shifted keys
 
 
 # -----------------------------------------------------------------------------
