@@ -11,7 +11,7 @@ __init__ resolves each setting to a module or a function, so forward hardly look
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -338,7 +338,20 @@ def attend_within(q, k, v, dropout, window, documents, kernel):
     return torch.cat(rows)
 
 
-compiled = lru_cache(maxsize=None)(torch.compile)  # of a function, at its first call
+FLEX_DEVICES = ('cuda',)  # where FlexAttention attends within windows and documents; tests add the CPU
+
+
+def compiled(function, **options):
+    """Return a function compiled at its first call; within a graph, which is compiled as one, itself."""
+    return function if torch.compiler.is_compiling() else compiled_alone(function, **options)
+
+
+@cache
+def compiled_alone(function, **options):
+    """Compile a function for many windows and shapes. torch stops at 8; FlexAttention then stores T x T."""
+    made = torch.compile(function, **options)
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return made
 
 
 def flex_options(q):
@@ -668,7 +681,7 @@ class GPT(nn.Module):
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
         windows, within = c.windows(), [documents] * c.n_layer
         place = None if documents is None else position
-        if cache is None and x.device.type == 'cuda':
+        if cache is None and x.device.type in FLEX_DEVICES:
             masks = {window: block_mask(T, window, documents, x.device) for window in set(windows)
                      if documents is not None or c.attn_softcap or (window or T) < T}
             within = [masks.get(window) for window in windows]

@@ -230,6 +230,8 @@ def setup(cfg):
     rank = int(os.environ.get('RANK', '0'))
     world = int(os.environ.get('WORLD_SIZE', '1'))
     device, why_device = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
+    if device.type == 'cuda' and world > 1 and cfg.backend == 'gloo' and cfg.shard != 'none':
+        raise ValueError(f'backend=gloo cannot shard on GPUs (shard={cfg.shard}); use --backend=nccl')
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts

@@ -8,6 +8,8 @@
 # on a T4, shorter windows in smaller micro-batches, as many windows per step:
 #   python train.py config/qlora_r16.py --block_size=512 --batch_size=4 \
 #       --gradient_accumulation_steps=4 --learning_rate=2e-4
+# a T4 computes in float16, which the activations of Gemma 2 may exceed (not tried): if steps are
+# skipped, use --dtype=float32
 # hardware: one GPU of 16 GB or more. time and score: not measured
 # Gemma needs pip install tokenizers and HF_TOKEN, the token of an account that accepted its license
 

@@ -95,13 +95,15 @@ def train_tiny(tmp_path, data_dir):
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
-    """Restore signal handlers and threads, which training changes."""
+    """Restore signal handlers, threads and the precision of products, which training changes."""
     monkeypatch.setattr('gc.collect', lambda *args: 0)  # half the time of a tiny run
+    precision = torch.get_float32_matmul_precision()  # on a GPU a run sets TF32
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision(precision)
     torch.set_deterministic_debug_mode('default')
     if 'torch._inductor.config' in sys.modules:  # use_deterministic_algorithms() sets its switch, too
         torch.use_deterministic_algorithms(False)

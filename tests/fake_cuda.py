@@ -15,15 +15,18 @@ if __name__ == '__main__':  # before torch is imported, which asks its registrie
     ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
     sys.exit(pytest.main([__file__, *sys.argv[2:]]))
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import noise, write_bins
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
@@ -32,11 +35,13 @@ from hotloop.inference.kv_cache import new_cache
 from hotloop.inference.quantize import prepare_for_inference
 from hotloop.system.distributed import Env
 from hotloop.training import dataloader
+from hotloop.training.checkpoint import Checkpoints
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
 from hotloop.training.forecast import MACHINES, LiveBytes, flash_on_meta, memory_of
 from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.optim import build_optimizers
+from hotloop.weights.lora import LoRAConfig, add_adapters
 from model import ACTIVATIONS, GPT, MLP, GPTConfig, Linear, relu2
 from train import TrainConfig
 
@@ -50,12 +55,15 @@ COPIES = (aten._to_copy, aten.copy_)
 
 class Strict(LiveBytes):
     """Raises for what fake kernels let pass: arguments of several dtypes and, if asked, copies that wait."""
+    supports_higher_order_operators = True
 
     def __init__(self, known=(), copies=False):
         super().__init__(known)
         self.copies = copies
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, HigherOrderOperator):  # FlexAttention, whose bytes are not counted
+            return func(*args, **(kwargs or {}))
         name, tensors = func.overloadpacket, [leaf for leaf in tree_leaves(args) if torch.is_tensor(leaf)]
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
         if name in ONE_DTYPE and len(dtypes) > 1:
@@ -65,6 +73,20 @@ class Strict(LiveBytes):
             non_blocking = (kwargs or {}).get('non_blocking') or True in args[2:]
             if not (non_blocking and hasattr(tensors[-1], 'pinned')):
                 raise RuntimeError(f'a copy from {tensors[-1].device} to {result.device} that waits')
+        return result
+
+
+class Copies(TorchDispatchMode):
+    """Lists whether each copy from the GPU to the host waits; one that does not needs a synchronize()."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in COPIES and result.device.type == 'cpu' and args[-1].device == CUDA:
+            self.waited.append(not (kwargs or {}).get('non_blocking'))
         return result
 
 
@@ -108,8 +130,9 @@ def fake_gpt(dtype, chunks=1, **settings):
     return model
 
 
-def sum_bucket(_, bucket):
+def sum_bucket(reduced, bucket):
     """Reduce a bucket. The work of a fake process group has no result, which DDP's hook would read."""
+    reduced.append(bucket)
     dist.all_reduce(bucket.buffer())
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -119,26 +142,35 @@ def sum_bucket(_, bucket):
 dataloader.kept_on_device = lambda split, env: True  # no fake device says how much memory is free
 
 
-def run_steps(model, split, world=1, **settings):
+def run_steps(model, split, world=1, documents=None, **settings):
     """Two real steps as train.py sets them up, two micro-batches each; returns the bytes in use at most."""
     sizes = dict(batch_size=4, gradient_accumulation_steps=2 * world)
     cfg, dtype = TrainConfig(**{**sizes, **settings}), model.compute_dtype
     env = Env(rank=3 if world > 1 else 0, world=world, device=CUDA, dtype=dtype)
-    batches = Batches(split(model.config.block_size), cfg, env)
+    batches, reduced = Batches(split(model.config.block_size), cfg, env), []
     optimizers = build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler('cuda', enabled=dtype == FP16)
     _, forward = train.wrap(model, cfg, env)
     if world > 1:
-        forward.register_comm_hook(None, sum_bucket)
+        forward.register_comm_hook(reduced, sum_bucket)
     known = [*model.parameters(), *model.buffers()]
     strict = Strict(known)
     for step in range(2):
-        num_targets, loads = batches.step(step)
         strict.copies = step > 0  # the first step may copy what later ones keep on the device
+        reduced.clear()
         with strict, flash_on_meta():
+            num_targets, loads = batches.step(step)
+            if documents is not None:
+                loads = [partial(with_documents, load, documents) for load in loads]
             result = train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
         assert {tensor.device for tensor in result} == {CUDA}
+        assert sum(bucket.is_last() for bucket in reduced) == (world > 1)  # each bucket once a step
     return sum(tensor.nbytes for tensor in known) + strict.peak
+
+
+def with_documents(load, documents):
+    x, y, seed = load()
+    return x, y, documents, seed
 
 
 # -----------------------------------------------------------------------------
@@ -150,9 +182,29 @@ def run_steps(model, split, world=1, **settings):
     (FP32, dict(preset='modern'), 1, dict(optimizer='muon')),
     (BF16, dict(n_kv_head=2, mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
     (BF16, dict(preset='modern', n_kv_head=2, dropout=0.1, label_smoothing=0.1), 4, dict(recompute='full')),
-    (BF16, dict(softcap=15.0, dropout=0.1), 1, dict(recompute='selective', grad_clip=0.0))], ids=str)
+    (BF16, dict(softcap=15.0, dropout=0.1), 1, dict(recompute='selective', grad_clip=0.0)),
+    (FP16, dict(preset='modern', n_layer=2, mixer='CA'), 1, dict(optimizer='muon'))], ids=str)
 def test_a_step(split, dtype, shape, chunks, settings):
     run_steps(fake_gpt(dtype, chunks, **shape), split, **settings)
+
+
+@pytest.mark.parametrize('shape, masked, recompute', [
+    (dict(window=8, window_pattern='SL', n_layer=2), False, 'none'), (dict(attn_softcap=5.0), False, 'full'),
+    (dict(window=8, n_kv_head=2), True, 'selective')], ids=str)
+def test_a_step_within_windows_and_documents(split, monkeypatch, shape, masked, recompute):
+    """FlexAttention's own fake kernel; its masks are made and used uncompiled."""
+    monkeypatch.setattr('torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG', True)
+    monkeypatch.setattr('model.compiled_alone', lambda function, **options: function)
+    documents = torch.zeros(4, 16, dtype=torch.int64, device=CUDA) if masked else None
+    run_steps(fake_gpt(BF16, preset='modern', **shape), split, documents=documents, recompute=recompute)
+
+
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+def test_a_step_of_adapters(split, quantize):
+    model = fake_gpt(BF16, preset='modern')
+    with CUDA:
+        add_adapters(model, LoRAConfig(lora_rank=4, quantize=quantize), {}, Env(device=CUDA, dtype=BF16), 0)
+    run_steps(model, split)
 
 
 @pytest.fixture
@@ -165,6 +217,36 @@ def group(monkeypatch):
     dist.init_process_group('fake', store=FakeStore(), rank=3, world_size=8)
     yield
     dist.destroy_process_group()
+
+
+def test_gradients_are_views_of_ddps_buckets(split, group):
+    """Without them they would take 4 more bytes a parameter."""
+    model = fake_gpt(BF16)
+    run_steps(model, split, world=8)
+    assert all(p.grad._is_view() for p in model.parameters())
+
+
+def test_hosts_exchange_numbers_without_the_gpu(group, monkeypatch):
+    """Such as a wish to stop. A tensor of the GPU would wait for all that is queued on it."""
+    seen = []
+    monkeypatch.setattr(dist, 'all_reduce', lambda tensor: seen.append(tensor.device.type))
+    monkeypatch.setattr(FakeTensor, 'numpy', lambda tensor: np.ones(()))
+    assert Env(rank=3, world=8, device=CUDA).any(True) and seen == ['cpu']
+
+
+def test_a_save_copies_everything_to_the_host_and_waits_before_it_writes(monkeypatch):
+    """A copy that does not wait would let the thread write what is not there yet, with valid checksums."""
+    model, copies, written = fake_gpt(BF16), Copies(), []
+    checkpoint = {'model': model.state_dict(), 'optimizer': {'moment': torch.ones(3, device=CUDA)}}
+    checkpoints = Checkpoints('folder')
+    monkeypatch.setattr(Checkpoints, 'write', lambda self, saved, best: written.append(saved))
+    monkeypatch.setattr(FakeTensor, 'data_ptr', lambda tensor: id(tensor))  # noqa: PLW0108  id alone is no method
+    with copies:
+        checkpoints.save(checkpoint, best=False)
+        checkpoints.wait()
+    tensors = [leaf for leaf in tree_leaves(written) if torch.is_tensor(leaf)]
+    assert len(tensors) == len(checkpoint['model']) + 1 and {t.device.type for t in tensors} == {'cpu'}
+    assert copies.waited == [True] * len(tensors)
 
 
 @pytest.mark.parametrize('preset, dtype, settings', [
@@ -256,6 +338,8 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
     """
     monkeypatch.setattr(torch, 'compile', lambda function, **options: function)
     monkeypatch.setattr(GPT, 'to', lambda model, device: model)  # fake parameters cannot be moved
+    marked = []  # a CUDA graph writes in place only to these
+    monkeypatch.setattr('torch._dynamo.mark_static_address', marked.append)
     model = prepare_for_inference(fake_gpt(dtype, preset=preset, n_kv_head=2), CUDA, dtype, quantize)
     drawn = [[7.0, -1.0], [8.0, -1.0], [9.0, -1.0]]
     if compiled:
@@ -270,6 +354,7 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
             if len(texts) == 2:
                 stopped |= {1, 2}
     assert texts == [[0, 1, 2], [0, 1, 2], [0]]
+    assert len(marked) == compiled * (3 if preset == 'gpt2' else 4)  # keys, values, lengths and shifted keys
 
 
 # -----------------------------------------------------------------------------

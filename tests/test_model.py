@@ -86,7 +86,7 @@ def test_attention_within_windows_and_documents_equals_a_dense_mask(monkeypatch,
 @pytest.mark.parametrize('window, documents', [CASES[0], CASES[3], CASES[4]])
 def test_the_block_mask_of_a_gpu_equals_the_dense_mask(monkeypatch, window, documents):
     """FlexAttention's own, whose kernel needs a GPU; here it is evaluated uncompiled, without gradients."""
-    monkeypatch.setattr('model.compiled', lambda function: function)
+    monkeypatch.setattr('model.compiled_alone', lambda function: function)
     monkeypatch.setattr('torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG', True)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 23, 8) for heads in (4, 2, 2))
@@ -97,6 +97,27 @@ def test_the_block_mask_of_a_gpu_equals_the_dense_mask(monkeypatch, window, docu
     attention.train().dropout.p = 0.1
     with pytest.raises(ValueError, match=r'dropout=0\.1 cannot be combined with window, document_mask'):
         attention.attend(q, k, v, mask)
+
+
+@pytest.mark.parametrize('settings', [
+    dict(window=100, window_pattern='SL', n_kv_head=1), dict(attn_softcap=5.0), dict(window=37),
+    dict(window=37, attn_softcap=5.0, query_scale=0.3, rope_local_base=500.0)], ids=str)
+@pytest.mark.parametrize('masked', [False, True])
+def test_a_gpus_attention_computes_the_gradients_of_a_cpus(monkeypatch, settings, masked):
+    """The branch of GPT.forward with FlexAttention's masks, run without Inductor."""
+    monkeypatch.setattr('torch.nn.attention.flex_attention._validate_device', lambda *args: None)
+    monkeypatch.setattr('model.compiled_alone', lambda function, **options: function)
+    monkeypatch.setattr('torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG', True)
+    model = make('modern', n_head=2, block_size=300, vocab_size=61, **settings).train()
+    x, documents = ids(2, 300), (torch.arange(600).view(2, 300) // 130) if masked else None
+    results = []
+    for devices in ((), ('cpu',)):
+        monkeypatch.setattr('model.FLEX_DEVICES', devices)
+        model.zero_grad()
+        loss = model(x, x, documents).sum()
+        loss.backward()
+        results.append(torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())]))
+    assert (results[0] - results[1]).norm() < 1e-6 * results[0].norm()
 
 
 @pytest.mark.parametrize('channels, dtype, memory, size', [

@@ -39,6 +39,7 @@ SHAPES = {'small': dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_si
 WITHOUT = {'without compile': dict(compile=False), 'float32': dict(dtype='float32'),
            'unfused AdamW': dict(fused=False), 'vocabulary not padded': dict(vocab_size=50257),
            'no flash attention': dict(attention='math'), 'not deterministic': dict(deterministic=False),
+           'deterministic': dict(deterministic=True), 'max-autotune': dict(mode='max-autotune-no-cudagraphs'),
            'loss in 4 chunks': dict(loss_chunks=4), 'modern, Muon': dict(preset='modern', optimizer='muon')}
 
 
@@ -74,10 +75,13 @@ def our_step(a, folder, device):
     env = train.setup(settings.train)
     datasets = train.open_datasets(dataset, data_dir)
     datasets[0].meta['foreign'] = True  # a shape may have fewer ids than its tokenizer
+    if 'mode' in a:
+        torch.compile = partial(torch.compile, mode=a['mode'])
     run = train.build_run(settings, datasets, env)
     if not a.get('fused', True):
-        run.optimizers[0] = torch.optim.AdamW([dict(g) for g in run.optimizers[0].param_groups], fused=False,
-                                              foreach=False)
+        class Unfused(torch.optim.AdamW):
+            found_inf = property(lambda self: None, lambda self, skipped: None)  # only fused kernels take it
+        run.optimizers[0] = Unfused([{**group, 'fused': False} for group in run.optimizers[0].param_groups])
 
     def step(n):
         num_targets, loads = run.batches.step(n)
@@ -145,15 +149,22 @@ def work(a):
 
 
 def turn(a, script=__file__):
-    """Return what a turn of a side prints."""
+    """Return what a turn of a side prints, or {'failed': why}, such as too little memory."""
     env = {'OMP_NUM_THREADS': str(a['threads'])}
-    return answer([sys.executable, script, '--work', json.dumps(a)], env=env)
+    try:
+        return answer([sys.executable, script, '--work', json.dumps(a)], env=env)
+    except RuntimeError as e:
+        return {'failed': str(e).strip().splitlines()[-1][:200]}
 
 
 def rows(found, batches, T):
     """Return the rows of the table. found: {name: its turns}; ratios are to the first side."""
     lines, first = [], None
     for name, turns in found.items():
+        failed = [each['failed'] for each in turns if 'failed' in each]
+        if failed:
+            lines.append([name, batches[name], f'failed: {failed[0]}', *[''] * 6])
+            continue
         seconds = median([each['seconds'] for each in turns])
         peak = max(each['peak'] for each in turns)
         tokens = batches[name] * T / seconds
@@ -206,7 +217,8 @@ def main():
         for batch in (args.batch, *args.batches):
             add('ours', ours, batch)
         if args.table is not None:
-            for name in args.table or WITHOUT:
+            default = 'deterministic' if args.device == 'cpu' else 'not deterministic'  # what 'auto' is there
+            for name in args.table or [name for name in WITHOUT if name != default]:
                 if args.shape != 'small' or 'vocab_size' not in WITHOUT[name]:
                     add(name, {**ours, **WITHOUT[name]})
         found = alternate(sides, args.rounds)

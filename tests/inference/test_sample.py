@@ -348,3 +348,15 @@ def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, char
     else:
         assert draw() == draw(**flags)
         assert draw.err == f'weights: {theirs}, step 250; tokenizer: char\ndevice: cpu, float32\n'
+
+
+@pytest.mark.parametrize('samples, compiled, noted', [(1, True, False), (1, False, True), (3, True, True)])
+def test_int8_on_a_gpu_says_when_it_reads_more_than_bfloat16(monkeypatch, capsys, samples, compiled, noted):
+    def choose_compile(*args):
+        raise ValueError('no further')
+    monkeypatch.setattr(sample, 'choose_device', lambda name: (torch.device('cuda', 0), ''))
+    monkeypatch.setattr(sample, 'choose_dtype', lambda name, device: (torch.bfloat16, ''))
+    monkeypatch.setattr(sample, 'choose_compile', choose_compile)
+    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
+    assert error_of(main, quantize='int8', num_samples=samples, compile=compiled) == 'no further'
+    assert ('reads fewer bytes than bfloat16' in capsys.readouterr().err) == noted

@@ -15,6 +15,7 @@ from test_model import ids, make
 import train
 from hotloop.inference.generate import Sampling, generate
 from hotloop.inference.quantize import prepare_for_inference
+from hotloop.weights.nf4 import rounded
 
 DEVICE = os.environ.get('TEST_DEVICE', 'cuda')
 pytestmark = pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available(), reason='there is no GPU')
@@ -52,8 +53,9 @@ def test_resume_is_exact(run, recipe):
 @pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('window, masked', [(100, False), (None, True), (100, True)])
 def test_attention_within_windows_and_documents_is_that_of_a_cpu(window, masked, compiled):
-    """FlexAttention with its gradients, in float32."""
+    """FlexAttention with its gradients, in float32; on a CPU it agrees within 4e-9."""
     torch._dynamo.reset()
+    torch.set_float32_matmul_precision('highest')  # TF32 differs by 1.2e-3, by simulation
     model, x = make('modern', n_embd=128, n_head=2, block_size=300, window=window).train(), ids(2, 300)
     documents = (torch.arange(600).view(2, 300) // 130) if masked else None
     results = []
@@ -63,7 +65,13 @@ def test_attention_within_windows_and_documents_is_that_of_a_cpu(window, masked,
         batch = [part.to(device) for part in (x, x, documents) if part is not None]
         forward(*batch).sum().backward()
         results.append(torch.cat([p.grad.flatten().cpu() for p in model.parameters()]))
-    assert (results[0] - results[1]).norm() < 1e-3 * results[0].norm()
+    assert (results[0] - results[1]).norm() < 1e-5 * results[0].norm()
+
+
+def test_nf4_is_that_of_a_cpu():
+    """The look-up differs by device."""
+    weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(rounded(weight.to(DEVICE)).cpu(), rounded(weight))
 
 
 def test_data_in_the_devices_memory_is_the_data_that_is_read_ahead(run, monkeypatch):
@@ -83,6 +91,7 @@ def test_adapters_on_the_device_are_written_at_the_last_step(run, tmp_path):
 def test_a_compiled_step_draws_what_the_eager_one_draws(preset):
     """In float32, where kernels differ less than probable ids. Contexts slide; graphs are used again."""
     torch._dynamo.reset()
+    torch.set_float32_matmul_precision('highest')
     model = make(preset, n_head=2, n_embd=128, block_size=64)
     prepare_for_inference(model, torch.device(DEVICE), torch.float32, pack=False)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]

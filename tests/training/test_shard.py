@@ -194,6 +194,14 @@ def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, r
         assert found == pytest.approx(expected, rel=1e-3)
 
 
+def test_gloo_does_not_shard_on_gpus(monkeypatch):
+    """FSDP2 would make a group of NCCL beside it."""
+    monkeypatch.setattr(train, 'choose_device', lambda *args: (torch.device('cuda', 0), ''))
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with pytest.raises(ValueError, match=r'backend=gloo cannot shard on GPUs \(shard=full\); use --backend'):
+        train.setup(TrainConfig(backend='gloo', shard='full'))
+
+
 def standing_of_rank():
     """Return the bytes of weights, gradients and optimizer states that one of several processes holds."""
     cfg = TrainConfig(device='cpu', dtype='float32', compile=False, shard='full', optimizer='muon')

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.weights.nf4 import BLOCK, CODE, NF4Linear, dequantize, pairs_of, quantize, rounded
+from hotloop.weights.nf4 import BLOCK, CODE, NF4Linear, dequantize, look_up, pairs_of, quantize, rounded
 
 # bitsandbytes 0.50.2's quantize_4bit(torch.linspace(-1, 1, 64), blocksize=64, quant_type='nf4')
 LINSPACE = [0, 0, 1, 17, 17, 17, 18, 34, 34, 51, 52, 68, 69, 85, 102, 103, 120, 136, 153, 170, 171, 187, 204,
@@ -46,6 +46,13 @@ def test_any_shape_and_blocks_of_zeros(shape):
     weight = torch.tensor(CODE)[torch.randint(16, shape)]
     torch.testing.assert_close(rounded(weight), weight, rtol=0.02, atol=0.02)
     assert torch.equal(rounded(torch.zeros(shape)), torch.zeros(shape))
+
+
+def test_both_look_ups_find_the_two_weights_of_each_byte():
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = torch.tensor([[CODE[byte // 16], CODE[byte % 16]] for byte in range(256)])
+    for on_cpu in (True, False):
+        assert torch.equal(look_up(codes, pairs_of('cpu'), on_cpu), expected)
 
 
 @pytest.mark.parametrize('bias, dtype', [(True, torch.float32), (False, torch.bfloat16)])
