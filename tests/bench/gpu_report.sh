@@ -23,6 +23,7 @@ parts="check test_gpu"
 [ "$gpus" -lt 2 ] || parts="$parts test_gpus gpus"
 parts="$parts step table1 table2 generation int8 profile"
 [ -z "$peer" ] || [ -z "$dataset" ] || parts="$parts loss"  # random tokens have no loss to reach
+parts=${PARTS:-$parts}
 
 without() {
     echo "## optimizations switched off or replaced, batch $batch: $*"

@@ -352,11 +352,10 @@ def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, char
 
 @pytest.mark.parametrize('samples, compiled, noted', [(1, True, False), (1, False, True), (3, True, True)])
 def test_int8_on_a_gpu_says_when_it_reads_more_than_bfloat16(monkeypatch, capsys, samples, compiled, noted):
-    def choose_compile(*args):
-        raise ValueError('no further')
-    monkeypatch.setattr(sample, 'choose_device', lambda name: (torch.device('cuda', 0), ''))
-    monkeypatch.setattr(sample, 'choose_dtype', lambda name, device: (torch.bfloat16, ''))
-    monkeypatch.setattr(sample, 'choose_compile', choose_compile)
-    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: None)
-    assert error_of(main, quantize='int8', num_samples=samples, compile=compiled) == 'no further'
-    assert ('reads fewer bytes than bfloat16' in capsys.readouterr().err) == noted
+    weights = types.SimpleNamespace(checkpoint={})
+    model = types.SimpleNamespace(device=torch.device('cuda', 0), dtype=torch.bfloat16, gpt=None,
+                                  tokenizer=None, template=None, weights=weights)
+    monkeypatch.setattr(sample, 'Model', lambda cfg, kind: model)
+    monkeypatch.setattr(sample, 'export', lambda *args: None)  # the first that uses the model
+    assert main(quantize='int8', num_samples=samples, compile=compiled, export='x') == 0
+    assert ('fewer bytes than bfloat16' in capsys.readouterr().err) == noted
