@@ -55,7 +55,7 @@ class PrepareConfig:
     data_dir: str = 'data'  # folder of datasets and downloads
     # --- reading
     format: Format = 'auto'  # auto: by suffix; functions: Python functions as rows
-    text_field: str | None = None  # of a row's text; two are prompt,answer; None: text, content, or chats
+    text_field: str | None = None  # field of a text, or two: prompt,answer; None: text, content, rows
     template: Literal[('auto', *(t for t in TEMPLATES if t != 'joined'))] = 'auto'  # of instruction data
     # --- validation
     val: float | str | None = None  # fraction of the text to hold out, or a source; None: 0.1 or a corpus's

@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure, differences
 from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
+from hotloop.data.tokenizer import tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import add_orthogonal_gradient
 from hotloop.system.device import (
@@ -87,7 +88,14 @@ from hotloop.training.shard import (
     shard_model,
 )
 from hotloop.weights.load import adapt_shape, check_start, checkpoint_paths, open_start
-from hotloop.weights.lora import LoRAConfig, add_adapters, check_lora, describe_adapters, trainable
+from hotloop.weights.lora import (
+    LoRAConfig,
+    add_adapters,
+    check_lora,
+    describe_adapters,
+    note_untrained_end,
+    trainable,
+)
 from model import GPT, TRAINING_ONLY, GPTConfig, config_from
 
 
@@ -415,6 +423,11 @@ def build_run(settings, datasets, env):
     if base:
         record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
         print0(describe_adapters(record['lora'], model, env.dtype))
+        if record.get('template') and not settings.lora.lora_embeddings:
+            tokenizer = tokenizer_from(datasets[0].meta['tokenizer'])
+            note = note_untrained_end(model.lm_head.weight, record['template'], tokenizer, base['base'])
+            if note:
+                print0(wrapped(note))
         if checkpoint:
             model.load_weights({**model.state_dict(), **checkpoint['model']})
     if not all(p.isfinite().all() for p in model.parameters()):
@@ -434,7 +447,7 @@ def build_run(settings, datasets, env):
     state = state_from(checkpoint) if checkpoint else RunState(step if cfg.eval_only else 0)
     batches = Batches(splits['train'], sizes, env, state.shift(T, global_batch))
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
-                                           frozen=base is not None)
+                                           frozen=not model.lm_head.weight.requires_grad)
     evaluated, forward = wrap(model, cfg, env)
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)  # of what wrap() may have sharded
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)

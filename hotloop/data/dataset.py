@@ -280,7 +280,7 @@ def inspect(folder):
         num_bytes = counts[:tokenizer.n_vocab] @ tokenizer.sizes  # Larger ids pad the vocabulary.
         print(f'{split}: {counted(len(tokens), "token")}, {in_loss:,} in the loss, '
               f'{num_bytes / max(len(tokens), 1):.2f} bytes per token, '
-              f'{counted(np.count_nonzero(counts), "distinct id")}; how often the most frequent occur:')
+              f'{counted(np.count_nonzero(counts), "distinct id")}, the ten most frequent:')
         for i in np.argsort(-counts, kind='stable')[:10].tolist():
             print(f'{counts[i]:>12,}  {show(tokenizer, [i])}')
         middle = len(tokens) // 2

@@ -56,7 +56,8 @@ def flops_of(model, T):
     adapters = sum(p.numel() for name, p in model.named_parameters() if '.lora_' in name)
     forward = 2 * (weights + attention + adapters)
     if adapters:
-        return forward, forward + 2 * weights + 4 * (attention + adapters)
+        head = c.n_embd * c.vocab_size * model.lm_head.weight.requires_grad
+        return forward, forward + 2 * (weights + head) + 4 * (attention + adapters)
     return forward, 3 * forward
 
 
@@ -163,7 +164,7 @@ def memory_of(config, cfg, lora, env, memory):
     if cfg.optimizer == 'adamw8bit':  # a byte for each moment, and two scales for 256 values
         optimizer = weights // 2 + weights // 128
     chunks = choose_loss_chunks(cfg.loss_chunks, cfg.batch_size * model.config.block_size,
-                                model.config.vocab_size, env, lora is not None, memory)
+                                model.config.vocab_size, env, not model.lm_head.weight.requires_grad, memory)
     activations = activation_bytes(model.config, cfg.batch_size, env.dtype, chunks, cfg.recompute, lora)
     gradients = weights
     if cfg.gradient_accumulation_steps == 1:  # they take the place of activations

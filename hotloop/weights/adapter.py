@@ -7,7 +7,7 @@ import re
 from hotloop.data.tokenizer import spec_of, template_of_record
 from hotloop.system.files import read_json, replacing
 from hotloop.weights.families import check_keys, head_dim_of, is_nanochat, swap_rows
-from hotloop.weights.lora import LoRAConfig, adapters_of
+from hotloop.weights.lora import EMBEDDINGS, LoRAConfig, adapters_of, embeddings_of
 from hotloop.weights.safetensors import read_safetensors, write_safetensors
 
 CONFIG = 'adapter_config.json'
@@ -16,10 +16,12 @@ ORIGIN = 'hotloop.json'  # identifies the base; records the tokenizer and chat t
 # the options in adapter_config.json that merged() supports, with their only values; other ways to
 # initialize, such as PiSSA, change the base
 SUPPORTED = {'peft_type': ['LORA'], 'bias': ['none'], 'use_dora': [False, None], 'lora_bias': [False, None],
-             'modules_to_save': [None, []], 'rank_pattern': [{}, None], 'alpha_pattern': [{}, None],
+             'rank_pattern': [{}, None], 'alpha_pattern': [{}, None],
              'target_parameters': [None, []], 'trainable_token_indices': [None, []],
              'alora_invocation_tokens': [None, []], 'layer_replication': [None, []],
              'init_lora_weights': [True, False, None, 'gaussian', 'eva', 'orthogonal']}
+# {a name of peft's: ours}
+SAVED = {'model.embed_tokens': EMBEDDINGS[0], 'transformer.wte': EMBEDDINGS[0], 'lm_head': EMBEDDINGS[1]}
 NANOCHAT = {'mlp.up_proj': 'mlp.fc1', 'mlp.down_proj': 'mlp.fc2'}  # {projection: its name there}
 
 
@@ -43,10 +45,15 @@ def write_adapter(folder, checkpoint):
         tensors[f'base_model.model.{blocks}.{layer}.{projection}.lora_A.weight'] = A
         tensors[f'base_model.model.{blocks}.{layer}.{projection}.lora_B.weight'] = B
         targets[projection] = True
+    saved = embeddings_of(checkpoint['model'])
+    for theirs, ours in SAVED.items():
+        if ours in saved and theirs != ('model.embed_tokens' if is_gpt2 else 'transformer.wte'):
+            tensors[f'base_model.model.{theirs}.weight'] = saved[ours]
     config = {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM',
               'base_model_name_or_path': lora['base'], 'r': lora['lora_rank'],
               'lora_alpha': lora['lora_alpha'], 'use_rslora': lora['lora_rs'],
               'lora_dropout': lora['lora_dropout'], 'target_modules': list(targets),
+              'modules_to_save': ['wte' if is_gpt2 else 'embed_tokens', 'lm_head'] if saved else None,
               'fan_in_fan_out': is_gpt2, 'bias': 'none', 'inference_mode': True}
     origin = {'base': lora['base'], 'sha256': lora['sha256'], 'quantize': lora['quantize'],
               'tokenizer': spec_of(checkpoint), 'template': template_of_record(checkpoint)}
@@ -93,7 +100,10 @@ def base_of(folder):
 
 
 def read_adapter(folder):
-    """Read ({(layer, projection): (A, B)}, scale) of a folder, ours or peft's, as adapters_of() has them."""
+    """
+    Read ({(layer, projection): (A, B)}, scale) of a folder, ours or peft's, as adapters_of() has them.
+    read_embeddings() reads the rest.
+    """
     config = read_json(os.path.join(folder, CONFIG))
     check_keys(config, SUPPORTED, f'{folder}/{CONFIG}')
     lora = LoRAConfig(lora_rank=config['r'], lora_alpha=config['lora_alpha'],
@@ -104,9 +114,22 @@ def read_adapter(folder):
     adapters = {}
     for name, A in tensors.items():
         found = pattern.fullmatch(name)
+        if our_embedding(name):
+            continue
         if found is None:
-            raise ValueError(f'{folder}: {name} is not supported, only matrices of blocks')
+            raise ValueError(f'{folder}: {name} is not supported, only matrices of blocks, wte and head')
         if found[3] == 'A':
             B = tensors[name.replace('lora_A', 'lora_B')]
             adapters[int(found[1]), found[2]] = A.float(), B.float()
     return adapters, lora.scale()
+
+
+def our_embedding(name):
+    """Return our name of an embedding or head in a folder of adapters, or None."""
+    return SAVED.get(name.removeprefix('base_model.model.').removesuffix('.weight'))
+
+
+def read_embeddings(folder):
+    """Read the embedding and the head that were trained beside the adapters of a folder, {name: tensor}."""
+    tensors = read_safetensors(os.path.join(folder, TENSORS))
+    return {our_embedding(name): tensor for name, tensor in tensors.items() if our_embedding(name)}

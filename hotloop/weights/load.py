@@ -16,9 +16,9 @@ from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
 from hotloop.system.files import first_intact, first_line, hash_file, read_json
-from hotloop.weights.adapter import TENSORS, base_of, from_nanochat, is_adapter, read_adapter
+from hotloop.weights.adapter import TENSORS, base_of, from_nanochat, is_adapter, read_adapter, read_embeddings
 from hotloop.weights.families import CONV1D, head_dim_of, is_nanochat, model_args_from, our_name, swap_halves
-from hotloop.weights.lora import adapters_of, hash_weights, merged
+from hotloop.weights.lora import adapters_of, embeddings_of, hash_weights, merged
 from hotloop.weights.safetensors import read_safetensors
 
 GPT2_SHAPES = {name: dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=1024, vocab_size=50257,
@@ -73,7 +73,8 @@ def load_run(source):
             base.weights[WPE] = base.weights[WPE][:model_args['block_size']]
         rest |= {'sha256': hash_weights(weights, lora['sha256']),
                  'hf_config': base.checkpoint.get('hf_config')}
-        weights = merged(base.weights, adapters_of(weights, lora['parts']), lora['scale'], lora['quantize'])
+        weights = merged(base.weights | embeddings_of(weights), adapters_of(weights, lora['parts']),
+                         lora['scale'], lora['quantize'])
     return Weights(path, model_args, weights, spec_of(rest), rest)
 
 
@@ -151,7 +152,7 @@ def load_adapter(folder):
     adapters, scale = read_adapter(folder)
     if is_nanochat(base.checkpoint.get('hf_config')):
         adapters = from_nanochat(adapters, head_dim_of(base.model_args))
-    weights = merged(base.weights, adapters, scale, record['quantize'])
+    weights = merged(base.weights | read_embeddings(folder), adapters, scale, record['quantize'])
     return Weights(folder, base.model_args, weights, record['tokenizer'] or base.tokenizer, rest)
 
 

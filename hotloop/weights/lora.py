@@ -12,8 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from configurator import strength
+from hotloop.data.chat import MARK, TEMPLATES
 from hotloop.system.text import wrapped
 from hotloop.weights.nf4 import NF4Linear, rounded
+
+EMBEDDINGS = ('transformer.wte.weight', 'lm_head.weight')  # which lora_embeddings trains
+SAME = 1e-3  # two rows of a head that differ by less, relative to their length, were never told apart
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class LoRAConfig:
     lora_rs: bool = False  # scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA, arXiv 2312.03732)
     lora_dropout: float = 0.0  # dropout on the inputs of adapters
     lora_targets: str = 'all'  # all, attn, mlp, or peft's names of matrices, such as q_proj,v_proj
+    lora_embeddings: bool = False  # also train embedding and head, as peft's modules_to_save
     quantize: Literal['none', 'nf4'] = 'none'  # nf4: frozen weights in 4 bits, except embedding and head
 
     def problems(self):
@@ -147,10 +152,12 @@ def add_adapters(model, cfg, origin, env, seed):
     the adapters; 'parts' is {matrix in a block: [[projection, first row, last row + 1]]}.
     """
     parts = {}
-    num_params = model.num_params()
     for name, (matrix, start, end) in chosen(cfg.lora_targets, projections(model.state_dict())).items():
         parts.setdefault(matrix, []).append([name, start, end])
     model.requires_grad_(False)
+    for name in EMBEDDINGS:
+        model.get_parameter(name).requires_grad_(cfg.lora_embeddings)
+    num_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     torch.manual_seed(seed)
     for block in model.transformer.h:
         for matrix, linear in list(block.named_modules()):
@@ -167,7 +174,7 @@ def add_adapters(model, cfg, origin, env, seed):
         if p.dim() > 1 and not p.requires_grad:
             p.data = p.data.to(env.dtype)
     return {**origin, **dataclasses.asdict(cfg), 'scale': cfg.scale(), 'parts': parts,
-            'parameters': num_params}
+            'parameters': num_frozen}
 
 
 def describe_adapters(record, model, dtype):
@@ -185,9 +192,37 @@ def trainable(model):
 
 
 def weights_to_save(model):
-    """Return the state of a model: that of its adapters alone if it has any."""
+    """Return the state of a model: if it has adapters, only what is trained."""
     state = model.state_dict()
-    return {name: w for name, w in state.items() if '.lora_' in name} or state
+    adapters = {name: w for name, w in state.items() if '.lora_' in name}
+    if adapters and model.lm_head.weight.requires_grad:
+        adapters |= {name: state[name] for name in EMBEDDINGS}
+    return adapters or state
+
+
+def embeddings_of(tensors):
+    """Select embedding and head from the tensors of a run; {} if its adapters were trained alone."""
+    return {name: tensors[name] for name in EMBEDDINGS if name in tensors}
+
+
+def note_untrained_end(head, template, tokenizer, base):
+    """
+    Return a note if the id that ends an answer in a template has the same row of the head, (V, C), as
+    another id, or None. Ids that never occur get equal gradients, and adapters cannot tell them apart.
+    """
+    name, end = 'the end of a text', tokenizer.eot
+    if marks := MARK.findall(TEMPLATES[template].assistant[1]):
+        name, end = marks[0], tokenizer.specials.get(marks[0])
+    if end is None:
+        return None
+    row = head[end].float()
+    same = 0
+    for part in head.split(2**14):  # a float32 copy of a large head may not fit
+        same += int(((part.float() - row).norm(dim=1) <= SAME * row.norm()).sum())
+    if same < 2:
+        return None
+    return (f'note: {base} never learned {name} (its head has one row for {same} ids), so answers may not '
+            'end; --lora_embeddings=True trains embedding and head beside the adapters')
 
 
 # -----------------------------------------------------------------------------

@@ -233,7 +233,8 @@ def test_inspect_shows_counts_and_a_window(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert 'train: 4 tokens, 4 in the loss, 0.50 bytes per token' in out and 'val: 0 tokens' in out
     assert 'byte tokenizer of 257 ids, uint16, template None, from by hand' in out
-    assert 'train: 16 tokens, 14 in the loss, 0.81 bytes per token, 7 distinct ids; how often' in out
+    counted = 'train: 16 tokens, 14 in the loss, 0.81 bytes per token, 7 distinct ids'
+    assert f'{counted}, the ten most frequent:\n           8  ' in out
     assert "\n           8  '\\x00'\n           3  '<|endoftext|>'\n" in out
     assert "from 8: 'ab\\n<|endoftext|>cd<|endoftext|><|endoftext|>'\n" in out
     with pytest.raises(ValueError, match=r'y is not the folder of a dataset: it has no train\.bin'):

@@ -11,11 +11,13 @@ from faults import assert_equal_runs
 from ranks import on_ranks
 
 import train
+from hotloop.data.tokenizer import tokenizer_from
 from hotloop.inference.load import Model
 from hotloop.system.distributed import Env
 from hotloop.weights.adapter import CONFIG, TENSORS, read_adapter, write_adapter
 from hotloop.weights.load import load_weights
 from hotloop.weights.lora import (
+    EMBEDDINGS,
     LoRAConfig,
     LoRALinear,
     adapters_of,
@@ -23,6 +25,7 @@ from hotloop.weights.lora import (
     chosen,
     hash_weights,
     merged,
+    note_untrained_end,
     projections,
     trainable,
     weights_to_save,
@@ -257,6 +260,37 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
         assert (found.tokenizer.bos, found.template) == (7, 'chatml')
         losses.append(all_logits(found.gpt, IDS))
     assert torch.equal(*losses[2:])
+
+
+@pytest.mark.parametrize('quantize', ['none', 'nf4'])
+def test_embedding_and_head_learn_beside_the_adapters(train_tiny, tmp_path, base, quantize, monkeypatch):
+    """Checkpoints and the folder hold them and give one model, and a run resumes with them."""
+    settings = dict(lora_embeddings=True, quantize=quantize)
+    train_tiny('whole', **base, **settings)
+    stop_at(monkeypatch, 5)
+    assert train_tiny('parts', **base, **settings) == 143
+    train_tiny('parts', resume=True)
+    assert_equal_runs(tmp_path / 'parts', tmp_path / 'whole')
+    checkpoint = load(tmp_path / 'whole' / 'best.pt')
+    found = [load_weights(str(tmp_path / name)).weights for name in ('whole', 'whole/adapter')]
+    assert same(*found)
+    before = load_weights(str(tmp_path / 'base')).weights
+    for name in EMBEDDINGS:
+        assert torch.equal(found[0][name], checkpoint['model'][name])
+        assert (found[0][name] - before[name]).norm() > 0.001 * before[name].norm()
+    config = json.loads((tmp_path / 'whole' / 'adapter' / CONFIG).read_text())
+    assert config['modules_to_save'][1] == 'lm_head'
+
+
+def test_a_note_says_that_the_end_of_an_answer_was_never_learned():
+    tokenizer = tokenizer_from({'kind': 'byte'})
+    head = torch.randn(257, 8)
+    assert note_untrained_end(head, 'joined', tokenizer, 'out') is None
+    head[[9, 11]] = head[tokenizer.eot] * (1 + 1e-5)
+    note = note_untrained_end(head, 'joined', tokenizer, 'out')
+    assert note.startswith('note: out never learned the end of a text (its head has one row for 3 ids)')
+    assert '--lora_embeddings=True' in note
+    assert note_untrained_end(head, 'chatml', tokenizer, 'out') is None  # bytes spell its mark
 
 
 @pytest.mark.parametrize('source', ['first', 'first/adapter'])
