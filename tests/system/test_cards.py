@@ -96,8 +96,8 @@ CHANGES = {
         dtype='bfloat16', rope_base=500, rope_factor=2.0, rope_context=8, rope_local_base=50.0,
         embed_norm=False, window=3, window_pattern='LS', muon_lr=0.1, muon_momentum=0.5, decay_fraction=1.0,
         depth=3, lora_rank=4, lora_alpha=4, lora_rs=True, lora_dropout=0.5, lora_targets='mlp',
-        lora_embeddings=True, quantize='nf4', mixer='conv', num_taps=2, eigen='paper', num_eigenstates=8, num_features=4,
-        feedback='dfa', ortho_penalty=0.1),
+        lora_embeddings=True, quantize='nf4', mixer='conv', num_taps=2, eigen='paper', num_eigenstates=8,
+        num_features=4, feedback='dfa', ortho_penalty=0.1),
     'files': dict(out_dir='elsewhere', eval_only=True, dry_run=True, always_save_checkpoint=False,
                   save_minutes=0),
     'lines': dict(
@@ -120,7 +120,8 @@ BOTH = dict(
     muon_momentum=dict(optimizer='muon'), decay_fraction=dict(lr_schedule='linear'),
     time_budget=dict(max_iters=5), resume=dict(init_from='resume'), lora_rank=LORA, lora_alpha=LORA,
     lora_rs=LORA, lora_dropout=LORA, lora_targets=LORA, lora_embeddings=LORA, quantize=LORA,
-    always_save_checkpoint=NO_PROGRESS, patience=NO_PROGRESS, wandb_project=dict(wandb_log=True), wandb_run_name=dict(wandb_log=True))
+    always_save_checkpoint=NO_PROGRESS, patience=NO_PROGRESS, wandb_project=dict(wandb_log=True),
+    wandb_run_name=dict(wandb_log=True))
 PATCHES = dict(tensorboard=no_tensorboard, wandb_log=fake_wandb, wandb_project=fake_wandb,
                wandb_run_name=fake_wandb, compile=fake_compile, recompute=fake_checkpoint,
                deterministic=fake_determinism, backend=two_processes)
