@@ -146,8 +146,8 @@ def test_readme_starts_with_two_commands_and_ci_runs_the_second():
     assert second in (ROOT / '.ci/run').read_text(encoding='utf-8').splitlines()
 
 
-def test_readme_has_at_most_340_lines_and_names_every_file_and_every_card():
-    assert README.count('\n') <= 340
+def test_readme_has_at_most_350_lines_and_names_every_file_and_every_card():
+    assert README.count('\n') <= 350
     for path in ROOT.glob('*.py'):
         assert re.search(rf'^{path.name} ', README, re.M), path.name
     for card in CARDS:
