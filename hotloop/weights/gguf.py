@@ -15,33 +15,32 @@ from hotloop.weights.export_tokenizer import tokenizer_files
 from hotloop.weights.families import CONV1D, SETTINGS
 
 ALIGNMENT = 32  # each tensor begins at a multiple of as many bytes
-UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9  # types of metadata
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
+BLOCK = 32  # numbers of q8_0 that share a scale
 # {dtype: (its name, its type of tensors, its type of files)}; int8 stands for q8_0
 DTYPES = {torch.float32: ('float32', 0, 0), torch.float16: ('float16', 1, 1),
           torch.bfloat16: ('bfloat16', 30, 32), torch.int8: ('q8_0', 8, 7)}
-BLOCK = 32  # numbers that share a scale in q8_0
+FORMATS = {bool: (7, '?'), int: (4, 'I'), float: (6, 'f')}  # types of metadata, and as struct has them
+INT32, STRING, ARRAY = 5, 8, 9  # more types of metadata
+UNUSED, TOKEN_TYPES = 5, {None: 1, True: 3, False: 4}  # of ordinary, special and other added tokens
 
-# settings of GPTConfig that may have any value; head_dim too where `llama` or `qwen3` is written
-SIZES = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_ff', 'norm_eps', 'tie')
-ROPE = ('rope_base', 'rope_factor')
-FREE = {'gpt2': SIZES, 'llama': (*SIZES, *ROPE, 'rope_context', 'head_dim'), 'qwen2': (*SIZES, *ROPE),
-        'qwen3': (*SIZES, *ROPE, 'head_dim')}
-# {module in transformers: module in GGUF}; those of blocks without their prefix
+# settings of GPTConfig that may have any value, in all architectures and in some
+SIZES = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_ff', 'norm_eps', 'tie',
+         'rope_base', 'rope_factor')
+MORE_SIZES = {'llama': ('head_dim', 'rope_context'), 'qwen3': ('head_dim',)}
+# {module in transformers: module in GGUF}
 NAMES = {
     'transformer.wte': 'token_embd', 'transformer.wpe': 'position_embd', 'transformer.ln_f': 'output_norm',
     'model.embed_tokens': 'token_embd', 'model.norm': 'output_norm', 'lm_head': 'output',
-    'ln_1': 'attn_norm', 'attn.c_attn': 'attn_qkv', 'attn.c_proj': 'attn_output',
-    'ln_2': 'ffn_norm', 'mlp.c_fc': 'ffn_up', 'mlp.c_proj': 'ffn_down',
-    'input_layernorm': 'attn_norm', 'self_attn.q_proj': 'attn_q', 'self_attn.k_proj': 'attn_k',
-    'self_attn.v_proj': 'attn_v', 'self_attn.o_proj': 'attn_output', 'self_attn.q_norm': 'attn_q_norm',
-    'self_attn.k_norm': 'attn_k_norm', 'post_attention_layernorm': 'ffn_norm',
-    'mlp.gate_proj': 'ffn_gate', 'mlp.up_proj': 'ffn_up', 'mlp.down_proj': 'ffn_down'}
-
+    'ln_1': 'attn_norm', 'attn.c_attn': 'attn_qkv', 'attn.c_proj': 'attn_output', 'ln_2': 'ffn_norm',
+    'mlp.c_fc': 'ffn_up', 'mlp.c_proj': 'ffn_down', 'input_layernorm': 'attn_norm',
+    'self_attn.q_proj': 'attn_q', 'self_attn.k_proj': 'attn_k', 'self_attn.v_proj': 'attn_v',
+    'self_attn.o_proj': 'attn_output', 'self_attn.q_norm': 'attn_q_norm', 'self_attn.k_norm': 'attn_k_norm',
+    'post_attention_layernorm': 'ffn_norm', 'mlp.gate_proj': 'ffn_gate', 'mlp.up_proj': 'ffn_up',
+    'mlp.down_proj': 'ffn_down'}
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r'|\s*[\r\n]+|\s+(?!\S)|\s+')
-# {how words are split: its name in llama.cpp}
-SPLITS = {(GPT2_SPLIT,): 'gpt-2', (LLAMA3_SPLIT,): 'llama-bpe', ('digits', GPT2_SPLIT): 'smollm',
+# {how words are split, step by step: its name in llama.cpp}
+SPLITS = {(GPT2_SPLIT,): 'gpt-2', ('digits', GPT2_SPLIT): 'smollm', (LLAMA3_SPLIT,): 'llama-bpe',
           (LLAMA3_SPLIT.replace('{1,3}', ''),): 'qwen2'}
 
 
@@ -51,20 +50,18 @@ def export_gguf(model, tokenizer, template, path, dtype, quantize):
     are in the dtype or, if quantize, in q8_0. Raises ValueError if llama.cpp has no such model.
     """
     kind = architecture(model.config)
-    tensors = gguf_tensors(model, kind, tokenizer.n_vocab)
-    dtypes = {name: dtype_of(name, tensor, dtype, quantize) for name, tensor in tensors.items()}
     named, _, file_type = DTYPES[torch.int8 if quantize else dtype]
     metadata = {'general.architecture': kind, 'general.name': os.path.basename(path).removesuffix('.gguf'),
                 'general.file_type': file_type, 'general.quantization_version': 2}
-    for key, value in shape_of(model.config, kind, tokenizer.n_vocab).items():
-        metadata[f'{kind}.{key}'] = value
-    for key, value in vocabulary(tokenizer, template, model.config.block_size).items():
-        metadata[f'tokenizer.{key}'] = value
+    shape = shape_of(model.config, kind, tokenizer.n_vocab)
+    metadata |= {f'{kind}.{key}': value for key, value in shape.items()}
+    metadata |= vocabulary(tokenizer, template, model.config.block_size)
+    tensors = gguf_tensors(model, kind, tokenizer.n_vocab)
     try:
         if os.path.lexists(path):
             raise FileExistsError('File exists')
         with replacing(path) as f:
-            write_gguf(f, metadata, tensors, dtypes)
+            write_gguf(f, metadata, tensors, dtype, quantize)
     except OSError as e:
         raise ValueError(f'export={path} could not be written: {e.strerror or e}') from None
     print(f'wrote {path}: {kind}, {named}')
@@ -72,16 +69,14 @@ def export_gguf(model, tokenizer, template, path, dtype, quantize):
         print('note: llama.cpp approximates GELU with tanh, so its logits differ slightly', file=sys.stderr)
 
 
-# -----------------------------------------------------------------------------
-# the model
-
 def architecture(config):
     """Choose the architecture of a resolved GPTConfig. Raises ValueError if llama.cpp has none."""
     kind = 'qwen3' if config.qk_norm else 'qwen2' if config.qkv_bias else 'llama'
     if config.position == 'learned':
         kind = 'gpt2'
-    settings = SETTINGS[kind] | {name: getattr(config, name) for name in FREE[kind]}
-    if config.mlp == 'gelu_tanh' and kind == 'gpt2':
+    sizes = SIZES + MORE_SIZES.get(kind, ())
+    settings = SETTINGS[kind] | {name: getattr(config, name) for name in sizes}
+    if kind == 'gpt2' and config.mlp == 'gelu_tanh':
         settings['mlp'] = config.mlp
     differing = differences(config, type(config)(**settings).resolved(), kind)
     if differing:
@@ -97,9 +92,9 @@ def shape_of(config, kind, n_vocab):
              'attention.head_count': config.n_head, 'attention.head_count_kv': config.n_kv_head}
     if kind == 'gpt2':
         return shape | {'attention.layer_norm_epsilon': config.norm_eps}
-    shape |= {'attention.layer_norm_rms_epsilon': config.norm_eps, 'attention.key_length': config.head_dim,
-              'attention.value_length': config.head_dim, 'rope.dimension_count': config.head_dim,
-              'rope.freq_base': config.rope_base}
+    for key in ('attention.key_length', 'attention.value_length', 'rope.dimension_count'):
+        shape[key] = config.head_dim
+    shape |= {'attention.layer_norm_rms_epsilon': config.norm_eps, 'rope.freq_base': config.rope_base}
     if config.rope_factor != 1 and config.rope_context is None:  # With a context, a tensor has the factors.
         shape |= {'rope.scaling.type': 'linear', 'rope.scaling.factor': config.rope_factor}
     return shape
@@ -112,15 +107,15 @@ def gguf_tensors(model, kind, n_vocab):
     for name, tensor in hf_tensors(model, kind).items():
         module, _, suffix = name.rpartition('.')
         layer = re.fullmatch(r'(?:transformer\.h|model\.layers)\.(\d+)\.(.+)', module)
-        ours = f'blk.{layer[1]}.{NAMES[layer[2]]}' if layer else NAMES[module]
+        theirs = f'blk.{layer[1]}.{NAMES[layer[2]]}' if layer else NAMES[module]
         if kind == 'gpt2' and name.endswith(CONV1D):
             tensor = tensor.t()
-        elif ours in ('token_embd', 'output'):
+        elif theirs in ('token_embd', 'output'):
             tensor = tensor[:n_vocab]
-        elif kind == 'llama' and ours.endswith(('attn_q', 'attn_k')):
+        elif kind == 'llama' and theirs.endswith(('attn_q', 'attn_k')):
             # Its rotation turns channels 2i and 2i + 1 together, ours i and i + D/2.
             tensor = tensor.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        tensors[f'{ours}.{suffix}'] = tensor
+        tensors[f'{theirs}.{suffix}'] = tensor
     if c.rope_context is not None:
         base = c.rope_base ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
         # The angle at position 1 is the frequency, which llama.cpp divides by these factors.
@@ -128,11 +123,74 @@ def gguf_tensors(model, kind, n_vocab):
     return tensors
 
 
-def dtype_of(name, tensor, dtype, quantize):
-    """Choose a tensor's dtype: vectors and learned positions stay in float32, as llama.cpp expects."""
-    if tensor.dim() == 1 or name == 'position_embd.weight':
-        return torch.float32
-    return torch.int8 if quantize and tensor.size(1) % BLOCK == 0 else dtype
+def vocabulary(tokenizer, template, max_length):
+    """Return the metadata of a tokenizer and its chat template. Raises ValueError if ids would differ."""
+    files = tokenizer_files(tokenizer, template, max_length)
+    file = files.get('tokenizer.json') or '{}'
+    file = json.loads(file) if isinstance(file, str) else file
+    split = SPLITS.get(steps_of(file.get('pre_tokenizer')))
+    if not split or tokenizer.eot is None or file['normalizer'] not in (None, {'type': 'NFC'}):
+        raise ValueError(f'a GGUF file cannot hold this {tokenizer.spec()["kind"]} tokenizer, only bytes and '
+                         'byte-level BPEs with an end of text and a split of words that llama.cpp names: '
+                         f'{", ".join(SPLITS.values())}')
+    tokens = [f'[unused {i}]' for i in range(tokenizer.n_vocab)]
+    types = [UNUSED] * tokenizer.n_vocab
+    special = {added['content']: added['special'] for added in file['added_tokens']}
+    ids = file['model']['vocab'] | {added['content']: added['id'] for added in file['added_tokens']}
+    for token, i in ids.items():
+        if i < tokenizer.n_vocab:
+            tokens[i] = token
+            types[i] = TOKEN_TYPES[special.get(token)]
+    merges = [pair if isinstance(pair, str) else ' '.join(pair) for pair in file['model']['merges']]
+    reached = {pair.replace(' ', '') for pair in merges} | special.keys()
+    lost = [token for token in ids if len(token) > 1 and token not in reached]
+    if lost and split != 'llama-bpe' and file['model'].get('ignore_merges'):
+        raise ValueError(f'llama.cpp would never use the token {lost[0]!r}, because no merges give it')
+    bos = tokenizer.eot if tokenizer.bos is None else tokenizer.bos  # Without one, llama.cpp takes id 11.
+    made = {'ggml.model': 'gpt2', 'ggml.pre': split, 'ggml.tokens': tokens, 'ggml.token_type': types,
+            'ggml.merges': merges, 'ggml.eos_token_id': tokenizer.eot, 'ggml.bos_token_id': bos,
+            'ggml.add_bos_token': tokenizer.bos is not None}
+    stops = {*files['generation_config.json']['eos_token_id']} - {tokenizer.eot}
+    if stops:
+        made['ggml.eot_token_id'] = max(stops)  # ends an answer, too
+    if 'chat_template' in files['tokenizer_config.json']:
+        made['chat_template'] = files['tokenizer_config.json']['chat_template']
+    return {f'tokenizer.{key}': value for key, value in made.items()}
+
+
+def steps_of(pre_tokenizer):
+    """Describe, step by step, how the pre-tokenizer of a tokenizer.json splits words."""
+    steps = []
+    for step in (pre_tokenizer or {}).get('pretokenizers', [pre_tokenizer or {'type': 'none'}]):
+        if step['type'] == 'Digits' and step['individual_digits']:
+            steps.append('digits')
+        elif step['type'] != 'ByteLevel':
+            steps.append(step.get('pattern', {}).get('Regex', step['type']))
+        elif step.get('use_regex', True):
+            steps.append(GPT2_SPLIT)
+    return tuple(steps)
+
+
+def write_gguf(f, metadata, tensors, dtype, quantize):
+    """Write a header, metadata, the place of each tensor with its last dimension first, and the tensors."""
+    head = b'GGUF' + struct.pack('<IQQ', 3, len(tensors), len(metadata))
+    for key, value in metadata.items():
+        head += string(key) + packed(value)
+    encoded = []
+    start = 0
+    for name, tensor in tensors.items():
+        used = torch.int8 if quantize and tensor.size(-1) % BLOCK == 0 else dtype
+        if tensor.dim() == 1 or name == 'position_embd.weight':  # llama.cpp adds these in float32.
+            used = torch.float32
+        shape = tensor.shape[::-1]
+        head += string(name) + struct.pack(f'<I{len(shape)}Q', len(shape), *shape)
+        head += struct.pack('<IQ', DTYPES[used][1], start)
+        encoded.append(q8_0(tensor) if used == torch.int8 else tensor.to(used))
+        start += encoded[-1].nbytes + -encoded[-1].nbytes % ALIGNMENT
+    f.write(head + bytes(-len(head) % ALIGNMENT))
+    for tensor in encoded:
+        f.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        f.write(bytes(-tensor.nbytes % ALIGNMENT))
 
 
 def q8_0(tensor):
@@ -143,97 +201,18 @@ def q8_0(tensor):
     return torch.cat((scales.half().view(torch.int8), numbers), dim=1)
 
 
-# -----------------------------------------------------------------------------
-# the tokenizer
-
-def vocabulary(tokenizer, template, max_length):
-    """
-    Return the metadata of a tokenizer and its chat template, without their prefix. Raises ValueError
-    if llama.cpp would give other ids.
-    """
-    files = tokenizer_files(tokenizer, template, max_length)
-    file = files.get('tokenizer.json', {})
-    file = json.loads(file) if isinstance(file, str) else file
-    split = file and SPLITS.get(steps_of(file['pre_tokenizer']))
-    if not split or file['normalizer'] not in (None, {'type': 'NFC'}) or tokenizer.eot is None:
-        raise ValueError(f'a GGUF file cannot hold this tokenizer ({tokenizer.spec()["kind"]}), only bytes and '
-                         f'byte-level BPEs with an end of text that split words like {", ".join(SPLITS.values())}')
-    ids = file['model']['vocab'] | {added['content']: added['id'] for added in file['added_tokens']}
-    tokens = [f'[unused {i}]' for i in range(tokenizer.n_vocab)]
-    types = [UNUSED] * tokenizer.n_vocab
-    for token, i in ids.items():
-        if i < tokenizer.n_vocab:
-            tokens[i] = token
-            types[i] = NORMAL
-    for added in file['added_tokens']:
-        if added['id'] < tokenizer.n_vocab:
-            types[added['id']] = CONTROL if added['special'] else USER_DEFINED
-    pairs = [pair.split(' ') if isinstance(pair, str) else pair for pair in file['model']['merges']]
-    unreachable = {token for token, type in zip(tokens, types, strict=True) if type == NORMAL and len(token) > 1}
-    unreachable -= {''.join(pair) for pair in pairs}
-    if unreachable and split != 'llama-bpe' and file['model'].get('ignore_merges'):
-        raise ValueError(f'llama.cpp would never use the token {min(unreachable)!r}, because no merges give it')
-    bos = tokenizer.eot if tokenizer.bos is None else tokenizer.bos  # llama.cpp assumes 11 if there is none
-    made = {'ggml.model': 'gpt2', 'ggml.pre': split, 'ggml.tokens': tokens, 'ggml.token_type': types,
-            'ggml.merges': [' '.join(pair) for pair in pairs], 'ggml.eos_token_id': tokenizer.eot,
-            'ggml.bos_token_id': bos, 'ggml.add_bos_token': tokenizer.bos is not None}
-    ends = files['generation_config.json']['eos_token_id']
-    if ends != [tokenizer.eot]:
-        made['ggml.eot_token_id'] = max(i for i in ends if i != tokenizer.eot)  # ends an answer, too
-    if 'chat_template' in files['tokenizer_config.json']:
-        made['chat_template'] = files['tokenizer_config.json']['chat_template']
-    return made
-
-
-def steps_of(pre_tokenizer):
-    """Return the patterns by which the pre-tokenizer of a tokenizer.json splits words, one after the other."""
-    steps = []
-    for step in pre_tokenizer.get('pretokenizers', [pre_tokenizer]) if pre_tokenizer else []:
-        if step['type'] == 'Digits':
-            steps.append('digits' if step['individual_digits'] else 'numbers')
-        elif step['type'] != 'ByteLevel':
-            steps.append(step.get('pattern', {}).get('Regex', step['type']))
-        elif step.get('use_regex', True):
-            steps.append(GPT2_SPLIT)
-    return tuple(steps)
-
-
-# -----------------------------------------------------------------------------
-# the file
-
-def write_gguf(f, metadata, tensors, dtypes):
-    """Write a header, metadata, the place of each tensor, and aligned tensors, the last dimension first."""
-    head = b'GGUF' + struct.pack('<IQQ', 3, len(tensors), len(metadata))
-    for key, value in metadata.items():
-        type, data = packed(value)
-        head += packed(key)[1] + struct.pack('<I', type) + data
-    start = 0
-    for name, tensor in tensors.items():
-        shape = tensor.shape[::-1]
-        head += packed(name)[1] + struct.pack(f'<I{len(shape)}Q', len(shape), *shape)
-        head += struct.pack('<IQ', DTYPES[dtypes[name]][1], start)
-        size = tensor.numel() * dtypes[name].itemsize
-        if dtypes[name] == torch.int8:
-            size += tensor.numel() // BLOCK * 2
-        start += size + -size % ALIGNMENT
-    f.write(head + bytes(-len(head) % ALIGNMENT))
-    for name, tensor in tensors.items():
-        made = q8_0(tensor) if dtypes[name] == torch.int8 else tensor.to(dtypes[name])
-        f.write(made.cpu().contiguous().flatten().view(torch.uint8).numpy())
-        f.write(bytes(-made.nbytes % ALIGNMENT))
-
-
 def packed(value):
-    """Return (type, bytes) of a value of metadata."""
-    if isinstance(value, bool):
-        return BOOL, struct.pack('<?', value)
-    if isinstance(value, int):
-        return UINT32, struct.pack('<I', value)
-    if isinstance(value, float):
-        return FLOAT32, struct.pack('<f', value)
+    """Return the bytes of a value of metadata, after those of its type."""
+    if type(value) in FORMATS:
+        kind, form = FORMATS[type(value)]
+        return struct.pack(f'<I{form}', kind, value)
     if isinstance(value, str):
-        data = value.encode()
-        return STRING, struct.pack('<Q', len(data)) + data
+        return struct.pack('<I', STRING) + string(value)
     if value and isinstance(value[0], int):
-        return ARRAY, struct.pack(f'<IQ{len(value)}i', INT32, len(value), *value)
-    return ARRAY, struct.pack('<IQ', STRING, len(value)) + b''.join(packed(text)[1] for text in value)
+        return struct.pack(f'<IIQ{len(value)}i', ARRAY, INT32, len(value), *value)
+    return struct.pack('<IIQ', ARRAY, STRING, len(value)) + b''.join(map(string, value))
+
+
+def string(text):
+    data = text.encode()
+    return struct.pack('<Q', len(data)) + data
