@@ -12,6 +12,7 @@ also needs its base, and a checkpoint of nanoGPT its dataset.
     $ python sample.py --eval_code=HumanEval.jsonl.gz --run_code   # syntax, BLEU and pass@1 of its code
     $ python sample.py --diagnose                                  # NaN, activations, loss by position
     $ python sample.py --export=folder                             # write it for transformers
+    $ python sample.py --export=model.gguf --quantize=int8         # write it for llama.cpp
 """
 
 import math
@@ -36,6 +37,7 @@ from hotloop.system.files import json_lines
 from hotloop.training.dataloader import open_split
 from hotloop.training.evaluate import fixed_windows
 from hotloop.weights.export import export
+from hotloop.weights.gguf import export_gguf
 from model import GPT, positions_in
 
 RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
@@ -47,7 +49,7 @@ TEXT = ('start', 'num_samples', *DRAWN)
 UNUSED = {'score': TEXT, 'eval_code': ('start',), 'chat': ('num_samples', 'output', 'batch_size'),
           'serve': ('start', 'num_samples', 'output', 'compile'),
           'diagnose': (*TEXT, 'template', 'batch_size', 'quantize'),
-          'export': (*TEXT, 'output', 'batch_size', 'device', 'compile', 'quantize')}
+          'export': (*TEXT, 'output', 'batch_size', 'device', 'compile')}
 DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
 
 
@@ -67,7 +69,7 @@ class SampleConfig:
     eval_code: str | None = None  # answer the tasks of this .jsonl or list: HumanEval, MBPP, rows
     run_code: bool = False  # for eval_code: also run the tests, in a process with limits (pass@1)
     diagnose: bool = False  # examine training, weights, activations and loss by position
-    export: str | None = None  # write the model to this new folder for transformers, in float32 or --dtype
+    export: str | None = None  # write a folder for transformers or a .gguf file, in float32 or --dtype
     # --- text
     num_samples: int | None = None  # samples per prompt; None: 3, or 1 if temperature=0
     max_new_tokens: int = 500  # maximum number of new tokens per sample, and of a request to --serve
@@ -98,6 +100,8 @@ class SampleConfig:
             problems.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
         if self.run_code and not self.eval_code:
             problems.append('run_code=True needs eval_code, the file with the tasks')
+        if self.export and self.quantize != 'none' and not self.export.endswith('.gguf'):
+            problems.append(f'quantize={self.quantize} needs an export that ends in .gguf, not {self.export}')
         return problems
 
 
@@ -230,8 +234,11 @@ def main(argv=None):
         print('note: on a GPU int8 saves memory, but only one sample at a time with --compile=True reads '
               'fewer bytes than bfloat16', file=sys.stderr)
     if cfg.export:
-        export(model, tokenizer, template, cfg.export,
-               torch.float32 if cfg.dtype == 'auto' else opened.dtype, weights.checkpoint.get('hf_config'))
+        dtype = torch.float32 if cfg.dtype == 'auto' else opened.dtype
+        if cfg.export.endswith('.gguf'):
+            export_gguf(model, tokenizer, template, cfg.export, dtype, cfg.quantize == 'int8')
+        else:
+            export(model, tokenizer, template, cfg.export, dtype, weights.checkpoint.get('hf_config'))
         return 0
     step = f', step {weights.checkpoint["iter_num"]}' if 'iter_num' in weights.checkpoint else ''
     spec = tokenizer.spec()

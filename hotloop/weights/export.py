@@ -67,17 +67,23 @@ def config_json(config, hf_config=None):
         made['n_ctx'] = config.block_size
     GPTConfig = type(config)  # The parts do not import model.py.
     theirs = GPTConfig(**model_args_from(made, 'config.json')).resolved()
-    differing = []
-    for name, value in dataclasses.asdict(config).items():
-        # Biases that the model lacks are written as zeros.
-        is_zero = kind == 'gpt2' and name in ('bias', 'qkv_bias') and not value
-        if value != getattr(theirs, name) and name not in SAME_FUNCTION and not is_zero:
-            differing.append(f'{name}={value}')
+    differing = differences(config, theirs, kind)
     if differing:
         raise ValueError(f'transformers has no such model: its {kind} differs in {", ".join(differing)}; '
                          'a run from scratch needs --preset=gpt2, --preset=qwen3, or --preset=modern with '
                          '--key_shift=False --x0_mix=False')
     return made
+
+
+def differences(config, theirs, kind):
+    """List the settings of a GPTConfig by which it computes something else than `theirs`, of a family."""
+    found = []
+    for name, value in dataclasses.asdict(config).items():
+        # Biases that the model lacks are written as zeros.
+        is_zero = kind == 'gpt2' and name in ('bias', 'qkv_bias') and not value
+        if value != getattr(theirs, name) and name not in SAME_FUNCTION and not is_zero:
+            found.append(f'{name}={value}')
+    return found
 
 
 def scratch_config(config):
