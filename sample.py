@@ -230,9 +230,6 @@ def main(argv=None):
                 print(f'note: --{name} has no effect with --{command}', file=sys.stderr)
     opened = Model(cfg, GPT)
     weights, model, tokenizer, template = opened.weights, opened.gpt, opened.tokenizer, opened.template
-    if cfg.quantize == 'int8' and opened.device.type == 'cuda' and not (cfg.num_samples == 1 and cfg.compile):
-        print('note: on a GPU int8 saves memory, but only one sample at a time with --compile=True reads '
-              'fewer bytes than bfloat16', file=sys.stderr)
     if cfg.export:
         dtype = torch.float32 if cfg.dtype == 'auto' else opened.dtype
         if cfg.export.endswith('.gguf'):
@@ -240,6 +237,9 @@ def main(argv=None):
         else:
             export(model, tokenizer, template, cfg.export, dtype, weights.checkpoint.get('hf_config'))
         return 0
+    if cfg.quantize == 'int8' and opened.device.type == 'cuda' and not (cfg.num_samples == 1 and cfg.compile):
+        print('note: on a GPU int8 saves memory, but only one sample at a time with --compile=True reads '
+              'fewer bytes than bfloat16', file=sys.stderr)
     step = f', step {weights.checkpoint["iter_num"]}' if 'iter_num' in weights.checkpoint else ''
     spec = tokenizer.spec()
     print(f'weights: {weights.path}{step}; tokenizer: {spec.get("name", spec["kind"])}\n'

@@ -352,10 +352,11 @@ def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, char
 
 @pytest.mark.parametrize('samples, compiled, noted', [(1, True, False), (1, False, True), (3, True, True)])
 def test_int8_on_a_gpu_says_when_it_reads_more_than_bfloat16(monkeypatch, capsys, samples, compiled, noted):
-    weights = types.SimpleNamespace(checkpoint={})
-    model = types.SimpleNamespace(device=torch.device('cuda', 0), dtype=torch.bfloat16, gpt=None,
-                                  tokenizer=None, template=None, weights=weights)
+    def stop():
+        raise ValueError('no further')
+    tokenizer = types.SimpleNamespace(spec=stop)  # the first that is used after the note
+    model = types.SimpleNamespace(device=torch.device('cuda', 0), dtype=torch.bfloat16, gpt=None, template=None,
+                                  tokenizer=tokenizer, weights=types.SimpleNamespace(checkpoint={}))
     monkeypatch.setattr(sample, 'Model', lambda cfg, kind: model)
-    monkeypatch.setattr(sample, 'export', lambda *args: None)  # the first that uses the model
-    assert main(quantize='int8', num_samples=samples, compile=compiled, export='x') == 0
+    assert error_of(main, quantize='int8', num_samples=samples, compile=compiled) == 'no further'
     assert ('fewer bytes than bfloat16' in capsys.readouterr().err) == noted
