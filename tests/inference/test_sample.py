@@ -355,8 +355,9 @@ def test_int8_on_a_gpu_says_when_it_reads_more_than_bfloat16(monkeypatch, capsys
     def stop():
         raise ValueError('no further')
     tokenizer = types.SimpleNamespace(spec=stop)  # the first that is used after the note
-    model = types.SimpleNamespace(device=torch.device('cuda', 0), dtype=torch.bfloat16, gpt=None, template=None,
-                                  tokenizer=tokenizer, weights=types.SimpleNamespace(checkpoint={}))
+    model = types.SimpleNamespace(device=torch.device('cuda', 0), dtype=torch.bfloat16, gpt=None,
+                                  template=None, tokenizer=tokenizer,
+                                  weights=types.SimpleNamespace(checkpoint={}))
     monkeypatch.setattr(sample, 'Model', lambda cfg, kind: model)
     assert error_of(main, quantize='int8', num_samples=samples, compile=compiled) == 'no further'
     assert ('fewer bytes than bfloat16' in capsys.readouterr().err) == noted
