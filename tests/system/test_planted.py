@@ -72,7 +72,7 @@ def test_each_planted_defect_is_found(tmp_path, shim):  # noqa: F811
     def find(number, defect):
         name, old, new, tests, words = defect
         folder = tmp_path / str(number)
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns('.git', '__pycache__', 'out*'))
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns('.*', '__pycache__', 'out*'))
         path = folder / name
         source = path.read_text(encoding='utf-8')
         assert source.count(old) == 1, f'{name} has {source.count(old)} times {old}'
