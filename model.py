@@ -98,6 +98,10 @@ class GPTConfig:
                 value = getattr(c, name)
                 if value is not None and not least <= value < below:
                     wrong.append(f'{name}={value} must be {words}')
+        letters = ''.join(MIXER_LETTERS.values())
+        if not set(c.mixer_pattern()) <= set(letters) or not c.mixer:
+            names = ', '.join(MIXER_LETTERS)
+            wrong.append(f'mixer={c.mixer!r} must be one of {names}, or letters of {letters}')
         if wrong:
             return wrong
         if self.head_dim is None and c.n_embd % c.n_head:
@@ -121,9 +125,6 @@ class GPTConfig:
         pattern = c.window_pattern
         if pattern is not None and (c.window is None or not {'S'} <= set(pattern) <= {'S', 'L'}):
             wrong.append(f'window_pattern={pattern!r} must contain an S, only S and L, and need a window')
-        if not set(c.mixers()) <= set(MIXER_LETTERS.values()):
-            wrong.append(f'mixer={c.mixer!r} must be one of {", ".join(MIXER_LETTERS)}, or only letters of '
-                         f'{"".join(MIXER_LETTERS.values())}')
         if c.n_head % c.n_kv_head:
             wrong.append(f'n_head={c.n_head} is not divisible by n_kv_head={c.n_kv_head}')
         return wrong
@@ -153,9 +154,13 @@ class GPTConfig:
         """Build the GPT with these settings."""
         return GPT(self)
 
+    def mixer_pattern(self):
+        """Return the letters of mixers that the layers repeat."""
+        return MIXER_LETTERS.get(self.mixer, self.mixer)
+
     def mixers(self):
         """List the letter of each layer's mixer."""
-        pattern = MIXER_LETTERS.get(self.mixer, self.mixer)
+        pattern = self.mixer_pattern()
         return [pattern[i % len(pattern)] for i in range(self.n_layer)]
 
     def windows(self):

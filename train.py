@@ -423,11 +423,6 @@ def build_run(settings, datasets, env):
     if base:
         record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
         print0(describe_adapters(record['lora'], model, env.dtype))
-        if record.get('template') and not settings.lora.lora_embeddings:
-            tokenizer = tokenizer_from(datasets[0].meta['tokenizer'])
-            note = note_untrained_end(model.lm_head.weight, record['template'], tokenizer, base['base'])
-            if note:
-                print0(wrapped(note))
         if checkpoint:
             model.load_weights({**model.state_dict(), **checkpoint['model']})
     if not all(p.isfinite().all() for p in model.parameters()):
@@ -459,6 +454,11 @@ def build_run(settings, datasets, env):
     byte_counts = None
     try:
         byte_counts = byte_table(datasets[0].meta, vocab_size)
+        if base and record.get('template') and not settings.lora.lora_embeddings:
+            tokenizer = tokenizer_from(datasets[0].meta['tokenizer'])
+            note = note_untrained_end(model.lm_head.weight, record['template'], tokenizer, base['base'])
+            if note:
+                print0(wrapped(note))
     except ValueError as e:  # the tokenizer is not available here
         print0(f'bits per byte: not reported, because {e}')
     return Run(cfg, env, model, evaluated, forward, batches, splits, byte_counts, optimizers, scaler, state,

@@ -56,7 +56,7 @@ class KVCache:
         past = self.state[layer, 'past']
         n = past.size(2)
         x = torch.cat((past.to(x.dtype), x), dim=2)
-        last = x[:, :, -n:]
+        last = x[:, :, x.size(2) - n:]
         if self.prompt_lengths is not None:
             rows = torch.arange(x.size(0), device=x.device)[:, None]
             places = self.prompt_lengths[:, None] + torch.arange(n, device=x.device)

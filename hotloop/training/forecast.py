@@ -130,7 +130,7 @@ def activation_bytes(config, batch, dtype, chunks, recompute='none', lora=None):
     # windows and soft-caps need no memory, and their kernels do not exist on the meta device
     plain = dict(window=None, window_pattern=None, rope_local_base=None, attn_softcap=0.0)
     peaks = []
-    period = len(config.mixer) if set(config.mixer) <= set('ACEK') else 1
+    period = len(config.mixer_pattern())
     for times in (2, 3):
         shallow = dataclasses.replace(config, n_layer=times * period, **plain)
         model = model_on_meta(shallow, lora, dtype)

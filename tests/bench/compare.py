@@ -21,6 +21,8 @@ from statistics import mean, median, stdev
 
 from bench import ROOT, machine, parser_of, run, table
 
+from hotloop.training.report import read_rows
+
 ABOUT = """# Ideas, judged
 
 Each row is pairs of runs with equal seeds and batches, by `python tests/bench/compare.py`, with which anybody
@@ -39,8 +41,7 @@ def run_once(options, dataset, seed, length, args):
     if not os.path.exists(result):
         shutil.rmtree(folder, ignore_errors=True)
         seconds, _, _ = run([*command, f'--out_dir={folder}'])
-        with open(os.path.join(folder, 'log.jsonl'), encoding='utf-8') as f:
-            rows = [json.loads(line) for line in f]
+        rows = read_rows(os.path.join(folder, 'log.jsonl'))
         last = [row for row in rows if 'val_bpb' in row][-1]
         speed = median(row['tokens_per_s'] for row in rows if 'tokens_per_s' in row)
         numbers = {'bpb': last['val_bpb'], 'steps': last['step'], 'seconds': seconds, 'tokens_per_s': speed}
@@ -101,8 +102,7 @@ HEAD = ['idea', 'source', 'settings', 'against', 'text', 'equal', 'seeds', 'bits
 
 def write_board():
     """Write LEADERBOARD.md from the rows of leaderboard.jsonl, the largest gain first."""
-    with open(BOARD, encoding='utf-8') as f:
-        rows = [json.loads(line) for line in f]
+    rows = read_rows(BOARD)
     rows.sort(key=lambda row: -row['gain'])
     with open(BOARD.replace('leaderboard.jsonl', 'LEADERBOARD.md'), 'w', encoding='utf-8') as f:
         f.write(f'{ABOUT}\n{table(HEAD, map(cells, rows))}\n')

@@ -182,8 +182,8 @@ def cosine(done, warmup, floor):
 
 def train_ours(job):
     """Train by train.py. Returns the model and its numbers."""
-    import torch
-
+    from hotloop.training.report import read_rows
+    from hotloop.weights.load import load_checkpoint
     from model import GPT
     out = os.path.join(job['work'], 'run', job['name'])
     flags = {**TRAIN[job['system']], 'data_dir': os.path.dirname(job['data']), 'seed': job['seed'],
@@ -191,12 +191,11 @@ def train_ours(job):
              'eval_interval': 10**6, 'eval_tokens': 4096, 'out_dir': out}
     seconds, _, _ = run([sys.executable, 'train.py', 'config/quickstart.py',
                          *(f'--{name}={value}' for name, value in flags.items())])
-    checkpoint = torch.load(os.path.join(out, 'ckpt.pt'), weights_only=True)
+    checkpoint = load_checkpoint(os.path.join(out, 'ckpt.pt'))
     model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'])
-    with open(os.path.join(out, 'log.jsonl'), encoding='utf-8') as f:
-        rows = [json.loads(line) for line in f]
+    rows = read_rows(os.path.join(out, 'log.jsonl'))
     speeds = [row['tokens_per_s'] for row in rows if 'tokens_per_s' in row]
-    steps = max(row['step'] for row in rows if 'step' in row)
+    steps = max(row['step'] for row in rows)
     return model, model.config.block_size, {'steps': steps, 'seconds': seconds,
                                             'tokens_per_s': mean(speeds) if speeds else math.nan}
 
