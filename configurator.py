@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+OWN_FILE = '# all settings of the run in this folder'  # the first words of a run's config.py
 # {its name in another program: ours}
 SYNONYMS = {
     'model_name_or_path': 'init_from', 'checkpoint_dir': 'out_dir', 'output_dir': 'out_dir',
@@ -89,9 +90,6 @@ def did_you_mean(word, known):
 def unknown(name, settings):
     """Return the error message for a name that is not a setting."""
     return f'unknown setting {name!r}{did_you_mean(SYNONYMS.get(name, name), settings)}'
-
-
-OWN_FILE = '# all settings of the run in this folder'  # the first words of a run's config.py
 
 
 class Assigned(dict):

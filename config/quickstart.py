@@ -6,7 +6,7 @@
 #
 # hardware: 2 CPU cores. measured there with bf16 units on the full held-out split (24 files):
 # 1.28 bits per byte after the 1,758 steps that fit on idle cores, 1.45 after 673 on a slower
-# machine, and 1.59 there in float32
+# machine, and 1.59 there in float32; 1.75 after 201 on a shared machine without bf16 units
 
 dataset = 'stdlib'  # in BPE tokens of 2.8 bytes
 
