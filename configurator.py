@@ -8,10 +8,12 @@ trailing comment is the help, and a comment `# --- name` opens a section. Files 
 They run in order in a namespace that holds the current values; flags come last and win.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import glob
 import inspect
+import math
 import numbers
 import os
 import re
@@ -56,8 +58,10 @@ def accept(value, kind):
     """Return the value in a type of the annotation: an int for 1e5 or NumPy's 3. Raises ValueError."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     for part in alternatives(kind):
-        if part in (int, float) and is_number and abs(value) < 1e300 and part(value) == value:
-            return part(value)
+        if part in (int, float) and is_number:
+            with contextlib.suppress(OverflowError, ValueError):  # beyond a float's range, infinite, or NaN
+                if part(value) == value and math.isfinite(value):
+                    return part(value)
         if part in (str, bool, type(None)) and isinstance(value, part):
             return value
         if isinstance(part, str) and part == value:

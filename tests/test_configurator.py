@@ -126,6 +126,7 @@ def test_a_name_of_another_program_gets_ours(theirs):
 # -----------------------------------------------------------------------------
 # files
 
+@pytest.mark.filterwarnings('error')  # comparing NumPy's numbers may warn
 def test_a_file_may_compute_import_and_define(card, monkeypatch, tmp_path):
     """As nanoGPT's files do: expressions over the current values, imports, helpers. Values become plain."""
     card('n_head = 7\n', 'hotloop_test_base.py')
