@@ -63,7 +63,7 @@ class GPTConfig:
     qkv_bias: bool | None = None  # biases of queries, keys and values (Qwen 2); None: bias
     mixer: str | None = None  # attention, conv, eigen, kernel, or initials of the layers, repeated: CCAC
     num_taps: int = 4  # tokens that a layer with mixer='conv' mixes
-    eigen: Literal['long', 'paper'] = 'long'  # eigenstates that remember long at the start, or the paper's
+    eigen: Literal['long', 'paper'] = 'long'  # initial memory of eigenstates: up to the context, or short
     num_eigenstates: int = 64  # of a layer with mixer='eigen' (Temporal Eigenstate Networks)
     num_features: int | None = None  # of a head with mixer='kernel' (FAVOR+); None: 2 * head_dim
     position: Literal['learned', 'rope'] | None = None  # learned embeddings, or rotary (arXiv 2104.09864)
