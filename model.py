@@ -1,5 +1,6 @@
 """
-The transformer: config, attention, MLP, block, loss, initial weights, counts. It imports torch only.
+The transformer: config, attention, MLP, block, loss, initial weights, counts. It imports torch and, when a
+setting names one, hotloop/mixers.
 
 Letters: B batch, T time, C channels (n_embd), H heads, K key/value heads, D head channels, V vocabulary.
 
@@ -12,7 +13,7 @@ __init__ resolves each setting to a module or a function, so forward hardly look
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ TRAINING_ONLY = ('dropout', 'label_smoothing')  # settings that do not shape a m
 MIXER_LETTERS = {'attention': 'A', 'conv': 'C', 'eigen': 'E', 'kernel': 'K'}  # of GPTConfig.mixer
 GATED = ('swiglu', 'geglu')  # these MLPs multiply two projections
 
-# (least, all below, in words, names of settings)
+# (least, less than, the range in words, settings)
 LIMITS = (
     (1, math.inf, 'at least 1', ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head',
                                  'n_ff', 'head_dim', 'window', 'rope_context', 'num_taps',
@@ -63,7 +64,7 @@ class GPTConfig:
     qkv_bias: bool | None = None  # biases of queries, keys and values (Qwen 2); None: bias
     mixer: str | None = None  # attention, conv, eigen, kernel, or initials of the layers, repeated: CCAC
     num_taps: int = 4  # tokens that a layer with mixer='conv' mixes
-    eigen: Literal['long', 'paper'] = 'long'  # initial memory of eigenstates: up to the context, or short
+    eigen: Literal['long', 'paper'] = 'long'  # long: memories up to the context; paper: as published, coupled
     num_eigenstates: int = 64  # of a layer with mixer='eigen' (Temporal Eigenstate Networks)
     num_features: int | None = None  # of a head with mixer='kernel' (FAVOR+); None: 2 * head_dim
     position: Literal['learned', 'rope'] | None = None  # learned embeddings, or rotary (arXiv 2104.09864)
@@ -110,7 +111,7 @@ class GPTConfig:
         elif c.position == 'rope' and c.head_dim % 2:
             wrong.append(f'head_dim={c.head_dim} (n_embd / n_head) is odd; rotary positions need an even one')
         is_rope = c.position == 'rope'
-        for name, acts, where in (
+        for name, applies, where in (
                 ('rope_base', is_rope, "position='rope'"), ('rope_factor', is_rope, "position='rope'"),
                 ('rope_context', is_rope and c.rope_factor != 1, "position='rope' and a rope_factor"),
                 ('rope_local_base', is_rope and c.window, "position='rope' and a window"),
@@ -120,7 +121,7 @@ class GPTConfig:
                 ('num_features', 'K' in c.mixers(), "mixer='kernel'"),
                 ('embed_scale', not c.embed_norm, 'embed_norm=False')):
             value = getattr(c, name)
-            if value != getattr(GPTConfig, name) and not acts:
+            if value != getattr(GPTConfig, name) and not applies:
                 wrong.append(f'{name}={value} applies only with {where}')
         pattern = c.window_pattern
         if pattern is not None and (c.window is None or not {'S'} <= set(pattern) <= {'S', 'L'}):
@@ -151,7 +152,7 @@ class GPTConfig:
         return self.mlp in GATED
 
     def build(self):
-        """Build the GPT with these settings."""
+        """Build the GPT with these settings, for parts, which do not import model.py."""
         return GPT(self)
 
     def mixer_pattern(self):
@@ -296,7 +297,11 @@ def positions_in(documents):
 # -----------------------------------------------------------------------------
 # attention
 
-QUERIES = 512  # that attend_in_window() computes at once; of 64 to 1,024, 256 and 512 were fastest on a CPU
+# Without a mask torch's kernel attends. With a window or documents FlexAttention does on GPUs, and torch's
+# kernel for one block of queries after the other elsewhere. With a soft cap the weights are computed here.
+# In generation the cache (hotloop/inference/kv_cache.py) chooses the keys.
+
+QUERIES = 512  # in a block; 256 and 512 were fastest of 64 to 1,024 on a CPU
 
 
 def plain_attention(q, k, v, mask=None, dropout=0.0, is_causal=False):
@@ -379,6 +384,16 @@ def block_mask(T, window, documents, device):
     return compiled(create_block_mask)(visible, rows, None, T, T, device=device)  # eager holds T x T scores
 
 
+class Context(NamedTuple):
+    """What the layers of a forward pass share besides their input."""
+    cos: torch.Tensor  # of the rotation of each position, (T, D/2), or (B, 1, T, D/2) with a cache; or of D
+    sin: torch.Tensor
+    masks: dict  # {window: FlexAttention's mask}, on GPUs
+    cache: object = None  # a KVCache in generation
+    documents: torch.Tensor | None = None  # (B, T), rising numbers; None: each row is one document
+    place: torch.Tensor | None = None  # (B, T), positions in documents; None: each row is one
+
+
 class Attention(nn.Module):
     """Causal self-attention with optional rotary positions, QK-norm and grouped queries."""
 
@@ -392,46 +407,48 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, sum(self.rows), bias=config.qkv_bias)
         self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
         self.state_shapes = {'past': (config.n_kv_head, 1, D)} if config.key_shift else {}  # the last key
-        self.features = None
+        self.kernel_attention = None
         if config.mixers()[layer] == 'K':
             from hotloop.mixers.kernel import KernelAttention
-            self.features = KernelAttention(config, layer)
-            self.state_shapes |= self.features.state_shapes
+            self.kernel_attention = KernelAttention(config, layer)
+            self.state_shapes |= self.kernel_attention.state_shapes
         self.q_norm = rms_norm(config, D) if config.qk_norm else unchanged
         self.k_norm = rms_norm(config, D) if config.qk_norm else unchanged
         self.shift_keys = shift_keys if config.key_shift else unchanged
         self.rotate = rotate if config.position == 'rope' else unchanged
         if config.rope_local_base is not None:
             self.rotate = partial(rotate_part, part=int(self.window is not None))
-        own_scale = config.query_scale not in (None, D**-0.5)  # by which attention multiplies in any case
+        # Attention multiplies by D ** -0.5; the rest of query_scale multiplies the queries.
+        own_scale = config.query_scale not in (None, D**-0.5)
         self.scale_query = partial(torch.mul, other=config.query_scale * D**0.5) if own_scale else unchanged
         self.cap = partial(softcap, cap=config.attn_softcap) if config.attn_softcap else None
-        self.kernel = partial(capped_attention, cap=config.attn_softcap) if self.cap else plain_attention
+        self.sdpa = partial(capped_attention, cap=config.attn_softcap) if self.cap else plain_attention
         self.dropout = nn.Dropout(config.dropout)
 
-    def attend(self, q, k, v, within=None):
+    def attend(self, q, k, v, documents=None, mask=None):
         """
-        Compute the attention of q, (B, H, T, D), over k and v, (B, K, T, D). within: documents, (B, T), or
-        FlexAttention's mask of documents and window; None: one document.
+        Compute the attention of q, (B, H, T, D), over k and v, (B, K, T, D). documents: as in Context. mask:
+        FlexAttention's, of documents and window.
         """
         dropout = self.dropout.p if self.training else 0.0
-        if within is None and (self.window is None or self.window >= q.size(2)):
+        if documents is mask is None and (self.window is None or self.window >= q.size(2)):
             # A mask disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678).
-            return attend_in_window(q, k, v, dropout, None, self.kernel)
-        if within is None or isinstance(within, torch.Tensor):
+            return attend_in_window(q, k, v, dropout, None, self.sdpa)
+        if mask is None:
             attend = attend_outside_graph if torch.compiler.is_compiling() else attend_within
-            return attend(q, k, v, dropout, self.window, within, self.kernel)
+            return attend(q, k, v, dropout, self.window, documents, self.sdpa)
         if dropout:
             raise ValueError(f'dropout={dropout} cannot be combined with window, document_mask, pack_rows or '
                              'attn_softcap on a GPU; use --dropout=0')
         from torch.nn.attention.flex_attention import flex_attention
-        return compiled(flex_attention)(q, k, v, self.cap, within, enable_gqa=q.size(1) > k.size(1),
+        return compiled(flex_attention)(q, k, v, self.cap, mask, enable_gqa=q.size(1) > k.size(1),
                                         kernel_options=flex_options(q))
 
-    def forward(self, x, cos, sin, cache=None, within=None, place=None):
+    def forward(self, x, context):
         B, T, _ = x.shape
         H, K, D = self.n_head, self.n_kv_head, self.head_dim
-        qkv = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)  # first: fewer copies
+        cos, sin, cache, place = context.cos, context.sin, context.cache, context.place
+        qkv = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)
         q, k, v = (part.transpose(1, 2) for part in qkv)  # (B, H or K, T, D)
         q = self.rotate(self.q_norm(q), cos, sin)
         k = self.rotate(self.shift_keys(self.k_norm(k), self.layer, cache, place), cos, sin)
@@ -439,13 +456,13 @@ class Attention(nn.Module):
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC).
             q, k, v = q.float(), k.float(), v.float()
         q = self.scale_query(q)
-        if self.features is not None:
-            y = self.features(q, k, v, place, cache)
+        if self.kernel_attention is not None:
+            y = self.kernel_attention(q, k, v, place, cache)
         elif cache is None:
-            y = self.attend(q, k, v, within)
+            y = self.attend(q, k, v, context.documents, context.masks.get(self.window))
         else:
             y = cache.attend(self, q, k, v)
-        y = y.to(x.dtype).transpose(1, 2).reshape(B, T, H * D)  # of (B, H, T, D)
+        y = y.to(x.dtype).transpose(1, 2).reshape(B, T, H * D)
         return self.dropout(self.c_proj(y))
 
 
@@ -458,7 +475,7 @@ class Conv(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
-        self.rows = [config.n_embd, config.n_embd]  # of values and gates
+        self.rows = [config.n_embd, config.n_embd]  # values, gates
         self.state_shapes = {'past': (1, config.num_taps - 1, config.n_embd)}  # the last values
         self.c_attn = Linear(config.n_embd, 2 * config.n_embd, bias=config.bias)
         taps = torch.randn(config.n_embd, 1, config.num_taps) / config.num_taps
@@ -467,8 +484,8 @@ class Conv(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, cos, sin, cache=None, within=None, place=None):
-        T = x.size(1)
+    def forward(self, x, context):
+        T, cache, place = x.size(1), context.cache, context.place
         v, gate = self.c_attn(x).chunk(2, dim=-1)  # (B, T, C)
         taps = self.taps[:, 0].to(x.dtype).unbind(1)
         if cache is None:
@@ -535,9 +552,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.ln_2_post = norm_of(config) if config.post_norm else nn.Identity()
 
-    def forward(self, x, x0, cos, sin, cache=None, within=None, place=None):
+    def forward(self, x, x0, context):
         x = self.mix(x, x0)
-        x = x + self.ln_1_post(self.attn(self.ln_1(x), cos, sin, cache, within, place))
+        x = x + self.ln_1_post(self.attn(self.ln_1(x), context))
         return x + self.ln_2_post(self.mlp(self.ln_2(x)))
 
 
@@ -618,8 +635,9 @@ class GPT(nn.Module):
             raise ValueError('; '.join(wrong))
         assert config.vocab_size is not None, 'vocab_size comes from the data; see train.py'
         self.config = c = config.resolved()
-        self.compute_dtype = torch.float32  # train.py and sample.py set the machine's fastest dtype
-        self.loss_chunks = 1  # for head and loss; train.py uses more if memory is short
+        # train.py and sample.py set these, and the buffer `feedback` below.
+        self.compute_dtype = torch.float32  # the fastest of the machine
+        self.loss_chunks = 1  # for head and loss; more if memory is short
         self.transformer = parts = nn.Module()
         parts.wte = nn.Embedding(c.vocab_size, c.n_embd)
         parts.wpe = PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else unchanged
@@ -638,7 +656,7 @@ class GPT(nn.Module):
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
         for name, columns in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
             self.register_buffer(name, torch.cat(columns, dim=1), persistent=False)
-        self.register_buffer('feedback', None, persistent=False)  # of direct feedback alignment; see train.py
+        self.register_buffer('feedback', None, persistent=False)  # of direct feedback alignment
         self.init_weights()
 
     @torch.no_grad()
@@ -666,8 +684,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, documents=None, cache=None):
         """
-        Return the logits of the last position, (B, V) float32; with targets, the summed cross-entropy of each
-        sequence in nats, (B,) float32, or with gradients and loss_chunks above 1 that of all sequences, (1,).
+        Return the logits of the last position, (B, V); with targets, the summed cross-entropy in nats: (B,),
+        of each sequence, or (1,) in training with loss_chunks above 1; callers use .sum(). Both are float32.
 
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         targets: (B, T) ids, or -1 for a masked token.
@@ -678,25 +696,25 @@ class GPT(nn.Module):
         assert 0 < T <= c.block_size, f'{T} tokens exceed block_size={c.block_size}'
         if cache is None:
             position = torch.arange(T, device=idx.device) if documents is None else positions_in(documents)
-            cos, sin = self.cos[:T], self.sin[:T]  # (T, D/2)
+            cos, sin = self.cos[:T], self.sin[:T]
         else:
             position = cache.begin(T)
-            cos, sin = (table[position].unsqueeze(-3) for table in (self.cos, self.sin))  # (B, 1, T, D/2)
+            cos, sin = (table[position].unsqueeze(-3) for table in (self.cos, self.sin))
         x = self.transformer.wpe(self.transformer.wte(idx), position)  # (B, T, C)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
-        windows, within = c.windows(), [documents] * c.n_layer
-        place = None if documents is None else position
+        masks = {}
         if cache is None and x.device.type in FLEX_DEVICES:
-            masks = {window: block_mask(T, window, documents, x.device) for window in set(windows)
+            masks = {window: block_mask(T, window, documents, x.device) for window in set(c.windows())
                      if documents is not None or c.attn_softcap or (window or T) < T}
-            within = [masks.get(window) for window in windows]
-        outputs = []  # of embedding and blocks, if each gets its gradient by direct feedback
+        place = None if documents is None else position
+        context = Context(cos, sin, masks, cache, documents, place)
+        outputs = []  # of the embedding and the blocks, for direct feedback
         is_direct = self.feedback is not None and torch.is_grad_enabled()
-        for block, reach in zip(self.transformer.h, within, strict=True):
+        for block in self.transformer.h:
             if is_direct:
                 outputs.append(x)
                 x, x0 = x.detach(), x0.detach()
-            x = block(x, x0, cos, sin, cache, reach, place)
+            x = block(x, x0, context)
         if is_direct:
             from hotloop.mixers.feedback import Feedback
             x = Feedback.apply(self.feedback, *outputs, x)

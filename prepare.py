@@ -38,9 +38,9 @@ from hotloop.data.documents import (
 from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, open_corpus
 from hotloop.data.tokenizer_source import find_tokenizer, learn_tokenizer
-from hotloop.system.files import Progress, counted, replacing
+from hotloop.system.files import Progress, replacing
 from hotloop.system.host import cores
-from hotloop.system.text import file_size, script, shell
+from hotloop.system.text import counted, file_size, script, shell
 
 BPE_BYTES = 1 << 28  # size of the files that merges are learned from
 Format = Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'functions']

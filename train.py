@@ -8,13 +8,13 @@ The complete training loop: precision, accumulation, compilation, data paralleli
 
 A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, which all processes
 share. Everything random (the order of the data, dropout) is a function of the seed, the step and the
-micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds only tensors and counters.
+micro-batch. A killed run therefore resumes bit for bit, and a checkpoint needs no generator's state.
 """
 
 from hotloop.system import host  # starts the clock of this process
 
 if __name__ == '__main__':
-    host.end_spins_early()  # of OpenMP's threads; torch reads it when it is imported
+    host.end_spins_early()  # must precede the import of torch
 
 import dataclasses
 import functools
@@ -52,8 +52,7 @@ from hotloop.system.distributed import (
     open_process_group,
     print0,
 )
-from hotloop.system.files import counted
-from hotloop.system.text import short, wrapped
+from hotloop.system.text import counted, short, wrapped
 from hotloop.training.checkpoint import (
     OPTIMIZERS,
     Checkpoints,
@@ -167,7 +166,7 @@ class TrainConfig:
         return setting_problems(self)
 
 
-# two settings for one thing: the one from the stronger place wins, and the other becomes None
+# (first, second): second, unless it is None, replaces first, unless first comes from a stronger place
 PAIRS = ('max_iters', 'max_epochs'), ('eval_tokens', 'eval_iters')
 MODEL = {f.name for f in dataclasses.fields(GPTConfig)} - set(TRAINING_ONLY)
 ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
@@ -195,16 +194,17 @@ def read_settings(argv=None):
     latest = find_latest(cfg)
     below = {}
     names_model = not SHAPE.isdisjoint(peek.given)
-    is_bare = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card are named
+    names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
+    chooses_depth = names_nothing and cfg.time_budget and not names_model and not cfg.eval_only
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
         gone = sorted(below.keys() - {f.name for o in peek.objects for f in dataclasses.fields(o)})
         if gone:
             print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
-    elif cfg.depth is not None or (is_bare and cfg.time_budget and not names_model and not cfg.eval_only):
+    elif cfg.depth is not None or chooses_depth:
         below = layer_of_depth(cfg, peek.given)
-    elif is_bare and not (names_model and 'dataset' in peek.given):
+    elif names_nothing and not (names_model and 'dataset' in peek.given):
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
         argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
@@ -213,7 +213,7 @@ def read_settings(argv=None):
     if latest:
         compare_settings(found.objects, found.given, below, BOUND)
     for first, second in PAIRS:
-        if f'--{first}' in found.given.values() and getattr(cfg, second) is not None:
+        if found.given.get(first) == f'--{first}' and getattr(cfg, second) is not None:
             print0(f'note: {second}={getattr(cfg, second)} replaces --{first}')
     check_lora(lora, cfg, found.given, is_new=latest is None)
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, int(os.environ.get('WORLD_SIZE', '1')))
@@ -243,7 +243,8 @@ def setup(cfg):
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
-        torch.set_deterministic_debug_mode('error')  # use_deterministic_algorithms() imports Inductor
+        # use_deterministic_algorithms() imports Inductor for a second, so it waits for a compiled run, below
+        torch.set_deterministic_debug_mode('error')
         torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads uninitialized memory
     torch.set_num_threads(host.threads_for(int(os.environ.get('LOCAL_WORLD_SIZE', '1'))))
     if device.type == 'cuda':
@@ -265,13 +266,12 @@ def wrap(model, cfg, env):
         # 0.88 of the memory of a 124M step in the same time. A private option, not measured on GPUs
         functorch = importlib.import_module('torch._functorch.config')
         functorch.ban_recompute_materialized_backward = False
-    if cfg.feedback == 'dfa':
-        model.feedback = feedback_matrices(model.config.n_layer, model.config.n_embd, cfg.seed).to(env.device)
     set_blocks(model, cfg.recompute, compiles=env.compile and env.world > 1)
     if env.world == 1:
-        forward = torch.compile(model, dynamic=False) if env.compile else model
-        pays = cfg.time_budget is None or cfg.time_budget >= EVALUATION_PAYS
-        return (forward if pays else model), forward
+        train_model = torch.compile(model, dynamic=False) if env.compile else model
+        # compiling the model once more, for evaluations, takes 10 to 20 s
+        compiles_eval = cfg.time_budget is None or cfg.time_budget >= EVALUATION_PAYS
+        return (train_model if compiles_eval else model), train_model
     if cfg.shard != 'none':
         shard_model(model, cfg.shard, env)
         return model, model
@@ -299,7 +299,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env, stop=Non
     micro-batches, in which case no weight has changed. penalty: the current ortho_penalty.
     """
     params = trainable(model)
-    # None makes room for activations; with DDP gradients lie in its buckets
+    # None frees memory for activations; DDP's gradients live in its buckets
     model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     total = torch.zeros((), device=env.device)
     for i, load in enumerate(loads):
@@ -307,7 +307,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env, stop=Non
             return None
         *batch, seed = load()
         if env.device.type == 'cpu':
-            torch.default_generator.manual_seed(seed)  # of dropout; 2 microseconds, not 170 for all devices
+            torch.default_generator.manual_seed(seed)  # 2 microseconds; torch.manual_seed() takes 170
         else:
             torch.manual_seed(seed)
         with gradient_sync(model, cfg.shard, last=i + 1 == len(loads)):
@@ -323,7 +323,7 @@ def train_step(model, loads, num_targets, optimizers, scaler, cfg, env, stop=Non
         add_orthogonal_gradient(getattr(model, 'module', model), penalty)
     norm = torch.nn.utils.get_total_norm([local(p.grad) for p in params])
     if is_sharded(model):
-        norm = norm.square()  # of the rows of this process
+        norm = norm.square()  # the squares of this process's rows
         dist.all_reduce(norm)
         norm = norm.sqrt()
     skipped = (~torch.isfinite(norm + total)).float()
@@ -346,8 +346,8 @@ class Run(NamedTuple):
     cfg: TrainConfig
     env: Env
     model: GPT
-    evaluated: torch.nn.Module  # the model, compiled if that pays; evaluations call it
-    forward: torch.nn.Module  # the model, compiled if enabled, and data parallel; training calls it
+    eval_model: torch.nn.Module  # the model, compiled if that pays
+    train_model: torch.nn.Module  # the model, compiled if enabled, and data parallel
     batches: Batches
     splits: dict  # {'train': split, 'val': split}
     byte_counts: np.ndarray | None  # UTF-8 bytes of each token id
@@ -360,7 +360,7 @@ class Run(NamedTuple):
 class Start(NamedTuple):
     """The model that a run starts with."""
     model: GPT
-    step: int = 0  # of its weights; 0: unknown
+    step: int = 0  # after which its weights were saved; 0: unknown
     base: dict | None = None  # the name and hash of its weights, if adapters are added to them
     hf_config: dict | None = None  # the config.json of weights from Hugging Face, by which they are exported
 
@@ -427,42 +427,46 @@ def build_run(settings, datasets, env):
             model.load_weights({**model.state_dict(), **checkpoint['model']})
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
-    is_to_shard = cfg.shard != 'none' and env.world > 1
-    if not is_to_shard:  # else wrap() moves the part of this process
-        model.to(env.device)
+    if cfg.shard == 'none' or env.world == 1:
+        model.to(env.device)  # shard_model() moves the others' parts
     model.compute_dtype = env.dtype
     if cfg.ortho_penalty and 'K' not in model.config.mixers():
         raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'")
-    sizes = cfg  # of the batch
+    batch_cfg = cfg
     global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
     if cfg.auto_batch and not cfg.eval_only:
         size = choose_batch_size(model, splits['train'], env, cfg)
-        sizes = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=global_batch // size)
+        accumulation = global_batch // size
+        batch_cfg = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=accumulation)
         print0(f'auto_batch: micro-batches of {counted(size, "sequence")}')
     state = state_from(checkpoint) if checkpoint else RunState(step if cfg.eval_only else 0)
-    batches = Batches(splits['train'], sizes, env, state.shift(T, global_batch))
+    batches = Batches(splits['train'], batch_cfg, env, state.shift(T, global_batch))
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=not model.lm_head.weight.requires_grad)
-    evaluated, forward = wrap(model, cfg, env)
-    optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)  # of what wrap() may have sharded
+    if cfg.feedback == 'dfa':
+        matrices = feedback_matrices(model.config.n_layer, model.config.n_embd, cfg.seed)
+        model.feedback = matrices.to(env.device)
+    eval_model, train_model = wrap(model, cfg, env)
+    # after wrap(), which may divide the parameters among processes
+    optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     if checkpoint and not cfg.eval_only:
         restore(checkpoint, optimizers, scaler)
-    for name in ('model', *OPTIMIZERS):  # frees their memory
+    for name in ('model', *OPTIMIZERS):  # the settings keep the checkpoint for the whole run
         checkpoint.pop(name, None)
     check_same_step(state.iter_num, env)
     byte_counts = None
     try:
         byte_counts = byte_table(datasets[0].meta, vocab_size)
-        if base and record.get('template') and not settings.lora.lora_embeddings:
-            tokenizer = tokenizer_from(datasets[0].meta['tokenizer'])
-            note = note_untrained_end(model.lm_head.weight, record['template'], tokenizer, base['base'])
-            if note:
-                print0(wrapped(note))
     except ValueError as e:  # the tokenizer is not available here
         print0(f'bits per byte: not reported, because {e}')
-    return Run(cfg, env, model, evaluated, forward, batches, splits, byte_counts, optimizers, scaler, state,
-               record)
+    if base and byte_counts is not None and record.get('template') and not settings.lora.lora_embeddings:
+        tokenizer = tokenizer_from(datasets[0].meta['tokenizer'])
+        note = note_untrained_end(model.lm_head.weight, record['template'], tokenizer, base['base'])
+        if note:
+            print0(wrapped(note))
+    return Run(cfg, env, model, eval_model, train_model, batches, splits, byte_counts, optimizers, scaler,
+               state, record)
 
 
 # -----------------------------------------------------------------------------
@@ -488,13 +492,13 @@ def train(run, schedule, checkpoints, log, stop):
                 checkpoints.save(checkpoint, best, final)
         env.barrier()  # the others wait for rank 0
 
-    def seconds_left(each):
+    def seconds_left(step_seconds):
         if schedule.is_open:
             return max(deadline.left(), 0)
-        return (schedule.max_iters - state.iter_num) * each
+        return (schedule.max_iters - state.iter_num) * step_seconds
 
     while True:
-        looked = time.perf_counter()
+        pause_began = time.perf_counter()
         step = state.iter_num
         last = step >= schedule.max_iters
         best = False
@@ -502,7 +506,7 @@ def train(run, schedule, checkpoints, log, stop):
         stopping = stop.requested()
         if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at and not stopping:
             checkpoints.wait()  # how it ended is known before the next one
-            evaluation = evaluate_both(run.evaluated, run.splits, cfg, batches.micro_batch, env,
+            evaluation = evaluate_both(run.eval_model, run.splits, cfg, batches.micro_batch, env,
                                        run.byte_counts, stop.by_signal)
             stopping = stopping or evaluation is None  # the next process does it first
             if evaluation:
@@ -514,8 +518,8 @@ def train(run, schedule, checkpoints, log, stop):
                     deadline.evaluation = evaluation.seconds
         out_of_patience = cfg.patience is not None and state.evals_since_best >= cfg.patience and not last
         stopping = stopping or out_of_patience
-        if step % 10 == 0 or not cfg.save_minutes:  # the clocks of processes differ
-            save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
+        # any: the clocks of processes differ
+        save_is_due = save_is_due or env.any(time.monotonic() - saved_at > 60 * cfg.save_minutes)
         # checkpoints of steps that are not finite would replace the last good ones
         if is_unsaved and step and (best or last or stopping or (save_is_due and meter.state()[1] == 0)):
             save(best, final=last or stopping)
@@ -523,26 +527,27 @@ def train(run, schedule, checkpoints, log, stop):
             save_is_due = False
         if last or stopping:
             break
-        seconds = time.perf_counter() - looked
-        meter.began += seconds
+        pause = time.perf_counter() - pause_began
+        meter.began += pause
+        if deadline:
+            deadline.excluded += pause
 
         lr = learning_rate(step, schedule, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
         num_targets, loads = batches.step(step)
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
-        result = train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop,
+        result = train_step(run.train_model, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop,
                             penalty)
         if result is None:  # a signal came between two micro-batches; no weight has changed
             continue
         meter.add(result, num_targets)
-        state.iter_num = step = step + 1
+        step += 1
+        state.iter_num = step
         state.tokens_seen += batches.global_batch * batches.split.T
-        if step % cfg.log_interval == 0 or step in (1, schedule.max_iters) or step % 50 == 0:
-            meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
         if step % cfg.log_interval == 0 or step in (1, schedule.max_iters):
+            meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
             log.step(state, lr, meter, seconds_left)
         if schedule.is_open:
-            deadline.excluded += seconds
             schedule = look_at_clock(run, schedule, deadline, checkpoints, step)
             save_is_due = save_is_due or not schedule.is_open
     log.end(state, last and not stop.by_signal(), out_of_patience, stop.signal, run.record.get('template'))
@@ -552,7 +557,7 @@ def train(run, schedule, checkpoints, log, stop):
 def look_at_clock(run, schedule, deadline, checkpoints, step):
     """Return the schedule after a step of a run whose time budget is open: the same, or decided."""
     cfg, state, env = run.cfg, run.state, run.env
-    deadline.measure_evaluation(schedule.decay_fraction, run.evaluated, run.splits, cfg,
+    deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg,
                                 run.batches.micro_batch)
     last = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
     if last is None:
@@ -566,7 +571,7 @@ def look_at_clock(run, schedule, deadline, checkpoints, step):
 
 
 def meta_model(settings, dataset):
-    """Make the model of a command on torch's meta device: shapes without weights."""
+    """Make the model of a command on the meta device, for dry_run(): parts do not import train.py."""
     model_args = model_args_of(settings)
     with torch.device('meta'):
         if not model_args:
@@ -610,7 +615,7 @@ def execute(run, settings, meta):
     print0(f'{heading}\n{differences([settings.model, settings.lora, cfg], settings.given)}')
     print_run(run.model, run.batches, run.splits['val'], meta, cfg, env)
     if cfg.eval_only:
-        evaluation = evaluate_both(run.evaluated, run.splits, cfg, run.batches.micro_batch, env,
+        evaluation = evaluate_both(run.eval_model, run.splits, cfg, run.batches.micro_batch, env,
                                    run.byte_counts)
         text, numbers = evaluation_text(run.state.iter_num, evaluation)
         print0(f'{text}\nperplexity {short(numbers["val_perplexity"])}, {numbers["val_tokens"]:,} tokens, '

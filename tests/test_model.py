@@ -14,6 +14,7 @@ from hotloop.training.forecast import flops_of
 from model import (
     GPT,
     PRESETS,
+    Context,
     GPTConfig,
     attend_within,
     block_mask,
@@ -93,10 +94,10 @@ def test_the_block_mask_of_a_gpu_equals_the_dense_mask(monkeypatch, window, docu
     mask = block_mask(23, window, documents, 'cpu')
     attention = make(window=window).transformer.h[0].attn
     dense = F.scaled_dot_product_attention(q, k, v, visible(23, window, documents), enable_gqa=True)
-    torch.testing.assert_close(attention.attend(q, k, v, mask), dense)
+    torch.testing.assert_close(attention.attend(q, k, v, mask=mask), dense)
     attention.train().dropout.p = 0.1
     with pytest.raises(ValueError, match=r'dropout=0\.1 cannot be combined with window, document_mask'):
-        attention.attend(q, k, v, mask)
+        attention.attend(q, k, v, mask=mask)
 
 
 @pytest.mark.parametrize('settings', [
@@ -289,7 +290,7 @@ def test_initial_weights_are_a_function_of_the_seed_and_have_gpt2s_scale():
 def test_modern_blocks_start_as_the_identity_and_the_head_as_uniform():
     model = GPT(GPTConfig(**SMALL, preset='modern'))
     x = torch.randn(1, 3, 32)
-    assert torch.equal(model.transformer.h[0](x, x, model.cos[:3], model.sin[:3]), x)
+    assert torch.equal(model.transformer.h[0](x, x, Context(model.cos[:3], model.sin[:3], {})), x)
     assert model(ids(2, 16), ids(2, 16)).tolist() == pytest.approx([16 * math.log(61)] * 2)
 
 

@@ -25,8 +25,8 @@ from hotloop.data.tokenizer import (
     template_of_record,
     tokenizer_from,
 )
-from hotloop.system.files import counted, free_number, hash_file, lock, read_json, sync_folder
-from hotloop.system.text import script, shell
+from hotloop.system.files import free_number, hash_file, lock, read_json, sync_folder
+from hotloop.system.text import counted, script, shell
 
 FORMAT = 1  # of meta.json
 COUNT_BLOCK = 1 << 24  # tokens

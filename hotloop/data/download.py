@@ -6,7 +6,8 @@ import re
 import sys
 from urllib.parse import urlsplit
 
-from hotloop.system.files import Progress, optional, reason_of, replacing
+from hotloop.system.files import Progress, optional, replacing
+from hotloop.system.text import reason_of
 
 TIMEOUT = (5, 30)  # seconds to connect, and without a byte
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from hotloop.data.documents import OPENERS, has_separators
 from hotloop.data.download import download, hub_folder
-from hotloop.system.files import counted, optional
-from hotloop.system.text import file_size, script, shell
+from hotloop.system.files import optional
+from hotloop.system.text import counted, file_size, script, shell
 
 
 class File(NamedTuple):

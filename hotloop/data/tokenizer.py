@@ -10,7 +10,8 @@ import numpy as np
 
 from hotloop.data.bpe import BYTE_OF, GPT2_SPLIT
 from hotloop.data.download import read_url
-from hotloop.system.files import counted, first_line, optional, reason_of
+from hotloop.system.files import optional
+from hotloop.system.text import counted, first_line, reason_of
 
 MAX_VOCAB = 2**20  # ids of a tokenizer
 GPT2_SPEC = {'kind': 'tiktoken', 'name': 'gpt2', 'bos': None, 'stops': []}

@@ -83,7 +83,7 @@ class KVCache:
         k, v = self.k[layer][:, :, first:end], self.v[layer][:, :, first:end]
         if self.static and q.device.type == 'cpu':
             return attend_in_sums(q, k, v, mask, attention.cap)
-        return attention.kernel(q, k, v, mask)
+        return attention.sdpa(q, k, v, mask)
 
     def finish(self, x):
         """Count the new tokens when all layers are done. (B, T, C) -> (B, C), each row's last token."""

@@ -20,7 +20,8 @@ from configurator import accept
 from hotloop.data.chat import CHATS, TEMPLATES, check_text, prompt_of
 from hotloop.data.encode import prompt_ids
 from hotloop.inference.texts import Prompt, Text, fit_turns, sampling_of, split_stops, write_batch
-from hotloop.system.files import first_line, parse_json
+from hotloop.system.files import parse_json
+from hotloop.system.text import first_line
 
 PORT = 8000  # of --serve alone
 LARGEST = 2**20  # bytes of a request's body

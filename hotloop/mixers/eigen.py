@@ -86,8 +86,8 @@ class Eigen(nn.Module):
             self.decay = nn.Parameter(-torch.expm1(1 / memory).log())
             self.turn = nn.Parameter(torch.rand(K) * math.pi)
 
-    def forward(self, x, cos, sin, cache=None, within=None, place=None):
-        K = self.num_states
+    def forward(self, x, context):
+        K, cache, place = self.num_states, context.cache, context.place
         inputs, changes, gate = self.c_attn(x).split(self.rows, dim=-1)
         b = torch.view_as_complex(inputs.float().unflatten(-1, (K, 2)).contiguous())  # (B, T, K)
         changes = self.change * changes.float().tanh()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop.system import host
-from hotloop.system.files import first_line
+from hotloop.system.text import first_line
 
 
 def choose_device(name, local_rank=0):

@@ -126,26 +126,6 @@ def json_lines(lines, path, remedy=''):
             yield where, parse_json(line, where, remedy)
 
 
-def counted(number, noun):
-    """Write a number with its noun: 1 step, 1,200 steps, 2 processes."""
-    if number == 1:
-        return f'1 {noun}'
-    return f'{number:,} {noun}{"es" if noun.endswith(("s", "ch")) else "s"}'
-
-
-def first_line(error):
-    """Return the first line of an exception's text, or its type if it has none."""
-    return str(error).strip().split('\n')[0] or type(error).__name__
-
-
-def reason_of(error):
-    """Find the cause of an exception in the system's words, like Connection refused, or its type."""
-    cause = error
-    while cause is not None and not getattr(cause, 'strerror', None):
-        cause = cause.__context__
-    return cause.strerror if cause else type(error).__name__
-
-
 def optional(module, purpose):
     """Import a package that requirements.txt does not list. Raises ValueError if it is missing."""
     package = module.split('.')[0]
@@ -157,9 +137,9 @@ def optional(module, purpose):
 class Progress:
     """Show the bytes that are done on stderr, every two seconds. total=0: unknown."""
 
-    def __init__(self, total, done=0):
+    def __init__(self, total):
         self.total = total
-        self.done = done
+        self.done = 0
         self.last = time.time()
         self.end = ''
 

@@ -1,4 +1,4 @@
-"""Numbers as short text, for lines of at most 80 columns and the axes of a report."""
+"""Numbers, errors and commands as short text, for lines of at most 80 columns and the axes of a report."""
 
 import math
 import os
@@ -51,6 +51,26 @@ def file_size(num_bytes):
 def with_error(loss, error):
     """Write a loss with its standard error, unless that is nan: 1.1212 ± 0.0075."""
     return f'{loss:.4f}' + (f' ± {error:.4f}' if math.isfinite(error) else '')
+
+
+def counted(number, noun):
+    """Write a number with its noun: 1 step, 1,200 steps, 2 processes."""
+    if number == 1:
+        return f'1 {noun}'
+    return f'{number:,} {noun}{"es" if noun.endswith(("s", "ch")) else "s"}'
+
+
+def first_line(error):
+    """Return the first line of an exception's text, or its type if it has none."""
+    return str(error).strip().split('\n')[0] or type(error).__name__
+
+
+def reason_of(error):
+    """Find the cause of an exception in the system's words, like Connection refused, or its type."""
+    cause = error
+    while cause is not None and not getattr(cause, 'strerror', None):
+        cause = cause.__context__
+    return cause.strerror if cause else type(error).__name__
 
 
 def shell(*words):

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 
 from hotloop.system import host
 from hotloop.system.distributed import print0
-from hotloop.system.files import first_intact, first_line, replacing
+from hotloop.system.files import first_intact, replacing
+from hotloop.system.text import first_line
 from hotloop.training.shard import gather, is_sharded, shard_state
 from hotloop.weights.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
 from hotloop.weights.load import check_records, checkpoint_paths, load_checkpoint

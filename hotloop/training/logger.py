@@ -13,8 +13,19 @@ import torch
 from hotloop.data.chat import CHATS
 from hotloop.system.device import attention_kernels, peak_flops, peak_memory
 from hotloop.system.distributed import print0
-from hotloop.system.files import counted, first_line, replacing
-from hotloop.system.text import compact, duration, file_size, rate, script, shell, short, wrapped
+from hotloop.system.files import replacing
+from hotloop.system.text import (
+    compact,
+    counted,
+    duration,
+    file_size,
+    first_line,
+    rate,
+    script,
+    shell,
+    short,
+    wrapped,
+)
 from hotloop.training.forecast import flops_of
 from hotloop.training.report import read_rows, write_report
 from hotloop.training.run_dir import resume_command

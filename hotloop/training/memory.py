@@ -6,7 +6,7 @@ import re
 import torch
 
 from hotloop.system.device import device_memory, forget_trial
-from hotloop.system.files import counted, first_line
+from hotloop.system.text import counted, first_line
 from hotloop.training.dataloader import kept_on_device, share_batch
 from hotloop.training.shard import set_blocks
 from hotloop.weights.lora import trainable

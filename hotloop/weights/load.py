@@ -15,7 +15,8 @@ from configurator import did_you_mean
 from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_name
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
-from hotloop.system.files import first_intact, first_line, hash_file, read_json
+from hotloop.system.files import first_intact, hash_file, read_json
+from hotloop.system.text import first_line
 from hotloop.weights.adapter import TENSORS, base_of, from_nanochat, is_adapter, read_adapter, read_embeddings
 from hotloop.weights.families import CONV1D, head_dim_of, is_nanochat, model_args_from, our_name, swap_halves
 from hotloop.weights.lora import adapters_of, embeddings_of, hash_weights, merged

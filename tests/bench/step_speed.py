@@ -87,7 +87,7 @@ def our_step(a, folder, device):
         num_targets, loads = run.batches.step(n)
         kernels = sdpa_kernel(SDPBackend.MATH) if a.get('attention') else contextlib.nullcontext()
         with kernels:
-            train.train_step(run.forward, loads, num_targets, run.optimizers, run.scaler, run.cfg, env)
+            train.train_step(run.train_model, loads, num_targets, run.optimizers, run.scaler, run.cfg, env)
     return step, env
 
 

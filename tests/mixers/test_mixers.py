@@ -13,7 +13,7 @@ from hotloop.mixers.kernel import (
     orthogonal_features,
     positive_features,
 )
-from model import GPT, GPTConfig
+from model import GPT, Context, GPTConfig
 
 LENGTHS = (1, 7, 255, 256, 1000)
 PATTERNS = ('conv', 'eigen', 'kernel', 'CCAC', 'KECA')
@@ -189,11 +189,12 @@ def test_feedback_equals_its_definition():
     matrices = feedback_matrices(4, 32, seed=1)
     loss, found = loss_of(model, matrices)
     ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
-    parts, (cos, sin) = model.transformer, (model.cos[:16], model.sin[:16])
+    parts = model.transformer
+    context = Context(model.cos[:16], model.sin[:16], {})
     x = parts.ln_e(parts.wte(ids))
     outputs = [x]
     for block in parts.h:
-        x = block(x.detach(), None, cos, sin)
+        x = block(x.detach(), None, context)
         outputs.append(x)
     last = outputs[-1].detach().requires_grad_()
     expected_loss = model.loss(last, ids).sum()

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import pytest
 from conftest import contents, error_of
 
-from hotloop.system.files import Progress, counted, is_inside, lock, optional, read_json, replacing
+from hotloop.system.files import Progress, is_inside, lock, optional, read_json, replacing
 from hotloop.system.host import cores, memory, threads_for
-from hotloop.system.text import script
+from hotloop.system.text import counted, script
 
 
 def test_a_file_is_replaced_when_it_is_complete(tmp_path):
@@ -67,8 +67,8 @@ def test_small_helpers(tmp_path, capsys):
     assert [counted(1, 'step'), counted(1200, 'step'), counted(0, 'process'), counted(2, 'micro-batch')] == [
         '1 step', '1,200 steps', '0 processes', '2 micro-batches']
     assert error_of(optional, 'nothing.part', 'reads dreams') == 'nothing reads dreams: pip install nothing'
-    for total, done, words in ((100e6, 30e6, '80 MB of 100 MB'), (0, 0, '50 MB')):
-        progress = Progress(total, done)
+    for total, words in ((100e6, '50 MB of 100 MB'), (0, '50 MB')):
+        progress = Progress(total)
         progress.last -= 10
         progress.add(50e6)
         progress.add(1)

@@ -313,7 +313,7 @@ def test_the_soft_cap_of_a_gpu_equals_the_one_written_out(monkeypatch):
     attention = everything().transformer.h[0].attn
     q, k, v = (3 * torch.randn(2, heads, 16, 6) for heads in (4, 2, 2))
     mask = block_mask(16, 5, None, 'cpu')
-    torch.testing.assert_close(attention.attend(q, k, v, mask), attention.attend(q, k, v))
+    torch.testing.assert_close(attention.attend(q, k, v, mask=mask), attention.attend(q, k, v))
 
 
 def test_muon_sees_each_matrix_of_wide_heads_and_gated_mlps():
