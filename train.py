@@ -123,6 +123,7 @@ class TrainConfig:
     optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: Muon in blocks, AdamW elsewhere
     learning_rate: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon
+    embed_lr: float | None = None  # of the token embedding with muon, which then does not decay
     weight_decay: float = 1e-1  # on matrices only
     beta1: float = 0.9  # of AdamW
     beta2: float = 0.95  # of AdamW

@@ -127,7 +127,8 @@ class Deadline:
         if pace > 0 and (len(self.laps) > 10 or self.left() < self.budget / 4):
             evaluation = self.evaluation or 0.0
             evaluated = (step - 1) // eval_interval * eval_interval  # one at `step` is still to come
-            # without this save, the last evaluation and save, and the end of the process
+            # n steps take n * pace, and evaluation + save after each eval_interval of them: solve for n.
+            # Not counted: this save, the last evaluation and save, and the end of the process.
             left = self.left() - evaluation - 2 * save - EXIT + (step - evaluated) * pace
             rounds, rest = divmod(left, eval_interval * pace + evaluation + save)
             reached = evaluated + int(rounds) * eval_interval + min(int(rest / pace), eval_interval)

@@ -15,7 +15,7 @@ from hotloop.system.text import shell
 # settings with values that need a package beyond requirements.txt
 PACKAGES = (('wandb_log', True, 'wandb'), ('tensorboard', True, 'tensorboard'),
             ('optimizer', 'adamw8bit', 'bitsandbytes'))
-ABOVE_0 = ('learning_rate', 'muon_lr', 'max_iters', 'max_epochs', 'time_budget', 'batch_size',
+ABOVE_0 = ('learning_rate', 'muon_lr', 'embed_lr', 'max_iters', 'max_epochs', 'time_budget', 'batch_size',
            'gradient_accumulation_steps', 'eval_interval', 'eval_tokens', 'eval_iters',
            'log_interval', 'loss_chunks', 'patience', 'depth')
 # these settings belong to a command and its machine, not to the run that is resumed

@@ -16,9 +16,9 @@ from model import GPT, GPTConfig
 SWIGLU = dict(preset='modern', mlp='swiglu', n_kv_head=2)
 
 
-def config(optimizer='adamw', weight_decay=0.5):
+def config(optimizer='adamw', weight_decay=0.5, embed_lr=None):
     return SimpleNamespace(optimizer=optimizer, learning_rate=0.1, weight_decay=weight_decay, beta1=0.9,
-                           beta2=0.95, muon_lr=1.0, muon_momentum=0.95)
+                           beta2=0.95, muon_lr=1.0, muon_momentum=0.95, embed_lr=embed_lr)
 
 
 def make(**settings):
@@ -41,6 +41,15 @@ def test_decay_is_for_matrices_and_embeddings_only():
     adamw.step()
     for p, old in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.allclose(p, old * (0.95 if p.dim() >= 2 else 1.0), rtol=1e-6, atol=0)
+
+
+def test_an_embedding_with_its_own_rate_does_not_decay():
+    optimizers = build_optimizers(make(preset='modern'), config('muon', embed_lr=0.3), Env())
+    group = optimizers[0].param_groups[2]
+    assert (group['peak'], group['weight_decay']) == (0.3, 0.0)
+    for settings, optimizer in (({}, 'muon'), (dict(preset='modern'), 'adamw')):
+        assert 'embed_lr=0.3' in error_of(build_optimizers, make(**settings), config(optimizer, embed_lr=0.3),
+                                          Env())
 
 
 @pytest.mark.parametrize('settings', [{}, SWIGLU])
