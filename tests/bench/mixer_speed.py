@@ -13,7 +13,7 @@ of this length, and the same with 8-bit weights. `dfa`: the model with --layers 
 backpropagation and by direct feedback, also with recomputed blocks.
 
 Each turn is a process of its own; figures are medians of the turns. Memory is the most that a process holds
-beyond one that has only imported torch. The factor is relative to the first row.
+beyond what it held before it made the model. The factor is relative to the first row.
 """
 
 import json
@@ -34,7 +34,7 @@ MIN_SECONDS = 1.0  # that a turn measures, in at least one call
 
 
 def call_of(a):
-    """Return the function that a turn measures, and the tokens of a call."""
+    """Return the function that a turn measures, the tokens of a call, and the memory before the model."""
     import torch
 
     from hotloop.inference.generate import Sampling, compile_step, decode_step
@@ -43,6 +43,7 @@ def call_of(a):
     from hotloop.mixers.feedback import feedback_matrices
     from hotloop.training.shard import set_blocks
     from model import GPT, GPTConfig
+    idle = memory_now('VmRSS')
     T, part, dtype = a['length'], a['part'], getattr(torch, a['dtype'])
     torch.manual_seed(0)
     model = GPT(GPTConfig(preset='modern', mixer=a['mixer'], n_layer=a['layers'], n_head=4, n_embd=128,
@@ -55,14 +56,14 @@ def call_of(a):
         mixer = model.transformer.h[0].attn
         mixer = torch.compile(mixer, dynamic=False) if a['compile'] else mixer
         x = torch.randn(rows, T, 128, dtype=dtype, requires_grad=True)
-        return lambda: mixer(x, model.cos, model.sin).sum().backward(), rows * T
+        return lambda: mixer(x, model.cos, model.sin).sum().backward(), rows * T, idle
     if part in ('model', 'dfa'):
         if a['feedback'] == 'dfa':
             model.feedback = feedback_matrices(a['layers'], 128, 1)
         set_blocks(model, a['recompute'])
         forward = torch.compile(model, dynamic=False) if a['compile'] else model
         ids = torch.randint(1024, (rows, T))
-        return lambda: forward(ids, ids).sum().backward(), rows * T
+        return lambda: forward(ids, ids).sum().backward(), rows * T, idle
     kind = 'int8' if part == 'int8' else 'none'
     prepare_for_inference(model, torch.device('cpu'), dtype, kind, pack=not a['compile'])
     cache = new_cache(model, 1, T, static=a['compile'])
@@ -74,15 +75,15 @@ def call_of(a):
         cache.length.fill_(T - 1)
         with torch.no_grad():
             step(model, cache, token, seen, number, Sampling(1, top_k=200))
-    return draw, 1
+    return draw, 1, idle
 
 
 def work(a):
     """Print the seconds of a call, its tokens and the peak memory."""
     import torch
     torch.set_num_threads(a['threads'])
-    idle, seconds = memory_now('VmRSS'), []
-    call, tokens = call_of(a)
+    seconds = []
+    call, tokens, idle = call_of(a)
     forget_peak()
     began = time.perf_counter()
     call()  # compiles
@@ -108,7 +109,7 @@ def cell(turns, first, part):
         text = f'{seconds * 1000:.2f} ms'
     if 'failed' not in first[0]:
         text += f' ({median(each["seconds"] for each in first) / seconds:.2f})'
-    return f'{text}, {max(each["peak"] for each in turns) / 1e6:,.0f} MB'
+    return f'{text}, {median(each["peak"] for each in turns) / 1e6:,.0f} MB'
 
 
 def main():
