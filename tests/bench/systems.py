@@ -8,7 +8,8 @@ The documents' systems beside ours: equal tokens, equal minutes, one evaluator, 
 Originals: temporal-eigenstate-networks (TEN), ortho-ai (OKADFA) and tiny_gpt, imported and never changed.
 Each trains with its optimizer, rates, clipping and penalty, once with its published size, context and batch
 (TEN: a smaller step), and once ("small") with those of config/quickstart.py, which ours have. Its schedule
-spans the minutes.
+spans the minutes; a step that ends too late is not taken, and who takes none has a row that says so. Ours count
+their start too.
 OKADFA trains as published: its direct feedback is off. Weights are judged in float32, in windows of the
 context that they were trained with.
 
@@ -16,7 +17,8 @@ Speed and memory: forward and backward of 4 layers x 128 channels, 2,048 tokens 
 Causality: all weights are disturbed and one token is changed. "earlier" is the relative change of the outputs
 before it, which must be rounding; "later" is that of the outputs after it, 0 if nothing looks back.
 
-A job runs in a process of its own; its numbers, or its error, are a file in --work and are not repeated.
+A job runs in a process of its own; its numbers, or its error, are a file in --work and are not repeated
+while it is there.
 """
 
 import hashlib
