@@ -42,7 +42,7 @@ def call_of(a):
     from hotloop.inference.quantize import prepare_for_inference
     from hotloop.mixers.feedback import feedback_matrices
     from hotloop.training.shard import set_blocks
-    from model import GPT, GPTConfig
+    from model import GPT, Context, GPTConfig
     idle = memory_now('VmRSS')
     T, part, dtype = a['length'], a['part'], getattr(torch, a['dtype'])
     torch.manual_seed(0)
@@ -56,7 +56,8 @@ def call_of(a):
         mixer = model.transformer.h[0].attn
         mixer = torch.compile(mixer, dynamic=False) if a['compile'] else mixer
         x = torch.randn(rows, T, 128, dtype=dtype, requires_grad=True)
-        return lambda: mixer(x, model.cos, model.sin).sum().backward(), rows * T, idle
+        context = Context(model.cos, model.sin, {})
+        return lambda: mixer(x, context).sum().backward(), rows * T, idle
     if part in ('model', 'dfa'):
         if a['feedback'] == 'dfa':
             model.feedback = feedback_matrices(a['layers'], 128, 1)
