@@ -8,8 +8,8 @@ The documents' systems beside ours: equal tokens, equal minutes, one evaluator, 
 Originals: temporal-eigenstate-networks (TEN), ortho-ai (OKADFA) and tiny_gpt, imported and never changed.
 Each trains with its optimizer, rates, clipping and penalty, once with its published size, context and batch
 (TEN: a smaller step), and once ("small") with those of config/quickstart.py, which ours have. Its schedule
-spans the minutes; a step that ends too late is not taken, and a run without a step is a row that says so. Ours
-count their start too.
+spans the minutes; a step that ends too late is not taken, and a run without a step is a row that says so.
+Ours count their start too.
 OKADFA trains as published: its direct feedback is off. Weights are judged in float32, in windows of the
 context that they were trained with.
 
