@@ -33,6 +33,7 @@ from hotloop.inference.load import DRAWN, Model
 from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
 from hotloop.inference.serve import serve
 from hotloop.inference.texts import CHOOSE, Prompt, fit_turns, make_prompts, split_stops, write
+from hotloop.mixers.feedback import feedback_matrices
 from hotloop.system.files import json_lines
 from hotloop.training.dataloader import open_split
 from hotloop.training.evaluate import fixed_windows
@@ -246,7 +247,10 @@ def main(argv=None):
           f'device: {opened.device}, {str(opened.dtype).removeprefix("torch.")}', file=sys.stderr)
     if cfg.diagnose:
         model.to(opened.device).eval().compute_dtype = opened.dtype
-        diagnose(model, validation_batches(weights, model, cfg.data_dir), cfg.output)
+        settings, shape, matrices = weights.checkpoint.get('config', {}), model.config, None
+        if settings.get('feedback') == 'dfa':
+            matrices = feedback_matrices(shape.n_layer, shape.n_embd, settings['seed']).to(opened.device)
+        diagnose(model, validation_batches(weights, model, cfg.data_dir), cfg.output, matrices)
         return 0
     opened.prepare()
     if cfg.score:

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 
 import torch
+from torch.nn.functional import cosine_similarity
 
 from hotloop.inference.score import print_json
 
@@ -12,11 +13,12 @@ INACTIVE = 1e-3  # An inactive unit never exceeds this fraction of the RMS of it
 
 
 @torch.no_grad()
-def diagnose(model, batches, output):
+def diagnose(model, batches, output, matrices=None):
     """
     Print tables about a model in eval mode, or with output='jsonl' lines of JSON. batches: tuples
     (x, y, position) of (B, T) tensors, or with the documents of the tokens; y is -1 where there is
-    no target. The model does not run if a weight is not finite.
+    no target. matrices: those of direct feedback alignment, if it trained the model. The model does not run
+    if a weight is not finite.
     """
     problems = []
     finite = True
@@ -28,7 +30,11 @@ def diagnose(model, batches, output):
         elif not p.any() and not name.endswith('bias'):
             problems.append(f'{name}: all {p.numel():,} values are zero')
     if finite:
+        batches = [[part.to(model.cos.device) for part in batch] for batch in batches]
         blocks, by_position = measure_blocks(model, batches)
+        if matrices is not None and by_position:
+            for row, cosine in zip(blocks, feedback_cosines(model, batches, matrices), strict=True):
+                row['cosine'] = cosine
         print_table('blocks', blocks, output)
         if by_position:
             print_table('loss by position', by_position, output)
@@ -63,8 +69,7 @@ def measure_blocks(model, batches):
                   block.ln_2_post.register_forward_hook(recorder('MLP', layer))]
     losses = []
     size = max(MAX_LOGITS // model.config.vocab_size, 1)
-    for batch in batches:
-        x, y, position, *documents = [part.to(model.cos.device) for part in batch]
+    for x, y, position, *documents in batches:
         model(x, None, *documents)
         seen = y >= 0
         for part in zip(*(t[seen].split(size) for t in (outputs.pop(), y, position)), strict=True):
@@ -83,6 +88,19 @@ def measure_blocks(model, batches):
         row['units'] = len(peak)
         rows.append(row)
     return rows, group_by_position(torch.cat(losses, 1).cpu())
+
+
+def feedback_cosines(model, batches, matrices):
+    """Return the cosine of each block's gradient by direct feedback with that by backpropagation."""
+    gradients = []
+    for model.feedback in (None, matrices):
+        for x, y, _, *documents in batches:
+            with torch.enable_grad():
+                model(x, y, *documents).sum().backward()
+        gradients.append([torch.cat([p.grad.flatten() for p in block.parameters()])
+                          for block in model.transformer.h])
+        model.zero_grad()
+    return [cosine_similarity(found, exact, dim=0).item() for exact, found in zip(*gradients, strict=True)]
 
 
 def group_by_position(losses):

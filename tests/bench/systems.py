@@ -8,7 +8,8 @@ The documents' systems beside ours: equal tokens, equal minutes, one evaluator, 
 Originals: temporal-eigenstate-networks (TEN), ortho-ai (OKADFA) and tiny_gpt, imported and never changed.
 Each trains with its optimizer, rates, clipping and penalty, once with its published size, context and batch
 (TEN: a smaller step), and once ("small") with those of config/quickstart.py, which ours have. Its schedule
-spans the minutes.
+spans the minutes; a step that ends too late is not taken, and a run without a step is a row that says so.
+Ours count their start too.
 OKADFA trains as published: its direct feedback is off. Weights are judged in float32, in windows of the
 context that they were trained with.
 
@@ -16,7 +17,8 @@ Speed and memory: forward and backward of 4 layers x 128 channels, 2,048 tokens 
 Causality: all weights are disturbed and one token is changed. "earlier" is the relative change of the outputs
 before it, which must be rounding; "later" is that of the outputs after it, 0 if nothing looks back.
 
-A job runs in a process of its own; its numbers, or its error, are a file in --work and are not repeated.
+A job runs in a process of its own; its numbers, or its error, are a file in --work and are not repeated
+while it is there.
 """
 
 import hashlib
@@ -44,7 +46,8 @@ ORIGINALS = {
             {'lr': 3e-4, 'betas': (0.9, 0.999), 'weight_decay': 0.1, 'warmup': 0.1, 'floor': 0.0}),
     'OKADFA': ('ortho-ai',
                {'layers': 6, 'heads': 12, 'width': 768, 'context': 512, 'batch': 8},
-               {'lr': 3e-4, 'betas': (0.9, 0.95), 'weight_decay': 0.1, 'warmup': 0.05, 'floor': 0.1}),
+               {'lr': 3e-4, 'betas': (0.9, 0.95), 'weight_decay': 0.1, 'warmup': 0.05, 'floor': 0.1,
+                'micro': 512}),  # a sequence of its published size takes 2.9 GB
     'tiny_gpt': ('tiny_gpt',
                  {'layers': 5, 'heads': 6, 'width': 360, 'context': 128, 'batch': 128},
                  {'lr': 5e-4, 'betas': (0.9, 0.999), 'weight_decay': 0.01, 'warmup': 0.00625, 'floor': 0.1})}
@@ -74,11 +77,13 @@ def load_file(folder, name):
 
 def original(name, originals, layers, heads, width, context):
     """Build an original; it computes logits, (B, T, VOCAB)."""
+    import torch
     if name in FORMS:
         file, kind = FORMS[name]
         folder = os.path.join(originals, ORIGINALS['TEN'][0], 'ten', 'models')
         build = getattr(load_file(folder, file), kind)
         return build(VOCAB, width, layers, max_seq_len=context)
+    torch.set_flush_denormal(True)  # OKADFA's features underflow: without this a step takes 1.5 times as long
     folder = os.path.join(originals, ORIGINALS[name][0])
     if name == 'TEN':
         build = load_file(os.path.join(folder, 'ten', 'models'), 'ten_unified').TEN
@@ -138,12 +143,15 @@ def train_original(job):
         from src.training.orthogonality_loss import OrthogonalityLoss
         penalty = OrthogonalityLoss(1e-4, 1000)
     split = Split(job['data'], 'train', read_meta(job['data']), T)
-    micro = max(MICRO_BATCH // T, 1)
-    index = step = 0
+    micro = max(recipe.get('micro', MICRO_BATCH) // T, 1)
+    index = step = tokens = 0
     net.train()
     began = time.perf_counter()
-    while (done := (time.perf_counter() - began) / (60 * job['minutes'])) < 1:
-        rate = cosine(done, recipe['warmup'], recipe['floor'])
+
+    def done():
+        return (time.perf_counter() - began) / (60 * job['minutes'])
+    while done() < 1:
+        rate = cosine(done(), recipe['warmup'], recipe['floor'])
         for group in optimizer.param_groups:
             group['lr'] = recipe['lr'] * rate
         # the windows that ours reads with this seed and context
@@ -151,6 +159,11 @@ def train_original(job):
         for part, targets in zip(x.split(micro), y.split(micro), strict=True):
             loss = cross_entropy(net(part).flatten(0, 1), targets.flatten()) * len(part) / batch
             loss.backward()
+            tokens += part.numel()
+            if done() >= 1:
+                break
+        if done() >= 1:  # a step that ends too late is not taken
+            break
         if penalty is not None:
             net.get_orthogonality_loss(penalty).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -159,6 +172,9 @@ def train_original(job):
         index += batch
         step += 1
     seconds = time.perf_counter() - began
+    if not step:
+        raise RuntimeError(f'no step of {batch} x {T} tokens in {job["minutes"]:g} minutes; '
+                           f'{tokens / seconds:.0f} tokens/s')
 
     class Judged(torch.nn.Module):
         """Return the summed loss of each row, as evaluate() wants it."""
@@ -170,7 +186,7 @@ def train_original(job):
         def forward(self, x, y):
             losses = cross_entropy(net(x).flatten(0, 1), y.flatten(), ignore_index=-1, reduction='none')
             return losses.view(y.shape).sum(1)
-    return Judged(), T, {'steps': step, 'tokens_per_s': step * batch * T / seconds, 'seconds': seconds}
+    return Judged(), T, {'steps': step, 'tokens_per_s': tokens / seconds, 'seconds': seconds}
 
 
 def cosine(done, warmup, floor):
