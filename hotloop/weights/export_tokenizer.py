@@ -9,7 +9,7 @@ from hotloop.data.chat import CHATS, SPEAKERS, TEMPLATES
 
 LETTER_OF = {byte: letter for letter, byte in BYTE_OF.items()}
 # in Jinja; transformers passes messages, bos_token and add_generation_prompt
-LOOP = '{{% for message in messages %}}{}{{% endfor %}}'
+LOOP = '{{% for message in messages{} %}}{}{{% endfor %}}'
 PUT = '{{{{ {} }}}}'
 WHEN = '{{% if {} %}}{}{{% endif %}}'
 
@@ -41,24 +41,25 @@ def chat_template(name, begins):
     """Write a template of chats in Jinja, as render() applies it. begins: after a begin token."""
     template = TEMPLATES[name]
     is_system = "messages[0]['role'] == 'system'"
+    trim = ' | trim' if template.strips else ''
     start = PUT.format('bos_token') if begins else ''
     between = PUT.format(json.dumps(template.between))
     if template.preamble:
         preamble = PUT.format(json.dumps(template.preamble.format('')))
         start += WHEN.format(f'not {is_system}', preamble + between)
+    text = f"message['content']{trim}"
+    chosen = ''
     if template.folds_system:
-        refuse = PUT.format('raise_exception("put the system prompt into the first turn")')
-        start += WHEN.format(is_system, refuse)
-    content = "message['content']"
-    if template.strips:
-        content += ' | trim'
+        chosen = " if message['role'] != 'system'"
+        system = f"messages[0]['content']{trim}"
+        text = rf'({system} + "\n\n" if loop.first and {is_system} else "") + ({text})'
     turns = ''
     for role in SPEAKERS:
         before, after = getattr(template, role)
-        turn = PUT.format(f'{json.dumps(before)} + ({content}) + {json.dumps(after)}')
+        turn = PUT.format(f'{json.dumps(before)} + ({text}) + {json.dumps(after)}')
         turns += WHEN.format(f"message['role'] == '{role}'", turn)
     answer = PUT.format(json.dumps(template.assistant[0]))
-    return start + LOOP.format(turns + between) + WHEN.format('add_generation_prompt', answer)
+    return start + LOOP.format(chosen, turns + between) + WHEN.format('add_generation_prompt', answer)
 
 
 def tokenizer_json(tokenizer):

@@ -1,15 +1,19 @@
 """GGUF files: tensors and tokens come back, the same logits elsewhere, what llama.cpp lacks is refused."""
 
 import json
+import random
 
 import pytest
 import torch
-from conftest import all_logits, error_against, error_of
+from conftest import all_logits, error_against, error_of, llama_cpp
 from test_export import BASE, MIXED, family, own, redrawn
 from test_sample import CHARS, gpt, main, write
 
 from hotloop.data.bpe import GPT2_SPLIT
+from hotloop.data.chat import CHATS
+from hotloop.data.encode import prompt_ids
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer
+from hotloop.inference.texts import turn_ids
 from hotloop.weights.gguf import LLAMA3_SPLIT, architecture, export_gguf, q8_0, vocabulary
 from model import GPTConfig
 
@@ -189,12 +193,16 @@ def split(pattern):
 
 LEVELS = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': True}
 DIGITS = {'type': 'Sequence', 'pretokenizers': [{'type': 'Digits', 'individual_digits': True}, LEVELS]}
+STEPS = {'gpt-2': LEVELS, 'smollm': DIGITS, 'llama-bpe': split(LLAMA3_SPLIT),
+         'qwen2': split(LLAMA3_SPLIT.replace('{1,3}', ''))}
+# texts on which the four differ, or that a faulty reader would cut elsewhere
+ODD = ['a ', ' \n x \n', 'x   \n', 'a\n   y', '\r\n\r\n x', '1234567 89', "I'M I'Ve don’t 'S''s", '!!\n\n\n',
+       'a\xa0\xa0b', '\u2028x\x1cy\u0085\u200b\ufeff', 'ⅫⅣ½٣٤٥٦٧𝟎', 'e\u0301\u0301 \u0301', '👨‍👩‍👧🇩🇪',
+       '\0\x01', 'a<|endoftext|> b', '<|endoftext', '[unused 3]', 'ſKİı']
 
 
-@pytest.mark.parametrize('steps, name', [
-    (LEVELS, 'gpt-2'), (split(GPT2_SPLIT), 'gpt-2'), (DIGITS, 'smollm'), (split(LLAMA3_SPLIT), 'llama-bpe'),
-    (split(LLAMA3_SPLIT.replace('{1,3}', '')), 'qwen2')])
-def test_a_tokenizer_json_keeps_types_ends_and_template(steps, name):
+@pytest.mark.parametrize('name, steps', [*STEPS.items(), ('gpt-2', split(GPT2_SPLIT))])
+def test_a_tokenizer_json_keeps_types_ends_and_template(name, steps):
     """Also ids that no token has, special and added ones, an end of answers and a first token."""
     pytest.importorskip('tokenizers')
     file = from_own(pre_tokenizer=steps)
@@ -250,18 +258,67 @@ def test_the_command_writes_one_file(tmp_path, capsys):
     assert read(half)[2]['token_embd.weight'] == 'F16'
 
 
-@pytest.mark.parametrize('name', ['gpt2 with biases', 'llama 2', 'llama 3', 'linear', 'qwen2', 'qwen3'])
+# -----------------------------------------------------------------------------
+# llama.cpp itself
+
+BOUNDS = {'float32': 1e-5, 'float16': 3e-3, 'bfloat16': 2e-2, 'q8_0': 5e-2}  # it also rounds activations
+
+
+@pytest.mark.parametrize('name', [*SHAPES, *IMPORTED])
 def test_llama_cpp_writes_the_same_greedy_text(tmp_path, name):
-    llama_cpp = pytest.importorskip('llama_cpp', reason='llama-cpp-python is not installed')
-    model = made(name)
-    path = str(tmp_path / 'model.gguf')
-    export_gguf(model, ByteTokenizer(), 'none', path, torch.float32, quantize=False)
-    theirs = llama_cpp.Llama(path, n_ctx=model.config.block_size, n_threads=1, verbose=False)
-    ids = list(b'ab c')
-    assert theirs.tokenize(b'ab c', add_bos=False) == ids
-    for _ in range(8):
-        logits = all_logits(model, torch.tensor([ids]))[0, -1, :257]
-        theirs.reset()
-        theirs.eval(ids)
-        assert int(logits.argmax()) == max(range(257), key=lambda i: theirs._scores[-1][i])
-        ids.append(int(logits.argmax()))
+    """With the log-probabilities of all ids, except those of half a character, which it does not tell."""
+    model, start = made(name), list(b'ab c')
+    for dtype, bound in BOUNDS.items():
+        path = str(tmp_path / dtype)
+        quantize = dtype == 'q8_0'
+        export_gguf(model, ByteTokenizer(), 'none', path, getattr(torch, 'float32' if quantize else dtype),
+                    quantize)
+        answer = llama_cpp(path)('/completion', prompt=start, n_predict=8, temperature=0, n_probs=257,
+                                 return_tokens=True, logit_bias=[[i, False] for i in range(128, 257)])
+        ids = torch.tensor([start + answer['tokens']])
+        expected = all_logits(model, ids)[0, 3:-1, :257].log_softmax(-1)
+        found = torch.zeros_like(expected)
+        for row, step in zip(found, answer['completion_probabilities'], strict=True):
+            for other in step['top_logprobs']:
+                row[other['id']] = other['logprob']
+        # Its GELU is a table in float16.
+        assert (found - expected).abs().max() < max(bound, 1e-3 if name.startswith('gpt2') else 0), dtype
+        if dtype == 'float32':
+            assert answer['tokens'] == expected[:, :128].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize('name', ['byte', 'own', 'gpt2', 'gpt-2', 'smollm', 'llama-bpe', 'qwen2'])
+def test_llama_cpp_reads_the_same_ids(tmp_path, name, request):
+    """With and without the names of special ids, after the first id that each text has."""
+    tokenizer = {'own': own, 'byte': ByteTokenizer}.get(name)
+    if name == 'gpt2':
+        tokenizer = request.getfixturevalue('gpt2')
+    elif tokenizer:
+        tokenizer = tokenizer()
+    else:
+        pytest.importorskip('tokenizers')
+        tokenizer = HFTokenizer(json.dumps(from_own(pre_tokenizer=STEPS[name])), eot=own().eot)
+        tokenizer.bos = tokenizer.eot
+    path, rng = str(tmp_path / 'model.gguf'), random.Random(0)
+    export_gguf(gpt(tokenizer.n_vocab), tokenizer, 'none', path, torch.float32, quantize=False)
+    ask = llama_cpp(path)
+    texts = [MIXED, MIXED[::-1], *ODD, *(''.join(rng.choices(MIXED, k=60)) for _ in range(10))]
+    for text in texts:
+        found = ask('/tokenize', content=text, add_special=True)['tokens']
+        assert found == prompt_ids(tokenizer, text), text
+        found = ask('/tokenize', content=text, parse_special=False)['tokens']
+        assert found == tokenizer.encode(text).tolist(), text
+
+
+@pytest.mark.parametrize('template', CHATS)
+def test_llama_cpp_writes_chats_as_in_training(tmp_path, template):
+    tokenizer, path = ByteTokenizer(), str(tmp_path / 'model.gguf')
+    tokenizer.bos = 256
+    export_gguf(gpt(257), tokenizer, template, path, torch.float32, quantize=False)
+    ask = llama_cpp(path)
+    for turns in ([('user', 'Hi "you"')], [('user', ' a\n'), ('assistant', "b's"), ('user', 'c')],
+                  [('system', 'Be {{ brief }}.'), ('user', 'a')]):
+        messages = [{'role': role, 'content': text} for role, text in turns]
+        prompt = ask('/apply-template', messages=messages)['prompt']
+        found = ask('/tokenize', content=prompt, add_special=True)['tokens']
+        assert found == turn_ids(tokenizer, turns, template)
