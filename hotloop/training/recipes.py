@@ -14,7 +14,7 @@ CARDS = ((36, 'a100_fast', 'wikitext103'), (21.6, 'vram_24gb', 'wikitext103'),
          (14.4, 'vram_16gb', 'wikitext103'), (7.2, 'vram_8gb', 'wikitext103'),
          (0, 'quickstart', 'stdlib'))
 # a command that gives one of these settings describes its own model
-SHAPE = {'preset', 'n_layer', 'n_head', 'n_embd', 'block_size', 'optimizer'}
+SHAPE = {'n_layer', 'n_head', 'n_embd', 'block_size', 'optimizer'}
 DEPTHS = (3, 4, 5, 6, 8, 10, 12, 16, 20, 24)  # that a time budget chooses from
 TOKENS_PER_PARAMETER = 20  # of a compute-optimal run (arXiv 2203.15556)
 

@@ -12,7 +12,7 @@ from hotloop.training.optim import build_optimizers
 from hotloop.training.recipes import choose_depth, depth_settings, num_parameters, tokens_within
 from hotloop.training.schedule import learning_rate, plan_schedule, set_learning_rate
 from model import GPT, GPTConfig
-from train import TrainConfig
+from train import TrainConfig, read_settings
 
 
 def rate(step, cfg):
@@ -124,3 +124,11 @@ def test_a_depth_is_a_layer_below_flags(train_tiny, tmp_path, capsys):
     args = load(tmp_path / 'qwen3' / 'ckpt.pt')['model_args']
     assert (args['preset'], args['mlp'], args['embed_norm']) == ('qwen3', 'swiglu', False)
     assert 'init_from=gpt2' in error_of(train_tiny, depth=3, init_from='gpt2')
+
+
+def test_a_time_budget_chooses_a_depth_of_the_requested_preset(data_dir, monkeypatch):
+    monkeypatch.setattr('hotloop.training.recipes.measure_flops', lambda *args: 1e9)
+    flags = [f'--data_dir={data_dir}', '--dataset=tiny', '--time_budget=3', '--device=cpu']
+    for preset in ('modern', 'qwen3'):
+        model, _, cfg, *_ = read_settings(flags + [f'--preset={preset}'] * (preset == 'qwen3'))
+        assert (cfg.depth, cfg.optimizer, model.n_layer, model.preset) == (3, 'muon', 3, preset)
