@@ -28,9 +28,10 @@ LARGEST = 2**20  # bytes of a request's body
 NAMES = ('127.0.0.1', 'localhost')  # of this machine, in requests
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
 SETTINGS = ('temperature', 'top_p', 'seed', 'top_k', 'min_p', 'repetition_penalty')  # of a request, by name
-# fields that would change the answer, and are refused unless they are empty
-UNSUPPORTED = ('suffix', 'echo', 'logprobs', 'top_logprobs', 'logit_bias', 'frequency_penalty',
-               'presence_penalty', 'tools', 'functions')
+# fields that would change the answer, except with this value
+UNSUPPORTED = {'n': 1, 'best_of': 1, 'response_format': {'type': 'text'}, 'tools': [], 'functions': [],
+               'logprobs': 0, 'top_logprobs': 0, 'logit_bias': {}, 'frequency_penalty': 0,
+               'presence_penalty': 0, 'echo': False, 'suffix': ''}
 CHOICE = {'index': 0, 'logprobs': None}  # what all choices of answers share
 POLICY = ("default-src 'none'; script-src 'nonce-{}'; style-src 'unsafe-inline'; "
           "img-src data:; connect-src 'self'")
@@ -99,16 +100,16 @@ class Server(ThreadingHTTPServer):
                     for name in SETTINGS if body.get(name) is not None}
         if 'seed' not in settings:
             settings['seed'] = next(self.seeds)
-        most = self.cfg.max_new_tokens
-        asked = body.get('max_tokens', body.get('max_completion_tokens'))
-        tokens = most if asked is None else checked(asked, int, 'max_tokens')
-        cfg = replace(self.cfg, max_new_tokens=tokens, **settings)
+        for name in ('max_tokens', 'max_completion_tokens'):
+            if body.get(name) is not None:
+                settings['max_new_tokens'] = checked(body[name], int, name)
+        cfg = replace(self.cfg, **settings)
         problems = cfg.problems()
-        if tokens > most:
-            problems.append(f'max_tokens={tokens} exceeds the --max_new_tokens={most} of the server')
-        problems += [f'{name} is not supported' for name in UNSUPPORTED if body.get(name)]
-        if body.get('n') not in (None, 1):
-            problems.append(f'n={body["n"]} must be 1')
+        asked, most = cfg.max_new_tokens, self.cfg.max_new_tokens
+        if asked > most:
+            problems.append(f'max_tokens={asked} exceeds the --max_new_tokens={most} of the server')
+        problems += [f'{name}={json.dumps(body[name])[:50]} is not supported'
+                     for name, value in UNSUPPORTED.items() if body.get(name) not in (None, value)]
         if problems:
             raise ValueError('; '.join(problems))
         return cfg
@@ -185,7 +186,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise ValueError('the body is not a JSON object')
             model, own = body.get('model'), self.server.name
             if model not in (None, own):
-                return self.send_error(404, f'the model {model} does not exist; this server has {own}')
+                return self.send_error(404, f'the model {model!r} does not exist; this server has {own}')
             stream = checked(body.get('stream') or False, bool, 'stream')
             job = self.server.read_job(body, is_chat)
         except (ValueError, RecursionError) as e:  # the latter for very deep JSON

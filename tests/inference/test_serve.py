@@ -242,8 +242,12 @@ CHAT = '/v1/chat/completions'
     ('base', dict(seed=10**400), 400, 'seed: '), ('base', dict(top_p=2), 400, 'top_p=2.0 must be from'),
     ('base', dict(max_tokens=LONG + 1), 400, '--max_new_tokens'), ('base', dict(max_tokens=-1), 400, '=-1'),
     ('base', dict(stream='yes'), 400, 'stream: '), ('base', dict(stop=7), 400, 'stop: '),
-    ('base', dict(stop=['a', None]), 400, 'stop: '), ('base', dict(n=2), 400, 'n=2 must be 1'),
-    ('base', dict(echo=True), 400, 'echo is not supported'),
+    ('base', dict(stop=['a', None]), 400, 'stop: '), ('base', dict(n=2), 400, 'n=2 is not'),
+    ('base', dict(n=0), 400, 'n=0 is not'), ('base', dict(best_of=3), 400, 'best_of=3 is not supported'),
+    ('base', dict(echo=True), 400, 'echo=true is not supported'),
+    ('base', dict(response_format={'type': 'json_object'}), 400, 'response_format={"type": "json'),
+    ('base', dict(model='\nX: \ud800'), 404, r"the model '\nX: \ud800' does not exist"),
+    ('base', dict(temperature=10**400), 400, 'temperature: '),
     ('base', dict(path=CHAT, messages=[USER]), 400, 'chat template of the model is not known'),
     ('tuned', dict(path=CHAT), 400, 'messages must be a list'),
     ('tuned', dict(path=CHAT, messages=[]), 400, 'no user turn'),
@@ -269,6 +273,12 @@ def test_a_large_body_is_refused_before_it_is_read(servers):
         assert s.recv(20).startswith(b'HTTP/1.1 413')  # before the first byte of the body
     prompt = 'a' * (LARGEST - 40)
     assert ask(servers['base'], prompt=prompt, max_tokens=1)[0] == 200
+
+
+def test_fields_that_ask_for_nothing_are_taken(servers):
+    nothing = dict(n=1, best_of=1, response_format={'type': 'text'}, logprobs=False, tools=[], stop=None)
+    fields = dict(prompt='a', max_tokens=None, max_completion_tokens=3)
+    assert len(text_of(servers['base'], **fields, **nothing)) == 3
 
 
 def test_one_connection_takes_many_requests(servers):
