@@ -133,6 +133,9 @@ def vocabulary(tokenizer, template, max_length):
         raise ValueError(f'a GGUF file cannot hold this {tokenizer.spec()["kind"]} tokenizer, only bytes and '
                          'byte-level BPEs with an end of text and a split of words that llama.cpp names: '
                          f'{", ".join(SPLITS.values())}')
+    if file['normalizer']:
+        print('note: llama.cpp does not compose characters to NFC: decomposed ones have other ids',
+              file=sys.stderr)
     tokens = [f'[unused {i}]' for i in range(tokenizer.n_vocab)]
     types = [UNUSED] * tokenizer.n_vocab
     special = {added['content']: added['special'] for added in file['added_tokens']}
