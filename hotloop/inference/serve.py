@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import re
+import select
 import socket
 import threading
 import time
@@ -32,7 +33,6 @@ SETTINGS = ('temperature', 'top_p', 'seed', 'top_k', 'min_p', 'repetition_penalt
 UNSUPPORTED = {'n': 1, 'best_of': 1, 'response_format': {'type': 'text'}, 'tools': [], 'functions': [],
                'logprobs': 0, 'top_logprobs': 0, 'logit_bias': {}, 'frequency_penalty': 0,
                'presence_penalty': 0, 'echo': False, 'suffix': ''}
-CHOICE = {'index': 0, 'logprobs': None}  # what all choices of answers share
 POLICY = ("default-src 'none'; script-src 'nonce-{}'; style-src 'unsafe-inline'; "
           "img-src data:; connect-src 'self'")
 
@@ -209,21 +209,20 @@ class Handler(BaseHTTPRequestHandler):
         for new, finish in self.follow(job):
             if isinstance(finish, Exception):
                 return self.send_event(error(500, finish)) if stream else self.send_error(500, finish)
+            content = {'text': new if stream else job.text.text}
+            if is_chat:
+                content = {'delta' if stream else 'message': {**role, 'content': content['text']}}
+            choice = {'index': 0, 'logprobs': None, **content, 'finish_reason': finish}
             if stream:
-                content = {'delta': {**role, 'content': new}} if is_chat else {'text': new}
-                self.send_event({**about, 'choices': [{**CHOICE, **content, 'finish_reason': finish}]})
+                self.send_event({**about, 'choices': [choice]})
                 role = {}
         prompt, written = len(job.text.prompt.ids), len(job.text.tokens)
         usage = {'prompt_tokens': prompt, 'completion_tokens': written, 'total_tokens': prompt + written}
-        if stream:
-            if isinstance(options, dict) and options.get('include_usage'):
-                self.send_event({**about, 'choices': [], 'usage': usage})
-            self.wfile.write(b'data: [DONE]\n\n')
-        else:
-            text = job.text.text
-            content = {'message': {**role, 'content': text}} if is_chat else {'text': text}
-            choice = {**CHOICE, **content, 'finish_reason': finish}
-            self.send(200, {**about, 'choices': [choice], 'usage': usage})
+        if not stream:
+            return self.send(200, {**about, 'choices': [choice], 'usage': usage})
+        if isinstance(options, dict) and options.get('include_usage'):
+            self.send_event({**about, 'choices': [], 'usage': usage})
+        self.wfile.write(b'data: [DONE]\n\n')
 
     def follow(self, job):
         """Yield (new characters, finish) of each step. Raises ConnectionError once the client hangs up."""
@@ -239,13 +238,8 @@ class Handler(BaseHTTPRequestHandler):
                 sent = len(text)
 
     def has_hung_up(self):
-        self.connection.settimeout(0)
-        try:
-            return not self.connection.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:  # It is silent, but there.
-            return False
-        finally:
-            self.connection.settimeout(self.timeout)
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return readable and not self.connection.recv(1, socket.MSG_PEEK)
 
     def send_event(self, value):
         self.wfile.write(b'data: %s\n\n' % json.dumps(value).encode())
@@ -283,8 +277,4 @@ def serve(model, tokenizer, template, cfg):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f'http://{NAMES[0]}:{server.server_port}'
     print(f"page: {url}, OpenAI's API: {url}/v1, model: {server.name}; Ctrl-C ends the server", flush=True)
-    try:
-        server.write_forever()
-    finally:
-        server.shutdown()
-        server.server_close()
+    server.write_forever()

@@ -22,7 +22,8 @@ SUPPORTED = {'peft_type': ['LORA'], 'bias': ['none'], 'use_dora': [False, None],
              'init_lora_weights': [True, False, None, 'gaussian', 'eva', 'orthogonal']}
 # {a name of peft's: ours}
 SAVED = {'model.embed_tokens': EMBEDDINGS[0], 'transformer.wte': EMBEDDINGS[0], 'lm_head': EMBEDDINGS[1]}
-NANOCHAT = {'mlp.up_proj': 'mlp.fc1', 'mlp.down_proj': 'mlp.fc2'}  # {projection: its name there}
+NANOCHAT = {'mlp.up_proj': 'mlp.fc1', 'mlp.down_proj': 'mlp.fc2',  # {projection: its name there}, and back
+            'mlp.fc1': 'mlp.up_proj', 'mlp.fc2': 'mlp.down_proj'}
 
 
 def write_adapter(folder, checkpoint):
@@ -35,7 +36,7 @@ def write_adapter(folder, checkpoint):
     targets = {}  # names, in order
     adapters = adapters_of(checkpoint['model'], lora['parts'])
     if is_nanochat(checkpoint.get('hf_config')):
-        adapters = to_nanochat(adapters, head_dim_of(checkpoint['model_args']))
+        adapters = swap_nanochat(adapters, head_dim_of(checkpoint['model_args']))
     for (layer, projection), (A, B) in adapters.items():
         is_gpt2 = projection in lora['parts']  # It has a matrix of its own.
         blocks = 'transformer.h'
@@ -67,17 +68,13 @@ def write_adapter(folder, checkpoint):
         raise ValueError(f'{folder} could not be written: {e.strerror or e}') from None
 
 
-def to_nanochat(adapters, head_dim, names=NANOCHAT):
-    """Rename the projections of adapters, and swap the halves of heads; see swap_halves()."""
-    theirs = {}
+def swap_nanochat(adapters, head_dim):
+    """Translate adapters to NanoChat's projections and rotation, or back; see swap_halves()."""
+    swapped = {}
     for (layer, projection), (A, B) in adapters.items():
         is_rotated = projection in ('attn.q_proj', 'attn.k_proj')
-        theirs[layer, names.get(projection, projection)] = A, swap_rows(B, head_dim) if is_rotated else B
-    return theirs
-
-
-def from_nanochat(adapters, head_dim):
-    return to_nanochat(adapters, head_dim, {theirs: ours for ours, theirs in NANOCHAT.items()})
+        swapped[layer, NANOCHAT.get(projection, projection)] = A, swap_rows(B, head_dim) if is_rotated else B
+    return swapped
 
 
 def is_adapter(folder):

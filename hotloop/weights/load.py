@@ -17,7 +17,7 @@ from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
 from hotloop.system.files import first_intact, hash_file, read_json
 from hotloop.system.text import first_line
-from hotloop.weights.adapter import TENSORS, base_of, from_nanochat, is_adapter, read_adapter, read_embeddings
+from hotloop.weights.adapter import TENSORS, base_of, is_adapter, read_adapter, read_embeddings, swap_nanochat
 from hotloop.weights.families import CONV1D, head_dim_of, is_nanochat, model_args_from, our_name, swap_halves
 from hotloop.weights.lora import adapters_of, embeddings_of, hash_weights, merged
 from hotloop.weights.safetensors import read_safetensors
@@ -152,7 +152,7 @@ def load_adapter(folder):
             'template': record['template'] or base.checkpoint.get('template')}
     adapters, scale = read_adapter(folder)
     if is_nanochat(base.checkpoint.get('hf_config')):
-        adapters = from_nanochat(adapters, head_dim_of(base.model_args))
+        adapters = swap_nanochat(adapters, head_dim_of(base.model_args))
     weights = merged(base.weights | read_embeddings(folder), adapters, scale, record['quantize'])
     return Weights(folder, base.model_args, weights, record['tokenizer'] or base.tokenizer, rest)
 
