@@ -233,10 +233,13 @@ def main(argv=None):
     weights, model, tokenizer, template = opened.weights, opened.gpt, opened.tokenizer, opened.template
     if cfg.export:
         dtype = torch.float32 if cfg.dtype == 'auto' else opened.dtype
-        if cfg.export.endswith('.gguf'):
-            export_gguf(model, tokenizer, template, cfg.export, dtype, cfg.quantize == 'int8')
-        else:
-            export(model, tokenizer, template, cfg.export, dtype, weights.checkpoint.get('hf_config'))
+        try:
+            if cfg.export.endswith('.gguf'):
+                export_gguf(model, tokenizer, template, cfg.export, dtype, cfg.quantize == 'int8')
+            else:
+                export(model, tokenizer, template, cfg.export, dtype, weights.checkpoint.get('hf_config'))
+        except OSError as e:
+            raise ValueError(f'export={cfg.export} could not be written: {e.strerror or e}') from None
         return 0
     if cfg.quantize == 'int8' and opened.device.type == 'cuda' and not (cfg.num_samples == 1 and cfg.compile):
         print('note: on a GPU int8 saves memory, but only one sample at a time with --compile=True reads '

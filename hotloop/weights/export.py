@@ -36,17 +36,14 @@ def export(model, tokenizer, template, folder, dtype, hf_config=None):
     config |= files.get('generation_config.json', ids)
     config['dtype'] = str(dtype).removeprefix('torch.')
     tensors = {name: w.to(dtype) for name, w in hf_tensors(model, config['model_type']).items()}
-    try:
-        os.makedirs(folder)
-        write_safetensors(os.path.join(folder, 'model.safetensors'), tensors)
-        # config.json comes last: a folder that has it is complete.
-        for name, content in [*files.items(), ('config.json', config)]:
-            if not isinstance(content, str):
-                content = json.dumps(content, indent=2)
-            with replacing(os.path.join(folder, name)) as f:
-                f.write(content.encode())
-    except OSError as e:
-        raise ValueError(f'export={folder} could not be written: {e.strerror or e}') from None
+    os.makedirs(folder)
+    write_safetensors(os.path.join(folder, 'model.safetensors'), tensors)
+    # config.json comes last: a folder that has it is complete.
+    for name, content in [*files.items(), ('config.json', config)]:
+        if not isinstance(content, str):
+            content = json.dumps(content, indent=2)
+        with replacing(os.path.join(folder, name)) as f:
+            f.write(content.encode())
     print(f'wrote {folder}: {config["architectures"][0]}, {config["dtype"]}')
     if not files:
         print('note: without a tokenizer: tokenizer.json cannot hold one of characters', file=sys.stderr)

@@ -57,13 +57,10 @@ def export_gguf(model, tokenizer, template, path, dtype, quantize):
     metadata |= {f'{kind}.{key}': value for key, value in shape.items()}
     metadata |= vocabulary(tokenizer, template, model.config.block_size)
     tensors = gguf_tensors(model, kind, tokenizer.n_vocab)
-    try:
-        if os.path.lexists(path):
-            raise FileExistsError('File exists')
-        with replacing(path) as f:
-            write_gguf(f, metadata, tensors, dtype, quantize)
-    except OSError as e:
-        raise ValueError(f'export={path} could not be written: {e.strerror or e}') from None
+    if os.path.lexists(path):
+        raise FileExistsError('File exists')
+    with replacing(path) as f:
+        write_gguf(f, metadata, tensors, dtype, quantize)
     print(f'wrote {path}: {kind}, {named}')
     if model.config.mlp == 'gelu':
         print('note: llama.cpp approximates GELU with tanh, so its logits differ slightly', file=sys.stderr)
