@@ -71,8 +71,7 @@ def architecture(config):
     kind = 'qwen3' if config.qk_norm else 'qwen2' if config.qkv_bias else 'llama'
     if config.position == 'learned':
         kind = 'gpt2'
-    sizes = SIZES + MORE_SIZES.get(kind, ())
-    settings = SETTINGS[kind] | {name: getattr(config, name) for name in sizes}
+    settings = SETTINGS[kind] | {name: getattr(config, name) for name in SIZES + MORE_SIZES.get(kind, ())}
     if kind == 'gpt2' and config.mlp == 'gelu_tanh':
         settings['mlp'] = config.mlp
     differing = differences(config, type(config)(**settings).resolved(), kind)
