@@ -123,7 +123,7 @@ class TrainConfig:
     optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: Muon in blocks, AdamW elsewhere
     learning_rate: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon
-    embed_lr: float | None = None  # of the token embedding with muon, which then does not decay
+    embed_lr: float | None = None  # of the embedding with Muon, if it is normalized and has its own matrix
     weight_decay: float = 1e-1  # on matrices only
     beta1: float = 0.9  # of AdamW
     beta2: float = 0.95  # of AdamW
@@ -204,7 +204,7 @@ def read_settings(argv=None):
         if gone:
             print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
     elif cfg.depth is not None or chooses_depth:
-        below = layer_of_depth(cfg, peek.given)
+        below = layer_of_depth(cfg, peek.objects[0].preset, peek.given)
     elif names_nothing and not (names_model and 'dataset' in peek.given):
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')

@@ -28,16 +28,16 @@ def build_optimizers(model, cfg, env):
     if cfg.optimizer == 'adamw8bit':
         return [adamw8bit(groups, lr, betas)]
     optimizers = []
-    if cfg.embed_lr and (cfg.optimizer != 'muon' or model.config.tie):
-        raise ValueError(f"embed_lr={cfg.embed_lr} applies only with optimizer='muon' and tie=False")
     if cfg.optimizer == 'muon':
         embedding = model.transformer.wte.weight
         rows = matrix_rows(model)
         groups[0]['params'] = [p for p in matrices if p not in rows and p is not embedding]
-        # An embedding that is normalized takes a rate 10 to 100 times that of the head (modded-nanogpt,
-        # nanochat), at which the usual decay would erase rare tokens.
-        groups.append({'params': [embedding], 'weight_decay': 0.0 if cfg.embed_lr else decay,
-                       'peak': cfg.embed_lr or lr})
+        own = {'weight_decay': decay, 'peak': lr}
+        if cfg.embed_lr and model.config.embed_norm and not model.config.tie:
+            # A normalized embedding takes 10 to 100 times the rate of the head (modded-nanogpt, nanochat), at
+            # which the usual decay would erase rare tokens.
+            own = {'weight_decay': 0.0, 'peak': cfg.embed_lr}
+        groups.append({'params': [embedding], **own})
         optimizers = [Muon(rows, cfg.muon_lr, cfg.muon_momentum, decay, env)]
     # fused: one kernel per group, which skips the update where train_step's found_inf is 1
     return [AdamW(groups, lr=lr, betas=betas, fused=True), *optimizers]

@@ -62,6 +62,7 @@ def depth_settings(depth, world=1, tokens=None, text_tokens=None):
     max_iters = max(round(tokens / (sequences * shape['block_size'])), 1)
     settings = {**shape, 'preset': 'modern', 'batch_size': batch_size,
                 'gradient_accumulation_steps': sequences // batch_size, 'max_iters': max_iters,
+                'mixer': 'CCA', 'embed_lr': 0.1,
                 'optimizer': 'muon', 'muon_momentum': 0.95, 'learning_rate': 2e-3, 'muon_lr': 0.02,
                 'min_lr': 0.0, 'lr_schedule': 'linear', 'warmup_iters': 100, 'log_interval': 20}
     if depth < 8:
@@ -90,10 +91,11 @@ def choose_depth(seconds, flops):
     return min(DEPTHS, key=misfit)
 
 
-def layer_of_depth(cfg, given):
+def layer_of_depth(cfg, preset, given):
     """
     Return the {setting: value} of a depth. A time budget without a card chooses the depth by the
     speed of this machine, unless it is given, and the rest by the tokens that the run will read.
+    preset: that of the command, whose own mixer another than 'modern' keeps.
     """
     if cfg.init_from != 'scratch':
         raise ValueError(f'depth={cfg.depth} shapes a new model, and init_from={cfg.init_from} has a '
@@ -102,8 +104,9 @@ def layer_of_depth(cfg, given):
     dataset = cfg.dataset
     if 'dataset' not in given:
         _, dataset, _ = card_for_machine(cfg.device)
+    own = {'mixer': None} if 'preset' in given and preset != 'modern' else {}
     if cfg.time_budget is None:
-        return {'dataset': dataset, **depth_settings(cfg.depth, world)}
+        return {'dataset': dataset, **depth_settings(cfg.depth, world), **own}
     text_tokens = 0
     for one in open_datasets(dataset, cfg.data_dir):
         text_tokens += one.meta['splits'].get('train', {}).get('tokens', 0)
@@ -118,6 +121,6 @@ def layer_of_depth(cfg, given):
     steps = settings.pop('max_iters')  # about: the clock decides
     # 5 evaluations take about 8% of the run: without a backward pass, a third of the work of a step
     eval_tokens = 0.08 * tokens / 5 / 2 * 3
-    return {**settings, 'dataset': dataset, 'depth': depth, 'eval_interval': max(round(steps / 5), 1),
+    return {**settings, **own, 'dataset': dataset, 'depth': depth, 'eval_interval': max(round(steps / 5), 1),
             'log_interval': max(round(steps / 100), 1),
             'eval_tokens': 2 ** int(min(max(math.log2(eval_tokens), 14), 20))}

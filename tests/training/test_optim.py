@@ -44,12 +44,12 @@ def test_decay_is_for_matrices_and_embeddings_only():
 
 
 def test_an_embedding_with_its_own_rate_does_not_decay():
-    optimizers = build_optimizers(make(preset='modern'), config('muon', embed_lr=0.3), Env())
-    group = optimizers[0].param_groups[2]
-    assert (group['peak'], group['weight_decay']) == (0.3, 0.0)
-    for settings, optimizer in (({}, 'muon'), (dict(preset='modern'), 'adamw')):
-        assert 'embed_lr=0.3' in error_of(build_optimizers, make(**settings), config(optimizer, embed_lr=0.3),
-                                          Env())
+    """The rate is for embeddings that are normalized and not the head; others keep the common one."""
+    for settings, expected in ((dict(preset='modern'), (0.3, 0.0)), (dict(preset='qwen3'), (0.1, 0.5)),
+                               (dict(preset='modern', tie=True), (0.1, 0.5))):
+        optimizers = build_optimizers(make(**settings), config('muon', embed_lr=0.3), Env())
+        group = optimizers[0].param_groups[2]
+        assert (group['peak'], group['weight_decay']) == expected
 
 
 @pytest.mark.parametrize('settings', [{}, SWIGLU])
