@@ -82,6 +82,9 @@ def load_run(source):
 def open_checkpoint(source):
     """Load (path, checkpoint) of a file, or of a run's first intact one: best.pt, ckpt.pt, older ones."""
     check_start(source)
+    if source.endswith('.gguf'):
+        raise ValueError(f'{source} is for other programs, such as llama.cpp; name the run or folder that it '
+                         'was exported from')
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
     paths = checkpoint_paths(source, best=True)
