@@ -684,9 +684,9 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, documents=None, cache=None):
         """
-        Return the logits of the last position, (B, V); with targets, the summed cross-entropy in nats: (1, B),
-        of each sequence, or (1, 1) in training with loss_chunks above 1; callers use .sum(). Both are float32.
-        The loss is one row so that nanoGPT's `logits, loss = model(x, y)` is an error, also for two sequences.
+        Return the logits of the last position, (B, V); with targets, the summed cross-entropy in nats:
+        (1, B), of each sequence, or (1, 1) in training with loss_chunks above 1; callers use .sum(). Both are
+        float32. One row, so that nanoGPT's `logits, loss = model(x, y)` is an error for two sequences too.
 
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         targets: (B, T) ids, or -1 for a masked token.
