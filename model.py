@@ -684,8 +684,9 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, documents=None, cache=None):
         """
-        Return the logits of the last position, (B, V); with targets, the summed cross-entropy in nats: (B,),
-        of each sequence, or (1,) in training with loss_chunks above 1; callers use .sum(). Both are float32.
+        Return the logits of the last position, (B, V); with targets, the summed cross-entropy in nats:
+        (1, B), of each sequence, or (1, 1) in training with loss_chunks above 1; callers use .sum(). Both are
+        float32. One row, so that nanoGPT's `logits, loss = model(x, y)` is an error for two sequences too.
 
         idx: (B, T) token ids, which continue the sequences in the cache if there is one.
         targets: (B, T) ids, or -1 for a masked token.
@@ -719,12 +720,12 @@ class GPT(nn.Module):
             from hotloop.mixers.feedback import Feedback
             x = Feedback.apply(self.feedback, *outputs, x)
         if targets is not None:
-            return self.loss(x, targets)
+            return self.loss(x, targets)[None]
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
         return self.softcap(self.lm_head(self.transformer.ln_f(x)).float())
 
     def loss(self, x, targets):
-        """Compute the summed cross-entropy that forward returns, from the (B, T, C) output of the blocks."""
+        """Compute the row that forward returns, (B,) or (1,), from the (B, T, C) output of the blocks."""
         c, chunks, x = self.config, self.loss_chunks, self.transformer.ln_f(x)
         smoothing = c.label_smoothing if self.training else 0.0
         if chunks > 1 and torch.is_grad_enabled():

@@ -52,6 +52,7 @@ from hotloop.system.distributed import (
     open_process_group,
     print0,
 )
+from hotloop.system.files import checkpoint_paths
 from hotloop.system.text import counted, short, wrapped
 from hotloop.training.checkpoint import (
     OPTIMIZERS,
@@ -86,7 +87,7 @@ from hotloop.training.shard import (
     set_blocks,
     shard_model,
 )
-from hotloop.weights.load import adapt_shape, check_start, checkpoint_paths, open_start
+from hotloop.weights.load import adapt_shape, check_start, open_start
 from hotloop.weights.lora import (
     LoRAConfig,
     add_adapters,

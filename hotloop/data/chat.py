@@ -145,7 +145,8 @@ def text_of(row, where, field=None):
     field = field or first_of(row, ('text', 'content')) or 'text'
     if field not in row:
         raise ValueError(f'{where} has no field {field!r}, only {", ".join(map(str, row))}; name one with '
-                         f'--text_field, or two (prompt,answer), or an answer {" or ".join(ANSWERS)}')
+                         '--text_field of prepare.py, or two (prompt,answer), or an answer '
+                         f'{" or ".join(ANSWERS)}')
     return check_text(row[field], f'{where}: field {field!r}')
 
 

@@ -155,28 +155,33 @@ def partial_folder(folder):
     Yield an empty folder to write a dataset into, which becomes `folder` when the block ends, unless
     it is the same dataset. An old one is moved to folder.1, folder.2, ... A kill leaves the old or
     the complete new dataset, or between the two renames the old one with its number. Raises
-    ValueError if another process is writing it.
+    ValueError if another process is writing it, or if it cannot be written.
     """
     work = folder + '.partial'
     new = os.path.join(work, 'new')
-    os.makedirs(work, exist_ok=True)
-    with lock(os.path.join(work, '.lock')):
-        try:
-            shutil.rmtree(new, ignore_errors=True)
-            os.mkdir(new)
-            yield new
-            if same_dataset(folder, new):
-                print(f'{folder}: unchanged')
-                return
-            sync_folder(new)
-            if os.path.exists(folder):
-                target = free_number(folder)
-                print(f'{folder} holds another dataset, which is moved to {target}')
-                os.rename(folder, target)
-            os.rename(new, folder)
-            sync_folder(os.path.dirname(folder) or '.')
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    try:
+        os.makedirs(work, exist_ok=True)
+        with lock(os.path.join(work, '.lock')):
+            try:
+                shutil.rmtree(new, ignore_errors=True)
+                os.mkdir(new)
+                yield new
+                if same_dataset(folder, new):
+                    print(f'{folder}: unchanged')
+                    return
+                sync_folder(new)
+                if os.path.exists(folder):
+                    target = free_number(folder)
+                    print(f'{folder} holds another dataset, which is moved to {target}')
+                    os.rename(folder, target)
+                os.rename(new, folder)
+                sync_folder(os.path.dirname(folder) or '.')
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    except BrokenPipeError:  # of the command's output
+        raise
+    except OSError as e:  # a full disk, a read-only folder
+        raise ValueError(f'{folder} could not be written: {e}') from None
 
 
 def same_dataset(folder, new):
@@ -288,5 +293,5 @@ def inspect(folder):
 
 
 if __name__ == '__main__':
-    for path in sys.argv[1:]:
+    for path in sys.argv[1:] or ['.']:
         call_main(inspect, path)

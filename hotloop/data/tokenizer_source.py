@@ -26,7 +26,7 @@ from hotloop.data.tokenizer import (
     spec_of,
     tokenizer_from,
 )
-from hotloop.system.files import read_json
+from hotloop.system.files import checkpoint_paths, first_intact, read_json
 
 # The usual names, where tokenizer_config.json has none.
 EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
@@ -101,12 +101,12 @@ def tokenizer_at(path, data_dir):
         meta = read_meta(path)
         template = meta['template'] if meta['template'] in CHATS else None
         return TokenizerSource(tokenizer_from(meta['tokenizer']), template=template)
-    file = path
+    files = [path]
     if os.path.isdir(path):
-        file = os.path.join(path, 'best.pt' if 'best.pt' in names else 'ckpt.pt')
-        if not os.path.exists(file):
+        files = checkpoint_paths(path, best=True)
+        if not files:
             raise ValueError(f'{path} has no tokenizer: no tokenizer.json, no train.bin and no checkpoint')
-    tokenizer, template = checkpoint_tokenizer(file, data_dir)
+    _, (tokenizer, template) = first_intact(files, lambda file: checkpoint_tokenizer(file, data_dir))
     return TokenizerSource(tokenizer, path, is_run=True, template=template)
 
 

@@ -99,7 +99,7 @@ def score_documents(model, tokenizer, documents, batch_size):
         scores, x, y, is_last = zip(*batch, strict=True)
         x = pad_sequence(x, batch_first=True).to(model.cos.device)
         y = pad_sequence(y, batch_first=True, padding_value=-1).to(model.cos.device)
-        for score, last, loss in zip(scores, is_last, model(x, y).tolist(), strict=True):
+        for score, last, loss in zip(scores, is_last, model(x, y)[0].tolist(), strict=True):
             if not math.isfinite(loss):
                 raise ValueError(NOT_FINITE.format(f'a loss on {score.file} that is'))
             score.nats += loss

@@ -68,7 +68,8 @@ def fit_turns(model, tokenizer, system, turns, template, max_new_tokens):
             if first:
                 print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
             return turns[first:], ids
-    raise ValueError(f'the message takes {len(ids):,} tokens; the context has room for {limit:,}')
+    raise ValueError(f'the message takes {len(ids):,} tokens with its template; the context has room for '
+                     f'{limit:,}; write less, or train with a --block_size above {size:,}')
 
 
 # -----------------------------------------------------------------------------

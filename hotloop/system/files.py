@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import importlib
 import json
@@ -74,6 +75,15 @@ def free_number(path):
     while os.path.lexists(f'{path}.{number}'):
         number += 1
     return f'{path}.{number}'
+
+
+def checkpoint_paths(folder, best=False):
+    """List the checkpoints of a run folder, the newest first; best: after best.pt, as they are sampled."""
+    pattern = os.path.join(glob.escape(folder), 'ckpt-' + '[0-9]' * 9 + '.pt')  # no copies of the user's
+    paths = [os.path.join(folder, 'ckpt.pt'), *sorted(glob.glob(pattern), reverse=True)]
+    if best:
+        paths.insert(0, os.path.join(folder, 'best.pt'))
+    return [path for path in paths if os.path.exists(path)]
 
 
 def first_intact(paths, load):

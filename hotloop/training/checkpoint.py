@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_map
 
 from hotloop.system import host
 from hotloop.system.distributed import print0
-from hotloop.system.files import first_intact, replacing
+from hotloop.system.files import checkpoint_paths, first_intact, replacing
 from hotloop.system.text import first_line
 from hotloop.training.shard import gather, is_sharded, shard_state
 from hotloop.weights.adapter import CONFIG, ORIGIN, TENSORS, write_adapter
-from hotloop.weights.load import check_records, checkpoint_paths, load_checkpoint
+from hotloop.weights.load import check_records, load_checkpoint
 from hotloop.weights.lora import weights_to_save
 
 OPTIMIZERS = ('optimizer', 'muon')  # names of their states in a checkpoint

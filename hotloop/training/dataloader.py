@@ -226,7 +226,8 @@ def open_split(datasets, name, T, document_mask=False, pack_rows=False):
             continue
         split = Split(dataset.folder, name, dataset.meta, T, document_mask)
         if split.num_tokens <= T:
-            raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for block_size={T}')
+            raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for block_size={T}; '
+                             'lower --block_size, or prepare more text')
         splits.append(split)
     if len(splits) == 1:
         return splits[0]

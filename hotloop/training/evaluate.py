@@ -79,7 +79,7 @@ def evaluate_split(model, split, starts, batch, env, byte_counts, stop):
         rows = mine[first:first + batch]
         # a short batch repeats windows: one shape, so that the model is compiled once
         parts = split.gather(np.resize(starts[rows], batch))
-        loss = model(*[upload(part, env.device) for part in parts])  # (batch,)
+        loss = model(*[upload(part, env.device) for part in parts])[0]  # (batch,)
         losses.append(loss[:len(rows)])  # stays on the device: reading it would wait
         y = parts[1][:len(rows)]
         sums[1, rows] = (y >= 0).sum(1)

@@ -92,6 +92,8 @@ class Record:
         if not os.path.isfile(path):
             raise ValueError(f'{path} does not exist; give the folders of runs')
         self.rows = read_rows(path)
+        if not self.rows:
+            raise ValueError(f'{path} is empty: the run has logged nothing')
         self.start = {}  # the first line, about the run
         self.end = ''  # done, or what stopped it
         for row in self.rows:
@@ -400,5 +402,14 @@ def write_report(folders):
     return path
 
 
+def main():
+    """Write the report of the folders on the command line."""
+    try:
+        path = write_report(','.join(sys.argv[1:]).split(','))
+    except OSError as e:  # the folder is read-only, or has no config.py
+        raise ValueError(f'the report could not be made: {e}') from None
+    print(f'report: {path}')
+
+
 if __name__ == '__main__':
-    call_main(lambda: print(f'report: {write_report(",".join(sys.argv[1:]).split(","))}'))
+    call_main(main)

@@ -5,10 +5,9 @@ import os
 
 from configurator import as_file
 from hotloop.system.distributed import print0
-from hotloop.system.files import free_number, is_inside, lock, replacing
+from hotloop.system.files import checkpoint_paths, free_number, is_inside, lock, replacing
 from hotloop.system.text import script, shell
 from hotloop.training.checkpoint import MIRRORED
-from hotloop.weights.load import checkpoint_paths
 
 
 def open_folder(name, folder, is_new):

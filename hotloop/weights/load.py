@@ -15,7 +15,7 @@ from configurator import did_you_mean
 from hotloop.data.download import GPT2_OWNER, cached_config, hub_folder, is_hub_name
 from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
-from hotloop.system.files import first_intact, hash_file, read_json
+from hotloop.system.files import checkpoint_paths, first_intact, hash_file, read_json
 from hotloop.system.text import first_line
 from hotloop.weights.adapter import TENSORS, base_of, is_adapter, read_adapter, read_embeddings, swap_nanochat
 from hotloop.weights.families import CONV1D, head_dim_of, is_nanochat, model_args_from, our_name, swap_halves
@@ -82,12 +82,12 @@ def load_run(source):
 def open_checkpoint(source):
     """Load (path, checkpoint) of a file, or of a run's first intact one: best.pt, ckpt.pt, older ones."""
     check_start(source)
+    if source.endswith('.gguf'):
+        raise ValueError(f'{source} is for other programs, such as llama.cpp; name the run or folder that it '
+                         'was exported from')
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
-    paths = checkpoint_paths(source)
-    best = os.path.join(source, 'best.pt')
-    if os.path.exists(best):
-        paths.insert(0, best)
+    paths = checkpoint_paths(source, best=True)
     if not paths:
         raise ValueError(f'{source!r} holds neither a checkpoint, nor a Hugging Face config.json, '
                          'nor adapters')
@@ -131,14 +131,6 @@ def check_records(path):
             raise ValueError('the list of records is invalid')
         if damaged := z.testzip():
             raise ValueError(f'the checksum of record {damaged} does not match')
-
-
-def checkpoint_paths(folder):
-    """List the checkpoints of a run folder, the newest first, without best.pt."""
-    newest = os.path.join(folder, 'ckpt.pt')
-    pattern = os.path.join(glob.escape(folder), 'ckpt-' + '[0-9]' * 9 + '.pt')  # no copies of the user's
-    older = sorted(glob.glob(pattern), reverse=True)
-    return [newest, *older] if os.path.exists(newest) else older
 
 
 # -----------------------------------------------------------------------------

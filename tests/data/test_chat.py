@@ -87,7 +87,7 @@ def test_a_row_without_text_or_answer_has_no_document(row):
 
 @pytest.mark.parametrize('row, words', [
     ([1], r'a row must be an object or a string, not \[1\]'),
-    ({'title': 'a', 'n': 3}, r"has no field 'text', only title, n; .*--text_field"),
+    ({'title': 'a', 'n': 3}, r"has no field 'text', only title, n; .*--text_field of prepare"),
     ({'text': 3}, "field 'text' must be a string, not 3"),
     ({'messages': [{'role': ['user'], 'content': 'hi'}]}, r"a message has the role \['user'\]"),
     ({'messages': [{'content': 'hi'}]}, 'a message has the role None'),

@@ -1,5 +1,6 @@
 """dataset.py: what stands on the disk and how it gets there, what is known of it, and mixtures."""
 
+import errno
 import functools
 import hashlib
 import json
@@ -100,6 +101,16 @@ def test_two_processes_do_not_write_one_dataset(tmp_path):
     with partial_folder(str(tmp_path / 'x')):
         assert 'x.partial is in use by process' in error_of(write, tmp_path / 'x', 'other')
     assert os.listdir(tmp_path) == ['x']
+
+
+def test_a_dataset_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / 'file').touch()
+    assert 'file/x could not be written: [Errno 20] Not a' in error_of(write, tmp_path / 'file' / 'x', 'new')
+    folder, full = str(tmp_path / 'x'), OSError(errno.ENOSPC, 'No space left on device')
+    with pytest.raises(ValueError, match=r'x could not be written: .* No space'), partial_folder(folder):
+        raise full
+    with pytest.raises(BrokenPipeError), partial_folder(folder):  # as of `prepare.py | head`
+        raise BrokenPipeError
 
 
 def test_meta_json_comes_before_meta_pkl_and_that_before_nanogpts_assumption(tmp_path):

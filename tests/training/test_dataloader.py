@@ -231,5 +231,5 @@ def test_one_dataset_is_a_split_and_several_are_a_mixture(splits):
     assert mixture.weights == [0.25, 0.75] and mixture.names == ['plain', 'wide']
     with pytest.raises(ValueError, match='wide would never be drawn: its weight is below 1/20000 of the sum'):
         open_split(datasets(plain=1, wide=1e-5), 'train', T)
-    with pytest.raises(ValueError, match=r'val\.bin has 100 tokens, too few for block_size=100'):
+    with pytest.raises(ValueError, match=r'val\.bin has 100 tokens, too few for block_size=100; lower'):
         open_split(datasets(plain=1), 'val', 100)

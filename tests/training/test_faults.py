@@ -17,8 +17,9 @@ from faults import SAVE, assert_equal_runs, final, leftovers, log
 from ranks import Runs
 
 import train
+from hotloop.system.files import checkpoint_paths
 from hotloop.training.checkpoint import Checkpoints
-from hotloop.weights.load import checkpoint_paths, load_checkpoint
+from hotloop.weights.load import load_checkpoint
 
 ROOT = Path(train.__file__).parent
 RECIPES = [dict(optimizer='adamw', dropout=0.1), dict(optimizer='muon', preset='modern', dropout=0.1)]

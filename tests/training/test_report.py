@@ -275,3 +275,14 @@ def test_the_command_draws_a_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['report', write_log(tmp_path / 'a b', lines_of_a_run(3))])
     runpy.run_path(REPORT, run_name='__main__')
     assert capsys.readouterr().out == f'report: {tmp_path}/a b/report.html\n'
+
+
+def test_a_report_that_cannot_be_made_is_one_sentence(tmp_path, monkeypatch, capsys):
+    folder = Path(write_log(tmp_path / 'out', []))
+    monkeypatch.setattr(sys, 'argv', ['report', str(folder)])
+    for words in (f'{folder}/log.jsonl is empty', 'the report could not be made: [Errno 2] No such file'):
+        with pytest.raises(SystemExit):
+            runpy.run_path(REPORT, run_name='__main__')
+        assert words in capsys.readouterr().err
+        (folder / 'log.jsonl').write_text('{"step": 1}\n')
+        (folder / 'config.py').unlink(missing_ok=True)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from conftest import contents, error_of
 
+from hotloop.system.files import checkpoint_paths
 from hotloop.training.checkpoint import Checkpoints
 from hotloop.training.run_dir import open_folder, resume_command
-from hotloop.weights.load import checkpoint_paths, load_checkpoint
+from hotloop.weights.load import load_checkpoint
 from train import TrainConfig
 
 

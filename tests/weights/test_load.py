@@ -46,6 +46,8 @@ def test_best_is_taken_before_the_latest_and_the_latest_before_older_ones(tmp_pa
         flip_a_bit(tmp_path / name)
         assert f'{name} is damaged' in error_of(load_weights, str(tmp_path / name))  # by its path
     assert 'ckpt-000000020.pt' in error_of(load_weights, str(tmp_path))
+    (tmp_path / 'a.gguf').write_bytes(b'GGUF')
+    assert 'a.gguf is for other programs' in error_of(load_weights, str(tmp_path / 'a.gguf'))
 
 
 def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
