@@ -270,8 +270,8 @@ def rotation_angles(num_positions, D, base, factor=1.0, context=None):
 
 def rotate(x, cos, sin):
     """Rotate channels i and i + D/2 together, Hugging Face's half-split form. x: (B, H, T, D)."""
-    x1, x2 = x.float().chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+    x1, x2 = x.transpose(1, 2).float().chunk(2, dim=-1)  # stored as (B, T, H, D), as attention's output
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype).transpose(1, 2)
 
 
 def shift_keys(k, layer, cache, place):
@@ -448,10 +448,10 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         H, K, D = self.n_head, self.n_kv_head, self.head_dim
         cos, sin, cache, place = context.cos, context.sin, context.cache, context.place
-        qkv = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)
-        q, k, v = (part.transpose(1, 2) for part in qkv)  # (B, H or K, T, D)
-        q = self.rotate(self.q_norm(q), cos, sin)
-        k = self.rotate(self.shift_keys(self.k_norm(k), self.layer, cache, place), cos, sin)
+        q, k, v = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)  # first: fewer copies
+        q, k, v = (part.transpose(1, 2) for part in (self.q_norm(q), self.k_norm(k), v))  # (B, H or K, T, D)
+        q = self.rotate(q, cos, sin)
+        k = self.rotate(self.shift_keys(k, self.layer, cache, place), cos, sin)
         if x.device.type == 'cpu':
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC).
             q, k, v = q.float(), k.float(), v.float()
@@ -650,12 +650,12 @@ class GPT(nn.Module):
         self.softcap = partial(softcap, cap=c.softcap) if c.softcap else unchanged
         if c.tie:
             self.transformer.wte.weight = self.lm_head.weight
-        # cos and sin are (T, D/2), or (T, D) where layers with a window have their own base.
+        # cos and sin are (T, 1, D/2), or (T, 1, D) where layers with a window have their own base.
         tables = [rotation_angles(c.block_size, c.head_dim, c.rope_base, c.rope_factor, c.rope_context)]
         if c.rope_local_base is not None:
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
         for name, columns in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
-            self.register_buffer(name, torch.cat(columns, dim=1), persistent=False)
+            self.register_buffer(name, torch.cat(columns, dim=1)[:, None], persistent=False)
         self.register_buffer('feedback', None, persistent=False)  # of direct feedback alignment
         self.init_weights()
 
@@ -697,10 +697,10 @@ class GPT(nn.Module):
         assert 0 < T <= c.block_size, f'{T} tokens exceed block_size={c.block_size}'
         if cache is None:
             position = torch.arange(T, device=idx.device) if documents is None else positions_in(documents)
-            cos, sin = self.cos[:T], self.sin[:T]
+            cos, sin = self.cos[:T], self.sin[:T]  # (T, 1, D/2)
         else:
             position = cache.begin(T)
-            cos, sin = (table[position].unsqueeze(-3) for table in (self.cos, self.sin))
+            cos, sin = self.cos[position], self.sin[position]  # (B, T, 1, D/2)
         x = self.transformer.wpe(self.transformer.wte(idx), position)  # (B, T, C)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
         masks = {}

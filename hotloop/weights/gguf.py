@@ -115,7 +115,7 @@ def gguf_tensors(model, kind, n_vocab):
     if c.rope_context is not None:
         base = c.rope_base ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
         # The angle at position 1 is the frequency, which llama.cpp divides by these factors.
-        tensors['rope_freqs.weight'] = base / torch.atan2(model.sin[1].double(), model.cos[1].double())
+        tensors['rope_freqs.weight'] = base / torch.atan2(model.sin[1, 0].double(), model.cos[1, 0].double())
     return tensors
 
 
