@@ -386,7 +386,7 @@ def block_mask(T, window, documents, device):
 
 class Context(NamedTuple):
     """What the layers of a forward pass share besides their input."""
-    cos: torch.Tensor  # of the rotation of each position, (T, D/2), or (B, 1, T, D/2) with a cache; or of D
+    cos: torch.Tensor  # of the rotation of each position, (T, 1, D/2), or (B, T, 1, D/2) cached; or of D
     sin: torch.Tensor
     masks: dict  # {window: FlexAttention's mask}, on GPUs
     cache: object = None  # a KVCache in generation

@@ -24,13 +24,13 @@ USED = 'torch._dynamo', 'torch._inductor.ir', 'torch.nn.attention.flex_attention
 # {what happens on a GPU: (file, text, replacement, file of tests, words that choose the test that fails)}
 DEFECTS = {
     'every layer attends without its window': (
-        'model.py', 'masks.get(window) for window in windows]', 'masks.get(None) for window in windows]',
-        'tests/test_model.py', 'gpus_attention'),
+        'model.py', 'context.masks.get(self.window)', 'context.masks.get(None)', 'tests/test_model.py',
+        'gpus_attention and True-'),
     'documents see those after them': (
         'model.py', 'documents[b, i] == documents[b, j]', 'documents[b, i] >= documents[b, j]',
         'tests/test_model.py', 'gpus_attention and True-'),
     'the cap of attention is lost': (
-        'model.py', '(q, k, v, self.cap, within,', '(q, k, v, None, within,', 'tests/test_model.py',
+        'model.py', '(q, k, v, self.cap, mask,', '(q, k, v, None, mask,', 'tests/test_model.py',
         'gpus_attention'),
     'the nibbles of NF4 change places': (
         'hotloop/weights/nf4.py', 'return pairs[codes.int()]', 'return pairs.flip(1)[codes.int()]',
