@@ -12,7 +12,7 @@ dataset = 'stdlib'  # in BPE tokens of 2.8 bytes
 
 preset = 'modern'
 n_layer = 4
-n_head = 4
+n_head = 2  # of 64 channels
 n_embd = 128  # 1,001,352 parameters
 mixer = 'CCA'  # of three layers two are convolutions over four tokens: faster, and they learn faster
 block_size = 256
