@@ -34,11 +34,13 @@ def card_for_machine(device):
 
 def shape_of(depth):
     """Return the shape of a depth, about 128 x (depth / 4)^1.63 channels: 128 for 4 layers, 768 for 12."""
-    channels, block_size = 32, 256  # channels: of a head
-    if depth >= 8:
-        channels, block_size = 64, 512
+    channels, block_size = 64, 256  # channels: of a head
     if depth >= 12:
         channels, block_size = 128, 1024
+    elif depth >= 8:
+        block_size = 512
+    elif depth < 4:
+        channels = 32
     n_head = max(int(128 * (depth / 4)**1.63 / channels + 0.5), 1)
     return {'n_layer': depth, 'n_head': n_head, 'n_embd': n_head * channels, 'block_size': block_size}
 

@@ -7,7 +7,7 @@ Judge an idea: two settings of one card with the same data order and seeds, at e
 
 Runs of a and b alternate. A pair has the same seed, so it sees the same batches, and the difference of a pair
 varies less than the losses. Each comparison adds a row to leaderboard.jsonl. Runs that have ended are kept in
---work and are not repeated. --idea and --source describe the row. Datasets are in --data_dir.
+--work and are not repeated. --idea, --source and --kept describe the row. Datasets are in --data_dir.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ ABOUT = """# Ideas, judged
 
 Each row is pairs of runs with equal seeds and batches, by `python tests/bench/compare.py`, with which anybody
 can judge another idea. A gain is the mean difference in bits per byte of the held-out text, with its standard
-error; tokens/s is the ratio of speeds.
+error; tokens/s is the ratio of speeds, which other work on the machine disturbs at equal steps.
 """
 BOARD = os.path.join(ROOT, 'tests', 'bench', 'leaderboard.jsonl')
 
@@ -70,7 +70,7 @@ def compare(dataset, kind, length, args):
         for side, results in sides.items():
             results.append(run_once(getattr(args, side), dataset, seed, length, args))
             print(f'  {dataset}, seed {seed}, {side}: {results[-1]}', file=sys.stderr, flush=True)
-    row = {name: getattr(args, name) for name in ('idea', 'source', 'card', 'a', 'b', 'seeds')}
+    row = {name: getattr(args, name) for name in ('idea', 'source', 'kept', 'card', 'a', 'b', 'seeds')}
     row |= {'dataset': dataset, 'equal': kind, 'machine': machine(), 'commit': commit()}
     for side, results in sides.items():
         for name in ('bpb', 'seconds', 'tokens_per_s'):
@@ -91,13 +91,14 @@ def cells(row):
     gain = f'{row["gain"]:+.4f}'
     if 'stderr' in row:
         gain += f' ± {row["stderr"]:.4f} (p {row["p"]:.3f})'
-    return [row['idea'] or f'`{row["b"]}`', row['source'], f'`{row["card"]} {row["b"]}`', f'`{row["a"]}`',
-            row['dataset'], row['equal'], row['seeds'], f'{row["bpb_a"]:.4f}', f'{row["bpb_b"]:.4f}', gain,
-            f'{row["tokens_per_s_b"] / row["tokens_per_s_a"]:.2f}', row['commit']]
+    return [row['idea'] or f'`{row["b"]}`', row['source'], f'`{row["card"]} {row["b"]}`'.replace(' `', '`'),
+            f'`{row["a"]}`' if row['a'] else 'the card', row['dataset'], row['equal'], row['seeds'],
+            f'{row["bpb_a"]:.4f}', f'{row["bpb_b"]:.4f}', gain,
+            f'{row["tokens_per_s_b"] / row["tokens_per_s_a"]:.2f}', row['kept'], row['commit']]
 
 
 HEAD = ['idea', 'source', 'settings', 'against', 'text', 'equal', 'seeds', 'bits per byte before', 'after',
-        'gain', 'tokens/s', 'commit']
+        'gain', 'tokens/s', 'kept', 'commit']
 
 
 def write_board():
@@ -110,7 +111,8 @@ def write_board():
 
 def main():
     parser = parser_of(__doc__, a='', b='', card='config/quickstart.py', dataset='stdlib', seeds=3, steps=600,
-                       minutes=0.0, data_dir='data', work='out-compare', idea='', source='', board=False)
+                       minutes=0.0, data_dir='data', work='out-compare', idea='', source='', kept='',
+                       board=False)
     args = parser.parse_args()
     if args.board:
         return write_board()

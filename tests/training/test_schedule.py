@@ -93,7 +93,7 @@ def test_epochs_are_converted_to_steps_and_a_warmup_can_be_a_fraction_of_them(tr
 # depths
 
 @pytest.mark.parametrize('depth, width, heads, block_size', [
-    (3, 96, 3, 256), (4, 128, 4, 256), (6, 256, 8, 256), (8, 384, 6, 512), (12, 768, 6, 1024)])
+    (3, 96, 3, 256), (4, 128, 2, 256), (6, 256, 4, 256), (8, 384, 6, 512), (12, 768, 6, 1024)])
 @pytest.mark.parametrize('world', [1, 3])
 def test_a_depth_sets_a_shape_and_a_step(depth, width, heads, block_size, world):
     values = depth_settings(depth, world)
