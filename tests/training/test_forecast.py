@@ -117,7 +117,7 @@ def test_a_single_micro_batch_starts_without_gradients():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('quantize, recompute, expected', [
-    ('nf4', 'full', 7.63), ('nf4', 'none', 29.71), ('none', 'selective', 11.29)])
+    ('nf4', 'full', 7.63), ('nf4', 'none', 29.05), ('none', 'selective', 11.29)])
 def test_adapters_of_rank_16_on_gemma_2_2b(quantize, recompute, expected):
     """In GB, 8 x 768 tokens on an H100, uncompiled."""
     gemma = {**PUBLISHED['google/gemma-2-2b'], 'max_position_embeddings': 768}
