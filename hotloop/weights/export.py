@@ -67,8 +67,8 @@ def config_json(config, hf_config=None):
     differing = differences(config, theirs, kind)
     if differing:
         raise ValueError(f'transformers has no such model: its {kind} differs in {", ".join(differing)}; '
-                         'a run from scratch needs --preset=gpt2, --preset=qwen3, or --preset=modern with '
-                         '--key_shift=False --x0_mix=False')
+                         'a run from scratch needs --mixer=attention and --preset=gpt2, --preset=qwen3, or '
+                         '--preset=modern --key_shift=False --x0_mix=False')
     return made
 
 
