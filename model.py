@@ -407,11 +407,11 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, sum(self.rows), bias=config.qkv_bias)
         self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
         self.state_shapes = {'past': (config.n_kv_head, 1, D)} if config.key_shift else {}  # the last key
-        self.kernel_attention = None
+        self.features = None  # kernel attention; checkpoints have its directions under this name
         if config.mixers()[layer] == 'K':
             from hotloop.mixers.kernel import KernelAttention
-            self.kernel_attention = KernelAttention(config, layer)
-            self.state_shapes |= self.kernel_attention.state_shapes
+            self.features = KernelAttention(config, layer)
+            self.state_shapes |= self.features.state_shapes
         self.q_norm = rms_norm(config, D) if config.qk_norm else unchanged
         self.k_norm = rms_norm(config, D) if config.qk_norm else unchanged
         self.shift_keys = shift_keys if config.key_shift else unchanged
@@ -456,8 +456,8 @@ class Attention(nn.Module):
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC).
             q, k, v = q.float(), k.float(), v.float()
         q = self.scale_query(q)
-        if self.kernel_attention is not None:
-            y = self.kernel_attention(q, k, v, place, cache)
+        if self.features is not None:
+            y = self.features(q, k, v, place, cache)
         elif cache is None:
             y = self.attend(q, k, v, context.documents, context.masks.get(self.window))
         else:

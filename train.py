@@ -210,6 +210,8 @@ def read_settings(argv=None):
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
         argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
+        if 'preset' in peek.given and 'mixer' not in peek.given and peek.objects[0].preset != 'modern':
+            argv.append('--mixer=attention')  # the card's pattern is for modern models
     found = read(argv=argv, below=below)
     model, lora, cfg = found.objects
     if latest:
@@ -546,8 +548,10 @@ def train(run, schedule, checkpoints, log, stop):
         step += 1
         state.iter_num = step
         state.tokens_seen += batches.global_batch * batches.split.T
-        if step % cfg.log_interval == 0 or step in (1, schedule.max_iters):
+        is_logged = step % cfg.log_interval == 0 or step in (1, schedule.max_iters)
+        if is_logged or step % 50 == 0:
             meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
+        if is_logged:
             log.step(state, lr, meter, seconds_left)
         if schedule.is_open:
             schedule = look_at_clock(run, schedule, deadline, checkpoints, step)

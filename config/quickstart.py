@@ -14,7 +14,7 @@ preset = 'modern'
 n_layer = 4
 n_head = 2  # of 64 channels
 n_embd = 128  # 1,001,352 parameters
-mixer = 'CCA'  # of three layers two are convolutions over four tokens: faster, and they learn faster
+mixer = 'CCA'  # repeated, CCAC: all but the third are convolutions over four tokens, which learn faster
 block_size = 256
 
 batch_size = 8  # many small steps learn fastest in a short run

@@ -13,7 +13,7 @@ preset = 'modern'
 n_layer = 4
 n_head = 2
 n_embd = 128  # 755,848 parameters with 65 characters
-mixer = 'CCA'  # of three layers two are convolutions over four tokens
+mixer = 'CCA'  # repeated, CCAC: all but the third are convolutions over four tokens
 block_size = 64
 
 batch_size = 24

@@ -94,7 +94,7 @@ def add_orthogonal_gradient(model, weight):
     keys, to the gradients of the layers with kernel attention.
     """
     for block in model.transformer.h:
-        if getattr(block.attn, 'kernel_attention', None) is not None:
+        if getattr(block.attn, 'features', None) is not None:
             p = block.attn.c_attn.weight
             rows = sum(block.attn.rows[:2])
             W = p[:rows].unflatten(0, (-1, block.attn.head_dim))  # (2 H, D, C)

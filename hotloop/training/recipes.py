@@ -46,7 +46,7 @@ def shape_of(depth):
 
 
 def num_parameters(depth):
-    """Return the parameters of the blocks of a depth, by which a token is multiplied."""
+    """Return the parameters of the blocks of a depth as if all layers attended."""
     return 12 * depth * shape_of(depth)['n_embd']**2
 
 

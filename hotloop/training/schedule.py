@@ -158,7 +158,9 @@ class Deadline:
             total += count_batches(splits[name], number, batch, self.env.world)
         self.evaluation = self.env.broadcast(each * total)
         if self.evaluation > self.budget / 10:
-            tokens = min(cfg.eval_tokens or math.inf, splits['val'].num_tokens)
-            tenth = math.ceil(tokens * self.budget / 10 / self.evaluation)
+            name, size = 'eval_tokens', min(cfg.eval_tokens or math.inf, splits['val'].num_tokens)
+            if cfg.eval_iters is not None:
+                name, size = 'eval_iters', cfg.eval_iters
+            tenth = math.ceil(size * self.budget / 10 / self.evaluation)
             print0(f'note: an evaluation takes {duration(self.evaluation)} of a time budget of '
-                   f'{duration(self.budget)}; --eval_tokens={tenth} takes a tenth of it')
+                   f'{duration(self.budget)}; --{name}={tenth} takes a tenth of it')

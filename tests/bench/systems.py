@@ -36,7 +36,7 @@ from statistics import mean, stdev
 
 from bench import SHARED, forget_peak, machine, memory_now, parser_of, run, table
 
-SMALL = {'layers': 4, 'heads': 4, 'width': 128, 'context': 256, 'batch': 8}  # config/quickstart.py
+SMALL = {'layers': 4, 'heads': 4, 'width': 128, 'context': 256, 'batch': 8}  # the quickstart has 2
 VOCAB = 1024
 # {name: (its folder, published shape, recipe)}; warmup: share of the run; floor: of the rate at the end.
 # TEN's script has 32 x 2,048 tokens a step, too many for minutes on a CPU: 8 x 512 give it more updates.
@@ -177,7 +177,7 @@ def train_original(job):
                            f'{tokens / seconds:.0f} tokens/s')
 
     class Judged(torch.nn.Module):
-        """Return the summed loss of each row, as evaluate() wants it."""
+        """Return the summed loss of each row, (1, B), as evaluate() wants it."""
 
         def __init__(self):
             super().__init__()
@@ -185,7 +185,7 @@ def train_original(job):
 
         def forward(self, x, y):
             losses = cross_entropy(net(x).flatten(0, 1), y.flatten(), ignore_index=-1, reduction='none')
-            return losses.view(y.shape).sum(1)
+            return losses.view(y.shape).sum(1)[None]
     return Judged(), T, {'steps': step, 'tokens_per_s': tokens / seconds, 'seconds': seconds}
 
 

@@ -132,3 +132,9 @@ def test_a_time_budget_chooses_a_depth_of_the_requested_preset(data_dir, monkeyp
     for preset in ('modern', 'qwen3'):
         model, _, cfg, *_ = read_settings(flags + [f'--preset={preset}'] * (preset == 'qwen3'))
         assert (cfg.depth, cfg.optimizer, model.n_layer, model.preset) == (3, 'muon', 3, preset)
+
+
+@pytest.mark.parametrize('preset, mixer', [('gpt2', 'attention'), ('qwen3', 'attention'), ('modern', 'CCA')])
+def test_the_card_of_the_machine_keeps_the_attention_of_a_requested_preset(preset, mixer):
+    model, *_ = read_settings([f'--preset={preset}', '--device=cpu'])
+    assert (model.preset, model.mixer) == (preset, mixer)
