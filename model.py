@@ -448,7 +448,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         H, K, D = self.n_head, self.n_kv_head, self.head_dim
         cos, sin, cache, place = context.cos, context.sin, context.cache, context.place
-        q, k, v = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)  # first: fewer copies
+        q, k, v = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)
         q, k, v = (part.transpose(1, 2) for part in (self.q_norm(q), self.k_norm(k), v))  # (B, H or K, T, D)
         q = self.rotate(q, cos, sin)
         k = self.rotate(self.shift_keys(k, self.layer, cache, place), cos, sin)

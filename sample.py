@@ -250,9 +250,10 @@ def main(argv=None):
           f'device: {opened.device}, {str(opened.dtype).removeprefix("torch.")}', file=sys.stderr)
     if cfg.diagnose:
         model.to(opened.device).eval().compute_dtype = opened.dtype
-        settings, shape, matrices = weights.checkpoint.get('config', {}), model.config, None
+        matrices = None
+        settings = weights.checkpoint.get('config', {})
         if settings.get('feedback') == 'dfa':
-            matrices = feedback_matrices(shape.n_layer, shape.n_embd, settings['seed']).to(opened.device)
+            matrices = feedback_matrices(model.config, settings['seed']).to(opened.device)
         diagnose(model, validation_batches(weights, model, cfg.data_dir), cfg.output, matrices)
         return 0
     opened.prepare()

@@ -124,7 +124,7 @@ class TrainConfig:
     optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: Muon in blocks, AdamW elsewhere
     learning_rate: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon
-    embed_lr: float | None = None  # of the embedding with Muon, if it is normalized and has its own matrix
+    embed_lr: float | None = None  # peak learning rate of a normalized, untied embedding with Muon
     weight_decay: float = 1e-1  # on matrices only
     beta1: float = 0.9  # of AdamW
     beta2: float = 0.95  # of AdamW
@@ -198,6 +198,9 @@ def read_settings(argv=None):
     names_model = not SHAPE.isdisjoint(peek.given)
     names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
     chooses_depth = names_nothing and cfg.time_budget and not names_model and not cfg.eval_only
+    own_mixer = []  # the pattern of a depth or a card is for modern models
+    if 'preset' in peek.given and 'mixer' not in peek.given and peek.objects[0].preset != 'modern':
+        own_mixer = ['--mixer=attention']
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
@@ -205,13 +208,12 @@ def read_settings(argv=None):
         if gone:
             print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
     elif cfg.depth is not None or chooses_depth:
-        below = layer_of_depth(cfg, peek.objects[0].preset, peek.given)
+        below = layer_of_depth(cfg, peek.given)
+        argv = [*argv, *own_mixer]
     elif names_nothing and not (names_model and 'dataset' in peek.given):
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
-        argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
-        if 'preset' in peek.given and 'mixer' not in peek.given and peek.objects[0].preset != 'modern':
-            argv.append('--mixer=attention')  # the card's pattern is for modern models
+        argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv, *own_mixer]
     found = read(argv=argv, below=below)
     model, lora, cfg = found.objects
     if latest:
@@ -448,8 +450,7 @@ def build_run(settings, datasets, env):
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=not model.lm_head.weight.requires_grad)
     if cfg.feedback == 'dfa':
-        matrices = feedback_matrices(model.config.n_layer, model.config.n_embd, cfg.seed)
-        model.feedback = matrices.to(env.device)
+        model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
     eval_model, train_model = wrap(model, cfg, env)
     # after wrap(), which may divide the parameters among processes
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)

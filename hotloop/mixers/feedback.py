@@ -20,7 +20,7 @@ class Feedback(torch.autograd.Function):
         return None, *(grad @ matrix.to(grad.dtype) for matrix in matrices), grad
 
 
-def feedback_matrices(num_layers, C, seed):
-    """Draw the matrices of the embedding and of all blocks but the last, (num_layers, C, C), N(0, 1 / C)."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_layers, C, C, generator=generator) * C**-0.5
+def feedback_matrices(config, seed):
+    """Draw the matrices of the embedding and of all blocks but the last, (n_layer, C, C), N(0, 1 / C)."""
+    C, generator = config.n_embd, torch.Generator().manual_seed(seed)
+    return torch.randn(config.n_layer, C, C, generator=generator) * C**-0.5

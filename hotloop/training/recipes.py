@@ -93,11 +93,10 @@ def choose_depth(seconds, flops):
     return min(DEPTHS, key=misfit)
 
 
-def layer_of_depth(cfg, preset, given):
+def layer_of_depth(cfg, given):
     """
     Return the {setting: value} of a depth. A time budget without a card chooses the depth by the
     speed of this machine, unless it is given, and the rest by the tokens that the run will read.
-    preset: that of the command, whose own mixer another than 'modern' keeps.
     """
     if cfg.init_from != 'scratch':
         raise ValueError(f'depth={cfg.depth} shapes a new model, and init_from={cfg.init_from} has a '
@@ -106,9 +105,8 @@ def layer_of_depth(cfg, preset, given):
     dataset = cfg.dataset
     if 'dataset' not in given:
         _, dataset, _ = card_for_machine(cfg.device)
-    own = {'mixer': None} if 'preset' in given and preset != 'modern' else {}
     if cfg.time_budget is None:
-        return {'dataset': dataset, **depth_settings(cfg.depth, world), **own}
+        return {'dataset': dataset, **depth_settings(cfg.depth, world)}
     text_tokens = 0
     for one in open_datasets(dataset, cfg.data_dir):
         text_tokens += one.meta['splits'].get('train', {}).get('tokens', 0)
@@ -123,6 +121,6 @@ def layer_of_depth(cfg, preset, given):
     steps = settings.pop('max_iters')  # about: the clock decides
     # 5 evaluations take about 8% of the run: without a backward pass, a third of the work of a step
     eval_tokens = 0.08 * tokens / 5 / 2 * 3
-    return {**settings, **own, 'dataset': dataset, 'depth': depth, 'eval_interval': max(round(steps / 5), 1),
+    return {**settings, 'dataset': dataset, 'depth': depth, 'eval_interval': max(round(steps / 5), 1),
             'log_interval': max(round(steps / 100), 1),
             'eval_tokens': 2 ** int(min(max(math.log2(eval_tokens), 14), 20))}

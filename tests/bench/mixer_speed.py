@@ -60,7 +60,7 @@ def call_of(a):
         return lambda: mixer(x, context).sum().backward(), rows * T, idle
     if part in ('model', 'dfa'):
         if a['feedback'] == 'dfa':
-            model.feedback = feedback_matrices(a['layers'], 128, 1)
+            model.feedback = feedback_matrices(model.config, 1)
         set_blocks(model, a['recompute'])
         forward = torch.compile(model, dynamic=False) if a['compile'] else model
         ids = torch.randint(1024, (rows, T))

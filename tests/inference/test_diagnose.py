@@ -113,7 +113,7 @@ def test_direct_feedback_is_compared_with_the_true_gradient(train_tiny, tmp_path
     y = F.pad(tokens[1:], (0, 10), value=-1).view(-1, 16)
     x = F.pad(tokens[:-1], (0, 10)).view(-1, 16)
     gradients = []
-    for matrices in (None, feedback_matrices(3, model.config.n_embd, seed=5)):
+    for matrices in (None, feedback_matrices(model.config, seed=5)):
         model.feedback = matrices
         model.zero_grad()
         model(x, y).sum().backward()

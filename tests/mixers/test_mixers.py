@@ -186,7 +186,7 @@ def loss_of(model, feedback=None):
 def test_feedback_equals_its_definition():
     """Each block's gradient is that of its own output times the error through the block's matrix."""
     model = make('attention', x0_mix=False)
-    matrices = feedback_matrices(4, 32, seed=1)
+    matrices = feedback_matrices(model.config, seed=1)
     loss, found = loss_of(model, matrices)
     ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
     parts = model.transformer
@@ -225,10 +225,11 @@ def test_without_gradients_feedback_changes_nothing():
     ids = torch.randint(61, (2, 16))
     with torch.no_grad():
         before = model(ids, ids)
-        model.feedback = feedback_matrices(4, 32, seed=1)
+        model.feedback = feedback_matrices(model.config, seed=1)
         torch.testing.assert_close(model(ids, ids), before)
 
 
 def test_feedback_returns_the_last_output():
     outputs = torch.randn(3, 1, 2, 4)
-    assert torch.equal(Feedback.apply(feedback_matrices(2, 4, 0), *outputs), outputs[-1])
+    matrices = feedback_matrices(GPTConfig(n_layer=2, n_embd=4), 0)
+    assert torch.equal(Feedback.apply(matrices, *outputs), outputs[-1])
