@@ -720,7 +720,7 @@ class GPT(nn.Module):
             from hotloop.mixers.feedback import Feedback
             x = Feedback.apply(self.feedback, *outputs, x)
         if targets is not None:
-            return self.loss(x, targets)[None]
+            return torch.stack((self.loss(x, targets),))  # no view, of which FSDP2 warns
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
         return self.softcap(self.lm_head(self.transformer.ln_f(x)).float())
 

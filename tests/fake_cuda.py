@@ -15,24 +15,30 @@ if __name__ == '__main__':  # before torch is imported, which asks its registrie
     ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
     sys.exit(pytest.main([__file__, *sys.argv[2:]]))
 
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import noise, write_bins
+from kernels import kernels_of
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from hotloop.inference.generate import Sampling, generate
+from hotloop.inference.generate import INT8_CUDA_STEP, Sampling, generate
 from hotloop.inference.kv_cache import new_cache
-from hotloop.inference.quantize import prepare_for_inference
+from hotloop.inference.quantize import Int8Linear, prepare_for_inference
 from hotloop.system.distributed import Env
 from hotloop.training import dataloader
 from hotloop.training.checkpoint import Checkpoints
@@ -42,6 +48,7 @@ from hotloop.training.forecast import MACHINES, LiveBytes, flash_on_meta, memory
 from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.optim import build_optimizers
 from hotloop.weights.lora import LoRAConfig, add_adapters
+from hotloop.weights.nf4 import NF4, NF4Linear, dequantize
 from model import ACTIVATIONS, GPT, MLP, GPTConfig, Linear, relu2
 from train import TrainConfig
 
@@ -60,6 +67,7 @@ class Strict(LiveBytes):
     def __init__(self, known=(), copies=False):
         super().__init__(known)
         self.copies = copies
+        self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if isinstance(func, HigherOrderOperator):  # FlexAttention, whose bytes are not counted
@@ -68,6 +76,9 @@ class Strict(LiveBytes):
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
         if name in ONE_DTYPE and len(dtypes) > 1:
             raise RuntimeError(f'{name} of several dtypes: {sorted(map(str, dtypes))}')
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the rows of this process
+        self.calls[name.__name__] += 1
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.copies and name in COPIES and result.device != tensors[-1].device:
             non_blocking = (kwargs or {}).get('non_blocking') or True in args[2:]
@@ -143,29 +154,32 @@ dataloader.kept_on_device = lambda split, env: True  # no fake device says how m
 
 
 def run_steps(model, split, world=1, documents=None, **settings):
-    """Two real steps as train.py sets them up, two micro-batches each; returns the bytes in use at most."""
+    """Two real steps as train.py sets them up, of two micro-batches. Returns their Strict: peak and calls."""
     sizes = dict(batch_size=4, gradient_accumulation_steps=2 * world)
     cfg, dtype = TrainConfig(**{**sizes, **settings}), model.compute_dtype
     env = Env(rank=3 if world > 1 else 0, world=world, device=CUDA, dtype=dtype)
     batches, reduced = Batches(split(model.config.block_size), cfg, env), []
-    optimizers = build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler('cuda', enabled=dtype == FP16)
     _, forward = train.wrap(model, cfg, env)
-    if world > 1:
+    optimizers = build_optimizers(model, cfg, env)
+    replicated = isinstance(forward, DistributedDataParallel)
+    if replicated:
         forward.register_comm_hook(reduced, sum_bucket)
     known = [*model.parameters(), *model.buffers()]
     strict = Strict(known)
     for step in range(2):
         strict.copies = step > 0  # the first step may copy what later ones keep on the device
         reduced.clear()
+        strict.calls.clear()
         with strict, flash_on_meta():
             num_targets, loads = batches.step(step)
             if documents is not None:
                 loads = [partial(with_documents, load, documents) for load in loads]
             result = train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
         assert {tensor.device for tensor in result} == {CUDA}
-        assert sum(bucket.is_last() for bucket in reduced) == (world > 1)  # each bucket once a step
-    return sum(tensor.nbytes for tensor in known) + strict.peak
+        assert sum(bucket.is_last() for bucket in reduced) == replicated  # each bucket once a step
+    strict.peak += sum(tensor.nbytes for tensor in known)
+    return strict
 
 
 def with_documents(load, documents):
@@ -253,6 +267,28 @@ def test_a_save_copies_everything_to_the_host_and_waits_before_it_writes(monkeyp
     ('gpt2', FP16, dict(recompute='full')), ('modern', BF16, dict(optimizer='muon'))])
 def test_a_step_of_rank_3_of_8(split, group, preset, dtype, settings):
     run_steps(fake_gpt(dtype, preset=preset), split, world=8, **settings)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """CUDA's streams and events, which order nothing here; and the mesh of processes, which has numbers."""
+    for name in ('Stream', 'Event', 'current_stream', 'stream'):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+    make = device_mesh.init_device_mesh
+
+    def not_fake(*args):
+        with unset_fake_temporarily():
+            return make(*args)
+    monkeypatch.setattr(device_mesh, 'init_device_mesh', not_fake)
+
+
+@pytest.mark.parametrize('shard, gathers, reductions', [('optimizer', 3, 3), ('full', 10, 6)])
+def test_a_sharded_step(split, group, streams, shard, gathers, reductions):
+    """Of two blocks and the rest, once a step; or in both micro-batches, where blocks are gathered twice."""
+    model = fake_gpt(BF16, preset='modern', n_layer=2)
+    calls = run_steps(model, split, world=8, shard=shard, optimizer='muon').calls
+    assert (calls['_allgather_base_'], calls['_reduce_scatter_base_']) == (gathers, reductions)
 
 
 # -----------------------------------------------------------------------------
@@ -358,6 +394,48 @@ def test_prompts_of_three_lengths(monkeypatch, answers, preset, dtype, quantize,
 
 
 # -----------------------------------------------------------------------------
+# kernels and bytes
+
+def layer_of(**shape):
+    """Return the number of Triton kernels and their MB of the second of two layers, forward and backward."""
+    found, ids = [], torch.zeros(16, 1024, dtype=torch.int64, device=CUDA)
+    for n_layer in (1, 2):
+        model = fake_gpt(BF16, preset='modern', block_size=1024, n_head=6, n_embd=768, n_layer=n_layer,
+                         **shape)
+        with flash_on_meta():
+            kernels = kernels_of(lambda step: step(ids, ids).sum().backward(), model)
+        kernels = [k for k in kernels if k.triton and k.megabytes > 0.1]
+        found.append([[k.megabytes for k in kernels if k.backward == side] for side in (False, True)])
+    return [(len(two) - len(one), round(sum(two) - sum(one))) for one, two in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize('mixer, forward, backward', [
+    ('attention', (10, 850), (10, 875)), ('conv', (9, 669), (16, 974))])
+def test_kernels_and_megabytes_of_a_layer(mixer, forward, backward):
+    """Of 16 x 1,024 tokens."""
+    assert layer_of(mixer=mixer) == [forward, backward]
+
+
+def test_nf4_is_restored_by_one_kernel():
+    """From 4 bits of 21 million weights to 16; a view of another dtype would take 223 MB in two kernels."""
+    with CUDA, torch.no_grad():
+        linear = NF4Linear(torch.nn.Linear(2304, 9216, bias=False))
+    nf4 = NF4(linear.codes, linear.scales, linear.steps, linear.mean)
+    [kernel] = kernels_of(lambda restore: restore(nf4, linear.pairs, linear.shape, BF16), dequantize)
+    assert kernel.triton and kernel.megabytes == pytest.approx(53.4, abs=0.1)
+
+
+@pytest.mark.parametrize('rows, kernels, megabytes', [(1, 1, 2.4), (8, 4, 12.0)])
+def test_bytes_of_an_int8_product(rows, kernels, megabytes):
+    """One row reads 8 bits of a weight. More rows write and read 16 too, so bfloat16 (4.8 MB) is faster."""
+    with CUDA, torch.no_grad():
+        linear = Int8Linear(torch.nn.Linear(768, 3072, bias=False))
+    x = torch.zeros(rows, 1, 768, dtype=BF16, device=CUDA)
+    found = kernels_of(lambda product: product(x), linear, **INT8_CUDA_STEP)
+    assert len(found) == kernels and sum(k.megabytes for k in found) == pytest.approx(megabytes, abs=0.1)
+
+
+# -----------------------------------------------------------------------------
 # memory
 
 GPT2_124M = dict(vocab_size=50304, block_size=1024, n_layer=12, n_head=12, n_embd=768)
@@ -381,7 +459,7 @@ def test_a_step_needs_no_more_memory(split, shape, batch, cfg, machine, limit):
     """Uncompiled, in as many chunks as train.py chooses on this GPU. The forecast is the count."""
     memory, env = MACHINES[machine][1], Env(device=CUDA, dtype=BF16)
     chunks = choose_loss_chunks('auto', batch * shape['block_size'], shape['vocab_size'], env, memory=memory)
-    peak = run_steps(fake_gpt(BF16, chunks, **shape), split, batch_size=batch, **cfg)
+    peak = run_steps(fake_gpt(BF16, chunks, **shape), split, batch_size=batch, **cfg).peak
     assert peak < limit
     cfg = TrainConfig(batch_size=batch, gradient_accumulation_steps=2, **cfg)
     assert forecast_of(shape, memory, cfg) == pytest.approx(peak, rel=0.01)
@@ -391,13 +469,13 @@ def test_the_forecast_of_small_micro_batches(split):
     """Of 128 tokens: gradients are a large part."""
     shape = {**GPT2_124M, 'block_size': 128, 'n_layer': 2}
     cfg = dict(batch_size=1, gradient_accumulation_steps=2)
-    peak = run_steps(fake_gpt(BF16, **shape), split, **cfg)
+    peak = run_steps(fake_gpt(BF16, **shape), split, **cfg).peak
     assert forecast_of(shape, 85e9, TrainConfig(**cfg)) == pytest.approx(peak, rel=0.1)
 
 
 def test_a_planted_use_of_memory_is_found(split, monkeypatch):
     """A float32 copy of what an activation stores."""
     shape = dict(preset='modern', vocab_size=512, block_size=256, n_layer=2)
-    before = run_steps(fake_gpt(BF16, **shape), split)
+    before = run_steps(fake_gpt(BF16, **shape), split).peak
     monkeypatch.setitem(ACTIVATIONS, 'relu2', lambda x: relu2(x.float()).to(x.dtype))
-    assert run_steps(fake_gpt(BF16, **shape), split) > 1.03 * before
+    assert run_steps(fake_gpt(BF16, **shape), split).peak > 1.03 * before

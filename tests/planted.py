@@ -46,6 +46,17 @@ DEFECTS = {
         'torch.tensor(array, dtype=torch.float64, device=self.device)', FAKE, 'exchange_numbers'),
     'each micro-batch reduces gradients': (
         'hotloop/training/shard.py', 'return model.no_sync()', 'pass', FAKE, 'rank_3_of_8 and gpt2'),
+    'each micro-batch reduces sharded gradients': (
+        'hotloop/training/shard.py', 'model.set_requires_gradient_sync(last)', 'pass', FAKE,
+        'sharded_step and optimizer'),
+    'weights are gathered in each micro-batch': (
+        'hotloop/training/shard.py', 'model.set_reshard_after_backward(last)', 'pass', FAKE,
+        'sharded_step and optimizer'),
+    'int8 weights of one row are copied to bfloat16': (
+        'hotloop/inference/generate.py', 'dict(coordinate_descent_tuning=True)', 'dict()', FAKE,
+        'int8_product'),
+    'NF4 is restored by a view that is not fused': (
+        'hotloop/weights/nf4.py', "nf4.codes.device.type == 'cpu')", 'True)', FAKE, 'nf4_is_restored'),
     'gradients are copied into buckets': (
         'train.py', 'gradient_as_bucket_view=True', 'gradient_as_bucket_view=False', FAKE, 'views_of_ddps'),
     'a step of generation is not a graph': (
