@@ -271,7 +271,7 @@ def test_a_step_of_rank_3_of_8(split, group, preset, dtype, settings):
 
 @pytest.fixture
 def streams(monkeypatch):
-    """CUDA's streams and events, which order nothing here; and the mesh of processes, which has numbers."""
+    """CUDA's device, streams and events, which order nothing, and a mesh of real numbers."""
     for name in ('Stream', 'Event', 'current_stream', 'stream'):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)

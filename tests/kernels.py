@@ -21,10 +21,10 @@ H100 = SimpleNamespace(
     max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536,
     total_memory=80 << 30, L2_cache_size=50 << 20, shared_memory_per_block=49152, gcnArchName='',
     shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472)
-CUDA = {name: lambda *args, answer=answer, **settings: answer for name, answer in dict(
+ANSWERS = {name: lambda *args, answer=answer, **settings: answer for name, answer in dict(
     is_available=True, device_count=1, current_device=0, get_device_properties=H100, synchronize=None,
     get_device_capability=(9, 0), is_initialized=False, is_bf16_supported=True, set_rng_state=None).items()}
-INTERFACE = {**CUDA, 'get_compute_capability': lambda *args: 90, 'is_triton_capable': lambda *args: True}
+INTERFACE = {**ANSWERS, 'get_compute_capability': lambda *args: 90, 'is_triton_capable': lambda *args: True}
 
 
 class Kernel(NamedTuple):
@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 @contextmanager
 def on_h100():
     with ExitStack() as stack:
-        for name, answer in CUDA.items():
+        for name, answer in ANSWERS.items():
             stack.enter_context(mock.patch(f'torch.cuda.{name}', answer))
         for name, answer in INTERFACE.items():
             for owner in (CudaInterface, CudaInterface.Worker):
@@ -46,8 +46,8 @@ def on_h100():
         yield
 
 
-def kernels_of(run, function, *args, **options):
-    """Compile a function with these options of Inductor, call run(compiled, *args), return its Kernels."""
+def kernels_of(run, function, **options):
+    """Compile a function with these options of Inductor, call run(compiled), return its Kernels."""
     planned = []
 
     def plan(graph, inputs, is_backward=False, is_inference=False, **settings):
@@ -75,5 +75,5 @@ def kernels_of(run, function, *args, **options):
         return compile_fx.compile_fx(graph, inputs, inner_compile=plan)
     torch._dynamo.reset()
     with config.patch(joint_graph_constant_folding=False, **options):
-        run(torch.compile(function, dynamic=False, backend=backend), *args)
+        run(torch.compile(function, dynamic=False, backend=backend))
     return planned
