@@ -4,9 +4,9 @@ setting names one, hotloop/mixers.
 
 Letters: B batch, T time, C channels (n_embd), H heads, K key/value heads, D head channels, V vocabulary.
 
-Three presets (PRESETS) set a few independent settings. 'gpt2' is OpenAI's GPT-2 as in nanoGPT, weight for
-weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat; 'qwen3' is a
-model that other programs run (arXiv 2505.09388).
+Four presets (PRESETS) set a few independent settings. 'gpt2' is OpenAI's GPT-2 as in nanoGPT, weight for
+weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat; 'hybrid' adds
+those that help small models most; 'qwen3' is a model that other programs run (arXiv 2505.09388).
 __init__ resolves each setting to a module or a function, so forward hardly looks at settings.
 """
 
@@ -26,11 +26,15 @@ from torch.overrides import TorchFunctionMode
 # A setting of GPTConfig that is None takes its value from here.
 PRESETS = {
     'gpt2': dict(mixer='attention', position='learned', norm='layernorm', mlp='gelu', qk_norm=False, tie=True,
-                 zero_init=False, key_shift=False, softcap=0.0, x0_mix=False),
+                 zero_init=False, key_shift=False, softcap=0.0, x0_mix=False, bigram_rows=0,
+                 value_embed=False),
     'modern': dict(mixer='attention', position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False,
-                   zero_init=True, key_shift=True, softcap=15.0, x0_mix=True),
+                   zero_init=True, key_shift=True, softcap=15.0, x0_mix=True, bigram_rows=0,
+                   value_embed=False),
     'qwen3': dict(mixer='attention', position='rope', norm='rmsnorm_weight', mlp='swiglu', qk_norm=True,
-                  tie=False, zero_init=True, key_shift=False, softcap=0.0, x0_mix=False, embed_norm=False)}
+                  tie=False, zero_init=True, key_shift=False, softcap=0.0, x0_mix=False, bigram_rows=0,
+                  value_embed=False, embed_norm=False)}
+PRESETS['hybrid'] = {**PRESETS['modern'], 'mixer': 'CCA', 'bigram_rows': 32768, 'value_embed': True}
 
 TRAINING_ONLY = ('dropout', 'label_smoothing')  # settings that do not shape a model
 MIXER_LETTERS = {'attention': 'A', 'conv': 'C', 'eigen': 'E', 'kernel': 'K'}  # of GPTConfig.mixer
@@ -41,6 +45,7 @@ LIMITS = (
     (1, math.inf, 'at least 1', ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'n_kv_head',
                                  'n_ff', 'head_dim', 'window', 'rope_context', 'num_taps',
                                  'num_eigenstates', 'num_features')),
+    (0, math.inf, 'at least 0', ('bigram_rows',)),
     (0, 1, 'at least 0 and below 1', ('dropout', 'label_smoothing')),
     (0, math.inf, 'at least 0 and finite; 0 turns it off', ('softcap', 'attn_softcap')),
     (1e-30, math.inf, 'above 0 and finite', ('norm_eps', 'embed_scale', 'query_scale', 'rope_factor')),
@@ -50,7 +55,7 @@ LIMITS = (
 @dataclass(frozen=True)
 class GPTConfig:
     # --- model
-    preset: Literal['gpt2', 'modern', 'qwen3'] = 'gpt2'  # gives values to the settings below that are None
+    preset: Literal['gpt2', 'modern', 'hybrid', 'qwen3'] = 'gpt2'  # values of settings below that are None
     block_size: int = 1024  # context length in tokens
     vocab_size: int | None = None  # None: the tokenizer's, rounded up to a multiple of 64 if it is large
     n_layer: int = 12  # number of blocks
@@ -77,6 +82,8 @@ class GPTConfig:
     post_norm: bool = False  # also normalize the outputs of attention and MLP (Gemma 2)
     embed_norm: bool | None = None  # RMSNorm after the embedding; None: with rotary positions, not in qwen3
     embed_scale: float = 1.0  # factor of the embedding (Gemma: sqrt(n_embd))
+    bigram_rows: int | None = None  # of a table of vectors for pairs of tokens; 0: no table
+    value_embed: bool | None = None  # attention adds a vector of each token to its values
     mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'] | None = None  # OpenAI used gelu_tanh
     window: int | None = None  # attention reaches this many tokens, including the query; None: the context
     window_pattern: str | None = None  # layers with (S) or without (L) the window, repeated; None: S
@@ -234,6 +241,19 @@ class PositionEmbedding(nn.Embedding):
         return x + super().forward(position)
 
 
+class BigramEmbedding(nn.Embedding):
+    """Add a vector for each token and the one before it, whose row is a hash (modded-nanogpt, record 62)."""
+
+    def forward(self, x, idx, position, cache):
+        """x: (B, T, C). idx: (B, T). position: (T) or (B, T), in documents. cache: a KVCache, or None."""
+        before = idx + 1  # 0: there is none
+        if cache is None:
+            before = F.pad(before[:, :-1], (1, 0)).masked_fill(position == 0, 0)
+        else:
+            before = cache.extend(-1, before[:, None, :, None])[:, 0, :-1, 0]
+        return x + super().forward((36313 * idx ^ 27191 * before) % self.num_embeddings)
+
+
 class X0Mix(nn.Module):
     """Compute a x + b x0 with two learned numbers per block (modded-nanogpt, record 9)."""
 
@@ -389,6 +409,7 @@ class Context(NamedTuple):
     cos: torch.Tensor  # of the rotation of each position, (T, 1, D/2), or (B, T, 1, D/2) cached; or of D
     sin: torch.Tensor
     masks: dict  # {window: FlexAttention's mask}, on GPUs
+    idx: torch.Tensor  # (B, T), the token ids
     cache: object = None  # a KVCache in generation
     documents: torch.Tensor | None = None  # (B, T), rising numbers; None: each row is one document
     place: torch.Tensor | None = None  # (B, T), positions in documents; None: each row is one
@@ -406,6 +427,9 @@ class Attention(nn.Module):
         self.rows = [config.n_head * D, config.n_kv_head * D, config.n_kv_head * D]
         self.c_attn = Linear(config.n_embd, sum(self.rows), bias=config.qkv_bias)
         self.c_proj = Linear(config.n_head * D, config.n_embd, bias=config.bias)
+        self.value_embed = None
+        if config.value_embed:  # a vector of each token for the values (modded-nanogpt, record 14)
+            self.value_embed = nn.Embedding(config.vocab_size, config.n_kv_head * D)
         self.state_shapes = {'past': (config.n_kv_head, 1, D)} if config.key_shift else {}  # the last key
         self.features = None  # kernel attention; checkpoints have its directions under this name
         if config.mixers()[layer] == 'K':
@@ -449,6 +473,8 @@ class Attention(nn.Module):
         H, K, D = self.n_head, self.n_kv_head, self.head_dim
         cos, sin, cache, place = context.cos, context.sin, context.cache, context.place
         q, k, v = self.c_attn(x).view(B, T, H + 2 * K, D).split((H, K, K), dim=2)
+        if self.value_embed is not None:
+            v = v + self.value_embed(context.idx).view(B, T, K, D).to(v.dtype)
         q, k, v = (part.transpose(1, 2) for part in (self.q_norm(q), self.k_norm(k), v))  # (B, H or K, T, D)
         q = self.rotate(q, cos, sin)
         k = self.rotate(self.shift_keys(k, self.layer, cache, place), cos, sin)
@@ -641,6 +667,7 @@ class GPT(nn.Module):
         self.transformer = parts = nn.Module()
         parts.wte = nn.Embedding(c.vocab_size, c.n_embd)
         parts.wpe = PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else unchanged
+        parts.bigrams = BigramEmbedding(c.bigram_rows, c.n_embd) if c.bigram_rows else unchanged
         scale = Scale(c.embed_scale) if c.embed_scale != 1 else unchanged
         parts.ln_e = rms_norm(c, c.n_embd) if c.embed_norm else scale
         parts.drop = nn.Dropout(c.dropout)
@@ -663,12 +690,17 @@ class GPT(nn.Module):
     def init_weights(self):
         """
         Initialize as GPT-2: N(0, 0.02), with projections onto the residual stream divided by sqrt(2 n_layer).
-        With zero_init these and the head start at zero, the embedding at N(0, 1); others keep inputs' scale.
+        With zero_init these and the head start at zero, the embedding at N(0, 1), vectors for values at
+        N(0, 0.5), as values themselves; others keep inputs' scale. Bigrams start at zero.
         """
         c = self.config
         for name, p in self.named_parameters():
             std = 0.02
-            if name.endswith('c_proj.weight'):
+            if name == 'transformer.bigrams.weight':
+                std = 0.0
+            elif name.endswith('value_embed.weight') and c.zero_init:
+                std = 0.5
+            elif name.endswith('c_proj.weight'):
                 std = 0.0 if c.zero_init else 0.02 / math.sqrt(2 * c.n_layer)
             elif c.zero_init and name == 'lm_head.weight':
                 std = 0.0
@@ -702,13 +734,14 @@ class GPT(nn.Module):
             position = cache.begin(T)
             cos, sin = self.cos[position], self.sin[position]  # (B, T, 1, D/2)
         x = self.transformer.wpe(self.transformer.wte(idx), position)  # (B, T, C)
+        x = self.transformer.bigrams(x, idx, position, cache)
         x = x0 = self.transformer.drop(self.transformer.ln_e(x.to(self.compute_dtype)))
         masks = {}
         if cache is None and x.device.type in FLEX_DEVICES:
             masks = {window: block_mask(T, window, documents, x.device) for window in set(c.windows())
                      if documents is not None or c.attn_softcap or (window or T) < T}
         place = None if documents is None else position
-        context = Context(cos, sin, masks, cache, documents, place)
+        context = Context(cos, sin, masks, idx, cache, documents, place)
         outputs = []  # of the embedding and the blocks, for direct feedback
         is_direct = self.feedback is not None and torch.is_grad_enabled()
         for block in self.transformer.h:
@@ -778,7 +811,8 @@ def config_from(model_args):
     unknown = sorted(model_args.keys() - {f.name for f in fields(GPTConfig)})
     if unknown:
         raise ValueError(f'the model has settings that this version does not have: {", ".join(unknown)}')
-    earlier = {'key_shift': False, 'mixer': 'attention'}  # of checkpoints that do not name them
+    # of checkpoints that do not name them
+    earlier = {'key_shift': False, 'mixer': 'attention', 'bigram_rows': 0, 'value_embed': False}
     return GPTConfig(**{**earlier, **model_args})
 
 

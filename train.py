@@ -198,9 +198,6 @@ def read_settings(argv=None):
     names_model = not SHAPE.isdisjoint(peek.given)
     names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
     chooses_depth = names_nothing and cfg.time_budget and not names_model and not cfg.eval_only
-    own_mixer = []  # the pattern of a depth or a card is for modern models
-    if 'preset' in peek.given and 'mixer' not in peek.given and peek.objects[0].preset != 'modern':
-        own_mixer = ['--mixer=attention']
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
@@ -209,11 +206,10 @@ def read_settings(argv=None):
             print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
     elif cfg.depth is not None or chooses_depth:
         below = layer_of_depth(cfg, peek.given)
-        argv = [*argv, *own_mixer]
     elif names_nothing and not (names_model and 'dataset' in peek.given):
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
-        argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv, *own_mixer]
+        argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
     found = read(argv=argv, below=below)
     model, lora, cfg = found.objects
     if latest:

@@ -1,4 +1,4 @@
-# OKADFA on the source code of Python's standard library: the quickstart's shape, three minutes on a CPU
+# OKADFA on the source code of Python's standard library, three minutes on a CPU
 #
 #   python prepare.py
 #   python train.py config/okadfa_cpu.py

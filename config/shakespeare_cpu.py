@@ -9,11 +9,11 @@
 
 dataset = 'shakespeare_char'
 
-preset = 'modern'
+preset = 'hybrid'
 n_layer = 4
 n_head = 2
-n_embd = 128  # 755,848 parameters with 65 characters
-mixer = 'CCA'  # repeated, CCAC: all but the third are convolutions over four tokens
+n_embd = 128  # 1,288,456 parameters with 65 characters
+bigram_rows = 4096  # of 65 x 65 pairs
 block_size = 64
 
 batch_size = 24

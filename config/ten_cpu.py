@@ -12,7 +12,7 @@ preset = 'modern'
 mixer = 'eigen'
 n_layer = 4
 n_head = 4
-n_embd = 128  # the quickstart's shape
+n_embd = 128
 block_size = 256
 
 batch_size = 8

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import noise, write_bins
-from kernels import kernels_of
+from kernels import GPUS, kernels_of, shared_memory_of
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
@@ -49,7 +49,7 @@ from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.optim import build_optimizers
 from hotloop.weights.lora import LoRAConfig, add_adapters
 from hotloop.weights.nf4 import NF4, NF4Linear, dequantize
-from model import ACTIVATIONS, GPT, MLP, GPTConfig, Linear, relu2
+from model import ACTIVATIONS, GPT, MLP, GPTConfig, Linear, block_mask, relu2
 from train import TrainConfig
 
 CUDA = torch.device('cuda', 0)
@@ -197,7 +197,8 @@ def with_documents(load, documents):
     (BF16, dict(n_kv_head=2, mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
     (BF16, dict(preset='modern', n_kv_head=2, dropout=0.1, label_smoothing=0.1), 4, dict(recompute='full')),
     (BF16, dict(softcap=15.0, dropout=0.1), 1, dict(recompute='selective', grad_clip=0.0)),
-    (FP16, dict(preset='modern', n_layer=2, mixer='CA'), 1, dict(optimizer='muon'))], ids=str)
+    (FP16, dict(preset='modern', n_layer=2, mixer='CA', bigram_rows=64, value_embed=True), 1,
+     dict(optimizer='muon'))], ids=str)
 def test_a_step(split, dtype, shape, chunks, settings):
     run_steps(fake_gpt(dtype, chunks, **shape), split, **settings)
 
@@ -416,6 +417,25 @@ def test_nf4_is_restored_by_one_kernel():
     nf4 = NF4(linear.codes, linear.scales, linear.steps, linear.mean)
     [kernel] = kernels_of(lambda restore: restore(nf4, linear.pairs, linear.shape, BF16), dequantize)
     assert kernel.triton and kernel.megabytes == pytest.approx(53.4, abs=0.1)
+
+
+@pytest.mark.parametrize('gpu, channels', [*((gpu, 128) for gpu in GPUS), ('T4', 256), ('A10', 256)])
+def test_flex_attention_fits_the_shared_memory_of_a_gpu(gpu, channels):
+    """Of heads of 128 channels, and of wider ones, for which flex_options() chooses blocks. A minute each."""
+    pytest.importorskip('triton', reason='there is no package triton to compile kernels')
+    dtype = FP16 if gpu == 'T4' else BF16
+    q, k, v = (torch.zeros(2, heads, 512, channels, dtype=dtype, device=CUDA, requires_grad=True)
+               for heads in (4, 2, 2))
+    model = fake_gpt(dtype, preset='modern', window=64, n_kv_head=2, n_embd=4 * channels, block_size=512)
+    documents = torch.zeros(2, 512, dtype=torch.int64, device=CUDA)
+
+    def attend(q, k, v, documents):
+        mask = block_mask(512, 64, documents, CUDA)
+        return model.transformer.h[0].attn.attend(q, k, v, documents, mask)
+    def run(step):
+        step(q, k, v, documents).sum().backward()
+    sizes = shared_memory_of(run, attend, gpu, 'triton_tem')
+    assert len(sizes) == 2 and max(sizes) <= GPUS[gpu][-2]
 
 
 @pytest.mark.parametrize('rows, kernels, megabytes', [(1, 1, 2.4), (8, 4, 12.0)])

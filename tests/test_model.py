@@ -27,7 +27,8 @@ from model import (
 SHAPES = {'gpt2': dict(bias=True), 'modern': dict(preset='modern'), 'qwen3': dict(preset='qwen3'),
           'swiglu, grouped': dict(preset='modern', mlp='swiglu', n_kv_head=2),
           'tied rope': dict(position='rope', softcap=5.0),
-          'windows': dict(preset='modern', n_kv_head=2, window=5, window_pattern='SL')}
+          'windows': dict(preset='modern', n_kv_head=2, window=5, window_pattern='SL'),
+          'tables': dict(preset='modern', n_kv_head=2, bigram_rows=1000, value_embed=True)}
 EVERYTHING = dict(n_kv_head=2, head_dim=6, qkv_bias=True, position='rope', rope_base=500.0, rope_factor=4.0,
                   rope_context=8, norm='rmsnorm_offset', norm_eps=1e-3, post_norm=True, embed_norm=False,
                   embed_scale=3.0, mlp='geglu', qk_norm=True, query_scale=0.3, attn_softcap=1.5, softcap=2.0,
@@ -292,7 +293,7 @@ def test_initial_weights_are_a_function_of_the_seed_and_have_gpt2s_scale():
 def test_modern_blocks_start_as_the_identity_and_the_head_as_uniform():
     model = GPT(GPTConfig(**SMALL, preset='modern'))
     x = torch.randn(1, 3, 32)
-    assert torch.equal(model.transformer.h[0](x, x, Context(model.cos[:3], model.sin[:3], {})), x)
+    assert torch.equal(model.transformer.h[0](x, x, Context(model.cos[:3], model.sin[:3], {}, None)), x)
     assert model(ids(2, 16), ids(2, 16))[0].tolist() == pytest.approx([16 * math.log(61)] * 2)
 
 

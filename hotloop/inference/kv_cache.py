@@ -12,7 +12,8 @@ class KVCache:
     """
     k[layer] and v[layer] of attention are (B, K, num_positions, D), where row b fills the first length[b]
     positions. state[layer, name] is what else a layer remembers, (B, *state_shapes[name]), in float32:
-    shifted keys and convolutions the last tokens that they mix, others sums over all tokens.
+    shifted keys and convolutions the last tokens that they mix, others sums over all tokens. Layer -1 is
+    the table of bigrams.
     An empty cache takes prompts of any lengths, padded on the right; after that it takes one token per row.
     static: no shape depends on the number of tokens, as a compiled step requires.
     """
@@ -28,6 +29,8 @@ class KVCache:
                 self.v[layer] = torch.zeros_like(self.k[layer])
             for name, shape in model.transformer.h[layer].attn.state_shapes.items():
                 self.state[layer, name] = zeros(batch, *shape)
+        if config.bigram_rows:
+            self.state[-1, 'past'] = zeros(batch, 1, 1, 1)  # the last token's id and 1
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = None  # (B,), where prompts are padded
         self.num_positions = num_positions

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from hotloop.training.shard import all_rows, local, own_rows
 
 NS_STEPS = 5
+UPDATED = 2**26  # weights that Muon updates at once
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon
 
 
@@ -29,24 +30,29 @@ def build_optimizers(model, cfg, env):
         return [adamw8bit(groups, lr, betas)]
     optimizers = []
     if cfg.optimizer == 'muon':
-        embedding = model.transformer.wte.weight
-        rows = matrix_rows(model)
-        groups[0]['params'] = [p for p in matrices if p not in rows and p is not embedding]
+        rows, tables = matrix_rows(model), tables_of(model)
+        groups[0]['params'] = [p for p in matrices if p not in rows and p not in tables]
         own = {'weight_decay': decay, 'peak': lr}
         if cfg.embed_lr and model.config.embed_norm and not model.config.tie:
             # A normalized embedding takes 10 to 100 times the rate of the head (modded-nanogpt, nanochat), at
             # which the usual decay would erase rare tokens.
             own = {'weight_decay': 0.0, 'peak': cfg.embed_lr}
-        groups.append({'params': [embedding], **own})
+        groups.append({'params': list(tables), **own})
         optimizers = [Muon(rows, cfg.muon_lr, cfg.muon_momentum, decay, env)]
     # fused: one kernel per group, which skips the update where train_step's found_inf is 1
     return [AdamW(groups, lr=lr, betas=betas, fused=True), *optimizers]
 
 
+def tables_of(model):
+    """Return {parameter: name} of the tables that hold a vector for each token or pair of tokens."""
+    names = 'transformer.wte.', 'transformer.bigrams.', 'value_embed.'
+    return {p: name for name, p in model.named_parameters() if any(part in name for part in names)}
+
+
 def matrix_rows(model):
     """Return {parameter: [rows of each independent matrix in it]} of the matrices inside blocks."""
-    c = model.config
-    rows = {p: [p.size(0)] for p in model.transformer.h.parameters() if p.dim() == 2}
+    c, tables = model.config, tables_of(model)
+    rows = {p: [p.size(0)] for p in model.transformer.h.parameters() if p.dim() == 2 and p not in tables}
     for block in model.transformer.h:
         rows[block.attn.c_attn.weight] = block.attn.rows
         if c.is_gated:
@@ -101,8 +107,8 @@ def orthogonalize(G, dtype):
 class Muon(Uncompiled, torch.optim.Optimizer):
     """
     Orthogonalized momentum: each matrix moves by an update whose singular values are all near 1.
-    Matrices of one shape are stacked, because torch.optim.Muon, one matrix at a time, is slower;
-    each process computes its share of them. With found_inf set to 1 a step changes nothing.
+    torch.optim.Muon, which computes one matrix at a time, is slower. Each process computes its share of
+    the matrices. With found_inf set to 1 a step changes nothing.
     """
 
     def __init__(self, rows, lr, momentum, weight_decay, env):
@@ -121,17 +127,16 @@ class Muon(Uncompiled, torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            by_shape = {}
-            for p in group['params']:
-                by_shape.setdefault((p.shape, *self.rows[p]), []).append(p)
-            for params in by_shape.values():
-                is_sharded = local(params[0]) is not params[0]
-                size = self.env.world if is_sharded else len(params)  # then only so many are complete at once
-                for start in range(0, len(params), size):
-                    self.update(params[start:start + size], group)
+            params = sorted(group['params'], key=lambda p: tuple(p.shape))
+            # one update of many matrices is faster, and of all of a large model takes its memory again
+            size = max(UPDATED // max(p.numel() for p in params), 1)
+            if local(params[0]) is not params[0]:
+                size = self.env.world  # sharded: only so many are complete at once
+            for start in range(0, len(params), size):
+                self.update(params[start:start + size], group)
 
     def update(self, params, group):
-        """Update parameters of one shape, which consist of equal matrices."""
+        """Update parameters. Of all of them, matrices of one shape or its transpose are stacked."""
         keep = 1.0 - self.found_inf  # 0 in a step that must change nothing
         weights, grads, buffers = [], [], []
         for p in params:
@@ -142,28 +147,31 @@ class Muon(Uncompiled, torch.optim.Optimizer):
             buffers.append(local(self.state[p]['momentum_buffer']))
             buffers[-1].lerp_(grads[-1], (1 - group['momentum']) * keep)
         directions = torch._foreach_lerp(grads, buffers, group['momentum'])  # Nesterov's
-        directions = [all_rows(rows, p, self.dtype) for rows, p in zip(directions, params, strict=True)]
-        matrices = torch.stack(directions).split(self.rows[params[0]], dim=1)
-        updates = torch.cat([self.orthogonalize_shared(stack) for stack in matrices], dim=1)
-        updates *= -group['lr'] * keep
+        updates, matrices = [], {}  # {(m, n), m <= n: [(view of that shape, factor)]}
+        for p, rows in zip(params, directions, strict=True):
+            updates.append(all_rows(rows, p, self.dtype))
+            for part in updates[-1].split(self.rows[p]):
+                view, factor = part, 1.0
+                if part.size(0) > part.size(1):  # fewer singular values than rows: it would move too little
+                    view, factor = part.mT, (part.size(0) / part.size(1)) ** 0.5
+                matrices.setdefault(view.shape, []).append((view, factor))
+        for views in matrices.values():
+            stack = self.orthogonalize_shared(torch.stack([view for view, _ in views]))
+            for (view, factor), result in zip(views, stack, strict=True):
+                torch.mul(result, -group['lr'] * factor * keep, out=view)
         torch._foreach_mul_(weights, 1 - group['lr'] * group['weight_decay'] * keep)
         for p, weight, update in zip(params, weights, updates, strict=True):
             weight.add_(local(own_rows(update, p)))
 
     def orthogonalize_shared(self, stack):
         """Orthogonalize (N, m, n) matrices, of which each process computes its share and receives all."""
-        is_tall = stack.size(1) > stack.size(2)
-        if is_tall:
-            stack = stack.mT
         world = self.env.world
         share = -(-len(stack) // world)
-        mine = stack[self.env.rank * share:][:share].contiguous()
+        mine = stack[self.env.rank * share:][:share]
         result = self.orthogonalize(mine, self.dtype)
         if world > 1:
             mine = F.pad(result, (0, 0, 0, 0, 0, share - len(result)))  # the last ones may have fewer
             gathered = mine.new_empty(world * share, *mine.shape[1:])  # in bf16 half the traffic
             dist.all_gather(list(gathered.chunk(world)), mine)
             result = gathered[:len(stack)]
-        if is_tall:  # it has fewer singular values than rows, and would move too little
-            return result.mT.float() * (stack.size(2) / stack.size(1)) ** 0.5
         return result.float()

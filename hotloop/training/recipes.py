@@ -62,9 +62,9 @@ def depth_settings(depth, world=1, tokens=None, text_tokens=None):
     batch_size = max(n for n in range(1, 33) if sequences % n == 0)
     tokens = tokens or TOKENS_PER_PARAMETER * num_parameters(depth)
     max_iters = max(round(tokens / (sequences * shape['block_size'])), 1)
-    settings = {**shape, 'preset': 'modern', 'batch_size': batch_size,
+    settings = {**shape, 'preset': 'hybrid', 'batch_size': batch_size,
                 'gradient_accumulation_steps': sequences // batch_size, 'max_iters': max_iters,
-                'mixer': 'CCA', 'embed_lr': 0.1,
+                'embed_lr': 0.05,
                 'optimizer': 'muon', 'muon_momentum': 0.95, 'learning_rate': 2e-3, 'muon_lr': 0.02,
                 'min_lr': 0.0, 'lr_schedule': 'linear', 'warmup_iters': 100, 'log_interval': 20}
     if depth < 8:

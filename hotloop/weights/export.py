@@ -18,7 +18,8 @@ ARCHITECTURES = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM',
                  'qwen3': 'Qwen3ForCausalLM', 'gemma2': 'Gemma2ForCausalLM',
                  'gemma3_text': 'Gemma3ForCausalLM', 'nanochat': 'NanoChatForCausalLM'}
 ACTIVATIONS = {'gelu': 'gelu', 'gelu_tanh': 'gelu_new'}  # of GPT-2
-KIND_OF = {'gpt2': 'gpt2', 'modern': 'nanochat', 'qwen3': 'qwen3'}  # {preset: model_type}
+# {preset: model_type}
+KIND_OF = {'gpt2': 'gpt2', 'modern': 'nanochat', 'hybrid': 'nanochat', 'qwen3': 'qwen3'}
 SAME_FUNCTION = ('preset', 'dropout', 'zero_init', 'label_smoothing')  # settings of training alone
 EMBEDDINGS = ('transformer.wte', 'transformer.wpe', 'lm_head')
 
@@ -67,7 +68,7 @@ def config_json(config, hf_config=None):
     differing = differences(config, theirs, kind)
     if differing:
         raise ValueError(f'transformers has no such model: its {kind} differs in {", ".join(differing)}; '
-                         'a run from scratch needs --mixer=attention and --preset=gpt2, --preset=qwen3, or '
+                         'a run from scratch needs --preset=gpt2, --preset=qwen3, or '
                          '--preset=modern --key_shift=False --x0_mix=False')
     return made
 

@@ -77,7 +77,7 @@ def architecture(config):
     differing = differences(config, type(config)(**settings).resolved(), kind)
     if differing:
         raise ValueError(f'llama.cpp has no such model: its {kind} differs in {", ".join(differing)}; '
-                         'a run from scratch needs --mixer=attention and --preset=gpt2 or --preset=qwen3')
+                         'a run from scratch needs --preset=gpt2 or --preset=qwen3')
     return kind
 
 

@@ -56,7 +56,7 @@ def call_of(a):
         mixer = model.transformer.h[0].attn
         mixer = torch.compile(mixer, dynamic=False) if a['compile'] else mixer
         x = torch.randn(rows, T, 128, dtype=dtype, requires_grad=True)
-        context = Context(model.cos, model.sin, {})
+        context = Context(model.cos, model.sin, {}, None)
         return lambda: mixer(x, context).sum().backward(), rows * T, idle
     if part in ('model', 'dfa'):
         if a['feedback'] == 'dfa':

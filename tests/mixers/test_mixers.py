@@ -190,7 +190,7 @@ def test_feedback_equals_its_definition():
     loss, found = loss_of(model, matrices)
     ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
     parts = model.transformer
-    context = Context(model.cos[:16], model.sin[:16], {})
+    context = Context(model.cos[:16], model.sin[:16], {}, None)
     x = parts.ln_e(parts.wte(ids))
     outputs = [x]
     for block in parts.h:

@@ -119,7 +119,7 @@ def test_a_time_budget_chooses_the_depth_that_reads_20_tokens_per_parameter():
 def test_a_depth_is_a_layer_below_flags(train_tiny, tmp_path, capsys):
     train_tiny(depth=3, max_iters=1, n_layer=2)
     config = load(tmp_path / 'out' / 'ckpt.pt')['config']
-    assert (config['depth'], config['preset'], config['n_layer']) == (3, 'modern', 2)
+    assert (config['depth'], config['preset'], config['n_layer']) == (3, 'hybrid', 2)
     train_tiny('qwen3', depth=3, max_iters=1, preset='qwen3')
     args = load(tmp_path / 'qwen3' / 'ckpt.pt')['model_args']
     assert (args['preset'], args['mlp'], args['embed_norm']) == ('qwen3', 'swiglu', False)
@@ -129,12 +129,12 @@ def test_a_depth_is_a_layer_below_flags(train_tiny, tmp_path, capsys):
 def test_a_time_budget_chooses_a_depth_of_the_requested_preset(data_dir, monkeypatch):
     monkeypatch.setattr('hotloop.training.recipes.measure_flops', lambda *args: 1e9)
     flags = [f'--data_dir={data_dir}', '--dataset=tiny', '--time_budget=3', '--device=cpu']
-    for preset in ('modern', 'qwen3'):
+    for preset in ('hybrid', 'qwen3'):
         model, _, cfg, *_ = read_settings(flags + [f'--preset={preset}'] * (preset == 'qwen3'))
         assert (cfg.depth, cfg.optimizer, model.n_layer, model.preset) == (3, 'muon', 3, preset)
 
 
-@pytest.mark.parametrize('preset, mixer', [('gpt2', 'attention'), ('qwen3', 'attention'), ('modern', 'CCA')])
+@pytest.mark.parametrize('preset, mixer', [('gpt2', 'attention'), ('modern', 'attention'), ('hybrid', 'CCA')])
 def test_the_card_of_the_machine_keeps_the_attention_of_a_requested_preset(preset, mixer):
     model, *_ = read_settings([f'--preset={preset}', '--device=cpu'])
-    assert (model.preset, model.mixer) == (preset, mixer)
+    assert (model.preset, model.resolved().mixer) == (preset, mixer)

@@ -107,7 +107,7 @@ def test_a_run_writes_the_same_text_in_transformers(train_tiny, tmp_path, preset
 
 @pytest.mark.parametrize('settings, words', [
     (dict(preset='modern'), 'its nanochat differs in key_shift=True, x0_mix=True; a run from scratch needs '
-                            '--mixer=attention'),
+                            '--preset=gpt2'),
     (dict(preset='modern', key_shift=False, x0_mix=False, mixer='CA'), 'mixer=CA'),
     (dict(preset='qwen3', window=5), 'its qwen3 differs in window=5'),
     (dict(preset='qwen3', bias=True), 'bias=True'),
