@@ -93,7 +93,7 @@ def test_a_network_that_drops_packets_does_not_hang_tiktokens_download(monkeypat
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
         monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
-        monkeypatch.setattr('hotloop.data.download.TIMEOUT', (5, 0.05))
+        monkeypatch.setattr('hotloop.data.download.TIMEOUT', (0.2, 0.05))
         error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'gpt2'})
     assert error.startswith("the tokenizer 'gpt2' could not be loaded: ReadTimeout; set TIKTOKEN_CACHE_DIR")
 
