@@ -144,6 +144,8 @@ class GPTConfig:
         n_ff = 4 * self.n_embd
         if known['mlp'] in GATED:
             n_ff = math.ceil(8 * self.n_embd / 3 / 64) * 64
+        if self.vocab_size and 'bigram_rows' not in given:  # no more rows than pairs, as a power of two
+            known['bigram_rows'] = min(known['bigram_rows'], 2 ** int(2 * math.log2(self.vocab_size)))
         norm_eps = 1e-6
         if known['norm'] == 'layernorm':
             norm_eps = 1e-5

@@ -13,7 +13,6 @@ preset = 'hybrid'
 n_layer = 3
 n_head = 2
 n_embd = 128  # 1,107,590 parameters with 65 characters
-bigram_rows = 4096  # of 65 x 65 pairs
 block_size = 64
 
 batch_size = 24

@@ -8,7 +8,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # precision, for inputs and
 def float8_head(model, device):
     """
     Let the head of a GPT multiply in float8 in training (nanochat, modded-nanogpt); evaluation stays exact.
-    Not run: speed needs a GPU. Raises ValueError where the products do not exist.
+    No GPU has run it yet. Raises ValueError where the products do not exist.
     """
     if device.type not in ('cpu', 'cuda') or (
             device.type == 'cuda' and torch.cuda.get_device_capability(device) < (8, 9)):

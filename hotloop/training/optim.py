@@ -44,9 +44,9 @@ def build_optimizers(model, cfg, env):
 
 
 def tables_of(model):
-    """Return {parameter: name} of the tables that hold a vector for each token or pair of tokens."""
-    names = 'transformer.wte.', 'transformer.bigrams.', 'value_embed.'
-    return {p: name for name, p in model.named_parameters() if any(part in name for part in names)}
+    """Return the tables of a vector for each token or pair of tokens, as the keys of a dict."""
+    names = 'wte', 'bigrams', 'value_embed'
+    return dict.fromkeys(p for name, p in model.named_parameters() if name.split('.')[-2] in names)
 
 
 def matrix_rows(model):

@@ -134,7 +134,9 @@ def test_a_time_budget_chooses_a_depth_of_the_requested_preset(data_dir, monkeyp
         assert (cfg.depth, cfg.optimizer, model.n_layer, model.preset) == (3, 'muon', 3, preset)
 
 
-@pytest.mark.parametrize('preset, mixer', [('gpt2', 'attention'), ('modern', 'attention'), ('hybrid', 'CCA')])
-def test_the_card_of_the_machine_keeps_the_attention_of_a_requested_preset(preset, mixer):
-    model, *_ = read_settings([f'--preset={preset}', '--device=cpu'])
-    assert (model.preset, model.resolved().mixer) == (preset, mixer)
+@pytest.mark.parametrize('preset, mixer, rows', [
+    ('gpt2', 'attention', 0), ('qwen3', 'attention', 0), ('modern', 'attention', 0), ('hybrid', 'CCA', 4096)])
+def test_the_card_of_the_machine_keeps_the_parts_of_a_requested_preset(preset, mixer, rows):
+    model, *_ = read_settings([f'--preset={preset}', '--device=cpu', '--vocab_size=65'])
+    config = model.resolved()
+    assert (config.preset, config.mixer, config.bigram_rows) == (preset, mixer, rows)
