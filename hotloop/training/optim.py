@@ -32,21 +32,26 @@ def build_optimizers(model, cfg, env):
     if cfg.optimizer == 'muon':
         rows, tables = matrix_rows(model), tables_of(model)
         groups[0]['params'] = [p for p in matrices if p not in rows and p not in tables]
-        own = {'weight_decay': decay, 'peak': lr}
+        words = [p for p, name in tables.items() if name == 'wte']
+        others = [p for p, name in tables.items() if name != 'wte']
+        peak, words_decay = lr, decay
         if cfg.embed_lr and model.config.embed_norm and not model.config.tie:
             # A normalized embedding takes 10 to 100 times the rate of the head (modded-nanogpt, nanochat), at
-            # which the usual decay would erase rare tokens.
-            own = {'weight_decay': 0.0, 'peak': cfg.embed_lr}
-        groups.append({'params': list(tables), **own})
+            # which the usual decay would erase rare tokens. Rare pairs it has to erase: tables that do not
+            # decay learn a text by heart that is read several times.
+            peak, words_decay = cfg.embed_lr, 0.0
+        groups.append({'params': words, 'weight_decay': words_decay, 'peak': peak})
+        if others:
+            groups.append({'params': others, 'weight_decay': decay, 'peak': peak})
         optimizers = [Muon(rows, cfg.muon_lr, cfg.muon_momentum, decay, env)]
     # fused: one kernel per group, which skips the update where train_step's found_inf is 1
     return [AdamW(groups, lr=lr, betas=betas, fused=True), *optimizers]
 
 
 def tables_of(model):
-    """Return the tables of a vector for each token or pair of tokens, as the keys of a dict."""
-    names = 'wte', 'bigrams', 'value_embed'
-    return dict.fromkeys(p for name, p in model.named_parameters() if name.split('.')[-2] in names)
+    """Return {parameter: name of its module} of the tables of a vector for each token or pair of tokens."""
+    names = {p: name.split('.')[-2] for name, p in model.named_parameters()}
+    return {p: name for p, name in names.items() if name in ('wte', 'bigrams', 'value_embed')}
 
 
 def matrix_rows(model):

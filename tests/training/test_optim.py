@@ -52,12 +52,13 @@ def test_an_embedding_with_its_own_rate_does_not_decay():
         assert (group['peak'], group['weight_decay']) == expected
 
 
-def test_tables_of_tokens_and_pairs_learn_as_the_embedding_does():
+def test_tables_of_pairs_and_values_learn_as_the_embedding_does_and_decay():
     model = make(preset='modern', bigram_rows=100, value_embed=True)
     optimizers = build_optimizers(model, config('muon', embed_lr=0.3), Env())
-    names = {p: name for name, p in model.named_parameters()}
-    assert [names[p].split('.')[-2] for p in optimizers[0].param_groups[2]['params']] == [
-        'wte', 'bigrams', 'value_embed', 'value_embed']
+    names = {p: name.split('.')[-2] for name, p in model.named_parameters()}
+    group = optimizers[0].param_groups[3]
+    assert [names[p] for p in group['params']] == ['bigrams', 'value_embed', 'value_embed']
+    assert (group['peak'], group['weight_decay']) == (0.3, 0.5)
 
 
 @pytest.mark.parametrize('settings', [{}, SWIGLU])
