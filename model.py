@@ -27,14 +27,15 @@ from torch.overrides import TorchFunctionMode
 PRESETS = {
     'gpt2': dict(mixer='attention', position='learned', norm='layernorm', mlp='gelu', qk_norm=False, tie=True,
                  zero_init=False, key_shift=False, softcap=0.0, x0_mix=False, bigram_rows=0,
-                 value_embed=False),
+                 value_embed=False, head_gate=False),
     'modern': dict(mixer='attention', position='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, tie=False,
                    zero_init=True, key_shift=True, softcap=15.0, x0_mix=True, bigram_rows=0,
-                   value_embed=False),
+                   value_embed=False, head_gate=False),
     'qwen3': dict(mixer='attention', position='rope', norm='rmsnorm_weight', mlp='swiglu', qk_norm=True,
                   tie=False, zero_init=True, key_shift=False, softcap=0.0, x0_mix=False, bigram_rows=0,
-                  value_embed=False, embed_norm=False)}
-PRESETS['hybrid'] = {**PRESETS['modern'], 'mixer': 'CCA', 'bigram_rows': 32768, 'value_embed': True}
+                  value_embed=False, head_gate=False, embed_norm=False)}
+PRESETS['hybrid'] = {**PRESETS['modern'], 'mixer': 'CCA', 'bigram_rows': 32768, 'value_embed': True,
+                     'head_gate': True}
 
 TRAINING_ONLY = ('dropout', 'label_smoothing')  # settings that do not shape a model
 MIXER_LETTERS = {'attention': 'A', 'conv': 'C', 'eigen': 'E', 'kernel': 'K'}  # of GPTConfig.mixer
@@ -84,6 +85,7 @@ class GPTConfig:
     embed_scale: float = 1.0  # factor of the embedding (Gemma: sqrt(n_embd))
     bigram_rows: int | None = None  # of a table of vectors for pairs of tokens; 0: no table
     value_embed: bool | None = None  # attention adds a vector of each token to its values
+    head_gate: bool | None = None  # the output of each head is scaled by what its token needs
     mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'] | None = None  # OpenAI used gelu_tanh
     window: int | None = None  # attention reaches this many tokens, including the query; None: the context
     window_pattern: str | None = None  # layers with (S) or without (L) the window, repeated; None: S
@@ -163,6 +165,11 @@ class GPTConfig:
     def build(self):
         """Build the GPT with these settings, for parts, which do not import model.py."""
         return GPT(self)
+
+    @property
+    def gate_channels(self):
+        """Return how many channels of a layer's input scale its heads."""
+        return min(12, self.n_embd)
 
     def mixer_pattern(self):
         """Return the letters of mixers that the layers repeat."""
@@ -432,6 +439,9 @@ class Attention(nn.Module):
         self.value_embed = None
         if config.value_embed:  # a vector of each token for the values (modded-nanogpt, record 14)
             self.value_embed = nn.Embedding(config.vocab_size, config.n_kv_head * D)
+        self.head_gate = None
+        if config.head_gate:  # from the first channels of the input (modded-nanogpt, record 28)
+            self.head_gate = nn.Parameter(torch.zeros(config.n_head, config.gate_channels))
         self.state_shapes = {'past': (config.n_kv_head, 1, D)} if config.key_shift else {}  # the last key
         self.features = None  # kernel attention; checkpoints have its directions under this name
         if config.mixers()[layer] == 'K':
@@ -490,7 +500,11 @@ class Attention(nn.Module):
             y = self.attend(q, k, v, context.documents, context.masks.get(self.window))
         else:
             y = cache.attend(self, q, k, v)
-        y = y.to(x.dtype).transpose(1, 2).reshape(B, T, H * D)
+        y = y.to(x.dtype).transpose(1, 2)  # (B, T, H, D)
+        if self.head_gate is not None:
+            logits = F.linear(x[..., :self.head_gate.size(1)], self.head_gate.to(x.dtype))  # (B, T, H)
+            y = y * (2 * torch.sigmoid(logits))[..., None]
+        y = y.reshape(B, T, H * D)
         return self.dropout(self.c_proj(y))
 
 
@@ -636,6 +650,22 @@ class ChunkedLoss(torch.autograd.Function):
         return (dx.float() * grad).to(dx.dtype), dw, None, None, None, None, None
 
 
+def loss_ahead(logits, targets, documents, weights):
+    """
+    Compute the weighted cross-entropy of the tokens behind the next one, (B,), from its logits, (B, T, V)
+    (modded-nanogpt, record 53). weights: of the token two ahead, three ahead, and so on. documents: as in
+    GPT.forward(); no token is predicted from another document.
+    """
+    logp, total = logits.log_softmax(-1), 0
+    for shift, weight in enumerate(weights.unbind(), start=1):
+        target = targets[:, shift:]
+        if documents is not None:
+            target = target.masked_fill(documents[:, shift:] != documents[:, :-shift], -1)
+        loss = F.nll_loss(logp[:, :-shift].flatten(0, 1), target.flatten(), ignore_index=-1, reduction='none')
+        total = total + weight * loss.view(target.shape).sum(1)
+    return total
+
+
 # Unlike torch.compiler.disable, this imports torch._dynamo, which takes 2 s, when it is called and not here.
 disable = getattr(torch, '_disable_dynamo', torch.compiler.disable)
 attend_outside_graph = disable(attend_within)  # the shapes of documents depend on the data
@@ -663,7 +693,7 @@ class GPT(nn.Module):
             raise ValueError('; '.join(wrong))
         assert config.vocab_size is not None, 'vocab_size comes from the data; see train.py'
         self.config = c = config.resolved()
-        # train.py and sample.py set these, and the buffer `feedback` below.
+        # train.py and sample.py set these, and the buffers `feedback` and `ahead` below.
         self.compute_dtype = torch.float32  # the fastest of the machine
         self.loss_chunks = 1  # for head and loss; more if memory is short
         self.transformer = parts = nn.Module()
@@ -686,6 +716,7 @@ class GPT(nn.Module):
         for name, columns in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
             self.register_buffer(name, torch.cat(columns, dim=1)[:, None], persistent=False)
         self.register_buffer('feedback', None, persistent=False)  # of direct feedback alignment
+        self.register_buffer('ahead', None, persistent=False)  # weights of later tokens in the training loss
         self.init_weights()
 
     @torch.no_grad()
@@ -755,11 +786,11 @@ class GPT(nn.Module):
             from hotloop.mixers.feedback import Feedback
             x = Feedback.apply(self.feedback, *outputs, x)
         if targets is not None:
-            return torch.stack((self.loss(x, targets),))  # no view, of which FSDP2 warns
+            return torch.stack((self.loss(x, targets, documents),))  # no view, of which FSDP2 warns
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
         return self.softcap(self.lm_head(self.transformer.ln_f(x)).float())
 
-    def loss(self, x, targets):
+    def loss(self, x, targets, documents=None):
         """Compute the row that forward returns, (B,) or (1,), from the (B, T, C) output of the blocks."""
         c, chunks, x = self.config, self.loss_chunks, self.transformer.ln_f(x)
         smoothing = c.label_smoothing if self.training else 0.0
@@ -773,6 +804,9 @@ class GPT(nn.Module):
             loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction='none',
                                    label_smoothing=smoothing)
             total = total + loss.view(target.shape).sum(1)
+        if self.ahead is not None and self.training:  # loss_chunks is 1
+            more = loss_ahead(logits, targets, documents, self.ahead)
+            total = total + (more - more.detach())  # a gradient; the value stays that of the next token
         return total
 
     def num_params(self):
@@ -814,7 +848,8 @@ def config_from(model_args):
     if unknown:
         raise ValueError(f'the model has settings that this version does not have: {", ".join(unknown)}')
     # of checkpoints that do not name them
-    earlier = {'key_shift': False, 'mixer': 'attention', 'bigram_rows': 0, 'value_embed': False}
+    earlier = {'key_shift': False, 'mixer': 'attention', 'bigram_rows': 0, 'value_embed': False,
+               'head_gate': False}
     return GPTConfig(**{**earlier, **model_args})
 
 

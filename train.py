@@ -72,7 +72,14 @@ from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memor
 from hotloop.training.optim import build_optimizers
 from hotloop.training.recipes import SHAPE, card_for_machine, layer_of_depth
 from hotloop.training.run_dir import open_folder, resume_command, write_config
-from hotloop.training.schedule import Deadline, decide, learning_rate, plan_schedule, set_learning_rate
+from hotloop.training.schedule import (
+    Deadline,
+    ahead_weights,
+    decide,
+    learning_rate,
+    plan_schedule,
+    set_learning_rate,
+)
 from hotloop.training.settings import (
     checkpoint_settings,
     compare_record,
@@ -132,6 +139,7 @@ class TrainConfig:
     muon_momentum: float = 0.95  # of Muon
     grad_clip: float = 1.0  # maximum global gradient norm; 0: off
     feedback: Literal['backprop', 'dfa'] = 'backprop'  # dfa: direct feedback alignment between blocks
+    multi_token: float = 0.0  # weight of the token two ahead in the loss at first; it falls to 0
     ortho_penalty: float = 0.0  # weight of |W W^T - I|^2, W of queries and keys, with mixer='kernel'
     # --- schedule
     decay_lr: bool = True  # False: learning_rate in every step, without a warmup, as in nanoGPT
@@ -449,6 +457,11 @@ def build_run(settings, datasets, env):
                                            frozen=not model.lm_head.weight.requires_grad)
     if cfg.fp8_head:
         float8_head(model, env.device)
+    if cfg.multi_token:
+        if model.loss_chunks > 1:
+            raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
+                             f'loss_chunks={model.loss_chunks}; use --loss_chunks=1 or --multi_token=0')
+        model.ahead = torch.zeros(2, device=env.device)
     if cfg.feedback == 'dfa':
         model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
     eval_model, train_model = wrap(model, cfg, env)
@@ -539,6 +552,11 @@ def train(run, schedule, checkpoints, log, stop):
 
         lr = learning_rate(step, schedule, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
+        if cfg.multi_token:
+            progress = step / schedule.max_iters
+            if schedule.is_open:
+                progress = 1 - deadline.left() / deadline.budget
+            model.ahead.copy_(torch.tensor(ahead_weights(cfg.multi_token, progress)))
         num_targets, loads = batches.step(step)
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
         result = train_step(run.train_model, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop,

@@ -13,7 +13,7 @@ dataset = 'stdlib'  # in BPE tokens of 2.8 bytes
 preset = 'hybrid'  # modern, with convolutions in two of three layers and vectors for pairs of tokens
 n_layer = 3
 n_head = 2  # of 64 channels
-n_embd = 128  # 5,145,862 parameters, 4.2 million of them for pairs of tokens
+n_embd = 128  # 5,145,886 parameters, 4.2 million of them for pairs of tokens
 block_size = 256
 
 batch_size = 8  # many small steps learn fastest in a short run
@@ -25,6 +25,8 @@ muon_lr = 0.016
 muon_momentum = 0.85  # lower than usual, because the run is short
 learning_rate = 8e-3
 embed_lr = 0.05
+weight_decay = 0.05
+multi_token = 0.5  # learns from the two tokens after the next one, too, in the first part of the run
 lr_schedule = 'linear'
 warmup_iters = 10
 min_lr = 0.0

@@ -28,7 +28,8 @@ SHAPES = {'gpt2': dict(bias=True), 'modern': dict(preset='modern'), 'qwen3': dic
           'swiglu, grouped': dict(preset='modern', mlp='swiglu', n_kv_head=2),
           'tied rope': dict(position='rope', softcap=5.0),
           'windows': dict(preset='modern', n_kv_head=2, window=5, window_pattern='SL'),
-          'tables': dict(preset='modern', n_kv_head=2, bigram_rows=1000, value_embed=True)}
+          'tables': dict(preset='modern', n_kv_head=2, bigram_rows=1000, value_embed=True,
+                         head_gate=True)}
 EVERYTHING = dict(n_kv_head=2, head_dim=6, qkv_bias=True, position='rope', rope_base=500.0, rope_factor=4.0,
                   rope_context=8, norm='rmsnorm_offset', norm_eps=1e-3, post_norm=True, embed_norm=False,
                   embed_scale=3.0, mlp='geglu', qk_norm=True, query_scale=0.3, attn_softcap=1.5, softcap=2.0,
@@ -191,6 +192,35 @@ def test_a_loss_in_chunks_is_the_loss_and_has_its_gradients(settings, chunks):
             results.append([loss.detach(), model(x, y), *(p.grad.clone() for p in model.parameters())])
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_later_tokens_add_to_the_gradient_and_not_to_the_loss():
+    """Written as a loop: the tokens two and three ahead, unmasked, of the same document; in training only."""
+    model, x, y = make('modern'), ids(2, 16), ids(2, 16, seed=1)
+    y[0, 3:9] = -1
+    documents = torch.tensor([[0] * 16, [0] * 5 + [1] * 11])
+    model.train()
+    plain = model(x, y, documents)
+    model.ahead = torch.tensor([0.5, 0.25])
+    loss = model(x, y, documents)
+    assert torch.allclose(loss, plain, rtol=1e-6)
+    loss.sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    kept = []
+    model.lm_head.register_forward_hook(lambda module, args, out: kept.append(out))
+    model(x, y, documents)
+    expected, logp = 0, model.softcap(kept[0]).log_softmax(-1)
+    for b in range(2):
+        for t in range(16):
+            for shift, weight in enumerate((1.0, 0.5, 0.25)):
+                later = t + shift
+                if later < 16 and documents[b, later] == documents[b, t] and y[b, later] >= 0:
+                    expected = expected - weight * logp[b, t, y[b, later]]
+    model.zero_grad()
+    expected.backward()
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.eval()(x, y, documents), make('modern')(x, y, documents))
 
 
 def test_label_smoothing_acts_in_training_only_and_softcap_bounds_logits():

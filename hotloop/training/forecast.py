@@ -72,6 +72,8 @@ def mixer_products(c, mixer, window, T):
         changes = c.num_eigenstates * (2 if c.eigen == 'paper' else 1)
         return c.n_embd * (4 * c.num_eigenstates + changes + c.n_embd), 4 * c.num_eigenstates
     matrices = 2 * c.n_embd * (c.n_head + c.n_kv_head) * c.head_dim
+    if c.head_gate:
+        matrices += c.n_head * c.gate_channels
     if mixer == 'K':  # features of queries and keys, sums of values, their products with queries
         features = c.num_features or 2 * c.head_dim
         return matrices, 4 * c.n_head * c.head_dim * features

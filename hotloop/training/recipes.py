@@ -67,14 +67,15 @@ def depth_settings(depth, world=1, tokens=None, text_tokens=None):
                 'embed_lr': 0.05,
                 'optimizer': 'muon', 'muon_momentum': 0.95, 'learning_rate': 2e-3, 'muon_lr': 0.02,
                 'min_lr': 0.0, 'lr_schedule': 'linear', 'warmup_iters': 100, 'log_interval': 20}
+    epochs = max(tokens / text_tokens, 1) if text_tokens else 1
+    # the more often a text is read, the more decay keeps a model from learning it by heart:
+    # measured in tests/bench/LOG.md; arXiv 2509.14786
+    settings['weight_decay'] = 0.1 * epochs**0.5
     if depth < 8:
         # small steps are noisy, so the more of them there are, the smaller they must be
         muon_lr = min(max(0.025 * (1000 / max_iters)**0.5, 0.01), 0.06)
-        settings |= {'muon_momentum': 0.85, 'learning_rate': 8e-3, 'muon_lr': muon_lr, 'warmup_iters': 10}
-    if text_tokens:
-        # the more often a text is read, the more decay keeps a model from learning it by heart:
-        # measured in tests/bench/LOG.md; arXiv 2509.14786
-        settings['weight_decay'] = 0.1 * max(tokens / text_tokens, 1)**0.5
+        settings |= {'muon_momentum': 0.85, 'learning_rate': 8e-3, 'muon_lr': muon_lr, 'warmup_iters': 10,
+                     'weight_decay': 0.05 * epochs**0.75, 'multi_token': 0.5}
     return settings
 
 

@@ -98,7 +98,7 @@ CHANGES = {
         decay_fraction=1.0, depth=3, lora_rank=4, lora_alpha=4, lora_rs=True, lora_dropout=0.5,
         lora_targets='mlp', lora_embeddings=True, quantize='nf4', mixer='conv', num_taps=2, eigen='paper',
         num_eigenstates=8, num_features=4, feedback='dfa', ortho_penalty=0.1, bigram_rows=1000,
-        value_embed=True, fp8_head=True),
+        value_embed=True, head_gate=True, fp8_head=True, multi_token=0.5),
     'files': dict(out_dir='elsewhere', eval_only=True, dry_run=True, always_save_checkpoint=False,
                   save_minutes=0),
     'lines': dict(

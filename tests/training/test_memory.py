@@ -90,3 +90,8 @@ def test_the_message_names_what_does_not_fit():
     assert '--auto_batch' in memory_advice(batches, GPU, error)
     words = '--batch_size=3 --gradient_accumulation_steps=9, for the same step, or --recompute=full'
     assert words in memory_advice(batches, Env(), error)
+
+
+def test_a_loss_of_later_tokens_is_not_computed_in_chunks(train_tiny):
+    error = error_of(train_tiny, multi_token=0.5, loss_chunks=4)
+    assert 'multi_token=0.5' in error and 'loss_chunks=4' in error

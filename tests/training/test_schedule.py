@@ -10,7 +10,7 @@ from hotloop.system.distributed import Env
 from hotloop.training.checkpoint import RunState
 from hotloop.training.optim import build_optimizers
 from hotloop.training.recipes import choose_depth, depth_settings, num_parameters, tokens_within
-from hotloop.training.schedule import learning_rate, plan_schedule, set_learning_rate
+from hotloop.training.schedule import ahead_weights, learning_rate, plan_schedule, set_learning_rate
 from model import GPT, GPTConfig
 from train import TrainConfig, read_settings
 
@@ -105,8 +105,10 @@ def test_a_depth_sets_a_shape_and_a_step(depth, width, heads, block_size, world)
 
 
 def test_a_text_that_is_read_often_gets_more_weight_decay():
-    assert depth_settings(4, tokens=1e6, text_tokens=1e6)['weight_decay'] == pytest.approx(0.1)
-    assert depth_settings(4, tokens=9e6, text_tokens=1e6)['weight_decay'] == pytest.approx(0.3)
+    for depth, once, often in ((4, 0.05, 0.26), (8, 0.1, 0.3)):
+        for tokens, expected in ((1e6, once), (9e6, often)):
+            settings = depth_settings(depth, tokens=tokens, text_tokens=1e6)
+            assert settings['weight_decay'] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_time_budget_chooses_the_depth_that_reads_20_tokens_per_parameter():
@@ -140,3 +142,9 @@ def test_the_card_of_the_machine_keeps_the_parts_of_a_requested_preset(preset, m
     model, *_ = read_settings([f'--preset={preset}', '--device=cpu', '--vocab_size=65'])
     config = model.resolved()
     assert (config.preset, config.mixer, config.bigram_rows) == (preset, mixer, rows)
+
+
+def test_the_weights_of_later_tokens_fall_to_zero():
+    assert ahead_weights(0.5, 0.0) == (0.5, 0.25)
+    assert ahead_weights(0.5, 1 / 3) == (pytest.approx(0.25), pytest.approx(0.0))
+    assert ahead_weights(0.5, 0.7) == (0.0, 0.0)
