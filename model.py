@@ -95,6 +95,7 @@ class GPTConfig:
     zero_init: bool | None = None  # blocks start as the identity; the first predictions are uniform
     softcap: float | None = None  # logits -> c * tanh(logits / c); 0: off
     x0_mix: bool | None = None  # each block sees a learned mix of the residual stream and the embedding
+    ideas: str = ''  # on trial
     label_smoothing: float = 0.0  # over all vocab_size ids; used in training only
 
     def problems(self):
@@ -254,6 +255,10 @@ class BigramEmbedding(nn.Embedding):
         else:
             before = cache.extend(-1, before[:, None, :, None])[:, 0, :-1, 0]
         return x + super().forward((36313 * idx ^ 27191 * before) % self.num_embeddings)
+
+
+def has(config, name):
+    return name in config.ideas.split(',')
 
 
 class X0Mix(nn.Module):
@@ -450,6 +455,13 @@ class Attention(nn.Module):
         self.cap = partial(softcap, cap=config.attn_softcap) if config.attn_softcap else None
         self.sdpa = partial(capped_attention, cap=config.attn_softcap) if self.cap else plain_attention
         self.dropout = nn.Dropout(config.dropout)
+        self.ideas = config.ideas.split(',')
+        if 'headgate' in self.ideas:
+            self.gate = nn.Parameter(torch.zeros(config.n_head, 12))
+        if 'xsa' in self.ideas:
+            self.xsa = nn.Parameter(torch.zeros(config.n_head))
+        if 'qgain' in self.ideas:
+            self.qgain = nn.Parameter(torch.ones(config.n_head))
 
     def attend(self, q, k, v, documents=None, mask=None):
         """
@@ -484,12 +496,18 @@ class Attention(nn.Module):
             # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC).
             q, k, v = q.float(), k.float(), v.float()
         q = self.scale_query(q)
+        if 'qgain' in self.ideas:
+            q = q * self.qgain[:, None, None]
         if self.features is not None:
             y = self.features(q, k, v, place, cache)
         elif cache is None:
             y = self.attend(q, k, v, context.documents, context.masks.get(self.window))
         else:
             y = cache.attend(self, q, k, v)
+        if 'xsa' in self.ideas:
+            y = y - torch.tanh(self.xsa)[:, None, None] * (y * v).sum(-1, True) / (v * v).sum(-1, True).clamp_min(1e-8) * v
+        if 'headgate' in self.ideas:
+            y = y * 2 * torch.sigmoid(x[..., :12].float() @ self.gate.T).transpose(1, 2)[..., None]
         y = y.to(x.dtype).transpose(1, 2).reshape(B, T, H * D)
         return self.dropout(self.c_proj(y))
 
@@ -546,6 +564,10 @@ def relu2(x):
     return F.relu(x).square()
 
 
+def leaky2(x):
+    return F.leaky_relu(x, 0.5).square()
+
+
 def gated(x, activation):
     """Multiply two halves of x, (..., 2 n_ff), of which the second passes through the activation."""
     up, gate = x.chunk(2, dim=-1)
@@ -561,7 +583,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.c_fc = Linear(config.n_embd, (1 + config.is_gated) * config.n_ff, bias=config.bias)
-        self.act = ACTIVATIONS[config.mlp]
+        self.act = leaky2 if has(config, 'leaky') else ACTIVATIONS[config.mlp]
         self.c_proj = Linear(config.n_ff, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -573,6 +595,9 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.mix = X0Mix() if config.x0_mix else unchanged
+        if has(config, 'x0init'):
+            share = layer / max(config.n_layer - 1, 1)
+            self.mix.scale.data.copy_(torch.tensor([1.15 - .1 * share, .2 - .15 * share]))
         self.ln_1 = norm_of(config)
         self.attn = mixer_of(config, layer)
         self.ln_1_post = norm_of(config) if config.post_norm else nn.Identity()  # diagnose.py hooks it
@@ -677,10 +702,22 @@ class GPT(nn.Module):
         parts.ln_f = norm_of(c)
         self.lm_head = Linear(c.n_embd, c.vocab_size, bias=False)
         self.softcap = partial(softcap, cap=c.softcap) if c.softcap else unchanged
+        if has(c, 'sigcap'):
+            self.softcap = lambda z: 23 * torch.sigmoid((z + 5) / 7.5)
+        if has(c, 'unet'):
+            self.skips = nn.Parameter(torch.zeros(c.n_layer))
+        if has(c, 'backout'):
+            self.backout = nn.Parameter(torch.tensor([0.2]))
+        self.register_buffer('progress', torch.zeros(()), persistent=False)
+        self.register_buffer('prefixes', None, persistent=False)
         if c.tie:
             self.transformer.wte.weight = self.lm_head.weight
         # cos and sin are (T, 1, D/2), or (T, 1, D) where layers with a window have their own base.
         tables = [rotation_angles(c.block_size, c.head_dim, c.rope_base, c.rope_factor, c.rope_context)]
+        if has(c, 'halfrope'):
+            f = torch.cat([1024.0 ** -torch.linspace(0, 1, c.head_dim // 4), torch.zeros(c.head_dim // 4)])
+            angle = torch.arange(c.block_size)[:, None] * f
+            tables = [(angle.cos().float(), angle.sin().float())]
         if c.rope_local_base is not None:
             tables.append(rotation_angles(c.block_size, c.head_dim, c.rope_local_base))
         for name, columns in zip(('cos', 'sin'), zip(*tables, strict=True), strict=True):
@@ -746,7 +783,15 @@ class GPT(nn.Module):
         context = Context(cos, sin, masks, idx, cache, documents, place)
         outputs = []  # of the embedding and the blocks, for direct feedback
         is_direct = self.feedback is not None and torch.is_grad_enabled()
-        for block in self.transformer.h:
+        saved = []
+        for layer, block in enumerate(self.transformer.h):
+            if has(c, 'unet'):
+                if layer < c.n_layer // 2:
+                    saved.append(x)
+                elif saved and layer >= c.n_layer - c.n_layer // 2:
+                    x = x + self.skips[layer].to(x.dtype) * saved.pop()
+            if has(c, 'backout') and layer == c.n_layer // 2:
+                middle = x
             if is_direct:
                 outputs.append(x)
                 x, x0 = x.detach(), x0.detach()
@@ -754,6 +799,8 @@ class GPT(nn.Module):
         if is_direct:
             from hotloop.mixers.feedback import Feedback
             x = Feedback.apply(self.feedback, *outputs, x)
+        if has(c, 'backout'):
+            x = x - self.backout.to(x.dtype) * middle
         if targets is not None:
             return torch.stack((self.loss(x, targets),))  # no view, of which FSDP2 warns
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
@@ -773,6 +820,22 @@ class GPT(nn.Module):
             loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction='none',
                                    label_smoothing=smoothing)
             total = total + loss.view(target.shape).sum(1)
+            kinds = {'mtp': (.5, 1.5, .25, 3.), 'mtpB': (1., 1., .5, 1.5), 'mtpC': (.3, 1., 0., 1.), 'mtpD': (.5, 1., 0., 1.)}
+            kind = next((k for k in kinds if has(c, k)), None)
+            if self.training and (kind or has(c, 'prefix')):
+                logp = logits.log_softmax(-1)
+                if kind:
+                    a, b, e, d = kinds[kind]
+                    w1 = (a * (1 - self.progress * b)).clamp_min(0)
+                    w2 = (e * (1 - self.progress * d)).clamp_min(0)
+                    for k, w in ((1, w1), (2, w2)):
+                        more = -logp[:, :-k].gather(2, target[:, k:, None])[..., 0]
+                        total = total + w * more.sum(1)
+                if has(c, 'prefix'):
+                    other = self.prefixes[target]
+                    more = -logp.gather(2, other.clamp_min(0)[..., None])[..., 0] * (other >= 0)
+                    w = (0.25 * (2 - self.progress * 3).clamp(0, 1))
+                    total = total + w * more.sum(1)
         return total
 
     def num_params(self):

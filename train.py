@@ -486,6 +486,24 @@ def train(run, schedule, checkpoints, log, stop):
         deadline = Deadline(cfg.time_budget, state, env)
     saved_at = time.monotonic()
     save_is_due = False
+    extra = {}
+    if 'prefix' in model.config.ideas:
+        tok = tokenizer_from(run.record['tokenizer'])
+        raw = tok.encoding.token_byte_values() if hasattr(tok, 'encoding') else []
+        size = model.config.vocab_size
+        by = {}
+        for i in range(size):
+            try:
+                by[tok.encoding.decode_single_token_bytes(i)] = i
+            except Exception:
+                pass
+        table = [-1] * size
+        for text, i in by.items():
+            for n in range(len(text) - 1, 0, -1):
+                if text[:n] in by:
+                    table[i] = by[text[:n]]
+                    break
+        model.prefixes = torch.tensor(table)
 
     def save(best, final=False):
         state.logged, state.bad_in_a_row = meter.state()
@@ -540,11 +558,40 @@ def train(run, schedule, checkpoints, log, stop):
         lr = learning_rate(step, schedule, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
         num_targets, loads = batches.step(step)
+        ideas, end = model.config.ideas.split(','), schedule.max_iters
+        progress = step / end
+        if deadline:
+            progress = 1 - max(deadline.left(), 0) / deadline.budget
+        model.progress.fill_(progress)
+        with torch.no_grad():
+            weights = list(model.parameters())
+            if 'nesterov' in ideas or 'nesterov97' in ideas:
+                if 'w_prev' not in extra:
+                    extra['w_prev'], extra['m'] = [p.clone() for p in weights], [torch.zeros_like(p) for p in weights]
+                if 0.15 <= progress <= 0.75:
+                    torch._foreach_add_(weights, extra['m'], alpha=0.6 * lr / cfg.learning_rate)
+        for group in run.optimizers[-1].param_groups:
+            if 'momentum' in group and 'momwarm' in ideas:
+                group['momentum'] = .85 + .1 * min(progress * 2, 1) - .1 * max(progress * 2 - 1, 0)
+            if 'momentum' in group and 'momup' in ideas:
+                group['momentum'] = .8 + .15 * progress
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
         result = train_step(run.train_model, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop,
                             penalty)
         if result is None:  # a signal came between two micro-batches; no weight has changed
             continue
+        with torch.no_grad():
+            if 'm' in extra:
+                rate = 0.03 if 'nesterov97' in ideas else 0.01
+                for m, w, before in zip(extra['m'], weights, extra['w_prev'], strict=True):
+                    m.lerp_(w - before, rate)
+                    before.copy_(w)
+            if 'ema' in ideas and progress > 0.6:
+                if 'ema' not in extra:
+                    extra['ema'] = [p.clone() for p in weights]
+                torch._foreach_lerp_(extra['ema'], weights, 1 / 50)
+                if step + 1 == schedule.max_iters:
+                    torch._foreach_lerp_(weights, extra['ema'], 0.4)
         meter.add(result, num_targets)
         step += 1
         state.iter_num = step
