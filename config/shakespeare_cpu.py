@@ -25,6 +25,7 @@ muon_lr = 0.065
 muon_momentum = 0.85  # lower than usual, because the run is short
 learning_rate = 2e-2
 embed_lr = 0.1
+weight_decay = 0.05
 beta1 = 0.8
 lr_schedule = 'linear'
 decay_fraction = 0.7
