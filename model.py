@@ -85,7 +85,7 @@ class GPTConfig:
     embed_scale: float = 1.0  # factor of the embedding (Gemma: sqrt(n_embd))
     bigram_rows: int | None = None  # of a table of vectors for pairs of tokens; 0: no table
     value_embed: bool | None = None  # attention adds a vector of each token to its values
-    head_gate: bool | None = None  # the output of each head is scaled by what its token needs
+    head_gate: bool | None = None  # each token scales the output of each attention head by a gate
     mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'] | None = None  # OpenAI used gelu_tanh
     window: int | None = None  # attention reaches this many tokens, including the query; None: the context
     window_pattern: str | None = None  # layers with (S) or without (L) the window, repeated; None: S

@@ -78,6 +78,7 @@ from hotloop.training.schedule import (
     decide,
     learning_rate,
     plan_schedule,
+    progress,
     set_learning_rate,
 )
 from hotloop.training.settings import (
@@ -553,10 +554,8 @@ def train(run, schedule, checkpoints, log, stop):
         lr = learning_rate(step, schedule, cfg)
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
         if cfg.multi_token:
-            progress = step / schedule.max_iters
-            if schedule.is_open:
-                progress = 1 - deadline.left() / deadline.budget
-            model.ahead.copy_(torch.tensor(ahead_weights(cfg.multi_token, progress)))
+            weights = ahead_weights(cfg.multi_token, progress(step, schedule, deadline))
+            model.ahead.copy_(torch.tensor(weights))
         num_targets, loads = batches.step(step)
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
         result = train_step(run.train_model, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop,

@@ -198,9 +198,8 @@ def with_documents(load, documents):
     (BF16, dict(n_kv_head=2, mlp='swiglu', bias=True), 1, dict(optimizer='muon')),
     (BF16, dict(preset='modern', n_kv_head=2, dropout=0.1, label_smoothing=0.1), 4, dict(recompute='full')),
     (BF16, dict(softcap=15.0, dropout=0.1), 1, dict(recompute='selective', grad_clip=0.0)),
-    (FP16, dict(preset='modern', n_layer=2, mixer='CA', bigram_rows=64, value_embed=True,
-                head_gate=True), 1,
-     dict(optimizer='muon'))], ids=str)
+    (FP16, dict(preset='modern', n_layer=2, mixer='CA', bigram_rows=64, value_embed=True, head_gate=True),
+     1, dict(optimizer='muon'))], ids=str)
 def test_a_step(split, dtype, shape, chunks, settings):
     run_steps(fake_gpt(dtype, chunks, **shape), split, **settings)
 

@@ -32,16 +32,16 @@ def build_optimizers(model, cfg, env):
     if cfg.optimizer == 'muon':
         rows, tables = matrix_rows(model), tables_of(model)
         groups[0]['params'] = [p for p in matrices if p not in rows and p not in tables]
-        words = [p for p, name in tables.items() if name == 'wte']
-        others = [p for p, name in tables.items() if name != 'wte']
-        peak, words_decay = lr, decay
+        embedding = [p for p, name in tables.items() if name == 'wte']
+        others = [p for p, name in tables.items() if name != 'wte']  # of pairs and of values
+        peak, embedding_decay = lr, decay
         if cfg.embed_lr and model.config.embed_norm and not model.config.tie:
             # A normalized embedding takes 10 to 100 times the rate of the head (modded-nanogpt, nanochat), at
-            # which the usual decay would erase rare tokens. Rare pairs it has to erase: tables that do not
-            # decay learn a text by heart that is read several times.
-            peak, words_decay = cfg.embed_lr, 0.0
-        groups.append({'params': words, 'weight_decay': words_decay, 'peak': peak})
-        if others:
+            # which the usual decay would erase rare tokens. The other tables need it: without decay they
+            # memorize a text that is read several times.
+            peak, embedding_decay = cfg.embed_lr, 0.0
+        groups.append({'params': embedding, 'weight_decay': embedding_decay, 'peak': peak})
+        if others:  # earlier checkpoints without these tables have no such group
             groups.append({'params': others, 'weight_decay': decay, 'peak': peak})
         optimizers = [Muon(rows, cfg.muon_lr, cfg.muon_momentum, decay, env)]
     # fused: one kernel per group, which skips the update where train_step's found_inf is 1

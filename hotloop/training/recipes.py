@@ -62,15 +62,14 @@ def depth_settings(depth, world=1, tokens=None, text_tokens=None):
     batch_size = max(n for n in range(1, 33) if sequences % n == 0)
     tokens = tokens or TOKENS_PER_PARAMETER * num_parameters(depth)
     max_iters = max(round(tokens / (sequences * shape['block_size'])), 1)
+    # the more often a text is read, the more decay keeps a model from memorizing it: measured in
+    # tests/bench/LOG.md; arXiv 2509.14786
+    epochs = max(tokens / text_tokens, 1) if text_tokens else 1
     settings = {**shape, 'preset': 'hybrid', 'batch_size': batch_size,
                 'gradient_accumulation_steps': sequences // batch_size, 'max_iters': max_iters,
-                'embed_lr': 0.05,
+                'embed_lr': 0.05, 'weight_decay': 0.1 * epochs**0.5,
                 'optimizer': 'muon', 'muon_momentum': 0.95, 'learning_rate': 2e-3, 'muon_lr': 0.02,
                 'min_lr': 0.0, 'lr_schedule': 'linear', 'warmup_iters': 100, 'log_interval': 20}
-    epochs = max(tokens / text_tokens, 1) if text_tokens else 1
-    # the more often a text is read, the more decay keeps a model from learning it by heart:
-    # measured in tests/bench/LOG.md; arXiv 2509.14786
-    settings['weight_decay'] = 0.1 * epochs**0.5
     if depth < 8:
         # small steps are noisy, so the more of them there are, the smaller they must be
         muon_lr = min(max(0.025 * (1000 / max_iters)**0.5, 0.01), 0.06)

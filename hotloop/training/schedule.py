@@ -89,12 +89,19 @@ def half_cosine(progress):
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def ahead_weights(first, progress):
+def progress(step, schedule, deadline):
+    """Return the share of the run before a step, 0 to 1; of its time while a time budget is open."""
+    if schedule.is_open:
+        return 1 - deadline.left() / deadline.budget
+    return step / schedule.max_iters
+
+
+def ahead_weights(first, share):
     """
     Return the weights in the loss of the tokens two and three ahead: they fall from `first` and half of it
-    to 0, at two thirds and one third of the run (modded-nanogpt, record 53). progress: 0 to 1.
+    to 0, at two thirds and one third of the run (modded-nanogpt, record 53). share: as progress() returns it.
     """
-    return first * max(1 - 1.5 * progress, 0.0), first / 2 * max(1 - 3 * progress, 0.0)
+    return first * max(1 - 1.5 * share, 0.0), first / 2 * max(1 - 3 * share, 0.0)
 
 
 def set_learning_rate(optimizers, lr, peak):
