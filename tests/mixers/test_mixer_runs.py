@@ -26,7 +26,9 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, train_tiny, tm
 
 
 @pytest.mark.parametrize('name, shard', [
-    ('conv', 'none'), ('eigen', 'full'), ('kernel', 'none'), ('dfa', 'none'), ('dfa', 'full')])
+    ('eigen', 'full'), ('dfa', 'none'),
+    *(pytest.param(*case, marks=pytest.mark.slow)
+      for case in (('conv', 'none'), ('kernel', 'none'), ('dfa', 'full')))])
 def test_two_processes_take_the_steps_of_one(masked, name, shard):
     settings = {key: value for key, value in MIXERS[name].items() if key != 'ortho_penalty'}
     one = steps(masked, 2, **settings)

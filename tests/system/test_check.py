@@ -12,6 +12,7 @@ from hotloop.system import check
 ROOT = Path(check.__file__).parents[2]
 
 
+@pytest.mark.slow  # it compiles a function
 def test_the_command_reports_on_this_machine_and_writes_nothing(tmp_path):
     done = subprocess.run([sys.executable, '-m', 'hotloop.system.check'], cwd=tmp_path, check=True,
                           env={'PYTHONPATH': str(ROOT)}, capture_output=True, text=True)

@@ -164,7 +164,7 @@ def test_families_that_llama_cpp_computes_otherwise_are_refused(name):
     assert 'window=12' in error_of(architecture, family(name)[0].config)
 
 
-@pytest.mark.parametrize('name', ['own', 'byte', 'gpt2'])
+@pytest.mark.parametrize('name', ['own', 'byte', pytest.param('gpt2', marks=pytest.mark.slow)])
 def test_transformers_reads_the_same_ids(tmp_path, name, request):
     transformers = pytest.importorskip('transformers')
     pytest.importorskip('gguf')
