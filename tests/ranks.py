@@ -30,10 +30,20 @@ HANGS = 300  # seconds after which a process that hangs is killed
 # -----------------------------------------------------------------------------
 # a function on each of several processes
 
-def call(sender, number, world, port, module, name, args, settings):
-    """Send (True, what a function returns) or (False, its exception), in the environment of torchrun."""
+def free_port():
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        return server.getsockname()[1]
+
+
+def join_group(number, world, port):
+    """Set what torchrun sets."""
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(world),
                       LOCAL_WORLD_SIZE=str(world), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+
+
+def call(sender, number, world, port, module, name, args, settings):
+    """Send (True, what a function returns) or (False, its exception), in the environment of torchrun."""
+    join_group(number, world, port)
     warnings.simplefilter('error', FutureWarning)
     if not hasattr(sys.modules.get(module), name):
         sys.modules.pop(module, None)  # it was being imported when this process was forked
@@ -59,8 +69,7 @@ def rank(*job):
 
 def on_ranks(world, function, *args, **settings):
     """Return what a function returns in each of `world` processes. It joins and leaves their group."""
-    with socket.create_server(('127.0.0.1', 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     name = function.__module__, function.__name__
     jobs = [FORKS.submit(rank, number, world, port, *name, args, settings) for number in range(world)]
     results = []
@@ -76,19 +85,20 @@ def on_ranks(world, function, *args, **settings):
 # a run in a process of its own
 
 class Runs:
-    """runs(out, ...) runs train.main in a process of its own. Returns the exit code, -9 after a kill."""
+    """runs(out, ...) runs train.main in processes of its own. Returns an exit code, -9 after a kill."""
 
     def __init__(self, folder, data_dir):
         self.folder = folder
         self.data_dir = data_dir
 
-    def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=signal.SIGKILL, **settings):
+    def __call__(self, out, *fault, calls=None, times=1, delay=0.0, number=signal.SIGKILL, world=1,
+                 **settings):
         """
         Train TINY into the folder `out`. fault: a name in faults.py and its arguments. With calls, a
-        function's name, the process gets signal `number`, `delay` seconds after its `times`-th call.
+        function's name, all processes get signal `number`, `delay` seconds after rank 0's `times`-th call.
         """
         argv = tiny_flags(self.folder / out, self.data_dir, **settings)
-        job = FORKS.submit(run, argv, self.folder / f'{out}.txt', fault, calls, (times, delay, number))
+        job = FORKS.submit(run, argv, self.folder / f'{out}.txt', fault, calls, (times, delay, number), world)
         return job.result(timeout=HANGS)
 
     def printed(self, out):
@@ -96,19 +106,26 @@ class Runs:
         return (self.folder / f'{out}.txt').read_text()
 
 
-def run(argv, output, fault, calls, kill):
-    """Fork a process that trains, and send it a signal. Returns its exit code."""
+def run(argv, output, fault, calls, kill, world):
+    """Fork processes that train, and send them a signal. Returns the exit code of rank 0."""
     listen, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        run_forked(argv, output, fault, calls, write)
+    port = free_port()
+    pids = []
+    for r in range(world):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            if world > 1:
+                join_group(r, world, port)
+            run_forked(argv, output if r == 0 else os.devnull, fault, calls, write)
     os.close(write)
     times, delay, number = kill
     if calls and all(os.read(listen, 1) for _ in range(times)):
         time.sleep(delay)
-        os.kill(pid, number)
+        for pid in pids:
+            os.kill(pid, number)
     os.close(listen)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return codes[0]
 
 
 def run_forked(argv, output, fault, calls, pipe):

@@ -45,13 +45,15 @@ def step_of(out):
 KILLS = int(os.environ.get('KILLS', '40'))
 
 
-@pytest.mark.parametrize('kills', [2, pytest.param(KILLS, marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(run, tmp_path, kills):
+@pytest.mark.parametrize('kills, shared', [
+    (2, {}), pytest.param(KILLS, {}, marks=pytest.mark.slow),
+    pytest.param(KILLS // 10, dict(world=2, shard='full'), marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(run, tmp_path, kills, shared):
     """
     kill -9 or SIGTERM after one to three saves and some milliseconds, many of them inside a save, until the
     run has finished; then the next run. Whatever a kill leaves is intact, the checkpoint before it, too.
     """
-    settings = dict(RECIPE, max_iters=8, save_minutes=0, eval_interval=5, eval_tokens=64)
+    settings = dict(RECIPE, max_iters=8, save_minutes=0, eval_interval=5, eval_tokens=64, **shared)
     assert run('whole', **settings) == 0
     rng, killed, terminated, inside = random.Random(kills), 0, 0, 0
     while killed < kills or not inside:
