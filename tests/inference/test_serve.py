@@ -297,6 +297,8 @@ def test_one_connection_takes_many_requests(servers):
 def test_the_command_serves_until_ctrl_c(folder):
     port = free_port()
     flags = ['--device=cpu', f'--out_dir={folder / "base"}', f'--serve={port}']
+    # a shell in which these tests run in the background ignores SIGINT, and children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen([sys.executable, 'sample.py', *flags], cwd=ROOT, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     line = process.stdout.readline()
@@ -313,6 +315,7 @@ def test_the_command_serves_until_ctrl_c(folder):
         connect_to.close()
 
 
+@pytest.mark.slow  # its import takes a second
 def test_the_openai_package_is_a_client(servers):
     openai = pytest.importorskip('openai')
     client = openai.OpenAI(base_url=f'http://127.0.0.1:{servers["tuned"].server_port}/v1', api_key='none')

@@ -124,6 +124,7 @@ def test_a_short_budget_is_not_compiled(monkeypatch):
     assert choose_compile(True, cpu, 0.1)[0]
 
 
+@pytest.mark.slow
 def test_the_clock_starts_before_torch_is_imported():
     code = ('import sys, builtins\nimport hotloop.system.host as host\n'
             'assert "torch" not in sys.modules\nimport train\nprint(host.process_seconds())')

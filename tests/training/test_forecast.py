@@ -65,7 +65,9 @@ def test_frozen_weights_cost_no_products_for_their_gradients():
 # -----------------------------------------------------------------------------
 # counting
 
-@pytest.mark.parametrize('chunks, recompute', [(1, 'none'), (4, 'none'), (1, 'selective'), (1, 'full')])
+@pytest.mark.parametrize('chunks, recompute', [
+    (1, 'none'), (4, 'none'), pytest.param(1, 'selective', marks=pytest.mark.slow),
+    pytest.param(1, 'full', marks=pytest.mark.slow)])
 @pytest.mark.parametrize('lora, settings', [
     (None, {}), (None, dict(preset='modern')), (None, GATED), (LORA, GATED), (QLORA, dict(bias=True)),
     (LoRAConfig(lora_rank=4, lora_targets='mlp'), {})])
@@ -163,6 +165,7 @@ def test_an_absent_dataset_is_assumed(forecast_of):
     assert re.search('T4 .* does not fit; lower batch_size or use', printed)
 
 
+@pytest.mark.slow
 def test_recomputation_costs_a_quarter_of_the_speed(forecast_of):
     rates = [speed_of(forecast_of(recompute=how, n_embd=2048, n_head=16)) for how in ('none', 'full')]
     assert rates[1] == pytest.approx(0.75 * rates[0], abs=1)
@@ -186,6 +189,7 @@ def test_a_dataset_is_counted(forecast_of, tmp_path):
     assert 'run: 50 steps' in forecast_of(max_iters=50, warmup_iters=0.1, **flags)
 
 
+@pytest.mark.slow  # a model of 2.6 billion parameters, on the meta device
 def test_weights_are_not_needed_but_their_shape_is(forecast_of, train_tiny, tmp_path):
     """Those of GPT-2 and of the cards are known; a checkpoint or a folder has its own."""
     assert 'parameters: 124,439,808' in forecast_of(init_from='gpt2')

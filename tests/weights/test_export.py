@@ -83,8 +83,9 @@ def test_transformers_computes_the_same_and_the_weights_return(tmp_path, name):
         assert found.checkpoint['hf_config']['vocab_size'] == 288
 
 
-@pytest.mark.parametrize('preset', [dict(preset='modern', key_shift=False, x0_mix=False),
-                                    dict(preset='qwen3')], ids=['nanochat', 'qwen3'])
+@pytest.mark.parametrize('preset', [
+    pytest.param(dict(preset='modern', key_shift=False, x0_mix=False), marks=pytest.mark.slow, id='nanochat'),
+    pytest.param(dict(preset='qwen3'), id='qwen3')])
 def test_a_run_writes_the_same_text_in_transformers(train_tiny, tmp_path, preset):
     """100 greedy tokens, through its own tokenizer, and the same logits. Muon trained it."""
     transformers = pytest.importorskip('transformers')

@@ -339,6 +339,7 @@ def test_a_base_is_not_moved_aside_and_adapters_do_not_appear_on_resume(train_ti
     assert '--lora_rank: lora_rank=4, but the checkpoint has 0, which cannot change on resume' in error
 
 
+@pytest.mark.slow
 def test_two_processes_tune_as_one_does(train_tiny, tmp_path, base, data_dir):
     """One micro-batch each, over gloo: the same global batches, so the same adapters within rounding."""
     train_tiny('one', **base, quantize='nf4')
