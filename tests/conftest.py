@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -218,6 +219,11 @@ def error_of(call, *args, **kwargs):
     except ValueError as e:
         return str(e)
     pytest.fail('nothing was raised')
+
+
+def free_port():
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        return server.getsockname()[1]
 
 
 def contents(folder):

@@ -10,7 +10,6 @@ import importlib
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -19,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import faults
-from conftest import tiny_flags
+from conftest import free_port, tiny_flags
 
 import train
 from configurator import call_main
@@ -29,11 +28,6 @@ HANGS = 300  # seconds after which a process that hangs is killed
 
 # -----------------------------------------------------------------------------
 # a function on each of several processes
-
-def free_port():
-    with socket.create_server(('127.0.0.1', 0)) as server:
-        return server.getsockname()[1]
-
 
 def join_group(number, world, port):
     """Set what torchrun sets."""

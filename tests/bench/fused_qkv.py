@@ -49,7 +49,6 @@ def main():
     args = parser.parse_args()
     lines = []
     for name, (channels, tokens) in SHAPES.items():
-        torch.compiler.reset()
         trains = tokens > 1
         dtype = getattr(torch, args.dtype)
         x = torch.randn(tokens, channels, dtype=dtype, requires_grad=trains)

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import error_of
+from conftest import error_of, free_port
 from test_sample import gpt, main, write
 
 import sample
@@ -54,11 +54,6 @@ def servers(folder):
     for server in found.values():
         server.shutdown()
         server.server_close()
-
-
-def free_port():
-    with socket.create_server(('127.0.0.1', 0)) as s:
-        return s.getsockname()[1]
 
 
 def connect(server):

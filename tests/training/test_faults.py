@@ -142,7 +142,6 @@ def test_a_full_disk_ends_no_run_but_a_final_save_that_fails_is_an_error(run, tm
 # signals
 
 FORWARD = 'model.GPT.forward'  # twice a step, and twice an evaluation
-SAVES = 'hotloop.training.checkpoint.Checkpoints.save'
 
 
 @pytest.fixture(scope='module')
@@ -163,7 +162,7 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
     pytest.param(FORWARD, 4, [HUP], 129, 2, marks=pytest.mark.slow),  # in the last one of step 2
     pytest.param(FORWARD, 4, [TERM, INT], 143, 2, marks=pytest.mark.slow),
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
-    pytest.param(SAVES, 2, [TERM], 143, 6, marks=pytest.mark.slow),  # the save under way is completed
+    pytest.param('train.Checkpoints.save', 2, [TERM], 143, 6, marks=pytest.mark.slow),  # it is completed
     pytest.param('train.evaluate_both', 3, [TERM], 143, 8, marks=pytest.mark.slow),  # of the last step
     ('train.evaluate_both', 2, [INT, INT], -INT, 3)])  # nothing more is saved
 def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, numbers, code, step):

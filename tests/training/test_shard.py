@@ -2,14 +2,13 @@
 
 import functools
 import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load, rows, tiny_flags
+from conftest import free_port, load, rows, tiny_flags
 from faults import log
 from ranks import on_ranks
 from torch.utils._pytree import tree_flatten_with_path
@@ -236,10 +235,8 @@ SETTINGS = dict(RECIPES[1], dropout=0.1, max_iters=24, eval_interval=5)
 def test_two_agents_are_two_nodes(train_tiny, torchrun, tmp_path):
     """The command lines of the README, with both nodes on this machine; they share out_dir."""
     assert train_tiny('whole', **SETTINGS) == 0
-    with socket.create_server(('127.0.0.1', 0)) as free:
-        port = free.getsockname()[1]
-    node = ['--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d', f'--rdzv_endpoint=localhost:{port}',
-            '--rdzv_id=one', '--local_addr=127.0.0.1']
+    node = ['--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d',
+            f'--rdzv_endpoint=localhost:{free_port()}', '--rdzv_id=one', '--local_addr=127.0.0.1']
     agents = [torchrun('out', node=node, **SETTINGS) for _ in range(2)]
     for agent in agents:
         assert agent.wait(200) == 0, agent.stderr.read()
