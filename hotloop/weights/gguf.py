@@ -1,42 +1,25 @@
-"""Write a model and its tokenizer as one GGUF file (version 3), which llama.cpp loads."""
+"""Write a model and its tokenizer as one GGUF file, which llama.cpp loads, with its package gguf."""
 
 import json
 import os
-import re
-import struct
 import sys
 
 import torch
 
 from hotloop.data.bpe import GPT2_SPLIT
-from hotloop.system.files import replacing
+from hotloop.system.files import optional, replacing
 from hotloop.weights.export import differences, hf_tensors
 from hotloop.weights.export_tokenizer import tokenizer_files
 from hotloop.weights.families import CONV1D, SETTINGS
 
-ALIGNMENT = 32  # each tensor begins at a multiple of as many bytes
-BLOCK = 32  # numbers of q8_0 that share a scale
-# {dtype: (its name, its type of tensors, its type of files)}; int8 stands for q8_0
-DTYPES = {torch.float32: ('float32', 0, 0), torch.float16: ('float16', 1, 1),
-          torch.bfloat16: ('bfloat16', 30, 32), torch.int8: ('q8_0', 8, 7)}
-FORMATS = {bool: (7, '?'), int: (4, 'I'), float: (6, 'f')}  # types of metadata, and as struct has them
-INT32, STRING, ARRAY = 5, 8, 9  # more types of metadata
+BLOCK = 32  # numbers of Q8_0 that share a scale
+TYPES = {torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16'}  # as the package gguf names them
 UNUSED, TOKEN_TYPES = 5, {None: 1, True: 3, False: 4}  # of ordinary, special and other added tokens
 
 # settings of GPTConfig that may have any value, in all architectures and in some
 SIZES = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_ff', 'norm_eps', 'tie',
          'rope_base', 'rope_factor')
 MORE_SIZES = {'llama': ('head_dim', 'rope_context'), 'qwen3': ('head_dim',)}
-# {module in transformers: module in GGUF}
-NAMES = {
-    'transformer.wte': 'token_embd', 'transformer.wpe': 'position_embd', 'transformer.ln_f': 'output_norm',
-    'model.embed_tokens': 'token_embd', 'model.norm': 'output_norm', 'lm_head': 'output',
-    'ln_1': 'attn_norm', 'attn.c_attn': 'attn_qkv', 'attn.c_proj': 'attn_output', 'ln_2': 'ffn_norm',
-    'mlp.c_fc': 'ffn_up', 'mlp.c_proj': 'ffn_down', 'input_layernorm': 'attn_norm',
-    'self_attn.q_proj': 'attn_q', 'self_attn.k_proj': 'attn_k', 'self_attn.v_proj': 'attn_v',
-    'self_attn.o_proj': 'attn_output', 'self_attn.q_norm': 'attn_q_norm', 'self_attn.k_norm': 'attn_k_norm',
-    'post_attention_layernorm': 'ffn_norm', 'mlp.gate_proj': 'ffn_gate', 'mlp.up_proj': 'ffn_up',
-    'mlp.down_proj': 'ffn_down'}
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r'|\s*[\r\n]+|\s+(?!\S)|\s+')
 # {how words are split, step by step: its name in llama.cpp}
@@ -47,21 +30,39 @@ SPLITS = {(GPT2_SPLIT,): 'gpt-2', ('digits', GPT2_SPLIT): 'smollm', (LLAMA3_SPLI
 def export_gguf(model, tokenizer, template, path, dtype, quantize):
     """
     Write a GPT, its tokenizer and its chat template ('none': no template) to a new file. Matrices
-    are in the dtype or, if quantize, in q8_0. Raises ValueError if llama.cpp has no such model.
+    are in the dtype or, if quantize, in Q8_0. Raises ValueError if llama.cpp has no such model.
     """
     kind = architecture(model.config)
-    named, _, file_type = DTYPES[torch.int8 if quantize else dtype]
-    metadata = {'general.architecture': kind, 'general.name': os.path.basename(path).removesuffix('.gguf'),
-                'general.file_type': file_type, 'general.quantization_version': 2}
     shape = shape_of(model.config, kind, tokenizer.n_vocab)
-    metadata |= {f'{kind}.{key}': value for key, value in shape.items()}
+    metadata = {f'{kind}.{key}': value for key, value in shape.items()}
     metadata |= vocabulary(tokenizer, template, model.config.block_size)
-    tensors = gguf_tensors(model, kind, tokenizer.n_vocab)
+    gguf = optional('gguf', 'writes GGUF files')
+    used = gguf.GGMLQuantizationType['Q8_0' if quantize else TYPES[dtype]]
     if os.path.lexists(path):
         raise FileExistsError('File exists')
     with replacing(path) as f:
-        write_gguf(f, metadata, tensors, dtype, quantize)
-    print(f'wrote {path}: {kind}, {named}')
+        writer = gguf.GGUFWriter(f.name, kind)
+        writer.add_name(os.path.basename(path).removesuffix('.gguf'))
+        writer.add_file_type(gguf.LlamaFileType['ALL_F32' if used.name == 'F32' else f'MOSTLY_{used.name}'])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+               str: writer.add_string, list: writer.add_array}
+        for key, value in metadata.items():
+            add[type(value)](key, value)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], model.config.n_layer)
+        for name, tensor in gguf_tensors(model, kind, tokenizer.n_vocab).items():
+            stored = used
+            if quantize and tensor.size(-1) % BLOCK:
+                stored = gguf.GGMLQuantizationType[TYPES[dtype]]
+            if tensor.dim() == 1 or name == 'transformer.wpe.weight':  # llama.cpp adds these in float32.
+                stored = gguf.GGMLQuantizationType.F32
+            data = gguf.quantize(tensor.float().contiguous().numpy(), stored)
+            writer.add_tensor(names.get_name(name, ('.weight', '.bias')), data, raw_dtype=stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    print(f'wrote {path}: {kind}, {used.name}')
     if model.config.mlp == 'gelu':
         print('note: llama.cpp approximates GELU with tanh, so its logits differ slightly', file=sys.stderr)
 
@@ -97,21 +98,17 @@ def shape_of(config, kind, n_vocab):
 
 
 def gguf_tensors(model, kind, n_vocab):
-    """Return {name in GGUF: tensor} of a GPT, without the ids that pad its vocabulary."""
+    """Return {name in transformers: tensor as llama.cpp has it}, without the ids that pad the vocabulary."""
     c = model.config
-    tensors = {}
-    for name, tensor in hf_tensors(model, kind).items():
-        module, _, suffix = name.rpartition('.')
-        layer = re.fullmatch(r'(?:transformer\.h|model\.layers)\.(\d+)\.(.+)', module)
-        theirs = f'blk.{layer[1]}.{NAMES[layer[2]]}' if layer else NAMES[module]
+    tensors = hf_tensors(model, kind)
+    for name, tensor in tensors.items():
         if kind == 'gpt2' and name.endswith(CONV1D):
-            tensor = tensor.t()
-        elif theirs in ('token_embd', 'output'):
-            tensor = tensor[:n_vocab]
-        elif kind == 'llama' and theirs.endswith(('attn_q', 'attn_k')):
+            tensors[name] = tensor.t()
+        elif name.endswith(('wte.weight', 'embed_tokens.weight', 'lm_head.weight')):
+            tensors[name] = tensor[:n_vocab]
+        elif kind == 'llama' and name.endswith(('q_proj.weight', 'k_proj.weight')):
             # Its rotation turns channels 2i and 2i + 1 together, ours i and i + D/2.
-            tensor = tensor.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        tensors[f'{theirs}.{suffix}'] = tensor
+            tensors[name] = tensor.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
     if c.rope_context is not None:
         base = c.rope_base ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
         # The angle at position 1 is the frequency, which llama.cpp divides by these factors.
@@ -145,6 +142,8 @@ def vocabulary(tokenizer, template, max_length):
     lost = [token for token in ids if len(token) > 1 and token not in reached]
     if lost and split != 'llama-bpe' and file['model'].get('ignore_merges'):
         raise ValueError(f'llama.cpp would never use the token {lost[0]!r}, because no merges give it')
+    if not merges:  # A file holds no empty list, and no byte is spelled by these letters.
+        merges = ['\u2581 \u2581']
     bos = tokenizer.eot if tokenizer.bos is None else tokenizer.bos  # Without one, llama.cpp takes id 11.
     made = {'ggml.model': 'gpt2', 'ggml.pre': split, 'ggml.tokens': tokens, 'ggml.token_type': types,
             'ggml.merges': merges, 'ggml.eos_token_id': tokenizer.eot, 'ggml.bos_token_id': bos,
@@ -168,50 +167,3 @@ def steps_of(pre_tokenizer):
         elif step.get('use_regex', True):
             steps.append(GPT2_SPLIT)
     return tuple(steps)
-
-
-def write_gguf(f, metadata, tensors, dtype, quantize):
-    """Write a header, metadata, the place of each tensor with its last dimension first, and the tensors."""
-    head = b'GGUF' + struct.pack('<IQQ', 3, len(tensors), len(metadata))
-    for key, value in metadata.items():
-        head += string(key) + packed(value)
-    encoded = []
-    start = 0
-    for name, tensor in tensors.items():
-        used = torch.int8 if quantize and tensor.size(-1) % BLOCK == 0 else dtype
-        if tensor.dim() == 1 or name == 'position_embd.weight':  # llama.cpp adds these in float32.
-            used = torch.float32
-        shape = tensor.shape[::-1]
-        head += string(name) + struct.pack(f'<I{len(shape)}Q', len(shape), *shape)
-        head += struct.pack('<IQ', DTYPES[used][1], start)
-        encoded.append(q8_0(tensor) if used == torch.int8 else tensor.to(used))
-        start += encoded[-1].nbytes + -encoded[-1].nbytes % ALIGNMENT
-    f.write(head + bytes(-len(head) % ALIGNMENT))
-    for tensor in encoded:
-        f.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
-        f.write(bytes(-tensor.nbytes % ALIGNMENT))
-
-
-def q8_0(tensor):
-    """Round to blocks of 34 bytes: a scale in float16 and 32 numbers in int8."""
-    blocks = tensor.float().reshape(-1, BLOCK)
-    scales = blocks.abs().amax(1, keepdim=True) / 127
-    numbers = (blocks / scales.clamp_min(1e-30)).round().to(torch.int8)
-    return torch.cat((scales.half().view(torch.int8), numbers), dim=1)
-
-
-def packed(value):
-    """Return the bytes of a value of metadata, after those of its type."""
-    if type(value) in FORMATS:
-        kind, form = FORMATS[type(value)]
-        return struct.pack(f'<I{form}', kind, value)
-    if isinstance(value, str):
-        return struct.pack('<I', STRING) + string(value)
-    if value and isinstance(value[0], int):
-        return struct.pack(f'<IIQ{len(value)}i', ARRAY, INT32, len(value), *value)
-    return struct.pack('<IIQ', ARRAY, STRING, len(value)) + b''.join(map(string, value))
-
-
-def string(text):
-    data = text.encode()
-    return struct.pack('<Q', len(data)) + data

@@ -15,8 +15,10 @@ from hotloop.data.chat import CHATS
 from hotloop.data.encode import prompt_ids
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, HFTokenizer
 from hotloop.inference.texts import turn_ids
-from hotloop.weights.gguf import LLAMA3_SPLIT, architecture, export_gguf, q8_0, vocabulary
+from hotloop.weights.gguf import LLAMA3_SPLIT, architecture, export_gguf, vocabulary
 from model import GPTConfig
+
+gguf = pytest.importorskip('gguf', reason='writes the files')
 
 SHAPES = {'gpt2': BASE, 'gpt2 with biases': BASE | dict(bias=True, mlp='gelu_tanh', tie=False, norm_eps=1e-3),
           'qwen3': BASE | dict(preset='qwen3', n_kv_head=2, rope_base=500.0, norm_eps=1e-2),
@@ -34,7 +36,6 @@ def made(name):
 
 def read(path):
     """Return ({key: value}, {name: float32 array}, {name: type}) of a file, by the package gguf."""
-    gguf = pytest.importorskip('gguf', reason='reads the files back')
     reader = gguf.GGUFReader(path)
     metadata = {key: field.contents() for key, field in reader.fields.items()}
     tensors = {}
@@ -106,7 +107,6 @@ def test_every_tensor_and_setting_comes_back(tmp_path, name):
 @pytest.mark.parametrize('name', [*SHAPES, 'llama 2', 'smollm2', 'qwen2'])
 def test_transformers_reads_the_same_logits(tmp_path, name):
     transformers = pytest.importorskip('transformers')
-    pytest.importorskip('gguf')
     model = made(name)
     export_gguf(model, ByteTokenizer(), 'none', str(tmp_path / 'model.gguf'), torch.float32, quantize=False)
     config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file='model.gguf')
@@ -146,13 +146,6 @@ def test_float16_and_q8_0_are_within_their_steps(tmp_path):
                 assert error.max() > 1e-4
 
 
-def test_q8_0_has_the_bytes_of_the_package():
-    gguf = pytest.importorskip('gguf')
-    weights = torch.cat([torch.randn(6, 64) * 10.0 ** torch.arange(-3, 3)[:, None], torch.zeros(1, 64)])
-    theirs = gguf.quantize(weights.numpy(), gguf.GGMLQuantizationType.Q8_0)
-    assert q8_0(weights).view(torch.uint8).numpy().tobytes() == theirs.tobytes()
-
-
 @pytest.mark.parametrize('settings, words', REFUSED)
 def test_a_model_that_llama_cpp_lacks_names_its_settings(settings, words):
     error = error_of(architecture, GPTConfig(**BASE | settings).resolved())
@@ -167,7 +160,6 @@ def test_families_that_llama_cpp_computes_otherwise_are_refused(name):
 @pytest.mark.parametrize('name', ['own', 'byte', pytest.param('gpt2', marks=pytest.mark.slow)])
 def test_transformers_reads_the_same_ids(tmp_path, name, request):
     transformers = pytest.importorskip('transformers')
-    pytest.importorskip('gguf')
     tokenizer = {'own': own, 'byte': ByteTokenizer}.get(name, lambda: request.getfixturevalue('gpt2'))()
     path = str(tmp_path / 'model.gguf')
     export_gguf(gpt(tokenizer.n_vocab), tokenizer, 'none', path, torch.float32, quantize=False)
@@ -179,7 +171,6 @@ def test_transformers_reads_the_same_ids(tmp_path, name, request):
     assert metadata['tokenizer.ggml.eos_token_id'] == tokenizer.eot
     assert metadata['tokenizer.ggml.add_bos_token'] is False
     if name == 'byte':  # transformers cannot read a vocabulary without merges
-        assert metadata['tokenizer.ggml.merges'] == []
         return
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file='model.gguf')
     for text in (MIXED, MIXED[::-1], 'Hello  world\n\n'):
@@ -199,7 +190,7 @@ STEPS = {'gpt-2': LEVELS, 'smollm': DIGITS, 'llama-bpe': split(LLAMA3_SPLIT),
 # texts on which the four differ, or that a faulty reader would cut elsewhere
 ODD = ['a ', ' \n x \n', 'x   \n', 'a\n   y', '\r\n\r\n x', '1234567 89', "I'M I'Ve don’t 'S''s", '!!\n\n\n',
        'a\xa0\xa0b', '\u2028x\x1cy\u0085\u200b\ufeff', 'ⅫⅣ½٣٤٥٦٧𝟎', 'e\u0301\u0301 \u0301', '👨‍👩‍👧🇩🇪',
-       '\0\x01', 'a<|endoftext|> b', '<|endoftext', '[unused 3]', 'ſKİı']
+       '\0\0\0\x01', 'a<|endoftext|> b', '<|endoftext', '[unused 3]', 'ſKİı']
 
 
 @pytest.mark.parametrize('name, steps', [*STEPS.items(), ('gpt-2', split(GPT2_SPLIT))])
@@ -256,7 +247,7 @@ def test_the_command_writes_one_file(tmp_path, capsys):
     write(run, gpt(257), ByteTokenizer())
     assert main(init_from=run, export=path, quantize='int8') == 0
     printed = capsys.readouterr()
-    assert printed.out == f'wrote {path}: gpt2, q8_0\n' and 'GELU' in printed.err
+    assert printed.out == f'wrote {path}: gpt2, Q8_0\n' and 'GELU' in printed.err
     before = path.read_bytes()
     assert error_of(main, init_from=run, export=path) == f'export={path} could not be written: File exists'
     assert path.read_bytes() == before and len([*tmp_path.iterdir()]) == 2
