@@ -65,7 +65,6 @@ from hotloop.training.checkpoint import (
 )
 from hotloop.training.dataloader import Batches, open_split, share_batch
 from hotloop.training.evaluate import evaluate_both
-from hotloop.training.float8 import float8_head
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
@@ -168,7 +167,6 @@ class TrainConfig:
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # compute dtype; weights are float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if it works and pays
     loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in parts: less memory, slower
-    fp8_head: bool = False  # multiply by the head in float8: for an H100 or RTX 4090, not measured there
     recompute: Literal['none', 'selective', 'full'] = 'none'  # recompute blocks; selective: except attention
     shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide optimizer states; full: weights too
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
@@ -456,8 +454,6 @@ def build_run(settings, datasets, env):
     batches = Batches(splits['train'], batch_cfg, env, state.shift(T, global_batch))
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=not model.lm_head.weight.requires_grad)
-    if cfg.fp8_head:
-        float8_head(model, env.device)
     if cfg.multi_token:
         if model.loss_chunks > 1:
             raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '

@@ -44,7 +44,6 @@ from hotloop.training import dataloader
 from hotloop.training.checkpoint import Checkpoints
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
-from hotloop.training.float8 import float8_head
 from hotloop.training.forecast import MACHINES, LiveBytes, flash_on_meta, memory_of
 from hotloop.training.memory import choose_loss_chunks
 from hotloop.training.optim import build_optimizers
@@ -213,13 +212,6 @@ def test_a_step_within_windows_and_documents(split, monkeypatch, shape, masked, 
     monkeypatch.setattr('model.compiled_alone', lambda function, **options: function)
     documents = torch.zeros(4, 16, dtype=torch.int64, device=CUDA) if masked else None
     run_steps(fake_gpt(BF16, preset='modern', **shape), split, documents=documents, recompute=recompute)
-
-
-def test_a_step_with_the_head_in_float8(split, monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (9, 0))
-    model = fake_gpt(BF16, preset='modern', vocab_size=320)
-    float8_head(model, CUDA)
-    assert run_steps(model, split).calls['_scaled_mm'] == 3 * 2  # of two micro-batches
 
 
 @pytest.mark.parametrize('quantize', ['none', 'nf4'])

@@ -98,7 +98,7 @@ CHANGES = {
         decay_fraction=1.0, depth=3, lora_rank=4, lora_alpha=4, lora_rs=True, lora_dropout=0.5,
         lora_targets='mlp', lora_embeddings=True, quantize='nf4', mixer='conv', num_taps=2, eigen='paper',
         num_eigenstates=8, num_features=4, feedback='dfa', ortho_penalty=0.1, bigram_rows=1000,
-        value_embed=True, head_gate=True, fp8_head=True, multi_token=0.5),
+        value_embed=True, head_gate=True, multi_token=0.5),
     'files': dict(out_dir='elsewhere', eval_only=True, dry_run=True, always_save_checkpoint=False,
                   save_minutes=0),
     'lines': dict(
@@ -116,7 +116,7 @@ NO_PROGRESS = dict(learning_rate=1e-30, min_lr=0, eval_interval=1)  # no evaluat
 BOTH = dict(
     num_taps=dict(mixer='conv'), eigen=dict(mixer='eigen'), num_eigenstates=dict(mixer='eigen'),
     num_features=dict(mixer='kernel'), ortho_penalty=dict(mixer='kernel'),
-    fp8_head=dict(vocab_size=320), rope_base=ROPE, rope_factor=ROPE,
+    rope_base=ROPE, rope_factor=ROPE,
     rope_context=dict(rope_factor=2.0, **ROPE), embed_norm=ROPE,
     rope_local_base=dict(window=8, **ROPE), window_pattern=dict(window=3), muon_lr=dict(optimizer='muon'),
     embed_lr=dict(optimizer='muon', preset='modern'),
