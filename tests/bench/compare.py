@@ -7,7 +7,8 @@ Judge an idea: two settings of one card with the same data order and seeds, at e
 
 Runs of a and b alternate. A pair has the same seed, so it sees the same batches, and the difference of a pair
 varies less than the losses. Each comparison adds a row to leaderboard.jsonl. Runs that have ended are kept in
---work and are not repeated. --idea, --source and --kept describe the row. Datasets are in --data_dir.
+--work and are not repeated until the source changes. --idea, --source and --kept describe the row. Datasets
+are in --data_dir.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ import os
 import shlex
 import shutil
 import sys
+from pathlib import Path
 from statistics import mean, median, stdev
 
 from bench import ROOT, machine, parser_of, run, table
@@ -32,11 +34,20 @@ error; tokens/s is the ratio of speeds, which other work on the machine disturbs
 BOARD = os.path.join(ROOT, 'tests', 'bench', 'leaderboard.jsonl')
 
 
+def source_hash(card):
+    """Hash the source that a run depends on, so that its results are not kept after a change."""
+    digest = hashlib.sha256()
+    for path in sorted([*Path(ROOT).glob('*.py'), *Path(ROOT).glob('hotloop/*/*.py'), Path(ROOT, card)]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def run_once(options, dataset, seed, length, args):
     """Train once, unless that was done. Returns the numbers of the last evaluation and the speed."""
     command = [sys.executable, 'train.py', args.card, f'--dataset={dataset}', f'--data_dir={args.data_dir}',
                f'--seed={seed}', *length, *shlex.split(options)]
-    folder = os.path.join(args.work, hashlib.sha256(shlex.join(command[1:]).encode()).hexdigest()[:16])
+    key = hashlib.sha256(f'{source_hash(args.card)} {shlex.join(command[1:])}'.encode()).hexdigest()
+    folder = os.path.join(args.work, key[:16])
     result = os.path.join(folder, 'result.json')
     if not os.path.exists(result):
         shutil.rmtree(folder, ignore_errors=True)
