@@ -212,9 +212,6 @@ def read_settings(argv=None):
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
-        gone = sorted(below.keys() - {f.name for o in peek.objects for f in dataclasses.fields(o)})
-        if gone:
-            print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
     elif cfg.depth is not None or chooses_depth:
         below = layer_of_depth(cfg, peek.given)
     elif names_nothing and not (names_model and 'dataset' in peek.given):
@@ -225,9 +222,6 @@ def read_settings(argv=None):
     model, lora, cfg = found.objects
     if latest:
         compare_settings(found.objects, found.given, below, BOUND)
-    for first, second in PAIRS:
-        if found.given.get(first) == f'--{first}' and getattr(cfg, second) is not None:
-            print0(f'note: {second}={getattr(cfg, second)} replaces --{first}')
     check_lora(lora, cfg, found.given, is_new=latest is None)
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, int(os.environ.get('WORLD_SIZE', '1')))
     return Settings(model, lora, cfg, found.given, latest)
@@ -251,8 +245,6 @@ def setup(cfg):
     rank = int(os.environ.get('RANK', '0'))
     world = int(os.environ.get('WORLD_SIZE', '1'))
     device, why_device = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
-    if device.type == 'cuda' and world > 1 and cfg.backend == 'gloo' and cfg.shard != 'none':
-        raise ValueError(f'backend=gloo cannot shard on GPUs (shard={cfg.shard}); use --backend=nccl')
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
@@ -304,20 +296,19 @@ class StepResult(NamedTuple):
     skipped: torch.Tensor  # 1 if loss or gradients were not finite: nothing was updated
 
 
-def train_step(model, loads, num_targets, optimizers, scaler, cfg, env, stop=None, penalty=0.0):
+def train_step(model, data, optimizers, scaler, cfg, env, penalty=0.0):
     """
-    Update the weights once with the micro-batches that the functions in `loads` return. The loss is the mean
-    over num_targets, the unmasked targets of the global batch, even if masks are uneven across micro-batches
-    and processes. Returns a StepResult; None if this is the only process and a signal came between two
-    micro-batches, in which case no weight has changed. penalty: the current ortho_penalty.
+    Update the weights once. Returns a StepResult. The loss is the mean over the unmasked targets of the
+    global batch, even if masks are uneven across micro-batches and processes.
+
+    data: the StepData of Batches.step(). penalty: the current ortho_penalty.
     """
+    num_targets, loads = data
     params = trainable(model)
     # None frees memory for activations; DDP's gradients live in its buckets
     model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     total = torch.zeros((), device=env.device)
     for i, load in enumerate(loads):
-        if env.world == 1 and stop and stop.by_signal():
-            return None
         *batch, seed = load()
         if env.device.type == 'cpu':
             torch.default_generator.manual_seed(seed)  # 2 microseconds; torch.manual_seed() takes 170
@@ -405,41 +396,27 @@ def build_model(settings, dataset, env):
     return Start(model, step, base, source.checkpoint.get('hf_config'))
 
 
-def open_data(cfg, datasets, config, env):
-    """Open {'train': split, 'val': split} and check them against the model's config."""
-    splits = {name: open_split(datasets, name, config.block_size, cfg.document_mask, cfg.pack_rows)
-              for name in ('train', 'val')}
-    parts = splits['train'].splits + splits['val'].splits
-    if cfg.pack_rows:
-        for part in parts:
-            print0(part.note)
-    if env.rank == 0:
-        for part in parts:
-            part.check_ids(config.vocab_size)
-    env.barrier()  # the others wait for rank 0
-    return splits
-
-
 def build_run(settings, datasets, env):
     """Make the Run, ready to train except for its folder."""
     cfg, latest = settings.train, settings.latest
     checkpoint = latest.checkpoint if latest else {}
     model, step, base, hf_config = build_model(settings, datasets[0], env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
-    splits = open_data(cfg, datasets, model.config, env)
+    splits = {}
+    for name in ('train', 'val'):
+        splits[name] = open_split(datasets, name, T, cfg.document_mask, cfg.pack_rows)
+        for part in splits[name].splits:
+            part.check_ids(vocab_size)
     record = record_of(settings, model, datasets, splits, env)
     if hf_config:
         record['hf_config'] = hf_config
     if latest:
         compare_record(record, checkpoint, cfg.dataset)
-        check_tokenizer(checkpoint.get('tokenizer'), latest.path, datasets[0], cfg.data_dir)
     if base:
         record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
         print0(describe_adapters(record['lora'], model, env.dtype))
         if checkpoint:
             model.load_weights({**model.state_dict(), **checkpoint['model']})
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
     if cfg.shard == 'none' or env.world == 1:
         model.to(env.device)  # shard_model() moves the others' parts
     model.compute_dtype = env.dtype
@@ -504,7 +481,7 @@ def train(run, schedule, checkpoints, log, stop):
     def save(best, final=False):
         state.logged, state.bad_in_a_row = meter.state()
         if deadline:
-            state.seconds_used = deadline.budget - deadline.left()
+            state.seconds_used = deadline.used()
         if env.rank == 0 or is_sharded(model):
             checkpoint = checkpoint_of(model, run.optimizers, run.scaler, state, run.record)
             if env.rank == 0:
@@ -524,7 +501,6 @@ def train(run, schedule, checkpoints, log, stop):
         is_unsaved = step != checkpoints.saved_step
         stopping = stop.requested()
         if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at and not stopping:
-            checkpoints.wait()  # how it ended is known before the next one
             evaluation = evaluate_both(run.eval_model, run.splits, cfg, batches.micro_batch, env,
                                        run.byte_counts, stop.by_signal)
             stopping = stopping or evaluation is None  # the next process does it first
@@ -556,13 +532,10 @@ def train(run, schedule, checkpoints, log, stop):
         if cfg.multi_token:
             weights = ahead_weights(cfg.multi_token, progress(step, schedule, deadline))
             model.ahead.copy_(torch.tensor(weights))
-        num_targets, loads = batches.step(step)
+        data = batches.step(step)
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
-        result = train_step(run.train_model, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop,
-                            penalty)
-        if result is None:  # a signal came between two micro-batches; no weight has changed
-            continue
-        meter.add(result, num_targets)
+        result = train_step(run.train_model, data, run.optimizers, run.scaler, cfg, env, penalty)
+        meter.add(result, data.num_targets)
         step += 1
         state.iter_num = step
         state.tokens_seen += batches.global_batch * batches.split.T
@@ -633,10 +606,8 @@ def main(argv=None):
 def execute(run, settings, meta):
     """Evaluate or train a run. Returns the exit code."""
     cfg, env, latest = run.cfg, run.env, settings.latest
-    heading = 'settings that differ from the defaults:'
-    if latest:
-        heading = 'settings: those of the checkpoint, and those of this command'
-    print0(f'{heading}\n{differences([settings.model, settings.lora, cfg], settings.given)}')
+    changed = differences([settings.model, settings.lora, cfg], settings.given)
+    print0(f'settings that differ from the defaults:\n{changed}')
     print_run(run.model, run.batches, run.splits['val'], meta, cfg, env)
     if cfg.eval_only:
         evaluation = evaluate_both(run.eval_model, run.splits, cfg, run.batches.micro_batch, env,
@@ -662,10 +633,9 @@ def execute(run, settings, meta):
     try:
         return train(run, schedule, checkpoints, log, stop)
     finally:
-        checkpoints.wait()
         log.close(run.state.iter_num)
         if env.rank == 0:
-            checkpoints.copy()  # the last lines of the log
+            checkpoints.close()
         for lock in locks:
             lock.close()
 

@@ -201,6 +201,11 @@ class Checkpoints:
             self.copy()
             self.seconds = host.process_seconds() - began
 
+    def close(self):
+        """Wait for the save under way, and copy the last lines of the log to the mirror."""
+        self.wait()
+        self.copy()
+
     def copy(self):
         """Copy the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""
         try:

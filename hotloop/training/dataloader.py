@@ -5,11 +5,13 @@ import hashlib
 import math
 import os
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hotloop.data.dataset import open_bin
+from hotloop.system.distributed import print0
 from hotloop.training.packing import pack
 
 INTERLEAVE = 10_000  # windows of a mixture in which each split has its exact share
@@ -131,9 +133,9 @@ class Packed(Split):
         self.targets = np.array([targets[rows].sum() for rows in self.rows])
         self.num_bytes = math.inf  # windows are put together on the host, never on the device
         padding = 1 - lengths[kept].sum() / (self.num_windows * (T + 1))
-        self.note = (f'packing: {name}, {len(kept):,} rows in {self.num_windows:,} windows of '
-                     f'{T + 1} tokens, {padding:.1%} padding; {len(lengths) - len(kept):,} rows '
-                     f'left out (the longest row has {lengths.max():,} tokens)')
+        print0(f'packing: {name}, {len(kept):,} rows in {self.num_windows:,} windows of {T + 1} tokens, '
+               f'{padding:.1%} padding; {len(lengths) - len(kept):,} rows left out (the longest row has '
+               f'{lengths.max():,} tokens)')
 
     def epoch_order(self, seed, epoch):
         return np.random.default_rng((seed, epoch)).permutation(self.num_windows)
@@ -310,6 +312,12 @@ def upload(array, device):
     return tensor.to(device)
 
 
+class StepData(NamedTuple):
+    """The data of a step."""
+    num_targets: int  # unmasked targets of the global batch
+    loads: list  # a function for each micro-batch of this process: Batches.load()
+
+
 class Batches:
     """The micro-batches of this process: of a split that a GPU holds, or read while it computes."""
 
@@ -332,7 +340,7 @@ class Batches:
         return step * self.global_batch + self.shift
 
     def step(self, step):
-        """Return the targets of the global batch, and a load() for each micro-batch of this process."""
+        """Return the StepData of a step."""
         index = np.arange(self.windows_before(step), self.windows_before(step + 1))
         starts = self.split.starts(self.seed, index)
         num_targets = self.split.num_targets(starts)
@@ -340,7 +348,7 @@ class Batches:
         if self.on_device:
             starts = upload(starts, self.env.device)  # before the GPU is busy with this step
         loads = [functools.partial(self.load, step, n, starts[n]) for n in range(self.accumulation)]
-        return num_targets, loads
+        return StepData(num_targets, loads)
 
     def load(self, step, micro, starts):
         """Return gather()'s tensors of a micro-batch on the device, and the seed of its dropout."""

@@ -78,7 +78,7 @@ def test_an_evaluation_that_is_too_long_is_named(train_tiny, clock, capsys):
     train_tiny(**FEW, time_budget=2)
     note = capsys.readouterr().out
     seconds, tokens = re.search(r'an evaluation takes (\d+)s .* --eval_tokens=(\d+) takes', note).groups()
-    assert int(tokens) == pytest.approx(256 * 12 / int(seconds), abs=2)
+    assert int(tokens) == pytest.approx(256 * 12 / int(seconds), rel=0.05)
 
 
 @pytest.mark.parametrize('kill', [5, 70])  # before and after the decay has begun
@@ -110,11 +110,6 @@ def test_the_pace_is_that_of_the_later_half_of_the_steps(clock):
             deadline.excluded += 100.0
         last = deadline.last_step(step, schedule, save=0.1, eval_interval=1000)
     assert last == 20 + int(600 - clock.now - 2 * 0.1 - EXIT)
-
-
-def test_a_fraction_of_an_open_number_of_steps_is_refused():
-    [problem] = train.TrainConfig(time_budget=1.0, warmup_iters=0.1).problems()
-    assert problem.startswith('warmup_iters=0.1 is a fraction')
 
 
 def test_a_short_budget_is_not_compiled(monkeypatch):

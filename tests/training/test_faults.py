@@ -157,10 +157,8 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
 
 @pytest.mark.parametrize('when, times, numbers, code, step', [
     ('train.Meter', 1, [TERM], 143, 0),  # before the first step
-    pytest.param(FORWARD, 1, [TERM], 143, 0, marks=pytest.mark.slow),  # in the first step
-    (FORWARD, 3, [INT], 130, 1),  # between the micro-batches of step 2, which is given up
-    pytest.param(FORWARD, 4, [HUP], 129, 2, marks=pytest.mark.slow),  # in the last one of step 2
-    pytest.param(FORWARD, 4, [TERM, INT], 143, 2, marks=pytest.mark.slow),
+    (FORWARD, 3, [INT], 130, 2),  # in step 2, which is completed
+    pytest.param(FORWARD, 4, [HUP, INT], 129, 2, marks=pytest.mark.slow),
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
     pytest.param('train.Checkpoints.save', 2, [TERM], 143, 6, marks=pytest.mark.slow),  # it is completed
     pytest.param('train.evaluate_both', 3, [TERM], 143, 8, marks=pytest.mark.slow),  # of the last step
@@ -200,7 +198,7 @@ def test_a_run_may_change_the_number_of_its_processes_and_keeps_its_bits(run, to
     assert code == 1 and len(re.findall(r'stopped: step [78] is saved', out)) == 1
     assert re.search(r'exitcode *: 143', err) and not re.search(r'exitcode *: (?!143)', err), err
     assert run('out', 'signal in', 'train.train_step', 7, int(TERM), init_from='resume', **settings) == 143
-    assert 13 <= step_of(tmp_path / 'out') <= 16  # one process gives the step up, two finish it
+    assert step_of(tmp_path / 'out') in (14, 15)
     assert ended(torchrun('out', init_from='resume', **settings))[0] == 0
     for out in ('two', 'out'):
         assert_equal_runs(tmp_path / out, tmp_path / 'whole')

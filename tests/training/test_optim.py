@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import WITH_BITSANDBYTES, error_of, load, same
+from conftest import WITH_BITSANDBYTES, load, same
 
 import train
 from hotloop.system.distributed import Env
@@ -124,12 +124,6 @@ def test_a_run_with_8_bit_moments_resumes_with_the_same_bits(train_tiny, tmp_pat
     sizes = [(tmp_path / out / 'ckpt.pt').stat().st_size for out in ('complete', 'adamw')]
     assert sizes[0] < 0.65 * sizes[1]
     assert abs(complete['best_val_loss'] - adamw['best_val_loss']) < 0.05
-
-
-def test_without_the_package_the_error_names_it(monkeypatch):
-    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
-    error = error_of(train.read_settings, ['--optimizer=adamw8bit', '--dataset=tiny'])
-    assert "optimizer='adamw8bit' needs bitsandbytes: pip install bitsandbytes" in error
 
 
 def test_8_bit_moments_are_forecast():
