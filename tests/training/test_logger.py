@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import at_step, error_of, noise, rows, stop_at, write_bins
+from conftest import at_step, noise, rows, stop_at, write_bins
 
 from hotloop.system.distributed import Env
 from hotloop.system.text import duration
