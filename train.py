@@ -38,12 +38,7 @@ from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.data.tokenizer import tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import add_orthogonal_gradient
-from hotloop.system.device import (
-    EVALUATION_PAYS,
-    choose_compile,
-    choose_device,
-    choose_dtype,
-)
+from hotloop.system.device import EVALUATION_PAYS, choose_compile, choose_device, choose_dtype
 from hotloop.system.distributed import (
     Env,
     StopRequest,
@@ -88,14 +83,7 @@ from hotloop.training.settings import (
     record_of,
     setting_problems,
 )
-from hotloop.training.shard import (
-    gradient_sync,
-    is_sharded,
-    local,
-    release_mesh,
-    set_blocks,
-    shard_model,
-)
+from hotloop.training.shard import gradient_sync, is_sharded, local, release_mesh, set_blocks, shard_model
 from hotloop.weights.load import adapt_shape, check_start, open_start
 from hotloop.weights.lora import (
     LoRAConfig,
@@ -364,9 +352,8 @@ class Run(NamedTuple):
 class Start(NamedTuple):
     """The model that a run starts with."""
     model: GPT
-    step: int = 0  # after which its weights were saved; 0: unknown
-    base: dict | None = None  # the name and hash of its weights, if adapters are added to them
-    hf_config: dict | None = None  # the config.json of weights from Hugging Face, by which they are exported
+    checkpoint: dict  # what came with its weights, such as iter_num and hf_config; {} for new ones
+    base: dict | None  # the name and hash of its weights, if adapters are added to them
 
 
 def build_model(settings, dataset, env):
@@ -382,25 +369,24 @@ def build_model(settings, dataset, env):
             raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids '
                              f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
-        return Start(GPT(config))
+        return Start(GPT(config), {}, None)
     if checkpoint and not settings.lora.lora_rank:
         model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
                                     label_smoothing=model_cfg.label_smoothing)
-        return Start(model, checkpoint.get('iter_num', 0), None, checkpoint.get('hf_config'))
+        return Start(model, checkpoint, None)
     name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
     kept = [field for field in TRAINING_ONLY if checkpoint or field in given]
     model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
     adapt_shape(model, settings, name)
-    step = (checkpoint or source.checkpoint).get('iter_num', 0)
-    return Start(model, step, base, source.checkpoint.get('hf_config'))
+    return Start(model, source.checkpoint, base)
 
 
 def build_run(settings, datasets, env):
     """Make the Run, ready to train except for its folder."""
     cfg, latest = settings.train, settings.latest
     checkpoint = latest.checkpoint if latest else {}
-    model, step, base, hf_config = build_model(settings, datasets[0], env)
+    model, origin, base = build_model(settings, datasets[0], env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
     splits = {}
     for name in ('train', 'val'):
@@ -408,8 +394,8 @@ def build_run(settings, datasets, env):
         for part in splits[name].splits:
             part.check_ids(vocab_size)
     record = record_of(settings, model, datasets, splits, env)
-    if hf_config:
-        record['hf_config'] = hf_config
+    if origin.get('hf_config'):  # of Hugging Face, by which the weights are exported
+        record['hf_config'] = origin['hf_config']
     if latest:
         compare_record(record, checkpoint, cfg.dataset)
     if base:
@@ -429,7 +415,11 @@ def build_run(settings, datasets, env):
         accumulation = global_batch // size
         batch_cfg = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=accumulation)
         print0(f'auto_batch: micro-batches of {counted(size, "sequence")}')
-    state = state_from(checkpoint) if checkpoint else RunState(step if cfg.eval_only else 0)
+    state = RunState()
+    if checkpoint:
+        state = state_from(checkpoint)
+    elif cfg.eval_only:
+        state.iter_num = origin.get('iter_num', 0)
     batches = Batches(splits['train'], batch_cfg, env, state.shift(T, global_batch))
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=not model.lm_head.weight.requires_grad)

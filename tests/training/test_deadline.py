@@ -68,9 +68,13 @@ def test_a_run_ends_on_time_with_a_decayed_rate(train_tiny, tmp_path, clock, min
     assert again['config']['time_budget'] is None and same(first['model'], again['model'])
 
 
-def test_evaluations_are_part_of_the_budget(train_tiny, tmp_path, clock):
+def test_evaluations_are_part_of_the_budget_and_max_iters_can_end_it_earlier(train_tiny, tmp_path, clock):
     train_tiny(**{**FEW, 'eval_interval': 10}, time_budget=2)
     assert 0.93 * 120 < clock.now < 1.03 * 120 and len(rows(tmp_path / 'out', 'val_loss')) > 8
+    clock.now = STARTUP
+    train_tiny('short', **{**FEW, 'max_iters': 20}, time_budget=3)
+    state = load(tmp_path / 'short' / 'ckpt.pt')['state']
+    assert (state['iter_num'], state['decay_start']) == (20, 10)
 
 
 def test_an_evaluation_that_is_too_long_is_named(train_tiny, clock, capsys):
@@ -91,12 +95,6 @@ def test_a_run_that_is_stopped_uses_its_budget_once(train_tiny, tmp_path, monkey
     assert train_tiny(init_from='resume', **settings) == 0
     assert 0.95 * 120 < used + clock.now < 1.03 * 120
     assert rows(tmp_path / 'out', 'lr')[-1]['lr'] < 7e-4
-
-
-def test_max_iters_can_end_it_earlier(train_tiny, tmp_path, clock):
-    train_tiny(**{**FEW, 'max_iters': 20}, time_budget=3)
-    state = load(tmp_path / 'out' / 'ckpt.pt')['state']
-    assert (state['iter_num'], state['decay_start']) == (20, 10)
 
 
 def test_the_pace_is_that_of_the_later_half_of_the_steps(clock):
