@@ -112,8 +112,7 @@ class TrainConfig:
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
-    document_mask: bool = False  # attention stays within documents, which end with the end-of-text id
-    pack_rows: bool = False  # windows of complete rows of instruction data, which do not see one another
+    pack_rows: bool = False  # windows of complete rows, which do not see one another, as documents of texts
     batch_size: int = 12  # largest micro-batch, in sequences
     auto_batch: bool = False  # find the largest micro-batch that fits, for the same step
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
@@ -196,7 +195,7 @@ def read_settings(argv=None):
     below = {}
     names_model = not SHAPE.isdisjoint(peek.given)
     names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
-    chooses_depth = names_nothing and cfg.time_budget and not names_model and not cfg.eval_only
+    chooses_depth = names_nothing and cfg.time_budget and not names_model
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
@@ -370,14 +369,13 @@ def build_model(settings, dataset, env):
                              f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
         return Start(GPT(config), {}, None)
+    kept = {name: getattr(model_cfg, name) for name in TRAINING_ONLY if checkpoint or name in given}
     if checkpoint and not settings.lora.lora_rank:
-        model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
-                                    label_smoothing=model_cfg.label_smoothing)
+        model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], **kept)
         return Start(model, checkpoint, None)
     name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
-    kept = [field for field in TRAINING_ONLY if checkpoint or field in given]
-    model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
+    model = GPT.from_checkpoint(source.model_args, source.weights, **kept)
     adapt_shape(model, settings, name)
     return Start(model, source.checkpoint, base)
 
@@ -390,7 +388,7 @@ def build_run(settings, datasets, env):
     T, vocab_size = model.config.block_size, model.config.vocab_size
     splits = {}
     for name in ('train', 'val'):
-        splits[name] = open_split(datasets, name, T, cfg.document_mask, cfg.pack_rows)
+        splits[name] = open_split(datasets, name, T, cfg.pack_rows)
         for part in splits[name].splits:
             part.check_ids(vocab_size)
     record = record_of(settings, model, datasets, splits, env)
@@ -490,11 +488,12 @@ def train(run, schedule, checkpoints, log, stop):
         best = False
         is_unsaved = step != checkpoints.saved_step
         stopping = stop.requested()
-        if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at and not stopping:
+        if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at:
             evaluation = evaluate_both(run.eval_model, run.splits, cfg, batches.micro_batch, env,
                                        run.byte_counts, stop.by_signal)
-            stopping = stopping or evaluation is None  # the next process does it first
-            if evaluation:
+            if evaluation is None:  # a signal came; the next process does it first
+                stopping = True
+            else:
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
                 is_unsaved = True
                 log.evaluation(step, evaluation)
@@ -530,9 +529,8 @@ def train(run, schedule, checkpoints, log, stop):
         state.iter_num = step
         state.tokens_seen += batches.global_batch * batches.split.T
         is_logged = step % cfg.log_interval == 0 or step in (1, schedule.max_iters)
-        if is_logged or step % 50 == 0:
-            meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
         if is_logged:
+            meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
             log.step(state, lr, meter, seconds_left)
         if schedule.is_open:
             schedule = look_at_clock(run, schedule, deadline, checkpoints, step)

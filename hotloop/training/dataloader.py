@@ -33,7 +33,7 @@ class Windows:
 class Split(Windows):
     """One bin of a dataset, memory-mapped; targets are the next tokens."""
 
-    def __init__(self, folder, name, meta, T, document_mask=False):
+    def __init__(self, folder, name, meta, T, masks_documents=False):
         self.meta = meta
         self.T = T
         self.splits = [self]  # a Mixture has several
@@ -55,11 +55,11 @@ class Split(Windows):
             if len(self.mask) != self.num_tokens or not self.mask[1:].any():
                 raise ValueError(f'{mask_path} is not of {self.num_tokens:,} tokens, or all 0; prepare again')
         self.end_id = None  # the id that ends each document, if attention stays within documents
-        if document_mask:
+        if masks_documents:
             self.end_id = meta.get('eot')
             if self.end_id is None or self.mask is not None:
-                raise ValueError(f'document_mask=True needs texts with an end-of-text id, unlike {folder}; '
-                                 'prepare it with --tokenizer=gpt2 or bpe:4096; for rows use --pack_rows')
+                raise ValueError('pack_rows=True needs rows, or texts with an end-of-text id, unlike '
+                                 f'{folder}; prepare it again, with a tokenizer such as gpt2 or bpe:4096')
 
     def check_ids(self, vocab_size):
         """Raise ValueError if a token is not below vocab_size; a GPU would give no reason."""
@@ -112,12 +112,9 @@ class Packed(Split):
 
     def __init__(self, folder, name, meta, T):
         super().__init__(folder, name, meta, T)
-        path = os.path.join(folder, f'{name}.docs.bin')
-        if not os.path.exists(path):
-            raise ValueError(f'pack_rows=True needs {path}, which only rows have; texts use --document_mask')
         if self.mask is None:
             self.mask = np.ones(self.num_tokens, np.uint8)  # the rows of this split are texts
-        self.ends = open_bin(path, '<u8').astype(np.int64)
+        self.ends = open_bin(rows_path(folder, name), '<u8').astype(np.int64)
         lengths = np.diff(self.ends, prepend=0)
         self.begins = self.ends - lengths
         kept = np.flatnonzero(lengths <= T + 1)
@@ -180,7 +177,7 @@ class Mixture(Windows):
         self.num_tokens = int(ends[-1])
         self.num_bytes = sum(split.num_bytes for split in splits)
         self.num_windows = windows_per_epoch(self.num_tokens, self.T)
-        if isinstance(splits[0], Packed):
+        if any(isinstance(split, Packed) for split in splits):
             self.num_windows = sum(split.num_windows for split in splits)
         self.period = INTERLEAVE
         self.order = functools.lru_cache(maxsize=2)(self.interleave)
@@ -219,14 +216,22 @@ class Mixture(Windows):
         return sum(split.num_targets(positions) for split, _, positions in self.by_split(starts))
 
 
-def open_split(datasets, name, T, document_mask=False, pack_rows=False):
-    """Open 'train' or 'val' of one Dataset, or the Mixture of several. Raises ValueError."""
+def rows_path(folder, name):
+    """Return the path of the ends of rows, which texts do not have."""
+    return os.path.join(folder, f'{name}.docs.bin')
+
+
+def open_split(datasets, name, T, pack_rows=False):
+    """
+    Open 'train' or 'val' of one Dataset, or the Mixture of several. pack_rows: rows and documents do not see
+    one another. Raises ValueError.
+    """
     splits = []
     for dataset in datasets:
-        if pack_rows:
+        if pack_rows and os.path.exists(rows_path(dataset.folder, name)):
             splits.append(Packed(dataset.folder, name, dataset.meta, T))
             continue
-        split = Split(dataset.folder, name, dataset.meta, T, document_mask)
+        split = Split(dataset.folder, name, dataset.meta, T, masks_documents=pack_rows)
         if split.num_tokens <= T:
             raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for block_size={T}; '
                              'lower --block_size, or prepare more text')

@@ -88,6 +88,8 @@ def checkpoint_settings(checkpoint, shape):
             saved['dataset'] = name_of_path(saved['dataset'])
     if saved.get('warmup_fraction') is not None:  # warmup_iters holds it now
         saved['warmup_iters'] = saved['warmup_fraction']
+    if saved.pop('document_mask', False):  # is pack_rows now
+        saved['pack_rows'] = True
     return {name: value for name, value in saved.items() if name not in own}
 
 

@@ -45,7 +45,7 @@ def splits(tmp_path_factory):
     kinds = {name: open_folder(folder / name) for name in ('plain', 'masked', 'wide')}
     write_bins(folder / 'ended', noise(900, low=65500, high=65535), noise(100))
     meta = {**read_meta(str(folder / 'ended')), 'eot': 65505}
-    documents = Split(str(folder / 'ended'), 'train', meta, T, document_mask=True)
+    documents = Split(str(folder / 'ended'), 'train', meta, T, masks_documents=True)
     return {**kinds, 'mixture': Mixture(list(kinds), list(kinds.values()), [0.5, 0.3, 0.2]),
             'documents': documents}
 
