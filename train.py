@@ -161,9 +161,7 @@ class TrainConfig:
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
 
-    def problems(self):
-        """List the problems with the settings, one sentence each."""
-        return setting_problems(self)
+    problems = setting_problems
 
 
 # (first, second): second, unless it is None, replaces first, unless first comes from a stronger place
@@ -404,8 +402,6 @@ def build_run(settings, datasets, env):
     if cfg.shard == 'none' or env.world == 1:
         model.to(env.device)  # shard_model() moves the others' parts
     model.compute_dtype = env.dtype
-    if cfg.ortho_penalty and 'K' not in model.config.mixers():
-        raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'")
     batch_cfg = cfg
     global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
     if cfg.auto_batch and not cfg.eval_only:
@@ -419,17 +415,7 @@ def build_run(settings, datasets, env):
     elif cfg.eval_only:
         state.iter_num = origin.get('iter_num', 0)
     batches = Batches(splits['train'], batch_cfg, env, state.shift(T, global_batch))
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
-                                           frozen=not model.lm_head.weight.requires_grad)
-    if cfg.fp8_head:
-        float8_head(model, env.device)
-    if cfg.multi_token:
-        if model.loss_chunks > 1:
-            raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
-                             f'loss_chunks={model.loss_chunks}; use --loss_chunks=1 or --multi_token=0')
-        model.ahead = torch.zeros(2, device=env.device)
-    if cfg.feedback == 'dfa':
-        model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
+    prepare_for_training(model, batches.micro_batch * T, cfg, env)
     eval_model, train_model = wrap(model, cfg, env)
     # after wrap(), which may divide the parameters among processes
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
@@ -451,6 +437,23 @@ def build_run(settings, datasets, env):
             print0(wrapped(note))
     return Run(cfg, env, model, eval_model, train_model, batches, splits, byte_counts, optimizers, scaler,
                state, record)
+
+
+def prepare_for_training(model, num_tokens, cfg, env):
+    """Set how a model computes the loss of num_tokens, a micro-batch, and the gradient."""
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, num_tokens, model.config.vocab_size, env,
+                                           frozen=not model.lm_head.weight.requires_grad)
+    if cfg.fp8_head:
+        float8_head(model, env.device)
+    if cfg.multi_token:
+        if model.loss_chunks > 1:
+            raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
+                             f'loss_chunks={model.loss_chunks}; use --loss_chunks=1 or --multi_token=0')
+        model.ahead = torch.zeros(2, device=env.device)
+    if cfg.feedback == 'dfa':
+        model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
+    if cfg.ortho_penalty and 'K' not in model.config.mixers():
+        raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'")
 
 
 # -----------------------------------------------------------------------------
