@@ -160,7 +160,7 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
     (FORWARD, 3, [INT], 130, 2),  # in step 2, which is completed
     pytest.param(FORWARD, 4, [HUP, INT], 129, 2, marks=pytest.mark.slow),
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
-    pytest.param('train.Checkpoints.save', 2, [TERM], 143, 6, marks=pytest.mark.slow),  # it is completed
+    pytest.param('train.Checkpoints.save', 2, [TERM], 143, 7, marks=pytest.mark.slow),  # and a step is completed
     pytest.param('train.evaluate_both', 3, [TERM], 143, 8, marks=pytest.mark.slow),  # of the last step
     ('train.evaluate_both', 2, [INT, INT], -INT, 3)])  # nothing more is saved
 def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, numbers, code, step):
@@ -218,6 +218,23 @@ def test_torchrun_restarts_a_run_whose_process_was_killed(run, torchrun, tmp_pat
         assert code == 0, err
         assert 'resuming at step 15' in out and 'exitcode: -9' in err
         assert_equal_runs(tmp_path / f'out{n}', tmp_path / 'whole')
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_given_up_and_the_run_restarted(run, torchrun, tmp_path):
+    """
+    Asleep or stopped by SIGSTOP: the other one gives up after 5 seconds, torchrun kills after 30 more, and
+    the restart ends with the same bits. Both at once, because they mostly wait.
+    """
+    settings = dict(RESTARTED)
+    assert run('whole', **settings) == 0
+    settings.update(restarts=2, resume=True)
+    processes = {how: torchrun(how, how, 20, **settings) for how in ('hang', 'stop')}
+    for how, process in processes.items():
+        code, out, err = ended(process)
+        assert code == 0 and 'resuming at step 15' in out, err
+        assert re.search('[Tt]imed out|[Tt]imeout', err), 'the reason is not shown'
+        assert same(final(tmp_path / how), final(tmp_path / 'whole'))
 
 
 @pytest.mark.slow
