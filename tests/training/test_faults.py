@@ -160,7 +160,7 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
     (FORWARD, 3, [INT], 130, 2),  # in step 2, which is completed
     pytest.param(FORWARD, 4, [HUP, INT], 129, 2, marks=pytest.mark.slow),
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
-    pytest.param('train.Checkpoints.save', 2, [TERM], 143, 7, marks=pytest.mark.slow),  # and a step is completed
+    pytest.param('train.Checkpoints.save', 2, [TERM], 143, 7, marks=pytest.mark.slow),  # then one step
     pytest.param('train.evaluate_both', 3, [TERM], 143, 8, marks=pytest.mark.slow),  # of the last step
     ('train.evaluate_both', 2, [INT, INT], -INT, 3)])  # nothing more is saved
 def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, numbers, code, step):
