@@ -84,7 +84,7 @@ from hotloop.training.settings import (
     setting_problems,
 )
 from hotloop.training.shard import gradient_sync, is_sharded, local, release_mesh, set_blocks, shard_model
-from hotloop.weights.load import adapt_shape, check_start, open_start
+from hotloop.weights.load import adapt_shape, open_start
 from hotloop.weights.lora import (
     LoRAConfig,
     add_adapters,
@@ -112,7 +112,7 @@ class TrainConfig:
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
-    pack_rows: bool = False  # windows of complete rows, which do not see one another, as documents of texts
+    pack_rows: bool = False  # windows of complete rows, which are kept apart, as are documents of texts
     batch_size: int = 12  # largest micro-batch, in sequences
     auto_batch: bool = False  # find the largest micro-batch that fits, for the same step
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
@@ -575,7 +575,6 @@ def main(argv=None):
     if cfg.dry_run:
         print0('\n'.join(dry_run(settings, meta_model)))
         return 0
-    check_start(cfg.init_from)  # before a dataset, which depends on it
     datasets = open_datasets(cfg.dataset, cfg.data_dir)
     env = setup(cfg)
     run = None

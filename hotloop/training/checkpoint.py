@@ -109,10 +109,7 @@ class Latest(NamedTuple):
 
 
 class Checkpoints:
-    """
-    The checkpoints of a run folder: best.pt, the latest ckpt.pt and the one before, which rank 0
-    writes.
-    """
+    """The checkpoints of a run folder: best.pt, the latest ckpt.pt and the one before. Rank 0 has them."""
 
     def __init__(self, folder, saved_step=None, mirror=None):
         self.folder = folder
@@ -141,7 +138,7 @@ class Checkpoints:
     def save(self, checkpoint, best, final=False):
         """
         Write a checkpoint, and best.pt before it if these weights are the best. A failure is
-        printed, and training continues; that of a final save is a ValueError.
+        printed, and training continues; a final save that fails raises ValueError.
         """
         try:
             self.write(checkpoint, best)
