@@ -70,7 +70,6 @@ from hotloop.training.run_dir import open_folder, resume_command, write_config
 from hotloop.training.schedule import (
     Deadline,
     ahead_weights,
-    decide,
     learning_rate,
     plan_schedule,
     progress,
@@ -544,14 +543,13 @@ def train(run, schedule, checkpoints, log, stop):
 
 def look_at_clock(run, schedule, deadline, checkpoints, step):
     """Return the schedule after a step of a run whose time budget is open: the same, or decided."""
-    cfg, state, env = run.cfg, run.state, run.env
-    deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg,
-                                run.batches.micro_batch)
+    cfg, state, env, batches = run.cfg, run.state, run.env, run.batches
+    deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg, batches.micro_batch)
     last = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
     if last is None:
         return schedule
     state.decay_start, state.max_iters = step, last
-    schedule = decide(schedule, step, last)
+    schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, state)
     print0(f'time budget: decaying the learning rate over steps {step:,}-{last:,}')
     if env.rank == 0:
         write_config(cfg.out_dir, run.record['config'], schedule)

@@ -35,16 +35,10 @@ def plan_schedule(cfg, num_windows, global_batch, shift, state):
         return Schedule('constant', max_iters, warmup_iters, cfg.decay_fraction)
     if cfg.time_budget is None:
         return Schedule(cfg.lr_schedule, max_iters, warmup_iters, cfg.decay_fraction)
-    schedule = Schedule('linear', max_iters, warmup_iters, cfg.decay_fraction, is_open=True)
-    if state.decay_start is not None:
-        schedule = decide(schedule, state.decay_start, state.max_iters)
-    return schedule
-
-
-def decide(schedule, decay_start, max_iters):
-    """Fix a schedule that was open: the rate decays from decay_start to max_iters."""
-    fraction = (max_iters - decay_start) / max_iters
-    return schedule._replace(max_iters=max_iters, decay_fraction=fraction, is_open=False)
+    if state.decay_start is None:
+        return Schedule('linear', max_iters, warmup_iters, cfg.decay_fraction, is_open=True)
+    fraction = (state.max_iters - state.decay_start) / state.max_iters
+    return Schedule('linear', state.max_iters, warmup_iters, fraction)
 
 
 def learning_rate(step, schedule, cfg):
