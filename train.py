@@ -623,7 +623,7 @@ def execute(run, settings, meta):
     finally:
         log.close(run.state.iter_num)
         if env.rank == 0:
-            checkpoints.copy()  # the last lines of the log
+            checkpoints.close()
         for lock in locks:
             lock.close()
 

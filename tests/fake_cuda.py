@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
@@ -40,6 +41,7 @@ from hotloop.inference.kv_cache import new_cache
 from hotloop.inference.quantize import Int8Linear, prepare_for_inference
 from hotloop.system.distributed import Env
 from hotloop.training import dataloader
+from hotloop.training.checkpoint import Checkpoints
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.evaluate import evaluate
 from hotloop.training.float8 import float8_head
@@ -83,6 +85,20 @@ class Strict(LiveBytes):
             non_blocking = (kwargs or {}).get('non_blocking') or True in args[2:]
             if not (non_blocking and hasattr(tensors[-1], 'pinned')):
                 raise RuntimeError(f'a copy from {tensors[-1].device} to {result.device} that waits')
+        return result
+
+
+class Copies(TorchDispatchMode):
+    """Lists whether each copy from the GPU to the host waits; one that does not needs a synchronize()."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in COPIES and result.device.type == 'cpu' and args[-1].device == CUDA:
+            self.waited.append(not (kwargs or {}).get('non_blocking'))
         return result
 
 
@@ -240,6 +256,21 @@ def test_hosts_exchange_numbers_without_the_gpu(group, monkeypatch):
     monkeypatch.setattr(dist, 'all_reduce', lambda tensor: seen.append(tensor.device.type))
     monkeypatch.setattr(FakeTensor, 'numpy', lambda tensor: np.ones(()))
     assert Env(rank=3, world=8, device=CUDA).any(True) and seen == ['cpu']
+
+
+def test_a_save_copies_everything_to_the_host_and_waits_before_it_writes(monkeypatch):
+    """A copy that does not wait would let the thread write what is not there yet, with valid checksums."""
+    model, copies, written = fake_gpt(BF16), Copies(), []
+    checkpoint = {'model': model.state_dict(), 'optimizer': {'moment': torch.ones(3, device=CUDA)}}
+    checkpoints = Checkpoints('folder')
+    monkeypatch.setattr(Checkpoints, 'write', lambda self, saved, best: written.append(saved))
+    monkeypatch.setattr(FakeTensor, 'data_ptr', lambda tensor: id(tensor))  # noqa: PLW0108  id alone is no method
+    with copies:
+        checkpoints.save(checkpoint, best=False)
+        checkpoints.wait()
+    tensors = [leaf for leaf in tree_leaves(written) if torch.is_tensor(leaf)]
+    assert len(tensors) == len(checkpoint['model']) + 1 and {t.device.type for t in tensors} == {'cpu'}
+    assert copies.waited == [True] * len(tensors)
 
 
 @pytest.mark.parametrize('preset, dtype, settings', [

@@ -27,7 +27,7 @@ import train
 from configurator import call_main
 
 STEP = 'train.train_step'
-SAVE = 'hotloop.training.checkpoint.Checkpoints.write'
+SAVE = 'hotloop.training.checkpoint.Checkpoints.write'  # runs in a thread
 
 
 # -----------------------------------------------------------------------------

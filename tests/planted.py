@@ -35,6 +35,12 @@ DEFECTS = {
     'the nibbles of NF4 change places': (
         'hotloop/weights/nf4.py', 'return pairs[codes.int()]', 'return pairs.flip(1)[codes.int()]',
         'tests/weights/test_nf4.py', 'both_look_ups'),
+    'a checkpoint is written before it is copied': (
+        'hotloop/training/checkpoint.py', ".to('cpu', copy=True)",
+        ".to('cpu', copy=True, non_blocking=True)", FAKE, 'a_save_copies'),
+    'a checkpoint is written while training changes it': (
+        'hotloop/training/checkpoint.py', 'self.write, snapshot(checkpoint), best',
+        'self.write, checkpoint, best', FAKE, 'a_save_copies'),
     'a look for a signal waits for the queue': (
         'hotloop/system/distributed.py', 'torch.tensor(array, dtype=torch.float64)',
         'torch.tensor(array, dtype=torch.float64, device=self.device)', FAKE, 'exchange_numbers'),

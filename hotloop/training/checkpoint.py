@@ -5,10 +5,12 @@ import math
 import os
 import shutil
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map
 
 from hotloop.system import host
 from hotloop.system.distributed import print0
@@ -95,6 +97,20 @@ def save_checkpoint(path, checkpoint, keep_old=None):
         raise ValueError(f'{path} could not be written: {why}') from e
 
 
+def snapshot(checkpoint):
+    """Copy all tensors to host memory, for a thread to write while the run goes on."""
+    copies = {}  # a tensor with two names, such as a tied head, is copied once
+
+    def copy(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = value.data_ptr(), value.shape
+        if key not in copies:
+            copies[key] = value.detach().to('cpu', copy=True)
+        return copies[key].detach()  # two names stay two tensors of one storage
+    return tree_map(copy, checkpoint)
+
+
 def copy_file(source, target):
     """Copy a file so that a kill leaves the target complete or as it was."""
     with open(source, 'rb') as old, replacing(target) as new:
@@ -109,13 +125,18 @@ class Latest(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of a run folder: best.pt, the latest ckpt.pt and the one before. Rank 0 has them."""
+    """
+    The checkpoints of a run folder: best.pt, the latest ckpt.pt and the one before, which rank 0
+    has. A thread writes them, and the next save or close() reports how that ended.
+    """
 
     def __init__(self, folder, saved_step=None, mirror=None):
         self.folder = folder
         self.saved_step = saved_step  # of ckpt.pt
         self.mirror = mirror
         self.seconds = 0.0  # of the last save
+        self.writer = ThreadPoolExecutor(1)
+        self.saving = None  # the save under way
 
     def latest(self):
         """Load the newest intact checkpoint. Prints which are damaged; ValueError if all are."""
@@ -138,13 +159,21 @@ class Checkpoints:
     def save(self, checkpoint, best, final=False):
         """
         Write a checkpoint, and best.pt before it if these weights are the best. A failure is
-        printed, and training continues; a final save that fails raises ValueError.
+        printed, and training continues; a final save waits and raises ValueError.
         """
-        try:
+        self.wait()
+        if final:
             self.write(checkpoint, best)
+        else:
+            self.saving = self.writer.submit(self.write, snapshot(checkpoint), best)
+
+    def wait(self):
+        """Wait for the save under way and print its failure."""
+        saving, self.saving = self.saving, None
+        try:
+            if saving:
+                saving.result()
         except ValueError as e:
-            if final:
-                raise
             print0(f'{e}; training continues')
 
     def write(self, checkpoint, best):
@@ -171,6 +200,11 @@ class Checkpoints:
                 os.remove(path)
             self.copy()
             self.seconds = host.process_seconds() - began
+
+    def close(self):
+        """Wait for the save under way, and copy the last lines of the log to the mirror."""
+        self.wait()
+        self.copy()
 
     def copy(self):
         """Copy the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""

@@ -12,7 +12,7 @@ from conftest import error_of, same
 from torch.torch_version import TorchVersion
 
 from hotloop.system.distributed import Env
-from hotloop.training.checkpoint import RunState, checkpoint_of, restore, save_checkpoint
+from hotloop.training.checkpoint import RunState, checkpoint_of, restore, save_checkpoint, snapshot
 from hotloop.training.optim import build_optimizers
 from hotloop.weights.load import load_checkpoint
 from model import GPT, GPTConfig
@@ -132,6 +132,19 @@ def test_a_file_that_was_written_wrong_does_not_replace_the_old_one(path, monkey
     error = error_of(save_checkpoint, str(path), saved(tiny_run()))
     assert 'c.pt could not be written: the checksum of record' in error
     assert os.listdir(path.parent) == ['c.pt'] and path.read_bytes() == data
+
+
+def test_a_snapshot_stays_as_it_is_while_the_run_goes_on(tmp_path):
+    """And the file is as large: the tied matrix is in it once."""
+    run, undisturbed = (tiny_run('muon', preset='modern', tie=True) for _ in range(2))
+    checkpoint = saved(run)
+    copy = snapshot(checkpoint)
+    for name, value in (('a', checkpoint), ('b', copy)):
+        save_checkpoint(str(tmp_path / name), value)
+    assert (tmp_path / 'a').stat().st_size == pytest.approx((tmp_path / 'b').stat().st_size, rel=0.01)
+    for o in run.optimizers:
+        o.step()
+    assert same(copy, saved(undisturbed)) and not same(checkpoint, copy)
 
 
 def test_a_checkpoint_has_nanogpts_names_and_plain_values(path):
