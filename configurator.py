@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-OWN_FILE = '# all settings of the run in this folder'  # the first words of a run's config.py
 # {its name in another program: ours}
 SYNONYMS = {
     'model_name_or_path': 'init_from', 'checkpoint_dir': 'out_dir', 'output_dir': 'out_dir',
@@ -120,7 +119,6 @@ def read_file(path, settings):
         frames = traceback.extract_tb(e.__traceback__)
         lines = [f', line {frame.lineno}' for frame in frames if frame.filename == path]
         return [f'{path}{lines[-1] if lines else ""}: {type(e).__name__}: {e}']
-    is_record = source.startswith(OWN_FILE)  # of an older version, which may have had more settings
     problems = []
     for name in namespace.get('__annotations__', {}):
         if name not in namespace.lines:
@@ -130,7 +128,7 @@ def read_file(path, settings):
         place = f'{path}, line {line}'
         if name in settings:
             settings[name] = value, place
-        elif not (name.startswith('_') or callable(value) or inspect.ismodule(value) or is_record):
+        elif not (name.startswith('_') or callable(value) or inspect.ismodule(value)):
             problems.append(f'{place}: {unknown(name, settings)} (start the name of a helper with _)')
     return problems
 
@@ -243,7 +241,7 @@ def differences(objects, given):
 
 def as_file(values):
     """Return all settings, {name: value}, as the text of the config.py of a run."""
-    lines = [f'{OWN_FILE}; as a config file it repeats the run', '']
+    lines = ['# all settings of the run in this folder; as a config file it repeats the run', '']
     lines += [f'{name} = {value!r}' for name, value in values.items()]
     return '\n'.join(lines) + '\n'
 

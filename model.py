@@ -474,8 +474,8 @@ class Attention(nn.Module):
             attend = attend_outside_graph if torch.compiler.is_compiling() else attend_within
             return attend(q, k, v, dropout, self.window, documents, self.sdpa)
         if dropout:
-            raise ValueError(f'dropout={dropout} cannot be combined with window, document_mask, pack_rows or '
-                             'attn_softcap on a GPU; use --dropout=0')
+            raise ValueError(f'dropout={dropout} cannot be combined with window, pack_rows or attn_softcap '
+                             'on a GPU; use --dropout=0')
         from torch.nn.attention.flex_attention import flex_attention
         return compiled(flex_attention)(q, k, v, self.cap, mask, enable_gqa=q.size(1) > k.size(1),
                                         kernel_options=flex_options(q))

@@ -208,7 +208,7 @@ def validation_batches(weights, model, data_dir):
         if not settings.get('dataset'):
             raise ValueError(f'{weights.path} does not name its dataset')
         val = open_split(open_datasets(settings['dataset'], data_dir), 'val', T,
-                         settings.get('document_mask', False), settings.get('pack_rows', False))
+                         settings.get('pack_rows', False))
         trained_on = weights.checkpoint.get('data', {}).get('val')
         if trained_on not in (None, ' '.join(split.fingerprint() for split in val.splits)):
             raise ValueError(f'dataset={settings["dataset"]} in data_dir={data_dir} has changed')

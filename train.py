@@ -38,12 +38,7 @@ from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
 from hotloop.data.tokenizer import tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import add_orthogonal_gradient
-from hotloop.system.device import (
-    EVALUATION_PAYS,
-    choose_compile,
-    choose_device,
-    choose_dtype,
-)
+from hotloop.system.device import EVALUATION_PAYS, choose_compile, choose_device, choose_dtype
 from hotloop.system.distributed import (
     Env,
     StopRequest,
@@ -74,7 +69,6 @@ from hotloop.training.run_dir import open_folder, resume_command, write_config
 from hotloop.training.schedule import (
     Deadline,
     ahead_weights,
-    decide,
     learning_rate,
     plan_schedule,
     progress,
@@ -87,15 +81,8 @@ from hotloop.training.settings import (
     record_of,
     setting_problems,
 )
-from hotloop.training.shard import (
-    gradient_sync,
-    is_sharded,
-    local,
-    release_mesh,
-    set_blocks,
-    shard_model,
-)
-from hotloop.weights.load import adapt_shape, check_start, open_start
+from hotloop.training.shard import gradient_sync, is_sharded, local, release_mesh, set_blocks, shard_model
+from hotloop.weights.load import adapt_shape, open_start
 from hotloop.weights.lora import (
     LoRAConfig,
     add_adapters,
@@ -123,8 +110,7 @@ class TrainConfig:
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
-    document_mask: bool = False  # attention stays within documents, which end with the end-of-text id
-    pack_rows: bool = False  # windows of complete rows of instruction data, which do not see one another
+    pack_rows: bool = False  # windows of complete rows, which are kept apart, as are documents of texts
     batch_size: int = 12  # largest micro-batch, in sequences
     auto_batch: bool = False  # find the largest micro-batch that fits, for the same step
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
@@ -172,9 +158,7 @@ class TrainConfig:
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
 
-    def problems(self):
-        """List the problems with the settings, one sentence each."""
-        return setting_problems(self)
+    problems = setting_problems
 
 
 # (first, second): second, unless it is None, replaces first, unless first comes from a stronger place
@@ -206,7 +190,7 @@ def read_settings(argv=None):
     below = {}
     names_model = not SHAPE.isdisjoint(peek.given)
     names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
-    chooses_depth = names_nothing and cfg.time_budget and not names_model and not cfg.eval_only
+    chooses_depth = names_nothing and cfg.time_budget and not names_model
     if latest:
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
@@ -223,9 +207,6 @@ def read_settings(argv=None):
     model, lora, cfg = found.objects
     if latest:
         compare_settings(found.objects, found.given, below, BOUND)
-    for first, second in PAIRS:
-        if found.given.get(first) == f'--{first}' and getattr(cfg, second) is not None:
-            print0(f'note: {second}={getattr(cfg, second)} replaces --{first}')
     check_lora(lora, cfg, found.given, is_new=latest is None)
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, int(os.environ.get('WORLD_SIZE', '1')))
     return Settings(model, lora, cfg, found.given, latest)
@@ -249,8 +230,6 @@ def setup(cfg):
     rank = int(os.environ.get('RANK', '0'))
     world = int(os.environ.get('WORLD_SIZE', '1'))
     device, why_device = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
-    if device.type == 'cuda' and world > 1 and cfg.backend == 'gloo' and cfg.shard != 'none':
-        raise ValueError(f'backend=gloo cannot shard on GPUs (shard={cfg.shard}); use --backend=nccl')
     dtype, why_dtype = choose_dtype(cfg.dtype, device, training=True)
     if cfg.deterministic is True or (cfg.deterministic == 'auto' and device.type == 'cpu'):
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # read by cuBLAS when it starts
@@ -302,20 +281,19 @@ class StepResult(NamedTuple):
     skipped: torch.Tensor  # 1 if loss or gradients were not finite: nothing was updated
 
 
-def train_step(model, loads, num_targets, optimizers, scaler, cfg, env, stop=None, penalty=0.0):
+def train_step(model, data, optimizers, scaler, cfg, env, penalty=0.0):
     """
-    Update the weights once with the micro-batches that the functions in `loads` return. The loss is the mean
-    over num_targets, the unmasked targets of the global batch, even if masks are uneven across micro-batches
-    and processes. Returns a StepResult; None if this is the only process and a signal came between two
-    micro-batches, in which case no weight has changed. penalty: the current ortho_penalty.
+    Update the weights once. Returns a StepResult. The loss is the mean over the unmasked targets of the
+    global batch, even if masks are uneven across micro-batches and processes.
+
+    data: the StepData of Batches.step(). penalty: the current ortho_penalty.
     """
+    num_targets, loads = data
     params = trainable(model)
     # None frees memory for activations; DDP's gradients live in its buckets
     model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     total = torch.zeros((), device=env.device)
     for i, load in enumerate(loads):
-        if env.world == 1 and stop and stop.by_signal():
-            return None
         *batch, seed = load()
         if env.device.type == 'cpu':
             torch.default_generator.manual_seed(seed)  # 2 microseconds; torch.manual_seed() takes 170
@@ -371,9 +349,8 @@ class Run(NamedTuple):
 class Start(NamedTuple):
     """The model that a run starts with."""
     model: GPT
-    step: int = 0  # after which its weights were saved; 0: unknown
-    base: dict | None = None  # the name and hash of its weights, if adapters are added to them
-    hf_config: dict | None = None  # the config.json of weights from Hugging Face, by which they are exported
+    checkpoint: dict  # what came with its weights, such as iter_num and hf_config; {} for new ones
+    base: dict | None  # the name and hash of its weights, if adapters are added to them
 
 
 def build_model(settings, dataset, env):
@@ -389,60 +366,42 @@ def build_model(settings, dataset, env):
             raise ValueError(f'vocab_size={config.vocab_size} is smaller than the {meta["vocab_size"]} ids '
                              f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
-        return Start(GPT(config))
+        return Start(GPT(config), {}, None)
+    kept = {name: getattr(model_cfg, name) for name in TRAINING_ONLY if checkpoint or name in given}
     if checkpoint and not settings.lora.lora_rank:
-        model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], dropout=model_cfg.dropout,
-                                    label_smoothing=model_cfg.label_smoothing)
-        return Start(model, checkpoint.get('iter_num', 0), None, checkpoint.get('hf_config'))
+        model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], **kept)
+        return Start(model, checkpoint, None)
     name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
-    kept = [field for field in TRAINING_ONLY if checkpoint or field in given]
-    model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
+    model = GPT.from_checkpoint(source.model_args, source.weights, **kept)
     adapt_shape(model, settings, name)
-    step = (checkpoint or source.checkpoint).get('iter_num', 0)
-    return Start(model, step, base, source.checkpoint.get('hf_config'))
-
-
-def open_data(cfg, datasets, config, env):
-    """Open {'train': split, 'val': split} and check them against the model's config."""
-    splits = {name: open_split(datasets, name, config.block_size, cfg.document_mask, cfg.pack_rows)
-              for name in ('train', 'val')}
-    parts = splits['train'].splits + splits['val'].splits
-    if cfg.pack_rows:
-        for part in parts:
-            print0(part.note)
-    if env.rank == 0:
-        for part in parts:
-            part.check_ids(config.vocab_size)
-    env.barrier()  # the others wait for rank 0
-    return splits
+    return Start(model, source.checkpoint, base)
 
 
 def build_run(settings, datasets, env):
     """Make the Run, ready to train except for its folder."""
     cfg, latest = settings.train, settings.latest
     checkpoint = latest.checkpoint if latest else {}
-    model, step, base, hf_config = build_model(settings, datasets[0], env)
+    model, origin, base = build_model(settings, datasets[0], env)
     T, vocab_size = model.config.block_size, model.config.vocab_size
-    splits = open_data(cfg, datasets, model.config, env)
+    splits = {}
+    for name in ('train', 'val'):
+        splits[name] = open_split(datasets, name, T, cfg.pack_rows)
+        for part in splits[name].splits:
+            part.check_ids(vocab_size)
     record = record_of(settings, model, datasets, splits, env)
-    if hf_config:
-        record['hf_config'] = hf_config
+    if origin.get('hf_config'):  # of Hugging Face, by which the weights are exported
+        record['hf_config'] = origin['hf_config']
     if latest:
         compare_record(record, checkpoint, cfg.dataset)
-        check_tokenizer(checkpoint.get('tokenizer'), latest.path, datasets[0], cfg.data_dir)
     if base:
         record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
         print0(describe_adapters(record['lora'], model, env.dtype))
         if checkpoint:
             model.load_weights({**model.state_dict(), **checkpoint['model']})
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
     if cfg.shard == 'none' or env.world == 1:
         model.to(env.device)  # shard_model() moves the others' parts
     model.compute_dtype = env.dtype
-    if cfg.ortho_penalty and 'K' not in model.config.mixers():
-        raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'")
     batch_cfg = cfg
     global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
     if cfg.auto_batch and not cfg.eval_only:
@@ -450,17 +409,13 @@ def build_run(settings, datasets, env):
         accumulation = global_batch // size
         batch_cfg = dataclasses.replace(cfg, batch_size=size, gradient_accumulation_steps=accumulation)
         print0(f'auto_batch: micro-batches of {counted(size, "sequence")}')
-    state = state_from(checkpoint) if checkpoint else RunState(step if cfg.eval_only else 0)
+    state = RunState()
+    if checkpoint:
+        state = state_from(checkpoint)
+    elif cfg.eval_only:
+        state.iter_num = origin.get('iter_num', 0)
     batches = Batches(splits['train'], batch_cfg, env, state.shift(T, global_batch))
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
-                                           frozen=not model.lm_head.weight.requires_grad)
-    if cfg.multi_token:
-        if model.loss_chunks > 1:
-            raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
-                             f'loss_chunks={model.loss_chunks}; use --loss_chunks=1 or --multi_token=0')
-        model.ahead = torch.zeros(2, device=env.device)
-    if cfg.feedback == 'dfa':
-        model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
+    prepare_for_training(model, batches.micro_batch * T, cfg, env)
     eval_model, train_model = wrap(model, cfg, env)
     # after wrap(), which may divide the parameters among processes
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
@@ -484,6 +439,21 @@ def build_run(settings, datasets, env):
                state, record)
 
 
+def prepare_for_training(model, num_tokens, cfg, env):
+    """Set how a model computes the loss of num_tokens, a micro-batch, and the gradient."""
+    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, num_tokens, model.config.vocab_size, env,
+                                           frozen=not model.lm_head.weight.requires_grad)
+    if cfg.multi_token:
+        if model.loss_chunks > 1:
+            raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
+                             f'loss_chunks={model.loss_chunks}; use --loss_chunks=1 or --multi_token=0')
+        model.ahead = torch.zeros(2, device=env.device)
+    if cfg.feedback == 'dfa':
+        model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
+    if cfg.ortho_penalty and 'K' not in model.config.mixers():
+        raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'")
+
+
 # -----------------------------------------------------------------------------
 # the loop
 
@@ -500,7 +470,7 @@ def train(run, schedule, checkpoints, log, stop):
     def save(best, final=False):
         state.logged, state.bad_in_a_row = meter.state()
         if deadline:
-            state.seconds_used = deadline.budget - deadline.left()
+            state.seconds_used = deadline.used()
         if env.rank == 0 or is_sharded(model):
             checkpoint = checkpoint_of(model, run.optimizers, run.scaler, state, run.record)
             if env.rank == 0:
@@ -519,12 +489,12 @@ def train(run, schedule, checkpoints, log, stop):
         best = False
         is_unsaved = step != checkpoints.saved_step
         stopping = stop.requested()
-        if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at and not stopping:
-            checkpoints.wait()  # how it ended is known before the next one
+        if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at:
             evaluation = evaluate_both(run.eval_model, run.splits, cfg, batches.micro_batch, env,
                                        run.byte_counts, stop.by_signal)
-            stopping = stopping or evaluation is None  # the next process does it first
-            if evaluation:
+            if evaluation is None:  # a signal came; the next process does it first
+                stopping = True
+            else:
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
                 is_unsaved = True
                 log.evaluation(step, evaluation)
@@ -552,20 +522,16 @@ def train(run, schedule, checkpoints, log, stop):
         if cfg.multi_token:
             weights = ahead_weights(cfg.multi_token, progress(step, schedule, deadline))
             model.ahead.copy_(torch.tensor(weights))
-        num_targets, loads = batches.step(step)
+        data = batches.step(step)
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
-        result = train_step(run.train_model, loads, num_targets, run.optimizers, run.scaler, cfg, env, stop,
-                            penalty)
-        if result is None:  # a signal came between two micro-batches; no weight has changed
-            continue
-        meter.add(result, num_targets)
+        result = train_step(run.train_model, data, run.optimizers, run.scaler, cfg, env, penalty)
+        meter.add(result, data.num_targets)
         step += 1
         state.iter_num = step
         state.tokens_seen += batches.global_batch * batches.split.T
         is_logged = step % cfg.log_interval == 0 or step in (1, schedule.max_iters)
-        if is_logged or step % 50 == 0:
-            meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
         if is_logged:
+            meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
             log.step(state, lr, meter, seconds_left)
         if schedule.is_open:
             schedule = look_at_clock(run, schedule, deadline, checkpoints, step)
@@ -576,14 +542,13 @@ def train(run, schedule, checkpoints, log, stop):
 
 def look_at_clock(run, schedule, deadline, checkpoints, step):
     """Return the schedule after a step of a run whose time budget is open: the same, or decided."""
-    cfg, state, env = run.cfg, run.state, run.env
-    deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg,
-                                run.batches.micro_batch)
+    cfg, state, env, batches = run.cfg, run.state, run.env, run.batches
+    deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg, batches.micro_batch)
     last = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
     if last is None:
         return schedule
     state.decay_start, state.max_iters = step, last
-    schedule = decide(schedule, step, last)
+    schedule = plan_schedule(cfg, batches.split.num_windows, batches.global_batch, batches.shift, state)
     print0(f'time budget: decaying the learning rate over steps {step:,}-{last:,}')
     if env.rank == 0:
         write_config(cfg.out_dir, run.record['config'], schedule)
@@ -607,7 +572,6 @@ def main(argv=None):
     if cfg.dry_run:
         print0('\n'.join(dry_run(settings, meta_model)))
         return 0
-    check_start(cfg.init_from)  # before a dataset, which depends on it
     datasets = open_datasets(cfg.dataset, cfg.data_dir)
     env = setup(cfg)
     run = None
@@ -629,10 +593,8 @@ def main(argv=None):
 def execute(run, settings, meta):
     """Evaluate or train a run. Returns the exit code."""
     cfg, env, latest = run.cfg, run.env, settings.latest
-    heading = 'settings that differ from the defaults:'
-    if latest:
-        heading = 'settings: those of the checkpoint, and those of this command'
-    print0(f'{heading}\n{differences([settings.model, settings.lora, cfg], settings.given)}')
+    changed = differences([settings.model, settings.lora, cfg], settings.given)
+    print0(f'settings that differ from the defaults:\n{changed}')
     print_run(run.model, run.batches, run.splits['val'], meta, cfg, env)
     if cfg.eval_only:
         evaluation = evaluate_both(run.eval_model, run.splits, cfg, run.batches.micro_batch, env,
@@ -658,10 +620,9 @@ def execute(run, settings, meta):
     try:
         return train(run, schedule, checkpoints, log, stop)
     finally:
-        checkpoints.wait()
         log.close(run.state.iter_num)
         if env.rank == 0:
-            checkpoints.copy()  # the last lines of the log
+            checkpoints.close()
         for lock in locks:
             lock.close()
 

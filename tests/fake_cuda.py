@@ -172,10 +172,11 @@ def run_steps(model, split, world=1, documents=None, **settings):
         reduced.clear()
         strict.calls.clear()
         with strict, flash_on_meta():
-            num_targets, loads = batches.step(step)
+            data = batches.step(step)
             if documents is not None:
-                loads = [partial(with_documents, load, documents) for load in loads]
-            result = train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
+                loads = [partial(with_documents, load, documents) for load in data.loads]
+                data = data._replace(loads=loads)
+            result = train.train_step(forward, data, optimizers, scaler, cfg, env)
         assert {tensor.device for tensor in result} == {CUDA}
         assert sum(bucket.is_last() for bucket in reduced) == replicated  # each bucket once a step
     strict.peak += sum(tensor.nbytes for tensor in known)

@@ -9,8 +9,6 @@ from typing import Literal
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import configurator
 import train
@@ -96,10 +94,9 @@ def test_flags(argv, name, value):
 
 
 @pytest.mark.parametrize('flag, words', [
-    *[(f'--n_layer={text}', 'an integer') for text in
-      ('six', '6.5', '', 'True', '5*8', 'nan', 'inf', 'None')],
-    *[(f'--learning_rate={text}', 'a number') for text in ('nan', '-inf', 'False')],
-    ('--n_ff=x', 'an integer or None'), ('--eval_only=1', 'True or False'),
+    *[(f'--n_layer={text}', 'an integer') for text in ('six', '6.5', '', 'True', '5*8', 'inf', 'None')],
+    ('--learning_rate=nan', 'a number'), ('--n_ff=x', 'an integer or None'),
+    ('--eval_only=1', 'True or False'),
     ('--norm=batchnorm', 'layernorm or rmsnorm or None'), ('--compile=maybe', 'True or False or auto')])
 def test_a_flag_of_the_wrong_type_names_what_was_expected(flag, words):
     key, _, text = flag.partition('=')
@@ -111,7 +108,6 @@ def test_a_misspelled_flag_and_one_without_its_value():
     assert refusal('--learing_rate=1e-3') == expected
     assert refusal('--learing_rate', '1e-3') == expected  # its value is not another mistake
     assert refusal('--n-layer', '--eval_only') == ['--n-layer: expected an integer, not True']
-    assert refusal('--out_dir') == ['--out_dir: expected text, not True']
 
 
 @pytest.mark.parametrize('theirs', SYNONYMS)
@@ -160,28 +156,18 @@ for _ in range(2):
 @pytest.mark.parametrize('text, problem', [
     # nanoGPT makes a new global of an unknown name and trains at the default
     ('n_layer = 3\n\n# x\nnlayer = 1\n', ", line 4: unknown setting 'nlayer'; did you mean 'n_layer'?"),
-    ('\nif True:\n    nlayer = 2\n', ', line 3: unknown'), ('a_b, n_ff = 1, 2\n', ', line 1: unknown'),
-    ("\nn_layer = '3'", ", line 2: n_layer: expected an integer, not '3'"),
+    ('\nif True:\n    nlayer = 2\n', ', line 3: unknown'),
     ("import numpy as np; n_layer = np.float32('inf')", ', line 1: n_layer: expected an integer, not '),
     ('learning_rate = 1e-3,', ', line 1: learning_rate: expected a number, not (0.001,)'),
     ('def compile():\n    pass\n', ', line 1: compile: expected '),
     ('n_layer = 1\nn_head = = 2\n', ': SyntaxError: invalid syntax (card.py, line 2)'),
     ('def f():\n    return 1 / 0\n\nn_head = f()\n', ', line 2: ZeroDivisionError: division by zero'),
     ("import json\njson.loads('{')\n", ', line 2: JSONDecodeError'),  # not the line of the library
-    ('\nexit(0)\n', ', line 2: SystemExit: 0'),
     # valid Python, and training would start at the defaults
     ('n_layer: 8\n', ': "n_layer: VALUE" sets nothing; write n_layer = VALUE')])
 def test_what_is_wrong_in_a_file_is_an_error_with_its_line(card, text, problem):
     path = card(text)
     assert refusal(path)[0].startswith(path + problem)
-
-
-@pytest.mark.parametrize('word, nearest', [
-    ('config/quikstart.py', 'quickstart'),
-    ('config/train_shakespeare_char.py', 'shakespeare_char')])  # nanoGPT's
-def test_a_word_that_is_no_file_gets_a_hint(monkeypatch, word, nearest):
-    monkeypatch.chdir(REPO)
-    assert refusal(word) == [f"{word} does not exist; did you mean 'config/{nearest}.py'?"]
 
 
 def test_flags_override_files_and_files_what_lies_below(card):
@@ -197,11 +183,8 @@ def test_flags_override_files_and_files_what_lies_below(card):
 
 @pytest.mark.parametrize('below, by_file, by_flag, expected', [
     ({}, {'eval_iters': 20}, {'eval_tokens': 64}, dict(eval_iters=None, eval_tokens=64)),
-    ({'eval_iters': 20}, {'eval_tokens': None}, {}, dict(eval_iters=None, eval_tokens=None)),
     ({'eval_iters': 20}, {'eval_tokens': 64, 'eval_iters': 7}, {}, dict(eval_iters=7)),
-    ({'eval_iters': 20}, {}, {}, dict(eval_iters=20)),
-    ({'max_epochs': 2.0}, {'max_iters': 12}, {}, dict(max_epochs=None, max_iters=12)),
-    ({'max_iters': 12}, {}, {'max_epochs': 2.0}, dict(max_epochs=2.0))])
+    ({'max_epochs': 2.0}, {'max_iters': 12}, {}, dict(max_epochs=None, max_iters=12))])
 def test_of_two_settings_for_one_thing_the_stronger_place_wins(card, below, by_file, by_flag, expected):
     """A flag over a file over a checkpoint; in one place the second replaces the first."""
     path = card(''.join(f'{name} = {value}\n' for name, value in by_file.items()))
@@ -210,13 +193,16 @@ def test_of_two_settings_for_one_thing_the_stronger_place_wins(card, below, by_f
     assert {name: getattr(found.objects[0], name) for name in expected} == expected
 
 
-def test_all_problems_of_a_command_are_reported_together(card):
+def test_all_problems_of_a_command_are_reported_together(card, monkeypatch):
     path = card("learing_rate = 1\nn_layer = 'x'\n")
     problems = refusal(path, 'missing.py', '--n_head=x', '--max_iters')
     starts = ('--n_head: expected', '--max_iters: expected', f'{path}, line 1: unknown setting',
               f'{path}, line 2: n_layer: expected', 'missing.py does not exist')
     assert all(map(str.startswith, sorted(problems), sorted(starts))) and len(problems) == len(starts)
     assert len(refusal('--n_layer=-1', '--max_iters=-1')) == 2  # of both classes
+    word = 'config/train_shakespeare_char.py'  # nanoGPT's
+    monkeypatch.chdir(REPO)
+    assert refusal(word) == [f"{word} does not exist; did you mean 'config/shakespeare_char.py'?"]
 
 
 def test_words_are_returned_but_not_run_with_files_false(card):
@@ -250,19 +236,12 @@ def test_differences_name_value_and_place(card):
         f'  n_layer = 3  ({path}, line 1)', "  out_dir = 'x'  (--out_dir)", '  max_iters = 5  (derived)']
 
 
-awkward = st.text(st.characters() | st.sampled_from('\ud800\'"\\\n#'))  # a lone surrogate too
-
-
-@settings(max_examples=40, deadline=None, derandomize=True,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(n_layer=st.integers(0, 10**30), rate=st.floats(allow_nan=False, allow_infinity=False), out=awkward,
-       name=awkward | st.none(), compile=st.sampled_from([True, False, 'auto']))
-def test_as_file_read_back_gives_the_same_settings(tmp_path, n_layer, rate, out, name, compile):
+@pytest.mark.parametrize('text', ['a\'b"c\\d\n#e', '\ud800', 'None', ''])
+def test_as_file_read_back_gives_the_same_settings(card, text):
     """Types and -0.0 too."""
-    objects = [Shape(n_layer=n_layer), Loop(learning_rate=rate, out_dir=out, run_name=name, compile=compile)]
-    path = tmp_path / 'config.py'
-    path.write_text(as_file({**vars(objects[0]), **vars(objects[1])}), encoding='utf-8')
-    found = configure(Shape, Loop, argv=[str(path)])
+    objects = [Shape(n_layer=10**30), Loop(learning_rate=-0.0, out_dir=text, run_name=text, compile=True)]
+    path = card(as_file({**vars(objects[0]), **vars(objects[1])}))
+    found = configure(Shape, Loop, argv=[path])
     assert repr(found.objects) == repr(objects)
     assert len(found.given) == len(dataclasses.fields(Shape)) + len(dataclasses.fields(Loop))
 
@@ -270,8 +249,7 @@ def test_as_file_read_back_gives_the_same_settings(tmp_path, n_layer, rate, out,
 # -----------------------------------------------------------------------------
 # the entry point of the scripts
 
-@pytest.mark.parametrize('file, ours', [('train.py', True), ('hotloop/system/files.py', True),
-                                        ('.venv/lib/x.py', False), ('tests/test_x.py', False)])
+@pytest.mark.parametrize('file, ours', [('hotloop/system/files.py', True), ('.venv/lib/x.py', False)])
 def test_a_value_error_of_our_own_files_is_one_sentence(capsys, file, ours):
     """A .venv lies in the same folder."""
     namespace = {}

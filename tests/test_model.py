@@ -98,7 +98,7 @@ def test_the_block_mask_of_a_gpu_equals_the_dense_mask(monkeypatch, window, docu
     dense = F.scaled_dot_product_attention(q, k, v, visible(23, window, documents), enable_gqa=True)
     torch.testing.assert_close(attention.attend(q, k, v, mask=mask), dense)
     attention.train().dropout.p = 0.1
-    with pytest.raises(ValueError, match=r'dropout=0\.1 cannot be combined with window, document_mask'):
+    with pytest.raises(ValueError, match=r'dropout=0\.1 cannot be combined with window, pack_rows'):
         attention.attend(q, k, v, mask=mask)
 
 

@@ -127,7 +127,7 @@ class Latest(NamedTuple):
 class Checkpoints:
     """
     The checkpoints of a run folder: best.pt, the latest ckpt.pt and the one before, which rank 0
-    writes. A thread writes them, and the next save or wait() reports how that ended.
+    has. A thread writes them, and the next save or close() reports how that ended.
     """
 
     def __init__(self, folder, saved_step=None, mirror=None):
@@ -200,6 +200,11 @@ class Checkpoints:
                 os.remove(path)
             self.copy()
             self.seconds = host.process_seconds() - began
+
+    def close(self):
+        """Wait for the save under way, and copy the last lines of the log to the mirror."""
+        self.wait()
+        self.copy()
 
     def copy(self):
         """Copy the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""

@@ -5,11 +5,13 @@ import hashlib
 import math
 import os
 import time
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hotloop.data.dataset import open_bin
+from hotloop.system.distributed import print0
 from hotloop.training.packing import pack
 
 INTERLEAVE = 10_000  # windows of a mixture in which each split has its exact share
@@ -31,7 +33,7 @@ class Windows:
 class Split(Windows):
     """One bin of a dataset, memory-mapped; targets are the next tokens."""
 
-    def __init__(self, folder, name, meta, T, document_mask=False):
+    def __init__(self, folder, name, meta, T, masks_documents=False):
         self.meta = meta
         self.T = T
         self.splits = [self]  # a Mixture has several
@@ -53,11 +55,11 @@ class Split(Windows):
             if len(self.mask) != self.num_tokens or not self.mask[1:].any():
                 raise ValueError(f'{mask_path} is not of {self.num_tokens:,} tokens, or all 0; prepare again')
         self.end_id = None  # the id that ends each document, if attention stays within documents
-        if document_mask:
+        if masks_documents:
             self.end_id = meta.get('eot')
             if self.end_id is None or self.mask is not None:
-                raise ValueError(f'document_mask=True needs texts with an end-of-text id, unlike {folder}; '
-                                 'prepare it with --tokenizer=gpt2 or bpe:4096; for rows use --pack_rows')
+                raise ValueError('pack_rows=True needs rows, or texts with an end-of-text id, unlike '
+                                 f'{folder}; prepare it again, with a tokenizer such as gpt2 or bpe:4096')
 
     def check_ids(self, vocab_size):
         """Raise ValueError if a token is not below vocab_size; a GPU would give no reason."""
@@ -110,12 +112,9 @@ class Packed(Split):
 
     def __init__(self, folder, name, meta, T):
         super().__init__(folder, name, meta, T)
-        path = os.path.join(folder, f'{name}.docs.bin')
-        if not os.path.exists(path):
-            raise ValueError(f'pack_rows=True needs {path}, which only rows have; texts use --document_mask')
         if self.mask is None:
             self.mask = np.ones(self.num_tokens, np.uint8)  # the rows of this split are texts
-        self.ends = open_bin(path, '<u8').astype(np.int64)
+        self.ends = open_bin(rows_path(folder, name), '<u8').astype(np.int64)
         lengths = np.diff(self.ends, prepend=0)
         self.begins = self.ends - lengths
         kept = np.flatnonzero(lengths <= T + 1)
@@ -131,9 +130,9 @@ class Packed(Split):
         self.targets = np.array([targets[rows].sum() for rows in self.rows])
         self.num_bytes = math.inf  # windows are put together on the host, never on the device
         padding = 1 - lengths[kept].sum() / (self.num_windows * (T + 1))
-        self.note = (f'packing: {name}, {len(kept):,} rows in {self.num_windows:,} windows of '
-                     f'{T + 1} tokens, {padding:.1%} padding; {len(lengths) - len(kept):,} rows '
-                     f'left out (the longest row has {lengths.max():,} tokens)')
+        print0(f'packing: {name}, {len(kept):,} rows in {self.num_windows:,} windows of {T + 1} tokens, '
+               f'{padding:.1%} padding; {len(lengths) - len(kept):,} rows left out (the longest row has '
+               f'{lengths.max():,} tokens)')
 
     def epoch_order(self, seed, epoch):
         return np.random.default_rng((seed, epoch)).permutation(self.num_windows)
@@ -178,7 +177,7 @@ class Mixture(Windows):
         self.num_tokens = int(ends[-1])
         self.num_bytes = sum(split.num_bytes for split in splits)
         self.num_windows = windows_per_epoch(self.num_tokens, self.T)
-        if isinstance(splits[0], Packed):
+        if any(isinstance(split, Packed) for split in splits):
             self.num_windows = sum(split.num_windows for split in splits)
         self.period = INTERLEAVE
         self.order = functools.lru_cache(maxsize=2)(self.interleave)
@@ -217,14 +216,22 @@ class Mixture(Windows):
         return sum(split.num_targets(positions) for split, _, positions in self.by_split(starts))
 
 
-def open_split(datasets, name, T, document_mask=False, pack_rows=False):
-    """Open 'train' or 'val' of one Dataset, or the Mixture of several. Raises ValueError."""
+def rows_path(folder, name):
+    """Return the path of the ends of rows, which texts do not have."""
+    return os.path.join(folder, f'{name}.docs.bin')
+
+
+def open_split(datasets, name, T, pack_rows=False):
+    """
+    Open 'train' or 'val' of one Dataset, or the Mixture of several. pack_rows: rows and documents do not see
+    one another. Raises ValueError.
+    """
     splits = []
     for dataset in datasets:
-        if pack_rows:
+        if pack_rows and os.path.exists(rows_path(dataset.folder, name)):
             splits.append(Packed(dataset.folder, name, dataset.meta, T))
             continue
-        split = Split(dataset.folder, name, dataset.meta, T, document_mask)
+        split = Split(dataset.folder, name, dataset.meta, T, masks_documents=pack_rows)
         if split.num_tokens <= T:
             raise ValueError(f'{split.path} has {split.num_tokens:,} tokens, too few for block_size={T}; '
                              'lower --block_size, or prepare more text')
@@ -310,6 +317,12 @@ def upload(array, device):
     return tensor.to(device)
 
 
+class StepData(NamedTuple):
+    """The data of a step."""
+    num_targets: int  # unmasked targets of the global batch
+    loads: list  # a function for each micro-batch of this process: Batches.load()
+
+
 class Batches:
     """The micro-batches of this process: of a split that a GPU holds, or read while it computes."""
 
@@ -332,7 +345,7 @@ class Batches:
         return step * self.global_batch + self.shift
 
     def step(self, step):
-        """Return the targets of the global batch, and a load() for each micro-batch of this process."""
+        """Return the StepData of a step."""
         index = np.arange(self.windows_before(step), self.windows_before(step + 1))
         starts = self.split.starts(self.seed, index)
         num_targets = self.split.num_targets(starts)
@@ -340,7 +353,7 @@ class Batches:
         if self.on_device:
             starts = upload(starts, self.env.device)  # before the GPU is busy with this step
         loads = [functools.partial(self.load, step, n, starts[n]) for n in range(self.accumulation)]
-        return num_targets, loads
+        return StepData(num_targets, loads)
 
     def load(self, step, micro, starts):
         """Return gather()'s tensors of a micro-batch on the device, and the seed of its dropout."""

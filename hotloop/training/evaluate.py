@@ -57,10 +57,9 @@ def fixed_windows(split, num_windows):
     return found
 
 
-def count_batches(split, num_windows, batch, world):
-    """Count the batches that evaluate() runs in each process."""
-    windows = fixed_windows(split, num_windows)
-    return sum(-(-len(starts) // (batch * world)) for _, starts in windows)
+def count_windows(split, num_windows):
+    """Count the windows that evaluate() reads."""
+    return sum(len(starts) for _, starts in fixed_windows(split, num_windows))
 
 
 @torch.no_grad()

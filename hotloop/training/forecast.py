@@ -206,7 +206,7 @@ def dry_run(settings, model_of):
         lines.append(f'note: the forecast assumes a vocabulary of {vocab_size:,} ids, because {e}')
     else:
         model = model_of(settings, datasets[0])
-        split = open_split(datasets, 'train', model.config.block_size, cfg.document_mask, cfg.pack_rows)
+        split = open_split(datasets, 'train', model.config.block_size, cfg.pack_rows)
         num_windows = split.num_windows
     c = model.config
     forward, both = flops_of(model_on_meta(c, lora, torch.float32), c.block_size)

@@ -20,7 +20,8 @@ def open_folder(name, folder, is_new):
     try:
         os.makedirs(real, exist_ok=True)
         held = lock(os.path.join(folder, '.lock'))
-        if is_new and holds_run(folder):
+        holds_run = checkpoint_paths(folder, best=True) or os.path.exists(os.path.join(folder, 'log.jsonl'))
+        if is_new and holds_run:
             if is_inside(os.curdir, real):
                 raise ValueError(f'{folder} holds a run and contains the current directory')
             moved = free_number(real)
@@ -36,13 +37,6 @@ def open_folder(name, folder, is_new):
     except ValueError as e:
         raise ValueError(f'{e}; choose another --{name}') from None
     return held
-
-
-def holds_run(folder):
-    """Return whether a folder holds files of a run that would be overwritten."""
-    if checkpoint_paths(folder):
-        return True
-    return any(os.path.exists(os.path.join(folder, name)) for name in ('log.jsonl', 'best.pt'))
 
 
 def resume_command(cfg):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from hotloop.system import host
 from hotloop.system.distributed import print0
 from hotloop.system.text import duration
-from hotloop.training.evaluate import count_batches, eval_windows, evaluate
+from hotloop.training.evaluate import count_windows, eval_windows, evaluate
 
 EXIT = 1.0  # seconds from the last save to the end of the process: 0.9 to 1.7 on 2 busy CPU cores
 
@@ -35,16 +35,10 @@ def plan_schedule(cfg, num_windows, global_batch, shift, state):
         return Schedule('constant', max_iters, warmup_iters, cfg.decay_fraction)
     if cfg.time_budget is None:
         return Schedule(cfg.lr_schedule, max_iters, warmup_iters, cfg.decay_fraction)
-    schedule = Schedule('linear', max_iters, warmup_iters, cfg.decay_fraction, is_open=True)
-    if state.decay_start is not None:
-        schedule = decide(schedule, state.decay_start, state.max_iters)
-    return schedule
-
-
-def decide(schedule, decay_start, max_iters):
-    """Fix a schedule that was open: the rate decays from decay_start to max_iters."""
-    fraction = (max_iters - decay_start) / max_iters
-    return schedule._replace(max_iters=max_iters, decay_fraction=fraction, is_open=False)
+    if state.decay_start is None:
+        return Schedule('linear', max_iters, warmup_iters, cfg.decay_fraction, is_open=True)
+    fraction = (state.max_iters - state.decay_start) / state.max_iters
+    return Schedule('linear', state.max_iters, warmup_iters, fraction)
 
 
 def learning_rate(step, schedule, cfg):
@@ -125,9 +119,13 @@ class Deadline:
         self.excluded = 0.0  # seconds of evaluations and saves up to now
         self.evaluation = None  # seconds of an evaluation
 
+    def used(self):
+        """Return the seconds of the budget that are used."""
+        return self.before + host.process_seconds()
+
     def left(self):
         """Return the seconds until the deadline, negative after it."""
-        return self.budget - self.before - host.process_seconds()
+        return self.budget - self.used()
 
     def last_step(self, step, schedule, save, eval_interval):
         """
@@ -158,24 +156,22 @@ class Deadline:
         Estimate the seconds of an evaluation by some batches, once, half way to the decay of this
         fraction. All processes call it. Prints a note if it takes more than a tenth of the budget.
         """
-        used = self.budget - self.left()
-        if self.evaluation is not None or not self.env.broadcast(used > self.budget * (1 - fraction) / 2):
+        is_due = self.used() > self.budget * (1 - fraction) / 2
+        if self.evaluation is not None or not self.env.broadcast(is_due):
             return
+        val = splits['val']
         began = host.process_seconds()
-        for windows in (batch * self.env.world, 8 * batch * self.env.world):  # the first may compile
-            lap = host.process_seconds()
-            evaluate(model, splits['val'], windows, batch, self.env)
+        evaluate(model, val, batch * self.env.world, batch, self.env)  # may compile
+        compiled = host.process_seconds()
+        some = 8 * batch * self.env.world
+        evaluate(model, val, some, batch, self.env)
         now = host.process_seconds()
         self.excluded += now - began
-        each = (now - lap) / count_batches(splits['val'], windows, batch, self.env.world)
-        total = 0
-        for name, number in zip(('val', 'train'), eval_windows(cfg, splits['val']), strict=True):
-            total += count_batches(splits[name], number, batch, self.env.world)
-        self.evaluation = self.env.broadcast(each * total)
+        num_val, num_train = eval_windows(cfg, val)
+        num_val = count_windows(val, num_val)
+        total = num_val + count_windows(splits['train'], num_train)
+        self.evaluation = self.env.broadcast((now - compiled) * total / count_windows(val, some))
         if self.evaluation > self.budget / 10:
-            name, size = 'eval_tokens', min(cfg.eval_tokens or math.inf, splits['val'].num_tokens)
-            if cfg.eval_iters is not None:
-                name, size = 'eval_iters', cfg.eval_iters
-            tenth = math.ceil(size * self.budget / 10 / self.evaluation)
+            tenth = math.ceil(num_val * val.T * self.budget / 10 / self.evaluation)
             print0(f'note: an evaluation takes {duration(self.evaluation)} of a time budget of '
-                   f'{duration(self.budget)}; --{name}={tenth} takes a tenth of it')
+                   f'{duration(self.budget)}; --eval_tokens={tenth} takes a tenth of it')

@@ -1,7 +1,6 @@
 """The settings of a run: what is wrong with them, what a checkpoint records, what a resume may change."""
 
 import dataclasses
-import importlib.util
 import os
 
 import numpy as np
@@ -12,9 +11,6 @@ from hotloop.system.distributed import print0
 from hotloop.system.files import is_inside
 from hotloop.system.text import shell
 
-# settings with values that need a package beyond requirements.txt
-PACKAGES = (('wandb_log', True, 'wandb'), ('tensorboard', True, 'tensorboard'),
-            ('optimizer', 'adamw8bit', 'bitsandbytes'))
 ABOVE_0 = ('learning_rate', 'muon_lr', 'embed_lr', 'max_iters', 'max_epochs', 'time_budget', 'batch_size',
            'gradient_accumulation_steps', 'eval_interval', 'eval_tokens', 'eval_iters',
            'log_interval', 'loss_chunks', 'patience', 'depth')
@@ -46,17 +42,12 @@ def setting_problems(cfg):
                      'a run in its mirror, give --mirror_dir=None')
     if os.path.exists(cfg.init_from) and not cfg.eval_only and is_inside(cfg.init_from, cfg.out_dir):
         wrong.append(f'init_from={cfg.init_from!r} would be moved aside with out_dir; choose another')
-    if cfg.pack_rows and cfg.document_mask:
-        wrong.append('pack_rows=True keeps rows apart already; remove document_mask=True')
     if cfg.shard != 'none' and cfg.auto_batch:
         wrong.append(f'auto_batch=True does not try shard={cfg.shard!r}; set batch_size')
     if cfg.shard != 'none' and cfg.ortho_penalty:
         wrong.append(f'ortho_penalty={cfg.ortho_penalty} needs complete matrices; remove shard={cfg.shard!r}')
     if cfg.shard != 'none' and cfg.optimizer == 'adamw8bit':
         wrong.append(f'shard={cfg.shard!r} divides the states of adamw and muon, not of adamw8bit')
-    for name, value, package in PACKAGES:
-        if getattr(cfg, name) == value and importlib.util.find_spec(package) is None:
-            wrong.append(f'{name}={value!r} needs {package}: pip install {package}')
     return wrong
 
 
@@ -97,6 +88,8 @@ def checkpoint_settings(checkpoint, shape):
             saved['dataset'] = name_of_path(saved['dataset'])
     if saved.get('warmup_fraction') is not None:  # warmup_iters holds it now
         saved['warmup_iters'] = saved['warmup_fraction']
+    if saved.pop('document_mask', False):  # is pack_rows now
+        saved['pack_rows'] = True
     return {name: value for name, value in saved.items() if name not in own}
 
 
@@ -111,14 +104,12 @@ def compare_settings(objects, given, before, bound):
     wrong, flags = [], []
     for name, place in given.items():
         value, was = now[name], before.get(name, now[name])
-        if value == was or (name in bound and value is None):
-            continue
-        if name in bound:
+        if name not in bound:
+            print_change(name, was, value)
+        elif value not in (was, None):
             wrong.append(f'{place}: {name}={value!r}, but the checkpoint has {was!r}, which cannot '
                          'change on resume')
             flags.append(f'--{name}={was}')
-        else:
-            print0(f'{name}: {was!r} before, {value!r} now')
     if wrong:
         raise ValueError('\n'.join([*wrong, f'to continue it: {shell(*flags)}; for a new run from '
                                     'its weights: --init_from=PATH']))
@@ -132,6 +123,10 @@ def compare_record(now, before, dataset):
                          'or start a new run with --init_from=PATH')
     for part in ('versions', 'machine'):
         for name, value in now[part].items():
-            was = before.get(part, {}).get(name, value)
-            if was != value:
-                print0(f'{name}: {was!r} before, {value!r} now')
+            print_change(name, before.get(part, {}).get(name, value), value)
+
+
+def print_change(name, before, now):
+    """Print a value that a resume changes."""
+    if before != now:
+        print0(f'{name}: {before!r} before, {now!r} now')

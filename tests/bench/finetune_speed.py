@@ -31,6 +31,7 @@ def ours(side, args, dtype):
 
     import train
     from hotloop.system.distributed import Env
+    from hotloop.training.dataloader import StepData
     from hotloop.training.memory import choose_loss_chunks
     from hotloop.weights.lora import LoRAConfig, add_adapters
     from model import GPT, GPTConfig
@@ -48,8 +49,8 @@ def ours(side, args, dtype):
     forward = train.wrap(model, cfg, env)[1]
     scaler = torch.amp.GradScaler('cpu', enabled=False)
     ids = torch.randint(VOCABULARY, (args.batch, args.tokens + 1))
-    return partial(train.train_step, forward, [lambda: (ids[:, :-1], ids[:, 1:], 0)], tokens, optimizers,
-                   scaler, cfg, env)
+    data = StepData(tokens, [lambda: (ids[:, :-1], ids[:, 1:], 0)])
+    return partial(train.train_step, forward, data, optimizers, scaler, cfg, env)
 
 
 def theirs(args, dtype):

@@ -24,10 +24,9 @@ def run_steps(run, first, number):
     """Train on the data of `number` steps from `first` on; returns the seconds of a step."""
     began = time.perf_counter()
     for step in range(first, first + number):
-        num_targets, loads = run.batches.step(step)
+        data = run.batches.step(step)
         train.set_learning_rate(run.optimizers, run.cfg.learning_rate, run.cfg.learning_rate)
-        result = train.train_step(run.train_model, loads, num_targets, run.optimizers, run.scaler, run.cfg,
-                                  run.env)
+        result = train.train_step(run.train_model, data, run.optimizers, run.scaler, run.cfg, run.env)
     result.loss.item()  # waits for the device
     return (time.perf_counter() - began) / number
 

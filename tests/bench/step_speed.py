@@ -84,10 +84,10 @@ def our_step(a, folder, device):
         run.optimizers[0] = Unfused([{**group, 'fused': False} for group in run.optimizers[0].param_groups])
 
     def step(n):
-        num_targets, loads = run.batches.step(n)
+        data = run.batches.step(n)
         kernels = sdpa_kernel(SDPBackend.MATH) if a.get('attention') else contextlib.nullcontext()
         with kernels:
-            train.train_step(run.train_model, loads, num_targets, run.optimizers, run.scaler, run.cfg, env)
+            train.train_step(run.train_model, data, run.optimizers, run.scaler, run.cfg, env)
     return step, env
 
 

@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import gc
-import importlib.machinery
 import inspect
 import io
 import os
 import re
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -61,14 +61,10 @@ def fake_checkpoint(m):
 
 def fake_wandb(m):
     wandb = types.ModuleType('wandb')
-    wandb.__spec__ = importlib.machinery.ModuleSpec('wandb', None)
+    wandb.__spec__ = ModuleSpec('wandb', None)  # as of an installed package
     wandb.init = lambda project, name, config: print('wandb', project, os.path.basename(name))
     wandb.log = lambda numbers, step: print('wandb', step)
     m.setitem(sys.modules, 'wandb', wandb)
-
-
-def no_tensorboard(m):
-    m.setitem(sys.modules, 'tensorboard', None)
 
 
 def fake_determinism(m):
@@ -100,15 +96,14 @@ CHANGES = {
         num_eigenstates=8, num_features=4, feedback='dfa', ortho_penalty=0.1, bigram_rows=1000,
         value_embed=True, head_gate=True, multi_token=0.5),
     'files': dict(out_dir='elsewhere', eval_only=True, dry_run=True, always_save_checkpoint=False,
-                  save_minutes=0),
+                  save_minutes=0, tensorboard=True),
     'lines': dict(
         time_budget=1e-4, eval_interval=1, eval_tokens=32, eval_iters=1, patience=1,
         log_interval=3, wandb_log=True, wandb_project='mine', wandb_run_name='mine', compile=True,
         loss_chunks=4, recompute='full', shard='full', deterministic=False),
     'error': dict(
-        document_mask=True, pack_rows=True, resume=True, tensorboard=True, init_from='resume',
-        data_dir='elsewhere', mirror_dir='/dev/null/mirror', device='cuda:99', backend='gloo',
-        auto_batch=True)}
+        pack_rows=True, resume=True, init_from='resume', data_dir='elsewhere',
+        mirror_dir='/dev/null/mirror', device='cuda:99', backend='gloo', auto_batch=True)}
 ROPE = dict(position='rope')
 LORA = dict(init_from='hub/base', lora_rank=2)
 NO_PROGRESS = dict(learning_rate=1e-30, min_lr=0, eval_interval=1)  # no evaluation improves after the first
@@ -125,7 +120,7 @@ BOTH = dict(
     lora_rs=LORA, lora_dropout=LORA, lora_targets=LORA, lora_embeddings=LORA, quantize=LORA,
     always_save_checkpoint=NO_PROGRESS, patience=NO_PROGRESS, wandb_project=dict(wandb_log=True),
     wandb_run_name=dict(wandb_log=True))
-PATCHES = dict(tensorboard=no_tensorboard, wandb_log=fake_wandb, wandb_project=fake_wandb,
+PATCHES = dict(wandb_log=fake_wandb, wandb_project=fake_wandb,
                wandb_run_name=fake_wandb, compile=fake_compile, recompute=fake_checkpoint,
                deterministic=fake_determinism, backend=two_processes)
 

@@ -68,9 +68,13 @@ def test_a_run_ends_on_time_with_a_decayed_rate(train_tiny, tmp_path, clock, min
     assert again['config']['time_budget'] is None and same(first['model'], again['model'])
 
 
-def test_evaluations_are_part_of_the_budget(train_tiny, tmp_path, clock):
+def test_evaluations_are_part_of_the_budget_and_max_iters_can_end_it_earlier(train_tiny, tmp_path, clock):
     train_tiny(**{**FEW, 'eval_interval': 10}, time_budget=2)
     assert 0.93 * 120 < clock.now < 1.03 * 120 and len(rows(tmp_path / 'out', 'val_loss')) > 8
+    clock.now = STARTUP
+    train_tiny('short', **{**FEW, 'max_iters': 20}, time_budget=3)
+    state = load(tmp_path / 'short' / 'ckpt.pt')['state']
+    assert (state['iter_num'], state['decay_start']) == (20, 10)
 
 
 def test_an_evaluation_that_is_too_long_is_named(train_tiny, clock, capsys):
@@ -78,7 +82,7 @@ def test_an_evaluation_that_is_too_long_is_named(train_tiny, clock, capsys):
     train_tiny(**FEW, time_budget=2)
     note = capsys.readouterr().out
     seconds, tokens = re.search(r'an evaluation takes (\d+)s .* --eval_tokens=(\d+) takes', note).groups()
-    assert int(tokens) == pytest.approx(256 * 12 / int(seconds), abs=2)
+    assert int(tokens) == pytest.approx(256 * 12 / int(seconds), rel=0.05)
 
 
 @pytest.mark.parametrize('kill', [5, 70])  # before and after the decay has begun
@@ -93,12 +97,6 @@ def test_a_run_that_is_stopped_uses_its_budget_once(train_tiny, tmp_path, monkey
     assert rows(tmp_path / 'out', 'lr')[-1]['lr'] < 7e-4
 
 
-def test_max_iters_can_end_it_earlier(train_tiny, tmp_path, clock):
-    train_tiny(**{**FEW, 'max_iters': 20}, time_budget=3)
-    state = load(tmp_path / 'out' / 'ckpt.pt')['state']
-    assert (state['iter_num'], state['decay_start']) == (20, 10)
-
-
 def test_the_pace_is_that_of_the_later_half_of_the_steps(clock):
     """The first steps compile, and an evaluation is not a step: 20 steps, then of a second each."""
     deadline = Deadline(10, RunState(), Env())
@@ -110,11 +108,6 @@ def test_the_pace_is_that_of_the_later_half_of_the_steps(clock):
             deadline.excluded += 100.0
         last = deadline.last_step(step, schedule, save=0.1, eval_interval=1000)
     assert last == 20 + int(600 - clock.now - 2 * 0.1 - EXIT)
-
-
-def test_a_fraction_of_an_open_number_of_steps_is_refused():
-    [problem] = train.TrainConfig(time_budget=1.0, warmup_iters=0.1).problems()
-    assert problem.startswith('warmup_iters=0.1 is a fraction')
 
 
 def test_a_short_budget_is_not_compiled(monkeypatch):

@@ -11,7 +11,7 @@ from conftest import noise, write_bins
 from hotloop.data.dataset import read_meta
 from hotloop.system.distributed import Env
 from hotloop.training.dataloader import Mixture, Split
-from hotloop.training.evaluate import count_batches, eval_windows, evaluate, fixed_windows
+from hotloop.training.evaluate import count_windows, eval_windows, evaluate, fixed_windows
 from model import GPT, GPTConfig
 
 TOKENS = noise(487, seed=1)  # 30 windows of 16 and a tail of 6
@@ -93,22 +93,20 @@ def test_a_capped_evaluation_spreads_its_windows_evenly(splits, number):
     assert np.ptp(np.diff(starts)) <= 16
 
 
-@pytest.mark.parametrize('number', [None, 30, 1000])
-@pytest.mark.parametrize('world', [1, 3])
-def test_the_batches_of_an_evaluation_are_counted(splits, monkeypatch, number, world):
-    """Those of rank 0, of a split and of a mixture; a time budget reserves time by them."""
+def test_batches_of_an_evaluation_have_one_shape(splits, monkeypatch):
+    """So that the model is compiled once. A time budget reserves time by the number of windows."""
     seen, gather = [], Split.gather
 
     def spy(split, starts):
-        seen.append(starts)
+        seen.append(len(starts))
         return gather(split, starts)
     monkeypatch.setattr(Split, 'gather', spy)
-    monkeypatch.setattr(Env, 'sum', lambda self, array: array)
-    for split in (splits['plain'], Mixture(['a', 'b'], list(splits.values()), [3, 1])):
+    mixture = Mixture(['a', 'b'], list(splits.values()), [3, 1])
+    for split, number in ((splits['plain'], None), (mixture, 27)):
         seen.clear()
-        evaluate(tiny_gpt(), split, number, 4, Env(world=world))
-        assert len(seen) == count_batches(split, number, 4, world) > 0
-        assert {len(starts) for starts in seen} == {4}, 'one shape for the compiler'
+        evaluate(tiny_gpt(), split, number, 4, Env())
+        assert set(seen) == {4} and count_windows(split, number) <= sum(seen)
+    assert count_windows(splits['plain'], None) == 31 and count_windows(mixture, 27) == 27
 
 
 def test_label_smoothing_and_dropout_act_in_training_only(splits):

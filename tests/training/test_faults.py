@@ -12,7 +12,7 @@ from pathlib import Path
 
 import faults
 import pytest
-from conftest import noise, same, write_bins
+from conftest import same
 from faults import SAVE, assert_equal_runs, final, leftovers, log
 from ranks import Runs
 
@@ -157,12 +157,10 @@ SIGNALED = dict(RECIPE, max_iters=8, eval_interval=3, eval_tokens=64)
 
 @pytest.mark.parametrize('when, times, numbers, code, step', [
     ('train.Meter', 1, [TERM], 143, 0),  # before the first step
-    pytest.param(FORWARD, 1, [TERM], 143, 0, marks=pytest.mark.slow),  # in the first step
-    (FORWARD, 3, [INT], 130, 1),  # between the micro-batches of step 2, which is given up
-    pytest.param(FORWARD, 4, [HUP], 129, 2, marks=pytest.mark.slow),  # in the last one of step 2
-    pytest.param(FORWARD, 4, [TERM, INT], 143, 2, marks=pytest.mark.slow),
+    (FORWARD, 3, [INT], 130, 2),  # in step 2, which is completed
+    pytest.param(FORWARD, 4, [HUP, INT], 129, 2, marks=pytest.mark.slow),
     ('train.evaluate_both', 1, [TERM], 143, 3),  # the evaluation is left to the next process
-    pytest.param('train.Checkpoints.save', 2, [TERM], 143, 6, marks=pytest.mark.slow),  # it is completed
+    pytest.param('train.Checkpoints.save', 2, [TERM], 143, 7, marks=pytest.mark.slow),  # then one step
     pytest.param('train.evaluate_both', 3, [TERM], 143, 8, marks=pytest.mark.slow),  # of the last step
     ('train.evaluate_both', 2, [INT, INT], -INT, 3)])  # nothing more is saved
 def test_a_signal_saves_within_a_step(run, tmp_path, undisturbed, when, times, numbers, code, step):
@@ -200,7 +198,7 @@ def test_a_run_may_change_the_number_of_its_processes_and_keeps_its_bits(run, to
     assert code == 1 and len(re.findall(r'stopped: step [78] is saved', out)) == 1
     assert re.search(r'exitcode *: 143', err) and not re.search(r'exitcode *: (?!143)', err), err
     assert run('out', 'signal in', 'train.train_step', 7, int(TERM), init_from='resume', **settings) == 143
-    assert 13 <= step_of(tmp_path / 'out') <= 16  # one process gives the step up, two finish it
+    assert step_of(tmp_path / 'out') in (14, 15)
     assert ended(torchrun('out', init_from='resume', **settings))[0] == 0
     for out in ('two', 'out'):
         assert_equal_runs(tmp_path / out, tmp_path / 'whole')
@@ -260,17 +258,7 @@ def test_all_processes_skip_a_step_that_is_not_finite_on_one(run, torchrun, tmp_
 
 
 # -----------------------------------------------------------------------------
-# data and security
-
-def test_a_bin_that_was_cut_is_refused_at_the_start_and_on_resume(train_tiny, tmp_path):
-    """The cut leaves complete tokens. Cut while it is mapped, it would end in SIGBUS."""
-    folder = write_bins(tmp_path / 'data' / 'cut', noise(400), noise(200))
-    train_tiny(dataset='cut', data_dir=tmp_path / 'data', max_iters=2)
-    os.truncate(f'{folder}/train.bin', 100)
-    for init_from in ('resume', 'scratch'):
-        with pytest.raises(ValueError, match=r'train\.bin has 50 tokens, .*400'):
-            train_tiny(dataset='cut', data_dir=tmp_path / 'data', init_from=init_from)
-
+# security
 
 UNSAFE = {'eval', 'exec', 'os.system', 'os.popen', 'pickle.load', 'pickle.loads', 'np.load', 'marshal.loads',
           'shutil.unpack_archive', 'DataLoader'}
@@ -292,5 +280,4 @@ def test_our_code_does_not_run_what_it_is_given():
     found = {(path.name, name) for path in files for name in unsafe_calls(path.read_text(encoding='utf-8'))}
     # Config files are the user's own Python. Judged programs run in a child that --run_code starts.
     assert found == {('configurator.py', 'exec')}
-    unsafe = 'torch.load(p)\nx.run(c, shell=True)\neval("1")\nz.extractall()\npickle.loads(b)\nos.system(c)\n'
-    assert len(list(unsafe_calls(unsafe + 'torch.load(p, weights_only=True)\nmodel.eval()\n'))) == 6
+    assert list(unsafe_calls('torch.load(p)\nx.run(c, shell=True)\nmodel.eval()')) == ['torch.load', 'x.run']

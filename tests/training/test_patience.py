@@ -3,22 +3,19 @@
 import os
 import signal
 
-import pytest
 from conftest import at_step, load, same, scripted_losses
 
 NAN = float('nan')
 SETTINGS = dict(max_iters=12, eval_interval=2, patience=2)
 
 
-@pytest.mark.parametrize('always', [True, False])
-def test_a_run_out_of_patience_stops_saves_and_says_how_to_go_on(train_tiny, tmp_path, monkeypatch, capsys,
-                                                                  always):
+def test_a_run_out_of_patience_stops_saves_and_says_how_to_go_on(train_tiny, tmp_path, monkeypatch, capsys):
     """Also if it was stopped and resumed meanwhile."""
     scripted_losses(monkeypatch, 4.0, 4.5, 3.0, NAN, 3.0)  # after steps 2 to 10
     at_step(monkeypatch, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train_tiny(always_save_checkpoint=always, **SETTINGS) == 143
+    assert train_tiny(always_save_checkpoint=False, **SETTINGS) == 143
     assert 'patience=' not in capsys.readouterr().out.split('stopped: ')[1]
-    assert train_tiny(always_save_checkpoint=always, init_from='resume', **SETTINGS) == 0
+    assert train_tiny(init_from='resume', **SETTINGS) == 0
     *_, why, done, _, to_sample = capsys.readouterr().out.splitlines()
     assert done.startswith('done: best val loss 3.0000') and to_sample.startswith('to sample: python')
     out = tmp_path / 'out'

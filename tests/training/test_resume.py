@@ -150,8 +150,7 @@ def test_compiled_runs_repeat_and_resume_bit_for_bit(tmp_path, monkeypatch):
 # settings on resume
 
 @pytest.mark.parametrize('settings, words', [
-    (dict(n_layer=3), r'n_layer=3.* 2\b'), (dict(softcap=0), r'softcap=0\.0.* 15\.0'),
-    (dict(optimizer='adamw'), r"optimizer='adamw'.* 'muon'"),
+    (dict(softcap=0), r'softcap=0\.0.* 15\.0'), (dict(optimizer='adamw'), r"optimizer='adamw'.* 'muon'"),
     (dict(dataset='other'), r"dataset='other'.* 'tiny'"),
     (dict(), "dataset='tiny' is not the data of this run")])
 def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, settings, words):
@@ -194,15 +193,14 @@ def test_config_py_of_a_run_repeats_it(train_tiny, halves, tmp_path):
 # -----------------------------------------------------------------------------
 # checkpoints of others
 
-def test_a_run_of_commit_51291ce_is_resumed(halves, stopped, capsys):
-    """Its settings and counters that are gone are dropped. One setting has another name now."""
+def test_a_run_of_commit_51291ce_is_resumed(halves, stopped):
+    """Its settings and counters that are gone are ignored. One setting has another name now."""
     def as_then(checkpoint):
         checkpoint['config'].update(check=False, keep_last=2, warmup_iters=100, warmup_fraction=0.3)
         checkpoint['state'].update(recent=[5.5, 5.4], spikes_in_a_row=0, eval_fitted=False)
         checkpoint['run_id'] = 'none'
     change(stopped, as_then)
     train.main(['--init_from=resume', f'--out_dir={stopped}'])
-    assert 'settings of the checkpoint that no longer exist: check, keep_last' in capsys.readouterr().out
     assert_equal_runs(stopped, halves / 'whole')
 
 
@@ -261,11 +259,7 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     ({'compile': False, 'dtype': 'bfloat16', 'device': 'cuda'}, {'compile': False}),
     ({'compile': True}, {}),  # nanoGPT's default, and no wish of its user
     ({'dtype': 'float32'}, {'dtype': 'float32'}),  # which is not
-    ({'dataset': '../data/chars/'}, {'dataset': 'chars'})])
-def test_settings_of_a_run_of_nanogpt(config, kept):
+    ({'dataset': '../data/chars/'}, {'dataset': 'chars'}),
+    ({'document_mask': True}, {'pack_rows': True})])  # of ours, before it was one setting
+def test_settings_of_a_run_of_nanogpt_or_an_older_one(config, kept):
     assert checkpoint_settings({'model_args': {}, 'config': {'seed': 1, **config}}, {}) == {'seed': 1, **kept}
-
-
-def test_weights_that_are_not_finite_are_not_resumed(train_tiny, stopped):
-    change(stopped, lambda checkpoint: checkpoint['model']['lm_head.weight'][0, 0].fill_(math.nan))
-    assert re.search('weights .*are not finite', error_of(train_tiny, init_from='resume'))

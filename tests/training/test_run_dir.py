@@ -56,12 +56,11 @@ def test_the_last_checkpoints_are_kept(tmp_path):
     assert copies < set(names(tmp_path / 'out'))
 
 
-@pytest.mark.parametrize('world, launcher', [
-    ('1', 'python'), ('8', 'torchrun --standalone --nproc_per_node=8')])
-def test_the_command_that_resumes_starts_as_many_processes(monkeypatch, world, launcher):
-    monkeypatch.setenv('WORLD_SIZE', world)
-    monkeypatch.setenv('LOCAL_WORLD_SIZE', world)
-    expected = f"{launcher} train.py --init_from=resume --out_dir='my run' --device=cpu"
+def test_the_command_that_resumes_starts_as_many_processes(monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '8')
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '4')
+    command = "train.py --init_from=resume --out_dir='my run' --device=cpu"
+    expected = f'torchrun --standalone --nproc_per_node=4 {command}'
     assert resume_command(TrainConfig(out_dir='my run', device='cpu')) == expected
 
 

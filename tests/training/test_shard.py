@@ -53,8 +53,7 @@ def steps(folder, number, env=None, dtype='float32', scale=None, optimizer='adam
     splits = [Split(folder, name, read_meta(folder), 16) for name in ('train', 'val')]
     batches, found = Batches(splits[0], cfg, env), SimpleNamespace(losses=[], scales=[])
     for step in range(number):
-        num_targets, loads = batches.step(step)
-        result = train.train_step(forward, loads, num_targets, optimizers, scaler, cfg, env)
+        result = train.train_step(forward, batches.step(step), optimizers, scaler, cfg, env)
         found.losses.append(result.loss.item())
         found.scales.append(scaler.get_scale())
         if step == 0:
@@ -188,14 +187,6 @@ def test_one_file_for_any_number_of_processes_sharded_or_not(run_on, tmp_path, r
         assert_equal_checkpoints(out / name, whole / name)
     for found, expected in zip(log(out), log(whole), strict=True):
         assert found == pytest.approx(expected, rel=1e-3)
-
-
-def test_gloo_does_not_shard_on_gpus(monkeypatch):
-    """FSDP2 would make a group of NCCL beside it."""
-    monkeypatch.setattr(train, 'choose_device', lambda *args: (torch.device('cuda', 0), ''))
-    monkeypatch.setenv('WORLD_SIZE', '2')
-    with pytest.raises(ValueError, match=r'backend=gloo cannot shard on GPUs \(shard=full\); use --backend'):
-        train.setup(TrainConfig(backend='gloo', shard='full'))
 
 
 def standing_of_rank():

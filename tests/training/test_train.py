@@ -1,6 +1,5 @@
 """Laws of training: the step, its gradient on any number of processes, the schedule, saves, settings."""
 
-import importlib.util
 import itertools
 import math
 import os
@@ -35,7 +34,6 @@ from model import GPT, GPTConfig
 from train import TrainConfig
 
 ROOT = Path(train.__file__).parent
-RECIPES = [dict(optimizer='adamw'), dict(optimizer='muon', preset='modern')]
 no_scaler = torch.amp.GradScaler('cpu', enabled=False)
 
 
@@ -53,15 +51,15 @@ def gradient_of(model):
 
 def first_step(folder, cfg, env, optimizers=(), model=None, scaler=no_scaler, step=0):
     """The StepResult of one step of a tiny model on a dataset."""
-    num_targets, loads = Batches(Split(folder, 'train', read_meta(folder), 16), cfg, env).step(step)
-    return train.train_step(model, loads, num_targets, optimizers, scaler, cfg, env)
+    data = Batches(Split(folder, 'train', read_meta(folder), 16), cfg, env).step(step)
+    return train.train_step(model, data, optimizers, scaler, cfg, env)
 
 
 def distance(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
-@pytest.mark.parametrize('shape', [(16, 1), (8, 2), (4, 4), (1, 16)])
+@pytest.mark.parametrize('shape', [(8, 2), (1, 16)])
 def test_gradient_does_not_depend_on_how_the_batch_is_split(masked, shape):
     """Micro-batches with unequal masks weigh by their targets: the mean over all targets, in one piece."""
     split = Split(masked, 'train', read_meta(masked), 16)
@@ -151,13 +149,12 @@ def test_a_bf16_step_is_near_the_float32_step(masked):
 # -----------------------------------------------------------------------------
 # evaluations and saves leave the run alone
 
-@pytest.mark.parametrize('recipe', RECIPES)
-def test_evaluations_do_not_disturb_training(train_tiny, tmp_path, recipe):
+def test_evaluations_do_not_disturb_training(train_tiny, tmp_path):
     """With dropout, the weights are the same bits."""
     for out, interval in (('never', 100), ('often', 1)):
-        train_tiny(out, dropout=0.1, max_iters=4, eval_interval=interval, **recipe)
+        train_tiny(out, dropout=0.1, max_iters=4, eval_interval=interval, optimizer='muon', preset='modern')
     never, often = load(tmp_path / 'never' / 'ckpt.pt'), load(tmp_path / 'often' / 'ckpt.pt')
-    for part in ('model', 'optimizer'):
+    for part in ('model', 'optimizer', 'muon'):
         assert same(often[part], never[part])
 
 
@@ -265,12 +262,11 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     loss = re.findall(r'val loss [\d.]+', capsys.readouterr().out)[-1]
     before = contents(tmp_path)
     for out, source in (('out', 'resume'), ('new', tmp_path / 'out'), ('new', 'scratch')):
-        assert train_tiny(out, eval_only=True, init_from=source, max_epochs=2) == 0
+        assert train_tiny(out, eval_only=True, init_from=source) == 0
         assert contents(tmp_path) == before
         printed = capsys.readouterr().out
         assert (f'step 4: {loss}' in printed) == (source != 'scratch')
         assert 'step 0' not in printed and 'run: ' not in printed
-        assert 'max_epochs=2.0 replaces --max_iters' in printed
 
 
 @pytest.mark.parametrize('settings, match', [
@@ -278,15 +274,11 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(vocab_size=100), 'vocab_size=100 is smaller than the 257 ids of the tokenizer of tiny'),
     (dict(init_from='resume'), 'holds no checkpoint; start with --init_from=scratch'),
     (dict(dataset='missing'), 'missing does not exist; make it with: python prepare.py'),
-    (dict(device='tpu'), "device='tpu' was requested"),
-    (dict(eval_interval=0), 'eval_interval=0 must be above 0'), (dict(learning_rate=0), 'learning_rate=0'),
+    (dict(device='tpu'), "device='tpu'"), (dict(eval_interval=0), 'eval_interval=0'),
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
-    (dict(decay_fraction=0), 'decay_fraction=0.0 must be above 0'),
-    (dict(save_minutes=-1), 'save_minutes=-1.0 must not be negative'),
-    pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
-        importlib.util.find_spec('wandb') is not None, reason='wandb is installed')),
-])
+    (dict(time_budget=1, max_iters=600000, warmup_iters=0.1), 'warmup_iters=0.1 is a fraction'),
+    (dict(decay_fraction=0), 'decay_fraction=0.0'), (dict(save_minutes=-1), 'save_minutes=-1.0')])
 def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):
     """And no folder is left behind."""
     assert re.search(match, error_of(train_tiny, **settings))
@@ -308,19 +300,11 @@ def test_tf32_is_allowed_by_a_switch_that_autotuning_can_read(monkeypatch):
 
 
 def test_processes_that_cannot_work(train_tiny, monkeypatch):
-    for name, value in (('WORLD_SIZE', '2'), ('RANK', '0'), ('LOCAL_RANK', '0'), ('LOCAL_WORLD_SIZE', '2')):
-        monkeypatch.setenv(name, value)
-    assert 'MASTER_ADDR' in error_of(train_tiny)
-    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
-    monkeypatch.setenv('MASTER_PORT', '0')
-    assert 'backend=nccl needs GPUs, and the device is cpu' in error_of(train_tiny, backend='nccl')
-
-
-def test_the_share_of_the_batch_is_checked_before_the_processes_meet(train_tiny, monkeypatch):
+    """Refused before they wait for each other."""
     monkeypatch.setenv('WORLD_SIZE', '2')
-    monkeypatch.setattr(train, 'setup', lambda cfg: pytest.fail('too late'))
-    with pytest.raises(ValueError, match=r'= 5 sequences .* 2 processes, such as 6'):
-        train_tiny(batch_size=5, gradient_accumulation_steps=1)
+    assert 'backend=nccl needs GPUs' in error_of(train_tiny, backend='nccl')
+    error = error_of(train_tiny, batch_size=5, gradient_accumulation_steps=1)
+    assert re.search('= 5 sequences .* 2 processes, such as 6', error)
 
 
 @pytest.mark.parametrize('what, error, words', [
