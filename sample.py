@@ -233,11 +233,13 @@ def main(argv=None):
     weights, model, tokenizer, template = opened.weights, opened.gpt, opened.tokenizer, opened.template
     if cfg.export:
         dtype = torch.float32 if cfg.dtype == 'auto' else opened.dtype
+        hf_config = weights.checkpoint.get('hf_config')
         try:
             if cfg.export.endswith('.gguf'):
-                export_gguf(model, tokenizer, template, cfg.export, dtype, cfg.quantize == 'int8')
+                export_gguf(model, tokenizer, template, cfg.export, dtype, cfg.quantize == 'int8',
+                            hf_config)
             else:
-                export(model, tokenizer, template, cfg.export, dtype, weights.checkpoint.get('hf_config'))
+                export(model, tokenizer, template, cfg.export, dtype, hf_config)
         except OSError as e:
             raise ValueError(f'export={cfg.export} could not be written: {e.strerror or e}') from None
         return 0

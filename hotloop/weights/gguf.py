@@ -10,9 +10,9 @@ import torch
 
 from hotloop.data.bpe import GPT2_SPLIT
 from hotloop.system.files import replacing
-from hotloop.weights.export import differences, hf_tensors
+from hotloop.weights.export import config_json, hf_tensors
 from hotloop.weights.export_tokenizer import tokenizer_files
-from hotloop.weights.families import CONV1D, SETTINGS
+from hotloop.weights.families import CONV1D
 
 ALIGNMENT = 32  # each tensor begins at a multiple of as many bytes
 BLOCK = 32  # numbers of q8_0 that share a scale
@@ -23,10 +23,8 @@ FORMATS = {bool: (7, '?'), int: (4, 'I'), float: (6, 'f')}  # types of metadata,
 INT32, STRING, ARRAY = 5, 8, 9  # more types of metadata
 UNUSED, TOKEN_TYPES = 5, {None: 1, True: 3, False: 4}  # of ordinary, special and other added tokens
 
-# settings of GPTConfig that may have any value, in all architectures and in some
-SIZES = ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'n_ff', 'norm_eps', 'tie',
-         'rope_base', 'rope_factor')
-MORE_SIZES = {'llama': ('head_dim', 'rope_context'), 'qwen3': ('head_dim',)}
+# {model_type of transformers: architecture of llama.cpp that computes the same, if it has no windows}
+ARCHITECTURES = {'gpt2': 'gpt2', 'llama': 'llama', 'mistral': 'llama', 'qwen2': 'qwen2', 'qwen3': 'qwen3'}
 # {module in transformers: module in GGUF}
 NAMES = {
     'transformer.wte': 'token_embd', 'transformer.wpe': 'position_embd', 'transformer.ln_f': 'output_norm',
@@ -44,12 +42,13 @@ SPLITS = {(GPT2_SPLIT,): 'gpt-2', ('digits', GPT2_SPLIT): 'smollm', (LLAMA3_SPLI
           (LLAMA3_SPLIT.replace('{1,3}', ''),): 'qwen2'}
 
 
-def export_gguf(model, tokenizer, template, path, dtype, quantize):
+def export_gguf(model, tokenizer, template, path, dtype, quantize, hf_config=None):
     """
     Write a GPT, its tokenizer and its chat template ('none': no template) to a new file. Matrices
-    are in the dtype or, if quantize, in q8_0. Raises ValueError if llama.cpp has no such model.
+    are in the dtype or, if quantize, in q8_0. hf_config: as in export(). Raises ValueError if
+    llama.cpp has no such model.
     """
-    kind = architecture(model.config)
+    kind = architecture(model.config, hf_config)
     named, _, file_type = DTYPES[torch.int8 if quantize else dtype]
     metadata = {'general.architecture': kind, 'general.name': os.path.basename(path).removesuffix('.gguf'),
                 'general.file_type': file_type, 'general.quantization_version': 2}
@@ -66,19 +65,13 @@ def export_gguf(model, tokenizer, template, path, dtype, quantize):
         print('note: llama.cpp approximates GELU with tanh, so its logits differ slightly', file=sys.stderr)
 
 
-def architecture(config):
+def architecture(config, hf_config):
     """Choose the architecture of a resolved GPTConfig. Raises ValueError if llama.cpp has none."""
-    kind = 'qwen3' if config.qk_norm else 'qwen2' if config.qkv_bias else 'llama'
-    if config.position == 'learned':
-        kind = 'gpt2'
-    settings = SETTINGS[kind] | {name: getattr(config, name) for name in SIZES + MORE_SIZES.get(kind, ())}
-    if kind == 'gpt2' and config.mlp == 'gelu_tanh':
-        settings['mlp'] = config.mlp
-    differing = differences(config, type(config)(**settings).resolved(), kind)
-    if differing:
-        raise ValueError(f'llama.cpp has no such model: its {kind} differs in {", ".join(differing)}; '
-                         'a run from scratch needs --preset=gpt2 or --preset=qwen3')
-    return kind
+    kind = config_json(config, hf_config)['model_type']
+    if kind not in ARCHITECTURES or config.window is not None:
+        raise ValueError(f'llama.cpp has no such model: {kind} with window={config.window}; a run from '
+                         'scratch needs --preset=gpt2 or --preset=qwen3')
+    return ARCHITECTURES[kind]
 
 
 def shape_of(config, kind, n_vocab):
@@ -141,10 +134,6 @@ def vocabulary(tokenizer, template, max_length):
             tokens[i] = token
             types[i] = TOKEN_TYPES[special.get(token)]
     merges = [pair if isinstance(pair, str) else ' '.join(pair) for pair in file['model']['merges']]
-    reached = {pair.replace(' ', '') for pair in merges} | special.keys()
-    lost = [token for token in ids if len(token) > 1 and token not in reached]
-    if lost and split != 'llama-bpe' and file['model'].get('ignore_merges'):
-        raise ValueError(f'llama.cpp would never use the token {lost[0]!r}, because no merges give it')
     bos = tokenizer.eot if tokenizer.bos is None else tokenizer.bos  # Without one, llama.cpp takes id 11.
     made = {'ggml.model': 'gpt2', 'ggml.pre': split, 'ggml.tokens': tokens, 'ggml.token_type': types,
             'ggml.merges': merges, 'ggml.eos_token_id': tokenizer.eot, 'ggml.bos_token_id': bos,

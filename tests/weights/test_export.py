@@ -232,7 +232,7 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     path.parent.mkdir()
     write(path, gpt(257), ByteTokenizer(), template='alpaca')
     assert main(out_dir=path.parent, export=folder, dtype='bfloat16') == 0
-    assert capsys.readouterr().out == f'wrote {folder}: GPT2LMHeadModel, bfloat16\n'
+    assert capsys.readouterr().out == f'wrote {folder}: gpt2, bfloat16\n'
     assert template_of(folder) == 'alpaca'
     config = json.loads((folder / 'config.json').read_text())
     assert (config['dtype'], config['eos_token_id'], config['bos_token_id']) == ('bfloat16', [256], None)

@@ -46,8 +46,6 @@ def test_best_is_taken_before_the_latest_and_the_latest_before_older_ones(tmp_pa
         flip_a_bit(tmp_path / name)
         assert f'{name} is damaged' in error_of(load_weights, str(tmp_path / name))  # by its path
     assert 'ckpt-000000020.pt' in error_of(load_weights, str(tmp_path))
-    (tmp_path / 'a.gguf').write_bytes(b'GGUF')
-    assert 'a.gguf is for other programs' in error_of(load_weights, str(tmp_path / 'a.gguf'))
 
 
 def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
@@ -133,20 +131,11 @@ def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
 @pytest.mark.parametrize('name, content, words', [
     ('config.json', {'model_type': 'mamba'}, 'model_type=mamba is not supported'),
     ('config.json', [], 'does not hold a JSON object'),
-    ('model.safetensors.index.json', {'weight_map': {'x': 'y.safetensors'}}, 'y.safetensors cannot be read'),
     ('model.safetensors', 3, 'model.safetensors is damaged or not a safetensors file')])
 def test_a_folder_that_cannot_be_read_names_the_file(gpt2_folder, name, content, words):
-    if name.endswith('.index.json'):
-        (gpt2_folder / 'model.safetensors').unlink()
     (gpt2_folder / name).write_text(json.dumps(content))
     error = error_of(load_weights, str(gpt2_folder))
     assert words in error and str(gpt2_folder) in error
-
-
-def test_one_file_outranks_an_index_that_was_left_beside_it(gpt2_folder):
-    """As in transformers, which leaves it when it replaces shards by one file."""
-    (gpt2_folder / 'model.safetensors.index.json').write_text('{"weight_map": {"x": "gone.safetensors"}}')
-    assert load_weights(str(gpt2_folder)).weights
 
 
 @pytest.fixture

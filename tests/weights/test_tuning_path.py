@@ -87,7 +87,7 @@ def test_the_path_from_a_base_to_an_export(run, monkeypatch):
     assert chat == f'> {answer}\n> ' and answer.startswith('The sum is')
 
     written = run(sample, '--out_dir=out-lora --export=tuned')
-    assert written == 'wrote tuned: Qwen2ForCausalLM, float32\n'
+    assert written == 'wrote tuned: qwen2, float32\n'
     check_export()
 
 
