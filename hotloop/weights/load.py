@@ -96,6 +96,9 @@ def load_checkpoint(path):
     Load a checkpoint of ours or of nanoGPT onto the CPU. Checksums are verified first, because torch.load
     ignores them: of 400 files with one flipped bit it loaded 398 with wrong values.
     """
+    if torch.__version__ < (2, 10):  # weights_only=True can be made to run code there
+        raise ValueError(f'torch {torch.__version__} cannot load checkpoints safely (CVE-2026-24747): '
+                         'pip install "torch>=2.11"')
     try:
         check_records(path)
         # mapped, the processes of a machine share the pages of the file: 8 copies would take 75 GB at 773M
@@ -182,7 +185,7 @@ def load_folder(folder, is_gpt2=False):
     is_other = bool(vocab) and vocab.get('Ġthe') != 262
     if not is_gpt2 and (is_other or {'tokenizer.json', 'tokenizer.model'} & set(os.listdir(folder))):
         spec = read_tokenizer_json(folder).spec()
-        rest['template'] = template_of(folder) or None
+        rest['template'] = template_of(folder)
     elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
         spec = GPT2_SPEC
     return Weights(folder, model_args, weights, spec, rest)
