@@ -213,6 +213,8 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert template_of(folder) == 'alpaca'
     config = json.loads((folder / 'config.json').read_text())
     assert (config['dtype'], config['eos_token_id'], config['bos_token_id']) == ('bfloat16', [256], None)
+    weights = read_safetensors(str(folder / 'model.safetensors'))
+    assert weights['transformer.ln_f.bias'].dtype == torch.bfloat16
     assert main(init_from=folder, start='hi', max_new_tokens=2) == 0
     for used in (folder, path):
         error = error_of(main, out_dir=path.parent, export=used)

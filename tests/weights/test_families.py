@@ -172,11 +172,17 @@ def test_keys_that_a_config_json_lacks_have_transformers_values(families):
 @pytest.mark.parametrize('kind, keys, words', [
     ('phi3', {}, 'model_type=phi3 is not supported, only gpt2, llama'),
     ('llama', {'attention_bias': True}, 'attention_bias=True is not supported, only False'),
+    ('llama', {'mlp_bias': True}, 'mlp_bias=True'), ('llama', {'hidden_act': 'gelu'}, 'hidden_act=gelu'),
     ('llama', {'rope_scaling': {'type': 'yarn', 'factor': 2.0}}, 'rope_type=yarn is not supported'),
+    ('llama', {'rope_parameters': rope(1e4, **LLAMA3 | {'high_freq_factor': 8.0})}, 'high_freq_factor=8.0'),
     ('llama', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5 is not supported, only 1'),
     ('llama', {'quantization_config': {'bits': 4}}, "quantization_config={'bits': 4} is not supported"),
+    ('llama', {'auto_map': {'AutoModel': 'x.py'}}, 'auto_map='),
+    ('llama', {'is_causal': False}, 'is_causal=False is not supported, only True'),
     ('llama', {'hidden_size': None}, "has no 'hidden_size'"),
     ('gemma2', {'hidden_activation': 'gelu'}, 'hidden_activation=gelu'),
+    ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention=True'),
+    ('nanochat', {'hidden_act': 'silu'}, 'hidden_act=silu is not supported, only relu2'),
     ('gemma3_text', {'layer_types': ['chunked_attention']}, 'layer_types=chunked_attention is not supported'),
     ('gpt2', {}, "has no 'n_layer'")])
 def test_a_switch_that_gpt_cannot_follow_is_refused_by_name(kind, keys, words):

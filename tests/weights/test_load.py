@@ -168,7 +168,8 @@ def test_a_folder_without_safetensors_or_tokenizer_json_is_refused_with_the_conv
     assert 'has no model.safetensors' in error and 'AutoModelForCausalLM.from_pretrained' in error
 
 
-@pytest.mark.parametrize('change', [dict(shape=[3, 2]), dict(dtype='F31'), dict(data_offsets=[4, 20])])
+@pytest.mark.parametrize('change', [dict(shape=[3, 2]), dict(dtype='F31'), dict(data_offsets=[4, 20]),
+                                    dict(data_offsets=[-16, 0])])
 def test_files_that_are_cut_or_damaged_are_refused(tmp_path, change):
     path = tmp_path / 'x.safetensors'
     write_safetensors(path, {'a': torch.zeros(2, 2)})
