@@ -14,8 +14,7 @@ TIMEOUT = (5, 30)  # seconds to connect, and without a byte
 GPT2_OWNER = 'openai-community/'  # on the hub; here its models have short names
 TOKENIZER_FILES = ['tokenizer_config.json', 'chat_template.jinja', 'tokenizer.json']
 MODEL_FILES = ['config.json', 'generation_config.json', 'tokenizer.model', 'vocab.json',
-               'model.safetensors', 'model-*.safetensors', 'model.safetensors.index.json',
-               *TOKENIZER_FILES]
+               'model.safetensors', 'model-*.safetensors', *TOKENIZER_FILES]
 
 
 # -----------------------------------------------------------------------------

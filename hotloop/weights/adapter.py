@@ -3,27 +3,32 @@
 import json
 import os
 import re
+from typing import NamedTuple
 
 from hotloop.data.tokenizer import spec_of, template_of_record
 from hotloop.system.files import read_json, replacing
-from hotloop.weights.families import check_keys, head_dim_of, is_nanochat, swap_rows
+from hotloop.weights.families import check_keys, head_dim_of, swap_rows
 from hotloop.weights.lora import EMBEDDINGS, LoRAConfig, adapters_of, embeddings_of
 from hotloop.weights.safetensors import read_safetensors, write_safetensors
 
 CONFIG = 'adapter_config.json'
 TENSORS = 'adapter_model.safetensors'
 ORIGIN = 'hotloop.json'  # identifies the base; records the tokenizer and chat template of its data
-# the options in adapter_config.json that merged() supports, with their only values; other ways to
-# initialize, such as PiSSA, change the base
-SUPPORTED = {'peft_type': ['LORA'], 'bias': ['none'], 'use_dora': [False, None], 'lora_bias': [False, None],
-             'rank_pattern': [{}, None], 'alpha_pattern': [{}, None],
-             'target_parameters': [None, []], 'trainable_token_indices': [None, []],
+# The options in adapter_config.json that change the sum without another name of a tensor, with the
+# values that merged() supports. Other ways to initialize, such as PiSSA, change the base.
+SUPPORTED = {'rank_pattern': [{}, None], 'alpha_pattern': [{}, None],
              'alora_invocation_tokens': [None, []], 'layer_replication': [None, []],
              'init_lora_weights': [True, False, None, 'gaussian', 'eva', 'orthogonal']}
 # {a name of peft's: ours}
 SAVED = {'model.embed_tokens': EMBEDDINGS[0], 'transformer.wte': EMBEDDINGS[0], 'lm_head': EMBEDDINGS[1]}
 NANOCHAT = {'mlp.up_proj': 'mlp.fc1', 'mlp.down_proj': 'mlp.fc2',  # {projection: its name there}, and back
             'mlp.fc1': 'mlp.up_proj', 'mlp.fc2': 'mlp.down_proj'}
+
+
+class Adapter(NamedTuple):
+    matrices: dict  # {(layer, projection): (A, B)}, as adapters_of() returns them
+    embeddings: dict  # {name: tensor} of the embedding and the head, if they were trained too
+    scale: float
 
 
 def write_adapter(folder, checkpoint):
@@ -35,8 +40,7 @@ def write_adapter(folder, checkpoint):
     tensors = {}
     targets = {}  # names, in order
     adapters = adapters_of(checkpoint['model'], lora['parts'])
-    if is_nanochat(checkpoint.get('hf_config')):
-        adapters = swap_nanochat(adapters, head_dim_of(checkpoint['model_args']))
+    adapters = swap_nanochat(adapters, checkpoint.get('hf_config'), checkpoint['model_args'])
     for (layer, projection), (A, B) in adapters.items():
         is_gpt2 = projection in lora['parts']  # It has a matrix of its own.
         blocks = 'transformer.h'
@@ -68,8 +72,14 @@ def write_adapter(folder, checkpoint):
         raise ValueError(f'{folder} could not be written: {e.strerror or e}') from None
 
 
-def swap_nanochat(adapters, head_dim):
-    """Translate adapters to NanoChat's projections and rotation, or back; see swap_halves()."""
+def swap_nanochat(adapters, hf_config, model_args):
+    """
+    Translate the adapters of a base with this config.json, or None, to NanoChat's projections and
+    rotation, or back; see swap_halves(). Those of other families stay as they are.
+    """
+    if not hf_config or hf_config['model_type'] != 'nanochat':
+        return adapters
+    head_dim = head_dim_of(model_args)
     swapped = {}
     for (layer, projection), (A, B) in adapters.items():
         is_rotated = projection in ('attn.q_proj', 'attn.k_proj')
@@ -97,36 +107,21 @@ def base_of(folder):
 
 
 def read_adapter(folder):
-    """
-    Read ({(layer, projection): (A, B)}, scale) of a folder, ours or peft's, as adapters_of() has them.
-    read_embeddings() reads the rest.
-    """
+    """Read the Adapter in a folder, ours or peft's. Raises ValueError if merged() cannot add it."""
     config = read_json(os.path.join(folder, CONFIG))
     check_keys(config, SUPPORTED, f'{folder}/{CONFIG}')
     lora = LoRAConfig(lora_rank=config['r'], lora_alpha=config['lora_alpha'],
                       lora_rs=config.get('use_rslora', False))
+    found = Adapter({}, {}, lora.scale())
     tensors = read_safetensors(os.path.join(folder, TENSORS))
-    pattern = re.compile(r'base_model\.model\.(?:transformer\.h|model\.layers)\.(\d+)'
-                         r'\.(?:self_)?(.+)\.lora_([AB])\.weight')
-    adapters = {}
-    for name, A in tensors.items():
-        found = pattern.fullmatch(name)
-        if our_embedding(name):
-            continue
-        if found is None:
+    for name, tensor in tensors.items():
+        module = name.removeprefix('base_model.model.').removesuffix('.weight')
+        place = re.fullmatch(r'(?:transformer\.h|model\.layers)\.(\d+)\.(?:self_)?(.+)\.lora_([AB])', module)
+        if module in SAVED:
+            found.embeddings[SAVED[module]] = tensor
+        elif place is None:
             raise ValueError(f'{folder}: {name} is not supported, only matrices of blocks, wte and head')
-        if found[3] == 'A':
+        elif place[3] == 'A':
             B = tensors[name.replace('lora_A', 'lora_B')]
-            adapters[int(found[1]), found[2]] = A.float(), B.float()
-    return adapters, lora.scale()
-
-
-def our_embedding(name):
-    """Return our name of an embedding or head in a folder of adapters, or None."""
-    return SAVED.get(name.removeprefix('base_model.model.').removesuffix('.weight'))
-
-
-def read_embeddings(folder):
-    """Read the embedding and the head that were trained beside the adapters of a folder, {name: tensor}."""
-    tensors = read_safetensors(os.path.join(folder, TENSORS))
-    return {our_embedding(name): tensor for name, tensor in tensors.items() if our_embedding(name)}
+            found.matrices[int(place[1]), place[2]] = tensor.float(), B.float()
+    return found

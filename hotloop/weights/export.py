@@ -13,10 +13,7 @@ from hotloop.weights.export_tokenizer import tokenizer_files
 from hotloop.weights.families import CONV1D, OUTSIDE, block_of, model_args_from, names_of, swap_halves
 from hotloop.weights.safetensors import write_safetensors
 
-ARCHITECTURES = {'gpt2': 'GPT2LMHeadModel', 'llama': 'LlamaForCausalLM',
-                 'mistral': 'MistralForCausalLM', 'qwen2': 'Qwen2ForCausalLM',
-                 'qwen3': 'Qwen3ForCausalLM', 'gemma2': 'Gemma2ForCausalLM',
-                 'gemma3_text': 'Gemma3ForCausalLM', 'nanochat': 'NanoChatForCausalLM'}
+ARCHITECTURES = {'gpt2': 'GPT2LMHeadModel', 'nanochat': 'NanoChatForCausalLM', 'qwen3': 'Qwen3ForCausalLM'}
 ACTIVATIONS = {'gelu': 'gelu', 'gelu_tanh': 'gelu_new'}  # of GPT-2
 # {preset: model_type}
 KIND_OF = {'gpt2': 'gpt2', 'modern': 'nanochat', 'hybrid': 'nanochat', 'qwen3': 'qwen3'}
@@ -45,7 +42,7 @@ def export(model, tokenizer, template, folder, dtype, hf_config=None):
             content = json.dumps(content, indent=2)
         with replacing(os.path.join(folder, name)) as f:
             f.write(content.encode())
-    print(f'wrote {folder}: {config["architectures"][0]}, {config["dtype"]}')
+    print(f'wrote {folder}: {config["model_type"]}, {config["dtype"]}')
     if not files:
         print('note: without a tokenizer: tokenizer.json cannot hold one of characters', file=sys.stderr)
 
@@ -58,7 +55,6 @@ def config_json(config, hf_config=None):
     hf_config = hf_config or scratch_config(config)
     made = {key: value for key, value in hf_config.items() if key != 'torch_dtype'}
     kind = made['model_type']
-    made['architectures'] = [ARCHITECTURES[kind]]
     for ours in ('block_size', 'vocab_size', 'tie'):
         made[names_of(kind)[ours]] = getattr(config, ours)
     if 'n_ctx' in made:
@@ -87,7 +83,7 @@ def differences(config, theirs, kind):
 def scratch_config(config):
     """Return the config.json of a model trained from scratch: that of the family of its preset."""
     kind = KIND_OF[config.preset]
-    made = {'model_type': kind}
+    made = {'model_type': kind, 'architectures': [ARCHITECTURES[kind]]}
     for ours, theirs in names_of(kind).items():
         made[theirs] = getattr(config, ours)
     if kind == 'gpt2':  # llama.cpp reads n_ctx

@@ -178,10 +178,6 @@ def swap_rows(rows, head_dim):
     return rows.unflatten(0, (-1, 2, head_dim // 2)).flip(1).flatten(0, 2)
 
 
-def is_nanochat(hf_config):
-    return bool(hf_config) and hf_config['model_type'] == 'nanochat'
-
-
 def head_dim_of(model_args):
     return model_args['head_dim'] or model_args['n_embd'] // model_args['n_head']
 

@@ -17,8 +17,8 @@ from hotloop.data.tokenizer import GPT2_SPEC, GPT2_VOCAB_SIZES, spec_of
 from hotloop.data.tokenizer_source import dataset_spec, read_optional, read_tokenizer_json, template_of
 from hotloop.system.files import checkpoint_paths, first_intact, hash_file, read_json
 from hotloop.system.text import first_line
-from hotloop.weights.adapter import TENSORS, base_of, is_adapter, read_adapter, read_embeddings, swap_nanochat
-from hotloop.weights.families import CONV1D, head_dim_of, is_nanochat, model_args_from, our_name, swap_halves
+from hotloop.weights.adapter import TENSORS, base_of, is_adapter, read_adapter, swap_nanochat
+from hotloop.weights.families import CONV1D, head_dim_of, model_args_from, our_name, swap_halves
 from hotloop.weights.lora import adapters_of, embeddings_of, hash_weights, merged
 from hotloop.weights.safetensors import read_safetensors
 
@@ -82,9 +82,6 @@ def load_run(source):
 def open_checkpoint(source):
     """Load (path, checkpoint) of a file, or of a run's first intact one: best.pt, ckpt.pt, older ones."""
     check_start(source)
-    if source.endswith('.gguf'):
-        raise ValueError(f'{source} is for other programs, such as llama.cpp; name the run or folder that it '
-                         'was exported from')
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
     paths = checkpoint_paths(source, best=True)
@@ -142,10 +139,9 @@ def load_adapter(folder):
     base = open_base(record, folder)
     rest = {**base.checkpoint, 'sha256': hash_file(os.path.join(folder, TENSORS)),
             'template': record['template'] or base.checkpoint.get('template')}
-    adapters, scale = read_adapter(folder)
-    if is_nanochat(base.checkpoint.get('hf_config')):
-        adapters = swap_nanochat(adapters, head_dim_of(base.model_args))
-    weights = merged(base.weights | read_embeddings(folder), adapters, scale, record['quantize'])
+    adapter = read_adapter(folder)
+    matrices = swap_nanochat(adapter.matrices, base.checkpoint.get('hf_config'), base.model_args)
+    weights = merged(base.weights | adapter.embeddings, matrices, adapter.scale, record['quantize'])
     return Weights(folder, base.model_args, weights, record['tokenizer'] or base.tokenizer, rest)
 
 
@@ -176,7 +172,7 @@ def load_folder(folder, is_gpt2=False):
     config = read_json(path)
     model_args = model_args_from(config, path)
     weights = read_tensors(folder, config['model_type'])
-    if is_nanochat(config):
+    if config['model_type'] == 'nanochat':
         swap_halves(weights, head_dim_of(model_args))
     # Of a tied pair a file may have either; a head that differs is kept, as in transformers.
     both = [weights[name] for name in (WTE, HEAD) if name in weights]
@@ -189,7 +185,7 @@ def load_folder(folder, is_gpt2=False):
     is_other = bool(vocab) and vocab.get('Ġthe') != 262
     if not is_gpt2 and (is_other or {'tokenizer.json', 'tokenizer.model'} & set(os.listdir(folder))):
         spec = read_tokenizer_json(folder).spec()
-        rest['template'] = template_of(folder) or None
+        rest['template'] = template_of(folder)
     elif model_args['vocab_size'] in GPT2_VOCAB_SIZES:
         spec = GPT2_SPEC
     return Weights(folder, model_args, weights, spec, rest)
@@ -197,13 +193,10 @@ def load_folder(folder, is_gpt2=False):
 
 def read_tensors(folder, kind):
     """Map the safetensors of a folder, one file or shards, under our names. kind: its model_type."""
-    path = os.path.join(folder, 'model.safetensors')
-    index = f'{path}.index.json'  # An old one may lie beside the one file.
-    paths = [path]
-    if not os.path.exists(path) and os.path.exists(index):
-        names = {os.path.basename(name) for name in read_json(index)['weight_map'].values()}
-        paths = [os.path.join(folder, name) for name in sorted(names)]
-    elif not os.path.exists(path):
+    paths = [os.path.join(folder, 'model.safetensors')]
+    if not os.path.exists(paths[0]):
+        paths = sorted(glob.glob(os.path.join(glob.escape(folder), 'model-*.safetensors')))
+    if not paths:
         raise ValueError(f'{folder} has no model.safetensors; if you trust its source, transformers makes '
                          f'one: AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained({folder!r})')
     found = {}

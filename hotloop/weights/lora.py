@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from configurator import strength
 from hotloop.data.chat import MARK, TEMPLATES
 from hotloop.system.text import wrapped
 from hotloop.weights.nf4 import NF4Linear, rounded
@@ -52,10 +51,8 @@ def check_lora(lora, cfg, given, is_new):
     """Raise ValueError if adapters contradict other settings of the run. given: {name: place}."""
     if not lora.lora_rank:
         for field in dataclasses.fields(lora):
-            # a flag --lora_rank=0 turns off all of a card
-            is_asked = strength(given.get(field.name)) >= strength(given.get('lora_rank'))
             value = getattr(lora, field.name)
-            if is_asked and value != field.default:
+            if value != field.default and 'lora_rank' not in given:  # --lora_rank=0 turns off a card's
                 raise ValueError(f'{field.name}={value!r} applies only with a --lora_rank such as 16')
         return
     if cfg.optimizer == 'muon':

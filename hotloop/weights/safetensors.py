@@ -28,7 +28,7 @@ def read_safetensors(path):
         for name, entry in header.items():
             dtype = DTYPES[entry['dtype']]
             start, end = entry['data_offsets']
-            if not 0 <= start < end:
+            if not 0 <= start < end:  # torch would read a tensor before the first from the header
                 raise ValueError(f'{name} is at bytes {start} to {end}')
             count = (end - start) // dtype.itemsize
             flat = torch.frombuffer(data, dtype=dtype, count=count, offset=first + start)

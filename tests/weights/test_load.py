@@ -46,8 +46,6 @@ def test_best_is_taken_before_the_latest_and_the_latest_before_older_ones(tmp_pa
         flip_a_bit(tmp_path / name)
         assert f'{name} is damaged' in error_of(load_weights, str(tmp_path / name))  # by its path
     assert 'ckpt-000000020.pt' in error_of(load_weights, str(tmp_path))
-    (tmp_path / 'a.gguf').write_bytes(b'GGUF')
-    assert 'a.gguf is for other programs' in error_of(load_weights, str(tmp_path / 'a.gguf'))
 
 
 def test_a_folder_on_disk_wins_over_the_name(tmp_path, monkeypatch):
@@ -95,7 +93,7 @@ def gpt2_folder(tmp_path):
 def test_a_folder_gives_args_weights_and_tokenizer(gpt2_folder, monkeypatch):
     found = load_weights(str(gpt2_folder))
     model = GPT.from_checkpoint(found.model_args, found.weights)
-    assert found.path == str(gpt2_folder) and found.tokenizer is None
+    assert found.tokenizer is None
     assert found.checkpoint.keys() == {'hf_config'} and found.checkpoint['hf_config']['n_positions'] == 5
     assert model.config.mlp == 'gelu_tanh' and model.config.tie and model.config.block_size == 5
     (gpt2_folder / 'tokenizer.json').write_text('{}')
@@ -130,25 +128,6 @@ def test_a_head_that_differs_from_tied_embeddings_is_kept(gpt2_folder):
         assert torch.equal(model.transformer.wte.weight, embedding)
 
 
-@pytest.mark.parametrize('name, content, words', [
-    ('config.json', {'model_type': 'mamba'}, 'model_type=mamba is not supported'),
-    ('config.json', [], 'does not hold a JSON object'),
-    ('model.safetensors.index.json', {'weight_map': {'x': 'y.safetensors'}}, 'y.safetensors cannot be read'),
-    ('model.safetensors', 3, 'model.safetensors is damaged or not a safetensors file')])
-def test_a_folder_that_cannot_be_read_names_the_file(gpt2_folder, name, content, words):
-    if name.endswith('.index.json'):
-        (gpt2_folder / 'model.safetensors').unlink()
-    (gpt2_folder / name).write_text(json.dumps(content))
-    error = error_of(load_weights, str(gpt2_folder))
-    assert words in error and str(gpt2_folder) in error
-
-
-def test_one_file_outranks_an_index_that_was_left_beside_it(gpt2_folder):
-    """As in transformers, which leaves it when it replaces shards by one file."""
-    (gpt2_folder / 'model.safetensors.index.json').write_text('{"weight_map": {"x": "gone.safetensors"}}')
-    assert load_weights(str(gpt2_folder)).weights
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The cache of huggingface_hub, empty and offline."""
@@ -180,11 +159,6 @@ def test_a_model_that_is_not_on_disk_is_one_sentence(cache):
     assert "'org/model' is not on disk, and a dry run" in error_of(shape_of, 'org/model')
 
 
-def test_the_package_of_the_hub_is_named_where_it_is_missing(monkeypatch):
-    monkeypatch.setattr('hotloop.system.files.find_spec', lambda name: None)
-    assert 'pip install huggingface_hub' in error_of(load_weights, 'org/model')
-
-
 def test_a_folder_without_safetensors_or_tokenizer_json_is_refused_with_the_conversion(gpt2_folder):
     (gpt2_folder / 'tokenizer.model').write_bytes(b'')
     error = error_of(load_weights, str(gpt2_folder))
@@ -194,21 +168,14 @@ def test_a_folder_without_safetensors_or_tokenizer_json_is_refused_with_the_conv
     assert 'has no model.safetensors' in error and 'AutoModelForCausalLM.from_pretrained' in error
 
 
-ENTRY = {'dtype': 'F32', 'shape': [2, 2], 'data_offsets': [0, 16]}
-
-
-def test_files_that_are_cut_damaged_or_inconsistent_are_refused(tmp_path):
+@pytest.mark.parametrize('change', [dict(shape=[3, 2]), dict(dtype='F31'), dict(data_offsets=[4, 20]),
+                                    dict(data_offsets=[-16, 0])])
+def test_files_that_are_cut_or_damaged_are_refused(tmp_path, change):
     path = tmp_path / 'x.safetensors'
-    header = json.dumps({'a': ENTRY}).encode()
-    intact = struct.pack('<Q', len(header)) + header + bytes(16)
-    path.write_bytes(intact)
-    assert read_safetensors(str(path))['a'].tolist() == [[0, 0], [0, 0]]
-    damaged = [intact[:n] for n in range(0, len(intact), 7)] + [b'\xff' * 8 + intact[8:]]
-    headers = [b'{"a": ', b'[1, 2]', b'[' * 50000, b'\xff\xfe\xfd', b'{"a": 3}']
-    for change in (dict(shape=[3, 2]), dict(shape='xx'), dict(dtype='F31'), dict(data_offsets=[4, 20]),
-                   dict(data_offsets=[-16, 0]), dict(data_offsets=None)):
-        headers.append(json.dumps({'a': {**ENTRY, **change}}).encode())
-    damaged += [struct.pack('<Q', len(header)) + header + bytes(16) for header in headers]
-    for content in damaged:
+    write_safetensors(path, {'a': torch.zeros(2, 2)})
+    intact = path.read_bytes()
+    header = json.dumps({'a': {'dtype': 'F32', 'shape': [2, 2], 'data_offsets': [0, 16], **change}}).encode()
+    wrong = struct.pack('<Q', len(header)) + header + bytes(16)
+    for content in (intact[:4], intact[:40], intact[:-1], b'\xff' * 8 + intact[8:], wrong):
         path.write_bytes(content)
         assert f'{path} is damaged' in error_of(read_safetensors, str(path)), content[:80]

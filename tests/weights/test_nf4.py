@@ -37,15 +37,9 @@ def test_codes_are_those_of_bitsandbytes_and_errors_those_of_the_paper():
     error = (dequantize(nf4, pairs_of('cpu'), weight.shape, torch.float32) - weight).norm() / weight.norm()
     assert 0.091 < error <= 0.0925
     assert 8 * sum(tensor.nbytes for tensor in nf4) / weight.numel() == pytest.approx(4.127, abs=0.001)
-
-
-@pytest.mark.parametrize('shape', [(3, 5), (17, 100)])
-def test_any_shape_and_blocks_of_zeros(shape):
-    """Codes and signs are right; numbers on the code come back but for the rounding of the scales."""
-    torch.manual_seed(0)
-    weight = torch.tensor(CODE)[torch.randint(16, shape)]
-    torch.testing.assert_close(rounded(weight), weight, rtol=0.02, atol=0.02)
-    assert torch.equal(rounded(torch.zeros(shape)), torch.zeros(shape))
+    on_the_code = torch.tensor(CODE)[torch.randint(16, (17, 101))]  # an odd number, which is padded
+    torch.testing.assert_close(rounded(on_the_code), on_the_code, rtol=0.02, atol=0.02)
+    assert not rounded(torch.zeros(3, 5)).any()
 
 
 def test_both_look_ups_find_the_two_weights_of_each_byte():
