@@ -17,7 +17,6 @@ from model import (
     Context,
     GPTConfig,
     attend_within,
-    block_mask,
     config_from,
     flex_options,
     plain_attention,
@@ -86,22 +85,6 @@ def test_attention_within_windows_and_documents_equals_a_dense_mask(monkeypatch,
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize('window, documents', [CASES[0], CASES[3], CASES[4]])
-def test_the_block_mask_of_a_gpu_equals_the_dense_mask(monkeypatch, window, documents):
-    """FlexAttention's own, whose kernel needs a GPU; here it is evaluated uncompiled, without gradients."""
-    monkeypatch.setattr('model.compiled_alone', lambda function: function)
-    monkeypatch.setattr('torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG', True)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 23, 8) for heads in (4, 2, 2))
-    mask = block_mask(23, window, documents, 'cpu')
-    attention = make(window=window).transformer.h[0].attn
-    dense = F.scaled_dot_product_attention(q, k, v, visible(23, window, documents), enable_gqa=True)
-    torch.testing.assert_close(attention.attend(q, k, v, mask=mask), dense)
-    attention.train().dropout.p = 0.1
-    with pytest.raises(ValueError, match=r'dropout=0\.1 cannot be combined with window, pack_rows'):
-        attention.attend(q, k, v, mask=mask)
-
-
 @pytest.mark.parametrize('settings', [
     dict(window=100, window_pattern='SL', n_kv_head=1), dict(attn_softcap=5.0), dict(window=37),
     dict(window=37, attn_softcap=5.0, query_scale=0.3, rope_local_base=500.0)], ids=str)
@@ -121,6 +104,9 @@ def test_a_gpus_attention_computes_the_gradients_of_a_cpus(monkeypatch, settings
         loss.backward()
         results.append(torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())]))
     assert (results[0] - results[1]).norm() < 1e-6 * results[0].norm()
+    model.transformer.h[0].attn.dropout.p = 0.1
+    with pytest.raises(ValueError, match=r'dropout=0\.1 .* window, document_mask'):
+        model(x, x, documents)
 
 
 @pytest.mark.parametrize('channels, dtype, memory, size', [
