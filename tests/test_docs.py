@@ -1,11 +1,15 @@
-"""README and recipe cards are correct: their commands parse, names exist, counts are exact."""
+"""README and recipe cards are correct: their commands parse, names exist, counts are exact, cells run."""
 
 import contextlib
 import dataclasses
 import importlib.util
 import itertools
+import os
 import re
 import shlex
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -25,6 +29,8 @@ CARDS = sorted((ROOT / 'config').glob('*.py'))
 SETTINGS = {'train.py': (GPTConfig, LoRAConfig, TrainConfig), 'sample.py': (SampleConfig,),
             'prepare.py': (PrepareConfig,)}
 NANOGPTS = ('config/train_shakespeare_char.py', '../nanoGPT/config/train_shakespeare_char.py')
+SMALL = ('--time_budget=None --max_iters=20 --batch_size=2 --n_layer=1 --n_embd=32 --block_size=64 '
+         '--eval_tokens=1024 --device=cpu --compile=False')
 
 
 def commands(text):
@@ -150,3 +156,34 @@ def test_counts_in_a_card_are_exact(card):
     for what, number in (('parameters', model.num_params()), ('tokens per step', tokens)):
         stated = re.search(rf'([\d,]+) {what}', text)
         assert stated is None or stated[1] == f'{number:,}'
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / '.git').exists(), reason='needs the repository, to clone it')
+def test_the_cells_of_readme_run_from_a_fresh_folder(tmp_path, monkeypatch):
+    """The clone is local, the packages are those that are here, the drive is a folder, the run is small."""
+    drive = tmp_path / 'drive'
+    text = re.search(r'^```python\n(!git clone.*?)^```', README, re.M | re.S)[1]
+    for old, new in (('URL_OF_YOUR_COPY', str(ROOT)), ('pip install -q -r requirements.txt', 'true'),
+                     ('/content/drive/MyDrive', str(drive)), ('quickstart.py', f'quickstart.py {SMALL}'),
+                     ('--start="def "', '--start="def " --device=cpu --num_samples=1 --max_new_tokens=20')):
+        assert old in text
+        text = text.replace(old, new)
+    mounted = []
+    colab = types.ModuleType('google.colab')
+    colab.drive = types.SimpleNamespace(mount=mounted.append)
+    monkeypatch.setitem(sys.modules, 'google', types.ModuleType('google'))
+    monkeypatch.setitem(sys.modules, 'google.colab', colab)
+    monkeypatch.setenv('PATH', os.pathsep.join((os.path.dirname(sys.executable), os.environ['PATH'])))
+    printed = []
+    for line in text.splitlines():
+        if line.startswith('!'):
+            done = subprocess.run(['bash', '-c', line[1:]], cwd=tmp_path, text=True, capture_output=True,
+                                  check=False)
+            assert done.returncode == 0, done.stderr
+            printed.append(done.stdout)
+        else:
+            exec(line, {})
+    prepared, trained, sampled = printed
+    assert 'quickstart' in prepared and 'step 20' in trained and sampled.startswith('def ')
+    assert mounted == ['/content/drive'] and (drive / 'run' / 'best.pt').is_file()
