@@ -18,9 +18,10 @@ import warnings
 from typing import NamedTuple
 
 from hotloop.data.chat import as_object, read_row
-from hotloop.data.documents import open_text
+from hotloop.data.documents import rows_in
+from hotloop.data.sources import open_file
 from hotloop.inference.score import print_json
-from hotloop.system.files import json_lines, optional, parse_json
+from hotloop.system.files import optional
 
 FENCE = re.compile(r'^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)', re.DOTALL | re.MULTILINE)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -55,13 +56,8 @@ class Verdict(NamedTuple):
 # tasks
 
 def read_tasks(path, is_chat):
-    """Read the tasks of a .jsonl file or a JSON list. is_chat: ask questions, do not begin code."""
-    with open_text(path) as f:
-        text = f.read()
-    rows = json_lines(text.split('\n'), path)
-    if text.startswith('['):
-        rows = [(f'{path}, element {i}', row) for i, row in enumerate(parse_json(text, path), 1)]
-    tasks = [read_task(row, where, is_chat) for where, row in rows]
+    """Read the tasks of a .jsonl or .json file. is_chat: ask questions, do not begin code."""
+    tasks = [read_task(row, where, is_chat) for where, row in rows_in(open_file(path, path))]
     if not tasks:
         raise ValueError(f'{path} has no tasks')
     return tasks
