@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hotloop.inference.kv_cache import new_cache
 from hotloop.inference.quantize import Int8Linear
 
-GREEDY_BELOW = 1e-6  # temperatures that mean 0; dividing by a smaller one would overflow
 NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it diverged, or its numbers exceed '
               'the range of float16 (then use --dtype=float32)')
 # where lengths vary: cuDNN would build a plan for each, which takes tens of milliseconds on the host (Hopper)
@@ -34,7 +33,7 @@ class Sampling:
 def sample_token(logits, number, sampling):
     """Sample one id per row, (B, 1), from (B, V) logits and a uniform number in [0, 1) per row, (B, 1)."""
     s, V = sampling, logits.size(-1)
-    if s.temperature < GREEDY_BELOW:
+    if s.temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     order = None
     if s.top_k is not None or s.top_p is not None:  # top_k first: it leaves less to sort and sum
@@ -134,15 +133,12 @@ def prefill(model, contexts):
     return cache, model(torch.tensor(padded, device=device), cache=cache)
 
 
-def slide(model, cache, rows, stopped):
-    """Drop the oldest eighth of each full context and compute the rest again. Stopped rows start over."""
-    size, full = model.config.block_size, []
-    for index, row in enumerate(rows):
-        if len(row.context) > size:
-            del row.context[:size if row.sequence in stopped else max(size // 8, 1)]
-            cache.clear(index)
-            if len(row.context) > 1:
-                full.append(index)
+def slide(model, cache, rows):
+    """Drop the oldest eighth of each full context and compute the rest again."""
+    size = model.config.block_size
+    full = [index for index, row in enumerate(rows) if len(row.context) > size]
+    for index in full:
+        del rows[index].context[:max(size // 8, 1)]
     if full:
         filled, _ = prefill(model, [rows[index].context[:-1] for index in full])
         cache.put(full, filled, slice(None))
@@ -205,5 +201,5 @@ def generate(model, prompts, sampling, seeds=None, stopped=None, compiled=False)
             rows = [rows[index] for index in alive]
             tokens, seen = tokens[alive], seen[alive]
             cache.select(alive)
-        slide(model, cache, rows, stopped)
+        slide(model, cache, rows)
         drawn = step(model, cache, tokens, seen, uniform_numbers(rows, device), sampling)

@@ -103,12 +103,6 @@ class KVCache:
             ours[rows, :, :theirs.size(2)] = theirs[sources].to(ours.dtype)
         self.length[rows] = other.length[sources]
 
-    def clear(self, row):
-        """Empty a row."""
-        self.length[row] = 0
-        for state in self.state.values():
-            state[row] = 0
-
     def select(self, rows):
         """Keep these rows and drop the others, layer by layer, so that memory does not double."""
         self.length = self.length[rows]

@@ -58,8 +58,7 @@ class Int8Linear(nn.Module):
         self.register_buffer('weight', (weight / scale.float()[:, None]).round().to(torch.int8))  # (out, in)
         self.bias = linear.bias
         # torch's kernel reads 16 inputs at a time, the last time beyond the end of a row of another width
-        self.on_cpu = (weight.device.type == 'cpu' and linear.in_features % 16 == 0
-                       and hasattr(torch, '_weight_int8pack_mm'))
+        self.on_cpu = weight.device.type == 'cpu' and linear.in_features % 16 == 0
 
     def forward(self, x):
         rows = x.reshape(-1, x.size(-1))

@@ -13,16 +13,15 @@ CPU = torch.device('cpu')
 
 @pytest.mark.parametrize('bias, rows', [(False, (3,)), (True, (1, 1)), (True, (2, 40))])
 @pytest.mark.parametrize('kernel', [True, False])
-def test_int8_is_within_its_bound(bias, rows, kernel, monkeypatch):
+def test_int8_is_within_its_bound(bias, rows, kernel):
     """Each weight moves by half a step at most; the CPU's kernel also rounds to bf16."""
-    if not kernel:
-        monkeypatch.delattr(torch, '_weight_int8pack_mm')
     torch.manual_seed(0)
     linear, x = torch.nn.Linear(96, 64, bias=bias), torch.randn(*rows, 96)
     linear.weight.data[5] *= 100  # each row has its own scale
     linear.weight.data[6] = 0
     quantized = Int8Linear(linear)
-    assert quantized.on_cpu == kernel
+    assert quantized.on_cpu
+    quantized.on_cpu = kernel
     scale, w = quantized.scale.float(), linear.weight.detach()
     assert ((quantized.weight * scale[:, None] - w).abs() <= scale[:, None] / 2 * (1 + 1e-6)).all()
     assert (scale <= w.abs().amax(1) / 127 * (1 + 2**-7) + 1e-30).all()
@@ -31,7 +30,7 @@ def test_int8_is_within_its_bound(bias, rows, kernel, monkeypatch):
     assert ((quantized(x) - linear(x)).abs() <= bound + 1e-6).all()
 
 
-@pytest.mark.parametrize('inputs', [1, 24, 36, 100, 300])
+@pytest.mark.parametrize('inputs', [1, 100])
 def test_int8_of_a_width_that_the_kernel_does_not_take(inputs):
     """It reads 16 inputs at a time, beyond the end of other rows."""
     torch.manual_seed(0)
@@ -39,11 +38,12 @@ def test_int8_of_a_width_that_the_kernel_does_not_take(inputs):
     torch.testing.assert_close(Int8Linear(linear)(x), linear(x), rtol=0.02, atol=0.02)
 
 
-def test_int8_sums_stay_in_the_range_of_float16(monkeypatch):
-    monkeypatch.delattr(torch, '_weight_int8pack_mm')
+def test_int8_sums_stay_in_the_range_of_float16():
     linear, x = torch.nn.Linear(256, 64, bias=False), torch.rand(40, 256) * 200
     linear.weight.data = torch.rand(64, 256) * 0.1
-    y = Int8Linear(linear)(x.half())
+    quantized = Int8Linear(linear)
+    quantized.on_cpu = False
+    y = quantized(x.half())
     assert y.dtype == torch.float16
     torch.testing.assert_close(y.float(), linear(x), rtol=0.02, atol=0)
 

@@ -149,18 +149,6 @@ def test_generation_equals_the_complete_forward(mixer, settings):
             assert model(torch.tensor([text[:end]])).argmax() == text[end]
 
 
-def test_a_restarted_row_forgets():
-    """A stopped row whose context is full starts over with one token: nothing of before may remain."""
-    model = make('CECA')
-    from hotloop.inference.kv_cache import new_cache
-    cache, fresh = new_cache(model, 1, 64), new_cache(model, 1, 64)
-    for token in (5, 6, 7):
-        model(torch.tensor([[token]]), cache=cache)
-    cache.clear(0)
-    ids = torch.tensor([[9]])
-    torch.testing.assert_close(model(ids, cache=cache), model(ids, cache=fresh))
-
-
 def test_the_orthogonal_gradient_is_that_of_the_penalty():
     model = make('KA')
     p = model.transformer.h[0].attn.c_attn.weight
