@@ -457,7 +457,7 @@ def build_run(settings, datasets, env):
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batches.micro_batch * T, vocab_size, env,
                                            frozen=not model.lm_head.weight.requires_grad)
     if cfg.fp8_head:
-        float8_head(model, env.device)
+        float8_head(model)
     if cfg.multi_token:
         if model.loss_chunks > 1:
             raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
@@ -621,7 +621,7 @@ def main(argv=None):
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
-        raise ValueError(memory_advice(run and run.batches, env, e)) from None
+        raise ValueError(memory_advice(run and run.batches, env)) from None
     finally:
         gc.unfreeze()
         if run:

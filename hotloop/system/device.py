@@ -126,13 +126,6 @@ def peak_memory(device):
     return host.peak_memory()
 
 
-def forget_trial(device):
-    """After a trial, give cached GPU memory back and let peak_memory() begin again."""
-    if device.type == 'cuda':
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def measure_flops(device, dtype):
     """Measure the FLOP/s of a large matrix product on this machine, the best of five."""
     n = 8192 if device.type == 'cuda' else 1024

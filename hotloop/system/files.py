@@ -1,7 +1,6 @@
 """Files: atomic replacement, locks, hashes, JSON; a progress line."""
 
 import contextlib
-import errno
 import fcntl
 import glob
 import hashlib
@@ -13,9 +12,6 @@ import time
 from importlib.util import find_spec
 
 from hotloop.system.text import file_size
-
-# File systems of networks and virtual machines return these if they cannot lock or sync.
-UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
@@ -36,21 +32,17 @@ def replacing(path):
 
 
 def sync_folder(folder):
-    """Make a rename in the folder durable, where folders can be synced."""
+    """Make a rename in the folder durable. Some file systems of networks cannot sync folders."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with contextlib.suppress(OSError):
         os.fsync(descriptor)
-    except OSError as e:
-        if e.errno not in UNSUPPORTED:
-            raise
-    finally:
-        os.close(descriptor)
+    os.close(descriptor)
 
 
 def lock(path):
     """
     Lock a file until the returned file is closed or this process ends, even by kill -9. Raises
-    ValueError with the process that holds the lock.
+    ValueError with the process that holds the lock. Some file systems of networks cannot lock.
     """
     held = open(path, 'a+', encoding='ascii')  # noqa: SIM115
     try:
@@ -60,9 +52,8 @@ def lock(path):
         owner = held.read()
         held.close()
         raise ValueError(f'{os.path.dirname(path)} is in use by process {owner}') from None
-    except OSError as e:
-        if e.errno not in UNSUPPORTED:
-            raise
+    except OSError:
+        pass
     held.truncate(0)
     held.write(str(os.getpid()))
     held.flush()

@@ -5,21 +5,15 @@ import torch
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # precision, for inputs and weights; range, for gradients
 
 
-def float8_head(model, device):
+def float8_head(model):
     """
     Let the head of a GPT multiply in float8 in training (nanochat, modded-nanogpt); evaluation stays exact.
-    No GPU has run it yet. Raises ValueError where the products do not exist.
+    No GPU has run it yet; torch refuses those with a compute capability below 8.9.
     """
-    if device.type not in ('cpu', 'cuda') or (
-            device.type == 'cuda' and torch.cuda.get_device_capability(device) < (8, 9)):
-        raise ValueError('fp8_head=True needs a GPU with compute capability 8.9 or more, such as an H100 or '
-                         'RTX 4090; omit it')
     V, C = model.lm_head.weight.shape
-    if V % 16 or C % 16:
-        raise ValueError(f'fp8_head=True needs a vocabulary and n_embd divisible by 16, not {V} and {C}')
-    if model.loss_chunks > 1:
-        raise ValueError(f'fp8_head=True cannot be combined with loss_chunks={model.loss_chunks}; use '
-                         '--loss_chunks=1')
+    if V % 16 or C % 16 or model.loss_chunks > 1:
+        raise ValueError(f'fp8_head=True needs a vocabulary and n_embd divisible by 16, not {V} and {C}, and '
+                         f'loss_chunks=1, not {model.loss_chunks}')
     head, exact = model.lm_head, model.lm_head.forward
 
     def forward(x):
@@ -33,11 +27,6 @@ def to_float8(x, dtype):
     """Return x in float8, divided by a scale that uses the whole range, and the scale."""
     scale = x.abs().amax().float().clamp(min=1e-30) / torch.finfo(dtype).max
     return (x.float() / scale).to(dtype), scale
-
-
-def by_columns(x):
-    """Store a matrix column by column, as the second factor must be."""
-    return x.T.contiguous().T
 
 
 class Float8Product(torch.autograd.Function):
@@ -54,9 +43,10 @@ class Float8Product(torch.autograd.Function):
     def backward(ctx, grad):
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         g8, g_scale = to_float8(grad, E5M2)
-        dx = torch._scaled_mm(g8, by_columns(w8), g_scale, w_scale, out_dtype=grad.dtype)
+        w8 = w8.T.contiguous().T  # by columns, as the second factor must be
+        dx = torch._scaled_mm(g8, w8, g_scale, w_scale, out_dtype=grad.dtype)
         dw = None
         if ctx.needs_input_grad[1]:
-            g8 = g8.T.contiguous()
-            dw = torch._scaled_mm(g8, by_columns(x8), g_scale, x_scale, out_dtype=torch.float32)
+            x8 = x8.T.contiguous().T
+            dw = torch._scaled_mm(g8.T.contiguous(), x8, g_scale, x_scale, out_dtype=torch.float32)
         return dx, dw

@@ -26,8 +26,6 @@ from hotloop.weights.lora import add_adapters, trainable
 
 MARGIN = 0.93  # usable share of the memory; the rest is CUDA's own and fragments
 MFU = 0.4  # assumed share of the peak; nanoGPT, modded-nanogpt and llm.c reach 0.3 to 0.6 at 124M
-# seconds of a micro-batch per block on a GPU at least: 60 kernels of 5 microseconds. Assumed, not measured
-LAUNCHES = 60 * 5e-6
 # {name: (key of PEAK_FLOPS, bytes of memory as PyTorch reports them, about)}
 MACHINES = {'A100 40GB': ('A100', 42.3e9), 'A100 80GB': ('A100', 85.0e9), 'H100': ('H100', 85.0e9),
             'H200': ('H200', 150.1e9), 'L40S': ('L40S', 47.7e9), 'RTX 4090': ('RTX 4090', 25.3e9),
@@ -231,8 +229,6 @@ def dry_run(settings, model_of):
 def length_of(cfg, T, num_windows):
     """Return the steps of a run, None if they are unknown, and its length as text."""
     batch = cfg.batch_size * cfg.gradient_accumulation_steps
-    if cfg.eval_only:
-        return None, 'one evaluation'
     if cfg.time_budget is not None or (num_windows is None and cfg.max_epochs is not None):
         return None, f'an unknown number of steps of {batch * T:,} tokens'
     steps = plan_schedule(cfg, num_windows, batch, 0, RunState()).max_iters
@@ -249,8 +245,7 @@ def machine_table(config, cfg, lora, gpu, flops_per_token, steps):
     dtype, _ = choose_dtype(cfg.dtype, device, training=True)
     machines = []
     for name, (key, memory) in MACHINES.items():
-        peak = None if gpu.dtype == torch.float32 else PEAK_FLOPS[key]
-        machines.append((name, gpu, memory, peak))
+        machines.append((name, gpu, memory, None if gpu.dtype == torch.float32 else PEAK_FLOPS[key]))
     machines.append((f'this {device.type}', Env(device=device, dtype=dtype), device_memory(device),
                      measure_flops(device, dtype)))
     lines = [f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']
@@ -258,8 +253,6 @@ def machine_table(config, cfg, lora, gpu, flops_per_token, steps):
         speed = time = 'unknown'
         if peak:
             seconds = tokens * flops_per_token / (MFU * peak)
-            if env.device.type == 'cuda':
-                seconds = max(seconds, cfg.gradient_accumulation_steps * config.n_layer * LAUNCHES)
             speed = f'{tokens / seconds:,.0f}'
             if steps is not None:
                 time = duration(steps * seconds)

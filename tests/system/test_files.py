@@ -1,6 +1,5 @@
 """files.py and host.py: files replaced at once, locked, read; CPUs and memory as a container has them."""
 
-import contextlib
 import errno
 import os
 import stat
@@ -11,7 +10,7 @@ from conftest import contents, error_of
 
 from hotloop.system.files import Progress, is_inside, lock, optional, read_json, replacing
 from hotloop.system.host import cores, memory, threads_for
-from hotloop.system.text import counted, script
+from hotloop.system.text import counted, duration, script
 
 
 def test_a_file_is_replaced_when_it_is_complete(tmp_path):
@@ -28,12 +27,10 @@ def test_a_file_is_replaced_when_it_is_complete(tmp_path):
     assert contents(tmp_path) == {'a.txt': b'new'}
 
 
-@pytest.mark.parametrize('number, is_known', [(errno.ENOLCK, True), (errno.ENOSYS, True), (errno.EIO, False)])
-def test_file_systems_that_cannot_lock(tmp_path, monkeypatch, number, is_known):
+def test_file_systems_that_cannot_lock(tmp_path, monkeypatch):
     """NFS without a lock service, some FUSE mounts."""
-    monkeypatch.setattr('fcntl.flock', Mock(side_effect=OSError(number, os.strerror(number))))
-    with contextlib.nullcontext() if is_known else pytest.raises(OSError, match='error'):
-        lock(str(tmp_path / 'lock')).close()
+    monkeypatch.setattr('fcntl.flock', Mock(side_effect=OSError(errno.ENOLCK, 'No locks available')))
+    lock(str(tmp_path / 'lock')).close()
 
 
 def test_a_file_and_its_folder_reach_the_disk(tmp_path, monkeypatch):
@@ -67,13 +64,13 @@ def test_small_helpers(tmp_path, capsys):
     assert [counted(1, 'step'), counted(1200, 'step'), counted(0, 'process'), counted(2, 'micro-batch')] == [
         '1 step', '1,200 steps', '0 processes', '2 micro-batches']
     assert error_of(optional, 'nothing.part', 'reads dreams') == 'nothing reads dreams: pip install nothing'
-    for total, words in ((100e6, '50 MB of 100 MB'), (0, '50 MB')):
-        progress = Progress(total)
-        progress.last -= 10
-        progress.add(50e6)
-        progress.add(1)
-        progress.close()
-        assert capsys.readouterr().err == f'\r{words}   \n'
+    assert [duration(seconds) for seconds in (0.4, 3599, 18750, 2999000, 1e8)] == [
+        '0s', '59m 59s', '5h 12m', '34d 17h', '1157d']
+    progress = Progress(100e6)
+    progress.last -= 10
+    progress.add(50e6)
+    progress.close()
+    assert capsys.readouterr().err == '\r50 MB of 100 MB   \n'
 
 
 def limit(root, groups, **files):
@@ -90,8 +87,7 @@ def test_cores_are_those_of_the_affinity_mask_and_of_a_quota(tmp_path, monkeypat
     for cpu, siblings in {0: '0,4', 1: '1,5', 2: '2', 4: '0,4', 5: '1,5'}.items():
         folder = f'sys/devices/system/cpu/cpu{cpu}/topology'
         limit(tmp_path, '0::/', **{f'{folder}/thread_siblings_list': siblings})
-    for quota, logical, physical in (('', 6, 4), ('max 100000', 6, 4), ('250000 100000', 3, 3),
-                                     ('1000 100000', 1, 1)):
+    for quota, logical, physical in (('max 100000', 6, 4), ('250000 100000', 3, 3), ('1000 100000', 1, 1)):
         limit(tmp_path, '0::/', **{'sys/fs/cgroup/cpu.max': quota})
         assert (cores(root=tmp_path), cores(physical=True, root=tmp_path)) == (logical, physical)
 
@@ -112,11 +108,8 @@ def test_limits_of_control_groups(tmp_path, monkeypatch, group, folder):
 def test_threads_are_those_of_omp_num_threads_or_a_share_of_the_cores(monkeypatch):
     """torchrun sets OMP_NUM_THREADS=1 for several processes if the user has not set it."""
     monkeypatch.setattr('hotloop.system.host.cores', lambda physical: 8)
-    for asked, alone, of_four in ((None, 8, 2), ('1', 1, 2), ('3', 3, 3), ('', 8, 2),
-                                  ('x', 8, 2), ('0', 8, 2)):
-        monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
-        if asked is not None:
-            monkeypatch.setenv('OMP_NUM_THREADS', asked)
+    for asked, alone, of_four in (('', 8, 2), ('3', 3, 3), ('1', 1, 2)):
+        monkeypatch.setenv('OMP_NUM_THREADS', asked)
         assert (threads_for(1), threads_for(4)) == (alone, of_four), asked
     assert threads_for(16) == 1
 

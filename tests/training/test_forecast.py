@@ -13,7 +13,6 @@ import model as model_file
 import train
 from hotloop.system.distributed import Env
 from hotloop.training.forecast import (
-    LAUNCHES,
     MACHINES,
     PUBLISHED,
     LiveBytes,
@@ -85,7 +84,7 @@ def test_the_count_of_three_blocks_is_what_a_real_step_needs(lora, settings, chu
     assert abs(live.peak - counted) < 200  # the state of the dropout generator
 
 
-@pytest.mark.parametrize('settings', [{}, dict(preset='modern'), dict(mlp='swiglu', bias=True)])
+@pytest.mark.parametrize('settings', [{}, dict(preset='modern')])
 @pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
 def test_the_state_of_the_optimizer_is_counted(optimizer, settings):
     model, cfg, held = gpt(**settings), TrainConfig(optimizer=optimizer), 0
@@ -167,19 +166,11 @@ def test_an_absent_dataset_is_assumed(forecast_of):
 
 @pytest.mark.slow
 def test_recomputation_costs_a_quarter_of_the_speed(forecast_of):
-    rates = [speed_of(forecast_of(recompute=how, n_embd=2048, n_head=16)) for how in ('none', 'full')]
+    rates = []
+    for how in ('none', 'full'):
+        printed = forecast_of(recompute=how, n_embd=2048, n_head=16)
+        rates.append(int(re.search(r'H100 +85.0 GB +([\d,]+)', printed)[1].replace(',', '')))
     assert rates[1] == pytest.approx(0.75 * rates[0], abs=1)
-
-
-def speed_of(printed):
-    """Read the tokens per second of an H100."""
-    return int(re.search(r'H100 +85.0 GB +([\d,]+)', printed)[1].replace(',', ''))
-
-
-def test_a_small_model_waits_for_its_kernels_and_an_evaluation_has_no_steps(forecast_of):
-    assert speed_of(forecast_of()) == pytest.approx(2 * 256 / (2 * LAUNCHES), rel=1e-3)
-    printed = forecast_of(eval_only=True)
-    assert 'run: one evaluation' in printed and re.search(r'H100 .* unknown  fits', printed)
 
 
 def test_a_dataset_is_counted(forecast_of, tmp_path):
