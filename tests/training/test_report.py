@@ -85,13 +85,13 @@ def test_every_number_of_the_log_is_on_the_page(tmp_path):
     with (tmp_path / 'out' / 'log.jsonl').open('a') as f:
         f.write('{"step": 41, "lo')
     page = page_of(folder)
-    for words in ('tiny · gpt2, 1 layer · 8 x A100 · python train.py a.py',
+    for words in ('out tiny · gpt2, 1 layer · 8 x A100 · python train.py a.py',
                   'Steps 40 stopped: SIGTERM', '3.4250 ± 0.0125', 'at step 40', f'{3.175 / 3:.4f}',
                   f'{40 * 128:,}', '24s',
                   'max_iters 50', 'learning_rate 0.0006', "dataset 'tiny'"):
         assert words in page.text, words
     marked = re.findall('class="set"><span>(.*?)<', page.source)
-    assert marked == ['max_iters'] and page.text.startswith('out ')
+    assert marked == ['max_iters']
     for line in lines:  # fewer steps than columns
         for name in ('lr', 'grad_norm', 'peak_memory_mb', 'tokens_per_s', 'loss'):
             label = 'training' if name == 'loss' else page.text.split()[0]
