@@ -574,7 +574,7 @@ def train(run, schedule, checkpoints, log, stop):
         if schedule.is_open:
             schedule = look_at_clock(run, schedule, deadline, checkpoints, step)
             save_is_due = save_is_due or not schedule.is_open
-    log.end(state, last and not stop.by_signal(), out_of_patience, stop.signal, run.record.get('template'))
+    log.end(state, last and not stop.by_signal(), out_of_patience, run.record.get('template'))
     return stop.exit_code()
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import sys
 import time
 
@@ -203,8 +202,8 @@ class Log:
                      'model': f'{shape_text(model.config)}, {model.num_params():,} parameters',
                      'device': device.replace('torch.', ''), 'changed': changed})
 
-    def end(self, state, is_done, out_of_patience, number, template):
-        """Log and print how a run ended, by which signal number if any, and what to do next."""
+    def end(self, state, is_done, out_of_patience, template):
+        """Log and print how a run ended and what to do next."""
         event = 'done'
         saved = 'before step 1; there is nothing to save'
         if state.iter_num:
@@ -216,7 +215,7 @@ class Log:
                    f'{short(state.best_val_loss)} in {counted(state.evals_since_best, "evaluation")}; '
                    f'{saved} --patience=None')
         elif not is_done:
-            event = f'stopped: {signal.Signals(number).name if number else "a signal"}'
+            event = 'stopped: a signal'
             print0(f'stopped: {saved}')
         self.append({'step': state.iter_num, 'event': event})  # without a time: repeated, it is the same
         if is_done or out_of_patience:

@@ -63,9 +63,6 @@ li{display:flex;gap:16px;justify-content:space-between;break-inside:avoid}
 li b{font-weight:400;text-align:right;overflow-wrap:anywhere}li b+b{margin-left:12px}
 .set span{color:inherit}.set,.set b{font-weight:600}p{overflow-wrap:anywhere}
 footer{margin-top:44px;font-size:12.5px}
-@media(max-width:760px){body{padding:24px 16px}main{grid-template-columns:1fr}
-figcaption{flex-wrap:wrap}
-.wide .plot{height:260px;margin-right:88px}.name{width:96px}dl{grid-template-columns:1fr 1fr}}
 """
 
 
@@ -337,7 +334,6 @@ def page(runs):
         lead += f'<h1{color}>{html.escape(run.name)}</h1><p>{about}</p><dl>{tiles}</dl>'
     title = html.escape(' / '.join(run.name for run in runs))
     return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-            '<meta name="viewport" content="width=device-width,initial-scale=1">'
             f'<style>{STYLE}</style></head><body>{lead}<main>{loss_panels(runs)}{small_panels(runs)}'
             f'</main><h2>{heading}</h2><ul>{items}</ul>'
             f'<footer>From log.jsonl and config.py, {time.strftime("%Y-%m-%d %H:%M")}; config.py repeats the '

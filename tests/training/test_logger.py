@@ -44,7 +44,7 @@ def test_the_log_has_the_start_and_the_end_of_a_run(train_tiny, tmp_path, monkey
     [start, end] = rows(tmp_path / 'out', 'event')
     assert start['step'] == 0 and 'n_layer' in start['changed'] and 'beta1' not in start['changed']
     assert start['model'].startswith('gpt2, 1 layer x 32 channels') and start['command'].startswith('python')
-    assert (end['step'], end['event']) == (2, 'stopped: SIGTERM')
+    assert (end['step'], end['event']) == (2, 'stopped: a signal')
     train_tiny(init_from='resume', max_iters=4, n_layer=1)
     assert [row['event'] for row in rows(tmp_path / 'out', 'event')] == ['start', 'done']
     at_step(monkeypatch, 1, lambda: 1 / 0)

@@ -17,7 +17,7 @@ from conftest import at_step, rows
 from hotloop.system.distributed import Env
 from hotloop.system.text import with_error
 from hotloop.training.logger import Log
-from hotloop.training.report import BUCKETS, Axis, Record, exact, write_report
+from hotloop.training.report import BUCKETS, Axis, exact, write_report
 from hotloop.training.report import __file__ as REPORT
 
 
@@ -184,13 +184,6 @@ def test_several_runs_are_compared(tmp_path, monkeypatch):
     assert 'compare bits per byte' in page.text and 'To a loss' not in page.text
     with pytest.raises(FileNotFoundError):
         write_report(['a', 'no'])
-
-
-def test_training_time_counts_steps_alone():
-    record = Record.__new__(Record)
-    record.rows = [{'step': 1, 'ms': 1000.0}, {'step': 10}, {'step': 20, 'ms': 3000.0},
-                   {'step': 30, 'ms': 2000.0}]
-    assert record.minutes(np.array([1, 20, 30])) * 60 == pytest.approx([1, 58, 78])
 
 
 # -----------------------------------------------------------------------------
