@@ -57,6 +57,8 @@ def print_run(model, batches, val, meta, cfg, env):
              f'batch: {counted(batches.micro_batch, "sequence")} x '
              f'{counted(batches.accumulation, "micro-batch")} x {counted(env.world, "process")} = '
              f'{batches.global_batch * c.block_size:,} tokens per step{chunks}']
+    if cfg.shard != 'none' and env.world == 1:
+        lines.append(f'shard={cfg.shard}: no effect, because there is only one process')
     gpus = torch.cuda.device_count()
     if env.device.type == 'cuda' and gpus > env.world == 1:
         launcher = f'torchrun --standalone --nproc_per_node={gpus}'
