@@ -150,15 +150,6 @@ def test_an_absent_dataset_is_assumed(forecast_of):
     assert re.search('T4 .* does not fit; lower batch_size or use', printed)
 
 
-@pytest.mark.slow
-def test_recomputation_costs_a_quarter_of_the_speed(forecast_of):
-    rates = []
-    for how in ('none', 'full'):
-        printed = forecast_of(recompute=how, n_embd=2048, n_head=16)
-        rates.append(int(re.search(r'H100 +85.0 GB +([\d,]+)', printed)[1].replace(',', '')))
-    assert rates[1] == pytest.approx(0.75 * rates[0], abs=1)
-
-
 def test_a_dataset_is_counted(forecast_of, tmp_path):
     write_bins(tmp_path / 'data' / 'mine', noise(4001), noise(487))
     flags = dict(dataset='mine', block_size=16, gradient_accumulation_steps=4)
