@@ -264,7 +264,7 @@ def loss_panels(runs):
         by_time.append(Curve(run.name, number, run.minutes(steps), losses, errors))
         training.append(Curve(run.name, number, means(run.tokens(x)), means(y)))
     return (panel('Validation loss', 'nats per token', validation, 'tokens', wide=True, log=True)
-            + panel('Training loss', 'running mean', training, 'tokens', wide=True, log=True)
+            + panel('Training loss', 'averaged', training, 'tokens', wide=True, log=True)
             + panel('Validation loss', 'by training time', by_time, 'minutes', wide=True, log=True))
 
 
