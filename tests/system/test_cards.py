@@ -186,6 +186,11 @@ def test_every_setting_acts(observe, name):
         assert before['error'] is None and after['error'] is None
 
 
+def test_no_setting_can_be_assigned_after_the_settings_are_resolved():
+    for cls in (*SETTINGS, SampleConfig, PrepareConfig):
+        assert cls.__dataclass_params__.frozen
+
+
 # -----------------------------------------------------------------------------
 # --help
 
