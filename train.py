@@ -536,7 +536,7 @@ def train(run, schedule, checkpoints, log, stop):
         if schedule.is_open:
             schedule = look_at_clock(run, schedule, deadline, checkpoints, step)
             save_is_due = save_is_due or not schedule.is_open
-    log.end(state, last and not stop.by_signal(), out_of_patience, stop.signal, run.record.get('template'))
+    log.end(state, last and not stop.by_signal(), out_of_patience, run.record.get('template'))
     return stop.exit_code()
 
 
@@ -581,7 +581,7 @@ def main(argv=None):
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
-        raise ValueError(memory_advice(run and run.batches, env, e)) from None
+        raise ValueError(memory_advice(run and run.batches, env)) from None
     finally:
         gc.unfreeze()
         if run:

@@ -4,28 +4,29 @@ Report what this machine can do for a run.
     $ python -m hotloop.system.check
 """
 
+import contextlib
 import shutil
 import sys
-from types import SimpleNamespace
+import warnings
 
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop.system import host
-from hotloop.system.device import attention_kernels, choose_device, choose_dtype, cpu_has_bf16, try_compile
+from hotloop.system.device import choose_device, choose_dtype, cpu_has_bf16, try_compile
 
 
 def report():
     """List what this machine has, one line each."""
     device, why = choose_device('auto')
     dtype, why_dtype = choose_dtype('auto', device, training=True)
-    heads = SimpleNamespace(n_head=12, n_kv_head=12, head_dim=64)
-    kernels = attention_kernels(heads, SimpleNamespace(device=device, dtype=dtype))
     failure = try_compile(device)
     return [f'python {sys.version.split()[0]}, torch {torch.__version__}, {sys.platform}',
             *list_gpus(),
             f'cpu: {host.cores(physical=True)} cores, {host.memory() / 1e9:,.1f} GB, bf16: {cpu_has_bf16()}',
             f'a run uses: {device} ({why}), {str(dtype).removeprefix("torch.")} ({why_dtype})',
-            f'attention kernels that run: {", ".join(kernels)}',
+            f'attention kernels that run: {", ".join(attention_kernels(device, dtype))}',
             f'compile: {f"fails: {failure}" if failure else "works"}',
             f'disk: {shutil.disk_usage(".").free / 1e9:,.1f} GB free in this folder']
 
@@ -49,6 +50,21 @@ def list_gpus():
                      f'{free / 1e9:,.1f} of {total / 1e9:,.1f} GB free, '
                      f'bf16: {major >= 8}, fp16: {major >= 7}, TF32: {major >= 8}')
     return lines
+
+
+def attention_kernels(device, dtype):
+    """List torch's attention kernels that run here for heads of 64 channels."""
+    if device.type == 'cpu':
+        dtype = torch.float32  # see Attention in model.py
+    names = []
+    for name in ('CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH'):
+        with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, name)):
+            warnings.simplefilter('ignore')  # torch warns at length about unsupported kernels
+            with contextlib.suppress(RuntimeError):
+                q = torch.zeros(1, 12, 128, 64, device=device, dtype=dtype)
+                F.scaled_dot_product_attention(q, q, q, is_causal=True)
+                names.append(name.lower().removesuffix('_attention'))
+    return names
 
 
 if __name__ == '__main__':

@@ -1,14 +1,10 @@
 """Device, dtype and compilation, each with the reason for its choice; speed and memory."""
 
-import contextlib
 import os
 import re
 import time
-import warnings
 
 import torch
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotloop.system import host
 from hotloop.system.text import first_line
@@ -128,30 +124,6 @@ def peak_memory(device):
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
     return host.peak_memory()
-
-
-def forget_trial(device):
-    """After a trial, give cached GPU memory back and let peak_memory() begin again."""
-    if device.type == 'cuda':
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def attention_kernels(config, env):
-    """List torch's attention kernels that run here for the heads of a model."""
-    dtype = torch.float32 if env.device.type == 'cpu' else env.dtype  # see Attention in model.py
-    names = []
-    for name in ('CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH'):
-        with warnings.catch_warnings(), sdpa_kernel(getattr(SDPBackend, name)):
-            warnings.simplefilter('ignore')  # torch warns at length about unsupported kernels
-            with contextlib.suppress(RuntimeError):
-                shape = 1, config.n_head, 128, config.head_dim
-                q = torch.zeros(shape, device=env.device, dtype=dtype)
-                k = q[:, :config.n_kv_head]
-                F.scaled_dot_product_attention(q, k, k, is_causal=True,
-                                               enable_gqa=config.n_kv_head < config.n_head)
-                names.append(name.lower().removesuffix('_attention'))
-    return names
 
 
 def measure_flops(device, dtype):

@@ -24,11 +24,6 @@ def compact(value):
     return f'{value:,.0f}' if 999.5 <= abs(value) < 1e4 else f'{value:.3g}'.replace('e-0', 'e-')
 
 
-def rate(lr):
-    """Write a learning rate: 6.0e-4."""
-    return f'{lr:.1e}'.replace('e-0', 'e-')
-
-
 def duration(seconds):
     """Write seconds in the two largest units: 16s, 12m 34s, 5h 12m, 34d 17h; or days alone."""
     left = int(seconds)

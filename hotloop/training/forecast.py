@@ -231,8 +231,6 @@ def dry_run(settings, model_of):
 def length_of(cfg, T, num_windows):
     """Return the steps of a run, None if they are unknown, and its length as text."""
     batch = cfg.batch_size * cfg.gradient_accumulation_steps
-    if cfg.eval_only:
-        return None, 'one evaluation'
     if cfg.time_budget is not None or (num_windows is None and cfg.max_epochs is not None):
         return None, f'an unknown number of steps of {batch * T:,} tokens'
     steps = plan_schedule(cfg, num_windows, batch, 0, RunState()).max_iters
@@ -249,8 +247,7 @@ def machine_table(config, cfg, lora, gpu, flops_per_token, steps):
     dtype, _ = choose_dtype(cfg.dtype, device, training=True)
     machines = []
     for name, (key, memory) in MACHINES.items():
-        peak = None if gpu.dtype == torch.float32 else PEAK_FLOPS[key]
-        machines.append((name, gpu, memory, peak))
+        machines.append((name, gpu, memory, None if gpu.dtype == torch.float32 else PEAK_FLOPS[key]))
     machines.append((f'this {device.type}', Env(device=device, dtype=dtype), device_memory(device),
                      measure_flops(device, dtype)))
     lines = [f'machine           memory     tokens/s       time  (one device at {MFU:.0%} of its peak)']

@@ -4,14 +4,13 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import sys
 import time
 
 import torch
 
 from hotloop.data.chat import CHATS
-from hotloop.system.device import attention_kernels, peak_flops, peak_memory
+from hotloop.system.device import peak_flops, peak_memory
 from hotloop.system.distributed import print0
 from hotloop.system.files import optional, replacing
 from hotloop.system.text import (
@@ -20,7 +19,6 @@ from hotloop.system.text import (
     duration,
     file_size,
     first_line,
-    rate,
     script,
     shell,
     short,
@@ -32,7 +30,6 @@ from hotloop.training.run_dir import resume_command
 
 REPORT_COST = 1 / 200  # the most of a run's time that its reports take, beside the last one
 MAX_BAD_STEPS = 20  # in a row, after which a run has diverged; fp16 halves its loss scale at each
-PERF = ('ms', 'tokens_per_s', 'data_share', 'mfu', 'peak_memory_mb', 'eval_seconds')
 
 
 # -----------------------------------------------------------------------------
@@ -41,12 +38,9 @@ PERF = ('ms', 'tokens_per_s', 'data_share', 'mfu', 'peak_memory_mb', 'eval_secon
 def print_run(model, batches, val, meta, cfg, env):
     """Print the machine, the data, the model and the batch of a run."""
     c = model.config
-    data = cfg.dataset
-    if len(val.weights) > 1:
-        data += f' ({", ".join(f"{weight:.1%}" for weight in val.weights)})'
     tokenizer = meta['tokenizer'].get('name') or meta['tokenizer']['kind']
-    data += (f', {batches.split.num_tokens:,} training and {val.num_tokens:,} validation tokens, '
-             f'{tokenizer} tokenizer')
+    data = (f'{cfg.dataset}, {batches.split.num_tokens:,} training and {val.num_tokens:,} validation tokens, '
+            f'{tokenizer} tokenizer')
     if meta['foreign']:
         data += " (no meta.json: read with nanoGPT's assumptions)"
     chunks = ''
@@ -56,7 +50,6 @@ def print_run(model, batches, val, meta, cfg, env):
              f'{counted(torch.get_num_threads(), "thread")}',
              f'dtype: {str(env.dtype).removeprefix("torch.")} ({env.reasons["dtype"]})',
              f'compile: {"on" if env.compile else "off"} ({env.reasons["compile"]})',
-             f'attention: kernels available: {", ".join(attention_kernels(c, env))}',
              f'data: {data}',
              f'model: {shape_text(c)}',
              f'  {model.num_params():,} parameters, '
@@ -110,7 +103,6 @@ class Meter:
             dtype = torch.float32
         self.sums = torch.tensor((state.logged or [0.0] * 3)[:3], dtype=dtype, device=env.device)
         self.bad = torch.tensor(state.bad_in_a_row, device=env.device)  # in a row up to now
-        self.worst = self.bad.clone()  # the most in a row
         self.batches = batches
         self.tokens = batches.global_batch * batches.split.T  # of a step
         self.peak = peak_flops(env.device, env.dtype)  # FLOP/s of a device; None: unknown
@@ -130,7 +122,6 @@ class Meter:
         loss = torch.where(result.skipped > 0, 0.0, result.loss).to(self.sums.dtype)
         self.sums += torch.stack((loss, num_targets * (1 - skipped), skipped))
         self.bad = (self.bad + 1) * result.skipped.to(self.bad.dtype)
-        self.worst = torch.maximum(self.worst, self.bad)
         self.norm = result.norm
         self.steps += 1
 
@@ -140,7 +131,7 @@ class Meter:
 
     def check(self, step, advice):
         """Raise ValueError after MAX_BAD_STEPS non-finite steps in a row."""
-        if int(self.worst) >= MAX_BAD_STEPS:
+        if int(self.bad) >= MAX_BAD_STEPS:
             raise ValueError(f'step {step}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a '
                              f'row; with dtype=float16, try bfloat16 or float32. {advice}')
 
@@ -213,8 +204,8 @@ class Log:
                      'model': f'{shape_text(model.config)}, {model.num_params():,} parameters',
                      'device': device.replace('torch.', ''), 'changed': changed})
 
-    def end(self, state, is_done, out_of_patience, number, template):
-        """Log and print how a run ended, by which signal number if any, and what to do next."""
+    def end(self, state, is_done, out_of_patience, template):
+        """Log and print how a run ended and what to do next."""
         event = 'done'
         saved = 'before step 1; there is nothing to save'
         if state.iter_num:
@@ -222,17 +213,16 @@ class Log:
             saved = f'step {state.iter_num} is saved in {path}; resume with: {resume_command(self.cfg)}'
         if out_of_patience:
             event = 'stopped: patience'
-            saved = (f'patience={self.cfg.patience}: no lower val loss than {short(state.best_val_loss)} in '
-                     f'{counted(state.evals_since_best, "evaluation")}; {saved} --patience=None')
+            print0(f'stopped: patience={self.cfg.patience}: no lower val loss than '
+                   f'{short(state.best_val_loss)} in {counted(state.evals_since_best, "evaluation")}; '
+                   f'{saved} --patience=None')
         elif not is_done:
-            event = f'stopped: {signal.Signals(number).name if number else "a signal"}'
-        self.append({'step': state.iter_num, 'event': event})  # without a time: repeated, it is the same
-        if event != 'done':
+            event = 'stopped: a signal'
             print0(f'stopped: {saved}')
+        self.append({'step': state.iter_num, 'event': event})  # without a time: repeated, it is the same
         if is_done or out_of_patience:
-            memory = peak_memory(self.device)
-            peak = f', peak memory {file_size(memory)}' if memory else ''
-            print0(f'done: best val loss {short(state.best_val_loss)}{peak}')
+            print0(f'done: best val loss {short(state.best_val_loss)}, peak memory '
+                   f'{file_size(peak_memory(self.device))}')
             print0(f'curves: {os.path.join(self.cfg.out_dir, "report.html")}')
             purpose, flag = ('chat', ' --chat') if template in CHATS else ('sample', '')
             command = shell('python', script('sample.py'), f'--out_dir={self.cfg.out_dir}')
@@ -247,18 +237,17 @@ class Log:
                 row[name] = value
         self.append({**row, 'time': now()})
         step = row.pop('step')
-        scalars = {scalar_name(name): value for name, value in row.items()}
         if self.wandb:
-            self.wandb.log(scalars, step=step)
+            self.wandb.log(row, step=step)
         if self.tensorboard:
-            for name, value in scalars.items():
+            for name, value in row.items():
                 self.tensorboard.add_scalar(name, value, step)
 
     def step(self, state, lr, meter, left):
         """Log a line for the steps since the last one. left(seconds of a step): until the end."""
         seconds, numbers = meter.read()
-        memory = peak_memory(self.device)
-        numbers |= {'lr': lr, 'tokens_seen': state.tokens_seen, 'peak_memory_mb': memory and memory / 1e6}
+        numbers |= {'lr': lr, 'tokens_seen': state.tokens_seen,
+                    'peak_memory_mb': peak_memory(self.device) / 1e6}
         pace = f'{seconds:.1f} s including startup'
         if 'ms' in numbers:
             pace = f'{duration(left(numbers["ms"] / 1000))} left'
@@ -297,15 +286,6 @@ def now():
     return round(time.time(), 2)
 
 
-def scalar_name(name):
-    """Name a number of log.jsonl for TensorBoard and wandb: train/loss, val/loss, perf/mfu."""
-    if name in PERF:
-        return f'perf/{name}'
-    if name == 'train_loss' or name.startswith('val_'):  # both are of an evaluation
-        return f'val/{name.removeprefix("val_")}'
-    return f'train/{name}'
-
-
 def keep_lines(path, last_step):
     """Drop the lines of log.jsonl after a step, which will be written again, torn ones and the end."""
     with replacing(path) as f:
@@ -316,14 +296,12 @@ def keep_lines(path, last_step):
 
 def step_line(step, numbers, pace):
     """Format the line of a step, at most 80 columns, from the numbers that are logged."""
-    parts = [f'step {step}: loss {short(numbers["loss"])}', f'lr {rate(numbers["lr"])}']
+    parts = [f'step {step}: loss {short(numbers["loss"])}', f'lr {numbers["lr"]:.1e}']
     if 'tokens_per_s' in numbers:
         parts.append(f'{compact(numbers["tokens_per_s"])} tok/s')
     if 'mfu' in numbers:
         parts.append(f'mfu {numbers["mfu"]:.0%}')
-    if numbers['peak_memory_mb']:
-        parts.append(file_size(1e6 * numbers['peak_memory_mb']))
-    line = ', '.join([*parts, pace])
+    line = ', '.join([*parts, file_size(1e6 * numbers['peak_memory_mb']), pace])
     if numbers['skipped']:
         line += f'\nstep {step}: {counted(numbers["skipped"], "non-finite step")} skipped'
     return line

@@ -5,8 +5,8 @@ import re
 
 import torch
 
-from hotloop.system.device import device_memory, forget_trial
-from hotloop.system.text import counted, first_line
+from hotloop.system.device import device_memory
+from hotloop.system.text import counted
 from hotloop.training.dataloader import kept_on_device, share_batch
 from hotloop.training.shard import set_blocks
 from hotloop.weights.lora import trainable
@@ -76,7 +76,9 @@ def trial_fits(model, batch, env, cfg, reserve):
             raise
         fits = False
     model.zero_grad()
-    forget_trial(env.device)
+    if env.device.type == 'cuda':
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(env.device)
     return fits
 
 
@@ -86,17 +88,13 @@ def out_of_memory(error):
     return isinstance(error, MemoryError) or re.search(words, str(error)) is not None
 
 
-def memory_advice(batches, env, error):
+def memory_advice(batches, env):
     """Return the message for a model (without batches) or a micro-batch that does not fit."""
     if batches is None:
-        return (f'the model does not fit in the memory of {env.device} ({first_line(error)}); '
-                'reduce n_layer, n_embd, block_size or batch_size')
+        return (f'the model does not fit in the memory of {env.device}; reduce n_layer, n_embd or '
+                'block_size')
     remedy = '--auto_batch finds the largest that does'
     if env.device.type == 'cpu':
-        smaller = max(batches.micro_batch // 2, 1)
-        while batches.global_batch % smaller:
-            smaller -= 1
-        accumulation = batches.global_batch // smaller
-        remedy = f'use --batch_size={smaller} --gradient_accumulation_steps={accumulation}'
+        remedy = 'halve --batch_size and double --gradient_accumulation_steps'
     return (f'a micro-batch of {counted(batches.micro_batch, "sequence")} of {batches.split.T} tokens '
             f'does not fit in the memory of {env.device}; {remedy}, for the same step, or --recompute=full')

@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import time
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from hotloop.system.files import replacing
 from hotloop.system.text import compact, duration, with_error
 
 BUCKETS = 500  # of a curve: each keeps its lowest and its highest point, so spikes stay visible
-DENSE = 200  # points, from which on a mean is drawn over them
+DENSE = 200  # points; more are drawn faintly, with this many means over them
 COLUMNS = 60  # of a panel: each has a tooltip
 SMALL_PANELS = (('lr', 'Learning rate', ''), ('grad_norm', 'Gradient norm', 'before clipping'),
                 ('tokens_per_s', 'Speed', 'tokens per second'),
@@ -56,7 +55,7 @@ rect{fill:transparent}rect:hover{fill:var(--line);opacity:.6}
 .y{right:100%;padding-right:9px;transform:translateY(-50%)}
 .x,.unit{top:100%;padding-top:10px}.x{transform:translateX(-50%)}.unit{right:100%;padding-right:14px}
 .name{left:100%;width:100px;padding-left:12px;line-height:1.2;overflow:hidden;text-overflow:ellipsis;
-transform:translateY(-50%)}.light{font-weight:400}
+transform:translateY(50%)}
 .c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}
 .c4{color:var(--c4)}.c5{color:var(--c5)}
 ul{columns:240px;column-gap:40px;list-style:none;margin:0;padding:0;font-size:12.5px}
@@ -65,8 +64,7 @@ li b{font-weight:400;text-align:right;overflow-wrap:anywhere}li b+b{margin-left:
 .set span{color:inherit}.set,.set b{font-weight:600}p{overflow-wrap:anywhere}
 footer{margin-top:44px;font-size:12.5px}
 @media(max-width:760px){body{padding:24px 16px}main{grid-template-columns:1fr}
-figcaption{flex-wrap:wrap}
-.wide .plot{height:260px;margin-right:88px}.name{width:96px}dl{grid-template-columns:1fr 1fr}}
+figcaption{flex-wrap:wrap}.wide .plot{height:260px;margin-right:88px}.name{width:96px}}
 """
 
 
@@ -84,27 +82,21 @@ def read_rows(path):
 
 
 class Record:
-    """The log and the settings of a run folder. Raises ValueError if there is no log."""
+    """The log and the settings of a run folder. Raises OSError if it has none."""
 
-    def __init__(self, folder):
-        self.name = os.path.basename(os.path.abspath(folder))
-        path = os.path.join(folder, 'log.jsonl')
-        if not os.path.isfile(path):
-            raise ValueError(f'{path} does not exist; give the folders of runs')
-        self.rows = read_rows(path)
+    def __init__(self, folder, name):
+        self.name = name
+        self.rows = read_rows(os.path.join(folder, 'log.jsonl'))
         if not self.rows:
-            raise ValueError(f'{path} is empty: the run has logged nothing')
-        self.start = {}  # the first line, about the run
-        self.end = ''  # done, or what stopped it
-        for row in self.rows:
-            if row.get('event') == 'start':
-                self.start = row
-            else:
-                self.end = row.get('event', '')
+            raise ValueError(f'{folder} has logged nothing yet')
+        self.start = next((row for row in self.rows if row.get('event') == 'start'), {})  # what the run is
+        self.end = self.rows[-1].get('event', '')  # done, or what stopped it
         self.settings = {}
         with open(os.path.join(folder, 'config.py'), encoding='utf-8') as f:
             for node in ast.parse(f.read()).body:  # which is never run
                 self.settings[node.targets[0].id] = ast.literal_eval(node.value)
+        evaluations = [row for row in self.rows if 'val_loss' in row]
+        self.best = min(evaluations, key=lambda row: row['val_loss'], default=None)
 
     def column(self, name, other=None):
         """Return (steps, values) of the rows that have a name; values of `other`, nan if absent."""
@@ -119,55 +111,40 @@ class Record:
 
     def minutes(self, steps):
         """Return the minutes in training steps alone up to these steps."""
-        ends, ms = self.column('lr', 'ms')
-        unknown = np.isnan(ms)
-        ms[unknown] = 0.0 if unknown.all() else np.nanmedian(ms)  # first laps, which compile
-        return np.interp(steps, [0, *ends], [0, *np.cumsum(np.diff(ends, prepend=ends[:1]) * ms) / 6e4])
-
-    def best(self):
-        """Return the row of the best evaluation, or None."""
-        rows = [row for row in self.rows if 'val_loss' in row]
-        return min(rows, key=lambda row: row['val_loss'], default=None)
-
-    def about(self):
-        """Return the data, the model and the hardware of the run, and the command that began it."""
-        facts = [self.settings.get('dataset'), *map(self.start.get, ('model', 'device', 'command'))]
-        return ' · '.join(filter(None, facts))
+        ends, ms = self.column('ms')  # first laps, which compile, have none: they take the next one's
+        return np.interp(steps, [0, *ends], [0, *np.cumsum(np.diff(ends, prepend=0) * ms) / 6e4])
 
 
 # -----------------------------------------------------------------------------
 # panels: curves as SVG, which scales to any width; words are HTML, so that they keep their size
 
 class Curve(NamedTuple):
-    """A line of a panel. error: standard errors of y, an array; its points are then dots with bars."""
+    """A line of a panel. Without a label it is faint; with standard errors of y it is dots with bars."""
     label: str
     color: int
     x: np.ndarray
     y: np.ndarray
-    kind: str = 'line'  # or faint, behind others
-    error: np.ndarray | float = 0.0
+    error: np.ndarray | None = None
 
 
 class Axis:
     """Map values to 0...1000 along a side of a panel; ticks are at round numbers."""
 
-    def __init__(self, values, log=False, parts=5):
-        """parts: between ticks, about."""
+    def __init__(self, values, log=False):
         self.low = float(values.min())
         self.high = float(values.max())
         if self.low == self.high:
             self.high += abs(self.low) or 1.0
         self.log = log and self.low > 0
-        part = (self.high - self.low) / parts
+        part = (self.high - self.low) / 5
         step = 10.0 ** math.floor(math.log10(part))
         step *= next(factor for factor in (1, 2, 5, 10) if step * factor >= 0.999 * part)
-        first = math.ceil(self.low / step)
-        ticks = np.arange(first, math.floor(self.high / step + 1e-9) + 1) * step
+        ticks = np.arange(math.ceil(self.low / step), math.floor(self.high / step + 1e-9) + 1) * step
         if self.log and self.high > 8 * self.low:
             powers = 10.0 ** np.arange(math.floor(math.log10(self.low)), math.log10(self.high))
             ticks = np.outer(powers, (1, 2, 5) if len(powers) <= 2 else (1,)).ravel()
             ticks = ticks[(ticks >= self.low) & (ticks <= self.high)]
-        self.ticks = ticks[::math.ceil(len(ticks) / (parts + 2))]
+        self.ticks = ticks[::math.ceil(len(ticks) / 7)]
 
     def __call__(self, values):
         scale = np.log if self.log else np.asarray
@@ -180,40 +157,25 @@ def exact(value):
     return f'{value:,.6g}'.replace('e-0', 'e-') if abs(value) < 1e6 else compact(value)
 
 
-def outline(y):
-    """Return the indices of the points to draw: the lowest and the highest of each bucket."""
-    kept = {0, len(y) - 1}
-    for bucket in np.array_split(np.arange(len(y)), min(BUCKETS, len(y))):
-        kept |= {bucket[y[bucket].argmin()], bucket[y[bucket].argmax()]}
-    return sorted(kept)
-
-
-def running_mean(x, y, parts=2000):
-    """Return (x, mean of y around it) in `parts` points at most: a Hann window over a 25th of them."""
-    if len(x) < DENSE:
-        return x, y
-    starts = np.unique(np.linspace(0, len(x), min(len(x), parts), endpoint=False).astype(int))
-    y = np.add.reduceat(y, starts) / np.diff(starts, append=len(x))  # first the mean of each part
-    window = np.hanning(2 * (len(starts) // 50) + 5)
-    weights = np.convolve(np.ones(len(y)), window, 'same')
-    return x[starts], np.convolve(y, window, 'same') / weights
-
-
 def draw(curve, x_axis, y_axis):
-    """Return the SVG of a curve."""
+    """Return the SVG of a curve: the lowest and the highest point of each bucket."""
+    kept = {0, len(curve.y) - 1}
+    for bucket in np.array_split(np.arange(len(curve.y)), min(BUCKETS, len(curve.y))):
+        kept |= {bucket[curve.y[bucket].argmin()], bucket[curve.y[bucket].argmax()]}
     x = x_axis(curve.x)
     y = 1000 - y_axis(curve.y)
-    kept = outline(curve.y)
     color = f'c{curve.color % 6}'
-    points = ' '.join(f'{x[i]},{y[i]}' for i in kept)
-    kind = curve.kind if len(x) > 1 else 'dot'
-    shapes = f'<path class="{color} {kind}" d="M{points}h0"/>'
-    if np.ndim(curve.error):
+    points = [f'{x[i]},{y[i]}' for i in sorted(kept)]
+    kind = 'line' if curve.label and curve.error is None else 'faint'
+    shapes = f'<path class="{color} {kind}" d="M{" ".join(points)}"/>'
+    if len(points) > 1 and curve.error is None:
+        return shapes
+    shapes += f'<path class="{color} dot" d="M{"h0M".join(points)}h0"/>'
+    if curve.error is not None:
         tops = 1000 - y_axis(curve.y + curve.error)
         bottoms = 1000 - y_axis(np.maximum(curve.y - curve.error, y_axis.low))  # a log axis has no 0
-        bars = ''.join(f'M{x[i]},{tops[i]}V{bottoms[i]}' for i in kept)
-        dots = ''.join(f'M{x[i]},{y[i]}h0' for i in kept)
-        shapes += f'<path class="{color}" d="{bars}"/><path class="{color} dot" d="{dots}"/>'
+        bars = ''.join(f'M{x[i]},{tops[i]}V{bottoms[i]}' for i in sorted(kept))
+        shapes += f'<path class="{color}" d="{bars}"/>'
     return shapes
 
 
@@ -225,7 +187,7 @@ def tooltips(curves, x_axis, x_name):
         lines = []
         for c in curves:
             i = np.abs(c.x - center).argmin()
-            value = with_error(c.y[i], c.error[i]) if np.ndim(c.error) else exact(c.y[i])
+            value = exact(c.y[i]) if c.error is None else with_error(c.y[i], c.error[i])
             lines.append(html.escape(f'{c.label}, {x_name} {exact(c.x[i])}: {value}'))
         shapes += (f'<rect x="{1000 * column / COLUMNS:.1f}" width="{1000 / COLUMNS:.1f}" '
                    f'height="1000"><title>{"&#10;".join(lines)}</title></rect>')
@@ -237,12 +199,13 @@ def panel(title, unit, curves, x_name='step', wide=False, log=False):
     curves = [c for c in curves if len(c.x)]
     if not curves:
         return ''
-    ys = []
+    named = [c for c in curves if c.label]
+    ys = [] if log else [[0.0]]
     for c in curves:
-        ys += [c.y - c.error, c.y + c.error]
-    xs = np.concatenate([[0.0], *(c.x for c in curves)])
-    x_axis = Axis(xs)
-    y_axis = Axis(np.concatenate(ys if log else [*ys, [0.0]]), log)
+        error = 0.0 if c.error is None else c.error
+        ys += [c.y - error, c.y + error]
+    x_axis = Axis(np.concatenate([[0.0], *(c.x for c in curves)]))
+    y_axis = Axis(np.concatenate(ys), log)
     if y_axis.log:
         unit = f'{unit}, log scale'
     grid = words = last = ''
@@ -253,26 +216,23 @@ def panel(title, unit, curves, x_name='step', wide=False, log=False):
     for tick in x_axis.ticks:
         words += f'<span class="t x" style="left:{x_axis(tick) / 10:.1f}%">{compact(tick)}</span>'
     if wide:
-        words += direct_labels(curves, [1000 - y_axis(c.y[-1]) for c in curves])
-    elif len({c.color for c in curves}) == 1:
-        last = compact(curves[-1].y[-1])
-    shapes = tooltips(curves, x_axis, x_name) + ''.join(draw(c, x_axis, y_axis) for c in curves)
-    return (f'<figure{" class=wide" if wide else ""}><figcaption><b>{title}</b><small>{unit}</small>'
+        words += direct_labels(named, y_axis)
+    elif len(named) == 1:
+        last = compact(named[0].y[-1])
+    shapes = tooltips(named, x_axis, x_name) + ''.join(draw(c, x_axis, y_axis) for c in curves)
+    return (f'<figure class="{"wide" if wide else ""}"><figcaption><b>{title}</b><small>{unit}</small>'
             f'<span>{last}</span></figcaption><div class="plot"><svg viewBox="0 0 1000 1000" '
             f'preserveAspectRatio="none"><path class="grid" d="{grid}"/>{shapes}</svg>{words}'
             f'<span class="t unit">{x_name}</span></div></figure>')
 
 
-def direct_labels(curves, places, gap=58):
-    """Return the names of curves beside their ends, at least a gap apart."""
-    order = sorted(range(len(curves)), key=places.__getitem__)
-    for before, after in pairwise(order):
-        places[after] = max(places[after], places[before] + gap)
-    excess = max(max(places) - 1000, 0)
+def direct_labels(curves, y_axis):
+    """Return the names of curves beside their ends, the lowest curve first; a name moves up for room."""
     labels = ''
-    for c, place in zip(curves, places, strict=True):
-        weight = ' light' if c.kind == 'faint' and not np.ndim(c.error) else ''
-        labels += (f'<b class="name{weight} c{c.color % 6}" style="top:{(place - excess) / 10:.1f}%">'
+    below = -60
+    for c in sorted(curves, key=lambda c: c.y[-1]):
+        below = max(y_axis(c.y[-1]), below + 60)
+        labels += (f'<b class="name c{c.color % 6}" style="bottom:{below / 10:.1f}%">'
                    f'{html.escape(c.label)}</b>')
     return labels
 
@@ -281,10 +241,15 @@ def direct_labels(curves, places, gap=58):
 # the page
 
 def noisy(label, color, x, y):
-    """Return the curves of noisy numbers: where they are dense, a faint one and its running mean."""
+    """Return the curves of noisy numbers: where they are dense, a faint one and the means of its parts."""
     if len(x) < DENSE:
         return [Curve(label, color, x, y)]
-    return [Curve(label, color, x, y, 'faint'), Curve('mean', color, *running_mean(x, y))]
+    return [Curve('', color, x, y), Curve(label, color, means(x), means(y))]
+
+
+def means(values):
+    """Return the means of DENSE parts of an array, or the array if it is shorter."""
+    return np.array([part.mean() for part in np.array_split(values, min(DENSE, len(values)))])
 
 
 def loss_panels(runs):
@@ -297,14 +262,13 @@ def loss_panels(runs):
         steps, losses = run.column('val_loss')
         errors = np.nan_to_num(run.column('val_loss', 'val_stderr')[1])
         if len(runs) == 1:
-            curves = [*noisy('training', 0, x, y), Curve('validation', 1, steps, losses, 'faint', errors)]
+            curves = [*noisy('training', 0, x, y), Curve('validation', 1, steps, losses, errors)]
             return panel('Loss', 'nats per token', curves, wide=True, log=True)
-        x, y = running_mean(x, y)
-        training.append(Curve(run.name, number, run.tokens(x), y))
-        validation.append(Curve(run.name, number, run.tokens(steps), losses, 'faint', errors))
-        by_time.append(Curve(run.name, number, run.minutes(steps), losses, 'faint', errors))
+        validation.append(Curve(run.name, number, run.tokens(steps), losses, errors))
+        by_time.append(Curve(run.name, number, run.minutes(steps), losses, errors))
+        training.append(Curve(run.name, number, means(run.tokens(x)), means(y)))
     return (panel('Validation loss', 'nats per token', validation, 'tokens', wide=True, log=True)
-            + panel('Training loss', 'running mean', training, 'tokens', wide=True, log=True)
+            + panel('Training loss', 'averaged', training, 'tokens', wide=True, log=True)
             + panel('Validation loss', 'by training time', by_time, 'minutes', wide=True, log=True))
 
 
@@ -314,26 +278,23 @@ def small_panels(runs):
     for name, title, unit in SMALL_PANELS:
         curves = []
         for number, run in enumerate(runs):
-            if name in ('grad_norm', 'tokens_per_s'):
-                curves += noisy(run.name, number, *run.column(name))
-            else:
-                curves.append(Curve(run.name, number, *run.column(name)))
+            curves += noisy(run.name, number, *run.column(name))
         panels += panel(title, unit, curves, log=name == 'grad_norm')
     return panels
 
 
 def facts_of(run, goal):
     """List (name, value, detail) of a run. goal: a loss that all runs have reached, or None."""
+    facts = []
+    if run.best:
+        where = f'at step {exact(run.best["step"])}'
+        loss = with_error(run.best['val_loss'], run.best.get('val_stderr', math.nan))
+        facts.append(('Best validation loss', loss, where))
+        if 'val_bpb' in run.best:
+            facts.append(('Bits per byte', f'{run.best["val_bpb"]:.4f}', where))
     last = run.rows[-1]['step']
-    facts = [('Steps', exact(last), run.end), ('Tokens', exact(run.tokens(last)), 'seen in training'),
-             ('Training time', duration(60 * run.minutes(last)), 'of the steps')]
-    best = run.best()
-    if best:
-        where = f'at step {exact(best["step"])}'
-        loss = with_error(best['val_loss'], best.get('val_stderr', math.nan))
-        if 'val_bpb' in best:
-            facts.insert(0, ('Bits per byte', f'{best["val_bpb"]:.4f}', where))
-        facts.insert(0, ('Best validation loss', loss, where))
+    facts += [('Steps', exact(last), run.end), ('Tokens', exact(run.tokens(last)), 'seen in training'),
+              ('Training time', duration(60 * run.minutes(last)), 'of the steps')]
     if goal:
         steps, losses = run.column('val_loss')
         reached = steps[np.argmax(losses <= goal)]
@@ -366,17 +327,17 @@ def page(runs):
         heading = 'Settings <small>bold: not at the default</small>'
     elif {'dataset', 'vocab_size'} & differing:
         lead = '<p>The data or vocabularies differ: compare bits per byte, not losses.</p>'
-    elif all(run.best() for run in runs):
-        goal = max(run.best()['val_loss'] for run in runs)
+    elif all(run.best for run in runs):
+        goal = max(run.best['val_loss'] for run in runs)
     for color, run in zip(colors, runs, strict=True):
+        facts = [run.settings.get('dataset'), *map(run.start.get, ('model', 'device', 'command'))]
+        about = html.escape(' · '.join(filter(None, facts)))
         tiles = ''
         for name, text, detail in facts_of(run, goal):
             tiles += f'<div><dt>{name}</dt><dd>{text}<small>{html.escape(detail)}</small></dd></div>'
-        lead += f'<h1{color}>{html.escape(run.name)}</h1><p>{html.escape(run.about())}</p><dl>{tiles}</dl>'
+        lead += f'<h1{color}>{html.escape(run.name)}</h1><p>{about}</p><dl>{tiles}</dl>'
     title = html.escape(' / '.join(run.name for run in runs))
     return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-            '<meta name="viewport" content="width=device-width,initial-scale=1"><meta http-equiv='
-            '"Content-Security-Policy" content="default-src \'none\';style-src \'unsafe-inline\'">'
             f'<style>{STYLE}</style></head><body>{lead}<main>{loss_panels(runs)}{small_panels(runs)}'
             f'</main><h2>{heading}</h2><ul>{items}</ul>'
             f'<footer>From log.jsonl and config.py, {time.strftime("%Y-%m-%d %H:%M")}; config.py repeats the '
@@ -387,16 +348,13 @@ def page(runs):
 def write_report(folders):
     """
     Write the report of a run into its folder, or that of several into the current one. Returns its
-    path. Raises ValueError if a folder holds no log.
+    path. Raises OSError if a folder holds no run.
     """
     path = 'report-compare.html'
     if len(folders) == 1:
         path = os.path.join(folders[0], 'report.html')
-    runs = [Record(folder) for folder in folders]
-    if len({run.name for run in runs}) < len(runs):
-        for run, folder in zip(runs, folders, strict=True):
-            run.name = os.path.normpath(folder)
-    text = page(runs)
+    parent = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in folders])
+    text = page([Record(folder, os.path.relpath(folder, parent)) for folder in folders])
     with replacing(path) as f:
         f.write(text.encode())
     return path
@@ -406,7 +364,7 @@ def main():
     """Write the report of the folders on the command line."""
     try:
         path = write_report(','.join(sys.argv[1:]).split(','))
-    except OSError as e:  # the folder is read-only, or has no config.py
+    except OSError as e:  # the folder is read-only, or holds no run
         raise ValueError(f'the report could not be made: {e}') from None
     print(f'report: {path}')
 

@@ -6,7 +6,7 @@ from conftest import all_logits
 
 from hotloop.inference.generate import Sampling, generate
 from hotloop.mixers.eigen import Scan, scan
-from hotloop.mixers.feedback import Feedback, feedback_matrices
+from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import (
     add_orthogonal_gradient,
     linear_attention,
@@ -162,21 +162,16 @@ def test_the_orthogonal_gradient_is_that_of_the_penalty():
     assert not model.transformer.h[1].attn.c_attn.weight.grad.any()
 
 
-def loss_of(model, feedback=None):
-    model.feedback = feedback
-    model.zero_grad()
-    ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
-    loss = model(ids, ids).sum()
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
 def test_feedback_equals_its_definition():
     """Each block's gradient is that of its own output times the error through the block's matrix."""
     model = make('attention', x0_mix=False)
     matrices = feedback_matrices(model.config, seed=1)
-    loss, found = loss_of(model, matrices)
-    ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(61, (2, 16))
+    model.feedback = matrices
+    loss = model(ids, ids).sum()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.feedback = None
     parts = model.transformer
     context = Context(model.cos[:16], model.sin[:16], {}, None)
     x = parts.ln_e(parts.wte(ids))
@@ -195,29 +190,3 @@ def test_feedback_equals_its_definition():
     torch.testing.assert_close(loss, expected_loss)
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, msg=name)
-
-
-def test_feedback_through_identities_is_backpropagation_where_blocks_add_nothing():
-    model = make('attention', x0_mix=False)
-    for block in model.transformer.h:
-        block.attn.c_proj.weight.data.zero_()
-        block.mlp.c_proj.weight.data.zero_()
-    _, exact = loss_of(model)
-    _, found = loss_of(model, torch.eye(32).expand(4, 32, 32))
-    for name, gradient in exact.items():
-        torch.testing.assert_close(found[name], gradient, msg=name)
-
-
-def test_without_gradients_feedback_changes_nothing():
-    model = make('attention')
-    ids = torch.randint(61, (2, 16))
-    with torch.no_grad():
-        before = model(ids, ids)
-        model.feedback = feedback_matrices(model.config, seed=1)
-        torch.testing.assert_close(model(ids, ids), before)
-
-
-def test_feedback_returns_the_last_output():
-    outputs = torch.randn(3, 1, 2, 4)
-    matrices = feedback_matrices(GPTConfig(n_layer=2, n_embd=4), 0)
-    assert torch.equal(Feedback.apply(matrices, *outputs), outputs[-1])

@@ -16,7 +16,7 @@ CPU = torch.device('cpu')
 CUDA = torch.device('cuda', 0)
 
 
-@pytest.mark.parametrize('name', ['cuda', 'cuda:1', 'mps', 'tpu'])
+@pytest.mark.parametrize('name', ['cuda:1', 'mps', 'tpu'])
 def test_a_device_that_does_not_exist_is_an_error(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: False)
@@ -66,8 +66,7 @@ def test_compilation_that_fails_is_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize('name, peak', [
-    ('NVIDIA A100-SXM4-80GB', 312e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA H100 80GB HBM3', 989e12),
-    ('Tesla T4', 65e12), ('NVIDIA A10G', 70e12), ('NVIDIA L40', None), ('NVIDIA RTX A1000', None),
+    ('NVIDIA H100 PCIe', 756e12), ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA RTX A1000', None),
     ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None), ('NVIDIA GeForce RTX 3090 Ti', None)])
 def test_no_peak_is_better_than_a_wrong_one(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda gpu: name)

@@ -13,9 +13,7 @@ import model as model_file
 import train
 from hotloop.system.distributed import Env
 from hotloop.training.forecast import (
-    LAUNCHES,
     MACHINES,
-    PUBLISHED,
     LiveBytes,
     activation_bytes,
     flops_of,
@@ -23,9 +21,8 @@ from hotloop.training.forecast import (
 )
 from hotloop.training.optim import build_optimizers
 from hotloop.training.shard import set_blocks
-from hotloop.weights.families import model_args_from
 from hotloop.weights.lora import LoRAConfig, add_adapters, trainable
-from model import GPT, GPTConfig, config_from
+from model import GPT, GPTConfig
 from train import TrainConfig
 
 TINY = dict(block_size=64, vocab_size=101, n_layer=4, n_head=2, n_embd=32)
@@ -85,7 +82,7 @@ def test_the_count_of_three_blocks_is_what_a_real_step_needs(lora, settings, chu
     assert abs(live.peak - counted) < 200  # the state of the dropout generator
 
 
-@pytest.mark.parametrize('settings', [{}, dict(preset='modern'), dict(mlp='swiglu', bias=True)])
+@pytest.mark.parametrize('settings', [{}, dict(preset='modern')])
 @pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
 def test_the_state_of_the_optimizer_is_counted(optimizer, settings):
     model, cfg, held = gpt(**settings), TrainConfig(optimizer=optimizer), 0
@@ -115,18 +112,6 @@ def test_a_single_micro_batch_starts_without_gradients():
                           GPU, 85e9) for n in (1, 2))
     assert one['activations and logits'] > one['weights'] and one['gradients'] == 0
     assert sum(two.values()) - sum(one.values()) == one['weights']
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('quantize, recompute, expected', [
-    ('nf4', 'full', 7.63), ('nf4', 'none', 29.05), ('none', 'selective', 11.29)])
-def test_adapters_of_rank_16_on_gemma_2_2b(quantize, recompute, expected):
-    """In GB, 8 x 768 tokens on an H100, uncompiled."""
-    gemma = {**PUBLISHED['google/gemma-2-2b'], 'max_position_embeddings': 768}
-    cfg = TrainConfig(batch_size=8, gradient_accumulation_steps=2, recompute=recompute)
-    lora = LoRAConfig(lora_rank=16, quantize=quantize)
-    parts = memory_of(config_from(model_args_from(gemma, 'config.json')), cfg, lora, GPU, 85e9)
-    assert sum(parts.values()) / 1e9 == pytest.approx(expected, abs=0.01)
 
 
 # -----------------------------------------------------------------------------
@@ -163,23 +148,6 @@ def test_an_absent_dataset_is_assumed(forecast_of):
         assert re.search(rf'^A100 40GB +42\.3 GB +{numbers}  fits$', forecast_of(dataset='no', **flags), re.M)
     printed = forecast_of(batch_size=1024, loss_chunks=1)
     assert re.search('T4 .* does not fit; lower batch_size or use', printed)
-
-
-@pytest.mark.slow
-def test_recomputation_costs_a_quarter_of_the_speed(forecast_of):
-    rates = [speed_of(forecast_of(recompute=how, n_embd=2048, n_head=16)) for how in ('none', 'full')]
-    assert rates[1] == pytest.approx(0.75 * rates[0], abs=1)
-
-
-def speed_of(printed):
-    """Read the tokens per second of an H100."""
-    return int(re.search(r'H100 +85.0 GB +([\d,]+)', printed)[1].replace(',', ''))
-
-
-def test_a_small_model_waits_for_its_kernels_and_an_evaluation_has_no_steps(forecast_of):
-    assert speed_of(forecast_of()) == pytest.approx(2 * 256 / (2 * LAUNCHES), rel=1e-3)
-    printed = forecast_of(eval_only=True)
-    assert 'run: one evaluation' in printed and re.search(r'H100 .* unknown  fits', printed)
 
 
 def test_a_dataset_is_counted(forecast_of, tmp_path):
