@@ -66,9 +66,12 @@ class PrepareConfig:
 
     def problems(self):
         """List the problems with the settings, one sentence each."""
+        problems = []
         if isinstance(self.val, float) and not 0 < self.val < 1:
-            return [f'val={self.val} must be between 0 and 1, or a source']
-        return []
+            problems.append(f'val={self.val} must be between 0 and 1, or a source')
+        if self.name and re.search('[,:]', self.name):
+            problems.append(f'name={self.name!r} must not contain a comma or a colon, which mix datasets')
+        return problems
 
 
 # -----------------------------------------------------------------------------
@@ -191,7 +194,7 @@ def main(argv=None):
     sources = sources or ['stdlib']
     flags = [f'--{key}={getattr(cfg, key)}' for key in given if key not in OTHER_FLAGS]
     cfg = resolve(cfg, sources)
-    folder = dataset.dataset_folder(cfg.data_dir, cfg.name)
+    folder = os.path.normpath(os.path.join(cfg.data_dir, cfg.name))
     if os.path.exists(folder) and not os.path.isfile(os.path.join(folder, 'meta.json')):
         raise ValueError(f'{folder} exists and was not created by prepare.py; choose another --name')
     with dataset.partial_folder(folder) as partial:

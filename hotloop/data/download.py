@@ -1,12 +1,11 @@
 """Download files of the web, and models and datasets of the Hugging Face hub."""
 
-import hashlib
 import os
 import re
 import sys
 from urllib.parse import urlsplit
 
-from hotloop.system.files import Progress, optional, replacing
+from hotloop.system.files import Progress, hash_file, optional, replacing
 from hotloop.system.text import reason_of
 
 TIMEOUT = (5, 30)  # seconds to connect, and without a byte
@@ -50,30 +49,21 @@ def download(url, path, sha256=None):
         if is_page and not urlsplit(url).path.endswith(('.html', '.htm')):
             raise ValueError(f'{url} is a web page; give the address of the file itself')
         with replacing(path) as f:
-            found = receive(response, f)
+            # The request refuses encodings: one that is named is the compression of the file itself.
+            response.raw.headers.pop('Content-Encoding', None)
+            progress = Progress(int(response.headers.get('Content-Length', 0)))
+            for chunk in response.iter_content(1 << 18):
+                f.write(chunk)
+                progress.add(len(chunk))
+            progress.close()
+            f.flush()
+            found = hash_file(f.name)
             if sha256 not in (None, found):
                 raise ValueError(f'{url} has SHA-256 {found}, not {sha256}; run the command again')
     except OSError as e:  # of requests, or of the disk
         raise ValueError(f'{url} cannot be downloaded: {reason_of(e)}; run the command again, or put '
                          f'the file at {path}') from None
     return path
-
-
-def receive(response, f):
-    """Write a response to a file. Returns its SHA-256. Raises OSError if it is cut off."""
-    # The request refuses encodings: one that is named is the compression of the file itself.
-    response.raw.headers.pop('Content-Encoding', None)
-    size = int(response.headers.get('Content-Length', 0))
-    progress = Progress(size)
-    digest = hashlib.sha256()
-    for chunk in response.iter_content(1 << 18):
-        f.write(chunk)
-        digest.update(chunk)
-        progress.add(len(chunk))
-    progress.close()
-    if f.tell() < size:
-        raise ConnectionError('the connection was lost')
-    return digest.hexdigest()
 
 
 # -----------------------------------------------------------------------------

@@ -2,16 +2,15 @@
 Find or learn the tokenizer that --tokenizer names. Reads checkpoints without torch.
 """
 
-import collections
 import io
 import os
-import re
+import pickle
 import zipfile
 from typing import NamedTuple
 
 from hotloop.data.bpe import count_words, learn_merges
 from hotloop.data.chat import CHATS, MARK, TEMPLATES, marks_of
-from hotloop.data.dataset import PlainUnpickler, dataset_folder, name_of_path, read_meta
+from hotloop.data.dataset import read_meta
 from hotloop.data.download import TOKENIZER_FILES, hub_folder, is_hub_name
 from hotloop.data.tokenizer import (
     GPT2_SPEC,
@@ -92,11 +91,12 @@ def learn_tokenizer(name, pieces, template, several, every):
 
 def tokenizer_at(path, data_dir):
     """Read the TokenizerSource of a Hugging Face folder, a dataset, a run or a checkpoint."""
+    if os.path.basename(path) == 'tokenizer.json':
+        path = os.path.dirname(path) or '.'
     names = os.listdir(path) if os.path.isdir(path) else []
-    if path.endswith('.json') or {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
-        folder = path if names else os.path.dirname(path)
+    if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
         model = path if 'config.json' in names else None
-        return TokenizerSource(read_tokenizer_json(path), model, template=template_of(folder))
+        return TokenizerSource(read_tokenizer_json(path), model, template=template_of(path))
     if 'train.bin' in names:
         meta = read_meta(path)
         template = meta['template'] if meta['template'] in CHATS else None
@@ -110,12 +110,9 @@ def tokenizer_at(path, data_dir):
     return TokenizerSource(tokenizer, path, is_run=True, template=template)
 
 
-def read_tokenizer_json(path):
-    """Read the HFTokenizer of a tokenizer.json, or of the folder that has one."""
-    folder = os.path.dirname(path)
-    if os.path.isdir(path):
-        folder = path
-        path = os.path.join(path, 'tokenizer.json')
+def read_tokenizer_json(folder):
+    """Read the HFTokenizer of a folder with a tokenizer.json."""
+    path = os.path.join(folder, 'tokenizer.json')
     try:
         with open(path, encoding='utf-8') as f:
             tokenizer = HFTokenizer(f.read())
@@ -185,7 +182,7 @@ def dataset_spec(path, config, vocab_size, data_dir):
     if that has no meta file. Raises ValueError if its size is not the model's.
     """
     dataset = config.get('dataset')
-    folder = dataset_folder(data_dir, name_of_path(dataset)) if dataset else data_dir
+    folder = os.path.join(data_dir, dataset) if dataset else data_dir
     meta = read_meta(folder)
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
     if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
@@ -194,15 +191,16 @@ def dataset_spec(path, config, vocab_size, data_dir):
     return meta['tokenizer']
 
 
-class CheckpointUnpickler(PlainUnpickler):
-    """Load what torch.save wrote, with None for each tensor and its storage. It imports nothing."""
-    def persistent_load(self, *args):
+class Skipped(dict):
+    """Stand for a tensor, or for any other object that is not plain data."""
+    def __init__(self, *args):
+        super().__init__()
+
+
+class CheckpointUnpickler(pickle.Unpickler):
+    """Load the plain data of what torch.save wrote. It imports nothing, so it cannot run code."""
+    def persistent_load(self, storage):
         return None
 
     def find_class(self, module, name):
-        if (module, name) == ('collections', 'OrderedDict'):
-            return collections.OrderedDict
-        storages = r'torch\.(\w+Storage|_utils\._rebuild_(tensor_v2|parameter))'
-        if re.fullmatch(storages, f'{module}.{name}'):
-            return self.persistent_load
-        return super().find_class(module, name)
+        return Skipped

@@ -13,18 +13,11 @@ import pytest
 from conftest import contents, error_of, noise, write_bins
 
 from hotloop.data import dataset
-from hotloop.data.dataset import BinWriter, dataset_folder, open_bin, open_datasets, partial_folder, read_meta
+from hotloop.data.dataset import BinWriter, open_bin, open_datasets, partial_folder, read_meta
 from hotloop.data.encode import Encoded
 from hotloop.data.tokenizer import tokenizer_from
 
 BYTE = {'kind': 'byte'}
-
-
-def test_a_name_that_leads_elsewhere_is_refused():
-    for name in ('../x', '..', 'a/../../x', '/tmp/x', 'a\0b', '', 'a:x', 'a,b', 'a/x.partial/old'):
-        assert 'must be a name inside' in error_of(dataset_folder, 'data', name)
-    for name in ('a/b..c', 'a.partially'):
-        assert dataset_folder('data', name + '/') == os.path.join('data', *name.split('/'))
 
 
 def encoded(ids, mask=None):
@@ -98,7 +91,8 @@ def test_a_kill_at_any_moment_costs_no_dataset(tmp_path):
 
 
 def test_two_processes_do_not_write_one_dataset(tmp_path):
-    with partial_folder(str(tmp_path / 'x')):
+    with partial_folder(str(tmp_path / 'x')) as partial:
+        Path(partial, 'file').touch()
         assert 'x.partial is in use by process' in error_of(write, tmp_path / 'x', 'other')
     assert os.listdir(tmp_path) == ['x']
 
@@ -109,8 +103,6 @@ def test_a_dataset_that_cannot_be_written_is_one_sentence(tmp_path):
     folder, full = str(tmp_path / 'x'), OSError(errno.ENOSPC, 'No space left on device')
     with pytest.raises(ValueError, match=r'x could not be written: .* No space'), partial_folder(folder):
         raise full
-    with pytest.raises(BrokenPipeError), partial_folder(folder):  # as of `prepare.py | head`
-        raise BrokenPipeError
 
 
 def test_meta_json_comes_before_meta_pkl_and_that_before_nanogpts_assumption(tmp_path):
@@ -215,7 +207,7 @@ def test_weights_are_those_given_or_the_sizes(data):
 def test_datasets_that_cannot_be_opened(data):
     for text in ('a:x', 'a:1,wide', 'a:0,wide:1', 'a:nan,wide:1'):
         assert 'give each dataset a weight above 0' in error_of(open_datasets, text, data)
-    for text, words in (('a,,wide', 'must be a name inside'), ('a,other', 'tokenizers of a and other differ'),
+    for text, words in (('a,other', 'tokenizers of a and other differ'),
                         ('a,nothing', 'nothing does not exist; make it with: python prepare.py')):
         assert words in error_of(open_datasets, text, data)
 

@@ -236,7 +236,7 @@ def test_ids_are_hugging_faces_and_their_bytes_are_the_texts(folders, family):
 def test_marks_and_pieces_are_encoded_as_the_complete_text(folders, family):
     """A text that continues another gets no space. After a special id it gets what Hugging Face gives it."""
     expected = hugging_face(folders[family], names_are_text=False)
-    tokenizer = read_tokenizer_json(str(folders[family] / 'tokenizer.json'))
+    tokenizer = read_tokenizer_json(str(folders[family]))
     chat = '<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n<think>' + '\t' * 10 + 'x'
     for text in (chat, 'begin ' + chat, *TEXTS):
         assert encode_parts(tokenizer, [(text, True, True)])[0].tolist() == expected(text)

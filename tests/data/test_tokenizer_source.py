@@ -1,11 +1,9 @@
 """What --tokenizer finds: datasets, runs, checkpoints; without torch, and without running code."""
 
-import collections
 import json
 import os
 import pickle
 import shutil
-import subprocess
 import zipfile
 from pathlib import Path
 
@@ -65,8 +63,8 @@ def test_built_in_names_come_first_then_paths_then_datasets(places):
 @pytest.mark.parametrize('name, found', [
     ('out', ('out', True)), ('out/best.pt', ('out/best.pt', True)),
     ('hf', ('hf', False)), ('org/model', ('org/model', False)),
-    *((name, (None, False)) for name in ('own', 'data/own', 'theirs', 'org/own', 'hf/tokenizer.json',
-                                         'byte', 'bpe:300'))])
+    ('hf/tokenizer.json', ('hf', False)),
+    *((name, (None, False)) for name in ('own', 'data/own', 'theirs', 'org/own', 'byte', 'bpe:300'))])
 def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, monkeypatch, name, found):
     monkeypatch.setattr('hotloop.data.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
     monkeypatch.setattr('hotloop.data.tokenizer_source.hub_folder', lambda *names: 'hf')
@@ -113,19 +111,10 @@ def test_what_has_no_tokenizer_is_named(places, capsys):
         find_tokenizer, 'nano', 'data')
 
 
-def evil(path, value):
-    """The path of a checkpoint that has this value."""
-    checkpoint = {'model_args': {'vocab_size': 3}, 'tokenizer': CHAR, 'x': value}
-    with zipfile.ZipFile(path, 'w') as z:
-        z.writestr('ckpt/data.pkl', pickle.dumps(checkpoint))
-    return path
-
-
 def test_a_checkpoint_cannot_run_code(tmp_path):
-    """Names of torch that only look like storages, and all others, import nothing."""
-    path = evil(str(tmp_path / 'a.pt'), Touch(tmp_path / 'touched'))
-    assert 'UnpicklingError: ' in error_of(checkpoint_tokenizer, path, '')
+    """Whatever is no plain data is skipped: nothing is imported or called."""
+    evil = {'model_args': {'vocab_size': 3}, 'tokenizer': CHAR, 'x': Touch(tmp_path / 'touched')}
+    with zipfile.ZipFile(tmp_path / 'a.pt', 'w') as z:
+        z.writestr('ckpt/data.pkl', pickle.dumps(evil))
+    assert checkpoint_tokenizer(str(tmp_path / 'a.pt'), '')[0].spec() == CHAR
     assert not (tmp_path / 'touched').exists()
-    for value in (torch.load, torch.nn.Linear, collections.Counter, subprocess.run, print):
-        assert 'UnpicklingError: ' in error_of(checkpoint_tokenizer, evil(path, value), '')
-    assert checkpoint_tokenizer(evil(path, collections.OrderedDict(a=1)), '')[0].spec() == CHAR
