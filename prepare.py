@@ -123,26 +123,15 @@ def keep_rows(pieces, path):
             yield split, piece._replace(row=None)
 
 
-def write_bins(folder, batches, dtype, template):
-    """Write the batches of encode_all(). Returns {split: its metadata}. template: of rows, or None."""
-    writers = {}
-    for split in dataset.SPLITS:
-        writers[split] = dataset.BinWriter(folder, split, dtype, template is not None)
+def write_bins(folder, batches, dtype, has_rows):
+    """Write the batches of encode_all(). Returns {split: its metadata}."""
+    writers = {split: dataset.BinWriter(folder, split, dtype, has_rows) for split in dataset.SPLITS}
     progress = Progress(0)
-    in_loss = 0
-    for batch in batches:
-        for split, encoded in batch.items():
-            writers[split].add(encoded)
-            progress.add(encoded.num_bytes)
-            if template:
-                in_loss += int(encoded.mask.sum())
+    for encoded in batches:
+        writers[encoded.split].add(encoded)
+        progress.add(encoded.num_bytes)
     progress.close()
-    splits = {split: writer.close() for split, writer in writers.items()}
-    if template:
-        tokens = sum(counts['tokens'] for counts in splits.values())
-        print(f'instruction data in the {template} template: {in_loss:,} of {tokens:,} tokens '
-              f'({in_loss / max(tokens, 1):.0%}) count toward the loss')
-    return splits
+    return {split: writer.close() for split, writer in writers.items()}
 
 
 def write_dataset(folder, files, val_files, template, tokenizer, cfg):
@@ -162,8 +151,8 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     if template:
         pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
     eot = tokenizer.eot if several else None
-    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot, template is not None)
-    splits = write_bins(folder, batches, id_type(tokenizer), template)
+    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot)
+    splits = write_bins(folder, batches, id_type(tokenizer), template is not None)
     if skipped:
         print(f'skipped {counted(skipped.total(), "row")} without text, answer or the form of the template')
     for split, counts in splits.items():
@@ -204,7 +193,7 @@ def main(argv=None):
         meta = write_dataset(partial, files, val_files, template, found.tokenizer, cfg)
         with replacing(os.path.join(partial, 'meta.json')) as f:
             f.write(json.dumps({**meta, 'source': shell(*sources), 'flags': flags}, indent=1).encode())
-    print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
+    print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids; template: {template}')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '
               f'{counted(counts["documents"], "document")}, '

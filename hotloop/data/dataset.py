@@ -102,11 +102,12 @@ def open_bin(path, dtype):
 class BinWriter:
     """Write one split: its ids and counts; of rows also masks and the ends of documents as uint64."""
 
-    def __init__(self, folder, name, dtype, has_rows=False):
-        self.files = {'sha256': open(os.path.join(folder, f'{name}.bin'), 'wb')}  # noqa: SIM115
+    def __init__(self, folder, split, dtype, has_rows=False):
+        names = {'sha256': f'{split}.bin'}
         if has_rows:
-            self.files['mask_sha256'] = open(os.path.join(folder, f'{name}.mask.bin'), 'wb')  # noqa: SIM115
-            self.files['docs_sha256'] = open(os.path.join(folder, f'{name}.docs.bin'), 'wb')  # noqa: SIM115
+            names['mask_sha256'] = f'{split}.mask.bin'
+            names['docs_sha256'] = f'{split}.docs.bin'
+        self.files = {key: open(os.path.join(folder, names[key]), 'wb') for key in names}  # noqa: SIM115
         self.dtype = dtype
         self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
 

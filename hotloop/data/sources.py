@@ -95,10 +95,8 @@ def files_under(folder, left_out=()):
     List the paths of the files below a folder, sorted. Hidden files and folders, datasets and the
     folders left_out are skipped.
     """
-    def fail(error):
-        raise error
     found = []
-    for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+    for here, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if name not in left_out and name[0] != '.']
         if {'meta.json', 'train.bin'} <= set(names):
             folders.clear()

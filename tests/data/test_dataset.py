@@ -20,17 +20,12 @@ from hotloop.data.tokenizer import tokenizer_from
 BYTE = {'kind': 'byte'}
 
 
-def encoded(ids, mask=None):
-    mask = None if mask is None else np.array(mask, np.uint8)
-    return Encoded(np.array(ids, np.int64), mask, len(ids), np.array([len(ids)]))
-
-
 @pytest.mark.parametrize('dtype, itemsize', [('<u2', 2), ('<u4', 4)])
 def test_bins_are_nanogpts_and_rows_have_masks_and_ends(tmp_path, dtype, itemsize):
     """Raw little-endian ids without a header, as nanoGPT's prepare.py writes them."""
     writer = BinWriter(str(tmp_path), 'val', dtype, has_rows=True)
     for ids, mask in (([1, 2, 258], [0, 0, 1]), ([3], [1])):
-        writer.add(Encoded(np.array(ids), np.array(mask, np.uint8), len(ids), np.array([len(ids)])))
+        writer.add(Encoded('val', np.array(ids), np.array(mask, np.uint8), len(ids), np.array([len(ids)])))
     raw = {'val.bin': b''.join(i.to_bytes(itemsize, 'little') for i in (1, 2, 258, 3)),
            'val.docs.bin': np.array([3, 4], '<u8').tobytes(), 'val.mask.bin': b'\0\0\1\1'}
     hashes = [hashlib.sha256(data).hexdigest() for data in raw.values()]

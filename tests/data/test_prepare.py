@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import shlex
 
 import numpy as np
@@ -83,7 +82,7 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
                     'flags': ['--seed=1']}
     assert os.listdir(tmp_path / 'data') == ['book']
     out = capsys.readouterr().out
-    assert f'tokenizer: char, {len(chars)} ids\n' in out
+    assert f'tokenizer: char, {len(chars)} ids; ' in out
     command = shlex.split(out.splitlines()[-1].split(': ')[1])
     assert command[:4] == ['python', 'train.py', 'config/quickstart.py', '--dataset=book']
 
@@ -200,9 +199,7 @@ def test_rows_with_answers_bring_masks_one_template_and_tasks(tmp_path, make, ca
     (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
     meta = make(tmp_path / 'a.jsonl', val=0.3)[1]
     assert meta['template'] == 'joined'
-    out = capsys.readouterr().out
-    assert 'skipped 2 rows' in out
-    assert re.search(r'instruction data in the joined template: 180 of .* \(\d\d%\) count toward', out)
+    assert 'skipped 2 rows' in capsys.readouterr().out
     folder = tmp_path / 'data' / 'x'
     for split, counts in meta['splits'].items():
         mask = (folder / f'{split}.mask.bin').read_bytes()
