@@ -28,13 +28,7 @@ import numpy as np
 from configurator import call_main, configure
 from hotloop.data import dataset
 from hotloop.data.chat import TEMPLATES
-from hotloop.data.documents import (
-    documents_in,
-    has_several_documents,
-    plan_holdout,
-    split_pieces,
-    template_of,
-)
+from hotloop.data.documents import documents_in, has_several_documents, plan_split, split_pieces, template_of
 from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, open_corpus
 from hotloop.data.tokenizer_source import find_tokenizer, learn_tokenizer
@@ -140,14 +134,13 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     print(f'{counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}', flush=True)
     skipped = Counter()
     read = functools.partial(documents_in, template=template, text_field=cfg.text_field, skipped=skipped)
-    holdout = plan_holdout(files, val_files, cfg.val, cfg.seed, read)
-    read_pieces = functools.partial(split_pieces, files, val_files, holdout, read)
+    split = plan_split(files, val_files, cfg.val, cfg.seed, read)
     several = has_several_documents(files, val_files)
     if tokenizer is None:
         every = max(-(-num_bytes // BPE_BYTES), 1)
-        tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(), template, several, every)
+        tokenizer = learn_tokenizer(cfg.tokenizer, split_pieces(split, read), template, several, every)
     skipped.clear()
-    pieces = read_pieces()
+    pieces = split_pieces(split, read)
     if template:
         pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
     eot = tokenizer.eot if several else None
@@ -155,9 +148,9 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     splits = write_bins(folder, batches, id_type(tokenizer), template is not None)
     if skipped:
         print(f'skipped {counted(skipped.total(), "row")} without text, answer or the form of the template')
-    for split, counts in splits.items():
+    for name, counts in splits.items():
         if not counts['bytes']:
-            raise ValueError(f'there is no text for the {split} split with val={cfg.val!r}; --val names a '
+            raise ValueError(f'there is no text for the {name} split with val={cfg.val!r}; --val names a '
                              'fraction or a validation source, --text_field the field of a text')
     return {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
