@@ -104,11 +104,10 @@ def test_meta_json_comes_before_meta_pkl_and_that_before_nanogpts_assumption(tmp
     gpt2 = {'kind': 'tiktoken', 'name': 'gpt2', 'bos': None, 'stops': []}
     assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': gpt2,
                                         'splits': {}, 'template': None, 'foreign': True}
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('\n abcé'), protocol))
-        tokenizer = {'kind': 'char', 'chars': '\n abcé', 'eot': False}
-        assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 6, 'tokenizer': tokenizer,
-                                            'template': None, 'splits': {}, 'foreign': True}
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('\n abcé')))
+    tokenizer = {'kind': 'char', 'chars': '\n abcé', 'eot': False}
+    assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 6, 'tokenizer': tokenizer,
+                                        'template': None, 'splits': {}, 'foreign': True}
     write_bins(tmp_path, [1, 2], [3])
     meta = json.loads((tmp_path / 'meta.json').read_text())
     found = read_meta(str(tmp_path))
@@ -116,15 +115,13 @@ def test_meta_json_comes_before_meta_pkl_and_that_before_nanogpts_assumption(tmp
     assert found == {**meta, 'template': None, 'foreign': False}
 
 
-@pytest.mark.parametrize('change', [
-    b'', b'[]', dict(format=2), dict(dtype='int8'), dict(vocab_size=0), dict(splits=[]), dict(tokenizer={})])
+@pytest.mark.parametrize('change', [dict(format=2), dict(dtype='int8'), dict(splits=[]), dict(tokenizer={})])
 def test_a_damaged_meta_json_is_one_sentence(tmp_path, change):
     write_bins(tmp_path, [1], [2])
-    if isinstance(change, dict):
-        change = json.dumps({**json.loads((tmp_path / 'meta.json').read_text()), **change}).encode()
-    (tmp_path / 'meta.json').write_bytes(change)
-    error = error_of(read_meta, str(tmp_path))
-    assert 'meta.json is damaged or from a later version (' in error and '\n' not in error
+    meta = json.loads((tmp_path / 'meta.json').read_text())
+    for text in ('', json.dumps({**meta, **change})):
+        (tmp_path / 'meta.json').write_text(text)
+        assert 'meta.json is damaged or from a later version (' in error_of(read_meta, str(tmp_path))
 
 
 def nanogpt_meta(chars):
@@ -135,7 +132,7 @@ def nanogpt_meta(chars):
 
 @pytest.mark.parametrize('itos, pieces', [
     ({}, [b'', b'', b'']),  # {'vocab_size': 3}, which is all that nanoGPT's train.py reads
-    ({1: 'a', 2: 'b'}, [b'', b'a', b'b']), ({0: 'a', 1: 'b'}, [b'a', b'b']),
+    ({1: 'a', 2: 'b'}, [b'', b'a', b'b']),
     ({0: '\n', 1: '10', 2: 'a'}, [b'\n', b'10', b'a'])])
 def test_a_meta_pkl_of_other_texts_than_characters_is_read(tmp_path, itos, pieces):
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3} | ({'itos': itos} if itos else {})))
@@ -167,12 +164,9 @@ def test_a_meta_pkl_cannot_run_code(tmp_path):
 
 
 def test_a_damaged_meta_pkl_is_told_what_suffices(tmp_path):
-    for value in (3, {'vocab_size': 2, 'itos': {0: 3, 1: 'c'}}, {'vocab_size': np.int64(2)},
-                  {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 2**60}, None):
-        raw = pickle.dumps(nanogpt_meta('abc'))[:-5] if value is None else pickle.dumps(value)
-        (tmp_path / 'meta.pkl').write_bytes(raw)
-        error = error_of(read_meta, str(tmp_path))
-        assert "meta.pkl is not nanoGPT's" in error and "{'vocab_size': N} is enough" in error
+    for value in ({'vocab_size': np.int64(2)}, {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}):
+        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(value))
+        assert "{'vocab_size': N} is enough" in error_of(read_meta, str(tmp_path))
 
 
 def test_bins_that_are_missing_empty_or_cut(tmp_path):
@@ -223,17 +217,11 @@ def test_a_checkpoints_tokenizer_must_be_the_datasets():
 def test_inspect_shows_counts_and_a_window(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(dataset, 'COUNT_BLOCK', 3)
     ids = [*b'ab\n', 256, *b'cd', 256, 256]
-    mask = np.array([1, 1, 1, 1, 0, 0, 1, 1])
-    write_bins(tmp_path / 'x', [0] * 8 + ids, ids, masks={'train': np.append(np.ones(8), mask), 'val': mask})
-    write_bins(tmp_path / 'padded', [1, 2, 300, 301], [], tokenizer={'kind': 'char', 'chars': 'abc'})
-    for name in ('padded', 'x'):
-        dataset.inspect(str(tmp_path / name))
+    masks = {'train': np.append(np.ones(14), [0, 0]), 'val': np.ones(0)}
+    write_bins(tmp_path, [0] * 8 + ids, [], masks=masks)
+    dataset.inspect(str(tmp_path))
     out = capsys.readouterr().out
-    assert 'train: 4 tokens, 4 in the loss, 0.50 bytes per token' in out and 'val: 0 tokens' in out
-    assert 'byte tokenizer of 257 ids, uint16, template None, from by hand' in out
-    counted = 'train: 16 tokens, 14 in the loss, 0.81 bytes per token, 7 distinct ids'
-    assert f'{counted}, the ten most frequent:\n           8  ' in out
+    assert 'byte tokenizer of 257 ids, uint16, template None, from by hand' in out and 'val: 0 tokens' in out
+    assert 'train: 16 tokens, 14 in the loss, 0.81 bytes per token, 7 distinct ids, the ten most' in out
     assert "\n           8  '\\x00'\n           3  '<|endoftext|>'\n" in out
     assert "from 8: 'ab\\n<|endoftext|>cd<|endoftext|><|endoftext|>'\n" in out
-    with pytest.raises(ValueError, match=r'y is not the folder of a dataset: it has no train\.bin'):
-        dataset.inspect(str(tmp_path / 'y'))

@@ -97,15 +97,12 @@ def test_what_has_no_tokenizer_is_named(places, capsys):
     assert 'text has no tokenizer' in error_of(find_tokenizer, 'text', 'data')
     for name in ('nowhere', 'bpe:256', '../x'):
         assert f'tokenizer={name!r} is not one of byte' in error_of(find_tokenizer, name, 'data')
-    assert 'text/a.txt is damaged or not' in error_of(find_tokenizer, 'text/a.txt', 'data')
     damaged = Path('out/best.pt')
     content = bytearray(damaged.read_bytes())
     content[content.index(b'tokenizer') + 20] ^= 1
     damaged.write_bytes(content)
     assert find_tokenizer('out', 'data').tokenizer.spec() == CHAR  # of ckpt.pt, as sample.py takes it
     assert 'out/best.pt is damaged or not a checkpoint' in capsys.readouterr().err
-    os.remove('out/ckpt.pt')
-    assert 'out/best.pt is damaged or not a checkpoint' in error_of(find_tokenizer, 'out', 'data')
     save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 99})
     assert 'nano/ckpt.pt has no tokenizer, and data/theirs has none for 99 ids; set' in error_of(
         find_tokenizer, 'nano', 'data')
