@@ -38,8 +38,6 @@ from hotloop.system.text import counted, file_size, script, shell
 
 BPE_BYTES = 1 << 28  # size of the files that merges are learned from
 Format = Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'functions']
-# the flags that command_for() adds, or that do not change a dataset
-OTHER_FLAGS = ('name', 'data_dir', 'tokenizer', 'num_proc')
 
 
 @dataclass(frozen=True)
@@ -172,9 +170,8 @@ def training_command(cfg, found, has_rows):
 
 
 def main(argv=None):
-    (cfg,), given, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
+    (cfg,), _, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
     sources = sources or ['stdlib']
-    flags = [f'--{key}={getattr(cfg, key)}' for key in given if key not in OTHER_FLAGS]
     cfg = resolve(cfg, sources)
     folder = os.path.normpath(os.path.join(cfg.data_dir, cfg.name))
     if os.path.exists(folder) and not os.path.isfile(os.path.join(folder, 'meta.json')):
@@ -185,7 +182,7 @@ def main(argv=None):
         template = template_of([*files, *val_files], cfg.template, cfg.text_field, found.template)
         meta = write_dataset(partial, files, val_files, template, found.tokenizer, cfg)
         with replacing(os.path.join(partial, 'meta.json')) as f:
-            f.write(json.dumps({**meta, 'source': shell(*sources), 'flags': flags}, indent=1).encode())
+            f.write(json.dumps({**meta, 'source': shell(*sources)}, indent=1).encode())
     print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids; template: {template}')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '

@@ -397,7 +397,7 @@ def build_model(settings, dataset, env):
                                     label_smoothing=model_cfg.label_smoothing)
         return Start(model, checkpoint.get('iter_num', 0), None, checkpoint.get('hf_config'))
     name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
-    check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
+    check_tokenizer(source.tokenizer, name, dataset)
     kept = [field for field in TRAINING_ONLY if checkpoint or field in given]
     model = GPT.from_checkpoint(source.model_args, source.weights, **{f: getattr(model_cfg, f) for f in kept})
     adapt_shape(model, settings, name)
@@ -432,7 +432,7 @@ def build_run(settings, datasets, env):
         record['hf_config'] = hf_config
     if latest:
         compare_record(record, checkpoint, cfg.dataset)
-        check_tokenizer(checkpoint.get('tokenizer'), latest.path, datasets[0], cfg.data_dir)
+        check_tokenizer(checkpoint.get('tokenizer'), latest.path, datasets[0])
     if base:
         record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
         print0(describe_adapters(record['lora'], model, env.dtype))

@@ -26,7 +26,7 @@ from hotloop.data.tokenizer import (
     tokenizer_from,
 )
 from hotloop.system.files import free_number, hash_file, lock, read_json, sync_folder
-from hotloop.system.text import counted, script, shell
+from hotloop.system.text import counted
 
 FORMAT = 1  # of meta.json
 COUNT_BLOCK = 1 << 24  # tokens
@@ -60,10 +60,19 @@ def read_meta(folder):
                          'prepare the dataset again') from None
 
 
+class Skipped(dict):
+    """Stand for a tensor, or for any other object that is not plain data."""
+    def __init__(self, *args):
+        super().__init__()
+
+
 class PlainUnpickler(pickle.Unpickler):
-    """Load containers, text and numbers. Refuses a pickle that names anything importable."""
+    """Load the plain data of a pickle. It imports nothing, so it cannot run code."""
+    def persistent_load(self, storage):
+        return None
+
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f'{module}.{name}')
+        return Skipped
 
 
 def read_meta_pkl(path):
@@ -202,26 +211,16 @@ def open_datasets(dataset, data_dir):
         datasets.append(Dataset(name, folder, meta, float(weight)))
         first = datasets[0]
         if not same_tokenizer(meta['tokenizer'], first.meta['tokenizer']):
-            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} again: '
-                             f'{command_for(datasets[-1], data_dir, first.folder)}')
+            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} again with '
+                             f'--tokenizer={first.folder}')
     return datasets
 
 
-def check_tokenizer(spec, path, dataset, data_dir):
+def check_tokenizer(spec, path, dataset):
     """Raise ValueError if the tokenizer of the checkpoint at this path is known and not the Dataset's."""
     if spec and not same_tokenizer(spec, dataset.meta['tokenizer']):
-        raise ValueError(f'the tokenizers of {path} and of dataset={dataset.name} differ; prepare the data '
-                         f'with that of the checkpoint: {command_for(dataset, data_dir, path)}')
-
-
-def command_for(dataset, data_dir, tokenizer):
-    """Write the command that prepares a Dataset again with another tokenizer."""
-    name = 'NEW_NAME' if dataset.meta['foreign'] else dataset.name
-    flags = [f'--name={name}', *dataset.meta.get('flags', []), f'--tokenizer={tokenizer}']
-    if data_dir != 'data':
-        flags.append(f'--data_dir={data_dir}')
-    source = dataset.meta.get('source', 'FILE_OR_FOLDER')
-    return f'python {shell(script("prepare.py"))} {source} {shell(*flags)}'
+        raise ValueError(f'the tokenizers of {path} and of dataset={dataset.name} differ; prepare '
+                         f'{dataset.meta.get("source", "the data")} again with --tokenizer={path}')
 
 
 def byte_table(meta, vocab_size):

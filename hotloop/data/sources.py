@@ -36,15 +36,13 @@ class Corpus:
     tokenizer: str = 'gpt2'
     kind: str = 'text'  # of a File
     val_fraction: float | None = 0.1  # None: val has its files
-    sha256: str | None = None
 
 
 PLAIN = Corpus(tokenizer='byte')  # the defaults of sources that are no named corpus
 SHAKESPEARE = Corpus(
     'the plays of Shakespeare that nanoGPT trains on', 'public domain',
     train=('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',),
-    download=1.1e6,
-    sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
+    download=1.1e6)
 CORPORA = {
     'stdlib': Corpus('the source code of this Python', 'PSF-2.0', val_fraction=0.05,
                      tokenizer='bpe:1024'),  # best in the minutes of quickstart.py
@@ -131,11 +129,11 @@ def suffix_of(path):
     return suffix
 
 
-def download_source(url, data_dir, sha256=None):
+def download_source(url, data_dir):
     """Return the path of the file at a URL, which is downloaded once to data_dir/downloads."""
     base = os.path.basename(re.split('[?#]', url)[0].rstrip('/')) or 'index'
     name = hashlib.sha256(url.encode()).hexdigest()[:8] + '-' + re.sub(r'[^\w.-]', '_', base)
-    return download(url, os.path.join(data_dir, 'downloads', name), sha256)
+    return download(url, os.path.join(data_dir, 'downloads', name))
 
 
 def open_file(path, name, format='auto'):
@@ -229,7 +227,7 @@ def open_corpus(corpus, data_dir, with_val=True):
         if corpus.repository:
             local = os.path.join(folder, path)
         else:
-            local = download_source(path, data_dir, corpus.sha256)
+            local = download_source(path, data_dir)
         files.append(File(local, os.path.basename(path), corpus.kind))
     return files[:len(corpus.train)], files[len(corpus.train):]
 

@@ -4,13 +4,12 @@ Find or learn the tokenizer that --tokenizer names. Reads checkpoints without to
 
 import io
 import os
-import pickle
 import zipfile
 from typing import NamedTuple
 
 from hotloop.data.bpe import count_words, learn_merges
 from hotloop.data.chat import CHATS, MARK, TEMPLATES, marks_of
-from hotloop.data.dataset import read_meta
+from hotloop.data.dataset import PlainUnpickler, read_meta
 from hotloop.data.download import TOKENIZER_FILES, hub_folder, is_hub_name
 from hotloop.data.tokenizer import (
     GPT2_SPEC,
@@ -80,11 +79,7 @@ def learn_tokenizer(name, pieces, template, several, every):
     specials = ['<|endoftext|>']
     if template:
         specials = [*marks_of(template), *specials]
-    size = int(name[4:]) - len(specials)
-    if size < 256:
-        raise ValueError(f'tokenizer={name} has no room for 256 bytes and {", ".join(specials)}; use '
-                         f'bpe:{256 + len(specials)} or more')
-    tokens = learn_merges(count_words(texts()), size)
+    tokens = learn_merges(count_words(texts()), int(name[4:]) - len(specials))
     ids = {special: len(tokens) + i for i, special in enumerate(specials)}
     return BPETokenizer(tokens, specials=ids, eot=ids['<|endoftext|>'])
 
@@ -166,7 +161,7 @@ def checkpoint_tokenizer(path, data_dir):
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
             # read() checks the CRC of the record.
-            checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()
+            checkpoint = PlainUnpickler(io.BytesIO(z.read(record))).load()
         spec = spec_of(checkpoint)
         vocab_size = checkpoint['model_args']['vocab_size']
     except Exception as e:  # damaged bytes can raise nearly anything
@@ -189,18 +184,3 @@ def dataset_spec(path, config, vocab_size, data_dir):
         raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
                          '--data_dir to where its dataset is')
     return meta['tokenizer']
-
-
-class Skipped(dict):
-    """Stand for a tensor, or for any other object that is not plain data."""
-    def __init__(self, *args):
-        super().__init__()
-
-
-class CheckpointUnpickler(pickle.Unpickler):
-    """Load the plain data of what torch.save wrote. It imports nothing, so it cannot run code."""
-    def persistent_load(self, storage):
-        return None
-
-    def find_class(self, module, name):
-        return Skipped

@@ -160,7 +160,7 @@ def test_a_meta_pkl_cannot_run_code(tmp_path):
     pickle.loads(evil)['extra'].close()
     target.unlink()  # the trap itself works
     (tmp_path / 'meta.pkl').write_bytes(evil)
-    assert 'UnpicklingError' in error_of(read_meta, str(tmp_path)) and not target.exists()
+    assert read_meta(str(tmp_path))['vocab_size'] == 3 and not target.exists()
 
 
 def test_a_damaged_meta_pkl_is_told_what_suffices(tmp_path):
@@ -202,16 +202,11 @@ def test_datasets_that_cannot_be_opened(data):
 
 
 def test_a_checkpoints_tokenizer_must_be_the_datasets():
-    """The error has the command that makes it so, for a dataset of ours and of nanoGPT's."""
-    abc = {'kind': 'char', 'chars': 'abc', 'eot': False}
-    meta = {'tokenizer': BYTE, 'foreign': False, 'source': "'a b' c", 'flags': ['--text_field=t x']}
-    ours, theirs = (dataset.Dataset('x', 'd/x', m, 1.0) for m in (meta, {'tokenizer': abc, 'foreign': True}))
+    x = dataset.Dataset('x', 'd/x', {'tokenizer': BYTE, 'source': "'a b' c"}, 1.0)
     for spec in (BYTE, None):
-        dataset.check_tokenizer(spec, 'out', ours, 'data')
-    error = error_of(dataset.check_tokenizer, abc, 'my run', ours, 'data')
-    assert error.endswith(" python prepare.py 'a b' c --name=x '--text_field=t x' '--tokenizer=my run'")
-    error = error_of(dataset.check_tokenizer, BYTE, 'out', theirs, 'd')
-    assert error.endswith(' FILE_OR_FOLDER --name=NEW_NAME --tokenizer=out --data_dir=d')
+        dataset.check_tokenizer(spec, 'out', x)
+    error = error_of(dataset.check_tokenizer, {'kind': 'char', 'chars': 'abc', 'eot': False}, 'my run', x)
+    assert error.endswith("dataset=x differ; prepare 'a b' c again with --tokenizer=my run")
 
 
 def test_inspect_shows_counts_and_a_window(tmp_path, capsys, monkeypatch):
