@@ -28,7 +28,7 @@ import numpy as np
 from configurator import call_main, configure
 from hotloop.data import dataset
 from hotloop.data.chat import TEMPLATES
-from hotloop.data.documents import documents_in, has_several_documents, plan_split, split_pieces, template_of
+from hotloop.data.documents import documents_in, is_document, plan_split, split_pieces, template_of
 from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, open_corpus
 from hotloop.data.tokenizer_source import find_tokenizer, learn_tokenizer
@@ -86,15 +86,18 @@ def default_name(sources):
 
 def open_sources(sources, cfg, spool):
     """Return (training files, validation files). Standard input is copied to the file `spool`."""
+    corpus = find_corpus(sources)
+    if corpus.train:
+        print(f'{corpus.about}; license {corpus.license}; about {file_size(corpus.download)} to download',
+              flush=True)
+        files = open_corpus(corpus, corpus.train, cfg.data_dir)
+    else:
+        files = all_files(sources, cfg.format, cfg.data_dir, spool)
     val_files = []
     if isinstance(cfg.val, str):
         val_files = all_files([cfg.val], cfg.format, cfg.data_dir, spool)
-    corpus = find_corpus(sources)
-    if corpus.train:
-        files, own_val_files = open_corpus(corpus, cfg.data_dir, with_val=cfg.val is None)
-        val_files += own_val_files
-    else:
-        files = all_files(sources, cfg.format, cfg.data_dir, spool)
+    elif cfg.val is None:
+        val_files = open_corpus(corpus, corpus.val, cfg.data_dir)
     once = {os.path.realpath(file.path): file for file in files}  # sources may overlap
     for file in val_files:
         once.pop(os.path.realpath(file.path), None)
@@ -133,7 +136,8 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     skipped = Counter()
     read = functools.partial(documents_in, template=template, text_field=cfg.text_field, skipped=skipped)
     split = plan_split(files, val_files, cfg.val, cfg.seed, read)
-    several = has_several_documents(files, val_files)
+    # The ends of documents are marked, unless each split is one document.
+    several = not (is_document(files) and is_document(val_files or files))
     if tokenizer is None:
         every = max(-(-num_bytes // BPE_BYTES), 1)
         tokenizer = learn_tokenizer(cfg.tokenizer, split_pieces(split, read), template, several, every)

@@ -323,11 +323,6 @@ def is_document(files):
     return files[0].kind == 'joined' or (len(files) == 1 and files[0].kind == 'text')
 
 
-def has_several_documents(files, val_files):
-    """Test whether the ends of documents are marked: not if each split is one document."""
-    return not is_document(files) or not is_document(val_files or files)
-
-
 class Split(NamedTuple):
     """Say which documents are for training, and which for validation."""
     files: list

@@ -21,12 +21,9 @@ MODEL_FILES = ['config.json', 'generation_config.json', 'tokenizer.model', 'voca
 # files of the web
 
 def open_url(url, **options):
-    """Request an address, up to three times. Returns the response. Raises OSError."""
+    """Request an address. Returns the response. Raises OSError."""
     import requests  # 40 ms, which only a download pays
-    from urllib3.util import Retry
-    session = requests.Session()
-    session.mount('http', requests.adapters.HTTPAdapter(max_retries=Retry(2, backoff_factor=0.2)))
-    response = session.get(url, timeout=TIMEOUT, **options)
+    response = requests.get(url, timeout=TIMEOUT, **options)
     if not response.ok:
         raise OSError(response.status_code, f'{response.status_code} {response.reason}')
     return response

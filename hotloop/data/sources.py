@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hotloop.data.documents import OPENERS, has_separators
 from hotloop.data.download import download, hub_folder
 from hotloop.system.files import optional
-from hotloop.system.text import counted, file_size, script, shell
+from hotloop.system.text import script, shell
 
 
 class File(NamedTuple):
@@ -207,29 +207,15 @@ def find_corpus(sources):
     return corpus
 
 
-def open_corpus(corpus, data_dir, with_val=True):
-    """
-    Describe and download a corpus. Returns its training and its validation Files, none of these
-    unless with_val.
-    """
-    paths = corpus.train
-    if with_val:
-        paths += corpus.val
-    print(f'{corpus.about}; license {corpus.license}; {counted(len(paths), "file")} to download, '
-          f'about {file_size(corpus.download)}', flush=True)
+def open_corpus(corpus, paths, data_dir):
+    """Download files of a corpus: its `train` or its `val`. Returns the Files."""
     if corpus.kind in ('joined', 'parquet'):
         optional('pyarrow', 'reads parquet files')  # before gigabytes are downloaded
-    if corpus.repository:
-        folder = os.path.join(data_dir, 'downloads', os.path.basename(corpus.repository))
-        hub_folder(corpus.repository, list(paths), 'dataset', folder)
-    files = []
-    for path in paths:
-        if corpus.repository:
-            local = os.path.join(folder, path)
-        else:
-            local = download_source(path, data_dir)
-        files.append(File(local, os.path.basename(path), corpus.kind))
-    return files[:len(corpus.train)], files[len(corpus.train):]
+    if not corpus.repository:
+        return [File(download_source(url, data_dir), os.path.basename(url), corpus.kind) for url in paths]
+    folder = os.path.join(data_dir, 'downloads', os.path.basename(corpus.repository))
+    hub_folder(corpus.repository, list(paths), 'dataset', folder)
+    return [File(os.path.join(folder, path), os.path.basename(path), corpus.kind) for path in paths]
 
 
 def missing_dataset(path, name, data_dir):

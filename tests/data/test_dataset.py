@@ -115,13 +115,10 @@ def test_meta_json_comes_before_meta_pkl_and_that_before_nanogpts_assumption(tmp
     assert found == {**meta, 'template': None, 'foreign': False}
 
 
-@pytest.mark.parametrize('change', [dict(format=2), dict(dtype='int8'), dict(splits=[]), dict(tokenizer={})])
-def test_a_damaged_meta_json_is_one_sentence(tmp_path, change):
-    write_bins(tmp_path, [1], [2])
-    meta = json.loads((tmp_path / 'meta.json').read_text())
-    for text in ('', json.dumps({**meta, **change})):
+def test_a_meta_json_that_cannot_be_used(tmp_path):
+    for text, words in (('', 'json cannot be read: '), ('{"format": 2}', 'json is not of this version')):
         (tmp_path / 'meta.json').write_text(text)
-        assert 'meta.json is damaged or from a later version (' in error_of(read_meta, str(tmp_path))
+        assert words in error_of(read_meta, str(tmp_path))
 
 
 def nanogpt_meta(chars):
@@ -164,9 +161,8 @@ def test_a_meta_pkl_cannot_run_code(tmp_path):
 
 
 def test_a_damaged_meta_pkl_is_told_what_suffices(tmp_path):
-    for value in ({'vocab_size': np.int64(2)}, {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}):
-        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(value))
-        assert "{'vocab_size': N} is enough" in error_of(read_meta, str(tmp_path))
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': np.int64(2)}))
+    assert "{'vocab_size': N} is enough" in error_of(read_meta, str(tmp_path))
 
 
 def test_bins_that_are_missing_empty_or_cut(tmp_path):

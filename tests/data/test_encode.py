@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import train_bpe
 
-from hotloop.data import encode
 from hotloop.data.documents import Piece
-from hotloop.data.encode import batches_of, encode_batch, id_type
+from hotloop.data.encode import encode_batch, id_type
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 
 BPE = BPETokenizer(train_bpe(['one two three ' * 9], 270))
@@ -47,17 +46,6 @@ def test_ids_take_two_bytes_as_long_as_they_fit():
     assert (id_type(CharTokenizer(large.chars)), id_type(large)) == ('<u2', '<u4')
     ids = encode_batch(large, large.eot, 'train', [text_piece(large.chars[-1])]).ids
     assert ids.dtype == '<u4' and ids.tolist() == [2**16 - 1, 2**16]
-
-
-def test_batches_keep_the_order_of_each_split(monkeypatch):
-    monkeypatch.setattr(encode, 'PIECE', 1000)
-    pieces = [('train', text_piece('x' * (i % 300))) for i in range(99)]
-    pieces[50] = ('val', text_piece('y' * 2000))
-    batches = list(batches_of(iter(pieces)))
-    for split in ('train', 'val'):
-        kept = [piece for name, batch in batches if name == split for piece in batch]
-        assert kept == [piece for name, piece in pieces if name == split]
-    assert 5 < len(batches) < 40 and list(batches_of(iter([]))) == []
 
 
 def is_running(pid):

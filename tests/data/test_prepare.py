@@ -163,11 +163,6 @@ def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tm
     make(notes, val=0.5, tokenizer='char')
     assert f'{data}/x holds another dataset, which is moved to {data}/x.1\n' in capsys.readouterr().out
     assert contents(data / 'x.1') == first
-    second = contents(data / 'x')
-    with open(data / 'x' / 'val.bin', 'ab') as f:
-        f.write(b'damage')
-    make(notes, val=0.5, tokenizer='char')
-    assert contents(data / 'x') == second and sorted(os.listdir(data)) == ['x', 'x.1', 'x.2']
 
 
 @pytest.mark.parametrize('template, marks', [

@@ -122,17 +122,14 @@ def repository(tmp_path, monkeypatch):
     return stored
 
 
-def test_a_corpus_comes_from_the_hub_with_its_validation_files(tmp_path, repository, capsys):
+def test_a_corpus_comes_from_the_hub_with_its_validation_files(tmp_path, repository):
     for name in ('train', 'valid'):
         repository['roneneldan/TinyStories', f'TinyStoriesV2-GPT4-{name}.txt'] = name.encode()
-    train, val = open_corpus(CORPORA['tinystories'], str(tmp_path))
+    corpus = CORPORA['tinystories']
+    train, val = (open_corpus(corpus, paths, str(tmp_path)) for paths in (corpus.train, corpus.val))
     assert [(file.name, file.kind) for file in train + val] == [
         ('TinyStoriesV2-GPT4-train.txt', 'texts'), ('TinyStoriesV2-GPT4-valid.txt', 'texts')]
     assert Path(train[0].path).read_bytes() == b'train'
-    out = capsys.readouterr().out
-    assert 'license CDLA-Sharing-1.0; 2 files to download, about 2.3 GB\n' in out
-    train, val = open_corpus(CORPORA['tinystories'], str(tmp_path), with_val=False)
-    assert len(train) == 1 and val == []
 
 
 def test_some_files_of_a_corpus():
@@ -149,9 +146,8 @@ def test_lines_of_wikitext_become_one_document(tmp_path, repository):
         parquet.write_table(pyarrow.table({'text': ['', f' = {split} = \n', '']}), out)
         path = f'wikitext-2-v1/{split}-00000-of-00001.parquet'
         repository['Salesforce/wikitext', path] = out.getvalue()
-    train, val = open_corpus(CORPORA['wikitext2'], str(tmp_path))
-    for files, split in ((train, 'train'), (val, 'validation')):
-        piece, = documents_in(files)
+    for paths, split in ((CORPORA['wikitext2'].train, 'train'), (CORPORA['wikitext2'].val, 'validation')):
+        piece, = documents_in(open_corpus(CORPORA['wikitext2'], paths, str(tmp_path)))
         assert piece.parts == [(f' \n = {split} = \n \n', False, True)]
 
 

@@ -14,7 +14,7 @@ from test_dataset import Touch, nanogpt_meta
 
 import prepare
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
-from hotloop.data.tokenizer_source import TokenizerSource, checkpoint_tokenizer, find_tokenizer
+from hotloop.data.tokenizer_source import checkpoint_tokenizer, find_tokenizer
 
 BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
 CHAR = CharTokenizer('abc').spec()
@@ -50,14 +50,6 @@ def places(tmp_path, monkeypatch):
     ('out/ckpt.pt', CHAR), ('new', BPE), ('nano', CHAR)])
 def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
     assert find_tokenizer(name, 'data').tokenizer.spec() == spec
-
-
-def test_built_in_names_come_first_then_paths_then_datasets(places):
-    for name in ('byte', 'char', 'out'):
-        write_bins(f'data/{name}', noise(9), noise(9), tokenizer=CHAR)
-    assert find_tokenizer('byte', 'data').tokenizer.spec() == ByteTokenizer().spec()
-    assert find_tokenizer('char', 'data') == find_tokenizer('bpe:300', 'data') == TokenizerSource()
-    assert find_tokenizer('out', 'data').tokenizer.spec() == BPE  # the run, not the dataset
 
 
 @pytest.mark.parametrize('name, found', [
