@@ -29,11 +29,6 @@ def open_url(url, **options):
     return response
 
 
-def read_url(url):
-    """Return the bytes at an address. Raises OSError."""
-    return open_url(url).content
-
-
 def download(url, path):
     """Download a file unless it exists, and return its path. An error or a kill leaves no such file."""
     if os.path.exists(path):

@@ -1,6 +1,4 @@
-"""
-Find or learn the tokenizer that --tokenizer names. Reads checkpoints without torch.
-"""
+"""Find or learn the tokenizer that --tokenizer names. Reads checkpoints without torch."""
 
 import io
 import os
@@ -14,7 +12,6 @@ from hotloop.data.download import TOKENIZER_FILES, hub_folder, is_hub_name
 from hotloop.data.tokenizer import (
     GPT2_SPEC,
     GPT2_VOCAB_SIZES,
-    MAX_VOCAB,
     TIKTOKEN_NAMES,
     BPETokenizer,
     ByteTokenizer,
@@ -41,7 +38,7 @@ class TokenizerSource(NamedTuple):
 def find_tokenizer(name, data_dir):
     """Find a tokenizer by its name, a path, a path inside data_dir, or a model of the hub."""
     kind, _, size = name.partition(':')
-    if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
+    if name == 'char' or (kind == 'bpe' and size.isdecimal() and int(size) > 256):
         return TokenizerSource()
     if name == 'byte':
         return TokenizerSource(ByteTokenizer())
@@ -53,7 +50,7 @@ def find_tokenizer(name, data_dir):
     if is_hub_name(name):
         folder = hub_folder(name, TOKENIZER_FILES)
         return TokenizerSource(read_tokenizer_json(folder), name, template=template_of(folder))
-    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
+    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 or more), '
                      f'{", ".join(TIKTOKEN_NAMES)}, and neither a run, a dataset, a tokenizer.json nor a '
                      'model of the hub')
 

@@ -122,16 +122,6 @@ def repository(tmp_path, monkeypatch):
     return stored
 
 
-def test_a_corpus_comes_from_the_hub_with_its_validation_files(tmp_path, repository):
-    for name in ('train', 'valid'):
-        repository['roneneldan/TinyStories', f'TinyStoriesV2-GPT4-{name}.txt'] = name.encode()
-    corpus = CORPORA['tinystories']
-    train, val = (open_corpus(corpus, paths, str(tmp_path)) for paths in (corpus.train, corpus.val))
-    assert [(file.name, file.kind) for file in train + val] == [
-        ('TinyStoriesV2-GPT4-train.txt', 'texts'), ('TinyStoriesV2-GPT4-valid.txt', 'texts')]
-    assert Path(train[0].path).read_bytes() == b'train'
-
-
 def test_some_files_of_a_corpus():
     one, five = find_corpus(['fineweb_edu:1']), find_corpus(['fineweb_edu:5'])
     assert (one.train, len(five.train)) == (('sample/10BT/000_00000.parquet',), 5)
@@ -139,7 +129,7 @@ def test_some_files_of_a_corpus():
     assert find_corpus(['book.txt:1']).train == find_corpus(['fineweb_edu', 'a.txt']).train == ()
 
 
-def test_lines_of_wikitext_become_one_document(tmp_path, repository):
+def test_lines_of_wikitext_from_the_hub_become_one_document(tmp_path, repository):
     pyarrow, parquet = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
     for split in ('train', 'validation'):
         out = io.BytesIO()
