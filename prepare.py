@@ -28,7 +28,7 @@ import numpy as np
 from configurator import call_main, configure
 from hotloop.data import dataset
 from hotloop.data.chat import TEMPLATES
-from hotloop.data.documents import documents_in, is_document, plan_split, split_pieces, template_of
+from hotloop.data.documents import documents_in, is_document, plan_holdout, split_pieces, template_of
 from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, open_corpus
 from hotloop.data.tokenizer_source import find_tokenizer, learn_tokenizer
@@ -135,14 +135,15 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     print(f'{counted(len(files) + len(val_files), "file")}, {file_size(num_bytes)}', flush=True)
     skipped = Counter()
     read = functools.partial(documents_in, template=template, text_field=cfg.text_field, skipped=skipped)
-    split = plan_split(files, val_files, cfg.val, cfg.seed, read)
+    holdout = plan_holdout(files, val_files, cfg.val, cfg.seed, read)
+    read_pieces = functools.partial(split_pieces, files, val_files, holdout, read)
     # The ends of documents are marked, unless each split is one document.
     several = not (is_document(files) and is_document(val_files or files))
     if tokenizer is None:
         every = max(-(-num_bytes // BPE_BYTES), 1)
-        tokenizer = learn_tokenizer(cfg.tokenizer, split_pieces(split, read), template, several, every)
+        tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(), template, several, every)
     skipped.clear()
-    pieces = split_pieces(split, read)
+    pieces = read_pieces()
     if template:
         pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
     eot = tokenizer.eot if several else None

@@ -93,8 +93,6 @@ def open_bin(path, dtype):
     """Map a bin as an array of ids, empty if the file is missing."""
     dtype = np.dtype(dtype).newbyteorder('<')
     size = os.path.getsize(path) if os.path.exists(path) else 0
-    if size % dtype.itemsize:
-        raise ValueError(f'{path} has {size:,} bytes, not a multiple of {dtype.itemsize}; prepare it again')
     return np.memmap(path, dtype=dtype, mode='r') if size else np.zeros(0, dtype=dtype)
 
 

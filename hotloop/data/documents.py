@@ -89,13 +89,13 @@ def documents_in(files, template=None, text_field=None, skipped=None):
     text_field: as in read_row(). skipped: a Counter of rows without a document.
     """
     if files and files[0].kind == 'joined':
-        yield from pieces_of(cut_blocks(joined_blocks(files), files[0]), files[0].name)
+        yield from pieces_of(joined_blocks(files), files[0].name)
         return
     if skipped is None:
         skipped = Counter()
     for file in files:
         if file.kind == 'text':
-            yield from pieces_of(cut_blocks(text_blocks(file.path), file), file.name)
+            yield from pieces_of(text_blocks(file.path), file.name)
         elif file.kind == 'texts':
             for text in separated_texts(file.path):
                 yield from pieces_of([text])
@@ -108,14 +108,6 @@ def joined_blocks(files):
     for file in files:
         for _, row in parquet_rows(file.path):
             yield row['text'] or ' \n'
-
-
-def cut_blocks(blocks, file):
-    """Yield the text between the characters file.start and file.stop, in blocks."""
-    position = 0
-    for block in blocks:
-        yield block[max(file.start - position, 0):max(file.stop - position, 0)]
-        position += len(block)
 
 
 def separated_texts(path):
@@ -323,33 +315,30 @@ def is_document(files):
     return files[0].kind == 'joined' or (len(files) == 1 and files[0].kind == 'text')
 
 
-class Split(NamedTuple):
-    """Say which documents are for training, and which for validation."""
-    files: list
-    val_files: list
-    is_held_out: Callable = lambda key: False  # of a document in `files`
+class Holdout(NamedTuple):
+    """How documents are split: one at a character, several by their keys."""
+    cut: int | None = None  # number of characters to train on
+    is_held_out: Callable = lambda key: False
 
 
-def plan_split(files, val_files, fraction, seed, read):
+def plan_holdout(files, val_files, fraction, seed, read):
     """
-    Return the Split of these files, of which read(files) yields the Pieces. One document is cut at
+    Return the Holdout of these files, of which read(files) yields the Pieces. One document is cut at
     a character. Of several, those with the lowest hashes are held out, up to the fraction of bytes;
     rows are read once more for this. Of many, each is held out with that probability.
     """
     if val_files:
-        return Split(files, val_files)
+        return Holdout()
     if is_document(files):
         length = sum(len(piece.parts[0][0]) for piece in read(files))
-        cut = int(length * (1 - fraction))
-        tails = [file._replace(start=cut) for file in files]
-        return Split([file._replace(stop=cut) for file in files], tails)
+        return Holdout(cut=int(length * (1 - fraction)))
     sizes = Counter()
     for key, size in document_sizes(files, read):
         sizes[holdout_hash(key, seed)] += size
         if len(sizes) > MANY:
-            return Split(files, [], lambda key: holdout_hash(key, seed) < fraction)
+            return Holdout(is_held_out=lambda key: holdout_hash(key, seed) < fraction)
     held_out = hold_out(sizes, fraction)
-    return Split(files, [], lambda key: holdout_hash(key, seed) in held_out)
+    return Holdout(is_held_out=lambda key: holdout_hash(key, seed) in held_out)
 
 
 def document_sizes(files, read):
@@ -362,12 +351,30 @@ def document_sizes(files, read):
             yield piece.key, sum(len(text.encode()) for text, *_ in piece.parts)
 
 
-def split_pieces(split, read):
-    """Yield ('train' or 'val', Piece) of all documents."""
-    for piece in read(split.files):
-        if split.is_held_out(piece.key):
+def split_pieces(files, val_files, holdout, read):
+    """Yield (split, Piece) of all documents."""
+    if holdout.cut is not None:
+        yield from cut_document(read(files), holdout.cut)
+        return
+    for piece in read(files):
+        if holdout.is_held_out(piece.key):
             yield 'val', piece
         else:
             yield 'train', piece
-    for piece in read(split.val_files):
+    for piece in read(val_files):
         yield 'val', piece
+
+
+def cut_document(pieces, cut):
+    """Yield (split, Piece) of one document: training up to the cut, then validation."""
+    val_started = False
+    for piece in pieces:
+        text = piece.parts[0][0]
+        head = text[:cut]
+        tail = text[cut:]
+        cut -= len(head)
+        if head:
+            yield 'train', piece._replace(parts=[(head, False, True)], end=cut == 0)
+        if tail:
+            yield 'val', piece._replace(parts=[(tail, False, True)], start=not val_started)
+            val_started = True

@@ -20,8 +20,6 @@ class File(NamedTuple):
     path: str
     name: str  # decides whether the document is held out, so it is the same on every machine
     kind: str  # a format; 'texts': one with separators; 'joined': rows that are lines of one text
-    start: int = 0  # the characters of a text that are read
-    stop: int = sys.maxsize
 
 
 @dataclass(frozen=True)

@@ -165,11 +165,10 @@ def test_a_damaged_meta_pkl_is_told_what_suffices(tmp_path):
     assert "{'vocab_size': N} is enough" in error_of(read_meta, str(tmp_path))
 
 
-def test_bins_that_are_missing_empty_or_cut(tmp_path):
-    for raw in (b'', b'123'):
-        assert open_bin(str(tmp_path / 'a.bin'), 'uint16').size == 0
-        (tmp_path / 'a.bin').write_bytes(raw)
-    assert 'has 3 bytes, not a multiple of 2' in error_of(open_bin, str(tmp_path / 'a.bin'), 'uint16')
+def test_bins_that_are_missing_or_empty(tmp_path):
+    assert open_bin(str(tmp_path / 'a.bin'), 'uint16').size == 0
+    (tmp_path / 'a.bin').touch()
+    assert open_bin(str(tmp_path / 'a.bin'), 'uint16').size == 0
 
 
 @pytest.fixture(scope='module')
