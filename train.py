@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import call_main, configure, differences
 from hotloop.data.dataset import byte_table, check_tokenizer, open_datasets
-from hotloop.data.tokenizer import tokenizer_from
+from hotloop.data.tokenizer import spec_of, tokenizer_from
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.mixers.kernel import add_orthogonal_gradient
 from hotloop.system.device import (
@@ -432,7 +432,7 @@ def build_run(settings, datasets, env):
         record['hf_config'] = hf_config
     if latest:
         compare_record(record, checkpoint, cfg.dataset)
-        check_tokenizer(checkpoint.get('tokenizer'), latest.path, datasets[0])
+        check_tokenizer(spec_of(checkpoint), latest.path, datasets[0])
     if base:
         record['lora'] = add_adapters(model, settings.lora, base, env, cfg.seed)
         print0(describe_adapters(record['lora'], model, env.dtype))
