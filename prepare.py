@@ -28,13 +28,7 @@ import numpy as np
 from configurator import call_main, configure
 from hotloop.data import dataset
 from hotloop.data.chat import TEMPLATES
-from hotloop.data.documents import (
-    documents_in,
-    has_several_documents,
-    plan_holdout,
-    split_pieces,
-    template_of,
-)
+from hotloop.data.documents import documents_in, is_document, plan_holdout, split_pieces, template_of
 from hotloop.data.encode import batches_of, encode_all, id_type
 from hotloop.data.sources import all_files, find_corpus, open_corpus
 from hotloop.data.tokenizer_source import find_tokenizer, learn_tokenizer
@@ -44,8 +38,6 @@ from hotloop.system.text import counted, file_size, script, shell
 
 BPE_BYTES = 1 << 28  # size of the files that merges are learned from
 Format = Literal['auto', 'text', 'jsonl', 'json', 'csv', 'parquet', 'functions']
-# the flags that command_for() adds, or that do not change a dataset
-OTHER_FLAGS = ('name', 'data_dir', 'tokenizer', 'num_proc')
 
 
 @dataclass(frozen=True)
@@ -66,9 +58,12 @@ class PrepareConfig:
 
     def problems(self):
         """List the problems with the settings, one sentence each."""
+        problems = []
         if isinstance(self.val, float) and not 0 < self.val < 1:
-            return [f'val={self.val} must be between 0 and 1, or a source']
-        return []
+            problems.append(f'val={self.val} must be between 0 and 1, or a source')
+        if self.name and re.search('[,:]', self.name):
+            problems.append(f'name={self.name!r} must not contain a comma or a colon, which mix datasets')
+        return problems
 
 
 # -----------------------------------------------------------------------------
@@ -96,8 +91,11 @@ def open_sources(sources, cfg, spool):
         val_files = all_files([cfg.val], cfg.format, cfg.data_dir, spool)
     corpus = find_corpus(sources)
     if corpus.train:
-        files, own_val_files = open_corpus(corpus, cfg.data_dir, with_val=cfg.val is None)
-        val_files += own_val_files
+        print(f'{corpus.about}; license {corpus.license}; about {file_size(corpus.download)} to download',
+              flush=True)
+        files = open_corpus(corpus, corpus.train, cfg.data_dir)
+        if cfg.val is None:
+            val_files = open_corpus(corpus, corpus.val, cfg.data_dir)
     else:
         files = all_files(sources, cfg.format, cfg.data_dir, spool)
     once = {os.path.realpath(file.path): file for file in files}  # sources may overlap
@@ -120,26 +118,15 @@ def keep_rows(pieces, path):
             yield split, piece._replace(row=None)
 
 
-def write_bins(folder, batches, dtype, template):
-    """Write the batches of encode_all(). Returns {split: its metadata}. template: of rows, or None."""
-    writers = {}
-    for split in dataset.SPLITS:
-        writers[split] = dataset.BinWriter(folder, split, dtype, template is not None)
+def write_bins(folder, batches, dtype, has_rows):
+    """Write the batches of encode_all(). Returns {split: its metadata}."""
+    writers = {split: dataset.BinWriter(folder, split, dtype, has_rows) for split in dataset.SPLITS}
     progress = Progress(0)
-    in_loss = 0
-    for batch in batches:
-        for split, encoded in batch.items():
-            writers[split].add(encoded)
-            progress.add(encoded.num_bytes)
-            if template:
-                in_loss += int(encoded.mask.sum())
+    for encoded in batches:
+        writers[encoded.split].add(encoded)
+        progress.add(encoded.num_bytes)
     progress.close()
-    splits = {split: writer.close() for split, writer in writers.items()}
-    if template:
-        tokens = sum(counts['tokens'] for counts in splits.values())
-        print(f'instruction data in the {template} template: {in_loss:,} of {tokens:,} tokens '
-              f'({in_loss / max(tokens, 1):.0%}) count toward the loss')
-    return splits
+    return {split: writer.close() for split, writer in writers.items()}
 
 
 def write_dataset(folder, files, val_files, template, tokenizer, cfg):
@@ -150,7 +137,8 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     read = functools.partial(documents_in, template=template, text_field=cfg.text_field, skipped=skipped)
     holdout = plan_holdout(files, val_files, cfg.val, cfg.seed, read)
     read_pieces = functools.partial(split_pieces, files, val_files, holdout, read)
-    several = has_several_documents(files, val_files)
+    # The ends of documents are marked, unless each split is one document.
+    several = not (is_document(files) and is_document(val_files or files))
     if tokenizer is None:
         every = max(-(-num_bytes // BPE_BYTES), 1)
         tokenizer = learn_tokenizer(cfg.tokenizer, read_pieces(), template, several, every)
@@ -159,13 +147,13 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     if template:
         pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
     eot = tokenizer.eot if several else None
-    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot, template is not None)
-    splits = write_bins(folder, batches, id_type(tokenizer), template)
+    batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot)
+    splits = write_bins(folder, batches, id_type(tokenizer), template is not None)
     if skipped:
         print(f'skipped {counted(skipped.total(), "row")} without text, answer or the form of the template')
-    for split, counts in splits.items():
+    for name, counts in splits.items():
         if not counts['bytes']:
-            raise ValueError(f'there is no text for the {split} split with val={cfg.val!r}; --val names a '
+            raise ValueError(f'there is no text for the {name} split with val={cfg.val!r}; --val names a '
                              'fraction or a validation source, --text_field the field of a text')
     return {'format': dataset.FORMAT, 'dtype': np.dtype(id_type(tokenizer)).name,
             'vocab_size': tokenizer.n_vocab, 'tokenizer': tokenizer.spec(), 'eot': tokenizer.eot,
@@ -187,11 +175,10 @@ def training_command(cfg, found, has_rows):
 
 
 def main(argv=None):
-    (cfg,), given, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
+    (cfg,), _, sources = configure(PrepareConfig, argv=argv, files=False, about=__doc__)
     sources = sources or ['stdlib']
-    flags = [f'--{key}={getattr(cfg, key)}' for key in given if key not in OTHER_FLAGS]
     cfg = resolve(cfg, sources)
-    folder = dataset.dataset_folder(cfg.data_dir, cfg.name)
+    folder = os.path.normpath(os.path.join(cfg.data_dir, cfg.name))
     if os.path.exists(folder) and not os.path.isfile(os.path.join(folder, 'meta.json')):
         raise ValueError(f'{folder} exists and was not created by prepare.py; choose another --name')
     with dataset.partial_folder(folder) as partial:
@@ -200,8 +187,8 @@ def main(argv=None):
         template = template_of([*files, *val_files], cfg.template, cfg.text_field, found.template)
         meta = write_dataset(partial, files, val_files, template, found.tokenizer, cfg)
         with replacing(os.path.join(partial, 'meta.json')) as f:
-            f.write(json.dumps({**meta, 'source': shell(*sources), 'flags': flags}, indent=1).encode())
-    print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids')
+            f.write(json.dumps({**meta, 'source': shell(*sources)}, indent=1).encode())
+    print(f'tokenizer: {cfg.tokenizer}, {meta["vocab_size"]:,} ids; template: {template}')
     for split, counts in meta['splits'].items():
         print(f'{split:>5}: {counted(counts["tokens"], "token")}, {counted(counts["bytes"], "byte")}, '
               f'{counted(counts["documents"], "document")}, '

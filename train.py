@@ -372,7 +372,7 @@ def build_model(settings, dataset, env):
         model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], **kept)
         return Start(model, checkpoint, None)
     name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
-    check_tokenizer(source.tokenizer, name, dataset, cfg.data_dir)
+    check_tokenizer(source.tokenizer, name, dataset)
     model = GPT.from_checkpoint(source.model_args, source.weights, **kept)
     adapt_shape(model, settings, name)
     return Start(model, source.checkpoint, base)

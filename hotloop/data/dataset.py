@@ -19,36 +19,18 @@ from configurator import call_main
 from hotloop.data.sources import missing_dataset
 from hotloop.data.tokenizer import (
     GPT2_SPEC,
-    MAX_VOCAB,
     same_tokenizer,
     spec_of,
     template_of_record,
     tokenizer_from,
 )
 from hotloop.system.files import free_number, hash_file, lock, read_json, sync_folder
-from hotloop.system.text import counted, script, shell
+from hotloop.system.text import counted
 
 FORMAT = 1  # of meta.json
+MAX_VOCAB = 2**20  # ids of a tokenizer
 COUNT_BLOCK = 1 << 24  # tokens
 SPLITS = ('train', 'val')
-
-
-def dataset_folder(data_dir, dataset):
-    """Find the folder of a dataset by name. Raises ValueError for a name outside data_dir."""
-    parts = dataset.rstrip('/').split('/')
-    unsafe = os.path.isabs(dataset) or {'', '.', '..'} & set(parts) or re.search('[\0,:]', dataset)
-    if unsafe or re.search(r'\.partial(\.|/|$)', dataset):
-        raise ValueError(f'dataset={dataset!r} must be a name inside data_dir={data_dir!r}, without a comma, '
-                         'a colon or .partial')
-    return os.path.join(data_dir, *parts)
-
-
-def name_of_path(dataset):
-    """Find the name of a dataset that nanoGPT was given by its path; a name inside data_dir is kept."""
-    path = dataset.rstrip('/')
-    if os.path.isabs(path) or '..' in path.split('/'):
-        return os.path.basename(path)
-    return dataset
 
 
 def read_meta(folder):
@@ -78,10 +60,19 @@ def read_meta(folder):
                          'prepare the dataset again') from None
 
 
+class Skipped(dict):
+    """Stand for a tensor, or for any other object that is not plain data."""
+    def __init__(self, *args):
+        super().__init__()
+
+
 class PlainUnpickler(pickle.Unpickler):
-    """Load containers, text and numbers. Refuses a pickle that names anything importable."""
+    """Load the plain data of a pickle. It imports nothing, so it cannot run code."""
+    def persistent_load(self, storage):
+        return None
+
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f'{module}.{name}')
+        return Skipped
 
 
 def read_meta_pkl(path):
@@ -120,11 +111,12 @@ def open_bin(path, dtype):
 class BinWriter:
     """Write one split: its ids and counts; of rows also masks and the ends of documents as uint64."""
 
-    def __init__(self, folder, name, dtype, has_rows=False):
-        self.files = {'sha256': open(os.path.join(folder, f'{name}.bin'), 'wb')}  # noqa: SIM115
+    def __init__(self, folder, split, dtype, has_rows=False):
+        names = {'sha256': f'{split}.bin'}
         if has_rows:
-            self.files['mask_sha256'] = open(os.path.join(folder, f'{name}.mask.bin'), 'wb')  # noqa: SIM115
-            self.files['docs_sha256'] = open(os.path.join(folder, f'{name}.docs.bin'), 'wb')  # noqa: SIM115
+            names['mask_sha256'] = f'{split}.mask.bin'
+            names['docs_sha256'] = f'{split}.docs.bin'
+        self.files = {key: open(os.path.join(folder, names[key]), 'wb') for key in names}  # noqa: SIM115
         self.dtype = dtype
         self.counts = {'tokens': 0, 'bytes': 0, 'documents': 0}
 
@@ -212,7 +204,7 @@ def open_datasets(dataset, data_dir):
     weighted = ':' in dataset
     for word in dataset.split(','):
         name, _, weight = word.partition(':')
-        folder = dataset_folder(data_dir, name)
+        folder = os.path.join(data_dir, name)
         for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
             if not os.path.exists(path):
                 raise ValueError(missing_dataset(path, name, data_dir))
@@ -225,26 +217,16 @@ def open_datasets(dataset, data_dir):
         datasets.append(Dataset(name, folder, meta, float(weight)))
         first = datasets[0]
         if not same_tokenizer(meta['tokenizer'], first.meta['tokenizer']):
-            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} again: '
-                             f'{command_for(datasets[-1], data_dir, first.folder)}')
+            raise ValueError(f'the tokenizers of {first.name} and {name} differ; prepare {name} again with '
+                             f'--tokenizer={first.folder}')
     return datasets
 
 
-def check_tokenizer(spec, path, dataset, data_dir):
+def check_tokenizer(spec, path, dataset):
     """Raise ValueError if the tokenizer of the checkpoint at this path is known and not the Dataset's."""
     if spec and not same_tokenizer(spec, dataset.meta['tokenizer']):
-        raise ValueError(f'the tokenizers of {path} and of dataset={dataset.name} differ; prepare the data '
-                         f'with that of the checkpoint: {command_for(dataset, data_dir, path)}')
-
-
-def command_for(dataset, data_dir, tokenizer):
-    """Write the command that prepares a Dataset again with another tokenizer."""
-    name = 'NEW_NAME' if dataset.meta['foreign'] else dataset.name
-    flags = [f'--name={name}', *dataset.meta.get('flags', []), f'--tokenizer={tokenizer}']
-    if data_dir != 'data':
-        flags.append(f'--data_dir={data_dir}')
-    source = dataset.meta.get('source', 'FILE_OR_FOLDER')
-    return f'python {shell(script("prepare.py"))} {source} {shell(*flags)}'
+        raise ValueError(f'the tokenizers of {path} and of dataset={dataset.name} differ; prepare '
+                         f'{dataset.meta.get("source", "the data")} again with --tokenizer={path}')
 
 
 def byte_table(meta, vocab_size):

@@ -2,7 +2,6 @@
 
 import ast
 import bz2
-import codecs
 import contextlib
 import csv
 import gzip
@@ -62,9 +61,8 @@ def open_text(path):
         with opener(path, 'rt', encoding='utf-8-sig', newline='\n') as f:
             yield f
     except UnicodeDecodeError as e:
-        marks = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
-        command = f'iconv -f {"utf-16" if e.object.startswith(marks) else "latin1"} -t utf-8'
-        raise ValueError(f'{path} is not UTF-8 text: {e}; convert it with {command}') from None
+        raise ValueError(f'{path} is not UTF-8 text: {e}; convert it with iconv -f utf-16 (or latin1) '
+                         '-t utf-8') from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
         raise ValueError(f'{path} cannot be read: {e}') from None
 
@@ -315,11 +313,6 @@ def hold_out(sizes, fraction):
 def is_document(files):
     """Test whether the files are one document."""
     return files[0].kind == 'joined' or (len(files) == 1 and files[0].kind == 'text')
-
-
-def has_several_documents(files, val_files):
-    """Test whether the ends of documents are marked: not if each split is one document."""
-    return not is_document(files) or not is_document(val_files or files)
 
 
 class Holdout(NamedTuple):

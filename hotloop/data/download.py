@@ -1,6 +1,5 @@
 """Download files of the web, and models and datasets of the Hugging Face hub."""
 
-import hashlib
 import os
 import re
 import sys
@@ -21,23 +20,15 @@ MODEL_FILES = ['config.json', 'generation_config.json', 'tokenizer.model', 'voca
 # files of the web
 
 def open_url(url, **options):
-    """Request an address, up to three times. Returns the response. Raises OSError."""
+    """Request an address. Returns the response. Raises OSError."""
     import requests  # 40 ms, which only a download pays
-    from urllib3.util import Retry
-    session = requests.Session()
-    session.mount('http', requests.adapters.HTTPAdapter(max_retries=Retry(2, backoff_factor=0.2)))
-    response = session.get(url, timeout=TIMEOUT, **options)
+    response = requests.get(url, timeout=TIMEOUT, **options)
     if not response.ok:
         raise OSError(response.status_code, f'{response.status_code} {response.reason}')
     return response
 
 
-def read_url(url):
-    """Return the bytes at an address. Raises OSError."""
-    return open_url(url).content
-
-
-def download(url, path, sha256=None):
+def download(url, path):
     """Download a file unless it exists, and return its path. An error or a kill leaves no such file."""
     if os.path.exists(path):
         return path
@@ -49,30 +40,20 @@ def download(url, path, sha256=None):
         if is_page and not urlsplit(url).path.endswith(('.html', '.htm')):
             raise ValueError(f'{url} is a web page; give the address of the file itself')
         with replacing(path) as f:
-            found = receive(response, f)
-            if sha256 not in (None, found):
-                raise ValueError(f'{url} has SHA-256 {found}, not {sha256}; run the command again')
+            # The request refuses encodings: one that is named is the compression of the file itself.
+            response.raw.headers.pop('Content-Encoding', None)
+            size = int(response.headers.get('Content-Length', 0))
+            progress = Progress(size)
+            for chunk in response.iter_content(1 << 18):
+                f.write(chunk)
+                progress.add(len(chunk))
+            progress.close()
+            if f.tell() < size:
+                raise ConnectionError('the connection was lost')
     except OSError as e:  # of requests, or of the disk
         raise ValueError(f'{url} cannot be downloaded: {reason_of(e)}; run the command again, or put '
                          f'the file at {path}') from None
     return path
-
-
-def receive(response, f):
-    """Write a response to a file. Returns its SHA-256. Raises OSError if it is cut off."""
-    # The request refuses encodings: one that is named is the compression of the file itself.
-    response.raw.headers.pop('Content-Encoding', None)
-    size = int(response.headers.get('Content-Length', 0))
-    progress = Progress(size)
-    digest = hashlib.sha256()
-    for chunk in response.iter_content(1 << 18):
-        f.write(chunk)
-        digest.update(chunk)
-        progress.add(len(chunk))
-    progress.close()
-    if f.tell() < size:
-        raise ConnectionError('the connection was lost')
-    return digest.hexdigest()
 
 
 # -----------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -58,25 +58,18 @@ def prompt_ids(tokenizer, text):
 
 class Encoded(NamedTuple):
     """
-    The part of a split from one batch. mask: 1 where a token counts toward the loss; None: all do.
-    ends: the positions after the documents that end here.
+    One batch of a split. mask: 1 where a token counts toward the loss. ends: the positions after
+    the documents that end here.
     """
+    split: str
     ids: np.ndarray
-    mask: np.ndarray | None
+    mask: np.ndarray
     num_bytes: int
     ends: np.ndarray
 
 
-def encode_batch(tokenizer, eot, with_masks, batch):
-    """Encode (split, Piece) pairs as {split: Encoded}. eot: the id after a document, or None."""
-    pieces = {}
-    for split, piece in batch:
-        pieces.setdefault(split, []).append(piece)
-    return {split: encode_pieces(tokenizer, eot, with_masks, pieces[split]) for split in pieces}
-
-
-def encode_pieces(tokenizer, eot, with_masks, pieces):
-    """Encode the Pieces of one split as Encoded."""
+def encode_batch(tokenizer, eot, split, pieces):
+    """Encode the Pieces of a split as Encoded. eot: the id after a document, or None."""
     ids = []
     masks = []
     ends = []
@@ -90,11 +83,9 @@ def encode_pieces(tokenizer, eot, with_masks, pieces):
             ends.append(size)
     ids = np.concatenate(ids)
     assert not ids.size or ids.max() < tokenizer.n_vocab, 'the tokenizer returned an id beyond its vocabulary'
-    mask = None
-    if with_masks:
-        mask = np.concatenate(masks)
     num_bytes = int(tokenizer.sizes[ids].sum())
-    return Encoded(ids.astype(id_type(tokenizer)), mask, num_bytes, np.array(ends, np.int64))
+    return Encoded(split, ids.astype(id_type(tokenizer)), np.concatenate(masks), num_bytes,
+                   np.array(ends, np.int64))
 
 
 def encode_piece(tokenizer, eot, piece):
@@ -118,32 +109,30 @@ def id_type(tokenizer):
 
 
 def batches_of(pieces):
-    """Yield lists of (split, Piece) that contain about PIECE characters together."""
-    batch = []
-    size = 0
+    """Group (split, Piece) pairs: yield (split, Pieces) that contain about PIECE characters together."""
+    batches = defaultdict(list)
+    sizes = Counter()
     for split, piece in pieces:
-        batch.append((split, piece))
-        size += 64  # short pieces cost time too
+        batches[split].append(piece)
+        sizes[split] += 64  # short pieces cost time too
         for text, _, _ in piece.parts:
-            size += len(text)
-        if size >= PIECE:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
+            sizes[split] += len(text)
+        if sizes[split] >= PIECE:
+            yield split, batches.pop(split)
+            del sizes[split]
+    yield from batches.items()
 
 
-def encode_all(tokenizer, batches, num_proc, eot=None, with_masks=False):
+def encode_all(tokenizer, batches, num_proc, eot=None):
     """
     Yield encode_batch() of each batch, in order. Four or more batches use num_proc processes. Bytes
     and characters do not, because encoding them is faster than sending them.
     """
-    encode = functools.partial(encode_batch, tokenizer, eot, with_masks)
+    encode = functools.partial(encode_batch, tokenizer, eot)
     first = list(islice(batches, 4))
     batches = chain(first, batches)
     if len(first) < 4 or isinstance(tokenizer, (ByteTokenizer, CharTokenizer)):
-        yield from map(encode, batches)
+        yield from starmap(encode, batches)
         return
     assert len(tokenizer.sizes) == tokenizer.n_vocab  # computed here, once for all processes
     context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')  # macOS: unsafe
@@ -151,7 +140,7 @@ def encode_all(tokenizer, batches, num_proc, eot=None, with_masks=False):
         waiting = deque()
         while True:
             for batch in islice(batches, 2 * num_proc + 1 - len(waiting)):
-                waiting.append(pool.submit(encode_in_worker, batch))
+                waiting.append(pool.submit(encode_in_worker, *batch))
             if not waiting:
                 return
             yield waiting.popleft().result()
@@ -171,5 +160,5 @@ def exit_with_parent():
     os._exit(1)
 
 
-def encode_in_worker(batch):
-    return _encode(batch)
+def encode_in_worker(split, pieces):
+    return _encode(split, pieces)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hotloop.data.documents import OPENERS, has_separators
 from hotloop.data.download import download, hub_folder
 from hotloop.system.files import optional
-from hotloop.system.text import counted, file_size, script, shell
+from hotloop.system.text import script, shell
 
 
 class File(NamedTuple):
@@ -34,15 +34,13 @@ class Corpus:
     tokenizer: str = 'gpt2'
     kind: str = 'text'  # of a File
     val_fraction: float | None = 0.1  # None: val has its files
-    sha256: str | None = None
 
 
 PLAIN = Corpus(tokenizer='byte')  # the defaults of sources that are no named corpus
 SHAKESPEARE = Corpus(
     'the plays of Shakespeare that nanoGPT trains on', 'public domain',
     train=('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',),
-    download=1.1e6,
-    sha256='86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
+    download=1.1e6)
 CORPORA = {
     'stdlib': Corpus('the source code of this Python', 'PSF-2.0', val_fraction=0.05,
                      tokenizer='bpe:1024'),  # best in the minutes of quickstart.py
@@ -131,11 +129,11 @@ def suffix_of(path):
     return suffix
 
 
-def download_source(url, data_dir, sha256=None):
+def download_source(url, data_dir):
     """Return the path of the file at a URL, which is downloaded once to data_dir/downloads."""
     base = os.path.basename(re.split('[?#]', url)[0].rstrip('/')) or 'index'
     name = hashlib.sha256(url.encode()).hexdigest()[:8] + '-' + re.sub(r'[^\w.-]', '_', base)
-    return download(url, os.path.join(data_dir, 'downloads', name), sha256)
+    return download(url, os.path.join(data_dir, 'downloads', name))
 
 
 def open_file(path, name, format='auto'):
@@ -209,29 +207,15 @@ def find_corpus(sources):
     return corpus
 
 
-def open_corpus(corpus, data_dir, with_val=True):
-    """
-    Describe and download a corpus. Returns its training and its validation Files, none of these
-    unless with_val.
-    """
-    paths = corpus.train
-    if with_val:
-        paths += corpus.val
-    print(f'{corpus.about}; license {corpus.license}; {counted(len(paths), "file")} to download, '
-          f'about {file_size(corpus.download)}', flush=True)
+def open_corpus(corpus, paths, data_dir):
+    """Download files of a corpus: its `train` or its `val`. Returns the Files."""
     if corpus.kind in ('joined', 'parquet'):
         optional('pyarrow', 'reads parquet files')  # before gigabytes are downloaded
-    if corpus.repository:
-        folder = os.path.join(data_dir, 'downloads', os.path.basename(corpus.repository))
-        hub_folder(corpus.repository, list(paths), 'dataset', folder)
-    files = []
-    for path in paths:
-        if corpus.repository:
-            local = os.path.join(folder, path)
-        else:
-            local = download_source(path, data_dir, corpus.sha256)
-        files.append(File(local, os.path.basename(path), corpus.kind))
-    return files[:len(corpus.train)], files[len(corpus.train):]
+    if not corpus.repository:
+        return [File(download_source(url, data_dir), os.path.basename(url), corpus.kind) for url in paths]
+    folder = os.path.join(data_dir, 'downloads', os.path.basename(corpus.repository))
+    hub_folder(corpus.repository, list(paths), 'dataset', folder)
+    return [File(os.path.join(folder, path), os.path.basename(path), corpus.kind) for path in paths]
 
 
 def missing_dataset(path, name, data_dir):

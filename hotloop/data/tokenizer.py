@@ -9,11 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from hotloop.data.bpe import BYTE_OF, GPT2_SPLIT
-from hotloop.data.download import read_url
+from hotloop.data.download import open_url
 from hotloop.system.files import optional
 from hotloop.system.text import counted, first_line, reason_of
 
-MAX_VOCAB = 2**20  # ids of a tokenizer
 GPT2_SPEC = {'kind': 'tiktoken', 'name': 'gpt2', 'bos': None, 'stops': []}
 GPT2_VOCAB_SIZES = (50257, 50304)  # OpenAI's, and padded to a multiple of 64
 TIKTOKEN_NAMES = ('gpt2', 'r50k_base', 'p50k_base', 'cl100k_base', 'o200k_base')
@@ -108,7 +107,8 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, name):
         import tiktoken.load
-        tiktoken.load.read_file = read_url  # tiktoken's own waits for ever behind some firewalls
+        # tiktoken's own waits for ever behind some firewalls
+        tiktoken.load.read_file = lambda url: open_url(url).content
         self.name = name
         try:
             self.encoding = tiktoken.get_encoding(name)

@@ -1,22 +1,17 @@
-"""
-Find or learn the tokenizer that --tokenizer names. Reads checkpoints without torch.
-"""
+"""Find or learn the tokenizer that --tokenizer names. Reads checkpoints without torch."""
 
-import collections
 import io
 import os
-import re
 import zipfile
 from typing import NamedTuple
 
 from hotloop.data.bpe import count_words, learn_merges
 from hotloop.data.chat import CHATS, MARK, TEMPLATES, marks_of
-from hotloop.data.dataset import PlainUnpickler, dataset_folder, name_of_path, read_meta
+from hotloop.data.dataset import PlainUnpickler, read_meta
 from hotloop.data.download import TOKENIZER_FILES, hub_folder, is_hub_name
 from hotloop.data.tokenizer import (
     GPT2_SPEC,
     GPT2_VOCAB_SIZES,
-    MAX_VOCAB,
     TIKTOKEN_NAMES,
     BPETokenizer,
     ByteTokenizer,
@@ -43,7 +38,7 @@ class TokenizerSource(NamedTuple):
 def find_tokenizer(name, data_dir):
     """Find a tokenizer by its name, a path, a path inside data_dir, or a model of the hub."""
     kind, _, size = name.partition(':')
-    if name == 'char' or (kind == 'bpe' and size.isdecimal() and 257 <= int(size) <= MAX_VOCAB):
+    if name == 'char' or (kind == 'bpe' and size.isdecimal() and int(size) > 256):
         return TokenizerSource()
     if name == 'byte':
         return TokenizerSource(ByteTokenizer())
@@ -55,7 +50,7 @@ def find_tokenizer(name, data_dir):
     if is_hub_name(name):
         folder = hub_folder(name, TOKENIZER_FILES)
         return TokenizerSource(read_tokenizer_json(folder), name, template=template_of(folder))
-    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 to {MAX_VOCAB:,}), '
+    raise ValueError(f'tokenizer={name!r} is not one of byte, char, bpe:SIZE (257 or more), '
                      f'{", ".join(TIKTOKEN_NAMES)}, and neither a run, a dataset, a tokenizer.json nor a '
                      'model of the hub')
 
@@ -81,22 +76,19 @@ def learn_tokenizer(name, pieces, template, several, every):
     specials = ['<|endoftext|>']
     if template:
         specials = [*marks_of(template), *specials]
-    size = int(name[4:]) - len(specials)
-    if size < 256:
-        raise ValueError(f'tokenizer={name} has no room for 256 bytes and {", ".join(specials)}; use '
-                         f'bpe:{256 + len(specials)} or more')
-    tokens = learn_merges(count_words(texts()), size)
+    tokens = learn_merges(count_words(texts()), int(name[4:]) - len(specials))
     ids = {special: len(tokens) + i for i, special in enumerate(specials)}
     return BPETokenizer(tokens, specials=ids, eot=ids['<|endoftext|>'])
 
 
 def tokenizer_at(path, data_dir):
     """Read the TokenizerSource of a Hugging Face folder, a dataset, a run or a checkpoint."""
+    if os.path.basename(path) == 'tokenizer.json':
+        path = os.path.dirname(path) or '.'
     names = os.listdir(path) if os.path.isdir(path) else []
-    if path.endswith('.json') or {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
-        folder = path if names else os.path.dirname(path)
+    if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
         model = path if 'config.json' in names else None
-        return TokenizerSource(read_tokenizer_json(path), model, template=template_of(folder))
+        return TokenizerSource(read_tokenizer_json(path), model, template=template_of(path))
     if 'train.bin' in names:
         meta = read_meta(path)
         template = meta['template'] if meta['template'] in CHATS else None
@@ -110,12 +102,9 @@ def tokenizer_at(path, data_dir):
     return TokenizerSource(tokenizer, path, is_run=True, template=template)
 
 
-def read_tokenizer_json(path):
-    """Read the HFTokenizer of a tokenizer.json, or of the folder that has one."""
-    folder = os.path.dirname(path)
-    if os.path.isdir(path):
-        folder = path
-        path = os.path.join(path, 'tokenizer.json')
+def read_tokenizer_json(folder):
+    """Read the HFTokenizer of a folder with a tokenizer.json."""
+    path = os.path.join(folder, 'tokenizer.json')
     try:
         with open(path, encoding='utf-8') as f:
             tokenizer = HFTokenizer(f.read())
@@ -169,7 +158,7 @@ def checkpoint_tokenizer(path, data_dir):
         with zipfile.ZipFile(path) as z:
             record, = (name for name in z.namelist() if name.endswith('/data.pkl'))
             # read() checks the CRC of the record.
-            checkpoint = CheckpointUnpickler(io.BytesIO(z.read(record))).load()
+            checkpoint = PlainUnpickler(io.BytesIO(z.read(record))).load()
         spec = spec_of(checkpoint)
         vocab_size = checkpoint['model_args']['vocab_size']
     except Exception as e:  # damaged bytes can raise nearly anything
@@ -185,24 +174,10 @@ def dataset_spec(path, config, vocab_size, data_dir):
     if that has no meta file. Raises ValueError if its size is not the model's.
     """
     dataset = config.get('dataset')
-    folder = dataset_folder(data_dir, name_of_path(dataset)) if dataset else data_dir
+    folder = os.path.join(data_dir, dataset) if dataset else data_dir
     meta = read_meta(folder)
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
     if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
         raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
                          '--data_dir to where its dataset is')
     return meta['tokenizer']
-
-
-class CheckpointUnpickler(PlainUnpickler):
-    """Load what torch.save wrote, with None for each tensor and its storage. It imports nothing."""
-    def persistent_load(self, *args):
-        return None
-
-    def find_class(self, module, name):
-        if (module, name) == ('collections', 'OrderedDict'):
-            return collections.OrderedDict
-        storages = r'torch\.(\w+Storage|_utils\._rebuild_(tensor_v2|parameter))'
-        if re.fullmatch(storages, f'{module}.{name}'):
-            return self.persistent_load
-        return super().find_class(module, name)

@@ -6,7 +6,6 @@ import os
 import numpy as np
 import torch
 
-from hotloop.data.dataset import name_of_path
 from hotloop.system.distributed import print0
 from hotloop.system.files import is_inside
 from hotloop.system.text import shell
@@ -84,8 +83,6 @@ def checkpoint_settings(checkpoint, shape):
         for name, value in (('dtype', 'float32'), ('compile', False)):
             if saved.get(name) != value:
                 own.add(name)
-        if isinstance(saved.get('dataset'), str):
-            saved['dataset'] = name_of_path(saved['dataset'])
     if saved.get('warmup_fraction') is not None:  # warmup_iters holds it now
         saved['warmup_iters'] = saved['warmup_fraction']
     if saved.pop('document_mask', False):  # is pack_rows now

@@ -2,10 +2,9 @@
 
 import pytest
 
-from hotloop.data.chat import TEMPLATES, Template, choose_template, parts_of, read_row, render
+from hotloop.data.chat import TEMPLATES, choose_template, parts_of, read_row, render
 from hotloop.data.encode import encode_parts
-from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer
-from hotloop.weights.export_tokenizer import chat_template
+from hotloop.data.tokenizer import BPETokenizer
 
 ASK, ANSWER = {'role': 'user', 'content': 'Two and two?'}, {'role': 'assistant', 'content': 'Four.'}
 CHAT = {'messages': [{'role': 'system', 'content': 'Be brief.'}, ASK, ANSWER,
@@ -35,8 +34,6 @@ def shown(row, template):
 @pytest.mark.parametrize('row, template, expected', [
     (PAIR, 'plain', '[Q: 2+2?\nA:] 4'),
     ({'question': '2+2?', 'answer': ' 4', 'id': 3}, 'auto', '[2+2?] 4'),
-    ({'question': 'hi', 'response': 'ho'}, 'llama3', LLAMA3.replace('Four.', 'ho')),
-    ({'prompt': 'a', 'question': 'b', 'answer': 'c'}, 'auto', '[a]c'),
     (PAIR, 'alpaca', f'[{TASK}{WRITE}Q: 2+2?\nA:\n\n### Response:\n] 4'),
     (ALPACA, 'auto', f'[{TASK}, paired with an input that provides further context{WRITE}'
      'Add.\n\n### Input:\n2 and 2\n\n### Response:\n]4'),
@@ -45,11 +42,8 @@ def shown(row, template):
      '[Add.\n\n2 and 2\n]4'),
     ({**ALPACA, 'system': 'Brief.', 'input': None}, 'alpaca',
      '[Brief.\n\n### Instruction:\nAdd.\n\n### Response:\n]4'),
-    ({**ALPACA, 'text': 'all of it'}, 'chatml',
-     '[<|im_start|>user\nAdd.\n\n2 and 2<|im_end|>\n<|im_start|>assistant\n]4<|im_end|>'),
     (CHAT, 'auto', CHATML_SYSTEM + CHATML_FIRST + CHATML_SECOND),
     ({**SHARE_GPT, 'system': 'Be brief.'}, 'auto', CHATML_SYSTEM + CHATML_FIRST),
-    ({**CHAT, 'system': 'Not this.'}, 'auto', CHATML_SYSTEM + CHATML_FIRST + CHATML_SECOND),
     (CHAT, 'plain', '[Be brief.\nTwo and two?\n]Four.[\nAnd one?\n]Five.'),
     (CHAT, 'gemma', GEMMA),
     ({'system': ' Short. ', 'instruction': ' hi\n', 'input': '\n2 ', 'output': 'Four.'}, 'gemma',
@@ -62,7 +56,6 @@ def test_the_document_of_a_row(row, template, expected):
 
 @pytest.mark.parametrize('row, expected', [
     ('text', 'text'), ({'text': 'a', 'content': 'b'}, 'a'), ({'content': 'b', 'n': 3}, 'b'),
-    ({'messages': None, 'text': 'abc'}, 'abc'),
     ({'text': 'a\ud800b \ud83d\ude00'}, 'a\ufffdb 😀'),
 ])
 def test_a_text_is_one_part(row, expected):
@@ -90,9 +83,7 @@ def test_a_row_without_text_or_answer_has_no_document(row):
     ({'title': 'a', 'n': 3}, r"has no field 'text', only title, n; .*--text_field of prepare"),
     ({'text': 3}, "field 'text' must be a string, not 3"),
     ({'messages': [{'role': ['user'], 'content': 'hi'}]}, r"a message has the role \['user'\]"),
-    ({'messages': [{'content': 'hi'}]}, 'a message has the role None'),
     ({'prompt': ['a'], 'completion': 'b'}, r'user.s text must be a string, not \["a"\]'),
-    ({**ALPACA, 'input': 3}, 'input.s text must be'), ({**ALPACA, 'system': 3}, 'system.s text must be'),
 ])
 def test_a_bad_row_is_named_with_its_place(row, words):
     with pytest.raises(ValueError, match=f'^a.jsonl, line 1.*{words}'):
@@ -113,13 +104,6 @@ def test_the_answer_and_the_text_after_it_count_in_every_template():
         assert all(text for text, *_ in parts)
 
 
-def test_one_entry_makes_a_template(monkeypatch):
-    """For data, for settings, and for transformers."""
-    monkeypatch.setitem(TEMPLATES, 'new', Template(user=('<|user|>', '</s>'), assistant=('<|bot|>', '</s>')))
-    assert shown(PAIR, 'new') == '[<|user|>Q: 2+2?\nA:</s>\n<|bot|>] 4</s>'
-    assert '{{ "<|bot|>" + (message[\'content\']) + "</s>" }}' in chat_template('new', begins=False)
-
-
 def test_special_ids_come_from_the_template_and_never_from_the_data():
     tokens = [bytes([b]) for b in range(256)]
     specials = {'<|im_start|>': 256, '<|im_end|>': 257, '<|endoftext|>': 258}
@@ -128,16 +112,3 @@ def test_special_ids_come_from_the_template_and_never_from_the_data():
     ids, mask = encode_parts(tokenizer, parts_of(row, '', 'chatml'))
     assert ids.tolist() == [256, *b'user\n<|im_end|>ha', 257, *b'\n', 256, *b'assistant\n', *b'Four.', 257]
     assert mask.tolist() == [0] * (len(ids) - 6) + [1] * 6
-
-
-def test_text_between_special_ids_is_encoded_as_one():
-    """The role, the line end and the question are one text, as chat models have seen them."""
-    seen = []
-
-    class Spy(ByteTokenizer):
-        def encode(self, text):
-            seen.append(text)
-            return super().encode(text)
-    encode_parts(Spy(), parts_of(CHAT, '', 'chatml'))
-    assert len(seen) == 4 and seen[1] == 'Four.<|im_end|>'
-    assert seen[2].startswith('\n<|im_start|>user\nAnd one?')

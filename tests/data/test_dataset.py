@@ -13,23 +13,11 @@ import pytest
 from conftest import contents, error_of, noise, write_bins
 
 from hotloop.data import dataset
-from hotloop.data.dataset import BinWriter, dataset_folder, open_bin, open_datasets, partial_folder, read_meta
+from hotloop.data.dataset import BinWriter, open_bin, open_datasets, partial_folder, read_meta
 from hotloop.data.encode import Encoded
 from hotloop.data.tokenizer import tokenizer_from
 
 BYTE = {'kind': 'byte'}
-
-
-def test_a_name_that_leads_elsewhere_is_refused():
-    for name in ('../x', '..', 'a/../../x', '/tmp/x', 'a\0b', '', 'a:x', 'a,b', 'a/x.partial/old'):
-        assert 'must be a name inside' in error_of(dataset_folder, 'data', name)
-    for name in ('a/b..c', 'a.partially'):
-        assert dataset_folder('data', name + '/') == os.path.join('data', *name.split('/'))
-
-
-def encoded(ids, mask=None):
-    mask = None if mask is None else np.array(mask, np.uint8)
-    return Encoded(np.array(ids, np.int64), mask, len(ids), np.array([len(ids)]))
 
 
 @pytest.mark.parametrize('dtype, itemsize', [('<u2', 2), ('<u4', 4)])
@@ -37,7 +25,7 @@ def test_bins_are_nanogpts_and_rows_have_masks_and_ends(tmp_path, dtype, itemsiz
     """Raw little-endian ids without a header, as nanoGPT's prepare.py writes them."""
     writer = BinWriter(str(tmp_path), 'val', dtype, has_rows=True)
     for ids, mask in (([1, 2, 258], [0, 0, 1]), ([3], [1])):
-        writer.add(Encoded(np.array(ids), np.array(mask, np.uint8), len(ids), np.array([len(ids)])))
+        writer.add(Encoded('val', np.array(ids), np.array(mask, np.uint8), len(ids), np.array([len(ids)])))
     raw = {'val.bin': b''.join(i.to_bytes(itemsize, 'little') for i in (1, 2, 258, 3)),
            'val.docs.bin': np.array([3, 4], '<u8').tobytes(), 'val.mask.bin': b'\0\0\1\1'}
     hashes = [hashlib.sha256(data).hexdigest() for data in raw.values()]
@@ -98,7 +86,8 @@ def test_a_kill_at_any_moment_costs_no_dataset(tmp_path):
 
 
 def test_two_processes_do_not_write_one_dataset(tmp_path):
-    with partial_folder(str(tmp_path / 'x')):
+    with partial_folder(str(tmp_path / 'x')) as partial:
+        Path(partial, 'file').touch()
         assert 'x.partial is in use by process' in error_of(write, tmp_path / 'x', 'other')
     assert os.listdir(tmp_path) == ['x']
 
@@ -109,19 +98,16 @@ def test_a_dataset_that_cannot_be_written_is_one_sentence(tmp_path):
     folder, full = str(tmp_path / 'x'), OSError(errno.ENOSPC, 'No space left on device')
     with pytest.raises(ValueError, match=r'x could not be written: .* No space'), partial_folder(folder):
         raise full
-    with pytest.raises(BrokenPipeError), partial_folder(folder):  # as of `prepare.py | head`
-        raise BrokenPipeError
 
 
 def test_meta_json_comes_before_meta_pkl_and_that_before_nanogpts_assumption(tmp_path):
     gpt2 = {'kind': 'tiktoken', 'name': 'gpt2', 'bos': None, 'stops': []}
     assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 50304, 'tokenizer': gpt2,
                                         'splits': {}, 'template': None, 'foreign': True}
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('\n abcé'), protocol))
-        tokenizer = {'kind': 'char', 'chars': '\n abcé', 'eot': False}
-        assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 6, 'tokenizer': tokenizer,
-                                            'template': None, 'splits': {}, 'foreign': True}
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(nanogpt_meta('\n abcé')))
+    tokenizer = {'kind': 'char', 'chars': '\n abcé', 'eot': False}
+    assert read_meta(str(tmp_path)) == {'dtype': 'uint16', 'vocab_size': 6, 'tokenizer': tokenizer,
+                                        'template': None, 'splits': {}, 'foreign': True}
     write_bins(tmp_path, [1, 2], [3])
     meta = json.loads((tmp_path / 'meta.json').read_text())
     found = read_meta(str(tmp_path))
@@ -148,7 +134,7 @@ def nanogpt_meta(chars):
 
 @pytest.mark.parametrize('itos, pieces', [
     ({}, [b'', b'', b'']),  # {'vocab_size': 3}, which is all that nanoGPT's train.py reads
-    ({1: 'a', 2: 'b'}, [b'', b'a', b'b']), ({0: 'a', 1: 'b'}, [b'a', b'b']),
+    ({1: 'a', 2: 'b'}, [b'', b'a', b'b']),
     ({0: '\n', 1: '10', 2: 'a'}, [b'\n', b'10', b'a'])])
 def test_a_meta_pkl_of_other_texts_than_characters_is_read(tmp_path, itos, pieces):
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3} | ({'itos': itos} if itos else {})))
@@ -176,16 +162,12 @@ def test_a_meta_pkl_cannot_run_code(tmp_path):
     pickle.loads(evil)['extra'].close()
     target.unlink()  # the trap itself works
     (tmp_path / 'meta.pkl').write_bytes(evil)
-    assert 'UnpicklingError' in error_of(read_meta, str(tmp_path)) and not target.exists()
+    assert read_meta(str(tmp_path))['vocab_size'] == 3 and not target.exists()
 
 
 def test_a_damaged_meta_pkl_is_told_what_suffices(tmp_path):
-    for value in (3, {'vocab_size': 2, 'itos': {0: 3, 1: 'c'}}, {'vocab_size': np.int64(2)},
-                  {'vocab_size': 2, 'itos': {1: 'a', 2: 'b'}}, {'vocab_size': 2**60}, None):
-        raw = pickle.dumps(nanogpt_meta('abc'))[:-5] if value is None else pickle.dumps(value)
-        (tmp_path / 'meta.pkl').write_bytes(raw)
-        error = error_of(read_meta, str(tmp_path))
-        assert "meta.pkl is not nanoGPT's" in error and "{'vocab_size': N} is enough" in error
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': np.int64(2)}))
+    assert "{'vocab_size': N} is enough" in error_of(read_meta, str(tmp_path))
 
 
 def test_bins_that_are_missing_empty_or_cut(tmp_path):
@@ -215,38 +197,27 @@ def test_weights_are_those_given_or_the_sizes(data):
 def test_datasets_that_cannot_be_opened(data):
     for text in ('a:x', 'a:1,wide', 'a:0,wide:1', 'a:nan,wide:1'):
         assert 'give each dataset a weight above 0' in error_of(open_datasets, text, data)
-    for text, words in (('a,,wide', 'must be a name inside'), ('a,other', 'tokenizers of a and other differ'),
+    for text, words in (('a,other', 'tokenizers of a and other differ'),
                         ('a,nothing', 'nothing does not exist; make it with: python prepare.py')):
         assert words in error_of(open_datasets, text, data)
 
 
 def test_a_checkpoints_tokenizer_must_be_the_datasets():
-    """The error has the command that makes it so, for a dataset of ours and of nanoGPT's."""
-    abc = {'kind': 'char', 'chars': 'abc', 'eot': False}
-    meta = {'tokenizer': BYTE, 'foreign': False, 'source': "'a b' c", 'flags': ['--text_field=t x']}
-    ours, theirs = (dataset.Dataset('x', 'd/x', m, 1.0) for m in (meta, {'tokenizer': abc, 'foreign': True}))
+    x = dataset.Dataset('x', 'd/x', {'tokenizer': BYTE, 'source': "'a b' c"}, 1.0)
     for spec in (BYTE, None):
-        dataset.check_tokenizer(spec, 'out', ours, 'data')
-    error = error_of(dataset.check_tokenizer, abc, 'my run', ours, 'data')
-    assert error.endswith(" python prepare.py 'a b' c --name=x '--text_field=t x' '--tokenizer=my run'")
-    error = error_of(dataset.check_tokenizer, BYTE, 'out', theirs, 'd')
-    assert error.endswith(' FILE_OR_FOLDER --name=NEW_NAME --tokenizer=out --data_dir=d')
+        dataset.check_tokenizer(spec, 'out', x)
+    error = error_of(dataset.check_tokenizer, {'kind': 'char', 'chars': 'abc', 'eot': False}, 'my run', x)
+    assert error.endswith("dataset=x differ; prepare 'a b' c again with --tokenizer=my run")
 
 
 def test_inspect_shows_counts_and_a_window(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(dataset, 'COUNT_BLOCK', 3)
     ids = [*b'ab\n', 256, *b'cd', 256, 256]
-    mask = np.array([1, 1, 1, 1, 0, 0, 1, 1])
-    write_bins(tmp_path / 'x', [0] * 8 + ids, ids, masks={'train': np.append(np.ones(8), mask), 'val': mask})
-    write_bins(tmp_path / 'padded', [1, 2, 300, 301], [], tokenizer={'kind': 'char', 'chars': 'abc'})
-    for name in ('padded', 'x'):
-        dataset.inspect(str(tmp_path / name))
+    masks = {'train': np.append(np.ones(14), [0, 0]), 'val': np.ones(0)}
+    write_bins(tmp_path, [0] * 8 + ids, [], masks=masks)
+    dataset.inspect(str(tmp_path))
     out = capsys.readouterr().out
-    assert 'train: 4 tokens, 4 in the loss, 0.50 bytes per token' in out and 'val: 0 tokens' in out
-    assert 'byte tokenizer of 257 ids, uint16, template None, from by hand' in out
-    counted = 'train: 16 tokens, 14 in the loss, 0.81 bytes per token, 7 distinct ids'
-    assert f'{counted}, the ten most frequent:\n           8  ' in out
+    assert 'byte tokenizer of 257 ids, uint16, template None, from by hand' in out and 'val: 0 tokens' in out
+    assert 'train: 16 tokens, 14 in the loss, 0.81 bytes per token, 7 distinct ids, the ten most' in out
     assert "\n           8  '\\x00'\n           3  '<|endoftext|>'\n" in out
     assert "from 8: 'ab\\n<|endoftext|>cd<|endoftext|><|endoftext|>'\n" in out
-    with pytest.raises(ValueError, match=r'y is not the folder of a dataset: it has no train\.bin'):
-        dataset.inspect(str(tmp_path / 'y'))

@@ -1,18 +1,15 @@
 """Documents to ids: what surrounds a document, which tokens count, and the processes that share the work."""
 
-import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import train_bpe
 
-from hotloop.data import encode
 from hotloop.data.documents import Piece
-from hotloop.data.encode import batches_of, encode_batch, id_type
+from hotloop.data.encode import encode_batch, id_type
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 
 BPE = BPETokenizer(train_bpe(['one two three ' * 9], 270))
@@ -22,56 +19,33 @@ def text_piece(text, start=True, end=True):
     return Piece([(text, False, True)], start, end, text)
 
 
-def test_a_document_is_between_its_begin_and_end_ids():
-    pieces = [('train', text_piece('ab')), ('train', text_piece('c', end=False)), ('val', text_piece('x')),
-              ('train', text_piece('d', start=False)), ('train', text_piece('é'))]
-    tokenizer = ByteTokenizer()
-    tokenizer.bos = 1
-    encoded = encode_batch(tokenizer, 256, False, pieces)
-    train, val = encoded['train'], encoded['val']
-    assert train.ids.tolist() == [1, *b'ab', 256, 1, *b'cd', 256, 1, *'é'.encode(), 256]
-    assert train.num_bytes == 6 + 3 and train.mask is None
-    assert train.ends.tolist() == [4, 8, 12] and val.ends.tolist() == [3]
-    ids = encode_batch(ByteTokenizer(), None, False, pieces)['train'].ids
-    assert ids.tolist() == list('abcdé'.encode())
-
-
 def test_only_answers_and_the_end_count():
     """
-    A text beside a chat counts; an end-of-text id is not doubled, and counts if what it ends does; no token
-    straddles an answer.
+    A text beside a chat counts, its pieces begin and end once, and bos does not count. An end-of-text id
+    is not doubled, and counts if what it ends does. No token straddles an answer.
     """
-    chat = Piece([('ask', True, False), ('tell', False, True)], True, True, 'k')
-    marked = Piece([('ask', True, False), ('<|endoftext|>', True, True)], True, True, 'k')
-    asked = Piece([('tell', False, True), ('ask', True, False)], True, True, 'k')
-    pieces = [('train', piece) for piece in (text_piece('text'), chat, marked, asked)]
+    chat = [('ask', True, False), ('tell', False, True)]
+    marked = [('ask', True, False), ('<|endoftext|>', True, True)]
+    asked = [('tell', False, True), ('ask', True, False)]
+    pieces = [text_piece('te', end=False), text_piece('xt', start=False)]
+    pieces += [Piece(parts, True, True, 'k') for parts in (chat, marked, asked)]
     tokenizer = ByteTokenizer()
     tokenizer.bos = 0
-    encoded = encode_batch(tokenizer, 256, True, pieces)['train']
+    encoded = encode_batch(tokenizer, 256, 'train', pieces)
     assert encoded.ids.tolist() == [0, *b'text', 256, 0, *b'asktell', 256, 0, *b'ask', 256,
                                     0, *b'tellask', 256]
     assert encoded.mask.tolist() == [0, *[1] * 5, *[0] * 4, *[1] * 5, *[0] * 4, 1, 0, *[1] * 4, *[0] * 4]
-    assert encoded.mask.dtype == np.uint8 and encoded.num_bytes == 1 + 4 + 1 + 7 + 1 + 3 + 1 + 7
+    assert encoded.num_bytes == 1 + 4 + 1 + 7 + 1 + 3 + 1 + 7 and encoded.ends.tolist() == [6, 15, 20, 29]
     apart = Piece([('one th', True, False), ('ree', False, True)], True, True, 'k')
-    ids = encode_batch(BPE, None, True, [('train', apart)])['train'].ids.tolist()
+    ids = encode_batch(BPE, None, 'train', [apart]).ids.tolist()
     assert ids == [*BPE.encode('one th'), *BPE.encode('ree')] != BPE.encode('one three').tolist()
 
 
 def test_ids_take_two_bytes_as_long_as_they_fit():
     large = CharTokenizer(''.join(map(chr, range(0x20000, 0x20000 + 2**16))), eot=True)
     assert (id_type(CharTokenizer(large.chars)), id_type(large)) == ('<u2', '<u4')
-    ids = encode_batch(large, large.eot, False, [('train', text_piece(large.chars[-1]))])['train'].ids
+    ids = encode_batch(large, large.eot, 'train', [text_piece(large.chars[-1])]).ids
     assert ids.dtype == '<u4' and ids.tolist() == [2**16 - 1, 2**16]
-
-
-def test_batches_keep_the_order_and_hold_a_piece_of_text(monkeypatch):
-    monkeypatch.setattr(encode, 'PIECE', 1000)
-    rng = random.Random(0)
-    pieces = [('train', text_piece('x' * rng.randrange(300))) for _ in range(99)]
-    pieces.insert(50, ('val', text_piece('y' * 2000)))
-    batches = list(batches_of(iter(pieces)))
-    assert [piece for batch in batches for piece in batch] == pieces
-    assert 10 < len(batches) < 40 and all(batches) and list(batches_of(iter([]))) == []
 
 
 def is_running(pid):
@@ -88,7 +62,7 @@ def test_processes_end_with_the_one_that_started_them():
         from hotloop.data import tokenizer
         encode.encode_batch = lambda *_: time.sleep(0.1)
         bpe = tokenizer.BPETokenizer([bytes([b]) for b in range(256)])
-        for _ in encode.encode_all(bpe, itertools.repeat([]), num_proc=2):
+        for _ in encode.encode_all(bpe, itertools.repeat(('train', [])), num_proc=2):
             print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)'''
     with subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True) as parent:
         children = parent.stdout.readline().split()

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import shlex
 
 import numpy as np
@@ -79,11 +78,10 @@ def test_a_file_is_cut_at_a_character_and_the_bins_are_nanogpts(tmp_path, make, 
                                          'sha256': hashlib.sha256(raw).hexdigest()}
     assert meta == {'format': 1, 'dtype': 'uint16', 'vocab_size': len(chars), 'eot': None, 'foreign': False,
                     'tokenizer': CharTokenizer(''.join(chars)).spec(),
-                    'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'template': None,
-                    'flags': ['--seed=1']}
+                    'source': str(tmp_path / 'book.txt'), 'splits': meta['splits'], 'template': None}
     assert os.listdir(tmp_path / 'data') == ['book']
     out = capsys.readouterr().out
-    assert f'tokenizer: char, {len(chars)} ids\n' in out
+    assert f'tokenizer: char, {len(chars)} ids; ' in out
     command = shlex.split(out.splitlines()[-1].split(': ')[1])
     assert command[:4] == ['python', 'train.py', 'config/quickstart.py', '--dataset=book']
 
@@ -155,27 +153,20 @@ def test_a_validation_source_of_its_own(tmp_path, make):
 
 
 def test_a_dataset_is_moved_aside_unless_the_new_one_is_the_same(notes, make, tmp_path, capsys):
-    """The same: in tokens and tokenizer, whatever the settings are called, and still intact on the disk."""
     data = tmp_path / 'data'
     make(notes, val=0.5)
     first = contents(data / 'x')
     capsys.readouterr()
-    make(notes, val=0.5, num_proc=1, seed=1337)
+    make(notes, val=0.5, num_proc=1)
     assert f'{data}/x: unchanged\n' in capsys.readouterr().out
     assert contents(data / 'x') == first and os.listdir(data) == ['x']
     make(notes, val=0.5, tokenizer='char')
     assert f'{data}/x holds another dataset, which is moved to {data}/x.1\n' in capsys.readouterr().out
     assert contents(data / 'x.1') == first
-    second = contents(data / 'x')
-    with open(data / 'x' / 'val.bin', 'ab') as f:
-        f.write(b'damage')
-    make(notes, val=0.5, tokenizer='char')
-    assert contents(data / 'x') == second and sorted(os.listdir(data)) == ['x', 'x.1', 'x.2']
 
 
 @pytest.mark.parametrize('template, marks', [
-    ('auto', ['<|im_end|>', '<|im_start|>']), ('gemma', ['<end_of_turn>', '<start_of_turn>']),
-    ('llama3', ['<|end_header_id|>', '<|eot_id|>', '<|start_header_id|>']), ('alpaca', [])])
+    ('auto', ['<|im_end|>', '<|im_start|>']), ('gemma', ['<end_of_turn>', '<start_of_turn>'])])
 def test_marks_of_a_template_are_special_ids_of_a_learned_tokenizer(tmp_path, make, template, marks):
     """Each mark costs one token, the size includes them, and no merge is learned from their names."""
     (tmp_path / 'a.jsonl').write_text(as_jsonl(CHAT))
@@ -187,12 +178,8 @@ def test_marks_of_a_template_are_special_ids_of_a_learned_tokenizer(tmp_path, ma
     assert not any(b'start' in piece for piece in tokenizer.pieces[:-len(marks) - 1])
     ids = np.fromfile(tmp_path / 'data' / 'x' / 'train.bin', '<u2').tolist()
     documents = meta['splits']['train']['documents']
-    assert [ids.count(tokenizer.specials[mark]) >= 2 * documents - 1 for mark in marks] == [True] * len(marks)
-    text = tokenizer.decode(ids).decode()
-    assert text.count('? <|im_end|>') == documents  # that of the data is text
-    if marks:
-        with pytest.raises(ValueError, match=f'no room .* use bpe:{257 + len(marks)} or more'):
-            make(tmp_path / 'a.jsonl', tokenizer=f'bpe:{256 + len(marks)}', template=template)
+    assert all(ids.count(tokenizer.specials[mark]) >= 2 * documents - 1 for mark in marks)
+    assert tokenizer.decode(ids).count(b'? <|im_end|>') == documents  # that of the data is text
 
 
 def test_rows_with_answers_bring_masks_one_template_and_tasks(tmp_path, make, capsys):
@@ -201,9 +188,7 @@ def test_rows_with_answers_bring_masks_one_template_and_tasks(tmp_path, make, ca
     (tmp_path / 'a.jsonl').write_text(as_jsonl([*rows, {'prompt': 'no answer', 'completion': ''}, CHAT[0]]))
     meta = make(tmp_path / 'a.jsonl', val=0.3)[1]
     assert meta['template'] == 'joined'
-    out = capsys.readouterr().out
-    assert 'skipped 2 rows' in out
-    assert re.search(r'instruction data in the joined template: 180 of .* \(\d\d%\) count toward', out)
+    assert 'skipped 2 rows' in capsys.readouterr().out
     folder = tmp_path / 'data' / 'x'
     for split, counts in meta['splits'].items():
         mask = (folder / f'{split}.mask.bin').read_bytes()
@@ -228,13 +213,12 @@ def test_functions_of_a_file_are_held_out_together(tmp_path, make, capsys):
     assert all(files.count(i) == 1 + int(i) % 3 for i in files)
 
 
-def test_names_decide_what_is_held_out_and_a_file_counts_once(tmp_path, make):
-    """Files of one name in several folders are documents of their own; empty ones are not documents."""
+def test_files_of_one_name_in_several_folders_are_documents_of_their_own(tmp_path, make):
+    """A file that two sources name counts once."""
     paths = [tmp_path / 'books' / name / 'text.txt' for name in ('alice', 'bob', 'carol', 'dan')]
     for path in paths:
         path.parent.mkdir(parents=True)
         path.write_text(f'the text of {path.parent.name}')
-    (tmp_path / 'books' / 'empty.txt').touch()
     documents, _ = make(tmp_path / 'books', *paths)
     assert len(documents['train']) + len(documents['val']) == 4 and documents['val']
 
@@ -242,10 +226,9 @@ def test_names_decide_what_is_held_out_and_a_file_counts_once(tmp_path, make):
 def test_the_names_that_datasets_get(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for source, name in (('notes/', 'notes'), ('book.txt.gz', 'book'), ('.', tmp_path.name),
-                         ('https://x.org/a/pages.jsonl.xz?raw=1', 'pages'), ('wikitext2', 'wikitext2'),
-                         ('fineweb_edu:1', 'fineweb_edu')):
+                         ('https://x.org/a/pages.jsonl.xz?raw=1', 'pages'), ('fineweb_edu:1', 'fineweb_edu')):
         assert prepare.default_name([source]) == name
-    for sources in (['a.txt', 'b.txt'], ['*.txt'], ['-'], ['Moby Dick, or: the Whale.txt']):
+    for sources in (['a.txt', 'b.txt'], ['*.txt'], ['-']):
         with pytest.raises(ValueError, match='give the dataset a name with --name'):
             prepare.default_name(sources)
 
@@ -253,10 +236,10 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
 @pytest.mark.parametrize('settings, words', [
     (dict(tokenizer='gpt9'), "tokenizer='gpt9' is not one of"), (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val=0), r'val=0\.0 must be between 0 and 1'),
-    (dict(name='a:b'), 'without a comma'), (dict(name='../x'), 'must be a name inside'),
+    (dict(name='a:b'), "name='a:b' must not"),
     (dict(text_field='a'), "text_field='a' apply"), (dict(template='chatml'), "template='chatml' and"),
     (dict(val='shakespeare'), 'prepared alone'), (dict(name='nano'), 'nano exists and was not created by'),
-    ('', 'no text for the train split'), ('a', 'no text for the train split')])
+    ('a', 'no text for the train split')])
 def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, settings, words):
     """So is a source, given here instead of settings, that has too little text."""
     nano = tmp_path / 'data' / 'nano'
@@ -270,8 +253,7 @@ def test_settings_that_would_do_nothing_or_harm_are_refused(tmp_path, make, sett
 
 
 @pytest.mark.parametrize('sources, settings, resolved', [
-    ('stdlib', {}, ('stdlib', 'bpe:1024', 0.05)), ('a.txt', {}, ('a', 'byte', 0.1)),
-    ('a.txt', dict(name='b', tokenizer='char'), ('b', 'char', 0.1)),
+    ('stdlib', {}, ('stdlib', 'bpe:1024', 0.05)), ('a.txt', dict(name='b'), ('b', 'byte', 0.1)),
     ('tinystories', {}, ('tinystories', 'gpt2', None)),
     ('tinystories', dict(val=0.2), ('tinystories', 'gpt2', 0.2))])
 def test_settings_are_the_users_then_the_corpuss(sources, settings, resolved):

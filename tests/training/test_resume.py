@@ -259,7 +259,6 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     ({'compile': False, 'dtype': 'bfloat16', 'device': 'cuda'}, {'compile': False}),
     ({'compile': True}, {}),  # nanoGPT's default, and no wish of its user
     ({'dtype': 'float32'}, {'dtype': 'float32'}),  # which is not
-    ({'dataset': '../data/chars/'}, {'dataset': 'chars'}),
     ({'document_mask': True}, {'pack_rows': True})])  # of ours, before it was one setting
 def test_settings_of_a_run_of_nanogpt_or_an_older_one(config, kept):
     assert checkpoint_settings({'model_args': {}, 'config': {'seed': 1, **config}}, {}) == {'seed': 1, **kept}
