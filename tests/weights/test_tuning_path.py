@@ -71,7 +71,7 @@ def test_the_path_from_a_base_to_an_export(run, monkeypatch):
     assert run(sample, f'--init_from=base --start=The {GREEDY}').startswith('The')
     prepared = run(prepare, 'rows.jsonl --tokenizer=base')
     command = 'config/lora.py --init_from=base --dataset=rows'
-    assert 'chatml template' in prepared and f'train on it with: python train.py {command}' in prepared
+    assert 'template: chatml' in prepared and f'train on it with: python train.py {command}' in prepared
     stop_at(monkeypatch, 10)
     printed = run(train, f'{ROOT}/{command} {SIZES}', code=143)
     printed += run(train, f'--init_from=resume --out_dir=out-lora {SIZES}')
