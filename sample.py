@@ -169,14 +169,13 @@ def chat(model, tokenizer, template, cfg):
     """Answer the user's lines until an empty one, 'exit' or the end of the input."""
     if template not in TEMPLATES:
         raise ValueError(f'the chat template of the model is not known; {CHOOSE}')
-    system = []
-    if cfg.start.strip():
-        system = [('system', read_prompts(cfg.start)[0][0])]
     turns = []
+    if cfg.start.strip():
+        turns = [('system', read_prompts(cfg.start)[0][0])]
     cfg = replace(cfg, num_samples=1)
     while (message := read_line()) not in ('', 'exit'):
         try:
-            turns, ids = fit_turns(model, tokenizer, system, [*turns, ('user', message)], template,
+            turns, ids = fit_turns(model, tokenizer, [*turns, ('user', message)], template,
                                    cfg.max_new_tokens)
         except ValueError as e:  # The message is too long, or has characters that the tokenizer lacks.
             print(f'note: {e}', file=sys.stderr)

@@ -120,9 +120,7 @@ class Server(ThreadingHTTPServer):
             raise ValueError(f'the chat template of the model is not known; use {COMPLETIONS}, or start the '
                              'server with --template')
         _, turns, _ = prompt_of({'messages': messages}, 'messages')
-        system = [turn for turn in turns[:1] if turn[0] == 'system']
-        _, ids = fit_turns(self.model, self.tokenizer, system, turns[len(system):], self.template,
-                           cfg.max_new_tokens)
+        _, ids = fit_turns(self.model, self.tokenizer, turns, self.template, cfg.max_new_tokens)
         return ids
 
 

@@ -53,21 +53,24 @@ def turn_ids(tokenizer, turns, template):
     return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
 
 
-def fit_turns(model, tokenizer, system, turns, template, max_new_tokens):
+def fit_turns(model, tokenizer, turns, template, max_new_tokens):
     """
-    Drop the oldest turns until the rest, after the system prompt, leaves room for the answer in the
-    context. Returns (turns, all ids). Raises ValueError if the last message alone is too long.
+    Drop the oldest turns after the system prompt, if there is one, until the rest leaves room for the
+    answer in the context. Returns (turns, ids). Raises ValueError if the last message alone is too long.
     """
     size = model.config.block_size
     limit = size - min(max_new_tokens, size // 4)
+    system = [turn for turn in turns[:1] if turn[0] == 'system']
+    turns = turns[len(system):]
     for first, (role, _) in enumerate(turns):
         if first and role != 'user':
             continue
-        ids = turn_ids(tokenizer, system + turns[first:], template)
+        kept = system + turns[first:]
+        ids = turn_ids(tokenizer, kept, template)
         if len(ids) <= limit:
             if first:
                 print(f'note: the context is full; the oldest {first} turns are dropped', file=sys.stderr)
-            return turns[first:], ids
+            return kept, ids
     raise ValueError(f'the message takes {len(ids):,} tokens with its template; the context has room for '
                      f'{limit:,}; write less, or train with a --block_size above {size:,}')
 
