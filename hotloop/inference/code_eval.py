@@ -230,8 +230,6 @@ def print_metrics(verdicts, output):
             rows.append(('bleu', len(first), len(first), *bleu(first)))
         except ValueError as e:
             print(f'note: no BLEU; {e}', file=sys.stderr)
-    if not any(rates['syntax']):
-        print('note: no answer is Python code; exact compares answers with references', file=sys.stderr)
     if output == 'text':
         print('metric  tasks  answers   value  95% interval')
     for row in rows:

@@ -144,7 +144,7 @@ def test_samples_of_one_task_do_not_narrow_the_interval(monkeypatch, capsys):
     print_metrics([verdict._replace(parses=False, answer=answer) for verdict in verdicts], 'text')
     printed, err = capsys.readouterr()
     assert printed.splitlines()[-1] == 'exact      10       20  1.0000  0.7225 to 1.0000'
-    assert 'no answer is Python code' in err and 'pip install sacrebleu' in err
+    assert 'pip install sacrebleu' in err
 
 
 @pytest.fixture
