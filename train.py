@@ -399,6 +399,8 @@ def build_run(settings, datasets, env):
         print0(describe_adapters(record['lora'], model, env.dtype))
         if checkpoint:
             model.load_weights({**model.state_dict(), **checkpoint['model']})
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
     if cfg.shard == 'none' or env.world == 1:
         model.to(env.device)  # shard_model() moves the others' parts
     model.compute_dtype = env.dtype

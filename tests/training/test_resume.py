@@ -262,3 +262,8 @@ def test_a_run_of_nanogpt_is_continued(tmp_path, capsys):
     ({'document_mask': True}, {'pack_rows': True})])  # of ours, before it was one setting
 def test_settings_of_a_run_of_nanogpt_or_an_older_one(config, kept):
     assert checkpoint_settings({'model_args': {}, 'config': {'seed': 1, **config}}, {}) == {'seed': 1, **kept}
+
+
+def test_weights_that_are_not_finite_are_not_resumed(train_tiny, stopped):
+    change(stopped, lambda checkpoint: checkpoint['model']['lm_head.weight'][0, 0].fill_(math.nan))
+    assert re.search('weights .*are not finite', error_of(train_tiny, init_from='resume'))
