@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hotloop.inference.kv_cache import new_cache
 from hotloop.inference.quantize import Int8Linear
 
+GREEDY_BELOW = 1e-6  # temperatures that mean 0; dividing by a smaller one would overflow
 NOT_FINITE = ('the model returned {} not finite: its weights are damaged, it diverged, or its numbers exceed '
               'the range of float16 (then use --dtype=float32)')
 # where lengths vary: cuDNN would build a plan for each, which takes tens of milliseconds on the host (Hopper)
@@ -33,7 +34,7 @@ class Sampling:
 def sample_token(logits, number, sampling):
     """Sample one id per row, (B, 1), from (B, V) logits and a uniform number in [0, 1) per row, (B, 1)."""
     s, V = sampling, logits.size(-1)
-    if s.temperature == 0:
+    if s.temperature < GREEDY_BELOW:
         return logits.argmax(dim=-1, keepdim=True)
     order = None
     if s.top_k is not None or s.top_p is not None:  # top_k first: it leaves less to sort and sum

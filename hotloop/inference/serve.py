@@ -56,7 +56,7 @@ class Server(ThreadingHTTPServer):
             raise ValueError(f'serve={port}: {e.strerror}; choose another port with --serve=PORT') from None
         self.model, self.tokenizer, self.template, self.cfg = model, tokenizer, template, cfg
         name = cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from
-        self.name = os.path.basename(os.path.abspath(name))
+        self.name = os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
         self.seeds = itertools.count(cfg.seed)  # of requests without a seed
         self.jobs = queue.SimpleQueue()
 
@@ -119,6 +119,8 @@ class Server(ThreadingHTTPServer):
         if self.template not in TEMPLATES:
             raise ValueError(f'the chat template of the model is not known; use {COMPLETIONS}, or start the '
                              'server with --template')
+        if not isinstance(messages, list):
+            raise ValueError('messages must be a list of {"role": ..., "content": ...}')
         _, turns, _ = prompt_of({'messages': messages}, 'messages')
         _, ids = fit_turns(self.model, self.tokenizer, turns, self.template, cfg.max_new_tokens)
         return ids

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hotloop.data.chat import TEMPLATES, choose_template, parts_before_answer
 from hotloop.data.encode import encode_parts, prompt_ids
-from hotloop.inference.generate import Sampling, generate
+from hotloop.inference.generate import GREEDY_BELOW, Sampling, generate
 
 CHOOSE = f'choose one with --template: {", ".join(TEMPLATES)}'  # in errors about a missing template
 
@@ -145,7 +145,7 @@ def write(model, tokenizer, prompts, cfg):
     sampling = sampling_of(cfg, tokenizer)
     num_samples = cfg.num_samples
     if num_samples is None:
-        num_samples = 1 if sampling.temperature == 0 else 3
+        num_samples = 1 if sampling.temperature < GREEDY_BELOW else 3
     size = model.config.block_size
     longest = max([len(prompt.ids) for prompt in prompts], default=0)
     if longest > size:

@@ -12,7 +12,7 @@ import torch
 from hotloop.data.chat import CHATS
 from hotloop.system.device import peak_flops, peak_memory
 from hotloop.system.distributed import print0
-from hotloop.system.files import optional, replacing
+from hotloop.system.files import replacing
 from hotloop.system.text import (
     compact,
     counted,
@@ -175,13 +175,13 @@ class Log:
             if os.path.exists(self.path):
                 keep_lines(self.path, resumed_at)
         if cfg.tensorboard:
-            optional('tensorboard', 'shows the logs of tensorboard=True')
             from torch.utils.tensorboard import SummaryWriter
             folder = os.path.join(cfg.out_dir, 'tensorboard')
             self.tensorboard = SummaryWriter(folder, purge_step=purge_step)
         if cfg.wandb_log:
-            self.wandb = optional('wandb', 'takes the logs of wandb_log=True')
-            self.wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir,
+            import wandb
+            self.wandb = wandb
+            wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir,
                        config=settings)
 
     def append(self, row):

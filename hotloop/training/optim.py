@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from hotloop.system.files import optional
 from hotloop.training.shard import all_rows, local, own_rows
 
 NS_STEPS = 5
@@ -80,7 +79,7 @@ class AdamW(Uncompiled, torch.optim.AdamW):
 
 def adamw8bit(groups, lr, betas):
     """Make the AdamW8bit of bitsandbytes (arXiv 2110.02861): large moments are uint8."""
-    bitsandbytes = optional('bitsandbytes', 'has the AdamW of optimizer=adamw8bit')
+    import bitsandbytes
 
     class AdamW8bit(bitsandbytes.optim.AdamW8bit):
         """With found_inf set to 1 a step changes nothing."""

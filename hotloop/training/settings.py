@@ -1,6 +1,7 @@
 """The settings of a run: what is wrong with them, what a checkpoint records, what a resume may change."""
 
 import dataclasses
+import importlib.util
 import os
 
 import numpy as np
@@ -10,6 +11,9 @@ from hotloop.system.distributed import print0
 from hotloop.system.files import is_inside
 from hotloop.system.text import shell
 
+# settings with values that need a package beyond requirements.txt
+PACKAGES = (('wandb_log', True, 'wandb'), ('tensorboard', True, 'tensorboard'),
+            ('optimizer', 'adamw8bit', 'bitsandbytes'))
 ABOVE_0 = ('learning_rate', 'muon_lr', 'embed_lr', 'max_iters', 'max_epochs', 'time_budget', 'batch_size',
            'gradient_accumulation_steps', 'eval_interval', 'eval_tokens', 'eval_iters',
            'log_interval', 'loss_chunks', 'patience', 'depth')
@@ -47,6 +51,9 @@ def setting_problems(cfg):
         wrong.append(f'ortho_penalty={cfg.ortho_penalty} needs complete matrices; remove shard={cfg.shard!r}')
     if cfg.shard != 'none' and cfg.optimizer == 'adamw8bit':
         wrong.append(f'shard={cfg.shard!r} divides the states of adamw and muon, not of adamw8bit')
+    for name, value, package in PACKAGES:
+        if getattr(cfg, name) == value and importlib.util.find_spec(package) is None:
+            wrong.append(f'{name}={value!r} needs {package}: pip install {package}')
     return wrong
 
 

@@ -167,7 +167,7 @@ def test_a_text_is_a_function_of_its_seed():
 
 def test_limits_that_leave_one_token_are_greedy():
     greedy = run(make(), PROMPTS, 10, temperature=0)
-    for how in (dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0)):
+    for how in (dict(top_k=1), dict(top_p=1e-9), dict(min_p=1.0), dict(temperature=1e-39)):
         assert run(make(), PROMPTS, 10, **how) == greedy
 
 

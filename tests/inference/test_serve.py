@@ -244,7 +244,7 @@ CHAT = '/v1/chat/completions'
     ('base', dict(model='\nX: \ud800'), 404, r"the model '\nX: \ud800' does not exist"),
     ('base', dict(temperature=10**400), 400, 'temperature: '),
     ('base', dict(path=CHAT, messages=[USER]), 400, 'chat template of the model is not known'),
-    ('tuned', dict(path=CHAT), 400, 'messages'),
+    ('tuned', dict(path=CHAT), 400, 'messages must be a list'),
     ('tuned', dict(path=CHAT, messages=[]), 400, 'no user turn'),
     ('tuned', dict(path=CHAT, messages=[{'role': 'tool'}]), 400, "the role 'tool'"),
     ('tuned', dict(path=CHAT, messages=[{**USER, 'content': [1]}]), 400, 'must be a string'),

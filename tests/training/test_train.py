@@ -1,5 +1,6 @@
 """Laws of training: the step, its gradient on any number of processes, the schedule, saves, settings."""
 
+import importlib.util
 import itertools
 import math
 import os
@@ -278,7 +279,9 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
     (dict(time_budget=1, max_iters=600000, warmup_iters=0.1), 'warmup_iters=0.1 is a fraction'),
-    (dict(decay_fraction=0), 'decay_fraction=0.0'), (dict(save_minutes=-1), 'save_minutes=-1.0')])
+    (dict(decay_fraction=0), 'decay_fraction=0.0'), (dict(save_minutes=-1), 'save_minutes=-1.0'),
+    pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
+        importlib.util.find_spec('wandb') is not None, reason='wandb is installed'))])
 def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):
     """And no folder is left behind."""
     assert re.search(match, error_of(train_tiny, **settings))
