@@ -6,7 +6,8 @@ Letters: B batch, T time, C channels (n_embd), H heads, K key/value heads, D hea
 
 Four presets (PRESETS) set a few independent settings. 'gpt2' is OpenAI's GPT-2 as in nanoGPT, weight for
 weight; 'modern' collects later changes that learn faster, from modded-nanogpt and nanochat; 'hybrid' adds
-those that help small models most; 'qwen3' is a model that other programs run (arXiv 2505.09388).
+those that help small models most; 'qwen3' is Qwen3's architecture (arXiv 2505.09388), which llama.cpp and
+transformers run.
 __init__ resolves each setting to a module or a function, so forward hardly looks at settings.
 """
 
@@ -83,8 +84,8 @@ class GPTConfig:
     post_norm: bool = False  # also normalize the outputs of attention and MLP (Gemma 2)
     embed_norm: bool | None = None  # RMSNorm after the embedding; None: with rotary positions, not in qwen3
     embed_scale: float = 1.0  # factor of the embedding (Gemma: sqrt(n_embd))
-    bigram_rows: int | None = None  # of a table of vectors for pairs of tokens; 0: no table
-    value_embed: bool | None = None  # attention adds a vector of each token to its values
+    bigram_rows: int | None = None  # rows of a hashed embedding of each token with the one before; 0: none
+    value_embed: bool | None = None  # attention adds a learned vector of each token to its values
     head_gate: bool | None = None  # each token scales the output of each attention head by a gate
     mlp: Literal['gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'] | None = None  # OpenAI used gelu_tanh
     window: int | None = None  # attention reaches this many tokens, including the query; None: the context
@@ -146,7 +147,8 @@ class GPTConfig:
         n_ff = 4 * self.n_embd
         if known['mlp'] in GATED:
             n_ff = math.ceil(8 * self.n_embd / 3 / 64) * 64
-        if self.vocab_size and 'bigram_rows' not in given:  # no more rows than pairs, as a power of two
+        if (self.vocab_size or 0) > 0 and 'bigram_rows' not in given:
+            # no more rows than pairs, as a power of two
             known['bigram_rows'] = min(known['bigram_rows'], 2 ** int(2 * math.log2(self.vocab_size)))
         norm_eps = 1e-6
         if known['norm'] == 'layernorm':
@@ -163,7 +165,7 @@ class GPTConfig:
         return self.mlp in GATED
 
     def build(self):
-        """Build the GPT with these settings, for parts, which do not import model.py."""
+        """Build the GPT with these settings, for modules of hotloop/, which do not import model.py."""
         return GPT(self)
 
     @property
@@ -224,22 +226,22 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
-def rms_norm(config, size):
+def make_rms_norm(config, size):
     """Make x / sqrt(mean(x^2) + eps) over the last dimension, of this size. Two kinds have weights."""
     if config.norm in ('rmsnorm_weight', 'rmsnorm_offset'):
         return (RMSNorm if config.norm == 'rmsnorm_weight' else OffsetRMSNorm)(size, config.norm_eps)
     return nn.RMSNorm(size, 1e-6 if config.norm == 'layernorm' else config.norm_eps, elementwise_affine=False)
 
 
-def norm_of(config):
+def make_norm(config):
     """Make the norm of a block's inputs."""
     if config.norm == 'layernorm':
         return LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
-    return rms_norm(config, config.n_embd)
+    return make_rms_norm(config, config.n_embd)
 
 
 def unchanged(x, *_):
-    """Replace a part that the config turns off. Calling a module would take longer."""
+    """Stand in for a part that the config turns off. Calling nn.Identity() would take longer."""
     return x
 
 
@@ -287,7 +289,7 @@ def rotation_angles(num_positions, D, base, factor=1.0, context=None):
     """
     Return cos and sin of position * base^(-2i/D), two float32 tensors of (T, D/2). factor divides the
     frequencies. With `context`, that of pretraining, it divides those of at most one turn in the context;
-    those of four turns or more stay (Llama 3).
+    those of four turns or more stay, and it fades between the two (Llama 3).
     """
     # In float32 an angle at position 32,000 would be wrong by 2e-3.
     frequency = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)  # (D/2)
@@ -326,8 +328,8 @@ def positions_in(documents):
 # -----------------------------------------------------------------------------
 # attention
 
-# Without a mask torch's kernel attends. With a window or documents FlexAttention does on GPUs, and torch's
-# kernel for one block of queries after the other elsewhere. With a soft cap the weights are computed here.
+# Without a mask: torch's SDPA. With a window, documents or a soft cap: FlexAttention on GPUs; elsewhere SDPA
+# for one block of queries after the other, or explicit weights if there is a soft cap.
 # In generation the cache (hotloop/inference/kv_cache.py) chooses the keys.
 
 QUERIES = 512  # in a block; 256 and 512 were fastest of 64 to 1,024 on a CPU
@@ -377,6 +379,9 @@ def attend_within(q, k, v, dropout, window, documents, kernel):
     return torch.cat(rows)
 
 
+# Unlike torch.compiler.disable, this imports torch._dynamo, which takes 2 s, when it is called and not here.
+run_eagerly = getattr(torch, '_disable_dynamo', torch.compiler.disable)
+attend_outside_graph = run_eagerly(attend_within)  # the shapes of documents depend on the data
 FLEX_DEVICES = ('cuda',)  # where FlexAttention attends within windows and documents; tests add the CPU
 
 
@@ -396,8 +401,10 @@ def compiled_alone(function, **options):
 def flex_options(q):
     """Choose blocks for FlexAttention where its own exceed shared memory (pytorch#198224), else None."""
     row = q.size(-1) * q.dtype.itemsize
-    memory = row > 256 and torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
-    if row <= 256 or memory > 160_000:
+    if row <= 256:
+        return None
+    memory = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
+    if memory > 160_000:
         return None
     names = 'fwd_BLOCK_M', 'fwd_BLOCK_N', 'bwd_BLOCK_M1', 'bwd_BLOCK_N1', 'bwd_BLOCK_M2', 'bwd_BLOCK_N2'
     return dict.fromkeys(names, 32 if 192 * row < memory else 16) | {'num_stages': 1}
@@ -448,8 +455,8 @@ class Attention(nn.Module):
             from hotloop.mixers.kernel import KernelAttention
             self.features = KernelAttention(config, layer)
             self.state_shapes |= self.features.state_shapes
-        self.q_norm = rms_norm(config, D) if config.qk_norm else unchanged
-        self.k_norm = rms_norm(config, D) if config.qk_norm else unchanged
+        self.q_norm = make_rms_norm(config, D) if config.qk_norm else unchanged
+        self.k_norm = make_rms_norm(config, D) if config.qk_norm else unchanged
         self.shift_keys = shift_keys if config.key_shift else unchanged
         self.rotate = rotate if config.position == 'rope' else unchanged
         if config.rope_local_base is not None:
@@ -467,7 +474,7 @@ class Attention(nn.Module):
         FlexAttention's, of documents and window.
         """
         dropout = self.dropout.p if self.training else 0.0
-        if documents is mask is None and (self.window is None or self.window >= q.size(2)):
+        if documents is None and mask is None and (self.window is None or self.window >= q.size(2)):
             # A mask disables the fast kernels, and gave NaN gradients on Hopper (pytorch#196678).
             return attend_in_window(q, k, v, dropout, None, self.sdpa)
         if mask is None:
@@ -491,7 +498,7 @@ class Attention(nn.Module):
         q = self.rotate(q, cos, sin)
         k = self.rotate(self.shift_keys(k, self.layer, cache, place), cos, sin)
         if x.device.type == 'cpu':
-            # bf16 attention is slow here: backward takes 3.6 times as long, a single query 7 times (EPYC).
+            # bf16 attention is slow on a CPU: backward takes 3.6 times as long, one query 7 times (EPYC).
             q, k, v = q.float(), k.float(), v.float()
         q = self.scale_query(q)
         if self.features is not None:
@@ -510,8 +517,9 @@ class Attention(nn.Module):
 
 class Conv(nn.Module):
     """
-    Mix the last num_taps tokens, channel by channel, with learned weights, and gate the result. Where most
-    layers do this and few attend, a model learns faster and a step costs less (as in H3, arXiv 2212.14052).
+    Gated short convolution: a causal depthwise convolution over num_taps tokens, scaled by sigmoid gates.
+    Where most layers do this and few attend, a model learns faster and a step costs less (as in H3, arXiv
+    2212.14052).
     """
 
     def __init__(self, config, layer):
@@ -522,7 +530,7 @@ class Conv(nn.Module):
         self.c_attn = Linear(config.n_embd, 2 * config.n_embd, bias=config.bias)
         taps = torch.randn(config.n_embd, 1, config.num_taps) / config.num_taps
         self.taps = nn.Parameter(taps)  # the last is for the token itself
-        self.gate_shift = nn.Parameter(torch.full((config.n_embd,), -2.0))  # nearly closed at the start
+        self.gate_shift = nn.Parameter(torch.full((config.n_embd,), -2.0))  # bias; gates start nearly closed
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -543,7 +551,7 @@ class Conv(nn.Module):
         return self.dropout(self.c_proj(y) * torch.sigmoid(gate + self.gate_shift.to(x.dtype)))
 
 
-def mixer_of(config, layer):
+def make_mixer(config, layer):
     """Make what mixes the tokens in a layer."""
     letter = config.mixers()[layer]
     if letter == 'E':
@@ -587,12 +595,12 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.mix = X0Mix() if config.x0_mix else unchanged
-        self.ln_1 = norm_of(config)
-        self.attn = mixer_of(config, layer)
-        self.ln_1_post = norm_of(config) if config.post_norm else nn.Identity()  # diagnose.py hooks it
-        self.ln_2 = norm_of(config)
+        self.ln_1 = make_norm(config)
+        self.attn = make_mixer(config, layer)
+        self.ln_1_post = make_norm(config) if config.post_norm else nn.Identity()  # diagnose.py hooks it
+        self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
-        self.ln_2_post = norm_of(config) if config.post_norm else nn.Identity()
+        self.ln_2_post = make_norm(config) if config.post_norm else nn.Identity()
 
     def forward(self, x, x0, context):
         x = self.mix(x, x0)
@@ -652,7 +660,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 def loss_ahead(logits, targets, documents, weights):
     """
-    Compute the weighted cross-entropy of the tokens behind the next one, (B,), from its logits, (B, T, V)
+    Compute the weighted cross-entropy of the tokens after the next one, (B,), from its logits, (B, T, V)
     (modded-nanogpt, record 53). weights: of the token two ahead, three ahead, and so on. documents: as in
     GPT.forward(); no token is predicted from another document.
     """
@@ -666,11 +674,8 @@ def loss_ahead(logits, targets, documents, weights):
     return total
 
 
-# Unlike torch.compiler.disable, this imports torch._dynamo, which takes 2 s, when it is called and not here.
-disable = getattr(torch, '_disable_dynamo', torch.compiler.disable)
-attend_outside_graph = disable(attend_within)  # the shapes of documents depend on the data
 # In one graph the chunks would be fused again, so each is compiled alone.
-compiled_loss = disable(lambda *args: ChunkedLoss.apply(*args, True))
+compiled_loss = run_eagerly(lambda *args: ChunkedLoss.apply(*args, True))
 
 
 # -----------------------------------------------------------------------------
@@ -693,18 +698,18 @@ class GPT(nn.Module):
             raise ValueError('; '.join(wrong))
         assert config.vocab_size is not None, 'vocab_size comes from the data; see train.py'
         self.config = c = config.resolved()
-        # train.py and sample.py set these, and the buffers `feedback` and `ahead` below.
-        self.compute_dtype = torch.float32  # the fastest of the machine
+        # Set from outside after construction, as are the buffers `feedback` and `ahead` below.
+        self.compute_dtype = torch.float32  # of activations
         self.loss_chunks = 1  # for head and loss; more if memory is short
         self.transformer = parts = nn.Module()
         parts.wte = nn.Embedding(c.vocab_size, c.n_embd)
         parts.wpe = PositionEmbedding(c.block_size, c.n_embd) if c.position == 'learned' else unchanged
         parts.bigrams = BigramEmbedding(c.bigram_rows, c.n_embd) if c.bigram_rows else unchanged
         scale = Scale(c.embed_scale) if c.embed_scale != 1 else unchanged
-        parts.ln_e = rms_norm(c, c.n_embd) if c.embed_norm else scale
+        parts.ln_e = make_rms_norm(c, c.n_embd) if c.embed_norm else scale
         parts.drop = nn.Dropout(c.dropout)
         parts.h = nn.ModuleList([Block(c, layer) for layer in range(c.n_layer)])
-        parts.ln_f = norm_of(c)
+        parts.ln_f = make_norm(c)
         self.lm_head = Linear(c.n_embd, c.vocab_size, bias=False)
         self.softcap = partial(softcap, cap=c.softcap) if c.softcap else unchanged
         if c.tie:
@@ -724,7 +729,7 @@ class GPT(nn.Module):
         """
         Initialize as GPT-2: N(0, 0.02), with projections onto the residual stream divided by sqrt(2 n_layer).
         With zero_init these and the head start at zero, the embedding at N(0, 1), vectors for values at
-        N(0, 0.5), as values themselves; others keep inputs' scale. Bigrams start at zero.
+        N(0, 0.5), as values themselves; other matrices at N(0, 0.5 / sqrt(inputs)). Bigrams start at zero.
         """
         c = self.config
         for name, p in self.named_parameters():
@@ -786,7 +791,7 @@ class GPT(nn.Module):
             from hotloop.mixers.feedback import Feedback
             x = Feedback.apply(self.feedback, *outputs, x)
         if targets is not None:
-            return torch.stack((self.loss(x, targets, documents),))  # no view, of which FSDP2 warns
+            return torch.stack((self.loss(x, targets, documents),))  # a copy: FSDP2 warns of views
         x = x[:, -1] if cache is None else cache.finish(x)  # (B, C)
         return self.softcap(self.lm_head(self.transformer.ln_f(x)).float())
 

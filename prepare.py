@@ -61,6 +61,8 @@ class PrepareConfig:
         problems = []
         if isinstance(self.val, float) and not 0 < self.val < 1:
             problems.append(f'val={self.val} must be between 0 and 1, or a source')
+        if self.num_proc is not None and self.num_proc < 1:
+            problems.append(f'num_proc={self.num_proc} must be at least 1')
         if self.name and re.search('[,:]', self.name):
             problems.append(f'name={self.name!r} must not contain a comma or a colon, which mix datasets')
         return problems

@@ -8,7 +8,7 @@ The complete training loop: precision, accumulation, compilation, data paralleli
 
 A step is one optimizer update over batch_size x gradient_accumulation_steps sequences, which all processes
 share. Everything random (the order of the data, dropout) is a function of the seed, the step and the
-micro-batch. A killed run therefore resumes bit for bit, and a checkpoint needs no generator's state.
+micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds no RNG state.
 """
 
 from hotloop.system import host  # starts the clock of this process
@@ -64,7 +64,7 @@ from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.training.optim import build_optimizers
-from hotloop.training.recipes import SHAPE, card_for_machine, layer_of_depth
+from hotloop.training.recipes import SHAPE, card_for_machine, depth_settings
 from hotloop.training.run_dir import open_folder, resume_command, write_config
 from hotloop.training.schedule import (
     Deadline,
@@ -110,7 +110,7 @@ class TrainConfig:
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
-    pack_rows: bool = False  # windows of complete rows, which are kept apart, as are documents of texts
+    pack_rows: bool = False  # windows hold complete rows; attention stays within a row or a document
     batch_size: int = 12  # largest micro-batch, in sequences
     auto_batch: bool = False  # find the largest micro-batch that fits, for the same step
     gradient_accumulation_steps: int = 5 * 8  # micro-batches per step, over all processes
@@ -118,7 +118,7 @@ class TrainConfig:
     optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: Muon in blocks, AdamW elsewhere
     learning_rate: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon
-    embed_lr: float | None = None  # peak learning rate of a normalized, untied embedding with Muon
+    embed_lr: float | None = None  # of a normalized, untied embedding with Muon; None: learning_rate
     weight_decay: float = 1e-1  # on matrices only
     beta1: float = 0.9  # of AdamW
     beta2: float = 0.95  # of AdamW
@@ -153,7 +153,7 @@ class TrainConfig:
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # compute dtype; weights are float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if it works and pays
     loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in parts: less memory, slower
-    recompute: Literal['none', 'selective', 'full'] = 'none'  # recompute blocks; selective: except attention
+    recompute: Literal['none', 'selective', 'full'] = 'none'  # checkpoint blocks; selective: except attention
     shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide optimizer states; full: weights too
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
@@ -161,7 +161,7 @@ class TrainConfig:
     problems = setting_problems
 
 
-# (first, second): second, unless it is None, replaces first, unless first comes from a stronger place
+# (first, second): second, if set, replaces first; a flag beats a file, and a file a default
 PAIRS = ('max_iters', 'max_epochs'), ('eval_tokens', 'eval_iters')
 MODEL = {f.name for f in dataclasses.fields(GPTConfig)} - set(TRAINING_ONLY)
 ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
@@ -172,7 +172,7 @@ BOUND = MODEL | ADAPTERS | {'dataset', 'optimizer', 'depth'}  # a resume cannot 
 # settings: defaults < depth or checkpoint < card and other files < flags
 
 class Settings(NamedTuple):
-    """The settings of a command line. Nothing changes them after they are read."""
+    """The settings of a command line. Nothing changes them; build_run() frees the tensors of `latest`."""
     model: GPTConfig
     lora: LoRAConfig
     train: TrainConfig
@@ -191,15 +191,15 @@ def read_settings(argv=None):
     names_model = not SHAPE.isdisjoint(peek.given)
     names_nothing = cfg.init_from == 'scratch' and not peek.words  # neither weights nor a card
     chooses_depth = names_nothing and cfg.time_budget and not names_model
-    if latest:
+    if latest:  # the settings of the run
         shape = dataclasses.asdict(config_from(latest.checkpoint['model_args']).resolved())
         below = checkpoint_settings(latest.checkpoint, {name: shape[name] for name in MODEL})
         gone = sorted(below.keys() - {f.name for o in peek.objects for f in dataclasses.fields(o)})
         if gone:
             print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
-    elif cfg.depth is not None or chooses_depth:
-        below = layer_of_depth(cfg, peek.given)
-    elif names_nothing and not (names_model and 'dataset' in peek.given):
+    elif cfg.depth is not None or chooses_depth:  # those that suit the depth
+        below = depth_settings(cfg, peek.given)
+    elif names_nothing and not (names_model and 'dataset' in peek.given):  # those of the machine's card
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
         argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
@@ -208,7 +208,8 @@ def read_settings(argv=None):
     if latest:
         compare_settings(found.objects, found.given, below, BOUND)
     check_lora(lora, cfg, found.given, is_new=latest is None)
-    share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, int(os.environ.get('WORLD_SIZE', '1')))
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises if it cannot be shared
     return Settings(model, lora, cfg, found.given, latest)
 
 
@@ -266,7 +267,7 @@ def wrap(model, cfg, env):
         shard_model(model, cfg.shard, env)
         return model, model
     device_ids = [env.device] if env.device.type == 'cuda' else None
-    # the buffers are tables of RoPE, which are equal on all processes; a private name
+    # buffers (tables of RoPE, random features) are equal on all processes already; a private name
     model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers()]
     return model, DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True)
 
@@ -288,20 +289,20 @@ def train_step(model, data, optimizers, scaler, cfg, env, penalty=0.0):
 
     data: the StepData of Batches.step(). penalty: the current ortho_penalty.
     """
-    num_targets, loads = data
+    num_targets, loaders = data
     params = trainable(model)
     # None frees memory for activations; DDP's gradients live in its buckets
     model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     total = torch.zeros((), device=env.device)
-    for i, load in enumerate(loads):
+    for i, load in enumerate(loaders):
         *batch, seed = load()
         if env.device.type == 'cpu':
             torch.default_generator.manual_seed(seed)  # 2 microseconds; torch.manual_seed() takes 170
         else:
             torch.manual_seed(seed)
-        with gradient_sync(model, cfg.shard, last=i + 1 == len(loads)):
+        with gradient_sync(model, cfg.shard, last=i + 1 == len(loaders)):
             loss = model(*batch).sum()
-            # times world: DDP and FSDP average gradients over the processes, and the sum is wanted
+            # DDP and FSDP average gradients over the processes: / env.world makes that a sum
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
         total += loss.detach()
     if env.world > 1:
@@ -367,13 +368,13 @@ def build_model(settings, dataset, env):
                              f'of the tokenizer of {cfg.dataset}')
         torch.manual_seed(cfg.seed)
         return Start(GPT(config), {}, None)
-    kept = {name: getattr(model_cfg, name) for name in TRAINING_ONLY if checkpoint or name in given}
+    override = {name: getattr(model_cfg, name) for name in TRAINING_ONLY if checkpoint or name in given}
     if checkpoint and not settings.lora.lora_rank:
-        model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], **kept)
+        model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'], **override)
         return Start(model, checkpoint, None)
     name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset)
-    model = GPT.from_checkpoint(source.model_args, source.weights, **kept)
+    model = GPT.from_checkpoint(source.model_args, source.weights, **override)
     adapt_shape(model, settings, name)
     return Start(model, source.checkpoint, base)
 
@@ -402,7 +403,7 @@ def build_run(settings, datasets, env):
     if not all(p.isfinite().all() for p in model.parameters()):
         raise ValueError('the initial weights are not finite; start from an earlier checkpoint')
     if cfg.shard == 'none' or env.world == 1:
-        model.to(env.device)  # shard_model() moves the others' parts
+        model.to(env.device)  # otherwise shard_model() moves this process's rows
     model.compute_dtype = env.dtype
     batch_cfg = cfg
     global_batch = cfg.batch_size * cfg.gradient_accumulation_steps
@@ -417,14 +418,14 @@ def build_run(settings, datasets, env):
     elif cfg.eval_only:
         state.iter_num = origin.get('iter_num', 0)
     batches = Batches(splits['train'], batch_cfg, env, state.shift(T, global_batch))
-    prepare_for_training(model, batches.micro_batch * T, cfg, env)
+    set_up_loss(model, batches.micro_batch * T, cfg, env)
     eval_model, train_model = wrap(model, cfg, env)
     # after wrap(), which may divide the parameters among processes
     optimizers = [] if cfg.eval_only else build_optimizers(model, cfg, env)
     scaler = torch.amp.GradScaler(env.device.type, enabled=env.dtype == torch.float16)
     if checkpoint and not cfg.eval_only:
         restore(checkpoint, optimizers, scaler)
-    for name in ('model', *OPTIMIZERS):  # the settings keep the checkpoint for the whole run
+    for name in ('model', *OPTIMIZERS):  # free their memory: the settings hold the checkpoint
         checkpoint.pop(name, None)
     check_same_step(state.iter_num, env)
     byte_counts = None
@@ -441,7 +442,7 @@ def build_run(settings, datasets, env):
                state, record)
 
 
-def prepare_for_training(model, num_tokens, cfg, env):
+def set_up_loss(model, num_tokens, cfg, env):
     """Set how a model computes the loss of num_tokens, a micro-batch, and the gradient."""
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, num_tokens, model.config.vocab_size, env,
                                            frozen=not model.lm_head.weight.requires_grad)
@@ -453,14 +454,14 @@ def prepare_for_training(model, num_tokens, cfg, env):
     if cfg.feedback == 'dfa':
         model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
     if cfg.ortho_penalty and 'K' not in model.config.mixers():
-        raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'")
+        raise ValueError(f"ortho_penalty={cfg.ortho_penalty} applies only with mixer='kernel'; remove it")
 
 
 # -----------------------------------------------------------------------------
 # the loop
 
 def train(run, schedule, checkpoints, log, stop):
-    """Train until the last step, a signal, or the end of patience. Returns the exit code."""
+    """Train until the last step, a signal, or until patience runs out. Returns the exit code."""
     cfg, env, state, batches, model = run.cfg, run.env, run.state, run.batches, run.model
     meter = Meter(batches, state, env, flops_of(model, batches.split.T)[1])
     deadline = None
@@ -494,7 +495,7 @@ def train(run, schedule, checkpoints, log, stop):
         if (last or (step and step % cfg.eval_interval == 0)) and step != state.evaluated_at:
             evaluation = evaluate_both(run.eval_model, run.splits, cfg, batches.micro_batch, env,
                                        run.byte_counts, stop.by_signal)
-            if evaluation is None:  # a signal came; the next process does it first
+            if evaluation is None:  # a signal came; the resumed run evaluates this step again
                 stopping = True
             else:
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
@@ -536,16 +537,18 @@ def train(run, schedule, checkpoints, log, stop):
             meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
             log.step(state, lr, meter, seconds_left)
         if schedule.is_open:
-            schedule = look_at_clock(run, schedule, deadline, checkpoints, step)
+            schedule = decide_length(run, schedule, deadline, meter, checkpoints)
             save_is_due = save_is_due or not schedule.is_open
     log.end(state, last and not stop.by_signal(), out_of_patience, run.record.get('template'))
     return stop.exit_code()
 
 
-def look_at_clock(run, schedule, deadline, checkpoints, step):
-    """Return the schedule after a step of a run whose time budget is open: the same, or decided."""
+def decide_length(run, schedule, deadline, meter, checkpoints):
+    """Begin the decay of an open time budget after a step if it is time. Returns the schedule."""
     cfg, state, env, batches = run.cfg, run.state, run.env, run.batches
-    deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg, batches.micro_batch)
+    step = state.iter_num
+    meter.began += deadline.measure_evaluation(schedule.decay_fraction, run.eval_model, run.splits, cfg,
+                                               batches.micro_batch)
     last = deadline.last_step(step, schedule, max(checkpoints.seconds, 0.1), cfg.eval_interval)
     if last is None:
         return schedule
@@ -558,7 +561,7 @@ def look_at_clock(run, schedule, deadline, checkpoints, step):
 
 
 def meta_model(settings, dataset):
-    """Make the model of a command on the meta device, for dry_run(): parts do not import train.py."""
+    """Make the model of a command on the meta device, for dry_run(): hotloop/ does not import train.py."""
     model_args = model_args_of(settings)
     with torch.device('meta'):
         if not model_args:
@@ -569,19 +572,19 @@ def meta_model(settings, dataset):
 
 
 def main(argv=None):
-    settings = read_settings(argv)
-    cfg = settings.train
-    if cfg.dry_run:
-        print0('\n'.join(dry_run(settings, meta_model)))
-        return 0
-    datasets = open_datasets(cfg.dataset, cfg.data_dir)
-    env = setup(cfg)
-    run = None
+    run = env = None
     try:
+        settings = read_settings(argv)
+        cfg = settings.train
+        if cfg.dry_run:
+            print0('\n'.join(dry_run(settings, meta_model)))
+            return 0
+        datasets = open_datasets(cfg.dataset, cfg.data_dir)
+        env = setup(cfg)
         run = build_run(settings, datasets, env)
         return execute(run, settings, datasets[0].meta)
     except (RuntimeError, MemoryError) as e:
-        if not out_of_memory(e):
+        if env is None or not out_of_memory(e):
             raise
         raise ValueError(memory_advice(run and run.batches, env)) from None
     finally:
@@ -589,7 +592,7 @@ def main(argv=None):
         if run:
             release_mesh(run.model)
         run = None  # DDP and FSDP hold the process group
-        close_process_group(sys.exc_info()[0] is not None, env.device)
+        close_process_group(sys.exc_info()[0] is not None)
 
 
 def execute(run, settings, meta):

@@ -9,6 +9,9 @@ from hotloop.data.tokenizer import fix_surrogates
 ANSWERS = ('completion', 'response', 'output', 'answer')
 ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'question', 'instruction', 'input',
               'context', 'system', *ANSWERS]
+# of HumanEval and MBPP, which sample.py --eval_code reads
+TASK_FIELDS = ['task_id', 'entry_point', 'canonical_solution', 'test', 'code', 'test_list', 'test_setup_code',
+               'test_imports']
 SPEAKERS = ('system', 'user', 'assistant')
 OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
 MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hotloop.data.chat import ROW_FIELDS, choose_template, parts_of, read_row
+from hotloop.data.chat import ROW_FIELDS, TASK_FIELDS, choose_template, parts_of, read_row
 from hotloop.system.files import json_lines, optional, parse_json
 
 PIECE = 1 << 20  # characters tokenized at a time
@@ -42,12 +42,45 @@ class Piece(NamedTuple):
 # -----------------------------------------------------------------------------
 # text files
 
+class ZstdFile(io.RawIOBase):
+    """Read a .zst file of one or more frames. The package's own reader accepts a file that is cut off."""
+
+    def __init__(self, path):
+        self.zstandard = optional('zstandard', 'reads .zst files')
+        self.file = open(path, 'rb')  # noqa: SIM115
+        self.decompressor = self.zstandard.ZstdDecompressor(max_window_size=2**31)  # of zstd --long=31
+        self.frame = self.decompressor.decompressobj()
+        self.ready = b''
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.ready:
+            data = self.frame.unused_data or self.file.read(1 << 14)
+            if not data:
+                break
+            if self.frame.eof:
+                self.frame = self.decompressor.decompressobj()
+            try:
+                self.ready = self.frame.decompress(data)
+            except self.zstandard.ZstdError as e:
+                raise EOFError(e) from None
+        if not self.ready and not self.frame.eof:
+            raise EOFError('it ends inside a frame')
+        count = min(len(buffer), len(self.ready))
+        buffer[:count] = self.ready[:count]
+        self.ready = self.ready[count:]
+        return count
+
+    def close(self):
+        self.file.close()
+        super().close()
+
+
 def open_zstd(path, mode, encoding, newline):
-    """Open a .zst file, also of several frames or with the window of zstd --long=31."""
-    zstandard = optional('zstandard', 'reads .zst files')
-    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-    stream = decompressor.stream_reader(open(path, 'rb'), read_across_frames=True)  # noqa: SIM115
-    return io.TextIOWrapper(stream, encoding, newline=newline)
+    """Open a .zst file as a text."""
+    return io.TextIOWrapper(io.BufferedReader(ZstdFile(path)), encoding, newline=newline)
 
 
 OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open, '.zst': open_zstd}
@@ -196,6 +229,7 @@ def csv_rows(lines, path):
     delimiter = ','
     if '.tsv' in os.path.basename(path).lower():
         delimiter = '\t'
+    csv.field_size_limit(2**31 - 1)  # a field may hold a book
     reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
     try:
         for row in reader:
@@ -244,11 +278,12 @@ def functions_of(source, path):
 
 
 def parquet_rows(path, text_field=None):
-    """Yield (where, row) of a parquet file, 256 rows at a time. Unread fields are None."""
+    """Yield (where, row) of a parquet file, 256 rows at a time. Fields of no use are not read: None."""
     parquet = optional('pyarrow.parquet', 'reads parquet files')
     wanted = ROW_FIELDS
     if text_field:
         wanted = text_field.split(',')
+    wanted = {*wanted, *TASK_FIELDS}
     number = 0
     try:
         with parquet.ParquetFile(path) as table:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice, starmap
 from typing import NamedTuple
 
@@ -143,7 +144,11 @@ def encode_all(tokenizer, batches, num_proc, eot=None):
                 waiting.append(pool.submit(encode_in_worker, *batch))
             if not waiting:
                 return
-            yield waiting.popleft().result()
+            try:
+                yield waiting.popleft().result()
+            except BrokenProcessPool:
+                raise ValueError(f'one of num_proc={num_proc} processes was killed, perhaps for its memory; '
+                                 'lower --num_proc') from None
 
 
 def start_worker(encode):

@@ -94,7 +94,7 @@ def files_under(folder, left_out=()):
     folders left_out are skipped.
     """
     def fail(error):
-        raise error
+        raise ValueError(f'{folder} cannot be read: {error}')
     found = []
     for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         folders[:] = [name for name in folders if name not in left_out and name[0] != '.']
@@ -202,6 +202,8 @@ def find_corpus(sources):
         return PLAIN
     corpus = CORPORA[name]
     if number:
+        if not number.isdecimal() or int(number) == 0:
+            raise ValueError(f'{sources[0]}: a number of files follows the colon, such as {name}:2')
         train = corpus.train[:int(number)]
         corpus = replace(corpus, train=train, download=corpus.download * len(train) / len(corpus.train))
     return corpus

@@ -85,6 +85,8 @@ def tokenizer_at(path, data_dir):
     """Read the TokenizerSource of a Hugging Face folder, a dataset, a run or a checkpoint."""
     if os.path.basename(path) == 'tokenizer.json':
         path = os.path.dirname(path) or '.'
+    if path.endswith('.json'):
+        raise ValueError(f'{path}: a file with a tokenizer must have the name tokenizer.json')
     names = os.listdir(path) if os.path.isdir(path) else []
     if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
         model = path if 'config.json' in names else None

@@ -61,9 +61,11 @@ class Env:
 
 def open_process_group(backend, device):
     """
-    Join the process group that torchrun's environment variables describe. Tensors on GPUs travel
+    Join the process group that torchrun's environment variables describe, once. Tensors on GPUs travel
     by NCCL, unless the backend is gloo, and those on hosts by gloo.
     """
+    if dist.is_initialized():
+        return
     backends = 'gloo'
     if device.type == 'cuda' and backend != 'gloo':
         backends = 'cpu:gloo,cuda:nccl'
@@ -80,9 +82,9 @@ def open_process_group(backend, device):
     dist.init_process_group(backends, timeout=TIMEOUT, store=store, rank=rank, world_size=world)
 
 
-def close_process_group(failed, device):
+def close_process_group(failed):
     """Leave the process group. After an error NCCL would wait for processes that are gone."""
-    if not dist.is_initialized() or (failed and device.type == 'cuda'):
+    if not dist.is_initialized() or (failed and 'nccl' in str(dist.get_backend_config())):
         return
     gc.collect()  # DDP holds the group, whose threads must end before Python exits
     dist.destroy_process_group()

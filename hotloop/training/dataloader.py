@@ -320,7 +320,7 @@ def upload(array, device):
 class StepData(NamedTuple):
     """The data of a step."""
     num_targets: int  # unmasked targets of the global batch
-    loads: list  # a function for each micro-batch of this process: Batches.load()
+    loaders: list  # a function for each micro-batch of this process: Batches.load()
 
 
 class Batches:
@@ -352,8 +352,8 @@ class Batches:
         starts = starts.reshape(self.env.world, self.accumulation, self.micro_batch)[self.env.rank]
         if self.on_device:
             starts = upload(starts, self.env.device)  # before the GPU is busy with this step
-        loads = [functools.partial(self.load, step, n, starts[n]) for n in range(self.accumulation)]
-        return StepData(num_targets, loads)
+        loaders = [functools.partial(self.load, step, n, starts[n]) for n in range(self.accumulation)]
+        return StepData(num_targets, loaders)
 
     def load(self, step, micro, starts):
         """Return gather()'s tensors of a micro-batch on the device, and the seed of its dropout."""

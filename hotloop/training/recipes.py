@@ -7,7 +7,7 @@ import torch
 
 from hotloop.data.dataset import open_datasets
 from hotloop.system.device import choose_device, choose_dtype, measure_flops
-from hotloop.system.distributed import print0
+from hotloop.system.distributed import Env, open_process_group, print0
 
 # (least GB of GPU memory, card, its dataset). PyTorch reports up to a tenth less than is sold
 CARDS = ((36, 'a100_fast', 'wikitext103'), (21.6, 'vram_24gb', 'wikitext103'),
@@ -51,7 +51,7 @@ def num_parameters(depth):
     return 12 * depth * shape_of(depth)['n_embd']**2
 
 
-def depth_settings(depth, world=1, tokens=None, text_tokens=None):
+def settings_of_depth(depth, world=1, tokens=None, text_tokens=None):
     """
     Return {setting: value} of a modern GPT with so many layers. A step has 128 x depth^2 tokens,
     rounded down to a power of two, at least 2,048; its sequences are a multiple of the processes.
@@ -96,10 +96,10 @@ def choose_depth(seconds, flops):
     return min(DEPTHS, key=misfit)
 
 
-def layer_of_depth(cfg, given):
+def depth_settings(cfg, given):
     """
-    Return the {setting: value} of a depth. A time budget without a card chooses the depth by the
-    speed of this machine, unless it is given, and the rest by the tokens that the run will read.
+    Return the {setting: value} of a command's depth. A time budget without a card chooses the depth by
+    the speed of this machine, unless it is given, and the rest by the tokens that the run will read.
     """
     if cfg.init_from != 'scratch':
         raise ValueError(f'depth={cfg.depth} shapes a new model, and init_from={cfg.init_from} has a '
@@ -109,21 +109,26 @@ def layer_of_depth(cfg, given):
     if 'dataset' not in given:
         _, dataset, _ = card_for_machine(cfg.device)
     if cfg.time_budget is None:
-        return {'dataset': dataset, **depth_settings(cfg.depth, world)}
+        return {'dataset': dataset, **settings_of_depth(cfg.depth, world)}
     text_tokens = 0
     for one in open_datasets(dataset, cfg.data_dir):
         text_tokens += one.meta['splits'].get('train', {}).get('tokens', 0)
     device, _ = choose_device(cfg.device, int(os.environ.get('LOCAL_RANK', '0')))
     dtype, _ = choose_dtype(cfg.dtype, device, training=True)
     flops = measure_flops(device, dtype) * world
+    if world > 1:  # the settings must be those of all processes
+        open_process_group(cfg.backend, device)
+        flops = Env(int(os.environ['RANK']), world).broadcast(flops)
     depth = cfg.depth or choose_depth(60 * cfg.time_budget, flops)
     if cfg.depth is None:
         print0(f'depth: {depth}, for the speed of this machine; --depth=N chooses another')
     tokens = tokens_within(depth, 60 * cfg.time_budget, flops)
-    settings = depth_settings(depth, world, tokens, text_tokens)
+    settings = settings_of_depth(depth, world, tokens, text_tokens)
     steps = settings.pop('max_iters')  # about: the clock decides
     # 5 evaluations take about 8% of the run: without a backward pass, a third of the work of a step
     eval_tokens = 0.08 * tokens / 5 / 2 * 3
+    if cfg.pack_rows:  # FlexAttention, which attends within rows on GPUs, has no dropout
+        settings.pop('dropout', None)
     return {**settings, 'dataset': dataset, 'depth': depth, 'eval_interval': max(round(steps / 5), 1),
             'log_interval': max(round(steps / 100), 1),
             'eval_tokens': 2 ** int(min(max(math.log2(eval_tokens), 14), 20))}

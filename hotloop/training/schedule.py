@@ -102,7 +102,7 @@ def set_learning_rate(optimizers, lr, peak):
     """Set the rate of every group in proportion to its own peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group['lr'] = group['peak'] * (lr / peak if peak else 0.0)
+            group['lr'] = group['peak'] * (lr / peak)
 
 
 class Deadline:
@@ -154,11 +154,12 @@ class Deadline:
     def measure_evaluation(self, fraction, model, splits, cfg, batch):
         """
         Estimate the seconds of an evaluation by some batches, once, half way to the decay of this
-        fraction. All processes call it. Prints a note if it takes more than a tenth of the budget.
+        fraction. Returns the seconds that this took. All processes call it. Prints a note if an
+        evaluation takes more than a tenth of the budget.
         """
         is_due = self.used() > self.budget * (1 - fraction) / 2
         if self.evaluation is not None or not self.env.broadcast(is_due):
-            return
+            return 0.0
         val = splits['val']
         began = host.process_seconds()
         evaluate(model, val, batch * self.env.world, batch, self.env)  # may compile
@@ -175,3 +176,4 @@ class Deadline:
             tenth = math.ceil(num_val * val.T * self.budget / 10 / self.evaluation)
             print0(f'note: an evaluation takes {duration(self.evaluation)} of a time budget of '
                    f'{duration(self.budget)}; --eval_tokens={tenth} takes a tenth of it')
+        return now - began

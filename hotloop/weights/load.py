@@ -99,6 +99,8 @@ def load_checkpoint(path):
     if torch.__version__ < (2, 10):  # weights_only=True can be made to run code there
         raise ValueError(f'torch {torch.__version__} cannot load checkpoints safely (CVE-2026-24747): '
                          'pip install "torch>=2.11"')
+    if path.endswith('.gguf'):
+        raise ValueError(f'{path} is for llama.cpp and is not read; export the run to a folder instead')
     try:
         check_records(path)
         # mapped, the processes of a machine share the pages of the file: 8 copies would take 75 GB at 773M
@@ -136,13 +138,16 @@ def check_records(path):
 def load_adapter(folder):
     """Load the Weights of a folder of adapters, added to their base."""
     record = base_of(folder)
+    adapter = read_adapter(folder)  # its errors before the base is downloaded
     base = open_base(record, folder)
     rest = {**base.checkpoint, 'sha256': hash_file(os.path.join(folder, TENSORS)),
             'template': record['template'] or base.checkpoint.get('template')}
-    adapter = read_adapter(folder)
     matrices = swap_nanochat(adapter.matrices, base.checkpoint.get('hf_config'), base.model_args)
     weights = merged(base.weights | adapter.embeddings, matrices, adapter.scale, record['quantize'])
-    return Weights(folder, base.model_args, weights, record['tokenizer'] or base.tokenizer, rest)
+    model_args = dict(base.model_args)
+    if adapter.embeddings and not torch.equal(weights[WTE], weights[HEAD]):
+        model_args['tie'] = False  # peft trains a tied pair apart
+    return Weights(folder, model_args, weights, record['tokenizer'] or base.tokenizer, rest)
 
 
 def open_base(record, path):

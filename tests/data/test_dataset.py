@@ -135,7 +135,7 @@ def nanogpt_meta(chars):
 @pytest.mark.parametrize('itos, pieces', [
     ({}, [b'', b'', b'']),  # {'vocab_size': 3}, which is all that nanoGPT's train.py reads
     ({1: 'a', 2: 'b'}, [b'', b'a', b'b']),
-    ({0: '\n', 1: '10', 2: 'a'}, [b'\n', b'10', b'a'])])
+    ({0: '\n', 1: '10', 2: 'a'}, [b'\n', b'10', b'a']), (['a', 'b', 'c'], [b'a', b'b', b'c'])])
 def test_a_meta_pkl_of_other_texts_than_characters_is_read(tmp_path, itos, pieces):
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3} | ({'itos': itos} if itos else {})))
     meta = read_meta(str(tmp_path))

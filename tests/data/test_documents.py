@@ -65,12 +65,14 @@ def test_a_compressed_file_is_the_file(tmp_path, suffix):
         assert list(f) == text.splitlines(keepends=True)
 
 
-def test_a_cut_file_is_named(tmp_path):
-    for suffix in ('.gz', '.bz2', '.xz'):
+def test_a_cut_or_damaged_file_is_named(tmp_path):
+    for suffix in ('.gz', '.bz2', '.xz', '.zst'):
         path = tmp_path / f'a.txt{suffix}'
-        path.write_bytes(compress(suffix, random.Random(0).randbytes(100_000).hex().encode())[:-1])
-        with pytest.raises(ValueError, match=rf'a\.txt\{suffix} cannot be read: '):
-            read(path)
+        data = compress(suffix, random.Random(0).randbytes(100_000).hex().encode())
+        for damaged in (data[:-1], data[:len(data) // 2], b'x' + data):
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=rf'a\.txt\{suffix} cannot be read: '):
+                read(path)
 
 
 def test_text_is_utf8_with_or_without_a_byte_order_mark(tmp_path):
@@ -169,6 +171,12 @@ def test_a_row_is_a_document(tmp_path, monkeypatch, name, write, field):
     assert len(keys) == len(ROWS) and ROWS[0] in keys and max(map(len, keys)) < 100
     with pytest.raises(ValueError, match=r"a\..* \d has no field 'title', only id, "):
         read(path, text_field='title')
+
+
+def test_a_field_of_csv_may_hold_a_book(tmp_path):
+    book = 'word ' * 40_000
+    (tmp_path / 'a.csv').write_bytes(as_csv([{'text': book}]))
+    assert read(tmp_path / 'a.csv') == [book]
 
 
 def test_json_that_is_a_list_of_texts_or_is_not_rows(tmp_path):

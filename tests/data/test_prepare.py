@@ -236,7 +236,7 @@ def test_the_names_that_datasets_get(tmp_path, monkeypatch):
 @pytest.mark.parametrize('settings, words', [
     (dict(tokenizer='gpt9'), "tokenizer='gpt9' is not one of"), (dict(tokenizer='bpe:256'), 'is not one of'),
     (dict(val=0), r'val=0\.0 must be between 0 and 1'),
-    (dict(name='a:b'), "name='a:b' must not"),
+    (dict(name='a:b'), "name='a:b' must not"), (dict(num_proc=-1), 'num_proc=-1 must be'),
     (dict(text_field='a'), "text_field='a' apply"), (dict(template='chatml'), "template='chatml' and"),
     (dict(val='shakespeare'), 'prepared alone'), (dict(name='nano'), 'nano exists and was not created by'),
     ('a', 'no text for the train split')])

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import contents
+from conftest import contents, error_of
 from test_download import answer
 
 from hotloop.data.documents import documents_in
@@ -127,6 +127,7 @@ def test_some_files_of_a_corpus():
     assert (one.train, len(five.train)) == (('sample/10BT/000_00000.parquet',), 5)
     assert five.download == 5 * one.download and find_corpus(['fineweb_edu']) == CORPORA['fineweb_edu']
     assert find_corpus(['book.txt:1']).train == find_corpus(['fineweb_edu', 'a.txt']).train == ()
+    assert 'fineweb_edu:2' in error_of(find_corpus, ['fineweb_edu:all'])
 
 
 def test_lines_of_wikitext_from_the_hub_become_one_document(tmp_path, repository):

@@ -15,6 +15,7 @@ from hotloop.inference.code_eval import (
     judge,
     print_metrics,
     read_task,
+    read_tasks,
     run_program,
     wilson,
 )
@@ -177,6 +178,15 @@ def test_the_command_judges_greedy_answers_in_the_template(tasks, monkeypatch, c
     printed = capsys.readouterr().out
     assert printed.splitlines()[1] == 'syntax      2        6  1.0000  0.3424 to 1.0000'
     assert 'pass@1' not in printed and [call.sampling.temperature for call in calls[1:]] == [0.5, 0.5]
+
+
+def test_tasks_in_parquet_are_those_of_the_lines(tmp_path):
+    """As the hub publishes HumanEval and MBPP."""
+    pyarrow = pytest.importorskip('pyarrow')
+    parquet = pytest.importorskip('pyarrow.parquet')
+    for rows in ([ADD, ADD], [SQUARE]):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'a.parquet')
+        assert read_tasks(str(tmp_path / 'a.parquet'), False) == [read_task(row, '', False) for row in rows]
 
 
 @pytest.mark.parametrize('content, flags, words', [

@@ -1,15 +1,18 @@
 """The length of a run, its learning rates, and the settings of a depth."""
 
 import math
+import os
 
 import pytest
 import torch
 from conftest import error_of, load, rows
+from ranks import on_ranks
 
-from hotloop.system.distributed import Env
+from hotloop.system.distributed import Env, close_process_group
+from hotloop.training import recipes
 from hotloop.training.checkpoint import RunState
 from hotloop.training.optim import build_optimizers
-from hotloop.training.recipes import choose_depth, depth_settings, num_parameters, tokens_within
+from hotloop.training.recipes import choose_depth, num_parameters, settings_of_depth, tokens_within
 from hotloop.training.schedule import ahead_weights, learning_rate, plan_schedule, set_learning_rate
 from model import GPT, GPTConfig
 from train import TrainConfig, read_settings
@@ -95,7 +98,7 @@ def test_epochs_are_converted_to_steps_and_a_warmup_can_be_a_fraction_of_them(tr
 @pytest.mark.parametrize('depth, world, width, heads, block_size', [
     (3, 1, 96, 3, 256), (4, 3, 128, 2, 256), (8, 1, 384, 6, 512), (12, 3, 768, 6, 1024)])
 def test_a_depth_sets_a_shape_and_a_step(depth, world, width, heads, block_size):
-    values = depth_settings(depth, world)
+    values = settings_of_depth(depth, world)
     assert (values['n_embd'], values['n_head'], values['block_size']) == (width, heads, block_size)
     sequences = values['batch_size'] * values['gradient_accumulation_steps']
     assert sequences % world == 0 and sequences * block_size >= 2048
@@ -106,7 +109,7 @@ def test_a_depth_sets_a_shape_and_a_step(depth, world, width, heads, block_size)
 def test_a_text_that_is_read_often_gets_more_weight_decay():
     for depth, once, often in ((4, 0.05, 0.26), (8, 0.1, 0.3)):
         for tokens, expected in ((1e6, once), (9e6, often)):
-            settings = depth_settings(depth, tokens=tokens, text_tokens=1e6)
+            settings = settings_of_depth(depth, tokens=tokens, text_tokens=1e6)
             assert settings['weight_decay'] == pytest.approx(expected, rel=1e-3)
 
 
@@ -133,6 +136,22 @@ def test_a_time_budget_chooses_a_depth_of_the_requested_preset(data_dir, monkeyp
     for preset in ('hybrid', 'qwen3'):
         model, _, cfg, *_ = read_settings(flags + [f'--preset={preset}'] * (preset == 'qwen3'))
         assert (cfg.depth, cfg.optimizer, model.n_layer, model.preset) == (3, 'muon', 3, preset)
+
+
+def settings_of_rank(flags):
+    """Read a command line on a process whose machine is faster, the higher its rank."""
+    recipes.measure_flops = lambda *args: 1e9 * 1e4 ** int(os.environ['RANK'])
+    try:
+        return read_settings(flags).train
+    finally:
+        close_process_group(False)
+
+
+def test_all_processes_choose_by_the_speed_of_the_first(data_dir):
+    """With settings of their own they would wait for one another in different evaluations."""
+    flags = [f'--data_dir={data_dir}', '--dataset=tiny', '--time_budget=30', '--device=cpu']
+    first, second = on_ranks(2, settings_of_rank, flags)
+    assert first == second and first.depth == choose_depth(1800, 2e9) != choose_depth(1800, 2e13)
 
 
 def test_the_weights_of_later_tokens_fall_to_zero():

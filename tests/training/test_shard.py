@@ -78,7 +78,7 @@ def steps_of_rank(*args, dtype='float32', device='cpu', variants=None, **setting
         for variant in variants or [{}]:
             torch._dynamo.reset()
             found.append(steps(*args, env=env, **settings, **variant))
-    close_process_group(False, env.device)
+    close_process_group(False)
     return found if variants else found[0]
 
 
@@ -205,7 +205,7 @@ def standing_of_rank():
         held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     storages = [local(tensor).untyped_storage() for tensor in held]  # gradients share one
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    close_process_group(False, env.device)
+    close_process_group(False)
     return held
 
 

@@ -188,7 +188,7 @@ def test_an_adapter_for_another_base(tmp_path):
 
 @pytest.mark.parametrize('name, value', [
     ('rank_pattern', {'q_proj': 2}), ('layer_replication', [[0, 1], [0, 1]]),
-    ('init_lora_weights', 'olora')])
+    ('init_lora_weights', 'olora'), ('peft_type', 'IA3')])
 def test_what_merged_cannot_do_is_refused(tmp_path, name, value):
     """Variants that peft has, adapters that change their base, and other tensors, as of DoRA."""
     write_adapter(tmp_path, adapt(gpt()))
@@ -255,6 +255,13 @@ def test_best_pt_and_the_folder_give_the_model_that_was_evaluated(train_tiny, tm
     assert torch.equal(*losses[2:])
     config = json.loads((tmp_path / 'tuned' / 'adapter' / CONFIG).read_text())
     assert config['modules_to_save'] == (['wte', 'lm_head'] if 'lora_embeddings' in settings else None)
+    if 'lora_embeddings' in settings:  # peft trains a tied pair apart
+        path = tmp_path / 'tuned' / 'adapter' / TENSORS
+        tensors = read_safetensors(path)
+        tensors['base_model.model.lm_head.weight'] = tensors['base_model.model.lm_head.weight'] * 2
+        write_safetensors(path, tensors)
+        found = Model(SampleConfig(init_from=str(path.parent)), GPT)
+        assert not found.gpt.config.tie and not torch.equal(all_logits(found.gpt, IDS), losses[2])
 
 
 def test_a_note_says_that_the_end_of_an_answer_was_never_learned():
