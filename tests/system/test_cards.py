@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import inspect
 import io
 import os
@@ -21,7 +20,6 @@ import sample
 import train
 from configurator import configure
 from hotloop.data.sources import CORPORA
-from hotloop.training.dataloader import share_batch
 from hotloop.weights.load import Weights
 from hotloop.weights.lora import LoRAConfig
 from model import GPT, GPTConfig
@@ -31,7 +29,6 @@ from train import TrainConfig
 
 ROOT = Path(train.__file__).parent
 SETTINGS = (GPTConfig, LoRAConfig, TrainConfig)
-CARDS = sorted((ROOT / 'config').glob('*.py'))
 
 
 # -----------------------------------------------------------------------------
@@ -137,7 +134,7 @@ def run_once(folder, patch, settings):
     flags['out_dir'] = folder / flags.get('out_dir', 'out')
     printed, error, weights = io.StringIO(), None, None
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(printed):
-        m.setattr(gc, 'collect', lambda: 0)  # half the time of such a small run
+        m.setattr('hotloop.training.logger.write_report', lambda folders: None)
         if patch:
             patch(m)
         try:
@@ -206,16 +203,6 @@ def test_help_lists_every_setting(program, classes, capsys):
 
 # -----------------------------------------------------------------------------
 # recipe cards
-
-@pytest.mark.parametrize('card', CARDS, ids=lambda card: card.stem)
-def test_every_card_resolves_and_runs_on_any_number_of_gpus(card):
-    """No unknown name, wrong type or impossible combination; one global batch on 1, 2, 4 and 8 GPUs."""
-    (_, _, cfg), given, _ = configure(*SETTINGS, argv=[str(card)])
-    assert given
-    for world in (1, 2, 4, 8):
-        micro, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)
-        assert micro * accumulation * world == cfg.batch_size * cfg.gradient_accumulation_steps
-        assert micro <= cfg.batch_size
 
 
 @pytest.mark.parametrize('memory, apple, device, card', [
