@@ -186,12 +186,14 @@ def test_no_setting_can_be_assigned_after_the_settings_are_resolved():
 # -----------------------------------------------------------------------------
 # --help
 
-@pytest.mark.parametrize('program, classes', [
-    (train, SETTINGS), (sample, (SampleConfig,)), (prepare, (PrepareConfig,))])
-def test_help_lists_every_setting(program, classes, capsys):
-    """With its default and its own comment, in the order of the source."""
+@pytest.mark.parametrize('program, classes, choices', [
+    (train, SETTINGS, 'layernorm, rmsnorm, rmsnorm_weight, rmsnorm_offset'),
+    (sample, (SampleConfig,), 'none, int8'),
+    (prepare, (PrepareConfig,), 'auto, text, jsonl, json, csv, parquet, functions')])
+def test_help_lists_every_setting(program, classes, choices, capsys):
+    """With its default, its own comment and its choices, in the order of the source, before any complaint."""
     with pytest.raises(SystemExit):
-        program.main(['--help'])
+        program.main(['--seed=x', '--help'])
     flags = [line for line in capsys.readouterr().out.splitlines() if line.startswith('  --')]
     fields = [f for cls in classes for f in dataclasses.fields(cls)]
     source = ''.join(inspect.getsource(cls) for cls in classes)
@@ -199,6 +201,7 @@ def test_help_lists_every_setting(program, classes, capsys):
         default = str(field.default).replace('\n', r'\n')
         comment = re.search(rf'^    {field.name}: .*  # (.*)', source, re.M)[1]
         assert line.startswith(f'  --{field.name}={default}  ') and comment in line and len(comment) > 5
+    assert any(line.endswith(f' [{choices}]') for line in flags)
 
 
 # -----------------------------------------------------------------------------
