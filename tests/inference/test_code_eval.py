@@ -171,6 +171,8 @@ def test_the_command_judges_greedy_answers_in_the_template(tasks, monkeypatch, c
                           'low': pytest.approx(0.3424, abs=1e-4), 'high': 1.0}
     assert metrics[1]['metric'] == 'pass@1' and calls[0].sampling.temperature == 0
     assert before + ADD['prompt'] in ByteTokenizer().decode(calls[0].prompts[0]).decode()
+    main(out_dir=out, eval_code=tasks)
+    assert 'pass@1' not in capsys.readouterr().out  # no program is run
 
 
 @pytest.mark.parametrize('content, flags, words', [
