@@ -17,6 +17,7 @@ import torch
 
 from configurator import configure, parse
 from hotloop.data.sources import CORPORA
+from hotloop.training.dataloader import share_batch
 from hotloop.weights.lora import LoRAConfig
 from model import GPT, GPTConfig
 from prepare import PrepareConfig
@@ -142,17 +143,25 @@ def test_readme_has_at_most_350_lines_and_names_every_file_and_every_card():
 
 
 @pytest.mark.parametrize('card', CARDS, ids=lambda card: card.stem)
-def test_counts_in_a_card_are_exact(card):
-    """Of parameters, and of tokens per step. Its head names a command, the hardware and a result."""
+def test_a_card_resolves_for_any_number_of_gpus_and_its_counts_are_exact(card):
+    """
+    One global batch on 1, 2, 4 and 8 GPUs. The counts are of parameters and of tokens per step. The head of
+    a card names a command, the hardware and a result.
+    """
     text = card.read_text(encoding='utf-8')
     head = text.split('\n\n')[0].lower()
     assert re.search('python train.py|torchrun', head) and 'hardware:' in head and 'measured' in head
-    (config, _, cfg), *_ = configure(*SETTINGS['train.py'], argv=[str(card)])
+    (config, _, cfg), given, _ = configure(*SETTINGS['train.py'], argv=[str(card)])
+    assert given
+    sequences = cfg.batch_size * cfg.gradient_accumulation_steps
+    for world in (1, 2, 4, 8):
+        micro, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)
+        assert micro * accumulation * world == sequences and micro <= cfg.batch_size
     # of each dataset; otherwise GPT-2's, padded
     vocabulary = {'stdlib': 1024, 'shakespeare_char': 65, 'tinystories_4096': 4096}
     with torch.device('meta'):
         model = GPT(dataclasses.replace(config, vocab_size=vocabulary.get(cfg.dataset, 50304)))
-    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * config.block_size
+    tokens = sequences * config.block_size
     for what, number in (('parameters', model.num_params()), ('tokens per step', tokens)):
         stated = re.search(rf'([\d,]+) {what}', text)
         assert stated is None or stated[1] == f'{number:,}'

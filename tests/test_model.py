@@ -72,7 +72,7 @@ DOCUMENTS = torch.tensor([[0] * 9 + [1] + [2] * 3 + [4] * 10, [3] * 23])
 CASES = [(5, None), (1, None), (23, None), (None, DOCUMENTS), (4, DOCUMENTS), (9, DOCUMENTS), (30, DOCUMENTS)]
 
 
-@pytest.mark.parametrize('block', [4, 7, 512])
+@pytest.mark.parametrize('block', [4, 512])
 @pytest.mark.parametrize('window, documents', CASES)
 def test_attention_within_windows_and_documents_equals_a_dense_mask(monkeypatch, window, documents, block):
     monkeypatch.setattr('model.QUERIES', block)
@@ -139,17 +139,6 @@ def test_a_document_in_a_row_is_computed_as_if_it_stood_alone(shape):
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
 
 
-def test_layers_take_the_windows_of_the_pattern_and_reach_no_further():
-    config = GPTConfig(n_layer=5, window=4, window_pattern='SSL')
-    assert config.windows() == [4, 4, None, 4, 4]
-    assert GPTConfig(n_layer=2, window=4).windows() == [4, 4] and GPTConfig(n_layer=2).windows() == [None] * 2
-    model, a = make(window=4), ids(1, 16)
-    b = a.clone()
-    b[0, 2] = (b[0, 2] + 1) % 61
-    changed = (all_logits(model, a) != all_logits(model, b)).any(-1)[0]
-    assert changed.nonzero().flatten().tolist() == list(range(2, 2 + 2 * 3 + 1))  # three more in each layer
-
-
 @pytest.mark.parametrize('shape', ALL_SHAPES)
 def test_the_loss_is_the_cross_entropy_of_the_targets_that_count(shape):
     model, x, y = make(shape), ids(3, 16), ids(3, 16, seed=1)
@@ -207,14 +196,6 @@ def test_later_tokens_add_to_the_gradient_and_not_to_the_loss():
     for p, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-5)
     assert torch.equal(model.eval()(x, y, documents), make('modern')(x, y, documents))
-
-
-def test_label_smoothing_acts_in_training_only_and_softcap_bounds_logits():
-    plain, smooth, capped, x, y = make(), make(label_smoothing=0.2), make(softcap=3.0), ids(2, 16), ids(2, 16)
-    assert torch.equal(plain(x, y), smooth(x, y))
-    assert not torch.allclose(plain.train()(x, y), smooth.train()(x, y))
-    capped.lm_head.weight.data *= 100
-    assert 2.9 < all_logits(capped, x).abs().max() <= 3.0
 
 
 @pytest.mark.parametrize('shape', ALL_SHAPES)
@@ -326,7 +307,7 @@ def test_modern_blocks_start_as_the_identity_and_the_head_as_uniform():
     (dict(norm_eps=0.0), 'norm_eps=0.0 must be above 0'),
     (dict(embed_norm=True, embed_scale=3.0), 'embed_scale=3.0 applies only with embed_norm=False'),
     (dict(preset='modern', rope_local_base=50.0), 'rope_local_base=50.0 applies only with .* and a window'),
-    (dict(preset='modern', rope_context=8), "rope_context=8 applies only with position='rope' and a rope_")])
+    (dict(mixer='CXAC'), "mixer='CXAC' must be one of"), (dict(mixer=''), "mixer='' must be one of")])
 def test_settings_that_do_not_fit(settings, words):
     with pytest.raises(ValueError, match=words):
         GPT(GPTConfig(**{'vocab_size': 61, **settings}))
@@ -355,9 +336,8 @@ def test_a_model_is_rebuilt_from_its_checkpoint(shape):
 
 
 @pytest.mark.parametrize('args, words', [
-    (dict(moe=3, gate=True), 'does not have: gate, moe'), (dict(n_head=5), 'n_embd=32 is not divisible'),
-    (dict(vocab_size=60), 'lm_head.weight'), (dict(bias=True), r'Missing.*attn\.c_attn\.bias'),
-    (dict(bias=False), r'Unexpected.*attn\.c_attn\.bias')])
+    (dict(moe=3, gate=True), 'does not have: gate, moe'), (dict(vocab_size=60), 'lm_head.weight'),
+    (dict(bias=True), r'Missing.*attn\.c_attn\.bias'), (dict(bias=False), r'Unexpected.*attn\.c_attn\.bias')])
 def test_model_args_that_do_not_fit_the_weights(args, words):
     model = make(bias=not args.get('bias', False))
     with pytest.raises(ValueError, match=words) as error:

@@ -82,6 +82,8 @@ def load_run(source):
 def open_checkpoint(source):
     """Load (path, checkpoint) of a file, or of a run's first intact one: best.pt, ckpt.pt, older ones."""
     check_start(source)
+    if source.endswith('.gguf'):
+        raise ValueError(f'{source} is for llama.cpp and is not read; export the run to a folder instead')
     if not os.path.isdir(source):
         return source, load_checkpoint(source)
     paths = checkpoint_paths(source, best=True)
@@ -99,8 +101,6 @@ def load_checkpoint(path):
     if torch.__version__ < (2, 10):  # weights_only=True can be made to run code there
         raise ValueError(f'torch {torch.__version__} cannot load checkpoints safely (CVE-2026-24747): '
                          'pip install "torch>=2.11"')
-    if path.endswith('.gguf'):
-        raise ValueError(f'{path} is for llama.cpp and is not read; export the run to a folder instead')
     try:
         check_records(path)
         # mapped, the processes of a machine share the pages of the file: 8 copies would take 75 GB at 773M

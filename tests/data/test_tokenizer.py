@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import socket
 import unicodedata
 from pathlib import Path
 
@@ -38,7 +37,7 @@ TEXTS = ['', ' ', "Hello, world! It's 2024; they'll pay 12345.67.", 'def f():\n\
 any_text = st.lists(st.characters() | st.integers(0xd800, 0xdfff).map(chr), max_size=40).map(''.join)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(any_text, st.booleans(), any_text)
 def test_bytes_and_characters_round_trip(text, eot, other):
     chars = ''.join(sorted(set(text)))
@@ -84,18 +83,6 @@ def test_a_spec_that_cannot_be_used_is_refused():
         assert 'does not describe a tokenizer' in error_of(tokenizer_from, spec)
     error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'no-such-bpe'})
     assert "'no-such-bpe' could not be loaded" in error and 'TIKTOKEN_CACHE_DIR' in error
-
-
-def test_a_network_that_drops_packets_does_not_hang_tiktokens_download(monkeypatch, tmp_path):
-    with socket.create_server(('127.0.0.1', 0)) as server:  # nobody answers
-        monkeypatch.setenv('HTTPS_PROXY', f'http://127.0.0.1:{server.getsockname()[1]}')
-        for name in ('NO_PROXY', 'no_proxy', 'https_proxy'):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
-        monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
-        monkeypatch.setattr('hotloop.data.download.TIMEOUT', (0.2, 0.05))
-        error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'gpt2'})
-    assert error.startswith("the tokenizer 'gpt2' could not be loaded: ReadTimeout; set TIKTOKEN_CACHE_DIR")
 
 
 def test_a_prompt_names_special_ids_and_is_never_empty():

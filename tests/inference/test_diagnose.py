@@ -13,7 +13,6 @@ import sample
 from hotloop.data.tokenizer import ByteTokenizer
 from hotloop.inference import diagnose as diagnosis
 from hotloop.mixers.feedback import feedback_matrices
-from hotloop.training.checkpoint import save_checkpoint
 from model import GPT, GPTConfig, positions_in
 
 PRESETS = ['gpt2', 'modern']
@@ -124,16 +123,6 @@ def test_direct_feedback_is_compared_with_the_true_gradient(train_tiny, tmp_path
     assert max(cosines[:-1]) < 0.99
     train_tiny('exact', preset='modern')
     assert 'cosine' not in diagnose(tmp_path / 'exact', data_dir=data_dir)['blocks'][0]
-
-
-def test_logits_that_overflow_are_a_fault_and_not_a_table(train_tiny, tmp_path, data_dir, diagnose):
-    train_tiny(tie=False)
-    path = tmp_path / 'out' / 'best.pt'
-    checkpoint = load(path)
-    checkpoint['model']['lm_head.weight'][:] = torch.tensor([3e38, -3e38]).repeat(16)
-    save_checkpoint(str(path), checkpoint)
-    found = diagnose(path, data_dir=data_dir)
-    assert found['problems'] == ['logits: NaN or infinite, but the outputs of all blocks are finite']
 
 
 @pytest.mark.parametrize('kind, why', [('changed', 'dataset=a'), ('unnamed', 'does not name its dataset')])

@@ -330,8 +330,7 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(talk):
     assert 'early' in prompts[1] and 'late' in prompts[1]  # a refused line costs no turn
 
 
-@pytest.mark.parametrize('chars, words', [
-    (CHARS, None), ('', '10 ids'), (CHARS[:5], '10 ids'), (CHARS + 'ijk', '10 ids')])
+@pytest.mark.parametrize('chars, words', [(CHARS, None), ('', '10 ids'), (CHARS + 'ijk', '10 ids')])
 def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, chars, words):
     """It gets no other: nanoGPT falls back to GPT-2's whatever the vocabulary, and prints garbage."""
     (tmp_path / 'data' / 'chars').mkdir(parents=True)
@@ -348,16 +347,3 @@ def test_nanogpts_checkpoint_gets_the_tokenizer_of_its_data(draw, tmp_path, char
     else:
         assert draw() == draw(**flags)
         assert draw.err == f'weights: {theirs}, step 250; tokenizer: char\ndevice: cpu, float32\n'
-
-
-@pytest.mark.parametrize('samples, compiled, noted', [(1, True, False), (1, False, True), (3, True, True)])
-def test_int8_on_a_gpu_says_when_it_reads_more_than_bfloat16(monkeypatch, capsys, samples, compiled, noted):
-    def stop():
-        raise ValueError('no further')
-    tokenizer = types.SimpleNamespace(spec=stop)  # the first that is used after the note
-    model = types.SimpleNamespace(device=torch.device('cuda', 0), dtype=torch.bfloat16, gpt=None,
-                                  template=None, tokenizer=tokenizer,
-                                  weights=types.SimpleNamespace(checkpoint={}))
-    monkeypatch.setattr(sample, 'Model', lambda cfg, kind: model)
-    assert error_of(main, quantize='int8', num_samples=samples, compile=compiled) == 'no further'
-    assert ('fewer bytes than bfloat16' in capsys.readouterr().err) == noted

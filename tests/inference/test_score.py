@@ -1,10 +1,8 @@
 """Loss and bits per byte of documents: the numbers, what a document is, the output."""
 
 import gzip
-import io
 import json
 import math
-import sys
 import types
 
 import pytest
@@ -15,7 +13,7 @@ from test_sample import CHARS, gpt
 from hotloop.data.chat import render
 from hotloop.data.encode import encode_parts
 from hotloop.data.tokenizer import ByteTokenizer, CharTokenizer
-from hotloop.inference.score import print_json, print_scores, read_documents, score_documents
+from hotloop.inference.score import print_scores, read_documents, score_documents
 
 
 @pytest.fixture
@@ -114,11 +112,3 @@ def test_what_cannot_be_scored_is_refused(scored, tmp_path, name, content, words
     if name == 'nan.txt':
         model.lm_head.weight.data[3, 4] = math.nan
     assert words in error_of(scored, tmp_path / name, model)
-
-
-@pytest.mark.parametrize('encoding, expected', [('ascii', b'caf\\u00e9'), ('utf-8', 'café 😀'.encode())])
-def test_json_is_ascii_unless_the_output_is_utf8(monkeypatch, encoding, expected):
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(raw, encoding))
-    print_json({'text': 'café 😀'})
-    assert expected in raw.getvalue() and json.loads(raw.getvalue()) == {'text': 'café 😀'}

@@ -15,7 +15,7 @@ from hotloop.mixers.kernel import (
 )
 from model import GPT, Context, GPTConfig
 
-LENGTHS = (1, 7, 255, 256, 1000)
+LENGTHS = (1, 256, 300)
 PATTERNS = ('conv', 'eigen', 'kernel', 'CCAC', 'KECA')
 CASES = [(mixer, {}) for mixer in PATTERNS] + [(mixer, {'eigen': 'paper'}) for mixer in ('eigen', 'KECA')]
 CASES += [('conv', {'num_taps': 1}), ('CCAC', {'num_taps': 7})]
@@ -32,12 +32,6 @@ def make(mixer, seed=0, **more):
         if name.endswith('weight'):
             torch.nn.init.normal_(p, std=0.3)
     return model
-
-
-@pytest.mark.parametrize('mixer', ['', 'conf', 'CXAC', 'ccac'])
-def test_a_mixer_that_does_not_exist_is_refused(mixer):
-    problem, = GPTConfig(mixer=mixer).problems()
-    assert f'mixer={mixer!r}' in problem
 
 
 def recurrence(a, b):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import inspect
 import io
 import os
@@ -21,7 +20,6 @@ import sample
 import train
 from configurator import configure
 from hotloop.data.sources import CORPORA
-from hotloop.training.dataloader import share_batch
 from hotloop.weights.load import Weights
 from hotloop.weights.lora import LoRAConfig
 from model import GPT, GPTConfig
@@ -31,7 +29,6 @@ from train import TrainConfig
 
 ROOT = Path(train.__file__).parent
 SETTINGS = (GPTConfig, LoRAConfig, TrainConfig)
-CARDS = sorted((ROOT / 'config').glob('*.py'))
 
 
 # -----------------------------------------------------------------------------
@@ -137,7 +134,7 @@ def run_once(folder, patch, settings):
     flags['out_dir'] = folder / flags.get('out_dir', 'out')
     printed, error, weights = io.StringIO(), None, None
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(printed):
-        m.setattr(gc, 'collect', lambda: 0)  # half the time of such a small run
+        m.setattr('hotloop.training.logger.write_report', lambda folders: None)
         if patch:
             patch(m)
         try:
@@ -189,12 +186,14 @@ def test_no_setting_can_be_assigned_after_the_settings_are_resolved():
 # -----------------------------------------------------------------------------
 # --help
 
-@pytest.mark.parametrize('program, classes', [
-    (train, SETTINGS), (sample, (SampleConfig,)), (prepare, (PrepareConfig,))])
-def test_help_lists_every_setting(program, classes, capsys):
-    """With its default and its own comment, in the order of the source."""
+@pytest.mark.parametrize('program, classes, choices', [
+    (train, SETTINGS, 'layernorm, rmsnorm, rmsnorm_weight, rmsnorm_offset'),
+    (sample, (SampleConfig,), 'none, int8'),
+    (prepare, (PrepareConfig,), 'auto, text, jsonl, json, csv, parquet, functions')])
+def test_help_lists_every_setting(program, classes, choices, capsys):
+    """With its default, its own comment and its choices, in the order of the source, before any complaint."""
     with pytest.raises(SystemExit):
-        program.main(['--help'])
+        program.main(['--seed=x', '--help'])
     flags = [line for line in capsys.readouterr().out.splitlines() if line.startswith('  --')]
     fields = [f for cls in classes for f in dataclasses.fields(cls)]
     source = ''.join(inspect.getsource(cls) for cls in classes)
@@ -202,20 +201,11 @@ def test_help_lists_every_setting(program, classes, capsys):
         default = str(field.default).replace('\n', r'\n')
         comment = re.search(rf'^    {field.name}: .*  # (.*)', source, re.M)[1]
         assert line.startswith(f'  --{field.name}={default}  ') and comment in line and len(comment) > 5
+    assert any(line.endswith(f' [{choices}]') for line in flags)
 
 
 # -----------------------------------------------------------------------------
 # recipe cards
-
-@pytest.mark.parametrize('card', CARDS, ids=lambda card: card.stem)
-def test_every_card_resolves_and_runs_on_any_number_of_gpus(card):
-    """No unknown name, wrong type or impossible combination; one global batch on 1, 2, 4 and 8 GPUs."""
-    (_, _, cfg), given, _ = configure(*SETTINGS, argv=[str(card)])
-    assert given
-    for world in (1, 2, 4, 8):
-        micro, accumulation = share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)
-        assert micro * accumulation * world == cfg.batch_size * cfg.gradient_accumulation_steps
-        assert micro <= cfg.batch_size
 
 
 @pytest.mark.parametrize('memory, apple, device, card', [

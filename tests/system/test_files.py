@@ -9,9 +9,8 @@ from unittest.mock import Mock
 import pytest
 from conftest import contents, error_of
 
-from hotloop.system.files import Progress, is_inside, lock, optional, read_json, replacing
+from hotloop.system.files import lock, read_json, replacing
 from hotloop.system.host import cores, memory, threads_for
-from hotloop.system.text import counted, script
 
 
 def test_a_file_is_replaced_when_it_is_complete(tmp_path):
@@ -60,22 +59,6 @@ def test_json_that_is_not_an_object_is_refused(tmp_path):
     assert 'a.json does not hold a JSON object' in error_of(read_json, str(tmp_path / 'a.json'))
 
 
-def test_small_helpers(tmp_path, capsys):
-    (tmp_path / 'a').mkdir()
-    assert is_inside(tmp_path / 'a' / '..' / 'a' / 'f', tmp_path / 'a') and is_inside(tmp_path, tmp_path)
-    assert not is_inside(tmp_path / 'ab', tmp_path / 'a')
-    assert [counted(1, 'step'), counted(1200, 'step'), counted(0, 'process'), counted(2, 'micro-batch')] == [
-        '1 step', '1,200 steps', '0 processes', '2 micro-batches']
-    assert error_of(optional, 'nothing.part', 'reads dreams') == 'nothing reads dreams: pip install nothing'
-    for total, words in ((100e6, '50 MB of 100 MB'), (0, '50 MB')):
-        progress = Progress(total)
-        progress.last -= 10
-        progress.add(50e6)
-        progress.add(1)
-        progress.close()
-        assert capsys.readouterr().err == f'\r{words}   \n'
-
-
 def limit(root, groups, **files):
     """Write the files of a machine whose process is in these control groups, with limits."""
     for name, text in {'proc/self/cgroup': groups, **files}.items():
@@ -119,9 +102,3 @@ def test_threads_are_those_of_omp_num_threads_or_a_share_of_the_cores(monkeypatc
             monkeypatch.setenv('OMP_NUM_THREADS', asked)
         assert (threads_for(1), threads_for(4)) == (alone, of_four), asked
     assert threads_for(16) == 1
-
-
-def test_scripts_are_named_as_they_were_started(monkeypatch):
-    for started, named in (('/a/train.py', '/a/sample.py'), ('train.py', 'sample.py'), ('test', 'sample.py')):
-        monkeypatch.setattr('sys.argv', [started])
-        assert script('sample.py') == named

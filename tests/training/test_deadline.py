@@ -52,7 +52,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-@pytest.mark.parametrize('minutes, fraction', [(1, 0.5), (3, 0.2)])
+@pytest.mark.parametrize('minutes, fraction', [(1, 0.5), pytest.param(3, 0.2, marks=pytest.mark.slow)])
 def test_a_run_ends_on_time_with_a_decayed_rate(train_tiny, tmp_path, clock, minutes, fraction):
     """Its config.py repeats it without a clock."""
     settings = dict(time_budget=minutes, decay_fraction=fraction, min_lr=0.0, dropout=0.1)

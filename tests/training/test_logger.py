@@ -1,6 +1,5 @@
 """The log of a run: strict JSON, no line twice, 80 columns, the same numbers everywhere."""
 
-import importlib.util
 import itertools
 import json
 import math
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import at_step, error_of, noise, rows, stop_at, write_bins
+from conftest import at_step, noise, rows, stop_at, write_bins
 
 from hotloop.system.distributed import Env
 from hotloop.system.text import duration
@@ -147,10 +146,3 @@ def test_tensorboard_has_the_numbers_of_the_log(train_tiny, tmp_path):
         found = [(event.step, event.value) for event in events.Scalars(name)]
         assert [step for step, _ in found] == [step for step, _ in logged], name
         assert [value for _, value in found] == pytest.approx([value for _, value in logged], rel=1e-6)
-
-
-def test_tensorboard_that_is_missing_is_an_error_at_the_start(train_tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    assert error_of(train_tiny, tensorboard=True) == (
-        'tensorboard=True needs tensorboard: pip install tensorboard')
-    assert not (tmp_path / 'out').exists()

@@ -87,8 +87,3 @@ def test_the_message_names_what_does_not_fit():
     for env, remedy in ((GPU, '--auto_batch'), (Env(), 'halve --batch_size')):
         message = memory_advice(batches, env)
         assert 'a micro-batch of 9 sequences of 64 tokens' in message and remedy in message
-
-
-def test_a_loss_of_later_tokens_is_not_computed_in_chunks(train_tiny):
-    error = error_of(train_tiny, multi_token=0.5, loss_chunks=4)
-    assert 'multi_token=0.5' in error and 'loss_chunks=4' in error

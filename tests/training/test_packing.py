@@ -1,4 +1,4 @@
-"""Windows of complete rows: each row once an epoch, never cut, never seen by another, as a prompt is."""
+"""Windows of complete rows: each row once an epoch, never cut, apart from the others; documents of texts."""
 
 import json
 import re
@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import error_of, load, noise, rows, same, write_bins
-from test_model import SHAPES, make
 
 import prepare
 from hotloop.data.dataset import Dataset, read_meta
-from hotloop.data.tokenizer import tokenizer_from
-from hotloop.inference.texts import turn_ids
 from hotloop.training.dataloader import Packed, Split, open_split
 from hotloop.training.packing import pack
 from model import GPT
@@ -92,41 +89,6 @@ def test_rows_that_do_not_fit_are_counted_and_left_out(data_dir, capsys):
         open_rows(data_dir, T=3)
 
 
-@pytest.mark.parametrize('shape', SHAPES)
-def test_a_row_does_not_change_the_others_in_its_window(data_dir, shape):
-    split = open_rows(data_dir)
-    window = max(range(split.num_windows), key=lambda number: len(split.rows[number]))
-    x, _, documents = (torch.from_numpy(part) for part in split.gather([window]))
-    model, kept = make(shape, vocab_size=300, block_size=T), []
-    model.transformer.ln_f.register_forward_hook(lambda module, args, out: kept.append(out))
-    changed = torch.where(documents == 2, (x + 1) % 300, x)
-    for tokens in (x, changed):
-        model(tokens, tokens, documents)
-    unchanged = (kept[0] == kept[1]).all(-1)
-    assert documents.max() >= 3 and torch.equal(unchanged, documents != 2)
-
-
-def test_a_row_is_trained_as_it_is_prompted(data_dir):
-    """The ids of sample.py's prompt with the same turns, from the first on."""
-    split, meta = open_rows(data_dir), read_meta(str(data_dir / 'chats'))
-    tokenizer = tokenizer_from(meta['tokenizer'])
-    x, y, documents = split.gather(np.arange(split.num_windows))
-    trained = {}  # {ids before the answer: ids of the answer}
-    for window in range(len(x)):
-        for number in range(len(split.rows[window])):
-            here = documents[window] == number
-            answer = y[window, here] >= 0
-            trained[tuple(x[window, here][:answer.argmax() + 1])] = y[window, here][answer]
-    found = 0
-    for i in range(60):
-        turns = [(message['role'], message['content']) for message in row_of(i)['messages']]
-        prompt = tuple(turn_ids(tokenizer, turns[:1], 'chatml'))
-        found += prompt in trained
-        if prompt in trained and i % 4:  # other rows have equal questions
-            assert tokenizer.decode(trained[prompt][:-2].tolist()).decode() == turns[1][1]
-    assert found > 40
-
-
 ROWS = dict(dataset='chats', block_size=T, pack_rows=True)
 
 
@@ -143,13 +105,6 @@ def test_texts_without_an_end_of_documents_cannot_be_packed(data_dir, train_tiny
     write_bins(data_dir / 'text', noise(900), noise(100))
     error = error_of(train_tiny, dataset='text', data_dir=data_dir, pack_rows=True)
     assert 'pack_rows=True needs rows, or texts with an end-of-text id' in error
-
-
-def test_rows_of_a_split_without_a_mask_are_texts(tmp_path):
-    """Beside chats in val.bin."""
-    folder = write_bins(tmp_path, noise(900), noise(100))
-    np.array([400, 900], '<u8').tofile(f'{folder}/train.docs.bin')
-    assert Packed(folder, 'train', read_meta(folder), 500).num_targets([0, 1]) == 898
 
 
 def test_a_mixture_of_rows(data_dir):

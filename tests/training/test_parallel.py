@@ -36,6 +36,7 @@ def matmuls(graph):
     return sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes)
 
 
+@pytest.mark.slow
 def test_a_bucket_leaves_before_most_of_a_compiled_backward_pass(monkeypatch):
     """Two products of the head and eight of each block. Compiled as one, all of them ran before a bucket."""
     events, ids = [], torch.zeros(1, 8, dtype=torch.int64)

@@ -221,12 +221,8 @@ def test_reports_cost_little_of_a_run(tmp_path, monkeypatch, capsys):
     assert 'report.html could not be written: a bug' in capsys.readouterr().out
 
 
-def test_the_command_draws_a_report_or_prints_why_not(tmp_path, monkeypatch, capsys):
+def test_the_command_draws_a_report(tmp_path, monkeypatch, capsys):
     folder = write_log(tmp_path / 'a b', lines_of_a_run(3))
     monkeypatch.setattr(sys, 'argv', ['report', folder])
     runpy.run_path(REPORT, run_name='__main__')
     assert capsys.readouterr().out == f'report: {folder}/report.html\n'
-    (tmp_path / 'a b' / 'config.py').unlink()
-    with pytest.raises(SystemExit):
-        runpy.run_path(REPORT, run_name='__main__')
-    assert f"No such file or directory: '{folder}/config.py'" in capsys.readouterr().err

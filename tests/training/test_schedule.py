@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import error_of, load, rows
+from conftest import error_of, rows
 from ranks import on_ranks
 
 from hotloop.system.distributed import Env, close_process_group
@@ -120,14 +120,13 @@ def test_a_time_budget_chooses_the_depth_that_reads_20_tokens_per_parameter():
         assert 6 < tokens_within(depth, seconds, flops) / num_parameters(depth) < 70
 
 
-def test_a_depth_is_a_layer_below_flags(train_tiny, tmp_path, capsys):
-    train_tiny(depth=3, max_iters=1, n_layer=2)
-    config = load(tmp_path / 'out' / 'ckpt.pt')['config']
-    assert (config['depth'], config['preset'], config['n_layer']) == (3, 'hybrid', 2)
-    train_tiny('qwen3', depth=3, max_iters=1, preset='qwen3')
-    args = load(tmp_path / 'qwen3' / 'ckpt.pt')['model_args']
-    assert (args['preset'], args['mlp'], args['embed_norm']) == ('qwen3', 'swiglu', False)
-    assert 'init_from=gpt2' in error_of(train_tiny, depth=3, init_from='gpt2')
+def test_a_depth_is_a_layer_below_flags(data_dir):
+    flags = [f'--data_dir={data_dir}', '--dataset=tiny', '--device=cpu', '--depth=3']
+    model, _, cfg, *_ = read_settings([*flags, '--n_layer=2'])
+    assert (cfg.depth, model.preset, model.n_layer) == (3, 'hybrid', 2)
+    model = read_settings([*flags, '--preset=qwen3']).model.resolved()
+    assert (model.preset, model.mlp, model.embed_norm) == ('qwen3', 'swiglu', False)
+    assert 'init_from=gpt2' in error_of(read_settings, [*flags, '--init_from=gpt2'])
 
 
 def test_a_time_budget_chooses_a_depth_of_the_requested_preset(data_dir, monkeypatch):

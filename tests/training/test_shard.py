@@ -97,7 +97,7 @@ def assert_equal_steps(found, one, error=1e-6):
 
 
 @pytest.mark.parametrize('world, shard, number, recipe', [
-    (2, 'none', 3, RECIPES[1]), (2, 'optimizer', 3, RECIPES[1]), (2, 'full', 3, RECIPES[0]),
+    (2, 'optimizer', 3, RECIPES[1]), (2, 'full', 3, RECIPES[0]),
     *(pytest.param(world, shard, 10, recipe, marks=pytest.mark.slow)
       for world in (2, 4) for shard in ('none', 'optimizer', 'full') for recipe in RECIPES)])
 def test_steps_of_several_processes_are_those_of_one(masked, world, shard, number, recipe):

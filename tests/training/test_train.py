@@ -271,11 +271,10 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize('settings, match', [
-    (dict(n_embd=30, n_head=4), 'n_embd=30 is not divisible by n_head=4'),
     (dict(vocab_size=100), 'vocab_size=100 is smaller than the 257 ids of the tokenizer of tiny'),
     (dict(init_from='resume'), 'holds no checkpoint; start with --init_from=scratch'),
-    (dict(dataset='missing'), 'missing does not exist; make it with: python prepare.py'),
-    (dict(device='tpu'), "device='tpu'"), (dict(eval_interval=0), 'eval_interval=0'),
+    (dict(eval_interval=0), 'eval_interval=0'), (dict(ortho_penalty=0.1), r'ortho_penalty=0\.1 applies only'),
+    (dict(multi_token=0.5, loss_chunks=4), r'multi_token=0\.5 .*loss_chunks=4'),
     (dict(time_budget=1, lr_decay_iters=10), 'lr_decay_iters=10 contradicts time_budget'),
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
     (dict(time_budget=1, max_iters=600000, warmup_iters=0.1), 'warmup_iters=0.1 is a fraction'),
@@ -322,11 +321,10 @@ def test_what_does_not_fit_the_memory_is_named(train_tiny, monkeypatch, what, er
 
 
 def test_auto_batch_keeps_the_sequences_of_a_step(train_tiny, tmp_path, capsys, monkeypatch):
-    """It changes the micro-batch alone, also on a resume; the settings stay."""
+    """It changes the micro-batch alone; the settings stay."""
     monkeypatch.setattr(train, 'choose_batch_size', lambda *args: 12)  # which tries on GPUs alone
     train_tiny('plain', batch_size=4, gradient_accumulation_steps=3, max_iters=2)
-    train_tiny(batch_size=4, gradient_accumulation_steps=3, max_iters=1, auto_batch=True)
-    train_tiny(init_from='resume', max_iters=2, batch_size=4, gradient_accumulation_steps=3)
+    train_tiny(batch_size=4, gradient_accumulation_steps=3, max_iters=2, auto_batch=True)
     assert '12 sequences x 1 micro-batch ' in capsys.readouterr().out
     plain, auto = (load(tmp_path / out / 'ckpt.pt') for out in ('plain', 'out'))
     assert auto['config']['batch_size'] == 4 and auto['config']['auto_batch']
@@ -334,12 +332,9 @@ def test_auto_batch_keeps_the_sequences_of_a_step(train_tiny, tmp_path, capsys, 
         torch.testing.assert_close(auto['model'][name], weight, atol=1e-5, rtol=0)
 
 
-def test_restarts_by_torchrun_need_resume(train_tiny, tmp_path, monkeypatch):
+def test_restarts_by_torchrun_need_resume(train_tiny, monkeypatch):
     monkeypatch.setenv('TORCHELASTIC_MAX_RESTARTS', '3')
     assert '--resume' in error_of(train_tiny)
-    assert train_tiny(resume=True, max_iters=1) == 0
-    assert train_tiny(resume=True, max_iters=2) == 0
-    assert load(tmp_path / 'out' / 'ckpt.pt')['iter_num'] == 2 and not (tmp_path / 'out.1').exists()
 
 
 def python(*command, **flags):

@@ -17,7 +17,6 @@ from hotloop.data.encode import prompt_ids
 from hotloop.inference.generate import Sampling, generate
 from hotloop.inference.load import Model
 from hotloop.inference.texts import turn_ids
-from hotloop.training.optim import matrix_rows
 from hotloop.weights.families import model_args_from
 from hotloop.weights.load import load_weights
 from model import GPT, GPTConfig
@@ -274,22 +273,8 @@ def everything(**settings):
     return GPT(GPTConfig(**SMALL | EVERYTHING | settings)).eval()
 
 
-def test_muon_sees_each_matrix_of_wide_heads_and_gated_mlps():
-    model = everything(n_ff=40)
-    rows, block = matrix_rows(model), model.transformer.h[0]
-    assert rows[block.attn.c_attn.weight] == [24, 12, 12] and rows[block.mlp.c_fc.weight] == [40, 40]
-    assert all(sum(parts) == p.size(0) for p, parts in rows.items())
-
-
 def test_the_embedding_scale_is_rounded_to_the_dtype_as_in_gemmas_training():
     model = everything(n_embd=1152, n_layer=1, embed_scale=math.sqrt(1152))
     ones = torch.ones(1)
     assert model.transformer.ln_e(ones).item() == pytest.approx(33.941, abs=1e-3)
     assert model.transformer.ln_e(ones.bfloat16()).item() == 34.0
-
-
-def test_a_long_prompt_with_a_soft_cap_is_computed_in_blocks_of_queries(monkeypatch):
-    model, ids = everything(), torch.randint(61, (1, 16))
-    expected = all_logits(model, ids)
-    monkeypatch.setitem(GPT.__init__.__globals__, 'QUERIES', 3)
-    torch.testing.assert_close(all_logits(model, ids), expected)

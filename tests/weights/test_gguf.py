@@ -1,15 +1,14 @@
-"""GGUF files: tensors and tokens come back, the same logits elsewhere, what llama.cpp lacks is refused."""
+"""GGUF files: llama.cpp computes the same and reads the same ids, and what it lacks is refused."""
 
 import json
 import random
 
 import pytest
 import torch
-from conftest import all_logits, error_against, error_of, llama_cpp, write_bins
+from conftest import all_logits, error_of, llama_cpp
 from test_export import BASE, MIXED, family, own, redrawn
 from test_sample import CHARS, gpt, main, write
 
-from hotloop import load
 from hotloop.data.bpe import GPT2_SPLIT
 from hotloop.data.chat import CHATS
 from hotloop.data.encode import prompt_ids
@@ -44,90 +43,13 @@ def read(path):
     return metadata, tensors, {t.name: t.tensor_type.name for t in reader.tensors}
 
 
-def expected_tensors(model, kind):
-    """Derive the names and values of a file from our own names, independently of transformers'."""
-    c, found = model.config, {}
-    weights = {k: w for k, w in model.state_dict().items() if not (c.tie and k == 'lm_head.weight')}
-    outside = {'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm'}
-    rows = [c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim]
-    for name, w in weights.items():
-        module, _, suffix = name.removeprefix('transformer.').rpartition('.')
-        if not module.startswith('h.'):
-            found[f'{outside.get(module, "output")}.{suffix}'] = w[:257] if 'n_' not in module else w
-            continue
-        _, layer, part = module.split('.', 2)
-        names = {'ln_1': ['attn_norm'], 'ln_2': ['ffn_norm'], 'attn.c_proj': ['attn_output'],
-                 'attn.q_norm': ['attn_q_norm'], 'attn.k_norm': ['attn_k_norm'], 'mlp.c_proj': ['ffn_down'],
-                 'attn.c_attn': ['attn_q', 'attn_k', 'attn_v'], 'mlp.c_fc': ['ffn_up', 'ffn_gate']}[part]
-        if kind == 'gpt2':
-            names = {'attn.c_attn': ['attn_qkv'], 'mlp.c_fc': ['ffn_up']}.get(part, names)
-        sizes = rows if len(names) == 3 else [len(w) // len(names)] * len(names)
-        for theirs, matrix in zip(names, w.split(sizes), strict=True):
-            if kind == 'llama' and theirs in ('attn_q', 'attn_k'):  # row i of a head and i + D/2: neighbors
-                heads = matrix.view(-1, c.head_dim, matrix.size(1))
-                order = [i // 2 + i % 2 * (c.head_dim // 2) for i in range(c.head_dim)]
-                matrix = heads[:, order].reshape(matrix.shape)
-            found[f'blk.{layer}.{theirs}.{suffix}'] = matrix
-    return found
-
-
-@pytest.mark.parametrize('name', [*SHAPES, *IMPORTED])
-def test_every_tensor_and_setting_comes_back(tmp_path, name):
-    """Without the 31 ids that pad the vocabulary; biases that the model lacks are zeros."""
-    model, path = made(name), str(tmp_path / 'model.gguf')
-    export_gguf(model, ByteTokenizer(), 'none', path, torch.float32, quantize=False)
-    metadata, tensors, types = read(path)
-    kind = metadata['general.architecture']
-    family_name = name.split()[0].rstrip(',')
-    assert kind == (family_name if family_name in ('gpt2', 'qwen2', 'qwen3') else 'llama')
-    expected = expected_tensors(model, kind)
-    factors = tensors.pop('rope_freqs.weight', None)
-    for key in tensors.keys() - expected.keys():
-        assert kind == 'gpt2' and key.endswith('.bias') and not tensors[key].any(), key
-    for key, value in expected.items():
-        assert torch.equal(tensors[key], value), key
-    assert set(types.values()) == {'F32'}
-    c = model.config
-    keys = {'context_length': c.block_size, 'embedding_length': c.n_embd, 'block_count': c.n_layer,
-            'feed_forward_length': c.n_ff, 'attention.head_count': c.n_head, 'vocab_size': 257,
-            'attention.head_count_kv': c.n_kv_head}
-    if kind != 'gpt2':
-        keys |= {'rope.freq_base': c.rope_base, 'attention.key_length': c.head_dim,
-                 'attention.layer_norm_rms_epsilon': pytest.approx(c.norm_eps)}
-    if name == 'linear':
-        keys |= {'rope.scaling.type': 'linear', 'rope.scaling.factor': 4.0}
-    for key, value in keys.items():
-        assert metadata[f'{kind}.{key}'] == value, key
-    assert (factors is not None) == (name == 'llama 3')
-    if factors is not None:  # Slow channels turn an eighth as fast, quick ones as fast as ever.
-        assert factors[0] == pytest.approx(1) and factors[-1] == pytest.approx(8)
-        assert factors.diff().min() >= -1e-6 and len(factors) == c.head_dim // 2
-
-
-@pytest.mark.parametrize('name', [*SHAPES, 'llama 2', 'smollm2', 'qwen2'])
-def test_transformers_reads_the_same_logits(tmp_path, name):
-    transformers = pytest.importorskip('transformers')
-    model = made(name)
-    export_gguf(model, ByteTokenizer(), 'none', str(tmp_path / 'model.gguf'), torch.float32, quantize=False)
-    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file='model.gguf')
-    c = model.config
-    if c.position == 'learned':  # transformers takes its own defaults for these
-        config.update({'n_positions': c.block_size, 'vocab_size': 257, 'n_inner': c.n_ff,
-                       'activation_function': {'gelu': 'gelu'}.get(c.mlp, 'gelu_new')})
-    else:
-        config.update({'head_dim': c.head_dim})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file='model.gguf', config=config, dtype=torch.float32,
-        attn_implementation='eager').eval()
-    ids = torch.randint(257, (2, 16))
-    with torch.no_grad():
-        assert error_against(all_logits(model, ids)[..., :257], theirs(ids).logits) < 1e-5
-
-
 def test_float16_and_q8_0_are_within_their_steps(tmp_path):
     """Vectors and learned positions stay in float32, and a matrix of 40 columns in float16."""
     model = redrawn(BASE | dict(n_ff=40, bias=True))
-    exact = expected_tensors(model, 'gpt2')
+    path = str(tmp_path / 'F32.gguf')
+    export_gguf(model, ByteTokenizer(), 'none', path, torch.float32, quantize=False)
+    metadata, exact, types = read(path)
+    assert metadata['gpt2.context_length'] == 16 and set(types.values()) == {'F32'}
     for quantize, size in ((False, 'F16'), (True, 'Q8_0')):
         path = str(tmp_path / f'{size}.gguf')
         export_gguf(model, ByteTokenizer(), 'none', path, torch.float16, quantize)
@@ -150,31 +72,6 @@ def test_float16_and_q8_0_are_within_their_steps(tmp_path):
 def test_a_model_that_llama_cpp_lacks_names_its_settings(settings, words):
     error = error_of(architecture, GPTConfig(**BASE | settings).resolved())
     assert 'llama.cpp has no such model' in error and all(word in error for word in words)
-
-
-@pytest.mark.parametrize('name', ['mistral', 'gemma2', 'gemma3'])
-def test_families_that_llama_cpp_computes_otherwise_are_refused(name):
-    assert 'window=12' in error_of(architecture, family(name)[0].config)
-
-
-@pytest.mark.parametrize('name', ['own', 'byte', pytest.param('gpt2', marks=pytest.mark.slow)])
-def test_transformers_reads_the_same_ids(tmp_path, name, request):
-    transformers = pytest.importorskip('transformers')
-    tokenizer = {'own': own, 'byte': ByteTokenizer}.get(name, lambda: request.getfixturevalue('gpt2'))()
-    path = str(tmp_path / 'model.gguf')
-    export_gguf(gpt(tokenizer.n_vocab), tokenizer, 'none', path, torch.float32, quantize=False)
-    metadata = read(path)[0]
-    assert metadata['tokenizer.ggml.model'] == 'gpt2' and metadata['tokenizer.ggml.pre'] == 'gpt-2'
-    assert len(metadata['tokenizer.ggml.tokens']) == tokenizer.n_vocab
-    assert metadata['tokenizer.ggml.tokens'][tokenizer.eot] == '<|endoftext|>'
-    assert metadata['tokenizer.ggml.token_type'] == [1] * tokenizer.eot + [3]
-    assert metadata['tokenizer.ggml.eos_token_id'] == tokenizer.eot
-    assert metadata['tokenizer.ggml.add_bos_token'] is False
-    if name == 'byte':  # transformers cannot read a vocabulary without merges
-        return
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file='model.gguf')
-    for text in (MIXED, MIXED[::-1], 'Hello  world\n\n'):
-        assert theirs(text, add_special_tokens=False).input_ids == tokenizer.encode(text).tolist()
 
 
 def split(pattern):
@@ -252,9 +149,6 @@ def test_the_command_writes_one_file(tmp_path, capsys):
     assert error_of(main, init_from=run, export=path) == f'export={path} could not be written: File exists'
     assert path.read_bytes() == before and len([*tmp_path.iterdir()]) == 2
     assert 'ends in .gguf' in error_of(main, init_from=run, export=tmp_path / 'folder', quantize='int8')
-    half = tmp_path / 'half.gguf'
-    assert main(init_from=run, export=half, dtype='float16') == 0
-    assert read(half)[2]['token_embd.weight'] == 'F16'
 
 
 # -----------------------------------------------------------------------------
@@ -265,9 +159,14 @@ BOUNDS = {'float32': 1e-5, 'float16': 3e-3, 'bfloat16': 2e-2, 'q8_0': 5e-2}  # i
 
 @pytest.mark.parametrize('name', [*SHAPES, *IMPORTED])
 def test_llama_cpp_writes_the_same_greedy_text(tmp_path, name):
-    """With the log-probabilities of all ids, except those of half a character, which it does not tell."""
+    """
+    With the log-probabilities of all ids, except those of half a character, which it does not tell. Only two
+    of the models are tried in other dtypes, too.
+    """
     model, start = made(name), list(b'ab c')
     for dtype, bound in BOUNDS.items():
+        if dtype != 'float32' and name not in ('gpt2', 'qwen3'):
+            continue
         path = str(tmp_path / dtype)
         quantize = dtype == 'q8_0'
         export_gguf(model, ByteTokenizer(), 'none', path, getattr(torch, 'float32' if quantize else dtype),
@@ -321,22 +220,3 @@ def test_llama_cpp_writes_chats_as_in_training(tmp_path, template):
         prompt = ask('/apply-template', messages=messages)['prompt']
         found = ask('/tokenize', content=prompt, add_special=True)['tokens']
         assert found == turn_ids(tokenizer, turns, template)
-
-
-def test_runs_write_the_same_text_in_llama_cpp(train_tiny, tmp_path):
-    """Greedy, from a text; also a run of adapters."""
-    tokenizer = own()
-    ids = tokenizer.encode(MIXED * 60)
-    write_bins(tmp_path / 'mixed', ids[:-900], ids[-900:], tokenizer.spec(), tokenizer.n_vocab)
-    more = dict(dataset='mixed', data_dir=tmp_path, block_size=64)
-    train_tiny('out', preset='qwen3', optimizer='muon', **more)
-    train_tiny('tuned', init_from=tmp_path / 'out', lora_rank=4, **more)
-    texts = []
-    for name in ('out', 'tuned'):
-        path = str(tmp_path / f'{name}.gguf')
-        main(out_dir=tmp_path / name, export=path)
-        model = load(str(tmp_path / name), device='cpu', temperature=0.0, max_new_tokens=40)
-        texts.append(model.generate('o’clock 12'))
-        answer = llama_cpp(path)('/completion', prompt='o’clock 12', n_predict=40, temperature=0)
-        assert answer['content'] == texts[-1]
-    assert texts[0] != texts[1]
