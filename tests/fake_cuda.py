@@ -174,8 +174,8 @@ def run_steps(model, split, world=1, documents=None, **settings):
         with strict, flash_on_meta():
             data = batches.step(step)
             if documents is not None:
-                loads = [partial(with_documents, load, documents) for load in data.loads]
-                data = data._replace(loads=loads)
+                loaders = [partial(with_documents, load, documents) for load in data.loaders]
+                data = data._replace(loaders=loaders)
             result = train.train_step(forward, data, optimizers, scaler, cfg, env)
         assert {tensor.device for tensor in result} == {CUDA}
         assert sum(bucket.is_last() for bucket in reduced) == replicated  # each bucket once a step
