@@ -8,13 +8,13 @@
 
 dataset = 'stdlib'
 
-preset = 'modern'
+preset = 'hybrid'
 mixer = 'kernel'
 feedback = 'dfa'
 ortho_penalty = 1e-4
 n_layer = 4
 n_head = 4
-n_embd = 128  # 1,048,584 parameters
+n_embd = 128
 block_size = 256
 
 batch_size = 8
@@ -25,6 +25,9 @@ optimizer = 'muon'
 muon_lr = 0.025
 muon_momentum = 0.85
 learning_rate = 8e-3
+embed_lr = 0.05
+weight_decay = 0.05
+multi_token = 0.5
 lr_schedule = 'linear'
 warmup_iters = 10
 min_lr = 0.0

@@ -8,7 +8,7 @@
 
 dataset = 'stdlib'
 
-preset = 'modern'
+preset = 'hybrid'
 mixer = 'eigen'
 n_layer = 4
 n_head = 4
@@ -23,6 +23,9 @@ optimizer = 'muon'
 muon_lr = 0.025
 muon_momentum = 0.85
 learning_rate = 8e-3
+embed_lr = 0.05
+weight_decay = 0.05
+multi_token = 0.5
 lr_schedule = 'linear'
 warmup_iters = 10
 min_lr = 0.0

@@ -9,7 +9,7 @@ Originals: temporal-eigenstate-networks (TEN), ortho-ai (OKADFA) and tiny_gpt, i
 Each trains with its optimizer, rates, clipping and penalty, once with its published size, context and batch
 (TEN: a smaller step), and once ("small") with 4 layers of 128 channels, which ours have. Its schedule
 spans the minutes; a step that ends too late is not taken, and a run without a step is a row that says so.
-Ours count their start too.
+Ours count their start too: the small shape with each mixer, and two cards.
 OKADFA trains as published: its direct feedback is off. Weights are judged in float32, in windows of the
 context that they were trained with.
 
@@ -58,7 +58,9 @@ FORMS = {f'TEN, {name}': (f'ten_{name}', f'TEN{kind}Model') for name, kind in (
 OURS = {name: {'mixer': name} for name in ('attention', 'conv', 'CCAC', 'eigen', 'EEAE', 'kernel')}
 OURS['eigen, paper'] = {'mixer': 'eigen', 'eigen': 'paper'}
 DFA = 'kernel, dfa'  # trains otherwise; the model is that of kernel
-TRAIN = {**OURS, DFA: {'mixer': 'kernel', 'feedback': 'dfa', 'ortho_penalty': 1e-4}}
+CARDS = ('ten_cpu', 'okadfa_cpu')  # trained as they are
+TRAIN = {**OURS, DFA: {'mixer': 'kernel', 'feedback': 'dfa', 'ortho_penalty': 1e-4},
+         **{card: {} for card in CARDS}}
 MICRO_BATCH = 4096  # tokens of a forward pass of an original, so that no batch fills the memory
 
 
@@ -202,11 +204,15 @@ def train_ours(job):
     from hotloop.weights.load import load_checkpoint
     from model import GPT
     out = os.path.join(job['work'], 'run', job['name'])
-    shape = {'preset': 'modern', 'n_layer': SMALL['layers'], 'embed_lr': 0.1, 'muon_lr': 0.03}
-    flags = {**shape, **TRAIN[job['system']], 'data_dir': os.path.dirname(job['data']), 'seed': job['seed'],
+    card = job['system']
+    flags = {}
+    if card not in CARDS:
+        card = 'quickstart'
+        flags = {'preset': 'modern', 'n_layer': SMALL['layers'], 'embed_lr': 0.1, 'muon_lr': 0.03}
+    flags = {**flags, **TRAIN[job['system']], 'data_dir': os.path.dirname(job['data']), 'seed': job['seed'],
              'dataset': os.path.basename(job['data']), 'time_budget': job['minutes'],
              'eval_interval': 10**6, 'eval_tokens': 4096, 'out_dir': out}
-    seconds, _, _ = run([sys.executable, 'train.py', 'config/quickstart.py',
+    seconds, _, _ = run([sys.executable, 'train.py', f'config/{card}.py',
                          *(f'--{name}={value}' for name, value in flags.items())])
     checkpoint = load_checkpoint(os.path.join(out, 'ckpt.pt'))
     model = GPT.from_checkpoint(checkpoint['model_args'], checkpoint['model'])
@@ -358,7 +364,7 @@ def trained(name, small, args):
 def measured(name, small, args):
     """Return the cells of causality and of each length; all are of the small model."""
     lengths = args.lengths.split(',') if args.lengths else []
-    if not small or name == DFA:
+    if not small or name in (DFA, *CARDS):
         return ['-'] * (1 + len(lengths))
     found = result_of('causality', args, system=name)
     cells = [found.get('error') or f'{found["earlier"]:.0e}, {found["later"]:.0e}']
