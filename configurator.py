@@ -23,7 +23,7 @@ import typing
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.realpath(__file__))
 # {its name in another program: ours}
 SYNONYMS = {
     'model_name_or_path': 'init_from', 'checkpoint_dir': 'out_dir', 'output_dir': 'out_dir',
@@ -261,7 +261,7 @@ def call_main(main, *args):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit fails
         status = 141
     except ValueError as e:
-        folder = os.path.dirname(traceback.extract_tb(e.__traceback__)[-1].filename)
+        folder = os.path.dirname(os.path.realpath(traceback.extract_tb(e.__traceback__)[-1].filename))
         if folder != HERE and os.path.dirname(folder) != os.path.join(HERE, 'hotloop'):
             raise
         print(f'error: {e}', file=sys.stderr)

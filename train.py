@@ -58,14 +58,14 @@ from hotloop.training.checkpoint import (
     restore,
     state_from,
 )
-from hotloop.training.dataloader import Batches, open_split, share_batch
+from hotloop.training.dataloader import Batches, open_split, share_batch, shares_of
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
 from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
 from hotloop.training.optim import build_optimizers
 from hotloop.training.recipes import SHAPE, card_for_machine, depth_settings
-from hotloop.training.run_dir import open_folder, resume_command, write_config
+from hotloop.training.run_dir import is_same_run, open_folder, write_config
 from hotloop.training.schedule import (
     Deadline,
     ahead_weights,
@@ -75,6 +75,7 @@ from hotloop.training.schedule import (
     set_learning_rate,
 )
 from hotloop.training.settings import (
+    check_time_budget,
     checkpoint_settings,
     compare_record,
     compare_settings,
@@ -206,7 +207,11 @@ def read_settings(argv=None):
     found = read(argv=argv, below=below)
     model, lora, cfg = found.objects
     if latest:
-        compare_settings(found.objects, found.given, below, BOUND)
+        bound = BOUND
+        if 'data' in latest.checkpoint and shares_of(cfg.dataset) == shares_of(below['dataset']):
+            bound = BOUND - {'dataset'}  # it may have another name now; compare_record() compares the data
+        compare_settings(found.objects, found.given, below, bound)
+        check_time_budget(cfg, below.get('time_budget'), latest.checkpoint)
     check_lora(lora, cfg, found.given, is_new=latest is None)
     world = int(os.environ.get('WORLD_SIZE', '1'))
     share_batch(cfg.batch_size, cfg.gradient_accumulation_steps, world)  # raises if it cannot be shared
@@ -218,7 +223,12 @@ def find_latest(cfg):
     must_resume = cfg.init_from == 'resume'
     if os.environ.get('TORCHELASTIC_MAX_RESTARTS', '0') != '0' and not (cfg.resume or must_resume):
         raise ValueError('torchrun --max-restarts needs --resume, so that a restarted run continues')
-    if not must_resume and not (cfg.resume and checkpoint_paths(cfg.out_dir)):
+    holds_run = bool(checkpoint_paths(cfg.out_dir))
+    if cfg.resume and not holds_run and cfg.mirror_dir and checkpoint_paths(cfg.mirror_dir):
+        raise ValueError(f'out_dir={cfg.out_dir!r} holds no run, but mirror_dir={cfg.mirror_dir!r} does; '
+                         f'continue it with --resume --out_dir={cfg.mirror_dir} --mirror_dir=None, or omit '
+                         '--resume')
+    if not must_resume and not (cfg.resume and holds_run):
         return None
     return Checkpoints(cfg.out_dir).latest()
 
@@ -447,6 +457,8 @@ def set_up_loss(model, num_tokens, cfg, env):
     model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, num_tokens, model.config.vocab_size, env,
                                            frozen=not model.lm_head.weight.requires_grad)
     if cfg.multi_token:
+        if cfg.loss_chunks == 'auto':
+            model.loss_chunks = 1  # it needs the logits of all positions
         if model.loss_chunks > 1:
             raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
                              f'loss_chunks={model.loss_chunks}; use --loss_chunks=1 or --multi_token=0')
@@ -498,6 +510,8 @@ def train(run, schedule, checkpoints, log, stop):
             if evaluation is None:  # a signal came; the resumed run evaluates this step again
                 stopping = True
             else:
+                if env.any(checkpoints.lost_best):
+                    state.best_val_loss = math.inf
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
                 is_unsaved = True
                 log.evaluation(step, evaluation)
@@ -534,7 +548,7 @@ def train(run, schedule, checkpoints, log, stop):
         state.tokens_seen += batches.global_batch * batches.split.T
         is_logged = step % cfg.log_interval == 0 or step in (1, schedule.max_iters)
         if is_logged:
-            meter.check(step, f'Lower the learning rate and resume with: {resume_command(cfg)}')
+            meter.check(step, cfg)
             log.step(state, lr, meter, seconds_left)
         if schedule.is_open:
             schedule = decide_length(run, schedule, deadline, meter, checkpoints)
@@ -641,7 +655,8 @@ def open_folders(run, schedule, checkpoints, latest):
         print0(f'resuming at step {run.state.iter_num:,}')
         checkpoints.promote(latest)
     if cfg.mirror_dir:
-        locks.append(open_folder('mirror_dir', cfg.mirror_dir, latest is None))
+        is_own = latest is not None and is_same_run(cfg.out_dir, cfg.mirror_dir)
+        locks.append(open_folder('mirror_dir', cfg.mirror_dir, not is_own))
     return locks
 
 

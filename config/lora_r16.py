@@ -7,7 +7,7 @@
 #
 # other ranks: --lora_rank=8 --out_dir=out-lora-r8, or --lora_rank=32 --out_dir=out-lora-r32
 # hardware: one GPU of 40 GB (A100). time and score: not measured
-# Gemma needs pip install tokenizers and HF_TOKEN, the token of an account that accepted its license
+# Gemma needs pip install tokenizers huggingface_hub, and HF_TOKEN of an account that accepted its license
 
 out_dir = 'out-lora-r16'
 init_from = 'google/gemma-2-2b'

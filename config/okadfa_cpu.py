@@ -14,7 +14,7 @@ feedback = 'dfa'
 ortho_penalty = 1e-4
 n_layer = 4
 n_head = 4
-n_embd = 128
+n_embd = 128  # 5,767,368 parameters, 4.2 million of them for pairs of tokens
 block_size = 256
 
 batch_size = 8

@@ -11,7 +11,7 @@
 # a T4 computes in float16, which the activations of Gemma 2 may exceed (not tried): if steps are
 # skipped, use --dtype=float32
 # hardware: one GPU of 16 GB or more. time and score: not measured
-# Gemma needs pip install tokenizers and HF_TOKEN, the token of an account that accepted its license
+# Gemma needs pip install tokenizers huggingface_hub, and HF_TOKEN of an account that accepted its license
 
 out_dir = 'out-qlora-r16'
 init_from = 'google/gemma-2-2b'

@@ -22,11 +22,11 @@ class Template(NamedTuple):
     system: tuple = ('', '')
     user: tuple = ('', '')
     assistant: tuple = ('', '')  # the text after an answer is part of its loss
-    between: str = '\n'  # two turns
-    strips: bool = False  # white space around the text of a turn
+    between: str = '\n'  # text between turns
+    strips: bool = False  # removes white space around a turn
     folds_system: bool = False  # the user's first turn begins with the system prompt
     preamble: str = ''  # the system prompt of a conversation that has none; {} becomes input_note
-    input_note: str = ''  # where an instruction has an input
+    input_note: str = ''  # if an instruction has an input
     input_heading: str = ''
 
 

@@ -61,7 +61,7 @@ def read_meta(folder):
 
 
 class Skipped(dict):
-    """Stand for a tensor, or for any other object that is not plain data."""
+    """Stand in for a tensor, or any other object that is not plain data."""
     def __init__(self, *args):
         super().__init__()
 

@@ -88,7 +88,7 @@ OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.o
 
 @contextlib.contextmanager
 def open_text(path):
-    """Open a UTF-8 text, decompressed by its suffix, without a byte-order mark, line ends as they are."""
+    """Open UTF-8 text: decompress by suffix, drop a byte-order mark, keep line ends."""
     opener = OPENERS.get(os.path.splitext(path)[1].lower(), open)
     try:
         with opener(path, 'rt', encoding='utf-8-sig', newline='\n') as f:
@@ -108,7 +108,7 @@ def text_blocks(path):
 
 
 def has_separators(path):
-    """Test whether a text is documents between separators: one is alone on an early line."""
+    """Test whether a separator stands alone on a line of the first megabyte."""
     first = next(text_blocks(path), '')
     return SEPARATOR in map(str.strip, first.split('\n'))
 
@@ -225,7 +225,7 @@ def rows_in(file, text_field=None):
 
 
 def csv_rows(lines, path):
-    """Yield (where, row) of lines of CSV or TSV, by the file's name. A header names the fields."""
+    """Yield (where, row) of lines of CSV, or TSV by the file's name. A header names fields."""
     delimiter = ','
     if '.tsv' in os.path.basename(path).lower():
         delimiter = '\t'
@@ -251,8 +251,8 @@ def json_rows(text, path):
 
 def functions_of(source, path):
     """
-    Yield {'prompt': signature and docstring, 'completion': body} of each documented function in
-    Python source that does more, without decorators and moved to the margin.
+    Yield {'prompt': signature and docstring, 'completion': body} of each function with a docstring
+    and more code, dedented and without decorators.
     """
     try:
         with warnings.catch_warnings():
@@ -278,7 +278,7 @@ def functions_of(source, path):
 
 
 def parquet_rows(path, text_field=None):
-    """Yield (where, row) of a parquet file, 256 rows at a time. Fields of no use are not read: None."""
+    """Yield (where, row) of a parquet file, 256 rows at a time. Fields not needed are None."""
     parquet = optional('pyarrow.parquet', 'reads parquet files')
     wanted = ROW_FIELDS
     if text_field:
@@ -327,7 +327,7 @@ def holdout_hash(key, seed):
 def hold_out(sizes, fraction):
     """
     Choose hashes from {hash: bytes}: the lowest, up to the fraction of all bytes, but not all. One
-    with more than twice the fraction, or half of all bytes, is for training, unless all are so large:
+    above twice the fraction, or half of all bytes, stays in training, unless all are so large:
     then the smallest is held out.
     """
     wanted = fraction * sum(sizes.values())
@@ -377,7 +377,7 @@ def plan_holdout(files, val_files, fraction, seed, read):
 
 
 def document_sizes(files, read):
-    """Yield (key, bytes) of each Piece of the documents. A file of text or Python is one."""
+    """Yield (key, bytes) of each Piece of the documents. A text or Python file counts as one."""
     for file in files:
         if file.kind in ('text', 'functions'):
             yield file.name, os.path.getsize(file.path)

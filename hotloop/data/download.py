@@ -1,4 +1,4 @@
-"""Download files of the web, and models and datasets of the Hugging Face hub."""
+"""Download files from the web, and models and datasets from the Hugging Face hub."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from hotloop.system.files import Progress, optional, replacing
 from hotloop.system.text import reason_of
 
-TIMEOUT = (5, 30)  # seconds to connect, and without a byte
+TIMEOUT = (5, 30)  # seconds to connect, and between bytes
 
 GPT2_OWNER = 'openai-community/'  # on the hub; here its models have short names
 TOKENIZER_FILES = ['tokenizer_config.json', 'chat_template.jinja', 'tokenizer.json']
@@ -29,7 +29,7 @@ def open_url(url, **options):
 
 
 def download(url, path):
-    """Download a file unless it exists, and return its path. An error or a kill leaves no such file."""
+    """Download a file unless it exists, and return its path. An error or a kill leaves no file."""
     if os.path.exists(path):
         return path
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -40,7 +40,7 @@ def download(url, path):
         if is_page and not urlsplit(url).path.endswith(('.html', '.htm')):
             raise ValueError(f'{url} is a web page; give the address of the file itself')
         with replacing(path) as f:
-            # The request refuses encodings: one that is named is the compression of the file itself.
+            # The request refuses encodings, so one in the reply is that of the file itself.
             response.raw.headers.pop('Content-Encoding', None)
             size = int(response.headers.get('Content-Length', 0))
             progress = Progress(size)

@@ -47,7 +47,7 @@ def encode_parts(tokenizer, parts, start=True):
 
 
 def prompt_ids(tokenizer, text):
-    """Encode a prompt, in which the names of special ids count, after the bos; never empty."""
+    """Encode a prompt after the bos, with special ids by name; never returns []."""
     ids = encode_parts(tokenizer, [(text, True, True)])[0].tolist()
     if tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:
         ids = [tokenizer.bos, *ids]
@@ -152,7 +152,7 @@ def encode_all(tokenizer, batches, num_proc, eot=None):
 
 
 def start_worker(encode):
-    """Prepare a process of the pool. Ctrl-C reaches all, and the parent decides."""
+    """Prepare a process of the pool. It ignores Ctrl-C, which the parent handles."""
     global _encode  # noqa: PLW0603
     _encode = encode
     signal.signal(signal.SIGINT, signal.SIG_IGN)

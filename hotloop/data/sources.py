@@ -33,10 +33,10 @@ class Corpus:
     download: float = 0.0  # bytes to download, about
     tokenizer: str = 'gpt2'
     kind: str = 'text'  # of a File
-    val_fraction: float | None = 0.1  # None: val has its files
+    val_fraction: float | None = 0.1  # None: val lists the files
 
 
-PLAIN = Corpus(tokenizer='byte')  # the defaults of sources that are no named corpus
+PLAIN = Corpus(tokenizer='byte')  # defaults of sources that are not a corpus
 SHAKESPEARE = Corpus(
     'the plays of Shakespeare that nanoGPT trains on', 'public domain',
     train=('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',),
@@ -122,7 +122,7 @@ def files_in_folder(folder, format):
 
 
 def suffix_of(path):
-    """Return the suffix of a file's name, without that of a compression, in lower case."""
+    """Return the suffix of a file's name, without a compression suffix, in lower case."""
     stem, suffix = os.path.splitext(path.lower())
     if suffix in OPENERS:
         suffix = os.path.splitext(stem)[1]
@@ -137,7 +137,7 @@ def download_source(url, data_dir):
 
 
 def open_file(path, name, format='auto'):
-    """Return the File of a path. Its kind is the format of the settings, or by its suffix."""
+    """Make the File of a path. Its kind is the format or, if auto, follows its suffix."""
     if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar)$', name.lower()):
         raise ValueError(f'{name} is an archive; unpack it, and name the folder')
     kind = format

@@ -107,7 +107,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, name):
         import tiktoken.load
-        # tiktoken's own waits for ever behind some firewalls
+        # tiktoken's own never times out
         tiktoken.load.read_file = lambda url: open_url(url).content
         self.name = name
         try:
@@ -143,7 +143,7 @@ class TiktokenTokenizer(Tokenizer):
 
 class BPETokenizer(TiktokenTokenizer):
     """
-    Run a byte-level BPE that carries its tokens with tiktoken. tokens: the bytes of each id, None
+    Run our own byte-level BPE with tiktoken. tokens: the bytes of each id, None
     for special and unused ids; lower ids merge first. The end-of-text id follows the tokens.
     """
 
@@ -187,7 +187,7 @@ class HFTokenizer(Tokenizer):
         is_bpe = model['type'] == 'BPE' and (self.byte_level or model['byte_fallback'])
         if not is_bpe or any(step.get('add_prefix_space') for step in steps):
             raise ValueError('it is not a BPE like those of GPT-2, Llama, Mistral, Qwen and Gemma')
-        self.space = 'never'  # where it puts one: 'first' in a document, or 'always' after special ids too
+        self.space = 'never'  # added space: 'first' in a document, or 'always': after special ids too
         for step in steps:
             if step['type'] == 'Prepend':
                 self.space = 'always'

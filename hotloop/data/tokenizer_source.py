@@ -28,7 +28,7 @@ EOS_NAMES = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
 
 
 class TokenizerSource(NamedTuple):
-    """Hold a tokenizer, and the model that has it, if one does."""
+    """Hold a tokenizer, and its model if it has one."""
     tokenizer: object = None  # None if it is built from the text
     model: str | None = None  # what init_from takes
     is_run: bool = False  # whether that is a run or a checkpoint
@@ -172,7 +172,7 @@ def checkpoint_tokenizer(path, data_dir):
 
 def dataset_spec(path, config, vocab_size, data_dir):
     """
-    Find the tokenizer's spec of nanoGPT's checkpoint: that of the dataset in its config, or GPT-2's
+    Find the tokenizer's spec for a nanoGPT checkpoint: that of the dataset in its config, or GPT-2's
     if that has no meta file. Raises ValueError if its size is not the model's.
     """
     dataset = config.get('dataset')

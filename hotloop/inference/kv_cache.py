@@ -30,7 +30,7 @@ class KVCache:
             for name, shape in model.transformer.h[layer].attn.state_shapes.items():
                 self.state[layer, name] = zeros(batch, *shape)
         if config.bigram_rows:
-            self.state[-1, 'past'] = zeros(batch, 1, 1, 1)  # the last token's id and 1
+            self.state[-1, 'past'] = zeros(batch, 1, 1, 1)  # the last token's id + 1
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = None  # (B,), where prompts are padded
         self.num_positions = num_positions

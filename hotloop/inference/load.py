@@ -21,7 +21,7 @@ class Model:
 
     def __init__(self, cfg, GPT):
         """
-        Open what cfg, of sample.py, names. GPT: of model.py, which parts do not import. Raises
+        Open the model that a SampleConfig names. GPT: model.GPT, not imported here. Raises
         ValueError if a setting is wrong, or the weights are missing, damaged or not supported.
         """
         self.cfg = cfg

@@ -34,7 +34,7 @@ class Score:
 def read_documents(source, tokenizer, template, settings):
     """
     Yield (file name, ids, mask) of each document of a file, folder, URL or - for standard input.
-    Rows are written in the template, or with 'none' in the one that suits each. settings: those of
+    Rows are written in the template, or with 'none' in the first row's. settings: those of
     sample.py. mask: 1 where a token counts toward the loss.
     """
     skipped = Counter()

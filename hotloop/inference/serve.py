@@ -144,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def parse_request(self):
-        """Refuse the pages of other sites, also those that call this machine by a name of their own."""
+        """Refuse requests from other sites' pages, also by DNS rebinding to this machine."""
         if not super().parse_request():
             return False
         for header in ('Host', 'Origin'):

@@ -91,8 +91,9 @@ class Eigen(nn.Module):
         inputs, changes, gate = self.c_attn(x).split(self.rows, dim=-1)
         b = torch.view_as_complex(inputs.float().unflatten(-1, (K, 2)).contiguous())  # (B, T, K)
         changes = self.change * changes.float().tanh()
-        size = torch.sigmoid(self.decay + changes[..., :K])
-        turn = self.turn.expand_as(size)
+        # float(): sharded, parameters come in the compute dtype
+        size = torch.sigmoid(self.decay.float() + changes[..., :K])
+        turn = self.turn.float().expand_as(size)
         if self.is_paper:
             turn = turn + changes[..., K:]
         else:
@@ -105,7 +106,8 @@ class Eigen(nn.Module):
         if self.is_paper:
             heads = len(self.coupling)
             mixed = c.unflatten(2, (heads, -1))
-            c = (mixed + COUPLING * torch.einsum('bthki,hjk->bthji', mixed, self.coupling)).flatten(2, 3)
+            coupled = torch.einsum('bthki,hjk->bthji', mixed, self.coupling.float())
+            c = (mixed + COUPLING * coupled).flatten(2, 3)
         y = self.c_proj(c.flatten(2).to(x.dtype))
         return self.dropout(y * torch.sigmoid(gate + self.gate_shift.to(x.dtype)))
 

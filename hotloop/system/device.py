@@ -23,7 +23,10 @@ def choose_device(name, local_rank=0):
                          'device; use --device=cpu or --device=auto')
     if kind != 'cuda':
         return torch.device(name), reason
-    index = int(number or local_rank)
+    index, count = int(number or local_rank), torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(f'device=cuda:{index} does not exist, because the number of GPUs is {count}; lower '
+                         '--nproc_per_node, or choose another --device')
     return torch.device('cuda', index), f'{torch.cuda.get_device_name(index)}, {reason}'
 
 

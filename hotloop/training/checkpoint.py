@@ -135,6 +135,7 @@ class Checkpoints:
         self.saved_step = saved_step  # of ckpt.pt
         self.mirror = mirror
         self.seconds = 0.0  # of the last save
+        self.lost_best = False  # whether the last best.pt could not be written
         self.writer = ThreadPoolExecutor(1)
         self.saving = None  # the save under way
 
@@ -193,6 +194,11 @@ class Checkpoints:
                 save_checkpoint(os.path.join(self.folder, 'best.pt'), weights)
                 if 'lora' in checkpoint:
                     write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
+                self.lost_best = False
+        except ValueError:  # the next evaluation is the best, in this process and in one that resumes
+            self.lost_best = True
+            checkpoint['best_val_loss'] = checkpoint['state']['best_val_loss'] = math.inf
+            raise
         finally:  # a run is resumed from ckpt.pt, which must not depend on best.pt
             save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)
             self.saved_step = step

@@ -12,7 +12,7 @@ import torch
 from hotloop.data.chat import CHATS
 from hotloop.system.device import peak_flops, peak_memory
 from hotloop.system.distributed import print0
-from hotloop.system.files import replacing
+from hotloop.system.files import checkpoint_paths, replacing
 from hotloop.system.text import (
     compact,
     counted,
@@ -129,9 +129,12 @@ class Meter:
         """Return (sums since the last log line, bad steps in a row) for a checkpoint."""
         return self.sums.tolist(), int(self.bad)
 
-    def check(self, step, advice):
+    def check(self, step, cfg):
         """Raise ValueError after MAX_BAD_STEPS non-finite steps in a row."""
         if int(self.bad) >= MAX_BAD_STEPS:
+            advice = f'Lower the learning rate and resume with: {resume_command(cfg)}'
+            if not checkpoint_paths(cfg.out_dir):
+                advice = 'No step is saved; start with a lower --learning_rate or a longer --warmup_iters'
             raise ValueError(f'step {step}: loss or gradients were not finite for {MAX_BAD_STEPS} steps in a '
                              f'row; with dtype=float16, try bfloat16 or float32. {advice}')
 

@@ -43,7 +43,7 @@ def choose_loss_chunks(asked, num_tokens, vocab_size, env, frozen=False, memory=
 def choose_batch_size(model, split, env, cfg):
     """Return the largest micro-batch that gives the same step and fits, by trial, on all processes."""
     if env.device.type == 'cpu':  # Linux kills a process that uses too much
-        raise ValueError('auto_batch=True tries sizes on a GPU; on a CPU set batch_size')
+        raise ValueError('auto_batch=True tries sizes on a GPU; on a CPU use --auto_batch=False')
     set_blocks(model, cfg.recompute)
     reserve = 8 * sum(p.numel() for p in trainable(model))  # the optimizer's two moments
     if kept_on_device(split, env):

@@ -249,6 +249,8 @@ def noisy(label, color, x, y):
 
 def means(values):
     """Return the means of DENSE parts of an array, or the array if it is shorter."""
+    if not len(values):  # a run that ended before its first line
+        return values
     return np.array([part.mean() for part in np.array_split(values, min(DENSE, len(values)))])
 
 

@@ -39,6 +39,18 @@ def open_folder(name, folder, is_new):
     return held
 
 
+def is_same_run(folder, other):
+    """Test whether two folders hold one run, whose logs begin alike. A folder without a log is free."""
+    first = []
+    for path in (folder, other):
+        try:
+            with open(os.path.join(path, 'log.jsonl'), encoding='utf-8') as f:
+                first.append(f.readline())
+        except OSError:
+            return True
+    return first[0] == first[1]
+
+
 def resume_command(cfg):
     """Return the command that resumes a run, on as many processes of this machine."""
     launcher = 'python'

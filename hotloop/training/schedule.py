@@ -37,8 +37,9 @@ def plan_schedule(cfg, num_windows, global_batch, shift, state):
         return Schedule(cfg.lr_schedule, max_iters, warmup_iters, cfg.decay_fraction)
     if state.decay_start is None:
         return Schedule('linear', max_iters, warmup_iters, cfg.decay_fraction, is_open=True)
-    fraction = (state.max_iters - state.decay_start) / state.max_iters
-    return Schedule('linear', state.max_iters, warmup_iters, fraction)
+    last = min(state.max_iters, max_iters)  # which may have been lowered since
+    fraction = max(last - state.decay_start, 1) / max(last, 1)
+    return Schedule('linear', last, warmup_iters, fraction)
 
 
 def learning_rate(step, schedule, cfg):

@@ -29,6 +29,9 @@ def setting_problems(cfg):
             wrong.append(f'{name}={value} must not be negative')
         if name in ABOVE_0 and value == 0:
             wrong.append(f'{name}=0 must be above 0')
+    for name in ('beta1', 'beta2', 'muon_momentum'):
+        if getattr(cfg, name) >= 1:
+            wrong.append(f'{name}={getattr(cfg, name)} must be below 1')
     if not 0 < cfg.decay_fraction <= 1:
         wrong.append(f'decay_fraction={cfg.decay_fraction} must be above 0 and at most 1')
     if cfg.time_budget is not None:  # decides when the rate decays
@@ -117,6 +120,22 @@ def compare_settings(objects, given, before, bound):
     if wrong:
         raise ValueError('\n'.join([*wrong, f'to continue it: {shell(*flags)}; for a new run from '
                                     'its weights: --init_from=PATH']))
+
+
+def check_time_budget(cfg, before, checkpoint):
+    """
+    Raise ValueError if a resume adds a time budget, or changes one that has decided when the run ends.
+    before: that of the checkpoint.
+    """
+    if cfg.time_budget in (None, before) or cfg.eval_only:
+        return
+    if before is None:
+        raise ValueError(f'time_budget={cfg.time_budget:g}: the run began without one; use --max_iters, or '
+                         'start a new run from its weights with --init_from=PATH')
+    last = checkpoint.get('state', {}).get('max_iters')
+    if last is not None:
+        raise ValueError(f'time_budget={cfg.time_budget:g}: the rate already decays to step {last:,}; to '
+                         'train further, use --time_budget=None --max_iters=N')
 
 
 def compare_record(now, before, dataset):

@@ -14,8 +14,8 @@ from hotloop.weights.safetensors import read_safetensors, write_safetensors
 CONFIG = 'adapter_config.json'
 TENSORS = 'adapter_model.safetensors'
 ORIGIN = 'hotloop.json'  # identifies the base; records the tokenizer and chat template of its data
-# The options in adapter_config.json that change the sum without another name of a tensor, with the
-# values that merged() supports. Other ways to initialize, such as PiSSA, change the base.
+# Options in adapter_config.json that change the result but no tensor's name, with the values that
+# merged() supports. Other ways to initialize, such as PiSSA, change the base.
 SUPPORTED = {'peft_type': ['LORA'], 'rank_pattern': [{}, None], 'alpha_pattern': [{}, None],
              'alora_invocation_tokens': [None, []], 'layer_replication': [None, []],
              'init_lora_weights': [True, False, None, 'gaussian', 'eva', 'orthogonal']}

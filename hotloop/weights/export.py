@@ -44,7 +44,7 @@ def export(model, tokenizer, template, folder, dtype, hf_config=None):
             f.write(content.encode())
     print(f'wrote {folder}: {config["model_type"]}, {config["dtype"]}')
     if not files:
-        print('note: without a tokenizer: tokenizer.json cannot hold one of characters', file=sys.stderr)
+        print('note: no tokenizer written: tokenizer.json cannot hold characters', file=sys.stderr)
 
 
 def config_json(config, hf_config=None):
@@ -70,7 +70,7 @@ def config_json(config, hf_config=None):
 
 
 def differences(config, theirs, kind):
-    """List the settings of a GPTConfig by which it computes something else than `theirs`, of a family."""
+    """List the settings that make a GPTConfig compute something other than `theirs`."""
     found = []
     for name, value in dataclasses.asdict(config).items():
         # Biases that the model lacks are written as zeros.

@@ -38,7 +38,7 @@ def tokenizer_files(tokenizer, template, max_length):
 
 
 def chat_template(name, begins):
-    """Write a template of chats in Jinja, as render() applies it. begins: after a begin token."""
+    """Write a chat template in Jinja, like render(). begins: with a begin token first."""
     template = TEMPLATES[name]
     is_system = "messages[0]['role'] == 'system'"
     trim = ' | trim' if template.strips else ''

@@ -75,7 +75,7 @@ CONV1D = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_
 def model_args_from(config, path):
     """
     Translate a config.json of transformers 4 or 5 to settings of GPTConfig, as model_args. path:
-    for messages. Raises ValueError with the key that GPT cannot follow.
+    for messages. Raises ValueError naming an unsupported key.
     """
     kind = config.get('model_type')
     check_keys({'model_type': kind}, {'model_type': list(SETTINGS)}, path)
@@ -140,7 +140,7 @@ def pattern_of(config, kind, path):
 
 
 def rope_of(config, has_local, path):
-    """Read rotary positions. has_local: layers with a window have their own, as in Gemma 3."""
+    """Read rotary settings. has_local: layers with a window have their own base (Gemma 3)."""
     # The first is a key of transformers 4, the second of 5.
     rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
     rope = {'rope_theta': config.get('rope_theta', 10000.0), **rope, **rope.get('full_attention', {})}

@@ -38,7 +38,7 @@ class Weights(NamedTuple):
     checkpoint: dict  # the rest of the checkpoint; of a folder, its hf_config and template
 
     def sha256(self):
-        """Hash the weights, 0.6 s per GB; with adapters the summands, as sums depend on the machine."""
+        """Hash the weights, 0.6 s per GB; with adapters base and adapters, as sums vary by machine."""
         return self.checkpoint.get('sha256') or hash_weights(self.weights)
 
 
@@ -146,7 +146,7 @@ def load_adapter(folder):
     weights = merged(base.weights | adapter.embeddings, matrices, adapter.scale, record['quantize'])
     model_args = dict(base.model_args)
     if adapter.embeddings and not torch.equal(weights[WTE], weights[HEAD]):
-        model_args['tie'] = False  # peft trains a tied pair apart
+        model_args['tie'] = False  # peft unties a tied pair
     return Weights(folder, model_args, weights, record['tokenizer'] or base.tokenizer, rest)
 
 

@@ -1,5 +1,6 @@
 """
-Judge an idea: two settings of one card with the same data order and seeds, at equal steps and at equal time.
+Judge an idea: two settings of one card with the same data order and seeds, at equal steps (--steps), at
+equal time (--minutes), or both.
 
     $ python tests/bench/compare.py --a='--mixer=A' --b='--mixer=CCAC' --seeds=5 --dataset=stdlib,novels
     $ python tests/bench/compare.py --a='' --b='--softcap=0' --steps=0 --minutes=3    # at equal time only

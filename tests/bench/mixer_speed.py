@@ -6,7 +6,7 @@ Speed and memory of the mixers by length, beside attention: training and generat
     $ python tests/bench/mixer_speed.py --rounds=1 --lengths 32768      # peak memory; a token and its cache
     $ python tests/bench/mixer_speed.py --parts dfa --lengths 1024      # memory of direct feedback
 
-The model has 4 layers of 128 channels and 1,024 ids (config/quickstart.py). Parts: `layer`, forward and
+The model has 4 layers of 128 channels and 1,024 ids (preset=modern). Parts: `layer`, forward and
 backward of the mixer of one layer, without norm and MLP; `model`, those of the model and its loss; both over
 4,096 tokens, or one window that is longer. `token` and `int8`: one token of generation, the last of a context
 of this length, and the same with 8-bit weights. `dfa`: the model with --layers layers, trained by

@@ -1,7 +1,7 @@
 """
 The documents' systems beside ours: equal tokens, equal minutes, one evaluator, in bits per byte.
 
-    $ python tests/bench/systems.py --originals=.. --seeds=3          # clones of the repositories lie in ..
+    $ python tests/bench/systems.py --originals=.. --texts=stdlib     # clones of the repositories lie in ..
     $ python tests/bench/systems.py --originals=.. --minutes=0.2 --seeds=1 --lengths=256    # does it run?
     $ python tests/bench/systems.py --originals=.. --systems=TEN,eigen --texts=stdlib
 
@@ -11,7 +11,7 @@ Each trains with its optimizer, rates, clipping and penalty, once with its publi
 spans the minutes; a step that ends too late is not taken, and a run without a step is a row that says so.
 Ours count their start too: the small shape with each mixer, and two cards.
 OKADFA trains as published: its direct feedback is off. Weights are judged in float32, in windows of the
-context that they were trained with.
+context that they were trained with. Novels are another text: --novels=FILE.xz.
 
 Speed and memory: forward and backward of 4 layers x 128 channels, 2,048 tokens or one window, in float32.
 Causality: all weights are disturbed and one token is changed. "earlier" is the relative change of the outputs

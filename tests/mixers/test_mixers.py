@@ -34,6 +34,18 @@ def make(mixer, seed=0, **more):
     return model
 
 
+@pytest.mark.parametrize('mixer, more', [
+    ('conv', {}), ('eigen', {}), ('eigen', {'eigen': 'paper'}), ('kernel', {})])
+def test_the_parameters_of_blocks_may_come_in_the_compute_dtype(mixer, more):
+    """As sharding hands them to a block."""
+    model = make(mixer, **more)
+    for p in model.transformer.h.parameters():
+        p.data = p.data.bfloat16()
+    model.compute_dtype = torch.bfloat16
+    ids = torch.randint(61, (2, 16))
+    assert model(ids, ids).isfinite().all()
+
+
 def recurrence(a, b):
     """The definition of scan()."""
     c = torch.zeros_like(b[:, 0])

@@ -27,9 +27,12 @@ def test_a_device_that_does_not_exist_is_an_error(monkeypatch, name):
 
 def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda index: f'GPU {index}')
     assert choose_device('auto', local_rank=1) == (torch.device('cuda', 1), 'GPU 1, GPU found')
     assert choose_device('cuda:0') == (CUDA, 'GPU 0, requested')
+    with pytest.raises(ValueError, match=r'cuda:2 .* is 2; lower --nproc_per_node'):
+        choose_device('auto', local_rank=2)
 
 
 def test_an_emulated_bfloat16_is_refused(monkeypatch):

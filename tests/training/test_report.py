@@ -149,8 +149,10 @@ def test_ticks_are_at_round_numbers(values, log, labels):
     [{'step': 1, 'loss': 1e300, 'lr': 0.0, 'tokens_seen': 9},
      {'step': 2, 'loss': 1e-300, 'lr': 0.0, 'tokens_seen': 9}, {'step': 2, 'val_loss': 5.0}]])
 def test_a_page_of_little(tmp_path, lines):
-    page = page_of(write_log(tmp_path / 'out', lines))
-    assert 'nan' not in page.source.replace('nance', '') and 'inf' not in page.source
+    folder = write_log(tmp_path / 'out', lines)
+    other = write_log(tmp_path / 'other', lines_of_a_run(3))
+    for page in (page_of(folder), page_of(folder, other)):
+        assert 'nan' not in page.source.replace('nance', '') and 'inf' not in page.source
 
 
 def test_nothing_is_loaded_and_nothing_is_run(tmp_path, monkeypatch):

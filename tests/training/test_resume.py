@@ -17,7 +17,7 @@ from hotloop.data.dataset import read_meta
 from hotloop.system.device import try_compile
 from hotloop.system.distributed import Env
 from hotloop.training.dataloader import Batches, Split
-from hotloop.training.settings import checkpoint_settings
+from hotloop.training.settings import check_time_budget, checkpoint_settings
 from model import GPT, GPTConfig
 
 # with accumulation, clipping, warmup and decay; a log line is under way when the run is stopped
@@ -140,7 +140,9 @@ def test_compiled_runs_repeat_and_resume_bit_for_bit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('settings, words', [
     (dict(softcap=0), r'softcap=0\.0.* 15\.0'), (dict(optimizer='adamw'), r"optimizer='adamw'.* 'muon'"),
-    (dict(dataset='other'), r"dataset='other'.* 'tiny'"),
+    (dict(dataset='other'), "dataset='other' is not the data of this run"),
+    (dict(dataset='tiny:1'), r"dataset='tiny:1'.* 'tiny'"),
+    (dict(time_budget=3), 'time_budget=3.*began without'),
     (dict(), "dataset='tiny' is not the data of this run")])
 def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, settings, words):
     """The error names both values, and no file changes. The last case is other tokens of the same name."""
@@ -149,6 +151,19 @@ def test_what_a_run_is_bound_to_cannot_change(train_tiny, tmp_path, stopped, set
     before = contents(stopped)
     assert re.search(words, error_of(train_tiny, init_from='resume', data_dir=tmp_path / 'data', **settings))
     assert contents(stopped) == before
+
+
+def test_data_of_a_run_may_have_another_name(train_tiny, tmp_path, stopped, data_dir):
+    """prepare.py gives a dataset that it replaces the name NAME.1."""
+    shutil.copytree(f'{data_dir}/tiny', tmp_path / 'data' / 'tiny.1')
+    assert train_tiny(init_from='resume', data_dir=tmp_path / 'data', dataset='tiny.1') == 0
+    assert load(stopped / 'ckpt.pt')['config']['dataset'] == 'tiny.1'
+
+
+def test_a_time_budget_that_has_decided_cannot_change():
+    cfg = train.TrainConfig(time_budget=10)
+    check_time_budget(cfg, 3.0, {'state': {'max_iters': None}})
+    assert 'step 900' in error_of(check_time_budget, cfg, 3.0, {'state': {'max_iters': 900}})
 
 
 def test_what_may_change_is_taken_and_printed(train_tiny, stopped, capsys):

@@ -55,6 +55,19 @@ def test_the_last_checkpoints_are_kept(tmp_path):
     assert copies < set(names(tmp_path / 'out'))
 
 
+def test_a_lost_best_pt_is_written_at_the_next_evaluation(tmp_path):
+    """In this process, and in one that resumes from a checkpoint without the loss that is lost."""
+    run = save_run(tmp_path / 'out')
+    (tmp_path / 'out' / 'best.pt').mkdir()
+    with pytest.raises(ValueError, match=r'best\.pt could not be written'):
+        run.save(checkpoint(2) | {'best_val_loss': 1.0}, best=True, final=True)
+    latest = run.latest().checkpoint
+    assert run.lost_best and (latest['iter_num'], latest['best_val_loss']) == (2, math.inf)
+    (tmp_path / 'out' / 'best.pt').rmdir()
+    run.save(checkpoint(3), best=True, final=True)
+    assert not run.lost_best and load_checkpoint(str(tmp_path / 'out' / 'best.pt'))['iter_num'] == 3
+
+
 # -----------------------------------------------------------------------------
 # the folder
 
@@ -113,6 +126,16 @@ def test_a_mirror_holds_the_last_files_and_can_be_resumed(tmp_path, train_tiny):
     assert not (tmp_path / 'drive.2').exists()
     assert train_tiny('drive', init_from='resume', max_iters=10, mirror_dir=None) == 0
     assert load_checkpoint(str(tmp_path / 'drive' / 'ckpt.pt'))['iter_num'] == 10
+    error = error_of(train_tiny, 'gone', resume=True, mirror_dir=tmp_path / 'drive')
+    assert f'--out_dir={tmp_path / "drive"} --mirror_dir=None' in error
+
+
+def test_a_resumed_run_does_not_replace_another_run_in_a_mirror(tmp_path, train_tiny):
+    train_tiny('first', max_iters=1, mirror_dir=tmp_path / 'drive')
+    train_tiny('second', max_iters=1)
+    train_tiny('second', init_from='resume', max_iters=2, mirror_dir=tmp_path / 'drive')
+    for name, step in (('drive.1', 1), ('drive', 2)):
+        assert load_checkpoint(str(tmp_path / name / 'ckpt.pt'))['iter_num'] == step
 
 
 def test_a_copy_that_fails_is_printed_and_tried_again(tmp_path, capsys):

@@ -53,6 +53,13 @@ def test_a_time_budget_decays_from_its_step(start, warmup, expected):
         assert learning_rate(step, schedule, cfg) == pytest.approx(lr, rel=1e-9), step
 
 
+def test_max_iters_can_end_a_decided_time_budget_earlier():
+    cfg = TrainConfig(learning_rate=1.0, min_lr=0.0, warmup_iters=0, time_budget=1.0, max_iters=18)
+    schedule = plan_schedule(cfg, 100, 8, 0, RunState(decay_start=10, max_iters=20))
+    assert schedule.max_iters == 18
+    assert [learning_rate(step, schedule, cfg) for step in (10, 14, 18)] == pytest.approx([1.0, 0.5, 0.0])
+
+
 @pytest.mark.parametrize('warmup', [0, 2, 7, 19])
 @pytest.mark.parametrize('min_lr', [1e-4, 1e-3])
 def test_onecycle_is_torchs(warmup, min_lr):

@@ -225,7 +225,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run(train_tiny, tmp_path, mo
     checkpoint = load(tmp_path / 'out' / 'ckpt.pt')
     assert checkpoint['iter_num'] == 4 and all(v.isfinite().all() for v in checkpoint['model'].values())
     nan_at(monkeypatch, *range(100))
-    words = 'step 3: .*float16, try bfloat16 or float32. Lower the learning rate'
+    words = 'step 3: .*float16, try bfloat16 or float32. No step is saved'
     assert re.search(words, error_of(train_tiny, dtype='float16'))
 
 
@@ -279,6 +279,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
     (dict(time_budget=1, max_iters=600000, warmup_iters=0.1), 'warmup_iters=0.1 is a fraction'),
     (dict(decay_fraction=0), 'decay_fraction=0.0'), (dict(save_minutes=-1), 'save_minutes=-1.0'),
+    (dict(beta2=1), 'beta2=1.0'),
     pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
         importlib.util.find_spec('wandb') is not None, reason='wandb is installed'))])
 def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):

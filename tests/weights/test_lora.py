@@ -303,6 +303,13 @@ def test_settings_that_contradict_each_other(train_tiny, settings, words):
     assert words in error_of(train_tiny, **settings)
 
 
+def test_a_run_without_the_adapters_of_its_card_resumes(train_tiny, tmp_path):
+    card = tmp_path / 'card.py'
+    card.write_text('lora_rank = 4\nlora_alpha = 3\n')
+    assert train_tiny('full', card, lora_rank=0, max_iters=1) == 0
+    assert train_tiny('full', init_from='resume', max_iters=2) == 0
+
+
 def test_a_base_is_not_moved_aside_and_adapters_do_not_appear_on_resume(train_tiny, tmp_path, base):
     error = error_of(train_tiny, 'base', **base)
     assert 'base\' would be moved aside with out_dir; choose another' in error
