@@ -261,8 +261,10 @@ def call_main(main, *args):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit fails
         status = 141
     except ValueError as e:
-        folder = os.path.dirname(os.path.realpath(traceback.extract_tb(e.__traceback__)[-1].filename))
-        if folder != HERE and os.path.dirname(folder) != os.path.join(HERE, 'hotloop'):
+        filename = traceback.extract_tb(e.__traceback__)[-1].filename  # '<frozen codecs>' of Python's own
+        folder = os.path.dirname(os.path.realpath(filename))
+        is_own = folder == HERE or os.path.dirname(folder) == os.path.join(HERE, 'hotloop')
+        if filename[0] == '<' or not is_own:
             raise
         print(f'error: {e}', file=sys.stderr)
         status = 1

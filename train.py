@@ -62,7 +62,13 @@ from hotloop.training.dataloader import Batches, open_split, share_batch, shares
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
-from hotloop.training.memory import choose_batch_size, choose_loss_chunks, memory_advice, out_of_memory
+from hotloop.training.memory import (
+    asked_chunks,
+    choose_batch_size,
+    choose_loss_chunks,
+    memory_advice,
+    out_of_memory,
+)
 from hotloop.training.optim import build_optimizers
 from hotloop.training.recipes import SHAPE, card_for_machine, depth_settings
 from hotloop.training.run_dir import is_same_run, open_folder, write_config
@@ -208,7 +214,7 @@ def read_settings(argv=None):
     model, lora, cfg = found.objects
     if latest:
         bound = BOUND
-        if 'data' in latest.checkpoint and shares_of(cfg.dataset) == shares_of(below['dataset']):
+        if 'data' in latest.checkpoint and shares_of(cfg.dataset) == shares_of(below.get('dataset', '')):
             bound = BOUND - {'dataset'}  # it may have another name now; compare_record() compares the data
         compare_settings(found.objects, found.given, below, bound)
         check_time_budget(cfg, below.get('time_budget'), latest.checkpoint)
@@ -312,7 +318,7 @@ def train_step(model, data, optimizers, scaler, cfg, env, penalty=0.0):
             torch.manual_seed(seed)
         with gradient_sync(model, cfg.shard, last=i + 1 == len(loaders)):
             loss = model(*batch).sum()
-            # DDP and FSDP average gradients over the processes: / env.world makes that a sum
+            # times world: DDP and FSDP average gradients over the processes, and the sum is wanted
             scaler.scale(loss / (max(num_targets, 1) / env.world)).backward()
         total += loss.detach()
     if env.world > 1:
@@ -454,11 +460,9 @@ def build_run(settings, datasets, env):
 
 def set_up_loss(model, num_tokens, cfg, env):
     """Set how a model computes the loss of num_tokens, a micro-batch, and the gradient."""
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, num_tokens, model.config.vocab_size, env,
+    model.loss_chunks = choose_loss_chunks(asked_chunks(cfg), num_tokens, model.config.vocab_size, env,
                                            frozen=not model.lm_head.weight.requires_grad)
     if cfg.multi_token:
-        if cfg.loss_chunks == 'auto':
-            model.loss_chunks = 1  # it needs the logits of all positions
         if model.loss_chunks > 1:
             raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
                              f'loss_chunks={model.loss_chunks}; use --loss_chunks=1 or --multi_token=0')
@@ -510,8 +514,7 @@ def train(run, schedule, checkpoints, log, stop):
             if evaluation is None:  # a signal came; the resumed run evaluates this step again
                 stopping = True
             else:
-                if env.any(checkpoints.lost_best):
-                    state.best_val_loss = math.inf
+                state.best_val_loss = env.broadcast(checkpoints.written_best())
                 best = state.count_evaluation(step, env.broadcast(evaluation.val['loss']))
                 is_unsaved = True
                 log.evaluation(step, evaluation)
@@ -627,7 +630,7 @@ def execute(run, settings, meta):
     print_length(cfg, schedule, run.state, batches)
     stop = StopRequest(env)
     resumed_at = run.state.iter_num if latest else None
-    checkpoints = Checkpoints(cfg.out_dir, resumed_at, cfg.mirror_dir)
+    checkpoints = Checkpoints(cfg.out_dir, resumed_at, cfg.mirror_dir, run.state.best_val_loss)
     locks = []
     if env.rank == 0:
         locks = open_folders(run, schedule, checkpoints, latest)

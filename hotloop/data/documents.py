@@ -45,26 +45,26 @@ class Piece(NamedTuple):
 class ZstdFile(io.RawIOBase):
     """Read a .zst file of one or more frames. The package's own reader accepts a file that is cut off."""
 
-    def __init__(self, path):
-        self.zstandard = optional('zstandard', 'reads .zst files')
-        self.file = open(path, 'rb')  # noqa: SIM115
-        self.decompressor = self.zstandard.ZstdDecompressor(max_window_size=2**31)  # of zstd --long=31
+    def __init__(self, file, zstandard):
+        self.file = file
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)  # of zstd --long=31
+        self.error = zstandard.ZstdError
         self.frame = self.decompressor.decompressobj()
-        self.ready = b''
+        self.ready = memoryview(b'')
 
     def readable(self):
         return True
 
     def readinto(self, buffer):
         while not self.ready:
-            data = self.frame.unused_data or self.file.read(1 << 14)
+            data = self.frame.unused_data or self.file.read(1 << 12)
             if not data:
                 break
             if self.frame.eof:
                 self.frame = self.decompressor.decompressobj()
             try:
-                self.ready = self.frame.decompress(data)
-            except self.zstandard.ZstdError as e:
+                self.ready = memoryview(self.frame.decompress(data))
+            except self.error as e:
                 raise EOFError(e) from None
         if not self.ready and not self.frame.eof:
             raise EOFError('it ends inside a frame')
@@ -80,7 +80,9 @@ class ZstdFile(io.RawIOBase):
 
 def open_zstd(path, mode, encoding, newline):
     """Open a .zst file as a text."""
-    return io.TextIOWrapper(io.BufferedReader(ZstdFile(path)), encoding, newline=newline)
+    zstandard = optional('zstandard', 'reads .zst files')
+    file = ZstdFile(open(path, 'rb'), zstandard)  # noqa: SIM115
+    return io.TextIOWrapper(io.BufferedReader(file), encoding, newline=newline)
 
 
 OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open, '.lzma': lzma.open, '.zst': open_zstd}

@@ -140,15 +140,16 @@ def encode_all(tokenizer, batches, num_proc, eot=None):
     with ProcessPoolExecutor(num_proc, context, start_worker, (encode,)) as pool:
         waiting = deque()
         while True:
-            for batch in islice(batches, 2 * num_proc + 1 - len(waiting)):
-                waiting.append(pool.submit(encode_in_worker, *batch))
-            if not waiting:
-                return
             try:
-                yield waiting.popleft().result()
+                for batch in islice(batches, 2 * num_proc + 1 - len(waiting)):
+                    waiting.append(pool.submit(encode_in_worker, *batch))
+                if not waiting:
+                    return
+                encoded = waiting.popleft().result()
             except BrokenProcessPool:
                 raise ValueError(f'one of num_proc={num_proc} processes was killed, perhaps for its memory; '
                                  'lower --num_proc') from None
+            yield encoded
 
 
 def start_worker(encode):

@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 # tasks
 
 def read_tasks(path, is_chat):
-    """Read the tasks of a .jsonl or .json file. is_chat: ask questions, do not begin code."""
+    """Read the tasks of a file of rows. is_chat: ask questions, do not begin code."""
     tasks = [read_task(row, where, is_chat) for where, row in rows_in(open_file(path, path))]
     if not tasks:
         raise ValueError(f'{path} has no tasks')

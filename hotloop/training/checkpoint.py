@@ -130,12 +130,12 @@ class Checkpoints:
     has. A thread writes them, and the next save or close() reports how that ended.
     """
 
-    def __init__(self, folder, saved_step=None, mirror=None):
+    def __init__(self, folder, saved_step=None, mirror=None, best_loss=math.inf):
         self.folder = folder
         self.saved_step = saved_step  # of ckpt.pt
         self.mirror = mirror
         self.seconds = 0.0  # of the last save
-        self.lost_best = False  # whether the last best.pt could not be written
+        self.best_loss = best_loss  # of the best.pt that is on disk
         self.writer = ThreadPoolExecutor(1)
         self.saving = None  # the save under way
 
@@ -194,18 +194,20 @@ class Checkpoints:
                 save_checkpoint(os.path.join(self.folder, 'best.pt'), weights)
                 if 'lora' in checkpoint:
                     write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
-                self.lost_best = False
-        except ValueError:  # the next evaluation is the best, in this process and in one that resumes
-            self.lost_best = True
-            checkpoint['best_val_loss'] = checkpoint['state']['best_val_loss'] = math.inf
-            raise
+                self.best_loss = checkpoint['best_val_loss']
         finally:  # a run is resumed from ckpt.pt, which must not depend on best.pt
+            checkpoint['best_val_loss'] = checkpoint['state']['best_val_loss'] = self.best_loss
             save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)
             self.saved_step = step
             for path in checkpoint_paths(self.folder)[KEEP:]:
                 os.remove(path)
             self.copy()
             self.seconds = host.process_seconds() - began
+
+    def written_best(self):
+        """Wait for the save under way. Returns the loss of the last best.pt that could be written."""
+        self.wait()
+        return self.best_loss
 
     def close(self):
         """Wait for the save under way, and copy the last lines of the log to the mirror."""

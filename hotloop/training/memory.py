@@ -18,6 +18,13 @@ FROZEN_CHUNK = {'cpu': 128, 'cuda': 1024, 'mps': 1024}
 MAX_TRIAL_TOKENS = 2**17  # per micro-batch; larger ones are no faster
 
 
+def asked_chunks(cfg):
+    """Return the loss_chunks of the settings. multi_token needs the logits of all positions at once."""
+    if cfg.multi_token and cfg.loss_chunks == 'auto':
+        return 1
+    return cfg.loss_chunks
+
+
 def choose_loss_chunks(asked, num_tokens, vocab_size, env, frozen=False, memory=None):
     """
     Return the number of chunks in which a head, frozen or not, and the loss of num_tokens are
@@ -61,7 +68,7 @@ def choose_batch_size(model, split, env, cfg):
 def trial_fits(model, batch, env, cfg, reserve):
     """Try forward and backward of `batch` sequences beside `reserve` bytes. Returns if they fit."""
     c = model.config
-    model.loss_chunks = choose_loss_chunks(cfg.loss_chunks, batch * c.block_size, c.vocab_size, env,
+    model.loss_chunks = choose_loss_chunks(asked_chunks(cfg), batch * c.block_size, c.vocab_size, env,
                                            frozen=not model.lm_head.weight.requires_grad)
     fits = True
     try:

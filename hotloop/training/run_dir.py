@@ -40,14 +40,14 @@ def open_folder(name, folder, is_new):
 
 
 def is_same_run(folder, other):
-    """Test whether two folders hold one run, whose logs begin alike. A folder without a log is free."""
+    """Test whether `other` holds the run of a folder, whose log begins alike, or none."""
     first = []
     for path in (folder, other):
         try:
             with open(os.path.join(path, 'log.jsonl'), encoding='utf-8') as f:
                 first.append(f.readline())
         except OSError:
-            return True
+            return not checkpoint_paths(other, best=True)
     return first[0] == first[1]
 
 

@@ -10,6 +10,7 @@ import torch
 from hotloop.system.distributed import print0
 from hotloop.system.files import is_inside
 from hotloop.system.text import shell
+from hotloop.training.checkpoint import state_from
 
 # settings with values that need a package beyond requirements.txt
 PACKAGES = (('wandb_log', True, 'wandb'), ('tensorboard', True, 'tensorboard'),
@@ -132,7 +133,7 @@ def check_time_budget(cfg, before, checkpoint):
     if before is None:
         raise ValueError(f'time_budget={cfg.time_budget:g}: the run began without one; use --max_iters, or '
                          'start a new run from its weights with --init_from=PATH')
-    last = checkpoint.get('state', {}).get('max_iters')
+    last = state_from(checkpoint).max_iters
     if last is not None:
         raise ValueError(f'time_budget={cfg.time_budget:g}: the rate already decays to step {last:,}; to '
                          'train further, use --time_budget=None --max_iters=N')

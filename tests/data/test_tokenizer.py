@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import socket
 import unicodedata
 from pathlib import Path
 
@@ -264,3 +265,15 @@ def test_a_tokenizer_json_that_cannot_be_used_is_refused(folders, tmp_path):
         path.write_text(raw)
         error = error_of(read_tokenizer_json, str(tmp_path))
         assert error.startswith(f'{path} cannot be used: ') and sentence in error
+
+
+def test_a_network_that_drops_packets_does_not_hang_tiktokens_download(monkeypatch, tmp_path):
+    with socket.create_server(('127.0.0.1', 0)) as server:  # nobody answers
+        monkeypatch.setenv('HTTPS_PROXY', f'http://127.0.0.1:{server.getsockname()[1]}')
+        for name in ('NO_PROXY', 'no_proxy', 'https_proxy'):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path))
+        monkeypatch.setattr('tiktoken.registry.ENCODINGS', {})
+        monkeypatch.setattr('hotloop.data.download.TIMEOUT', (0.2, 0.05))
+        error = error_of(tokenizer_from, {'kind': 'tiktoken', 'name': 'gpt2'})
+    assert error.startswith("the tokenizer 'gpt2' could not be loaded: ReadTimeout; set TIKTOKEN_CACHE_DIR")

@@ -1,19 +1,20 @@
-"""What --tokenizer finds: datasets, runs, checkpoints; without torch."""
+"""What --tokenizer finds: datasets, runs, checkpoints; without torch, and without running code."""
 
 import json
 import os
 import pickle
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import error_of, noise, write_bins
-from test_dataset import nanogpt_meta
+from test_dataset import Touch, nanogpt_meta
 
 import prepare
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
-from hotloop.data.tokenizer_source import find_tokenizer
+from hotloop.data.tokenizer_source import checkpoint_tokenizer, find_tokenizer
 
 BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
 CHAR = CharTokenizer('abc').spec()
@@ -97,3 +98,12 @@ def test_what_has_no_tokenizer_is_named(places, capsys):
     save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 99})
     assert 'nano/ckpt.pt has no tokenizer, and data/theirs has none for 99 ids; set' in error_of(
         find_tokenizer, 'nano', 'data')
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    """Whatever is no plain data is skipped: nothing is imported or called."""
+    evil = {'model_args': {'vocab_size': 3}, 'tokenizer': CHAR, 'x': Touch(tmp_path / 'touched')}
+    with zipfile.ZipFile(tmp_path / 'a.pt', 'w') as z:
+        z.writestr('ckpt/data.pkl', pickle.dumps(evil))
+    assert checkpoint_tokenizer(str(tmp_path / 'a.pt'), '')[0].spec() == CHAR
+    assert not (tmp_path / 'touched').exists()

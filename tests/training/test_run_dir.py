@@ -10,8 +10,9 @@ from conftest import contents, error_of
 
 from hotloop.system.files import checkpoint_paths
 from hotloop.training.checkpoint import Checkpoints
-from hotloop.training.run_dir import open_folder
+from hotloop.training.run_dir import open_folder, resume_command
 from hotloop.weights.load import load_checkpoint
+from train import TrainConfig
 
 
 def checkpoint(step):
@@ -58,14 +59,19 @@ def test_the_last_checkpoints_are_kept(tmp_path):
 def test_a_lost_best_pt_is_written_at_the_next_evaluation(tmp_path):
     """In this process, and in one that resumes from a checkpoint without the loss that is lost."""
     run = save_run(tmp_path / 'out')
-    (tmp_path / 'out' / 'best.pt').mkdir()
+    best = tmp_path / 'out' / 'best.pt'
+    run.save(checkpoint(2) | {'best_val_loss': 2.0}, best=True, final=True)
+    best.unlink()
+    best.mkdir()
     with pytest.raises(ValueError, match=r'best\.pt could not be written'):
-        run.save(checkpoint(2) | {'best_val_loss': 1.0}, best=True, final=True)
-    latest = run.latest().checkpoint
-    assert run.lost_best and (latest['iter_num'], latest['best_val_loss']) == (2, math.inf)
-    (tmp_path / 'out' / 'best.pt').rmdir()
-    run.save(checkpoint(3), best=True, final=True)
-    assert not run.lost_best and load_checkpoint(str(tmp_path / 'out' / 'best.pt'))['iter_num'] == 3
+        run.save(checkpoint(3) | {'best_val_loss': 1.0}, best=True, final=True)
+    for step in (3, 4):
+        latest = run.latest().checkpoint
+        assert run.written_best() == 2.0 and (latest['iter_num'], latest['best_val_loss']) == (step, 2.0)
+        run.save(checkpoint(4) | {'best_val_loss': 1.0}, best=False, final=True)
+    best.rmdir()
+    run.save(checkpoint(5) | {'best_val_loss': 1.5}, best=True, final=True)
+    assert run.written_best() == 1.5 and load_checkpoint(str(best))['iter_num'] == 5
 
 
 # -----------------------------------------------------------------------------
@@ -109,6 +115,14 @@ def test_a_folder_has_one_owner(tmp_path, is_new):
     held.close()
     open_folder('out_dir', str(tmp_path / 'out'), is_new).close()
     assert (tmp_path / 'out.1').exists() == is_new
+
+
+def test_the_command_that_resumes_starts_as_many_processes(monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '8')
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '4')
+    command = "train.py --init_from=resume --out_dir='my run' --device=cpu"
+    expected = f'torchrun --standalone --nproc_per_node=4 {command}'
+    assert resume_command(TrainConfig(out_dir='my run', device='cpu')) == expected
 
 
 # -----------------------------------------------------------------------------

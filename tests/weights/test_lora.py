@@ -189,9 +189,9 @@ def test_what_merged_cannot_do_is_refused(tmp_path, name, value):
     """Variants that peft has, adapters that change their base, and other tensors, as of DoRA."""
     write_adapter(tmp_path, adapt(gpt()))
     config = json.loads((tmp_path / CONFIG).read_text())
-    (tmp_path / CONFIG).write_text(json.dumps({**config, 'init_lora_weights': 'olora'}))
+    (tmp_path / CONFIG).write_text(json.dumps({**config, name: value}))
     error = error_of(read_adapter, tmp_path)
-    assert f'{tmp_path}/adapter_config.json: init_lora_weights=olora is not supported' in error
+    assert f'{tmp_path}/adapter_config.json: {name}={value} is not supported' in error
     (tmp_path / CONFIG).write_text(json.dumps(config))
     tensors = read_safetensors(tmp_path / TENSORS)
     write_safetensors(tmp_path / TENSORS, tensors | {'base_model.model.x.lora_magnitude_vector': IDS})
