@@ -59,7 +59,7 @@ class SampleConfig:
     # --- model
     init_from: str = 'resume'  # resume (from out_dir), a run, a folder of weights or adapters, or a hub model
     out_dir: str = 'out'  # where training left best.pt and ckpt.pt; best.pt is preferred
-    data_dir: str = 'data'  # downloaded weights, and datasets with the tokenizers of nanoGPT's checkpoints
+    data_dir: str = 'data'  # datasets, which have the tokenizers of nanoGPT's checkpoints
     quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
@@ -131,7 +131,7 @@ def read_prompts(start):
 def sample(model, tokenizer, template, cfg):
     """Print samples of each prompt, in order."""
     rows = read_prompts(cfg.start)
-    if template in CHATS and cfg.template == 'auto' and rows and isinstance(rows[0][0], str):
+    if template in CHATS and cfg.template == 'auto' and rows and rows[0][2] is None:
         print(f'note: this model was tuned for chat; give --chat, or --template={template} for one question',
               file=sys.stderr)
     for text, piece in write(model, tokenizer, make_prompts(rows, tokenizer, template, cfg), cfg):

@@ -107,7 +107,7 @@ def read_row(row, where, text_field=None):
     elif answer and 'instruction' in row:
         suited = 'alpaca'
         turns = [('user', row['instruction'])]
-        about = row.get('input', row.get('context'))  # the latter is Dolly's name
+        about = row.get('input') or row.get('context')  # the latter is Dolly's name
         if about:
             turns.append(('input', about))
         turns.append(('assistant', row[answer]))
@@ -122,8 +122,12 @@ def read_row(row, where, text_field=None):
 
 
 def first_of(row, names):
-    """Return the first of the names that is a field of the row, or None."""
-    return next((name for name in names if name in row), None)
+    """Return the first of the names that is a field of the row, with a value if one has it, or None."""
+    fields = [name for name in names if name in row]
+    for name in fields:
+        if row[name] is not None:  # Tables that were put together have empty fields.
+            return name
+    return fields[0] if fields else None
 
 
 def turn_of(message, where):
@@ -133,6 +137,8 @@ def turn_of(message, where):
     role = OTHER_ROLES.get(str(role), role)
     if role not in SPEAKERS:
         raise ValueError(f'{where}: a message has the role {role!r}; expected system, user or assistant')
+    if message.get('tool_calls'):
+        raise ValueError(f'{where}: a message calls tools, which the chat templates do not have')
     return role, message.get('content') or message.get('value')
 
 

@@ -11,9 +11,9 @@ from hotloop.system.text import reason_of
 TIMEOUT = (5, 30)  # seconds to connect, and between bytes
 
 GPT2_OWNER = 'openai-community/'  # on the hub; here its models have short names
-TOKENIZER_FILES = ['tokenizer_config.json', 'chat_template.jinja', 'tokenizer.json']
-MODEL_FILES = ['config.json', 'generation_config.json', 'tokenizer.model', 'vocab.json',
-               'model.safetensors', 'model-*.safetensors', *TOKENIZER_FILES]
+TOKENIZER_FILES = ['tokenizer_config.json', 'chat_template.jinja', 'tokenizer.json', 'config.json',
+                   'generation_config.json']  # the last two name ids that end an answer
+MODEL_FILES = ['tokenizer.model', 'vocab.json', 'model.safetensors', 'model-*.safetensors', *TOKENIZER_FILES]
 
 
 # -----------------------------------------------------------------------------

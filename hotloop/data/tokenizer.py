@@ -223,7 +223,7 @@ class HFTokenizer(Tokenizer):
     def pieces(self):
         pieces = [b''] * self.n_vocab
         for token, i in self.backend.get_vocab().items():
-            if i in (self.eot, self.bos):
+            if i in (self.eot, self.bos) or i >= self.n_vocab:  # of which a model may have fewer
                 continue
             if self.byte_level and i not in self.added and BYTE_OF.keys() >= set(token):
                 pieces[i] = bytes(BYTE_OF[letter] for letter in token)

@@ -44,9 +44,13 @@ def find_tokenizer(name, data_dir):
         return TokenizerSource(ByteTokenizer())
     if name in TIKTOKEN_NAMES:
         return TokenizerSource(TiktokenTokenizer(name))
-    for path in (name, os.path.join(data_dir, name)):
-        if os.path.exists(path):
-            return tokenizer_at(path, data_dir)
+    paths = [path for path in (name, os.path.join(data_dir, name)) if os.path.exists(path)]
+    for path in paths:
+        found = tokenizer_at(path, data_dir)
+        if found:  # a folder of texts may have the name of a dataset
+            return found
+    if paths:
+        raise ValueError(f'{paths[0]} has no tokenizer: no tokenizer.json, no train.bin and no checkpoint')
     if is_hub_name(name):
         folder = hub_folder(name, TOKENIZER_FILES)
         return TokenizerSource(read_tokenizer_json(folder), name, template=template_of(folder))
@@ -82,7 +86,7 @@ def learn_tokenizer(name, pieces, template, several, every):
 
 
 def tokenizer_at(path, data_dir):
-    """Read the TokenizerSource of a Hugging Face folder, a dataset, a run or a checkpoint."""
+    """Read the TokenizerSource of a Hugging Face folder, a dataset, a run or a checkpoint, or None."""
     if os.path.basename(path) == 'tokenizer.json':
         path = os.path.dirname(path) or '.'
     if path.endswith('.json'):
@@ -99,7 +103,7 @@ def tokenizer_at(path, data_dir):
     if os.path.isdir(path):
         files = checkpoint_paths(path, best=True)
         if not files:
-            raise ValueError(f'{path} has no tokenizer: no tokenizer.json, no train.bin and no checkpoint')
+            return None
     _, (tokenizer, template) = first_intact(files, lambda file: checkpoint_tokenizer(file, data_dir))
     return TokenizerSource(tokenizer, path, is_run=True, template=template)
 

@@ -25,8 +25,9 @@ from hotloop.system.files import optional
 
 FENCE = re.compile(r'^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)', re.DOTALL | re.MULTILINE)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+ACTS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom)  # what an expression can do
 # These end the continuation of a bare prompt; the first are Codex's (arXiv 2107.03374).
-BODY_STOPS = ('\nclass', '\ndef', '\n#', '\nif', '\nprint', '\n```')
+BODY_STOPS = ('\nclass', '\ndef', '\n@', '\n#', '\nif', '\nprint', '\n```')
 PROGRAM_STOPS = ('\nassert', '\nif', '\nprint', '\n"""', '\n```')
 METRIC = ('metric', 'tasks', 'answers', 'value', 'low', 'high')
 
@@ -79,7 +80,7 @@ def read_task(row, where, is_chat):
         question = f'"""\n{prompt}\n{tests}\n"""\n'
         if is_chat:
             question = f'{prompt}\nThe code should pass these tests:\n\n{tests}'
-        setup = '\n'.join([row.get('test_setup_code') or '', *row.get('test_imports', [])])
+        setup = '\n'.join([row.get('test_setup_code') or '', *(row.get('test_imports') or [])])
         return Task(name, [('user', question)], 'joined', prompt, row.get('code', ''), '',
                     f'{setup}\n{tests}\n', PROGRAM_STOPS)
     suited, turns = read_row(row, where)
@@ -125,7 +126,7 @@ def complete(task, answer, code):
 
 
 def is_code(program, entry=''):
-    """Test whether a program, or its function `entry`, parses and does more than pass or a docstring."""
+    """Test whether a program, or its function `entry`, parses and does something."""
     tree = parse(program)
     if tree is None:
         return False
@@ -134,9 +135,10 @@ def is_code(program, entry=''):
         if isinstance(node, FUNCTIONS) and node.name == entry:
             body = node.body  # The last definition counts.
     for statement in body:
-        value = getattr(statement, 'value', None)
-        is_word = isinstance(statement, ast.Expr) and isinstance(value, ast.Constant | ast.Name)
-        if not is_word and not isinstance(statement, ast.Pass):
+        # Prose such as `Answer: yes` parses too.
+        acts = any(isinstance(node, ACTS) for node in ast.walk(statement))
+        is_idle = isinstance(statement, ast.Expr | ast.AnnAssign | ast.Import | ast.ImportFrom | ast.Pass)
+        if acts or not is_idle or (isinstance(statement, ast.AnnAssign) and statement.value):
             return True
     return False
 

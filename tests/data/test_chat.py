@@ -40,6 +40,8 @@ def shown(row, template):
     ({**ALPACA, 'input': ''}, 'auto', f'[{TASK}{WRITE}Add.\n\n### Response:\n]4'),
     ({'instruction': 'Add.', 'context': '2 and 2', 'response': '4', 'category': 'sum'}, 'plain',
      '[Add.\n\n2 and 2\n]4'),
+    ({'instruction': 'Add.', 'input': None, 'context': '2 and 2', 'response': None, 'output': '4'}, 'plain',
+     '[Add.\n\n2 and 2\n]4'),
     ({**ALPACA, 'system': 'Brief.', 'input': None}, 'alpaca',
      '[Brief.\n\n### Instruction:\nAdd.\n\n### Response:\n]4'),
     (CHAT, 'auto', CHATML_SYSTEM + CHATML_FIRST + CHATML_SECOND),
@@ -56,6 +58,7 @@ def test_the_document_of_a_row(row, template, expected):
 
 @pytest.mark.parametrize('row, expected', [
     ('text', 'text'), ({'text': 'a', 'content': 'b'}, 'a'), ({'content': 'b', 'n': 3}, 'b'),
+    ({'text': None, 'content': 'b'}, 'b'),
     ({'text': 'a\ud800b \ud83d\ude00'}, 'a\ufffdb 😀'),
 ])
 def test_a_text_is_one_part(row, expected):
@@ -83,6 +86,7 @@ def test_a_row_without_text_or_answer_has_no_document(row):
     ({'title': 'a', 'n': 3}, r"has no field 'text', only title, n; .*--text_field of prepare"),
     ({'text': 3}, "field 'text' must be a string, not 3"),
     ({'messages': [{'role': ['user'], 'content': 'hi'}]}, r"a message has the role \['user'\]"),
+    ({'messages': [{'role': 'assistant', 'content': None, 'tool_calls': [{}]}]}, 'a message calls tools'),
     ({'prompt': ['a'], 'completion': 'b'}, r'user.s text must be a string, not \["a"\]'),
 ])
 def test_a_bad_row_is_named_with_its_place(row, words):

@@ -87,6 +87,8 @@ def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, s
 
 def test_what_has_no_tokenizer_is_named(places, capsys):
     assert 'text has no tokenizer' in error_of(find_tokenizer, 'text', 'data')
+    Path('own').mkdir()  # the texts of data/own
+    assert find_tokenizer('own', 'data').tokenizer is not None
     for name in ('nowhere', 'bpe:256', '../x'):
         assert f'tokenizer={name!r} is not one of byte' in error_of(find_tokenizer, name, 'data')
     damaged = Path('out/best.pt')

@@ -243,6 +243,7 @@ def test_special_ids_beyond_the_vocabulary_of_the_model_are_not_used(llama_folde
     (llama_folder / 'tokenizer.json').write_text(json.dumps(tokenizer))
     tokenizer = opened(llama_folder).tokenizer
     assert tokenizer.n_vocab == 97 and '<extra_97>' not in tokenizer.specials
+    assert len(tokenizer.pieces) == 97
 
 
 def test_a_tuned_family_needs_its_folder_no_more(llama_folder, train_tiny, tmp_path, capsys):
