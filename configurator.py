@@ -264,7 +264,7 @@ def call_main(main, *args):
         filename = traceback.extract_tb(e.__traceback__)[-1].filename  # '<frozen codecs>' of Python's own
         folder = os.path.dirname(os.path.realpath(filename))
         is_own = folder == HERE or os.path.dirname(folder) == os.path.join(HERE, 'hotloop')
-        if filename[0] == '<' or not is_own:
+        if filename.startswith('<') or not is_own:
             raise
         print(f'error: {e}', file=sys.stderr)
         status = 1

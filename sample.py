@@ -191,6 +191,8 @@ def read_line():
     """Read a line of the user. Returns '' at the end of the input."""
     try:
         return input('> ').strip()
+    except UnicodeDecodeError as e:
+        raise ValueError(f'the input is not UTF-8: {e}') from None
     except EOFError:
         print()
         return ''

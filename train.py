@@ -634,6 +634,8 @@ def execute(run, settings, meta):
     locks = []
     if env.rank == 0:
         locks = open_folders(run, schedule, checkpoints, latest)
+        if not os.path.exists(os.path.join(cfg.out_dir, 'best.pt')):
+            checkpoints.best_loss = math.inf
     log = Log(cfg, run.record['config'], env, resumed_at)
     if not latest:
         log.start(run.model, run.record, [settings.model, settings.lora, cfg])

@@ -99,12 +99,12 @@ def read_row(row, where, text_field=None):
             return None, []
         return 'joined', [('user', text_of(row, where, prompt)), ('assistant', text_of(row, where, answer))]
     chat = first_of(row, ('messages', 'conversations'))
-    question = first_of(row, ('prompt', 'question'))
+    question = first_of(row, ('instruction', 'prompt', 'question'))
     answer = first_of(row, ANSWERS)
     if chat and isinstance(row[chat], list):
         suited = 'chatml'
         turns = [turn_of(message, where) for message in row[chat]]
-    elif answer and 'instruction' in row:
+    elif answer and question == 'instruction':
         suited = 'alpaca'
         turns = [('user', row['instruction'])]
         about = row.get('input') or row.get('context')  # the latter is Dolly's name
@@ -125,7 +125,7 @@ def first_of(row, names):
     """Return the first of the names that is a field of the row, with a value if one has it, or None."""
     fields = [name for name in names if name in row]
     for name in fields:
-        if row[name] is not None:  # Tables that were put together have empty fields.
+        if row[name]:  # Tables that were put together have empty fields.
             return name
     return fields[0] if fields else None
 
@@ -137,7 +137,7 @@ def turn_of(message, where):
     role = OTHER_ROLES.get(str(role), role)
     if role not in SPEAKERS:
         raise ValueError(f'{where}: a message has the role {role!r}; expected system, user or assistant')
-    if message.get('tool_calls'):
+    if message.get('tool_calls') or message.get('function_call'):
         raise ValueError(f'{where}: a message calls tools, which the chat templates do not have')
     return role, message.get('content') or message.get('value')
 

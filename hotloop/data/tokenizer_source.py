@@ -148,7 +148,7 @@ def template_of(folder):
     chat = str(read_optional(folder, 'tokenizer_config.json').get('chat_template') or '')
     path = os.path.join(folder, 'chat_template.jinja')
     if os.path.exists(path):
-        with open(path, encoding='utf-8') as f:
+        with open(path, encoding='utf-8', errors='replace') as f:
             chat = f.read()
     for template in CHATS:
         begin = TEMPLATES[template].user[0].strip()

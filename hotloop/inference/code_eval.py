@@ -25,7 +25,8 @@ from hotloop.system.files import optional
 
 FENCE = re.compile(r'^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)', re.DOTALL | re.MULTILINE)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-ACTS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom)  # what an expression can do
+# what expressions of code have, unlike prose
+ACTS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda, ast.comprehension, ast.NamedExpr)
 # These end the continuation of a bare prompt; the first are Codex's (arXiv 2107.03374).
 BODY_STOPS = ('\nclass', '\ndef', '\n@', '\n#', '\nif', '\nprint', '\n```')
 PROGRAM_STOPS = ('\nassert', '\nif', '\nprint', '\n"""', '\n```')

@@ -135,7 +135,7 @@ class Checkpoints:
         self.saved_step = saved_step  # of ckpt.pt
         self.mirror = mirror
         self.seconds = 0.0  # of the last save
-        self.best_loss = best_loss  # of the best.pt that is on disk
+        self.best_loss = best_loss  # of the last best.pt that was written
         self.writer = ThreadPoolExecutor(1)
         self.saving = None  # the save under way
 
@@ -191,10 +191,13 @@ class Checkpoints:
             if best:
                 left_out = (*OPTIMIZERS, 'scaler', 'state')
                 weights = {name: value for name, value in checkpoint.items() if name not in left_out}
-                save_checkpoint(os.path.join(self.folder, 'best.pt'), weights)
                 if 'lora' in checkpoint:
                     write_adapter(os.path.join(self.folder, 'adapter'), checkpoint)
+                save_checkpoint(os.path.join(self.folder, 'best.pt'), weights)
                 self.best_loss = checkpoint['best_val_loss']
+        except ValueError:
+            checkpoint['state']['evaluated_at'] = -1  # a resume evaluates this step again and saves it
+            raise
         finally:  # a run is resumed from ckpt.pt, which must not depend on best.pt
             checkpoint['best_val_loss'] = checkpoint['state']['best_val_loss'] = self.best_loss
             save_checkpoint(os.path.join(self.folder, 'ckpt.pt'), checkpoint, keep_old)

@@ -124,10 +124,11 @@ def model_on_meta(config, lora, dtype):
 
 
 @functools.cache
-def activation_bytes(config, batch, dtype, chunks, recompute='none', lora=None):
+def activation_bytes(config, batch, dtype, chunks, recompute='none', lora=None, ahead=False):
     """
     Count what an uncompiled step of `batch` sequences stores at most: activations, logits and
     temporaries. Blocks are counted for two and three times their pattern of mixers; others are alike.
+    ahead: with the loss of later tokens (multi_token).
     """
     # windows and soft-caps need no memory, and their kernels do not exist on the meta device
     plain = dict(window=None, window_pattern=None, rope_local_base=None, attn_softcap=0.0)
@@ -137,6 +138,8 @@ def activation_bytes(config, batch, dtype, chunks, recompute='none', lora=None):
         shallow = dataclasses.replace(config, n_layer=times * period, **plain)
         model = model_on_meta(shallow, lora, dtype)
         model.loss_chunks = chunks
+        if ahead:
+            model.ahead = torch.zeros(2, device='meta')
         set_blocks(model, recompute)
         ids = torch.zeros(batch, config.block_size, dtype=torch.int64, device='meta')
         known = [ids, *model.parameters(), *model.buffers()]
@@ -167,7 +170,8 @@ def memory_of(config, cfg, lora, env, memory):
         optimizer = weights // 2 + weights // 128
     chunks = choose_loss_chunks(asked_chunks(cfg), cfg.batch_size * model.config.block_size,
                                 model.config.vocab_size, env, not model.lm_head.weight.requires_grad, memory)
-    activations = activation_bytes(model.config, cfg.batch_size, env.dtype, chunks, cfg.recompute, lora)
+    activations = activation_bytes(model.config, cfg.batch_size, env.dtype, chunks, cfg.recompute, lora,
+                                   ahead=cfg.multi_token > 0)
     gradients = weights
     if cfg.gradient_accumulation_steps == 1:  # they take the place of activations
         gradients = max(weights - activations, 0)

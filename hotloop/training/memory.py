@@ -52,6 +52,8 @@ def choose_batch_size(model, split, env, cfg):
     if env.device.type == 'cpu':  # Linux kills a process that uses too much
         raise ValueError('auto_batch=True tries sizes on a GPU; on a CPU use --auto_batch=False')
     set_blocks(model, cfg.recompute)
+    if cfg.multi_token:
+        model.ahead = torch.zeros(2, device=env.device)  # its loss takes memory too
     reserve = 8 * sum(p.numel() for p in trainable(model))  # the optimizer's two moments
     if kept_on_device(split, env):
         reserve += split.num_bytes

@@ -40,7 +40,7 @@ def open_folder(name, folder, is_new):
 
 
 def is_same_run(folder, other):
-    """Test whether `other` holds the run of a folder, whose log begins alike, or none."""
+    """Test whether `other` holds the run of a folder, whose log begins alike, or no checkpoint."""
     first = []
     for path in (folder, other):
         try:

@@ -40,6 +40,7 @@ def shown(row, template):
     ({**ALPACA, 'input': ''}, 'auto', f'[{TASK}{WRITE}Add.\n\n### Response:\n]4'),
     ({'instruction': 'Add.', 'context': '2 and 2', 'response': '4', 'category': 'sum'}, 'plain',
      '[Add.\n\n2 and 2\n]4'),
+    ({'instruction': None, 'output': None, **PAIR}, 'auto', '[Q: 2+2?\nA:] 4'),
     ({'instruction': 'Add.', 'input': None, 'context': '2 and 2', 'response': None, 'output': '4'}, 'plain',
      '[Add.\n\n2 and 2\n]4'),
     ({**ALPACA, 'system': 'Brief.', 'input': None}, 'alpaca',
@@ -58,7 +59,7 @@ def test_the_document_of_a_row(row, template, expected):
 
 @pytest.mark.parametrize('row, expected', [
     ('text', 'text'), ({'text': 'a', 'content': 'b'}, 'a'), ({'content': 'b', 'n': 3}, 'b'),
-    ({'text': None, 'content': 'b'}, 'b'),
+    ({'text': '', 'content': 'b'}, 'b'),
     ({'text': 'a\ud800b \ud83d\ude00'}, 'a\ufffdb 😀'),
 ])
 def test_a_text_is_one_part(row, expected):

@@ -32,7 +32,7 @@ SHORTEN = {'prompt': 'Shorten:\n```python\nx  =  1\n```', 'answer': 'x=1'}
 @pytest.mark.parametrize('code, expected', [
     ('x = 1', True), ('print("a")', True), ('def f():\n    return 1', True), ('"\\d"\nx: int = 2', True),
     ('', False), ('\n', False), ('pass', False), ('...', False), ('"""text"""', False), ('# text', False),
-    ('code', False), ('Answer: yes', False), ('yes, no', False), ('import os', False), ('f(x)', True),
+    ('code', False), ('Answer: yes', False), ('yes, no', False), ('import os', False), ('lambda x: x', True),
     ('def f(:', False), ('Here is it:', False), ('\0', False), ('(' * 500, False)])
 def test_code_parses_and_does_something(code, expected, recwarn):
     assert is_code(code) == expected and not recwarn
