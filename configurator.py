@@ -149,6 +149,7 @@ def read_argv(argv, kinds):
         is_value = not following.startswith('--')
         if bool in alternatives(kind):
             is_value = following.lower() in ('true', 'false', 'none', 'auto')
+            is_value = is_value or (int in alternatives(kind) and following.isdecimal())
         if not equals:
             value = rest.pop(0) if is_value else None
         try:

@@ -44,12 +44,13 @@ from model import GPT, positions_in
 RANGES = {'num_samples': (1, math.inf), 'max_new_tokens': (0, math.inf), 'temperature': (0, math.inf),
           'top_k': (1, math.inf), 'top_p': (1e-6, 1), 'min_p': (1e-6, 1),
           'repetition_penalty': (0.01, 100), 'seed': (0, 2**62), 'batch_size': (1, math.inf),
-          'serve': (0, 65535)}
+          'serve': (0, 65535)}  # 0: False
 # the settings of drawn texts, and those that each command does not use
 TEXT = ('start', 'num_samples', *DRAWN)
-UNUSED = {'score': TEXT, 'eval_code': ('start',), 'chat': ('num_samples', 'output', 'batch_size'),
+UNUSED = {'score': (*TEXT, 'compile'), 'eval_code': ('start',),
+          'chat': ('num_samples', 'output', 'batch_size'),
           'serve': ('start', 'num_samples', 'output', 'compile'),
-          'diagnose': (*TEXT, 'template', 'batch_size', 'quantize'),
+          'diagnose': (*TEXT, 'template', 'batch_size', 'quantize', 'compile'),
           'export': (*TEXT, 'output', 'batch_size', 'device', 'compile')}
 DIAGNOSED = 2**14  # tokens of validation data that --diagnose reads
 
@@ -96,6 +97,8 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 problems.append(f'{name}={value} must be from {least} to {most}')
+        if self.serve is not False and self.serve == 0:
+            problems.append('serve=0 is not the number of a port')
         commands = [name for name in UNUSED if getattr(self, name)]
         if len(commands) > 1:
             problems.append(f'{commands[0]} and {commands[1]} are two commands; give one of them')
@@ -171,7 +174,10 @@ def chat(model, tokenizer, template, cfg):
         raise ValueError(f'the chat template of the model is not known; {CHOOSE}')
     turns = []
     if cfg.start.strip():
-        turns = [('system', read_prompts(cfg.start)[0][0])]
+        prompts = read_prompts(cfg.start)
+        if len(prompts) != 1 or not isinstance(prompts[0][0], str):
+            raise ValueError(f'start={cfg.start}: the system prompt of a chat is one text')
+        turns = [('system', prompts[0][0])]
     cfg = replace(cfg, num_samples=1)
     while (message := read_line()) not in ('', 'exit'):
         try:

@@ -12,7 +12,9 @@ def load(source='out', **settings):
     Load a run, a folder of weights or a model of the hub: load('out').generate('ROMEO:'). settings: of
     sample.py, such as device, dtype, quantize, template or temperature.
     """
+    import os
+
     from hotloop.inference.load import Model
     from model import GPT
     from sample import SampleConfig
-    return Model(SampleConfig(init_from=source, **settings), GPT).prepare()
+    return Model(SampleConfig(init_from=os.fspath(source), **settings), GPT).prepare()

@@ -54,7 +54,7 @@ def measure_blocks(model, batches):
     def recorder(place, layer):
         def record(module, args, output=None):
             values = args[0] if output is None else output
-            squares[place, layer].append(values.double().square().mean().item())
+            squares[place, layer].append(values.float().square().mean().item())
             if place == 'units':
                 peak = values.abs().flatten(0, -2).amax(0)
                 peaks[layer] = torch.maximum(peaks.get(layer, peak), peak)

@@ -1,9 +1,10 @@
 """Open a model with its tokenizer and chat template, and write texts with it."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
+from configurator import accept
 from hotloop.data.chat import prompt_of
 from hotloop.data.tokenizer import template_of_record, tokenizer_from
 from hotloop.inference.quantize import prepare_for_inference
@@ -71,6 +72,13 @@ class Model:
 
 
 def check(cfg):
-    """Raise ValueError with the problems of the settings."""
-    if wrong := cfg.problems():
+    """Raise ValueError with the problems of the settings, also of those that Python code gives."""
+    wrong = []
+    for field in fields(cfg):
+        try:
+            accept(getattr(cfg, field.name), field.type)
+        except ValueError as e:
+            wrong.append(f'{field.name}: {e}')
+    wrong = wrong or cfg.problems()
+    if wrong:
         raise ValueError('\n'.join(wrong))

@@ -365,7 +365,8 @@ def write_report(folders):
 def main():
     """Write the report of the folders on the command line."""
     try:
-        path = write_report(','.join(sys.argv[1:]).split(','))
+        folders = [folder for folder in ','.join(sys.argv[1:]).split(',') if folder]
+        path = write_report(folders or ['out'])
     except OSError as e:  # the folder is read-only, or holds no run
         raise ValueError(f'the report could not be made: {e}') from None
     print(f'report: {path}')

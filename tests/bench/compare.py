@@ -70,6 +70,8 @@ def run_once(options, dataset, seed, length, args):
 def p_value(differences):
     """Return the two-sided p-value of a paired t-test."""
     n = len(differences)
+    if not stdev(differences):
+        return float(not mean(differences))
     t = abs(mean(differences)) / (stdev(differences) / math.sqrt(n))
     # the integral of the density of Student's t distribution by Simpson's rule, in u = atan(x / sqrt(n - 1))
     limit = math.atan(t / math.sqrt(n - 1))

@@ -73,6 +73,8 @@ def do_not_evaluate(model, *args):
     return SimpleNamespace(model=model, val={{'loss': 1.0}}, seconds=0.0)
 def keep_weights(log, step, evaluation):
     global stopped
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the steps before are ours
     start = time.perf_counter()
     model = evaluation.model
     torch.save({{'model': model.state_dict(), 'model_args': model.config.model_args(),

@@ -166,6 +166,13 @@ def test_load_gives_a_model_that_writes_what_the_command_writes(draw, out):
     assert '--template' in error_of(model.generate, [{'role': 'user', 'content': 'a'}])
 
 
+@pytest.mark.parametrize('settings, words', [
+    (dict(quantize='nf4'), "quantize: expected none or int8, not 'nf4'"), (dict(dtype='fp16'), 'dtype'),
+    (dict(stop=['a']), 'stop')])
+def test_load_checks_settings_as_the_command_does(out, settings, words):
+    assert words in error_of(load, out, **settings)
+
+
 def test_load_answers_a_chat_in_the_template_of_the_model(out, monkeypatch):
     write(out / 'best.pt', gpt(257), ByteTokenizer(), template='chatml')
     calls = play(monkeypatch, *b'Four.<|im_end|>no')

@@ -97,7 +97,7 @@ def test_a_compiled_step_draws_what_the_eager_one_draws(preset):
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
     def texts(compiled, temperature):
-        sampling = Sampling(90, temperature=temperature, top_k=20, repetition_penalty=1.1, stop={11})
+        sampling = Sampling(90, temperature=temperature, top_k=20, repetition_penalty=1.1)
         steps = generate(model, prompts, sampling, seeds=[1, 2, 3], compiled=compiled)
         return [[(sequence, token) for sequence, token, _ in new] for new in steps]
     for temperature in (0.0, 0.8, 0.8):
