@@ -14,7 +14,7 @@ micro-batch. A killed run therefore resumes bit for bit, and a checkpoint holds 
 from hotloop.system import host  # starts the clock of this process
 
 if __name__ == '__main__':
-    host.end_spins_early()  # must precede the import of torch
+    host.end_spins_early(1000)  # must precede the import of torch
 
 import dataclasses
 import functools

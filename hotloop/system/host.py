@@ -15,14 +15,14 @@ def process_seconds():
     return time.perf_counter() - STARTED
 
 
-def end_spins_early():
+def end_spins_early(spins):
     """
-    Let idle OpenMP threads of torch (libgomp) sleep after 1,000 spins, 25 microseconds, not 300,000:
-    runs on the same cores wait for each other at every barrier. Has to be called before torch is
-    imported.
+    Let idle OpenMP threads of torch (libgomp) sleep after so many spins of about 25 nanoseconds, not
+    after 300,000: programs on the same cores wait for each other at every barrier. Has to be called
+    before torch is imported.
     """
     if 'OMP_WAIT_POLICY' not in os.environ:
-        os.environ.setdefault('GOMP_SPINCOUNT', '1000')
+        os.environ.setdefault('GOMP_SPINCOUNT', str(spins))
 
 
 def threads_for(processes):
