@@ -58,19 +58,13 @@ from hotloop.training.checkpoint import (
     restore,
     state_from,
 )
-from hotloop.training.dataloader import Batches, open_split, share_batch, shares_of
+from hotloop.training.dataloader import Batches, open_split, share_batch
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
-from hotloop.training.memory import (
-    asked_chunks,
-    choose_batch_size,
-    choose_loss_chunks,
-    memory_advice,
-    out_of_memory,
-)
+from hotloop.training.memory import choose_batch_size, memory_advice, out_of_memory, set_loss
 from hotloop.training.optim import build_optimizers
-from hotloop.training.recipes import SHAPE, card_for_machine, depth_settings
+from hotloop.training.recipes import SHAPE, card_for_machine, choose_settings
 from hotloop.training.run_dir import is_same_run, open_folder, write_config
 from hotloop.training.schedule import (
     Deadline,
@@ -81,6 +75,7 @@ from hotloop.training.schedule import (
     set_learning_rate,
 )
 from hotloop.training.settings import (
+    bound_settings,
     check_time_budget,
     checkpoint_settings,
     compare_record,
@@ -205,7 +200,7 @@ def read_settings(argv=None):
         if gone:
             print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
     elif cfg.depth is not None or chooses_depth:  # those that suit the depth
-        below = depth_settings(cfg, peek.given)
+        below = choose_settings(cfg, peek.given)
     elif names_nothing and not (names_model and 'dataset' in peek.given):  # those of the machine's card
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
@@ -213,9 +208,7 @@ def read_settings(argv=None):
     found = read(argv=argv, below=below)
     model, lora, cfg = found.objects
     if latest:
-        bound = BOUND
-        if 'data' in latest.checkpoint and shares_of(cfg.dataset) == shares_of(below.get('dataset', '')):
-            bound = BOUND - {'dataset'}  # it may have another name now; compare_record() compares the data
+        bound = bound_settings(BOUND, cfg, below, latest.checkpoint)
         compare_settings(found.objects, found.given, below, bound)
         check_time_budget(cfg, below.get('time_budget'), latest.checkpoint)
     check_lora(lora, cfg, found.given, is_new=latest is None)
@@ -460,13 +453,7 @@ def build_run(settings, datasets, env):
 
 def set_up_loss(model, num_tokens, cfg, env):
     """Set how a model computes the loss of num_tokens, a micro-batch, and the gradient."""
-    model.loss_chunks = choose_loss_chunks(asked_chunks(cfg), num_tokens, model.config.vocab_size, env,
-                                           frozen=not model.lm_head.weight.requires_grad)
-    if cfg.multi_token:
-        if model.loss_chunks > 1:
-            raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
-                             f'loss_chunks={model.loss_chunks}; use --loss_chunks=1 or --multi_token=0')
-        model.ahead = torch.zeros(2, device=env.device)
+    set_loss(model, num_tokens, cfg, env)
     if cfg.feedback == 'dfa':
         model.feedback = feedback_matrices(model.config, cfg.seed).to(env.device)
     if cfg.ortho_penalty and 'K' not in model.config.mixers():
@@ -634,8 +621,6 @@ def execute(run, settings, meta):
     locks = []
     if env.rank == 0:
         locks = open_folders(run, schedule, checkpoints, latest)
-        if not os.path.exists(os.path.join(cfg.out_dir, 'best.pt')):
-            checkpoints.best_loss = math.inf
     log = Log(cfg, run.record['config'], env, resumed_at)
     if not latest:
         log.start(run.model, run.record, [settings.model, settings.lora, cfg])

@@ -197,6 +197,12 @@ class Dataset(NamedTuple):
     weight: float
 
 
+def named_weights(dataset):
+    """Split the setting `dataset`: [(name, weight)], weights as text, '' where none is given."""
+    parts = [word.partition(':') for word in dataset.split(',')]
+    return [(name, weight) for name, _, weight in parts]
+
+
 def open_datasets(dataset, data_dir):
     """
     Open the Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights,
@@ -204,8 +210,7 @@ def open_datasets(dataset, data_dir):
     """
     datasets = []
     weighted = ':' in dataset
-    for word in dataset.split(','):
-        name, _, weight = word.partition(':')
+    for name, weight in named_weights(dataset):
         folder = os.path.join(data_dir, name)
         for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
             if not os.path.exists(path):

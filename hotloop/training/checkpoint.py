@@ -156,6 +156,8 @@ class Checkpoints:
             os.replace(latest.path, newest)
         if 'state' not in latest.checkpoint and not os.path.exists(best):
             copy_file(newest, best)  # of nanoGPT, whose only file holds the best weights
+        if not os.path.exists(best):
+            self.best_loss = math.inf
 
     def save(self, checkpoint, best, final=False):
         """

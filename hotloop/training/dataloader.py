@@ -271,11 +271,6 @@ def windows_per_epoch(num_tokens, T):
     return max((num_tokens - 1) // T - 1, 1)
 
 
-def shares_of(dataset):
-    """List the weights that a setting gives its datasets, '' where it gives none."""
-    return [word.partition(':')[2] for word in dataset.split(',')]
-
-
 def share_batch(batch_size, accumulation, world):
     """Divide a step among processes: (micro-batch of at most batch_size, accumulation) of each."""
     total = batch_size * accumulation

@@ -47,13 +47,22 @@ def choose_loss_chunks(asked, num_tokens, vocab_size, env, frozen=False, memory=
     return min(chunks, num_tokens)
 
 
+def set_loss(model, num_tokens, cfg, env):
+    """Set the chunks of the loss of num_tokens, and the weights of later tokens if multi_token is set."""
+    model.loss_chunks = choose_loss_chunks(asked_chunks(cfg), num_tokens, model.config.vocab_size, env,
+                                           frozen=not model.lm_head.weight.requires_grad)
+    if cfg.multi_token:
+        if model.loss_chunks > 1:
+            raise ValueError(f'multi_token={cfg.multi_token} cannot be combined with '
+                             f'loss_chunks={model.loss_chunks}; use --loss_chunks=1 or --multi_token=0')
+        model.ahead = torch.zeros(2, device=env.device)
+
+
 def choose_batch_size(model, split, env, cfg):
     """Return the largest micro-batch that gives the same step and fits, by trial, on all processes."""
     if env.device.type == 'cpu':  # Linux kills a process that uses too much
         raise ValueError('auto_batch=True tries sizes on a GPU; on a CPU use --auto_batch=False')
     set_blocks(model, cfg.recompute)
-    if cfg.multi_token:
-        model.ahead = torch.zeros(2, device=env.device)  # its loss takes memory too
     reserve = 8 * sum(p.numel() for p in trainable(model))  # the optimizer's two moments
     if kept_on_device(split, env):
         reserve += split.num_bytes
@@ -70,8 +79,7 @@ def choose_batch_size(model, split, env, cfg):
 def trial_fits(model, batch, env, cfg, reserve):
     """Try forward and backward of `batch` sequences beside `reserve` bytes. Returns if they fit."""
     c = model.config
-    model.loss_chunks = choose_loss_chunks(asked_chunks(cfg), batch * c.block_size, c.vocab_size, env,
-                                           frozen=not model.lm_head.weight.requires_grad)
+    set_loss(model, batch * c.block_size, cfg, env)
     fits = True
     try:
         reserved = torch.empty(reserve, dtype=torch.uint8, device=env.device)

@@ -51,7 +51,7 @@ def num_parameters(depth):
     return 12 * depth * shape_of(depth)['n_embd']**2
 
 
-def settings_of_depth(depth, world=1, tokens=None, text_tokens=None):
+def depth_settings(depth, world=1, tokens=None, text_tokens=None):
     """
     Return {setting: value} of a modern GPT with so many layers. A step has 128 x depth^2 tokens,
     rounded down to a power of two, at least 2,048; its sequences are a multiple of the processes.
@@ -96,10 +96,11 @@ def choose_depth(seconds, flops):
     return min(DEPTHS, key=misfit)
 
 
-def depth_settings(cfg, given):
+def choose_settings(cfg, given):
     """
-    Return the {setting: value} of a command's depth. A time budget without a card chooses the depth by
-    the speed of this machine, unless it is given, and the rest by the tokens that the run will read.
+    Return the {setting: value} of the depth that a command names, or that its time budget chooses by
+    the speed of this machine. With a time budget, the rest follows from the tokens that the run will
+    read.
     """
     if cfg.init_from != 'scratch':
         raise ValueError(f'depth={cfg.depth} shapes a new model, and init_from={cfg.init_from} has a '
@@ -109,7 +110,7 @@ def depth_settings(cfg, given):
     if 'dataset' not in given:
         _, dataset, _ = card_for_machine(cfg.device)
     if cfg.time_budget is None:
-        return {'dataset': dataset, **settings_of_depth(cfg.depth, world)}
+        return {'dataset': dataset, **depth_settings(cfg.depth, world)}
     text_tokens = 0
     for one in open_datasets(dataset, cfg.data_dir):
         text_tokens += one.meta['splits'].get('train', {}).get('tokens', 0)
@@ -123,7 +124,7 @@ def depth_settings(cfg, given):
     if cfg.depth is None:
         print0(f'depth: {depth}, for the speed of this machine; --depth=N chooses another')
     tokens = tokens_within(depth, 60 * cfg.time_budget, flops)
-    settings = settings_of_depth(depth, world, tokens, text_tokens)
+    settings = depth_settings(depth, world, tokens, text_tokens)
     steps = settings.pop('max_iters')  # about: the clock decides
     # 5 evaluations take about 8% of the run: without a backward pass, a third of the work of a step
     eval_tokens = 0.08 * tokens / 5 / 2 * 3

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import torch
 
+from hotloop.data.dataset import named_weights
 from hotloop.system.distributed import print0
 from hotloop.system.files import is_inside
 from hotloop.system.text import shell
@@ -121,6 +122,19 @@ def compare_settings(objects, given, before, bound):
     if wrong:
         raise ValueError('\n'.join([*wrong, f'to continue it: {shell(*flags)}; for a new run from '
                                     'its weights: --init_from=PATH']))
+
+
+def bound_settings(bound, cfg, before, checkpoint):
+    """
+    Return the settings that a resume cannot change. A dataset may have another name: compare_record()
+    compares the data, but not the weights of a mixture. before: the settings of the checkpoint.
+    """
+    if 'data' not in checkpoint:  # nanoGPT's
+        return bound
+    weights = []
+    for dataset in (cfg.dataset, before['dataset']):
+        weights.append([weight for _, weight in named_weights(dataset)])
+    return bound - {'dataset'} if weights[0] == weights[1] else bound
 
 
 def check_time_budget(cfg, before, checkpoint):

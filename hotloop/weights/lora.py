@@ -52,8 +52,8 @@ def check_lora(lora, cfg, given, is_new):
     if not lora.lora_rank:
         for field in dataclasses.fields(lora):
             value = getattr(lora, field.name)
-            is_given = field.name in given and 'lora_rank' not in given  # --lora_rank=0 turns off a card's
-            if value != field.default and is_given:
+            is_alone = field.name in given and 'lora_rank' not in given  # --lora_rank=0 turns off a card's
+            if value != field.default and is_alone:
                 raise ValueError(f'{field.name}={value!r} applies only with a --lora_rank such as 16')
         return
     if cfg.optimizer == 'muon':

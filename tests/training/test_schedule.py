@@ -12,7 +12,7 @@ from hotloop.system.distributed import Env, close_process_group
 from hotloop.training import recipes
 from hotloop.training.checkpoint import RunState
 from hotloop.training.optim import build_optimizers
-from hotloop.training.recipes import choose_depth, num_parameters, settings_of_depth, tokens_within
+from hotloop.training.recipes import choose_depth, depth_settings, num_parameters, tokens_within
 from hotloop.training.schedule import ahead_weights, learning_rate, plan_schedule, set_learning_rate
 from model import GPT, GPTConfig
 from train import TrainConfig, read_settings
@@ -105,7 +105,7 @@ def test_epochs_are_converted_to_steps_and_a_warmup_can_be_a_fraction_of_them(tr
 @pytest.mark.parametrize('depth, world, width, heads, block_size', [
     (3, 1, 96, 3, 256), (4, 3, 128, 2, 256), (8, 1, 384, 6, 512), (12, 3, 768, 6, 1024)])
 def test_a_depth_sets_a_shape_and_a_step(depth, world, width, heads, block_size):
-    values = settings_of_depth(depth, world)
+    values = depth_settings(depth, world)
     assert (values['n_embd'], values['n_head'], values['block_size']) == (width, heads, block_size)
     sequences = values['batch_size'] * values['gradient_accumulation_steps']
     assert sequences % world == 0 and sequences * block_size >= 2048
@@ -116,7 +116,7 @@ def test_a_depth_sets_a_shape_and_a_step(depth, world, width, heads, block_size)
 def test_a_text_that_is_read_often_gets_more_weight_decay():
     for depth, once, often in ((4, 0.05, 0.26), (8, 0.1, 0.3)):
         for tokens, expected in ((1e6, once), (9e6, often)):
-            settings = settings_of_depth(depth, tokens=tokens, text_tokens=1e6)
+            settings = depth_settings(depth, tokens=tokens, text_tokens=1e6)
             assert settings['weight_decay'] == pytest.approx(expected, rel=1e-3)
 
 
