@@ -108,8 +108,11 @@ def read_file(path, settings):
     Run a config file, the user's own code, and put its values into settings, {name: (value, place)}.
     Returns the problems. Values are checked later, because a flag may override them.
     """
+    hint = did_you_mean(path, glob.glob('config/*.py'))
+    if not path.endswith('.py'):
+        return [f'{path!r} is neither a config file (NAME.py) nor a setting (--name=value){hint}']
     if not os.path.exists(path):
-        return [f'{path} does not exist{did_you_mean(path, glob.glob("config/*.py"))}']
+        return [f'{path} does not exist{hint}']
     namespace = Assigned({name: value for name, (value, _) in settings.items()})
     namespace.lines = {}
     try:
@@ -152,6 +155,8 @@ def read_argv(argv, kinds):
             is_value = is_value or (int in alternatives(kind) and following.isdecimal())
         if not equals:
             value = rest.pop(0) if is_value else None
+        elif value.startswith('~/'):  # a shell leaves it after =
+            value = os.path.expanduser(value)
         try:
             if name not in kinds:
                 raise ValueError(unknown(name, kinds))
@@ -202,7 +207,7 @@ def configure(*classes, argv=None, files=True, about='', below=None, check=True,
             try:
                 values[field.name] = accept(value, field.type)
             except ValueError as e:
-                problems.append(f'{place or "the checkpoint"}: {field.name}: {e}')
+                problems.append(f'{place + ": " if place else ""}{field.name}: {e}')
         objects.append(cls(**values))
     if check and not problems:
         for o in objects:

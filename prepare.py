@@ -4,7 +4,7 @@ Tokenize text into bins: documents -> tokenizer -> DATA_DIR/NAME/{train,val}.bin
     $ python prepare.py                             # the built-in corpus: this Python's standard library
     $ python prepare.py book.txt notes/ --name=mine --tokenizer=bpe:8192   # files, and folders of files
     $ python prepare.py 'pages/*.jsonl.gz' --name=pages --tokenizer=gpt2   # one document per row; CSV, ...
-    $ zcat dump.gz | python prepare.py - --name=dump       # standard input; https://... is downloaded
+    $ zcat dump.gz | python prepare.py - --name=dump       # standard input, a text; https://... is downloaded
     $ python prepare.py fineweb_edu:1                      # a named corpus, or some of its files
     $ python prepare.py chats.jsonl --tokenizer=out        # the tokenizer of a run, for tuning from it
     $ python -m hotloop.data.dataset data/mine             # what is in a dataset
@@ -47,10 +47,10 @@ class PrepareConfig:
     data_dir: str = 'data'  # folder of datasets and downloads
     # --- reading
     format: Format = 'auto'  # auto: by suffix; functions: Python functions as rows
-    text_field: str | None = None  # field of a text, or two: prompt,answer; None: text, content, rows
+    text_field: str | None = None  # field of the text, or two: prompt,answer; None: the usual names
     template: Literal[('auto', *(t for t in TEMPLATES if t != 'joined'))] = 'auto'  # of instruction data
     # --- validation
-    val: float | str | None = None  # fraction of the text to hold out, or a source; None: 0.1 or a corpus's
+    val: float | str | None = None  # fraction to hold out, or a source of text; None: 0.1, or a corpus's
     seed: int = 1337  # chooses which documents are held out
     # --- tokens
     tokenizer: str | None = None  # byte, char, bpe:SIZE (learned), gpt2, a run, ...; None: byte or a corpus's
@@ -149,6 +149,8 @@ def write_dataset(folder, files, val_files, template, tokenizer, cfg):
     if template:
         pieces = keep_rows(pieces, os.path.join(folder, 'val.jsonl'))
     eot = tokenizer.eot if several else None
+    if several and eot is None:
+        print('note: the tokenizer has no end-of-text id; nothing marks where documents end')
     batches = encode_all(tokenizer, batches_of(pieces), cfg.num_proc, eot)
     splits = write_bins(folder, batches, id_type(tokenizer), template is not None)
     if skipped:

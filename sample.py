@@ -20,6 +20,7 @@ from hotloop.system import host
 if __name__ == '__main__':
     host.end_spins_early(10_000)  # before the import of torch; with 1,000 a token takes 1.4 times as long
 
+import contextlib
 import math
 import re
 import sys
@@ -40,8 +41,10 @@ from hotloop.inference.serve import serve
 from hotloop.inference.texts import CHOOSE, Prompt, fit_turns, make_prompts, split_stops, write
 from hotloop.mixers.feedback import feedback_matrices
 from hotloop.system.files import json_lines
+from hotloop.system.text import counted
 from hotloop.training.dataloader import open_split
 from hotloop.training.evaluate import fixed_windows
+from hotloop.training.memory import out_of_memory
 from hotloop.weights.export import export
 from hotloop.weights.gguf import export_gguf
 from model import GPT, positions_in
@@ -69,8 +72,8 @@ class SampleConfig:
     quantize: Literal['none', 'int8'] = 'none'  # int8: 8-bit weights, except embeddings
     # --- what to do
     start: str = '\n'  # the prompt, FILE:path (a .jsonl file has one per line), or - for standard input
-    chat: bool = False  # interactive chat, of which start is the system prompt; an empty line ends it
-    serve: bool | int = False  # a page and OpenAI's HTTP API for this machine, on port 8000 or this one
+    chat: bool = False  # interactive chat; start is its system prompt; `exit` or Ctrl-D ends it
+    serve: bool | int = False  # a page and OpenAI's HTTP API for this machine; True: port 8000
     template: Literal[('auto', 'none', *TEMPLATES)] = 'auto'  # chat template; auto: of the training data
     score: str | None = None  # print the loss on each document of this file or folder
     eval_code: str | None = None  # answer the tasks of this .jsonl or list: HumanEval, MBPP, rows
@@ -93,7 +96,7 @@ class SampleConfig:
     batch_size: int = 64  # samples generated at once
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 on newer GPUs
-    compile: bool = False  # torch.compile: 20 to 50 s for GPT-2 on a CPU
+    compile: bool = False  # torch.compile: faster after 20 to 50 s (GPT-2 on a CPU)
 
     def problems(self):
         """List the problems with the settings, one sentence each."""
@@ -139,6 +142,8 @@ def read_prompts(start):
 def sample(model, tokenizer, template, cfg):
     """Print samples of each prompt, in order."""
     rows = read_prompts(cfg.start)
+    if cfg.start == '\n' and '\n' not in getattr(tokenizer, 'chars', '\n'):  # trained on rows of one line
+        rows = [prompt_of('', '')]
     if template in CHATS and cfg.template == 'auto' and rows and rows[0][2] is None:
         print(f'note: this model was tuned for chat; give --chat, or --template={template} for one question',
               file=sys.stderr)
@@ -174,7 +179,7 @@ def eval_code(model, tokenizer, template, cfg):
 
 
 def chat(model, tokenizer, template, cfg):
-    """Answer the user's lines until an empty one, 'exit' or the end of the input."""
+    """Answer the user's lines until 'exit' or the end of the input."""
     if template not in TEMPLATES:
         raise ValueError(f'the chat template of the model is not known; {CHOOSE}')
     turns = []
@@ -184,7 +189,12 @@ def chat(model, tokenizer, template, cfg):
             raise ValueError(f'start={cfg.start}: the system prompt of a chat is one text')
         turns = [('system', prompts[0][0])]
     cfg = replace(cfg, num_samples=1)
-    while (message := read_line()) not in ('', 'exit'):
+    with contextlib.suppress(ImportError):  # Windows has none
+        import readline  # edits lines
+        readline.parse_and_bind('set enable-bracketed-paste on')  # several pasted lines are one message
+    while (message := read_line()) not in (None, 'exit'):
+        if not message:
+            continue
         try:
             turns, ids = fit_turns(model, tokenizer, [*turns, ('user', message)], template,
                                    cfg.max_new_tokens)
@@ -199,14 +209,14 @@ def chat(model, tokenizer, template, cfg):
 
 
 def read_line():
-    """Read a line of the user. Returns '' at the end of the input."""
+    """Read a line of the user. Returns None at the end of the input."""
     try:
         return input('> ').strip()
     except UnicodeDecodeError as e:
         raise ValueError(f'the input is not UTF-8: {e}') from None
     except EOFError:
         print()
-        return ''
+        return None
 
 
 def validation_batches(weights, model, data_dir):
@@ -219,8 +229,9 @@ def validation_batches(weights, model, data_dir):
     try:
         if not settings.get('dataset'):
             raise ValueError(f'{weights.path} does not name its dataset')
-        val = open_split(open_datasets(settings['dataset'], data_dir), 'val', T,
-                         settings.get('pack_rows', False))
+        with contextlib.redirect_stdout(sys.stderr):  # of what is printed about packing
+            val = open_split(open_datasets(settings['dataset'], data_dir), 'val', T,
+                             settings.get('pack_rows', False))
         trained_on = weights.checkpoint.get('data', {}).get('val')
         if trained_on not in (None, ' '.join(split.fingerprint() for split in val.splits)):
             raise ValueError(f'dataset={settings["dataset"]} in data_dir={data_dir} has changed')
@@ -268,7 +279,20 @@ def main(argv=None):
             matrices = feedback_matrices(model.config, settings['seed']).to(opened.device)
         diagnose(model, validation_batches(weights, model, cfg.data_dir), cfg.output, matrices)
         return 0
-    opened.prepare()
+    try:
+        write_texts(opened.prepare(), cfg)
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
+        raise ValueError(f'the model and up to {counted(cfg.batch_size, "text")} at once do not fit in the '
+                         f'memory of {opened.device}; lower --batch_size or --max_new_tokens, or use '
+                         '--quantize=int8') from None
+    return 0
+
+
+def write_texts(opened, cfg):
+    """Do what the command asks of an opened and prepared Model."""
+    model, tokenizer, template = opened.gpt, opened.tokenizer, opened.template
     if cfg.score:
         documents = read_documents(cfg.score, tokenizer, template, cfg)
         print_scores(score_documents(model, tokenizer, documents, cfg.batch_size), cfg.score, cfg.output)
@@ -280,7 +304,6 @@ def main(argv=None):
         chat(model, tokenizer, template, cfg)
     else:
         sample(model, tokenizer, template, cfg)
-    return 0
 
 
 if __name__ == '__main__':

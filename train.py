@@ -58,7 +58,7 @@ from hotloop.training.checkpoint import (
     restore,
     state_from,
 )
-from hotloop.training.dataloader import Batches, open_split, share_batch
+from hotloop.training.dataloader import Batches, open_split, share_batch, upload
 from hotloop.training.evaluate import evaluate_both
 from hotloop.training.forecast import dry_run, flops_of, model_args_of
 from hotloop.training.logger import Log, Meter, evaluation_text, print_length, print_run
@@ -75,7 +75,6 @@ from hotloop.training.schedule import (
     set_learning_rate,
 )
 from hotloop.training.settings import (
-    bound_settings,
     check_time_budget,
     checkpoint_settings,
     compare_record,
@@ -84,7 +83,7 @@ from hotloop.training.settings import (
     setting_problems,
 )
 from hotloop.training.shard import gradient_sync, is_sharded, local, release_mesh, set_blocks, shard_model
-from hotloop.weights.load import adapt_shape, open_start
+from hotloop.weights.load import adapt_shape, check_start, open_start
 from hotloop.weights.lora import (
     LoRAConfig,
     add_adapters,
@@ -108,7 +107,7 @@ class TrainConfig:
     max_iters: int = 600000  # total steps, including those before a resume
     max_epochs: float | None = None  # passes over the data; replaces max_iters
     time_budget: float | None = None  # minutes for the run, which decides when the rate decays
-    depth: int | None = None  # layers of a modern model: sets shape, batch and rates
+    depth: int | None = None  # layers of a new model without a card; sets its shape, batch and rates
     # --- data
     dataset: str = 'openwebtext'  # folder in data_dir, made by prepare.py or nanoGPT; a:0.7,b:0.3: a mixture
     data_dir: str = 'data'  # folder that contains the datasets
@@ -120,7 +119,7 @@ class TrainConfig:
     optimizer: Literal['adamw', 'adamw8bit', 'muon'] = 'adamw'  # muon: Muon in blocks, AdamW elsewhere
     learning_rate: float = 6e-4  # peak learning rate of AdamW
     muon_lr: float = 0.02  # peak learning rate of Muon
-    embed_lr: float | None = None  # of a normalized, untied embedding with Muon; None: learning_rate
+    embed_lr: float | None = None  # of a normalized embedding with its own head; None: learning_rate
     weight_decay: float = 1e-1  # on matrices only
     beta1: float = 0.9  # of AdamW
     beta2: float = 0.95  # of AdamW
@@ -130,7 +129,7 @@ class TrainConfig:
     multi_token: float = 0.0  # weight of the token two ahead in the loss at first; it falls to 0
     ortho_penalty: float = 0.0  # weight of |W W^T - I|^2, W of queries and keys, with mixer='kernel'
     # --- schedule
-    decay_lr: bool = True  # False: learning_rate in every step, without a warmup, as in nanoGPT
+    decay_lr: bool = True  # warm up and decay; False: a constant learning_rate, as in nanoGPT
     lr_schedule: Literal['cosine', 'linear', 'onecycle'] = 'cosine'  # shape of the decay
     warmup_iters: int | float = 2000  # steps to the peak rate; below 1: a fraction of the run
     lr_decay_iters: int | None = None  # step at which the decay ends; None: max_iters
@@ -154,8 +153,8 @@ class TrainConfig:
     device: str = 'auto'  # cuda, cuda:1, mps, cpu; auto: the first available
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # compute dtype; weights are float32
     compile: bool | Literal['auto'] = 'auto'  # torch.compile; auto: if it works and pays
-    loss_chunks: int | Literal['auto'] = 'auto'  # compute head and loss in parts: less memory, slower
-    recompute: Literal['none', 'selective', 'full'] = 'none'  # checkpoint blocks; selective: except attention
+    loss_chunks: int | Literal['auto'] = 'auto'  # parts of head and loss: less memory, slower
+    recompute: Literal['none', 'selective', 'full'] = 'none'  # recompute blocks; selective: not attention
     shard: Literal['none', 'optimizer', 'full'] = 'none'  # divide optimizer states; full: weights too
     deterministic: bool | Literal['auto'] = 'auto'  # bit-identical runs; auto: on CPUs
     backend: Literal['auto', 'nccl', 'gloo'] = 'auto'  # torch.distributed backend
@@ -167,7 +166,8 @@ class TrainConfig:
 PAIRS = ('max_iters', 'max_epochs'), ('eval_tokens', 'eval_iters')
 MODEL = {f.name for f in dataclasses.fields(GPTConfig)} - set(TRAINING_ONLY)
 ADAPTERS = {f.name for f in dataclasses.fields(LoRAConfig)} - {'lora_dropout'}
-BOUND = MODEL | ADAPTERS | {'dataset', 'optimizer', 'depth'}  # a resume cannot change these
+# a resume cannot change these, nor the data, which compare_record() compares
+BOUND = MODEL | ADAPTERS | {'optimizer', 'depth'}
 
 
 # -----------------------------------------------------------------------------
@@ -200,16 +200,21 @@ def read_settings(argv=None):
         if gone:
             print0(wrapped(f'settings of the checkpoint that no longer exist: {", ".join(gone)}'))
     elif cfg.depth is not None or chooses_depth:  # those that suit the depth
+        place = peek.given.get('n_layer')
+        if peek.given.get('depth') == '--depth' and place not in (None, '--n_layer'):
+            raise ValueError(f'--depth={cfg.depth} and {place} both give the shape; omit one')
         below = choose_settings(cfg, peek.given)
     elif names_nothing and not (names_model and 'dataset' in peek.given):  # those of the machine's card
         card, _, why = card_for_machine(cfg.device)
         print0(f'card: {card} ({why}); name a card to choose another')
         argv = [os.path.join(os.path.dirname(os.path.abspath(__file__)), card), *argv]
+    elif names_nothing:
+        print0("card: none, because the command gives a dataset and a shape; the rest is nanoGPT's defaults "
+               '(--depth=N chooses others)')
     found = read(argv=argv, below=below)
     model, lora, cfg = found.objects
     if latest:
-        bound = bound_settings(BOUND, cfg, below, latest.checkpoint)
-        compare_settings(found.objects, found.given, below, bound)
+        compare_settings(found.objects, found.given, below, BOUND)
         check_time_budget(cfg, below.get('time_budget'), latest.checkpoint)
     check_lora(lora, cfg, found.given, is_new=latest is None)
     world = int(os.environ.get('WORLD_SIZE', '1'))
@@ -383,6 +388,8 @@ def build_model(settings, dataset, env):
         return Start(model, checkpoint, None)
     name, source, base = open_start(cfg, settings.latest, settings.lora.lora_rank > 0, env)
     check_tokenizer(source.tokenizer, name, dataset)
+    if not source.tokenizer:
+        print0(f'note: {name} has no tokenizer, so nothing shows that dataset={dataset.name} has its ids')
     model = GPT.from_checkpoint(source.model_args, source.weights, **override)
     adapt_shape(model, settings, name)
     return Start(model, source.checkpoint, base)
@@ -442,6 +449,8 @@ def build_run(settings, datasets, env):
         byte_counts = byte_table(datasets[0].meta, vocab_size)
     except ValueError as e:  # the tokenizer is not available here
         print0(f'bits per byte: not reported, because {e}')
+    if env.any(byte_counts is None):  # on another node
+        byte_counts = None
     if base and byte_counts is not None and record.get('template') and not settings.lora.lora_embeddings:
         tokenizer = tokenizer_from(datasets[0].meta['tokenizer'])
         note = note_untrained_end(model.lm_head.weight, record['template'], tokenizer, base['base'])
@@ -528,7 +537,7 @@ def train(run, schedule, checkpoints, log, stop):
         set_learning_rate(run.optimizers, lr, cfg.learning_rate)
         if cfg.multi_token:
             weights = ahead_weights(cfg.multi_token, progress(step, schedule, deadline))
-            model.ahead.copy_(torch.tensor(weights))
+            model.ahead.copy_(upload(np.float32(weights), env.device))  # does not wait for a GPU
         data = batches.step(step)
         penalty = cfg.ortho_penalty * min(step / max(schedule.warmup_iters, 1), 1.0)  # rises as the rate does
         result = train_step(run.train_model, data, run.optimizers, run.scaler, cfg, env, penalty)
@@ -583,6 +592,8 @@ def main(argv=None):
         if cfg.dry_run:
             print0('\n'.join(dry_run(settings, meta_model)))
             return 0
+        if not settings.latest:
+            check_start(cfg.init_from)
         datasets = open_datasets(cfg.dataset, cfg.data_dir)
         env = setup(cfg)
         run = build_run(settings, datasets, env)

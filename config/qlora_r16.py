@@ -5,6 +5,7 @@
 #   python sample.py --out_dir=out-qlora-r16 \
 #       --eval_code=data/python_rows/val.jsonl --max_new_tokens=384
 #
+# host memory: 12 GB, because the base is read in float32 (counted, not run)
 # on a T4, shorter windows in smaller micro-batches, as many windows per step:
 #   python train.py config/qlora_r16.py --block_size=512 --batch_size=4 \
 #       --gradient_accumulation_steps=4 --learning_rate=2e-4

@@ -14,7 +14,7 @@ def load(source='out', **settings):
     """
     import os
 
-    from hotloop.inference.load import Model
+    from hotloop.inference.load import Model, checked
     from model import GPT
     from sample import SampleConfig
-    return Model(SampleConfig(init_from=os.fspath(source), **settings), GPT).prepare()
+    return Model(checked(SampleConfig(init_from=os.fspath(source), **settings)), GPT).prepare()

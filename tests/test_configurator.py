@@ -103,6 +103,17 @@ def test_a_flag_of_the_wrong_type_names_what_was_expected(flag, words):
     assert refusal(flag) == [f'{key}: expected {words}, not {text!r}']
 
 
+def test_a_home_folder_is_expanded(monkeypatch):
+    monkeypatch.setenv('HOME', '/home/me')
+    assert conf('--out_dir=~/a')[0]['out_dir'] == '/home/me/a'
+
+
+def test_a_word_that_is_no_python_file_is_not_run(tmp_path):
+    (tmp_path / 'book.txt').write_text('n_layer = 1')
+    for word in (str(tmp_path / 'book.txt'), 'dataset=mine', str(tmp_path)):
+        assert refusal(word) == [f'{word!r} is neither a config file (NAME.py) nor a setting (--name=value)']
+
+
 def test_a_misspelled_flag_and_one_without_its_value():
     expected = ["--learing_rate: unknown setting 'learing_rate'; did you mean 'learning_rate'?"]
     assert refusal('--learing_rate=1e-3') == expected

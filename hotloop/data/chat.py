@@ -8,12 +8,13 @@ from hotloop.data.tokenizer import fix_surrogates
 
 ANSWERS = ('completion', 'response', 'output', 'answer')
 ROW_FIELDS = ['text', 'content', 'messages', 'conversations', 'prompt', 'question', 'instruction', 'input',
-              'context', 'system', *ANSWERS]
+              'context', 'system', 'system_prompt', *ANSWERS]
 # of HumanEval and MBPP, which sample.py --eval_code reads
 TASK_FIELDS = ['task_id', 'entry_point', 'canonical_solution', 'test', 'code', 'test_list', 'test_setup_code',
                'test_imports']
 SPEAKERS = ('system', 'user', 'assistant')
-OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'model': 'assistant', 'developer': 'system'}
+OTHER_ROLES = {'human': 'user', 'gpt': 'assistant', 'chatgpt': 'assistant', 'bing': 'assistant',
+               'bard': 'assistant', 'model': 'assistant', 'developer': 'system'}
 MARK = re.compile(r'<\|?\w+\|?>')  # in a template: one special id, if the tokenizer has it
 
 
@@ -32,7 +33,7 @@ class Template(NamedTuple):
 
 TEMPLATES = {
     'plain': Template(),
-    'joined': Template(between=''),  # a prompt and its completion
+    'joined': Template(system=('', '\n\n'), between=''),  # a prompt and its completion
     'alpaca': Template(user=('### Instruction:\n', ''), assistant=('### Response:\n', ''), between='\n\n',
                        preamble='Below is an instruction that describes a task{}. Write a response that '
                                 'appropriately completes the request.',
@@ -104,20 +105,20 @@ def read_row(row, where, text_field=None):
     if chat and isinstance(row[chat], list):
         suited = 'chatml'
         turns = [turn_of(message, where) for message in row[chat]]
-    elif answer and question == 'instruction':
-        suited = 'alpaca'
-        turns = [('user', row['instruction'])]
+    elif answer and question:
+        suited = 'joined'
+        if question == 'instruction':
+            suited = 'alpaca'
+        turns = [('user', row[question])]
         about = row.get('input') or row.get('context')  # the latter is Dolly's name
         if about:
             turns.append(('input', about))
         turns.append(('assistant', row[answer]))
-    elif answer and question:
-        suited = 'joined'
-        turns = [('user', row[question]), ('assistant', row[answer])]
     else:
         return None, []
-    if suited != 'joined' and row.get('system') and 'system' not in dict(turns):
-        turns.insert(0, ('system', row['system']))
+    system = row.get('system') or row.get('system_prompt')  # the latter is OpenOrca's name
+    if system and 'system' not in dict(turns):
+        turns.insert(0, ('system', system))
     return suited, [(role, check_text(text, f"{where}: the {role}'s text")) for role, text in turns]
 
 
@@ -139,7 +140,10 @@ def turn_of(message, where):
         raise ValueError(f'{where}: a message has the role {role!r}; expected system, user or assistant')
     if message.get('tool_calls') or message.get('function_call'):
         raise ValueError(f'{where}: a message calls tools, which the chat templates do not have')
-    return role, message.get('content') or message.get('value')
+    content = message.get('content') or message.get('value')
+    if isinstance(content, list) and all(isinstance(part, dict) and 'text' in part for part in content):
+        content = ''.join(str(part['text']) for part in content)  # OpenAI's list of parts; an image has no text
+    return role, content
 
 
 def choose_template(asked, suited):
@@ -155,7 +159,7 @@ def text_of(row, where, field=None):
     if field not in row:
         raise ValueError(f'{where} has no field {field!r}, only {", ".join(map(str, row))}; name one with '
                          '--text_field of prepare.py, or two (prompt,answer), or an answer '
-                         f'{" or ".join(ANSWERS)}')
+                         f'{" or ".join(ANSWERS)}; --format=text reads files of rows as plain text')
     return check_text(row[field], f'{where}: field {field!r}')
 
 

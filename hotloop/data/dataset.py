@@ -175,7 +175,7 @@ def partial_folder(folder):
     except BrokenPipeError:  # of the command's output
         raise
     except OSError as e:  # a full disk, a read-only folder
-        raise ValueError(f'{folder} could not be written: {e}') from None
+        raise ValueError(f'{folder} was not written: {e}') from None
 
 
 def same_dataset(folder, new):
@@ -197,12 +197,6 @@ class Dataset(NamedTuple):
     weight: float
 
 
-def named_weights(dataset):
-    """Split the setting `dataset`: [(name, weight)], weights as text, '' where none is given."""
-    parts = [word.partition(':') for word in dataset.split(',')]
-    return [(name, weight) for name, _, weight in parts]
-
-
 def open_datasets(dataset, data_dir):
     """
     Open the Datasets that a setting names: NAME, or a mixture A,B or A:0.7,B:0.3. Without weights,
@@ -210,7 +204,8 @@ def open_datasets(dataset, data_dir):
     """
     datasets = []
     weighted = ':' in dataset
-    for name, weight in named_weights(dataset):
+    for word in dataset.split(','):
+        name, _, weight = word.partition(':')
         folder = os.path.join(data_dir, name)
         for path in (folder, os.path.join(folder, 'train.bin'), os.path.join(folder, 'val.bin')):
             if not os.path.exists(path):

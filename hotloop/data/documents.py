@@ -170,7 +170,9 @@ def row_pieces(file, template, text_field, skipped):
             if text_field and 'test_list' not in row:  # sample.py --eval_code knows these names, and MBPP's
                 names = text_field.split(',')
                 row = {'prompt': row[names[0]], 'completion': row[names[1]]}
-            yield Piece(parts, True, True, key or '\0'.join(text for text, *_ in parts), row)
+            # without the marks of the template, so that every template holds out the same rows
+            texts = '\0'.join(text for text, markup, _ in parts if not markup)
+            yield Piece(parts, True, True, key or texts, row)
 
 
 def pieces_of(blocks, key=None):
@@ -243,7 +245,10 @@ def csv_rows(lines, path):
 
 
 def json_rows(text, path):
-    """Yield (where, row) of a .json file: of a list of rows; anything else is one text."""
+    """Yield (where, row) of a .json file: of a list of rows, or of lines; anything else is one text."""
+    if text.startswith('{') and re.search(r'\}\r?\n\{', text):  # in no single object
+        yield from json_lines(text.split('\n'), path, AS_TEXT)
+        return
     rows = [text]  # package.json, for example, is a text
     if text.lstrip().startswith('['):
         rows = parse_json(text, path, AS_TEXT)
@@ -375,6 +380,10 @@ def plan_holdout(files, val_files, fraction, seed, read):
         if len(sizes) > MANY:
             return Holdout(is_held_out=lambda key: holdout_hash(key, seed) < fraction)
     held_out = hold_out(sizes, fraction)
+    share = sum(sizes[key] for key in held_out) / max(sizes.total(), 1)
+    if not fraction / 2 <= share <= 2 * fraction:
+        print(f'note: {share:.1%} of the text is held out, not {fraction:.1%}, because documents are held '
+              'out whole; --val=FILE names a validation text')
     return Holdout(is_held_out=lambda key: holdout_hash(key, seed) in held_out)
 
 

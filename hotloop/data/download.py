@@ -13,7 +13,8 @@ TIMEOUT = (5, 30)  # seconds to connect, and between bytes
 GPT2_OWNER = 'openai-community/'  # on the hub; here its models have short names
 TOKENIZER_FILES = ['tokenizer_config.json', 'chat_template.jinja', 'tokenizer.json', 'config.json',
                    'generation_config.json']  # the last two name ids that end an answer
-MODEL_FILES = ['tokenizer.model', 'vocab.json', 'model.safetensors', 'model-*.safetensors', *TOKENIZER_FILES]
+MODEL_FILES = ['tokenizer.model', 'vocab.json', 'model.safetensors', 'model-*.safetensors',
+               'adapter_config.json', 'adapter_model.safetensors', *TOKENIZER_FILES]
 
 
 # -----------------------------------------------------------------------------
@@ -70,7 +71,7 @@ def hub_folder(name, patterns=MODEL_FILES, kind='model', folder=None):
     Download the files of a repository on the hub that match the patterns, unless they are in its
     cache or in `folder`. Returns the folder. Without a network, files that are complete are found.
     """
-    hub = optional('huggingface_hub', f'downloads {name}')
+    hub = optional('huggingface_hub', f'downloads {name!r}, which is not on this disk')
     try:
         return hub.snapshot_download(name, repo_type=kind, allow_patterns=patterns, local_dir=folder)
     except Exception as e:  # of huggingface_hub, of its HTTP client and of the file system

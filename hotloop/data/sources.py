@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hotloop.data.documents import OPENERS, has_separators
 from hotloop.data.download import download, hub_folder
 from hotloop.system.files import optional
-from hotloop.system.text import script, shell
+from hotloop.system.text import counted, script, shell
 
 
 class File(NamedTuple):
@@ -78,8 +78,9 @@ FOLDER_SUFFIXES = {  # of the files that a format reads in a folder; other forma
     'functions': ('.py',),
     'auto': (*KINDS, '.txt', '.text', '.md', '.rst', '.tex', '.org', '.log', '.html', '.htm', '.xml', '.css',
              '.toml', '.yaml', '.yml', '.ini', '.sql', '.sh', '.bat', '.py', '.pyi', '.c', '.h', '.cc',
-             '.cpp', '.hpp', '.cu', '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php',
+             '.cpp', '.hpp', '.cu', '.cs', '.js', '.jsx', '.ts', '.tsx', '.java', '.kt', '.go', '.rs', '.rb', '.php',
              '.pl', '.lua', '.r', '.jl', '.hs', '.ml', '.scala', '.swift')}
+FOLDER_SUFFIXES['text'] = FOLDER_SUFFIXES['auto']
 # below the standard library: test suites, installed packages and generated files
 NOT_STDLIB = ('test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages',
               'encodings', 'pydoc_data', 'turtledemo', 'ensurepip')
@@ -114,10 +115,14 @@ def stdlib_files():
 def files_in_folder(folder, format):
     """List the files in a folder that a format reads."""
     suffixes = FOLDER_SUFFIXES.get(format)
-    paths = [path for path in files_under(folder) if not suffixes or suffix_of(path) in suffixes]
+    found = files_under(folder)
+    paths = [path for path in found if not suffixes or suffix_of(path) in suffixes]
     if not paths:
-        raise ValueError(f'{folder} contains no files to read with format={format!r}; --format=text reads '
-                         'files of any name')
+        raise ValueError(f'{folder} contains no files to read with format={format!r}; a pattern reads files '
+                         f'of any name: {shell(os.path.join(folder, "**"))}')
+    if len(paths) < len(found):
+        print(f'{folder}: {counted(len(found) - len(paths), "file")} of other suffixes left out; a pattern '
+              f'reads all: {shell(os.path.join(folder, "**"))}', file=sys.stderr)
     return paths
 
 
@@ -133,13 +138,16 @@ def download_source(url, data_dir):
     """Return the path of the file at a URL, which is downloaded once to data_dir/downloads."""
     base = os.path.basename(re.split('[?#]', url)[0].rstrip('/')) or 'index'
     name = hashlib.sha256(url.encode()).hexdigest()[:8] + '-' + re.sub(r'[^\w.-]', '_', base)
-    return download(url, os.path.join(data_dir, 'downloads', name))
+    path = os.path.join(data_dir, 'downloads', name)
+    if os.path.exists(path):
+        print(f'{path} was downloaded before; delete it to download {url} again', file=sys.stderr)
+    return download(url, path)
 
 
 def open_file(path, name, format='auto'):
     """Make the File of a path. Its kind is the format or, if auto, follows its suffix."""
-    if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar)$', name.lower()):
-        raise ValueError(f'{name} is an archive; unpack it, and name the folder')
+    if re.search(r'\.(tar(\.\w+)?|tgz|zip|7z|rar|arrow|pdf|docx?|epub)$', name.lower()):
+        raise ValueError(f'{name} is not a file of text or rows; unpack or convert it')
     kind = format
     if format == 'auto':
         kind = KINDS.get(suffix_of(name), 'text')
@@ -170,8 +178,8 @@ def files_of(source, format, data_dir, spool):
         matches = [source] if os.path.exists(source) else glob.glob(source, recursive=True)
         paths = sorted(path for path in matches if os.path.isfile(path))
         if not paths:
-            raise ValueError(f'{source} is not a file, a folder or a pattern that matches files; a corpus '
-                             f'is prepared alone: {", ".join(CORPORA)}')
+            raise ValueError(f'{source} is not a file, a folder or a pattern that matches files; the '
+                             f'corpora, of which one is prepared alone: {", ".join(CORPORA)}')
         base = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [open_file(path, os.path.relpath(path, base), format) for path in paths]
 
@@ -202,8 +210,9 @@ def find_corpus(sources):
         return PLAIN
     corpus = CORPORA[name]
     if number:
-        if not number.isdecimal() or int(number) == 0:
-            raise ValueError(f'{sources[0]}: a number of files follows the colon, such as {name}:2')
+        if not number.isdecimal() or int(number) == 0 or not corpus.train:
+            raise ValueError(f'{sources[0]}: a number of files follows the colon of a corpus of several, such '
+                             'as fineweb_edu:2')
         train = corpus.train[:int(number)]
         corpus = replace(corpus, train=train, download=corpus.download * len(train) / len(corpus.train))
     return corpus
@@ -222,6 +231,13 @@ def open_corpus(corpus, paths, data_dir):
 
 def missing_dataset(path, name, data_dir):
     """Explain how to make a dataset whose file or folder does not exist."""
+    script_of_data = os.path.join(data_dir, name, 'prepare.py')  # of a clone of nanoGPT
+    if os.path.exists(script_of_data):
+        return f'{path} does not exist; make it with: python {shell(script_of_data)}'
+    if os.path.exists(os.path.join(name, 'train.bin')):
+        folder, name = os.path.split(os.path.abspath(name))
+        words = shell(f'--data_dir={os.path.relpath(folder)}', f'--dataset={name}')
+        return f'{path} does not exist; a dataset is named without its folder: {words}'
     words = name
     if name not in CORPORA:
         words = f'FILE_OR_FOLDER --name={name}'

@@ -19,6 +19,7 @@ from hotloop.data.tokenizer import (
     HFTokenizer,
     TiktokenTokenizer,
     spec_of,
+    template_of_record,
     tokenizer_from,
 )
 from hotloop.system.files import checkpoint_paths, first_intact, read_json
@@ -89,16 +90,20 @@ def tokenizer_at(path, data_dir):
     """Read the TokenizerSource of a Hugging Face folder, a dataset, a run or a checkpoint, or None."""
     if os.path.basename(path) == 'tokenizer.json':
         path = os.path.dirname(path) or '.'
-    if path.endswith('.json'):
+    if path.endswith(('.json', '.model', '.bpe', '.tiktoken')):
         raise ValueError(f'{path}: a file with a tokenizer must have the name tokenizer.json')
     names = os.listdir(path) if os.path.isdir(path) else []
+    if 'adapter_config.json' in names:
+        record = read_optional(path, 'hotloop.json')  # peft writes none
+        if record.get('tokenizer'):
+            return TokenizerSource(tokenizer_from(spec_of(record)), path, is_run=True,
+                                   template=chat_of(record))
     if {'config.json', 'tokenizer.json', 'tokenizer_config.json'} & set(names):
         model = path if 'config.json' in names else None
         return TokenizerSource(read_tokenizer_json(path), model, template=template_of(path))
     if 'train.bin' in names:
         meta = read_meta(path)
-        template = meta['template'] if meta['template'] in CHATS else None
-        return TokenizerSource(tokenizer_from(meta['tokenizer']), template=template)
+        return TokenizerSource(tokenizer_from(meta['tokenizer']), template=chat_of(meta))
     files = [path]
     if os.path.isdir(path):
         files = checkpoint_paths(path, best=True)
@@ -116,7 +121,7 @@ def read_tokenizer_json(folder):
             tokenizer = HFTokenizer(f.read())
     except OSError as e:
         raise ValueError(f'{path} cannot be read: {e.strerror}; transformers makes one: AutoTokenizer.'
-                         f'from_pretrained({folder!r}).save_pretrained({folder!r})') from None
+                         'from_pretrained(MODEL).save_pretrained(FOLDER)') from None
     except ValueError as e:
         raise ValueError(f'{path} cannot be used: {e}') from None
     name = read_optional(folder, 'tokenizer_config.json').get('eos_token')
@@ -151,7 +156,8 @@ def template_of(folder):
         with open(path, encoding='utf-8', errors='replace') as f:
             chat = f.read()
     for template in CHATS:
-        begin = TEMPLATES[template].user[0].strip()
+        # other models, too, write "### Instruction:", so Alpaca's preamble must be there
+        begin = TEMPLATES[template].preamble.format('') or TEMPLATES[template].user[0].strip()
         mark = MARK.match(begin)
         if (mark[0] if mark else begin) in chat:
             return template
@@ -170,8 +176,13 @@ def checkpoint_tokenizer(path, data_dir):
     except Exception as e:  # damaged bytes can raise nearly anything
         raise ValueError(f'{path} is damaged or not a checkpoint ({type(e).__name__}: {e})') from None
     spec = spec or dataset_spec(path, checkpoint.get('config', {}), vocab_size, data_dir)
-    template = checkpoint.get('template')
-    return tokenizer_from(spec), template if template in CHATS else None
+    return tokenizer_from(spec), chat_of(checkpoint)
+
+
+def chat_of(record):
+    """Return the template of the chats in a meta.json, a checkpoint or adapters, or None."""
+    template = template_of_record(record)
+    return template if template in CHATS else None
 
 
 def dataset_spec(path, config, vocab_size, data_dir):
@@ -185,5 +196,5 @@ def dataset_spec(path, config, vocab_size, data_dir):
     sizes = (meta['vocab_size'], -(-meta['vocab_size'] // 64) * 64)  # as it is, and padded
     if vocab_size not in (GPT2_VOCAB_SIZES if meta['tokenizer'] == GPT2_SPEC else sizes):
         raise ValueError(f'{path} has no tokenizer, and {folder} has none for {vocab_size:,} ids; set '
-                         '--data_dir to where its dataset is')
+                         '--data_dir to where its dataset is, or put its tokenizer.json beside it')
     return meta['tokenizer']

@@ -69,7 +69,7 @@ def read_task(row, where, is_chat):
     """Read the Task in a row. where: file and line, for errors."""
     row = as_object(row, where)
     name = str(row.get('task_id', where))
-    if 'entry_point' in row:
+    if {'entry_point', 'prompt', 'test'} <= row.keys():
         prompt = row['prompt']
         question = f'Complete this Python function:\n\n{prompt}' if is_chat else prompt
         tests = f'{row["test"]}\ncheck({row["entry_point"]})\n'

@@ -1,10 +1,11 @@
 """Open a model with its tokenizer and chat template, and write texts with it."""
 
-from dataclasses import fields, replace
+import dataclasses
+import os
 
 import torch
 
-from configurator import accept
+from configurator import configure
 from hotloop.data.chat import prompt_of
 from hotloop.data.tokenizer import template_of_record, tokenizer_from
 from hotloop.inference.quantize import prepare_for_inference
@@ -26,14 +27,19 @@ class Model:
         ValueError if a setting is wrong, or the weights are missing, damaged or not supported.
         """
         self.cfg = cfg
-        check(cfg)
         self.device, _ = choose_device(cfg.device)  # before gigabytes are read or downloaded
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)  # Streams, events and CUDA graphs use the current device.
         self.dtype, _ = choose_dtype(cfg.dtype, self.device)
         choose_compile(cfg.compile, self.device)  # It fails early where torch.compile does not work.
         torch.set_num_threads(min(torch.get_num_threads(), cores()))  # torch ignores a container's CPU limit.
-        self.weights = load_weights(cfg.out_dir if cfg.init_from == 'resume' else cfg.init_from)
+        source = cfg.init_from
+        if source == 'resume':
+            source = cfg.out_dir
+            if not os.path.exists(source):  # or it might be looked for on the hub
+                raise ValueError(f'out_dir={source!r} does not exist; train first, or name a model with '
+                                 '--init_from')
+        self.weights = load_weights(source)
         self.gpt = GPT.from_checkpoint(self.weights.model_args, self.weights.weights)
         self.weights.weights.clear()  # The model has its own copy.
         self.tokenizer = tokenizer = tokenizer_from(tokenizer_of(self.weights, cfg.data_dir))
@@ -61,8 +67,7 @@ class Model:
         unknown = settings.keys() - DRAWN
         if unknown:
             raise TypeError(f'generate() has no {", ".join(sorted(unknown))}, only {", ".join(DRAWN)}')
-        cfg = replace(self.cfg, num_samples=1, **settings)
-        check(cfg)
+        cfg = checked(dataclasses.replace(self.cfg, num_samples=1, **settings))
         if isinstance(prompt, list):
             prompt = {'messages': prompt}
         made, = make_prompts([prompt_of(prompt, 'the prompt')], self.tokenizer, self.template, cfg)
@@ -71,14 +76,7 @@ class Model:
         return pieces if stream else ''.join(pieces)
 
 
-def check(cfg):
-    """Raise ValueError with the problems of the settings, also of those that Python code gives."""
-    wrong = []
-    for field in fields(cfg):
-        try:
-            accept(getattr(cfg, field.name), field.type)
-        except ValueError as e:
-            wrong.append(f'{field.name}: {e}')
-    wrong = wrong or cfg.problems()
-    if wrong:
-        raise ValueError('\n'.join(wrong))
+def checked(cfg):
+    """Return settings that Python code gave, as a command reads them. Raises ValueError for wrong ones."""
+    (cfg,), *_ = configure(type(cfg), argv=[], below=dataclasses.asdict(cfg))
+    return cfg

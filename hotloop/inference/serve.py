@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configurator import accept
-from hotloop.data.chat import CHATS, TEMPLATES, check_text, prompt_of
+from hotloop.data.chat import CHATS, TEMPLATES, check_text, read_row
 from hotloop.data.encode import prompt_ids
 from hotloop.inference.texts import Prompt, Text, fit_turns, sampling_of, split_stops, write_batch
 from hotloop.system.files import parse_json
@@ -85,7 +85,10 @@ class Server(ThreadingHTTPServer):
         if is_chat:
             ids = self.read_chat(body.get('messages'), cfg)
         else:
-            ids = prompt_ids(self.tokenizer, check_text(body.get('prompt'), 'prompt'))
+            prompt = body.get('prompt')
+            if isinstance(prompt, list) and len(prompt) == 1:  # LangChain sends one as a list
+                prompt = prompt[0]
+            ids = prompt_ids(self.tokenizer, check_text(prompt, 'prompt'))
         stops = split_stops(cfg.stop, self.template if is_chat else 'plain')
         asked = body.get('stop') or []
         for stop in asked if isinstance(asked, list) else [asked]:
@@ -121,7 +124,9 @@ class Server(ThreadingHTTPServer):
                              'server with --template')
         if not isinstance(messages, list):
             raise ValueError('messages must be a list of {"role": ..., "content": ...}')
-        _, turns, _ = prompt_of({'messages': messages}, 'messages')
+        _, turns = read_row({'messages': messages}, 'messages')
+        if 'user' not in dict(turns):
+            raise ValueError('messages: the chat has no user turn')
         _, ids = fit_turns(self.model, self.tokenizer, turns, self.template, cfg.max_new_tokens)
         return ids
 
@@ -138,6 +143,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answer the requests of a connection."""
     protocol_version = 'HTTP/1.1'
     timeout = 60  # seconds that a client may let us wait
+    disable_nagle_algorithm = True  # or the second write of an answer may wait 40 ms
 
     def handle(self):
         with contextlib.suppress(ConnectionError, TimeoutError):  # The client has hung up.
@@ -214,7 +220,8 @@ class Handler(BaseHTTPRequestHandler):
             if stream:
                 self.send_event({**about, 'choices': [choice]})
                 role = {}
-        prompt, written = len(job.text.prompt.ids), len(job.text.tokens)
+        prompt = min(len(job.text.prompt.ids), self.server.model.config.block_size)
+        written = len(job.text.tokens)
         usage = {'prompt_tokens': prompt, 'completion_tokens': written, 'total_tokens': prompt + written}
         if not stream:
             return self.send(200, {**about, 'choices': [choice], 'usage': usage})

@@ -85,7 +85,7 @@ class Text:
         self.prompt = prompt
         self.seed = seed
         self.tokenizer = tokenizer
-        self.stop_ids = {tokenizer.eot, *tokenizer.stops}
+        self.stop_ids = {tokenizer.eot, tokenizer.bos, *tokenizer.stops}  # bos begins another text
         self.stop_ids |= {tokenizer.specials.get(stop) for stop in prompt.stops}
         self.bytes = b''
         self.text = ''  # of the bytes, what is certain
@@ -146,11 +146,6 @@ def write(model, tokenizer, prompts, cfg):
     num_samples = cfg.num_samples
     if num_samples is None:
         num_samples = 1 if sampling.temperature < GREEDY_BELOW else 3
-    size = model.config.block_size
-    longest = max([len(prompt.ids) for prompt in prompts], default=0)
-    if longest > size:
-        print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
-              file=sys.stderr)
     seeds = range(cfg.seed, cfg.seed + num_samples)
     texts = [Text(prompt, seed, tokenizer) for prompt in prompts for seed in seeds]
     for first in range(0, len(texts), cfg.batch_size):
@@ -171,6 +166,11 @@ def write(model, tokenizer, prompts, cfg):
 
 def write_batch(model, texts, sampling, compiled):
     """Continue Texts in one batch until all are finished. Yields before and after each step."""
+    size = model.config.block_size
+    longest = max(len(text.prompt.ids) for text in texts)
+    if longest > size:
+        print(f'note: the prompt has {longest:,} tokens; only the last {size:,} fit in the context',
+              file=sys.stderr)
     stopped = set()
     yield
     for step in generate(model, [text.prompt.ids for text in texts], sampling,

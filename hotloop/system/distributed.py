@@ -66,6 +66,8 @@ def open_process_group(backend, device):
     """
     if dist.is_initialized():
         return
+    if device.type == 'mps':
+        raise ValueError('an Apple GPU trains in one process; use python, not torchrun, or --device=cpu')
     backends = 'gloo'
     if device.type == 'cuda' and backend != 'gloo':
         backends = 'cpu:gloo,cuda:nccl'

@@ -122,6 +122,7 @@ class Latest(NamedTuple):
     checkpoint: dict
     path: str
     damaged: list  # the paths of newer ones
+    written: int  # when it was, in ns
 
 
 class Checkpoints:
@@ -144,11 +145,14 @@ class Checkpoints:
         paths = checkpoint_paths(self.folder)
         if not paths:
             raise ValueError(f'{self.folder} holds no checkpoint; start with --init_from=scratch')
+        written = {path: os.stat(path).st_mtime_ns for path in paths}
         path, checkpoint = first_intact(paths, load_checkpoint)
-        return Latest(checkpoint, path, paths[:paths.index(path)])
+        return Latest(checkpoint, path, paths[:paths.index(path)], written[path])
 
     def promote(self, latest):
         """Make the checkpoint of a resume the latest one, and rename the damaged ones."""
+        if os.stat(latest.path).st_mtime_ns != latest.written:  # by a process that was about to end
+            raise ValueError(f'{latest.path} was written again in the meantime; run the command again')
         for path in latest.damaged:
             os.replace(path, path + '.damaged')
         newest, best = (os.path.join(self.folder, name) for name in ('ckpt.pt', 'best.pt'))
@@ -217,12 +221,12 @@ class Checkpoints:
     def close(self):
         """Wait for the save under way, and copy the last lines of the log to the mirror."""
         self.wait()
-        self.copy()
+        self.copy(MIRRORED[:3])
 
-    def copy(self):
-        """Copy the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""
+    def copy(self, names=MIRRORED):
+        """Copy files of the run to its mirror, if it has one, ckpt.pt last. Prints a failure."""
         try:
-            for name in MIRRORED:
+            for name in names:
                 source = os.path.join(self.folder, name)
                 if self.mirror and os.path.exists(source):
                     target = os.path.join(self.mirror, name)

@@ -81,6 +81,8 @@ def print_length(cfg, schedule, state, batches):
               f'{windows / batches.split.num_windows:.2f} epochs')
     if schedule.is_open:
         length = f'a time budget of {cfg.time_budget:g} min'
+        if cfg.max_epochs is not None or cfg.max_iters != type(cfg).max_iters:
+            length += f' or {counted(steps, "step")}, whichever ends first'
     print0(f'run: {length}, into {cfg.out_dir}')
     if state.iter_num >= steps:
         clock = '' if cfg.time_budget is None else ' --time_budget=None'
@@ -176,7 +178,10 @@ class Log:
         if resumed_at is not None:
             purge_step = resumed_at + 1  # hides the events after a checkpoint, which come again
             if os.path.exists(self.path):
-                keep_lines(self.path, resumed_at)
+                try:
+                    keep_lines(self.path, resumed_at)
+                except OSError as e:
+                    raise ValueError(f'{self.path} could not be written: {e.strerror or e}') from None
         if cfg.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             folder = os.path.join(cfg.out_dir, 'tensorboard')
@@ -184,8 +189,8 @@ class Log:
         if cfg.wandb_log:
             import wandb
             self.wandb = wandb
-            wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir,
-                       config=settings)
+            wandb.init(project=cfg.wandb_project, name=cfg.wandb_run_name or cfg.out_dir, config=settings,
+                       dir=cfg.out_dir)  # a folder wandb/ beside train.py would be importable
 
     def append(self, row):
         """Append a line to log.jsonl."""
@@ -243,8 +248,13 @@ class Log:
         if self.wandb:
             self.wandb.log(row, step=step)
         if self.tensorboard:
-            for name, value in row.items():
-                self.tensorboard.add_scalar(name, value, step)
+            try:
+                for name, value in row.items():
+                    self.tensorboard.add_scalar(name, value, step)
+            except OSError as e:  # of an earlier write, by its thread
+                print0(f'{self.cfg.out_dir}/tensorboard could not be written: {e.strerror or e}; training '
+                       'continues')
+                self.tensorboard = None
 
     def step(self, state, lr, meter, left):
         """Log a line for the steps since the last one. left(seconds of a step): until the end."""

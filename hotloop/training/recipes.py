@@ -102,6 +102,9 @@ def choose_settings(cfg, given):
     the speed of this machine. With a time budget, the rest follows from the tokens that the run will
     read.
     """
+    for name, value in (('depth', cfg.depth), ('time_budget', cfg.time_budget)):
+        if value is not None and value <= 0:
+            raise ValueError(f'{name}={value} must be above 0')
     if cfg.init_from != 'scratch':
         raise ValueError(f'depth={cfg.depth} shapes a new model, and init_from={cfg.init_from} has a '
                          'shape; omit one of them')

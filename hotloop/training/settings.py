@@ -7,7 +7,6 @@ import os
 import numpy as np
 import torch
 
-from hotloop.data.dataset import named_weights
 from hotloop.system.distributed import print0
 from hotloop.system.files import is_inside
 from hotloop.system.text import shell
@@ -49,7 +48,8 @@ def setting_problems(cfg):
         wrong.append(f'out_dir={cfg.out_dir!r} lies inside mirror_dir={cfg.mirror_dir!r}; to continue '
                      'a run in its mirror, give --mirror_dir=None')
     if os.path.exists(cfg.init_from) and not cfg.eval_only and is_inside(cfg.init_from, cfg.out_dir):
-        wrong.append(f'init_from={cfg.init_from!r} would be moved aside with out_dir; choose another')
+        wrong.append(f'init_from={cfg.init_from!r} is inside out_dir={cfg.out_dir!r}, which a new run '
+                     'renames; give the new run a folder, such as --out_dir=out-tuned')
     if cfg.shard != 'none' and cfg.auto_batch:
         wrong.append(f'auto_batch=True does not try shard={cfg.shard!r}; set batch_size')
     if cfg.shard != 'none' and cfg.ortho_penalty:
@@ -121,20 +121,7 @@ def compare_settings(objects, given, before, bound):
             flags.append(f'--{name}={was}')
     if wrong:
         raise ValueError('\n'.join([*wrong, f'to continue it: {shell(*flags)}; for a new run from '
-                                    'its weights: --init_from=PATH']))
-
-
-def bound_settings(bound, cfg, before, checkpoint):
-    """
-    Return the settings that a resume cannot change. A dataset may have another name: compare_record()
-    compares the data, but not the weights of a mixture. before: the settings of the checkpoint.
-    """
-    if 'data' not in checkpoint:  # nanoGPT's
-        return bound
-    weights = []
-    for dataset in (cfg.dataset, before['dataset']):
-        weights.append([weight for _, weight in named_weights(dataset)])
-    return bound - {'dataset'} if weights[0] == weights[1] else bound
+                                    'its weights: --init_from=PATH --dataset=NAME']))
 
 
 def check_time_budget(cfg, before, checkpoint):

@@ -120,7 +120,8 @@ def read_adapter(folder):
         if module in SAVED:
             found.embeddings[SAVED[module]] = tensor
         elif place is None:
-            raise ValueError(f'{folder}: {name} is not supported, only matrices of blocks, wte and head')
+            raise ValueError(f'{folder}: {name} is not supported, only adapters of matrices in '
+                             'blocks, and complete embeddings and heads')
         elif place[3] == 'A':
             B = tensors[name.replace('lora_A', 'lora_B')]
             found.matrices[int(place[1]), place[2]] = tensor.float(), B.float()

@@ -48,14 +48,16 @@ def load_weights(source):
     Face folder, or a model of the hub such as gpt2, which is downloaded once. Adapters are added to
     their base. Raises ValueError if the source is missing, damaged, or of an unsupported architecture.
     """
-    if is_adapter(source):
-        return load_adapter(source)
-    if os.path.exists(os.path.join(source, 'config.json')):
-        return load_folder(source)
+    is_gpt2 = False
     if not os.path.exists(source):
         name = GPT2_OWNER + source if source in GPT2_SHAPES else source
         if is_hub_name(name):
-            return load_folder(hub_folder(name), is_gpt2=name.startswith(GPT2_OWNER))
+            is_gpt2 = name.startswith(GPT2_OWNER)
+            source = hub_folder(name)
+    if is_adapter(source):
+        return load_adapter(source)
+    if os.path.exists(os.path.join(source, 'config.json')):
+        return load_folder(source, is_gpt2)
     return load_run(source)
 
 
@@ -141,7 +143,7 @@ def load_adapter(folder):
     adapter = read_adapter(folder)  # its errors before the base is downloaded
     base = open_base(record, folder)
     rest = {**base.checkpoint, 'sha256': hash_file(os.path.join(folder, TENSORS)),
-            'template': record['template'] or base.checkpoint.get('template')}
+            'template': record['template'] or template_of(folder) or base.checkpoint.get('template')}
     matrices = swap_nanochat(adapter.matrices, base.checkpoint.get('hf_config'), base.model_args)
     weights = merged(base.weights | adapter.embeddings, matrices, adapter.scale, record['quantize'])
     model_args = dict(base.model_args)
@@ -203,7 +205,8 @@ def read_tensors(folder, kind):
         paths = sorted(glob.glob(os.path.join(glob.escape(folder), 'model-*.safetensors')))
     if not paths:
         raise ValueError(f'{folder} has no model.safetensors; if you trust its source, transformers makes '
-                         f'one: AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained({folder!r})')
+                         'a folder: AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(FOLDER) '
+                         'and AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)')
     found = {}
     for path in paths:
         for name, tensor in read_safetensors(path).items():
@@ -212,7 +215,11 @@ def read_tensors(folder, kind):
                 continue
             if kind == 'gpt2' and name.endswith(CONV1D):  # OpenAI's "Conv1D" stores (in, out)
                 tensor = tensor.t()
-            found.setdefault(place[0], {})[place[1]] = tensor
+            by_place = found.setdefault(place[0], {})
+            if place[1] in by_place:
+                raise ValueError(f'{path} has {name} a second time; delete the shards that are not in '
+                                 'model.safetensors.index.json')
+            by_place[place[1]] = tensor
     weights = {}
     for name, by_place in found.items():
         parts = [by_place[place] for place in sorted(by_place)]

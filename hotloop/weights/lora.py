@@ -58,6 +58,9 @@ def check_lora(lora, cfg, given, is_new):
         return
     if cfg.optimizer == 'muon':
         raise ValueError(f'optimizer={cfg.optimizer!r}: adapters are trained with --optimizer=adamw')
+    if cfg.ortho_penalty:
+        raise ValueError(f'ortho_penalty={cfg.ortho_penalty} acts on weights that adapters freeze; use '
+                         '--ortho_penalty=0')
     if cfg.shard != 'none':
         raise ValueError(f'shard={cfg.shard!r}: adapters and a frozen base are not sharded; omit it')
     if is_new and cfg.init_from == 'scratch':
@@ -192,6 +195,8 @@ def trainable(model):
 def weights_to_save(model):
     """Return the state of a model: if it has adapters, only what is trained."""
     state = model.state_dict()
+    if model.config.tie:  # sharded, each name has a tensor of its own
+        state[EMBEDDINGS[1]] = state[EMBEDDINGS[0]]
     adapters = {name: w for name, w in state.items() if '.lora_' in name}
     if adapters and model.lm_head.weight.requires_grad:
         adapters |= {name: state[name] for name in EMBEDDINGS}

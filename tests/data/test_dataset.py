@@ -94,9 +94,9 @@ def test_two_processes_do_not_write_one_dataset(tmp_path):
 
 def test_a_dataset_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / 'file').touch()
-    assert 'file/x could not be written: [Errno 20] Not a' in error_of(write, tmp_path / 'file' / 'x', 'new')
+    assert 'file/x was not written: [Errno 20] Not a' in error_of(write, tmp_path / 'file' / 'x', 'new')
     folder, full = str(tmp_path / 'x'), OSError(errno.ENOSPC, 'No space left on device')
-    with pytest.raises(ValueError, match=r'x could not be written: .* No space'), partial_folder(folder):
+    with pytest.raises(ValueError, match=r'x was not written: .* No space'), partial_folder(folder):
         raise full
 
 

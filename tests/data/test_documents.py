@@ -157,7 +157,8 @@ def as_parquet(rows):
 @pytest.mark.parametrize('name, write', [
     ('a.jsonl', as_jsonl), ('a.jsonl.gz', lambda rows: gzip.compress(as_jsonl(rows))), ('a.csv', as_csv),
     ('a.tsv', lambda rows: as_csv(rows, '\t')), ('a.parquet', as_parquet),
-    ('a.json', lambda rows: json.dumps(rows, indent=2).encode())])
+    ('a.json', lambda rows: json.dumps(rows, indent=2).encode()), ('a.json.gz', lambda rows: gzip.compress(
+        as_jsonl(rows)))])
 @pytest.mark.parametrize('field', ['text', 'body'])
 def test_a_row_is_a_document(tmp_path, monkeypatch, name, write, field):
     """Its key, which decides whether it is held out, is its first piece."""

@@ -257,3 +257,19 @@ def test_settings_are_the_users_then_the_corpuss(sources, settings, resolved):
     """A corpus with validation files of its own holds nothing out."""
     cfg = prepare.resolve(prepare.PrepareConfig(**settings), [sources])
     assert (cfg.name, cfg.tokenizer, cfg.val) == resolved
+
+
+def test_a_note_says_how_much_is_held_out_if_it_is_not_the_fraction(tmp_path, make, capsys):
+    for name in 'ab':
+        (tmp_path / f'{name}.txt').write_text(f'{name} text\n' * 50)
+    make(tmp_path / 'a.txt', tmp_path / 'b.txt')
+    assert 'note: 50.0% of the text is held out, not 10.0%' in capsys.readouterr().out
+
+
+def test_every_template_holds_out_the_same_rows(tmp_path, make):
+    (tmp_path / 'rows.jsonl').write_text(as_jsonl(CHAT))
+    held_out = set()
+    for template in ('plain', 'chatml', 'gemma', 'llama3'):
+        make(tmp_path / 'rows.jsonl', template=template)
+        held_out.add((tmp_path / 'data/x/val.jsonl').read_text())
+    assert len(held_out) == 1

@@ -49,12 +49,14 @@ def test_the_name_decides_the_kind_unless_the_settings_do(tmp_path, files, name,
     assert files(tmp_path / name, format='jsonl') == [(name, 'jsonl')]
 
 
-def test_a_folder_is_its_text_files_in_order(tmp_path, files):
-    """Hidden files and datasets are not entered; another format takes all files."""
+def test_a_folder_is_its_text_files_in_order(tmp_path, files, capsys):
+    """Hidden files and datasets are not entered; a format of rows takes all files."""
     make(tmp_path, 'b.txt', 'a/z.md', 'a/rows.jsonl', 'a/.hidden.txt', '.git/config.txt', 'image.png',
          'shard.bin', 'data/x/meta.json', 'data/x/train.bin', 'data/x/notes.txt')
     assert files(tmp_path) == [('a/rows.jsonl', 'jsonl'), ('a/z.md', 'text'), ('b.txt', 'text')]
-    assert [name for name, _ in files(tmp_path, format='text')] == [
+    assert '2 files of other suffixes left out' in capsys.readouterr().err
+    assert len(files(tmp_path, format='text')) == 3
+    assert [name for name, _ in files(tmp_path, format='jsonl')] == [
         'a/rows.jsonl', 'a/z.md', 'b.txt', 'image.png', 'shard.bin']
 
 
@@ -68,7 +70,7 @@ def test_a_pattern_gives_names_below_what_all_files_share(tmp_path, files):
 
 
 @pytest.mark.parametrize('source, words', [
-    ('nowhere.txt', 'is not a file, a folder or a pattern'), ('a.tar.gz', 'is an archive; unpack it'),
+    ('nowhere.txt', 'is not a file, a folder or a pattern'), ('a.tar.gz', 'unpack or convert it'),
     ('pictures', "no files to read with format='auto'"), ('set', 'no files to read')])
 def test_a_source_without_files_to_read(tmp_path, monkeypatch, files, source, words):
     monkeypatch.chdir(tmp_path)
@@ -127,7 +129,8 @@ def test_some_files_of_a_corpus():
     assert (one.train, len(five.train)) == (('sample/10BT/000_00000.parquet',), 5)
     assert five.download == 5 * one.download and find_corpus(['fineweb_edu']) == CORPORA['fineweb_edu']
     assert find_corpus(['book.txt:1']).train == find_corpus(['fineweb_edu', 'a.txt']).train == ()
-    assert 'fineweb_edu:2' in error_of(find_corpus, ['fineweb_edu:all'])
+    for wrong in ('fineweb_edu:all', 'stdlib:1'):
+        assert 'fineweb_edu:2' in error_of(find_corpus, [wrong])
 
 
 def test_lines_of_wikitext_from_the_hub_become_one_document(tmp_path, repository):
@@ -142,6 +145,10 @@ def test_lines_of_wikitext_from_the_hub_become_one_document(tmp_path, repository
         assert piece.parts == [(f' \n = {split} = \n \n', False, True)]
 
 
-def test_a_missing_dataset_is_a_command():
+def test_a_missing_dataset_is_a_command(tmp_path, monkeypatch):
     assert missing_dataset('x', 'wikitext2', 'data').endswith('make it with: python prepare.py wikitext2')
     assert missing_dataset('x', 'mine', 'd').endswith('FILE_OR_FOLDER --name=mine --data_dir=d')
+    make(tmp_path, 'd/mine/train.bin', 'nano/shakespeare/prepare.py')
+    monkeypatch.chdir(tmp_path)
+    assert missing_dataset('x', 'd/mine', 'd').endswith('without its folder: --data_dir=d --dataset=mine')
+    assert missing_dataset('x', 'shakespeare', 'nano').endswith('python nano/shakespeare/prepare.py')

@@ -14,7 +14,7 @@ from test_dataset import Touch, nanogpt_meta
 
 import prepare
 from hotloop.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
-from hotloop.data.tokenizer_source import checkpoint_tokenizer, find_tokenizer
+from hotloop.data.tokenizer_source import checkpoint_tokenizer, find_tokenizer, template_of
 
 BPE = BPETokenizer([bytes([b]) for b in range(256)]).spec()
 CHAR = CharTokenizer('abc').spec()
@@ -41,13 +41,16 @@ def places(tmp_path, monkeypatch):
     save('out/ckpt.pt', tokenizer=CHAR)
     save('new/ckpt.pt', tokenizer=BPE)
     save('nano/ckpt.pt', config={'dataset': 'theirs'}, model_args={'vocab_size': 64})
+    Path('adapter').mkdir()
+    Path('adapter/adapter_config.json').write_text('{}')
+    Path('adapter/hotloop.json').write_text(json.dumps({'tokenizer': BPE, 'template': 'chatml'}))
     Path('text').mkdir()
     Path('text/a.txt').write_text('abc' * 50)
 
 
 @pytest.mark.parametrize('name, spec', [
     ('own', BPE), ('data/own', BPE), ('theirs', CHAR), ('data/theirs/', CHAR), ('out', BPE),
-    ('out/ckpt.pt', CHAR), ('new', BPE), ('nano', CHAR)])
+    ('out/ckpt.pt', CHAR), ('new', BPE), ('nano', CHAR), ('adapter', BPE)])
 def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
     assert find_tokenizer(name, 'data').tokenizer.spec() == spec
 
@@ -55,7 +58,7 @@ def test_a_tokenizer_is_found_by_name_and_by_path(places, name, spec):
 @pytest.mark.parametrize('name, found', [
     ('out', ('out', True)), ('out/best.pt', ('out/best.pt', True)),
     ('hf', ('hf', False)), ('org/model', ('org/model', False)),
-    ('hf/tokenizer.json', ('hf', False)),
+    ('hf/tokenizer.json', ('hf', False)), ('adapter', ('adapter', True)),
     *((name, (None, False)) for name in ('own', 'data/own', 'theirs', 'org/own', 'byte', 'bpe:300'))])
 def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, monkeypatch, name, found):
     monkeypatch.setattr('hotloop.data.tokenizer_source.read_tokenizer_json', lambda path: ByteTokenizer())
@@ -68,7 +71,7 @@ def test_the_model_of_a_tokenizer_is_what_a_run_starts_from(places, monkeypatch,
     save('byte/best.pt')  # not the one meant by this name
     model, is_run, template = find_tokenizer(name, 'data')[1:]
     assert (model, is_run) == found
-    assert template == ('chatml' if name in ('hf', 'org/model', 'hf/tokenizer.json') else None)
+    assert template == ('chatml' if name in ('hf', 'org/model', 'hf/tokenizer.json', 'adapter') else None)
 
 
 @pytest.mark.parametrize('saved, used', [('alpaca', 'alpaca'), ('joined', 'chatml'), (None, 'chatml')])
@@ -83,6 +86,11 @@ def test_the_template_of_a_run_is_that_of_the_data_made_for_it(places, capsys, s
         assert json.loads(Path('data/chats/meta.json').read_text())['template'] == expected
         assert '--init_from=tuned --dataset=chats\n' in capsys.readouterr().out
         assert find_tokenizer('chats', 'data').template == expected  # also that of a dataset
+
+
+def test_a_template_that_only_resembles_alpacas_is_none_of_ours(tmp_path):
+    (tmp_path / 'chat_template.jinja').write_text('You are a coder.\n### Instruction:\n{{ m }}')
+    assert template_of(str(tmp_path)) is None
 
 
 def test_what_has_no_tokenizer_is_named(places, capsys):

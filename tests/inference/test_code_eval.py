@@ -88,7 +88,7 @@ def test_a_row_whose_prompt_begins_a_function_has_a_body_as_its_answer():
         assert (task.entry, task.stops) == ('', ())
 
 
-@pytest.mark.parametrize('row', [{'prompt': 'hi'}, {'messages': []}, 3,
+@pytest.mark.parametrize('row', [{'prompt': 'hi'}, {'messages': []}, 3, {'entry_point': 'f', 'test': ''},
                                  {'messages': [{'role': 'user', 'content': 'hi'}]}])
 def test_a_row_that_is_not_a_task_is_refused(row):
     assert 'line 4' in error_of(read_task, row, 'line 4', False)

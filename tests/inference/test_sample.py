@@ -150,6 +150,26 @@ def test_text_appears_when_it_is_certain(stop, data, expected, stopped):
         assert expected.startswith(text)
 
 
+def test_a_model_of_rows_of_one_line_begins_a_new_one(draw, out):
+    write(out / 'best.pt', gpt(3), CharTokenizer('ab', eot=True))
+    assert draw(start='\n', output='jsonl')[0]['prompt'] == ''
+
+
+def test_a_text_ends_where_another_begins(draw, out, monkeypatch):
+    tokenizer = ByteTokenizer()
+    tokenizer.bos = 9
+    write(out / 'best.pt', gpt(257), tokenizer)
+    play(monkeypatch, 97, 9, 98)
+    assert draw(start='x') == ['xa']
+
+
+def test_a_model_that_does_not_fit_the_memory_is_named(out, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 6.00 GiB')
+    monkeypatch.setattr('hotloop.inference.texts.generate', fail)
+    assert 'lower --batch_size' in error_of(main, out_dir=out, start='ab')
+
+
 def test_load_gives_a_model_that_writes_what_the_command_writes(draw, out):
     """At once or in pieces, which begin before the last is drawn."""
     model = load(str(out), device='cpu', top_k=5)
@@ -324,7 +344,7 @@ def test_a_chat_is_in_the_template_that_training_saw(talk):
     assert complete == prompts[1] + 'Five.<|im_end|>'
     assert prompts[1].startswith(prompts[0]) and prompts[0].endswith('<|im_start|>assistant\n')
     assert talk.out == '> Four.\n> Five.\n> \n'  # without the mark; the end of the input ends the chat
-    assert talk(['hi', '', 'b'], ['x'], template='plain') == ['hi\n']
+    assert talk(['hi', '', 'b'], ['x', 'y'], template='plain') == ['hi\n', 'hi\nx\nb\n']
     assert talk(['hi', 'exit'], ['x'], template='joined') == ['hi']
 
 

@@ -109,7 +109,7 @@ def test_a_completion_is_the_text_of_sample_py(servers, folder, capsys):
                                   'finish_reason': 'length'}]
     assert answer['usage'] == {'prompt_tokens': 2, 'completion_tokens': 30, 'total_tokens': 32}
     stop = row['text'][9]
-    _, answer = ask(servers['base'], prompt='ab', max_tokens=30, stop=['zzzz', stop], **fields)
+    _, answer = ask(servers['base'], prompt=['ab'], max_tokens=30, stop=['zzzz', stop], **fields)
     choice, = answer['choices']
     assert (choice['text'], choice['finish_reason']) == (row['text'].split(stop)[0], 'stop')
 
@@ -142,7 +142,10 @@ def test_a_chat_is_in_the_template_and_ends_at_its_mark(servers, folder, tmp_pat
     monkeypatch.setattr(texts, 'generate', generate)
     turns = [{'role': 'user', 'content': 'x' * 99}, {'role': 'assistant', 'content': 'y' * 9}, USER]
     _, answer = ask(servers['tuned'], messages=turns, **chat)
-    assert prompts == ['<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n']
+    question = '<|im_start|>user\nhi<|im_end|>\n'
+    assert prompts == [question + '<|im_start|>assistant\n']
+    ask(servers['tuned'], messages=[USER, {'role': 'system', 'content': 'Be brief.'}], **chat)
+    assert prompts[1] == question + '<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\n'
     assert answer['choices'][0] == {'index': 0, 'message': {'role': 'assistant', 'content': 'Four.'},
                                     'logprobs': None, 'finish_reason': 'stop'}
 
@@ -231,7 +234,7 @@ CHAT = '/v1/chat/completions'
     ('base', dict(path='/x', method='GET'), 404, '/x does not exist'),
     ('base', dict(body='{"a"'), 400, 'is not JSON'), ('base', dict(body=b'\xff\xfe'), 400, 'is not JSON'),
     ('base', dict(body='[1]'), 400, 'object'), ('base', dict(body='[' * 10**5), 400, 'recursion'),
-    ('base', dict(prompt=['a']), 400, 'prompt must be'), ('base', dict(stream='yes'), 400, 'stream: '),
+    ('base', dict(prompt=['a', 'b']), 400, 'prompt must be'), ('base', dict(stream='yes'), 400, 'stream: '),
     ('base', dict(temperature=-1), 400, 'temperature=-1.0'), ('base', dict(seed=0.5), 400, 'seed: expected'),
     ('base', dict(max_tokens=LONG + 1), 400, '--max_new_tokens'), ('base', dict(n=2), 400, 'n=2 is not'),
     ('base', dict(stop=['a', None]), 400, 'stop: '), ('base', dict(echo=True), 400, 'echo=true is not sup'),

@@ -59,7 +59,7 @@ def fake_checkpoint(m):
 def fake_wandb(m):
     wandb = types.ModuleType('wandb')
     wandb.__spec__ = ModuleSpec('wandb', None)  # as of an installed package
-    wandb.init = lambda project, name, config: print('wandb', project, os.path.basename(name))
+    wandb.init = lambda project, name, config, dir: print('wandb', project, os.path.basename(name))
     wandb.log = lambda numbers, step: print('wandb', step)
     m.setitem(sys.modules, 'wandb', wandb)
 

@@ -55,8 +55,16 @@ def test_the_log_has_the_start_and_the_end_of_a_run(train_tiny, tmp_path, monkey
 
 def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / 'log.jsonl').symlink_to('/dev/full')
-    Log(SimpleNamespace(out_dir=tmp_path, wandb_log=False, tensorboard=False), {}, Env()).write('s', step=1)
-    assert 'log.jsonl could not be written: No space left on device; training' in capsys.readouterr().out
+    log = Log(SimpleNamespace(out_dir=tmp_path, wandb_log=False, tensorboard=False), {}, Env())
+
+    def fail(*_):
+        raise OSError('full')
+    log.tensorboard = SimpleNamespace(add_scalar=fail)
+    log.write('s', step=1, loss=2.0)
+    log.write('s', step=2, loss=2.0)
+    printed = capsys.readouterr().out
+    assert 'log.jsonl could not be written: No space left on device; training' in printed
+    assert printed.count('tensorboard could not be written: full; training continues') == 1
 
 
 def test_speed_is_measured_in_steps_alone(monkeypatch):

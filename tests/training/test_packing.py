@@ -58,11 +58,11 @@ def test_rows_are_packed_tightly_and_none_is_cut():
 def test_an_epoch_holds_each_row_once_with_its_answers_as_targets(data_dir):
     split = open_rows(data_dir)
     on_disk = rows_on_disk(split)
-    assert len(on_disk) == 48 and split.num_windows < 16
+    assert len(on_disk) == 47 and split.num_windows < 16
     starts = split.starts(7, np.arange(3 * split.num_windows)).reshape(3, -1)
     assert not np.array_equal(starts[0], starts[1])
     for epoch in starts:
-        assert sorted(np.concatenate([split.rows[start] for start in epoch]).tolist()) == list(range(48))
+        assert sorted(np.concatenate([split.rows[start] for start in epoch]).tolist()) == list(range(47))
         x, y, documents = split.gather(epoch)
         for window, start in enumerate(epoch):
             for number, row in enumerate(split.rows[start]):

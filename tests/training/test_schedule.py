@@ -136,6 +136,13 @@ def test_a_depth_is_a_layer_below_flags(data_dir):
     assert 'init_from=gpt2' in error_of(read_settings, [*flags, '--init_from=gpt2'])
 
 
+@pytest.mark.parametrize('flags, words', [
+    (['config/quickstart.py', '--depth=6'], '--depth=6 and config/quickstart.py, line '),
+    (['--depth=0'], 'depth=0 must'), (['--time_budget=-5'], r'time_budget=-5.0 must')])
+def test_a_depth_that_cannot_be(data_dir, flags, words):
+    assert words in error_of(read_settings, [*flags, f'--data_dir={data_dir}', '--dataset=tiny'])
+
+
 def test_a_time_budget_chooses_a_depth_of_the_requested_preset(data_dir, monkeypatch):
     monkeypatch.setattr('hotloop.training.recipes.measure_flops', lambda *args: 1e9)
     flags = [f'--data_dir={data_dir}', '--dataset=tiny', '--time_budget=3', '--device=cpu']

@@ -27,7 +27,7 @@ from conftest import (
 
 import train
 from hotloop.data.dataset import read_meta
-from hotloop.system.distributed import Env
+from hotloop.system.distributed import Env, open_process_group
 from hotloop.training.checkpoint import Checkpoints
 from hotloop.training.dataloader import Batches, Split
 from hotloop.training.optim import build_optimizers
@@ -279,7 +279,7 @@ def test_eval_only_writes_nothing(train_tiny, tmp_path, capsys):
     (dict(time_budget=1, decay_lr=False), 'decay_lr=False contradicts time_budget'),
     (dict(time_budget=1, max_iters=600000, warmup_iters=0.1), 'warmup_iters=0.1 is a fraction'),
     (dict(decay_fraction=0), 'decay_fraction=0.0'), (dict(save_minutes=-1), 'save_minutes=-1.0'),
-    (dict(beta2=1), 'beta2=1.0'),
+    (dict(beta2=1), 'beta2=1.0'), (dict(init_from='resum'), "did you mean 'resume'"),
     pytest.param(dict(wandb_log=True), 'pip install wandb', marks=pytest.mark.skipif(
         importlib.util.find_spec('wandb') is not None, reason='wandb is installed'))])
 def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):
@@ -306,6 +306,7 @@ def test_processes_that_cannot_work(train_tiny, monkeypatch):
     """Refused before they wait for each other."""
     monkeypatch.setenv('WORLD_SIZE', '2')
     assert 'backend=nccl needs GPUs' in error_of(train_tiny, backend='nccl')
+    assert 'an Apple GPU trains in one process' in error_of(open_process_group, 'auto', torch.device('mps'))
     error = error_of(train_tiny, batch_size=5, gradient_accumulation_steps=1)
     assert re.search('= 5 sequences .* 2 processes, such as 6', error)
 

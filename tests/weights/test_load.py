@@ -153,6 +153,15 @@ def test_a_model_of_the_hub_is_found_without_a_network(gpt2_folder, cache, name,
     assert shape_of(full)['n_head'] == 2
 
 
+def test_a_weight_in_two_files_is_refused(gpt2_folder):
+    """Of two sets of shards, one is left from before."""
+    first = gpt2_folder / 'model-00001-of-00001.safetensors'
+    os.rename(gpt2_folder / 'model.safetensors', first)
+    assert load_weights(str(gpt2_folder)).weights
+    shutil.copy(first, gpt2_folder / 'model-00002-of-00003.safetensors')
+    assert 'a second time; delete the shards' in error_of(load_weights, str(gpt2_folder))
+
+
 def test_a_model_that_is_not_on_disk_is_one_sentence(cache):
     error = error_of(load_weights, 'org/model')
     assert error.startswith("'org/model' could not be downloaded from the hub: ") and '\n' not in error

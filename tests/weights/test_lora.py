@@ -296,6 +296,7 @@ def test_a_base_that_changed_or_is_gone_is_named_on_resume(train_tiny, tmp_path,
 @pytest.mark.parametrize('settings, words', [
     (dict(lora_rank=4), 'lora_rank=4'), (dict(lora_rank=-1), 'lora_rank=-1'),
     (dict(lora_rank=4, init_from='gpt2', optimizer='muon'), "optimizer='muon'"),
+    (dict(lora_rank=4, init_from='gpt2', ortho_penalty=0.1), 'ortho_penalty=0.1'),
     (dict(quantize='nf4'), "quantize='nf4' applies only with"),
     (dict(lora_rank=1, lora_alpha=0), 'lora_alpha=0.0'),
     (dict(lora_rank=1, lora_dropout=1), 'lora_dropout=1.0')])
@@ -312,7 +313,7 @@ def test_a_run_without_the_adapters_of_its_card_resumes(train_tiny, tmp_path):
 
 def test_a_base_is_not_moved_aside_and_adapters_do_not_appear_on_resume(train_tiny, tmp_path, base):
     error = error_of(train_tiny, 'base', **base)
-    assert 'base\' would be moved aside with out_dir; choose another' in error
+    assert 'base\', which a new run renames; ' in error
     error = error_of(train_tiny, 'base', init_from='resume', lora_rank=4)
     assert '--lora_rank: lora_rank=4, but the checkpoint has 0, which cannot change on resume' in error
 
