@@ -21,6 +21,7 @@ from hotloop.training.evaluate import evaluate
 from hotloop.training.forecast import memory_of
 from hotloop.training.optim import build_optimizers
 from hotloop.training.shard import gather, local
+from hotloop.weights.lora import weights_to_save
 from model import GPT, GPTConfig
 from train import TrainConfig
 
@@ -61,7 +62,9 @@ def steps(folder, number, env=None, dtype='float32', scale=None, optimizer='adam
             found.gradient = torch.cat([gradient.flatten().cpu() for gradient in gradients])
             found.norm = result.norm.item()
     found.val = evaluate(evaluated, splits[1], None, 5, env)['loss']  # 31 windows
-    found.weights = {name: weight.cpu() for name, weight in gather(model.state_dict()).items()}
+    weights = gather(dict(weights_to_save(model)))
+    found.is_tied = weights['lm_head.weight'] is weights['transformer.wte.weight']  # one matrix in the file
+    found.weights = {name: weight.cpu() for name, weight in weights.items()}
     last = env.rank + 1 == env.world
     found.stopped = evaluate(evaluated, splits[1], None, 5, env, stop=lambda: last) is None
     return found
@@ -108,6 +111,7 @@ def test_steps_of_several_processes_are_those_of_one(masked, world, shard, numbe
     one = steps(masked, number, **recipe)
     first, *others = on_ranks(world, steps_of_rank, masked, number, shard=shard, **recipe)
     assert_equal_steps(first, one)
+    assert first.is_tied == (recipe is RECIPES[0])
     for other in others:
         assert other.losses == first.losses and other.val == first.val
         assert shard == 'none' or not any(weight.numel() for weight in other.weights.values())
