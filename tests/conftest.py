@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import requests
 import torch
 
-import prepare
 import train
 from hotloop.data.bpe import count_words, learn_merges
 from hotloop.data.tokenizer import TiktokenTokenizer
@@ -25,7 +25,8 @@ from hotloop.training.evaluate import Evaluation
 
 torch.set_num_threads(1)  # faster in models this small
 os.environ['OMP_NUM_THREADS'] = '1'
-SHARED = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__))), 'shared', 'data')
+ROOT = Path(train.__file__).resolve().parent  # of the repository
+SHARED = os.path.join(ROOT.parent, 'shared', 'data')
 WITH_BITSANDBYTES = (
     pytest.mark.slow,  # its import takes seconds
     pytest.mark.skipif(importlib.util.find_spec('bitsandbytes') is None, reason='needs bitsandbytes'))

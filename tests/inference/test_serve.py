@@ -12,10 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from conftest import error_of, free_port
+from conftest import ROOT, error_of, free_port
 from test_sample import gpt, main, write
 
 import sample
@@ -24,7 +23,6 @@ from hotloop.data.tokenizer import ByteTokenizer
 from hotloop.inference import texts
 from hotloop.inference.serve import LARGEST, Server
 
-ROOT = Path(sample.__file__).parent
 LONG = 10**6  # tokens that take minutes
 USER = {'role': 'user', 'content': 'hi'}
 

@@ -2,14 +2,12 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import contents, error_of, noise, write_bins
+from conftest import ROOT, contents, error_of, noise, write_bins
 from torch.utils.flop_counter import FlopCounterMode
 
-import model as model_file
 import train
 from hotloop.system.distributed import Env
 from hotloop.training.forecast import (
@@ -162,7 +160,7 @@ def test_weights_are_not_needed_but_their_shape_is(forecast_of, train_tiny, tmp_
     """Those of GPT-2 and of the cards are known; a checkpoint or a folder has its own."""
     assert 'parameters: 124,439,808' in forecast_of(init_from='gpt2')
     assert '--n_layer: n_layer=3, but gpt2 has 12' in error_of(forecast_of, init_from='gpt2', n_layer=3)
-    card = str(Path(model_file.__file__).parent / 'config' / 'lora_r16.py')
+    card = str(ROOT / 'config' / 'lora_r16.py')
     printed = ' '.join(forecast_of(card, batch_size=8).split())
     assert 'parameters: 2,614,341,888' in printed and 'for a micro-batch of 8 x 768 tokens' in printed
     assert 'frozen weights' in printed and 'vocabulary of 256,000 ids' in printed

@@ -8,11 +8,11 @@ import pickle
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
+    ROOT,
     TINY,
     WITH_BITSANDBYTES,
     contents,
@@ -34,7 +34,6 @@ from hotloop.training.optim import build_optimizers
 from model import GPT, GPTConfig
 from train import TrainConfig
 
-ROOT = Path(train.__file__).parent
 no_scaler = torch.amp.GradScaler('cpu', enabled=False)
 
 
@@ -286,20 +285,6 @@ def test_settings_that_cannot_work(train_tiny, tmp_path, settings, match):
     """And no folder is left behind."""
     assert re.search(match, error_of(train_tiny, **settings))
     assert not (tmp_path / 'out').exists()
-
-
-def test_tf32_is_allowed_by_a_switch_that_autotuning_can_read(monkeypatch):
-    """Under the newer fp32_precision the getters that Inductor's autotuning calls raise."""
-    gpu, current = torch.device('cuda', 1), []
-    monkeypatch.setattr(train, 'choose_device', lambda name, local_rank: (gpu, 'requested'))
-    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda gpu: (8, 0))
-    monkeypatch.setattr(torch.cuda, 'set_device', current.append)
-    try:
-        train.setup(train.TrainConfig(device='cuda:1', compile=False))
-        assert torch.get_float32_matmul_precision() == 'high' and torch.backends.cuda.matmul.allow_tf32
-    finally:
-        torch.set_float32_matmul_precision('highest')
-    assert current == [gpu]
 
 
 def test_processes_that_cannot_work(train_tiny, monkeypatch):
