@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, contents, error_of, noise, write_bins
+from conftest import ROOT, WITH_BITSANDBYTES, contents, error_of, noise, write_bins
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
@@ -81,17 +81,21 @@ def test_the_count_of_three_blocks_is_what_a_real_step_needs(lora, settings, chu
 
 
 @pytest.mark.parametrize('settings', [{}, dict(preset='modern')])
-@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon', pytest.param('adamw8bit', marks=WITH_BITSANDBYTES)])
 def test_the_state_of_the_optimizer_is_counted(optimizer, settings):
-    model, cfg, held = gpt(**settings), TrainConfig(optimizer=optimizer), 0
+    """With 8-bit moments within 2%: those of vectors stay float32."""
+    model, cfg, held = gpt(n_embd=128, **settings), TrainConfig(optimizer=optimizer), {}
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     for o in build_optimizers(model, cfg, Env()):
         o.found_inf = torch.zeros(())
         o.step()
         for state in o.state.values():
-            held += sum(value.nbytes for value in state.values() if value.dim())
-    assert memory_of(model.config, cfg, None, Env(), 1e12)['optimizer'] == held
+            tensors = [value for value in state.values() if torch.is_tensor(value) and value.dim()]
+            held.update({tensor.data_ptr(): tensor.nbytes for tensor in tensors})  # some are shared
+    rel = 0.02 if optimizer == 'adamw8bit' else 0
+    forecast = memory_of(model.config, cfg, None, Env(), 1e12)['optimizer']
+    assert forecast == pytest.approx(sum(held.values()), rel=rel)
 
 
 @pytest.mark.parametrize('settings', [dict(bias=True), GATED])
